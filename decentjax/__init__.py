@@ -1,0 +1,71 @@
+"""decentjax: decentralized training for JAX.
+
+`x_i <- sum_j W_ij x_j + update(grad f_i(x_i))`: each worker averages its model with a
+few neighbours while it computes its gradient, and waits for nobody else.
+"""
+
+from decentjax import analysis, topology
+from decentjax.mixing import consensus_distance, global_mean, mix
+from decentjax.optim import (
+    DecentralizeState,
+    ScaleByAccumAdamState,
+    accum_adam,
+    accum_adamw,
+    dadam,
+    dadamw,
+    decentralize,
+    scale_by_accum_adam,
+)
+from decentjax.step import (
+    AXIS,
+    LossFn,
+    WorkerState,
+    all_reduce_step,
+    atc_step,
+    awc_step,
+    compute_in,
+    init_state,
+    mean_model,
+    on_mesh,
+    over_workers,
+    place,
+    simulate,
+    worker_mesh,
+)
+from decentjax.topology import Exchange, Groups, Permutations, Topology
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AXIS",
+    "DecentralizeState",
+    "Exchange",
+    "Groups",
+    "LossFn",
+    "Permutations",
+    "ScaleByAccumAdamState",
+    "Topology",
+    "WorkerState",
+    "accum_adam",
+    "accum_adamw",
+    "all_reduce_step",
+    "analysis",
+    "atc_step",
+    "awc_step",
+    "compute_in",
+    "consensus_distance",
+    "dadam",
+    "dadamw",
+    "decentralize",
+    "global_mean",
+    "init_state",
+    "mean_model",
+    "mix",
+    "on_mesh",
+    "over_workers",
+    "place",
+    "scale_by_accum_adam",
+    "simulate",
+    "topology",
+    "worker_mesh",
+]

@@ -1,0 +1,363 @@
+"""Averages models over workers: the one function behind every decentralized step.
+
+Written for one worker: `axis_name` is all that it knows of its peers, so the same call
+runs on a device mesh (`jax.shard_map`) and simulated on one device (`jax.vmap`), with
+the same numbers: bit for bit where one process holds all devices and each leaf is sent
+in its own dtype.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+from jax.typing import DTypeLike
+
+from decentjax.topology import Exchange, Groups, Permutations, rounds_of
+
+AxisName = str | tuple[str, ...]
+Members = tuple[tuple[int, ...], ...]
+Tree = TypeVar("Tree")
+
+
+def mix(
+    params: Tree,
+    exchange: Exchange,
+    axis_name: AxisName,
+    message_dtype: DTypeLike | None = None,
+) -> Tree:
+    """Averages the workers' models as the exchange says: `x_i <- sum_j W_ij x_j`.
+
+    Permutations go by `ppermute`, as many as a worker has peers. A mean over groups of
+    S goes by reduce-scatter and all-gather, 2 (1 - 1/S) models per worker (one `psum`
+    where the group is everybody). An exchange with nodes of L workers goes in levels:
+    reduce-scatter inside the node, `ppermute` of the pieces between nodes, all-gather
+    inside, so that a peer of the node costs one model on the node's link.
+
+    With a `message_dtype` the difference is mixed, `x_i + (sum_j W_ij q_j - q_i)` with
+    `q = x` rounded to that dtype: no worker loses the bits that its messages drop, and
+    models that agree stay as they are.
+
+    It does not wait for a gradient; do not differentiate through it.
+
+    Args:
+      params: one worker's model, any pytree. Float leaves of any shape are mixed, with
+        sums in float32 at least; integer leaves and random keys are left alone.
+      exchange: static, as in `topology[step]`.
+      axis_name: the mapped axis of the workers.
+      message_dtype: the dtype of what is sent; by default each leaf's own.
+
+    Returns:
+      The mixed model: structure, shapes and dtypes of `params`.
+
+    Raises:
+      ValueError: if the axis has another size than the exchange, or there is no leaf.
+    """
+    if not isinstance(exchange, Exchange):
+        raise TypeError(
+            "mix takes one Exchange, as in topology[step], got "
+            f"{type(exchange).__name__}"
+        )
+    _check_leaves(params)
+    size = lax.axis_size(axis_name)
+    if size != exchange.num_workers:
+        raise ValueError(
+            f"the exchange is for {exchange.num_workers} workers, but axis "
+            f"{axis_name!r} has size {size}"
+        )
+    mix_leaf = functools.partial(
+        _mix_leaf, exchange=exchange, axis_name=axis_name, message_dtype=message_dtype
+    )
+    return _map_floats(mix_leaf, params)
+
+
+def global_mean(params: Tree, axis_name: AxisName) -> Tree:
+    """Returns the mean over all workers, `1/N sum_j x_j`, the same on each.
+
+    Args:
+      params: one worker's model; float leaves are averaged in float32 at least, all
+        others are left alone.
+      axis_name: the mapped axis of the workers.
+    """
+    _check_leaves(params)
+
+    def mean(x: jax.Array) -> jax.Array:
+        total = _sum(x.astype(_sum_dtype(x)), axis_name)
+        return (total / lax.axis_size(axis_name)).astype(x.dtype)
+
+    return _map_floats(mean, params)
+
+
+def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
+    """Returns how far the workers' models are apart: `sqrt(1/N sum_i |x_i - mean|^2)`.
+
+    Args:
+      params: one worker's model; only float leaves count.
+      axis_name: the mapped axis of the workers.
+
+    Returns:
+      A float32 scalar, the same on every worker.
+    """
+    mean = global_mean(params, axis_name)
+    squares = [
+        jnp.sum(jnp.square(jnp.abs((x - m).astype(jnp.float32))))
+        for x, m in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)
+        if _is_float(x)
+    ]
+    total = _sum(sum(squares, jnp.zeros((), jnp.float32)), axis_name)
+    return jnp.sqrt(total / lax.axis_size(axis_name))
+
+
+def _mix_leaf(
+    x: jax.Array,
+    exchange: Exchange,
+    axis_name: AxisName,
+    message_dtype: DTypeLike | None,
+) -> jax.Array:
+    message_dtype = x.dtype if message_dtype is None else message_dtype
+    average = functools.partial(
+        _average_between,
+        between=exchange.between,
+        axis_name=axis_name,
+        workers_per_node=exchange.workers_per_node,
+        message_dtype=message_dtype,
+    )
+    if exchange.workers_per_node == 1:
+        mixed = average(x)
+    else:
+        mixed = _in_levels(average, x, exchange, axis_name)
+    if exchange.factor != 1:
+        own = x.astype(_sum_dtype(x))
+        mixed = own + exchange.factor * (mixed.astype(own.dtype) - own)
+    return mixed.astype(x.dtype)
+
+
+def _in_levels(
+    average: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    exchange: Exchange,
+    axis_name: AxisName,
+) -> jax.Array:
+    """Reduce-scatter inside the nodes, pieces between them, all-gather inside."""
+    local = exchange.workers_per_node
+    nodes = _as_members(np.arange(exchange.num_workers).reshape(-1, local))
+    piece = average(_reduce_scatter(x, nodes, axis_name) / local)
+    return _all_gather(piece.astype(x.dtype), nodes, axis_name, x.shape)
+
+
+def _average_between(
+    x: jax.Array,
+    between: Permutations | Groups,
+    axis_name: AxisName,
+    workers_per_node: int,
+    message_dtype: DTypeLike,
+) -> jax.Array:
+    """Averages with the workers of equal place on the other nodes.
+
+    What is rounded for sending is mixed as a difference, `x + (W q - q)`.
+    """
+    sent = _rounded(x, message_dtype)
+    if isinstance(between, Groups):
+        nodes = np.array(between.members)[:, None]
+        places = np.arange(workers_per_node)[:, None]
+        groups = (nodes * workers_per_node + places).reshape(-1, nodes.shape[-1])
+        mixed = _group_mean(sent, _as_members(groups), axis_name)
+    else:
+        mixed = _permuted(sent, between, axis_name, workers_per_node)
+    if sent.dtype == x.dtype:
+        return mixed
+    dtype = _sum_dtype(x)
+    return x.astype(dtype) + (mixed.astype(dtype) - sent.astype(dtype))
+
+
+def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """A cast that rounds for certain; XLA may leave out a cast there and back."""
+    if jnp.promote_types(x.dtype, dtype) == dtype:
+        return x.astype(dtype)
+    info = jnp.finfo(dtype)
+    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+
+
+def _group_mean(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array:
+    size = len(groups[0])
+    if size == 1:
+        return x
+    if len(groups) == 1 and x.dtype == _sum_dtype(x):
+        return _sum(x, axis_name) / size
+    piece = _reduce_scatter(x, groups, axis_name) / size
+    return _all_gather(piece.astype(x.dtype), groups, axis_name, x.shape)
+
+
+def _permuted(
+    x: jax.Array, between: Permutations, axis_name: AxisName, workers_per_node: int
+) -> jax.Array:
+    """`w_ii x_i + sum_j w_ij x_j`, a `ppermute` for each round of messages."""
+    own, rounds = rounds_of(between)
+    if not rounds:
+        return x
+    dtype = _sum_dtype(x)
+    received = [
+        _receive(x, round_.sources, axis_name, workers_per_node).astype(dtype)
+        for round_ in rounds
+    ]
+    models = [x.astype(dtype), *received]
+    weights = [own, *(round_.weights for round_ in rounds)]
+    if len({weight for of_workers in weights for weight in of_workers}) == 1:
+        return own[0] * functools.reduce(jnp.add, models)
+    node = lax.axis_index(axis_name) // workers_per_node
+    weighted = [
+        jnp.asarray(of_workers, dtype)[node] * model
+        for of_workers, model in zip(weights, models, strict=True)
+    ]
+    return functools.reduce(jnp.add, weighted)
+
+
+def _receive(
+    x: jax.Array, sources: tuple[int, ...], axis_name: AxisName, workers_per_node: int
+) -> jax.Array:
+    """The array of the worker of equal place on the source node; zeros from nobody."""
+    pairs = [
+        (sender * workers_per_node + place, receiver * workers_per_node + place)
+        for receiver, sender in enumerate(sources)
+        if sender >= 0
+        for place in range(workers_per_node)
+    ]
+
+    def stacked(x: jax.Array) -> jax.Array:
+        senders, receivers = np.array(pairs).T
+        return jnp.zeros_like(x).at[receivers].set(x[senders])
+
+    return _collective(
+        lambda x: lax.ppermute(x, axis_name, pairs), stacked, x, axis_name
+    )
+
+
+def _reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array:
+    """The sum over the group, a piece for each member, shape [ceil(x.size / S)]."""
+    size, dtype = len(groups[0]), _sum_dtype(x)
+    flat = jnp.pad(x.ravel(), (0, -x.size % size))
+
+    def on_mesh(flat: jax.Array) -> jax.Array:
+        dim = flat.ndim - 1
+        if flat.dtype == dtype:
+            return lax.psum_scatter(
+                flat,
+                axis_name,
+                scatter_dimension=dim,
+                axis_index_groups=groups,
+                tiled=True,
+            )
+        # The network would round its own sums to the narrow dtype at every hop.
+        pieces = flat.reshape(*flat.shape[:-1], size, -1)
+        pieces = lax.all_to_all(pieces, axis_name, dim, dim, axis_index_groups=groups)
+        return _sum_in_order(jnp.moveaxis(pieces, dim, 0).astype(dtype))
+
+    def stacked(flat: jax.Array) -> jax.Array:
+        total = _sum_in_order(_by_group(flat.astype(dtype), groups).swapaxes(0, 1))
+        pieces = total.reshape(*total.shape[:-1], size, -1)
+        return _by_worker(jnp.moveaxis(pieces, -2, 1), groups)
+
+    return _collective(on_mesh, stacked, flat, axis_name)
+
+
+def _all_gather(
+    piece: jax.Array, groups: Members, axis_name: AxisName, shape: tuple[int, ...]
+) -> jax.Array:
+    """The pieces of all members, joined to an array of the given shape."""
+
+    def on_mesh(piece: jax.Array) -> jax.Array:
+        return lax.all_gather(
+            piece, axis_name, axis=piece.ndim - 1, axis_index_groups=groups, tiled=True
+        )
+
+    def stacked(piece: jax.Array) -> jax.Array:
+        pieces = jnp.moveaxis(_by_group(piece, groups), 1, -2)
+        whole = pieces.reshape(*pieces.shape[:-2], -1)[:, None]
+        return _by_worker(jnp.repeat(whole, len(groups[0]), axis=1), groups)
+
+    flat = _collective(on_mesh, stacked, piece, axis_name)
+    return flat[: int(np.prod(shape))].reshape(shape)
+
+
+def _sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    def stacked(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(_sum_in_order(x), x.shape)
+
+    return _collective(lambda x: lax.psum(x, axis_name), stacked, x, axis_name)
+
+
+def _collective(
+    on_mesh: Callable[[jax.Array], jax.Array],
+    stacked: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    axis_name: AxisName,
+) -> jax.Array:
+    """A collective that is `on_mesh(x)` on devices, and `stacked` when simulated.
+
+    Under `vmap` over the axis the workers' arrays lie stacked in one, so a collective
+    is plain array code. Collectives over groups do not exist under `vmap`, and its sums
+    add in another order than a mesh does.
+    """
+
+    @custom_vmap
+    def collective(x, index):
+        del index
+        return on_mesh(x)
+
+    @collective.def_vmap
+    def _(size, in_batched, x, index):
+        x_batched, index_batched = in_batched
+        # Only the axis of the workers batches the index; any other vmap is a dimension.
+        if not index_batched:
+            return collective(x, index), True
+        if not x_batched:
+            x = jnp.broadcast_to(x, (size, *x.shape))
+        return stacked(x), True
+
+    return collective(x, lax.axis_index(axis_name))
+
+
+def _by_group(x: jax.Array, groups: Members) -> jax.Array:
+    """[N, ...] to [groups, members, ...]."""
+    return x[np.array(groups)]
+
+
+def _by_worker(x: jax.Array, groups: Members) -> jax.Array:
+    """[groups, members, ...] to [N, ...]."""
+    order = np.argsort(np.array(groups).ravel())
+    return x.reshape(-1, *x.shape[2:])[order]
+
+
+def _as_members(array: np.ndarray) -> Members:
+    return tuple(map(tuple, array.tolist()))
+
+
+def _sum_in_order(x: jax.Array) -> jax.Array:
+    """Adds over the first dim from first to last, as collectives on a CPU mesh do."""
+    add = lambda total, row: (total + row, None)  # noqa: E731
+    return lax.scan(add, x[0], x[1:], unroll=8)[0]
+
+
+def _sum_dtype(x: jax.Array):
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
+
+
+def _map_floats(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
+    def leaf(x):
+        x = x if hasattr(x, "dtype") else jnp.asarray(x)
+        return function(x) if _is_float(x) else x
+
+    return jax.tree.map(leaf, tree)
+
+
+def _check_leaves(params: Any) -> None:
+    if not jax.tree.leaves(params):
+        raise ValueError("nothing to average: the tree has no leaves")

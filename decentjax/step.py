@@ -1,0 +1,350 @@
+"""The train step of one worker, and where to run it.
+
+Three small functions are three algorithms. `on_mesh` gives each worker a device (or a
+slice of a mesh), `simulate` puts all workers on one device; both keep the workers'
+state stacked, with a leading dim of N workers.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from decentjax.mixing import global_mean, mix
+from decentjax.topology import Exchange, Topology
+
+AXIS = "workers"
+
+
+class WorkerState(NamedTuple):
+    """What one worker carries from step to step; stacked, each leaf is [N, ...]."""
+
+    params: Any
+    opt_state: Any
+    model_state: Any  # batch statistics and the like; () where there are none
+    key: jax.Array  # this worker's own randomness
+
+
+class LossFn(Protocol):
+    """Loss of one worker on its own batch.
+
+    Returns the scalar loss, and as auxiliary output the new model state and a dict of
+    scalar metrics.
+    """
+
+    def __call__(
+        self, params: Any, model_state: Any, batch: Any, key: jax.Array
+    ) -> tuple[jax.Array, tuple[Any, dict[str, jax.Array]]]: ...
+
+
+Metrics = dict[str, jax.Array]
+Step = Callable[[WorkerState, Any, Exchange], tuple[WorkerState, Metrics]]
+TrainStep = Callable[[WorkerState, Any, int], tuple[WorkerState, Metrics]]
+
+
+def awc_step(
+    state: WorkerState,
+    batch: Any,
+    exchange: Exchange,
+    *,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    num_micro_batches: int = 1,
+    message_dtype: DTypeLike | None = None,
+) -> tuple[WorkerState, Metrics]:
+    """Adapt while communicating: `x_i <- sum_j W_ij x_j + update(grad f_i(x_i))`.
+
+    The gradient waits for no message and no message for the gradient, so the compiler
+    runs the exchange beside the forward and the backward pass. Weight decay is taken
+    from the mixed model.
+
+    Args:
+      state: of this worker.
+      batch: of this worker, any pytree of arrays [examples, ...].
+      exchange: static.
+      loss_fn: see `LossFn`.
+      optimizer: any optax optimizer; its state is never mixed.
+      num_micro_batches: the batch is cut into so many equal parts, one after the other
+        in memory; gradients, loss and metrics are their means.
+      message_dtype: as in `mix`.
+
+    Returns:
+      The new state, and the metrics with `loss` among them.
+
+    Source: From Promise to Practice (ICLR 2025), equation 1.
+    """
+    mixed = mix(state.params, exchange, AXIS, message_dtype)
+    grads, model_state, key, metrics = _gradient(
+        loss_fn, state, batch, num_micro_batches
+    )
+    updates, opt_state = optimizer.update(grads, state.opt_state, mixed)
+    params = optax.apply_updates(mixed, updates)
+    return WorkerState(params, opt_state, model_state, key), metrics
+
+
+def atc_step(
+    state: WorkerState,
+    batch: Any,
+    exchange: Exchange,
+    *,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    num_micro_batches: int = 1,
+    message_dtype: DTypeLike | None = None,
+) -> tuple[WorkerState, Metrics]:
+    """Adapt, then combine: `x_i <- sum_j W_ij (x_j + update(grad f_j(x_j)))`.
+
+    The exchange waits for the update. Arguments and result as in `awc_step`.
+    """
+    grads, model_state, key, metrics = _gradient(
+        loss_fn, state, batch, num_micro_batches
+    )
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    adapted = optax.apply_updates(state.params, updates)
+    params = mix(adapted, exchange, AXIS, message_dtype)
+    return WorkerState(params, opt_state, model_state, key), metrics
+
+
+def all_reduce_step(
+    state: WorkerState,
+    batch: Any,
+    exchange: Exchange,
+    *,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    num_micro_batches: int = 1,
+) -> tuple[WorkerState, Metrics]:
+    """The baseline: `x <- x + update(1/N sum_j grad f_j(x))`, the same x everywhere.
+
+    Takes no notice of the exchange. Arguments and result as in `awc_step`.
+    """
+    del exchange
+    grads, model_state, key, metrics = _gradient(
+        loss_fn, state, batch, num_micro_batches
+    )
+    grads = global_mean(grads, AXIS)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return WorkerState(params, opt_state, model_state, key), metrics
+
+
+def compute_in(loss_fn: LossFn, dtype: DTypeLike) -> LossFn:
+    """The same loss with float parameters cast to `dtype`; gradients keep theirs.
+
+    Args:
+      loss_fn: any.
+      dtype: of the forward and the backward pass, `jnp.bfloat16` as a rule.
+    """
+
+    def cast(x: jax.Array) -> jax.Array:
+        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
+
+    @functools.wraps(loss_fn)
+    def cast_loss_fn(params, model_state, batch, key):
+        return loss_fn(jax.tree.map(cast, params), model_state, batch, key)
+
+    return cast_loss_fn
+
+
+def init_state(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    num_workers: int,
+    model_state: Any = (),
+) -> WorkerState:
+    """All workers start from one model, each with a random key of its own.
+
+    Args:
+      params: one model.
+      optimizer: initialised for each worker.
+      key: split among the workers.
+      num_workers: N.
+      model_state: of one model.
+
+    Returns:
+      The stacked state, each leaf [N, ...].
+    """
+    params, model_state = jax.tree.map(
+        lambda x: jnp.repeat(jnp.asarray(x)[None], num_workers, axis=0),
+        (params, model_state),
+    )
+    opt_state = jax.vmap(optimizer.init)(params)
+    return WorkerState(
+        params, opt_state, model_state, jax.random.split(key, num_workers)
+    )
+
+
+def simulate(step: Step, topology: Topology) -> TrainStep:
+    """Runs all workers on one device, as one batched program.
+
+    Args:
+      step: `awc_step` or another, with its keywords bound by `functools.partial`.
+      topology: whose exchanges take turns.
+
+    Returns:
+      `train_step(state, batch, t)`: stacked state (its buffers are given up) and
+      batch [N, ...], the step t as a Python int; it returns the new state and metrics
+      of shape [N]. Each distinct exchange is compiled once, at its first turn.
+    """
+    return _in_turn(step, topology, mesh=None)
+
+
+def on_mesh(step: Step, topology: Topology, mesh: Mesh) -> TrainStep:
+    """Runs each worker on its own device, or on its own slice of the mesh.
+
+    The mesh has an axis "workers", of as many places as there are workers; consecutive
+    workers share a node. Further axes are left to the compiler: a worker's parameters
+    may be sharded over them as their arrays say.
+
+    Args:
+      step: `awc_step` or another, with its keywords bound by `functools.partial`.
+      topology: whose exchanges take turns.
+      mesh: with the axis "workers".
+
+    Returns:
+      As `simulate`; stacked arrays are sharded over "workers" in their first dim.
+
+    Raises:
+      ValueError: if the mesh has no such axis, or one of another size.
+    """
+    if mesh.shape.get(AXIS) != topology.num_workers:
+        raise ValueError(
+            f'on_mesh needs a mesh with an axis "{AXIS}" of the topology\'s '
+            f"{topology.num_workers} workers, got {dict(mesh.shape)}"
+        )
+    return _in_turn(step, topology, mesh)
+
+
+def worker_mesh(num_workers: int, devices: list[jax.Device] | None = None) -> Mesh:
+    """A mesh of one device per worker.
+
+    Args:
+      num_workers: N.
+      devices: the first N of them are taken; by default all devices of the job.
+
+    Raises:
+      ValueError: if there are too few devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    if len(devices) < num_workers:
+        raise ValueError(
+            f"{num_workers} workers need as many devices, got {len(devices)}; simulate "
+            'them, or set jax.config.update("jax_num_cpu_devices", N) at the start'
+        )
+    return Mesh(devices[:num_workers], (AXIS,))
+
+
+def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
+    """Maps a function of one worker over stacked trees, on the mesh or simulated.
+
+    Inside, the axis "workers" is bound, as for `consensus_distance(params, AXIS)`.
+
+    Args:
+      function: of one worker's trees.
+      mesh: with the axis "workers"; simulated where there is none.
+
+    Returns:
+      The function of stacked trees, [N, ...] in and out.
+    """
+    if mesh is None:
+        return jax.vmap(function, axis_name=AXIS)
+
+    def on_slice(*stacked):
+        result = function(*jax.tree.map(lambda x: x[0], stacked))
+        return jax.tree.map(lambda x: x[None], result)
+
+    spec = PartitionSpec(AXIS)
+    return jax.shard_map(
+        on_slice,
+        mesh=mesh,
+        in_specs=spec,
+        out_specs=spec,
+        axis_names={AXIS},
+        # The step is checked for one worker; user code need not annotate what varies.
+        check_vma=False,
+    )
+
+
+def place(stacked: Any, mesh: Mesh) -> Any:
+    """Puts each worker's part of stacked arrays on the worker's own device."""
+    return jax.device_put(stacked, NamedSharding(mesh, PartitionSpec(AXIS)))
+
+
+def mean_model(stacked: Any) -> Any:
+    """Returns the mean over the workers of stacked float leaves, without the first dim.
+
+    Other leaves are taken from worker 0.
+    """
+
+    def mean(x: jax.Array) -> jax.Array:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            return x[0]
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        return jnp.mean(x.astype(wide), axis=0).astype(x.dtype)
+
+    return jax.tree.map(mean, stacked)
+
+
+def _in_turn(step: Step, topology: Topology, mesh: Mesh | None) -> TrainStep:
+    compiled = {
+        exchange: jax.jit(
+            over_workers(functools.partial(step, exchange=exchange), mesh),
+            donate_argnums=0,
+        )
+        for exchange in topology
+    }
+    in_turn = [compiled[exchange] for exchange in topology]
+
+    def train_step(state: WorkerState, batch: Any, t: int):
+        return in_turn[t % len(in_turn)](state, batch)
+
+    return train_step
+
+
+def _gradient(
+    loss_fn: LossFn, state: WorkerState, batch: Any, num_micro_batches: int
+) -> tuple[Any, Any, jax.Array, Metrics]:
+    """Returns the gradient, the new model state and key, and the metrics."""
+    key, step_key = jax.random.split(state.key)
+    gradient = jax.grad(_with_loss_metric(loss_fn), has_aux=True)
+    if num_micro_batches == 1:
+        grads, (model_state, metrics) = gradient(
+            state.params, state.model_state, batch, step_key
+        )
+        return grads, model_state, key, metrics
+
+    def add_micro_batch(carry, part):
+        model_state, total = carry
+        grads, (model_state, metrics) = gradient(state.params, model_state, *part)
+        return (model_state, jax.tree.map(jnp.add, total, grads)), metrics
+
+    cut = functools.partial(_cut, num_parts=num_micro_batches)
+    parts = (jax.tree.map(cut, batch), jax.random.split(step_key, num_micro_batches))
+    start = (state.model_state, jax.tree.map(jnp.zeros_like, state.params))
+    (model_state, total), metrics = lax.scan(add_micro_batch, start, parts)
+    grads = jax.tree.map(lambda g: g / num_micro_batches, total)
+    return grads, model_state, key, jax.tree.map(lambda x: x.mean(0), metrics)
+
+
+def _cut(x: jax.Array, num_parts: int) -> jax.Array:
+    if x.shape[0] % num_parts:
+        raise ValueError(
+            f"a worker's batch of {x.shape[0]} cannot be cut into {num_parts} "
+            "micro-batches of one size"
+        )
+    return x.reshape(num_parts, -1, *x.shape[1:])
+
+
+def _with_loss_metric(loss_fn: LossFn):
+    def with_loss(params, model_state, batch, key):
+        loss, (model_state, metrics) = loss_fn(params, model_state, batch, key)
+        return loss, (model_state, {"loss": loss, **metrics})
+
+    return with_loss

@@ -1,0 +1,556 @@
+"""Who averages with whom: exchanges, topologies, and every graph of the papers.
+
+A topology is data: exchanges, taken in turn. An exchange is built from permutations and
+means over groups, so its mixing matrix W is doubly stochastic by construction: the mean
+of all models never moves. Nothing here imports jax.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from decentjax.base_k import Edges, base_k_rounds
+from decentjax.matching import birkhoff, edge_colouring
+
+
+@dataclasses.dataclass(frozen=True)
+class Permutations:
+    """A convex combination of permutations: `x_i <- sum_k weights[k] x_sources[k][i]`.
+
+    Args:
+      sources: `sources[k][i]` is the peer whose model i receives in permutation k.
+      weights: one per permutation, not negative, their sum is one.
+
+    Raises:
+      ValueError: where that is not so.
+    """
+
+    sources: tuple[tuple[int, ...], ...]
+    weights: tuple[float, ...]
+
+    def __post_init__(self):
+        if len(self.sources) != len(self.weights) or not self.sources:
+            raise ValueError(
+                "an exchange needs one weight for each permutation, and at least one: "
+                f"got {len(self.sources)} permutations and {len(self.weights)} weights"
+            )
+        if not all(math.isfinite(w) and w >= 0 for w in self.weights):
+            raise ValueError(
+                f"weights must be finite and not negative, got {self.weights}"
+            )
+        if abs(sum(self.weights) - 1) > 1e-9:
+            raise ValueError(f"weights must sum to one, got {sum(self.weights)}")
+        for sources in self.sources:
+            if sorted(sources) != list(range(len(self.sources[0]))):
+                raise ValueError(f"not a permutation of the workers: {sources}")
+
+    @property
+    def size(self) -> int:
+        return len(self.sources[0])
+
+
+@dataclasses.dataclass(frozen=True)
+class Groups:
+    """A mean over each group: `x_i <- 1/S sum_{j in the group of i, S members} x_j`.
+
+    Args:
+      members: the groups, all of one size; each worker stands in exactly one.
+
+    Raises:
+      ValueError: where that is not so.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+
+    def __post_init__(self):
+        flat = sorted(i for group in self.members for i in group)
+        if flat != list(range(len(flat))) or len(set(map(len, self.members))) != 1:
+            raise ValueError(
+                "groups must be of one size, and each worker in exactly one, got "
+                f"{self.members}"
+            )
+
+    @property
+    def size(self) -> int:
+        return sum(map(len, self.members))
+
+
+@dataclasses.dataclass(frozen=True)
+class Exchange:
+    """One static round of averaging, hashable: `W = (1-f) I + f (B kron J_L / L)`.
+
+    B is what the nodes do between them, L the workers of a node, J_L all ones, f the
+    factor. With one worker per node B mixes the workers themselves. Worker i lives on
+    node i // L.
+
+    Args:
+      between: what the nodes do.
+      workers_per_node: L. All workers of a node leave the exchange with one model.
+      factor: f, in (0, 1].
+    """
+
+    between: Permutations | Groups
+    workers_per_node: int = 1
+    factor: float = 1.0
+
+    def __post_init__(self):
+        if self.workers_per_node < 1:
+            raise ValueError(
+                f"workers_per_node must be positive, got {self.workers_per_node}"
+            )
+        if not 0 < self.factor <= 1:
+            raise ValueError(f"factor must be in (0, 1], got {self.factor}")
+
+    @property
+    def num_workers(self) -> int:
+        return self.between.size * self.workers_per_node
+
+    @property
+    def num_nodes(self) -> int:
+        return self.between.size
+
+
+@dataclasses.dataclass(frozen=True)
+class Topology:
+    """Exchanges, taken in turn: step t uses `topology[t]`.
+
+    Args:
+      name: for people.
+      exchanges: at least one, all of one number of workers.
+    """
+
+    name: str
+    exchanges: tuple[Exchange, ...]
+
+    def __post_init__(self):
+        sizes = {exchange.num_workers for exchange in self.exchanges}
+        if len(sizes) != 1:
+            raise ValueError(
+                "a topology needs exchanges, all of one number of workers, "
+                f"got {sorted(sizes)}"
+            )
+
+    @property
+    def num_workers(self) -> int:
+        return self.exchanges[0].num_workers
+
+    @property
+    def period(self) -> int:
+        return len(self.exchanges)
+
+    def __getitem__(self, step: int) -> Exchange:
+        return self.exchanges[step % self.period]
+
+    def __iter__(self) -> Iterator[Exchange]:
+        return iter(self.exchanges)
+
+
+def complete(num_workers: int) -> Topology:
+    """Every exchange is the mean over all workers."""
+    _check_positive(num_workers)
+    return _topology("complete", Groups((tuple(range(num_workers)),)))
+
+
+def ring(num_workers: int) -> Topology:
+    """Averages with both neighbours on a ring, 1/3 each (D-PSGD)."""
+    _check_positive(num_workers)
+    return _topology("ring", _circulant(num_workers, [-1, 0, 1]))
+
+
+def one_peer_ring(num_workers: int) -> Topology:
+    """Averages with the right, then the left neighbour, 1/2 each, in alternation.
+
+    Source: the topology "ring" of Decent-DP. Needs an even number of workers.
+    """
+    _check_positive(num_workers)
+    if num_workers == 1:
+        return _alone("one_peer_ring")
+    if num_workers % 2:
+        raise ValueError(f"one_peer_ring needs an even num_workers, got {num_workers}")
+    rounds = [
+        [(i, (i + 1) % num_workers) for i in range(first, num_workers, 2)]
+        for first in (0, 1)
+    ]
+    return _topology("one_peer_ring", *(_pairs(num_workers, p) for p in rounds))
+
+
+def exponential(num_workers: int) -> Topology:
+    """Receives from the workers 1, 2, 4, ... places before, all weights equal."""
+    _check_positive(num_workers)
+    hops = [2**r for r in range(_ceil_log2(num_workers))]
+    return _topology("exponential", _circulant(num_workers, [0, *(-h for h in hops)]))
+
+
+def one_peer_exponential(num_workers: int) -> Topology:
+    """Receives from the worker 1, 2, 4, ... places before, 1/2 each, one a step.
+
+    Directed. Exact after log2(N) exchanges where N is a power of two.
+
+    Source: Ying et al. (2021), Exponential Graph is Provably Efficient.
+    """
+    _check_positive(num_workers)
+    if num_workers == 1:
+        return _alone("one_peer_exponential")
+    hops = [2**r for r in range(_ceil_log2(num_workers))]
+    rounds = [_circulant(num_workers, [0, -hop]) for hop in hops]
+    return _topology("one_peer_exponential", *rounds)
+
+
+def hypercube(num_workers: int) -> Topology:
+    """Swaps with the worker whose number differs in bit 0, 1, 2, ..., 1/2 each.
+
+    Exact after log2(N) exchanges. N must be a power of two.
+
+    Source: the topology "one-peer-exp" of Decent-DP.
+    """
+    bits = _log2("hypercube", "num_workers", num_workers)
+    if num_workers == 1:
+        return _alone("hypercube")
+    rounds = [
+        [(i, i | 1 << bit) for i in range(num_workers) if not i & 1 << bit]
+        for bit in range(bits)
+    ]
+    return _topology("hypercube", *(_pairs(num_workers, p) for p in rounds))
+
+
+def alternating_exponential_ring(num_workers: int, workers_per_node: int) -> Topology:
+    """Pairs of nodes average jointly while the other nodes average inside (AER).
+
+    Node pairs differ in bit 0, 1, 2, ...; of each bit's pairs one half exchanges in the
+    first and the other half in the second of two steps, so a node's slow link is busy
+    every other step. Exact after one period, 2 log2(nodes). The number of nodes must be
+    a power of two.
+
+    Source: From Promise to Practice (ICLR 2025), Fig 12; order as in Decent-DP.
+    """
+    num_nodes = _num_nodes(num_workers, workers_per_node)
+    name = "alternating_exponential_ring"
+    bits = _log2(name, "num_workers / workers_per_node", num_nodes)
+    if num_nodes == 1:
+        return _topology(name, Permutations(((0,),), (1.0,)), workers_per_node)
+    halves, counter = [], 0
+    for bit in range(bits):
+        steps: tuple[list, list] = ([], [])
+        for node in range(num_nodes):
+            if not node & 1 << bit:
+                steps[1 - counter % 2].append((node, node | 1 << bit))
+                counter += 1
+        halves.extend(steps)
+    rounds = (_pairs(num_nodes, half) for half in halves)
+    return _topology(name, *rounds, workers_per_node=workers_per_node)
+
+
+def torus(num_workers: int) -> Topology:
+    """Averages with the four neighbours on the squarest 2-D torus, 1/5 each.
+
+    Needs a num_workers that is a product of two numbers above one.
+    """
+    _check_positive(num_workers)
+    if num_workers == 1:
+        return _alone("torus")
+    divisors = range(2, math.isqrt(num_workers) + 1)
+    rows = max((d for d in divisors if num_workers % d == 0), default=1)
+    if rows == 1:
+        raise ValueError(
+            "torus needs num_workers = rows * columns with both above one, "
+            f"got {num_workers}, a prime"
+        )
+    grid = np.arange(num_workers).reshape(rows, -1)
+    shifts = [(0, 0), (1, 0), (-1, 0), (1, 1), (-1, 1)]
+    sources = tuple(
+        tuple(np.roll(grid, shift, axis).ravel().tolist()) for shift, axis in shifts
+    )
+    return _topology("torus", Permutations(sources, (1 / 5,) * 5))
+
+
+def star(num_workers: int) -> Topology:
+    """Worker 0 averages with all others; Metropolis weights, 1/N on every edge.
+
+    Source: Metropolis-Hastings weights, 1 / (1 + max(degree_i, degree_j)).
+    """
+    _check_positive(num_workers)
+    swaps = [_swapped(num_workers, [(0, i)]) for i in range(1, num_workers)]
+    sources = (tuple(range(num_workers)), *swaps)
+    return _topology("star", Permutations(sources, (1 / num_workers,) * num_workers))
+
+
+def ring_lattice(num_workers: int, degree: int) -> Topology:
+    """Averages with the degree/2 nearest on either side of a ring, all weights equal.
+
+    Needs an even degree from 2 to num_workers - 1. The graph that Ada thins out.
+    """
+    _check_positive(num_workers)
+    if num_workers == 1:
+        return _alone("ring_lattice")
+    if degree % 2 or not 2 <= degree < num_workers:
+        raise ValueError(
+            "ring_lattice needs an even degree from 2 to num_workers - 1 = "
+            f"{num_workers - 1}, got {degree}"
+        )
+    shifts = range(-(degree // 2), degree // 2 + 1)
+    return _topology("ring_lattice", _circulant(num_workers, shifts))
+
+
+def butterfly_groups(num_workers: int, group_size: int) -> Topology:
+    """Means over groups that agree in all but log2(group_size) bits of the number.
+
+    The active bits move on by log2(group_size) each step and wrap around. Exact after
+    ceil(log2 N / log2 S) exchanges. Both numbers must be powers of two.
+
+    Source: WAGMA-SGD (2021), Algorithm 1, with the mask `1 << shift` that the paper's
+    own example needs.
+    """
+    bits = _log2("butterfly_groups", "num_workers", num_workers)
+    if num_workers == 1:
+        return _alone("butterfly_groups")
+    active = _log2("butterfly_groups", "group_size", group_size)
+    if not 2 <= group_size <= num_workers:
+        raise ValueError(
+            "butterfly_groups needs a group_size from 2 to num_workers = "
+            f"{num_workers}, got {group_size}"
+        )
+    rounds = []
+    for step in range(bits // math.gcd(bits, active)):
+        mask = sum(1 << (step * active + r) % bits for r in range(active))
+        groups: dict[int, list[int]] = {}
+        for i in range(num_workers):
+            groups.setdefault(i & ~mask, []).append(i)
+        rounds.append(Groups(tuple(map(tuple, groups.values()))))
+    return _topology("butterfly_groups", *rounds)
+
+
+def random_matching(num_workers: int, period: int, seed: int) -> Topology:
+    """Swaps in random pairs, 1/2 each; of an odd number one rests.
+
+    Args:
+      num_workers: any.
+      period: how many matchings are drawn.
+      seed: of NumPy's default generator.
+    """
+    _check_positive(num_workers)
+    if period < 1:
+        raise ValueError(f"random_matching needs a positive period, got {period}")
+    generator = np.random.default_rng(seed)
+    rounds = []
+    for _ in range(period):
+        order = generator.permutation(num_workers).tolist()
+        pairs = list(zip(order[::2], order[1::2], strict=False))
+        rounds.append(_pairs(num_workers, pairs))
+    return _topology("random_matching", *rounds)
+
+
+def base_k(num_workers: int, degree: int) -> Topology:
+    """Exact after a finite number of exchanges for any N, with few peers a step.
+
+    Each worker has at most `degree` peers in an exchange; at most
+    2 log_{degree+1}(N) + 2 exchanges make the mean exact.
+
+    Args:
+      num_workers: any.
+      degree: the largest number of peers in one exchange, at least one.
+
+    Source: Takezawa et al. (2023), Beyond Exponential Graph: the Base-(k+1) graph.
+    """
+    _check_positive(num_workers)
+    if degree < 1:
+        raise ValueError(f"base_k needs a degree of at least one, got {degree}")
+    rounds = base_k_rounds(num_workers, degree + 1) or [[]]
+    return _topology("base_k", *(_from_edges(num_workers, edges) for edges in rounds))
+
+
+def hierarchical(
+    num_workers: int, workers_per_node: int, between: Callable[[int], Topology]
+) -> Topology:
+    """The mean inside each node, and any topology between the nodes.
+
+    Args:
+      num_workers: in all.
+      workers_per_node: consecutive workers that share a node.
+      between: makes the topology of the nodes from their number, as `ring` does.
+    """
+    nodes = between(_num_nodes(num_workers, workers_per_node))
+    for exchange in nodes:
+        if exchange.workers_per_node != 1 or exchange.factor != 1:
+            raise ValueError(
+                "hierarchical needs a topology without nodes or damping of its own "
+                f"between the nodes (damp the result instead), got {nodes.name}"
+            )
+    rounds = (exchange.between for exchange in nodes)
+    name = f"hierarchical({nodes.name})"
+    return _topology(name, *rounds, workers_per_node=workers_per_node)
+
+
+def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Topology:
+    """The topology whose only exchange has the given mixing matrix.
+
+    Args:
+      matrix: shape [N, N], doubly stochastic; row i is what worker i ends up with.
+      name: for people.
+
+    Raises:
+      ValueError: if the matrix is not doubly stochastic, and in which row or column.
+    """
+    return _topology(name, _from_matrix(np.asarray(matrix, np.float64)))
+
+
+def damped(topology: Topology, factor: float) -> Topology:
+    """Every exchange becomes (1 - factor) I + factor W."""
+    exchanges = (
+        dataclasses.replace(exchange, factor=exchange.factor * factor)
+        for exchange in topology
+    )
+    return Topology(f"damped({topology.name}, {factor:g})", tuple(exchanges))
+
+
+def matrices(topology: Topology) -> np.ndarray:
+    """Returns the mixing matrices, float64, shape [period, N, N].
+
+    Row i is what worker i ends up with: `x_i <- sum_j W[i, j] x_j`.
+    """
+    identity = np.eye(topology.num_workers)
+    return np.stack([apply(exchange, identity) for exchange in topology])
+
+
+def apply(exchange: Exchange, values: np.ndarray) -> np.ndarray:
+    """Mixes the values of all workers, shape [N, ...], with NumPy: `W @ values`."""
+    nodes = values.reshape(-1, exchange.workers_per_node, *values.shape[1:]).mean(1)
+    between = exchange.between
+    if isinstance(between, Groups):
+        mixed = np.empty_like(nodes)
+        for group in between.members:
+            mixed[list(group)] = nodes[list(group)].mean(0)
+    else:
+        weighted = zip(between.weights, between.sources, strict=True)
+        mixed = sum(weight * nodes[list(sources)] for weight, sources in weighted)
+    spread = np.repeat(mixed, exchange.workers_per_node, axis=0)
+    return (1 - exchange.factor) * values + exchange.factor * spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """One message per worker at the most: `x_i += weights[i] x_sources[i]`.
+
+    Args:
+      sources: the peer whom worker i receives from, or -1 for nobody.
+      weights: of what worker i receives, 0 for nobody.
+    """
+
+    sources: tuple[int, ...]
+    weights: tuple[float, ...]
+
+
+@functools.lru_cache(maxsize=256)
+def rounds_of(between: Permutations) -> tuple[tuple[float, ...], tuple[Round, ...]]:
+    """Returns the weight of a worker's own model, and the fewest rounds of messages.
+
+    A worker that hears from d peers needs d rounds; more are never used.
+    """
+    matrix = apply(Exchange(between), np.eye(between.size))
+    own = tuple(np.diag(matrix).tolist())
+    edges = matrix > 0
+    np.fill_diagonal(edges, False)
+    if not edges.any():
+        return own, ()
+    moving = [s for s in between.sources if any(i != j for i, j in enumerate(s))]
+    rounds = [np.where(np.equal(s, np.arange(len(s))), -1, s) for s in moving]
+    needed = max(edges.sum(0).max(), edges.sum(1).max())
+    if len(rounds) != needed or sum((r >= 0).sum() for r in rounds) != edges.sum():
+        rounds = edge_colouring(edges)
+    rows = np.arange(between.size)
+    return own, tuple(
+        Round(
+            tuple(sources.tolist()),
+            tuple(np.where(sources >= 0, matrix[rows, sources], 0).tolist()),
+        )
+        for sources in rounds
+    )
+
+
+def _topology(
+    name: str, *rounds: Permutations | Groups, workers_per_node: int = 1
+) -> Topology:
+    return Topology(name, tuple(Exchange(r, workers_per_node) for r in rounds))
+
+
+def _alone(name: str) -> Topology:
+    return _topology(name, Permutations(((0,),), (1.0,)))
+
+
+def _circulant(num_workers: int, shifts: Sequence[int]) -> Permutations:
+    """Worker i receives from i + shift for each shift, all weights equal."""
+    sources = tuple(
+        tuple((i + shift) % num_workers for i in range(num_workers)) for shift in shifts
+    )
+    return Permutations(sources, (1 / len(shifts),) * len(shifts))
+
+
+def _pairs(num_workers: int, pairs: Sequence[tuple[int, int]]) -> Permutations:
+    """The two of each pair end up with their mean; workers in no pair rest."""
+    sources = (tuple(range(num_workers)), _swapped(num_workers, pairs))
+    return Permutations(sources, (0.5, 0.5))
+
+
+def _swapped(num_workers: int, pairs: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    sources = list(range(num_workers))
+    for i, j in pairs:
+        sources[i], sources[j] = j, i
+    return tuple(sources)
+
+
+def _from_matrix(matrix: np.ndarray) -> Permutations:
+    if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
+        raise ValueError(f"a mixing matrix is square, got shape {matrix.shape}")
+    if not np.isfinite(matrix).all() or (matrix < 0).any():
+        raise ValueError("a mixing matrix is finite and has no negative entry")
+    for axis, line in ((1, "row"), (0, "column")):
+        sums = matrix.sum(axis)
+        worst = int(np.abs(sums - 1).argmax())
+        if abs(sums[worst] - 1) > 1e-6:
+            raise ValueError(
+                "a mixing matrix is doubly stochastic: each row and column sums to "
+                f"one, but {line} {worst} sums to {sums[worst]:.6g}"
+            )
+    sources, weights = birkhoff(matrix)
+    return Permutations(tuple(sources), tuple(weights))
+
+
+def _from_edges(num_workers: int, edges: Edges) -> Permutations | Groups:
+    """The exchange of undirected weighted edges; a mean over groups where it is one."""
+    matrix = np.eye(num_workers)
+    for i, j, weight in edges:
+        matrix[[i, j], [j, i]] += weight
+        matrix[[i, j], [i, j]] -= weight
+    matrix = np.where(matrix < 1e-12, 0, matrix)
+    peers = (matrix > 0).sum(1)
+    if peers.min() == peers.max() > 2 and np.allclose(matrix @ matrix, matrix):
+        groups = {tuple(np.flatnonzero(row).tolist()) for row in matrix}
+        return Groups(tuple(sorted(groups)))
+    return _from_matrix(matrix)
+
+
+def _num_nodes(num_workers: int, workers_per_node: int) -> int:
+    _check_positive(num_workers)
+    if workers_per_node < 1 or num_workers % workers_per_node:
+        raise ValueError(
+            f"num_workers = {num_workers} must be a multiple of workers_per_node, "
+            f"got {workers_per_node}"
+        )
+    return num_workers // workers_per_node
+
+
+def _check_positive(num_workers: int) -> None:
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be at least one, got {num_workers}")
+
+
+def _ceil_log2(number: int) -> int:
+    return (number - 1).bit_length()
+
+
+def _log2(name: str, argument: str, number: int) -> int:
+    if number < 1 or number & (number - 1):
+        raise ValueError(f"{name} needs {argument} to be a power of two, got {number}")
+    return number.bit_length() - 1

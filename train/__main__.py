@@ -1,0 +1,85 @@
+"""Trains what a config file says: `python -m train configs/NAME.py [--field value]`."""
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from decentjax import mean_model
+from train.config import Config
+from train.log import read_metrics, summary
+from train.loop import Outcome, train
+from train.report import write_report
+
+
+def main(arguments: list[str]) -> None:
+    if not arguments or arguments[0].startswith("-"):
+        available = " ".join(map(str, sorted(Path("configs").glob("*.py"))))
+        raise SystemExit(
+            "usage: python -m train CONFIG.py [--field value ...] [--resume]\n"
+            f"       python -m train CONFIG.py --help\nconfigs: {available}"
+        )
+    path = Path(arguments[0])
+    try:
+        default = load_config(path)
+
+        def run(
+            config: Annotated[Config, tyro.conf.arg(name="")] = default,
+            run_dir: Path | None = None,
+            resume: bool = False,
+        ) -> None:
+            """Trains the config.
+
+            Args:
+              run_dir: folder of the run; by default runs/NAME.
+              resume: go on from the newest checkpoint in that folder.
+            """
+            run_dir = run_dir or Path("runs") / config.name
+            finish(train(config, run_dir, resume), config, run_dir)
+
+        tyro.cli(
+            run,
+            prog=f"python -m train {path}",
+            args=arguments[1:],
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+        )
+    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def load_config(path: Path) -> Config:
+    """Returns the `config` of a config file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no config file {path}")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    config = getattr(module, "config", None)
+    if not isinstance(config, Config):
+        raise ValueError(f"{path} must define `config = Config(...)`, got {config!r}")
+    return config
+
+
+def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
+    """Says what came out, and draws it."""
+    report = write_report([run_dir], run_dir / "report.html")
+    if outcome.step < config.num_steps:
+        print(
+            f"stopped after step {outcome.step} of {config.num_steps}; everything is "
+            "saved, go on with --resume"
+        )
+        return
+    row = [row for row in read_metrics(run_dir) if "mean_model" in row][-1]
+    print(summary(outcome.task.headline, row["mean_model"], row["workers"]))
+    model = (outcome.state.params, outcome.state.model_state)
+    for line in outcome.task.describe(*mean_model(model)):
+        print(line)
+    print(f"report: {report}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,99 @@
+"""Checkpoints of everything that a run needs to go on as if it had never stopped."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from decentjax import WorkerState
+from train.config import CheckpointConfig, Config, differences, to_json
+
+# These decide when a run looks at itself, not what it computes.
+FREE = ("evaluation", "checkpoint", "log")
+
+
+class Checkpoints:
+    """The checkpoints of one run folder, written in the background.
+
+    A checkpoint holds the replicas, optimizer states, model states and random keys of
+    all workers, the position in the data and the config.
+    """
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig):
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.num_kept, enable_async_checkpointing=True
+        )
+        self._manager = ocp.CheckpointManager(
+            (run_dir / "checkpoints").absolute(), options=options
+        )
+
+    def save(
+        self, step: int, state: WorkerState, data_state: dict, config: Config
+    ) -> None:
+        """Starts saving `step`, the number of steps done; returns before it is done."""
+        if step in self._manager.all_steps():
+            return
+        self._manager.save(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
+                data=ocp.args.JsonSave(data_state),  # pyright: ignore[reportCallIssue]
+                config=ocp.args.JsonSave(  # pyright: ignore[reportCallIssue]
+                    json.loads(to_json(config))
+                ),
+            ),
+        )
+
+    def restore(
+        self, state: WorkerState, config: Config
+    ) -> tuple[int, WorkerState, dict[str, Any]]:
+        """Returns the newest step, its state and its position in the data.
+
+        Args:
+          state: a state of the same run, for its structure and its placement.
+          config: of the run that goes on.
+
+        Raises:
+          ValueError: if there is no checkpoint, or it is of another config.
+        """
+        step = self._manager.latest_step()
+        if step is None:
+            raise ValueError(
+                "there is no checkpoint to resume from; leave out --resume"
+            )
+        self._check_config(step, config)
+        abstract = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+        )
+        restored = self._manager.restore(
+            step,
+            args=ocp.args.Composite(
+                state=ocp.args.StandardRestore(  # pyright: ignore[reportCallIssue]
+                    abstract
+                ),
+                data=ocp.args.JsonRestore(),
+            ),
+        )
+        return step, restored["state"], restored["data"]
+
+    def close(self) -> None:
+        """Waits until all is on disk; an error in writing is raised here."""
+        self._manager.wait_until_finished()
+        self._manager.close()
+
+    def _check_config(self, step: int, config: Config) -> None:
+        saved = self._manager.restore(
+            step, args=ocp.args.Composite(config=ocp.args.JsonRestore())
+        )["config"]
+        now = json.loads(to_json(config))
+        for name in FREE:
+            saved.pop(name, None)
+            now.pop(name)
+        phrases = differences(saved, now)
+        if phrases:
+            raise ValueError(
+                f"the checkpoint of step {step} is of another run: "
+                f"{', '.join(phrases)}; resume with the config it was made with"
+            )

@@ -1,0 +1,273 @@
+"""Every knob of a run, as frozen plain values.
+
+A config file holds one `config = Config(...)`. What is impossible is refused here, or
+where the value is used for the first time, before anything is compiled.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any, Literal
+
+from decentjax import topology as topologies
+from decentjax.topology import Topology
+from train.tasks.stdlib import StdlibTask
+
+TopologyName = Literal[
+    "complete",
+    "ring",
+    "one_peer_ring",
+    "exponential",
+    "one_peer_exponential",
+    "hypercube",
+    "alternating_exponential_ring",
+    "torus",
+    "star",
+    "ring_lattice",
+    "butterfly_groups",
+    "random_matching",
+    "base_k",
+    "hierarchical",
+]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WorkersConfig:
+    """Who trains, and where.
+
+    Args:
+      num_workers: N; each has its own model and its own part of the data.
+      workers_per_node: consecutive workers that share a node; for topologies with
+        nodes.
+      where: "simulate" puts all workers on one device as one batched program, "mesh"
+        gives each its own device.
+    """
+
+    num_workers: int = 8
+    workers_per_node: int = 1
+    where: Literal["simulate", "mesh"] = "simulate"
+
+    def __post_init__(self):
+        _check_at_least(self, 1, "num_workers", "workers_per_node")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TopologyConfig:
+    """Who averages with whom; see `decentjax.topology`.
+
+    Args:
+      name: the function there.
+      degree: peers, of ring_lattice and base_k.
+      group_size: workers in a group, of butterfly_groups.
+      period: matchings drawn, of random_matching.
+      seed: of random_matching.
+      between: the graph between the nodes, of hierarchical.
+      factor: damping f in (0, 1], (1 - f) I + f W.
+    """
+
+    name: TopologyName = "alternating_exponential_ring"
+    degree: int = 2
+    group_size: int = 2
+    period: int = 8
+    seed: int = 0
+    between: Literal["complete", "ring", "one_peer_exponential", "hypercube"] = "ring"
+    factor: float = 1.0
+
+    def build(self, workers: WorkersConfig) -> Topology:
+        """Returns the topology of these workers, or a ValueError that says why not."""
+        options: dict[str, dict[str, Any]] = {
+            "alternating_exponential_ring": _select(workers, "workers_per_node"),
+            "ring_lattice": _select(self, "degree"),
+            "butterfly_groups": _select(self, "group_size"),
+            "random_matching": _select(self, "period", "seed"),
+            "base_k": _select(self, "degree"),
+            "hierarchical": {
+                **_select(workers, "workers_per_node"),
+                "between": getattr(topologies, self.between),
+            },
+        }
+        make: Callable[..., Topology] = getattr(topologies, self.name)
+        topology = make(workers.num_workers, **options.get(self.name, {}))
+        return (
+            topology if self.factor == 1 else topologies.damped(topology, self.factor)
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepConfig:
+    """What one step does.
+
+    Args:
+      algorithm: "awc" averages the models beside the gradient, "atc" after the update,
+        "all_reduce" averages the gradients instead.
+      batch_per_worker: examples per worker and step.
+      num_micro_batches: parts of that batch, one after the other in memory.
+      message_dtype: of the models that are sent; None for their own.
+    """
+
+    algorithm: Literal["awc", "atc", "all_reduce"] = "awc"
+    batch_per_worker: int = 8
+    num_micro_batches: int = 1
+    message_dtype: Literal["bfloat16", "float16"] | None = None
+
+    def __post_init__(self):
+        _check_at_least(self, 1, "batch_per_worker", "num_micro_batches")
+        if self.batch_per_worker % self.num_micro_batches:
+            raise ValueError(
+                f"batch_per_worker = {self.batch_per_worker} must be a multiple of "
+                f"num_micro_batches = {self.num_micro_batches}"
+            )
+        if self.algorithm == "all_reduce" and self.message_dtype is not None:
+            raise ValueError("all_reduce sends gradients: leave message_dtype at None")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """The local optimizer and its schedule: linear warm-up, then a cosine.
+
+    Args:
+      name: "accum_adamw" or "adamw".
+      learning_rate: at the peak.
+      final_learning_rate: at the last step.
+      warmup_steps: steps up to the peak.
+      accum_steps: steps per update of the moments, of accum_adamw.
+      b1: decay of the first moment.
+      b2: decay of the second moment.
+      eps: added outside the root.
+      weight_decay: on parameters of two dims or more, times the learning rate.
+      clip_norm: largest global norm of a worker's gradient.
+    """
+
+    name: Literal["accum_adamw", "adamw"] = "accum_adamw"
+    learning_rate: float = 1e-3
+    final_learning_rate: float = 1e-4
+    warmup_steps: int = 50
+    accum_steps: int = 4
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float = 1.0
+
+    def __post_init__(self):
+        _check_at_least(self, 0, "learning_rate", "final_learning_rate", "warmup_steps")
+        _check_at_least(self, 0, "eps", "weight_decay")
+        _check_at_least(self, 1, "accum_steps")
+        for name in ("b1", "b2"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluationConfig:
+    """When the mean model and the workers' models are evaluated.
+
+    Args:
+      every_steps: steps between evaluations; the last step is always evaluated.
+    """
+
+    every_steps: int = 500
+
+    def __post_init__(self):
+        _check_at_least(self, 1, "every_steps")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When everything is saved, and how much is kept.
+
+    Args:
+      every_steps: steps between checkpoints; the last step is always saved.
+      num_kept: newest checkpoints that stay on disk.
+    """
+
+    every_steps: int = 500
+    num_kept: int = 2
+
+    def __post_init__(self):
+        _check_at_least(self, 1, "every_steps", "num_kept")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """When metrics are written and the progress line moves.
+
+    Args:
+      every_steps: steps between rows of metrics.jsonl.
+    """
+
+    every_steps: int = 10
+
+    def __post_init__(self):
+        _check_at_least(self, 1, "every_steps")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config:
+    """A run.
+
+    Args:
+      name: of the run, and of its folder under `runs`.
+      num_steps: steps per worker.
+      seed: of the initial model, the order of the data and all randomness in between.
+      task: data, model, loss and evaluation.
+    """
+
+    name: str
+    num_steps: int
+    task: StdlibTask
+    seed: int = 0
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    step: StepConfig = field(default_factory=StepConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self):
+        _check_at_least(self, 1, "num_steps")
+        if not self.name or not all(c.isalnum() or c in "_-" for c in self.name):
+            raise ValueError(
+                f"name must be letters, digits, '_' and '-', got {self.name!r}"
+            )
+        if self.optimizer.warmup_steps >= self.num_steps:
+            raise ValueError(
+                f"warmup_steps = {self.optimizer.warmup_steps} must be less than "
+                f"num_steps = {self.num_steps}"
+            )
+        self.topology.build(self.workers)
+
+
+def to_json(config: Config) -> str:
+    """Returns the resolved config as JSON text."""
+    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+
+
+def differences(
+    old: dict[str, Any], new: dict[str, Any], prefix: str = ""
+) -> list[str]:
+    """Returns what differs between two configs as dicts, a phrase for each field."""
+    phrases = []
+    for key in {**old, **new}:
+        before, after = old.get(key), new.get(key)
+        if isinstance(before, dict) and isinstance(after, dict):
+            phrases += differences(before, after, f"{prefix}{key}.")
+        elif before != after:
+            phrases.append(f"{prefix}{key} was {before!r} and is {after!r}")
+    return phrases
+
+
+def _select(config: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(config, name) for name in names}
+
+
+def _check_at_least(config: Any, least: float, *names: str) -> None:
+    for name in names:
+        if not getattr(config, name) >= least:
+            raise ValueError(
+                f"{name} must be at least {least}, got {getattr(config, name)}"
+            )

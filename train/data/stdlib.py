@@ -1,0 +1,66 @@
+"""The Python standard library's own source: real text that is on every machine."""
+
+import functools
+import sysconfig
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+# Tests and generated tables would be most of the bytes, and little of the language.
+LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
+HELD_OUT_SHARE = 20
+
+
+class Windows:
+    """Windows of a text, end to end: a random-access source for grain.
+
+    Window i is `text[i * length : (i + 1) * length + 1]`, uint8: `length` inputs, and
+    the same moved on by one as targets.
+    """
+
+    def __init__(self, text: np.ndarray, length: int):
+        if len(text) <= length:
+            raise ValueError(
+                f"a window of {length} bytes needs a longer text, got {len(text)}"
+            )
+        self._text = text
+        self._length = length
+
+    def __len__(self) -> int:
+        return (len(self._text) - 1) // self._length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = int(index) * self._length
+        return self._text[start : start + self._length + 1]
+
+
+@functools.cache
+def read_stdlib() -> tuple[np.ndarray, np.ndarray]:
+    """Returns the bytes to train on and the bytes held out, uint8.
+
+    About every twentieth file is held out, chosen by a checksum of its name.
+
+    Raises:
+      FileNotFoundError: where this Python came without its library's source.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    files = sorted(
+        path
+        for path in root.rglob("*.py")
+        if not LEFT_OUT.intersection(path.relative_to(root).parts)
+        and not path.name.startswith("_sysconfigdata")
+    )
+    parts: dict[bool, list[bytes]] = {True: [], False: []}
+    for path in files:
+        name = path.relative_to(root).as_posix().encode()
+        parts[zlib.crc32(name) % HELD_OUT_SHARE == 0].append(path.read_bytes())
+    if not (parts[True] and parts[False]):
+        raise FileNotFoundError(
+            f"no Python source to train on in {root}: this Python came without its "
+            "library's .py files; use another one, as from python.org or your system"
+        )
+    train, held_out = (
+        np.frombuffer(b"".join(parts[held]), np.uint8) for held in (False, True)
+    )
+    return train, held_out

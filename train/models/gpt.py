@@ -1,0 +1,131 @@
+"""GPT-2: a decoder-only transformer, layer norm first, no bias.
+
+Shapes: B sequences, T tokens, D width, H heads, K width of a head, V vocabulary.
+
+Source: Radford et al. (2019), with the initialisation of nanoGPT.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig:
+    """Sizes of a GPT.
+
+    Args:
+      vocabulary: V, number of tokens.
+      context: T, the longest sequence, in tokens.
+      num_layers: blocks.
+      num_heads: H; divides the width.
+      width: D.
+      dropout: probability, on what is added to the stream.
+      init_std: of weights at the start; those into the stream get it over
+        sqrt(2 num_layers). GPT-2 has 0.02, a narrow model learns faster from more.
+      compute_dtype: of activations; parameters are float32.
+    """
+
+    vocabulary: int = 256
+    context: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    width: int = 128
+    dropout: float = 0.0
+    init_std: float = 0.02
+    compute_dtype: str = "float32"
+
+    def __post_init__(self):
+        if self.width % self.num_heads:
+            raise ValueError(
+                f"width = {self.width} must be a multiple of num_heads, "
+                f"got {self.num_heads}"
+            )
+
+
+class GPT(nnx.Module):
+    """Logits of the next token, float32 [B, T, V], from tokens [B, T]."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        init = nnx.initializers.normal(config.init_std)
+        embed = functools.partial(
+            nnx.Embed,
+            features=config.width,
+            embedding_init=init,
+            dtype=config.compute_dtype,
+            rngs=rngs,
+        )
+        self.context = config.context
+        self.tokens = embed(config.vocabulary)
+        self.positions = embed(config.context)
+        self.blocks = nnx.List(
+            [Block(config, rngs=rngs) for _ in range(config.num_layers)]
+        )
+        self.norm = _layer_norm(config, rngs)
+
+    def __call__(
+        self, tokens_BxT: jax.Array, *, rngs: nnx.Rngs | None = None
+    ) -> jax.Array:
+        if tokens_BxT.shape[1] > self.context:
+            raise ValueError(
+                f"the context is {self.context} tokens, got {tokens_BxT.shape[1]}"
+            )
+        positions_T = jnp.arange(tokens_BxT.shape[1])
+        x_BxTxD = self.tokens(tokens_BxT) + self.positions(positions_T)[None]
+        for block in self.blocks:
+            x_BxTxD = block(x_BxTxD, rngs=rngs)
+        return self.tokens.attend(self.norm(x_BxTxD)).astype(jnp.float32)
+
+
+class Block(nnx.Module):
+    """Attention, then a two-layer perceptron, each added to the stream."""
+
+    def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        width = config.width
+        residual_std = config.init_std / (2 * config.num_layers) ** 0.5
+        self.num_heads = config.num_heads
+        self.attention_norm = _layer_norm(config, rngs)
+        self.qkv = _linear(width, 3 * width, config.init_std, config, rngs)
+        self.out = _linear(width, width, residual_std, config, rngs)
+        self.mlp_norm = _layer_norm(config, rngs)
+        self.up = _linear(width, 4 * width, config.init_std, config, rngs)
+        self.down = _linear(4 * width, width, residual_std, config, rngs)
+        self.dropout = nnx.Dropout(config.dropout, deterministic=config.dropout == 0)
+
+    def __call__(self, x_BxTxD: jax.Array, *, rngs: nnx.Rngs | None) -> jax.Array:
+        deterministic = rngs is None
+        attended = self.out(self._attend(self.attention_norm(x_BxTxD)))
+        x_BxTxD += self.dropout(attended, deterministic=deterministic, rngs=rngs)
+        hidden = jax.nn.gelu(self.up(self.mlp_norm(x_BxTxD)), approximate=True)
+        out = self.down(hidden)
+        return x_BxTxD + self.dropout(out, deterministic=deterministic, rngs=rngs)
+
+    def _attend(self, x_BxTxD: jax.Array) -> jax.Array:
+        q, k, v = (
+            part.reshape(*part.shape[:2], self.num_heads, -1)
+            for part in jnp.split(self.qkv(x_BxTxD), 3, axis=-1)
+        )
+        out_BxTxHxK = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return out_BxTxHxK.reshape(x_BxTxD.shape)
+
+
+def _linear(
+    in_size: int, out_size: int, std: float, config: GPTConfig, rngs: nnx.Rngs
+) -> nnx.Linear:
+    return nnx.Linear(
+        in_size,
+        out_size,
+        use_bias=False,
+        kernel_init=nnx.initializers.normal(std),
+        dtype=config.compute_dtype,
+        rngs=rngs,
+    )
+
+
+def _layer_norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.width, use_bias=False, dtype=config.compute_dtype, rngs=rngs
+    )

@@ -1,0 +1,304 @@
+"""One self-contained HTML page of a run, or of several side by side.
+
+`python -m train.report RUN [RUN ...] [--out FILE]`
+"""
+
+import base64
+import dataclasses
+import html
+import io
+import itertools
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+import numpy as np
+import tyro
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from decentjax import analysis
+from decentjax.topology import Exchange, Topology, matrices
+from train.config import TopologyConfig, WorkersConfig, differences
+from train.log import METRICS, read_metrics
+
+MAX_DRAWN_WORKERS = 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What is known of a run from its folder.
+
+    Args:
+      name: of the folder.
+      config: as in config.json.
+      rows: as in metrics.jsonl.
+    """
+
+    name: str
+    config: dict[str, Any]
+    rows: list[dict[str, Any]]
+
+    def curve(self, field: str, against: str) -> tuple[list[float], list[float]]:
+        """A field of the training rows, against "step" or "seconds"."""
+        rows = [row for row in self.rows if field in row]
+        return [row[against] for row in rows], [row[field] for row in rows]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        return [row for row in self.rows if "mean_model" in row]
+
+    def topology(self) -> Topology:
+        topology = TopologyConfig(**self.config["topology"])
+        return topology.build(WorkersConfig(**self.config["workers"]))
+
+
+def read_run(run_dir: Path) -> Run:
+    """Reads a run's folder.
+
+    Raises:
+      ValueError: if the folder holds no run.
+    """
+    config = run_dir / "config.json"
+    if not config.exists():
+        raise ValueError(f"{run_dir} holds no run: it has no config.json")
+    rows = read_metrics(run_dir)
+    if not rows:
+        raise ValueError(f"{run_dir} has no rows in {METRICS} yet")
+    return Run(run_dir.resolve().name, json.loads(config.read_text()), rows)
+
+
+def write_report(run_dirs: list[Path], out: Path) -> Path:
+    """Writes the page of the runs to `out`, and returns it."""
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    sections = [
+        _section("Loss", _curves_figure(runs)),
+        _section("Held-out score", _evaluation_figure(runs), _results_table(runs)),
+        _section("Consensus distance and learning rate", _side_figure(runs)),
+        *(_topology_section(run) for run in runs),
+        _configs_section(runs),
+    ]
+    title = html.escape(", ".join(run.name for run in runs))
+    page = PAGE.format(title=title, body="\n".join(sections))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(page)
+    return out
+
+
+def draw_exchange(axes: Axes, exchange: Exchange) -> None:
+    """Draws who hears from whom: workers on a circle, nodes side by side."""
+    places = _places(exchange)
+    matrix = matrices(Topology("", (exchange,)))[0]
+    for i, j in itertools.combinations(range(exchange.num_workers), 2):
+        weight = max(matrix[i, j], matrix[j, i])
+        if weight > 0:
+            same_node = i // exchange.workers_per_node == j // exchange.workers_per_node
+            inside = same_node and exchange.workers_per_node > 1
+            axes.plot(
+                *zip(places[i], places[j], strict=True),
+                color="0.7" if inside else "tab:blue",
+                linewidth=0.5 + 3 * weight,
+                zorder=1,
+            )
+    axes.scatter(*zip(*places, strict=True), s=60, color="black", zorder=2)
+    for number, (x, y) in enumerate(places):
+        axes.text(x, y, str(number), color="white", size=6, ha="center", va="center")
+    axes.set_aspect("equal")
+    axes.margins(0.15)
+    axes.axis("off")
+
+
+def _places(exchange: Exchange) -> list[tuple[float, float]]:
+    """Workers around their node's centre, nodes around the origin."""
+    nodes, local = exchange.num_nodes, exchange.workers_per_node
+    centres = _circle(nodes, radius=1.0)
+    if local == 1:
+        return centres
+    spread = _circle(local, radius=0.6 * math.sin(math.pi / max(nodes, 2)))
+    return [(x + dx, y + dy) for x, y in centres for dx, dy in spread]
+
+
+def _circle(count: int, radius: float) -> list[tuple[float, float]]:
+    angles = (math.pi / 2 - 2 * math.pi * k / count for k in range(count))
+    return [(radius * math.cos(a), radius * math.sin(a)) for a in angles]
+
+
+def _curves_figure(runs: list[Run]) -> Figure:
+    figure, axes = _figure(2)
+    for axis, against, label in zip(
+        axes, ("step", "seconds"), ("step", "time [s]"), strict=True
+    ):
+        for run in runs:
+            axis.plot(*run.curve("loss", against), label=run.name)
+        axis.set(xlabel=label, ylabel="training loss [nats]")
+        axis.legend()
+    return figure
+
+
+def _evaluation_figure(runs: list[Run]) -> Figure:
+    figure, axes = _figure(2)
+    for axis, against, label in zip(
+        axes, ("step", "seconds"), ("step", "time [s]"), strict=True
+    ):
+        for number, run in enumerate(runs):
+            rows = run.evaluations()
+            if not rows:
+                continue
+            name = next(iter(rows[0]["mean_model"]))
+            x = [row[against] for row in rows]
+            workers = [[w[name] for w in row["workers"]] for row in rows]
+            axis.plot(
+                x,
+                [row["mean_model"][name] for row in rows],
+                marker="o",
+                color=f"C{number}",
+                label=f"{run.name}, mean model",
+            )
+            axis.fill_between(
+                x,
+                [min(w) for w in workers],
+                [max(w) for w in workers],
+                color=f"C{number}",
+                alpha=0.25,
+                label=f"{run.name}, workers",
+            )
+            axis.set(xlabel=label, ylabel=name.replace("_", " "))
+        axis.legend()
+    return figure
+
+
+def _side_figure(runs: list[Run]) -> Figure:
+    figure, (consensus, rate) = _figure(2)
+    for run in runs:
+        consensus.plot(*run.curve("consensus_distance", "step"), label=run.name)
+        rate.plot(*run.curve("learning_rate", "step"), label=run.name)
+    consensus.set(xlabel="step", ylabel="consensus distance")
+    rate.set(xlabel="step", ylabel="learning rate")
+    consensus.legend()
+    return figure
+
+
+def _topology_section(run: Run) -> str:
+    topology = run.topology()
+    title = f"Topology of {run.name}: {topology.name}"
+    if topology.num_workers > MAX_DRAWN_WORKERS:
+        return _section(title, None, _topology_facts(topology))
+    drawn = min(topology.period, 6)
+    figure, axes = _figure(drawn, width=2.6, height=2.8)
+    for step, axis in enumerate(axes):
+        draw_exchange(axis, topology[step])
+        axis.set_title(f"exchange {step + 1} of {topology.period}")
+    return _section(title, figure, _topology_facts(topology))
+
+
+def _topology_facts(topology: Topology) -> str:
+    traffic = analysis.traffic(topology, model_bytes=1.0)
+    by_worker, by_node = zip(
+        *((t.worker_bytes, t.node_bytes) for t in traffic), strict=True
+    )
+    exact = analysis.exact_after(topology)
+    facts = {
+        "workers": topology.num_workers,
+        "workers per node": topology[0].workers_per_node,
+        "period": topology.period,
+        "consensus factor per period": f"{analysis.consensus_factor(topology):.3g}",
+        "mean exact after": "never" if exact is None else f"{exact} exchanges",
+        "models sent per worker and step": f"{np.mean(by_worker):.3g}",
+        "models sent per node link and step": f"{np.mean(by_node):.3g}",
+    }
+    return _table(["", ""], [[key, str(value)] for key, value in facts.items()])
+
+
+def _results_table(runs: list[Run]) -> str:
+    rows = []
+    for run in runs:
+        steps, losses = run.curve("loss", "step")
+        _, rates = run.curve("steps_per_second", "step")
+        row = [run.name, f"{steps[-1]:g}", f"{losses[-1]:.4f}"]
+        row.append(f"{sorted(rates)[len(rates) // 2]:.1f}")
+        for evaluation in run.evaluations()[-1:]:
+            for name, value in evaluation["mean_model"].items():
+                scores = [worker[name] for worker in evaluation["workers"]]
+                row += [f"{value:.3f} {name.replace('_', ' ')}"]
+                row += [f"{min(scores):.3f} to {max(scores):.3f}"]
+        rows.append(row)
+    heads = ["run", "steps", "training loss", "steps/s (median)"]
+    return _table([*heads, "mean model", "single workers"], rows)
+
+
+def _configs_section(runs: list[Run]) -> str:
+    lines = []
+    for run in runs[1:]:
+        phrases = differences(runs[0].config, run.config)
+        items = "".join(f"<li>{html.escape(phrase)}</li>" for phrase in phrases)
+        lines.append(
+            f"<p>{html.escape(run.name)}, against {html.escape(runs[0].name)}:</p>"
+            f"<ul>{items}</ul>"
+        )
+    config = html.escape(json.dumps(runs[0].config, indent=2))
+    lines.append(
+        f"<details><summary>{html.escape(runs[0].name)}/config.json</summary>"
+        f"<pre>{config}</pre></details>"
+    )
+    return _section("Config", None, *lines)
+
+
+def _figure(columns: int, width: float = 5.0, height: float = 3.4):
+    figure = Figure(figsize=(width * columns, height), layout="constrained")
+    axes = figure.subplots(1, columns, squeeze=False)[0]
+    return figure, axes
+
+
+def _section(title: str, figure: Figure | None, *parts: str) -> str:
+    pieces = [f"<h2>{html.escape(title)}</h2>"]
+    if figure is not None:
+        buffer = io.BytesIO()
+        with matplotlib.rc_context({"svg.hashsalt": "decentjax"}):
+            figure.savefig(buffer, format="svg", metadata={"Date": None})
+        image = base64.b64encode(buffer.getvalue()).decode()
+        pieces.append(
+            f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{image}">'
+        )
+    return "\n".join([*pieces, *parts])
+
+
+def _table(heads: list[str], rows: list[list[str]]) -> str:
+    def line(cells: list[str], tag: str) -> str:
+        return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
+
+    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
+    return f"<table><tr>{line(heads, 'th')}</tr>{body}</table>"
+
+
+PAGE = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto;
+       padding: 0 1rem; color: #222; background: #fff; }}
+img {{ max-width: 100%; }}
+table {{ border-collapse: collapse; }}
+td, th {{ padding: .2rem .8rem .2rem 0; text-align: left;
+          border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }}
+</style></head><body><h1>{title}</h1>
+{body}
+</body></html>
+"""
+
+
+def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) -> None:
+    """Writes one HTML page with the figures of one run, or of several compared.
+
+    Args:
+      runs: folders of runs.
+      out: the page; by default report.html in the first run's folder.
+    """
+    if not runs:
+        raise SystemExit("usage: python -m train.report RUN [RUN ...] [--out FILE]")
+    try:
+        print(write_report(list(runs), out or runs[0] / "report.html"))
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+if __name__ == "__main__":
+    tyro.cli(main, prog="python -m train.report")
