@@ -18,7 +18,8 @@ def base_k_rounds(num_workers: int, base: int) -> list[Edges]:
 
     N = smooth * rest, where no prime factor of smooth exceeds the base: blocks of
     `rest` workers run the simple graph, then workers of equal place in their blocks
-    average factor by factor. Where the simple graph over all workers is shorter, it is taken.
+    average factor by factor. Where the simple graph over all workers is shorter, it is
+    taken.
     """
     rest = num_workers
     for factor in range(base, 1, -1):

@@ -27,7 +27,7 @@ class ScaleByAccumAdamState(NamedTuple):
 
 
 def scale_by_accum_adam(
-    accum_steps: ArrayLike = 4,
+    accum_steps: int | jax.Array = 4,
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
@@ -86,7 +86,7 @@ def scale_by_accum_adam(
 
     def update_fn(updates, state, params=None):
         del params
-        count = optax.safe_increment(state.count)
+        count = jnp.asarray(optax.safe_increment(state.count))
         window = (count + accum_steps - 1) // accum_steps
         mu = optax.tree.update_moment(updates, state.mu, b1, 1)
         nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
@@ -113,7 +113,7 @@ def scale_by_accum_adam(
 
 def accum_adam(
     learning_rate: optax.ScalarOrSchedule,
-    accum_steps: ArrayLike = 4,
+    accum_steps: int | jax.Array = 4,
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
@@ -139,12 +139,12 @@ def accum_adam(
 
 def accum_adamw(
     learning_rate: optax.ScalarOrSchedule,
-    accum_steps: ArrayLike = 4,
+    accum_steps: int | jax.Array = 4,
     b1: ArrayLike = 0.9,
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
     eps_root: ArrayLike = 0.0,
-    weight_decay: ArrayLike = 1e-4,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """AccumAdam with decoupled weight decay, `x <- x - lr (u + weight_decay x)`.
@@ -198,8 +198,8 @@ def decentralize(
 
     `update` takes a static keyword `phase`, the step as a Python int: one compiled step
     for each exchange of the topology, and the exchange overlaps the gradient. Without
-    it the transformation counts for itself, in one compiled step; then a topology of more
-    than one exchange sits in a conditional, and no compiler overlaps that.
+    it the transformation counts for itself, in one compiled step; then a topology of
+    more than one exchange sits in a conditional, and no compiler overlaps that.
 
     Args:
       inner: any optimizer.
@@ -302,7 +302,7 @@ def dadamw(
     b2: ArrayLike = 0.999,
     eps: ArrayLike = 1e-8,
     eps_root: ArrayLike = 0.0,
-    weight_decay: ArrayLike = 1e-4,
+    weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Decentralized AdamW; the decoupled decay is taken from the mixed model.

@@ -6,7 +6,7 @@ state stacked, with a leading dim of N workers.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -44,8 +44,15 @@ class LossFn(Protocol):
 
 
 Metrics = dict[str, jax.Array]
-Step = Callable[[WorkerState, Any, Exchange], tuple[WorkerState, Metrics]]
 TrainStep = Callable[[WorkerState, Any, int], tuple[WorkerState, Metrics]]
+
+
+class Step(Protocol):
+    """The step of one worker, as `awc_step` with its keywords bound."""
+
+    def __call__(
+        self, state: WorkerState, batch: Any, exchange: Exchange
+    ) -> tuple[WorkerState, Metrics]: ...
 
 
 def awc_step(
@@ -222,7 +229,7 @@ def on_mesh(step: Step, topology: Topology, mesh: Mesh) -> TrainStep:
     return _in_turn(step, topology, mesh)
 
 
-def worker_mesh(num_workers: int, devices: list[jax.Device] | None = None) -> Mesh:
+def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of one device per worker.
 
     Args:

@@ -230,7 +230,8 @@ def alternating_exponential_ring(num_workers: int, workers_per_node: int) -> Top
     name = "alternating_exponential_ring"
     bits = _log2(name, "num_workers / workers_per_node", num_nodes)
     if num_nodes == 1:
-        return _topology(name, Permutations(((0,),), (1.0,)), workers_per_node)
+        alone = Permutations(((0,),), (1.0,))
+        return _topology(name, alone, workers_per_node=workers_per_node)
     halves, counter = [], 0
     for bit in range(bits):
         steps: tuple[list, list] = ([], [])

@@ -91,7 +91,7 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
             if save or step % config.log.every_steps == 0:
                 values = {name: float(jnp.mean(x)) for name, x in metrics.items()}
                 values["consensus_distance"] = consensus(state)
-                values["learning_rate"] = float(schedule(step - 1))
+                values["learning_rate"] = float(jnp.asarray(schedule(step - 1)))
                 log.metrics(step, values)
             if end or step % config.evaluation.every_steps == 0:
                 log.evaluation(step, *evaluate(state))
