@@ -232,6 +232,10 @@ def on_mesh(step: Step, topology: Topology, mesh: Mesh) -> TrainStep:
 def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of one device per worker.
 
+    On a CPU that is split into devices, set the environment variable NPROC to some 8
+    threads per device before jax starts: a collective holds a thread until every device
+    has come, and XLA aborts the program where the threads do not suffice.
+
     Args:
       num_workers: N.
       devices: the first N of them are taken; by default all devices of the job.
@@ -242,8 +246,9 @@ def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
     devices = jax.devices() if devices is None else devices
     if len(devices) < num_workers:
         raise ValueError(
-            f"{num_workers} workers need as many devices, got {len(devices)}; simulate "
-            'them, or set jax.config.update("jax_num_cpu_devices", N) at the start'
+            f"{num_workers} workers need as many devices, got {len(devices)}: simulate "
+            "them, or on a CPU make some at the start, with "
+            f'jax.config.update("jax_num_cpu_devices", {num_workers})'
         )
     return Mesh(devices[:num_workers], (AXIS,))
 

@@ -1,10 +1,12 @@
 """Trains what a config file says: `python -m train configs/NAME.py [--field value]`."""
 
 import importlib.util
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
 
 from decentjax import mean_model
@@ -37,16 +39,28 @@ def main(arguments: list[str]) -> None:
               resume: go on from the newest checkpoint in that folder.
             """
             run_dir = run_dir or Path("runs") / config.name
+            if config.workers.where == "mesh":
+                provide_cpu_devices(config.workers.num_workers)
             finish(train(config, run_dir, resume), config, run_dir)
 
         tyro.cli(
             run,
             prog=f"python -m train {path}",
             args=arguments[1:],
-            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
         )
     except (ValueError, FileNotFoundError, FloatingPointError) as error:
         raise SystemExit(f"error: {error}") from error
+
+
+def provide_cpu_devices(count: int) -> None:
+    """Lets the CPU appear as `count` devices; other platforms take no notice.
+
+    XLA runs the devices of a CPU mesh on one pool of threads, where a collective holds
+    its thread until every device has come: with too few threads they wait for ever.
+    """
+    os.environ.setdefault("NPROC", str(8 * count))
+    jax.config.update("jax_num_cpu_devices", count)
 
 
 def load_config(path: Path) -> Config:

@@ -7,6 +7,7 @@ Source: Radford et al. (2019), with the initialisation of nanoGPT.
 
 import dataclasses
 import functools
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,9 +37,14 @@ class GPTConfig:
     width: int = 128
     dropout: float = 0.0
     init_std: float = 0.02
-    compute_dtype: str = "float32"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
     def __post_init__(self):
+        for name in ("vocabulary", "context", "num_layers", "num_heads", "width"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
         if self.width % self.num_heads:
             raise ValueError(
                 f"width = {self.width} must be a multiple of num_heads, "

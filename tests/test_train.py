@@ -1,0 +1,397 @@
+"""The program: real runs of a tiny model, in this process and in others."""
+
+import dataclasses
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+import pytest
+
+from train.__main__ import load_config
+from train.config import (
+    CheckpointConfig,
+    Config,
+    EvaluationConfig,
+    LogConfig,
+    OptimizerConfig,
+    StepConfig,
+    TopologyConfig,
+    WorkersConfig,
+    differences,
+)
+from train.data.batches import worker_batches
+from train.data.stdlib import Windows, read_stdlib
+from train.log import read_metrics
+from train.loop import (
+    build_optimizer,
+    build_schedule,
+    build_state,
+    build_train_step,
+    train,
+)
+from train.models.gpt import GPTConfig
+from train.tasks.stdlib import StdlibTask, count_model
+
+ROOT = Path(__file__).parent.parent
+TINY = Config(
+    name="tiny",
+    num_steps=12,
+    task=StdlibTask(
+        model=GPTConfig(context=8, num_layers=1, num_heads=2, width=16, dropout=0.1),
+        num_eval_windows=8,
+        sample_bytes=4,
+    ),
+    workers=WorkersConfig(num_workers=4, workers_per_node=2),
+    step=StepConfig(batch_per_worker=2),
+    optimizer=OptimizerConfig(warmup_steps=2, accum_steps=3),
+    evaluation=EvaluationConfig(every_steps=6),
+    checkpoint=CheckpointConfig(every_steps=5),
+    log=LogConfig(every_steps=1),
+)
+GOLDEN_LOSSES = [
+    6.065403,
+    6.074073,
+    5.888512,
+    6.07936,
+    5.918279,
+    5.953075,
+    6.027287,
+    5.987878,
+]
+GOLDEN_SQUARE = 12470.719955
+SMALL_RUN = [
+    "configs/quickstart.py",
+    "--num-steps=300",
+    "--task.model.width=16",
+    "--task.model.num-layers=1",
+    "--task.model.dropout=0.1",
+    "--task.model.context=8",
+    "--task.num-eval-windows=8",
+    "--task.sample-bytes=4",
+    "--checkpoint.every-steps=40",
+    "--log.every-steps=1",
+    "--evaluation.every-steps=150",
+]
+
+
+def same(a, b) -> bool:
+    """Bit for bit, random keys included."""
+
+    def bits(x):
+        is_key = jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return all(np.array_equal(bits(x), bits(y)) for x, y in pairs)
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run_dir) if "loss" in row]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "tiny"
+    return run_dir, train(TINY, run_dir)
+
+
+def test_a_run_leaves_its_config_metrics_and_checkpoints(finished):
+    run_dir, outcome = finished
+    assert outcome.step == 12
+    assert json.loads((run_dir / "config.json").read_text())["num_steps"] == 12
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
+    assert all(row["consensus_distance"] >= 0 for row in rows if "loss" in row)
+    evaluations = [row for row in rows if "mean_model" in row]
+    assert [row["step"] for row in evaluations] == [6, 12]
+    assert all(len(row["workers"]) == 4 for row in evaluations)
+    assert list((run_dir / "tensorboard").glob("events*"))
+    steps = {int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.is_dir()}
+    assert steps == {10, 12}
+
+
+def test_a_run_repeats_itself_bit_for_bit(finished, tmp_path):
+    _, outcome = finished
+    assert same(train(TINY, tmp_path / "again").state, outcome.state)
+
+
+def test_another_seed_is_another_run(finished, tmp_path):
+    run_dir, _ = finished
+    train(dataclasses.replace(TINY, seed=1), tmp_path / "other")
+    assert losses(tmp_path / "other") != losses(run_dir)
+
+
+def test_a_mesh_trains_as_the_simulation_does(finished, tmp_path):
+    run_dir, _ = finished
+    workers = dataclasses.replace(TINY.workers, where="mesh")
+    train(dataclasses.replace(TINY, workers=workers), tmp_path / "mesh")
+    np.testing.assert_allclose(losses(tmp_path / "mesh"), losses(run_dir), rtol=1e-4)
+
+
+@pytest.mark.parametrize("algorithm", ["atc", "all_reduce"])
+def test_every_algorithm_trains(algorithm, tmp_path):
+    step = dataclasses.replace(TINY.step, algorithm=algorithm, num_micro_batches=2)
+    config = dataclasses.replace(TINY, step=step, num_steps=4)
+    outcome = train(config, tmp_path / algorithm)
+    assert np.isfinite(losses(tmp_path / algorithm)).all()
+    if algorithm == "all_reduce":
+        first = jax.tree.map(lambda x: x[:1].repeat(4, axis=0), outcome.state.params)
+        assert same(outcome.state.params, first)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "small"
+    finish(start(run_dir))
+    return run_dir
+
+
+def start(run_dir: Path, *extra: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, "-m", "train", *SMALL_RUN, "--run-dir", run_dir, *extra],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONWARNINGS": "ignore"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen, returncode: int = 0) -> str:
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == returncode, output
+    return output
+
+
+def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
+    while not any(row["step"] >= step for row in read_metrics(run_dir)):
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(
+    ("number", "step"),
+    [(signal.SIGTERM, random.randrange(1, 200)), (signal.SIGKILL, 130)],
+    ids=["SIGTERM at a random step", "SIGKILL"],
+)
+def test_a_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path, number, step):
+    run_dir = tmp_path / "stopped"
+    process = start(run_dir)
+    wait_for_step(run_dir, step, process)
+    process.send_signal(number)
+    output = finish(process, returncode=0 if number == signal.SIGTERM else -number)
+    stopped_after = read_metrics(run_dir)[-1]["step"]
+    assert step <= stopped_after < 300, "the signal came too late to test anything"
+    if number == signal.SIGTERM:
+        assert f"stopped after step {stopped_after} of 300" in output
+    finish(start(run_dir, "--resume"))
+    assert losses(run_dir) == losses(uninterrupted)
+    assert scores(run_dir)[-1] == scores(uninterrupted)[-1]
+    assert same(*(saved_state(folder) for folder in (run_dir, uninterrupted)))
+
+
+def scores(run_dir: Path) -> list:
+    rows = [row for row in read_metrics(run_dir) if "mean_model" in row]
+    return [(row["step"], row["mean_model"], row["workers"]) for row in rows]
+
+
+def saved_state(run_dir: Path):
+    with ocp.CheckpointManager(run_dir / "checkpoints") as manager:
+        arguments = ocp.args.Composite(state=ocp.args.StandardRestore())
+        return manager.restore(300, args=arguments)["state"]
+
+
+def test_resume_refuses_another_config_and_says_what_differs(finished, tmp_path):
+    run_dir, _ = finished
+    copy = shutil.copytree(run_dir, tmp_path / "copy")
+    workers = dataclasses.replace(TINY.workers, num_workers=8)
+    message = "workers.num_workers was 4 and is 8"
+    with pytest.raises(ValueError, match=message):
+        train(dataclasses.replace(TINY, workers=workers), copy, resume=True)
+    with pytest.raises(ValueError, match="seed was 0 and is 3"):
+        train(dataclasses.replace(TINY, seed=3), copy, resume=True)
+
+
+def test_a_finished_run_resumes_to_nothing_to_do(finished, tmp_path):
+    run_dir, outcome = finished
+    copy = shutil.copytree(run_dir, tmp_path / "copy")
+    assert same(train(TINY, copy, resume=True).state, outcome.state)
+    assert read_metrics(copy) == read_metrics(run_dir)
+
+
+def test_a_folder_with_a_run_is_not_overwritten(finished):
+    run_dir, _ = finished
+    with pytest.raises(ValueError, match="already holds a run"):
+        train(TINY, run_dir)
+
+
+def test_there_must_be_a_run_to_resume(tmp_path):
+    with pytest.raises(ValueError, match="no run to resume"):
+        train(TINY, tmp_path / "nothing", resume=True)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
+    optimizer = dataclasses.replace(TINY.optimizer, learning_rate=1e30)
+    config = dataclasses.replace(TINY, optimizer=optimizer)
+    with pytest.raises(FloatingPointError, match=r"loss is .* at step"):
+        train(config, tmp_path / "nan")
+    assert not list((tmp_path / "nan" / "checkpoints").glob("[0-9]*"))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("workers", WorkersConfig(num_workers=6, workers_per_node=4), "multiple of"),
+        ("workers", WorkersConfig(num_workers=6, workers_per_node=2), "power of two"),
+        ("topology", TopologyConfig(name="ring_lattice", degree=3), "even degree"),
+        ("topology", TopologyConfig(factor=1.5), "factor must be"),
+        ("num_steps", 0, "num_steps must be at least 1, got 0"),
+        ("num_steps", 2, "warmup_steps = 2 must be less than num_steps = 2"),
+        ("name", "../escape", "name must be letters"),
+    ],
+)
+def test_an_impossible_config_is_refused(field, value, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TINY, **{field: value})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: WorkersConfig(num_workers=0), "num_workers must be at least 1"),
+        (lambda: StepConfig(batch_per_worker=3, num_micro_batches=2), "multiple of"),
+        (lambda: OptimizerConfig(learning_rate=float("nan")), "learning_rate must"),
+        (lambda: OptimizerConfig(b2=1.0), r"b2 must be in \[0, 1\), got 1.0"),
+        (lambda: GPTConfig(width=10, num_heads=4), "multiple of num_heads"),
+        (lambda: GPTConfig(dropout=1.0), "dropout must be"),
+        (lambda: StdlibTask(model=GPTConfig(vocabulary=100)), "vocabulary of 256"),
+    ],
+)
+def test_an_impossible_value_is_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "usage: python -m train CONFIG.py"),
+        (["configs/none.py"], "there is no config file configs/none.py"),
+        (["configs/quickstart.py", "--num-stps", "3"], "--num-steps"),
+        (["configs/quickstart.py", "--workers.num-workers", "x"], "num-workers"),
+        (["configs/quickstart.py", "--workers.num-workers", "6"], "multiple of"),
+        (["train/config.py"], "must define `config = Config"),
+    ],
+)
+def test_a_wrong_command_line_gets_a_sentence(arguments, words):
+    command = [sys.executable, "-m", "train", *arguments]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode != 0
+    assert "Traceback" not in result.stderr
+    assert words in result.stderr
+
+
+def test_differences_name_each_field():
+    old, new = {"a": 1, "b": {"c": 2, "d": 3}}, {"a": 1, "b": {"c": 4, "d": 3}}
+    assert differences(old, new) == ["b.c was 2 and is 4"]
+
+
+def test_every_shipped_config_loads():
+    names = [load_config(path).name for path in sorted((ROOT / "configs").glob("*.py"))]
+    assert names == ["quickstart", "quickstart_allreduce", "quickstart_dadam"]
+
+
+def test_batches_depend_on_seed_and_position_alone():
+    source = Windows(np.arange(200, dtype=np.uint8), 3)
+    batches = worker_batches(source, 4, 2, seed=5)
+    first = [next(batches) for _ in range(12)]
+    again = worker_batches(source, 4, 2, seed=5)
+    for _ in range(7):
+        next(again)
+    resumed = worker_batches(source, 4, 2, seed=5)
+    resumed.set_state(again.get_state())
+    np.testing.assert_array_equal(next(resumed), first[7])
+    assert first[0].shape == (4, 2, 4)
+
+
+def test_workers_share_no_example_in_a_pass():
+    source = Windows(np.arange(97, dtype=np.uint8), 3)
+    batches = worker_batches(source, 4, 2, seed=0)
+    seen = np.concatenate(
+        [next(batches)[..., 0].ravel() for _ in range(len(source) // 8)]
+    )
+    assert len(set(seen.tolist())) == len(source)
+
+
+def test_too_little_data_is_refused():
+    with pytest.raises(ValueError, match="need 8 examples, the data has 3"):
+        worker_batches(Windows(np.arange(10, dtype=np.uint8), 3), 4, 2, seed=0)
+
+
+def test_the_held_out_text_is_another_text():
+    text, held_out = read_stdlib()
+    assert len(text) > 10 * len(held_out) > 1_000_000
+    assert held_out[:2000].tobytes() not in text.tobytes()
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_the_count_model_counts(order):
+    text = np.frombuffer(b"abracadabra, abracadabra", np.uint8)
+    windows = np.stack([text[:9], text[10:19]])
+    nats = []
+    for window in windows:
+        for end in range(order, 9):
+            context = window[end - order : end + 1].tobytes()
+            places = range(len(text) - order)
+            key = [text[i : i + order + 1].tobytes() for i in places]
+            matching = sum(k[:-1] == context[:-1] for k in key)
+            nats.append((key.count(context) + 0.1) / (matching + 25.6))
+    expected = -np.log2(nats).mean()
+    assert count_model(text, windows, order) == pytest.approx(expected)
+
+
+def test_weight_decay_spares_what_has_less_than_two_dims():
+    schedule = build_schedule(TINY.optimizer, TINY.num_steps)
+    optimizer = build_optimizer(TINY.optimizer, schedule)
+    params = {"kernel": np.ones((2, 2), np.float32), "scale": np.ones(2, np.float32)}
+    state = optimizer.init(params)
+    zeros = jax.tree.map(np.zeros_like, params)
+    for _ in range(2):
+        updates, state = optimizer.update(zeros, state, params)
+    assert (np.asarray(updates["kernel"]) < 0).all()
+    assert (np.asarray(updates["scale"]) == 0).all()
+
+
+def test_the_schedule_warms_up_and_decays():
+    config = OptimizerConfig(
+        learning_rate=1.0, final_learning_rate=0.25, warmup_steps=10
+    )
+    schedule = build_schedule(config, 110)
+    steps = np.array([0, 5, 10, 60, 110])
+    cosine = 0.25 + 0.75 * 0.5
+    np.testing.assert_allclose(schedule(steps), [0, 0.5, 1, cosine, 0.25], atol=1e-6)
+
+
+def test_the_first_step_of_the_quickstart_is_golden():
+    """A change of these numbers is a change of what the quickstart computes.
+
+    Where that is meant, put in what this test shows as actual.
+    """
+    config = load_config(ROOT / "configs" / "quickstart.py")
+    task = config.task.build()
+    optimizer = build_optimizer(config.optimizer, lambda step: 1e-3)
+    batch = np.random.default_rng(0).integers(0, 128, (8, 4, 33), np.uint8)
+    train_step = build_train_step(config, task, optimizer, mesh=None)
+    state, metrics = train_step(build_state(config, task, optimizer), batch, 0)
+    square = sum(float((x**2).sum()) for x in jax.tree.leaves(state.params))
+    np.testing.assert_allclose(metrics["loss"], GOLDEN_LOSSES, rtol=2e-5)
+    assert square == pytest.approx(GOLDEN_SQUARE, rel=1e-5)
