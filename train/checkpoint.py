@@ -13,6 +13,9 @@ from train.config import CheckpointConfig, Config, differences, to_json
 # These decide when a run looks at itself, not what it computes.
 FREE = ("evaluation", "checkpoint", "log")
 
+# Its dataclasses hide their fields from type checkers.
+_args: Any = ocp.args
+
 
 class Checkpoints:
     """The checkpoints of one run folder, written in the background.
@@ -37,12 +40,10 @@ class Checkpoints:
             return
         self._manager.save(
             step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardSave(state),  # pyright: ignore[reportCallIssue]
-                data=ocp.args.JsonSave(data_state),  # pyright: ignore[reportCallIssue]
-                config=ocp.args.JsonSave(  # pyright: ignore[reportCallIssue]
-                    json.loads(to_json(config))
-                ),
+            args=_args.Composite(
+                state=_args.StandardSave(state),
+                data=_args.JsonSave(data_state),
+                config=_args.JsonSave(json.loads(to_json(config))),
             ),
         )
 
@@ -69,11 +70,8 @@ class Checkpoints:
         )
         restored = self._manager.restore(
             step,
-            args=ocp.args.Composite(
-                state=ocp.args.StandardRestore(  # pyright: ignore[reportCallIssue]
-                    abstract
-                ),
-                data=ocp.args.JsonRestore(),
+            args=_args.Composite(
+                state=_args.StandardRestore(abstract), data=_args.JsonRestore()
             ),
         )
         return step, restored["state"], restored["data"]
@@ -85,7 +83,7 @@ class Checkpoints:
 
     def _check_config(self, step: int, config: Config) -> None:
         saved = self._manager.restore(
-            step, args=ocp.args.Composite(config=ocp.args.JsonRestore())
+            step, args=_args.Composite(config=_args.JsonRestore())
         )["config"]
         now = json.loads(to_json(config))
         for name in FREE:

@@ -1,6 +1,7 @@
 """A run, from the first step to the last, in reading order."""
 
 import functools
+import operator
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -184,9 +185,11 @@ def build_evaluate(task: Task) -> Callable[[WorkerState], Evaluation]:
 
     def evaluate(state: WorkerState) -> Evaluation:
         models = (state.params, state.model_state)
-        num_workers = len(state.key)
-        each = (jax.tree.map(lambda x: x[i], models) for i in range(num_workers))  # noqa: B023
-        return of_model(mean_model(models)), [of_model(model) for model in each]
+        workers = [
+            of_model(jax.tree.map(operator.itemgetter(number), models))
+            for number in range(len(state.key))
+        ]
+        return of_model(mean_model(models)), workers
 
     return evaluate
 
@@ -208,7 +211,10 @@ def _placed(tree: Any, mesh: Mesh | None) -> Any:
 
 
 class _Stop:
-    """A context in which Ctrl-C and SIGTERM ask the loop to end after its step."""
+    """A context in which Ctrl-C and SIGTERM ask the loop to end after its step.
+
+    The second time they do what they did before.
+    """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -220,9 +226,13 @@ class _Stop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._restore()
 
     def _receive(self, number: int, frame: object) -> None:
         del number, frame
         self.received = True
+        self._restore()
+
+    def _restore(self) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)

@@ -1,6 +1,6 @@
 """One self-contained HTML page of a run, or of several side by side.
 
-`python -m train.report RUN [RUN ...] [--out FILE]`
+`python -m train.report RUN [RUN ...] [--out FILE] [--figures FOLDER]`
 """
 
 import base64
@@ -69,20 +69,53 @@ def read_run(run_dir: Path) -> Run:
     return Run(run_dir.resolve().name, json.loads(config.read_text()), rows)
 
 
-def write_report(run_dirs: list[Path], out: Path) -> Path:
-    """Writes the page of the runs to `out`, and returns it."""
+@dataclasses.dataclass(frozen=True)
+class Section:
+    """A part of the page.
+
+    Args:
+      title: its heading.
+      figure: drawn below the heading.
+      text: HTML below the figure.
+    """
+
+    title: str
+    figure: Figure | None
+    text: str = ""
+
+    def html(self) -> str:
+        image = "" if self.figure is None else _image(self.title, self.figure)
+        return f"<h2>{html.escape(self.title)}</h2>\n{image}\n{self.text}"
+
+
+def write_report(
+    run_dirs: list[Path], out: Path, figures_dir: Path | None = None
+) -> Path:
+    """Writes the page of the runs to `out`, and returns it.
+
+    Args:
+      run_dirs: folders of runs.
+      out: the page.
+      figures_dir: where each figure goes as an SVG file, besides.
+    """
     runs = [read_run(run_dir) for run_dir in run_dirs]
     sections = [
-        _section("Loss", _curves_figure(runs)),
-        _section("Held-out score", _evaluation_figure(runs), _results_table(runs)),
-        _section("Consensus distance and learning rate", _side_figure(runs)),
+        Section("Loss", _curves_figure(runs)),
+        Section("Results", _evaluation_figure(runs), _results_table(runs)),
+        Section("Consensus distance and learning rate", _side_figure(runs)),
         *(_topology_section(run) for run in runs),
         _configs_section(runs),
     ]
     title = html.escape(", ".join(run.name for run in runs))
-    page = PAGE.format(title=title, body="\n".join(sections))
+    body = "\n".join(section.html() for section in sections)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(page)
+    out.write_text(PAGE.format(title=title, body=body))
+    if figures_dir is not None:
+        figures_dir.mkdir(parents=True, exist_ok=True)
+        for section in sections:
+            if section.figure is not None:
+                name = section.title.lower().replace(":", "").replace(" ", "_")
+                (figures_dir / f"{name}.svg").write_bytes(_svg(section.figure))
     return out
 
 
@@ -136,7 +169,9 @@ def _curves_figure(runs: list[Run]) -> Figure:
     return figure
 
 
-def _evaluation_figure(runs: list[Run]) -> Figure:
+def _evaluation_figure(runs: list[Run]) -> Figure | None:
+    if not any(run.evaluations() for run in runs):
+        return None
     figure, axes = _figure(2)
     for axis, against, label in zip(
         axes, ("step", "seconds"), ("step", "time [s]"), strict=True
@@ -179,17 +214,17 @@ def _side_figure(runs: list[Run]) -> Figure:
     return figure
 
 
-def _topology_section(run: Run) -> str:
+def _topology_section(run: Run) -> Section:
     topology = run.topology()
     title = f"Topology of {run.name}: {topology.name}"
     if topology.num_workers > MAX_DRAWN_WORKERS:
-        return _section(title, None, _topology_facts(topology))
+        return Section(title, None, _topology_facts(topology))
     drawn = min(topology.period, 6)
     figure, axes = _figure(drawn, width=2.6, height=2.8)
     for step, axis in enumerate(axes):
         draw_exchange(axis, topology[step])
         axis.set_title(f"exchange {step + 1} of {topology.period}")
-    return _section(title, figure, _topology_facts(topology))
+    return Section(title, figure, _topology_facts(topology))
 
 
 def _topology_facts(topology: Topology) -> str:
@@ -227,7 +262,7 @@ def _results_table(runs: list[Run]) -> str:
     return _table([*heads, "mean model", "single workers"], rows)
 
 
-def _configs_section(runs: list[Run]) -> str:
+def _configs_section(runs: list[Run]) -> Section:
     lines = []
     for run in runs[1:]:
         phrases = differences(runs[0].config, run.config)
@@ -241,7 +276,7 @@ def _configs_section(runs: list[Run]) -> str:
         f"<details><summary>{html.escape(runs[0].name)}/config.json</summary>"
         f"<pre>{config}</pre></details>"
     )
-    return _section("Config", None, *lines)
+    return Section("Config", None, "\n".join(lines))
 
 
 def _figure(columns: int, width: float = 5.0, height: float = 3.4):
@@ -250,17 +285,16 @@ def _figure(columns: int, width: float = 5.0, height: float = 3.4):
     return figure, axes
 
 
-def _section(title: str, figure: Figure | None, *parts: str) -> str:
-    pieces = [f"<h2>{html.escape(title)}</h2>"]
-    if figure is not None:
-        buffer = io.BytesIO()
-        with matplotlib.rc_context({"svg.hashsalt": "decentjax"}):
-            figure.savefig(buffer, format="svg", metadata={"Date": None})
-        image = base64.b64encode(buffer.getvalue()).decode()
-        pieces.append(
-            f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{image}">'
-        )
-    return "\n".join([*pieces, *parts])
+def _image(title: str, figure: Figure) -> str:
+    data = base64.b64encode(_svg(figure)).decode()
+    return f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{data}">'
+
+
+def _svg(figure: Figure) -> bytes:
+    buffer = io.BytesIO()
+    with matplotlib.rc_context({"svg.hashsalt": "decentjax"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:
@@ -285,17 +319,22 @@ td, th {{ padding: .2rem .8rem .2rem 0; text-align: left;
 """
 
 
-def main(runs: tyro.conf.Positional[tuple[Path, ...]], out: Path | None = None) -> None:
+def main(
+    runs: tyro.conf.Positional[tuple[Path, ...]],
+    out: Path | None = None,
+    figures: Path | None = None,
+) -> None:
     """Writes one HTML page with the figures of one run, or of several compared.
 
     Args:
       runs: folders of runs.
       out: the page; by default report.html in the first run's folder.
+      figures: a folder for each figure as an SVG file, besides.
     """
     if not runs:
         raise SystemExit("usage: python -m train.report RUN [RUN ...] [--out FILE]")
     try:
-        print(write_report(list(runs), out or runs[0] / "report.html"))
+        print(write_report(list(runs), out or runs[0] / "report.html", figures))
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -1,0 +1,97 @@
+"""The GPT, against a forward pass written in float64 NumPy, and its properties."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from train.models.gpt import GPT, GPTConfig
+
+
+def numpy_gpt(model: GPT, tokens: np.ndarray) -> np.ndarray:
+    def norm(x, layer):
+        centred = x - x.mean(-1, keepdims=True)
+        scale = np.asarray(layer.scale[...], np.float64)
+        return centred / np.sqrt(x.var(-1, keepdims=True) + layer.epsilon) * scale
+
+    def linear(x, layer):
+        return x @ np.asarray(layer.kernel[...], np.float64)
+
+    def attend(x, heads):
+        length, width = x.shape[1], x.shape[2] // 3
+        out = np.zeros((*x.shape[:2], width))
+        for head in range(heads):
+            part = slice(head * width // heads, (head + 1) * width // heads)
+            q, k, v = (x[..., i * width : (i + 1) * width][..., part] for i in range(3))
+            scores = q @ k.swapaxes(1, 2) / np.sqrt(width // heads)
+            scores[:, ~np.tri(length, dtype=bool)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out[..., part] = weights / weights.sum(-1, keepdims=True) @ v
+        return out
+
+    def gelu(x):
+        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+
+    table = np.asarray(model.tokens.embedding[...], np.float64)
+    positions = np.asarray(model.positions.embedding[...], np.float64)
+    x = table[tokens] + positions[: tokens.shape[1]]
+    for block in model.blocks:
+        attended = attend(linear(norm(x, block.attention_norm), block.qkv), 2)
+        x = x + linear(attended, block.out)
+        hidden = gelu(linear(norm(x, block.mlp_norm), block.up))
+        x = x + linear(hidden, block.down)
+    return norm(x, model.norm) @ table.T
+
+
+def make(**changes) -> GPT:
+    sizes = {"vocabulary": 11, "context": 6, "num_layers": 2, "num_heads": 2}
+    return GPT(GPTConfig(**{**sizes, "width": 8, **changes}), rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("length", [1, 4, 6])
+def test_the_forward_pass_is_that_of_the_equations(length):
+    model = make(init_std=0.5)
+    tokens = np.random.default_rng(length).integers(0, 11, (3, length))
+    logits = model(jnp.asarray(tokens))
+    np.testing.assert_allclose(logits, numpy_gpt(model, tokens), atol=2e-4)
+
+
+def test_the_parameters_are_as_many_as_gpt_2_small_has():
+    config = GPTConfig(
+        vocabulary=50304, context=1024, num_layers=12, num_heads=12, width=768
+    )
+    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    size = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    block = 2 * 768 + 12 * 768**2
+    assert size == (50304 + 1024) * 768 + 12 * block + 768 == 124_373_760
+
+
+def test_no_token_sees_a_later_one():
+    model = make(init_std=0.5)
+    tokens = jnp.arange(6)[None]
+    changed = tokens.at[0, 4].set(10)
+    np.testing.assert_array_equal(model(tokens)[0, :4], model(changed)[0, :4])
+    assert not np.array_equal(model(tokens)[0, 4:], model(changed)[0, 4:])
+
+
+def test_dropout_acts_only_with_a_key_and_repeats_with_it():
+    model, tokens = make(dropout=0.5), jnp.arange(6)[None]
+    plain = model(tokens)
+    one, same, other = (model(tokens, rngs=nnx.Rngs(dropout=k)) for k in (1, 1, 2))
+    np.testing.assert_array_equal(one, same)
+    assert not np.array_equal(one, other)
+    assert not np.array_equal(one, plain)
+    np.testing.assert_array_equal(plain, model(tokens))
+
+
+def test_bfloat16_computes_the_same_to_its_precision():
+    tokens = jnp.arange(6)[None]
+    narrow = make(compute_dtype="bfloat16")(tokens)
+    assert narrow.dtype == jnp.float32
+    np.testing.assert_allclose(narrow, make()(tokens), atol=2e-3)
+
+
+def test_a_sequence_longer_than_the_context_is_refused():
+    with pytest.raises(ValueError, match="context is 6 tokens, got 7"):
+        make()(jnp.zeros((1, 7), int))

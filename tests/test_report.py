@@ -1,0 +1,102 @@
+"""The report: one page, drawn from the files of a run alone."""
+
+import base64
+import dataclasses
+import json
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+from matplotlib.figure import Figure
+from test_train import TINY
+
+from decentjax import topology
+from train.config import to_json
+from train.log import METRICS, read_metrics
+from train.report import draw_exchange, main, write_report
+
+
+def make_run(run_dir, loss, **changes):
+    run_dir.mkdir(parents=True)
+    config = dataclasses.replace(TINY, **changes)
+    (run_dir / "config.json").write_text(to_json(config))
+    rows = []
+    for step in (1, 2, 3):
+        rows.append(
+            {
+                "seconds": step / 2,
+                "step": step,
+                "loss": loss / step,
+                "consensus_distance": 0.1,
+                "learning_rate": 0.01,
+                "steps_per_second": 2.0,
+            }
+        )
+        workers = [{"bits_per_byte": loss + i} for i in range(4)]
+        mean = {"bits_per_byte": loss}
+        row = {"seconds": step / 2, "step": step, "mean_model": mean}
+        rows.append(row | {"workers": workers})
+    (run_dir / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return run_dir
+
+
+def images(page: str) -> list[ET.Element]:
+    found = re.findall(r'src="data:image/svg\+xml;base64,([^"]+)"', page)
+    return [ET.fromstring(base64.b64decode(data)) for data in found]
+
+
+def test_a_page_of_two_runs_compares_them_and_needs_nothing_else(tmp_path):
+    runs = [
+        make_run(tmp_path / "first", 2.5),
+        make_run(tmp_path / "second", 3.5, seed=7),
+    ]
+    page = write_report(runs, tmp_path / "page.html").read_text()
+    assert len(images(page)) == 5
+    assert not re.findall(r'(?:src|href)="(?!data:)', page)
+    assert "<li>seed was 0 and is 7</li>" in page
+    for cell in ("2.500 bits per byte", "2.500 to 5.500", "3.500 bits per byte"):
+        assert f"<td>{cell}</td>" in page
+
+
+def test_the_figures_are_files_where_asked(tmp_path):
+    run = make_run(tmp_path / "run", 2.5)
+    write_report([run], tmp_path / "page.html", tmp_path / "figures")
+    names = {path.name for path in (tmp_path / "figures").iterdir()}
+    assert {"loss.svg", "results.svg"} < names
+
+
+def test_a_run_without_evaluations_is_drawn_too(tmp_path):
+    run = make_run(tmp_path / "run", 2.5)
+    rows = [row for row in read_metrics(run) if "loss" in row]
+    (run / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert images(write_report([run], tmp_path / "page.html").read_text())
+
+
+def test_a_row_that_was_cut_off_is_left_out(tmp_path):
+    run = make_run(tmp_path / "run", 2.5)
+    with (run / METRICS).open("a") as file:
+        file.write('{"seconds": 2.0, "st')
+    assert len(read_metrics(run)) == 6
+
+
+def test_a_folder_without_a_run_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="holds no run"):
+        write_report([tmp_path], tmp_path / "page.html")
+    with pytest.raises(SystemExit, match=r"error: .* holds no run"):
+        main((tmp_path,))
+
+
+@pytest.mark.parametrize(
+    ("graph", "edges"),
+    [
+        (topology.complete(1), 0),
+        (topology.ring(5), 5),
+        (topology.star(6), 5),
+        (topology.hierarchical(4, 2, topology.ring), 6),
+    ],
+)
+def test_every_edge_of_an_exchange_is_drawn_once(graph, edges):
+    axes = Figure().subplots()
+    draw_exchange(axes, graph[0])
+    assert len(axes.lines) == edges
+    assert len(axes.texts) == graph.num_workers
