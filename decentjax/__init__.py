@@ -5,6 +5,7 @@ few neighbours while it computes its gradient, and waits for nobody else.
 """
 
 from decentjax import analysis, topology
+from decentjax.exchange import Exchange, Groups, Permutations, Topology
 from decentjax.mixing import consensus_distance, global_mean, mix
 from decentjax.optim import (
     DecentralizeState,
@@ -32,7 +33,6 @@ from decentjax.step import (
     simulate,
     worker_mesh,
 )
-from decentjax.topology import Exchange, Groups, Permutations, Topology
 
 __version__ = "0.1.0"
 

@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from decentjax.topology import (
+from decentjax.exchange import (
     Exchange,
     Groups,
     Permutations,

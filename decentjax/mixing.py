@@ -17,7 +17,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
-from decentjax.topology import Exchange, Groups, Permutations, rounds_of
+from decentjax.exchange import Exchange, Groups, Permutations, rounds_of
 
 AxisName = str | tuple[str, ...]
 Members = tuple[tuple[int, ...], ...]

@@ -13,8 +13,8 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from decentjax.exchange import Topology
 from decentjax.mixing import AxisName, mix
-from decentjax.topology import Topology
 
 
 class ScaleByAccumAdamState(NamedTuple):

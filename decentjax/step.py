@@ -16,8 +16,8 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from decentjax.exchange import Exchange, Topology
 from decentjax.mixing import global_mean, mix
-from decentjax.topology import Exchange, Topology
 
 AXIS = "workers"
 

@@ -1,151 +1,53 @@
-"""Who averages with whom: exchanges, topologies, and every graph of the papers.
+"""Who averages with whom: every graph of the papers, as exchanges taken in turn.
 
-A topology is data: exchanges, taken in turn. An exchange is built from permutations and
-means over groups, so its mixing matrix W is doubly stochastic by construction: the mean
-of all models never moves. Nothing here imports jax.
+Each is a function of the number of workers. Nothing here imports jax.
 """
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from decentjax.base_k import Edges, base_k_rounds
-from decentjax.matching import birkhoff, edge_colouring
+from decentjax.exchange import (
+    Exchange,
+    Groups,
+    Permutations,
+    Round,
+    Topology,
+    apply,
+    matrices,
+    rounds_of,
+)
+from decentjax.matching import birkhoff
 
-
-@dataclasses.dataclass(frozen=True)
-class Permutations:
-    """A convex combination of permutations: `x_i <- sum_k weights[k] x_sources[k][i]`.
-
-    Args:
-      sources: `sources[k][i]` is the peer whose model i receives in permutation k.
-      weights: one per permutation, not negative, their sum is one.
-
-    Raises:
-      ValueError: where that is not so.
-    """
-
-    sources: tuple[tuple[int, ...], ...]
-    weights: tuple[float, ...]
-
-    def __post_init__(self):
-        if len(self.sources) != len(self.weights) or not self.sources:
-            raise ValueError(
-                "an exchange needs one weight for each permutation, and at least one: "
-                f"got {len(self.sources)} permutations and {len(self.weights)} weights"
-            )
-        if not all(math.isfinite(w) and w >= 0 for w in self.weights):
-            raise ValueError(
-                f"weights must be finite and not negative, got {self.weights}"
-            )
-        if abs(sum(self.weights) - 1) > 1e-9:
-            raise ValueError(f"weights must sum to one, got {sum(self.weights)}")
-        for sources in self.sources:
-            if sorted(sources) != list(range(len(self.sources[0]))):
-                raise ValueError(f"not a permutation of the workers: {sources}")
-
-    @property
-    def size(self) -> int:
-        return len(self.sources[0])
-
-
-@dataclasses.dataclass(frozen=True)
-class Groups:
-    """A mean over each group: `x_i <- 1/S sum_{j in the group of i, S members} x_j`.
-
-    Args:
-      members: the groups, all of one size; each worker stands in exactly one.
-
-    Raises:
-      ValueError: where that is not so.
-    """
-
-    members: tuple[tuple[int, ...], ...]
-
-    def __post_init__(self):
-        flat = sorted(i for group in self.members for i in group)
-        if flat != list(range(len(flat))) or len(set(map(len, self.members))) != 1:
-            raise ValueError(
-                "groups must be of one size, and each worker in exactly one, got "
-                f"{self.members}"
-            )
-
-    @property
-    def size(self) -> int:
-        return sum(map(len, self.members))
-
-
-@dataclasses.dataclass(frozen=True)
-class Exchange:
-    """One static round of averaging, hashable: `W = (1-f) I + f (B kron J_L / L)`.
-
-    B is what the nodes do between them, L the workers of a node, J_L all ones, f the
-    factor. With one worker per node B mixes the workers themselves. Worker i lives on
-    node i // L.
-
-    Args:
-      between: what the nodes do.
-      workers_per_node: L. All workers of a node leave the exchange with one model.
-      factor: f, in (0, 1].
-    """
-
-    between: Permutations | Groups
-    workers_per_node: int = 1
-    factor: float = 1.0
-
-    def __post_init__(self):
-        if self.workers_per_node < 1:
-            raise ValueError(
-                f"workers_per_node must be positive, got {self.workers_per_node}"
-            )
-        if not 0 < self.factor <= 1:
-            raise ValueError(f"factor must be in (0, 1], got {self.factor}")
-
-    @property
-    def num_workers(self) -> int:
-        return self.between.size * self.workers_per_node
-
-    @property
-    def num_nodes(self) -> int:
-        return self.between.size
-
-
-@dataclasses.dataclass(frozen=True)
-class Topology:
-    """Exchanges, taken in turn: step t uses `topology[t]`.
-
-    Args:
-      name: for people.
-      exchanges: at least one, all of one number of workers.
-    """
-
-    name: str
-    exchanges: tuple[Exchange, ...]
-
-    def __post_init__(self):
-        sizes = {exchange.num_workers for exchange in self.exchanges}
-        if len(sizes) != 1:
-            raise ValueError(
-                "a topology needs exchanges, all of one number of workers, "
-                f"got {sorted(sizes)}"
-            )
-
-    @property
-    def num_workers(self) -> int:
-        return self.exchanges[0].num_workers
-
-    @property
-    def period(self) -> int:
-        return len(self.exchanges)
-
-    def __getitem__(self, step: int) -> Exchange:
-        return self.exchanges[step % self.period]
-
-    def __iter__(self) -> Iterator[Exchange]:
-        return iter(self.exchanges)
+__all__ = [
+    "Exchange",
+    "Groups",
+    "Permutations",
+    "Round",
+    "Topology",
+    "alternating_exponential_ring",
+    "apply",
+    "base_k",
+    "butterfly_groups",
+    "complete",
+    "damped",
+    "exponential",
+    "from_matrix",
+    "hierarchical",
+    "hypercube",
+    "matrices",
+    "one_peer_exponential",
+    "one_peer_ring",
+    "random_matching",
+    "ring",
+    "ring_lattice",
+    "rounds_of",
+    "star",
+    "torus",
+]
 
 
 def complete(num_workers: int) -> Topology:
@@ -404,70 +306,6 @@ def damped(topology: Topology, factor: float) -> Topology:
         for exchange in topology
     )
     return Topology(f"damped({topology.name}, {factor:g})", tuple(exchanges))
-
-
-def matrices(topology: Topology) -> np.ndarray:
-    """Returns the mixing matrices, float64, shape [period, N, N].
-
-    Row i is what worker i ends up with: `x_i <- sum_j W[i, j] x_j`.
-    """
-    identity = np.eye(topology.num_workers)
-    return np.stack([apply(exchange, identity) for exchange in topology])
-
-
-def apply(exchange: Exchange, values: np.ndarray) -> np.ndarray:
-    """Mixes the values of all workers, shape [N, ...], with NumPy: `W @ values`."""
-    nodes = values.reshape(-1, exchange.workers_per_node, *values.shape[1:]).mean(1)
-    between = exchange.between
-    if isinstance(between, Groups):
-        mixed = np.empty_like(nodes)
-        for group in between.members:
-            mixed[list(group)] = nodes[list(group)].mean(0)
-    else:
-        weighted = zip(between.weights, between.sources, strict=True)
-        mixed = sum(weight * nodes[list(sources)] for weight, sources in weighted)
-    spread = np.repeat(mixed, exchange.workers_per_node, axis=0)
-    return (1 - exchange.factor) * values + exchange.factor * spread
-
-
-@dataclasses.dataclass(frozen=True)
-class Round:
-    """One message per worker at the most: `x_i += weights[i] x_sources[i]`.
-
-    Args:
-      sources: the peer whom worker i receives from, or -1 for nobody.
-      weights: of what worker i receives, 0 for nobody.
-    """
-
-    sources: tuple[int, ...]
-    weights: tuple[float, ...]
-
-
-@functools.lru_cache(maxsize=256)
-def rounds_of(between: Permutations) -> tuple[tuple[float, ...], tuple[Round, ...]]:
-    """Returns the weight of a worker's own model, and the fewest rounds of messages.
-
-    A worker that hears from d peers needs d rounds; more are never used.
-    """
-    matrix = apply(Exchange(between), np.eye(between.size))
-    own = tuple(np.diag(matrix).tolist())
-    edges = matrix > 0
-    np.fill_diagonal(edges, False)
-    if not edges.any():
-        return own, ()
-    moving = [s for s in between.sources if any(i != j for i, j in enumerate(s))]
-    rounds = [np.where(np.equal(s, np.arange(len(s))), -1, s) for s in moving]
-    needed = max(edges.sum(0).max(), edges.sum(1).max())
-    if len(rounds) != needed or sum((r >= 0).sum() for r in rounds) != edges.sum():
-        rounds = edge_colouring(edges)
-    rows = np.arange(between.size)
-    return own, tuple(
-        Round(
-            tuple(sources.tolist()),
-            tuple(np.where(sources >= 0, matrix[rows, sources], 0).tolist()),
-        )
-        for sources in rounds
-    )
 
 
 def _topology(
