@@ -51,7 +51,8 @@ def exact_after(topology: Topology) -> int | None:
     """Returns after how many exchanges every model is the exact mean, or None.
 
     Looked for in the first max(2 periods, N) exchanges, on random models: the distance
-    to the mean must drop to rounding error in one exchange, and not little by little.
+    to the mean must drop to rounding error in one exchange, and not little by little
+    (so a damping that is within 1e-6 of no damping counts as exact).
     """
     values = np.random.default_rng(0).standard_normal((topology.num_workers, 8))
     values -= values.mean(0)
@@ -81,11 +82,19 @@ def traffic(
       model_bytes: size of the mixed leaves, in bytes.
       workers_per_node: how many consecutive workers share a node's link; by default
         what the topology says.
+
+    Raises:
+      ValueError: if that does not divide the number of workers.
     """
-    return [
-        _exchange_traffic(
-            exchange, model_bytes, workers_per_node or exchange.workers_per_node
+    if workers_per_node is None:
+        workers_per_node = topology[0].workers_per_node
+    if workers_per_node < 1 or topology.num_workers % workers_per_node:
+        raise ValueError(
+            f"num_workers = {topology.num_workers} must be a multiple of "
+            f"workers_per_node, got {workers_per_node}"
         )
+    return [
+        _exchange_traffic(exchange, model_bytes, workers_per_node)
         for exchange in topology
     ]
 
@@ -99,11 +108,6 @@ def _period_product(topology: Topology) -> np.ndarray:
 
 def _exchange_traffic(exchange: Exchange, model: float, per_node: int) -> Traffic:
     num_workers, local = exchange.num_workers, exchange.workers_per_node
-    if num_workers % per_node:
-        raise ValueError(
-            f"num_workers = {num_workers} must be a multiple of workers_per_node, "
-            f"got {per_node}"
-        )
     links: list[tuple[int, int, float, int]] = []
     if local > 1:
         nodes = np.arange(num_workers).reshape(-1, local).tolist()

@@ -49,8 +49,6 @@ def _simple_base(workers: np.ndarray, base: int) -> list[Edges]:
         size = digit * base**power
         parts.append(workers[start : start + size].reshape(digit, base**power))
         start += size
-    if len(parts) <= 1:
-        return _factor_means(workers, base)
     rounds = _side_by_side(*(_factor_means(part.ravel(), base) for part in parts))
     tails: list[list[Edges]] = []
     for number, part in enumerate(parts[:-1]):

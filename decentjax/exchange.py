@@ -31,6 +31,8 @@ class Permutations:
     weights: tuple[float, ...]
 
     def __post_init__(self):
+        object.__setattr__(self, "sources", tuple(map(tuple, self.sources)))
+        object.__setattr__(self, "weights", tuple(self.weights))
         if len(self.sources) != len(self.weights) or not self.sources:
             raise ValueError(
                 "an exchange needs one weight for each permutation, and at least one: "
@@ -43,7 +45,7 @@ class Permutations:
         if abs(sum(self.weights) - 1) > 1e-9:
             raise ValueError(f"weights must sum to one, got {sum(self.weights)}")
         for sources in self.sources:
-            if sorted(sources) != list(range(len(self.sources[0]))):
+            if not sources or sorted(sources) != list(range(len(self.sources[0]))):
                 raise ValueError(f"not a permutation of the workers: {sources}")
 
     @property
@@ -65,8 +67,10 @@ class Groups:
     members: tuple[tuple[int, ...], ...]
 
     def __post_init__(self):
+        object.__setattr__(self, "members", tuple(map(tuple, self.members)))
         flat = sorted(i for group in self.members for i in group)
-        if flat != list(range(len(flat))) or len(set(map(len, self.members))) != 1:
+        one_size = len(set(map(len, self.members))) == 1
+        if not flat or flat != list(range(len(flat))) or not one_size:
             raise ValueError(
                 "groups must be of one size, and each worker in exactly one, got "
                 f"{self.members}"

@@ -199,7 +199,9 @@ def decentralize(
     `update` takes a static keyword `phase`, the step as a Python int: one compiled step
     for each exchange of the topology, and the exchange overlaps the gradient. Without
     it the transformation counts for itself, in one compiled step; then a topology of
-    more than one exchange sits in a conditional, and no compiler overlaps that.
+    more than one exchange sits in a conditional, and no compiler overlaps that. Inside
+    `optax.MultiSteps(..., k)` let it count, or give the number of full updates: of k
+    steps' phases only the last would ever be used.
 
     Args:
       inner: any optimizer.

@@ -342,15 +342,20 @@ def _swapped(num_workers: int, pairs: Sequence[tuple[int, int]]) -> tuple[int, .
 def _from_matrix(matrix: np.ndarray) -> Permutations:
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
         raise ValueError(f"a mixing matrix is square, got shape {matrix.shape}")
-    if not np.isfinite(matrix).all() or (matrix < 0).any():
-        raise ValueError("a mixing matrix is finite and has no negative entry")
+    wrong = np.argwhere(~(np.isfinite(matrix) & (matrix >= 0)))
+    if len(wrong):
+        i, j = wrong[0].tolist()
+        raise ValueError(
+            "a mixing matrix is finite and has no negative entry, got "
+            f"{matrix[i, j]} at [{i}, {j}]"
+        )
     for axis, line in ((1, "row"), (0, "column")):
         sums = matrix.sum(axis)
         worst = int(np.abs(sums - 1).argmax())
         if abs(sums[worst] - 1) > 1e-6:
             raise ValueError(
                 "a mixing matrix is doubly stochastic: each row and column sums to "
-                f"one, but {line} {worst} sums to {sums[worst]:.6g}"
+                f"one, but {line} {worst} sums to {sums[worst]:.9g}"
             )
     sources, weights = birkhoff(matrix)
     return Permutations(tuple(sources), tuple(weights))

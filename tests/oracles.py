@@ -1,0 +1,219 @@
+"""What the papers say, in dense float64 NumPy: nothing here knows decentjax.
+
+Mixing matrices have shape [period, N, N]; row i is what worker i ends up with.
+"""
+
+import numpy as np
+
+
+def complete(n):
+    return np.ones((1, n, n)) / n
+
+
+def ring(n):
+    return _neighbours(n, lambda i: [i, i - 1, i + 1])[None]
+
+
+def one_peer_ring(n):
+    if n == 1:
+        return np.eye(1)[None]
+    even = [[i, (i + 1) % n] for i in range(0, n, 2)]
+    odd = [[i, (i - 1) % n] for i in range(0, n, 2)]
+    return np.stack([group_means(n, even), group_means(n, odd)])
+
+
+def exponential(n):
+    hops = [2**r for r in range(n) if 2**r < n]
+    return _neighbours(n, lambda i: [i] + [i - hop for hop in hops])[None]
+
+
+def one_peer_exponential(n):
+    hops = [2**r for r in range(n) if 2**r < n] or [0]
+    return np.stack([_neighbours(n, lambda i, hop=hop: [i, i - hop]) for hop in hops])
+
+
+def hypercube(n):
+    """Decent-DP's one-peer-exp: pairs differ in one bit."""
+    hops = [2**r for r in range(n) if 2**r < n] or [0]
+    return np.stack([_neighbours(n, lambda i, hop=hop: [i, i ^ hop]) for hop in hops])
+
+
+def alternating_exponential_ring(n, per_node):
+    """Algorithms 1.4: of even count, a pair is joint in the second of two sub-steps."""
+    num_nodes = n // per_node
+    node_groups = []
+    count = 0
+    hop = 1
+    while hop < num_nodes:
+        joint = {0: [], 1: []}
+        for node in range(num_nodes):
+            if (node // hop) % 2 == 0:
+                joint[1 if count % 2 == 0 else 0].append([node, node + hop])
+                count += 1
+        for sub_step in (0, 1):
+            busy = {node for pair in joint[sub_step] for node in pair}
+            alone = [[node] for node in range(num_nodes) if node not in busy]
+            node_groups.append(joint[sub_step] + alone)
+        hop *= 2
+    node_groups = node_groups or [[[0]]]
+    return np.stack(
+        [
+            group_means(n, [_workers_of(nodes, per_node) for nodes in groups])
+            for groups in node_groups
+        ]
+    )
+
+
+def torus(n):
+    """Four neighbours on the grid whose sides are closest, 1/5 each and self."""
+    rows = next(r for r in range(int(n**0.5 + 0.5), 0, -1) if n % r == 0)
+    columns = n // rows
+    return _neighbours(
+        n,
+        lambda i: [
+            i,
+            (i // columns - 1) % rows * columns + i % columns,
+            (i // columns + 1) % rows * columns + i % columns,
+            i // columns * columns + (i % columns - 1) % columns,
+            i // columns * columns + (i % columns + 1) % columns,
+        ],
+    )[None]
+
+
+def star(n):
+    """Metropolis: 1 / (1 + the larger degree) on an edge, the rest on oneself."""
+    degree = [n - 1] + [1] * (n - 1)
+    matrix = np.zeros((n, n))
+    for i in range(1, n):
+        matrix[0, i] = matrix[i, 0] = 1 / (1 + max(degree[0], degree[i]))
+    return (matrix + np.diag(1 - matrix.sum(1)))[None]
+
+
+def ring_lattice(n, degree):
+    if n == 1:
+        return np.eye(1)[None]
+    half = degree // 2
+    return _neighbours(n, lambda i: [i + h for h in range(-half, half + 1)])[None]
+
+
+def butterfly_groups(n, group_size):
+    """Algorithm 1 of WAGMA with mask = 1 << shift, until the masks come round."""
+    if n == 1:
+        return np.eye(1)[None]
+    global_phases = n.bit_length() - 1
+    group_phases = group_size.bit_length() - 1
+    rounds, seen, t = [], [], 0
+    while True:
+        shift = (t * group_phases) % global_phases
+        if shift in seen:
+            return np.stack([group_means(n, groups) for groups in rounds])
+        seen.append(shift)
+        group_of = {p: frozenset([p]) for p in range(n)}
+        for _ in range(group_phases):
+            for p in range(n):
+                union = group_of[p] | group_of[p ^ (1 << shift)]
+                group_of.update(dict.fromkeys(union, union))
+            shift = (shift + 1) % global_phases
+        rounds.append([sorted(group) for group in set(group_of.values())])
+        t += 1
+
+
+def hierarchical(node_matrices, per_node):
+    inside = np.full((per_node, per_node), 1 / per_node)
+    return np.stack([np.kron(matrix, inside) for matrix in node_matrices])
+
+
+def damped(matrices, factor):
+    return (1 - factor) * np.eye(matrices.shape[-1]) + factor * matrices
+
+
+def group_means(n, groups):
+    """The mixing matrix of means over disjoint groups that cover all workers."""
+    matrix = np.zeros((n, n))
+    for group in groups:
+        for i in group:
+            for j in group:
+                matrix[i, j] = 1 / len(group)
+    return matrix
+
+
+def sinkhorn(generator, n):
+    """A random dense doubly stochastic matrix."""
+    matrix = generator.uniform(0.1, 1, (n, n))
+    for _ in range(200):
+        matrix /= matrix.sum(0, keepdims=True)
+        matrix /= matrix.sum(1, keepdims=True)
+    return matrix
+
+
+def adam_update(grads, b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0):
+    """The direction of each step, before the learning rate."""
+    m = v = np.zeros_like(np.asarray(grads[0], np.float64))
+    directions = []
+    for t, g in enumerate(np.asarray(grads, np.float64), start=1):
+        m = b1 * m + (1 - b1) * g
+        v = b2 * v + (1 - b2) * g**2
+        root = np.sqrt(v / (1 - b2**t) + eps_root)
+        directions.append(m / (1 - b1**t) / (root + eps))
+    return directions
+
+
+def accum_adam_update(grads, s, b1=0.9, b2=0.999, eps=1e-8, eps_root=0.0):
+    """Algorithm 4 of From Promise to Practice: the direction of each step."""
+    m_bar = v_bar = b = np.zeros_like(np.asarray(grads[0], np.float64))
+    directions = []
+    for t, g in enumerate(np.asarray(grads, np.float64), start=1):
+        k = -(-t // s)
+        m = b1 * m_bar + (1 - b1) * g
+        v = b2 * v_bar + (1 - b2) * g**2
+        root = np.sqrt(v / (1 - b2**k) + eps_root)
+        directions.append(m / (1 - b1**k) / (root + eps))
+        b = b + g / s
+        if t % s == 0:
+            m_bar = b1 * m_bar + (1 - b1) * b
+            v_bar = b2 * v_bar + (1 - b2) * b**2
+            b = np.zeros_like(b)
+    return directions
+
+
+def awc(matrices, x0, gradient, lr, num_steps):
+    """x <- W x - lr grad(x): the models [N, d] after each step, [num_steps, N, d].
+
+    `gradient` maps the models of all workers, [N, d], to their gradients.
+    """
+    x, models = np.asarray(x0, np.float64), []
+    for t in range(num_steps):
+        x = matrices[t % len(matrices)] @ x - lr * gradient(x)
+        models.append(x)
+    return np.stack(models)
+
+
+def atc(matrices, x0, gradient, lr, num_steps):
+    """x <- W (x - lr grad(x)); else as `awc`."""
+    x, models = np.asarray(x0, np.float64), []
+    for t in range(num_steps):
+        x = matrices[t % len(matrices)] @ (x - lr * gradient(x))
+        models.append(x)
+    return np.stack(models)
+
+
+def all_reduce(x0, gradient, lr, num_steps):
+    """x <- x - lr (mean of the gradients of all workers); else as `awc`."""
+    x, models = np.asarray(x0, np.float64), []
+    for _ in range(num_steps):
+        x = x - lr * gradient(x).mean(0, keepdims=True)
+        models.append(x)
+    return np.stack(models)
+
+
+def _neighbours(n, heard):
+    """Worker i averages over the list `heard(i)`, taken modulo n, repeats counted."""
+    matrix = np.zeros((n, n))
+    for i in range(n):
+        for j in heard(i):
+            matrix[i, j % n] += 1 / len(heard(i))
+    return matrix
+
+
+def _workers_of(nodes, per_node):
+    return [node * per_node + k for node in nodes for k in range(per_node)]

@@ -1,0 +1,715 @@
+"""Every graph against its oracle, and what holds for all of them."""
+
+import ast
+import math
+import pathlib
+import pickle
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import oracles
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import decentjax
+from decentjax import topology
+from decentjax.topology import Exchange, Groups, Permutations, Topology
+
+SIZES = (1, 2, 3, 5, 6, 7, 8, 12, 16, 64)
+PLAIN_MODULES = ("topology", "exchange", "matching", "base_k", "analysis")
+
+
+class Graph(NamedTuple):
+    """A graph of the papers, its oracle, and the complaint where it cannot have N."""
+
+    name: str
+    make: Callable[[int], Topology]
+    oracle: Callable[[int], np.ndarray]
+    complaint: Callable[[int], str | None] = lambda n: None
+
+
+def _not_even(n):
+    if n > 1 and n % 2:
+        return f"one_peer_ring needs an even num_workers, got {n}"
+
+
+def _not_a_power_of_two(n, graph="hypercube", argument="num_workers"):
+    if n not in (1, 2, 4, 8, 16, 32, 64):
+        return f"{graph} needs {argument} to be a power of two, got {n}"
+
+
+def _prime(n):
+    if n in (2, 3, 5, 7):
+        return f"num_workers = rows * columns with both above one, got {n}"
+
+
+def _not_a_multiple(n, per_node):
+    if n % per_node:
+        return (
+            f"num_workers = {n} must be a multiple of workers_per_node, got {per_node}"
+        )
+
+
+def _lattice(degree):
+    def complaint(n):
+        if 1 < n <= degree:
+            return f"even degree from 2 to num_workers - 1 = {n - 1}, got {degree}"
+
+    return Graph(
+        f"ring_lattice({degree})",
+        partial(topology.ring_lattice, degree=degree),
+        partial(oracles.ring_lattice, degree=degree),
+        complaint,
+    )
+
+
+def _butterfly(group_size):
+    def complaint(n):
+        if 1 < n < group_size and not _not_a_power_of_two(n):
+            return f"group_size from 2 to num_workers = {n}, got {group_size}"
+        return _not_a_power_of_two(n, "butterfly_groups")
+
+    return Graph(
+        f"butterfly_groups({group_size})",
+        partial(topology.butterfly_groups, group_size=group_size),
+        partial(oracles.butterfly_groups, group_size=group_size),
+        complaint,
+    )
+
+
+def _aer(per_node):
+    def complaint(n):
+        return _not_a_multiple(n, per_node) or _not_a_power_of_two(
+            n // per_node,
+            "alternating_exponential_ring",
+            "num_workers / workers_per_node",
+        )
+
+    return Graph(
+        f"alternating_exponential_ring({per_node})",
+        partial(topology.alternating_exponential_ring, workers_per_node=per_node),
+        partial(oracles.alternating_exponential_ring, per_node=per_node),
+        complaint,
+    )
+
+
+def _hierarchical(between, per_node):
+    make, oracle = getattr(topology, between), getattr(oracles, between)
+    return Graph(
+        f"hierarchical({between},{per_node})",
+        lambda n: topology.hierarchical(n, per_node, make),
+        lambda n: oracles.hierarchical(oracle(n // per_node), per_node),
+        partial(_not_a_multiple, per_node=per_node),
+    )
+
+
+def _damped(name, factor):
+    make, oracle = getattr(topology, name), getattr(oracles, name)
+    return Graph(
+        f"damped({name},{factor})",
+        lambda n: topology.damped(make(n), factor),
+        lambda n: oracles.damped(oracle(n), factor),
+    )
+
+
+GRAPHS = [
+    Graph("complete", topology.complete, oracles.complete),
+    Graph("ring", topology.ring, oracles.ring),
+    Graph("one_peer_ring", topology.one_peer_ring, oracles.one_peer_ring, _not_even),
+    Graph("exponential", topology.exponential, oracles.exponential),
+    Graph(
+        "one_peer_exponential",
+        topology.one_peer_exponential,
+        oracles.one_peer_exponential,
+    ),
+    Graph("hypercube", topology.hypercube, oracles.hypercube, _not_a_power_of_two),
+    Graph("torus", topology.torus, oracles.torus, _prime),
+    Graph("star", topology.star, oracles.star),
+    *map(_lattice, (2, 4, 6)),
+    *map(_butterfly, (2, 4, 8)),
+    *map(_aer, (1, 2, 4)),
+    *(
+        _hierarchical(between, per_node)
+        for between in ("complete", "ring", "star", "one_peer_exponential")
+        for per_node in (1, 2, 3)
+    ),
+    _damped("ring", 0.25),
+    _damped("complete", 0.5),
+    _damped("one_peer_exponential", 1.0),
+]
+
+
+def _cases(exist):
+    return [
+        pytest.param(graph, n, id=f"{graph.name}-{n}")
+        for graph in GRAPHS
+        for n in SIZES
+        if (graph.complaint(n) is None) == exist
+    ]
+
+
+def _random_matrix(n, seed=0):
+    return oracles.sinkhorn(np.random.default_rng(seed), n)
+
+
+def _every_topology():
+    yield from (
+        (f"{graph.name}-{n}", partial(graph.make, n))
+        for graph in GRAPHS
+        for n in SIZES
+        if graph.complaint(n) is None
+    )
+    for n in range(1, 41):
+        for degree in range(1, 5):
+            yield f"base_k({n},{degree})", partial(topology.base_k, n, degree)
+    for n in (1, 2, 3, 8, 13):
+        matching = partial(topology.random_matching, n, period=4, seed=n)
+        yield f"random_matching({n})", matching
+    for n in (1, 2, 3, 5, 16):
+        yield (
+            f"from_matrix(random {n})",
+            partial(topology.from_matrix, _random_matrix(n)),
+        )
+        yield f"from_matrix(identity {n})", partial(topology.from_matrix, np.eye(n))
+    yield (
+        "hierarchical(base_k)",
+        lambda: topology.hierarchical(28, 4, lambda m: topology.base_k(m, 2)),
+    )
+    yield (
+        "hierarchical(from_matrix)",
+        lambda: topology.hierarchical(
+            12, 3, lambda m: topology.from_matrix(_random_matrix(m))
+        ),
+    )
+    yield (
+        "damped(alternating_exponential_ring)",
+        lambda: topology.damped(topology.alternating_exponential_ring(16, 4), 0.3),
+    )
+
+
+EVERY = [pytest.param(make, id=name) for name, make in _every_topology()]
+
+
+def _product(matrices):
+    product = np.eye(matrices.shape[-1])
+    for matrix in matrices:
+        product = matrix @ product
+    return product
+
+
+def _joint_node_pairs(exchange, num_nodes, per_node):
+    """The sets of nodes that average with one another, read off the mixing matrix."""
+    matrix = topology.apply(exchange, np.eye(num_nodes * per_node))
+    sets = {frozenset((np.flatnonzero(row) // per_node).tolist()) for row in matrix}
+    return {nodes for nodes in sets if len(nodes) > 1}
+
+
+@pytest.mark.parametrize(("graph", "n"), _cases(exist=True))
+def test_a_graph_is_the_one_of_its_paper(graph, n):
+    matrices = topology.matrices(graph.make(n))
+    oracle = graph.oracle(n)
+    assert matrices.shape == oracle.shape
+    np.testing.assert_allclose(matrices, oracle, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize(("graph", "n"), _cases(exist=False))
+def test_a_graph_says_which_sizes_it_can_have(graph, n):
+    with pytest.raises(ValueError, match=re.escape(graph.complaint(n))):
+        graph.make(n)
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_mixing_matrices_are_doubly_stochastic(make):
+    graph = make()
+    matrices = topology.matrices(graph)
+    assert matrices.shape == (graph.period, graph.num_workers, graph.num_workers)
+    assert matrices.dtype == np.float64
+    assert (matrices >= 0).all()
+    np.testing.assert_allclose(matrices.sum(1), 1, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(matrices.sum(2), 1, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_the_mean_never_moves(make):
+    graph = make()
+    start = np.random.default_rng(0).standard_normal((graph.num_workers, 2, 3))
+    values = start
+    for exchange in graph:
+        values = topology.apply(exchange, values)
+    assert values.shape == start.shape
+    np.testing.assert_allclose(values.mean(0), start.mean(0), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_a_topology_is_a_value(make):
+    graph, again = make(), make()
+    assert graph is not again
+    assert graph == again
+    assert [hash(exchange) for exchange in graph] == [hash(e) for e in again]
+    assert pickle.loads(pickle.dumps(graph)) == graph
+
+
+@pytest.mark.parametrize("make", EVERY)
+def test_exchanges_take_turns_for_ever(make):
+    graph = make()
+    assert list(graph) == list(graph.exchanges)
+    assert [graph[t] for t in range(2 * graph.period)] == 2 * list(graph)
+    assert {exchange.num_workers for exchange in graph} == {graph.num_workers}
+
+
+def _permutations_of(make):
+    return {e.between for e in make() if isinstance(e.between, Permutations)}
+
+
+SHARED_EDGES = Permutations(((1, 2, 0), (1, 0, 2)), (0.25, 0.75))
+UNUSED = Permutations(((0, 1, 2), (1, 2, 0)), (1.0, 0.0))
+PARALLEL = Permutations(((1, 0), (0, 1), (1, 0)), (0.25, 0.5, 0.25))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        *EVERY,
+        pytest.param(lambda: [Exchange(SHARED_EDGES)], id="shared edges"),
+        pytest.param(lambda: [Exchange(UNUSED)], id="a permutation of no weight"),
+        pytest.param(lambda: [Exchange(PARALLEL)], id="parallel permutations"),
+    ],
+)
+def test_rounds_are_the_fewest_and_rebuild_the_matrix(make):
+    for between in _permutations_of(make):
+        matrix = topology.apply(Exchange(between), np.eye(between.size))
+        own, rounds = topology.rounds_of(between)
+        rebuilt = np.diag(own)
+        edges = (matrix > 0) & ~np.eye(between.size, dtype=bool)
+        assert len(rounds) == max(edges.sum(0).max(), edges.sum(1).max())
+        for round_ in rounds:
+            receivers = np.flatnonzero(np.array(round_.sources) >= 0)
+            senders = np.array(round_.sources)[receivers]
+            assert len(set(senders.tolist())) == len(senders)
+            assert set(round_.sources) <= {-1, *range(between.size)}
+            assert (rebuilt[receivers, senders] == 0).all()
+            weights = np.array(round_.weights)
+            assert (weights[receivers] > 0).all()
+            assert set(np.delete(weights, receivers).tolist()) <= {0.0}
+            rebuilt[receivers, senders] += weights[receivers]
+        np.testing.assert_allclose(rebuilt, matrix, rtol=0, atol=1e-15)
+
+
+def test_a_dense_matrix_of_16_workers_needs_15_rounds():
+    _, rounds = topology.rounds_of(topology.from_matrix(_random_matrix(16))[0].between)
+    assert len(rounds) == 15
+
+
+@pytest.mark.parametrize("degree", range(1, 5))
+@pytest.mark.parametrize("n", range(1, 41))
+def test_base_k_is_exact_after_a_short_period_with_few_peers(n, degree):
+    graph = topology.base_k(n, degree)
+    matrices = topology.matrices(graph)
+    np.testing.assert_allclose(_product(matrices), 1 / n, rtol=0, atol=1e-13)
+    np.testing.assert_allclose(matrices, matrices.swapaxes(1, 2), rtol=0, atol=1e-15)
+    assert (matrices > 0).sum(2).max() - 1 <= degree
+    assert graph.period <= 2 * math.log(n, degree + 1) + 2
+
+
+@pytest.mark.parametrize(
+    ("n", "degree", "period"),
+    [
+        (9, 2, 2),
+        (27, 2, 3),
+        (25, 4, 2),
+        (12, 2, 3),  # 3 * 2 * 2
+        (12, 3, 2),  # 4 * 3
+        (5, 1, 5),  # 4 + 1: two inside the four, one with the last, two inside again
+        (6, 1, 4),  # 2 * 3: three as 2 + 1, then across the two blocks
+        (22, 4, 4),  # 20 + 2: 5 * 4 inside the twenty, one with the two, 5 again
+    ],
+)
+def test_base_k_has_the_period_counted_by_hand(n, degree, period):
+    assert topology.base_k(n, degree).period == period
+
+
+def test_base_k_takes_means_over_groups_where_it_can():
+    first, second = topology.base_k(9, 2)
+    assert first.between == Groups(((0, 1, 2), (3, 4, 5), (6, 7, 8)))
+    assert second.between == Groups(((0, 3, 6), (1, 4, 7), (2, 5, 8)))
+
+
+def test_base_k_of_degree_one_is_the_hypercube_on_a_power_of_two():
+    np.testing.assert_allclose(
+        topology.matrices(topology.base_k(16, 1)), oracles.hypercube(16), atol=1e-15
+    )
+
+
+def test_butterfly_groups_are_those_of_the_example_in_the_paper():
+    groups = [
+        set(exchange.between.members) for exchange in topology.butterfly_groups(8, 4)
+    ]
+    assert groups == [
+        {(0, 1, 2, 3), (4, 5, 6, 7)},
+        {(0, 1, 4, 5), (2, 3, 6, 7)},
+        {(0, 2, 4, 6), (1, 3, 5, 7)},
+    ]
+
+
+def test_alternating_exponential_ring_keeps_the_order_of_decent_dp():
+    graph = topology.alternating_exponential_ring(16, 4)
+    pairs = [_joint_node_pairs(exchange, 4, 4) for exchange in graph]
+    assert pairs == [{frozenset(p)} for p in ((2, 3), (0, 1), (1, 3), (0, 2))]
+
+
+@pytest.mark.parametrize("num_nodes", [2, 4, 8, 16])
+def test_a_node_is_joint_every_other_step_of_alternating_exponential_ring(num_nodes):
+    graph = topology.alternating_exponential_ring(2 * num_nodes, 2)
+    joint = [
+        set().union(*_joint_node_pairs(exchange, num_nodes, 2)) for exchange in graph
+    ]
+    for first, second in zip(joint[::2], joint[1::2], strict=True):
+        assert not first & second
+        assert first | second == set(range(num_nodes))
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        topology.complete(7),
+        topology.hypercube(64),
+        topology.one_peer_exponential(16),
+        *(topology.alternating_exponential_ring(n, 2) for n in (2, 4, 8, 16, 32, 64)),
+        topology.alternating_exponential_ring(64, 4),
+        *(topology.butterfly_groups(16, size) for size in (2, 4, 8, 16)),
+        topology.butterfly_groups(64, 8),
+        topology.hierarchical(12, 3, topology.hypercube),
+        topology.hierarchical(21, 3, lambda m: topology.base_k(m, 1)),
+    ],
+    ids=lambda graph: f"{graph.name}-{graph.num_workers}-{graph.period}",
+)
+def test_a_period_makes_the_mean_exact(graph):
+    product = _product(topology.matrices(graph))
+    np.testing.assert_allclose(product, 1 / graph.num_workers, rtol=0, atol=1e-15)
+
+
+@pytest.mark.parametrize("n", [2, 7, 8])
+def test_random_matching_pairs_all_workers_but_an_odd_one(n):
+    graph = topology.random_matching(n, period=5, seed=3)
+    for matrix in topology.matrices(graph):
+        diagonal = np.sort(np.diag(matrix))
+        assert diagonal.tolist() == [0.5] * (n - n % 2) + [1.0] * (n % 2)
+        assert set(np.unique(matrix)) <= {0, 0.5, 1}
+
+
+def test_random_matching_draws_anew_for_each_exchange_and_seed():
+    graph = topology.random_matching(16, period=5, seed=0)
+    assert graph.period == 5
+    assert len(set(graph)) == 5
+    assert graph != topology.random_matching(16, period=5, seed=1)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 8, 16])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_from_matrix_has_the_matrix_it_is_given(n, dtype):
+    matrix = _random_matrix(n, seed=n).astype(dtype)
+    graph = topology.from_matrix(matrix, name="mine")
+    assert graph.name == "mine"
+    tolerance = 1e-14 if dtype is np.float64 else 1e-6
+    np.testing.assert_allclose(
+        topology.matrices(graph), matrix[None], rtol=0, atol=tolerance
+    )
+
+
+@st.composite
+def doubly_stochastic(draw):
+    n = draw(st.integers(1, 9))
+    permutation = st.permutations(range(n))
+    drawn = draw(st.lists(permutation, min_size=1, max_size=6))
+    weights = np.array([draw(st.integers(1, 1000)) for _ in drawn], np.float64)
+    matrix = np.zeros((n, n))
+    for sources, weight in zip(drawn, weights / weights.sum(), strict=True):
+        matrix[np.arange(n), sources] += weight
+    return matrix
+
+
+@settings(deadline=None)  # A slow machine is no failure.
+@given(doubly_stochastic())
+def test_from_matrix_takes_any_doubly_stochastic_matrix(matrix):
+    graph = topology.from_matrix(matrix)
+    np.testing.assert_allclose(topology.matrices(graph)[0], matrix, rtol=0, atol=1e-12)
+    own, rounds = topology.rounds_of(graph[0].between)
+    edges = (matrix > 1e-13) & ~np.eye(len(matrix), dtype=bool)
+    assert len(rounds) == max(edges.sum(0).max(), edges.sum(1).max())
+    np.testing.assert_allclose(own, np.diag(matrix), rtol=0, atol=1e-12)
+
+
+def test_from_matrix_takes_nested_lists():
+    graph = topology.from_matrix([[0.75, 0.25], [0.25, 0.75]])
+    assert topology.matrices(graph).tolist() == [[[0.75, 0.25], [0.25, 0.75]]]
+
+
+def test_damping_twice_multiplies_the_factors():
+    once = topology.damped(topology.ring(5), 0.25)
+    twice = topology.damped(topology.damped(topology.ring(5), 0.5), 0.5)
+    assert twice.exchanges == once.exchanges
+
+
+def test_damping_moves_each_worker_part_of_the_way():
+    graph = topology.alternating_exponential_ring(16, 4)
+    np.testing.assert_allclose(
+        topology.matrices(topology.damped(graph, 0.3)),
+        0.7 * np.eye(16) + 0.3 * oracles.alternating_exponential_ring(16, 4),
+        rtol=0,
+        atol=1e-15,
+    )
+
+
+@pytest.mark.parametrize("make", [topology.ring, topology.complete])
+@pytest.mark.parametrize("shape", [(6,), (6, 4), (6, 4, 3)])
+def test_apply_multiplies_by_the_mixing_matrix(make, shape):
+    graph = topology.damped(topology.hierarchical(6, 2, make), 0.75)
+    values = np.random.default_rng(0).standard_normal(shape)
+    expected = np.tensordot(topology.matrices(graph)[0], values, 1)
+    np.testing.assert_allclose(
+        topology.apply(graph[0], values), expected, rtol=0, atol=1e-14
+    )
+
+
+def test_lists_make_the_same_value():
+    assert Permutations([[1, 0]], [1.0]) == Permutations(((1, 0),), (1.0,))
+    assert hash(Groups([[0, 1]])) == hash(Groups(((0, 1),)))
+
+
+def test_an_exchange_counts_its_workers_and_nodes():
+    exchange = topology.hierarchical(12, 3, topology.ring)[0]
+    assert (exchange.num_workers, exchange.num_nodes) == (12, 4)
+    exchange = topology.hierarchical(12, 3, topology.complete)[0]
+    assert (exchange.num_workers, exchange.num_nodes) == (12, 4)
+
+
+def test_equal_exchanges_share_a_hash():
+    one = topology.ring_lattice(8, 2)[0]
+    other = topology.ring(8)[0]
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != topology.damped(topology.ring(8), 0.5)[0]
+
+
+PAIR = Permutations(((1, 0),), (1.0,))
+REFUSED_VALUES = {
+    "no permutation": (
+        lambda: Permutations((), ()),
+        "at least one: got 0 permutations and 0 weights",
+    ),
+    "a weight too few": (
+        lambda: Permutations(((0, 1), (1, 0)), (1.0,)),
+        "got 2 permutations and 1 weights",
+    ),
+    "nan weight": (
+        lambda: Permutations(((0, 1), (1, 0)), (math.nan, 0.5)),
+        "weights must be finite and not negative, got (nan, 0.5)",
+    ),
+    "infinite weight": (
+        lambda: Permutations(((0, 1),), (math.inf,)),
+        "weights must be finite and not negative, got (inf,)",
+    ),
+    "negative weight": (
+        lambda: Permutations(((0, 1), (1, 0)), (1.5, -0.5)),
+        "weights must be finite and not negative, got (1.5, -0.5)",
+    ),
+    "weights above one": (
+        lambda: Permutations(((0, 1), (1, 0)), (0.5, 0.75)),
+        "weights must sum to one, got 1.25",
+    ),
+    "weights below one": (
+        lambda: Permutations(((0, 1), (1, 0)), (0.5, 0.499)),
+        "weights must sum to one, got 0.999",
+    ),
+    "a source twice": (
+        lambda: Permutations(((0, 1), (0, 0)), (0.5, 0.5)),
+        "not a permutation of the workers: (0, 0)",
+    ),
+    "a source out of range": (
+        lambda: Permutations(((1, 2),), (1.0,)),
+        "not a permutation of the workers: (1, 2)",
+    ),
+    "permutations of two sizes": (
+        lambda: Permutations(((0, 1), (0, 1, 2)), (0.5, 0.5)),
+        "not a permutation of the workers: (0, 1, 2)",
+    ),
+    "no workers": (
+        lambda: Permutations(((),), (1.0,)),
+        "not a permutation of the workers: ()",
+    ),
+    "a group of nobody": (
+        lambda: Groups(((),)),
+        "each worker in exactly one, got ((),)",
+    ),
+    "no groups": (lambda: Groups(()), "each worker in exactly one, got ()"),
+    "a worker in two groups": (
+        lambda: Groups(((0, 1), (1, 2))),
+        "each worker in exactly one, got ((0, 1), (1, 2))",
+    ),
+    "a worker in no group": (
+        lambda: Groups(((0, 1), (3, 4))),
+        "each worker in exactly one, got ((0, 1), (3, 4))",
+    ),
+    "groups of two sizes": (
+        lambda: Groups(((0, 1), (2,))),
+        "of one size, and each worker in exactly one, got ((0, 1), (2,))",
+    ),
+    "no workers on a node": (
+        lambda: Exchange(PAIR, workers_per_node=0),
+        "workers_per_node must be positive, got 0",
+    ),
+    "factor zero": (
+        lambda: Exchange(PAIR, factor=0),
+        "factor must be in (0, 1], got 0",
+    ),
+    "factor above one": (
+        lambda: Exchange(PAIR, factor=1.01),
+        "factor must be in (0, 1], got 1.01",
+    ),
+    "factor nan": (
+        lambda: Exchange(PAIR, factor=math.nan),
+        "factor must be in (0, 1], got nan",
+    ),
+    "no exchanges": (lambda: Topology("none", ()), "of one number of workers, got []"),
+    "exchanges of two sizes": (
+        lambda: Topology("two", (Exchange(PAIR), Exchange(PAIR, 2))),
+        "of one number of workers, got [2, 4]",
+    ),
+}
+REFUSED_GRAPHS = {
+    "odd degree": (
+        lambda: topology.ring_lattice(8, 3),
+        "even degree from 2 to num_workers - 1 = 7, got 3",
+    ),
+    "degree zero": (lambda: topology.ring_lattice(8, 0), "num_workers - 1 = 7, got 0"),
+    "degree too large": (
+        lambda: topology.ring_lattice(8, 8),
+        "num_workers - 1 = 7, got 8",
+    ),
+    "groups of one": (
+        lambda: topology.butterfly_groups(8, 1),
+        "group_size from 2 to num_workers = 8, got 1",
+    ),
+    "groups of three": (
+        lambda: topology.butterfly_groups(8, 3),
+        "group_size to be a power of two, got 3",
+    ),
+    "no period": (
+        lambda: topology.random_matching(8, 0, seed=0),
+        "random_matching needs a positive period, got 0",
+    ),
+    "no peers": (
+        lambda: topology.base_k(8, 0),
+        "base_k needs a degree of at least one, got 0",
+    ),
+    "AER of three nodes": (
+        lambda: topology.alternating_exponential_ring(12, 4),
+        "num_workers / workers_per_node to be a power of two, got 3",
+    ),
+    "AER of uneven nodes": (
+        lambda: topology.alternating_exponential_ring(14, 4),
+        "num_workers = 14 must be a multiple of workers_per_node, got 4",
+    ),
+    "AER of empty nodes": (
+        lambda: topology.alternating_exponential_ring(16, 0),
+        "num_workers = 16 must be a multiple of workers_per_node, got 0",
+    ),
+    "negative nodes": (
+        lambda: topology.hierarchical(16, -4, topology.ring),
+        "num_workers = 16 must be a multiple of workers_per_node, got -4",
+    ),
+    "impossible between nodes": (
+        lambda: topology.hierarchical(12, 4, topology.hypercube),
+        "hypercube needs num_workers to be a power of two, got 3",
+    ),
+    "damped between nodes": (
+        lambda: topology.hierarchical(
+            8, 2, lambda m: topology.damped(topology.ring(m), 0.5)
+        ),
+        "without nodes or damping of its own between the nodes "
+        "(damp the result instead), got damped(ring, 0.5)",
+    ),
+    "nodes between nodes": (
+        lambda: topology.hierarchical(
+            8, 2, lambda m: topology.hierarchical(m, 2, topology.ring)
+        ),
+        "(damp the result instead), got hierarchical(ring)",
+    ),
+    "damping by nothing": (
+        lambda: topology.damped(topology.ring(4), 0),
+        "factor must be in (0, 1], got 0",
+    ),
+    "damping by more than all": (
+        lambda: topology.damped(topology.ring(4), 1.5),
+        "factor must be in (0, 1], got 1.5",
+    ),
+}
+REFUSED_MATRICES = {
+    "not square": (np.ones((2, 3)) / 3, "square, got shape (2, 3)"),
+    "a vector": (np.ones(1), "square, got shape (1,)"),
+    "empty": (np.ones((0, 0)), "square, got shape (0, 0)"),
+    "negative": ([[1.5, -0.5], [-0.5, 1.5]], "no negative entry, got -0.5 at [0, 1]"),
+    "nan": ([[math.nan, 1.0], [1.0, 0.0]], "is finite"),
+    "infinite": ([[math.inf, 1.0], [1.0, 0.0]], "is finite"),
+    "a row": ([[1.0, 0.0], [0.5, 0.4]], "row 1 sums to 0.9"),
+    "a column": (
+        [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]],
+        "column 2 sums to 0",
+    ),
+    "very little": ([[1.000004, 0], [0, 1.000004]], "row 0 sums to 1.000004"),
+    "a little": ([[1.0, 1e-5], [0.0, 1.0]], "row 0 sums to 1.00001"),
+}
+REFUSED = {
+    **REFUSED_VALUES,
+    **REFUSED_GRAPHS,
+    **{
+        f"matrix: {name}": (partial(topology.from_matrix, matrix), message)
+        for name, (matrix, message) in REFUSED_MATRICES.items()
+    },
+}
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_an_error_says_what_was_wanted_and_what_came(make, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize("n", [0, -4])
+@pytest.mark.parametrize("graph", GRAPHS, ids=lambda graph: graph.name)
+def test_there_is_no_graph_without_workers(graph, n):
+    with pytest.raises(ValueError, match=f"(at least one|power of two), got {n}"):
+        graph.make(n)
+
+
+@pytest.mark.parametrize("n", [0, -4])
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(topology.base_k, degree=2),
+        partial(topology.random_matching, period=1, seed=0),
+    ],
+)
+def test_there_is_no_schedule_without_workers(make, n):
+    with pytest.raises(ValueError, match=f"at least one, got {n}"):
+        make(n)
+
+
+@pytest.mark.parametrize("module", PLAIN_MODULES)
+def test_topologies_are_plain_python_and_numpy(module):
+    path = pathlib.Path(decentjax.__file__).with_name(f"{module}.py")
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0
+            imported.add(node.module)
+    ours = {f"decentjax.{name}" for name in PLAIN_MODULES}
+    foreign = {name for name in imported - ours if name != "numpy"}
+    assert {name.partition(".")[0] for name in foreign} <= sys.stdlib_module_names
