@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import sys
+import textwrap
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import tyro
 
 from decentjax import mean_model
 from train.config import Config
-from train.log import read_metrics, summary
+from train.log import read_metrics
 from train.loop import Outcome, train
 from train.report import write_report
 
@@ -87,12 +88,17 @@ def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
             "saved, go on with --resume"
         )
         return
+    task = outcome.task
     row = [row for row in read_metrics(run_dir) if "mean_model" in row][-1]
-    print(summary(outcome.task.headline, row["mean_model"], row["workers"]))
-    model = (outcome.state.params, outcome.state.model_state)
-    for line in outcome.task.describe(*mean_model(model)):
-        print(line)
-    print(f"report: {report}")
+    workers = [scores[task.headline] for scores in row["workers"]]
+    print(f"\nheld-out {task.headline.replace('_', ' ')}")
+    print(f"  {'mean model':24}{row['mean_model'][task.headline]:.3f}")
+    print(f"  {'single workers':24}{min(workers):.3f} to {max(workers):.3f}")
+    for name, score in task.baselines().items():
+        print(f"  {name:24}{score:.3f}")
+    model = mean_model((outcome.state.params, outcome.state.model_state))
+    print(f"\nsample of the mean model\n{textwrap.indent(task.sample(*model), '  ')}")
+    print(f"\nreport  {report}")
 
 
 if __name__ == "__main__":

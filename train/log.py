@@ -80,7 +80,8 @@ class Log:
         self._progress.update(self._bar, completed=step, description=text)
         if self._progress.disable and now - self._last_line > SECONDS_BETWEEN_LINES:
             self._last_line = now
-            self._console.print(f"{text}  {(self._num_steps - step) / rate:.0f} s left")
+            left = (self._num_steps - step) / rate
+            self._console.print(f"{text}  {left:.0f} s left", soft_wrap=True)
 
     def evaluation(
         self, step: int, mean: dict[str, float], workers: list[dict[str, float]]
@@ -92,23 +93,18 @@ class Log:
             for number, scores in enumerate(workers):
                 tag = f"evaluation/worker_{number}/{name}"
                 self._writer.add_scalar(tag, scores[name], step)
-        self._console.print(f"step {step}: {summary(self._headline, mean, workers)}")
+        scores = [worker[self._headline] for worker in workers]
+        self._console.print(
+            f"step {step}/{self._num_steps}  held-out {self._headline} "
+            f"{mean[self._headline]:.3f} (workers {min(scores):.3f} to "
+            f"{max(scores):.3f})",
+            soft_wrap=True,
+        )
 
     def _write(self, row: dict[str, Any]) -> None:
         seconds = self._seconds_before + time.monotonic() - self._start
         with self._path.open("a") as file:
             file.write(json.dumps({"seconds": round(seconds, 3), **row}) + "\n")
-
-
-def summary(
-    headline: str, mean: dict[str, float], workers: list[dict[str, float]]
-) -> str:
-    """The headline score of the mean model and of single workers, side by side."""
-    scores = [worker[headline] for worker in workers]
-    return (
-        f"{headline} {mean[headline]:.3f} of the mean model, "
-        f"{min(scores):.3f} to {max(scores):.3f} of single workers"
-    )
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -25,6 +25,7 @@ from train.config import TopologyConfig, WorkersConfig, differences
 from train.log import METRICS, read_metrics
 
 MAX_DRAWN_WORKERS = 64
+X_AXES = {"step": "step", "seconds": "time [s]"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,13 +160,13 @@ def _circle(count: int, radius: float) -> list[tuple[float, float]]:
 
 def _curves_figure(runs: list[Run]) -> Figure:
     figure, axes = _figure(2)
-    for axis, against, label in zip(
-        axes, ("step", "seconds"), ("step", "time [s]"), strict=True
-    ):
-        for run in runs:
-            axis.plot(*run.curve("loss", against), label=run.name)
-        axis.set(xlabel=label, ylabel="training loss [nats]")
-        axis.legend()
+    for axis, (against, label) in zip(axes, X_AXES.items(), strict=True):
+        for number, run in enumerate(runs):
+            x, losses = run.curve("loss", against)
+            axis.plot(x, losses, color=f"C{number}", alpha=0.25)
+            axis.plot(x, _running_mean(losses), color=f"C{number}", label=run.name)
+        axis.set(xlabel=label, ylabel="training loss, and its running mean")
+    axes[0].legend()
     return figure
 
 
@@ -173,34 +174,27 @@ def _evaluation_figure(runs: list[Run]) -> Figure | None:
     if not any(run.evaluations() for run in runs):
         return None
     figure, axes = _figure(2)
-    for axis, against, label in zip(
-        axes, ("step", "seconds"), ("step", "time [s]"), strict=True
-    ):
+    for axis, (against, label) in zip(axes, X_AXES.items(), strict=True):
         for number, run in enumerate(runs):
-            rows = run.evaluations()
-            if not rows:
-                continue
-            name = next(iter(rows[0]["mean_model"]))
-            x = [row[against] for row in rows]
-            workers = [[w[name] for w in row["workers"]] for row in rows]
-            axis.plot(
-                x,
-                [row["mean_model"][name] for row in rows],
-                marker="o",
-                color=f"C{number}",
-                label=f"{run.name}, mean model",
-            )
-            axis.fill_between(
-                x,
-                [min(w) for w in workers],
-                [max(w) for w in workers],
-                color=f"C{number}",
-                alpha=0.25,
-                label=f"{run.name}, workers",
-            )
-            axis.set(xlabel=label, ylabel=name.replace("_", " "))
-        axis.legend()
+            _draw_evaluations(axis, run, against, f"C{number}")
+        axis.set(xlabel=label)
+    axes[0].legend()
     return figure
+
+
+def _draw_evaluations(axis: Axes, run: Run, against: str, color: str) -> None:
+    """A line for the mean model, a band from the best to the worst worker."""
+    rows = run.evaluations()
+    if not rows:
+        return
+    name = next(iter(rows[0]["mean_model"]))
+    x = [row[against] for row in rows]
+    mean = [row["mean_model"][name] for row in rows]
+    workers = [[scores[name] for scores in row["workers"]] for row in rows]
+    axis.plot(x, mean, marker="o", color=color, label=run.name)
+    low, high = map(min, workers), map(max, workers)
+    axis.fill_between(x, list(low), list(high), color=color, alpha=0.25)
+    axis.set_ylabel(f"held-out {name.replace('_', ' ')} (band: workers)")
 
 
 def _side_figure(runs: list[Run]) -> Figure:
@@ -277,6 +271,13 @@ def _configs_section(runs: list[Run]) -> Section:
         f"<pre>{config}</pre></details>"
     )
     return Section("Config", None, "\n".join(lines))
+
+
+def _running_mean(values: list[float]) -> list[float]:
+    """The mean of each value and those just before, a fortieth of all."""
+    window = max(1, len(values) // 40)
+    ends = range(1, len(values) + 1)
+    return [float(np.mean(values[max(0, end - window) : end])) for end in ends]
 
 
 def _figure(columns: int, width: float = 5.0, height: float = 3.4):

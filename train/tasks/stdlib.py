@@ -59,25 +59,17 @@ class StdlibTask:
             )
             return {"bits_per_byte": nats.mean() / jnp.log(2)}
 
-        def describe(params: Any, model_state: Any) -> list[str]:
-            del model_state
-            return [
-                *(
-                    f"order-{order} count model, same bytes: "
-                    f"{count_model(train, windows, order):.3f} bits per byte"
-                    for order in (1, 2)
-                ),
-                "sample of the mean model:",
-                *sample(logits, params, self).splitlines(),
-            ]
-
         return Task(
             source=Windows(train, self.model.context),
             init=lambda key: (nnx.state(GPT(self.model, rngs=nnx.Rngs(key))), ()),
             loss_fn=functools.partial(_loss_fn, logits),
             evaluate=evaluate,
-            describe=describe,
             headline="bits_per_byte",
+            baselines=lambda: {
+                f"order-{order} count model": count_model(train, windows, order)
+                for order in (1, 2)
+            },
+            sample=lambda params, model_state: sample(logits, params, self),
         )
 
 

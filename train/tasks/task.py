@@ -19,13 +19,15 @@ class Task(NamedTuple):
       init: key to (params, model_state) of one model.
       loss_fn: see `decentjax.LossFn`; a batch is [examples, ...].
       evaluate: (params, model_state) of one model to its scores, a pure function.
-      describe: (params, model_state) of the final mean model to lines for the reader.
       headline: the score to show, lower is better.
+      baselines: that score of simpler models, by name.
+      sample: (params, model_state) of one model to text that shows what it does.
     """
 
     source: grain.sources.RandomAccessDataSource
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss_fn: LossFn
     evaluate: Callable[[Any, Any], Scores]
-    describe: Callable[[Any, Any], list[str]]
     headline: str
+    baselines: Callable[[], dict[str, float]]
+    sample: Callable[[Any, Any], str]
