@@ -230,12 +230,12 @@ def test_a_finished_run_resumes_to_nothing_to_do(finished, tmp_path):
 
 def test_a_folder_with_a_run_is_not_overwritten(finished):
     run_dir, _ = finished
-    with pytest.raises(ValueError, match="already holds a run"):
+    with pytest.raises(ValueError, match="already holds a run, saved after step 12"):
         train(TINY, run_dir)
 
 
 def test_there_must_be_a_run_to_resume(tmp_path):
-    with pytest.raises(ValueError, match="no run to resume"):
+    with pytest.raises(ValueError, match="has no checkpoint to resume"):
         train(TINY, tmp_path / "nothing", resume=True)
 
 

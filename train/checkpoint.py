@@ -47,6 +47,10 @@ class Checkpoints:
             ),
         )
 
+    def newest(self) -> int | None:
+        """Returns the newest step on disk, None where there is none."""
+        return self._manager.latest_step()
+
     def restore(
         self, state: WorkerState, config: Config
     ) -> tuple[int, WorkerState, dict[str, Any]]:
@@ -57,13 +61,10 @@ class Checkpoints:
           config: of the run that goes on.
 
         Raises:
-          ValueError: if there is no checkpoint, or it is of another config.
+          ValueError: if it is of another config.
         """
-        step = self._manager.latest_step()
-        if step is None:
-            raise ValueError(
-                "there is no checkpoint to resume from; leave out --resume"
-            )
+        step = self.newest()
+        assert step is not None, "there is a checkpoint to restore"
         self._check_config(step, config)
         abstract = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state

@@ -61,7 +61,8 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
       ValueError: if the config cannot run, or the folder does not fit `resume`.
       FloatingPointError: if the loss is no longer finite.
     """
-    _prepare(run_dir, resume)
+    checkpoints = Checkpoints(run_dir, config.checkpoint)
+    _check_newest(checkpoints.newest(), run_dir, resume)
     workers = config.workers
     mesh = worker_mesh(workers.num_workers) if workers.where == "mesh" else None
     task = config.task.build()
@@ -71,7 +72,6 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
         task.source, workers.num_workers, config.step.batch_per_worker, config.seed
     )
     state = _placed(build_state(config, task, optimizer), mesh)
-    checkpoints = Checkpoints(run_dir, config.checkpoint)
     start = 0
     if resume:
         start, state, position = checkpoints.restore(state, config)
@@ -194,16 +194,14 @@ def build_evaluate(task: Task) -> Callable[[WorkerState], Evaluation]:
     return evaluate
 
 
-def _prepare(run_dir: Path, resume: bool) -> None:
-    started = (run_dir / "config.json").exists()
-    if started and not resume:
+def _check_newest(step: int | None, run_dir: Path, resume: bool) -> None:
+    if step is not None and not resume:
         raise ValueError(
-            f"{run_dir} already holds a run: go on with --resume, or choose another "
-            "folder with --run-dir"
+            f"{run_dir} already holds a run, saved after step {step}: go on with "
+            "--resume, or choose another folder with --run-dir"
         )
-    if resume and not started:
-        raise ValueError(f"there is no run to resume in {run_dir}; leave out --resume")
-    run_dir.mkdir(parents=True, exist_ok=True)
+    if step is None and resume:
+        raise ValueError(f"{run_dir} has no checkpoint to resume; leave out --resume")
 
 
 def _placed(tree: Any, mesh: Mesh | None) -> Any:
