@@ -102,14 +102,15 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
     Returns:
       A float32 scalar, the same on every worker.
     """
-    mean = global_mean(params, axis_name)
-    squares = [
-        jnp.sum(jnp.square(jnp.abs((x - m).astype(jnp.float32))))
-        for x, m in zip(jax.tree.leaves(params), jax.tree.leaves(mean), strict=True)
-        if _is_float(x)
-    ]
-    total = _sum(sum(squares, jnp.zeros((), jnp.float32)), axis_name)
-    return jnp.sqrt(total / lax.axis_size(axis_name))
+    _check_leaves(params)
+    num_workers = lax.axis_size(axis_name)
+    squares = jnp.zeros((), jnp.float32)
+    for x in map(jnp.asarray, jax.tree.leaves(params)):
+        if _is_float(x):
+            x = x.astype(_sum_dtype(x))
+            difference = jnp.abs(x - _sum(x, axis_name) / num_workers)
+            squares += jnp.sum(jnp.square(difference)).astype(jnp.float32)
+    return jnp.sqrt(_sum(squares, axis_name) / num_workers)
 
 
 def _mix_leaf(
@@ -156,22 +157,18 @@ def _average_between(
     workers_per_node: int,
     message_dtype: DTypeLike,
 ) -> jax.Array:
-    """Averages with the workers of equal place on the other nodes.
-
-    What is rounded for sending is mixed as a difference, `x + (W q - q)`.
-    """
+    """Averages with the workers of equal place on the other nodes."""
     sent = _rounded(x, message_dtype)
-    if isinstance(between, Groups):
-        nodes = np.array(between.members)[:, None]
-        places = np.arange(workers_per_node)[:, None]
-        groups = (nodes * workers_per_node + places).reshape(-1, nodes.shape[-1])
-        mixed = _group_mean(sent, _as_members(groups), axis_name)
-    else:
-        mixed = _permuted(sent, between, axis_name, workers_per_node)
+    if isinstance(between, Permutations):
+        return _permuted(x, sent, between, axis_name, workers_per_node)
+    nodes = np.array(between.members)[:, None]
+    places = np.arange(workers_per_node)[:, None]
+    groups = (nodes * workers_per_node + places).reshape(-1, nodes.shape[-1])
+    mean = _group_mean(sent, _as_members(groups), axis_name)
     if sent.dtype == x.dtype:
-        return mixed
+        return mean
     dtype = _sum_dtype(x)
-    return x.astype(dtype) + (mixed.astype(dtype) - sent.astype(dtype))
+    return x.astype(dtype) + (mean.astype(dtype) - sent.astype(dtype))
 
 
 def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
@@ -193,27 +190,41 @@ def _group_mean(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array
 
 
 def _permuted(
-    x: jax.Array, between: Permutations, axis_name: AxisName, workers_per_node: int
+    x: jax.Array,
+    sent: jax.Array,
+    between: Permutations,
+    axis_name: AxisName,
+    workers_per_node: int,
 ) -> jax.Array:
-    """`w_ii x_i + sum_j w_ij x_j`, a `ppermute` for each round of messages."""
+    """`sum_j w_ij x_j`, a `ppermute` for each round of messages.
+
+    Where what is sent was rounded, `x_i + sum_j w_ij (q_j - q_i)`.
+    """
     own, rounds = rounds_of(between)
     if not rounds:
         return x
     dtype = _sum_dtype(x)
-    received = [
-        _receive(x, round_.sources, axis_name, workers_per_node).astype(dtype)
+    models = [
+        _receive(sent, round_.sources, axis_name, workers_per_node).astype(dtype)
         for round_ in rounds
     ]
-    models = [x.astype(dtype), *received]
-    weights = [own, *(round_.weights for round_ in rounds)]
+    weights = [round_.weights for round_ in rounds]
+    if sent.dtype == x.dtype:
+        models, weights = [x.astype(dtype), *models], [own, *weights]
+    else:
+        models = [model - sent.astype(dtype) for model in models]
     if len({weight for of_workers in weights for weight in of_workers}) == 1:
-        return own[0] * functools.reduce(jnp.add, models)
-    node = lax.axis_index(axis_name) // workers_per_node
-    weighted = [
-        jnp.asarray(of_workers, dtype)[node] * model
-        for of_workers, model in zip(weights, models, strict=True)
-    ]
-    return functools.reduce(jnp.add, weighted)
+        mixed = weights[0][0] * functools.reduce(jnp.add, models)
+    else:
+        node = lax.axis_index(axis_name) // workers_per_node
+        mixed = functools.reduce(
+            jnp.add,
+            [
+                jnp.asarray(of_workers, dtype)[node] * model
+                for of_workers, model in zip(weights, models, strict=True)
+            ],
+        )
+    return mixed if sent.dtype == x.dtype else x.astype(dtype) + mixed
 
 
 def _receive(
@@ -352,8 +363,8 @@ def _is_float(x: jax.Array) -> bool:
 
 def _map_floats(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
     def leaf(x):
-        x = x if hasattr(x, "dtype") else jnp.asarray(x)
-        return function(x) if _is_float(x) else x
+        x = jnp.asarray(x)
+        return function(x) if _is_float(x) and x.size else x
 
     return jax.tree.map(leaf, tree)
 

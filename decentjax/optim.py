@@ -327,5 +327,9 @@ def dadamw(
 
 
 def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Array:
-    is_float = jnp.issubdtype(jnp.asarray(params).dtype, jnp.inexact)
-    return target - params if is_float else step
+    """What `optax.apply_updates` adds to reach the target, in float32 at least."""
+    params = jnp.asarray(params)
+    if not jnp.issubdtype(params.dtype, jnp.inexact):
+        return step
+    dtype = jnp.promote_types(params.dtype, jnp.float32)
+    return target.astype(dtype) - params.astype(dtype)

@@ -1,0 +1,630 @@
+"""Mixing against dense matrices, on devices and simulated, and what it sends."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+
+from decentjax import (
+    AXIS,
+    Exchange,
+    Groups,
+    Permutations,
+    Topology,
+    analysis,
+    consensus_distance,
+    global_mean,
+    mix,
+    over_workers,
+    topology,
+    worker_mesh,
+)
+from decentjax.exchange import matrices, rounds_of
+
+ANY = (1, 2, 3, 5, 6, 7, 8, 12, 16)
+POWERS = (1, 2, 8, 16, 64)
+EPSILON = {"float32": 2**-23, "bfloat16": 2**-7}
+
+
+class Graph(NamedTuple):
+    """A topology and the numbers of workers that it is tried with."""
+
+    make: Callable[[int], Topology]
+    sizes: tuple[int, ...]
+
+
+def _butterfly(group_size):
+    return functools.partial(topology.butterfly_groups, group_size=group_size)
+
+
+def _aer(per_node):
+    return functools.partial(
+        topology.alternating_exponential_ring, workers_per_node=per_node
+    )
+
+
+def _hierarchical(between, per_node):
+    return lambda n: topology.hierarchical(n, per_node, between)
+
+
+def _damped(make, factor):
+    return lambda n: topology.damped(make(n), factor)
+
+
+def _uneven(n):
+    """Four permutations of four weights: no two entries of a row need be equal."""
+    generator = np.random.default_rng(n)
+    matrix = np.zeros((n, n))
+    for weight in (0.5, 0.3, 0.15, 0.05):
+        matrix[np.arange(n), generator.permutation(n)] += weight
+    return topology.from_matrix(matrix)
+
+
+GRAPHS = {
+    "complete": Graph(topology.complete, (*ANY, 64)),
+    "ring": Graph(topology.ring, (*ANY, 64)),
+    "one_peer_ring": Graph(topology.one_peer_ring, (1, 2, 6, 8, 12, 16)),
+    "exponential": Graph(topology.exponential, ANY),
+    "one_peer_exponential": Graph(topology.one_peer_exponential, ANY),
+    "hypercube": Graph(topology.hypercube, POWERS),
+    "torus": Graph(topology.torus, (1, 6, 8, 12, 16)),
+    "star": Graph(topology.star, ANY),
+    "lattice4": Graph(lambda n: topology.ring_lattice(n, 4), (1, *ANY[3:])),
+    "matching": Graph(lambda n: topology.random_matching(n, 2, 0), ANY),
+    "base2": Graph(lambda n: topology.base_k(n, 1), ANY),
+    "base3": Graph(lambda n: topology.base_k(n, 2), ANY),
+    "base5": Graph(lambda n: topology.base_k(n, 4), ANY),
+    "butterfly2": Graph(_butterfly(2), POWERS[:-1]),
+    "butterfly4": Graph(_butterfly(4), (1, 8, 16, 64)),
+    "aer1": Graph(_aer(1), (2, 8, 16)),
+    "aer2": Graph(_aer(2), (2, 8, 16)),
+    "aer3": Graph(_aer(3), (3, 6, 12)),
+    "aer4": Graph(_aer(4), (8, 16, 64)),
+    "nodes2_ring": Graph(_hierarchical(topology.ring, 2), (2, 6, 8, 12)),
+    "nodes2_star": Graph(_hierarchical(topology.star, 2), (6, 8)),
+    "nodes2_complete": Graph(_hierarchical(topology.complete, 2), (6, 8, 64)),
+    "nodes3_complete": Graph(_hierarchical(topology.complete, 3), (6, 12)),
+    "nodes2_butterfly": Graph(_hierarchical(_butterfly(2), 2), (8, 16)),
+    "uneven": Graph(_uneven, ANY),
+    "damped_ring": Graph(_damped(topology.ring, 0.3), (3, 8)),
+    "damped_complete": Graph(_damped(topology.complete, 0.7), (3, 7, 8)),
+    "damped_aer": Graph(_damped(_aer(2), 0.3), (8,)),
+}
+
+
+def _topologies(admits: Callable[[int], bool]):
+    return [
+        pytest.param(graph.make(n), id=f"{name}-{n}")
+        for name, graph in GRAPHS.items()
+        for n in graph.sizes
+        if admits(n)
+    ]
+
+
+FIT_ON_THE_MESH = _topologies(lambda n: n <= 8)
+LARGER_THAN_THE_MESH = _topologies(lambda n: n > 8)
+EACH_ON_EIGHT = [p for p in FIT_ON_THE_MESH if p.values[0].num_workers == 8]
+
+# One exchange for each path through `mix`, all of eight workers.
+PATHS = {
+    "pairs": topology.hypercube(8)[1],
+    "equal_weights": topology.ring(8)[0],
+    "uneven_weights": _uneven(8)[0],
+    "everybody": topology.complete(8)[0],
+    "groups": topology.butterfly_groups(8, 4)[1],
+    "nodes_alone": _aer(4)(8)[0],
+    "nodes_swap": _aer(4)(8)[1],
+    "nodes_in_groups": _hierarchical(topology.complete, 2)(8)[0],
+    "damped": _damped(topology.ring, 0.3)(8)[0],
+}
+EACH_PATH = pytest.mark.parametrize("exchange", PATHS.values(), ids=PATHS)
+EITHER_WAY = pytest.mark.parametrize("simulated", [True, False])
+
+
+@functools.cache
+def _models(num_workers: int) -> dict[str, jax.Array]:
+    generator = np.random.default_rng(num_workers)
+
+    def leaf(*shape, dtype):
+        return jnp.asarray(generator.standard_normal((num_workers, *shape)), dtype)
+
+    return {
+        "scalar": leaf(dtype="float32"),
+        "matrix": leaf(13, 7, dtype="float32"),
+        "narrow": leaf(5, dtype="bfloat16"),
+    }
+
+
+def _run(function: Callable, *stacked: Any, simulated: bool) -> Any:
+    num_workers = jax.tree.leaves(stacked)[0].shape[0]
+    mesh = None if simulated else worker_mesh(num_workers)
+    return jax.jit(over_workers(function, mesh))(*stacked)
+
+
+def _mix(params: Any, exchange: Exchange, simulated: bool, **options: Any) -> Any:
+    function = functools.partial(mix, exchange=exchange, axis_name=AXIS, **options)
+    return _run(function, params, simulated=simulated)
+
+
+@functools.cache
+def _mixed(exchange: Exchange, simulated: bool) -> dict[str, jax.Array]:
+    return _mix(_models(exchange.num_workers), exchange, simulated)
+
+
+def _wide(x: Any) -> np.ndarray:
+    return np.asarray(jnp.asarray(x, jnp.float32), np.float64)
+
+
+def _matrix(exchange: Exchange) -> np.ndarray:
+    return matrices(Topology("", (exchange,)))[0]
+
+
+def _assert_mixed(got: Any, before: Any, exchange: Exchange) -> None:
+    """Rounding in the leaf's own dtype is all that may lie between."""
+    for x, y in zip(jax.tree.leaves(before), jax.tree.leaves(got), strict=True):
+        assert x.dtype == y.dtype
+        wanted = np.tensordot(_matrix(exchange), _wide(x), 1)
+        atol = 2 * EPSILON[x.dtype.name] * max(np.abs(_wide(x)).max(initial=0), 1)
+        np.testing.assert_allclose(_wide(y), wanted, rtol=0, atol=atol)
+
+
+def _rounds_in_one_place(exchange: Exchange, x: jax.Array) -> bool:
+    """No product that rounds is added to: XLA may fuse the two, or not."""
+    if exchange.factor != 1:
+        return False
+    if isinstance(exchange.between, Groups):
+        return True
+    own, rounds = rounds_of(exchange.between)
+    weights = {*own, *(weight for round_ in rounds for weight in round_.weights)}
+    if all(np.frexp(weight)[0] in (0, 0.5) for weight in weights):
+        return True
+    sends_differences = exchange.workers_per_node > 1 and x.dtype == jnp.bfloat16
+    return len(weights) == 1 and not sends_differences
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("graph", FIT_ON_THE_MESH)
+def test_each_worker_gets_its_row_of_the_matrix_times_all_models(graph, simulated):
+    for exchange in graph:
+        before = _models(graph.num_workers)
+        _assert_mixed(_mixed(exchange, simulated), before, exchange)
+
+
+@pytest.mark.parametrize("graph", LARGER_THAN_THE_MESH)
+def test_more_workers_than_devices_are_mixed_in_simulation(graph):
+    for exchange in dict.fromkeys(graph):
+        before = {"scalar": _models(graph.num_workers)["scalar"]}
+        _assert_mixed(_mix(before, exchange, simulated=True), before, exchange)
+
+
+@pytest.mark.parametrize("graph", FIT_ON_THE_MESH)
+def test_devices_and_simulation_agree(graph):
+    """Bit for bit, but where a product that rounds is added to."""
+    for exchange in graph:
+        on_mesh, simulated = _mixed(exchange, False), _mixed(exchange, True)
+        for x, y in zip(
+            jax.tree.leaves(on_mesh), jax.tree.leaves(simulated), strict=True
+        ):
+            exact = _rounds_in_one_place(exchange, x)
+            atol = 0 if exact else 2 * EPSILON[x.dtype.name]
+            np.testing.assert_allclose(_wide(x), _wide(y), rtol=0, atol=atol)
+
+
+@EITHER_WAY
+@EACH_PATH
+def test_leaves_of_any_shape_are_mixed(exchange, simulated):
+    shapes = [(), (3,), (2, 3, 4)]
+    before = [
+        jax.random.normal(jax.random.key(number), (8, *shape), dtype)
+        for number, shape in enumerate(shapes)
+        for dtype in ("float32", "bfloat16")
+    ]
+    _assert_mixed(_mix(before, exchange, simulated), before, exchange)
+
+
+@EITHER_WAY
+@EACH_PATH
+def test_leaves_without_elements_stay_as_they_are(exchange, simulated):
+    before = {"empty": jnp.zeros((8, 0)), "flat": jnp.zeros((8, 2, 0, 3))}
+    after = _mix(before | {"one": jnp.ones(8)}, exchange, simulated)
+    assert after["empty"].shape == (8, 0)
+    assert after["flat"].shape == (8, 2, 0, 3)
+
+
+@EACH_PATH
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_may_check_what_varies_over_the_mesh(exchange, check_vma):
+    before = _models(8)
+    function = functools.partial(mix, exchange=exchange, axis_name="p")
+    mapped = jax.shard_map(
+        lambda stacked: jax.tree.map(
+            lambda x: x[None], function(jax.tree.map(lambda x: x[0], stacked))
+        ),
+        mesh=Mesh(jax.devices(), "p"),
+        in_specs=PartitionSpec("p"),
+        out_specs=PartitionSpec("p"),
+        check_vma=check_vma,
+    )
+    _assert_mixed(jax.jit(mapped)(before), before, exchange)
+
+
+@EACH_PATH
+def test_the_workers_may_live_on_two_mesh_axes(exchange):
+    before = _models(8)["matrix"]
+    mapped = jax.shard_map(
+        lambda x: mix(x[0], exchange, ("node", "local"))[None],
+        mesh=Mesh(np.array(jax.devices()).reshape(2, 4), ("node", "local")),
+        in_specs=PartitionSpec(("node", "local")),
+        out_specs=PartitionSpec(("node", "local")),
+    )
+    _assert_mixed(jax.jit(mapped)(before), before, exchange)
+
+
+@EITHER_WAY
+@EACH_PATH
+def test_another_vmap_may_run_inside_the_workers(exchange, simulated):
+    before = jax.random.normal(jax.random.key(0), (8, 2, 13))
+    shared = jax.random.normal(jax.random.key(1), (8, 5))
+
+    def of_worker(seeds, shared):
+        mixed = lambda seed: mix((seed, shared), exchange, AXIS)  # noqa: E731
+        return jax.vmap(mixed, out_axes=(0, None))(seeds)
+
+    after = _run(of_worker, before, shared, simulated=simulated)
+    _assert_mixed(after, (before, shared), exchange)
+
+
+@EITHER_WAY
+@EACH_PATH
+def test_another_vmap_may_run_outside_the_workers(exchange, simulated):
+    before = jax.random.normal(jax.random.key(0), (2, 8, 13))
+    mesh = None if simulated else worker_mesh(8)
+    of_seed = over_workers(lambda x: mix(x, exchange, AXIS), mesh)
+    for x, y in zip(before, jax.jit(jax.vmap(of_seed))(before), strict=True):
+        _assert_mixed(y, x, exchange)
+
+
+@EACH_PATH
+def test_mixing_runs_in_a_jit_in_a_scan_in_the_workers(exchange):
+    before = _models(8)["matrix"]
+
+    @jax.jit
+    def twice(x):
+        mix_again = lambda x, _: (mix(x, exchange, AXIS), None)  # noqa: E731
+        return jax.lax.scan(mix_again, x, length=2)[0]
+
+    after = over_workers(twice)(before)
+    matrix = _matrix(exchange)
+    wanted = np.tensordot(matrix @ matrix, _wide(before), 1)
+    np.testing.assert_allclose(after, wanted, rtol=0, atol=2e-6)
+
+
+@EACH_PATH
+def test_a_leaf_that_is_the_same_on_all_workers_stays_so(exchange):
+    constant = np.arange(5, dtype=np.float32)
+
+    def of_worker(x):
+        return mix({"own": x, "constant": jnp.asarray(constant)}, exchange, AXIS)
+
+    after = _run(of_worker, _models(8)["scalar"], simulated=True)
+    wanted = np.tile(constant, (8, 1))
+    np.testing.assert_allclose(after["constant"], wanted, rtol=1e-6)
+
+
+class Layer(NamedTuple):
+    weight: Any
+    step: Any
+    mask: Any
+    key: Any
+    nothing: Any = None
+
+
+@EITHER_WAY
+def test_only_floats_are_mixed_wherever_they_stand_in_the_tree(simulated):
+    exchange = PATHS["nodes_swap"]
+    layer = Layer(
+        weight=_models(8)["matrix"],
+        step=jnp.arange(8),
+        mask=jnp.arange(8) % 2 == 0,
+        key=jax.random.split(jax.random.key(0), 8),
+    )
+    after = _mix({"layers": [layer, ()]}, exchange, simulated)["layers"][0]
+    _assert_mixed(after.weight, layer.weight, exchange)
+    assert after.nothing is None
+    assert np.array_equal(after.step, layer.step)
+    assert after.step.dtype == layer.step.dtype
+    assert np.array_equal(after.mask, layer.mask)
+    assert after.mask.dtype == bool
+    assert np.array_equal(
+        jax.random.key_data(after.key), jax.random.key_data(layer.key)
+    )
+
+
+@EITHER_WAY
+def test_python_numbers_are_leaves_too(simulated):
+    def of_worker(x):
+        tree = {"own": x, "float": 1.5, "int": 3, "bool": True}
+        return mix(tree, topology.ring(8)[0], AXIS)
+
+    after = _run(of_worker, jnp.ones(8), simulated=simulated)
+    assert {name: float(x[0]) for name, x in after.items()} == {
+        "own": 1.0,
+        "float": 1.5,
+        "int": 3.0,
+        "bool": 1.0,
+    }
+
+
+@EITHER_WAY
+def test_numpy_leaves_of_double_precision_need_no_x64(simulated):
+    def of_worker(x):
+        return mix({"own": x, "constant": np.full(3, 0.5)}, topology.ring(8)[0], AXIS)
+
+    after = _run(of_worker, jnp.ones(8), simulated=simulated)
+    np.testing.assert_allclose(after["constant"], 0.5)
+
+
+@EITHER_WAY
+def test_complex_leaves_are_mixed(simulated):
+    before = jnp.exp(1j * jnp.arange(8.0)) * jnp.arange(8)
+    exchange = topology.hypercube(8)[0]
+    after = _mix(before, exchange, simulated)
+    np.testing.assert_allclose(after, _matrix(exchange) @ before, rtol=1e-6)
+
+
+def _lowered(exchange: Exchange, dtype: str = "float32", **options: Any):
+    function = functools.partial(mix, exchange=exchange, axis_name=AXIS, **options)
+    mesh = worker_mesh(exchange.num_workers)
+    stacked = jax.ShapeDtypeStruct((exchange.num_workers, 840), dtype)
+    return jax.jit(over_workers(function, mesh)).lower(stacked)
+
+
+@pytest.mark.parametrize(
+    ("path", "sent"),
+    [
+        ("pairs", {("collective_permute", "bf16")}),
+        ("uneven_weights", {("collective_permute", "bf16")}),
+        ("everybody", {("all_to_all", "bf16"), ("all_gather", "bf16")}),
+        ("groups", {("all_to_all", "bf16"), ("all_gather", "bf16")}),
+        (
+            "nodes_swap",
+            {
+                ("reduce_scatter", "f32"),
+                ("collective_permute", "bf16"),
+                ("all_gather", "f32"),
+            },
+        ),
+    ],
+)
+def test_messages_between_nodes_have_the_message_dtype_and_sums_float32(path, sent):
+    text = _lowered(PATHS[path], message_dtype=jnp.bfloat16).as_text()
+    assert set(hlo.sent_dtypes(text)) == sent
+    assert "stablehlo.add" in text
+    assert not re.search(r"stablehlo\.(add|subtract|multiply|divide).*bf16", text)
+
+
+@EACH_PATH
+def test_a_leaf_is_sent_in_its_own_dtype_and_summed_in_float32(exchange):
+    text = _lowered(exchange, "bfloat16").as_text()
+    assert {dtype for _, dtype in hlo.sent_dtypes(text)} == {"bf16"}
+    assert not re.search(r"stablehlo\.(add|subtract|multiply|divide).*bf16", text)
+
+
+def test_a_narrow_leaf_may_be_sent_in_a_wider_dtype():
+    text = _lowered(PATHS["pairs"], "bfloat16", message_dtype=jnp.float32).as_text()
+    assert hlo.sent_dtypes(text) == [("collective_permute", "f32")]
+
+
+@EACH_PATH
+def test_with_a_message_dtype_devices_and_simulation_agree_to_the_last_bit_but_one(
+    exchange,
+):
+    before = _models(8)["matrix"]
+    on_mesh, simulated = (
+        _mix(before, exchange, simulated, message_dtype=jnp.bfloat16)
+        for simulated in (False, True)
+    )
+    np.testing.assert_allclose(on_mesh, simulated, rtol=0, atol=2 * 2**-23)
+
+
+SENDS_DIFFERENCES = {
+    "one_peer_ring": topology.one_peer_ring(8),
+    "one_peer_exponential": topology.one_peer_exponential(7),
+    "ring": topology.ring(7),
+    "star": topology.star(5),
+    "uneven": _uneven(8),
+    "aer": _aer(2)(8),
+    "nodes_ring": _hierarchical(topology.ring, 2)(8),
+}
+
+
+@pytest.mark.parametrize("graph", SENDS_DIFFERENCES.values(), ids=SENDS_DIFFERENCES)
+def test_narrow_messages_leave_the_mean_of_all_models_where_it_was(graph):
+    before = jax.random.normal(jax.random.key(0), (graph.num_workers, 1000))
+    for exchange in graph:
+        after = _mix(before, exchange, simulated=True, message_dtype=jnp.bfloat16)
+        drift = _wide(after).mean(0) - _wide(before).mean(0)
+        assert np.abs(drift).max() < 2e-7
+        _assert_mixed(after.astype("bfloat16"), before.astype("bfloat16"), exchange)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [
+        *SENDS_DIFFERENCES.values(),
+        topology.complete(7),
+        topology.butterfly_groups(8, 4),
+    ],
+    ids=[*SENDS_DIFFERENCES, "complete", "butterfly"],
+)
+def test_with_narrow_messages_models_that_agree_stay_exactly_as_they_are(graph):
+    model = jax.random.normal(jax.random.key(0), (1000,))
+    before = jnp.tile(model, (graph.num_workers, 1))
+    for exchange in graph:
+        after = _mix(before, exchange, simulated=True, message_dtype=jnp.bfloat16)
+        assert np.array_equal(after, before)
+
+
+@EITHER_WAY
+def test_no_worker_loses_the_bits_that_its_messages_drop(simulated):
+    before = jnp.array([1 + 2.0**-20, 1, 1, 1 - 2.0**-20])
+    exchange = topology.one_peer_ring(4)[0]
+    after = _mix(before, exchange, simulated, message_dtype=jnp.bfloat16)
+    assert np.array_equal(after, before)
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("path", ["pairs", "everybody", "groups"])
+def test_a_bfloat16_leaf_is_mixed_in_float32_and_rounded_once(path, simulated):
+    before = jax.random.normal(jax.random.key(0), (8, 13, 7), jnp.bfloat16)
+    narrow = _mix(before, PATHS[path], simulated)
+    wide = _mix(before.astype("float32"), PATHS[path], simulated)
+    assert np.array_equal(narrow, wide.astype("bfloat16"))
+
+
+def test_an_exchange_of_another_size_than_the_axis_is_refused():
+    with pytest.raises(
+        ValueError, match="for 8 workers, but axis 'workers' has size 4"
+    ):
+        _mix(jnp.ones(4), topology.ring(8)[0], simulated=True)
+
+
+def test_a_topology_in_the_place_of_an_exchange_is_refused():
+    with pytest.raises(TypeError, match=r"one Exchange, as in topology.* got Topology"):
+        _mix(jnp.ones(8), topology.ring(8), simulated=True)
+
+
+@pytest.mark.parametrize(
+    "average",
+    [lambda x: mix(x, topology.ring(2)[0], AXIS), lambda x: global_mean(x, AXIS)],
+)
+def test_a_tree_without_leaves_is_refused(average):
+    with pytest.raises(ValueError, match="the tree has no leaves"):
+        _run(lambda x: average({"nothing": None}), jnp.ones(2), simulated=True)
+
+
+def test_an_axis_that_is_not_mapped_is_named():
+    with pytest.raises(NameError, match="unbound axis name: workers"):
+        mix(jnp.ones(3), topology.ring(2)[0], AXIS)
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("num_workers", [1, 5, 8])
+def test_the_global_mean_is_the_mean_and_leaves_integers_alone(num_workers, simulated):
+    before = _models(num_workers) | {"step": jnp.arange(num_workers)}
+    mean = functools.partial(global_mean, axis_name=AXIS)
+    after = _run(mean, before, simulated=simulated)
+    assert np.array_equal(after.pop("step"), before.pop("step"))
+    _assert_mixed(after, before, topology.complete(num_workers)[0])
+    assert all(
+        np.array_equal(x, jnp.stack([x[0]] * num_workers)) for x in after.values()
+    )
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("num_workers", [1, 5, 8])
+def test_the_consensus_distance_is_the_root_mean_square_distance_to_the_mean(
+    num_workers, simulated
+):
+    models = _models(num_workers)
+    flat = np.concatenate(
+        [_wide(x).reshape(num_workers, -1) for x in models.values()], 1
+    )
+    wanted = np.sqrt(np.square(flat - flat.mean(0)).sum() / num_workers)
+    distance = functools.partial(consensus_distance, axis_name=AXIS)
+    steps = {"step": 100 * jnp.arange(num_workers)}
+    got = _run(distance, models | steps, simulated=simulated)
+    assert got.dtype == jnp.float32
+    np.testing.assert_allclose(got, np.full(num_workers, wanted), rtol=1e-5)
+
+
+def test_the_consensus_distance_of_bfloat16_models_is_not_rounded_to_bfloat16():
+    models = jnp.array([1, 1 + 2**-7], jnp.bfloat16)
+    distance = functools.partial(consensus_distance, axis_name=AXIS)
+    np.testing.assert_allclose(_run(distance, models, simulated=True), 2**-8)
+
+
+def test_the_consensus_distance_counts_imaginary_parts():
+    models = jnp.array([1 + 1j, 1 - 1j])
+    distance = functools.partial(consensus_distance, axis_name=AXIS)
+    np.testing.assert_allclose(_run(distance, models, simulated=True), 1)
+
+
+def test_the_consensus_distance_takes_python_numbers():
+    def distance(x):
+        return consensus_distance({"own": x, "constant": 1.5}, AXIS)
+
+    got = _run(distance, jnp.array([1.0, 3.0]), simulated=True)
+    np.testing.assert_allclose(got, 1)
+
+
+@functools.cache
+def _compiled_text(exchange: Exchange, dtype: str = "float32") -> str:
+    return _lowered(exchange, dtype).compile().as_text()
+
+
+SENT = [
+    pytest.param(graph.make(n), id=f"{name}-{n}")
+    for name, graph in GRAPHS.items()
+    for n in (4, 8)
+    if 8 in graph.sizes and not (n == 4 and name in ("lattice4", "aer4", "nodes2_star"))
+]
+
+
+@pytest.mark.parametrize("graph", SENT)
+def test_the_program_sends_what_the_analysis_says(graph):
+    for workers_per_node in (graph[0].workers_per_node, graph.num_workers // 2):
+        said = analysis.traffic(graph, 840 * 4, workers_per_node)
+        for exchange, wanted in zip(graph, said, strict=True):
+            text = _compiled_text(exchange)
+            sent = hlo.traffic(text, graph.num_workers, workers_per_node)
+            np.testing.assert_array_equal(sent.messages, wanted.messages)
+            np.testing.assert_allclose(sent.worker_bytes, wanted.worker_bytes)
+            np.testing.assert_allclose(sent.node_bytes, wanted.node_bytes)
+
+
+@pytest.mark.parametrize("graph", SENT)
+def test_permutes_are_as_few_as_the_peers_and_nobody_sends_to_itself(graph):
+    for exchange in graph:
+        permutes = [
+            collective.groups
+            for collective in hlo.collectives(_compiled_text(exchange), 8)
+            if collective.kind == "collective-permute"
+        ]
+        assert all(
+            sender != receiver for pairs in permutes for sender, receiver in pairs
+        )
+        if isinstance(exchange.between, Permutations):
+            peers = (_matrix(exchange) > 0) & ~np.eye(graph.num_workers, dtype=bool)
+            nodes = peers[:: exchange.workers_per_node, :: exchange.workers_per_node]
+            assert len(permutes) == nodes.sum(1).max()
+
+
+def test_a_joint_step_of_aer_sends_one_model_over_each_nodes_link():
+    collectives = hlo.collectives(_compiled_text(PATHS["nodes_swap"]), 8)
+    between = [c for c in collectives if c.kind == "collective-permute"]
+    assert len(between) == 1
+    assert between[0].num_bytes == 840
+    assert all(abs(sender - receiver) == 4 for sender, receiver in between[0].groups)
+    inside = [c.groups for c in collectives if c.kind != "collective-permute"]
+    assert inside == [((0, 1, 2, 3), (4, 5, 6, 7))] * 2
+    sent = hlo.traffic(_compiled_text(PATHS["nodes_swap"]), 8, 4)
+    assert sent.node_bytes.tolist() == [840 * 4, 840 * 4]
+
+
+# XLA sends the narrow floats of a CPU mesh as float32.
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_a_group_mean_costs_no_more_than_a_reduce_scatter_and_an_all_gather(
+    size, dtype
+):
+    text = _compiled_text(topology.butterfly_groups(8, size)[0], dtype)
+    sent = hlo.traffic(text, 8, 8)
+    assert sent.worker_bytes.max() <= 2 * (1 - 1 / size) * 840 * 4

@@ -1,0 +1,585 @@
+"""AccumAdam and `decentralize` against float64 loops, and inside other optimizers."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+
+from decentjax import (
+    AXIS,
+    accum_adam,
+    accum_adamw,
+    dadam,
+    dadamw,
+    decentralize,
+    mix,
+    over_workers,
+    scale_by_accum_adam,
+    topology,
+    worker_mesh,
+)
+
+EITHER_WAY = pytest.mark.parametrize("simulated", [True, False])
+
+
+def _gradients(num_steps, seed=0):
+    generator = np.random.default_rng(seed)
+    return generator.standard_normal((num_steps, 4, 3)).astype(np.float32)
+
+
+def _directions(transformation, gradients, params=None):
+    def update(state, gradient):
+        direction, state = transformation.update(gradient, state, params)
+        return state, direction
+
+    state = transformation.init(jnp.asarray(gradients[0]))
+    return jax.jit(lambda: jax.lax.scan(update, state, jnp.asarray(gradients)))()[1]
+
+
+@pytest.mark.parametrize("accum_steps", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize(
+    "eps", [{}, {"eps": 0.1}, {"eps": 0.0, "eps_root": 0.1}], ids=str
+)
+def test_accum_adam_is_the_papers_loop(accum_steps, eps):
+    gradients = _gradients(23)
+    options = {"b1": 0.8, "b2": 0.95, **eps}
+    got = _directions(scale_by_accum_adam(accum_steps, **options), gradients)
+    wanted = oracles.accum_adam_update(gradients, accum_steps, **options)
+    np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=2e-6)
+
+
+def test_accum_adam_has_the_defaults_of_the_released_code():
+    gradients = _gradients(9)
+    wanted = oracles.accum_adam_update(gradients, 4, b1=0.9, b2=0.999, eps=1e-8)
+    got = _directions(scale_by_accum_adam(), gradients)
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("eps", [{}, {"eps": 1e-3, "eps_root": 0.1}], ids=str)
+def test_accum_adam_of_one_step_is_adam(eps):
+    gradients = _gradients(23)
+    got = _directions(scale_by_accum_adam(1, **eps), gradients)
+    wanted = _directions(optax.scale_by_adam(**eps), gradients)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_the_first_window_of_accum_adam_moves_by_the_sign_of_the_gradient():
+    gradients = _gradients(5)
+    directions = _directions(scale_by_accum_adam(5), gradients)
+    np.testing.assert_allclose(directions, np.sign(gradients), rtol=1e-3)
+
+
+def test_accum_adam_moves_its_moments_once_in_a_window():
+    transformation = scale_by_accum_adam(3)
+    state = transformation.init(jnp.zeros(2))
+    for step in range(1, 7):
+        before = state
+        _, state = transformation.update(jnp.ones(2), state)
+        assert int(state.count) == step
+        moved = bool((state.mu != before.mu).all() and (state.nu != before.nu).all())
+        assert moved == (step % 3 == 0)
+        np.testing.assert_allclose(state.acc, step % 3 / 3, rtol=1e-6)
+
+
+def test_the_steps_of_accum_adam_may_be_traced():
+    gradients = jnp.asarray(_gradients(7))
+
+    @jax.jit
+    def directions(accum_steps):
+        transformation = scale_by_accum_adam(accum_steps)
+        state, found = transformation.init(gradients[0]), []
+        for gradient in gradients:
+            direction, state = transformation.update(gradient, state)
+            found.append(direction)
+        return jnp.stack(found)
+
+    for accum_steps in (1, 3):
+        wanted = oracles.accum_adam_update(gradients, accum_steps)
+        np.testing.assert_allclose(directions(accum_steps), wanted, rtol=1e-4)
+
+
+@pytest.mark.parametrize("accum_steps", [0, -3])
+def test_accum_adam_of_less_than_one_step_is_refused(accum_steps):
+    message = f"accum_steps must be at least one, got {accum_steps}"
+    for make in (scale_by_accum_adam, functools.partial(accum_adam, 0.1)):
+        with pytest.raises(ValueError, match=message):
+            make(accum_steps)
+
+
+@pytest.mark.parametrize("schedule", [0.1, lambda count: 0.1 / (1 + count)])
+def test_accum_adam_descends_by_its_learning_rate(schedule):
+    gradients = _gradients(5)
+    got = _directions(accum_adam(schedule, 2, b1=0.5), gradients)
+    rates = [schedule(t) if callable(schedule) else schedule for t in range(5)]
+    directions = oracles.accum_adam_update(gradients, 2, b1=0.5)
+    wanted = [-rate * d for rate, d in zip(rates, directions, strict=True)]
+    np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-6)
+
+
+def test_accum_adamw_takes_the_decay_from_the_params_that_it_is_given():
+    params = {"w": jnp.full((2, 2), 3.0), "b": jnp.full(2, 5.0)}
+    gradients = jax.tree.map(jnp.zeros_like, params)
+    mask = {"w": True, "b": False}
+    optimizer = accum_adamw(0.1, weight_decay=0.2, mask=mask)
+    state = optimizer.init(params)
+    for given in (params, jax.tree.map(jnp.negative, params)):
+        updates, _ = optimizer.update(gradients, state, given)
+        np.testing.assert_allclose(updates["w"], -0.1 * 0.2 * given["w"], rtol=1e-6)
+        assert not updates["b"].any()
+
+
+def test_accum_adamw_adds_the_decay_to_accum_adam():
+    gradients, params = _gradients(5), jnp.full((4, 3), 2.0)
+    got = _directions(accum_adamw(0.1, 2, weight_decay=0.2), gradients, params)
+    wanted = _directions(accum_adam(0.1, 2), gradients) - 0.1 * 0.2 * 2
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+
+
+class Problem(NamedTuple):
+    """Worker i minimises `1/2 sum_k curvature[k] (x[k] - optimum[i, k])^2`."""
+
+    curvature: np.ndarray  # [d]
+    optimum: np.ndarray  # [N, d]
+    start: np.ndarray  # [N, d]
+
+    def gradient(self, models):
+        return self.curvature * (models - self.optimum)
+
+
+def _problem(num_workers):
+    generator = np.random.default_rng(num_workers)
+    optimum, start = generator.standard_normal((2, num_workers, 5)).astype(np.float32)
+    return Problem(np.linspace(0.3, 2, 5, dtype=np.float32), optimum, start)
+
+
+class Inner(NamedTuple):
+    """An optimizer, and its update from all gradients so far and the decayed model."""
+
+    optimizer: optax.GradientTransformation
+    update: Callable[[list, np.ndarray], np.ndarray]
+
+
+def _adamw_update(gradients, model):
+    return -0.1 * (oracles.adam_update(gradients)[-1] + 0.2 * model)
+
+
+def _accum_adamw_update(gradients, model):
+    return -0.1 * (oracles.accum_adam_update(gradients, 2)[-1] + 0.2 * model)
+
+
+INNER = {
+    "sgd": Inner(optax.sgd(0.1), lambda gradients, _: -0.1 * gradients[-1]),
+    "adamw": Inner(optax.adamw(0.1, weight_decay=0.2), _adamw_update),
+    "accum_adamw": Inner(accum_adamw(0.1, 2, weight_decay=0.2), _accum_adamw_update),
+}
+
+# Each with at least two periods of steps.
+GRAPHS = {
+    "ring": (topology.ring(5), 4),
+    "hypercube": (topology.hypercube(8), 7),
+    "one_peer_exponential": (topology.one_peer_exponential(6), 7),
+    "aer": (topology.alternating_exponential_ring(8, 2), 9),
+}
+EACH_GRAPH = pytest.mark.parametrize(
+    ("graph", "num_steps"), GRAPHS.values(), ids=GRAPHS
+)
+
+
+def _recursion(order, graph, problem, update, num_steps):
+    """The models after each step, [num_steps, N, d], in float64."""
+    matrices = topology.matrices(graph)
+    x, gradients, models = problem.start.astype(np.float64), [], []
+    for t in range(num_steps):
+        matrix = matrices[t % len(matrices)]
+        gradients.append(problem.gradient(x))
+        if order == "awc":
+            x = matrix @ x
+            x = x + update(gradients, x)
+        else:
+            x = matrix @ (x + update(gradients, x))
+        models.append(x)
+    return np.stack(models)
+
+
+def _descend(optimizer, problem, num_steps, simulated, static_phase=False):
+    """The models after each step, [num_steps, N, d], of a loop in the workers."""
+    curvature = jnp.asarray(problem.curvature)
+
+    def step(params, state, optimum, **phase):
+        gradients = curvature * (params - optimum)
+        updates, state = optimizer.update(gradients, state, params, **phase)
+        return optax.apply_updates(params, updates), state
+
+    def counting(params, optimum):
+        def body(carry, _):
+            params, state = step(*carry, optimum)
+            return (params, state), params
+
+        start = (params, optimizer.init(params))
+        return jax.lax.scan(body, start, length=num_steps)[1]
+
+    def told(params, optimum):
+        state, models = optimizer.init(params), []
+        for t in range(num_steps):
+            params, state = step(params, state, optimum, phase=t)
+            models.append(params)
+        return jnp.stack(models)
+
+    mesh = None if simulated else worker_mesh(len(problem.start))
+    run = jax.jit(over_workers(told if static_phase else counting, mesh))
+    return np.asarray(run(problem.start, problem.optimum)).swapaxes(0, 1)
+
+
+@EITHER_WAY
+@EACH_GRAPH
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+@pytest.mark.parametrize("order", ["awc", "atc"])
+def test_a_decentralized_optimizer_follows_the_dense_recursion(
+    order, inner, graph, num_steps, simulated
+):
+    problem = _problem(graph.num_workers)
+    optimizer = decentralize(inner.optimizer, graph, AXIS, order)
+    got = _descend(optimizer, problem, num_steps, simulated)
+    wanted = _recursion(order, graph, problem, inner.update, num_steps)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
+
+
+@EITHER_WAY
+@EACH_GRAPH
+def test_told_the_phase_it_does_as_when_it_counts(graph, num_steps, simulated):
+    problem = _problem(graph.num_workers)
+    optimizer = decentralize(optax.sgd(0.1), graph, AXIS)
+    counted = _descend(optimizer, problem, num_steps, simulated)
+    told = _descend(optimizer, problem, num_steps, simulated, static_phase=True)
+    np.testing.assert_allclose(told, counted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("named", "inner"),
+    [
+        (dadam, optax.adam),
+        (dadamw, optax.adamw),
+        (functools.partial(dadamw, weight_decay=0.3), None),
+    ],
+    ids=["dadam", "dadamw", "dadamw_decay"],
+)
+def test_the_named_optimizers_are_their_inner_ones_decentralized(named, inner):
+    inner = inner or functools.partial(optax.adamw, weight_decay=0.3)
+    graph, problem = topology.hypercube(4), _problem(4)
+    options = {"b1": 0.7, "b2": 0.8, "eps": 1e-3, "eps_root": 0.1}
+    schedule = optax.linear_schedule(0.1, 0.01, 5)
+    got = _descend(named(schedule, graph, AXIS, **options), problem, 5, True)
+    plain = decentralize(inner(schedule, **options), graph, AXIS)
+    assert np.array_equal(got, _descend(plain, problem, 5, True))
+
+
+def test_narrow_messages_go_through_decentralize():
+    graph, problem = topology.one_peer_ring(4), _problem(4)
+    optimizer = decentralize(optax.sgd(0.0), graph, AXIS, message_dtype=jnp.bfloat16)
+    got = _descend(optimizer, problem, 1, True)[0]
+    mixed = functools.partial(
+        mix, exchange=graph[0], axis_name=AXIS, message_dtype=jnp.bfloat16
+    )
+    wanted = over_workers(mixed)(jnp.asarray(problem.start))
+    np.testing.assert_allclose(got, wanted, atol=1e-6)
+    exact = topology.matrices(graph)[0] @ problem.start
+    assert np.abs(got - exact).max() > 1e-4
+
+
+@pytest.mark.parametrize("order", ["awc", "atc"])
+def test_bfloat16_models_end_up_where_mixing_takes_them(order):
+    models = jnp.array([1, -1.0078125], jnp.bfloat16)
+    graph = topology.complete(2)
+
+    def decentralized(params):
+        optimizer = decentralize(optax.sgd(0.0), graph, AXIS, order)
+        state = optimizer.init(params)
+        updates, _ = optimizer.update(jnp.zeros_like(params), state, params)
+        return optax.apply_updates(params, updates)
+
+    mixed = functools.partial(mix, exchange=graph[0], axis_name=AXIS)
+    got = over_workers(decentralized)(models)
+    assert got.dtype == jnp.bfloat16
+    assert np.array_equal(got, over_workers(mixed)(models))
+
+
+def test_integer_leaves_take_the_inner_update():
+    params = {"x": jnp.arange(4.0), "n": jnp.arange(4)}
+    add_one = optax.stateless(lambda updates, _: jax.tree.map(jnp.ones_like, updates))
+
+    def update(params):
+        optimizer = decentralize(add_one, topology.complete(4), AXIS)
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    after = over_workers(update)(params)
+    np.testing.assert_allclose(after["x"], 2.5)
+    assert np.array_equal(after["n"], 1 + np.arange(4))
+
+
+def _compiled_update(graph, **phase):
+    optimizer = decentralize(optax.sgd(0.1), graph, AXIS)
+
+    def update(params, state, gradients):
+        updates, state = optimizer.update(gradients, state, params, **phase)
+        return optax.apply_updates(params, updates), state
+
+    params = jnp.ones((graph.num_workers, 16))
+    state = jax.vmap(optimizer.init)(params)
+    mapped = over_workers(update, worker_mesh(graph.num_workers))
+    return jax.jit(mapped).lower(params, state, params).compile().as_text()
+
+
+@pytest.mark.parametrize(
+    ("graph", "phase"),
+    [
+        (topology.ring(8), {}),
+        (topology.complete(8), {}),
+        (topology.hypercube(8), {"phase": 4}),
+        (topology.alternating_exponential_ring(8, 2), {"phase": 2}),
+    ],
+    ids=["ring", "complete", "hypercube", "aer"],
+)
+def test_no_exchange_waits_in_a_conditional_if_it_is_static(graph, phase):
+    text = _compiled_update(graph, **phase)
+    assert hlo.collectives(text, 8)
+    assert hlo.in_conditionals(text) == []
+    assert " conditional(" not in text
+
+
+def test_the_static_phase_picks_the_exchange_and_wraps_around():
+    graph = topology.hypercube(8)
+    for phase in (1, 4, -2):
+        (swap,) = hlo.collectives(_compiled_update(graph, phase=phase), 8)
+        assert all(sender ^ receiver == 2 for sender, receiver in swap.groups)
+
+
+def test_an_optimizer_that_counts_for_itself_has_its_exchanges_in_a_conditional():
+    text = _compiled_update(topology.hypercube(8))
+    assert len(hlo.in_conditionals(text)) == len(hlo.collectives(text, 8)) == 3
+
+
+SCHEDULE = optax.linear_schedule(0.1, 0.01, 5)
+W_ONLY = {"w": True, "b": False}
+
+
+def _inject(optimizer, *args, **options):
+    return optax.inject_hyperparams(optimizer)(SCHEDULE, *args, **options)
+
+
+# `d` decentralizes an optimizer; with the identity these train one model.
+COMPOSITIONS = {
+    "plain": lambda d: d(optax.sgd(0.1)),
+    "momentum": lambda d: d(optax.sgd(0.1, momentum=0.9, nesterov=True)),
+    "narrow_moments": lambda d: d(optax.adam(0.1, mu_dtype=jnp.bfloat16)),
+    "clip": lambda d: optax.chain(optax.clip_by_global_norm(1.0), d(optax.adam(0.1))),
+    "clip_inside": lambda d: d(optax.chain(optax.clip(0.5), accum_adam(0.1, 2))),
+    "masked": lambda d: optax.masked(d(optax.adam(0.1)), W_ONLY),
+    "multi_transform": lambda d: optax.multi_transform(
+        {"a": d(optax.adam(0.1)), "b": optax.sgd(0.1), "nobody": d(optax.sgd(0.1))},
+        {"w": "a", "b": "b"},
+    ),
+    "inject_inside": lambda d: d(_inject(optax.adamw, weight_decay=0.1)),
+    "inject_accum_inside": lambda d: d(_inject(accum_adamw, accum_steps=3)),
+    "multi_steps": lambda d: optax.MultiSteps(d(optax.adam(0.1)), 2),
+    "multi_steps_inside": lambda d: d(optax.MultiSteps(optax.adam(0.1), 2)),
+    "muon": lambda d: d(optax.contrib.muon(0.1)),
+    "apply_if_finite": lambda d: optax.apply_if_finite(d(optax.adam(0.1)), 3),
+    "finite_inside": lambda d: d(optax.apply_if_finite(optax.adam(0.1), 3)),
+    "schedule_free": lambda d: d(optax.contrib.schedule_free_sgd(0.1)),
+    "flatten": lambda d: optax.flatten(d(optax.adam(0.1))),
+}
+EACH_COMPOSITION = pytest.mark.parametrize(
+    "make", COMPOSITIONS.values(), ids=COMPOSITIONS
+)
+
+
+@functools.cache
+def _two_leaves(num_workers):
+    generator = np.random.default_rng(0)
+    start, optimum = (
+        {
+            "w": jnp.asarray(generator.standard_normal((num_workers, 4, 3)), "float32"),
+            "b": jnp.asarray(generator.standard_normal((num_workers, 3)), "float32"),
+        }
+        for _ in range(2)
+    )
+    return start, optimum
+
+
+def _descend_tree(optimizer, num_workers, num_steps=6, simulated=True):
+    """Final params and state; the scan refuses a state whose types change."""
+
+    def run(params, optimum):
+        def body(carry, _):
+            params, state = carry
+            gradients = jax.tree.map(jnp.subtract, params, optimum)
+            updates, state = optimizer.update(gradients, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        start = (params, optimizer.init(params))
+        return jax.lax.scan(body, start, length=num_steps)[0]
+
+    mesh = None if simulated else worker_mesh(num_workers)
+    return jax.jit(over_workers(run, mesh))(*_two_leaves(num_workers))
+
+
+def _assert_close(got, wanted, atol=5e-6):
+    jax.tree.map(
+        lambda x, y: np.testing.assert_allclose(x, y, rtol=0, atol=atol), got, wanted
+    )
+
+
+@EACH_COMPOSITION
+def test_of_one_worker_a_composition_is_that_of_the_inner_optimizer(make):
+    alone = functools.partial(
+        decentralize, topology=topology.ring(1), axis_name=AXIS, order="atc"
+    )
+    got, _ = _descend_tree(make(alone), 1)
+    wanted, _ = _descend_tree(make(lambda inner: inner), 1)
+    _assert_close(got, wanted)
+
+
+@EACH_COMPOSITION
+def test_a_composition_descends_the_same_on_devices_and_simulated(make):
+    exact = topology.hypercube(4)
+    optimizer = make(functools.partial(decentralize, topology=exact, axis_name=AXIS))
+    simulated, _ = _descend_tree(optimizer, 4)
+    on_mesh, _ = _descend_tree(optimizer, 4, simulated=False)
+    _assert_close(on_mesh, simulated)
+    apart = lambda x: float(x.std(0).mean())  # noqa: E731
+    assert apart(simulated["w"]) < 0.7 * apart(_two_leaves(4)[0]["w"])
+
+
+@pytest.mark.parametrize(
+    ("make", "plain"),
+    [
+        (dadam, optax.adam),
+        (dadamw, optax.adamw),
+    ],
+    ids=["dadam", "dadamw"],
+)
+def test_injected_hyperparams_are_those_of_the_schedule(make, plain):
+    graph = topology.hypercube(4)
+    got, state = _descend_tree(_inject(make, graph, AXIS, b1=0.8), 4)
+    wanted, _ = _descend_tree(decentralize(plain(SCHEDULE, b1=0.8), graph, AXIS), 4)
+    _assert_close(got, wanted)
+    np.testing.assert_allclose(state.hyperparams["learning_rate"], SCHEDULE(5))
+
+
+def test_injected_hyperparams_of_accum_adamw_are_those_of_the_schedule():
+    got, _ = _descend_tree(_inject(accum_adamw, accum_steps=2, weight_decay=0.1), 2)
+    wanted, _ = _descend_tree(accum_adamw(SCHEDULE, 2, weight_decay=0.1), 2)
+    _assert_close(got, wanted)
+
+
+def _plain(graph=topology.hypercube(4)):  # noqa: B008
+    return decentralize(optax.sgd(0.1), graph, AXIS)
+
+
+def test_a_masked_leaf_is_not_mixed_and_the_others_are():
+    got, _ = _descend_tree(optax.masked(_plain(), W_ONLY), 4, num_steps=1)
+    wanted, _ = _descend_tree(_plain(), 4, num_steps=1)
+    _assert_close(got["w"], wanted["w"])
+    start, optimum = _two_leaves(4)
+    _assert_close(got["b"], start["b"] + (start["b"] - optimum["b"]))
+
+
+def test_each_label_of_multi_transform_has_its_own_exchange():
+    optimizer = optax.multi_transform(
+        {"a": _plain(), "b": optax.sgd(0.1), "nobody": _plain()}, {"w": "a", "b": "b"}
+    )
+    got, state = _descend_tree(optimizer, 4)
+    _assert_close(got["w"], _descend_tree(_plain(), 4)[0]["w"])
+    _assert_close(got["b"], _descend_tree(optax.sgd(0.1), 4)[0]["b"])
+    assert state.inner_states["a"].inner_state.count.tolist() == [6] * 4
+
+
+def test_multi_steps_averages_the_models_once_in_its_steps():
+    """Both gradients of a window are those at one model, and so is their mean."""
+    got, _ = _descend_tree(optax.MultiSteps(_plain(), 2), 4, num_steps=6)
+    _assert_close(got, _descend_tree(_plain(), 4, num_steps=3)[0])
+    between, _ = _descend_tree(optax.MultiSteps(_plain(), 2), 4, num_steps=5)
+    _assert_close(between, _descend_tree(_plain(), 4, num_steps=2)[0])
+
+
+def test_clipping_before_it_leaves_the_exchange_whole():
+    graph, problem = topology.hypercube(8), _problem(8)
+    optimizer = optax.chain(optax.clip_by_global_norm(0.1), _plain(graph))
+
+    def update(gradients, _):
+        norm = np.linalg.norm(gradients[-1], axis=1, keepdims=True)
+        return -0.1 * gradients[-1] * np.minimum(1, 0.1 / norm)
+
+    got = _descend(optimizer, problem, 7, simulated=True)
+    wanted = _recursion("awc", graph, problem, update, 7)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
+
+
+def test_in_simulation_a_worker_of_infinite_gradient_rests_and_the_others_go_on():
+    optimizer = optax.apply_if_finite(_plain(topology.complete(4)), 3)
+
+    def update(params, gradient):
+        updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+        return optax.apply_updates(params, updates)
+
+    models = jnp.array([1.0, 2.0, 3.0, 6.0])
+    after = over_workers(update)(models, jnp.array([np.inf, 0, 0, 0]))
+    np.testing.assert_allclose(after, [1, 3, 3, 3])
+
+
+def test_the_state_counts_the_exchanges():
+    _, state = _descend_tree(_plain(), 4, num_steps=5)
+    assert state.count.tolist() == [5] * 4
+    assert state.count.dtype == jnp.int32
+
+
+def _update_once(optimizer, **arguments: Any):
+    def update(x):
+        return optimizer.update(x, optimizer.init(x), **{"params": x} | arguments)[0]
+
+    return over_workers(update)(jnp.ones((4, 3)))
+
+
+def test_params_are_needed():
+    with pytest.raises(ValueError, match="pass params to update"):
+        _update_once(_plain(), params=None)
+
+
+@pytest.mark.parametrize("phase", [jnp.int32(1), np.float32(1), 1.0])
+def test_a_phase_that_is_not_a_python_int_is_refused(phase):
+    with pytest.raises(TypeError, match=r"phase is static, a Python int.* got \w+"):
+        _update_once(_plain(), phase=phase)
+
+
+def test_a_traced_phase_is_refused():
+    with pytest.raises(TypeError, match="phase is static, a Python int"):
+        jax.jit(lambda phase: _update_once(_plain(), phase=phase))(1)
+
+
+def test_an_unknown_order_is_named():
+    with pytest.raises(ValueError, match='order must be "awc" or "atc", got \'cta\''):
+        decentralize(optax.sgd(0.1), topology.ring(4), AXIS, order="cta")
+
+
+def test_an_axis_of_another_size_than_the_topology_is_refused():
+    with pytest.raises(
+        ValueError, match="for 8 workers, but axis 'workers' has size 4"
+    ):
+        _update_once(_plain(topology.ring(8)))
+
+
+def test_other_arguments_of_update_reach_the_inner_optimizer():
+    def update_fn(updates, state, params=None, *, scale):
+        return jax.tree.map(lambda g: scale * g, updates), state
+
+    inner = optax.GradientTransformationExtraArgs(lambda _: (), update_fn)
+    optimizer = decentralize(inner, topology.complete(4), AXIS)
+    np.testing.assert_allclose(_update_once(optimizer, scale=7.0, phase=0), 7)
