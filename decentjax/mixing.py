@@ -14,13 +14,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.custom_batching import custom_vmap
 from jax.typing import DTypeLike
 
+from decentjax.collectives import (
+    AxisName,
+    Members,
+    all_gather,
+    permute,
+    reduce_scatter,
+    sum_dtype,
+    sum_over_all,
+)
 from decentjax.exchange import Exchange, Groups, Permutations, rounds_of
 
-AxisName = str | tuple[str, ...]
-Members = tuple[tuple[int, ...], ...]
 Tree = TypeVar("Tree")
 
 
@@ -40,7 +46,8 @@ def mix(
 
     With a `message_dtype` the difference is mixed, `x_i + (sum_j W_ij q_j - q_i)` with
     `q = x` rounded to that dtype: no worker loses the bits that its messages drop, and
-    models that agree stay as they are.
+    models that agree stay as they are. A mean over a group is rounded once more, for
+    its way back; inside a node the leaf's own dtype is sent.
 
     It does not wait for a gradient; do not differentiate through it.
 
@@ -86,7 +93,7 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
     _check_leaves(params)
 
     def mean(x: jax.Array) -> jax.Array:
-        total = _sum(x.astype(_sum_dtype(x)), axis_name)
+        total = sum_over_all(x.astype(sum_dtype(x)), axis_name)
         return (total / lax.axis_size(axis_name)).astype(x.dtype)
 
     return _map_floats(mean, params)
@@ -107,10 +114,10 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
     squares = jnp.zeros((), jnp.float32)
     for x in map(jnp.asarray, jax.tree.leaves(params)):
         if _is_float(x):
-            x = x.astype(_sum_dtype(x))
-            difference = jnp.abs(x - _sum(x, axis_name) / num_workers)
+            x = x.astype(sum_dtype(x))
+            difference = jnp.abs(x - sum_over_all(x, axis_name) / num_workers)
             squares += jnp.sum(jnp.square(difference)).astype(jnp.float32)
-    return jnp.sqrt(_sum(squares, axis_name) / num_workers)
+    return jnp.sqrt(sum_over_all(squares, axis_name) / num_workers)
 
 
 def _mix_leaf(
@@ -132,7 +139,7 @@ def _mix_leaf(
     else:
         mixed = _in_levels(average, x, exchange, axis_name)
     if exchange.factor != 1:
-        own = x.astype(_sum_dtype(x))
+        own = x.astype(sum_dtype(x))
         mixed = own + exchange.factor * (mixed.astype(own.dtype) - own)
     return mixed.astype(x.dtype)
 
@@ -146,8 +153,8 @@ def _in_levels(
     """Reduce-scatter inside the nodes, pieces between them, all-gather inside."""
     local = exchange.workers_per_node
     nodes = _as_members(np.arange(exchange.num_workers).reshape(-1, local))
-    piece = average(_reduce_scatter(x, nodes, axis_name) / local)
-    return _all_gather(piece.astype(x.dtype), nodes, axis_name, x.shape)
+    piece = average(reduce_scatter(x, nodes, axis_name) / local)
+    return all_gather(piece.astype(x.dtype), nodes, axis_name, x.shape)
 
 
 def _average_between(
@@ -167,7 +174,7 @@ def _average_between(
     mean = _group_mean(sent, _as_members(groups), axis_name)
     if sent.dtype == x.dtype:
         return mean
-    dtype = _sum_dtype(x)
+    dtype = sum_dtype(x)
     return x.astype(dtype) + (mean.astype(dtype) - sent.astype(dtype))
 
 
@@ -183,10 +190,10 @@ def _group_mean(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array
     size = len(groups[0])
     if size == 1:
         return x
-    if len(groups) == 1 and x.dtype == _sum_dtype(x):
-        return _sum(x, axis_name) / size
-    piece = _reduce_scatter(x, groups, axis_name) / size
-    return _all_gather(piece.astype(x.dtype), groups, axis_name, x.shape)
+    if len(groups) == 1 and x.dtype == sum_dtype(x):
+        return sum_over_all(x, axis_name) / size
+    piece = reduce_scatter(x, groups, axis_name) / size
+    return all_gather(piece.astype(x.dtype), groups, axis_name, x.shape)
 
 
 def _permuted(
@@ -203,9 +210,9 @@ def _permuted(
     own, rounds = rounds_of(between)
     if not rounds:
         return x
-    dtype = _sum_dtype(x)
+    dtype = sum_dtype(x)
     models = [
-        _receive(sent, round_.sources, axis_name, workers_per_node).astype(dtype)
+        permute(sent, _pairs(round_.sources, workers_per_node), axis_name).astype(dtype)
         for round_ in rounds
     ]
     weights = [round_.weights for round_ in rounds]
@@ -227,134 +234,18 @@ def _permuted(
     return mixed if sent.dtype == x.dtype else x.astype(dtype) + mixed
 
 
-def _receive(
-    x: jax.Array, sources: tuple[int, ...], axis_name: AxisName, workers_per_node: int
-) -> jax.Array:
-    """The array of the worker of equal place on the source node; zeros from nobody."""
-    pairs = [
+def _pairs(sources: tuple[int, ...], workers_per_node: int) -> list[tuple[int, int]]:
+    """(sender, receiver) of all workers: equal places on the nodes that talk."""
+    return [
         (sender * workers_per_node + place, receiver * workers_per_node + place)
         for receiver, sender in enumerate(sources)
         if sender >= 0
         for place in range(workers_per_node)
     ]
 
-    def stacked(x: jax.Array) -> jax.Array:
-        senders, receivers = np.array(pairs).T
-        return jnp.zeros_like(x).at[receivers].set(x[senders])
-
-    return _collective(
-        lambda x: lax.ppermute(x, axis_name, pairs), stacked, x, axis_name
-    )
-
-
-def _reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array:
-    """The sum over the group, a piece for each member, shape [ceil(x.size / S)]."""
-    size, dtype = len(groups[0]), _sum_dtype(x)
-    flat = jnp.pad(x.ravel(), (0, -x.size % size))
-
-    def on_mesh(flat: jax.Array) -> jax.Array:
-        dim = flat.ndim - 1
-        if flat.dtype == dtype:
-            return lax.psum_scatter(
-                flat,
-                axis_name,
-                scatter_dimension=dim,
-                axis_index_groups=groups,
-                tiled=True,
-            )
-        # The network would round its own sums to the narrow dtype at every hop.
-        pieces = flat.reshape(*flat.shape[:-1], size, -1)
-        pieces = lax.all_to_all(pieces, axis_name, dim, dim, axis_index_groups=groups)
-        return _sum_in_order(jnp.moveaxis(pieces, dim, 0).astype(dtype))
-
-    def stacked(flat: jax.Array) -> jax.Array:
-        total = _sum_in_order(_by_group(flat.astype(dtype), groups).swapaxes(0, 1))
-        pieces = total.reshape(*total.shape[:-1], size, -1)
-        return _by_worker(jnp.moveaxis(pieces, -2, 1), groups)
-
-    return _collective(on_mesh, stacked, flat, axis_name)
-
-
-def _all_gather(
-    piece: jax.Array, groups: Members, axis_name: AxisName, shape: tuple[int, ...]
-) -> jax.Array:
-    """The pieces of all members, joined to an array of the given shape."""
-
-    def on_mesh(piece: jax.Array) -> jax.Array:
-        return lax.all_gather(
-            piece, axis_name, axis=piece.ndim - 1, axis_index_groups=groups, tiled=True
-        )
-
-    def stacked(piece: jax.Array) -> jax.Array:
-        pieces = jnp.moveaxis(_by_group(piece, groups), 1, -2)
-        whole = pieces.reshape(*pieces.shape[:-2], -1)[:, None]
-        return _by_worker(jnp.repeat(whole, len(groups[0]), axis=1), groups)
-
-    flat = _collective(on_mesh, stacked, piece, axis_name)
-    return flat[: int(np.prod(shape))].reshape(shape)
-
-
-def _sum(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    def stacked(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(_sum_in_order(x), x.shape)
-
-    return _collective(lambda x: lax.psum(x, axis_name), stacked, x, axis_name)
-
-
-def _collective(
-    on_mesh: Callable[[jax.Array], jax.Array],
-    stacked: Callable[[jax.Array], jax.Array],
-    x: jax.Array,
-    axis_name: AxisName,
-) -> jax.Array:
-    """A collective that is `on_mesh(x)` on devices, and `stacked` when simulated.
-
-    Under `vmap` over the axis the workers' arrays lie stacked in one, so a collective
-    is plain array code. Collectives over groups do not exist under `vmap`, and its sums
-    add in another order than a mesh does.
-    """
-
-    @custom_vmap
-    def collective(x, index):
-        del index
-        return on_mesh(x)
-
-    @collective.def_vmap
-    def _(size, in_batched, x, index):
-        x_batched, index_batched = in_batched
-        # Only the axis of the workers batches the index; any other vmap is a dimension.
-        if not index_batched:
-            return collective(x, index), True
-        if not x_batched:
-            x = jnp.broadcast_to(x, (size, *x.shape))
-        return stacked(x), True
-
-    return collective(x, lax.axis_index(axis_name))
-
-
-def _by_group(x: jax.Array, groups: Members) -> jax.Array:
-    """[N, ...] to [groups, members, ...]."""
-    return x[np.array(groups)]
-
-
-def _by_worker(x: jax.Array, groups: Members) -> jax.Array:
-    """[groups, members, ...] to [N, ...]."""
-    order = np.argsort(np.array(groups).ravel())
-    return x.reshape(-1, *x.shape[2:])[order]
-
 
 def _as_members(array: np.ndarray) -> Members:
     return tuple(map(tuple, array.tolist()))
-
-
-def _sum_in_order(x: jax.Array) -> jax.Array:
-    """Adds over the first dim from first to last, as collectives on a CPU mesh do."""
-    add = lambda total, row: (total + row, None)  # noqa: E731
-    return lax.scan(add, x[0], x[1:], unroll=8)[0]
-
-
-def _sum_dtype(x: jax.Array):
-    return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def _is_float(x: jax.Array) -> bool:

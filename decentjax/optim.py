@@ -13,8 +13,9 @@ import optax
 from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
+from decentjax.collectives import AxisName
 from decentjax.exchange import Topology
-from decentjax.mixing import AxisName, mix
+from decentjax.mixing import mix
 
 
 class ScaleByAccumAdamState(NamedTuple):

@@ -12,11 +12,11 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_there_are_code_blocks():
-    assert len(BLOCKS) == 3
+    assert len(BLOCKS) == 4
 
 
 @pytest.mark.parametrize("block", BLOCKS)
-def test_the_code_blocks_run(block):
+def test_the_code_blocks_run(block, capsys):
     names: dict = {}
     exec(compile(block, "README.md", "exec"), names)
     if "decentralize" in block:
@@ -25,6 +25,10 @@ def test_the_code_blocks_run(block):
     if "accum_adamw" in block:
         mean = names["mean_model"](names["state"].params)
         assert jnp.allclose(mean, jnp.array([1.0, -2.0, 3.0]), atol=0.05)
+    if "analysis.traffic" in block:
+        printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+        assert len(printed) == 11
+        assert all(f"| {' | '.join(cells)} |" in README for cells in printed)
 
 
 def test_the_files_that_it_names_exist():

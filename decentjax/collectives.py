@@ -1,0 +1,149 @@
+"""Collectives with the same numbers on a device mesh and simulated.
+
+Under `jax.vmap` over the axis the workers' arrays lie stacked in one, [N, ...], so a
+collective is plain array code. It has to be: collectives over groups and permutations
+that leave somebody out do not exist there, and sums add in another order than a mesh
+does. So each collective here is two functions, one for either place.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.custom_batching import custom_vmap
+
+AxisName = str | tuple[str, ...]
+Members = tuple[tuple[int, ...], ...]
+
+
+def permute(
+    x: jax.Array, pairs: Sequence[tuple[int, int]], axis_name: AxisName
+) -> jax.Array:
+    """Returns what the worker is sent, zeros where nobody sends to it.
+
+    Args:
+      x: what this worker sends.
+      pairs: (sender, receiver).
+      axis_name: the mapped axis of the workers.
+    """
+
+    def on_mesh(x: jax.Array) -> jax.Array:
+        return lax.ppermute(x, axis_name, pairs)
+
+    def stacked(x: jax.Array) -> jax.Array:
+        senders, receivers = np.array(pairs).T
+        return jnp.zeros_like(x).at[receivers].set(x[senders])
+
+    return _collective(on_mesh, stacked, x, axis_name)
+
+
+def sum_over_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """Returns the sum over all workers, in the dtype of x."""
+
+    def on_mesh(x: jax.Array) -> jax.Array:
+        return lax.psum(x, axis_name)
+
+    def stacked(x: jax.Array) -> jax.Array:
+        return jnp.broadcast_to(_sum_in_order(x), x.shape)
+
+    return _collective(on_mesh, stacked, x, axis_name)
+
+
+def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array:
+    """The sum over the group, a piece for each member, shape [ceil(x.size / S)]."""
+    size, dtype = len(groups[0]), sum_dtype(x)
+    flat = jnp.pad(x.ravel(), (0, -x.size % size))
+
+    def on_mesh(flat: jax.Array) -> jax.Array:
+        dim = flat.ndim - 1
+        if flat.dtype == dtype:
+            return lax.psum_scatter(
+                flat,
+                axis_name,
+                scatter_dimension=dim,
+                axis_index_groups=groups,
+                tiled=True,
+            )
+        # The network would round its own sums to the narrow dtype at every hop.
+        pieces = flat.reshape(*flat.shape[:-1], size, -1)
+        pieces = lax.all_to_all(pieces, axis_name, dim, dim, axis_index_groups=groups)
+        return _sum_in_order(jnp.moveaxis(pieces, dim, 0).astype(dtype))
+
+    def stacked(flat: jax.Array) -> jax.Array:
+        total = _sum_in_order(_by_group(flat.astype(dtype), groups).swapaxes(0, 1))
+        pieces = total.reshape(*total.shape[:-1], size, -1)
+        return _by_worker(jnp.moveaxis(pieces, -2, 1), groups)
+
+    return _collective(on_mesh, stacked, flat, axis_name)
+
+
+def all_gather(
+    piece: jax.Array, groups: Members, axis_name: AxisName, shape: tuple[int, ...]
+) -> jax.Array:
+    """The pieces of all members, joined to an array of the given shape."""
+
+    def on_mesh(piece: jax.Array) -> jax.Array:
+        return lax.all_gather(
+            piece, axis_name, axis=piece.ndim - 1, axis_index_groups=groups, tiled=True
+        )
+
+    def stacked(piece: jax.Array) -> jax.Array:
+        pieces = jnp.moveaxis(_by_group(piece, groups), 1, -2)
+        whole = pieces.reshape(*pieces.shape[:-2], -1)[:, None]
+        return _by_worker(jnp.repeat(whole, len(groups[0]), axis=1), groups)
+
+    flat = _collective(on_mesh, stacked, piece, axis_name)
+    return flat[: int(np.prod(shape))].reshape(shape)
+
+
+def sum_dtype(x: jax.Array):
+    """The dtype to add in: that of x, and float32 at least."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def _collective(
+    on_mesh: Callable[[jax.Array], jax.Array],
+    stacked: Callable[[jax.Array], jax.Array],
+    x: jax.Array,
+    axis_name: AxisName,
+) -> jax.Array:
+    """`on_mesh` of one worker's array, or `stacked` of all workers' arrays."""
+
+    @custom_vmap
+    def collective(x, index):
+        del index
+        return on_mesh(x)
+
+    @collective.def_vmap
+    def _(size, in_batched, x, index):
+        x_batched, index_batched = in_batched
+        # Only the axis of the workers batches the index; any other vmap is a dimension.
+        if not index_batched:
+            return collective(x, index), True
+        if not x_batched:
+            x = jnp.broadcast_to(x, (size, *x.shape))
+        return stacked(x), True
+
+    return collective(x, lax.axis_index(axis_name))
+
+
+def _by_group(x: jax.Array, groups: Members) -> jax.Array:
+    """[N, ...] to [groups, members, ...]."""
+    return x[np.array(groups)]
+
+
+def _by_worker(x: jax.Array, groups: Members) -> jax.Array:
+    """[groups, members, ...] to [N, ...]."""
+    order = np.argsort(np.array(groups).ravel())
+    return x.reshape(-1, *x.shape[2:])[order]
+
+
+def _sum_in_order(x: jax.Array) -> jax.Array:
+    """Adds over the first dim from first to last, as collectives on a CPU mesh do."""
+
+    def add(total: jax.Array, row: jax.Array):
+        return total + row, None
+
+    return lax.scan(add, x[0], x[1:], unroll=8)[0]
