@@ -35,6 +35,7 @@ def mix(
     exchange: Exchange,
     axis_name: AxisName,
     message_dtype: DTypeLike | None = None,
+    shards: Any = None,
 ) -> Tree:
     """Averages the workers' models as the exchange says: `x_i <- sum_j W_ij x_j`.
 
@@ -57,6 +58,9 @@ def mix(
       exchange: static, as in `topology[step]`.
       axis_name: the mapped axis of the workers.
       message_dtype: the dtype of what is sent; by default each leaf's own.
+      shards: where a worker is a slice of a mesh, the partition specs of its `params`
+        over the slice's own axes; then each device mixes its own shard, and nothing
+        else is sent. Without them a mean over a group may gather the shards first.
 
     Returns:
       The mixed model: structure, shapes and dtypes of `params`.
@@ -69,6 +73,11 @@ def mix(
             "mix takes one Exchange, as in topology[step], got "
             f"{type(exchange).__name__}"
         )
+    if shards is not None:
+        mix_shard = functools.partial(
+            mix, exchange=exchange, axis_name=axis_name, message_dtype=message_dtype
+        )
+        return _on_shards(mix_shard, shards)(params)
     _check_leaves(params)
     size = lax.axis_size(axis_name)
     if size != exchange.num_workers:
@@ -118,6 +127,18 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
             difference = jnp.abs(x - sum_over_all(x, axis_name) / num_workers)
             squares += jnp.sum(jnp.square(difference)).astype(jnp.float32)
     return jnp.sqrt(sum_over_all(squares, axis_name) / num_workers)
+
+
+def _on_shards(function: Callable[[Tree], Tree], shards: Any) -> Callable[[Tree], Tree]:
+    """Runs the function on each device's shard of a worker's slice."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return jax.shard_map(
+        function,
+        in_specs=(shards,),
+        out_specs=shards,
+        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
+        check_vma=False,
+    )
 
 
 def _mix_leaf(

@@ -64,6 +64,7 @@ def awc_step(
     optimizer: optax.GradientTransformation,
     num_micro_batches: int = 1,
     message_dtype: DTypeLike | None = None,
+    shards: Any = None,
 ) -> tuple[WorkerState, Metrics]:
     """Adapt while communicating: `x_i <- sum_j W_ij x_j + update(grad f_i(x_i))`.
 
@@ -80,13 +81,14 @@ def awc_step(
       num_micro_batches: the batch is cut into so many equal parts, one after the other
         in memory; gradients, loss and metrics are their means.
       message_dtype: as in `mix`.
+      shards: as in `mix`.
 
     Returns:
       The new state, and the metrics with `loss` among them.
 
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
-    mixed = mix(state.params, exchange, AXIS, message_dtype)
+    mixed = mix(state.params, exchange, AXIS, message_dtype, shards)
     grads, model_state, key, metrics = _gradient(
         loss_fn, state, batch, num_micro_batches
     )
@@ -104,6 +106,7 @@ def atc_step(
     optimizer: optax.GradientTransformation,
     num_micro_batches: int = 1,
     message_dtype: DTypeLike | None = None,
+    shards: Any = None,
 ) -> tuple[WorkerState, Metrics]:
     """Adapt, then combine: `x_i <- sum_j W_ij (x_j + update(grad f_j(x_j)))`.
 
@@ -114,7 +117,7 @@ def atc_step(
     )
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     adapted = optax.apply_updates(state.params, updates)
-    params = mix(adapted, exchange, AXIS, message_dtype)
+    params = mix(adapted, exchange, AXIS, message_dtype, shards)
     return WorkerState(params, opt_state, model_state, key), metrics
 
 
@@ -182,7 +185,8 @@ def init_state(
         lambda x: jnp.repeat(jnp.asarray(x)[None], num_workers, axis=0),
         (params, model_state),
     )
-    opt_state = jax.vmap(optimizer.init)(params)
+    # Some optimizers keep the params themselves, and no buffer can be given up twice.
+    opt_state = jax.tree.map(lambda x: x.copy(), jax.vmap(optimizer.init)(params))
     return WorkerState(
         params, opt_state, model_state, jax.random.split(key, num_workers)
     )
@@ -208,7 +212,7 @@ def on_mesh(step: Step, topology: Topology, mesh: Mesh) -> TrainStep:
 
     The mesh has an axis "workers", of as many places as there are workers; consecutive
     workers share a node. Further axes are left to the compiler: a worker's parameters
-    may be sharded over them as their arrays say.
+    may be sharded over them as their arrays say. Tell the step so with its `shards`.
 
     Args:
       step: `awc_step` or another, with its keywords bound by `functools.partial`.
@@ -269,6 +273,13 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
         return jax.vmap(function, axis_name=AXIS)
 
     def on_slice(*stacked):
+        rows = {x.shape[0] for x in jax.tree.leaves(stacked)}
+        if rows != {1}:
+            num_workers = mesh.shape[AXIS]
+            raise ValueError(
+                f"stacked arrays have a row for each of the {num_workers} workers, "
+                f"got {sorted(row * num_workers for row in rows)} rows"
+            )
         result = function(*jax.tree.map(lambda x: x[0], stacked))
         return jax.tree.map(lambda x: x[None], result)
 
