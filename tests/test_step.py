@@ -1,0 +1,643 @@
+"""The three steps against float64 recursions, on devices and simulated."""
+
+import functools
+import logging
+import re
+from typing import NamedTuple
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import oracles
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from decentjax import (
+    AXIS,
+    all_reduce_step,
+    atc_step,
+    awc_step,
+    compute_in,
+    consensus_distance,
+    init_state,
+    mean_model,
+    mix,
+    on_mesh,
+    over_workers,
+    place,
+    simulate,
+    topology,
+    worker_mesh,
+)
+
+EITHER_WAY = pytest.mark.parametrize("simulated", [True, False])
+STEPS = {"awc": awc_step, "atc": atc_step, "all_reduce": all_reduce_step}
+EACH_STEP = pytest.mark.parametrize("step", STEPS.values(), ids=STEPS)
+GRAPHS = {
+    "ring": topology.ring(5),
+    "hypercube": topology.hypercube(8),
+    "one_peer_exponential": topology.one_peer_exponential(6),
+    "butterfly": topology.butterfly_groups(8, 4),
+    "aer": topology.alternating_exponential_ring(8, 2),
+}
+EACH_GRAPH = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
+CURVATURE = np.array([[0.5], [1], [2]], np.float32)  # powers of two: exact products
+
+
+def quadratic(params, model_state, batch, key):
+    """The mean over the examples of `1/2 curvature (x - optimum)^2`, summed."""
+    del key
+    distance = params["x"][None] - batch
+    loss = 0.5 * jnp.sum(CURVATURE * jnp.mean(jnp.square(distance), 0))
+    return loss, (model_state, {"twice": 2 * loss})
+
+
+class Problem(NamedTuple):
+    """All workers start from one model; the optimum of each is another."""
+
+    start: dict[str, jax.Array]  # [3, 4]
+    optima: jax.Array  # [N, 1, 3, 4]; batches of one example
+
+    def gradient(self, models):
+        return CURVATURE * (models - np.asarray(self.optima[:, 0], np.float64))
+
+
+@functools.cache
+def _problem(num_workers):
+    generator = np.random.default_rng(num_workers)
+    optima = generator.standard_normal((num_workers, 1, 3, 4))
+    start = {"x": jnp.asarray(generator.standard_normal((3, 4)), jnp.float32)}
+    return Problem(start, jnp.asarray(optima, jnp.float32))
+
+
+def _bind(step, optimizer, loss_fn=quadratic, **options):
+    return functools.partial(step, loss_fn=loss_fn, optimizer=optimizer, **options)
+
+
+def _placed(step, graph, simulated):
+    if simulated:
+        return simulate(step, graph)
+    return on_mesh(step, graph, worker_mesh(graph.num_workers))
+
+
+def _start(problem, optimizer, num_workers):
+    return init_state(problem.start, optimizer, jax.random.key(0), num_workers)
+
+
+def _train(step, graph, optimizer, num_steps, simulated=True, **options):
+    """The models after each step, [num_steps, N, 3, 4]."""
+    problem = _problem(graph.num_workers)
+    train_step = _placed(_bind(step, optimizer, **options), graph, simulated)
+    state, models = _start(problem, optimizer, graph.num_workers), []
+    for t in range(num_steps):
+        state, _ = train_step(state, problem.optima, t)
+        models.append(np.asarray(state.params["x"]))
+    return np.stack(models)
+
+
+def _recursion(step, graph, lr, num_steps):
+    problem, n = _problem(graph.num_workers), graph.num_workers
+    start = np.stack([problem.start["x"]] * n).astype(np.float64)
+    if step is all_reduce_step:
+        return oracles.all_reduce(start, problem.gradient, lr, num_steps)
+    recursion = oracles.awc if step is awc_step else oracles.atc
+    flat = lambda x: problem.gradient(x.reshape(n, 3, 4)).reshape(n, -1)  # noqa: E731
+    matrices = topology.matrices(graph)
+    models = recursion(matrices, start.reshape(n, -1), flat, lr, num_steps)
+    return models.reshape(num_steps, n, 3, 4)
+
+
+@pytest.mark.parametrize(
+    ("step", "graph"),
+    [
+        *(pytest.param(awc_step, graph, id=f"awc-{n}") for n, graph in GRAPHS.items()),
+        *(pytest.param(atc_step, graph, id=f"atc-{n}") for n, graph in GRAPHS.items()),
+        pytest.param(all_reduce_step, GRAPHS["ring"], id="all_reduce-ring"),
+        pytest.param(all_reduce_step, GRAPHS["hypercube"], id="all_reduce-hypercube"),
+    ],
+)
+def test_a_step_follows_the_dense_recursion_the_same_on_devices_and_simulated(
+    graph, step
+):
+    """Bit for bit: with these numbers only the mixing rounds, see test_mixing."""
+    num_steps = 2 * graph.period + 1
+    wanted = _recursion(step, graph, 0.25, num_steps)
+    simulated = _train(step, graph, optax.sgd(0.25), num_steps)
+    np.testing.assert_allclose(simulated, wanted, rtol=0, atol=3e-6)
+    on_devices = _train(step, graph, optax.sgd(0.25), num_steps, simulated=False)
+    assert np.array_equal(on_devices, simulated)
+
+
+@EACH_STEP
+def test_with_any_learning_rate_devices_and_simulation_agree_to_rounding(step):
+    graph = topology.hypercube(4)
+    simulated = _train(step, graph, optax.adamw(0.1), 5)
+    on_devices = _train(step, graph, optax.adamw(0.1), 5, simulated=False)
+    np.testing.assert_allclose(on_devices, simulated, rtol=0, atol=2e-6)
+
+
+@EACH_STEP
+@pytest.mark.parametrize(
+    "make", [optax.adamw, functools.partial(optax.sgd, momentum=0.9)]
+)
+def test_of_one_worker_a_step_is_plain_training(step, make):
+    optimizer, problem = make(0.1), _problem(1)
+    got = _train(step, topology.ring(1), optimizer, 5)[-1, 0]
+
+    @jax.jit
+    def plain_step(params, state):
+        gradient = jax.grad(
+            lambda params: quadratic(params, (), problem.optima[0], None)[0]
+        )
+        updates, state = optimizer.update(gradient(params), state, params)
+        return optax.apply_updates(params, updates), state
+
+    params, state = problem.start, optimizer.init(problem.start)
+    for _ in range(5):
+        params, state = plain_step(params, state)
+    np.testing.assert_allclose(got, params["x"], rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("graph", [GRAPHS["ring"], GRAPHS["aer"]], ids=["ring", "aer"])
+def test_of_one_curvature_the_mean_of_awc_is_the_model_of_all_reduce(graph):
+    def loss_fn(params, model_state, batch, key):
+        return 0.5 * jnp.sum(jnp.square(params["x"] - batch[0])), (model_state, {})
+
+    decentralized = _train(awc_step, graph, optax.sgd(0.2), 5, loss_fn=loss_fn)
+    baseline = _train(all_reduce_step, graph, optax.sgd(0.2), 5, loss_fn=loss_fn)
+    np.testing.assert_allclose(decentralized.mean(1), baseline[:, 0], atol=1e-6)
+
+
+@EITHER_WAY
+def test_on_the_complete_graph_atc_with_sgd_is_all_reduce(simulated):
+    train = functools.partial(_train, graph=topology.complete(8), num_steps=5)
+    atc = train(atc_step, optimizer=optax.sgd(0.1), simulated=simulated)
+    baseline = train(all_reduce_step, optimizer=optax.sgd(0.1), simulated=simulated)
+    np.testing.assert_allclose(atc, baseline, rtol=0, atol=1e-6)
+
+
+def test_on_the_complete_graph_awc_is_one_own_gradient_away_from_the_mean():
+    models = _train(awc_step, topology.complete(8), optax.sgd(0.1), 4)
+    before, after = models[-2], models[-1]
+    wanted = before.mean(0) - 0.1 * _problem(8).gradient(before)
+    np.testing.assert_allclose(after, wanted, rtol=0, atol=1e-6)
+    assert after.std(0).min() > 1e-3
+
+
+@EITHER_WAY
+def test_all_reduce_keeps_its_replicas_identical(simulated):
+    models = _train(all_reduce_step, GRAPHS["ring"], optax.adamw(0.1), 7, simulated)
+    assert all(np.array_equal(models[:, 0], models[:, i]) for i in range(5))
+    assert np.abs(models[-1] - models[0]).max() > 0.1
+
+
+@pytest.mark.parametrize("order", ["awc", "atc"])
+def test_weight_decay_is_taken_from_the_model_that_the_update_lands_on(order):
+    graph, problem = topology.one_peer_ring(4), _problem(4)
+    optimizer = optax.chain(optax.add_decayed_weights(0.5), optax.sgd(0.25))
+    matrices = topology.matrices(graph)
+    x = np.stack([problem.start["x"]] * 4).astype(np.float64)
+    for t in range(4):
+        gradient = problem.gradient(x)
+        average = functools.partial(np.tensordot, matrices[t % 2], axes=1)
+        if order == "awc":
+            x = average(x) - 0.25 * (gradient + 0.5 * average(x))
+        else:
+            x = average(x - 0.25 * (gradient + 0.5 * x))
+    got = _train(STEPS[order], graph, optimizer, 4)[-1]
+    np.testing.assert_allclose(got, x, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("order", ["awc", "atc"])
+def test_narrow_messages_go_through_the_steps(order):
+    graph = topology.one_peer_ring(4)
+    exact = _train(STEPS[order], graph, optax.sgd(0.25), 3)
+    narrow = _train(STEPS[order], graph, optax.sgd(0.25), 3, message_dtype=jnp.bfloat16)
+    assert 1e-5 < np.abs(narrow - exact).max() < 0.03
+    np.testing.assert_allclose(narrow.mean(1), exact.mean(1), rtol=0, atol=1e-2)
+
+
+SHARDED_GRAPHS = {
+    "ring": topology.ring(4),
+    "hypercube": topology.hypercube(4),
+    "star": topology.star(4),
+    "complete": topology.complete(4),
+}
+RAVELLED_GRAPHS = {
+    "aer": topology.alternating_exponential_ring(4, 2),
+    "butterfly": topology.butterfly_groups(4, 2),
+}
+
+
+def _sharded_start(graph, optimizer):
+    """Workers on slices of two devices, which share the last dim of the params."""
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "model"))
+    problem = _problem(4)
+
+    def sharding(x):
+        spec = (AXIS, *[None] * (x.ndim - 2), "model")[: x.ndim]
+        return NamedSharding(mesh, PartitionSpec(*spec))
+
+    state = _start(problem, optimizer, 4)
+    state = jax.tree.map(lambda x: jax.device_put(x, sharding(x)), state)
+    optima = jax.device_put(problem.optima, sharding(problem.optima))
+    return mesh, state, optima
+
+
+@EACH_STEP
+@pytest.mark.parametrize(
+    "graph",
+    [*SHARDED_GRAPHS.values(), *RAVELLED_GRAPHS.values()],
+    ids=[*SHARDED_GRAPHS, *RAVELLED_GRAPHS],
+)
+def test_a_worker_on_a_slice_of_the_mesh_trains_as_on_one_device(graph, step):
+    mesh, state, optima = _sharded_start(graph, optax.sgd(0.25, momentum=0.5))
+    train_step = on_mesh(_bind(step, optax.sgd(0.25, momentum=0.5)), graph, mesh)
+    wanted = _train(step, graph, optax.sgd(0.25, momentum=0.5), 5)[-1]
+    for t in range(5):
+        state, _ = train_step(state, optima, t)
+    np.testing.assert_allclose(state.params["x"], wanted, rtol=0, atol=1e-6)
+
+
+SHARDS = {"x": PartitionSpec(None, "model")}
+SHARDED = [
+    pytest.param(graph, id=name)
+    for name, graph in {**SHARDED_GRAPHS, **RAVELLED_GRAPHS}.items()
+]
+
+
+@pytest.mark.parametrize("step", [awc_step, atc_step])
+@pytest.mark.parametrize("graph", SHARDED)
+def test_params_stay_sharded_over_the_other_axes_of_the_mesh(graph, step):
+    mesh, state, optima = _sharded_start(graph, optax.adam(0.1))
+    train_step = on_mesh(_bind(step, optax.adam(0.1), shards=SHARDS), graph, mesh)
+    spec = state.params["x"].sharding.spec
+    for t in range(graph.period):
+        state, _ = train_step(state, optima, t)
+    assert state.params["x"].sharding.spec == spec
+    assert state.opt_state[0].mu["x"].sharding.spec == spec
+
+
+@pytest.mark.parametrize("step", [awc_step, atc_step])
+@pytest.mark.parametrize("graph", SHARDED)
+def test_mixing_shards_is_mixing_models(graph, step):
+    mesh, state, optima = _sharded_start(graph, optax.sgd(0.25, momentum=0.5))
+    optimizer = optax.sgd(0.25, momentum=0.5)
+    train_step = on_mesh(_bind(step, optimizer, shards=SHARDS), graph, mesh)
+    for t in range(5):
+        state, _ = train_step(state, optima, t)
+    wanted = _train(step, graph, optimizer, 5)[-1]
+    np.testing.assert_allclose(state.params["x"], wanted, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("graph", SHARDED)
+def test_between_slices_of_the_mesh_only_the_shards_are_exchanged(graph):
+    """Device 2 i + k holds shard k of worker i; a model has 12 floats, a shard 6."""
+    mesh, state, optima = _sharded_start(graph, optax.sgd(0.25))
+    bound = _bind(awc_step, optax.sgd(0.25), shards=SHARDS)
+    for exchange in graph:
+        step = functools.partial(bound, exchange=exchange)
+        compiled = jax.jit(over_workers(step, mesh)).lower(state, optima).compile()
+        found = hlo.collectives(compiled.as_text(), 8)
+        between = [c for c in found if any(g[0] // 2 != g[-1] // 2 for g in c.groups)]
+        assert between
+        for collective in between:
+            assert collective.num_bytes <= 6 * 4
+            shards = [{device % 2 for device in group} for group in collective.groups]
+            assert all(len(shard) == 1 for shard in shards)
+
+
+def _noisy(params, model_state, batch, key):
+    """A batch-norm-like running mean, a count, and noise from the key."""
+    running = 0.9 * model_state["running"] + 0.1 * batch.mean(0)
+    state = {"running": running, "count": model_state["count"] + 1}
+    loss = 0.5 * jnp.mean(jnp.square(params["x"][None] - batch))
+    return loss, (state, {"noise": jax.random.uniform(key)})
+
+
+@functools.cache
+def _noisy_run(step, num_steps=4, simulated=True, seed=0, **options):
+    problem, graph, optimizer = _problem(4), topology.one_peer_ring(4), optax.sgd(0.1)
+    batch = jnp.concatenate([problem.optima, 2 * problem.optima], 1)
+    model_state = {"running": jnp.zeros((3, 4)), "count": jnp.int32(0)}
+    state = init_state(problem.start, optimizer, jax.random.key(seed), 4, model_state)
+    train_step = _placed(_bind(step, optimizer, _noisy, **options), graph, simulated)
+    metrics = []
+    for t in range(num_steps):
+        state, found = train_step(state, batch, t)
+        metrics.append(found)
+    return state, jax.tree.map(lambda *x: np.stack(x), *metrics)
+
+
+@EITHER_WAY
+@EACH_STEP
+def test_the_model_state_of_each_worker_goes_from_step_to_step(step, simulated):
+    state, _ = _noisy_run(step, 4, simulated)
+    wanted = (1 - 0.9**4) * 1.5 * _problem(4).optima[:, 0]
+    np.testing.assert_allclose(state.model_state["running"], wanted, rtol=1e-5)
+    assert state.model_state["count"].tolist() == [4] * 4
+
+
+@EITHER_WAY
+@EACH_STEP
+def test_each_worker_and_step_has_its_own_randomness_and_it_repeats(step, simulated):
+    _, metrics = _noisy_run(step, 4, simulated)
+    assert metrics["noise"].shape == (4, 4)
+    assert len(np.unique(metrics["noise"])) == 16
+    _, again = _noisy_run(awc_step, 4, simulated=True)
+    assert np.array_equal(metrics["noise"], again["noise"])
+    _, other = _noisy_run(awc_step, 1, seed=1)
+    assert not np.isin(other["noise"], metrics["noise"]).any()
+
+
+@EITHER_WAY
+@EACH_STEP
+def test_metrics_are_those_of_each_worker_at_the_model_before_the_step(step, simulated):
+    graph, problem = GRAPHS["ring"], _problem(5)
+    train_step = _placed(_bind(step, optax.sgd(0.1)), graph, simulated)
+    _, metrics = train_step(_start(problem, optax.sgd(0.1), 5), problem.optima, 0)
+    distance = np.asarray(problem.start["x"]) - np.asarray(problem.optima)[:, 0]
+    wanted = 0.5 * np.sum(CURVATURE * np.square(distance), (1, 2))
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+    np.testing.assert_allclose(metrics["twice"], 2 * wanted, rtol=1e-5)
+    assert sorted(metrics) == ["loss", "twice"]
+
+
+def _linear(params, model_state, batch, key):
+    del key
+    inputs, targets = batch
+    error = jnp.mean(jnp.square(inputs @ params["w"] - targets))
+    return error, (model_state, {"worst": jnp.max(inputs)})
+
+
+@EITHER_WAY
+@EACH_STEP
+def test_micro_batches_give_the_gradient_of_the_whole_batch(step, simulated):
+    generator = np.random.default_rng(0)
+    inputs = jnp.asarray(generator.standard_normal((4, 6, 3)), jnp.float32)
+    targets = jnp.asarray(generator.standard_normal((4, 6, 2)), jnp.float32)
+    optimizer, graph = optax.sgd(0.1), topology.ring(4)
+    found = {}
+    for number in (1, 3):
+        state = init_state({"w": jnp.ones((3, 2))}, optimizer, jax.random.key(0), 4)
+        bound = _bind(step, optimizer, _linear, num_micro_batches=number)
+        found[number] = _placed(bound, graph, simulated)(state, (inputs, targets), 0)
+    (whole, metrics), (cut, averaged) = found[1], found[3]
+    np.testing.assert_allclose(cut.params["w"], whole.params["w"], atol=1e-6)
+    np.testing.assert_allclose(averaged["loss"], metrics["loss"], rtol=1e-5)
+    worst = np.asarray(inputs).reshape(4, 3, -1).max(-1).mean(-1)
+    np.testing.assert_allclose(averaged["worst"], worst, rtol=1e-5)
+
+
+def test_micro_batches_thread_the_model_state_and_have_keys_of_their_own():
+    state, metrics = _noisy_run(awc_step, num_steps=2, num_micro_batches=2)
+    assert state.model_state["count"].tolist() == [4] * 4
+    decay = np.array([0.9**3 + 0.9, 0.9**2 + 1]) * 0.1
+    optima = np.asarray(_problem(4).optima[:, 0])
+    wanted = decay[0] * optima + decay[1] * 2 * optima
+    np.testing.assert_allclose(state.model_state["running"], wanted, rtol=1e-5)
+    _, whole = _noisy_run(awc_step, num_steps=2)
+    assert not np.isin(metrics["noise"], whole["noise"]).any()
+    assert len(np.unique(metrics["noise"])) == 8
+
+
+def test_a_batch_that_cannot_be_cut_is_refused_with_both_numbers():
+    with pytest.raises(ValueError, match=r"batch of 2 cannot be cut into 3 micro"):
+        _noisy_run(awc_step, num_micro_batches=3)
+
+
+def _token_model(params, model_state, batch, key):
+    del key
+    hidden = jnp.tanh(params["embedding"][batch] @ params["hidden"])
+    return jnp.mean(hidden @ params["out"]).astype("float32"), (model_state, {})
+
+
+def _token_state(optimizer):
+    shapes = {"embedding": (7, 4), "hidden": (4, 4), "out": (4, 2)}
+    params = {name: jnp.full(shape, 0.1) for name, shape in shapes.items()}
+    return init_state(params, optimizer, jax.random.key(0), 2)
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_compute_in_runs_both_passes_in_the_dtype_and_keeps_params_and_gradients(
+    num_micro_batches,
+):
+    seen = []
+
+    def spy(updates, _):
+        seen.extend(x.dtype for x in jax.tree.leaves(updates))
+        return updates
+
+    optimizer = optax.chain(optax.stateless(spy), optax.sgd(0.1))
+    bound = _bind(
+        awc_step,
+        optimizer,
+        compute_in(_token_model, jnp.bfloat16),
+        num_micro_batches=num_micro_batches,
+    )
+    state = _token_state(optimizer)
+    batch = jnp.ones((2, 4, 5), int)
+    step = over_workers(functools.partial(bound, exchange=topology.complete(2)[0]))
+    text = jax.jit(step).lower(state, batch).as_text()
+    operands = re.findall(r"stablehlo\.dot_general.*: \((.*?)\) ->", text)
+    assert len(operands) >= 5  # two products forward, three backward
+    assert all(re.fullmatch(r"\S+bf16>, \S+bf16>", pair) for pair in operands)
+    after, _ = jax.jit(step)(state, batch)
+    assert {x.dtype.name for x in jax.tree.leaves(after.params)} == {"float32"}
+    assert {dtype.name for dtype in seen} == {"float32"}
+
+
+def test_compute_in_leaves_integer_params_alone():
+    def loss_fn(params, model_state, batch, key):
+        return params["x"].dtype, params["n"].dtype
+
+    params = {"x": jnp.ones(3), "n": jnp.arange(3)}
+    found = compute_in(loss_fn, jnp.bfloat16)(params, (), (), None)
+    assert found == (jnp.bfloat16, jnp.int32)
+
+
+def _compilations(caplog, run):
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "jax"), jax.log_compiles():
+        run()
+    messages = [record.getMessage() for record in caplog.records]
+    return sum(message.startswith("Finished XLA compilation") for message in messages)
+
+
+@EITHER_WAY
+@pytest.mark.parametrize(
+    ("graph", "num_distinct"),
+    [
+        (topology.one_peer_ring(2), 1),
+        (topology.hypercube(4), 2),
+    ],
+    ids=["one_peer_ring", "hypercube"],
+)
+def test_each_distinct_exchange_is_compiled_once(
+    graph, num_distinct, simulated, caplog
+):
+    n, optimizer = graph.num_workers, optax.adam(0.1)
+    train_step = _placed(_bind(awc_step, optimizer), graph, simulated)
+    state, optima = _start(_problem(n), optimizer, n), _problem(n).optima
+    if not simulated:
+        state, optima = place((state, optima), worker_mesh(n))
+
+    def run():
+        following = state
+        for t in range(2 * graph.period + 1):
+            following, _ = train_step(following, optima, t)
+
+    assert _compilations(caplog, run) == num_distinct
+
+
+def _compiled_text(step, graph, optimizer=None):
+    optimizer = optimizer or optax.adam(0.1)
+    n = graph.num_workers
+    step = functools.partial(_bind(step, optimizer), exchange=graph[1])
+    mapped = jax.jit(over_workers(step, worker_mesh(n)))
+    state = _start(_problem(n), optimizer, n)
+    return mapped.lower(state, _problem(n).optima).compile().as_text()
+
+
+@EACH_GRAPH
+def test_the_exchange_of_awc_waits_for_the_params_alone_and_for_no_condition(graph):
+    text = _compiled_text(awc_step, graph)
+    assert hlo.inputs_of_collectives(text) == {r"stacked[0].params[\'x\']"}
+    assert hlo.in_conditionals(text) == []
+
+
+@pytest.mark.parametrize("step", [atc_step, all_reduce_step])
+def test_the_exchange_of_the_others_waits_for_the_gradient(step):
+    inputs = hlo.inputs_of_collectives(_compiled_text(step, GRAPHS["hypercube"]))
+    assert "stacked[1]" in inputs
+
+
+@pytest.mark.parametrize("graph", [GRAPHS["ring"], GRAPHS["aer"]], ids=["ring", "aer"])
+@pytest.mark.parametrize("order", ["awc", "atc"])
+def test_a_step_sends_what_its_exchange_sends_and_nothing_else(order, graph):
+    n = graph.num_workers
+    mixing = functools.partial(mix, exchange=graph[1], axis_name=AXIS)
+    alone = jax.jit(over_workers(mixing, worker_mesh(n)))
+    text = alone.lower({"x": jnp.ones((n, 3, 4))}).compile().as_text()
+    step_text = _compiled_text(STEPS[order], graph)
+    assert sorted(hlo.collectives(step_text, n)) == sorted(hlo.collectives(text, n))
+
+
+def test_all_reduce_sends_one_sum_of_the_gradients():
+    text = _compiled_text(all_reduce_step, GRAPHS["aer"])
+    (total,) = hlo.collectives(text, 8)
+    assert total == ("all-reduce", 12 * 4, (tuple(range(8)),))
+
+
+def test_all_workers_start_from_one_model_with_keys_of_their_own():
+    problem, optimizer = _problem(3), optax.adam(0.1)
+    model_state = {"mean": jnp.arange(2.0), "count": 3, "key": jax.random.key(1)}
+    state = init_state(problem.start, optimizer, jax.random.key(0), 3, model_state)
+    for i in range(3):
+        assert np.array_equal(state.params["x"][i], problem.start["x"])
+        assert state.model_state["mean"][i].tolist() == [0, 1]
+        assert int(state.model_state["count"][i]) == 3
+    moments = optimizer.init(problem.start)
+    same = lambda stacked, x: np.array_equal(stacked, np.stack([x] * 3))  # noqa: E731
+    assert jax.tree.all(jax.tree.map(same, state.opt_state, moments))
+    assert len(np.unique(jax.random.key_data(state.key), axis=0)) == 3
+
+
+@EITHER_WAY
+def test_a_step_gives_up_the_buffers_of_its_state(simulated):
+    problem, graph, optimizer = _problem(4), topology.ring(4), optax.adam(0.1)
+    train_step = _placed(_bind(awc_step, optimizer), graph, simulated)
+    state = _start(problem, optimizer, 4)
+    if not simulated:
+        state = place(state, worker_mesh(4))
+    train_step(state, problem.optima, 0)
+    assert all(x.is_deleted() for x in jax.tree.leaves(state))
+    assert not problem.optima.is_deleted()
+
+
+@pytest.mark.parametrize("num_workers", [1, 4])
+@pytest.mark.parametrize(
+    "optimizer", [optax.contrib.prodigy(0.1), optax.contrib.mechanize(optax.sgd(0.1))]
+)
+def test_an_optimizer_may_keep_the_params_in_its_state(optimizer, num_workers):
+    graph = topology.ring(num_workers)
+    models = _train(awc_step, graph, optimizer, 2)
+    assert np.isfinite(models).all()
+    assert not _problem(num_workers).start["x"].is_deleted()
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("wrong", ["state", "batch"])
+def test_arrays_stacked_for_another_number_of_workers_are_refused(wrong, simulated):
+    graph, optimizer, optima = topology.ring(4), optax.sgd(0.1), _problem(4).optima
+    state = _start(_problem(4), optimizer, 8 if wrong == "state" else 4)
+    batch = jnp.concatenate([optima, optima]) if wrong == "batch" else optima
+    with pytest.raises(ValueError, match=r"sizes|rows|workers"):
+        _placed(_bind(awc_step, optimizer), graph, simulated)(state, batch, 0)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        lambda: worker_mesh(4),
+        lambda: Mesh(jax.devices(), ("data",)),
+        lambda: Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "model")),
+    ],
+    ids=["another_size", "another_axis", "a_larger_mesh"],
+)
+def test_a_mesh_without_a_place_for_each_worker_is_refused(mesh):
+    step = _bind(awc_step, optax.sgd(0.1))
+    message = r'axis "workers" of the topology\'s 8 workers, got \{'
+    with pytest.raises(ValueError, match=message):
+        on_mesh(step, topology.ring(8), mesh())
+
+
+def test_a_worker_mesh_takes_the_first_devices():
+    mesh = worker_mesh(3)
+    assert mesh.axis_names == (AXIS,)
+    assert mesh.devices.tolist() == jax.devices()[:3]
+    last = worker_mesh(2, jax.devices()[6:])
+    assert last.devices.tolist() == jax.devices()[6:]
+
+
+@pytest.mark.parametrize(("devices", "number"), [(None, 8), (2, 2)])
+def test_more_workers_than_devices_need_to_be_simulated(devices, number):
+    devices = jax.devices()[:devices] if devices else None
+    with pytest.raises(ValueError, match=f"9 workers need .* got {number}"):
+        worker_mesh(9, devices)
+
+
+def test_place_gives_each_worker_its_own_part():
+    placed = place({"x": jnp.arange(8).reshape(4, 2)}, worker_mesh(4))["x"]
+    parts = {shard.device: shard.data.tolist() for shard in placed.addressable_shards}
+    assert parts == {jax.devices()[i]: [[2 * i, 2 * i + 1]] for i in range(4)}
+
+
+def test_the_mean_model_averages_floats_and_takes_the_rest_from_worker_zero():
+    stacked = {
+        "x": jnp.array([[1.0, 2], [3, 6]]),
+        "narrow": jnp.array([256, 257 - 256, 1, 1], jnp.bfloat16),
+        "n": jnp.array([[4, 5], [6, 7]]),
+    }
+    mean = mean_model(stacked)
+    assert mean["x"].tolist() == [2, 4]
+    assert mean["n"].tolist() == [4, 5]
+    assert mean["narrow"].dtype == jnp.bfloat16
+    assert float(mean["narrow"]) == float(jnp.bfloat16((256 + 3) / 4))
+
+
+@EITHER_WAY
+def test_over_workers_maps_trees_of_several_arguments(simulated):
+    def function(x, tree):
+        place = jax.lax.axis_index(AXIS)
+        distance = consensus_distance(x, AXIS)
+        return {"sum": x + tree["y"], "place": place}, distance
+
+    mesh = None if simulated else worker_mesh(4)
+    x, y = jnp.arange(4.0), jnp.ones((4, 2))
+    out, distance = jax.jit(over_workers(function, mesh))(x, {"y": y})
+    np.testing.assert_allclose(out["sum"], x[:, None] + y)
+    assert out["place"].tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(distance, np.full(4, np.sqrt(1.25)), rtol=1e-6)
