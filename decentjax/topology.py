@@ -14,11 +14,8 @@ from decentjax.exchange import (
     Exchange,
     Groups,
     Permutations,
-    Round,
     Topology,
-    apply,
     matrices,
-    rounds_of,
 )
 from decentjax.matching import birkhoff
 
@@ -26,10 +23,8 @@ __all__ = [
     "Exchange",
     "Groups",
     "Permutations",
-    "Round",
     "Topology",
     "alternating_exponential_ring",
-    "apply",
     "base_k",
     "butterfly_groups",
     "complete",
@@ -44,7 +39,6 @@ __all__ = [
     "random_matching",
     "ring",
     "ring_lattice",
-    "rounds_of",
     "star",
     "torus",
 ]

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 import decentjax
 from decentjax import topology
+from decentjax.exchange import apply, rounds_of
 from decentjax.topology import Exchange, Groups, Permutations, Topology
 
 SIZES = (1, 2, 3, 5, 6, 7, 8, 12, 16, 64)
@@ -204,7 +205,7 @@ def _product(matrices):
 
 def _joint_node_pairs(exchange, num_nodes, per_node):
     """The sets of nodes that average with one another, read off the mixing matrix."""
-    matrix = topology.apply(exchange, np.eye(num_nodes * per_node))
+    matrix = apply(exchange, np.eye(num_nodes * per_node))
     sets = {frozenset((np.flatnonzero(row) // per_node).tolist()) for row in matrix}
     return {nodes for nodes in sets if len(nodes) > 1}
 
@@ -240,7 +241,7 @@ def test_the_mean_never_moves(make):
     start = np.random.default_rng(0).standard_normal((graph.num_workers, 2, 3))
     values = start
     for exchange in graph:
-        values = topology.apply(exchange, values)
+        values = apply(exchange, values)
     assert values.shape == start.shape
     np.testing.assert_allclose(values.mean(0), start.mean(0), rtol=0, atol=1e-13)
 
@@ -282,8 +283,8 @@ PARALLEL = Permutations(((1, 0), (0, 1), (1, 0)), (0.25, 0.5, 0.25))
 )
 def test_rounds_are_the_fewest_and_rebuild_the_matrix(make):
     for between in _permutations_of(make):
-        matrix = topology.apply(Exchange(between), np.eye(between.size))
-        own, rounds = topology.rounds_of(between)
+        matrix = apply(Exchange(between), np.eye(between.size))
+        own, rounds = rounds_of(between)
         rebuilt = np.diag(own)
         edges = (matrix > 0) & ~np.eye(between.size, dtype=bool)
         assert len(rounds) == max(edges.sum(0).max(), edges.sum(1).max())
@@ -301,7 +302,7 @@ def test_rounds_are_the_fewest_and_rebuild_the_matrix(make):
 
 
 def test_a_dense_matrix_of_16_workers_needs_15_rounds():
-    _, rounds = topology.rounds_of(topology.from_matrix(_random_matrix(16))[0].between)
+    _, rounds = rounds_of(topology.from_matrix(_random_matrix(16))[0].between)
     assert len(rounds) == 15
 
 
@@ -438,7 +439,7 @@ def doubly_stochastic(draw):
 def test_from_matrix_takes_any_doubly_stochastic_matrix(matrix):
     graph = topology.from_matrix(matrix)
     np.testing.assert_allclose(topology.matrices(graph)[0], matrix, rtol=0, atol=1e-12)
-    own, rounds = topology.rounds_of(graph[0].between)
+    own, rounds = rounds_of(graph[0].between)
     edges = (matrix > 1e-13) & ~np.eye(len(matrix), dtype=bool)
     assert len(rounds) == max(edges.sum(0).max(), edges.sum(1).max())
     np.testing.assert_allclose(own, np.diag(matrix), rtol=0, atol=1e-12)
@@ -471,9 +472,7 @@ def test_apply_multiplies_by_the_mixing_matrix(make, shape):
     graph = topology.damped(topology.hierarchical(6, 2, make), 0.75)
     values = np.random.default_rng(0).standard_normal(shape)
     expected = np.tensordot(topology.matrices(graph)[0], values, 1)
-    np.testing.assert_allclose(
-        topology.apply(graph[0], values), expected, rtol=0, atol=1e-14
-    )
+    np.testing.assert_allclose(apply(graph[0], values), expected, rtol=0, atol=1e-14)
 
 
 def test_lists_make_the_same_value():
