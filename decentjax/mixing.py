@@ -147,7 +147,8 @@ def _mix_leaf(
     axis_name: AxisName,
     message_dtype: DTypeLike | None,
 ) -> jax.Array:
-    message_dtype = x.dtype if message_dtype is None else message_dtype
+    if message_dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        message_dtype = x.dtype
     average = functools.partial(
         _average_between,
         between=exchange.between,

@@ -406,6 +406,7 @@ def _lowered(exchange: Exchange, dtype: str = "float32", **options: Any):
 def test_messages_between_nodes_have_the_message_dtype_and_sums_float32(path, sent):
     text = _lowered(PATHS[path], message_dtype=jnp.bfloat16).as_text()
     assert set(hlo.sent_dtypes(text)) == sent
+    assert "reduce_precision" in text  # XLA may leave out a cast there and back
     assert "stablehlo.add" in text
     assert not re.search(r"stablehlo\.(add|subtract|multiply|divide).*bf16", text)
 
@@ -628,3 +629,13 @@ def test_a_group_mean_costs_no_more_than_a_reduce_scatter_and_an_all_gather(
     text = _compiled_text(topology.butterfly_groups(8, size)[0], dtype)
     sent = hlo.traffic(text, 8, 8)
     assert sent.worker_bytes.max() <= 2 * (1 - 1 / size) * 840 * 4
+
+
+def test_complex_leaves_are_sent_as_they_are_whatever_the_message_dtype():
+    exchange = topology.ring(5)[0]
+    models = jnp.arange(5) + 1j * jnp.arange(5)[::-1]
+    narrow = functools.partial(
+        mix, exchange=exchange, axis_name=AXIS, message_dtype=jnp.bfloat16
+    )
+    wanted = matrices(topology.ring(5))[0] @ np.asarray(models)
+    np.testing.assert_allclose(over_workers(narrow)(models), wanted, rtol=1e-6)

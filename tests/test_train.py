@@ -180,7 +180,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
 
 @pytest.mark.parametrize(
     ("number", "step"),
-    [(signal.SIGTERM, random.randrange(1, 200)), (signal.SIGKILL, 130)],
+    [(signal.SIGTERM, random.randrange(1, 100)), (signal.SIGKILL, 90)],
     ids=["SIGTERM at a random step", "SIGKILL"],
 )
 def test_a_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path, number, step):
