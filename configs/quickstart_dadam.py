@@ -1,4 +1,11 @@
-"""The quickstart with DAdam: the moments move at every step."""
+"""The quickstart with DAdamW: the moments move at every step.
+
+Command: `python -m train configs/quickstart_dadam.py`
+Hardware: as in quickstart.py.
+Wall time: 50 s.
+Result: 2.344 held-out bits per byte of the mean model, 2.343 to 2.344 of single
+workers.
+"""
 
 import dataclasses
 
