@@ -200,7 +200,7 @@ def _replica_groups(line: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
     mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line)
     sizes = {k: int(v) for k, v in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
     axes = re.findall(r"'(\w+)'", mesh[2])
-    devices = np.arange(num_devices).reshape(*sizes.values())
+    devices = np.arange(np.prod(list(sizes.values()))).reshape(*sizes.values())
     places = [list(sizes).index(axis) for axis in axes]
     devices = np.moveaxis(devices, places, range(-len(axes), 0))
     return _as_groups(devices.reshape(-1, np.prod([sizes[axis] for axis in axes])))
