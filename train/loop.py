@@ -81,9 +81,9 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
     train_step = build_train_step(config, task, optimizer, mesh)
     consensus = build_consensus(mesh)
     evaluate = build_evaluate(task)
-    step = start
+    step, end = start, start == config.num_steps
     with Log(run_dir, config.num_steps, start, task.headline) as log, _Stop() as stop:
-        while step < config.num_steps and not stop.received:
+        while not end:
             batch = _placed(next(batches), mesh)
             state, metrics = train_step(state, batch, step)
             step += 1
