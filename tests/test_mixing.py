@@ -535,6 +535,14 @@ def test_the_global_mean_is_the_mean_and_leaves_integers_alone(num_workers, simu
 
 
 @EITHER_WAY
+def test_the_global_mean_of_bfloat16_models_is_summed_in_float32(simulated):
+    models = jnp.array([256, 1, 1, 1, 1, 1, 1, 1], jnp.bfloat16)
+    mean = functools.partial(global_mean, axis_name=AXIS)
+    got = _run(mean, models, simulated=simulated)
+    assert got.tolist() == [float(jnp.bfloat16(263 / 8))] * 8
+
+
+@EITHER_WAY
 @pytest.mark.parametrize("num_workers", [1, 5, 8])
 def test_the_consensus_distance_is_the_root_mean_square_distance_to_the_mean(
     num_workers, simulated
