@@ -4,9 +4,9 @@
 few neighbours while it computes its gradient, and waits for nobody else.
 """
 
-from decentjax import analysis, topology
+from decentjax import analysis, gossip, topology
 from decentjax.exchange import Exchange, Groups, Permutations, Topology
-from decentjax.mixing import consensus_distance, global_mean, mix
+from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
 from decentjax.optim import (
     DecentralizeState,
     ScaleByAccumAdamState,
@@ -21,11 +21,13 @@ from decentjax.step import (
     AXIS,
     LossFn,
     WorkerState,
+    adapt,
     all_reduce_step,
     atc_step,
     awc_step,
     compute_in,
     init_state,
+    local_workers,
     mean_model,
     on_mesh,
     over_workers,
@@ -42,12 +44,14 @@ __all__ = [
     "Exchange",
     "Groups",
     "LossFn",
+    "Lowering",
     "Permutations",
     "ScaleByAccumAdamState",
     "Topology",
     "WorkerState",
     "accum_adam",
     "accum_adamw",
+    "adapt",
     "all_reduce_step",
     "analysis",
     "atc_step",
@@ -58,7 +62,9 @@ __all__ = [
     "dadamw",
     "decentralize",
     "global_mean",
+    "gossip",
     "init_state",
+    "local_workers",
     "mean_model",
     "mix",
     "on_mesh",

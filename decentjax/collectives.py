@@ -51,22 +51,43 @@ def sum_over_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return _collective(on_mesh, stacked, x, axis_name)
 
 
+def sum_over_groups(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array:
+    """Returns the sum over the worker's group, in the dtype of x."""
+
+    def on_mesh(x: jax.Array) -> jax.Array:
+        return lax.psum(x, axis_name, axis_index_groups=groups)
+
+    def stacked(x: jax.Array) -> jax.Array:
+        total = _sum_in_order(_by_group(x, groups).swapaxes(0, 1))[:, None]
+        return _by_worker(jnp.repeat(total, len(groups[0]), axis=1), groups)
+
+    return _collective(on_mesh, stacked, x, axis_name)
+
+
 def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array:
     """The sum over the group, a piece for each member, shape [ceil(x.size / S)]."""
     size, dtype = len(groups[0]), sum_dtype(x)
     flat = jnp.pad(x.ravel(), (0, -x.size % size))
 
     def on_mesh(flat: jax.Array) -> jax.Array:
+        if flat.dtype != dtype:
+            # The network would round its own sums to the narrow dtype at every hop.
+            return by_all_to_all(flat)
+        # Between processes on CPU, gloo's reduce-scatter gives up after 30 s, whatever
+        # time limit is set.
+        return lax.platform_dependent(flat, cpu=by_all_to_all, default=native)
+
+    def native(flat: jax.Array) -> jax.Array:
+        return lax.psum_scatter(
+            flat,
+            axis_name,
+            scatter_dimension=flat.ndim - 1,
+            axis_index_groups=groups,
+            tiled=True,
+        )
+
+    def by_all_to_all(flat: jax.Array) -> jax.Array:
         dim = flat.ndim - 1
-        if flat.dtype == dtype:
-            return lax.psum_scatter(
-                flat,
-                axis_name,
-                scatter_dimension=dim,
-                axis_index_groups=groups,
-                tiled=True,
-            )
-        # The network would round its own sums to the narrow dtype at every hop.
         pieces = flat.reshape(*flat.shape[:-1], size, -1)
         pieces = lax.all_to_all(pieces, axis_name, dim, dim, axis_index_groups=groups)
         return _sum_in_order(jnp.moveaxis(pieces, dim, 0).astype(dtype))

@@ -6,9 +6,10 @@ the same numbers: bit for bit where one process holds all devices and each leaf 
 in its own dtype.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,28 @@ from decentjax.collectives import (
     reduce_scatter,
     sum_dtype,
     sum_over_all,
+    sum_over_groups,
 )
 from decentjax.exchange import Exchange, Groups, Permutations, rounds_of
 
 Tree = TypeVar("Tree")
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowering:
+    """How the messages of an exchange are sent; which is faster, the network decides.
+
+    Args:
+      piece_bytes: permutations send a longer leaf in pieces of so many bytes, one after
+        the other; None sends it whole. Between processes on CPU the two directions of
+        a swap take turns on a whole leaf, and flow at once in pieces of 256 KiB.
+      groups: a mean over one of several groups goes by "scatter" (reduce-scatter and
+        all-gather) or by "sum" (`psum` over the group; not in a `jax.shard_map` with
+        `check_vma`).
+    """
+
+    piece_bytes: int | None = None
+    groups: Literal["scatter", "sum"] = "scatter"
 
 
 def mix(
@@ -36,6 +55,7 @@ def mix(
     axis_name: AxisName,
     message_dtype: DTypeLike | None = None,
     shards: Any = None,
+    lowering: Lowering = Lowering(),
 ) -> Tree:
     """Averages the workers' models as the exchange says: `x_i <- sum_j W_ij x_j`.
 
@@ -61,6 +81,8 @@ def mix(
       shards: where a worker is a slice of a mesh, the partition specs of its `params`
         over the slice's own axes; then each device mixes its own shard, and nothing
         else is sent. Without them a mean over a group may gather the shards first.
+      lowering: how messages are sent; the mixed models do not depend on it, but for
+        the order in which "sum" adds.
 
     Returns:
       The mixed model: structure, shapes and dtypes of `params`.
@@ -75,7 +97,11 @@ def mix(
         )
     if shards is not None:
         mix_shard = functools.partial(
-            mix, exchange=exchange, axis_name=axis_name, message_dtype=message_dtype
+            mix,
+            exchange=exchange,
+            axis_name=axis_name,
+            message_dtype=message_dtype,
+            lowering=lowering,
         )
         return _on_shards(mix_shard, shards)(params)
     _check_leaves(params)
@@ -86,7 +112,11 @@ def mix(
             f"{axis_name!r} has size {size}"
         )
     mix_leaf = functools.partial(
-        _mix_leaf, exchange=exchange, axis_name=axis_name, message_dtype=message_dtype
+        _mix_leaf,
+        exchange=exchange,
+        axis_name=axis_name,
+        message_dtype=message_dtype,
+        lowering=lowering,
     )
     return _map_floats(mix_leaf, params)
 
@@ -146,6 +176,7 @@ def _mix_leaf(
     exchange: Exchange,
     axis_name: AxisName,
     message_dtype: DTypeLike | None,
+    lowering: Lowering,
 ) -> jax.Array:
     if message_dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
         message_dtype = x.dtype
@@ -155,6 +186,7 @@ def _mix_leaf(
         axis_name=axis_name,
         workers_per_node=exchange.workers_per_node,
         message_dtype=message_dtype,
+        lowering=lowering,
     )
     if exchange.workers_per_node == 1:
         mixed = average(x)
@@ -185,15 +217,23 @@ def _average_between(
     axis_name: AxisName,
     workers_per_node: int,
     message_dtype: DTypeLike,
+    lowering: Lowering,
 ) -> jax.Array:
     """Averages with the workers of equal place on the other nodes."""
-    sent = _rounded(x, message_dtype)
     if isinstance(between, Permutations):
-        return _permuted(x, sent, between, axis_name, workers_per_node)
+        permuted = functools.partial(
+            _permuted,
+            between=between,
+            axis_name=axis_name,
+            workers_per_node=workers_per_node,
+            message_dtype=message_dtype,
+        )
+        return _in_pieces(permuted, x, lowering.piece_bytes)
+    sent = _rounded(x, message_dtype)
     nodes = np.array(between.members)[:, None]
     places = np.arange(workers_per_node)[:, None]
     groups = (nodes * workers_per_node + places).reshape(-1, nodes.shape[-1])
-    mean = _group_mean(sent, _as_members(groups), axis_name)
+    mean = _group_mean(sent, _as_members(groups), axis_name, lowering)
     if sent.dtype == x.dtype:
         return mean
     dtype = sum_dtype(x)
@@ -208,22 +248,38 @@ def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
     return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
 
 
-def _group_mean(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array:
+def _group_mean(
+    x: jax.Array, groups: Members, axis_name: AxisName, lowering: Lowering
+) -> jax.Array:
     size = len(groups[0])
     if size == 1:
         return x
-    if len(groups) == 1 and x.dtype == sum_dtype(x):
-        return sum_over_all(x, axis_name) / size
+    if x.dtype == sum_dtype(x):
+        if len(groups) == 1:
+            return sum_over_all(x, axis_name) / size
+        if lowering.groups == "sum":
+            return sum_over_groups(x, groups, axis_name) / size
     piece = reduce_scatter(x, groups, axis_name) / size
     return all_gather(piece.astype(x.dtype), groups, axis_name, x.shape)
 
 
+def _in_pieces(
+    function: Callable[[jax.Array], jax.Array], x: jax.Array, piece_bytes: int | None
+) -> jax.Array:
+    """The elementwise function of x, piece after piece where x is long."""
+    if piece_bytes is None or x.nbytes <= piece_bytes:
+        return function(x)
+    size = max(1, piece_bytes // x.dtype.itemsize)
+    pieces = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(-1, size)
+    return lax.map(function, pieces).ravel()[: x.size].reshape(x.shape)
+
+
 def _permuted(
     x: jax.Array,
-    sent: jax.Array,
     between: Permutations,
     axis_name: AxisName,
     workers_per_node: int,
+    message_dtype: DTypeLike,
 ) -> jax.Array:
     """`sum_j w_ij x_j`, a `ppermute` for each round of messages.
 
@@ -232,6 +288,7 @@ def _permuted(
     own, rounds = rounds_of(between)
     if not rounds:
         return x
+    sent = _rounded(x, message_dtype)
     dtype = sum_dtype(x)
     models = [
         permute(sent, _pairs(round_.sources, workers_per_node), axis_name).astype(dtype)

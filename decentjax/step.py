@@ -70,7 +70,7 @@ def awc_step(
 
     The gradient waits for no message and no message for the gradient, so the compiler
     runs the exchange beside the forward and the backward pass. Weight decay is taken
-    from the mixed model.
+    from the mixed model. On CPU no compiler does: see `decentjax.gossip`.
 
     Args:
       state: of this worker.
@@ -89,7 +89,39 @@ def awc_step(
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
     mixed = mix(state.params, exchange, AXIS, message_dtype, shards)
-    grads, model_state, key, metrics = _gradient(
+    # Fused with the update, a sum may be contracted and round otherwise than it does
+    # where the exchange is a program of its own.
+    mixed = jax.tree.map(lax.optimization_barrier, mixed)
+    return adapt(
+        state,
+        batch,
+        mixed,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        num_micro_batches=num_micro_batches,
+    )
+
+
+def adapt(
+    state: WorkerState,
+    batch: Any,
+    mixed: Any,
+    *,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    num_micro_batches: int = 1,
+) -> tuple[WorkerState, Metrics]:
+    """What `awc_step` does beside the exchange: `x_i <- mixed_i + update(grad f(x_i))`.
+
+    Args:
+      state: of this worker, with the unmixed model.
+      batch: of this worker.
+      mixed: the model after the exchange.
+      loss_fn: as in `awc_step`.
+      optimizer: as in `awc_step`.
+      num_micro_batches: as in `awc_step`.
+    """
+    grads, model_state, key, metrics = gradient(
         loss_fn, state, batch, num_micro_batches
     )
     updates, opt_state = optimizer.update(grads, state.opt_state, mixed)
@@ -112,7 +144,7 @@ def atc_step(
 
     The exchange waits for the update. Arguments and result as in `awc_step`.
     """
-    grads, model_state, key, metrics = _gradient(
+    grads, model_state, key, metrics = gradient(
         loss_fn, state, batch, num_micro_batches
     )
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
@@ -135,7 +167,7 @@ def all_reduce_step(
     Takes no notice of the exchange. Arguments and result as in `awc_step`.
     """
     del exchange
-    grads, model_state, key, metrics = _gradient(
+    grads, model_state, key, metrics = gradient(
         loss_fn, state, batch, num_micro_batches
     )
     grads = global_mean(grads, AXIS)
@@ -168,6 +200,7 @@ def init_state(
     key: jax.Array,
     num_workers: int,
     model_state: Any = (),
+    workers: Sequence[int] | None = None,
 ) -> WorkerState:
     """All workers start from one model, each with a random key of its own.
 
@@ -177,19 +210,22 @@ def init_state(
       key: split among the workers.
       num_workers: N.
       model_state: of one model.
+      workers: the numbers of those to make, as `local_workers(mesh)` in a job of
+        several processes; by default all.
 
     Returns:
       The stacked state, each leaf [N, ...].
     """
+    keys = jax.random.split(key, num_workers)
+    if workers is not None:
+        keys = keys[jnp.asarray(workers)]
     params, model_state = jax.tree.map(
-        lambda x: jnp.repeat(jnp.asarray(x)[None], num_workers, axis=0),
+        lambda x: jnp.repeat(jnp.asarray(x)[None], len(keys), axis=0),
         (params, model_state),
     )
     # Some optimizers keep the params themselves, and no buffer can be given up twice.
     opt_state = jax.tree.map(lambda x: x.copy(), jax.vmap(optimizer.init)(params))
-    return WorkerState(
-        params, opt_state, model_state, jax.random.split(key, num_workers)
-    )
+    return WorkerState(params, opt_state, model_state, keys)
 
 
 def simulate(step: Step, topology: Topology) -> TrainStep:
@@ -295,9 +331,29 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
     )
 
 
+def local_workers(mesh: Mesh) -> list[int]:
+    """Returns the numbers of the workers that live in this process."""
+    first_devices = mesh.devices.reshape(mesh.shape[AXIS], -1)[:, 0]
+    return [
+        number
+        for number, device in enumerate(first_devices)
+        if device.process_index == jax.process_index()
+    ]
+
+
 def place(stacked: Any, mesh: Mesh) -> Any:
-    """Puts each worker's part of stacked arrays on the worker's own device."""
-    return jax.device_put(stacked, NamedSharding(mesh, PartitionSpec(AXIS)))
+    """Puts each worker's part of stacked arrays on the worker's own device.
+
+    Args:
+      stacked: in one process all workers' rows; in one of several the rows of its own
+        workers, in the order of `local_workers`.
+      mesh: with the axis "workers" as its first.
+    """
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    if sharding.is_fully_addressable:
+        return jax.device_put(stacked, sharding)
+    make = functools.partial(jax.make_array_from_process_local_data, sharding)
+    return jax.tree.map(make, stacked)
 
 
 def mean_model(stacked: Any) -> Any:
@@ -331,21 +387,21 @@ def _in_turn(step: Step, topology: Topology, mesh: Mesh | None) -> TrainStep:
     return train_step
 
 
-def _gradient(
+def gradient(
     loss_fn: LossFn, state: WorkerState, batch: Any, num_micro_batches: int
 ) -> tuple[Any, Any, jax.Array, Metrics]:
     """Returns the gradient, the new model state and key, and the metrics."""
     key, step_key = jax.random.split(state.key)
-    gradient = jax.grad(_with_loss_metric(loss_fn), has_aux=True)
+    grad = jax.grad(_with_loss_metric(loss_fn), has_aux=True)
     if num_micro_batches == 1:
-        grads, (model_state, metrics) = gradient(
+        grads, (model_state, metrics) = grad(
             state.params, state.model_state, batch, step_key
         )
         return grads, model_state, key, metrics
 
     def add_micro_batch(carry, part):
         model_state, total = carry
-        grads, (model_state, metrics) = gradient(state.params, model_state, *part)
+        grads, (model_state, metrics) = grad(state.params, model_state, *part)
         return (model_state, jax.tree.map(jnp.add, total, grads)), metrics
 
     cut = functools.partial(_cut, num_parts=num_micro_batches)

@@ -1,7 +1,6 @@
 """Trains what a config file says: `python -m train configs/NAME.py [--field value]`."""
 
 import importlib.util
-import os
 import sys
 import textwrap
 from pathlib import Path
@@ -10,8 +9,8 @@ from typing import Annotated
 import jax
 import tyro
 
-from decentjax import mean_model
 from train.config import Config
+from train.distributed import fail_stop, provide_cpu_devices, start
 from train.log import read_metrics
 from train.loop import Outcome, train
 from train.report import write_report
@@ -40,9 +39,14 @@ def main(arguments: list[str]) -> None:
               resume: go on from the newest checkpoint in that folder.
             """
             run_dir = run_dir or Path("runs") / config.name
+            if config.distributed.enabled:
+                with fail_stop():
+                    start(config.distributed, config.workers.num_workers)
+                    run_here(config, run_dir, resume)
+                return
             if config.workers.where == "mesh":
                 provide_cpu_devices(config.workers.num_workers)
-            finish(train(config, run_dir, resume), config, run_dir)
+            run_here(config, run_dir, resume)
 
         tyro.cli(
             run,
@@ -52,16 +56,6 @@ def main(arguments: list[str]) -> None:
         )
     except (ValueError, FileNotFoundError, FloatingPointError) as error:
         raise SystemExit(f"error: {error}") from error
-
-
-def provide_cpu_devices(count: int) -> None:
-    """Lets the CPU appear as `count` devices; other platforms take no notice.
-
-    XLA runs the devices of a CPU mesh on one pool of threads, where a collective holds
-    its thread until every device has come: with too few threads they wait for ever.
-    """
-    os.environ.setdefault("NPROC", str(8 * count))
-    jax.config.update("jax_num_cpu_devices", count)
 
 
 def load_config(path: Path) -> Config:
@@ -77,6 +71,13 @@ def load_config(path: Path) -> Config:
     if not isinstance(config, Config):
         raise ValueError(f"{path} must define `config = Config(...)`, got {config!r}")
     return config
+
+
+def run_here(config: Config, run_dir: Path, resume: bool) -> None:
+    """Trains; the first process says what came out."""
+    outcome = train(config, run_dir, resume)
+    if jax.process_index() == 0:
+        finish(outcome, config, run_dir)
 
 
 def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
@@ -96,8 +97,8 @@ def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
     print(f"  {'single workers':24}{min(workers):.3f} to {max(workers):.3f}")
     for name, score in task.baselines().items():
         print(f"  {name:24}{score:.3f}")
-    model = mean_model((outcome.state.params, outcome.state.model_state))
-    print(f"\nsample of the mean model\n{textwrap.indent(task.sample(*model), '  ')}")
+    sample = textwrap.indent(task.sample(*outcome.mean), "  ")
+    print(f"\nsample of the mean model\n{sample}")
     print(f"\nreport  {report}")
 
 

@@ -10,8 +10,8 @@ import orbax.checkpoint as ocp
 from decentjax import WorkerState
 from train.config import CheckpointConfig, Config, differences, to_json
 
-# These decide when a run looks at itself, not what it computes.
-FREE = ("evaluation", "checkpoint", "log")
+# These decide when a run looks at itself and where it runs, not what it computes.
+FREE = ("evaluation", "checkpoint", "log", "exchange", "straggler", "distributed")
 
 # Its dataclasses hide their fields from type checkers.
 _args: Any = ocp.args

@@ -41,7 +41,7 @@ class WorkersConfig:
       workers_per_node: consecutive workers that share a node; for topologies with
         nodes.
       where: "simulate" puts all workers on one device as one batched program, "mesh"
-        gives each its own device.
+        gives each its own device. A job of several processes always has a mesh.
     """
 
     num_workers: int = 8
@@ -123,6 +123,75 @@ class StepConfig:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExchangeConfig:
+    """Where the models are averaged.
+
+    Args:
+      where: "in_step" makes the exchange a part of the compiled step, which hides it on
+        GPU and TPU; "background" runs it in a second thread, over the host's network,
+        which hides it on any; "auto" is "background" for "awc" in a job of several
+        processes on CPU, else "in_step".
+    """
+
+    where: Literal["auto", "in_step", "background"] = "auto"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StragglerConfig:
+    """Delays that make some processes slow, to see what others notice.
+
+    Args:
+      kind: "none"; "fixed" delays the processes `who` at each step; "rotating" delays
+        process t mod P at step t; "random" delays each at each step by a draw from a
+        normal distribution, where that is positive.
+      who: processes, of "fixed".
+      seconds: the delay, or the mean of the draws.
+      deviation: their standard deviation, in seconds.
+    """
+
+    kind: Literal["none", "fixed", "rotating", "random"] = "none"
+    who: tuple[int, ...] = (0,)
+    seconds: float = 0.3
+    deviation: float = 0.1
+
+    def __post_init__(self):
+        _check_at_least(self, 0, "seconds", "deviation")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """How the processes of a job find each other.
+
+    Args:
+      enabled: this process is one of several. Under Slurm and Open MPI no more is
+        needed, and `python -m train.launch` gives the rest.
+      coordinator: address and port of process 0, which listens there, and nowhere else.
+      num_processes: P.
+      process_id: 0 to P - 1.
+      start_seconds: how long to wait for all processes at the start.
+      timeout_seconds: how long an exchange on CPU waits for a peer before the job ends.
+    """
+
+    enabled: bool = False
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    start_seconds: int = 300
+    timeout_seconds: int = 300
+
+    def __post_init__(self):
+        _check_at_least(self, 3, "start_seconds")
+        _check_at_least(self, 1, "timeout_seconds")
+        if not self.enabled:
+            return
+        count, own = self.num_processes, self.process_id
+        if count is not None and own is not None and not 0 <= own < count:
+            raise ValueError(
+                f"distributed.process_id must be from 0 to {count - 1}, got {own}"
+            )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """The local optimizer and its schedule: linear warm-up, then a cosine.
 
@@ -193,16 +262,22 @@ class CheckpointConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """When metrics are written and the progress line moves.
+    """What is written down, and when.
 
     Args:
-      every_steps: steps between rows of metrics.jsonl.
+      every_steps: steps between rows of metrics.jsonl and moves of the progress line.
+      consensus_every_steps: steps between measurements of the consensus distance, which
+        cost an all-reduce of the model.
+      timeline: write down when each process computes, waits and exchanges, which
+        `train.report` draws; it waits for each step's end.
     """
 
     every_steps: int = 10
+    consensus_every_steps: int = 10
+    timeline: bool = False
 
     def __post_init__(self):
-        _check_at_least(self, 1, "every_steps")
+        _check_at_least(self, 1, "every_steps", "consensus_every_steps")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -223,10 +298,13 @@ class Config:
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     step: StepConfig = field(default_factory=StepConfig)
+    exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def __post_init__(self):
         _check_at_least(self, 1, "num_steps")
@@ -238,6 +316,11 @@ class Config:
             raise ValueError(
                 f"warmup_steps = {self.optimizer.warmup_steps} must be less than "
                 f"num_steps = {self.num_steps}"
+            )
+        if self.exchange.where == "background" and self.step.algorithm == "atc":
+            raise ValueError(
+                "atc averages what the step has just made: there is nothing to hide it "
+                'behind; set exchange.where to "in_step"'
             )
         self.topology.build(self.workers)
 

@@ -73,10 +73,10 @@ class Log:
                 f"the loss is {values['loss']} at step {step}; try a smaller "
                 "learning_rate, and resume from the last checkpoint"
             )
-        text = (
-            f"step {step}/{self._num_steps}  loss {values['loss']:.4f}  "
-            f"consensus {values['consensus_distance']:.3g}  {rate:.1f} steps/s"
-        )
+        parts = [f"step {step}/{self._num_steps}", f"loss {values['loss']:.4f}"]
+        if "consensus_distance" in values:
+            parts.append(f"consensus {values['consensus_distance']:.3g}")
+        text = "  ".join([*parts, f"{rate:.1f} steps/s"])
         self._progress.update(self._bar, completed=step, description=text)
         if self._progress.disable and now - self._last_line > SECONDS_BETWEEN_LINES:
             self._last_line = now
@@ -105,6 +105,24 @@ class Log:
         seconds = self._seconds_before + time.monotonic() - self._start
         with self._path.open("a") as file:
             file.write(json.dumps({"seconds": round(seconds, 3), **row}) + "\n")
+
+
+class NoLog:
+    """The log of a process that leaves it to process 0."""
+
+    def __enter__(self) -> "NoLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        pass
+
+    def evaluation(
+        self, step: int, mean: dict[str, float], workers: list[dict[str, float]]
+    ) -> None:
+        pass
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -1,26 +1,32 @@
 """A run, from the first step to the last, in reading order."""
 
 import functools
-import operator
+import os
 import signal
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
-from jax.sharding import Mesh
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
     WorkerState,
     accum_adamw,
+    adapt,
     all_reduce_step,
     atc_step,
     awc_step,
     consensus_distance,
+    gossip,
     init_state,
+    local_workers,
     mean_model,
     on_mesh,
     over_workers,
@@ -28,12 +34,16 @@ from decentjax import (
     simulate,
     worker_mesh,
 )
-from decentjax.step import TrainStep
+from decentjax.gossip import Record, host_mesh
+from decentjax.step import Metrics
 from train.checkpoint import Checkpoints
-from train.config import Config, OptimizerConfig, to_json
+from train.config import Config, OptimizerConfig, StragglerConfig, to_json
 from train.data.batches import worker_batches
-from train.log import Log
+from train.distributed import gather, job_mesh, mean_over_processes, meet
+from train.log import Log, NoLog
+from train.processes import STOP_SIGNALS
 from train.tasks.task import Task
+from train.timeline import Timeline
 
 Evaluation = tuple[dict[str, float], list[dict[str, float]]]
 
@@ -44,62 +54,82 @@ class Outcome(NamedTuple):
     Args:
       step: steps done; fewer than asked for where a signal stopped the run.
       state: of all workers.
+      mean: params and model state of the mean model.
       task: that was trained.
     """
 
     step: int
     state: WorkerState
+    mean: tuple[Any, Any]
     task: Task
 
 
 def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
     """Trains in `run_dir`, from the start or on from its newest checkpoint.
 
+    In a job of several processes all of them call it, with one folder that all can see.
     Ctrl-C and SIGTERM end the run after the current step, with a checkpoint.
 
     Raises:
       ValueError: if the config cannot run, or the folder does not fit `resume`.
       FloatingPointError: if the loss is no longer finite.
     """
+    mesh = build_mesh(config)
+    mine = range(config.workers.num_workers) if mesh is None else local_workers(mesh)
     checkpoints = Checkpoints(run_dir, config.checkpoint)
     _check_newest(checkpoints.newest(), run_dir, resume)
-    workers = config.workers
-    mesh = worker_mesh(workers.num_workers) if workers.where == "mesh" else None
     task = config.task.build()
     schedule = build_schedule(config.optimizer, config.num_steps)
     optimizer = build_optimizer(config.optimizer, schedule)
     batches = worker_batches(
-        task.source, workers.num_workers, config.step.batch_per_worker, config.seed
+        task.source,
+        config.workers.num_workers,
+        config.step.batch_per_worker,
+        config.seed,
+        mine,
     )
-    state = _placed(build_state(config, task, optimizer), mesh)
+    state = _placed(build_state(config, task, optimizer, mine), mesh)
     start = 0
     if resume:
         start, state, position = checkpoints.restore(state, config)
         batches.set_state(position)
-    (run_dir / "config.json").write_text(to_json(config))
+    if jax.process_index() == 0:
+        (run_dir / "config.json").write_text(to_json(config))
 
-    train_step = build_train_step(config, task, optimizer, mesh)
+    record = build_record(config, run_dir)
     consensus = build_consensus(mesh)
-    evaluate = build_evaluate(task)
+    mean = build_mean(mesh)
+    evaluate = build_evaluate(task, mean)
     step, end = start, start == config.num_steps
-    with Log(run_dir, config.num_steps, start, task.headline) as log, _Stop() as stop:
+    with (
+        build_train_step(config, task, optimizer, mesh, record) as train_step,
+        build_log(config, run_dir, start, task) as log,
+        _Stop() as stop,
+    ):
         while not end:
             batch = _placed(next(batches), mesh)
+            delay(config.straggler, step, record)
             state, metrics = train_step(state, batch, step)
             step += 1
-            end = step == config.num_steps or stop.received
+            end = step == config.num_steps or stop.received(step)
             save = end or step % config.checkpoint.every_steps == 0
+            look = end or step % config.evaluation.every_steps == 0
             if save or step % config.log.every_steps == 0:
-                values = {name: float(jnp.mean(x)) for name, x in metrics.items()}
-                values["consensus_distance"] = consensus(state)
+                values = {name: _local_mean(x) for name, x in metrics.items()}
+                values = mean_over_processes(step, values)
+                if end or step % config.log.consensus_every_steps == 0:
+                    train_step.settle()
+                    values["consensus_distance"] = consensus(state)
                 values["learning_rate"] = float(jnp.asarray(schedule(step - 1)))
                 log.metrics(step, values)
-            if end or step % config.evaluation.every_steps == 0:
+            if save or look:
+                train_step.settle()
+            if look:
                 log.evaluation(step, *evaluate(state))
             if save:
                 checkpoints.save(step, state, batches.get_state(), config)
     checkpoints.close()
-    return Outcome(step, state, task)
+    return Outcome(step, state, mean(state), task)
 
 
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -134,14 +164,41 @@ def build_optimizer(
     )
 
 
+def build_mesh(config: Config) -> Mesh | None:
+    """The devices of the workers; none where they are simulated."""
+    if config.distributed.enabled:
+        return job_mesh(config, meet(config))
+    if config.workers.where == "mesh":
+        return worker_mesh(config.workers.num_workers)
+    return None
+
+
 def build_state(
-    config: Config, task: Task, optimizer: optax.GradientTransformation
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    workers: Sequence[int],
 ) -> WorkerState:
-    """All workers start from one model, drawn from the seed."""
+    """The rows of these workers; all start from one model, drawn from the seed."""
     model_key, workers_key = jax.random.split(jax.random.key(config.seed))
     params, model_state = task.init(model_key)
     num_workers = config.workers.num_workers
-    return init_state(params, optimizer, workers_key, num_workers, model_state)
+    return init_state(params, optimizer, workers_key, num_workers, model_state, workers)
+
+
+class TrainStep(Protocol):
+    """A context; called with step t it returns the new state, [N, ...], and metrics."""
+
+    def __call__(
+        self, state: WorkerState, batch: Any, t: int
+    ) -> tuple[WorkerState, Metrics]: ...
+
+    def settle(self) -> None:
+        """Waits for what is on its way, before any other collective."""
+
+    def __enter__(self) -> "TrainStep": ...
+
+    def __exit__(self, *error: Any) -> None: ...
 
 
 def build_train_step(
@@ -149,21 +206,56 @@ def build_train_step(
     task: Task,
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None,
+    record: Record | None = None,
 ) -> TrainStep:
-    """The step of the config's algorithm, on the mesh or simulated."""
-    bound = dict(
+    """The step of the config's algorithm, with its exchange where the config says."""
+    bound: dict[str, Any] = dict(
         loss_fn=task.loss_fn,
         optimizer=optimizer,
         num_micro_batches=config.step.num_micro_batches,
     )
-    if config.step.algorithm == "all_reduce":
+    topology = config.topology.build(config.workers)
+    algorithm, dtype = config.step.algorithm, config.step.message_dtype
+    if _in_background(config, mesh):
+        if mesh is None:
+            raise ValueError(
+                'simulated workers send nothing: exchange.where = "background" needs '
+                'workers.where = "mesh", or several processes'
+            )
+        if algorithm == "all_reduce":
+            return gossip.AllReduce(**bound, mesh=mesh, record=record)
+        exchange_mesh = None if jax.default_backend() == "cpu" else host_mesh(mesh)
+        return gossip.Background(
+            functools.partial(adapt, **bound),
+            topology,
+            mesh,
+            message_dtype=dtype,
+            exchange_mesh=exchange_mesh,
+            record=record,
+        )
+    if algorithm == "all_reduce":
         step = functools.partial(all_reduce_step, **bound)
     else:
-        mixing = {"awc": awc_step, "atc": atc_step}[config.step.algorithm]
-        dtype = config.step.message_dtype
+        mixing = {"awc": awc_step, "atc": atc_step}[algorithm]
         step = functools.partial(mixing, **bound, message_dtype=dtype)
-    topology = config.topology.build(config.workers)
-    return simulate(step, topology) if mesh is None else on_mesh(step, topology, mesh)
+    compiled = (
+        simulate(step, topology) if mesh is None else on_mesh(step, topology, mesh)
+    )
+    return _InStep(compiled, record)
+
+
+def build_record(config: Config, run_dir: Path) -> Record | None:
+    """What writes the timeline of this process, if the config wants one."""
+    if not config.log.timeline:
+        return None
+    return Timeline(run_dir, jax.process_index()).record
+
+
+def build_log(config: Config, run_dir: Path, start: int, task: Task) -> Log | NoLog:
+    """Process 0 keeps the log of all."""
+    if jax.process_index() > 0:
+        return NoLog()
+    return Log(run_dir, config.num_steps, start, task.headline)
 
 
 def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:
@@ -173,10 +265,24 @@ def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:
         return consensus_distance(params, AXIS)
 
     distances = jax.jit(over_workers(of_worker, mesh))
-    return lambda state: float(distances(state.params)[0])
+    return lambda state: _local_mean(distances(state.params))
 
 
-def build_evaluate(task: Task) -> Callable[[WorkerState], Evaluation]:
+def build_mean(mesh: Mesh | None) -> Callable[[WorkerState], tuple[Any, Any]]:
+    """The params and model state of the mean model, in every process."""
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    mean = jax.jit(mean_model, out_shardings=everywhere)
+
+    def of_state(state: WorkerState) -> tuple[Any, Any]:
+        models = mean((state.params, state.model_state))
+        return jax.tree.map(lambda x: x.addressable_data(0), models)
+
+    return of_state
+
+
+def build_evaluate(
+    task: Task, mean: Callable[[WorkerState], tuple[Any, Any]]
+) -> Callable[[WorkerState], Evaluation]:
     """The scores of the mean model, and of each worker's model."""
     scores = jax.jit(task.evaluate)
 
@@ -184,14 +290,66 @@ def build_evaluate(task: Task) -> Callable[[WorkerState], Evaluation]:
         return {name: float(value) for name, value in scores(*model).items()}
 
     def evaluate(state: WorkerState) -> Evaluation:
-        models = (state.params, state.model_state)
-        workers = [
-            of_model(jax.tree.map(operator.itemgetter(number), models))
-            for number in range(len(state.key))
+        mine = [
+            (number, of_model(model))
+            for number, model in _local_rows((state.params, state.model_state))
         ]
-        return of_model(mean_model(models)), workers
+        everybody = sorted(pair for pairs in gather(mine) for pair in pairs)
+        return of_model(mean(state)), [scores for _, scores in everybody]
 
     return evaluate
+
+
+def delay(config: StragglerConfig, step: int, record: Record | None) -> None:
+    """Sleeps, where this process is to be slow at this step."""
+    process = jax.process_index()
+    seconds = 0.0
+    if config.kind == "fixed":
+        seconds = config.seconds * (process in config.who)
+    elif config.kind == "rotating":
+        seconds = config.seconds * (step % jax.process_count() == process)
+    elif config.kind == "random":
+        draws = np.random.default_rng((process, step))
+        seconds = max(0.0, draws.normal(config.seconds, config.deviation))
+    if seconds > 0:
+        start = time.monotonic()
+        time.sleep(seconds)
+        if record is not None:
+            record("delay", step, start, time.monotonic())
+
+
+class _InStep:
+    """A compiled step that holds its own exchange: nothing is on its way between."""
+
+    def __init__(self, train_step: Callable, record: Record | None):
+        self._train_step = train_step
+        self._record = record
+
+    def __call__(
+        self, state: WorkerState, batch: Any, t: int
+    ) -> tuple[WorkerState, Metrics]:
+        start = time.monotonic()
+        result = self._train_step(state, batch, t)
+        if self._record is not None:
+            jax.block_until_ready(result)
+            self._record("step", t, start, time.monotonic())
+        return result
+
+    def settle(self) -> None:
+        pass
+
+    def __enter__(self) -> "_InStep":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def _in_background(config: Config, mesh: Mesh | None) -> bool:
+    if config.exchange.where != "auto":
+        return config.exchange.where == "background"
+    on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
+    return mesh is not None and on_cpus and config.step.algorithm == "awc"
 
 
 def _check_newest(step: int | None, run_dir: Path, resume: bool) -> None:
@@ -208,28 +366,52 @@ def _placed(tree: Any, mesh: Mesh | None) -> Any:
     return tree if mesh is None else place(tree, mesh)
 
 
+def _local_mean(x: jax.Array) -> float:
+    """The mean over the workers of this process."""
+    return float(np.mean([np.mean(shard.data) for shard in x.addressable_shards]))
+
+
+def _local_rows(stacked: Any) -> Iterator[tuple[int, Any]]:
+    """The rows of the workers of this process, with the workers' numbers."""
+    leaves, structure = jax.tree.flatten(stacked)
+    for shards in zip(*(leaf.addressable_shards for leaf in leaves), strict=True):
+        first = shards[0].index[0].start or 0
+        for row in range(len(shards[0].data)):
+            model = [shard.data[row] for shard in shards]
+            yield first + row, jax.tree.unflatten(structure, model)
+
+
 class _Stop:
     """A context in which Ctrl-C and SIGTERM ask the loop to end after its step.
 
-    The second time they do what they did before.
+    The second time they do what they did before. In a job of several processes jax
+    receives SIGTERM, and all agree on the step after which to end.
     """
 
-    SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
     def __init__(self):
-        self.received = False
+        self._received = False
+        self._in_job = jax.process_count() > 1
+        self._signals = (signal.SIGINT,) if self._in_job else STOP_SIGNALS
 
     def __enter__(self) -> "_Stop":
-        self._before = {s: signal.signal(s, self._receive) for s in self.SIGNALS}
+        self._before = {s: signal.signal(s, self._receive) for s in self._signals}
         return self
 
     def __exit__(self, *_: object) -> None:
         self._restore()
 
+    def received(self, step: int) -> bool:
+        """Whether the loop has to end after this step; to be asked at every step."""
+        if self._in_job:
+            return multihost_utils.reached_preemption_sync_point(step)
+        return self._received
+
     def _receive(self, number: int, frame: object) -> None:
         del number, frame
-        self.received = True
+        self._received = True
         self._restore()
+        if self._in_job:
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _restore(self) -> None:
         for number, handler in self._before.items():

@@ -1,6 +1,10 @@
-"""Batches for all workers, each from its own shard, fixed by (seed, step)."""
+"""Batches for workers, each from its own shard, fixed by (seed, step)."""
+
+from collections.abc import Sequence
+from typing import Any
 
 import grain
+import jax
 import numpy as np
 
 
@@ -9,8 +13,9 @@ def worker_batches(
     num_workers: int,
     batch_per_worker: int,
     seed: int,
+    workers: Sequence[int] | None = None,
 ) -> grain.DatasetIterator[np.ndarray]:
-    """Returns an endless iterator over stacked batches [N, B, ...].
+    """Returns an endless iterator over stacked batches, a row for each worker.
 
     In each pass over the data the examples are shuffled anew and dealt out in blocks of
     B: block t * N + w goes to worker w at step t, so no two workers see one example in
@@ -21,6 +26,7 @@ def worker_batches(
       num_workers: N.
       batch_per_worker: B.
       seed: of the shuffles.
+      workers: whose rows; by default all, [N, B, ...]. Nothing else is read.
 
     Raises:
       ValueError: if the data does not fill one step.
@@ -31,5 +37,29 @@ def worker_batches(
             f"{num_workers * batch_per_worker} examples, the data has {len(source)}"
         )
     examples = grain.MapDataset.source(source).shuffle(seed=seed).repeat()
-    steps = examples.batch(batch_per_worker).batch(num_workers)
-    return iter(steps.to_iter_dataset(grain.ReadOptions(num_threads=1)))
+    steps = _Steps(
+        examples.batch(batch_per_worker),
+        num_workers,
+        range(num_workers) if workers is None else workers,
+    )
+    dataset = grain.MapDataset.source(steps)
+    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1)))
+
+
+class _Steps:
+    """Step t stacks the blocks t * N + w of some workers w."""
+
+    def __init__(
+        self, blocks: grain.MapDataset, num_workers: int, workers: Sequence[int]
+    ):
+        self._blocks = blocks
+        self._num_workers = num_workers
+        self._workers = workers
+
+    def __len__(self) -> int:
+        return len(self._blocks) // self._num_workers
+
+    def __getitem__(self, index: int) -> Any:
+        first = index * self._num_workers
+        rows = [self._blocks[first + worker] for worker in self._workers]
+        return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)

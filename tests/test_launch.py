@@ -1,0 +1,310 @@
+"""Several processes as one job: real processes, real signals."""
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from train.launch import check_port, command_line
+
+ROOT = Path(__file__).parent.parent
+RUN_JOB = """
+import sys
+from train.processes import Process, run_job
+
+processes = [
+    Process(str(i), [sys.executable, "-c", code], {"ME": str(i)})
+    for i, code in enumerate(sys.argv[1:])
+]
+sys.exit(run_job(processes))
+"""
+SLEEP = "import os, time; print('pid', os.getpid()); time.sleep(300)"
+SAVE = """
+import os, signal, sys, time
+
+def save(signum, frame):
+    time.sleep(0.3)
+    print("saved")
+    sys.exit()
+
+signal.signal(signal.SIGTERM, save)
+print("pid", os.getpid())
+time.sleep(300)
+"""
+DEAF = """
+import os, signal, time
+
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("pid", os.getpid())
+time.sleep(300)
+"""
+
+
+@contextlib.contextmanager
+def start(*codes: str) -> Iterator[subprocess.Popen]:
+    """Starts a job, and kills it where the test has not ended it."""
+    with subprocess.Popen(
+        [sys.executable, "-c", RUN_JOB, *codes],
+        cwd=ROOT,
+        env={k: value for k, value in os.environ.items() if k != "PYTHONUNBUFFERED"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as job:
+        try:
+            yield job
+        finally:
+            job.kill()
+
+
+def run(*codes: str) -> tuple[int, list[str]]:
+    """Returns the exit code and the lines of a job."""
+    with start(*codes) as job:
+        out, _ = job.communicate(timeout=100)
+    return job.returncode, out.decode().split("\n")[:-1]
+
+
+def read_pids(job: subprocess.Popen, count: int) -> list[int]:
+    """Returns the ids that `count` processes of a job print when they are ready."""
+    assert job.stdout is not None
+    lines = [job.stdout.readline() for _ in range(count)]
+    return [int(line.split()[-1]) for line in lines]
+
+
+def lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_each_line_is_whole_and_says_whose_it_is():
+    code, lines = run(
+        "import os\nfor i in range(500): print(os.environ['ME'], 'x' * 500)",
+        "import os\nfor i in range(500): print(os.environ['ME'], 'y' * 500)",
+    )
+    assert code == 0
+    assert sorted(lines) == 500 * [f"[0] 0 {'x' * 500}"] + 500 * [f"[1] 1 {'y' * 500}"]
+
+
+def test_lines_arrive_while_the_process_runs():
+    with start("import time; print('now'); time.sleep(300)") as job:
+        assert job.stdout is not None
+        assert job.stdout.readline() == b"[0] now\n"
+
+
+def test_standard_error_is_merged():
+    assert run("import sys; print('hm', file=sys.stderr)") == (0, ["[0] hm"])
+
+
+def test_a_last_line_needs_no_line_feed():
+    assert run("print('a\\nb', end='')") == (0, ["[0] a", "[0] b"])
+
+
+@pytest.mark.parametrize(
+    "text", [r"1%\r2%\r3%\n", r"\r1%\r3%\n", r"1%\r3%\r\n", r"\r3%"]
+)
+def test_of_progress_the_last_state_is_printed(text):
+    code = f"import os; os.write(1, b'{text}')"
+    assert run(code) == (0, ["[0] 3%"])
+
+
+def test_progress_that_comes_in_pieces_ends_as_one_line():
+    pieces = "import time\nfor i in range(5): print(i, end='\\r'); time.sleep(0.05)"
+    assert run(pieces) == (0, ["[0] 4"])
+
+
+def test_bytes_that_are_no_text_pass():
+    code = "import os; os.write(1, b'\\xff\\n')"
+    with start(code) as job:
+        assert job.communicate(timeout=100)[0] == b"[0] \xff\n"
+
+
+def test_a_process_reads_nothing():
+    assert run("import sys; print(repr(sys.stdin.read()))") == (0, ["[0] ''"])
+
+
+def test_the_first_failure_gives_the_exit_code():
+    code, lines = run(
+        "import time, sys; time.sleep(1.5); sys.exit(4)",
+        "import time, sys; time.sleep(0.3); sys.exit(3)",
+        "",
+    )
+    assert code == 3
+    assert lines == [
+        "error: worker 1 ended first, with exit code 3; the others were stopped"
+    ]
+
+
+def test_a_killed_process_gives_128_and_the_signal():
+    with start(SLEEP, SLEEP) as job:
+        pids = read_pids(job, 2)
+        os.kill(pids[0], signal.SIGKILL)
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert re.search(rb"error: worker \d ended first, killed by SIGKILL; the oth", out)
+    assert not any(map(lives, pids))
+
+
+def test_after_a_failure_the_others_may_end_by_themselves():
+    code, lines = run(
+        "raise SystemExit(3)", "import time; time.sleep(2); print('done')"
+    )
+    assert code == 3
+    assert "[1] done" in lines
+
+
+def test_after_a_failure_the_others_are_asked_then_killed():
+    begin = time.monotonic()
+    code, lines = run("raise SystemExit(3)", SAVE, DEAF)
+    assert time.monotonic() - begin >= 5 + 2
+    assert code == 3
+    assert "[1] saved" in lines
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_launcher_lets_all_save(signum):
+    with start(SAVE, SAVE) as job:
+        read_pids(job, 2)
+        job.send_signal(signum)
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 0
+    assert sorted(out.splitlines()) == [b"[0] saved", b"[1] saved"]
+
+
+def test_a_terminals_ctrl_c_comes_to_the_launcher_alone():
+    with start(SLEEP, SLEEP) as job:
+        pids = read_pids(job, 2)
+        assert {os.getsid(pid) for pid in pids} == set(pids)
+
+
+def test_a_second_signal_kills_at_once():
+    with start(DEAF, DEAF) as job:
+        pids = read_pids(job, 2)
+        job.send_signal(signal.SIGINT)
+        time.sleep(0.5)
+        assert all(map(lives, pids))
+        job.send_signal(signal.SIGINT)
+        job.communicate(timeout=100)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert not any(map(lives, pids))
+
+
+def test_a_killed_launcher_leaves_no_child():
+    with start(DEAF, DEAF) as job:
+        pids = read_pids(job, 2)
+        job.kill()
+        wait_until(lambda: not any(map(lives, pids)))
+
+
+def test_a_grandchild_that_holds_the_pipe_is_not_waited_for():
+    code = "import subprocess; print(subprocess.Popen(['sleep', '300']).pid)"
+    status, lines = run(code)
+    os.kill(int(lines[0].split()[-1]), signal.SIGKILL)
+    assert status == 0
+
+
+def test_a_program_that_cannot_be_started_stops_those_that_were():
+    code = """
+from train.processes import Process, run_job
+run_job([Process("0", ["sleep", "300"], {}), Process("1", ["/no/such"], {})])
+"""
+    job = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, timeout=100
+    )
+    assert job.returncode == 1
+    assert b"FileNotFoundError" in job.stderr
+
+
+def test_each_process_has_the_arguments_of_train_and_its_place():
+    arguments = ["configs/a.py", "--num-steps", "6", "--x=-1"]
+    assert command_line(arguments, 4, 3, 1234) == [
+        *(sys.executable, "-m", "train", "configs/a.py"),
+        *("--num-steps", "6", "--x=-1", "--distributed.enabled"),
+        *("--distributed.coordinator", "127.0.0.1:1234"),
+        *("--distributed.num-processes", "4", "--distributed.process-id", "3"),
+    ]
+
+
+def test_a_free_port_is_found():
+    assert 1024 <= check_port(0) < 2**16
+
+
+def test_a_port_where_an_earlier_job_listened_is_free_again():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        with socket.create_connection(("127.0.0.1", port)):
+            server.accept()[0].close()  # The side that closes first waits a minute.
+    assert check_port(port) == port
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", ""])
+def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
+    with socket.socket() as server:
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.bind((address, 0))
+        server.listen()
+        port = server.getsockname()[1]
+        with pytest.raises(ValueError, match=f"port {port} cannot be had: Address al"):
+            check_port(port)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ("", "usage: python -m train.launch --processes N"),
+        ("--processes 2", "usage: python -m train.launch --processes N"),
+        ("--processes 2 --num-steps 6", "usage: python -m train.launch --processes N"),
+        ("--processes 0 a.py", "error: processes must be at least 1, got 0"),
+        ("--processes -2 a.py", "error: processes must be at least 1, got -2"),
+        ("--processes 2 --port 65536 a.py", "error: port must be from 0 to 65535"),
+        ("--processes 2 --port -1 a.py", "error: port must be from 0"),
+        ("a.py", "--processes"),
+    ],
+)
+def test_bad_input_gets_a_sentence_before_anything_starts(arguments, sentence):
+    command = [sys.executable, "-m", "train.launch", *arguments.split()]
+    launch = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert launch.returncode in (1, 2)
+    assert sentence in launch.stderr
+    assert "Traceback" not in launch.stderr
+    assert not launch.stdout
+
+
+def test_two_processes_train_one_run(tmp_path):
+    options = (
+        f"--run-dir {tmp_path} --num-steps 6 --optimizer.warmup-steps 1 "
+        "--workers.num-workers 2 --workers.workers-per-node 1 --topology.name ring "
+        "--task.model.width 16 --task.model.num-layers 1 --task.model.context 8 "
+        "--task.num-eval-windows 8 --task.sample-bytes 4"
+    )
+    command = [sys.executable, "-m", "train.launch", "--processes", "2"]
+    launch = subprocess.run(
+        [*command, "configs/quickstart.py", *options.split()],
+        cwd=ROOT,
+        # The tests' own devices and threads are no matter of the processes.
+        env={key: value for key, value in os.environ.items() if key != "NPROC"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert launch.returncode == 0, launch.stdout
+    assert "mean model" in launch.stdout
+    assert (tmp_path / "metrics.jsonl").is_file()

@@ -1,0 +1,95 @@
+"""Runs `train` as several processes on this machine, as torchrun does for PyTorch.
+
+`python -m train.launch --processes N CONFIG.py [--field value ...] [--resume]`
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Sequence
+
+import tyro
+
+from train.processes import Process, run_job
+
+USAGE = (
+    "usage: python -m train.launch --processes N [--port PORT] "
+    "CONFIG.py [--field value ...] [--resume]"
+)
+
+
+def main(arguments: list[str]) -> int:
+    def run(processes: int, port: int = 0) -> tuple[int, int]:
+        """Runs `python -m train CONFIG.py ...` as several processes on this machine.
+
+        All other arguments are those of `train`.
+
+        Args:
+          processes: how many.
+          port: where they find each other on this machine; by default one that is free.
+        """
+        return processes, port
+
+    if not arguments:
+        raise SystemExit(USAGE)
+    (num_processes, port), rest = tyro.cli(
+        run,
+        prog="python -m train.launch",
+        args=arguments,
+        return_unknown_args=True,
+    )
+    if not rest or rest[0].startswith("-"):
+        raise SystemExit(USAGE)
+    if num_processes < 1:
+        raise SystemExit(f"error: processes must be at least 1, got {num_processes}")
+    if sys.platform != "linux":
+        raise SystemExit("error: several processes as one job need Linux")
+    try:
+        port = check_port(port)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    # One thread sends, beside those that compute.
+    threads = max(1, (os.cpu_count() or 1) // num_processes) + 1
+    env = {"NPROC": os.environ.get("NPROC", str(threads))}
+    return run_job(
+        [
+            Process(str(i), command_line(rest, num_processes, i, port), env)
+            for i in range(num_processes)
+        ]
+    )
+
+
+def command_line(
+    arguments: Sequence[str], num_processes: int, process_id: int, port: int
+) -> list[str]:
+    """Returns the command of one process; `arguments` are those of `train`."""
+    return [
+        *(sys.executable, "-m", "train", *arguments, "--distributed.enabled"),
+        *("--distributed.coordinator", f"127.0.0.1:{port}"),
+        *("--distributed.num-processes", str(num_processes)),
+        *("--distributed.process-id", str(process_id)),
+    ]
+
+
+def check_port(port: int) -> int:
+    """Returns the port where it is free on this machine, or some free one for 0.
+
+    jax's coordinator would share a port in use, and so end the job that has it.
+
+    Raises:
+      ValueError: the port is in use, or is none.
+    """
+    if not 0 <= port < 2**16:
+        raise ValueError(f"port must be from 0 to {2**16 - 1}, got {port}")
+    with socket.socket() as probe:
+        # Connections of an earlier job that are still winding down are no obstacle.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(f"port {port} cannot be had: {error.strerror}") from error
+        return probe.getsockname()[1]
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,213 @@
+"""Several processes as one job: one output, one exit code, and nobody left behind.
+
+Linux alone: pidfds tell who ended first, and children die with their launcher.
+"""
+
+import contextlib
+import ctypes
+import functools
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+GRACE_SECONDS = 5.0  # After a failure the others notice closed sockets and end.
+TERM_SECONDS = 2.0  # From SIGTERM to SIGKILL for those that did not.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+_PR_SET_PDEATHSIG = 1
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Process(NamedTuple):
+    """One process of a job.
+
+    Args:
+      name: of its worker, such as "3"; stands before each line that it prints.
+      argv: program and arguments.
+      env: what its environment has besides ours.
+    """
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+
+
+def run_job(processes: Sequence[Process]) -> int:
+    """Runs all processes to their end and returns one exit code for them.
+
+    That is 0 where all ended with 0, else that of the process that failed first, 128 +
+    the signal where one killed it. The others then have 5 s to end by themselves, and
+    from SIGTERM 2 s to SIGKILL. Our first SIGINT or SIGTERM reaches all as SIGTERM, for
+    them to save and end, the second as SIGKILL.
+
+    Raises:
+      OSError: a program cannot be started; those that were are killed.
+    """
+    children: list[_Child] = []
+    sys.stdout.flush()
+    with (
+        selectors.DefaultSelector() as selector,
+        pass_stop_signals_to(lambda signum: _send(children, signum)),
+    ):
+        try:
+            with hold_stop_signals():
+                for process in processes:
+                    children.append(_Child(process, selector))
+            failed = _wait_for_all(children, selector)
+        finally:
+            for child in children:
+                child.close()
+    if failed is None:
+        return 0
+    others = "; the others were stopped" if len(children) > 1 else ""
+    code, how = describe_exit(failed.popen.returncode)
+    print(f"error: worker {failed.name} ended first, {how}{others}", file=sys.stderr)
+    return code
+
+
+def describe_exit(returncode: int) -> tuple[int, str]:
+    """Returns the exit code that a shell would give, and words for people."""
+    if returncode >= 0:
+        return returncode, f"with exit code {returncode}"
+    names = {signum.value: signum.name for signum in signal.Signals}
+    name = names.get(-returncode, f"signal {-returncode}")
+    return 128 - returncode, f"killed by {name}"
+
+
+@contextlib.contextmanager
+def pass_stop_signals_to(send: Callable[[int], None]) -> Iterator[None]:
+    """Calls send(SIGTERM) at our first SIGINT or SIGTERM, and send(SIGKILL) at others.
+
+    Children have sessions of their own, where a terminal's Ctrl-C does not come.
+    """
+    first = iter([signal.SIGTERM])
+
+    def pass_on(signum, frame):
+        send(next(first, signal.SIGKILL))
+
+    previous = {signum: signal.signal(signum, pass_on) for signum in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+@contextlib.contextmanager
+def hold_stop_signals() -> Iterator[None]:
+    """Keeps SIGINT and SIGTERM waiting, so that none falls between two children."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+
+
+def die_with_parent(parent_lives: Callable[[], bool]) -> None:
+    """Has the kernel kill this process as soon as its parent dies.
+
+    A launcher that gets SIGKILL cannot stop its children, and they would train on, or
+    wait for each other, with nobody to see it.
+    """
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if not parent_lives():  # It died before the kernel knew.
+        os._exit(1)
+
+
+class _Child:
+    """A started process and what is printed of it."""
+
+    def __init__(self, process: Process, selector: selectors.BaseSelector):
+        self.name = process.name
+        self.unprinted = b""
+        self.popen = subprocess.Popen(
+            process.argv,
+            # Python would keep lines back, and lose them where it is killed.
+            env={"PYTHONUNBUFFERED": "1", **os.environ, **process.env},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            bufsize=0,
+            start_new_session=True,
+            preexec_fn=functools.partial(_begin, os.getpid()),
+        )
+        assert self.popen.stdout is not None
+        self.pipe = self.popen.stdout
+        self.pidfd = os.pidfd_open(self.popen.pid)
+        os.set_blocking(self.pipe.fileno(), False)
+        selector.register(self.pipe, selectors.EVENT_READ, self)
+        selector.register(self.pidfd, selectors.EVENT_READ, self)
+
+    def print_lines(self) -> bool:
+        """Prints the lines that have come, and returns whether more can come."""
+        data = self.pipe.read(1 << 20)  # None where nothing has come, b"" at the end.
+        *lines, rest = (self.unprinted + (data or b"")).split(b"\n")
+        self.unprinted = _visible(rest)
+        for line in lines:
+            self._print(line)
+        sys.stdout.buffer.flush()
+        return data != b""
+
+    def close(self) -> None:
+        """Prints what is left, and kills the process where it still runs."""
+        self.popen.kill()
+        self.popen.wait()
+        if self.unprinted:
+            self._print(self.unprinted)
+            sys.stdout.buffer.flush()
+        self.pipe.close()
+        os.close(self.pidfd)
+
+    def _print(self, line: bytes) -> None:
+        if b"[Gloo] Rank" in line:  # Each connection says so, once for each process.
+            return
+        text = _visible(line).rstrip(b"\r")
+        sys.stdout.buffer.write(b"[%b] %b\n" % (self.name.encode(), text))
+
+
+def _begin(launcher: int) -> None:
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    die_with_parent(lambda: os.getppid() == launcher)
+
+
+def _visible(line: bytes) -> bytes:
+    """Returns what a terminal shows of a line in which progress wrote over itself."""
+    return line[line.rfind(b"\r", 0, -1) + 1 :]
+
+
+def _send(children: Iterable[_Child], signum: int) -> None:
+    for child in children:
+        child.popen.send_signal(signum)
+
+
+def _wait_for_all(
+    children: Iterable[_Child], selector: selectors.BaseSelector
+) -> _Child | None:
+    """Prints and waits until all have ended; returns the first that failed, if any."""
+    running = set(children)
+    failed = None
+    escalation: list[tuple[float, int]] = []
+    while running:
+        wait = max(0.0, escalation[0][0] - time.monotonic()) if escalation else None
+        for key, _ in selector.select(wait):
+            child = key.data
+            more = child.print_lines()
+            if key.fileobj == child.pidfd:
+                # A grandchild may hold the pipe for ever: its end is not waited for.
+                selector.unregister(child.pidfd)
+                running.remove(child)
+                if child.popen.wait() and failed is None:
+                    failed = child
+                    term = time.monotonic() + GRACE_SECONDS
+                    escalation += [(term, signal.SIGTERM)]
+                    escalation += [(term + TERM_SECONDS, signal.SIGKILL)]
+            elif not more:
+                selector.unregister(child.pipe)
+        if escalation and time.monotonic() >= escalation[0][0]:
+            _send(running, escalation.pop(0)[1])
+    return failed

@@ -1,0 +1,145 @@
+"""When each process computed, waited and exchanged: written down, read, drawn."""
+
+import itertools
+import json
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib.patches
+from matplotlib.axes import Axes
+
+COLOURS = {
+    "compute": "tab:blue",
+    "delay": "lightsteelblue",
+    "step": "tab:purple",
+    "exchange": "0.55",
+    "wait": "0.9",
+}
+MEANINGS = {
+    "compute": "compute",
+    "delay": "compute, as delayed on purpose",
+    "step": "compute and exchange, in one program",
+    "exchange": "exchange",
+    "wait": "wait",
+}
+
+
+class Span(NamedTuple):
+    """What a process did for a while.
+
+    Args:
+      process: its number.
+      activity: a key of `COLOURS`.
+      step: for which step.
+      start: in seconds since the epoch.
+      end: likewise.
+    """
+
+    process: int
+    activity: str
+    step: int
+    start: float
+    end: float
+
+
+class Timeline:
+    """Writes down the spans of this process, from any of its threads."""
+
+    def __init__(self, run_dir: Path, process: int):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        self._file = (run_dir / f"timeline.{process}.jsonl").open("w", buffering=1)
+        self._process = process
+        self._epoch = time.time() - time.monotonic()
+        self._lock = threading.Lock()
+
+    def record(self, activity: str, step: int, start: float, end: float) -> None:
+        """Takes note of an activity, with times of `time.monotonic()`."""
+        times = round(start + self._epoch, 6), round(end + self._epoch, 6)
+        with self._lock:
+            self._file.write(json.dumps([self._process, activity, step, *times]) + "\n")
+
+
+def read_timelines(run_dir: Path) -> list[Span]:
+    """Returns the spans of all processes of a run, none where it recorded none."""
+    paths = sorted(run_dir.glob("timeline.*.jsonl"))
+    lines = (line for path in paths for line in path.read_text().splitlines())
+    return [Span(*json.loads(line)) for line in lines if line.endswith("]")]
+
+
+def middle_steps(spans: Sequence[Span], seconds: float) -> list[Span]:
+    """Returns the spans within so many seconds from the middle of the run on."""
+    steps = sorted({span.step for span in spans})
+    first = steps[len(steps) // 2]
+    start = min(span.start for span in spans if span.step == first)
+    return [s for s in spans if s.end > start and s.start < start + seconds]
+
+
+def median_step_seconds(spans: Sequence[Span]) -> float:
+    """Returns the median time from the start of a step to that of the next."""
+    starts: dict[int, float] = {}
+    for span in spans:
+        if span.activity in ("compute", "step") and span.process == spans[0].process:
+            starts[span.step] = min(starts.get(span.step, span.start), span.start)
+    times = [starts[step] for step in sorted(starts)]
+    gaps = sorted(after - before for before, after in itertools.pairwise(times))
+    return gaps[len(gaps) // 2] if gaps else 0.0
+
+
+def draw_timeline(axes: Axes, spans: Sequence[Span], seconds: float) -> None:
+    """Draws processes as rows: compute above, what travels below.
+
+    Args:
+      axes: to draw on.
+      spans: of one run, as from `middle_steps`.
+      seconds: the width of the picture.
+    """
+    start = min(span.start for span in spans)
+    processes = sorted({span.process for span in spans})
+    for span in spans:
+        lane = 0.0 if span.activity in ("exchange",) else 0.45
+        height = 0.35 if span.activity in ("exchange",) else 0.45
+        axes.broken_barh(
+            [(span.start - start, span.end - span.start)],
+            (span.process + lane, height),
+            facecolors=COLOURS[span.activity],
+        )
+    axes.set_xlim(0, seconds)
+    axes.set_yticks([p + 0.4 for p in processes], [str(p) for p in processes])
+    axes.set_ylim(max(processes) + 1, min(processes) - 0.1)
+    axes.set(xlabel="time [s]", ylabel="worker")
+    drawn = [a for a in COLOURS if any(span.activity == a for span in spans)]
+    axes.legend(
+        handles=[
+            matplotlib.patches.Patch(color=COLOURS[a], label=MEANINGS[a]) for a in drawn
+        ],
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(drawn),
+        frameon=False,
+    )
+
+
+def write_trace(spans: Sequence[Span], path: Path) -> Path:
+    """Writes a trace that Perfetto and Chrome open, and returns its path."""
+    start = min(span.start for span in spans)
+    events: list[dict[str, Any]] = []
+    for process in sorted({span.process for span in spans}):
+        name = {"name": f"worker {process}"}
+        events.append({"ph": "M", "pid": process, "name": "process_name", "args": name})
+    for span in spans:
+        events.append(
+            {
+                "ph": "X",
+                "pid": span.process,
+                "tid": int(span.activity == "exchange"),
+                "name": f"{span.activity} {span.step}",
+                "cat": span.activity,
+                "ts": (span.start - start) * 1e6,
+                "dur": (span.end - span.start) * 1e6,
+            }
+        )
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return path
