@@ -23,8 +23,17 @@ from decentjax import analysis
 from decentjax.topology import Exchange, Topology, matrices
 from train.config import TopologyConfig, WorkersConfig, differences
 from train.log import METRICS, read_metrics
+from train.timeline import (
+    Span,
+    draw_timeline,
+    median_step_seconds,
+    middle_steps,
+    read_timelines,
+    write_trace,
+)
 
 MAX_DRAWN_WORKERS = 64
+DRAWN_STEPS = 4
 X_AXES = {"step": "step", "seconds": "time [s]"}
 
 
@@ -36,11 +45,15 @@ class Run:
       name: of the folder.
       config: as in config.json.
       rows: as in metrics.jsonl.
+      spans: as in timeline.*.jsonl, of the processes that recorded any.
+      folder: of the run.
     """
 
     name: str
     config: dict[str, Any]
     rows: list[dict[str, Any]]
+    spans: list[Span]
+    folder: Path
 
     def curve(self, field: str, against: str) -> tuple[list[float], list[float]]:
         """A field of the training rows, against "step" or "seconds"."""
@@ -67,7 +80,13 @@ def read_run(run_dir: Path) -> Run:
     rows = read_metrics(run_dir)
     if not rows:
         raise ValueError(f"{run_dir} has no rows in {METRICS} yet")
-    return Run(run_dir.resolve().name, json.loads(config.read_text()), rows)
+    return Run(
+        name=run_dir.resolve().name,
+        config=json.loads(config.read_text()),
+        rows=rows,
+        spans=read_timelines(run_dir),
+        folder=run_dir,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,6 +123,7 @@ def write_report(
         Section("Loss", _curves_figure(runs)),
         Section("Results", _evaluation_figure(runs), _results_table(runs)),
         Section("Consensus distance and learning rate", _side_figure(runs)),
+        *_timeline_sections(runs),
         *(_topology_section(run) for run in runs),
         _configs_section(runs),
     ]
@@ -206,6 +226,31 @@ def _side_figure(runs: list[Run]) -> Figure:
     rate.set(xlabel="step", ylabel="learning rate")
     consensus.legend()
     return figure
+
+
+def _timeline_sections(runs: list[Run]) -> list[Section]:
+    """One picture of all runs with a timeline, on one scale of time, and the traces."""
+    runs = [run for run in runs if run.spans]
+    if not runs:
+        return []
+    medians = [median_step_seconds(run.spans) for run in runs]
+    seconds = DRAWN_STEPS * max(medians)
+    rows = [len({span.process for span in run.spans}) for run in runs]
+    height = sum(0.45 * count + 1.1 for count in rows)
+    figure = Figure(figsize=(10, height), layout="constrained")
+    all_axes = figure.subplots(len(runs), 1, squeeze=False, height_ratios=rows)[:, 0]
+    traces = []
+    for run, axes, median in zip(runs, all_axes, medians, strict=True):
+        draw_timeline(axes, middle_steps(run.spans, seconds), seconds)
+        axes.set_title(f"{run.name}: {median:.3g} s/step", loc="left")
+        trace = write_trace(run.spans, run.folder / "trace.json")
+        traces.append(f"<li><code>{html.escape(str(trace))}</code></li>")
+    text = (
+        "<p>Each row is a process; above, what it computes, below, what travels. "
+        "Perfetto (ui.perfetto.dev) opens the whole runs:</p>"
+        f"<ul>{''.join(traces)}</ul>"
+    )
+    return [Section("Timeline", figure, text)]
 
 
 def _topology_section(run: Run) -> Section:

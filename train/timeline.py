@@ -99,12 +99,13 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], seconds: float) -> None:
     start = min(span.start for span in spans)
     processes = sorted({span.process for span in spans})
     for span in spans:
-        lane = 0.0 if span.activity in ("exchange",) else 0.45
-        height = 0.35 if span.activity in ("exchange",) else 0.45
+        travels = span.activity == "exchange"
         axes.broken_barh(
             [(span.start - start, span.end - span.start)],
-            (span.process + lane, height),
+            (span.process + 0.45, 0.35) if travels else (span.process, 0.45),
             facecolors=COLOURS[span.activity],
+            edgecolor="white",
+            linewidth=0.3,
         )
     axes.set_xlim(0, seconds)
     axes.set_yticks([p + 0.4 for p in processes], [str(p) for p in processes])

@@ -1,0 +1,1 @@
+"""Benchmarks: each measures its contestants side by side, in rounds, in one run."""

@@ -1,0 +1,229 @@
+"""The race: step times of decentralized training and of its peers, side by side.
+
+All contestants run on one emulated cluster, in processes that stay alive, and take
+turns: in each round everybody once, so that whatever slows the machine slows all.
+"""
+
+import dataclasses
+import json
+import os
+import platform
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.progress import track
+
+from train.bench.work import Turn, Work
+from train.emulate import Cluster, Worker, in_cluster, parse_rate
+
+RING, AER = "ring", "alternating exponential ring"
+TOPOLOGIES = {
+    RING: "ring",
+    AER: "alternating-exp-ring",
+    "one-peer exponential": "one-peer-exp",
+    "complete": "complete",
+}
+ALL_REDUCE, DDP = "all-reduce", "PyTorch DDP"
+STRAGGLER = " with a straggler"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Race:
+    """Measures step times on emulated clusters, beside PyTorch DDP and Decent-DP.
+
+    Args:
+      clusters: each as NODESxWORKERS_PER_NODE.
+      rate: of each node's link, as for `train.emulate`.
+      work: what each worker computes.
+      rounds: turns of each contestant.
+      steps: measured in a turn; a multiple of the topologies' periods.
+      straggler: seconds by which worker t mod N is late at step t, in turns of their
+        own for some contestants; 0 for none.
+      only: a regular expression for the contestants that run.
+      out: folder for race.json, race.md, race.svg and the workers' output.
+    """
+
+    clusters: tuple[str, ...] = ("4x1", "4x2")
+    rate: str = "200mbit"
+    work: Work = dataclasses.field(default_factory=Work)
+    rounds: int = 5
+    steps: int = 4
+    straggler: float = 0.5
+    only: str = "."
+    out: Path = Path("runs/race")
+
+    def __post_init__(self):
+        for cluster in self.clusters:
+            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", cluster):
+                raise ValueError(f"a cluster is written as 4x2, got {cluster!r}")
+        if parse_rate(self.rate) is None:
+            raise ValueError("the race needs a rate, such as 200mbit")
+        for name in ("rounds", "steps"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
+
+
+class Row(NamedTuple):
+    """What a contestant took.
+
+    Args:
+      name: of the contestant.
+      rounds: mean seconds of a step, over steps and workers, for each round.
+    """
+
+    name: str
+    rounds: list[float]
+
+    @property
+    def seconds(self) -> float:
+        return median(self.rounds)
+
+
+def main(race: Race) -> int:
+    race.out.mkdir(parents=True, exist_ok=True)
+    results: dict[str, list[Row]] = {}
+    for name in race.clusters:
+        nodes, per_node = map(int, name.split("x"))
+        cluster = Cluster(nodes=nodes, workers_per_node=per_node, rate=race.rate)
+        path = race.out / f"{name}.json"
+
+        def job(worker: Worker, cluster: Cluster = cluster, path: Path = path) -> int:
+            return _run(race, cluster, worker, path)
+
+        code = in_cluster(cluster, job)
+        if code:
+            return code
+        results[name] = [Row(*row) for row in json.loads(path.read_text())]
+        path.unlink()
+    facts = {
+        "race": json.loads(json.dumps(dataclasses.asdict(race), default=str)),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, "
+        f"Python {platform.python_version()}",
+        "clusters": {
+            name: [row._asdict() for row in rows] for name, rows in results.items()
+        },
+    }
+    (race.out / "race.json").write_text(json.dumps(facts, indent=1) + "\n")
+    from train.bench.race_report import draw, table
+
+    text = "\n\n".join(table(race, name, rows) for name, rows in results.items())
+    (race.out / "race.md").write_text(text + "\n")
+    draw(race, results, race.out / "race.svg")
+    Console(soft_wrap=True).print(text, markup=False, highlight=False)
+    print(f"\n{race.out / 'race.json'}  race.md  race.svg")
+    return 0
+
+
+def contestants(per_node: int, peers: bool) -> dict[str, str]:
+    """Returns the names of all, each with the processes that run it, jax or torch."""
+    graphs = [g for g in TOPOLOGIES if per_node > 1 or g != AER]
+    names = {"compute alone": "jax", ALL_REDUCE: "jax"}
+    for graph in graphs:
+        for what in ("exchange alone", "in the step", "in the background"):
+            names[f"{what}: {graph}"] = "jax"
+    if peers:
+        names |= {"PyTorch alone": "torch", DDP: "torch"}
+        names |= {f"Decent-DP: {TOPOLOGIES[graph]}": "torch" for graph in graphs}
+    return names
+
+
+def _run(race: Race, cluster: Cluster, worker: Worker, path: Path) -> int:
+    """In the cluster's switch: starts the workers, and has them take turns."""
+    size = f"{cluster.nodes} nodes x {cluster.workers_per_node}"
+    peers = bool(find_spec("torch") and find_spec("decent_dp"))
+    names = contestants(cluster.workers_per_node, peers)
+    names = {n: kind for n, kind in names.items() if re.search(race.only, n)}
+    main_graph = RING if cluster.workers_per_node == 1 else AER
+    late = [
+        ALL_REDUCE,
+        DDP,
+        f"in the background: {main_graph}",
+        f"Decent-DP: {TOPOLOGIES[main_graph]}",
+    ]
+    if not peers:
+        print("torch and decent-dp are not installed: no peers ('.[peers]')")
+    teams = {kind: Team(kind, race, cluster, worker) for kind in set(names.values())}
+    turns = [(name, 0.0) for name in names]
+    if race.straggler:
+        turns += [(name, race.straggler) for name in late if name in names]
+    rounds: dict[str, list[float]] = {}
+    everything = [turn for _ in range(race.rounds) for turn in turns]
+    for name, seconds in track(everything, description=size, transient=True):
+        key = name + STRAGGLER * bool(seconds)
+        # The first turn compiles, and a full period makes each topology's messages.
+        warmup = 1 if key in rounds or seconds else 5
+        turn = Turn(name, warmup, race.steps, seconds)
+        rounds.setdefault(key, []).append(teams[names[name]].take(turn))
+    for team in teams.values():
+        team.close()
+    path.write_text(json.dumps([[key, values] for key, values in rounds.items()]))
+    return 0
+
+
+class Team:
+    """The workers of one kind, one process each, alive for all rounds."""
+
+    def __init__(self, kind: str, race: Race, cluster: Cluster, worker: Worker):
+        self._kind = kind
+        self._logs: list[Path] = []
+        self._workers: list[tuple[subprocess.Popen, Any]] = []
+        for rank in range(cluster.num_workers):
+            reader, writer = os.pipe()
+            sizes = (*dataclasses.astuple(race.work), cluster.workers_per_node, writer)
+            process = worker(
+                rank,
+                [sys.executable, "-m", f"train.bench.{kind}_worker", *map(str, sizes)],
+            )
+            log = race.out / f"{kind}.{cluster.nodes}x{cluster.workers_per_node}.{rank}"
+            self._logs.append(log.with_suffix(log.suffix + ".txt"))
+            with self._logs[-1].open("w") as output:
+                popen = subprocess.Popen(
+                    process.argv,
+                    env={**os.environ, **process.env},
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    pass_fds=[writer],
+                    text=True,
+                )
+            os.close(writer)
+            self._workers.append((popen, os.fdopen(reader)))
+
+    def take(self, turn: Turn) -> float:
+        """Returns the mean seconds of a step, over steps and workers.
+
+        Raises:
+          SystemExit: a worker has died; all others end with the cluster.
+        """
+        for popen, _ in self._workers:
+            assert popen.stdin is not None
+            popen.stdin.write(json.dumps(turn) + "\n")
+            popen.stdin.flush()
+        means = []
+        for (_, answers), log in zip(self._workers, self._logs, strict=True):
+            line = answers.readline()
+            if not line:
+                tail = "".join(log.read_text().splitlines(keepends=True)[-20:])
+                raise SystemExit(
+                    f"error: a {self._kind} worker died in the turn of "
+                    f"{turn.contestant!r}; the end of {log}:\n{tail}"
+                )
+            seconds = json.loads(line)
+            means.append(sum(seconds) / len(seconds))
+        return sum(means) / len(means)
+
+    def close(self) -> None:
+        for popen, _ in self._workers:
+            assert popen.stdin is not None
+            popen.stdin.close()
+        for popen, answers in self._workers:
+            popen.wait()
+            answers.close()
