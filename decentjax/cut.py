@@ -70,10 +70,17 @@ class Cut:
         ]
 
     def early(self, *known: Any) -> list[Any]:
-        """Returns the values that await nothing."""
-        values = self._constants | dict(
-            zip(self._known, jax.tree.leaves(known), strict=True)
-        )
+        """Returns the values that await nothing.
+
+        Raises:
+          ValueError: if an argument has another shape or dtype than its example.
+        """
+        leaves = jax.tree.leaves(known)
+        for variable, x in zip(self._known, leaves, strict=True):
+            wanted, got = variable.aval, jax.typeof(x)
+            if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
+                raise ValueError(f"cut for {wanted}, got {got}")
+        values = self._constants | dict(zip(self._known, leaves, strict=True))
         _evaluate(self._early_equations, values)
         finished = [self._outputs[number] for number in self.finished]
         return [jnp.asarray(_read(values, atom)) for atom in [*finished, *self._kept]]

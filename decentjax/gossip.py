@@ -14,7 +14,6 @@ function in that order, `Engine.settle` waits until none is left.
 import collections
 import dataclasses
 import functools
-import operator
 import queue
 import threading
 import time
@@ -47,8 +46,10 @@ from decentjax.step import (
 GROUP_BYTES = 4 * 2**20
 PIECE_BYTES = (None, 256 * 2**10, 64 * 2**10)
 CLOSING_SECONDS = 10.0
+FAILING_SECONDS = 1.0  # After an error: the peers are to learn of it soon.
 
 Leaves = tuple[int, ...]
+Mixes = dict[Exchange, Callable[[list[jax.Array]], list[jax.Array]]]
 
 
 class Record(Protocol):
@@ -82,7 +83,7 @@ class Engine:
     def __init__(self):
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._error: BaseException | None = None
-        self._last: Future = _done(None)
+        self._closed = False
         # Daemonic: nobody waits at exit for a message that a lost peer does not send.
         self._thread = threading.Thread(
             target=self._run, name="decentjax.gossip", daemon=True
@@ -100,29 +101,33 @@ class Engine:
         """
         if self._error is not None:
             raise self._error
-        if not self._thread.is_alive():
+        if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
-        self._last = Future()
-        self._tasks.put((self._last, function, args))
-        return self._last
+        future: Future = Future()
+        self._tasks.put((future, function, args))
+        return future
 
     def settle(self) -> None:
         """Waits until all that was submitted is done."""
-        self._last.result()
+        self.submit(int).result()
 
     def close(self) -> None:
         """Ends the thread after what was submitted.
 
         It waits 10 s at the most: what a lost peer will never send is left behind.
         """
-        self._tasks.put(None)
-        self._thread.join(CLOSING_SECONDS)
+        self._end(CLOSING_SECONDS)
 
     def __enter__(self) -> "Engine":
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._end(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
+
+    def _end(self, seconds: float) -> None:
+        self._closed = True
+        self._tasks.put(None)
+        self._thread.join(seconds)
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
@@ -153,8 +158,8 @@ class Background:
       topology: whose exchanges take turns.
       mesh: with the axis "workers" alone.
       message_dtype: as in `mix`.
-      lowering: as in `mix`; by default each kind of exchange takes the `fastest`, as
-        measured before the first step.
+      lowering: as in `mix`; by default that of `fastest_mixes`, measured before the
+        first step.
       exchange_mesh: the devices that exchange, such as `host_mesh(mesh)`; by default
         those of `mesh`.
       record: told what this process did and when; by default nobody is.
@@ -201,7 +206,7 @@ class Background:
         self._lowering = lowering
         self._record = record or _nobody
         self._plan: _Plan | None = None
-        self._mixes: dict[Exchange, Callable] = {}
+        self._mixes: Mixes = {}
         self._sent: list[jax.Array] = []
         self._sent_for = -1
         self._arriving: collections.deque[tuple[Leaves, Future]] = collections.deque()
@@ -215,9 +220,12 @@ class Background:
             self._mixes = self._engine.submit(self._lower, state.params).result()
         plan = self._plan
         models = jax.tree.leaves(state.params)
-        if self._sent_for != t or any(map(operator.is_not, models, self._sent)):
+        if self._sent_for != t or list(map(id, models)) != list(map(id, self._sent)):
             self._arriving.clear()
             self._sent = []
+            models = jax.device_put(
+                models, NamedSharding(self._mesh, PartitionSpec(AXIS))
+            )
             for stage in plan.groups:
                 self._send(stage.leaves, [models[i] for i in stage.leaves], t)
         self._sent, self._sent_for = [], t + 1
@@ -259,6 +267,16 @@ class Background:
         future = self._engine.submit(self._exchange, models, t)
         self._arriving.append((leaves, future))
 
+    def _lower(self, params: Any) -> Mixes:
+        mesh, dtype = self._exchange_mesh, self._message_dtype
+        if self._lowering is not None:
+            return {
+                exchange: _compiled_mix(exchange, self._lowering, mesh, dtype)
+                for exchange in self._topology
+            }
+        num_bytes = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
+        return fastest_mixes(self._topology, mesh, num_bytes, dtype)
+
     def _exchange(self, models: list[jax.Array], t: int) -> list[jax.Array]:
         """In the thread: sends, receives, averages."""
         models = [_moved(x, self._mesh, self._exchange_mesh) for x in models]
@@ -282,25 +300,6 @@ class Background:
             leaves, future = arriving.popleft()
             mixed.update(zip(leaves, future.result(), strict=True))
         self._record("wait", t, start, time.monotonic())
-
-    def _lower(self, params: Any) -> dict[Exchange, Callable]:
-        """Returns the compiled mix of each exchange, as it is fastest."""
-        num_bytes = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
-        chosen: dict[Any, int] = {}
-        mixes = {}
-        for exchange in dict.fromkeys(self._topology):
-            options = _candidates(exchange)
-            if self._lowering is not None:
-                options = [(exchange, self._lowering)]
-            kind = (type(exchange.between), exchange.workers_per_node, len(options))
-            if kind not in chosen:
-                chosen[kind] = fastest(
-                    options, self._exchange_mesh, min(num_bytes, GROUP_BYTES)
-                )
-            mixes[exchange] = _compiled_mix(
-                *options[chosen[kind]], self._exchange_mesh, self._message_dtype
-            )
-        return mixes
 
 
 class AllReduce:
@@ -376,6 +375,31 @@ class AllReduce:
         return mean
 
 
+def fastest_mixes(
+    topology: Topology,
+    mesh: Mesh,
+    num_bytes: int,
+    message_dtype: DTypeLike | None = None,
+) -> Mixes:
+    """Returns the compiled mix of each exchange, lowered as is fastest on this mesh.
+
+    Functions of a list of stacked leaves. Each exchange is measured: those of one
+    topology may use different links. Collective, as `fastest`.
+
+    Args:
+      topology: whose exchanges.
+      mesh: with the axis "workers".
+      num_bytes: of one model; of a larger one than 4 MiB only so much is measured.
+      message_dtype: as in `mix`.
+    """
+    mixes = {}
+    for exchange in dict.fromkeys(topology):
+        options = _candidates(exchange)
+        chosen = options[fastest(options, mesh, min(num_bytes, GROUP_BYTES))]
+        mixes[exchange] = _compiled_mix(*chosen, mesh, message_dtype)
+    return mixes
+
+
 Option = tuple[Exchange, Lowering]
 
 
@@ -447,6 +471,8 @@ class _Stage(NamedTuple):
     def compute(
         self, mixed: dict[int, jax.Array], values: list[jax.Array]
     ) -> Iterable[tuple[int, jax.Array]]:
+        if not self.outputs:
+            return ()
         awaited = [mixed[i] for i in self.part.awaits]
         used = [values[i] for i in self.part.uses]
         return zip(self.outputs, self.run(awaited, used), strict=True)
@@ -579,9 +605,3 @@ def _first_rows(stacked: Any) -> Any:
 
 def _nobody(activity: str, step: int, start: float, end: float) -> None:
     del activity, step, start, end
-
-
-def _done(result: Any) -> Future:
-    future: Future = Future()
-    future.set_result(result)
-    return future

@@ -62,10 +62,11 @@ def load_config(path: Path) -> Config:
     """Returns the `config` of a config file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no config file {path}")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    spec = importlib.util.spec_from_file_location(f"config of {path.stem}", path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Where a class of the file is looked for.
     spec.loader.exec_module(module)
     config = getattr(module, "config", None)
     if not isinstance(config, Config):

@@ -81,11 +81,12 @@ def provide_cpu_devices(count: int) -> None:
     """Lets the CPU appear as `count` devices; other platforms take no notice.
 
     XLA runs the devices of a CPU mesh on one pool of threads, where a collective holds
-    its thread until every device has come: with too few threads they wait for ever.
+    its thread until every device has come: with too few threads they wait for ever. A
+    device alone needs one to exchange while another computes.
     """
-    threads = 2 if count == 1 else 8 * count
-    given = int(os.environ.get("NPROC", threads))
-    os.environ["NPROC"] = str(max(given, threads))
+    needed = 2 if count == 1 else 8 * count
+    given = int(os.environ.get("NPROC", os.cpu_count() or 1))
+    os.environ["NPROC"] = str(max(given, needed))
     jax.config.update("jax_num_cpu_devices", count)
 
 

@@ -41,6 +41,11 @@ def _contestant(work: Work, num_workers: int, per_node: int, name: str) -> Conte
 
     graphs = {
         "ring": topology.one_peer_ring,
+        "ring between nodes": functools.partial(
+            topology.hierarchical,
+            workers_per_node=per_node,
+            between=topology.one_peer_ring,
+        ),
         "one-peer exponential": topology.one_peer_exponential,
         "complete": topology.complete,
         "alternating exponential ring": functools.partial(

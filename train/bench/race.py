@@ -23,11 +23,15 @@ from train.bench.work import Turn, Work
 from train.emulate import Cluster, Worker, in_cluster, parse_rate
 
 RING, AER = "ring", "alternating exponential ring"
+NODES = "ring between nodes"
+EXPONENTIAL, COMPLETE = "one-peer exponential", "complete"
+# Ours, and what Decent-DP calls the same.
 TOPOLOGIES = {
     RING: "ring",
     AER: "alternating-exp-ring",
-    "one-peer exponential": "one-peer-exp",
-    "complete": "complete",
+    NODES: "",
+    EXPONENTIAL: "one-peer-exp",
+    COMPLETE: "complete",
 }
 ALL_REDUCE, DDP = "all-reduce", "PyTorch DDP"
 STRAGGLER = " with a straggler"
@@ -112,6 +116,7 @@ def main(race: Race) -> int:
         },
     }
     (race.out / "race.json").write_text(json.dumps(facts, indent=1) + "\n")
+    # It imports jax, whose threads a fork would lose.
     from train.bench.race_report import draw, table
 
     text = "\n\n".join(table(race, name, rows) for name, rows in results.items())
@@ -124,14 +129,15 @@ def main(race: Race) -> int:
 
 def contestants(per_node: int, peers: bool) -> dict[str, str]:
     """Returns the names of all, each with the processes that run it, jax or torch."""
-    graphs = [g for g in TOPOLOGIES if per_node > 1 or g != AER]
+    graphs = [AER, NODES, COMPLETE] if per_node > 1 else [RING, EXPONENTIAL, COMPLETE]
     names = {"compute alone": "jax", ALL_REDUCE: "jax"}
     for graph in graphs:
         for what in ("exchange alone", "in the step", "in the background"):
             names[f"{what}: {graph}"] = "jax"
     if peers:
         names |= {"PyTorch alone": "torch", DDP: "torch"}
-        names |= {f"Decent-DP: {TOPOLOGIES[graph]}": "torch" for graph in graphs}
+        theirs = [TOPOLOGIES[graph] for graph in graphs if TOPOLOGIES[graph]]
+        names |= {f"Decent-DP: {graph}": "torch" for graph in theirs}
     return names
 
 

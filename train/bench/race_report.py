@@ -8,7 +8,10 @@ from decentjax import analysis, topology
 from train.bench.race import (
     AER,
     ALL_REDUCE,
+    COMPLETE,
     DDP,
+    EXPONENTIAL,
+    NODES,
     RING,
     STRAGGLER,
     TOPOLOGIES,
@@ -33,8 +36,9 @@ def link_seconds(race: Race, name: str, nodes: int, per_node: int) -> float | No
     make = {
         RING: topology.one_peer_ring,
         AER: lambda n: topology.alternating_exponential_ring(n, per_node),
-        "one-peer exponential": topology.one_peer_exponential,
-        "complete": topology.complete,
+        NODES: lambda n: topology.hierarchical(n, per_node, topology.one_peer_ring),
+        EXPONENTIAL: topology.one_peer_exponential,
+        COMPLETE: topology.complete,
     }[graph]
     sent = analysis.traffic(make(num_workers), model, per_node)
     # Each node's link, over a period: the steps in which it is idle are its own.
