@@ -196,7 +196,7 @@ def test_the_environment_is_that_of_srun_and_torchrun():
         "LOCAL_WORLD_SIZE": "2",
         "LOCAL_RANK": "1",
         "GLOO_SOCKET_IFNAME": "eth0",
-        "NPROC": "3",
+        "NPROC": "4",
         "OMP_NUM_THREADS": "3",
     }
 

@@ -16,6 +16,7 @@ from decentjax import (
     AXIS,
     Exchange,
     Groups,
+    Lowering,
     Permutations,
     Topology,
     analysis,
@@ -391,6 +392,13 @@ def _lowered(exchange: Exchange, dtype: str = "float32", **options: Any):
     return jax.jit(over_workers(function, mesh)).lower(stacked)
 
 
+def _lowered_for(platform: str, exchange: Exchange, **options: Any) -> str:
+    function = functools.partial(mix, exchange=exchange, axis_name=AXIS, **options)
+    mapped = jax.jit(over_workers(function, worker_mesh(exchange.num_workers)))
+    stacked = jax.ShapeDtypeStruct((exchange.num_workers, 840), "float32")
+    return mapped.trace(stacked).lower(lowering_platforms=(platform,)).as_text()
+
+
 @pytest.mark.parametrize(
     ("path", "sent"),
     [
@@ -408,12 +416,32 @@ def _lowered(exchange: Exchange, dtype: str = "float32", **options: Any):
         ),
     ],
 )
-def test_messages_between_nodes_have_the_message_dtype_and_sums_float32(path, sent):
-    text = _lowered(PATHS[path], message_dtype=jnp.bfloat16).as_text()
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_messages_between_nodes_have_the_message_dtype_and_sums_float32(
+    path, sent, platform
+):
+    text = _lowered_for(platform, PATHS[path], message_dtype=jnp.bfloat16)
+    if platform == "cpu":
+        by_all_to_all = {("reduce_scatter", "f32"): ("all_to_all", "f32")}
+        sent = {by_all_to_all.get(pair, pair) for pair in sent}
     assert set(hlo.sent_dtypes(text)) == sent
     assert "reduce_precision" in text  # XLA may leave out a cast there and back
     assert "stablehlo.add" in text
     assert not re.search(r"stablehlo\.(add|subtract|multiply|divide).*bf16", text)
+
+
+@pytest.mark.parametrize(
+    ("platform", "kinds"),
+    [
+        ("cpu", {"all_to_all", "all_gather"}),
+        ("cuda", {"reduce_scatter", "all_gather"}),
+        ("tpu", {"reduce_scatter", "all_gather"}),
+    ],
+)
+@pytest.mark.parametrize("path", ["groups", "nodes_alone"])
+def test_a_mean_over_groups_goes_by_reduce_scatter_but_on_cpu(path, platform, kinds):
+    text = _lowered_for(platform, PATHS[path])
+    assert {kind for kind, _ in hlo.sent_dtypes(text)} == kinds
 
 
 @EACH_PATH
@@ -652,3 +680,137 @@ def test_complex_leaves_are_sent_as_they_are_whatever_the_message_dtype():
     )
     wanted = matrices(topology.ring(5))[0] @ np.asarray(models)
     np.testing.assert_allclose(over_workers(narrow)(models), wanted, rtol=1e-6)
+
+
+LOWERINGS = {
+    "pieces": Lowering(piece_bytes=100),
+    "small_pieces": Lowering(piece_bytes=3),
+    "large_pieces": Lowering(piece_bytes=2**20),
+    "sum": Lowering(groups="sum"),
+    "pieces_and_sum": Lowering(piece_bytes=64, groups="sum"),
+}
+LOWERED = PATHS | {
+    "alone": topology.ring(1)[0],
+    "odd": topology.star(5)[0],
+    "pairs_as_groups": topology.butterfly_groups(4, 2)[1],
+    "pairs_of_nodes": _hierarchical(_butterfly(2), 2)(8)[0],
+}
+
+
+def _adds_in_order(exchange: Exchange, lowering: Lowering) -> bool:
+    between = exchange.between
+    in_pairs = isinstance(between, Groups) and len(between.members[0]) == 2
+    return lowering.groups == "scatter" or in_pairs
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("lowering", LOWERINGS.values(), ids=LOWERINGS)
+@pytest.mark.parametrize("exchange", LOWERED.values(), ids=LOWERED)
+def test_the_mixed_models_do_not_depend_on_how_they_are_sent(
+    exchange, lowering, simulated
+):
+    """Bit for bit, but for what "sum" adds and for products that are added to."""
+    before = _models(exchange.num_workers)
+    wanted = _mixed(exchange, simulated)
+    got = _mix(before, exchange, simulated, lowering=lowering)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert (x.shape, x.dtype) == (y.shape, y.dtype)
+        exact = _rounds_in_one_place(exchange, x) and _adds_in_order(exchange, lowering)
+        atol = 0 if exact else 2 * EPSILON[x.dtype.name]
+        np.testing.assert_allclose(_wide(x), _wide(y), rtol=0, atol=atol)
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("lowering", LOWERINGS.values(), ids=LOWERINGS)
+@pytest.mark.parametrize("path", ["pairs", "groups", "nodes_swap", "nodes_in_groups"])
+def test_nor_with_a_message_dtype_but_for_rounding(path, lowering, simulated):
+    before = _models(8)["matrix"]
+    mixing = functools.partial(
+        _mix, before, PATHS[path], simulated, message_dtype=jnp.bfloat16
+    )
+    got, wanted = mixing(lowering=lowering), mixing()
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=2 * EPSILON["float32"])
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+@pytest.mark.parametrize("path", ["pairs", "uneven_weights", "nodes_swap", "groups"])
+def test_shard_map_may_check_what_varies_in_pieces(path, check_vma):
+    before = _models(8)["matrix"]
+    lowering = Lowering(piece_bytes=100)
+    mapped = jax.shard_map(
+        lambda x: mix(x[0], PATHS[path], "p", lowering=lowering)[None],
+        mesh=Mesh(jax.devices(), "p"),
+        in_specs=PartitionSpec("p"),
+        out_specs=PartitionSpec("p"),
+        check_vma=check_vma,
+    )
+    _assert_mixed(jax.jit(mapped)(before), before, PATHS[path])
+
+
+def _permutes(exchange: Exchange, lowering: Lowering) -> list[tuple[int, float]]:
+    """How often each permute of 840 floats runs, and its bytes."""
+    text = _lowered(exchange, lowering=lowering).compile().as_text()
+    bodies = hlo.computations(text)
+    times = {
+        name: int(re.search(r'known_trip_count":\{"n":"(\d+)"', loop.line)[1])
+        for instructions in bodies.values()
+        for loop in instructions
+        if loop.opcode == "while"
+        for name in loop.called
+    }
+    return [
+        (times.get(name, 1), np.prod(hlo_shape) * 4)
+        for name, instructions in bodies.items()
+        for instruction in instructions
+        if instruction.opcode == "collective-permute"
+        for hlo_shape in [
+            [int(n) for n in re.findall(r"[\[,](\d+)", instruction.shape)]
+        ]
+    ]
+
+
+@pytest.mark.parametrize("path", ["pairs", "equal_weights", "nodes_swap"])
+@pytest.mark.parametrize("piece_bytes", [840, 1000, 400, 4])
+def test_pieces_are_no_larger_than_asked_and_send_no_more_than_the_leaf(
+    path, piece_bytes
+):
+    whole = _permutes(PATHS[path], Lowering())
+    pieces = _permutes(PATHS[path], Lowering(piece_bytes))
+    assert all(times == 1 for times, _ in whole)
+    assert len(pieces) == len(whole)
+    for (_, leaf), (times, num_bytes) in zip(whole, pieces, strict=True):
+        assert num_bytes == min(piece_bytes // 4 * 4, leaf)
+        assert times == -(-leaf // num_bytes)
+
+
+@pytest.mark.parametrize("path", ["groups", "nodes_in_groups"])
+def test_a_sum_over_groups_sends_what_a_reduce_scatter_and_an_all_gather_send(path):
+    sent = [
+        hlo.traffic(_lowered(PATHS[path], lowering=way).compile().as_text(), 8, 2)
+        for way in (Lowering(), Lowering(groups="sum"))
+    ]
+    np.testing.assert_allclose(sent[0].worker_bytes, sent[1].worker_bytes)
+    np.testing.assert_allclose(sent[0].node_bytes, sent[1].node_bytes)
+
+
+def test_a_sum_over_groups_is_one_sum():
+    text = _lowered(PATHS["groups"], lowering=Lowering(groups="sum")).compile()
+    (total,) = hlo.collectives(text.as_text(), 8)
+    assert (total.kind, total.num_bytes) == ("all-reduce", 840 * 4)
+    assert {len(group) for group in total.groups} == {4}
+
+
+def test_shards_are_sent_in_pieces_too():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "model"))
+    before = jax.random.normal(jax.random.key(0), (4, 6, 10))
+    exchange, shards = topology.ring(4)[0], PartitionSpec(None, "model")
+
+    def of_worker(x):
+        return mix(x, exchange, AXIS, shards=shards, lowering=Lowering(50))
+
+    mapped = jax.jit(over_workers(of_worker, mesh))
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec(AXIS, None, "model"))
+    placed = jax.device_put(before, sharding)
+    _assert_mixed(mapped(placed), before, exchange)
+    text = mapped.lower(placed).compile().as_text()
+    assert {c.num_bytes for c in hlo.collectives(text, 8)} == {48}

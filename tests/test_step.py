@@ -16,12 +16,14 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
+    adapt,
     all_reduce_step,
     atc_step,
     awc_step,
     compute_in,
     consensus_distance,
     init_state,
+    local_workers,
     mean_model,
     mix,
     on_mesh,
@@ -208,6 +210,36 @@ def test_weight_decay_is_taken_from_the_model_that_the_update_lands_on(order):
             x = average(x - 0.25 * (gradient + 0.5 * x))
     got = _train(STEPS[order], graph, optimizer, 4)[-1]
     np.testing.assert_allclose(got, x, rtol=0, atol=2e-6)
+
+
+@EITHER_WAY
+def test_awc_adapts_to_the_mixed_model(simulated):
+    """The gradient is taken at the own model, the decay from whatever is given."""
+
+    def mix_then_adapt(state, batch, exchange, **options):
+        mixed = mix(state.params, exchange, AXIS)
+        return adapt(state, batch, mixed, **options)
+
+    train = functools.partial(
+        _train, graph=GRAPHS["aer"], optimizer=optax.adamw(0.1), num_steps=3
+    )
+    wanted = train(awc_step, simulated=simulated)
+    got = train(mix_then_adapt, simulated=simulated)
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+def test_adapt_sends_nothing_and_lands_on_the_model_that_it_is_given():
+    problem, optimizer = _problem(2), optax.sgd(0.25)
+    state = _start(problem, optimizer, 2)
+    other = {"x": 10 + state.params["x"]}
+    step = over_workers(_bind(adapt, optimizer), worker_mesh(2))
+    after, metrics = jax.jit(step)(state, problem.optima, other)
+    gradient = problem.gradient(np.stack([problem.start["x"]] * 2))
+    wanted = np.asarray(other["x"]) - 0.25 * gradient
+    np.testing.assert_allclose(after.params["x"], wanted, rtol=1e-6)
+    assert sorted(metrics) == ["loss", "twice"]
+    text = jax.jit(step).lower(state, problem.optima, other).compile().as_text()
+    assert hlo.collectives(text, 2) == []
 
 
 @pytest.mark.parametrize("order", ["awc", "atc"])
@@ -545,6 +577,26 @@ def test_all_workers_start_from_one_model_with_keys_of_their_own():
     assert len(np.unique(jax.random.key_data(state.key), axis=0)) == 3
 
 
+@pytest.mark.parametrize("workers", [[2, 0], [1], range(3)])
+def test_some_workers_start_as_they_do_among_all(workers):
+    optimizer, model_state = optax.adam(0.1), {"mean": jnp.arange(2.0)}
+    start = functools.partial(
+        init_state, _problem(3).start, optimizer, jax.random.key(0), 3, model_state
+    )
+    rows = jax.tree.map(lambda x: x[jnp.asarray(list(workers))], start())
+    some = start(workers=list(workers))
+    assert jax.tree.structure(some) == jax.tree.structure(rows)
+    assert np.array_equal(jax.random.key_data(some.key), jax.random.key_data(rows.key))
+    same = jax.tree.map(np.array_equal, some[:3], rows[:3])
+    assert jax.tree.all(same)
+
+
+def test_all_workers_of_the_only_process_live_in_it():
+    assert local_workers(worker_mesh(3)) == [0, 1, 2]
+    slices = Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "model"))
+    assert local_workers(slices) == [0, 1, 2, 3]
+
+
 @EITHER_WAY
 def test_a_step_gives_up_the_buffers_of_its_state(simulated):
     problem, graph, optimizer = _problem(4), topology.ring(4), optax.adam(0.1)
@@ -613,6 +665,16 @@ def test_place_gives_each_worker_its_own_part():
     placed = place({"x": jnp.arange(8).reshape(4, 2)}, worker_mesh(4))["x"]
     parts = {shard.device: shard.data.tolist() for shard in placed.addressable_shards}
     assert parts == {jax.devices()[i]: [[2 * i, 2 * i + 1]] for i in range(4)}
+
+
+def test_place_gives_a_slice_of_the_mesh_the_whole_part_of_its_worker():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "model"))
+    key = jax.random.split(jax.random.key(0), 4)
+    x, placed_key = place((np.arange(4), key), mesh)
+    assert {shard.device: shard.data.tolist() for shard in x.addressable_shards} == {
+        device: [i // 2] for i, device in enumerate(jax.devices())
+    }
+    assert np.array_equal(jax.random.key_data(placed_key), jax.random.key_data(key))
 
 
 def test_the_mean_model_averages_floats_and_takes_the_rest_from_worker_zero():

@@ -11,8 +11,9 @@ import platform
 import socket
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -29,7 +30,6 @@ from train.config import Config, DistributedConfig, differences, to_json
 
 FAILED = 70  # The exit code of a process that ended on an error, EX_SOFTWARE.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
-TEN_YEARS_MS = 10 * 365 * 86_400_000
 
 
 def start(config: DistributedConfig, num_workers: int) -> None:
@@ -102,12 +102,12 @@ def fail_stop() -> Iterator[None]:
         name = f"process {internals.global_state.process_id}"
         if isinstance(error, SystemExit) and not error.code:
             raise
-        if isinstance(error, SystemExit | ValueError | FloatingPointError):
-            message = str(error)
-        elif _is_lost_peer(error):
+        if _is_lost_peer(error):
             message = f"lost a peer: {str(error).splitlines()[0]}"
+        elif isinstance(error, SystemExit | ValueError | FloatingPointError):
+            message = str(error)
         else:
-            message = "failed:\n" + traceback.format_exc()
+            message = "failed:\n" + traceback.format_exc().rstrip()
         print(f"error: {name}: {message}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         os._exit(FAILED)
@@ -175,11 +175,22 @@ def job_mesh(config: Config, hosts: list[str]) -> Mesh:
     return worker_mesh(workers.num_workers, devices)
 
 
-def mean_over_processes(step: int, values: dict[str, float]) -> dict[str, float]:
+def mean_over_processes(
+    step: int,
+    values: dict[str, float],
+    timeout_seconds: int,
+    check: Callable[[], None],
+) -> dict[str, float]:
     """Returns the means over the processes on process 0, its own values on others.
 
     It goes through the coordinator, not by a collective, which could meet an exchange
     on its way.
+
+    Args:
+      step: after which the values were measured.
+      values: of this process.
+      timeout_seconds: how late another process may be.
+      check: called each second of the wait; may raise.
     """
     client: Any = internals.global_state.client
     if jax.process_count() == 1:
@@ -192,7 +203,7 @@ def mean_over_processes(step: int, values: dict[str, float]) -> dict[str, float]
     rows = [values]
     for number in range(1, jax.process_count()):
         key = f"metrics/{step}/{number}"
-        rows.append(json.loads(client.blocking_key_value_get(key, TEN_YEARS_MS)))
+        rows.append(json.loads(_wait_for(key, timeout_seconds, check)))
         client.key_value_delete(key)
     return {name: float(np.mean([row[name] for row in rows])) for name in values}
 
@@ -212,6 +223,18 @@ def _all_gather(value: Any) -> list[Any]:
     return [json.loads(bytes(row[:size]).decode()) for row, size in pairs]
 
 
+def _wait_for(key: str, timeout_seconds: int, check: Callable[[], None]) -> str:
+    client: Any = internals.global_state.client
+    end = time.monotonic() + timeout_seconds
+    while True:
+        try:
+            return client.blocking_key_value_get(key, 1000)
+        except jax.errors.JaxRuntimeError:
+            check()
+            if time.monotonic() > end:
+                raise
+
+
 def _shared(config: Config) -> dict[str, Any]:
     """What has to be the same in all processes."""
     shared = json.loads(to_json(config))
@@ -220,9 +243,10 @@ def _shared(config: Config) -> dict[str, Any]:
 
 
 def _is_lost_peer(error: BaseException) -> bool:
-    text = str(error)
-    return isinstance(error, jax.errors.JaxRuntimeError) and (
-        "Gloo" in text or "gloo" in text or "oordination" in text or "timed out" in text
+    """By what it says: of jax's errors some are a ValueError."""
+    words = ("Gloo", "gloo", "oordination service", "GetKeyValue() timed out")
+    return isinstance(error, jax.errors.JaxRuntimeError | ValueError) and any(
+        word in str(error) for word in words
     )
 
 
@@ -230,6 +254,8 @@ def _check_free(address: str) -> None:
     """Refuses a port in use: jax's coordinator would share it, and end that job."""
     host, _, port = address.rpartition(":")
     try:
+        if not 0 < int(port) < 2**16:
+            raise ValueError(f"there is no port {port}")
         with socket.create_server((host, int(port))):
             pass
     except (OSError, ValueError) as error:

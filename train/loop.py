@@ -116,7 +116,9 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
             look = end or step % config.evaluation.every_steps == 0
             if save or step % config.log.every_steps == 0:
                 values = {name: _local_mean(x) for name, x in metrics.items()}
-                values = mean_over_processes(step, values)
+                values = mean_over_processes(
+                    step, values, config.distributed.timeout_seconds, train_step.check
+                )
                 if end or step % config.log.consensus_every_steps == 0:
                     train_step.settle()
                     values["consensus_distance"] = consensus(state)
@@ -195,6 +197,9 @@ class TrainStep(Protocol):
 
     def settle(self) -> None:
         """Waits for what is on its way, before any other collective."""
+
+    def check(self) -> None:
+        """Raises what has gone wrong on the way, if anything has."""
 
     def __enter__(self) -> "TrainStep": ...
 
@@ -336,6 +341,9 @@ class _InStep:
         return result
 
     def settle(self) -> None:
+        pass
+
+    def check(self) -> None:
         pass
 
     def __enter__(self) -> "_InStep":

@@ -1,0 +1,694 @@
+"""Exchanges in a second thread: the numbers of `awc_step`, and who waits for whom."""
+
+import doctest
+import functools
+import gc
+import threading
+import weakref
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+from decentjax import (
+    AXIS,
+    Lowering,
+    Topology,
+    accum_adamw,
+    adapt,
+    all_reduce_step,
+    awc_step,
+    gossip,
+    init_state,
+    mix,
+    on_mesh,
+    over_workers,
+    place,
+    topology,
+    worker_mesh,
+)
+
+# Longer than any wait here should be, so that a deadlock is a failure.
+LONG = 60.0
+DEFAULT = Lowering()
+TWO = topology.one_peer_ring(2)
+FOUR = topology.hypercube(4)
+# Products with these numbers are exact, however XLA fuses them with a sum.
+ADAMW = optax.adamw(0.125, weight_decay=0.25)
+
+
+def loss_fn(params, model_state, batch, key):
+    """Two layers, a running mean and a count, and noise from the key."""
+    inputs, targets = batch
+    wide = jax.tree.map(lambda x: x.astype("float32"), params)
+    hidden = jnp.tanh(inputs @ wide["inner"] + wide["bias"][None])
+    loss = jnp.mean(jnp.square(hidden @ wide["outer"] - targets))
+    mean = 0.5 * model_state["mean"] + 0.5 * hidden.mean(0)
+    model_state = {"mean": mean, "count": model_state["count"] + 1}
+    return loss, (model_state, {"noise": jax.random.uniform(key)})
+
+
+class Case(NamedTuple):
+    """What is trained, and where."""
+
+    graph: Topology = TWO
+    optimizer: optax.GradientTransformation = ADAMW
+    dtype: str = "float32"
+    num_micro_batches: int = 1
+    message_dtype: Any = None
+
+    @property
+    def mesh(self) -> Mesh:
+        return worker_mesh(self.graph.num_workers)
+
+    def bound(self, step):
+        return functools.partial(
+            step,
+            loss_fn=loss_fn,
+            optimizer=self.optimizer,
+            num_micro_batches=self.num_micro_batches,
+        )
+
+    def start(self):
+        inner, outer = jax.random.split(jax.random.key(1))
+        params = {
+            "bias": jnp.zeros(7, self.dtype),
+            "inner": jax.random.normal(inner, (5, 7), self.dtype),
+            "outer": jax.random.normal(outer, (7, 3), self.dtype),
+        }
+        model_state = {"mean": jnp.zeros(7), "count": jnp.int32(0)}
+        key, num_workers = jax.random.key(0), self.graph.num_workers
+        return init_state(params, self.optimizer, key, num_workers, model_state)
+
+    def batch(self, t):
+        draws = np.random.default_rng(t)
+        shapes = (4, 5), (4, 3)
+        n = self.graph.num_workers
+        return tuple(draws.standard_normal((n, *s)).astype("float32") for s in shapes)
+
+
+def _run(train_step, case, steps=(0, 1, 2, 3), placed=True):
+    """The state and the metrics after each step, as NumPy arrays."""
+    state, found = case.start(), []
+    if placed:
+        state = place(state, case.mesh)
+    for t in steps:
+        state, metrics = train_step(state, place(case.batch(t), case.mesh), t)
+        found.append(_arrays((state, metrics)))
+    return found
+
+
+def _arrays(tree):
+    def array(x):
+        is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+        return np.asarray(jax.random.key_data(x) if is_key else x)
+
+    return jax.tree.map(array, tree)
+
+
+@functools.cache
+def _wanted(case, steps=(0, 1, 2, 3)):
+    bound = functools.partial(case.bound(awc_step), message_dtype=case.message_dtype)
+    return _run(on_mesh(bound, case.graph, case.mesh), case, steps)
+
+
+def _in_background(case, lowering=DEFAULT, **options):
+    adapt_one = case.bound(adapt)
+    return gossip.Background(
+        adapt_one, case.graph, case.mesh, case.message_dtype, lowering, **options
+    )
+
+
+def _assert_same(got, wanted, atol=0.0):
+    """Bit for bit where atol is zero; it is relative to the largest number."""
+    assert jax.tree.structure(got) == jax.tree.structure(wanted)
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        assert x.dtype == y.dtype
+        if atol == 0:
+            assert np.array_equal(x, y)
+        else:
+            x, y = x.astype("float64"), y.astype("float64")
+            scale = max(1, np.abs(y).max(initial=0))
+            np.testing.assert_allclose(x, y, rtol=0, atol=atol * scale)
+
+
+@pytest.fixture(autouse=True)
+def _small_groups(monkeypatch):
+    """Of the three leaves, 28 B, 140 B and 84 B, each makes a group."""
+    monkeypatch.setattr(gossip, "GROUP_BYTES", 1)
+
+
+def _butterfly(num_workers):
+    return topology.butterfly_groups(num_workers, 2)
+
+
+def _following():
+    """An optimizer whose state follows the model that the update lands on."""
+
+    def update(grads, average, params):
+        average = jax.tree.map(lambda a, x: 0.5 * a + 0.5 * x, average, params)
+        updates = jax.tree.map(lambda g, a: -0.125 * g - 0.25 * a, grads, average)
+        return updates, average
+
+    return optax.GradientTransformation(lambda params: params, update)
+
+
+GRAPHS = {
+    "alone": topology.ring(1),
+    "two": TWO,
+    "hypercube": topology.hypercube(8),
+    "groups": topology.butterfly_groups(8, 4),
+    "pairs": topology.butterfly_groups(4, 2),
+    "nodes": topology.alternating_exponential_ring(4, 2),
+    "everybody": topology.complete(4),
+}
+OPTIMIZERS = {
+    "sgd": optax.sgd(0.25, momentum=0.5),
+    "adam": optax.adam(0.125),
+    "clipped": optax.chain(optax.clip_by_global_norm(0.1), ADAMW),
+    "accumulating": accum_adamw(0.125, 2, weight_decay=0.25),
+}
+EXACT = {
+    **{name: Case(graph) for name, graph in GRAPHS.items()},
+    **{name: Case(optimizer=optimizer) for name, optimizer in OPTIMIZERS.items()},
+    "micro_batches": Case(num_micro_batches=2),
+    "bfloat16": Case(dtype="bfloat16"),
+    "bfloat16_everybody": Case(GRAPHS["everybody"], dtype="bfloat16"),
+}
+# Where a product rounds before it is added to, XLA may contract the two, or not.
+ROUNDED = {
+    "ring": Case(topology.ring(3), optax.sgd(0.1, momentum=0.9)),
+    "star": Case(topology.star(3)),
+    "lamb": Case(optimizer=optax.lamb(0.1)),
+    "schedule_free": Case(optimizer=optax.contrib.schedule_free_adamw(0.1)),
+    "following": Case(optimizer=_following()),
+    "narrow_messages": Case(message_dtype=jnp.bfloat16),
+    "narrow_messages_in_groups": Case(GRAPHS["pairs"], message_dtype=jnp.bfloat16),
+}
+
+
+@pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
+def test_the_numbers_are_those_of_awc_bit_for_bit(case):
+    """State, keys and metrics after each of four steps."""
+    with _in_background(case) as train_step:
+        _assert_same(_run(train_step, case), _wanted(case))
+
+
+@pytest.mark.parametrize("case", ROUNDED.values(), ids=ROUNDED)
+def test_the_numbers_are_those_of_awc_to_rounding(case):
+    with _in_background(case) as train_step:
+        _assert_same(_run(train_step, case), _wanted(case), atol=2e-5)
+
+
+@pytest.mark.parametrize("size", [100, 150, 2**20])
+def test_where_groups_of_leaves_end_does_not_matter(size, monkeypatch):
+    monkeypatch.setattr(gossip, "GROUP_BYTES", size)
+    with _in_background(Case()) as train_step:
+        _assert_same(_run(train_step, Case()), _wanted(Case()))
+
+
+@pytest.mark.parametrize(
+    "steps", [(0, 1, 1, 0), (3, 5, 6, 0), (7,)], ids=["repeated", "skipped", "later"]
+)
+def test_a_step_out_of_turn_starts_its_exchange_anew(steps):
+    case = Case(FOUR)
+    with _in_background(case) as train_step:
+        _assert_same(_run(train_step, case, steps), _wanted(case, steps))
+
+
+def _step(train_step, case, state, t):
+    return train_step(state, place(case.batch(t), case.mesh), t)
+
+
+def _copied(tree):
+    return jax.tree.map(jnp.copy, tree)
+
+
+def test_going_back_to_a_saved_state_repeats_what_followed():
+    case = Case()
+    with _in_background(case) as train_step:
+        state, _ = _step(train_step, case, place(case.start(), case.mesh), 0)
+        saved = _copied(state)
+        for t in (1, 2):
+            state, _ = _step(train_step, case, state, t)
+        state = saved
+        for t in (1, 2, 3):
+            state, metrics = _step(train_step, case, state, t)
+    _assert_same(_arrays((state, metrics)), _wanted(case)[3])
+
+
+def test_what_is_on_its_way_is_not_taken_for_the_mean_of_other_models():
+    case = Case()
+    with _in_background(case) as train_step:
+        state, _ = _step(train_step, case, place(case.start(), case.mesh), 0)
+        params = dict(state.params, outer=2 * state.params["outer"])
+        state = state._replace(params=params)
+        copied = _copied(state)
+        got = _step(train_step, case, state, 1)
+    wanted = _step(
+        on_mesh(case.bound(awc_step), case.graph, case.mesh), case, copied, 1
+    )
+    _assert_same(_arrays(got), _arrays(wanted))
+
+
+def test_after_a_step_that_failed_the_next_starts_its_exchange_anew():
+    case = Case()
+    with _in_background(case) as train_step:
+        state, _ = _step(train_step, case, place(case.start(), case.mesh), 0)
+        short = jax.tree.map(lambda x: x[:, :2], case.batch(1))
+        with pytest.raises(ValueError, match="cut for"):
+            train_step(state, place(short, case.mesh), 1)
+        copied = _copied(state)
+        got = _step(train_step, case, state, 2)
+    wanted = _step(
+        on_mesh(case.bound(awc_step), case.graph, case.mesh), case, copied, 2
+    )
+    _assert_same(_arrays(got), _arrays(wanted))
+
+
+@pytest.mark.parametrize("placed", [True, False])
+@pytest.mark.parametrize(
+    "graph", [GRAPHS["two"], GRAPHS["pairs"]], ids=["two", "pairs"]
+)
+def test_other_devices_than_those_that_compute_may_exchange(graph, placed):
+    case = Case(graph)
+    others = worker_mesh(graph.num_workers, jax.devices()[4:])
+    with _in_background(case, exchange_mesh=others) as train_step:
+        _assert_same(_run(train_step, case, placed=placed), _wanted(case))
+
+
+def test_a_state_that_is_not_on_the_mesh_yet_is_put_there():
+    with _in_background(Case()) as train_step:
+        _assert_same(_run(train_step, Case(), placed=False), _wanted(Case()))
+
+
+@pytest.mark.parametrize("graph", [FOUR, GRAPHS["pairs"]], ids=["swaps", "pairs"])
+def test_the_lowering_that_is_measured_to_be_fastest_gives_the_same_numbers(graph):
+    with _in_background(Case(graph), lowering=None) as train_step:
+        _assert_same(_run(train_step, Case(graph)), _wanted(Case(graph)))
+
+
+MEASURED = {
+    "hypercube": (GRAPHS["hypercube"], 0),
+    "pairs": (topology.butterfly_groups(8, 2), 0),
+    "groups": (GRAPHS["groups"], 1e-6),
+    "pairs_of_nodes": (topology.hierarchical(8, 2, _butterfly), 0),
+    "damped": (topology.damped(topology.butterfly_groups(8, 2), 0.5), 0),
+}
+
+
+@pytest.mark.parametrize(("graph", "atol"), MEASURED.values(), ids=MEASURED)
+@pytest.mark.parametrize("number", [0, 1, 2, 3, 4])
+def test_each_lowering_that_may_be_chosen_mixes_alike(graph, atol, number, monkeypatch):
+    def choose(options, mesh, num_bytes):
+        return min(number, len(options) - 1)
+
+    monkeypatch.setattr(gossip, "PIECE_BYTES", (None, 100, 48))
+    monkeypatch.setattr(gossip, "fastest", choose)
+    mesh = worker_mesh(8)
+    models = place([jax.random.normal(jax.random.key(0), (8, 13, 7))], mesh)
+    mixes = gossip.fastest_mixes(graph, mesh, 2**20)
+    for exchange in graph:
+        mixing = functools.partial(mix, exchange=exchange, axis_name=AXIS)
+        wanted = jax.jit(over_workers(mixing, mesh))(models)
+        _assert_same(_arrays(mixes[exchange](models)), _arrays(wanted), atol)
+
+
+def test_the_fastest_option_is_found_by_all_workers_and_one_needs_no_search():
+    exchange = topology.hypercube(8)[0]
+    slow, quick = Lowering(piece_bytes=4), Lowering()
+    options = [(exchange, slow), (exchange, quick), (exchange, slow)]
+    assert gossip.fastest(options, worker_mesh(8), 2**14) == 1
+    assert gossip.fastest(options[:1], worker_mesh(8), 2**40) == 0
+
+
+class _Spy(gossip.Engine):
+    """Sets an event when the exchange of some leaves is submitted."""
+
+    def __init__(self):
+        super().__init__()
+        self.submitted = {t: threading.Event() for t in range(9)}
+
+    def submit(self, function, *args):
+        future = super().submit(function, *args)
+        if len(args) == 2:
+            self.submitted[args[1]].set()
+        return future
+
+
+def test_the_first_leaves_are_sent_on_before_the_last_have_come(monkeypatch):
+    """The thread holds back the last two of three groups until that has happened."""
+    monkeypatch.setattr(gossip, "Engine", _Spy)
+    exchanged, in_time = [], []
+
+    def record(activity, t, start, end):
+        if activity == "exchange":
+            exchanged.append(t)
+            if exchanged.count(t) == 2 and t < 4:
+                in_time.append(train_step._engine.submitted[t + 1].wait(LONG))
+
+    with _in_background(Case(), record=record) as train_step:
+        _assert_same(_run(train_step, Case()), _wanted(Case()))
+    assert in_time == [True] * 4
+
+
+def test_a_step_returns_before_its_successors_exchange_is_done(monkeypatch):
+    returned = threading.Event()
+    in_time = []
+
+    def record(activity, t, start, end):
+        if (activity, t) == ("exchange", 1):
+            in_time.append(returned.wait(LONG))
+
+    case = Case()
+    with _in_background(case, record=record) as train_step:
+        _step(train_step, case, place(case.start(), case.mesh), 0)
+        returned.set()
+    assert in_time == [True] * 3
+
+
+def test_the_record_tells_who_computed_waited_and_exchanged_and_when():
+    notes = []
+    with _in_background(Case(), record=lambda *note: notes.append(note)) as train_step:
+        _run(train_step, Case())
+        train_step.settle()
+    assert all(start <= end for *_, start, end in notes)
+    steps = {
+        name: [t for activity, t, *_ in notes if activity == name]
+        for name in ("compute", "wait", "exchange")
+    }
+    assert len(notes) == sum(map(len, steps.values()))
+    assert steps["compute"] == [0, 1, 2, 3]
+    assert sorted(set(steps["wait"])) == [0, 1, 2, 3]
+    assert steps["exchange"] == [t for t in range(5) for _ in range(3)]
+    _assert_one_after_the_other(n for n in notes if n[0] == "exchange")
+    _assert_one_after_the_other(n for n in notes if n[0] != "exchange")
+
+
+def _assert_one_after_the_other(notes):
+    times = [time for *_, start, end in notes for time in (start, end)]
+    assert times == sorted(times)
+
+
+def _ignoring(state, batch, mixed):
+    del mixed
+    return state._replace(params=jax.tree.map(jnp.tanh, state.params)), {}
+
+
+def _sharing(state, batch, mixed):
+    """The updates of all leaves await all leaves; one is replaced by a constant."""
+    total = sum(jnp.sum(x) for x in jax.tree.leaves(mixed))
+    params = jax.tree.map(lambda x: 0.5 * x + total, mixed)
+    return state._replace(params=dict(params, bias=jnp.ones(7))), {"total": total}
+
+
+@pytest.mark.parametrize("adapt_one", [_ignoring, _sharing])
+def test_any_function_of_arrays_may_adapt(adapt_one):
+    case = Case(optimizer=optax.sgd(0.1))
+
+    def step(state, batch, exchange):
+        return adapt_one(state, batch, mix(state.params, exchange, AXIS))
+
+    wanted = _run(on_mesh(step, case.graph, case.mesh), case)
+    with gossip.Background(adapt_one, case.graph, case.mesh) as train_step:
+        _assert_same(_run(train_step, case), wanted, atol=1e-6)
+
+
+def test_the_buffers_of_a_state_are_given_up_but_for_the_models():
+    case = Case()
+    with _in_background(case) as train_step:
+        state = place(case.start(), case.mesh)
+        _step(train_step, case, state, 0)
+    others = jax.tree.leaves((state.opt_state, state.model_state, state.key))
+    assert all(x.is_deleted() for x in others)
+
+
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        lambda: worker_mesh(8),
+        lambda: Mesh(jax.devices()[:2], "data"),
+        lambda: Mesh(np.array(jax.devices()).reshape(2, 4), (AXIS, "model")),
+    ],
+    ids=["another_size", "another_axis", "a_larger_mesh"],
+)
+def test_a_mesh_of_other_axes_or_another_size_is_refused(mesh):
+    with pytest.raises(ValueError, match=r'axis "workers" alone, of .* 2 workers, got'):
+        gossip.Background(Case().bound(adapt), TWO, mesh())
+
+
+ALL_REDUCE = {
+    "alone": (Case(GRAPHS["alone"]), 0),
+    "two": (Case(optimizer=OPTIMIZERS["sgd"]), 0),
+    "micro_batches": (Case(num_micro_batches=2), 2e-6),
+    "eight": (Case(GRAPHS["hypercube"], OPTIMIZERS["sgd"]), 0),
+    "eight_adamw": (Case(GRAPHS["hypercube"]), 2e-6),
+}
+
+
+@pytest.mark.parametrize(("case", "atol"), ALL_REDUCE.values(), ids=ALL_REDUCE)
+def test_all_reduce_gives_the_numbers_of_its_step_in_the_same_turns(case, atol):
+    """Bit for bit, but where the mean of the gradients is squared."""
+    wanted = _run(on_mesh(case.bound(all_reduce_step), case.graph, case.mesh), case)
+    notes = []
+    with gossip.AllReduce(
+        loss_fn,
+        case.optimizer,
+        case.mesh,
+        case.num_micro_batches,
+        lambda *note: notes.append(note),
+    ) as train_step:
+        _assert_same(_run(train_step, case), wanted, atol)
+        train_step.settle()
+    activities = [
+        (activity, t) for activity, t, *_ in sorted(notes, key=lambda n: n[2])
+    ]
+    assert activities == [
+        (activity, t) for t in range(4) for activity in ("compute", "wait", "exchange")
+    ]
+    assert all(start <= end for *_, start, end in notes)
+
+
+class LostError(Exception):
+    """A peer, say."""
+
+
+def test_the_engine_runs_what_is_submitted_in_that_order_in_one_other_thread():
+    done = []
+
+    def task(number):
+        done.append((number, threading.current_thread()))
+        return number
+
+    with gossip.Engine() as engine:
+        futures = [engine.submit(task, number) for number in range(100)]
+        assert [future.result(LONG) for future in futures] == list(range(100))
+    assert [number for number, _ in done] == list(range(100))
+    (thread,) = {thread for _, thread in done}
+    assert thread is not threading.current_thread()
+    assert thread.daemon
+
+
+@pytest.mark.parametrize("make", [LostError, KeyboardInterrupt, SystemExit])
+def test_an_error_reaches_all_futures_that_follow_and_the_next_submit_as_itself(make):
+    error, started = make("lost"), threading.Event()
+
+    def fail():
+        assert started.wait(LONG)
+        raise error
+
+    done = []
+    with gossip.Engine() as engine:
+        before = engine.submit(lambda: 1)
+        failed = engine.submit(fail)
+        later = [engine.submit(done.append, 1) for _ in range(3)]
+        started.set()
+        assert before.result(LONG) == 1
+        for future in (failed, *later):
+            assert future.exception(LONG) is error
+        for call in (engine.settle, lambda: engine.submit(int), engine.check):
+            with pytest.raises(make) as caught:
+                call()
+            assert caught.value is error
+    assert done == []
+    with pytest.raises(make):
+        engine.submit(int)
+
+
+def test_settle_waits_for_all_that_was_submitted():
+    held, done = threading.Event(), []
+
+    def task():
+        assert held.wait(LONG)
+        done.append(1)
+
+    with gossip.Engine() as engine:
+        engine.settle()
+        for _ in range(3):
+            engine.submit(task)
+        threading.Timer(0.05, held.set).start()
+        engine.settle()
+        assert done == [1, 1, 1]
+
+
+def test_close_ends_the_thread_after_what_was_submitted():
+    done = []
+    engine = gossip.Engine()
+    for number in range(10):
+        engine.submit(done.append, number)
+    engine.close()
+    assert done == list(range(10))
+    assert not _threads_of(engine)
+    engine.close()
+    with pytest.raises(RuntimeError, match="the engine is closed; make a new one"):
+        engine.submit(done.append, 10)
+
+
+def _threads_of(engine):
+    return [t for t in threading.enumerate() if t is engine._thread]
+
+
+def test_close_leaves_behind_what_blocks_and_nothing_can_follow(monkeypatch):
+    monkeypatch.setattr(gossip, "CLOSING_SECONDS", 0.05)
+    held, done = threading.Event(), []
+    engine = gossip.Engine()
+    engine.submit(held.wait, LONG)
+    engine.submit(done.append, 1)
+    engine.close()
+    assert _threads_of(engine)
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        engine.submit(done.append, 2)
+    engine.close()
+    held.set()
+    engine._thread.join(LONG)
+    assert not _threads_of(engine)
+    assert done == [1]
+
+
+def test_after_an_error_nobody_waits_long_for_what_blocks(monkeypatch):
+    monkeypatch.setattr(gossip, "FAILING_SECONDS", 0.05)
+    monkeypatch.setattr(gossip, "CLOSING_SECONDS", 2 * LONG)
+    held, engine = threading.Event(), gossip.Engine()
+    engine.submit(held.wait, LONG)
+    with pytest.raises(LostError), engine:
+        raise LostError
+    assert _threads_of(engine)
+    held.set()
+
+
+def test_an_idle_thread_keeps_no_array_alive():
+    with gossip.Engine() as engine:
+        array = jnp.arange(5)
+        seen = weakref.ref(array)
+        result = engine.submit(jnp.negative, array).result(LONG)
+        also = weakref.ref(result)
+        del array, result
+        engine.settle()
+        gc.collect()
+        assert seen() is None
+        assert also() is None
+
+
+def test_a_closed_train_step_leaves_no_model_behind():
+    case = Case()
+    with _in_background(case) as train_step:
+        state, _ = _step(train_step, case, place(case.start(), case.mesh), 0)
+        seen = [weakref.ref(x) for x in jax.tree.leaves(state)]
+    del state, train_step
+    gc.collect()
+    assert [x() for x in seen] == [None] * len(seen)
+
+
+def test_all_reduce_keeps_no_gradient_from_step_to_step():
+    case, means = Case(), []
+    with gossip.AllReduce(loss_fn, case.optimizer, case.mesh) as train_step:
+        mean = train_step._mean
+
+        def spied(grads):
+            result = mean(grads)
+            means.extend(weakref.ref(x) for x in jax.tree.leaves(result))
+            return result
+
+        train_step._mean = spied
+        _step(train_step, case, place(case.start(), case.mesh), 0)
+        train_step._engine.settle()
+        gc.collect()
+        assert [x() for x in means] == [None] * 3
+
+
+@pytest.mark.parametrize("make", ["background", "all_reduce"])
+def test_an_error_in_the_thread_ends_the_training_within_a_step_as_itself(make):
+    error, case = LostError("lost"), Case()
+
+    def record(activity, t, start, end):
+        if (activity, t) == ("exchange", 2):
+            raise error
+
+    if make == "background":
+        train_step = _in_background(case, record=record)
+    else:
+        train_step = gossip.AllReduce(loss_fn, case.optimizer, case.mesh, record=record)
+    with train_step:
+        with pytest.raises(LostError) as caught:
+            _run(train_step, case, steps=(0, 1, 2))
+        assert caught.value is error
+        with pytest.raises(LostError) as caught:
+            _step(train_step, case, place(case.start(), case.mesh), 3)
+        assert caught.value is error
+
+
+def test_an_error_of_adapt_is_raised_as_itself():
+    error, case = LostError("wrong"), Case()
+
+    def failing(state, batch, mixed):
+        raise error
+
+    with (
+        gossip.Background(failing, case.graph, case.mesh) as train_step,
+        pytest.raises(LostError) as caught,
+    ):
+        _step(train_step, case, place(case.start(), case.mesh), 0)
+    assert caught.value is error
+
+
+def test_a_closed_train_step_says_so():
+    case = Case()
+    with _in_background(case) as train_step:
+        state, _ = _step(train_step, case, place(case.start(), case.mesh), 0)
+    with pytest.raises(RuntimeError, match="the engine is closed"):
+        _step(train_step, case, state, 1)
+
+
+def test_the_host_mesh_has_a_cpu_device_for_each_worker_in_order():
+    mesh = Mesh([jax.devices()[i] for i in (5, 2, 7)], (AXIS,))
+    host = gossip.host_mesh(mesh)
+    assert host.devices.tolist() == jax.devices("cpu")[:3]
+    assert host.axis_names == (AXIS,)
+    assert gossip.host_mesh(worker_mesh(8)) == worker_mesh(8)
+
+
+@pytest.mark.parametrize(
+    ("processes", "message"),
+    [
+        ([0] * 9, r"process 0 has 9 workers and 8 CPU devices: .*_devices\", 9\)"),
+        ([0, 1, 1], r"process 1 has 2 workers and 0 CPU devices: .*_devices\", 2\)"),
+    ],
+)
+def test_a_process_with_too_few_cpu_devices_is_told_how_to_make_them(
+    processes, message
+):
+    devices = np.array([SimpleNamespace(process_index=number) for number in processes])
+    with pytest.raises(ValueError, match=message):
+        gossip.host_mesh(SimpleNamespace(devices=devices))
+
+
+def test_the_example_of_the_docstring_runs():
+    (example,) = doctest.DocTestFinder(recurse=False).find(gossip.Background)
+    results = doctest.DocTestRunner().run(example)
+    assert results.attempted >= 8
+    assert results.failed == 0
