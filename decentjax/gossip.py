@@ -99,7 +99,8 @@ class Engine:
         Raises:
           RuntimeError: if the engine is closed.
         """
-        self.check()
+        if self._error is not None:
+            raise self._error
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
         future: Future = Future()
@@ -109,11 +110,6 @@ class Engine:
     def settle(self) -> None:
         """Waits until all that was submitted is done."""
         self.submit(int).result()
-
-    def check(self) -> None:
-        """Raises the error in the thread, if there was one; waits for nothing."""
-        if self._error is not None:
-            raise self._error
 
     def close(self) -> None:
         """Ends the thread after what was submitted.
@@ -255,10 +251,6 @@ class Background:
         """Waits for the exchange on its way: before any other collective."""
         self._engine.settle()
 
-    def check(self) -> None:
-        """Raises the error of the exchange on its way, if it has failed."""
-        self._engine.check()
-
     def close(self) -> None:
         """Ends the thread; see `Engine.close`."""
         self._engine.close()
@@ -365,9 +357,6 @@ class AllReduce:
 
     def settle(self) -> None:
         """Returns at once: between two steps nothing is on its way."""
-
-    def check(self) -> None:
-        """Returns at once: between two steps nothing can have failed."""
 
     def close(self) -> None:
         """Ends the thread; see `Engine.close`."""

@@ -511,7 +511,7 @@ def test_an_error_reaches_all_futures_that_follow_and_the_next_submit_as_itself(
         assert before.result(LONG) == 1
         for future in (failed, *later):
             assert future.exception(LONG) is error
-        for call in (engine.settle, lambda: engine.submit(int), engine.check):
+        for call in (engine.settle, lambda: engine.submit(int), engine.settle):
             with pytest.raises(make) as caught:
                 call()
             assert caught.value is error

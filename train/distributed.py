@@ -3,17 +3,18 @@
 Nothing here knows what is trained.
 """
 
+import collections
 import contextlib
 import hashlib
 import json
 import os
 import platform
+import re
 import socket
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.metadata import version
 from typing import Any
 
@@ -102,8 +103,8 @@ def fail_stop() -> Iterator[None]:
         name = f"process {internals.global_state.process_id}"
         if isinstance(error, SystemExit) and not error.code:
             raise
-        if _is_lost_peer(error):
-            message = f"lost a peer: {str(error).splitlines()[0]}"
+        if lost := _lost_peer(error):
+            message = f"lost a peer: {lost}"
         elif isinstance(error, SystemExit | ValueError | FloatingPointError):
             message = str(error)
         else:
@@ -175,37 +176,33 @@ def job_mesh(config: Config, hosts: list[str]) -> Mesh:
     return worker_mesh(workers.num_workers, devices)
 
 
-def mean_over_processes(
-    step: int,
-    values: dict[str, float],
-    timeout_seconds: int,
-    check: Callable[[], None],
-) -> dict[str, float]:
-    """Returns the means over the processes on process 0, its own values on others.
+class MetricMeans:
+    """Means of metrics over the processes, for process 0, which waits for nobody.
 
-    It goes through the coordinator, not by a collective, which could meet an exchange
+    They go through the coordinator, not by a collective, which could meet an exchange
     on its way.
-
-    Args:
-      step: after which the values were measured.
-      values: of this process.
-      timeout_seconds: how late another process may be.
-      check: called each second of the wait; may raise.
     """
-    client: Any = internals.global_state.client
-    if jax.process_count() == 1:
-        return values
-    if jax.process_index() > 0:
-        client.key_value_set(
-            f"metrics/{step}/{jax.process_index()}", json.dumps(values)
-        )
-        return values
-    rows = [values]
-    for number in range(1, jax.process_count()):
-        key = f"metrics/{step}/{number}"
-        rows.append(json.loads(_wait_for(key, timeout_seconds, check)))
-        client.key_value_delete(key)
-    return {name: float(np.mean([row[name] for row in rows])) for name in values}
+
+    def __init__(self):
+        self._own: collections.deque[tuple[int, dict[str, float]]] = collections.deque()
+
+    def put(self, step: int, values: dict[str, float]) -> None:
+        """Hands over what this process has measured, after rising numbers of steps."""
+        if jax.process_index() == 0:
+            self._own.append((step, values))
+            return
+        key = f"metrics/{step}/{jax.process_index()}"
+        _client().key_value_set(key, json.dumps(values))
+
+    def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yields step and means, in order, of what has come from all; to process 0."""
+        while self._own:
+            step, values = self._own[0]
+            rows = [values, *_others(f"metrics/{step}/")]
+            if len(rows) < jax.process_count():
+                return
+            self._own.popleft()
+            yield step, {k: float(np.mean([row[k] for row in rows])) for k in values}
 
 
 def gather(value: Any) -> list[Any]:
@@ -223,16 +220,18 @@ def _all_gather(value: Any) -> list[Any]:
     return [json.loads(bytes(row[:size]).decode()) for row, size in pairs]
 
 
-def _wait_for(key: str, timeout_seconds: int, check: Callable[[], None]) -> str:
-    client: Any = internals.global_state.client
-    end = time.monotonic() + timeout_seconds
-    while True:
-        try:
-            return client.blocking_key_value_get(key, 1000)
-        except jax.errors.JaxRuntimeError:
-            check()
-            if time.monotonic() > end:
-                raise
+def _client() -> Any:
+    return internals.global_state.client
+
+
+def _others(folder: str) -> list[Any]:
+    """The values that processes have left there; taken away where all have."""
+    if jax.process_count() == 1:
+        return []
+    pairs = _client().key_value_dir_get(folder)
+    if len(pairs) == jax.process_count() - 1:
+        _client().key_value_delete(folder)
+    return [json.loads(value) for _, value in pairs]
 
 
 def _shared(config: Config) -> dict[str, Any]:
@@ -242,12 +241,12 @@ def _shared(config: Config) -> dict[str, Any]:
     return shared
 
 
-def _is_lost_peer(error: BaseException) -> bool:
-    """By what it says: of jax's errors some are a ValueError."""
-    words = ("Gloo", "gloo", "oordination service", "GetKeyValue() timed out")
-    return isinstance(error, jax.errors.JaxRuntimeError | ValueError) and any(
-        word in str(error) for word in words
-    )
+def _lost_peer(error: BaseException) -> str | None:
+    """What such an error says of it; of jax's errors some are a ValueError."""
+    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+        return None
+    found = re.search(r"(Gloo|gloo|[Cc]oordination service).*", str(error))
+    return found and found[0]
 
 
 def _check_free(address: str) -> None:

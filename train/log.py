@@ -31,8 +31,7 @@ class Log:
         self._path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self._num_steps, self._headline = num_steps, headline
         self._seconds_before = rows[-1]["seconds"] if rows else 0.0
-        self._start = self._last_row = self._last_line = time.monotonic()
-        self._last_step = start
+        self._start = self._last_line = time.monotonic()
         self._console = Console()
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -57,15 +56,12 @@ class Log:
         self._writer.close()
 
     def metrics(self, step: int, values: dict[str, float]) -> None:
-        """Records training metrics.
+        """Records training metrics, among them "loss" and "steps_per_second".
 
         Raises:
           FloatingPointError: if the loss is not finite.
         """
-        now = time.monotonic()
-        rate = (step - self._last_step) / max(now - self._last_row, 1e-9)
-        self._last_row, self._last_step = now, step
-        self._write({"step": step, **values, "steps_per_second": rate})
+        self._write({"step": step, **values})
         for name, value in values.items():
             self._writer.add_scalar(f"train/{name}", value, step)
         if not math.isfinite(values["loss"]):
@@ -76,8 +72,10 @@ class Log:
         parts = [f"step {step}/{self._num_steps}", f"loss {values['loss']:.4f}"]
         if "consensus_distance" in values:
             parts.append(f"consensus {values['consensus_distance']:.3g}")
+        rate = values["steps_per_second"]
         text = "  ".join([*parts, f"{rate:.1f} steps/s"])
         self._progress.update(self._bar, completed=step, description=text)
+        now = time.monotonic()
         if self._progress.disable and now - self._last_line > SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = (self._num_steps - step) / rate

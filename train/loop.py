@@ -39,7 +39,7 @@ from decentjax.step import Metrics
 from train.checkpoint import Checkpoints
 from train.config import Config, OptimizerConfig, StragglerConfig, to_json
 from train.data.batches import worker_batches
-from train.distributed import gather, job_mesh, mean_over_processes, meet
+from train.distributed import MetricMeans, gather, job_mesh, meet
 from train.log import Log, NoLog
 from train.processes import STOP_SIGNALS
 from train.tasks.task import Task
@@ -100,12 +100,14 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
     consensus = build_consensus(mesh)
     mean = build_mean(mesh)
     evaluate = build_evaluate(task, mean)
+    means = MetricMeans()
     step, end = start, start == config.num_steps
     with (
         build_train_step(config, task, optimizer, mesh, record) as train_step,
         build_log(config, run_dir, start, task) as log,
         _Stop() as stop,
     ):
+        pace = _Pace(start)
         while not end:
             batch = _placed(next(batches), mesh)
             delay(config.straggler, step, record)
@@ -116,16 +118,17 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
             look = end or step % config.evaluation.every_steps == 0
             if save or step % config.log.every_steps == 0:
                 values = {name: _local_mean(x) for name, x in metrics.items()}
-                values = mean_over_processes(
-                    step, values, config.distributed.timeout_seconds, train_step.check
-                )
                 if end or step % config.log.consensus_every_steps == 0:
                     train_step.settle()
                     values["consensus_distance"] = consensus(state)
                 values["learning_rate"] = float(jnp.asarray(schedule(step - 1)))
-                log.metrics(step, values)
+                values["steps_per_second"] = pace(step)
+                means.put(step, values)
             if save or look:
                 train_step.settle()
+                gather(step)  # Now all have put theirs.
+            for row in means.rows():
+                log.metrics(*row)
             if look:
                 log.evaluation(step, *evaluate(state))
             if save:
@@ -197,9 +200,6 @@ class TrainStep(Protocol):
 
     def settle(self) -> None:
         """Waits for what is on its way, before any other collective."""
-
-    def check(self) -> None:
-        """Raises what has gone wrong on the way, if anything has."""
 
     def __enter__(self) -> "TrainStep": ...
 
@@ -343,9 +343,6 @@ class _InStep:
     def settle(self) -> None:
         pass
 
-    def check(self) -> None:
-        pass
-
     def __enter__(self) -> "_InStep":
         return self
 
@@ -387,6 +384,19 @@ def _local_rows(stacked: Any) -> Iterator[tuple[int, Any]]:
         for row in range(len(shards[0].data)):
             model = [shard.data[row] for shard in shards]
             yield first + row, jax.tree.unflatten(structure, model)
+
+
+class _Pace:
+    """Steps per second since it was last asked."""
+
+    def __init__(self, step: int):
+        self._step, self._time = step, time.monotonic()
+
+    def __call__(self, step: int) -> float:
+        now = time.monotonic()
+        rate = (step - self._step) / max(now - self._time, 1e-9)
+        self._step, self._time = step, now
+        return rate
 
 
 class _Stop:
