@@ -11,11 +11,16 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
+import tiny
+
 from train.emulate import Cluster, environment, parse_rate
+from train.log import read_metrics
+from train.loop import train
 
 ROOT = Path(__file__).parent.parent
 EMULATE = [sys.executable, "-m", "train.emulate"]
@@ -307,6 +312,63 @@ def test_nothing_is_left(end, code, tmp_path):
 def parent(pid: int) -> int:
     stat = Path(f"/proc/{pid}/stat").read_text()
     return int(stat.rpartition(")")[2].split()[1])
+
+
+ORDER = """
+from pathlib import Path
+
+from train.__main__ import load_config
+from train.config import DistributedConfig
+from train.distributed import job_mesh, meet, start
+
+config = load_config(Path("tests/tiny.py"))
+start(DistributedConfig(enabled=True), config.workers.num_workers)
+hosts = meet(config)
+devices = job_mesh(config, hosts).devices.ravel()
+print("mesh", [(hosts[d.process_index], d.process_index) for d in devices])
+"""
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("distribution", "processes"), [("block", [0, 1, 2, 3]), ("cyclic", [0, 2, 1, 3])]
+)
+def test_the_workers_of_a_node_stand_side_by_side(distribution, processes):
+    options = f"--nodes 2 --workers-per-node 2 --distribution {distribution}"
+    job = emulate(options, sys.executable, "-c", ORDER)
+    assert job.returncode == 0, job.stdout + job.stderr
+    hosts = ["node0", "node0", "node1", "node1"]
+    wanted = f"mesh {list(zip(hosts, processes, strict=True))}"
+    lines = [line for line in job.stdout.splitlines() if "mesh" in line]
+    assert [line[4:] for line in lines] == 4 * [wanted]
+
+
+@needs_root
+def test_workers_that_do_not_fit_a_node_get_a_sentence(tmp_path):
+    command = (sys.executable, "-m", "train", "tests/tiny.py", "--distributed.enabled")
+    options = ("--run-dir", str(tmp_path), "--workers.workers-per-node", "4")
+    job = emulate("--nodes 2 --workers-per-node 2", *command, *options)
+    assert job.returncode == 70
+    assert "workers_per_node = 4 does not fit node node0, which has 2 w" in job.stdout
+
+
+@needs_root
+def test_training_on_a_cluster_is_training_on_one_machine(tmp_path):
+    losses = []
+    for distribution in ("block", "cyclic"):
+        run_dir = tmp_path / distribution
+        job = emulate(
+            f"--nodes 2 --workers-per-node 2 --distribution {distribution}",
+            *(sys.executable, "-m", "train", "tests/tiny.py"),
+            *("--distributed.enabled", "--run-dir", str(run_dir)),
+        )
+        assert job.returncode == 0, job.stdout + job.stderr
+        rows = read_metrics(run_dir)
+        losses.append([row["loss"] for row in rows if "loss" in row])
+    train(tiny.config, tmp_path / "simulated")
+    rows = read_metrics(tmp_path / "simulated")
+    losses.append([row["loss"] for row in rows if "loss" in row])
+    np.testing.assert_allclose(losses, [losses[-1]] * 3, rtol=1e-4)
 
 
 @needs_root

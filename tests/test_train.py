@@ -15,13 +15,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
+import tiny
 
 from train.__main__ import load_config
 from train.config import (
-    CheckpointConfig,
-    Config,
-    EvaluationConfig,
-    LogConfig,
     OptimizerConfig,
     StepConfig,
     TopologyConfig,
@@ -41,22 +38,8 @@ from train.loop import (
 from train.models.gpt import GPTConfig
 from train.tasks.stdlib import StdlibTask, count_model
 
+TINY = tiny.config
 ROOT = Path(__file__).parent.parent
-TINY = Config(
-    name="tiny",
-    num_steps=12,
-    task=StdlibTask(
-        model=GPTConfig(context=8, num_layers=1, num_heads=2, width=16, dropout=0.1),
-        num_eval_windows=8,
-        sample_bytes=4,
-    ),
-    workers=WorkersConfig(num_workers=4, workers_per_node=2),
-    step=StepConfig(batch_per_worker=2),
-    optimizer=OptimizerConfig(warmup_steps=2, accum_steps=3),
-    evaluation=EvaluationConfig(every_steps=6),
-    checkpoint=CheckpointConfig(every_steps=5),
-    log=LogConfig(every_steps=1, consensus_every_steps=5),
-)
 GOLDEN_LOSSES = [
     6.065403,
     6.074073,

@@ -71,7 +71,9 @@ class TopologyConfig:
     group_size: int = 2
     period: int = 8
     seed: int = 0
-    between: Literal["complete", "ring", "one_peer_exponential", "hypercube"] = "ring"
+    between: Literal[
+        "complete", "ring", "one_peer_ring", "one_peer_exponential", "hypercube"
+    ] = "ring"
     factor: float = 1.0
 
     def build(self, workers: WorkersConfig) -> Topology:

@@ -74,6 +74,7 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
       ValueError: if the config cannot run, or the folder does not fit `resume`.
       FloatingPointError: if the loss is no longer finite.
     """
+    _check_who(config.straggler)
     mesh = build_mesh(config)
     mine = range(config.workers.num_workers) if mesh is None else local_workers(mesh)
     checkpoints = Checkpoints(run_dir, config.checkpoint)
@@ -305,17 +306,24 @@ def build_evaluate(
     return evaluate
 
 
-def delay(config: StragglerConfig, step: int, record: Record | None) -> None:
-    """Sleeps, where this process is to be slow at this step."""
-    process = jax.process_index()
-    seconds = 0.0
+def delay_seconds(
+    config: StragglerConfig, process: int, num_processes: int, step: int
+) -> float:
+    """Returns by how much a process is to be late at a step."""
     if config.kind == "fixed":
-        seconds = config.seconds * (process in config.who)
-    elif config.kind == "rotating":
-        seconds = config.seconds * (step % jax.process_count() == process)
-    elif config.kind == "random":
+        return config.seconds * (process in config.who)
+    if config.kind == "rotating":
+        return config.seconds * (step % num_processes == process)
+    if config.kind == "random":
         draws = np.random.default_rng((process, step))
-        seconds = max(0.0, draws.normal(config.seconds, config.deviation))
+        return max(0.0, draws.normal(config.seconds, config.deviation))
+    return 0.0
+
+
+def delay(config: StragglerConfig, step: int, record: Record | None) -> None:
+    """Sleeps, where this process is to be late at this step."""
+    process, num_processes = jax.process_index(), jax.process_count()
+    seconds = delay_seconds(config, process, num_processes, step)
     if seconds > 0:
         start = time.monotonic()
         time.sleep(seconds)
@@ -365,6 +373,14 @@ def _check_newest(step: int | None, run_dir: Path, resume: bool) -> None:
         )
     if step is None and resume:
         raise ValueError(f"{run_dir} has no checkpoint to resume; leave out --resume")
+
+
+def _check_who(config: StragglerConfig) -> None:
+    count = jax.process_count()
+    if config.kind == "fixed" and max(config.who, default=0) >= count:
+        raise ValueError(
+            f"straggler.who has process {max(config.who)}, and there are {count}"
+        )
 
 
 def _placed(tree: Any, mesh: Mesh | None) -> Any:

@@ -102,10 +102,9 @@ def _straggler_lines(race: Race, seconds: dict[str, float]) -> list[str]:
 
 def draw(race: Race, results: dict[str, list[Row]], path: Path) -> None:
     """Draws a bar for each contestant, and the limit that it could reach."""
-    figure = Figure(figsize=(6.2 * len(results), 5.2), layout="constrained")
-    for axes, (cluster, rows) in zip(
-        figure.subplots(1, len(results), squeeze=False)[0], results.items(), strict=True
-    ):
+    figure = Figure(figsize=(8, 3.6 * len(results)), layout="constrained")
+    rows_of_axes = figure.subplots(len(results), sharex=True, squeeze=False)[:, 0]
+    for axes, (cluster, rows) in zip(rows_of_axes, results.items(), strict=True):
         seconds = {row.name: row.seconds for row in rows}
         shown = [row for row in rows if not row.name.endswith(STRAGGLER)]
         for place, row in enumerate(shown):
@@ -120,11 +119,8 @@ def draw(race: Race, results: dict[str, list[Row]], path: Path) -> None:
                 axes.plot([limit, limit], [place - 0.4, place + 0.4], color="tab:red")
         axes.set_yticks(range(len(shown)), [row.name for row in shown])
         axes.invert_yaxis()
-        axes.set(xlabel="s/step", title=f"{cluster.replace('x', ' nodes x ')}")
-    figure.suptitle(
-        f"Step times at {race.rate}; red: the larger of compute alone and exchange "
-        "alone"
-    )
+        axes.set(title=f"{cluster.replace('x', ' nodes x ')} workers, {race.rate}")
+    rows_of_axes[-1].set_xlabel("s/step; in red the limit")
     figure.savefig(path, metadata={"Date": None})
 
 

@@ -1,0 +1,517 @@
+"""Several processes as one run: their numbers, their end, their deaths."""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from train.config import ExchangeConfig, StepConfig, StragglerConfig
+from train.launch import check_port
+from train.log import read_metrics
+from train.loop import delay_seconds, train
+from train.timeline import read_timelines
+
+ROOT = Path(__file__).parent.parent
+TINY = tiny.config
+TRAIN = [sys.executable, "-m", "train"]
+CONFIG = "tests/tiny.py"
+# Longer than any wait here should be, so that a hang is a failure.
+LONG = 200
+# The tests' own devices and threads are no matter of the processes.
+ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+
+
+@contextlib.contextmanager
+def started(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that runs, and that is killed where the test has not ended it."""
+    with subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=ENV | env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def launch(processes: int, run_dir: Path, *options: str):
+    launcher = (*TRAIN[:2], "train.launch", "--processes", str(processes), CONFIG)
+    return started(*launcher, "--run-dir", str(run_dir), *options)
+
+
+def ended(process: subprocess.Popen[str]) -> str:
+    """What a process that ends well has printed."""
+    output, _ = process.communicate(timeout=LONG)
+    assert process.returncode == 0, output
+    return output
+
+
+def read_until(process: subprocess.Popen[str], words: str) -> None:
+    assert process.stdout is not None
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if words in line:
+            return
+    pytest.fail("".join(lines))
+
+
+def of_run(run_dir: Path) -> dict[int, int]:
+    """The processes of a run that live: process id by number."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (path / "cmdline").read_bytes().decode().split("\0")
+        except OSError:
+            continue
+        if str(run_dir) in words and "--distributed.process-id" in words:
+            number = words[words.index("--distributed.process-id") + 1]
+            found[int(number)] = int(path.name)
+    return found
+
+
+def arrays(run_dir: Path, config=TINY) -> list[np.ndarray]:
+    """The newest saved state, which must be that after the last step."""
+    outcome = train(config, run_dir, resume=True)
+    assert outcome.step == config.num_steps
+    is_key = functools.partial(
+        jax.tree.map, lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
+    )
+    state = outcome.state
+    data = jax.tree.map(
+        lambda x, key: jax.random.key_data(x) if key else x, state, is_key(state)
+    )
+    return [np.asarray(x) for x in jax.tree.leaves(data)]
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run_dir) if "loss" in row]
+
+
+OPTIONS = {
+    "awc": {"step": StepConfig(batch_per_worker=2)},
+    "in_step": {"exchange": ExchangeConfig(where="in_step")},
+    "all_reduce": {"step": StepConfig(batch_per_worker=2, algorithm="all_reduce")},
+    "all_reduce_in_thread": {
+        "step": StepConfig(batch_per_worker=2, algorithm="all_reduce"),
+        "exchange": ExchangeConfig(where="background"),
+    },
+}
+
+
+def configured(name: str):
+    return dataclasses.replace(TINY, **OPTIONS[name])
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folder of a run of some processes, or of simulated workers for 0."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    @functools.cache
+    def run(name: str, processes: int) -> Path:
+        config, run_dir = configured(name), folder / f"{name}_{processes}"
+        if processes == 0:
+            exchange = ExchangeConfig(where="auto")
+            train(dataclasses.replace(config, exchange=exchange), run_dir)
+            return run_dir
+        options = (
+            f"--step.algorithm {config.step.algorithm} "
+            f"--exchange.where {config.exchange.where}"
+        )
+        with launch(processes, run_dir, *options.split()) as job:
+            ended(job)
+        return run_dir
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "processes"),
+    [
+        ("awc", 2),
+        ("awc", 4),
+        ("in_step", 2),
+        ("in_step", 4),
+        ("all_reduce", 4),
+        ("all_reduce_in_thread", 2),
+    ],
+)
+def test_processes_train_as_simulated_workers_do(runs, name, processes):
+    simulated = runs("all_reduce" if "all_reduce" in name else "awc", 0)
+    run_dir = runs(name, processes)
+    np.testing.assert_allclose(losses(run_dir), losses(simulated), rtol=1e-4)
+    rows, wanted = (
+        [row for row in read_metrics(folder) if "mean_model" in row]
+        for folder in (run_dir, simulated)
+    )
+    assert [row["step"] for row in rows] == [row["step"] for row in wanted] == [6, 12]
+    for row, other in zip(rows, wanted, strict=True):
+        for scores, others in zip(scores_of(row), scores_of(other), strict=True):
+            assert scores == pytest.approx(others, rel=1e-3)
+
+
+def scores_of(row: dict) -> list[dict[str, float]]:
+    return [row["mean_model"], *row["workers"]]
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_in_the_step_and_in_the_background_the_numbers_are_the_same(runs, processes):
+    """Bit for bit, in every worker's state."""
+    got, wanted = arrays(runs("awc", processes)), arrays(runs("in_step", processes))
+    assert all(map(np.array_equal, got, wanted))
+
+
+def test_a_run_of_processes_goes_on_as_simulated_workers(runs, tmp_path):
+    run_dir = tmp_path / "run"
+    with launch(2, run_dir, "--num-steps", "12", "--straggler.kind", "fixed") as job:
+        read_until(job, "step 6/12")
+        job.send_signal(signal.SIGINT)
+        assert "everything is saved, go on with --resume" in ended(job)
+    outcome = train(TINY, run_dir, resume=True)
+    assert outcome.step == 12
+    np.testing.assert_allclose(losses(run_dir), losses(runs("awc", 0)), rtol=1e-4)
+
+
+@pytest.mark.parametrize("who", ["launcher", 0, 2])
+def test_a_signal_to_one_ends_all_after_the_same_step(who, runs, tmp_path):
+    """And what goes on from there is, bit for bit, as if it had never stopped."""
+    slowly = "--straggler.kind rotating --straggler.seconds 1"
+    with launch(4, tmp_path, *slowly.split()) as job:
+        read_until(job, "step 6/12")
+        if who == "launcher":
+            job.send_signal(signal.SIGTERM)
+        else:
+            os.kill(of_run(tmp_path)[who], signal.SIGTERM)
+        output = ended(job)
+    saved = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    assert 6 < saved < 12
+    assert f"stopped after step {saved} of 12; everything is saved" in output
+    assert [row["step"] for row in read_metrics(tmp_path) if "loss" in row] == list(
+        range(1, saved + 1)
+    )
+    with launch(4, tmp_path, "--resume") as job:
+        ended(job)
+    assert losses(tmp_path) == losses(runs("awc", 4))
+    assert all(map(np.array_equal, arrays(tmp_path), arrays(runs("awc", 4))))
+
+
+@pytest.mark.parametrize("where", ["in_step", "background"])
+@pytest.mark.parametrize("who", [0, 2])
+def test_the_death_of_one_ends_all_and_the_dead_is_named(who, where, tmp_path):
+    options = f"--num-steps 100000 --exchange.where {where}"
+    with launch(4, tmp_path, *options.split()) as job:
+        read_until(job, "step 6/100000")
+        processes = of_run(tmp_path)
+        assert sorted(processes) == [0, 1, 2, 3]
+        os.kill(processes[who], signal.SIGKILL)
+        output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert f"error: worker {who} ended first, killed by SIGKILL" in output
+    assert of_run(tmp_path) == {}
+
+
+@pytest.mark.parametrize("who", [0, 2])
+def test_those_who_lose_a_peer_end_without_a_launcher_too(who, tmp_path):
+    """As soon as its connections close, long before a heartbeat is missed."""
+    address = free_address()
+    with contextlib.ExitStack() as stack:
+        jobs = [
+            stack.enter_context(by_hand(i, 3, address, tmp_path, *ENDLESS.split()))
+            for i in range(3)
+        ]
+        read_until(jobs[0], "step 6/100000")
+        begin = time.monotonic()
+        jobs.pop(who).kill()
+        outputs = [job.communicate(timeout=LONG)[0] for job in jobs]
+    assert time.monotonic() - begin < 90
+    assert 0 not in [job.returncode for job in jobs]
+    assert any("lost a peer: " in output for output in outputs)
+    assert "Traceback" not in "".join(outputs)
+
+
+ENDLESS = (
+    "--num-steps 100000 --checkpoint.every-steps 100000 --workers.num-workers 3 "
+    "--workers.workers-per-node 1 --topology.name ring"
+)
+
+
+@pytest.mark.parametrize("who", [0, 1])
+def test_one_that_hangs_is_given_up(who, tmp_path):
+    options = "--num-steps 100000 --distributed.timeout-seconds 5"
+    with launch(2, tmp_path, *options.split()) as job:
+        read_until(job, "step 6/100000")
+        os.kill(of_run(tmp_path)[who], signal.SIGSTOP)
+        output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 70
+    assert f"error: process {1 - who}: lost a peer: Gloo " in output
+    assert of_run(tmp_path) == {}
+
+
+FAILING = """
+import dataclasses
+from pathlib import Path
+
+import jax
+
+from train.__main__ import load_config
+from train.tasks.stdlib import StdlibTask
+
+
+class Examples:
+    def __init__(self, source):
+        self.source, self.left = source, 30
+
+    def __len__(self):
+        return len(self.source)
+
+    def __getitem__(self, index):
+        self.left -= 1
+        if self.left < 0 and jax.process_index() == 1:
+            raise OSError("the disk is on fire")
+        return self.source[index]
+
+
+class Task(StdlibTask):
+    def build(self):
+        task = super().build()
+        return task._replace(source=Examples(task.source))
+
+
+tiny = load_config(Path("tests/tiny.py"))
+task = Task(model=tiny.task.model, num_eval_windows=8, sample_bytes=4)
+config = dataclasses.replace(tiny, task=task)
+"""
+
+
+def test_the_error_of_one_ends_all_with_its_name_and_traceback(tmp_path):
+    path = tmp_path / "failing.py"
+    path.write_text(FAILING)
+    launcher = (*TRAIN[:2], "train.launch", "--processes", "2", str(path))
+    options = ("--run-dir", str(tmp_path), "--num-steps", "1000")
+    with started(*launcher, *options) as job:
+        output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 70
+    assert "[1] error: process 1: failed:\n[1] Traceback" in output
+    assert "[1] OSError: the disk is on fire" in output
+    assert "[0] Traceback" not in output
+    assert "error: worker 1 ended first, with exit code 70" in output
+    assert of_run(tmp_path) == {}
+
+
+def test_a_loss_that_is_not_finite_ends_all_with_a_sentence(tmp_path):
+    options = "--optimizer.learning-rate 1e30 --num-steps 1000"
+    with launch(2, tmp_path, *options.split()) as job:
+        output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 70
+    assert "[0] error: process 0: the loss is nan at step" in output
+    assert "Traceback" not in output
+
+
+def free_address() -> str:
+    return f"127.0.0.1:{check_port(0)}"
+
+
+def by_hand(
+    number: int, processes: int, address: str, run_dir: Path, *options: str, **env: str
+):
+    """One process of a job, with its place in it given explicitly."""
+    place = (
+        f"--run-dir {run_dir} --distributed.enabled "
+        f"--distributed.coordinator {address} "
+        f"--distributed.num-processes {processes} --distributed.process-id {number}"
+    )
+    return started(*TRAIN, CONFIG, *place.split(), *options, **env)
+
+
+@pytest.mark.parametrize(
+    ("options", "phrase"),
+    [
+        ("--seed 1", "seed was 0 and is 1"),
+        ("--topology.name complete", "topology.name was "),
+    ],
+)
+def test_processes_with_other_configs_do_not_begin(options, phrase, tmp_path):
+    _assert_refused(tmp_path, phrase, *options.split())
+
+
+def test_processes_with_other_versions_do_not_begin(tmp_path):
+    """Python takes the first description of a package that it finds."""
+    package = tmp_path / "packages" / "flax-0.0.1.dist-info"
+    package.mkdir(parents=True)
+    (package / "METADATA").write_text("Name: flax\nVersion: 0.0.1\n")
+    phrase = "versions.flax was "
+    _assert_refused(tmp_path / "run", phrase, PYTHONPATH=str(package.parent))
+
+
+def _assert_refused(run_dir: Path, phrase: str, *options: str, **env: str) -> None:
+    address = free_address()
+    with (
+        by_hand(0, 2, address, run_dir) as first,
+        by_hand(1, 2, address, run_dir, *options, **env) as second,
+    ):
+        for process in (first, second):
+            output, _ = process.communicate(timeout=LONG)
+            assert process.returncode == 70
+            sentence = "the processes differ: process 1 against process 0: "
+            assert sentence in output
+            assert phrase in output
+            assert "Traceback" not in output
+    assert not (run_dir / "checkpoints").exists()
+
+
+def test_a_peer_that_does_not_come_is_missed(tmp_path):
+    with by_hand(
+        0, 2, free_address(), tmp_path, "--distributed.start-seconds", "4"
+    ) as process:
+        output, _ = process.communicate(timeout=LONG)
+    assert process.returncode == 70
+    assert "error: not all processes have come to 127.0.0.1:" in output
+    assert "Traceback" not in output
+
+
+def test_a_coordinator_that_does_not_answer_is_missed(tmp_path):
+    with by_hand(
+        1, 2, free_address(), tmp_path, "--distributed.start-seconds", "4"
+    ) as process:
+        output, _ = process.communicate(timeout=LONG)
+    assert process.returncode == 70
+    assert "can they reach it?" in output
+
+
+def test_a_port_in_use_is_refused(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with by_hand(0, 2, address, tmp_path) as process:
+            output, _ = process.communicate(timeout=LONG)
+    assert process.returncode == 70
+    assert f"distributed.coordinator {address} cannot be had (" in output
+
+
+ALONE = "--distributed.num-processes 1 --distributed.process-id 0"
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("", "cannot find the other processes: "),
+        ("--distributed.coordinator 127.0.0.1:1", "give distributed.num_processes and"),
+        (
+            f"--distributed.coordinator 127.0.0.1 {ALONE}",
+            "distributed.coordinator 127.0.0.1 cannot be had (",
+        ),
+        (
+            f"--distributed.coordinator 127.0.0.1:0 {ALONE}",
+            "cannot be had (there is no port 0)",
+        ),
+        (
+            "--distributed.num-processes 2 --distributed.process-id 2",
+            "distributed.process_id must be from 0 to 1, got 2",
+        ),
+    ],
+)
+def test_a_job_that_cannot_be_gets_a_sentence(options, sentence, tmp_path):
+    command = [*TRAIN, CONFIG, "--run-dir", str(tmp_path), "--distributed.enabled"]
+    with started(*command, *options.split()) as process:
+        output, _ = process.communicate(timeout=LONG)
+    assert process.returncode not in (0, -signal.SIGKILL)
+    assert sentence in output
+    assert "Traceback" not in output
+
+
+@pytest.mark.parametrize(
+    ("processes", "options", "sentence"),
+    [
+        (3, "", "4 workers cannot be dealt out evenly to 3 processes"),
+        (
+            2,
+            "--straggler.kind fixed --straggler.who 0 2",
+            "straggler.who has process 2, and there are 2",
+        ),
+    ],
+)
+def test_processes_that_do_not_fit_the_config_get_a_sentence(
+    processes, options, sentence, tmp_path
+):
+    with launch(processes, tmp_path, *options.split()) as job:
+        output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 70
+    assert sentence in output
+    assert "Traceback" not in output
+
+
+def test_all_that_a_run_does_beside_its_steps_meets_no_exchange(runs, tmp_path):
+    """Evaluations, checkpoints and rows after each step, while some are late."""
+    options = (
+        "--evaluation.every-steps 1 --checkpoint.every-steps 1 "
+        "--log.consensus-every-steps 1 --log.timeline "
+        "--straggler.kind rotating --straggler.seconds 0.1"
+    )
+    with launch(4, tmp_path, *options.split()) as job:
+        ended(job)
+    rows = read_metrics(tmp_path)
+    assert [row["step"] for row in rows] == [t for t in range(1, 13) for _ in range(2)]
+    assert all("consensus_distance" in row for row in rows[::2])
+    assert losses(tmp_path) == losses(runs("awc", 4))
+
+    spans = read_timelines(tmp_path)
+    late = [(span.process, span.step) for span in spans if span.activity == "delay"]
+    assert sorted(late) == sorted((t % 4, t) for t in range(12))
+    assert all(s.end - s.start >= 0.1 for s in spans if s.activity == "delay")
+    for activity in ("compute", "wait", "exchange"):
+        seen = {(s.process, s.step) for s in spans if s.activity == activity}
+        assert seen >= {(p, t) for p in range(4) for t in range(12)}
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert {"X"} <= {event["ph"] for event in trace["traceEvents"]}
+
+
+def test_a_fixed_straggler_is_late_at_each_step():
+    config = StragglerConfig(kind="fixed", who=(1, 3), seconds=0.5)
+    late = [[delay_seconds(config, p, 4, step) for p in range(4)] for step in range(3)]
+    assert late == 3 * [[0, 0.5, 0, 0.5]]
+
+
+def test_a_rotating_straggler_is_another_one_at_each_step():
+    config = StragglerConfig(kind="rotating", seconds=0.5)
+    late = [[delay_seconds(config, p, 3, step) for p in range(3)] for step in range(6)]
+    assert late == (0.5 * np.tile(np.eye(3), (2, 1))).tolist()
+
+
+def test_nobody_is_late_by_default():
+    assert delay_seconds(StragglerConfig(), 0, 1, 0) == 0
+
+
+def test_random_delays_have_the_mean_and_deviation_that_were_asked_for():
+    """Within five standard errors; and they depend on process and step alone."""
+    config = StragglerConfig(kind="random", seconds=1.0, deviation=0.1)
+    draws = np.array(
+        [[delay_seconds(config, p, 4, step) for p in range(4)] for step in range(1000)]
+    )
+    assert abs(draws.mean() - 1) < 5 * 0.1 / 4000**0.5
+    assert abs(draws.std() - 0.1) < 5 * 0.1 / 8000**0.5
+    correlations = np.corrcoef(draws.T)[np.triu_indices(4, 1)]
+    assert max(abs(correlations)) < 5 / 1000**0.5
+    assert draws[7, 2] == delay_seconds(config, 2, 4, 7)
+
+
+def test_a_random_delay_is_never_negative():
+    config = StragglerConfig(kind="random", seconds=0.0, deviation=1.0)
+    draws = [delay_seconds(config, 0, 1, step) for step in range(100)]
+    assert min(draws) == 0 < max(draws)
