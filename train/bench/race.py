@@ -161,13 +161,17 @@ def _run(race: Race, cluster: Cluster, worker: Worker, path: Path) -> int:
     if race.straggler:
         turns += [(name, race.straggler) for name in late if name in names]
     rounds: dict[str, list[float]] = {}
-    everything = [turn for _ in range(race.rounds) for turn in turns]
-    for name, seconds in track(everything, description=size, transient=True):
-        key = name + STRAGGLER * bool(seconds)
-        # The first turn compiles, and a full period makes each topology's messages.
-        warmup = 1 if key in rounds or seconds else 5
-        turn = Turn(name, warmup, race.steps, seconds)
-        rounds.setdefault(key, []).append(teams[names[name]].take(turn))
+    console = Console(soft_wrap=True, highlight=False)
+    for number in range(race.rounds):
+        title = f"{size}, round {number + 1} of {race.rounds}"
+        if not console.is_terminal:
+            console.print(title)
+        for name, seconds in track(turns, title, console=console, transient=True):
+            key = name + STRAGGLER * bool(seconds)
+            # The first turn compiles, and a full period makes all its messages.
+            warmup = 1 if key in rounds or seconds else 5
+            turn = Turn(name, warmup, race.steps, seconds)
+            rounds.setdefault(key, []).append(teams[names[name]].take(turn))
     for team in teams.values():
         team.close()
     path.write_text(json.dumps([[key, values] for key, values in rounds.items()]))
