@@ -2,7 +2,8 @@
 
 The gradient and the optimizer's direction await no message, `params = mixed + update`
 does. Which is which is read from the traced function, so it holds for any optimizer,
-wherever it uses the mixed model.
+wherever it uses the mixed model. What a function under `jax.jit` does counts line by
+line; a conditional, a loop or a custom derivative is one line.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -10,7 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.extend.core import Literal
+from jax.extend.core import ClosedJaxpr, Literal
+
+NO_MESH = jax.sharding.AbstractMesh((), ())
 
 
 class Part(NamedTuple):
@@ -37,10 +40,17 @@ class Cut:
       function: of arrays alone.
       known: examples of its arguments, arrays or `jax.ShapeDtypeStruct`s.
       awaited: an example of its last argument.
+
+    Raises:
+      ValueError: if what awaits the last argument has side effects, which would be
+        lost, or come twice.
     """
 
     def __init__(self, function: Callable, known: Sequence[Any], awaited: Any):
-        closed, out = jax.make_jaxpr(function, return_shape=True)(*known, awaited)
+        # It will run for one worker, inside of whatever mesh the caller has set.
+        with jax.sharding.use_abstract_mesh(NO_MESH):
+            traced, out = jax.make_jaxpr(function, return_shape=True)(*known, awaited)
+            closed = _without_calls(traced)
         jaxpr = closed.jaxpr
         num_known = len(jax.tree.leaves(known))
         self.structure = jax.tree.structure(out)
@@ -53,6 +63,11 @@ class Cut:
         self._early_equations, self._late_equations = [], []
         for equation in jaxpr.eqns:
             if late.intersection(_variables(equation.invars)):
+                if equation.effects:
+                    raise ValueError(
+                        f"{equation.primitive} has side effects and uses the mixed "
+                        "model; do that after the step, on the params it returns"
+                    )
                 late.update(equation.outvars)
                 self._late_equations.append(equation)
             else:
@@ -70,23 +85,18 @@ class Cut:
         ]
 
     def early(self, *known: Any) -> list[Any]:
-        """Returns the values that await nothing.
-
-        Raises:
-          ValueError: if an argument has another shape or dtype than its example.
-        """
+        """Returns the values that await nothing, of arguments like the examples."""
         leaves = jax.tree.leaves(known)
-        for variable, x in zip(self._known, leaves, strict=True):
-            wanted, got = variable.aval, jax.typeof(x)
-            if (wanted.shape, wanted.dtype) != (got.shape, got.dtype):
-                raise ValueError(f"cut for {wanted}, got {got}")
         values = self._constants | dict(zip(self._known, leaves, strict=True))
         _evaluate(self._early_equations, values)
         finished = [self._outputs[number] for number in self.finished]
         return [jnp.asarray(_read(values, atom)) for atom in [*finished, *self._kept]]
 
     def part(self, outputs: Iterable[int]) -> Part:
-        """Returns how to compute outputs that are not finished."""
+        """Returns how to compute outputs that are not finished.
+
+        What two parts both need, such as a norm over all updates, both compute.
+        """
         wanted = [self._outputs[number] for number in outputs]
         needed = set(_variables(wanted))
         equations = []
@@ -108,16 +118,37 @@ class Cut:
         return Part(tuple(awaits), tuple(first + i for i in uses), compute)
 
 
+def _without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same, with the equations of jitted functions in the place of their calls."""
+
+    def evaluate(*inputs: Any) -> list[Any]:
+        return _call(closed, inputs)
+
+    return jax.make_jaxpr(evaluate)(*closed.in_avals)
+
+
+def _call(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
+    jaxpr = closed.jaxpr
+    values = dict(zip(jaxpr.constvars, closed.consts, strict=True))
+    values.update(zip(jaxpr.invars, inputs, strict=True))
+    _evaluate(jaxpr.eqns, values)
+    return [_read(values, atom) for atom in jaxpr.outvars]
+
+
 def _evaluate(equations: Iterable[Any], values: dict[Any, Any]) -> None:
     """Adds what the equations compute to the values of their variables."""
     for equation in equations:
         inputs = [_read(values, atom) for atom in equation.invars]
-        params = equation.primitive.get_bind_params(equation.params)
-        with equation.ctx.manager:
-            results = equation.primitive.bind(*inputs, **params)
-        if not equation.primitive.multiple_results:
-            results = [results]
-        values.update(zip(equation.outvars, results, strict=True))
+        values.update(zip(equation.outvars, _results(equation, inputs), strict=True))
+
+
+def _results(equation: Any, inputs: list[Any]) -> Sequence[Any]:
+    if equation.primitive.name == "jit":
+        return _call(equation.params["jaxpr"], inputs)
+    params = equation.primitive.get_bind_params(equation.params)
+    with equation.ctx.manager:
+        results = equation.primitive.bind(*inputs, **params)
+    return results if equation.primitive.multiple_results else [results]
 
 
 def _read(values: dict[Any, Any], atom: Any) -> Any:

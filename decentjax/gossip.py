@@ -6,32 +6,28 @@ leaf group by leaf group, while the other computes gradients and the optimizer's
 direction, so that only `params = mixed + update` stands between two exchanges. In a
 process with GPUs the models travel over the host's network in the same way.
 
-While an exchange is on its way no other thread may start a collective of the same
-devices: all processes have to start them in one order. `Engine.submit` puts any
-function in that order, `Engine.settle` waits until none is left.
+While an exchange is on its way no other thread may run a collective of the same
+devices: all processes have to start them in one order. So finish what you have started
+before the train step, and `settle()` after it, before the next. `Engine.submit` puts
+any function in that order.
 """
 
 import collections
-import dataclasses
 import functools
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import optax
-from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jax.typing import DTypeLike
 
 from decentjax.cut import Cut, Part
-from decentjax.exchange import Exchange, Groups, Permutations, Topology, rounds_of
-from decentjax.mixing import Lowering, global_mean, mix
+from decentjax.engine import Engine
+from decentjax.exchange import Topology
+from decentjax.mixing import Lowering, global_mean
 from decentjax.step import (
     AXIS,
     LossFn,
@@ -40,23 +36,30 @@ from decentjax.step import (
     gradient,
     over_workers,
 )
+from decentjax.tuning import Mixes, compiled_mix, fastest_mixes
+
+__all__ = [
+    "Adapt",
+    "AllReduce",
+    "Background",
+    "Engine",
+    "Record",
+    "fastest_mixes",
+    "host_mesh",
+]
 
 # Leaves travel in groups of this size: one by one, small ones would cost more in calls
 # than in bytes; all at once, the last would keep the first from being updated.
 GROUP_BYTES = 4 * 2**20
-PIECE_BYTES = (None, 256 * 2**10, 64 * 2**10)
-CLOSING_SECONDS = 10.0
-FAILING_SECONDS = 1.0  # After an error: the peers are to learn of it soon.
 
 Leaves = tuple[int, ...]
-Mixes = dict[Exchange, Callable[[list[jax.Array]], list[jax.Array]]]
 
 
 class Record(Protocol):
     """Takes note of what a process did from `start` to `end`, of `time.monotonic()`.
 
     The activity is "compute" (gradient and direction), "wait" (for mixed leaves) or
-    "exchange" (in the second thread, for each group of leaves).
+    "exchange" (for each group of leaves). Called by both threads.
     """
 
     def __call__(self, activity: str, step: int, start: float, end: float) -> None: ...
@@ -65,83 +68,13 @@ class Record(Protocol):
 class Adapt(Protocol):
     """One worker's step but for the exchange, as `decentjax.adapt` with keywords bound.
 
-    A function of arrays alone, without collectives.
+    A function of arrays alone: no collectives and no `axis_index`, and no side effects
+    of what depends on `mixed`.
     """
 
     def __call__(
         self, state: WorkerState, batch: Any, mixed: Any
     ) -> tuple[WorkerState, Metrics]: ...
-
-
-class Engine:
-    """A thread that runs one function after the other; a context that ends it.
-
-    An error in the thread is raised, as itself, by the future of what failed, by the
-    futures of all that was to follow, and by the next `submit`.
-    """
-
-    def __init__(self):
-        self._tasks: queue.SimpleQueue = queue.SimpleQueue()
-        self._error: BaseException | None = None
-        self._closed = False
-        # Daemonic: nobody waits at exit for a message that a lost peer does not send.
-        self._thread = threading.Thread(
-            target=self._run, name="decentjax.gossip", daemon=True
-        )
-        self._thread.start()
-
-    def submit(self, function: Callable, *args: Any) -> Future:
-        """Has the thread call the function, after all that was submitted before.
-
-        Returns:
-          The future of its result.
-
-        Raises:
-          RuntimeError: if the engine is closed.
-        """
-        if self._error is not None:
-            raise self._error
-        if self._closed:
-            raise RuntimeError("the engine is closed; make a new one")
-        future: Future = Future()
-        self._tasks.put((future, function, args))
-        return future
-
-    def settle(self) -> None:
-        """Waits until all that was submitted is done."""
-        self.submit(int).result()
-
-    def close(self) -> None:
-        """Ends the thread after what was submitted.
-
-        It waits 10 s at the most: what a lost peer will never send is left behind.
-        """
-        self._end(CLOSING_SECONDS)
-
-    def __enter__(self) -> "Engine":
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._end(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
-
-    def _end(self, seconds: float) -> None:
-        self._closed = True
-        self._tasks.put(None)
-        self._thread.join(seconds)
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            future, function, args = task
-            if self._error is not None:
-                future.set_exception(self._error)
-                continue
-            try:
-                future.set_result(function(*args))
-            except BaseException as error:
-                self._error = error
-                future.set_exception(error)
-            # A model must not live on in the variables of a thread that waits.
-            del task, future, function, args
 
 
 class Background:
@@ -150,11 +83,17 @@ class Background:
     A call of step t waits for the exchange of step t, which the call before has
     started, updates each group of leaves as soon as it has come, and at once sends it
     on in the exchange of step t + 1. The numbers are those of `awc_step` with the same
-    lowering.
+    lowering: bit for bit, but where XLA fuses a product with a sum in one of them.
+
+    The params that a step returns are still being sent: do not donate them before
+    `settle()`. At its peak a device holds the old, the mixed and the new model, and the
+    optimizer's direction. Leave the context after `settle()`, for all processes to part
+    together.
 
     Args:
       adapt: `decentjax.adapt`, with its keywords bound by `functools.partial`, or
-        another function of its kind.
+        another function of its kind. It is cut where `mixed` comes in; what
+        depends on it inside a conditional or a loop makes all of that wait.
       topology: whose exchanges take turns.
       mesh: with the axis "workers" alone.
       message_dtype: as in `mix`.
@@ -165,7 +104,8 @@ class Background:
       record: told what this process did and when; by default nobody is.
 
     Raises:
-      ValueError: if the mesh has other axes, or another number of workers.
+      ValueError: if the mesh has other axes, or another number of workers, or those of
+        `exchange_mesh` live elsewhere.
 
     Examples:
       >>> import functools
@@ -197,6 +137,8 @@ class Background:
                 f'Background needs a mesh with the axis "{AXIS}" alone, of the '
                 f"topology's {topology.num_workers} workers, got {dict(mesh.shape)}"
             )
+        if exchange_mesh is not None:
+            _check_same_places(exchange_mesh, mesh)
         self._engine = Engine()
         self._adapt = adapt
         self._topology = topology
@@ -205,7 +147,7 @@ class Background:
         self._message_dtype = message_dtype
         self._lowering = lowering
         self._record = record or _nobody
-        self._plan: _Plan | None = None
+        self._plans: dict[Any, _Plan] = {}
         self._mixes: Mixes = {}
         self._sent: list[jax.Array] = []
         self._sent_for = -1
@@ -214,11 +156,17 @@ class Background:
     def __call__(
         self, state: WorkerState, batch: Any, t: int
     ) -> tuple[WorkerState, Metrics]:
-        """Returns the new state and metrics; the buffers of the state are given up."""
-        if self._plan is None:
-            self._plan = _make_plan(self._adapt, state, batch, self._mesh)
-            self._mixes = self._engine.submit(self._lower, state.params).result()
-        plan = self._plan
+        """Returns the new state and metrics.
+
+        The state's buffers are given up, but for those of its params, which live until
+        the exchange is done.
+
+        Raises:
+          ValueError: if an array has not a row for each worker, or `adapt` cannot be
+            cut.
+          BaseException: what has gone wrong in the thread.
+        """
+        plan = self._plan(state, batch)
         models = jax.tree.leaves(state.params)
         if self._sent_for != t or list(map(id, models)) != list(map(id, self._sent)):
             self._arriving.clear()
@@ -264,14 +212,28 @@ class Background:
     def _send(self, leaves: Leaves, models: list[jax.Array], t: int) -> None:
         """Has the thread exchange some leaves, for step t."""
         self._sent += models
+        # Copies to another device begin here, while the thread still sends others.
+        models = [_moved(x, self._mesh, self._exchange_mesh) for x in models]
         future = self._engine.submit(self._exchange, models, t)
         self._arriving.append((leaves, future))
+
+    def _plan(self, state: WorkerState, batch: Any) -> "_Plan":
+        """How to compute with arrays of these shapes; made when they first come."""
+        leaves, structure = jax.tree.flatten((state, batch))
+        kind = structure, tuple((x.shape, x.dtype) for x in leaves)
+        if kind not in self._plans:
+            _check_rows(leaves, self._topology.num_workers)
+            plan = _make_plan(self._adapt, state, batch, self._mesh)
+            if not self._plans:
+                self._mixes = self._engine.submit(self._lower, state.params).result()
+            self._plans[kind] = plan
+        return self._plans[kind]
 
     def _lower(self, params: Any) -> Mixes:
         mesh, dtype = self._exchange_mesh, self._message_dtype
         if self._lowering is not None:
             return {
-                exchange: _compiled_mix(exchange, self._lowering, mesh, dtype)
+                exchange: compiled_mix(exchange, self._lowering, mesh, dtype)
                 for exchange in self._topology
             }
         num_bytes = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
@@ -279,7 +241,6 @@ class Background:
 
     def _exchange(self, models: list[jax.Array], t: int) -> list[jax.Array]:
         """In the thread: sends, receives, averages."""
-        models = [_moved(x, self._mesh, self._exchange_mesh) for x in models]
         jax.block_until_ready(models)
         start = time.monotonic()
         mixed = self._mixes[self._topology[t]](models)
@@ -303,7 +264,7 @@ class Background:
 
 
 class AllReduce:
-    """`on_mesh(all_reduce_step)` with the mean in a second thread; a context.
+    """`on_mesh(all_reduce_step)` in three programs: gradient, mean, update.
 
     The baseline in the same pieces as `Background`, for a record of what it computes
     and when it waits. It hides nothing: the mean needs the gradient, and the update
@@ -334,7 +295,6 @@ class AllReduce:
             return optax.apply_updates(params, updates), opt_state
 
         mean = functools.partial(global_mean, axis_name=AXIS)
-        self._engine = Engine()
         self._record = record or _nobody
         self._gradients = jax.jit(over_workers(gradients, mesh), donate_argnums=1)
         self._mean = jax.jit(over_workers(mean, mesh), donate_argnums=0)
@@ -350,85 +310,21 @@ class AllReduce:
         )
         computed = time.monotonic()
         self._record("compute", t, start, computed)
-        grads = self._engine.submit(self._exchange, grads, t).result()
-        self._record("wait", t, computed, time.monotonic())
+        grads = jax.block_until_ready(self._mean(grads))
+        exchanged = time.monotonic()
+        self._record("wait", t, computed, exchanged)
+        self._record("exchange", t, computed, exchanged)
         params, opt_state = self._update(state.params, state.opt_state, grads)
         return WorkerState(params, opt_state, *others), metrics
 
     def settle(self) -> None:
         """Returns at once: between two steps nothing is on its way."""
 
-    def close(self) -> None:
-        """Ends the thread; see `Engine.close`."""
-        self._engine.close()
-
     def __enter__(self) -> "AllReduce":
         return self
 
     def __exit__(self, *error: Any) -> None:
-        self._engine.__exit__(*error)
-
-    def _exchange(self, grads: Any, t: int) -> Any:
-        start = time.monotonic()
-        mean = jax.block_until_ready(self._mean(grads))
-        self._record("exchange", t, start, time.monotonic())
-        return mean
-
-
-def fastest_mixes(
-    topology: Topology,
-    mesh: Mesh,
-    num_bytes: int,
-    message_dtype: DTypeLike | None = None,
-) -> Mixes:
-    """Returns the compiled mix of each exchange, lowered as is fastest on this mesh.
-
-    Functions of a list of stacked leaves. Each exchange is measured: those of one
-    topology may use different links. Collective, as `fastest`.
-
-    Args:
-      topology: whose exchanges.
-      mesh: with the axis "workers".
-      num_bytes: of one model; of a larger one than 4 MiB only so much is measured.
-      message_dtype: as in `mix`.
-    """
-    mixes = {}
-    for exchange in dict.fromkeys(topology):
-        options = _candidates(exchange)
-        chosen = options[fastest(options, mesh, min(num_bytes, GROUP_BYTES))]
-        mixes[exchange] = _compiled_mix(*chosen, mesh, message_dtype)
-    return mixes
-
-
-Option = tuple[Exchange, Lowering]
-
-
-def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
-    """Returns the number of the option that exchanges fastest on this mesh.
-
-    Each averages a float32 model of `num_bytes` three times, of which the first does
-    not count; the slowest worker decides, the same for all. Collective: all processes
-    call it at once, while no exchange is on its way.
-
-    Args:
-      options: exchanges, each with its lowering.
-      mesh: with the axis "workers".
-      num_bytes: per worker; some megabytes tell more than a few.
-    """
-    if len(options) == 1:
-        return 0
-    num_workers = mesh.shape[AXIS]
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-    shape = (num_workers, max(1, num_bytes // 4))
-    models = [jax.jit(lambda: jnp.ones(shape), out_shardings=sharding)()]
-    seconds = []
-    for option in options:
-        mix_models = _compiled_mix(*option, mesh)
-        seconds.append(min([_seconds(mix_models, models) for _ in range(3)][1:]))
-    table = np.tile(np.array(seconds, np.float32), (num_workers, 1))
-    stacked = jax.make_array_from_callback(table.shape, sharding, table.__getitem__)
-    slowest = jax.jit(over_workers(lambda x: lax.pmax(x, AXIS), mesh))(stacked)
-    return int(np.argmin(slowest.addressable_data(0)))
+        """Does nothing; a context as `Background` is."""
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
@@ -498,7 +394,15 @@ class _Plan(NamedTuple):
 
 def _make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> _Plan:
     of_worker = jax.eval_shape(_first_rows, (state, batch))
-    cut = Cut(adapt, of_worker, of_worker[0].params)
+    try:
+        cut = Cut(adapt, of_worker, of_worker[0].params)
+    except NameError as error:
+        if "unbound axis" not in str(error):
+            raise
+        raise ValueError(
+            f"adapt runs without the workers' axis, and so without collectives and "
+            f"axis_index ({error}): give what it needs in the batch or the state"
+        ) from error
 
     def early(params: Any, others: Any, batch: Any) -> list[jax.Array]:
         return cut.early(WorkerState(params, *others), batch)
@@ -509,73 +413,49 @@ def _make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> _Pla
         return _Stage(leaves, outputs, part, jax.jit(over_workers(part.compute, mesh)))
 
     sizes = [x.nbytes // len(x) for x in jax.tree.leaves(state.params)]
+    # A group is a call or two in each step: no more than some dozens.
+    group_bytes = max(GROUP_BYTES, sum(sizes) // 64)
     return _Plan(
         early=jax.jit(over_workers(early, mesh), donate_argnums=1),
         finished=cut.finished,
-        groups=[stage(leaves) for leaves in _groups(sizes)],
+        groups=[stage(leaves) for leaves in _groups(sizes, group_bytes)],
         rest=stage(tuple(range(len(sizes), cut.structure.num_leaves))),
         structure=cut.structure,
     )
 
 
-def _groups(sizes: Sequence[int]) -> Iterator[Leaves]:
-    """Cuts leaves of these sizes, in bytes, into runs of `GROUP_BYTES` or just more."""
+def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[Leaves]:
+    """Cuts leaves of these sizes, in bytes, into runs of `group_bytes` or just more."""
     group, total = [], 0
     for number, size in enumerate(sizes):
         group.append(number)
         total += size
-        if total >= GROUP_BYTES:
+        if total >= group_bytes:
             yield tuple(group)
             group, total = [], 0
     if group:
         yield tuple(group)
 
 
-def _candidates(exchange: Exchange) -> list[Option]:
-    """The ways to carry out an exchange that are worth a measurement."""
-    between = exchange.between
-    if isinstance(between, Permutations):
-        if not rounds_of(between)[1]:
-            return [(exchange, Lowering())]
-        return [(exchange, Lowering(piece_bytes)) for piece_bytes in PIECE_BYTES]
-    groups = len(between.members)
-    if groups in (1, between.size):
-        return [(exchange, Lowering())]
-    options = [(exchange, Lowering(groups=way)) for way in ("scatter", "sum")]
-    if between.size == 2 * groups:
-        swaps = dataclasses.replace(exchange, between=_as_swaps(between))
-        options += _candidates(swaps)
-    return options
-
-
-def _as_swaps(pairs: Groups) -> Permutations:
-    """The same mean, by permutations."""
-    itself = tuple(range(pairs.size))
-    peers = {a: b for pair in pairs.members for a, b in (pair, pair[::-1])}
-    return Permutations((itself, tuple(peers[i] for i in itself)), (0.5, 0.5))
-
-
-def _compiled_mix(
-    exchange: Exchange,
-    lowering: Lowering,
-    mesh: Mesh,
-    message_dtype: DTypeLike | None = None,
-) -> Callable[[list[jax.Array]], list[jax.Array]]:
-    """The mix of stacked leaves."""
-    of_worker = functools.partial(
-        mix,
-        exchange=exchange,
-        axis_name=AXIS,
-        message_dtype=message_dtype,
-        lowering=lowering,
+def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:
+    got, wanted = (
+        (dict(m.shape), [device.process_index for device in m.devices.flat])
+        for m in (exchange_mesh, mesh)
     )
-    return jax.jit(over_workers(of_worker, mesh))
+    if got != wanted:
+        raise ValueError(
+            "exchange_mesh needs a device for each worker, in the worker's process: "
+            f"wanted {wanted[0]} in processes {wanted[1]}, got {got[0]} in {got[1]}"
+        )
 
 
-def _seconds(function: Callable, argument: Any) -> float:
-    start = time.monotonic()
-    jax.block_until_ready(function(argument))
-    return time.monotonic() - start
+def _check_rows(leaves: Sequence[jax.Array], num_workers: int) -> None:
+    rows = {x.shape[0] if x.shape else 0 for x in leaves}
+    if rows != {num_workers}:
+        raise ValueError(
+            f"stacked arrays have a row for each of the {num_workers} workers, got "
+            f"{sorted(rows)} rows; in a job of several processes, place them first"
+        )
 
 
 def _moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:
@@ -584,19 +464,22 @@ def _moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:
         return x
     devices = target.devices.ravel()
     parts = [
-        jax.device_put(_pinned(shard.data), devices[shard.index[0].start or 0])
+        _copied(shard.data, devices[shard.index[0].start or 0])
         for shard in x.addressable_shards
     ]
     sharding = NamedSharding(target, PartitionSpec(AXIS))
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
-def _pinned(x: jax.Array) -> jax.Array:
-    """In pinned memory of the host, where an accelerator copies without waiting."""
-    (device,) = x.devices()
-    if device.platform == "cpu":
-        return x
-    return jax.device_put(x, SingleDeviceSharding(device, memory_kind="pinned_host"))
+def _copied(x: jax.Array, device: Any) -> jax.Array:
+    """On a device; between host and accelerator through the host's pinned memory.
+
+    From there an accelerator copies while others compute.
+    """
+    for end in (*x.devices(), device):
+        if end.platform != "cpu":
+            x = jax.device_put(x, SingleDeviceSharding(end, memory_kind="pinned_host"))
+    return jax.device_put(x, device)
 
 
 def _first_rows(stacked: Any) -> Any:

@@ -37,16 +37,26 @@ class Lowering:
     """How the messages of an exchange are sent; which is faster, the network decides.
 
     Args:
-      piece_bytes: permutations send a longer leaf in pieces of so many bytes, one after
-        the other; None sends it whole. Between processes on CPU the two directions of
-        a swap take turns on a whole leaf, and flow at once in pieces of 256 KiB.
+      piece_bytes: permutations send a longer leaf in pieces of so many of its bytes,
+        one after the other; None sends it whole. Between processes on CPU the two
+        directions of a swap take turns on a whole leaf, and flow at once in pieces of
+        256 KiB. A GPU compiler hides a whole leaf, not a loop over pieces.
       groups: a mean over one of several groups goes by "scatter" (reduce-scatter and
         all-gather) or by "sum" (`psum` over the group; not in a `jax.shard_map` with
         `check_vma`).
+
+    Raises:
+      ValueError: if there can be no such pieces, or no such way.
     """
 
     piece_bytes: int | None = None
     groups: Literal["scatter", "sum"] = "scatter"
+
+    def __post_init__(self):
+        if self.piece_bytes is not None and self.piece_bytes < 1:
+            raise ValueError(f"piece_bytes must be at least 1, got {self.piece_bytes}")
+        if self.groups not in ("scatter", "sum"):
+            raise ValueError(f'groups must be "scatter" or "sum", got {self.groups!r}')
 
 
 def mix(

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from decentjax.exchange import Exchange, Topology
-from decentjax.mixing import global_mean, mix
+from decentjax.mixing import Lowering, global_mean, mix
 
 AXIS = "workers"
 
@@ -65,6 +66,7 @@ def awc_step(
     num_micro_batches: int = 1,
     message_dtype: DTypeLike | None = None,
     shards: Any = None,
+    lowering: Lowering = Lowering(),
 ) -> tuple[WorkerState, Metrics]:
     """Adapt while communicating: `x_i <- sum_j W_ij x_j + update(grad f_i(x_i))`.
 
@@ -82,13 +84,14 @@ def awc_step(
         in memory; gradients, loss and metrics are their means.
       message_dtype: as in `mix`.
       shards: as in `mix`.
+      lowering: as in `mix`.
 
     Returns:
       The new state, and the metrics with `loss` among them.
 
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
-    mixed = mix(state.params, exchange, AXIS, message_dtype, shards)
+    mixed = mix(state.params, exchange, AXIS, message_dtype, shards, lowering)
     # Fused with the update, a sum may be contracted and round otherwise than it does
     # where the exchange is a program of its own.
     mixed = jax.tree.map(lax.optimization_barrier, mixed)
@@ -120,6 +123,9 @@ def adapt(
       loss_fn: as in `awc_step`.
       optimizer: as in `awc_step`.
       num_micro_batches: as in `awc_step`.
+
+    Returns:
+      As `awc_step`.
     """
     grads, model_state, key, metrics = gradient(
         loss_fn, state, batch, num_micro_batches
@@ -139,6 +145,7 @@ def atc_step(
     num_micro_batches: int = 1,
     message_dtype: DTypeLike | None = None,
     shards: Any = None,
+    lowering: Lowering = Lowering(),
 ) -> tuple[WorkerState, Metrics]:
     """Adapt, then combine: `x_i <- sum_j W_ij (x_j + update(grad f_j(x_j)))`.
 
@@ -149,7 +156,7 @@ def atc_step(
     )
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     adapted = optax.apply_updates(state.params, updates)
-    params = mix(adapted, exchange, AXIS, message_dtype, shards)
+    params = mix(adapted, exchange, AXIS, message_dtype, shards, lowering)
     return WorkerState(params, opt_state, model_state, key), metrics
 
 
@@ -174,6 +181,44 @@ def all_reduce_step(
     updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
     return WorkerState(params, opt_state, model_state, key), metrics
+
+
+def gradient(
+    loss_fn: LossFn, state: WorkerState, batch: Any, num_micro_batches: int
+) -> tuple[Any, Any, jax.Array, Metrics]:
+    """The gradient of one worker's loss, in so many parts one after the other.
+
+    Args:
+      loss_fn: see `LossFn`.
+      state: of this worker; its optimizer state is not looked at.
+      batch: of this worker.
+      num_micro_batches: as in `awc_step`.
+
+    Returns:
+      The gradient, the new model state and key, and the metrics.
+
+    Raises:
+      ValueError: if the batch cannot be cut into so many parts of one size.
+    """
+    key, step_key = jax.random.split(state.key)
+    grad = jax.grad(_with_loss_metric(loss_fn), has_aux=True)
+    if num_micro_batches == 1:
+        grads, (model_state, metrics) = grad(
+            state.params, state.model_state, batch, step_key
+        )
+        return grads, model_state, key, metrics
+
+    def add_micro_batch(carry, part):
+        model_state, total = carry
+        grads, (model_state, metrics) = grad(state.params, model_state, *part)
+        return (model_state, jax.tree.map(jnp.add, total, grads)), metrics
+
+    cut = functools.partial(_cut, num_parts=num_micro_batches)
+    parts = (jax.tree.map(cut, batch), jax.random.split(step_key, num_micro_batches))
+    start = (state.model_state, jax.tree.map(jnp.zeros_like, state.params))
+    (model_state, total), metrics = lax.scan(add_micro_batch, start, parts)
+    grads = jax.tree.map(lambda g: g / num_micro_batches, total)
+    return grads, model_state, key, jax.tree.map(lambda x: x.mean(0), metrics)
 
 
 def compute_in(loss_fn: LossFn, dtype: DTypeLike) -> LossFn:
@@ -333,7 +378,8 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
 
 def local_workers(mesh: Mesh) -> list[int]:
     """Returns the numbers of the workers that live in this process."""
-    first_devices = mesh.devices.reshape(mesh.shape[AXIS], -1)[:, 0]
+    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
+    first_devices = devices.reshape(len(devices), -1)[:, 0]
     return [
         number
         for number, device in enumerate(first_devices)
@@ -347,13 +393,31 @@ def place(stacked: Any, mesh: Mesh) -> Any:
     Args:
       stacked: in one process all workers' rows; in one of several the rows of its own
         workers, in the order of `local_workers`.
-      mesh: with the axis "workers" as its first.
+        What is placed already stays as it is.
+      mesh: with the axis "workers".
+
+    Returns:
+      Arrays [N, ...], of all workers.
+
+    Raises:
+      ValueError: if there are not as many rows as workers in this process.
     """
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     if sharding.is_fully_addressable:
         return jax.device_put(stacked, sharding)
-    make = functools.partial(jax.make_array_from_process_local_data, sharding)
-    return jax.tree.map(make, stacked)
+    num_rows = len(local_workers(mesh))
+
+    def placed(x: Any) -> jax.Array:
+        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
+            return x
+        if len(x) != num_rows:
+            raise ValueError(
+                f"place takes the rows of the {num_rows} workers of this process, got "
+                f"{len(x)}"
+            )
+        return jax.make_array_from_process_local_data(sharding, x)
+
+    return jax.tree.map(placed, stacked)
 
 
 def mean_model(stacked: Any) -> Any:
@@ -385,31 +449,6 @@ def _in_turn(step: Step, topology: Topology, mesh: Mesh | None) -> TrainStep:
         return in_turn[t % len(in_turn)](state, batch)
 
     return train_step
-
-
-def gradient(
-    loss_fn: LossFn, state: WorkerState, batch: Any, num_micro_batches: int
-) -> tuple[Any, Any, jax.Array, Metrics]:
-    """Returns the gradient, the new model state and key, and the metrics."""
-    key, step_key = jax.random.split(state.key)
-    grad = jax.grad(_with_loss_metric(loss_fn), has_aux=True)
-    if num_micro_batches == 1:
-        grads, (model_state, metrics) = grad(
-            state.params, state.model_state, batch, step_key
-        )
-        return grads, model_state, key, metrics
-
-    def add_micro_batch(carry, part):
-        model_state, total = carry
-        grads, (model_state, metrics) = grad(state.params, model_state, *part)
-        return (model_state, jax.tree.map(jnp.add, total, grads)), metrics
-
-    cut = functools.partial(_cut, num_parts=num_micro_batches)
-    parts = (jax.tree.map(cut, batch), jax.random.split(step_key, num_micro_batches))
-    start = (state.model_state, jax.tree.map(jnp.zeros_like, state.params))
-    (model_state, total), metrics = lax.scan(add_micro_batch, start, parts)
-    grads = jax.tree.map(lambda g: g / num_micro_batches, total)
-    return grads, model_state, key, jax.tree.map(lambda x: x.mean(0), metrics)
 
 
 def _cut(x: jax.Array, num_parts: int) -> jax.Array:

@@ -216,9 +216,7 @@ def _matmuls(function: Callable, *arguments: Any) -> int:
 
 
 OPTIMIZERS = [
-    pytest.param(case, id=name)
-    for name, case in CASES.items()
-    if len(case.known) == 3 and name != "jitted"
+    pytest.param(case, id=name) for name, case in CASES.items() if len(case.known) == 3
 ]
 
 
@@ -261,16 +259,25 @@ def test_of_these_optimizers_the_whole_state_is_finished_early(name):
     assert _late(cut) == (0, 1, 2)
 
 
-@pytest.mark.parametrize(
-    "other",
-    [jnp.zeros((7, 5)), jnp.zeros((6, 5), "bfloat16"), jnp.zeros((6, 5), int)],
-    ids=["shape", "narrower", "integers"],
-)
-def test_arguments_unlike_the_examples_are_refused(other):
-    """A mean, for one, divides by the number of examples that it was cut with."""
-    cut = _cut(CASES["ignoring"])
-    with pytest.raises(ValueError, match=r"cut for float32\[6,5\], got \w+\[\d,5\]"):
-        jax.jit(cut.early)(PARAMS, other)
+def test_side_effects_of_the_mixed_model_are_refused():
+    def function(x, mixed):
+        jax.debug.print("{}", mixed)
+        return x, mixed
+
+    with pytest.raises(ValueError, match="has side effects and uses the mixed model"):
+        Cut(function, (jnp.zeros(3),), jnp.zeros(3))
+
+
+def test_other_side_effects_come_once(capfd):
+    def function(x, mixed):
+        jax.debug.print("it is {}", x.sum())
+        return x, x + mixed
+
+    cut = Cut(function, (jnp.zeros(3),), jnp.zeros(3))
+    values = jax.jit(cut.early)(jnp.ones(3))
+    jax.jit(cut.part((1,)).compute)([jnp.ones(3)], values[1:])
+    jax.effects_barrier()
+    assert capfd.readouterr().out == "it is 3.0\n"
 
 
 def test_a_cut_needs_no_arrays_but_their_shapes():

@@ -27,7 +27,6 @@ from decentjax import (
     init_state,
     mix,
     on_mesh,
-    over_workers,
     place,
     topology,
     worker_mesh,
@@ -51,6 +50,10 @@ def loss_fn(params, model_state, batch, key):
     mean = 0.5 * model_state["mean"] + 0.5 * hidden.mean(0)
     model_state = {"mean": mean, "count": model_state["count"] + 1}
     return loss, (model_state, {"noise": jax.random.uniform(key)})
+
+
+class LostError(Exception):
+    """A peer, say."""
 
 
 class Case(NamedTuple):
@@ -256,13 +259,40 @@ def test_what_is_on_its_way_is_not_taken_for_the_mean_of_other_models():
     _assert_same(_arrays(got), _arrays(wanted))
 
 
+def _short(batch):
+    return jax.tree.map(lambda x: x[:, :2], batch)
+
+
+def test_a_shorter_batch_is_another_program_and_the_same_step():
+    case = Case()
+
+    class Short(Case):
+        def batch(self, t):
+            return super().batch(t) if t % 2 else _short(super().batch(t))
+
+    short = Short(*case)
+    wanted = _run(on_mesh(short.bound(awc_step), short.graph, short.mesh), short)
+    with _in_background(case) as train_step:
+        _assert_same(_run(train_step, short), wanted)
+
+
+def test_rows_that_are_missing_are_refused_before_anything_is_sent():
+    case = Case()
+    with _in_background(case) as train_step:
+        state = case.start()
+        three = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), state)
+        with pytest.raises(ValueError, match=r"each of the 2 workers, got \[2, 3\] ro"):
+            train_step(three, case.batch(0), 0)
+        _assert_same(_run(train_step, case), _wanted(case))
+
+
 def test_after_a_step_that_failed_the_next_starts_its_exchange_anew():
     case = Case()
     with _in_background(case) as train_step:
         state, _ = _step(train_step, case, place(case.start(), case.mesh), 0)
-        short = jax.tree.map(lambda x: x[:, :2], case.batch(1))
-        with pytest.raises(ValueError, match="cut for"):
-            train_step(state, place(short, case.mesh), 1)
+        inputs, targets = case.batch(1)
+        with pytest.raises(TypeError, match="incompatible shapes"):
+            train_step(state, place((inputs, targets[:, :, :2]), case.mesh), 1)
         copied = _copied(state)
         got = _step(train_step, case, state, 2)
     wanted = _step(
@@ -287,44 +317,53 @@ def test_a_state_that_is_not_on_the_mesh_yet_is_put_there():
         _assert_same(_run(train_step, Case(), placed=False), _wanted(Case()))
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"lowering": Lowering(48)}, {"lowering": Lowering(groups="sum")}],
+    ids=["pieces", "sum"],
+)
+@pytest.mark.parametrize("graph", [FOUR, GRAPHS["pairs"]], ids=["swaps", "pairs"])
+def test_a_step_with_the_same_lowering_has_the_same_numbers(graph, options):
+    case = Case(graph)
+    in_step = functools.partial(case.bound(awc_step), **options)
+    wanted = _run(on_mesh(in_step, case.graph, case.mesh), case)
+    with _in_background(case, **options) as train_step:
+        _assert_same(_run(train_step, case), wanted)
+
+
+def test_a_jitted_step_is_cut_and_has_the_same_numbers():
+    case = Case()
+    adapt_one = jax.jit(case.bound(adapt))
+    with gossip.Background(adapt_one, case.graph, case.mesh) as train_step:
+        _assert_same(_run(train_step, case), _wanted(case))
+
+
+def test_the_callers_mesh_may_be_set():
+    case = Case()
+    with jax.set_mesh(case.mesh), _in_background(case) as train_step:
+        _assert_same(_run(train_step, case), _wanted(case))
+
+
+@pytest.mark.parametrize(
+    "function", [lambda: jax.lax.axis_index(AXIS), lambda: jax.lax.psum(1.0, AXIS)]
+)
+def test_a_step_that_asks_for_its_peers_is_refused(function):
+    case = Case()
+
+    def adapt_one(state, batch, mixed):
+        return state, {"loss": jnp.float32(function())}
+
+    with (
+        gossip.Background(adapt_one, case.graph, case.mesh) as train_step,
+        pytest.raises(ValueError, match="adapt runs without the workers' axis"),
+    ):
+        _step(train_step, case, place(case.start(), case.mesh), 0)
+
+
 @pytest.mark.parametrize("graph", [FOUR, GRAPHS["pairs"]], ids=["swaps", "pairs"])
 def test_the_lowering_that_is_measured_to_be_fastest_gives_the_same_numbers(graph):
     with _in_background(Case(graph), lowering=None) as train_step:
         _assert_same(_run(train_step, Case(graph)), _wanted(Case(graph)))
-
-
-MEASURED = {
-    "hypercube": (GRAPHS["hypercube"], 0),
-    "pairs": (topology.butterfly_groups(8, 2), 0),
-    "groups": (GRAPHS["groups"], 1e-6),
-    "pairs_of_nodes": (topology.hierarchical(8, 2, _butterfly), 0),
-    "damped": (topology.damped(topology.butterfly_groups(8, 2), 0.5), 0),
-}
-
-
-@pytest.mark.parametrize(("graph", "atol"), MEASURED.values(), ids=MEASURED)
-@pytest.mark.parametrize("number", [0, 1, 2, 3, 4])
-def test_each_lowering_that_may_be_chosen_mixes_alike(graph, atol, number, monkeypatch):
-    def choose(options, mesh, num_bytes):
-        return min(number, len(options) - 1)
-
-    monkeypatch.setattr(gossip, "PIECE_BYTES", (None, 100, 48))
-    monkeypatch.setattr(gossip, "fastest", choose)
-    mesh = worker_mesh(8)
-    models = place([jax.random.normal(jax.random.key(0), (8, 13, 7))], mesh)
-    mixes = gossip.fastest_mixes(graph, mesh, 2**20)
-    for exchange in graph:
-        mixing = functools.partial(mix, exchange=exchange, axis_name=AXIS)
-        wanted = jax.jit(over_workers(mixing, mesh))(models)
-        _assert_same(_arrays(mixes[exchange](models)), _arrays(wanted), atol)
-
-
-def test_the_fastest_option_is_found_by_all_workers_and_one_needs_no_search():
-    exchange = topology.hypercube(8)[0]
-    slow, quick = Lowering(piece_bytes=4), Lowering()
-    options = [(exchange, slow), (exchange, quick), (exchange, slow)]
-    assert gossip.fastest(options, worker_mesh(8), 2**14) == 1
-    assert gossip.fastest(options[:1], worker_mesh(8), 2**40) == 0
 
 
 class _Spy(gossip.Engine):
@@ -442,6 +481,11 @@ def test_a_mesh_of_other_axes_or_another_size_is_refused(mesh):
         gossip.Background(Case().bound(adapt), TWO, mesh())
 
 
+def test_the_devices_that_exchange_are_those_of_the_workers():
+    with pytest.raises(ValueError, match=r"exchange_mesh needs a device for each work"):
+        _in_background(Case(), exchange_mesh=worker_mesh(4))
+
+
 ALL_REDUCE = {
     "alone": (Case(GRAPHS["alone"]), 0),
     "two": (Case(optimizer=OPTIMIZERS["sgd"]), 0),
@@ -474,126 +518,6 @@ def test_all_reduce_gives_the_numbers_of_its_step_in_the_same_turns(case, atol):
     assert all(start <= end for *_, start, end in notes)
 
 
-class LostError(Exception):
-    """A peer, say."""
-
-
-def test_the_engine_runs_what_is_submitted_in_that_order_in_one_other_thread():
-    done = []
-
-    def task(number):
-        done.append((number, threading.current_thread()))
-        return number
-
-    with gossip.Engine() as engine:
-        futures = [engine.submit(task, number) for number in range(100)]
-        assert [future.result(LONG) for future in futures] == list(range(100))
-    assert [number for number, _ in done] == list(range(100))
-    (thread,) = {thread for _, thread in done}
-    assert thread is not threading.current_thread()
-    assert thread.daemon
-
-
-@pytest.mark.parametrize("make", [LostError, KeyboardInterrupt, SystemExit])
-def test_an_error_reaches_all_futures_that_follow_and_the_next_submit_as_itself(make):
-    error, started = make("lost"), threading.Event()
-
-    def fail():
-        assert started.wait(LONG)
-        raise error
-
-    done = []
-    with gossip.Engine() as engine:
-        before = engine.submit(lambda: 1)
-        failed = engine.submit(fail)
-        later = [engine.submit(done.append, 1) for _ in range(3)]
-        started.set()
-        assert before.result(LONG) == 1
-        for future in (failed, *later):
-            assert future.exception(LONG) is error
-        for call in (engine.settle, lambda: engine.submit(int), engine.settle):
-            with pytest.raises(make) as caught:
-                call()
-            assert caught.value is error
-    assert done == []
-    with pytest.raises(make):
-        engine.submit(int)
-
-
-def test_settle_waits_for_all_that_was_submitted():
-    held, done = threading.Event(), []
-
-    def task():
-        assert held.wait(LONG)
-        done.append(1)
-
-    with gossip.Engine() as engine:
-        engine.settle()
-        for _ in range(3):
-            engine.submit(task)
-        threading.Timer(0.05, held.set).start()
-        engine.settle()
-        assert done == [1, 1, 1]
-
-
-def test_close_ends_the_thread_after_what_was_submitted():
-    done = []
-    engine = gossip.Engine()
-    for number in range(10):
-        engine.submit(done.append, number)
-    engine.close()
-    assert done == list(range(10))
-    assert not _threads_of(engine)
-    engine.close()
-    with pytest.raises(RuntimeError, match="the engine is closed; make a new one"):
-        engine.submit(done.append, 10)
-
-
-def _threads_of(engine):
-    return [t for t in threading.enumerate() if t is engine._thread]
-
-
-def test_close_leaves_behind_what_blocks_and_nothing_can_follow(monkeypatch):
-    monkeypatch.setattr(gossip, "CLOSING_SECONDS", 0.05)
-    held, done = threading.Event(), []
-    engine = gossip.Engine()
-    engine.submit(held.wait, LONG)
-    engine.submit(done.append, 1)
-    engine.close()
-    assert _threads_of(engine)
-    with pytest.raises(RuntimeError, match="the engine is closed"):
-        engine.submit(done.append, 2)
-    engine.close()
-    held.set()
-    engine._thread.join(LONG)
-    assert not _threads_of(engine)
-    assert done == [1]
-
-
-def test_after_an_error_nobody_waits_long_for_what_blocks(monkeypatch):
-    monkeypatch.setattr(gossip, "FAILING_SECONDS", 0.05)
-    monkeypatch.setattr(gossip, "CLOSING_SECONDS", 2 * LONG)
-    held, engine = threading.Event(), gossip.Engine()
-    engine.submit(held.wait, LONG)
-    with pytest.raises(LostError), engine:
-        raise LostError
-    assert _threads_of(engine)
-    held.set()
-
-
-def test_an_idle_thread_keeps_no_array_alive():
-    with gossip.Engine() as engine:
-        array = jnp.arange(5)
-        seen = weakref.ref(array)
-        result = engine.submit(jnp.negative, array).result(LONG)
-        also = weakref.ref(result)
-        del array, result
-        engine.settle()
-        gc.collect()
-        assert seen() is None
-        assert also() is None
-
-
 def test_a_closed_train_step_leaves_no_model_behind():
     case = Case()
     with _in_background(case) as train_step:
@@ -616,24 +540,18 @@ def test_all_reduce_keeps_no_gradient_from_step_to_step():
 
         train_step._mean = spied
         _step(train_step, case, place(case.start(), case.mesh), 0)
-        train_step._engine.settle()
         gc.collect()
         assert [x() for x in means] == [None] * 3
 
 
-@pytest.mark.parametrize("make", ["background", "all_reduce"])
-def test_an_error_in_the_thread_ends_the_training_within_a_step_as_itself(make):
+def test_an_error_in_the_thread_ends_the_training_within_a_step_as_itself():
     error, case = LostError("lost"), Case()
 
     def record(activity, t, start, end):
         if (activity, t) == ("exchange", 2):
             raise error
 
-    if make == "background":
-        train_step = _in_background(case, record=record)
-    else:
-        train_step = gossip.AllReduce(loss_fn, case.optimizer, case.mesh, record=record)
-    with train_step:
+    with _in_background(case, record=record) as train_step:
         with pytest.raises(LostError) as caught:
             _run(train_step, case, steps=(0, 1, 2))
         assert caught.value is error

@@ -697,6 +697,19 @@ LOWERED = PATHS | {
 }
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"piece_bytes": 0}, "piece_bytes must be at least 1, got 0"),
+        ({"piece_bytes": -1}, "piece_bytes must be at least 1, got -1"),
+        ({"groups": "psum"}, 'groups must be "scatter" or "sum", got \'psum\''),
+    ],
+)
+def test_a_lowering_that_cannot_be_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Lowering(**options)
+
+
 def _adds_in_order(exchange: Exchange, lowering: Lowering) -> bool:
     between = exchange.between
     in_pairs = isinstance(between, Groups) and len(between.members[0]) == 2

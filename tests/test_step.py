@@ -595,6 +595,18 @@ def test_all_workers_of_the_only_process_live_in_it():
     assert local_workers(worker_mesh(3)) == [0, 1, 2]
     slices = Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "model"))
     assert local_workers(slices) == [0, 1, 2, 3]
+    turned = Mesh(np.array(jax.devices()).reshape(2, 4), ("model", AXIS))
+    assert local_workers(turned) == [0, 1, 2, 3]
+
+
+def test_what_is_placed_stays_where_it_is():
+    placed = place(np.arange(4.0), worker_mesh(4))
+    again = place(placed, worker_mesh(4))
+    pointers = [
+        [shard.data.unsafe_buffer_pointer() for shard in x.addressable_shards]
+        for x in (placed, again)
+    ]
+    assert pointers[0] == pointers[1]
 
 
 @EITHER_WAY

@@ -1,0 +1,132 @@
+"""Which way of sending an exchange is the fastest on a network: a measurement says."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from decentjax.exchange import Exchange, Groups, Permutations, Topology, rounds_of
+from decentjax.mixing import Lowering, mix
+from decentjax.step import AXIS, over_workers
+
+# In small pieces both directions of a link are in use; each piece costs a round trip.
+PIECE_BYTES = (None, 256 * 2**10, 64 * 2**10)
+MEASURED_BYTES = 4 * 2**20  # Enough to tell, and soon over on a slow network.
+
+Mix = Callable[[list[jax.Array]], list[jax.Array]]
+Mixes = dict[Exchange, Mix]
+Option = tuple[Exchange, Lowering]
+
+
+def fastest_mixes(
+    topology: Topology,
+    mesh: Mesh,
+    num_bytes: int,
+    message_dtype: DTypeLike | None = None,
+) -> Mixes:
+    """Returns the compiled mix of each exchange, lowered as is fastest on this mesh.
+
+    Functions of a list of stacked leaves. Each distinct exchange is measured: those of
+    one topology may use different links. That takes up to 5 compilations and 15
+    exchanges of 4 MiB for each. Collective, as `fastest`.
+
+    Args:
+      topology: whose exchanges.
+      mesh: with the axis "workers".
+      num_bytes: of one model; of a larger one than 4 MiB only so much is measured.
+      message_dtype: as in `mix`.
+    """
+    measured = min(num_bytes, MEASURED_BYTES)
+    mixes = {}
+    for exchange in dict.fromkeys(topology):
+        options = _options(exchange, measured, message_dtype)
+        chosen = options[fastest(options, mesh, measured)]
+        mixes[exchange] = compiled_mix(*chosen, mesh, message_dtype)
+    return mixes
+
+
+def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
+    """Returns the number of the option that exchanges fastest on this mesh.
+
+    Each averages a float32 model of `num_bytes` three times, of which the first does
+    not count; the slowest worker decides, the same for all. Collective: all processes
+    call it at once, while no exchange is on its way.
+
+    Args:
+      options: exchanges, each with its lowering.
+      mesh: with the axis "workers".
+      num_bytes: per worker; some megabytes tell more than a few.
+    """
+    if len(options) == 1:
+        return 0
+    num_workers = mesh.shape[AXIS]
+    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    shape = (num_workers, max(1, num_bytes // 4))
+    models = [jax.jit(lambda: jnp.ones(shape), out_shardings=sharding)()]
+    seconds = []
+    for option in options:
+        mix_models = compiled_mix(*option, mesh)
+        seconds.append(min([_seconds(mix_models, models) for _ in range(3)][1:]))
+    table = np.tile(np.array(seconds, np.float32), (num_workers, 1))
+    stacked = jax.make_array_from_callback(table.shape, sharding, table.__getitem__)
+    slowest = jax.jit(over_workers(lambda x: lax.pmax(x, AXIS), mesh))(stacked)
+    return int(np.argmin(slowest.addressable_data(0)))
+
+
+def compiled_mix(
+    exchange: Exchange,
+    lowering: Lowering,
+    mesh: Mesh,
+    message_dtype: DTypeLike | None = None,
+) -> Mix:
+    """Returns `mix` of a list of stacked leaves, [N, ...] in and out."""
+    of_worker = functools.partial(
+        mix,
+        exchange=exchange,
+        axis_name=AXIS,
+        message_dtype=message_dtype,
+        lowering=lowering,
+    )
+    return jax.jit(over_workers(of_worker, mesh))
+
+
+def _options(
+    exchange: Exchange, num_bytes: int, message_dtype: DTypeLike | None
+) -> list[Option]:
+    """The ways to carry out an exchange that are worth a measurement."""
+    between = exchange.between
+    if isinstance(between, Permutations):
+        if not rounds_of(between)[1]:
+            return [(exchange, Lowering())]
+        sizes = [size for size in PIECE_BYTES if size is None or size < num_bytes]
+        return [(exchange, Lowering(size)) for size in sizes]
+    num_groups = len(between.members)
+    if num_groups in (1, between.size):
+        return [(exchange, Lowering())]
+    options = [(exchange, Lowering(groups=way)) for way in ("scatter", "sum")]
+    # A narrow swap rounds once, a narrow mean twice: no longer the same numbers.
+    if between.size == 2 * num_groups and message_dtype is None:
+        swaps = dataclasses.replace(exchange, between=_as_swaps(between))
+        options += _options(swaps, num_bytes, message_dtype)
+    return options
+
+
+def _as_swaps(pairs: Groups) -> Permutations:
+    """The same mean, by permutations."""
+    itself = tuple(range(pairs.size))
+    peers = {a: b for pair in pairs.members for a, b in (pair, pair[::-1])}
+    return Permutations((itself, tuple(peers[i] for i in itself)), (0.5, 0.5))
+
+
+def _seconds(function: Mix, models: Any) -> float:
+    start = time.monotonic()
+    jax.block_until_ready(function(models))
+    return time.monotonic() - start
