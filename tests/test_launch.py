@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from train.launch import check_port, command_line
+from train.launch import check_port, command_line, environment
 
 ROOT = Path(__file__).parent.parent
 RUN_JOB = """
@@ -147,7 +147,7 @@ def test_the_first_failure_gives_the_exit_code():
     )
     assert code == 3
     assert lines == [
-        "error: worker 1 ended first, with exit code 3; the others were stopped"
+        "error: process 1 ended first, with exit code 3; the others were stopped"
     ]
 
 
@@ -157,7 +157,7 @@ def test_a_killed_process_gives_128_and_the_signal():
         os.kill(pids[0], signal.SIGKILL)
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 128 + signal.SIGKILL
-    assert re.search(rb"error: worker \d ended first, killed by SIGKILL; the oth", out)
+    assert re.search(rb"error: process \d ended first, killed by SIGKILL; the oth", out)
     assert not any(map(lives, pids))
 
 
@@ -239,6 +239,22 @@ def test_each_process_has_the_arguments_of_train_and_its_place():
         *("--distributed.coordinator", "127.0.0.1:1234"),
         *("--distributed.num-processes", "4", "--distributed.process-id", "3"),
     ]
+
+
+def test_each_process_has_its_share_of_cores_and_a_gpu(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    shares = [environment(4, i, {}) for i in range(4)]
+    wanted = [{"NPROC": "3", "JAX_LOCAL_DEVICE_IDS": i} for i in "0123"]
+    assert shares == wanted
+
+
+def test_one_process_has_all_gpus():
+    assert "JAX_LOCAL_DEVICE_IDS" not in environment(1, 0, {})
+
+
+def test_what_the_user_has_set_stays():
+    given = {"NPROC": "7", "JAX_LOCAL_DEVICE_IDS": "2,3", "HOME": "/root"}
+    assert environment(2, 1, given) == {"NPROC": "7", "JAX_LOCAL_DEVICE_IDS": "2,3"}
 
 
 def test_a_free_port_is_found():

@@ -7,13 +7,16 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+import tiny
 from matplotlib.figure import Figure
 from test_train import TINY
 
 from decentjax import topology
-from train.config import to_json
+from train.config import LogConfig, OptimizerConfig, to_json
 from train.log import METRICS, read_metrics
+from train.loop import train
 from train.report import draw_exchange, main, write_report
+from train.timeline import Timeline, drop_spans, median_step_seconds, read_timelines
 
 
 def make_run(run_dir, loss, **changes):
@@ -84,6 +87,51 @@ def test_a_folder_without_a_run_is_an_error(tmp_path):
         write_report([tmp_path], tmp_path / "page.html")
     with pytest.raises(SystemExit, match=r"error: .* holds no run"):
         main((tmp_path,))
+
+
+def timed(run_dir, process: int, steps: range) -> None:
+    with Timeline(run_dir, process) as timeline:
+        for step in steps:
+            timeline.record("compute", step, step, step + 0.5)
+            timeline.record("wait", step, step + 0.5, step + 1)
+
+
+@pytest.mark.parametrize(("num_steps", "seconds"), [(1, 1.0), (4, 1.0)])
+def test_a_timeline_of_any_length_is_drawn(num_steps, seconds, tmp_path):
+    run = make_run(tmp_path / "run", 2.5)
+    timed(run, 0, range(num_steps))
+    assert median_step_seconds(read_timelines(run)) == pytest.approx(seconds)
+    page = write_report([run], tmp_path / "page.html").read_text()
+    assert "<h2>Timeline</h2>" in page
+    trace = json.loads((run / "trace.json").read_text())
+    names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
+    assert names == ["process 0"]
+
+
+def test_what_is_done_again_is_dropped_from_the_timelines(tmp_path):
+    timed(tmp_path, 0, range(4))
+    timed(tmp_path, 1, range(4))
+    drop_spans(tmp_path, 2)
+    timed(tmp_path, 0, range(2, 3))
+    spans = {(s.process, s.step) for s in read_timelines(tmp_path)}
+    assert spans == {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)}
+
+
+def test_a_run_of_one_step_has_a_timeline_that_grows_when_it_goes_on(tmp_path):
+    """And that has nothing of a run that came to no checkpoint."""
+    timed(tmp_path, 7, range(4))
+    config = dataclasses.replace(
+        tiny.config,
+        num_steps=1,
+        optimizer=OptimizerConfig(warmup_steps=0),
+        log=LogConfig(every_steps=1, timeline=True),
+    )
+    train(config, tmp_path)
+    write_report([tmp_path], tmp_path / "page.html")
+    (first,) = read_timelines(tmp_path)
+    assert (first.process, first.activity, first.step) == (0, "step", 0)
+    train(config, tmp_path, resume=True)
+    assert read_timelines(tmp_path) == [first]
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,7 @@ class Checkpoints:
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.num_kept, enable_async_checkpointing=True
         )
-        self._manager = ocp.CheckpointManager(
-            (run_dir / "checkpoints").absolute(), options=options
-        )
+        self._manager = _Manager((run_dir / "checkpoints").absolute(), options=options)
 
     def save(
         self, step: int, state: WorkerState, data_state: dict, config: Config
@@ -96,3 +94,12 @@ class Checkpoints:
                 f"the checkpoint of step {step} is of another run: "
                 f"{', '.join(phrases)}; resume with the config it was made with"
             )
+
+
+class _Manager(ocp.CheckpointManager):
+    """A manager that leaves it to the loop to ask jax whether the job is to stop."""
+
+    def reached_preemption(self, step: int) -> bool:
+        # Its thread would set back the count of steps that jax keeps of this process.
+        del step
+        return False

@@ -158,6 +158,8 @@ class StragglerConfig:
 
     def __post_init__(self):
         _check_at_least(self, 0, "seconds", "deviation")
+        if min(self.who, default=0) < 0:
+            raise ValueError(f"straggler.who must be at least 0, got {min(self.who)}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -184,9 +186,15 @@ class DistributedConfig:
     def __post_init__(self):
         _check_at_least(self, 3, "start_seconds")
         _check_at_least(self, 1, "timeout_seconds")
-        if not self.enabled:
-            return
         count, own = self.num_processes, self.process_id
+        if not self.enabled:
+            if (self.coordinator, count, own) != (None, None, None):
+                # Else each process would train a run of its own, all into one folder.
+                raise ValueError(
+                    "distributed.coordinator, num_processes and process_id need "
+                    "distributed.enabled"
+                )
+            return
         if count is not None and own is not None and not 0 <= own < count:
             raise ValueError(
                 f"distributed.process_id must be from 0 to {count - 1}, got {own}"

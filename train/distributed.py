@@ -13,6 +13,7 @@ import re
 import socket
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -27,6 +28,7 @@ from jax.sharding import Mesh
 
 import decentjax
 from decentjax import worker_mesh
+from decentjax.gossip import Engine
 from train.config import Config, DistributedConfig, differences, to_json
 
 FAILED = 70  # The exit code of a process that ended on an error, EX_SOFTWARE.
@@ -35,6 +37,9 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 def start(config: DistributedConfig, num_workers: int) -> None:
     """Joins the processes of the job; before anything has used a device.
+
+    Where jax finds the coordinator's address itself, under Slurm and Open MPI, the
+    coordinator listens on all interfaces, and nobody looks whether its port is free.
 
     Raises:
       ValueError: if there is nobody to join, or the workers cannot be dealt out.
@@ -100,18 +105,19 @@ def fail_stop() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        name = f"process {internals.global_state.process_id}"
         if isinstance(error, SystemExit) and not error.code:
             raise
-        if lost := _lost_peer(error):
-            message = f"lost a peer: {lost}"
-        elif isinstance(error, SystemExit | ValueError | FloatingPointError):
-            message = str(error)
-        else:
-            message = "failed:\n" + traceback.format_exc().rstrip()
-        print(f"error: {name}: {message}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(FAILED)
+        try:
+            job = internals.global_state
+            message = f"error: process {job.process_id}: {_explain(error)}"
+            print(message, file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            if job.process_id == 0 and job.num_processes > 1:
+                # The coordinator ends with this process, and jax then aborts all
+                # others: they shall first say what they have met.
+                time.sleep(1)
+        finally:
+            os._exit(FAILED)
 
 
 def meet(config: Config) -> list[str]:
@@ -180,11 +186,20 @@ class MetricMeans:
     """Means of metrics over the processes, for process 0, which waits for nobody.
 
     They go through the coordinator, not by a collective, which could meet an exchange
-    on its way.
+    on its way; and from a second thread, as the coordinator of a process 0 that hangs
+    never answers. A context that ends the thread.
     """
 
-    def __init__(self):
+    def __init__(self, timeout_seconds: float):
         self._own: collections.deque[tuple[int, dict[str, float]]] = collections.deque()
+        self._timeout_seconds = timeout_seconds
+        self._engine = Engine()
+
+    def __enter__(self) -> "MetricMeans":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._engine.__exit__(*error)
 
     def put(self, step: int, values: dict[str, float]) -> None:
         """Hands over what this process has measured, after rising numbers of steps."""
@@ -192,7 +207,20 @@ class MetricMeans:
             self._own.append((step, values))
             return
         key = f"metrics/{step}/{jax.process_index()}"
-        _client().key_value_set(key, json.dumps(values))
+        self._engine.submit(_client().key_value_set, key, json.dumps(values))
+
+    def flush(self) -> None:
+        """Waits until all that was put has come to process 0.
+
+        Raises:
+          ValueError: it does not answer.
+        """
+        try:
+            self._engine.submit(int).result(self._timeout_seconds)
+        except TimeoutError as error:
+            raise ValueError(
+                f"lost a peer: process 0 has not answered for {self._timeout_seconds} s"
+            ) from error
 
     def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yields step and means, in order, of what has come from all; to process 0."""
@@ -241,6 +269,17 @@ def _shared(config: Config) -> dict[str, Any]:
     return shared
 
 
+def _explain(error: BaseException) -> str:
+    """A sentence where the error is foreseen, else a traceback."""
+    if lost := _lost_peer(error):
+        return f"lost a peer: {lost}"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, SystemExit | ValueError | FloatingPointError):
+        return str(error)
+    return "failed:\n" + "".join(traceback.format_exception(error)).rstrip()
+
+
 def _lost_peer(error: BaseException) -> str | None:
     """What such an error says of it; of jax's errors some are a ValueError."""
     if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
@@ -250,17 +289,23 @@ def _lost_peer(error: BaseException) -> str | None:
 
 
 def _check_free(address: str) -> None:
-    """Refuses a port in use: jax's coordinator would share it, and end that job."""
+    """Refuses a port in use: jax's coordinator would share it, and end that job.
+
+    And a name that means this machine alone, where no other could reach it.
+    """
     host, _, port = address.rpartition(":")
     try:
         if not 0 < int(port) < 2**16:
             raise ValueError(f"there is no port {port}")
+        own = socket.gethostbyname(host)
+        if own.startswith("127.") and host not in ("localhost", own):
+            raise ValueError(f"{host} is {own} on this machine itself")
         with socket.create_server((host, int(port))):
             pass
     except (OSError, ValueError) as error:
         raise ValueError(
             f"distributed.coordinator {address} cannot be had ({error}): choose "
-            "another port, or the address of this machine"
+            "another port, or this machine's address in the network"
         ) from error
 
 

@@ -6,7 +6,7 @@
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import tyro
 
@@ -22,7 +22,8 @@ def main(arguments: list[str]) -> int:
     def run(processes: int, port: int = 0) -> tuple[int, int]:
         """Runs `python -m train CONFIG.py ...` as several processes on this machine.
 
-        All other arguments are those of `train`.
+        Each takes a GPU of its own, where there are any. All other arguments are those
+        of `train`.
 
         Args:
           processes: how many.
@@ -48,12 +49,13 @@ def main(arguments: list[str]) -> int:
         port = check_port(port)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
-    # One thread sends, beside those that compute.
-    threads = max(1, (os.cpu_count() or 1) // num_processes) + 1
-    env = {"NPROC": os.environ.get("NPROC", str(threads))}
     return run_job(
         [
-            Process(str(i), command_line(rest, num_processes, i, port), env)
+            Process(
+                str(i),
+                command_line(rest, num_processes, i, port),
+                environment(num_processes, i, os.environ),
+            )
             for i in range(num_processes)
         ]
     )
@@ -69,6 +71,21 @@ def command_line(
         *("--distributed.num-processes", str(num_processes)),
         *("--distributed.process-id", str(process_id)),
     ]
+
+
+def environment(
+    num_processes: int, process_id: int, given: Mapping[str, str]
+) -> dict[str, str]:
+    """Returns a process's share of the machine's cores and GPUs; what is given stays.
+
+    A job of several processes takes one GPU each.
+    """
+    # One thread sends, beside those that compute.
+    threads = max(1, (os.cpu_count() or 1) // num_processes) + 1
+    share = {"NPROC": str(threads)}
+    if num_processes > 1:
+        share["JAX_LOCAL_DEVICE_IDS"] = str(process_id)
+    return {name: given.get(name, value) for name, value in share.items()}
 
 
 def check_port(port: int) -> int:

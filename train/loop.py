@@ -1,5 +1,6 @@
 """A run, from the first step to the last, in reading order."""
 
+import contextlib
 import functools
 import os
 import signal
@@ -43,7 +44,7 @@ from train.distributed import MetricMeans, gather, job_mesh, meet
 from train.log import Log, NoLog
 from train.processes import STOP_SIGNALS
 from train.tasks.task import Task
-from train.timeline import Timeline
+from train.timeline import Timeline, drop_spans
 
 Evaluation = tuple[dict[str, float], list[dict[str, float]]]
 
@@ -96,14 +97,16 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
         batches.set_state(position)
     if jax.process_index() == 0:
         (run_dir / "config.json").write_text(to_json(config))
+        drop_spans(run_dir, start)
+    gather(start)  # Before the first of them writes new spans.
 
-    record = build_record(config, run_dir)
     consensus = build_consensus(mesh)
     mean = build_mean(mesh)
     evaluate = build_evaluate(task, mean)
-    means = MetricMeans()
     step, end = start, start == config.num_steps
     with (
+        open_record(config, run_dir) as record,
+        MetricMeans(config.distributed.timeout_seconds) as means,
         build_train_step(config, task, optimizer, mesh, record) as train_step,
         build_log(config, run_dir, start, task) as log,
         _Stop() as stop,
@@ -114,7 +117,7 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
             delay(config.straggler, step, record)
             state, metrics = train_step(state, batch, step)
             step += 1
-            end = step == config.num_steps or stop.received(step)
+            end = step == config.num_steps or stop.received(step - start)
             save = end or step % config.checkpoint.every_steps == 0
             look = end or step % config.evaluation.every_steps == 0
             if save or step % config.log.every_steps == 0:
@@ -127,6 +130,7 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
                 means.put(step, values)
             if save or look:
                 train_step.settle()
+                means.flush()
                 gather(step)  # Now all have put theirs.
             for row in means.rows():
                 log.metrics(*row)
@@ -250,11 +254,14 @@ def build_train_step(
     return _InStep(compiled, record)
 
 
-def build_record(config: Config, run_dir: Path) -> Record | None:
+@contextlib.contextmanager
+def open_record(config: Config, run_dir: Path) -> Iterator[Record | None]:
     """What writes the timeline of this process, if the config wants one."""
     if not config.log.timeline:
-        return None
-    return Timeline(run_dir, jax.process_index()).record
+        yield None
+        return
+    with Timeline(run_dir, jax.process_index()) as timeline:
+        yield timeline.record
 
 
 def build_log(config: Config, run_dir: Path, start: int, task: Task) -> Log | NoLog:
@@ -434,10 +441,15 @@ class _Stop:
     def __exit__(self, *_: object) -> None:
         self._restore()
 
-    def received(self, step: int) -> bool:
-        """Whether the loop has to end after this step; to be asked at every step."""
+    def received(self, steps: int) -> bool:
+        """Whether the loop has to end now; to be asked after every step.
+
+        Args:
+          steps: done by this job, not by the run: jax takes a job that starts up to be
+            at 0.
+        """
         if self._in_job:
-            return multihost_utils.reached_preemption_sync_point(step)
+            return multihost_utils.reached_preemption_sync_point(steps)
         return self._received
 
     def _receive(self, number: int, frame: object) -> None:

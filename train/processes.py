@@ -27,7 +27,7 @@ class Process(NamedTuple):
     """One process of a job.
 
     Args:
-      name: of its worker, such as "3"; stands before each line that it prints.
+      name: its number, such as "3"; stands before each line that it prints.
       argv: program and arguments.
       env: what its environment has besides ours.
     """
@@ -66,7 +66,7 @@ def run_job(processes: Sequence[Process]) -> int:
         return 0
     others = "; the others were stopped" if len(children) > 1 else ""
     code, how = describe_exit(failed.popen.returncode)
-    print(f"error: worker {failed.name} ended first, {how}{others}", file=sys.stderr)
+    print(f"error: process {failed.name} ended first, {how}{others}", file=sys.stderr)
     return code
 
 

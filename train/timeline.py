@@ -25,6 +25,7 @@ MEANINGS = {
     "exchange": "exchange",
     "wait": "wait",
 }
+FILES = "timeline.*.jsonl"
 
 
 class Span(NamedTuple):
@@ -46,14 +47,22 @@ class Span(NamedTuple):
 
 
 class Timeline:
-    """Writes down the spans of this process, from any of its threads."""
+    """Adds the spans of this process, from any of its threads, to those of its run.
+
+    A context that closes the file.
+    """
 
     def __init__(self, run_dir: Path, process: int):
-        run_dir.mkdir(parents=True, exist_ok=True)
-        self._file = (run_dir / f"timeline.{process}.jsonl").open("w", buffering=1)
+        self._file = (run_dir / f"timeline.{process}.jsonl").open("a", buffering=1)
         self._process = process
         self._epoch = time.time() - time.monotonic()
         self._lock = threading.Lock()
+
+    def __enter__(self) -> "Timeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
 
     def record(self, activity: str, step: int, start: float, end: float) -> None:
         """Takes note of an activity, with times of `time.monotonic()`."""
@@ -62,11 +71,16 @@ class Timeline:
             self._file.write(json.dumps([self._process, activity, step, *times]) + "\n")
 
 
+def drop_spans(run_dir: Path, start: int) -> None:
+    """Drops what a run that goes on from step `start` will do again."""
+    for path in run_dir.glob(FILES):
+        spans = [span for span in _read(path) if span.step < start]
+        path.write_text("".join(json.dumps(span) + "\n" for span in spans))
+
+
 def read_timelines(run_dir: Path) -> list[Span]:
     """Returns the spans of all processes of a run, none where it recorded none."""
-    paths = sorted(run_dir.glob("timeline.*.jsonl"))
-    lines = (line for path in paths for line in path.read_text().splitlines())
-    return [Span(*json.loads(line)) for line in lines if line.endswith("]")]
+    return [span for path in sorted(run_dir.glob(FILES)) for span in _read(path)]
 
 
 def middle_steps(spans: Sequence[Span], seconds: float) -> list[Span]:
@@ -78,14 +92,18 @@ def middle_steps(spans: Sequence[Span], seconds: float) -> list[Span]:
 
 
 def median_step_seconds(spans: Sequence[Span]) -> float:
-    """Returns the median time from the start of a step to that of the next."""
+    """Returns the median time from the start of a step to that of the next.
+
+    From the start of the last it is to the end.
+    """
     starts: dict[int, float] = {}
-    for span in spans:
-        if span.activity in ("compute", "step") and span.process == spans[0].process:
+    own = [span for span in spans if span.process == spans[0].process]
+    for span in own:
+        if span.activity in ("compute", "step"):
             starts[span.step] = min(starts.get(span.step, span.start), span.start)
-    times = [starts[step] for step in sorted(starts)]
+    times = [*(starts[step] for step in sorted(starts)), max(s.end for s in own)]
     gaps = sorted(after - before for before, after in itertools.pairwise(times))
-    return gaps[len(gaps) // 2] if gaps else 0.0
+    return gaps[len(gaps) // 2]
 
 
 def draw_timeline(axes: Axes, spans: Sequence[Span], seconds: float) -> None:
@@ -110,7 +128,7 @@ def draw_timeline(axes: Axes, spans: Sequence[Span], seconds: float) -> None:
     axes.set_xlim(0, seconds)
     axes.set_yticks([p + 0.4 for p in processes], [str(p) for p in processes])
     axes.set_ylim(max(processes) + 1, min(processes) - 0.1)
-    axes.set(xlabel="time [s]", ylabel="worker")
+    axes.set(xlabel="time [s]", ylabel="process")
     drawn = [a for a in COLOURS if any(span.activity == a for span in spans)]
     axes.legend(
         handles=[
@@ -128,7 +146,7 @@ def write_trace(spans: Sequence[Span], path: Path) -> Path:
     start = min(span.start for span in spans)
     events: list[dict[str, Any]] = []
     for process in sorted({span.process for span in spans}):
-        name = {"name": f"worker {process}"}
+        name = {"name": f"process {process}"}
         events.append({"ph": "M", "pid": process, "name": "process_name", "args": name})
     for span in spans:
         events.append(
@@ -144,3 +162,9 @@ def write_trace(spans: Sequence[Span], path: Path) -> Path:
         )
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return path
+
+
+def _read(path: Path) -> list[Span]:
+    """The spans of a process, but for a last one that was cut off in writing."""
+    lines = path.read_text().splitlines()
+    return [Span(*json.loads(line)) for line in lines if line.endswith("]")]

@@ -9,11 +9,12 @@ import json
 import os
 import platform
 import re
+import selectors
 import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -73,6 +74,14 @@ class Race:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
                 )
+        if not self.straggler >= 0:
+            raise ValueError(f"straggler must be at least 0, got {self.straggler}")
+        try:
+            re.compile(self.only)
+        except re.error as error:
+            raise ValueError(
+                f"only must be a regular expression, got {self.only!r}: {error}"
+            ) from error
 
 
 class Row(NamedTuple):
@@ -91,31 +100,39 @@ class Row(NamedTuple):
         return median(self.rounds)
 
 
+class Course(NamedTuple):
+    """What is run at once.
+
+    Args:
+      cluster: where.
+      names: of the contestants, each with the processes that run it, jax or torch.
+    """
+
+    cluster: Cluster
+    names: dict[str, str]
+
+
 def main(race: Race) -> int:
+    peers = bool(find_spec("torch") and find_spec("decent_dp"))
+    if not peers:
+        print("torch and decent-dp are not installed: no peers ('.[peers]')")
+    # All of them before the first runs, for hours: the last may be impossible.
+    courses = {name: _course(race, name, peers) for name in race.clusters}
     race.out.mkdir(parents=True, exist_ok=True)
     results: dict[str, list[Row]] = {}
-    for name in race.clusters:
-        nodes, per_node = map(int, name.split("x"))
-        cluster = Cluster(nodes=nodes, workers_per_node=per_node, rate=race.rate)
+    for name, course in courses.items():
         path = race.out / f"{name}.json"
 
-        def job(worker: Worker, cluster: Cluster = cluster, path: Path = path) -> int:
-            return _run(race, cluster, worker, path)
+        def job(worker: Worker, course: Course = course, path: Path = path) -> int:
+            return _run(race, *course, worker, path)
 
-        code = in_cluster(cluster, job)
+        code = in_cluster(course.cluster, job)
         if code:
             return code
         results[name] = [Row(*row) for row in json.loads(path.read_text())]
         path.unlink()
-    facts = {
-        "race": json.loads(json.dumps(dataclasses.asdict(race), default=str)),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, "
-        f"Python {platform.python_version()}",
-        "clusters": {
-            name: [row._asdict() for row in rows] for name, rows in results.items()
-        },
-    }
-    (race.out / "race.json").write_text(json.dumps(facts, indent=1) + "\n")
+        # Now, as the next cluster may fail.
+        _write_json(race, results)
     # It imports jax, whose threads a fork would lose.
     from train.bench.race_report import draw, table
 
@@ -141,12 +158,37 @@ def contestants(per_node: int, peers: bool) -> dict[str, str]:
     return names
 
 
-def _run(race: Race, cluster: Cluster, worker: Worker, path: Path) -> int:
+def _course(race: Race, cluster: str, peers: bool) -> Course:
+    nodes, per_node = map(int, cluster.split("x"))
+    names = contestants(per_node, peers)
+    chosen = {n: kind for n, kind in names.items() if re.search(race.only, n)}
+    if not chosen:
+        raise ValueError(
+            f"only = {race.only!r} leaves nobody on {cluster}; there are: "
+            f"{', '.join(names)}"
+        )
+    return Course(
+        Cluster(nodes=nodes, workers_per_node=per_node, rate=race.rate), chosen
+    )
+
+
+def _write_json(race: Race, results: dict[str, list[Row]]) -> None:
+    facts = {
+        "race": json.loads(json.dumps(dataclasses.asdict(race), default=str)),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, "
+        f"Python {platform.python_version()}",
+        "clusters": {
+            name: [row._asdict() for row in rows] for name, rows in results.items()
+        },
+    }
+    (race.out / "race.json").write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def _run(
+    race: Race, cluster: Cluster, names: dict[str, str], worker: Worker, path: Path
+) -> int:
     """In the cluster's switch: starts the workers, and has them take turns."""
     size = f"{cluster.nodes} nodes x {cluster.workers_per_node}"
-    peers = bool(find_spec("torch") and find_spec("decent_dp"))
-    names = contestants(cluster.workers_per_node, peers)
-    names = {n: kind for n, kind in names.items() if re.search(race.only, n)}
     main_graph = RING if cluster.workers_per_node == 1 else AER
     late = [
         ALL_REDUCE,
@@ -154,8 +196,6 @@ def _run(race: Race, cluster: Cluster, worker: Worker, path: Path) -> int:
         f"in the background: {main_graph}",
         f"Decent-DP: {TOPOLOGIES[main_graph]}",
     ]
-    if not peers:
-        print("torch and decent-dp are not installed: no peers ('.[peers]')")
     teams = {kind: Team(kind, race, cluster, worker) for kind in set(names.values())}
     turns = [(name, 0.0) for name in names]
     if race.straggler:
@@ -213,22 +253,35 @@ class Team:
         Raises:
           SystemExit: a worker has died; all others end with the cluster.
         """
-        for popen, _ in self._workers:
+        for rank, (popen, _) in enumerate(self._workers):
             assert popen.stdin is not None
-            popen.stdin.write(json.dumps(turn) + "\n")
-            popen.stdin.flush()
+            try:
+                popen.stdin.write(json.dumps(turn) + "\n")
+                popen.stdin.flush()
+            except BrokenPipeError as error:
+                raise self._death(rank, turn) from error
         means = []
-        for (_, answers), log in zip(self._workers, self._logs, strict=True):
-            line = answers.readline()
-            if not line:
-                tail = "".join(log.read_text().splitlines(keepends=True)[-20:])
-                raise SystemExit(
-                    f"error: a {self._kind} worker died in the turn of "
-                    f"{turn.contestant!r}; the end of {log}:\n{tail}"
-                )
-            seconds = json.loads(line)
-            means.append(sum(seconds) / len(seconds))
-        return sum(means) / len(means)
+        with selectors.DefaultSelector() as selector:
+            for rank, (_, answers) in enumerate(self._workers):
+                selector.register(answers, selectors.EVENT_READ, (rank, answers))
+            while selector.get_map():
+                # One that has died is seen while others still wait for it.
+                for key, _ in selector.select():
+                    rank, answers = key.data
+                    line = answers.readline()
+                    if not line.endswith("\n"):
+                        raise self._death(rank, turn)
+                    selector.unregister(answers)
+                    means.append(fmean(json.loads(line)))
+        return fmean(means)
+
+    def _death(self, rank: int, turn: Turn) -> SystemExit:
+        log = self._logs[rank]
+        tail = "".join(log.read_text().splitlines(keepends=True)[-20:])
+        return SystemExit(
+            f"error: {self._kind} worker {rank} died in the turn of "
+            f"{turn.contestant!r}; the end of {log}:\n{tail}"
+        )
 
     def close(self) -> None:
         for popen, _ in self._workers:

@@ -25,6 +25,11 @@ class Work:
     width: int = 1024
     batch: int = 128
 
+    def __post_init__(self):
+        for name, size in dataclasses.asdict(self).items():
+            if size < 1:
+                raise ValueError(f"work.{name} must be at least 1, got {size}")
+
     @property
     def model_bytes(self) -> int:
         return 4 * self.layers * self.width**2

@@ -1,0 +1,51 @@
+"""A GPT of 21 MB between four nodes of an emulated cluster, recorded for a timeline.
+
+Command, as root, with the extra `emulate`: `python -m train.emulate --nodes 4 -- python
+-m train configs/timeline.py --distributed.enabled`; once more with `--step.algorithm
+all_reduce --run-dir runs/timeline_all_reduce`; then `python -m train.report
+runs/timeline_all_reduce runs/timeline --figures configs`.
+Hardware: 2 cores of an AMD EPYC, links of 200 Mbit/s.
+Wall time: WALL (Python 3.11, jax 0.10.2).
+Result: RESULT
+"""
+
+from train.config import (
+    CheckpointConfig,
+    Config,
+    EvaluationConfig,
+    ExchangeConfig,
+    LogConfig,
+    OptimizerConfig,
+    StepConfig,
+    TopologyConfig,
+    WorkersConfig,
+)
+from train.models.gpt import GPTConfig
+from train.tasks.stdlib import StdlibTask
+
+config = Config(
+    name="timeline",
+    num_steps=12,
+    task=StdlibTask(
+        model=GPTConfig(
+            context=128, num_layers=3, num_heads=4, width=384, init_std=0.12
+        ),
+        num_eval_windows=8,
+        sample_bytes=4,
+    ),
+    workers=WorkersConfig(num_workers=4, workers_per_node=1),
+    topology=TopologyConfig(name="one_peer_ring"),
+    step=StepConfig(algorithm="awc", batch_per_worker=8),
+    exchange=ExchangeConfig(where="background"),
+    optimizer=OptimizerConfig(
+        name="accum_adamw",
+        learning_rate=5e-3,
+        final_learning_rate=2.5e-4,
+        warmup_steps=2,
+        accum_steps=2,
+        b2=0.99,
+    ),
+    evaluation=EvaluationConfig(every_steps=100),
+    checkpoint=CheckpointConfig(every_steps=100),
+    log=LogConfig(consensus_every_steps=100, timeline=True),
+)
