@@ -1,12 +1,12 @@
 """A GPT of 21 MB between four nodes of an emulated cluster, recorded for a timeline.
 
-Command, as root, with the extra `emulate`: `python -m train.emulate --nodes 4 -- python
--m train configs/timeline.py --distributed.enabled`; once more with `--step.algorithm
-all_reduce --run-dir runs/timeline_all_reduce`; then `python -m train.report
-runs/timeline_all_reduce runs/timeline --figures configs`.
-Hardware: 2 cores of an AMD EPYC, links of 200 Mbit/s.
-Wall time: WALL (Python 3.11, jax 0.10.2).
-Result: RESULT
+Command, as root, with the extra `emulate`: `python -m train.emulate --nodes 4 --rate
+200mbit -- python -m train configs/timeline.py --distributed.enabled`; once more with
+`--step.algorithm all_reduce --run-dir runs/timeline_all_reduce`; then `python -m
+train.report runs/timeline_all_reduce runs/timeline --figures configs`.
+Hardware: 2 cores of an AMD EPYC, four processes, links of 200 Mbit/s.
+Wall time: 71 s and 76 s, two thirds of it compiling and scores (Python 3.11, jax 0.10.2).
+Result: the median step takes 1.83 s, and 2.78 s with all-reduce, 12 steps each.
 """
 
 from train.config import (
@@ -47,5 +47,5 @@ config = Config(
     ),
     evaluation=EvaluationConfig(every_steps=100),
     checkpoint=CheckpointConfig(every_steps=100),
-    log=LogConfig(consensus_every_steps=100, timeline=True),
+    log=LogConfig(every_steps=4, consensus_every_steps=100, timeline=True),
 )
