@@ -1,6 +1,9 @@
-"""Eight simulated devices, and strictness."""
+"""Eight simulated devices, one cache of compiled programs, and strictness."""
 
+import atexit
 import os
+import shutil
+import tempfile
 
 # XLA runs the devices of a CPU mesh on one pool of threads, and a collective holds its
 # thread until all devices have come: with too few threads they wait for ever.
@@ -9,6 +12,13 @@ os.environ.setdefault("NPROC", "64")
 os.environ.setdefault(
     "XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
+
+
+# Much of the time of the tests would go into compiling the same again, here and in the
+# processes that they start.
+cache = os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="decentjax")
+atexit.register(shutil.rmtree, cache, ignore_errors=True)
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 
