@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
@@ -100,6 +99,7 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
         drop_spans(run_dir, start)
     gather(start)  # Before the first of them writes new spans.
 
+    learning_rate = jax.jit(schedule)
     consensus = build_consensus(mesh)
     mean = build_mean(mesh)
     evaluate = build_evaluate(task, mean)
@@ -125,7 +125,7 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
                 if end or step % config.log.consensus_every_steps == 0:
                     train_step.settle()
                     values["consensus_distance"] = consensus(state)
-                values["learning_rate"] = float(jnp.asarray(schedule(step - 1)))
+                values["learning_rate"] = float(learning_rate(step - 1))
                 values["steps_per_second"] = pace(step)
                 means.put(step, values)
             if save or look:
@@ -190,10 +190,15 @@ def build_state(
     workers: Sequence[int],
 ) -> WorkerState:
     """The rows of these workers; all start from one model, drawn from the seed."""
+
+    @jax.jit
+    def stack(params, model_state, key):
+        num_workers = config.workers.num_workers
+        return init_state(params, optimizer, key, num_workers, model_state, workers)
+
     model_key, workers_key = jax.random.split(jax.random.key(config.seed))
-    params, model_state = task.init(model_key)
-    num_workers = config.workers.num_workers
-    return init_state(params, optimizer, workers_key, num_workers, model_state, workers)
+    params, model_state = jax.jit(task.init)(model_key)
+    return stack(params, model_state, workers_key)
 
 
 class TrainStep(Protocol):
@@ -404,9 +409,14 @@ def _local_rows(stacked: Any) -> Iterator[tuple[int, Any]]:
     leaves, structure = jax.tree.flatten(stacked)
     for shards in zip(*(leaf.addressable_shards for leaf in leaves), strict=True):
         first = shards[0].index[0].start or 0
-        for row in range(len(shards[0].data)):
-            model = [shard.data[row] for shard in shards]
-            yield first + row, jax.tree.unflatten(structure, model)
+        rows = [shard.data for shard in shards]
+        for row in range(len(rows[0])):
+            yield first + row, jax.tree.unflatten(structure, _row(rows, row))
+
+
+@jax.jit
+def _row(stacked: list[jax.Array], row: int) -> list[jax.Array]:
+    return [x[row] for x in stacked]
 
 
 class _Pace:
