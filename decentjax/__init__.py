@@ -4,7 +4,7 @@
 few neighbours while it computes its gradient, and waits for nobody else.
 """
 
-from decentjax import analysis, gossip, topology
+from decentjax import analysis, gossip, overlap, topology
 from decentjax.exchange import Exchange, Groups, Permutations, Topology
 from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
 from decentjax.optim import (
@@ -20,6 +20,7 @@ from decentjax.optim import (
 from decentjax.step import (
     AXIS,
     LossFn,
+    TrainStep,
     WorkerState,
     adapt,
     all_reduce_step,
@@ -48,6 +49,7 @@ __all__ = [
     "Permutations",
     "ScaleByAccumAdamState",
     "Topology",
+    "TrainStep",
     "WorkerState",
     "accum_adam",
     "accum_adamw",
@@ -69,6 +71,7 @@ __all__ = [
     "mix",
     "on_mesh",
     "over_workers",
+    "overlap",
     "place",
     "scale_by_accum_adam",
     "simulate",

@@ -6,7 +6,7 @@ state stacked, with a leading dim of N workers.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -45,7 +45,6 @@ class LossFn(Protocol):
 
 
 Metrics = dict[str, jax.Array]
-TrainStep = Callable[[WorkerState, Any, int], tuple[WorkerState, Metrics]]
 
 
 class Step(Protocol):
@@ -54,6 +53,28 @@ class Step(Protocol):
     def __call__(
         self, state: WorkerState, batch: Any, exchange: Exchange
     ) -> tuple[WorkerState, Metrics]: ...
+
+
+class TrainStep:
+    """Compiled steps of stacked arrays, one for each exchange, that take turns.
+
+    Args:
+      steps: of the exchanges of a topology in their order; each is compiled once, at
+        its first turn.
+    """
+
+    def __init__(self, steps: Sequence[jax.stages.Wrapped]):
+        self._steps = steps
+
+    def __call__(
+        self, state: WorkerState, batch: Any, t: int
+    ) -> tuple[WorkerState, Metrics]:
+        """Does step t; the state's buffers are given up."""
+        return self._steps[t % len(self._steps)](state, batch)
+
+    def lower(self, state: Any, batch: Any, t: int) -> jax.stages.Lowered:
+        """Lowers step t; the arrays may be shapes, as `jax.eval_shape` returns them."""
+        return self._steps[t % len(self._steps)].lower(state, batch)
 
 
 def awc_step(
@@ -288,7 +309,12 @@ def simulate(step: Step, topology: Topology) -> TrainStep:
     return _in_turn(step, topology, mesh=None)
 
 
-def on_mesh(step: Step, topology: Topology, mesh: Mesh) -> TrainStep:
+def on_mesh(
+    step: Step,
+    topology: Topology,
+    mesh: Mesh,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> TrainStep:
     """Runs each worker on its own device, or on its own slice of the mesh.
 
     The mesh has an axis "workers", of as many places as there are workers; consecutive
@@ -299,6 +325,7 @@ def on_mesh(step: Step, topology: Topology, mesh: Mesh) -> TrainStep:
       step: `awc_step` or another, with its keywords bound by `functools.partial`.
       topology: whose exchanges take turns.
       mesh: with the axis "workers".
+      compiler_options: of XLA, by name, as `jax.jit` takes them.
 
     Returns:
       As `simulate`; stacked arrays are sharded over "workers" in their first dim.
@@ -311,7 +338,7 @@ def on_mesh(step: Step, topology: Topology, mesh: Mesh) -> TrainStep:
             f'on_mesh needs a mesh with an axis "{AXIS}" of the topology\'s '
             f"{topology.num_workers} workers, got {dict(mesh.shape)}"
         )
-    return _in_turn(step, topology, mesh)
+    return _in_turn(step, topology, mesh, compiler_options)
 
 
 def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
@@ -435,20 +462,21 @@ def mean_model(stacked: Any) -> Any:
     return jax.tree.map(mean, stacked)
 
 
-def _in_turn(step: Step, topology: Topology, mesh: Mesh | None) -> TrainStep:
-    compiled = {
+def _in_turn(
+    step: Step,
+    topology: Topology,
+    mesh: Mesh | None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> TrainStep:
+    steps = {
         exchange: jax.jit(
             over_workers(functools.partial(step, exchange=exchange), mesh),
             donate_argnums=0,
+            compiler_options=dict(compiler_options or {}),
         )
         for exchange in topology
     }
-    in_turn = [compiled[exchange] for exchange in topology]
-
-    def train_step(state: WorkerState, batch: Any, t: int):
-        return in_turn[t % len(in_turn)](state, batch)
-
-    return train_step
+    return TrainStep([steps[exchange] for exchange in topology])
 
 
 def _cut(x: jax.Array, num_parts: int) -> jax.Array:

@@ -18,6 +18,12 @@ import pytest
 import tiny
 
 from train.__main__ import load_config
+from train.build import (
+    build_optimizer,
+    build_schedule,
+    build_state,
+    build_train_step,
+)
 from train.config import (
     OptimizerConfig,
     StepConfig,
@@ -28,13 +34,7 @@ from train.config import (
 from train.data.batches import worker_batches
 from train.data.stdlib import Windows, read_stdlib
 from train.log import read_metrics
-from train.loop import (
-    build_optimizer,
-    build_schedule,
-    build_state,
-    build_train_step,
-    train,
-)
+from train.loop import train
 from train.models.gpt import GPTConfig
 from train.tasks.stdlib import StdlibTask, count_model
 

@@ -1,45 +1,39 @@
 """A run, from the first step to the last, in reading order."""
 
 import contextlib
-import functools
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-import optax
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
     WorkerState,
-    accum_adamw,
-    adapt,
-    all_reduce_step,
-    atc_step,
-    awc_step,
     consensus_distance,
-    gossip,
-    init_state,
     local_workers,
     mean_model,
-    on_mesh,
     over_workers,
     place,
-    simulate,
-    worker_mesh,
 )
-from decentjax.gossip import Record, host_mesh
-from decentjax.step import Metrics
+from decentjax.gossip import Record
+from train.build import (
+    build_mesh,
+    build_optimizer,
+    build_schedule,
+    build_state,
+    build_train_step,
+)
 from train.checkpoint import Checkpoints
-from train.config import Config, OptimizerConfig, StragglerConfig, to_json
+from train.config import Config, StragglerConfig, to_json
 from train.data.batches import worker_batches
-from train.distributed import MetricMeans, gather, job_mesh, meet
+from train.distributed import MetricMeans, gather
 from train.log import Log, NoLog
 from train.processes import STOP_SIGNALS
 from train.tasks.task import Task
@@ -142,123 +136,6 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
     return Outcome(step, state, mean(state), task)
 
 
-def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Linear warm-up from zero, then a cosine to the final learning rate."""
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=num_steps,
-        end_value=config.final_learning_rate,
-    )
-
-
-def build_optimizer(
-    config: OptimizerConfig, schedule: optax.Schedule
-) -> optax.GradientTransformation:
-    """Clips by the global norm of the worker's gradient, then steps."""
-    make: Callable[..., optax.GradientTransformation] = {
-        "accum_adamw": functools.partial(accum_adamw, accum_steps=config.accum_steps),
-        "adamw": optax.adamw,
-    }[config.name]
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        make(
-            schedule,
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
-        ),
-    )
-
-
-def build_mesh(config: Config) -> Mesh | None:
-    """The devices of the workers; none where they are simulated."""
-    if config.distributed.enabled:
-        return job_mesh(config, meet(config))
-    if config.workers.where == "mesh":
-        return worker_mesh(config.workers.num_workers)
-    return None
-
-
-def build_state(
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    workers: Sequence[int],
-) -> WorkerState:
-    """The rows of these workers; all start from one model, drawn from the seed."""
-
-    @jax.jit
-    def stack(params, model_state, key):
-        num_workers = config.workers.num_workers
-        return init_state(params, optimizer, key, num_workers, model_state, workers)
-
-    model_key, workers_key = jax.random.split(jax.random.key(config.seed))
-    params, model_state = jax.jit(task.init)(model_key)
-    return stack(params, model_state, workers_key)
-
-
-class TrainStep(Protocol):
-    """A context; called with step t it returns the new state, [N, ...], and metrics."""
-
-    def __call__(
-        self, state: WorkerState, batch: Any, t: int
-    ) -> tuple[WorkerState, Metrics]: ...
-
-    def settle(self) -> None:
-        """Waits for what is on its way, before any other collective."""
-
-    def __enter__(self) -> "TrainStep": ...
-
-    def __exit__(self, *error: Any) -> None: ...
-
-
-def build_train_step(
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh | None,
-    record: Record | None = None,
-) -> TrainStep:
-    """The step of the config's algorithm, with its exchange where the config says."""
-    bound: dict[str, Any] = dict(
-        loss_fn=task.loss_fn,
-        optimizer=optimizer,
-        num_micro_batches=config.step.num_micro_batches,
-    )
-    topology = config.topology.build(config.workers)
-    algorithm, dtype = config.step.algorithm, config.step.message_dtype
-    if _in_background(config, mesh):
-        if mesh is None:
-            raise ValueError(
-                'simulated workers send nothing: exchange.where = "background" needs '
-                'workers.where = "mesh", or several processes'
-            )
-        if algorithm == "all_reduce":
-            return gossip.AllReduce(**bound, mesh=mesh, record=record)
-        exchange_mesh = None if jax.default_backend() == "cpu" else host_mesh(mesh)
-        return gossip.Background(
-            functools.partial(adapt, **bound),
-            topology,
-            mesh,
-            message_dtype=dtype,
-            exchange_mesh=exchange_mesh,
-            record=record,
-        )
-    if algorithm == "all_reduce":
-        step = functools.partial(all_reduce_step, **bound)
-    else:
-        mixing = {"awc": awc_step, "atc": atc_step}[algorithm]
-        step = functools.partial(mixing, **bound, message_dtype=dtype)
-    compiled = (
-        simulate(step, topology) if mesh is None else on_mesh(step, topology, mesh)
-    )
-    return _InStep(compiled, record)
-
-
 @contextlib.contextmanager
 def open_record(config: Config, run_dir: Path) -> Iterator[Record | None]:
     """What writes the timeline of this process, if the config wants one."""
@@ -341,40 +218,6 @@ def delay(config: StragglerConfig, step: int, record: Record | None) -> None:
         time.sleep(seconds)
         if record is not None:
             record("delay", step, start, time.monotonic())
-
-
-class _InStep:
-    """A compiled step that holds its own exchange: nothing is on its way between."""
-
-    def __init__(self, train_step: Callable, record: Record | None):
-        self._train_step = train_step
-        self._record = record
-
-    def __call__(
-        self, state: WorkerState, batch: Any, t: int
-    ) -> tuple[WorkerState, Metrics]:
-        start = time.monotonic()
-        result = self._train_step(state, batch, t)
-        if self._record is not None:
-            jax.block_until_ready(result)
-            self._record("step", t, start, time.monotonic())
-        return result
-
-    def settle(self) -> None:
-        pass
-
-    def __enter__(self) -> "_InStep":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
-
-
-def _in_background(config: Config, mesh: Mesh | None) -> bool:
-    if config.exchange.where != "auto":
-        return config.exchange.where == "background"
-    on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    return mesh is not None and on_cpus and config.step.algorithm == "awc"
 
 
 def _check_newest(step: int | None, run_dir: Path, resume: bool) -> None:

@@ -1,0 +1,316 @@
+"""Reads the text of a compiled program: its instructions, and the work in each.
+
+XLA's own analysis says nothing about programs for a GPU that is not there, and its
+parser has no public Python name; the text has both, on every backend.
+"""
+
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+BITS = {
+    **{"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128},
+    **{f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)},
+    **{"bf16": 16, "f16": 16, "f32": 32, "f64": 64, "f4e2m1fn": 4},
+}
+
+# They move no data, or data that another instruction counts.
+FREE = {
+    "add-dependency",
+    "after-all",
+    "bitcast",
+    "constant",
+    "copy-done",
+    "copy-start",
+    "domain",
+    "get-tuple-element",
+    "iota",
+    "opt-barrier",
+    "parameter",
+    "partition-id",
+    "replica-id",
+    "tuple",
+}
+
+
+class Array(NamedTuple):
+    """Element type and dims of an array."""
+
+    dtype: str
+    dims: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> float:
+        # Floats of 8 bits have many names: f8e4m3fn, f8e5m2, ...
+        return math.prod(self.dims) * BITS.get(self.dtype, 8) / 8
+
+
+class Instruction(NamedTuple):
+    """One line of a computation.
+
+    Args:
+      name: unique in the program.
+      opcode: as in HLO, "fusion", "collective-permute-start".
+      arrays: of the result, those of a tuple one after the other.
+      operands: names of instructions of the same computation.
+      called: names of the computations that it runs.
+      attributes: the rest of the line.
+    """
+
+    name: str
+    opcode: str
+    arrays: tuple[Array, ...]
+    operands: tuple[str, ...]
+    called: tuple[str, ...]
+    attributes: str
+
+    @property
+    def num_bytes(self) -> float:
+        return sum(array.num_bytes for array in self.arrays)
+
+
+class Computation(NamedTuple):
+    """Instructions by name, in the order of the schedule; the last is the root."""
+
+    instructions: dict[str, Instruction]
+    root: str
+
+    def operands(self, instruction: Instruction) -> list[Instruction]:
+        return [self.instructions[name] for name in instruction.operands]
+
+
+class Module(NamedTuple):
+    """A program.
+
+    Args:
+      entry: its first computation.
+      computations: all, by name.
+      num_devices: that run it.
+    """
+
+    entry: Computation
+    computations: dict[str, Computation]
+    num_devices: int
+
+    def called(self, instruction: Instruction) -> list[Computation]:
+        return [self.computations[name] for name in instruction.called]
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """What a device does.
+
+    Args:
+      flops: of matmuls and convolutions, by element type; what else is computed takes
+        its time from the memory.
+      num_bytes: read and written.
+    """
+
+    flops: dict[str, float]
+    num_bytes: float
+
+    def __add__(self, other: "Work") -> "Work":
+        flops = dict(self.flops)
+        for dtype, number in other.flops.items():
+            flops[dtype] = flops.get(dtype, 0) + number
+        return Work(flops, self.num_bytes + other.num_bytes)
+
+    def times(self, factor: float) -> "Work":
+        flops = {dtype: factor * number for dtype, number in self.flops.items()}
+        return Work(flops, factor * self.num_bytes)
+
+
+NOTHING = Work({}, 0)
+
+
+def parse(text: str) -> Module:
+    """Reads a program, as `compiled.as_text()` writes it.
+
+    Raises:
+      ValueError: if there is no program in the text, or it is not yet scheduled.
+    """
+    head, _, _ = text.partition("\n")
+    if not head.startswith("HloModule") or "is_scheduled=true" not in head:
+        raise ValueError(
+            "wanted the text of a compiled program, as jit(f).lower(...).compile()"
+            f".as_text() has it, got {head[:60]!r}"
+        )
+    computations: dict[str, Computation] = {}
+    entry, name, instructions = "", "", {}
+    for line in text.splitlines():
+        if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
+            name, instructions = header[2], {}
+            entry = name if header[1] else entry
+        elif line.startswith("}"):
+            computations[name] = Computation(instructions, next(reversed(instructions)))
+        elif instruction := _instruction(line):
+            instructions[instruction.name] = instruction
+    counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
+    return Module(computations[entry], computations, math.prod(map(int, counts)))
+
+
+def trip_count(loop: Instruction) -> int | None:
+    """How often the body of a `while` runs, where the compiler knows."""
+    found = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
+    return int(found[1]) if found else None
+
+
+def work(module: Module, computation: Computation, instruction: Instruction) -> Work:
+    """What one instruction computes and moves; a loop's work is in its body."""
+    if instruction.opcode in FREE:
+        return NOTHING
+    if instruction.opcode == "fusion":
+        return _work_of_fusion(module, computation, instruction)
+    operands = computation.operands(instruction)
+    flops = _flops(instruction, operands)
+    if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+        return Work(flops, 2 * instruction.num_bytes)
+    if instruction.opcode == "dynamic-update-slice":
+        return Work(flops, 2 * operands[1].num_bytes)
+    read = sum(operand.num_bytes for operand in operands)
+    return Work(flops, read + instruction.num_bytes)
+
+
+def _instruction(line: str) -> Instruction | None:
+    line = re.sub(r"/\*.*?\*/", "", line)
+    match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)", line)
+    if match is None:
+        return None
+    name, arrays, opcode, rest = match.groups()
+    end = _closing(rest)
+    operands, attributes = rest[:end], rest[end + 1 :]
+    # Nothing in these names a computation, and they may say anything.
+    names = re.sub(r'metadata=\{[^}]*\}|"(?:[^"\\]|\\.)*"', "", attributes)
+    called = re.findall(
+        r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)",
+        names,
+    )
+    lists = re.findall(r"(?:branch|called)_computations=\{([^}]*)\}", names)
+    called += [name for listed in lists for name in re.findall(r"[\w.\-]+", listed)]
+    return Instruction(
+        name,
+        opcode,
+        tuple(_arrays(arrays)),
+        () if opcode == "constant" else tuple(re.findall(r"%([\w.\-]+)", operands)),
+        tuple(called),
+        attributes,
+    )
+
+
+def _closing(text: str) -> int:
+    """The place of the parenthesis that closes one before the text."""
+    depth = 0
+    for place, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth < 0:
+            return place
+    return len(text)
+
+
+def _arrays(text: str) -> Iterator[Array]:
+    for dtype, dims in re.findall(r"([a-z]\w*)\[([\d,<=?]*)\]", text):
+        sizes = re.findall(r"\d+", dims)
+        yield Array(dtype, tuple(map(int, sizes)))
+
+
+def _work_of_fusion(
+    module: Module, computation: Computation, fusion: Instruction
+) -> Work:
+    """Matmuls inside it; of an operand that is only sliced, the slices."""
+    (body,) = module.called(fusion)
+    users: dict[str, list[Instruction]] = {name: [] for name in body.instructions}
+    flops = NOTHING
+    for instruction in body.instructions.values():
+        for name in instruction.operands:
+            users[name].append(instruction)
+        if instruction.called and instruction.opcode == "fusion":
+            flops += _work_of_fusion(module, body, instruction)
+        else:
+            flops += Work(_flops(instruction, body.operands(instruction)), 0)
+    num_bytes = _written(body, body.instructions[body.root])
+    parameters = [i for i in body.instructions.values() if i.opcode == "parameter"]
+    for parameter in parameters:
+        num_bytes += _read(body, parameter, users[parameter.name])
+    return Work(flops.flops, num_bytes)
+
+
+def _read(body: Computation, array: Instruction, users: list[Instruction]) -> float:
+    slices = 0.0
+    for user in users:
+        if user.operands[0] == array.name and user.opcode in (
+            "dynamic-slice",
+            "slice",
+            "gather",
+        ):
+            slices += user.num_bytes
+        elif not _updates(body, user, array):
+            return array.num_bytes
+    return min(slices, array.num_bytes)
+
+
+def _updates(body: Computation, user: Instruction, array: Instruction) -> bool:
+    """Whether the user writes into the array, in place."""
+    return user.opcode == "dynamic-update-slice" and user.operands[0] == array.name
+
+
+def _written(body: Computation, root: Instruction) -> float:
+    if root.opcode == "tuple":
+        return sum(_written(body, made) for made in body.operands(root))
+    if root.opcode == "bitcast":
+        return _written(body, body.operands(root)[0])
+    if root.opcode == "dynamic-update-slice":
+        return body.operands(root)[1].num_bytes
+    return root.num_bytes
+
+
+def _flops(instruction: Instruction, operands: list[Instruction]) -> dict[str, float]:
+    """`2 x outputs x inputs per output` of a matmul or a convolution."""
+    attributes = instruction.attributes
+    if instruction.opcode == "dot":
+        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", attributes)
+        return _dot_flops(instruction, operands, _numbers(contracted[1]))  # pyright: ignore
+    if instruction.opcode == "convolution":
+        return _convolution_flops(
+            attributes, instruction.arrays[0], operands[1].arrays[0]
+        )
+    if instruction.opcode != "custom-call":
+        return {}
+    target = re.search(r'custom_call_target="([^"]*)"', attributes)
+    name = target[1] if target else ""
+    if name.startswith("__cublas"):
+        listed = re.search(r'lhs_contracting_dimensions":(\[[^\]]*\])', attributes)
+        dims = map(int, json.loads(listed[1]) if listed else [])
+        return _dot_flops(instruction, operands, list(dims))
+    if name.startswith("__cudnn$conv"):
+        first, second = (operand.arrays[0] for operand in operands[:2])
+        made = instruction.arrays[0]
+        output, kernel = {
+            "__cudnn$convBackwardInput": (first, second),
+            "__cudnn$convBackwardFilter": (second, made),
+        }.get(name, (made, second))
+        return _convolution_flops(attributes, output, kernel)
+    return {}
+
+
+def _dot_flops(
+    dot: Instruction, operands: list[Instruction], contracted: list[int]
+) -> dict[str, float]:
+    lhs = operands[0].arrays[0]
+    inner = math.prod(lhs.dims[dim] for dim in contracted)
+    return {lhs.dtype: 2.0 * math.prod(dot.arrays[0].dims) * inner}
+
+
+def _convolution_flops(
+    attributes: str, output: Array, kernel: Array
+) -> dict[str, float]:
+    labels = re.search(r"dim_labels=\w+_(\w+)->", attributes)
+    features = kernel.dims[labels[1].index("o")] if labels else 1
+    inner = math.prod(kernel.dims) / features
+    return {kernel.dtype: 2.0 * math.prod(output.dims) * inner}
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", text)]

@@ -1,0 +1,205 @@
+"""From a config to what runs: mesh, initial state, optimizer, train step."""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from decentjax import (
+    TrainStep,
+    WorkerState,
+    accum_adamw,
+    adapt,
+    all_reduce_step,
+    atc_step,
+    awc_step,
+    gossip,
+    init_state,
+    on_mesh,
+    simulate,
+    worker_mesh,
+)
+from decentjax.gossip import Record, host_mesh
+from decentjax.step import Metrics
+from decentjax.topology import complete
+from train.config import Config, OptimizerConfig
+from train.distributed import job_mesh, meet
+from train.tasks.task import Task
+
+
+def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """Linear warm-up from zero, then a cosine to the final learning rate."""
+    return optax.warmup_cosine_decay_schedule(
+        init_value=0.0,
+        peak_value=config.learning_rate,
+        warmup_steps=config.warmup_steps,
+        decay_steps=num_steps,
+        end_value=config.final_learning_rate,
+    )
+
+
+def build_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """Clips by the global norm of the worker's gradient, then steps."""
+    make: Callable[..., optax.GradientTransformation] = {
+        "accum_adamw": functools.partial(accum_adamw, accum_steps=config.accum_steps),
+        "adamw": optax.adamw,
+    }[config.name]
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm),
+        make(
+            schedule,
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
+        ),
+    )
+
+
+def build_mesh(config: Config) -> Mesh | None:
+    """The devices of the workers; none where they are simulated."""
+    if config.distributed.enabled:
+        return job_mesh(config, meet(config))
+    if config.workers.where == "mesh":
+        return worker_mesh(config.workers.num_workers)
+    return None
+
+
+def build_state(
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    workers: Sequence[int],
+) -> WorkerState:
+    """The rows of these workers; all start from one model, drawn from the seed."""
+
+    @jax.jit
+    def stack(params, model_state, key):
+        num_workers = config.workers.num_workers
+        return init_state(params, optimizer, key, num_workers, model_state, workers)
+
+    model_key, workers_key = jax.random.split(jax.random.key(config.seed))
+    params, model_state = jax.jit(task.init)(model_key)
+    return stack(params, model_state, workers_key)
+
+
+class LoopStep(Protocol):
+    """A context; called with step t it returns the new state, [N, ...], and metrics."""
+
+    def __call__(
+        self, state: WorkerState, batch: Any, t: int
+    ) -> tuple[WorkerState, Metrics]: ...
+
+    def settle(self) -> None:
+        """Waits for what is on its way, before any other collective."""
+
+    def __enter__(self) -> "LoopStep": ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+def build_train_step(
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None,
+    record: Record | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> LoopStep:
+    """The step of the config's algorithm, with its exchange where the config says."""
+    if not _in_background(config, mesh):
+        step = build_in_step(config, task, optimizer, mesh, compiler_options)
+        return _InStep(step, record)
+    if mesh is None:
+        raise ValueError(
+            'simulated workers send nothing: exchange.where = "background" needs '
+            'workers.where = "mesh", or several processes'
+        )
+    bound = _bound(config, task, optimizer)
+    if config.step.algorithm == "all_reduce":
+        return gossip.AllReduce(**bound, mesh=mesh, record=record)
+    exchange_mesh = None if jax.default_backend() == "cpu" else host_mesh(mesh)
+    return gossip.Background(
+        functools.partial(adapt, **bound),
+        config.topology.build(config.workers),
+        mesh,
+        message_dtype=config.step.message_dtype,
+        exchange_mesh=exchange_mesh,
+        record=record,
+    )
+
+
+def build_in_step(
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> TrainStep:
+    """The compiled step of the config's algorithm, its exchange inside."""
+    bound = _bound(config, task, optimizer)
+    algorithm = config.step.algorithm
+    if algorithm == "all_reduce":
+        topology = complete(config.workers.num_workers)
+        step = functools.partial(all_reduce_step, **bound)
+    else:
+        topology = config.topology.build(config.workers)
+        mixing = {"awc": awc_step, "atc": atc_step}[algorithm]
+        step = functools.partial(
+            mixing, **bound, message_dtype=config.step.message_dtype
+        )
+    if mesh is None:
+        return simulate(step, topology)
+    return on_mesh(step, topology, mesh, compiler_options)
+
+
+class _InStep:
+    """A compiled step that holds its own exchange: nothing is on its way between."""
+
+    def __init__(self, train_step: TrainStep, record: Record | None):
+        self._train_step = train_step
+        self._record = record
+
+    def __call__(
+        self, state: WorkerState, batch: Any, t: int
+    ) -> tuple[WorkerState, Metrics]:
+        start = time.monotonic()
+        result = self._train_step(state, batch, t)
+        if self._record is not None:
+            jax.block_until_ready(result)
+            self._record("step", t, start, time.monotonic())
+        return result
+
+    def settle(self) -> None:
+        pass
+
+    def __enter__(self) -> "_InStep":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def _in_background(config: Config, mesh: Mesh | None) -> bool:
+    if config.exchange.where != "auto":
+        return config.exchange.where == "background"
+    on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
+    return mesh is not None and on_cpus and config.step.algorithm == "awc"
+
+
+def _bound(
+    config: Config, task: Task, optimizer: optax.GradientTransformation
+) -> dict[str, Any]:
+    """The keywords that all algorithms take."""
+    return dict(
+        loss_fn=task.loss_fn,
+        optimizer=optimizer,
+        num_micro_batches=config.step.num_micro_batches,
+    )

@@ -1,0 +1,266 @@
+"""Accelerators to compile for, present or not: what the compiler asks, and speeds.
+
+FLOP/s are those of dense matmuls in the makers' data sheets, with TF32 for float32
+where a GPU has it, as XLA uses it. Networks are those of the makers' own servers (DGX;
+for T4 and A40 PCIe inside, 50 Gbit/s between): say `--between-gbit` for yours.
+"""
+
+import dataclasses
+import runpy
+from collections.abc import Mapping
+
+from decentjax.overlap import Accelerator, Network
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """An NVIDIA GPU, as XLA's compiler wants it described.
+
+    Args:
+      name: as the driver says it.
+      capability: major and minor version.
+      cores: streaming multiprocessors.
+      fpus_per_core: float32 units of one.
+      threads_per_core: that can be resident.
+      shared_memory_per_core: bytes.
+      shared_memory_optin: bytes that one block can have.
+      l2_bytes: of the second cache.
+      clock_ghz: at boost.
+      memory_bytes: of the device.
+      memory_bytes_per_second: bandwidth.
+      flops_per_second: of matmuls, by element type.
+      inside_bytes_per_second: to the GPUs of its node, in each direction.
+      between_bytes_per_second: of a node to others, in each direction.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    fpus_per_core: int
+    threads_per_core: int
+    shared_memory_per_core: int
+    shared_memory_optin: int
+    l2_bytes: int
+    clock_ghz: float
+    memory_bytes: int
+    memory_bytes_per_second: float
+    flops_per_second: Mapping[str, float]
+    inside_bytes_per_second: float
+    between_bytes_per_second: float
+
+    platform = "cuda"
+
+    def accelerator(self) -> Accelerator:
+        return Accelerator(self.flops_per_second, self.memory_bytes_per_second)
+
+    def network(self, devices_per_node: int) -> Network:
+        return Network(
+            devices_per_node,
+            self.inside_bytes_per_second,
+            self.between_bytes_per_second,
+        )
+
+    def config(self) -> str:
+        """XLA's GpuTargetConfigProto, as text."""
+        major, minor = self.capability
+        return f"""
+            gpu_device_info {{
+              threads_per_block_limit: 1024
+              threads_per_warp: 32
+              shared_memory_per_block: 49152
+              shared_memory_per_core: {self.shared_memory_per_core}
+              threads_per_core_limit: {self.threads_per_core}
+              core_count: {self.cores}
+              fpus_per_core: {self.fpus_per_core}
+              block_dim_limit_x: 2147483647
+              block_dim_limit_y: 65535
+              block_dim_limit_z: 65535
+              memory_bandwidth: {self.memory_bytes_per_second:.0f}
+              l2_cache_size: {self.l2_bytes}
+              clock_rate_ghz: {self.clock_ghz}
+              device_memory_size: {self.memory_bytes}
+              shared_memory_per_block_optin: {self.shared_memory_optin}
+              cuda_compute_capability {{ major: {major} minor: {minor} }}
+              registers_per_core_limit: 65536
+              registers_per_block_limit: 65536
+            }}
+            platform_name: "CUDA"
+            dnn_version_info {{ major: 9 minor: 10 patch: 0 }}
+            runtime_version {{ major: 12 minor: 9 patch: 0 }}
+            device_description_str: "{self.name}"
+        """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Tpu:
+    """A slice of TPU chips, all on one interconnect.
+
+    Args:
+      name: generation and shape, as libtpu wants them: "v5e:4x8".
+      memory_bytes: of a chip.
+      memory_bytes_per_second: bandwidth.
+      flops_per_second: of matmuls, by element type.
+      inside_bytes_per_second: of a chip, over all its links, in each direction.
+    """
+
+    name: str
+    memory_bytes: int
+    memory_bytes_per_second: float
+    flops_per_second: Mapping[str, float]
+    inside_bytes_per_second: float
+
+    platform = "tpu"
+
+    def accelerator(self) -> Accelerator:
+        return Accelerator(self.flops_per_second, self.memory_bytes_per_second)
+
+    def network(self, num_devices: int) -> Network:
+        bandwidth = self.inside_bytes_per_second
+        return Network(num_devices, bandwidth, bandwidth, inside_latency=1e-6)
+
+
+Target = Gpu | Tpu
+
+T4 = Gpu(
+    name="Tesla T4",
+    capability=(7, 5),
+    cores=40,
+    fpus_per_core=64,
+    threads_per_core=1024,
+    shared_memory_per_core=65536,
+    shared_memory_optin=65536,
+    l2_bytes=4194304,
+    clock_ghz=1.59,
+    memory_bytes=15843721216,
+    memory_bytes_per_second=320e9,
+    # No tensor core of it knows bfloat16.
+    flops_per_second={"f16": 65e12, "bf16": 8.1e12, "f32": 8.1e12, "f64": 0.25e12},
+    inside_bytes_per_second=16e9,
+    between_bytes_per_second=6.25e9,
+)
+A40 = Gpu(
+    name="NVIDIA A40",
+    capability=(8, 6),
+    cores=84,
+    fpus_per_core=128,
+    threads_per_core=1536,
+    shared_memory_per_core=102400,
+    shared_memory_optin=101376,
+    l2_bytes=6291456,
+    clock_ghz=1.74,
+    memory_bytes=47697362944,
+    memory_bytes_per_second=696e9,
+    flops_per_second={"bf16": 149.7e12, "f16": 149.7e12, "f32": 74.8e12, "f64": 0.6e12},
+    inside_bytes_per_second=32e9,
+    between_bytes_per_second=6.25e9,
+)
+A100_40 = Gpu(
+    name="NVIDIA A100-SXM4-40GB",
+    capability=(8, 0),
+    cores=108,
+    fpus_per_core=64,
+    threads_per_core=2048,
+    shared_memory_per_core=167936,
+    shared_memory_optin=166912,
+    l2_bytes=41943040,
+    clock_ghz=1.41,
+    memory_bytes=42331013120,
+    memory_bytes_per_second=1555e9,
+    flops_per_second={"bf16": 312e12, "f16": 312e12, "f32": 156e12, "f64": 19.5e12},
+    inside_bytes_per_second=300e9,
+    between_bytes_per_second=200e9,
+)
+A100_80 = dataclasses.replace(
+    A100_40,
+    name="NVIDIA A100-SXM4-80GB",
+    memory_bytes=85100068864,
+    memory_bytes_per_second=2039e9,
+)
+H100 = Gpu(
+    name="NVIDIA H100 80GB HBM3",
+    capability=(9, 0),
+    cores=132,
+    fpus_per_core=128,
+    threads_per_core=2048,
+    shared_memory_per_core=233472,
+    shared_memory_optin=232448,
+    l2_bytes=52428800,
+    clock_ghz=1.98,
+    memory_bytes=84942979072,
+    memory_bytes_per_second=3352e9,
+    flops_per_second={"bf16": 989e12, "f16": 989e12, "f32": 494e12, "f64": 67e12},
+    inside_bytes_per_second=450e9,
+    between_bytes_per_second=400e9,
+)
+H200 = dataclasses.replace(
+    H100,
+    name="NVIDIA H200 141GB HBM3e",
+    memory_bytes=151397597184,
+    memory_bytes_per_second=4800e9,
+)
+B200 = Gpu(
+    name="NVIDIA B200",
+    capability=(10, 0),
+    cores=148,
+    fpus_per_core=128,
+    threads_per_core=2048,
+    shared_memory_per_core=233472,
+    shared_memory_optin=232448,
+    l2_bytes=132644864,
+    clock_ghz=1.965,
+    memory_bytes=191514411008,
+    memory_bytes_per_second=7672e9,
+    flops_per_second={"bf16": 2250e12, "f16": 2250e12, "f32": 1125e12, "f64": 37e12},
+    inside_bytes_per_second=900e9,
+    between_bytes_per_second=400e9,
+)
+GPUS = {
+    "t4": T4,
+    "a40": A40,
+    "a100_40": A100_40,
+    "a100_80": A100_80,
+    "h100": H100,
+    "h200": H200,
+    "b200": B200,
+}
+
+
+def _tpu(memory_gib: int, memory: float, flops: float, links: float) -> Tpu:
+    """Float32 matmuls of a TPU run in bfloat16, but where a program asks for more."""
+    return Tpu(
+        name="",
+        memory_bytes=memory_gib * 2**30,
+        memory_bytes_per_second=memory,
+        flops_per_second={"bf16": flops, "f32": flops},
+        inside_bytes_per_second=links,
+    )
+
+
+TPUS = {
+    "v4": _tpu(32, 1228e9, 275e12, 300e9),
+    "v5e": _tpu(16, 819e9, 197e12, 200e9),
+    "v5p": _tpu(95, 2765e9, 459e12, 600e9),
+    "v6e": _tpu(32, 1640e9, 918e12, 448e9),
+}
+
+
+def find(name: str) -> Target:
+    """Returns the target of a name, of a slice ("v5e:4x8"), or of a file.
+
+    A file is Python, and defines `target = Gpu(...)` or `Tpu(...)`.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    generation, _, shape = name.partition(":")
+    if name in GPUS:
+        return GPUS[name]
+    if generation in TPUS and shape:
+        return dataclasses.replace(TPUS[generation], name=name)
+    if name.endswith(".py"):
+        target = runpy.run_path(name).get("target")
+        if isinstance(target, Target):
+            return target
+        raise ValueError(f"{name} must define `target = Gpu(...)` or `Tpu(...)`")
+    known = ", ".join([*GPUS, *(f"{generation}:4x4" for generation in TPUS)])
+    raise ValueError(f"no target {name!r}: take {known}, or a file NAME.py")
