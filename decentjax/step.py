@@ -113,9 +113,11 @@ def awc_step(
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
     mixed = mix(state.params, exchange, AXIS, message_dtype, shards, lowering)
-    # Fused with the update, a sum may be contracted and round otherwise than it does
-    # where the exchange is a program of its own.
-    mixed = jax.tree.map(lax.optimization_barrier, mixed)
+    # All of it before any update, so that GPU compilers, which let a message arrive just
+    # before it is needed, put the last ones beside the backward pass too. And fused with
+    # the update, a sum may be contracted and round otherwise than it does where the
+    # exchange is a program of its own.
+    mixed = lax.optimization_barrier(mixed)
     return adapt(
         state,
         batch,
