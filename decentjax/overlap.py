@@ -148,19 +148,24 @@ class Accelerator:
       flops_per_second: of matmuls, by element type as in HLO ("bf16", "f32"); others
         run at the slowest of them.
       bytes_per_second: of its memory.
+      least_seconds: of one op, however small: on a GPU, of starting a kernel.
     """
 
     flops_per_second: Mapping[str, float]
     bytes_per_second: float
+    least_seconds: float = 2e-6
 
     def seconds(self, work: Work) -> float:
-        """The longer of computing and moving."""
+        """Of one op, the longer of computing and moving."""
+        if work == hlo.NOTHING:
+            return 0.0
         slowest = min(self.flops_per_second.values())
         compute = sum(
             number / self.flops_per_second.get(dtype, slowest)
             for dtype, number in work.flops.items()
         )
-        return max(compute, work.num_bytes / self.bytes_per_second)
+        moving = work.num_bytes / self.bytes_per_second
+        return max(compute, moving, self.least_seconds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -345,12 +350,14 @@ class _Reader:
         started: dict[str, int] = {}  # The place of each start, by its name.
         for instruction in computation.instructions.values():
             name, opcode = instruction.name, instruction.opcode
-            if opcode in KINDS or self._is_start(instruction):
+            if opcode in KINDS:
+                ops.append(Op(name, hlo.NOTHING))
+                self._wait(
+                    computation, instruction, instruction, ops, len(ops) - 1, place
+                )
+            elif self._is_start(instruction):
                 started[name] = len(ops)
                 ops.append(Op(name, hlo.NOTHING))
-                if opcode in KINDS or '"is_sync":true' in instruction.attributes:
-                    at = started.pop(name)
-                    self._wait(computation, instruction, instruction, ops, at, place)
             elif opcode.endswith(("-done", "-update")):
                 before = instruction.operands[0]
                 if before not in started:
@@ -360,7 +367,8 @@ class _Reader:
                     started[name] = at
                     continue
                 start = computation.instructions[ops[at].name]
-                ops.append(Op(name, hlo.NOTHING))
+                if '"is_sync":true' not in start.attributes:
+                    ops.append(Op(name, hlo.NOTHING))
                 self._wait(computation, start, instruction, ops, at, place)
             elif opcode in ("while", "conditional", "call", "async-start"):
                 ops.append(self._nested(instruction, place))
@@ -410,8 +418,9 @@ class _Reader:
         at: int,
         place: _Place,
     ) -> None:
-        """Adds the collective that the last op waits for."""
-        number, end = len(self.collectives), len(ops) - 1
+        """Adds a collective, which the last op waits for, or that of its start."""
+        number = len(self.collectives)
+        end = len(ops) - 1 if ops[-1].name == done.name else at
         ops[at] = dataclasses.replace(ops[at], starts=number)
         ops[end] = dataclasses.replace(ops[end], ends=number)
         collective = self._wrapped(start) if start.opcode == "async-start" else start

@@ -113,10 +113,10 @@ def awc_step(
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
     mixed = mix(state.params, exchange, AXIS, message_dtype, shards, lowering)
-    # All of it before any update, so that GPU compilers, which let a message arrive just
-    # before it is needed, put the last ones beside the backward pass too. And fused with
-    # the update, a sum may be contracted and round otherwise than it does where the
-    # exchange is a program of its own.
+    # GPU compilers let a message arrive just before it is needed: if that is before any
+    # update, the last ones run beside the backward pass too. And fused with the update,
+    # a sum may be contracted and round otherwise than it does where the exchange is a
+    # program of its own.
     mixed = lax.optimization_barrier(mixed)
     return adapt(
         state,

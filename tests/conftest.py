@@ -13,7 +13,8 @@ os.environ.setdefault(
     "XLA_FLAGS", "--xla_cpu_collective_call_terminate_timeout_seconds=600"
 )
 
-
+# Here and in the processes that tests start, a GPU or not.
+os.environ["JAX_PLATFORMS"] = "cpu"
 # Much of the time of the tests would go into compiling the same again, here and in the
 # processes that they start.
 os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="decentjax")
@@ -22,6 +23,5 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 import jax
 
 atexit.register(shutil.rmtree, jax.config.jax_compilation_cache_dir, ignore_errors=True)
-jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from decentjax import topology as topologies
 from decentjax.topology import Topology
 from train.tasks.stdlib import StdlibTask
+from train.xla import read_options
 
 TopologyName = Literal[
     "complete",
@@ -106,15 +107,19 @@ class StepConfig:
       batch_per_worker: examples per worker and step.
       num_micro_batches: parts of that batch, one after the other in memory.
       message_dtype: of the models that are sent; None for their own.
+      xla_options: NAME=VALUE each, of XLA for steps on a mesh; "recommended" stands for
+        those of `train.xla` where there is a GPU. Empty for XLA's own.
     """
 
     algorithm: Literal["awc", "atc", "all_reduce"] = "awc"
     batch_per_worker: int = 8
     num_micro_batches: int = 1
     message_dtype: Literal["bfloat16", "float16"] | None = None
+    xla_options: tuple[str, ...] = ("recommended",)
 
     def __post_init__(self):
         _check_at_least(self, 1, "batch_per_worker", "num_micro_batches")
+        read_options(self.xla_options, on_gpu=False)
         if self.batch_per_worker % self.num_micro_batches:
             raise ValueError(
                 f"batch_per_worker = {self.batch_per_worker} must be a multiple of "

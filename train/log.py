@@ -55,6 +55,10 @@ class Log:
         self._progress.stop()
         self._writer.close()
 
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(text, soft_wrap=True, highlight=False)
+
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Records training metrics, among them "loss" and "steps_per_second".
 
@@ -112,6 +116,9 @@ class NoLog:
         return self
 
     def __exit__(self, *_: object) -> None:
+        pass
+
+    def say(self, text: str) -> None:
         pass
 
     def metrics(self, step: int, values: dict[str, float]) -> None:

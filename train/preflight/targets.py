@@ -8,6 +8,7 @@ for T4 and A40 PCIe inside, 50 Gbit/s between): say `--between-gbit` for yours.
 import dataclasses
 import runpy
 from collections.abc import Mapping
+from typing import Literal
 
 from decentjax.overlap import Accelerator, Network
 
@@ -48,12 +49,15 @@ class Gpu:
     inside_bytes_per_second: float
     between_bytes_per_second: float
 
-    platform = "cuda"
+    @property
+    def platform(self) -> Literal["cuda"]:
+        return "cuda"
 
     def accelerator(self) -> Accelerator:
         return Accelerator(self.flops_per_second, self.memory_bytes_per_second)
 
-    def network(self, devices_per_node: int) -> Network:
+    def network(self, devices_per_node: int, nodes: int) -> Network:
+        del nodes
         return Network(
             devices_per_node,
             self.inside_bytes_per_second,
@@ -109,14 +113,18 @@ class Tpu:
     flops_per_second: Mapping[str, float]
     inside_bytes_per_second: float
 
-    platform = "tpu"
+    @property
+    def platform(self) -> Literal["tpu"]:
+        return "tpu"
 
     def accelerator(self) -> Accelerator:
         return Accelerator(self.flops_per_second, self.memory_bytes_per_second)
 
-    def network(self, num_devices: int) -> Network:
+    def network(self, devices_per_node: int, nodes: int) -> Network:
+        """All chips of a slice are inside."""
         bandwidth = self.inside_bytes_per_second
-        return Network(num_devices, bandwidth, bandwidth, inside_latency=1e-6)
+        count = devices_per_node * nodes
+        return Network(count, bandwidth, bandwidth, inside_latency=1e-6)
 
 
 Target = Gpu | Tpu

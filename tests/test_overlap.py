@@ -1,0 +1,489 @@
+"""Reading schedules: texts with known answers, and steps compiled for GPUs."""
+
+import functools
+import itertools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from gpus import compiled, gpu_mesh, shapes
+from jax import lax
+
+from decentjax import (
+    AXIS,
+    all_reduce_step,
+    atc_step,
+    awc_step,
+    init_state,
+    mix,
+    on_mesh,
+    over_workers,
+    overlap,
+    topology,
+)
+from decentjax.overlap import Accelerator, Collective, Network
+from train.xla import COMPILE_ONLY
+
+# A compiler without a device reads no program from the cache of compiled programs.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Error reading persistent compilation cache"
+)
+
+HEAD = "HloModule jit_step, is_scheduled=true, num_partitions=4\n\n"
+PAIRS = "source_target_pairs={{0,1},{1,0},{2,3},{3,2}}"
+DOT = "lhs_contracting_dims={1}, rhs_contracting_dims={0}"
+START = (
+    "%start = (f32[8,4]{1,0}, f32[8,4]{1,0}) collective-permute-start(%x), channel_id=1"
+)
+
+
+def program(*lines: str, before: str = "") -> str:
+    """A program of four devices, with x: f32[8,4] and w: f32[4,4]."""
+    entry = [
+        "ENTRY %main (x: f32[8,4], w: f32[4,4]) -> f32[8,4] {",
+        "  %x = f32[8,4]{1,0} parameter(0)",
+        "  %w = f32[4,4]{1,0} parameter(1)",
+        *(f"  {line}" for line in lines),
+        "}",
+    ]
+    return HEAD + before + "\n".join(entry) + "\n"
+
+
+def permuted(*between: str) -> str:
+    return program(
+        f'{START}, {PAIRS}, metadata={{op_name="jit(step)/mix/ppermute"}}',
+        *between,
+        "ROOT %done = f32[8,4]{1,0} collective-permute-done(%start)",
+    )
+
+
+def test_a_matmul_between_start_and_end_covers_a_permute():
+    text = permuted(f"%y = f32[8,4]{{1,0}} dot(%x, %w), {DOT}")
+    schedule = overlap.read(text)
+    (c,) = schedule.collectives
+    assert (c.kind, c.axes, c.groups) == (
+        "collective-permute",
+        ("devices",),
+        ((0, 1), (1, 0), (2, 3), (3, 2)),
+    )
+    assert (c.num_bytes, c.calls, c.start, c.end) == (8 * 4 * 4, 1, 0, 2)
+    assert c.beside.flops == {"f32": 2 * 8 * 4 * 4}
+    assert c.beside.num_bytes == 4 * (8 * 4 + 4 * 4 + 8 * 4)
+    assert (c.in_conditional, c.in_loop) == (False, False)
+    assert c.op_name == "jit(step)/mix/ppermute"
+    assert schedule.covered() == 1
+    assert schedule.sent_bytes() == 128
+
+
+def test_additions_cover_nothing():
+    schedule = overlap.read(permuted("%y = f32[8,4]{1,0} add(%x, %x)"))
+    assert schedule.covered() == 0
+    assert schedule.collectives[0].beside.num_bytes == 3 * 128
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"ROOT %y = f32[8,4]{{1,0}} collective-permute(%x), {PAIRS}",
+        "ROOT %y = f32[8,4]{1,0} all-reduce(%x), replica_groups={}, to_apply=%add",
+    ],
+)
+def test_what_is_not_asynchronous_is_not_covered(line):
+    text = program(f"%z = f32[8,4]{{1,0}} dot(%x, %w), {DOT}", line)
+    schedule = overlap.read(text)
+    assert [c.start == c.end for c in schedule.collectives] == [True]
+    assert schedule.covered() == 0
+
+
+def test_a_start_that_blocks_is_not_asynchronous():
+    text = permuted(f"%y = f32[8,4]{{1,0}} dot(%x, %w), {DOT}").replace(
+        "channel_id=1", 'channel_id=1, backend_config={"is_sync":true}'
+    )
+    schedule = overlap.read(text)
+    assert schedule.covered() == 0
+    assert schedule.sent_bytes() == 128
+
+
+def test_a_wrapped_collective_is_one_of_its_kind():
+    wrapped = """%wrapped (p: f32[8,4]) -> f32[2,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  ROOT %r = f32[2,4]{1,0} reduce-scatter(%p), replica_groups={{0,1,2,3}}, dimensions={0}
+}
+
+"""
+    text = program(
+        "%s = ((f32[8,4]), f32[2,4]) async-start(%x), calls=%wrapped",
+        f"%y = f32[8,4]{{1,0}} dot(%x, %w), {DOT}",
+        "%u = ((f32[8,4]), f32[2,4]) async-update(%s)",
+        "ROOT %d = f32[2,4]{1,0} async-done(%u)",
+        before=wrapped,
+    )
+    (c,) = overlap.read(text).collectives
+    assert (c.kind, c.num_bytes, c.is_covered) == ("reduce-scatter", 128, True)
+    assert overlap.read(text).sent_bytes() == 128 * 3 / 4
+
+
+LOOP = f"""%body (p: f32[8,4]) -> f32[8,4] {{
+  %p = f32[8,4]{{1,0}} parameter(0)
+  ROOT %inner = f32[8,4]{{1,0}} collective-permute(%p), {PAIRS}
+}}
+
+%condition (p.1: f32[8,4]) -> pred[] {{
+  %p.1 = f32[8,4]{{1,0}} parameter(0)
+  ROOT %t = pred[] constant(true)
+}}
+
+"""
+
+
+@pytest.mark.parametrize("trips", [5, None])
+def test_a_loop_sends_as_often_as_it_turns(trips):
+    known = f', backend_config={{"known_trip_count":{{"n":"{trips}"}}}}'
+    text = program(
+        "ROOT %l = f32[8,4]{1,0} while(%x), condition=%condition, body=%body"
+        + (known if trips else ""),
+        before=LOOP,
+    )
+    schedule = overlap.read(text)
+    (c,) = schedule.collectives
+    assert (c.in_loop, c.calls) == (True, trips or 1)
+    assert schedule.sent_bytes() == 128 * (trips or 1)
+    assert schedule.uncounted_loops == (() if trips else ("l",))
+
+
+def test_each_branch_of_a_conditional_is_taken_as_often_as_the_others():
+    branches = LOOP + LOOP.replace("%body", "%other").replace(
+        "%inner", "%second"
+    ).replace("%condition", "%unused")
+    text = program(
+        "%i = s32[] constant(0)",
+        "ROOT %c = f32[8,4]{1,0} conditional(%i, %x, %x), "
+        "branch_computations={%body, %other}",
+        before=branches,
+    )
+    schedule = overlap.read(text)
+    assert [(c.calls, c.in_conditional) for c in schedule.collectives] == [
+        (0.5, True),
+        (0.5, True),
+    ]
+    assert schedule.sent_bytes() == 128
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes"),
+    [
+        ("{{0,1},{2,3}}", ("model",)),
+        ("{{0,2},{1,3}}", ("workers",)),
+        ("{}", ("workers", "model")),
+        ("[2,2]<=[4]", ("model",)),
+        ("[2,2]<=[2,2]T(1,0)", ("workers",)),
+        ("mesh['a'=2,'b'=2] {'b'}", ("model",)),
+        ("mesh['a'=2,'b'=2] {'a'}", ("workers",)),
+    ],
+)
+def test_groups_run_along_the_axes_in_which_their_members_differ(groups, axes):
+    text = program(
+        f"ROOT %y = f32[8,4]{{1,0}} all-reduce(%x), replica_groups={groups}, "
+        "to_apply=%add"
+    )
+    (c,) = overlap.read(text, {"workers": 2, "model": 2}).collectives
+    assert c.axes == axes
+    assert overlap.read(text, {"workers": 2, "model": 2}).sent_bytes("workers") == (
+        0 if axes == ("model",) else 128 * 2 * (1 - 1 / len(c.groups[0]))
+    )
+
+
+def test_of_an_operand_that_is_sliced_only_the_slice_is_read():
+    fused = """%fused (p: f32[100,8], i: s32[]) -> f32[1,8] {
+  %p = f32[100,8]{1,0} parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %s = f32[1,8]{1,0} dynamic-slice(%p, %i, %zero), dynamic_slice_sizes={1,8}
+  ROOT %n = f32[1,8]{1,0} negate(%s)
+}
+
+"""
+    text = program(
+        "%stack = f32[100,8]{1,0} custom-call()",
+        "%i.1 = s32[] constant(3)",
+        "ROOT %f = f32[1,8]{1,0} fusion(%stack, %i.1), kind=kLoop, calls=%fused",
+        before=fused,
+    )
+    work = overlap.read(text).ops[-1].work
+    assert work.num_bytes == 32 + 4 + 32
+
+
+@pytest.mark.parametrize(
+    ("text", "phrase"),
+    [
+        ("", "wanted the text of a compiled program"),
+        ("HloModule a, entry_computation_layout={}\n", "wanted the text of a compiled"),
+    ],
+)
+def test_another_text_is_refused(text, phrase):
+    with pytest.raises(ValueError, match=phrase):
+        overlap.read(text)
+
+
+def test_axes_of_another_size_are_refused():
+    with pytest.raises(ValueError, match=r"runs on 4 devices, the axes .* have 6"):
+        overlap.read(permuted(), {"workers": 6})
+
+
+# Speeds: a second for each byte moved, and a second for each byte sent.
+SLOW = Accelerator({"f32": 1e30}, 1.0, least_seconds=0)
+LINE = Network(4, 1.0, 1.0, inside_latency=0, between_latency=0)
+
+
+def test_a_step_takes_the_longer_of_work_and_message():
+    beside = overlap.read(permuted(f"%y = f32[8,4]{{1,0}} dot(%x, %w), {DOT}"))
+    found = overlap.estimate(beside, SLOW, LINE)
+    assert (found.compute, found.communication) == (4 * 80, 128)
+    assert (found.step, found.exposed, found.limit) == (320, 0, 320)
+    faster = Accelerator({"f32": 1e30}, 10.0, least_seconds=0)
+    found = overlap.estimate(beside, faster, LINE)
+    assert (found.compute, found.step, found.exposed) == (32, 128, 96)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_estimate_is_the_longest_path_of_what_waits_for_what(seed):
+    """Edges from each work to the next, each message to the next, starts and ends."""
+    draw = random.Random(seed)
+    count = draw.randrange(1, 6)
+    places = sorted(draw.randrange(12) for _ in range(count))
+    order = [("work", i, draw.randrange(1, 9)) for i in range(12)]
+    lines, waiting, schedule = [], [], []
+    for i in range(12):
+        schedule.append(order[i])
+        schedule += [("start", k, 0) for k in range(count) if places[k] == i]
+        waiting += [k for k in range(count) if places[k] == i]
+        if waiting and draw.random() < 0.4:
+            schedule.append(("end", waiting.pop(draw.randrange(len(waiting))), 0))
+    schedule += [("end", k, 0) for k in waiting]
+    sizes = {k: draw.randrange(1, 20) for k in range(count)}
+    for kind, k, cost in schedule:
+        if kind == "work":
+            lines.append(f"%w{k} = u8[{cost}]{{0}} custom-call()")
+        elif kind == "start":
+            lines.append(f"%m{k} = u8[{sizes[k]}]{{0}} constant(0)")
+            lines.append(
+                f"%s{k} = (u8[{sizes[k]}]) collective-permute-start(%m{k}), {PAIRS}"
+            )
+        else:
+            lines.append(f"%e{k} = u8[{sizes[k]}]{{0}} collective-permute-done(%s{k})")
+    found = overlap.estimate(overlap.read(program(*lines)), SLOW, LINE)
+
+    paths: dict = {}  # Bellman-Ford over (from, to, seconds).
+    graph = []
+    for (before, a, cost), (after, b, _) in itertools.pairwise(schedule):
+        graph.append(((before, a), (after, b), cost if before == "work" else 0))
+    graph.append((schedule[-1][:2], "last", 0))
+    graph += [(("start", k), ("sent", k), sizes[k]) for k in range(count)]
+    started = [k for kind, k, _ in schedule if kind == "start"]
+    graph += [
+        (("sent", a), ("sent", b), sizes[b]) for a, b in itertools.pairwise(started)
+    ]
+    graph += [(("sent", k), ("end", k), 0) for k in range(count)]
+    paths[schedule[0][:2]] = 0
+    for _ in range(len(graph)):
+        for a, b, seconds in graph:
+            if a in paths:
+                paths[b] = max(paths.get(b, 0), paths[a] + seconds)
+    last = schedule[-1]
+    assert found.step == paths["last"] + (last[2] if last[0] == "work" else 0)
+    assert found.compute == sum(cost for kind, _, cost in schedule if kind == "work")
+    assert found.communication == sum(sizes.values())
+
+
+def collective(kind, groups, num_bytes=1000.0) -> Collective:
+    nothing = overlap.read(program("ROOT %y = f32[8,4]{1,0} add(%x, %x)")).work
+    return Collective(
+        "c", kind, (), groups, num_bytes, 1, 0, 0, nothing.times(0), False, False, ""
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "groups", "seconds"),
+    [
+        ("collective-permute", ((0, 1), (1, 0)), 5 + 1000 / 10),  # Inside a node.
+        ("collective-permute", ((0, 2), (1, 3)), 20 + 2000 / 4),  # Two share the link.
+        ("collective-permute", ((0, 0), (1, 1)), 0),
+        ("all-reduce", ((0, 1, 2, 3),), 2 * 2 * 20 + 1500 / 4),
+        ("all-gather", ((0, 1), (2, 3)), 5 + 500 / 10),
+        ("reduce-scatter", ((0, 2), (1, 3)), 20 + 2 * 500 / 4),
+    ],
+)
+def test_a_message_takes_as_long_as_its_busiest_link(kind, groups, seconds):
+    network = Network(2, 10.0, 4.0, inside_latency=5, between_latency=20)
+    assert network.seconds(collective(kind, groups)) == pytest.approx(seconds)
+
+
+def test_nodes_that_do_not_divide_the_devices_are_refused():
+    schedule = overlap.read(permuted())
+    with pytest.raises(ValueError, match="4 devices do not fill nodes of 3"):
+        overlap.estimate(schedule, SLOW, Network(3, 1, 1))
+
+
+def test_a_loop_takes_its_trips_and_a_conditional_its_mean_branch():
+    turns = ', backend_config={"known_trip_count":{"n":"5"}}'
+    loop = program(
+        "ROOT %l = f32[8,4]{1,0} while(%x), condition=%condition, body=%body" + turns,
+        before=LOOP,
+    )
+    assert overlap.estimate(overlap.read(loop), SLOW, LINE).step == 5 * 128
+
+
+# Compiled for 4 nodes of 4 H100s.
+
+WIDTH = 512
+
+
+def loss_fn(params, model_state, batch, key):
+    x = batch
+    for w in params:
+        x = jnp.tanh(x @ w)
+    return jnp.mean(x**2), (model_state, {})
+
+
+def read_step(step, graph, mesh, depth=6, t=0) -> overlap.Schedule:
+    bound = functools.partial(step, loss_fn=loss_fn, optimizer=optax.adam(1e-3))
+    train_step = on_mesh(bound, graph, mesh)
+    state = jax.eval_shape(
+        lambda: init_state(
+            [jnp.zeros((WIDTH, WIDTH))] * depth,
+            optax.adam(1e-3),
+            jax.random.key(0),
+            graph.num_workers,
+        )
+    )
+    batch = jax.ShapeDtypeStruct((graph.num_workers, 1024, WIDTH), jnp.float32)
+    lowered = train_step.lower(*shapes(mesh, (state, batch), AXIS), t)
+    return overlap.read(lowered.compile(COMPILE_ONLY))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return gpu_mesh(4, 4)
+
+
+GRAPHS = {
+    "one_peer_exponential": topology.one_peer_exponential(16),
+    "butterfly_groups": topology.butterfly_groups(16, 4),
+    "alternating_exponential_ring": topology.alternating_exponential_ring(16, 4),
+}
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_every_byte_of_awc_is_covered_and_of_atc_less(name, mesh):
+    graph = GRAPHS[name]
+    awc = read_step(awc_step, graph, mesh)
+    assert awc.sent_bytes(AXIS) > 0
+    assert awc.covered() >= 0.95
+    assert not any(c.in_conditional for c in awc.collectives)
+    assert {c.axes for c in awc.collectives} == {(AXIS,)}
+    assert read_step(atc_step, graph, mesh).covered() < 0.9 * awc.covered()
+
+
+def test_the_flops_are_those_of_the_matmuls(mesh):
+    schedule = read_step(awc_step, GRAPHS["one_peer_exponential"], mesh, depth=3)
+    # Forward 3, backward 3 for the weights and 2 for the inputs.
+    assert schedule.work.flops == {"f32": 8 * 2 * 1024 * WIDTH**2}
+
+
+def test_all_reduce_sends_what_it_should(mesh):
+    schedule = read_step(all_reduce_step, topology.complete(16), mesh, depth=3)
+    model = 3 * WIDTH**2 * 4
+    assert schedule.sent_bytes() == pytest.approx(2 * 15 / 16 * model, rel=1e-3)
+
+
+def test_a_switch_in_the_step_is_not_covered(mesh):
+    graph = topology.one_peer_exponential(16)
+
+    def step(params, x, t):
+        grads = jax.grad(lambda p: loss_fn(p, (), x, None)[0])(params)
+        branches = [
+            functools.partial(mix, exchange=exchange, axis_name=AXIS)
+            for exchange in graph
+        ]
+        mixed = lax.switch(t % 4, branches, params)
+        return jax.tree.map(lambda m, g: m - 0.1 * g, mixed, grads)
+
+    stacked = [jax.ShapeDtypeStruct((16, WIDTH, WIDTH), jnp.float32)] * 4
+    x = jax.ShapeDtypeStruct((16, 1024, WIDTH), jnp.float32)
+    t = jax.ShapeDtypeStruct((16,), jnp.int32)
+    found = overlap.read(
+        compiled(over_workers(step, mesh), *shapes(mesh, (stacked, x, t), AXIS))
+    )
+    assert found.covered() == 0
+    assert all(c.in_conditional for c in found.collectives)
+    assert found.sent_bytes() == pytest.approx(4 * WIDTH**2 * 4)
+
+
+def test_a_convolution_counts_and_covers(mesh):
+    graph = topology.one_peer_exponential(16)
+
+    def step(kernel, images):
+        def loss(kernel):
+            made = lax.conv_general_dilated(
+                images,
+                kernel,
+                (1, 1),
+                "VALID",
+                dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            )
+            return jnp.mean(made**2)
+
+        return mix(kernel, graph[0], AXIS) - jax.grad(loss)(kernel)
+
+    kernel = jax.ShapeDtypeStruct((16, 3, 3, 64, 64), jnp.float32)
+    images = jax.ShapeDtypeStruct((16, 8, 34, 34, 64), jnp.float32)
+    schedule = overlap.read(
+        compiled(over_workers(step, mesh), *shapes(mesh, (kernel, images), AXIS))
+    )
+    assert schedule.covered() == 1
+    forward = 2 * 8 * 32 * 32 * 64 * 9 * 64
+    assert sum(schedule.work.flops.values()) == pytest.approx(2 * forward)
+
+
+def test_on_a_mesh_of_slices_only_the_exchange_leaves_a_slice():
+    mesh = gpu_mesh(4, 4, workers=4, model=4)
+    graph = topology.one_peer_ring(4)
+    spec = (
+        jax.sharding.PartitionSpec(None, "model"),
+        jax.sharding.PartitionSpec("model"),
+    )
+
+    def step(params, x):
+        first, second = params
+
+        def loss(params):
+            first, second = params
+            return jnp.mean((jnp.tanh(x @ first) @ second) ** 2)
+
+        mixed = mix((first, second), graph[0], AXIS, shards=spec)
+        grads = jax.grad(loss)((first, second))
+        return jax.tree.map(lambda m, g: m - 0.1 * g, mixed, grads)
+
+    arrays = [
+        shapes(mesh, jax.ShapeDtypeStruct((4, 512, 512), jnp.float32), AXIS, *axes)
+        for axes in [(None, "model"), ("model",)]
+    ]
+    x = shapes(mesh, jax.ShapeDtypeStruct((4, 1024, 512), jnp.float32), AXIS)
+    schedule = overlap.read(compiled(over_workers(step, mesh), tuple(arrays), x))
+    along = {c.kind: c.axes for c in schedule.collectives}
+    assert along.pop("collective-permute") == (AXIS,)
+    assert along
+    assert set(along.values()) == {("model",)}
+    assert schedule.sent_bytes(AXIS) == pytest.approx(2 * 512 * 512 * 4 / 4)
+
+
+def test_a_program_for_this_machine_is_read_too():
+    text = jax.jit(lambda x: jnp.sin(x) @ x).lower(jnp.ones((8, 8))).compile()
+    schedule = overlap.read(text)
+    assert schedule.num_devices == 1
+    assert schedule.collectives == ()
+    assert schedule.covered() == 1
+    assert np.isfinite(overlap.estimate(schedule, SLOW, Network(1, 1, 1)).step)

@@ -1,0 +1,221 @@
+"""Runs that are compiled for clusters that are not there."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from gpus import compiled, shapes
+from jax.experimental import topologies
+from jax.sharding import Mesh
+from rich.console import Console
+
+from decentjax import AXIS
+from train.__main__ import load_config
+from train.config import ExchangeConfig, StepConfig, TopologyConfig
+from train.models.gpt import GPTConfig
+from train.preflight.__main__ import main
+from train.preflight.compile import inspect, prepare, tuned
+from train.preflight.targets import GPUS, TPUS, Gpu, find
+from train.xla import RECOMMENDED, read_options
+
+# A compiler without a device reads no program from the cache of compiled programs.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Error reading persistent compilation cache"
+)
+
+ROOT = Path(__file__).parent.parent
+CONFIGS = sorted((ROOT / "configs").glob("*.py"))
+AWC = [path for path in CONFIGS if load_config(path).step.algorithm == "awc"]
+HIERARCHY = TopologyConfig(name="hierarchical", between="one_peer_ring")
+QUIET = Console(quiet=True)
+
+GPU_FILE = """
+import dataclasses
+from train.preflight.targets import H100
+
+target = dataclasses.replace(H100, name="My GPU", memory_bytes=1_000)
+"""
+
+
+def preflight(capsys, *options: str) -> tuple[int, str]:
+    arguments = ["--nodes", "2", "--gpus-per-node", "2", "--no-tune"]
+    code = main([str(ROOT / "tests" / "tiny.py"), *arguments, *options])
+    return code, capsys.readouterr().out
+
+
+def refused(*options: str) -> str:
+    with pytest.raises(SystemExit) as error:
+        main([str(ROOT / "tests" / "tiny.py"), *options])
+    return str(error.value)
+
+
+@pytest.mark.parametrize("path", AWC, ids=lambda path: path.stem)
+@pytest.mark.parametrize("nodes", [16, 126])
+def test_what_ships_hides_its_exchange(path, nodes):
+    in_step = ExchangeConfig(where="in_step")
+    config = dataclasses.replace(load_config(path), exchange=in_step)
+    if nodes == 126:  # No power of two, as its alternating ring would want.
+        config = dataclasses.replace(config, topology=HIERARCHY)
+    run = prepare(config, "h100", nodes, 8)
+    step, topology = run.step()
+    finding = run.find("", step, topology, 0, RECOMMENDED)
+    assert finding.schedule.num_devices == nodes * 8
+    assert finding.schedule.covered(AXIS) >= 0.95
+    assert finding.warnings() == []
+    assert finding.schedule.sent_bytes(AXIS) > 0
+    assert finding.schedule.sent_bytes(AXIS) >= 0.999 * finding.needed_bytes
+
+
+def test_the_memory_is_that_of_the_state_and_more():
+    run = prepare(tiny.config, "h100", 2, 2)
+    step, topology = run.step()
+    finding = run.find("", step, topology, 0, {})
+    state = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(run._state.params))
+    assert finding.memory_bytes > 4 * state / 4  # Params, two moments, accumulated.
+
+
+def test_options_that_do_not_help_are_not_kept(monkeypatch):
+    """Of so small a model all messages are joined already."""
+    monkeypatch.setattr("train.preflight.compile.CANDIDATES", [RECOMMENDED])
+    assert tuned(prepare(tiny.config, "h100", 2, 2), QUIET) == {}
+
+
+def test_a_verdict_is_printed_written_and_drawn(capsys, tmp_path):
+    out, figure = tmp_path / "out.json", tmp_path / "figure.svg"
+    where = ("--out", str(out), "--figure", str(figure))
+    code, text = preflight(
+        capsys, "--target", "h100", "--require-overlap", "0.5", *where
+    )
+    assert code == 0
+    assert "tiny on 4 x NVIDIA H100 80GB HBM3, 2 to a node" in text
+    assert "of the bytes of the worst exchange" in text
+    written = json.loads(out.read_text())
+    assert [step["name"] for step in written["steps"]] == [
+        "awc 1/2",
+        "awc 2/2",
+        "all_reduce",
+    ]
+    first = written["steps"][0]
+    assert first["covered"] == 1
+    assert first["step_seconds"] >= first["limit_seconds"] > 0
+    assert {"kind", "num_bytes", "flops_beside"} <= first["collectives"][0].keys()
+    assert figure.read_text().count("<svg") == 1
+
+
+def test_too_little_overlap_is_a_code(capsys):
+    options = "--step.algorithm atc --topology.name complete --require-overlap 0.95"
+    code, text = preflight(capsys, "--target", "h100", *options.split())
+    assert code == 1
+    assert "95.0% required" in text
+
+
+def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(GPU_FILE)
+    options = ("--target", str(path), "--step.algorithm", "all_reduce")
+    code, text = preflight(capsys, *options)
+    assert code == 1
+    assert "My GPU" in text
+    assert "take a smaller batch_per_worker" in text
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ("--target h10 --nodes 2 --gpus-per-node 2", "no target 'h10': take t4, a40"),
+        ("--target no.py --nodes 2 --gpus-per-node 2", "no.py"),
+        ("--target h100 --nodes 0 --gpus-per-node 2", "nodes must be at least 1"),
+        (
+            "--target h100 --nodes 3 --gpus-per-node 2",
+            "alternating_exponential_ring needs num_workers / workers_per_node to be a",
+        ),
+        (
+            "--target h100 --nodes 2 --gpus-per-node 2 --exchange.where background",
+            "take --exchange.where in_step",
+        ),
+    ],
+)
+def test_what_cannot_be_gets_a_sentence(options, sentence):
+    assert sentence in refused(*options.split())
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_gpu_can_be_compiled_for(name):
+    target = find(name)
+    assert isinstance(target, Gpu)
+    devices = topologies.get_topology_desc(
+        platform="cuda", target_config=target.config(), topology="1 x 1 x 1"
+    ).devices
+    mesh = Mesh(np.array(devices), (AXIS,))
+    x = shapes(mesh, jax.ShapeDtypeStruct((128, 128), np.float32))
+    assert "is_scheduled=true" in (compiled(lambda x: x @ x, x).as_text() or "")
+
+
+def test_speeds_are_of_a_known_order():
+    for target in [*GPUS.values(), *TPUS.values()]:
+        assert 1e13 < max(target.flops_per_second.values()) < 1e16
+        assert 1e11 < target.memory_bytes_per_second < 1e13
+        assert 1e10 < target.inside_bytes_per_second < 1e12
+    assert find("v5e:2x4").name == "v5e:2x4"
+
+
+def test_a_slower_network_exposes_more():
+    config = dataclasses.replace(
+        tiny.config, step=StepConfig(algorithm="all_reduce", batch_per_worker=2)
+    )
+    exposed = []
+    for gbit in (1.0, 100.0):
+        run = prepare(config, "h100", 2, 2, between_gbit=gbit)
+        (finding,) = inspect(run, {}, QUIET)
+        exposed.append(finding.estimate.exposed)
+    assert exposed[0] > 2 * exposed[1]
+
+
+def test_background_is_refused_by_the_library_too():
+    config = dataclasses.replace(
+        tiny.config, exchange=ExchangeConfig(where="background")
+    )
+    with pytest.raises(ValueError, match="in_step"):
+        prepare(config, "h100", 2, 2)
+
+
+def test_a_half_precision_message_needs_half_the_bytes():
+    model = GPTConfig(context=8, num_layers=1, num_heads=2, width=16)
+    task = dataclasses.replace(tiny.config.task, model=model)
+    needed = []
+    for dtype in (None, "bfloat16"):
+        config = dataclasses.replace(
+            tiny.config,
+            task=task,
+            topology=TopologyConfig(name="one_peer_ring"),
+            step=StepConfig(batch_per_worker=2, message_dtype=dtype),
+        )
+        run = prepare(config, "h100", 2, 2)
+        step, topology = run.step()
+        finding = run.find("", step, topology, 0, {})
+        assert finding.warnings() == []
+        needed.append(finding.schedule.sent_bytes())
+    assert needed[0] == 2 * needed[1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "on_gpu", "options"),
+    [
+        (("recommended",), True, RECOMMENDED),
+        (("recommended",), False, {}),
+        ((), True, {}),
+        (("xla_gpu_a=1",), True, {"xla_gpu_a": "1"}),
+        (("recommended", "xla_gpu_a=1"), True, {**RECOMMENDED, "xla_gpu_a": "1"}),
+    ],
+)
+def test_options_of_xla_are_read(arguments, on_gpu, options):
+    assert read_options(arguments, on_gpu) == options
+
+
+def test_other_options_are_refused():
+    with pytest.raises(ValueError, match="xla_NAME=VALUE, got 'fast'"):
+        StepConfig(xla_options=("fast",))

@@ -1,0 +1,1 @@
+"""Looks at a run before its cluster is there."""

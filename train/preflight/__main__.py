@@ -1,0 +1,76 @@
+"""Compiles a run for a cluster that need not be there, and says what would happen.
+
+`python -m train.preflight CONFIG.py --target h100 --nodes 16 --gpus-per-node 8`
+"""
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+
+from train.__main__ import load_config
+from train.config import Config
+from train.preflight.compile import prepare
+from train.preflight.report import report
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        raise SystemExit(
+            "usage: python -m train.preflight CONFIG.py --target TARGET --nodes N "
+            "--gpus-per-node L [--field value ...]"
+        )
+    path = Path(arguments[0])
+    try:
+        default = load_config(path)
+
+        def run(
+            config: Annotated[Config, tyro.conf.arg(name="")] = default,
+            *,
+            target: str,
+            nodes: int,
+            gpus_per_node: int,
+            between_gbit: float | None = None,
+            tune: bool = True,
+            require_overlap: float | None = None,
+            out: Path | None = None,
+            figure: Path | None = None,
+        ) -> int:
+            """Compiles the config's step for a cluster, and says what would happen.
+
+            Args:
+              target: t4, a40, a100_40, a100_80, h100, h200, b200, a TPU slice such as
+                v5e:4x4, or a file NAME.py that defines `target`.
+              nodes: machines; their GPUs are the workers.
+              gpus_per_node: of one machine.
+              between_gbit: Gbit/s of all links of a node to other nodes; by default
+                those of the maker's own servers.
+              tune: try options of XLA, and keep what makes the step shorter.
+              require_overlap: end with code 1 where less than this share of the
+                exchanged bytes is covered.
+              out: all of it as JSON.
+              figure: the schedule as an SVG file.
+            """
+            preflight = prepare(config, target, nodes, gpus_per_node, between_gbit)
+            return report(preflight, tune, require_overlap, out, figure)
+
+        return tyro.cli(
+            run,
+            prog=f"python -m train.preflight {path}",
+            args=arguments[1:],
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+        )
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+if __name__ == "__main__":
+    # The compiler says of each program that there is no GPU.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    jax.config.update("jax_platforms", "cpu")
+    # A compiler without a device reads no program from a cache.
+    jax.config.update("jax_enable_compilation_cache", False)
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,343 @@
+"""Compiles the train steps of a run for a cluster, and reads them."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from rich.console import Console
+
+from decentjax import AXIS, TrainStep, analysis, overlap
+from decentjax.overlap import Collective, Estimate, Schedule
+from decentjax.topology import Topology, complete
+from train.build import build_in_step, build_optimizer, build_schedule, build_state
+from train.config import Config
+from train.preflight import targets
+from train.preflight.targets import Gpu, Target
+from train.xla import COMPILE_ONLY, THRESHOLDS, as_arguments
+
+Options = Mapping[str, str | bool]
+
+CANDIDATES: list[Options] = [
+    *(
+        dict.fromkeys(THRESHOLDS, size)
+        for size in ("2500000", "10000000", "100000000", "1")
+    ),
+    {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
+]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """What the compiled step of one exchange says.
+
+    Args:
+      name: "awc 1/3", "all_reduce".
+      schedule: as compiled.
+      estimate: of its time.
+      memory_bytes: of a device, at the step's peak.
+      needed_bytes: that the exchange sends from a worker, in the mean.
+      compile_seconds: here.
+    """
+
+    name: str
+    schedule: Schedule
+    estimate: Estimate
+    memory_bytes: int
+    needed_bytes: float
+    compile_seconds: float
+
+    def warnings(self) -> list[str]:
+        """What should not be in it, a sentence each."""
+        found = [
+            f"{c.kind} {c.name} stands in a conditional, which no compiler overlaps"
+            for c in self.schedule.collectives
+            if c.in_conditional
+        ]
+        sent = self.schedule.sent_bytes(AXIS)
+        # Pieces of a leaf are filled up to equal sizes.
+        if sent > 1.01 * self.needed_bytes:
+            largest = max(self._along_workers(), key=lambda c: c.num_bytes)
+            found.append(
+                f"{sent / 1e6:.1f} MB leave a worker, the exchange needs "
+                f"{self.needed_bytes / 1e6:.1f} MB; the largest is {largest.kind} "
+                f"{largest.name} ({largest.op_name})"
+            )
+        for name in self.schedule.uncounted_loops:
+            found.append(f"the trips of loop {name} are not known: it counts once")
+        return [f"{self.name}: {sentence}" for sentence in found]
+
+    def as_dict(self) -> dict[str, Any]:
+        return {
+            "name": self.name,
+            "sent_bytes": self.schedule.sent_bytes(),
+            "needed_bytes": self.needed_bytes,
+            "covered": self.schedule.covered(AXIS),
+            "compute_seconds": self.estimate.compute,
+            "communication_seconds": self.estimate.communication,
+            "step_seconds": self.estimate.step,
+            "exposed_seconds": self.estimate.exposed,
+            "limit_seconds": self.estimate.limit,
+            "memory_bytes": self.memory_bytes,
+            "compile_seconds": self.compile_seconds,
+            "warnings": self.warnings(),
+            "collectives": [_as_dict(c) for c in self.schedule.collectives],
+        }
+
+    def _along_workers(self) -> list[Collective]:
+        return [c for c in self.schedule.collectives if AXIS in c.axes]
+
+
+class Preflight:
+    """A run on a cluster of some target, to be compiled.
+
+    Args:
+      config: of the run; its numbers of workers are those of the cluster.
+      target: what it runs on.
+      mesh: of the target's devices.
+      network: how fast they talk.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        target: Target,
+        mesh: Mesh,
+        network: overlap.Network,
+    ):
+        self.config = config
+        self.target = target
+        self.network = network
+        self.mesh = mesh
+        self._task = config.task.build()
+        schedule = build_schedule(config.optimizer, config.num_steps)
+        self._optimizer = build_optimizer(config.optimizer, schedule)
+        workers = range(config.workers.num_workers)
+        build = functools.partial(
+            build_state, config, self._task, self._optimizer, workers
+        )
+        self._state = self._placed(jax.eval_shape(build))
+        example = np.asarray(self._task.source[0])
+        shape = (len(workers), config.step.batch_per_worker, *example.shape)
+        self._batch = self._placed(jax.ShapeDtypeStruct(shape, example.dtype))
+
+    def step(self) -> tuple[TrainStep, Topology]:
+        """The run's train step, and the exchanges that it compiles."""
+        step = build_in_step(self.config, self._task, self._optimizer, self.mesh)
+        if self.config.step.algorithm == "all_reduce":
+            return step, complete(self.config.workers.num_workers)
+        return step, self.config.topology.build(self.config.workers)
+
+    def find(
+        self,
+        name: str,
+        step: TrainStep,
+        topology: Topology,
+        t: int,
+        options: Options,
+    ) -> Finding:
+        """Compiles the exchange of step t and reads it."""
+        lowered = step.lower(self._state, self._batch, t)
+        start = time.monotonic()
+        compiled = lowered.compile({**COMPILE_ONLY, **options})
+        seconds = time.monotonic() - start
+        schedule = overlap.read(compiled)
+        speeds = self.target.accelerator()
+        return Finding(
+            name,
+            schedule,
+            overlap.estimate(schedule, speeds, self.network),
+            _peak_memory(compiled),
+            self._needed_bytes(topology, t),
+            seconds,
+        )
+
+    def _needed_bytes(self, topology: Topology, t: int) -> float:
+        dtype = self.config.step.message_dtype
+        leaves = jax.tree.leaves(self._state.params)
+        size = 1 / self.config.workers.num_workers
+        model = sum(size * x.size * np.dtype(dtype or x.dtype).itemsize for x in leaves)
+        per_node = self.config.workers.workers_per_node
+        sent = analysis.traffic(topology, model, per_node)
+        return float(sent[t % topology.period].worker_bytes.mean())
+
+    def _placed(self, tree: Any) -> Any:
+        sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
+        )
+
+
+def prepare(
+    config: Config,
+    target_name: str,
+    nodes: int,
+    devices_per_node: int,
+    between_gbit: float | None = None,
+) -> Preflight:
+    """Puts a run on a cluster.
+
+    Raises:
+      ValueError: if the run, or the target, cannot be on such a cluster.
+      ModuleNotFoundError: if the target's compiler is not installed.
+    """
+    for name, count in [("nodes", nodes), ("gpus-per-node", devices_per_node)]:
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    if config.exchange.where == "background":
+        raise ValueError(
+            "the background exchange is no part of the compiled step: there is nothing "
+            "to look at; take --exchange.where in_step"
+        )
+    workers = dataclasses.replace(
+        config.workers,
+        num_workers=nodes * devices_per_node,
+        workers_per_node=devices_per_node,
+    )
+    config = dataclasses.replace(config, workers=workers)
+    target = targets.find(target_name)
+    mesh = Mesh(_devices(target, nodes, devices_per_node), (AXIS,))
+    network = target.network(devices_per_node, nodes)
+    if between_gbit is not None:
+        bandwidth = between_gbit * 1e9 / 8
+        network = dataclasses.replace(network, between_bytes_per_second=bandwidth)
+    return Preflight(config, target, mesh, network)
+
+
+def inspect(preflight: Preflight, options: Options, console: Console) -> list[Finding]:
+    """Compiles every distinct exchange of the run."""
+    step, topology = preflight.step()
+    turns = {exchange: t for t, exchange in reversed(list(enumerate(topology)))}
+    found = []
+    for number, t in enumerate(sorted(turns.values()), start=1):
+        name = preflight.config.step.algorithm
+        if name != "all_reduce":
+            name = f"{name} {number}/{len(turns)}"
+        with console.status(f"compiling {name}"):
+            found.append(preflight.find(name, step, topology, t, options))
+        console.print(f"compiled {name} in {found[-1].compile_seconds:.1f} s")
+    return found
+
+
+def tuned(preflight: Preflight, console: Console) -> Options:
+    """Tries options on the exchange that takes longest; keeps what shortens the step.
+
+    And covers no less, where less than 95 % of the bytes are covered.
+    """
+    step, topology = preflight.step()
+
+    def find(t: int, options: Options) -> Finding:
+        return preflight.find("", step, topology, t, options)
+
+    traffic = analysis.traffic(topology, 1.0, preflight.config.workers.workers_per_node)
+    busiest = [float(sent.node_bytes.max()) for sent in traffic]
+    t = busiest.index(max(busiest))
+    kept: Options = {}
+    best = find(t, kept)
+    console.print(f"  {'no option':70}{_summary(best)}")
+    for options in CANDIDATES:
+        with console.status(f"trying {as_arguments(options)}"):
+            found = find(t, {**kept, **options})
+        console.print(f"  {_short(options):70}{_summary(found)}")
+        least = min(best.schedule.covered(AXIS), 0.95)
+        shorter = found.estimate.step < 0.999 * best.estimate.step
+        if shorter and found.schedule.covered(AXIS) >= least:
+            kept, best = {**kept, **options}, found
+    return kept
+
+
+CANDIDATES: list[Options] = [
+    *(
+        dict.fromkeys(THRESHOLDS, size)
+        for size in ("2500000", "10000000", "100000000", "1")
+    ),
+    {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
+]
+
+
+def _devices(target: Target, nodes: int, devices_per_node: int) -> np.ndarray:
+    count = nodes * devices_per_node
+    if isinstance(target, Gpu):
+        _need_plugin("jax_cuda12_plugin")
+        description = topologies.get_topology_desc(
+            platform="cuda",
+            target_config=target.config(),
+            topology=f"{nodes} x {devices_per_node} x 1",
+        )
+        return np.array(description.devices)
+    _need_plugin("libtpu")
+    description = topologies.get_topology_desc(
+        platform="tpu", topology_name=target.name
+    )
+    if len(description.devices) != count:
+        raise ValueError(
+            f"{target.name} has {len(description.devices)} chips, "
+            f"{nodes} nodes x {devices_per_node} are {count}"
+        )
+    return np.array(description.devices)
+
+
+def _need_plugin(module: str) -> None:
+    try:
+        __import__(module)
+    except ImportError as error:
+        extra = {"libtpu": "libtpu"}.get(module, "'decentjax[preflight]'")
+        raise ModuleNotFoundError(
+            f"no compiler for this target: pip install {extra}"
+        ) from error
+
+
+def with_all_reduce(preflight: Preflight) -> Preflight | None:
+    """The same run with all-reduce, to compare."""
+    config = preflight.config
+    if config.step.algorithm == "all_reduce":
+        return None
+    step = dataclasses.replace(config.step, algorithm="all_reduce", message_dtype=None)
+    config = dataclasses.replace(config, step=step)
+    return Preflight(config, preflight.target, preflight.mesh, preflight.network)
+
+
+def _peak_memory(compiled: jax.stages.Compiled) -> int:
+    stats: Any = compiled.memory_analysis()
+    return (
+        stats.argument_size_in_bytes
+        + stats.output_size_in_bytes
+        - stats.alias_size_in_bytes
+        + stats.temp_size_in_bytes
+        + stats.generated_code_size_in_bytes
+    )
+
+
+def _summary(finding: Finding) -> str:
+    estimate = finding.estimate
+    return (
+        f"{finding.schedule.covered(AXIS):7.1%} covered, "
+        f"{1e3 * estimate.exposed:8.3g} ms exposed, step {1e3 * estimate.step:.3g} ms"
+    )
+
+
+def _short(options: Options) -> str:
+    names = sorted({name.removeprefix("xla_gpu_") for name in options})
+    values = {str(value) for value in options.values()}
+    return f"{', '.join(names)[:56]} = {' '.join(values)}"
+
+
+def _as_dict(collective: Collective) -> dict[str, Any]:
+    return {
+        "name": collective.name,
+        "kind": collective.kind,
+        "axes": collective.axes,
+        "num_bytes": collective.num_bytes,
+        "calls": collective.calls,
+        "start": collective.start,
+        "end": collective.end,
+        "flops_beside": sum(collective.beside.flops.values()),
+        "bytes_beside": collective.beside.num_bytes,
+        "in_conditional": collective.in_conditional,
+        "in_loop": collective.in_loop,
+    }

@@ -1,0 +1,181 @@
+"""Says what the compiled steps of a run show: tables, a verdict, JSON, a figure."""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from decentjax import AXIS
+from decentjax.overlap import Collective
+from train.preflight.compile import (
+    Finding,
+    Options,
+    Preflight,
+    inspect,
+    tuned,
+    with_all_reduce,
+)
+from train.xla import as_arguments
+
+# XLA leaves a quarter of a GPU's memory to others, unless it is told otherwise.
+MEMORY_SHARE = 0.75
+COLOURS = {False: "tab:blue", True: "tab:gray"}
+
+
+def report(
+    preflight: Preflight,
+    tune: bool,
+    require_overlap: float | None,
+    out: Path | None,
+    figure: Path | None,
+) -> int:
+    """Compiles, prints, writes and draws; returns the exit code."""
+    console = Console(width=120, soft_wrap=True)
+    config, target = preflight.config, preflight.target
+    workers = config.workers.num_workers
+    console.print(
+        f"{config.name} on {workers} x {target.name}, "
+        f"{config.workers.workers_per_node} to a node"
+    )
+    options: Options = {}
+    if tune and target.platform == "cuda" and workers > 1:
+        console.print("options of XLA, on the busiest exchange")
+        options = tuned(preflight, console)
+    found = inspect(preflight, options, console)
+    baseline = with_all_reduce(preflight)
+    rows = [*found, *inspect(baseline, options, console)] if baseline else found
+    console.print(_table(rows), _collectives(found), "", sep="\n")
+
+    problems = [sentence for finding in found for sentence in finding.warnings()]
+    needed = max(finding.memory_bytes for finding in found)
+    have = target.memory_bytes
+    console.print(
+        f"memory    {needed / 1e9:.1f} GB of {have / 1e9:.1f} GB, of which XLA takes "
+        f"{MEMORY_SHARE:.0%} by default"
+    )
+    fits = needed <= have
+    if not fits:
+        problems.append(
+            f"the step needs {needed / 1e9:.1f} GB, the device has {have / 1e9:.1f} GB:"
+            " take a smaller batch_per_worker or more num_micro_batches"
+        )
+    elif needed > MEMORY_SHARE * have:
+        problems.append(
+            "the step needs more than XLA's share: set XLA_PYTHON_CLIENT_MEM_FRACTION"
+            f"={min(0.95, needed / have + 0.05):.2f} in the environment"
+        )
+    covered = min(finding.schedule.covered(AXIS) for finding in found)
+    is_covered = require_overlap is None or covered >= require_overlap
+    if not is_covered:
+        problems.append(f"{covered:.1%} covered, {require_overlap:.1%} required")
+    console.print(f"covered   {covered:.1%} of the bytes of the worst exchange")
+    if options:
+        console.print(f"options   --step.xla-options {as_arguments(options)}")
+    for problem in problems:
+        console.print(f"warning   {problem}", style="bold")
+    if out is not None:
+        out.write_text(json.dumps(_as_json(preflight, options, rows), indent=2) + "\n")
+        console.print(f"json      {out}")
+    if figure is not None:
+        draw(rows, preflight).savefig(figure, bbox_inches="tight")
+        console.print(f"figure    {figure}")
+    return 0 if fits and is_covered else 1
+
+
+def draw(rows: list[Finding], preflight: Preflight) -> Figure:
+    """The longest exchange, and all-reduce above it: work, and messages below."""
+    decentralized = [row for row in rows if row.name != "all_reduce"]
+    shown = [row for row in rows if row.name == "all_reduce"]
+    if decentralized:
+        shown.append(max(decentralized, key=lambda row: row.estimate.step))
+    figure = Figure(figsize=(10, 1.6 * len(shown) + 0.6), layout="constrained")
+    axes: Any = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
+    for each, row in zip(axes, shown, strict=True):
+        _draw_lanes(each, row)
+    axes[-1].set_xlabel("time [ms]")
+    workers = preflight.config.workers
+    figure.suptitle(
+        f"{preflight.config.name} on {workers.num_workers} x {preflight.target.name}, "
+        "as compiled",
+        fontsize="medium",
+    )
+    return figure
+
+
+def _draw_lanes(axes: Axes, row: Finding) -> None:
+    for span in row.estimate.spans:
+        axes.broken_barh(
+            [(1e3 * span.start, 1e3 * (span.end - span.start))],
+            (0.0 if span.is_message else 1.0, 0.9),
+            facecolors=COLOURS[span.is_message],
+            edgecolor="none",
+            antialiased=False,
+        )
+    axes.set_yticks([0.45, 1.45], ["messages", "work"])
+    axes.set_title(
+        f"{row.name}: {row.schedule.covered(AXIS):.0%} covered, "
+        f"{1e3 * row.estimate.exposed:.2g} of {1e3 * row.estimate.step:.3g} ms exposed",
+        loc="left",
+        fontsize="small",
+    )
+
+
+def _table(rows: list[Finding]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    table.add_column("step")
+    for name in (
+        *("sent [MB]", "covered", "work [ms]", "messages [ms]", "step [ms]"),
+        *("exposed [ms]", "step / limit", "memory [GB]"),
+    ):
+        table.add_column(name, justify="right")
+    for row in rows:
+        estimate = row.estimate
+        table.add_row(
+            row.name,
+            f"{row.schedule.sent_bytes() / 1e6:.1f}",
+            f"{row.schedule.covered(AXIS):.1%}",
+            f"{1e3 * estimate.compute:.3g}",
+            f"{1e3 * estimate.communication:.3g}",
+            f"{1e3 * estimate.step:.3g}",
+            f"{1e3 * estimate.exposed:.3g}",
+            f"{estimate.step / estimate.limit:.3f}",
+            f"{row.memory_bytes / 1e9:.1f}",
+        )
+    return table
+
+
+def _collectives(found: list[Finding]) -> Table:
+    """What is sent along which axes of the mesh, in all exchanges."""
+    groups: dict[tuple[str, str], list[Collective]] = {}
+    for finding in found:
+        for c in finding.schedule.collectives:
+            groups.setdefault((c.kind, ", ".join(c.axes)), []).append(c)
+    table = Table(box=None, pad_edge=False)
+    for name in ("collectives", "along", "number", "MB", "covered"):
+        table.add_column(name, justify="left" if name in "along" else "right")
+    for (kind, axes), collectives in sorted(groups.items()):
+        table.add_row(
+            kind,
+            axes,
+            str(len(collectives)),
+            f"{sum(c.num_bytes for c in collectives) / 1e6:.1f}",
+            f"{sum(c.is_covered for c in collectives)}",
+        )
+    return table
+
+
+def _as_json(
+    preflight: Preflight, options: Options, rows: list[Finding]
+) -> dict[str, Any]:
+    return {
+        "config": dataclasses.asdict(preflight.config),
+        "target": preflight.target.name,
+        "memory_bytes": preflight.target.memory_bytes,
+        "xla_options": dict(options),
+        "steps": [row.as_dict() for row in rows],
+    }

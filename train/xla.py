@@ -1,0 +1,42 @@
+"""Options of XLA: what preflight recommends, and the trainer takes on a GPU."""
+
+from collections.abc import Mapping, Sequence
+
+# Kernels are not tuned where there is no GPU.
+COMPILE_ONLY = {"xla_gpu_autotune_level": "0"}
+
+THRESHOLDS = (
+    "xla_gpu_all_gather_combine_threshold_bytes",
+    "xla_gpu_collective_permute_combine_threshold_bytes",
+    "xla_gpu_reduce_scatter_combine_threshold_bytes",
+)
+
+# XLA joins messages up to 30 MB and more. Then the last ones have too little beside
+# them, and a ring of pairs of 22 MB becomes one message that blocks.
+RECOMMENDED = dict.fromkeys(THRESHOLDS, "2500000")
+
+
+def as_arguments(options: Mapping[str, str | bool]) -> str:
+    """Returns options as the config's `step.xla_options` takes them."""
+    return " ".join(f"{name}={value}" for name, value in options.items())
+
+
+def read_options(arguments: Sequence[str], on_gpu: bool) -> dict[str, str]:
+    """Reads "recommended", and options of the form NAME=VALUE.
+
+    Raises:
+      ValueError: if one has another form.
+    """
+    options = {}
+    for argument in arguments:
+        name, separator, value = argument.partition("=")
+        if argument == "recommended":
+            options.update(RECOMMENDED if on_gpu else {})
+        elif separator and name.startswith("xla_"):
+            options[name] = value
+        else:
+            raise ValueError(
+                'step.xla_options takes "recommended" and xla_NAME=VALUE, '
+                f"got {argument!r}"
+            )
+    return options
