@@ -1,11 +1,14 @@
 """GPT-2 small (nanoGPT's: vocabulary 50304, no bias), to look at before it is run.
 
-It reads the bytes of the Python standard library until there is text of its own size.
+Its text is the Python standard library's, as bytes, which is too little for it.
 Command: `python -m train.preflight configs/gpt2_small.py --target h100 --nodes 126
---gpus-per-node 8`.
+--gpus-per-node 8 --topology.name hierarchical --topology.between one_peer_ring --figure
+configs/gpt2_small.svg`.
 Hardware: none of it; compiled on 2 cores of an AMD EPYC.
-Wall time: WALL
-Result: RESULT
+Wall time: 132 s, 12 s for each program (Python 3.11, jax 0.10.2).
+Result: as compiled, 96.6 % of the exchanged bytes travel beside matmuls, and of a step
+of 43.7 ms 0.44 ms wait for messages, by estimate; with all-reduce 68.9 %, and 3.7 of
+47.4 ms. Never run on a GPU.
 """
 
 from train.config import (

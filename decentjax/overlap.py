@@ -7,137 +7,28 @@ possible, and with the speeds of an accelerator and its network, how long a step
 """
 
 import dataclasses
-import functools
 import math
-import re
-from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
-
-import jax
-import numpy as np
+from collections.abc import Mapping
+from typing import NamedTuple
 
 from decentjax import hlo
-from decentjax.hlo import Computation, Instruction, Module, Work
+from decentjax.hlo import Work
+from decentjax.schedule import Collective, Link, Op, Schedule, links, read
 
-KINDS = (
-    "all-gather",
-    "all-reduce",
-    "all-to-all",
-    "collective-broadcast",
-    "collective-permute",
-    "ragged-all-to-all",
-    "reduce-scatter",
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """One collective of a step, and what runs beside it.
-
-    Args:
-      name: in the program.
-      kind: as in HLO, "collective-permute".
-      axes: of the mesh, along which it sends.
-      groups: (sender, receiver) of a permute; members of each group of the others.
-      num_bytes: of the whole array on one device, before a scatter, after a gather.
-      calls: in a step; trips of its loop, 1/B in one of B branches of a conditional.
-      start: its place in the schedule.
-      end: the place at which it is waited for; that of its start, if it is not
-        asynchronous.
-      beside: what runs between, per call.
-      in_conditional: whether it stands in a branch.
-      in_loop: whether it stands in a loop.
-      op_name: the names that jax gave it, outermost first.
-    """
-
-    name: str
-    kind: str
-    axes: tuple[str, ...]
-    groups: tuple[tuple[int, ...], ...]
-    num_bytes: float
-    calls: float
-    start: int
-    end: int
-    beside: Work
-    in_conditional: bool
-    in_loop: bool
-    op_name: str
-
-    @property
-    def is_covered(self) -> bool:
-        """Whether a matmul or a convolution runs beside it."""
-        return any(self.beside.flops.values())
-
-
-@dataclasses.dataclass(frozen=True)
-class Op:
-    """One place of a schedule: work, or the start or the end of a collective.
-
-    Args:
-      name: in the program.
-      work: of all repeats of its bodies.
-      starts: the collective that it starts, as a place in `Schedule.collectives`.
-      ends: the collective that it waits for.
-      bodies: of a loop or a call one, of a conditional each branch.
-      repeats: of each body; 1/B of B branches.
-    """
-
-    name: str
-    work: Work
-    starts: int | None = None
-    ends: int | None = None
-    bodies: tuple[tuple["Op", ...], ...] = ()
-    repeats: float = 1
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """A compiled step.
-
-    Args:
-      ops: in the order in which they are dispatched.
-      collectives: of all computations.
-      num_devices: that run it.
-      uncounted_loops: names of those whose trips the compiler does not know; their
-        bodies count once.
-    """
-
-    ops: tuple[Op, ...]
-    collectives: tuple[Collective, ...]
-    num_devices: int
-    uncounted_loops: tuple[str, ...]
-
-    @property
-    def work(self) -> Work:
-        return _sum(op.work for op in self.ops)
-
-    def sent_bytes(self, axis: str | None = None) -> float:
-        """Bytes that a device sends in a step, in the mean, along an axis or all."""
-        return sum(self._sent(c) for c in self._along(axis))
-
-    def covered(self, axis: str | None = None) -> float:
-        """The share of the sent bytes beside which a matmul or a convolution runs.
-
-        1 where nothing is sent.
-        """
-        total = self.sent_bytes(axis)
-        beside = sum(self._sent(c) for c in self._along(axis) if c.is_covered)
-        return beside / total if total else 1.0
-
-    def _along(self, axis: str | None) -> list[Collective]:
-        return [c for c in self.collectives if axis is None or axis in c.axes]
-
-    def _sent(self, collective: Collective) -> float:
-        sent = sum(link.num_bytes for link in links(collective))
-        return collective.calls * sent / self.num_devices
-
-
-class Link(NamedTuple):
-    """What one device sends to another in a collective."""
-
-    sender: int
-    receiver: int
-    num_bytes: float
+__all__ = [
+    "Accelerator",
+    "Collective",
+    "Estimate",
+    "Link",
+    "Network",
+    "Op",
+    "Schedule",
+    "Span",
+    "Work",
+    "estimate",
+    "links",
+    "read",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -239,65 +130,6 @@ class Estimate:
         return max(self.compute, self.communication)
 
 
-def read(
-    compiled: jax.stages.Compiled | str, axes: Mapping[str, int] | None = None
-) -> Schedule:
-    """Reads the schedule of a compiled step.
-
-    Args:
-      compiled: a step as `jit(step).lower(...).compile()` returns it, or its text.
-      axes: names and sizes of the mesh's axes, in order; taken from the compiled step's
-        arguments where they are on a mesh, else all devices are one axis "devices".
-
-    Returns:
-      Its collectives, and what runs beside them.
-
-    Raises:
-      ValueError: if the text is no compiled program, or the axes have not as many
-        devices as it.
-    """
-    if isinstance(compiled, str):
-        text = compiled
-    else:
-        text = compiled.as_text()
-        axes = _axes_of(compiled) if axes is None else axes
-    module = hlo.parse(text or "")
-    axes = {"devices": module.num_devices} if axes is None else dict(axes)
-    if math.prod(axes.values()) != module.num_devices:
-        raise ValueError(
-            f"the program runs on {module.num_devices} devices, the axes {axes} have "
-            f"{math.prod(axes.values())}"
-        )
-    reader = _Reader(module, axes)
-    ops = reader.ops(module.entry, _Place(1, False, False))
-    return Schedule(
-        ops,
-        tuple(reader.collectives),
-        module.num_devices,
-        tuple(reader.uncounted_loops),
-    )
-
-
-def links(collective: Collective) -> list[Link]:
-    """Who sends how much to whom in one call; groups send around a ring.
-
-    A ring of S sends `2 (1 - 1/S)` arrays for an all-reduce, `1 - 1/S` for the others.
-    """
-    if collective.kind == "collective-permute":
-        return [
-            Link(sender, receiver, collective.num_bytes)
-            for sender, receiver in collective.groups
-            if sender != receiver
-        ]
-    found = []
-    for group in collective.groups:
-        arrays = (1 - 1 / len(group)) * (2 if collective.kind == "all-reduce" else 1)
-        for sender, receiver in zip(group, [*group[1:], group[0]], strict=True):
-            if sender != receiver:
-                found.append(Link(sender, receiver, arrays * collective.num_bytes))
-    return found
-
-
 def estimate(
     schedule: Schedule, accelerator: Accelerator, network: Network
 ) -> Estimate:
@@ -326,124 +158,6 @@ def estimate(
         c.calls * s for c, s in zip(schedule.collectives, seconds, strict=True)
     )
     return Estimate(compute, communication, end, tuple(player.spans))
-
-
-class _Place(NamedTuple):
-    """Where a computation stands, and how often a step runs it."""
-
-    calls: float
-    in_conditional: bool
-    in_loop: bool
-
-
-class _Reader:
-    """Walks the computations of a program and collects its collectives."""
-
-    def __init__(self, module: Module, axes: dict[str, int]):
-        self._module = module
-        self._axes = axes
-        self.collectives: list[Collective] = []
-        self.uncounted_loops: list[str] = []
-
-    def ops(self, computation: Computation, place: _Place) -> tuple[Op, ...]:
-        ops: list[Op] = []
-        started: dict[str, int] = {}  # The place of each start, by its name.
-        for instruction in computation.instructions.values():
-            name, opcode = instruction.name, instruction.opcode
-            if opcode in KINDS:
-                ops.append(Op(name, hlo.NOTHING))
-                self._wait(
-                    computation, instruction, instruction, ops, len(ops) - 1, place
-                )
-            elif self._is_start(instruction):
-                started[name] = len(ops)
-                ops.append(Op(name, hlo.NOTHING))
-            elif opcode.endswith(("-done", "-update")):
-                before = instruction.operands[0]
-                if before not in started:
-                    continue
-                at = started.pop(before)
-                if opcode.endswith("-update"):
-                    started[name] = at
-                    continue
-                start = computation.instructions[ops[at].name]
-                if '"is_sync":true' not in start.attributes:
-                    ops.append(Op(name, hlo.NOTHING))
-                self._wait(computation, start, instruction, ops, at, place)
-            elif opcode in ("while", "conditional", "call", "async-start"):
-                ops.append(self._nested(instruction, place))
-            else:
-                work = hlo.work(self._module, computation, instruction)
-                if work != hlo.NOTHING:
-                    ops.append(Op(name, work))
-        return tuple(ops)
-
-    def _nested(self, instruction: Instruction, place: _Place) -> Op:
-        bodies = self._module.called(instruction)
-        repeats = 1.0
-        if instruction.opcode == "conditional":
-            repeats = 1 / len(bodies)
-            place = place._replace(in_conditional=True)
-        if instruction.opcode == "while":
-            trips = hlo.trip_count(instruction)
-            if trips is None:
-                self.uncounted_loops.append(instruction.name)
-            repeats = 1 if trips is None else trips
-            place = place._replace(in_loop=True)
-        place = place._replace(calls=place.calls * repeats)
-        inside = tuple(self.ops(body, place) for body in bodies)
-        work = _sum(op.work for body in inside for op in body).times(repeats)
-        return Op(instruction.name, work, bodies=inside, repeats=repeats)
-
-    def _is_start(self, instruction: Instruction) -> bool:
-        kind, _, suffix = instruction.opcode.rpartition("-")
-        if instruction.opcode == "async-start":
-            return self._wrapped(instruction) is not None
-        return suffix == "start" and kind in KINDS
-
-    def _wrapped(self, instruction: Instruction) -> Instruction | None:
-        """The collective that an `async-start` starts."""
-        for computation in self._module.called(instruction):
-            for inner in computation.instructions.values():
-                if inner.opcode in KINDS:
-                    return inner
-        return None
-
-    def _wait(
-        self,
-        computation: Computation,
-        start: Instruction,
-        done: Instruction,
-        ops: list[Op],
-        at: int,
-        place: _Place,
-    ) -> None:
-        """Adds a collective, which the last op waits for, or that of its start."""
-        number = len(self.collectives)
-        end = len(ops) - 1 if ops[-1].name == done.name else at
-        ops[at] = dataclasses.replace(ops[at], starts=number)
-        ops[end] = dataclasses.replace(ops[end], ends=number)
-        collective = self._wrapped(start) if start.opcode == "async-start" else start
-        assert collective is not None
-        groups = _groups(collective.attributes, self._module.num_devices)
-        op_name = re.search(r'op_name="([^"]*)"', collective.attributes)
-        read = sum(operand.num_bytes for operand in computation.operands(start))
-        self.collectives.append(
-            Collective(
-                name=start.name,
-                kind=collective.opcode.removesuffix("-start"),
-                axes=_axes_along(groups, self._axes),
-                groups=groups,
-                num_bytes=max(read, done.num_bytes),
-                calls=place.calls,
-                start=at,
-                end=end,
-                beside=_sum(op.work for op in ops[at + 1 : end]),
-                in_conditional=place.in_conditional,
-                in_loop=place.in_loop,
-                op_name=op_name[1] if op_name else "",
-            )
-        )
 
 
 class _Player:
@@ -497,70 +211,9 @@ class _Player:
         return compute, end
 
 
-def _sum(works: Iterator[Work]) -> Work:
-    return functools.reduce(lambda total, work: total + work, works, hlo.NOTHING)
-
-
 def _num_messages(collective: Collective) -> int:
     """One after the other in a call: of a permute 1, in a group those of a tree."""
     if collective.kind == "collective-permute":
         return int(any(sender != receiver for sender, receiver in collective.groups))
     depth = math.ceil(math.log2(max(len(group) for group in collective.groups)))
     return 2 * depth if collective.kind == "all-reduce" else depth
-
-
-def _axes_of(compiled: jax.stages.Compiled) -> dict[str, int] | None:
-    """The mesh of the arguments."""
-    shardings: Any = jax.tree.leaves(compiled.input_shardings)
-    for sharding in shardings:
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            return dict(sharding.mesh.shape)
-    return None
-
-
-def _axes_along(
-    groups: tuple[tuple[int, ...], ...], axes: dict[str, int]
-) -> tuple[str, ...]:
-    """The axes along which the members of a group differ."""
-    differs = np.zeros(len(axes), bool)
-    for group in groups:
-        places = np.stack(np.unravel_index(group, tuple(axes.values())))
-        differs |= (places != places[:, :1]).any(axis=1)
-    return tuple(name for name, is_along in zip(axes, differs, strict=True) if is_along)
-
-
-def _groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Reads pairs, and the forms of groups: `{{0,1},{2,3}}`, `[2,2]<=[4]`, a mesh's."""
-    listed = re.search(
-        r"(?:source_target_pairs|replica_groups)=\{([\d{},]*)\}", attributes
-    )
-    if listed:
-        groups = re.findall(r"\{([\d,]+)\}", listed[1])
-        return tuple(_numbers(group) for group in groups) or (
-            tuple(range(num_devices)),
-        )
-    iota = re.search(
-        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
-    )
-    if iota:
-        source = _numbers(iota[2])
-        order = _numbers(iota[3]) if iota[3] else tuple(range(len(source)))
-        devices = np.arange(num_devices).reshape(source).transpose(order)
-        return _as_groups(devices.reshape(_numbers(iota[1])))
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes)
-    if mesh is None:
-        return (tuple(range(num_devices)),)
-    sizes = {k: int(v) for k, v in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-    inside = [list(sizes).index(axis) for axis in re.findall(r"'(\w+)'", mesh[2])]
-    devices = np.arange(num_devices).reshape(tuple(sizes.values()))
-    last = np.moveaxis(devices, inside, range(-len(inside), 0))
-    size = math.prod(list(sizes.values())[place] for place in inside)
-    return _as_groups(last.reshape(-1, size))
-
-
-def _as_groups(array: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, array.tolist()))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))

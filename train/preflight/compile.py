@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -158,12 +159,20 @@ class Preflight:
         )
 
     def _needed_bytes(self, topology: Topology, t: int) -> float:
-        dtype = self.config.step.message_dtype
-        leaves = jax.tree.leaves(self._state.params)
-        size = 1 / self.config.workers.num_workers
-        model = sum(size * x.size * np.dtype(dtype or x.dtype).itemsize for x in leaves)
-        per_node = self.config.workers.workers_per_node
-        sent = analysis.traffic(topology, model, per_node)
+        """Of the models' floats; inside a node they travel in their own dtype."""
+        in_levels = topology[t].workers_per_node > 1
+        dtype = None if in_levels else self.config.step.message_dtype
+        floats = [
+            x
+            for x in jax.tree.leaves(self._state.params)
+            if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
+        stacked = sum(x.size * np.dtype(dtype or x.dtype).itemsize for x in floats)
+        sent = analysis.traffic(
+            topology,
+            stacked / self.config.workers.num_workers,
+            self.config.workers.workers_per_node,
+        )
         return float(sent[t % topology.period].worker_bytes.mean())
 
     def _placed(self, tree: Any) -> Any:

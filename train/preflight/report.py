@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from decentjax import AXIS
-from decentjax.overlap import Collective
+from decentjax.overlap import Collective, Span
 from train.preflight.compile import (
     Finding,
     Options,
@@ -108,13 +109,12 @@ def draw(rows: list[Finding], preflight: Preflight) -> Figure:
 
 
 def _draw_lanes(axes: Axes, row: Finding) -> None:
-    for span in row.estimate.spans:
+    for is_message in (False, True):
+        lane = [s for s in row.estimate.spans if s.is_message == is_message]
         axes.broken_barh(
-            [(1e3 * span.start, 1e3 * (span.end - span.start))],
-            (0.0 if span.is_message else 1.0, 0.9),
-            facecolors=COLOURS[span.is_message],
-            edgecolor="none",
-            antialiased=False,
+            [(1e3 * start, 1e3 * (end - start)) for start, end in _joined(lane)],
+            (0.0 if is_message else 1.0, 0.9),
+            facecolors=COLOURS[is_message],
         )
     axes.set_yticks([0.45, 1.45], ["messages", "work"])
     axes.set_title(
@@ -123,6 +123,17 @@ def _draw_lanes(axes: Axes, row: Finding) -> None:
         loc="left",
         fontsize="small",
     )
+
+
+def _joined(spans: Iterable[Span]) -> list[tuple[float, float]]:
+    """The times of spans, those that follow each other at once as one."""
+    joined: list[tuple[float, float]] = []
+    for span in spans:
+        if joined and span.start <= joined[-1][1]:
+            joined[-1] = (joined[-1][0], span.end)
+        else:
+            joined.append((span.start, span.end))
+    return joined
 
 
 def _table(rows: list[Finding]) -> Table:
