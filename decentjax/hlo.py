@@ -11,6 +11,8 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import numpy as np
+
 BITS = {
     **{"pred": 8, "token": 0, "opaque": 0, "c64": 64, "c128": 128},
     **{f"{sign}{bits}": bits for sign in "su" for bits in (1, 2, 4, 8, 16, 32, 64)},
@@ -273,9 +275,8 @@ def _flops(instruction: Instruction, operands: list[Instruction]) -> dict[str, f
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", attributes)
         return _dot_flops(instruction, operands, _numbers(contracted[1]))  # pyright: ignore
     if instruction.opcode == "convolution":
-        return _convolution_flops(
-            attributes, instruction.arrays[0], operands[1].arrays[0]
-        )
+        image, kernel = (operand.arrays[0] for operand in operands[:2])
+        return _convolution_flops(attributes, image, kernel, instruction.arrays[0])
     if instruction.opcode != "custom-call":
         return {}
     target = re.search(r'custom_call_target="([^"]*)"', attributes)
@@ -287,11 +288,12 @@ def _flops(instruction: Instruction, operands: list[Instruction]) -> dict[str, f
     if name.startswith("__cudnn$conv"):
         first, second = (operand.arrays[0] for operand in operands[:2])
         made = instruction.arrays[0]
-        output, kernel = {
-            "__cudnn$convBackwardInput": (first, second),
-            "__cudnn$convBackwardFilter": (second, made),
-        }.get(name, (made, second))
-        return _convolution_flops(attributes, output, kernel)
+        # The attributes are those of the forward convolution.
+        image, kernel, output = {
+            "__cudnn$convBackwardInput": (made, second, first),
+            "__cudnn$convBackwardFilter": (first, made, second),
+        }.get(name, (first, second, made))
+        return _convolution_flops(attributes, image, kernel, output)
     return {}
 
 
@@ -304,12 +306,49 @@ def _dot_flops(
 
 
 def _convolution_flops(
-    attributes: str, output: Array, kernel: Array
+    attributes: str, image: Array, kernel: Array, output: Array
 ) -> dict[str, float]:
-    labels = re.search(r"dim_labels=\w+_(\w+)->", attributes)
-    features = kernel.dims[labels[1].index("o")] if labels else 1
-    inner = math.prod(kernel.dims) / features
-    return {kernel.dtype: 2.0 * math.prod(output.dims) * inner}
+    """Places of the window that fall into padding or dilation cost nothing."""
+    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
+    assert labels is not None
+    of_image, of_kernel, of_output = labels.groups()
+    inputs = kernel.dims[of_kernel.index("i")]
+    outputs = [
+        size
+        for size, label in zip(output.dims, of_output, strict=True)
+        if label in "bf"
+    ]
+    flops = 2.0 * math.prod(outputs) * inputs
+    for dim in range(len(of_kernel) - 2):
+        flops *= _window_places(
+            attributes,
+            dim,
+            image.dims[of_image.index(str(dim))],
+            kernel.dims[of_kernel.index(str(dim))],
+            output.dims[of_output.index(str(dim))],
+        )
+    return {kernel.dtype: flops}
+
+
+def _window_places(
+    attributes: str, dim: int, image: int, kernel: int, output: int
+) -> int:
+    """Pairs of an output and a place of its window that meet the image, in a dim."""
+    low = _window(attributes, "pad", dim, "0_0").partition("_")[0]
+    stride, image_dilation, kernel_dilation = (
+        int(_window(attributes, name, dim, "1"))
+        for name in ("stride", "lhs_dilate", "rhs_dilate")
+    )
+    starts = np.arange(output)[:, None] * stride - int(low)
+    places = starts + np.arange(kernel) * kernel_dilation
+    inside = (places >= 0) & (places <= (image - 1) * image_dilation)
+    return int(np.sum(inside & (places % image_dilation == 0)))
+
+
+def _window(attributes: str, name: str, dim: int, default: str) -> str:
+    """One dim's value of `window={size=3x3 pad=1_1x1_1}`."""
+    found = re.search(rf"window={{[^}}]*\b{name}=([^ }}]*)", attributes)
+    return found[1].split("x")[dim] if found else default
 
 
 def _numbers(text: str) -> list[int]:

@@ -448,6 +448,30 @@ def test_a_convolution_counts_and_covers(mesh):
     assert sum(schedule.work.flops.values()) == pytest.approx(2 * forward)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window_strides": (1, 1), "padding": "VALID"},
+        {"window_strides": (2, 1), "padding": "SAME"},
+        {"window_strides": (1, 1), "padding": ((3, 0), (1, 5))},
+        {"window_strides": (1, 1), "padding": "SAME", "rhs_dilation": (2, 3)},
+        {"window_strides": (1, 1), "padding": ((2, 2), (2, 2)), "lhs_dilation": (2, 3)},
+        {"window_strides": (1, 1), "padding": "SAME", "feature_group_count": 2},
+    ],
+)
+def test_the_flops_of_a_convolution_are_those_that_xla_counts(options):
+    names = ("NHWC", "HWIO", "NHWC")
+    groups = options.get("feature_group_count", 1)
+    image, kernel = jnp.ones((2, 9, 7, 4)), jnp.ones((3, 5, 4 // groups, 6))
+    convolve = functools.partial(
+        lax.conv_general_dilated, dimension_numbers=names, **options
+    )
+    program = jax.jit(convolve).lower(image, kernel).compile()
+    cost = program.cost_analysis()
+    assert cost is not None
+    assert sum(overlap.read(program).work.flops.values()) == cost["flops"]
+
+
 def test_on_a_mesh_of_slices_only_the_exchange_leaves_a_slice():
     mesh = gpu_mesh(4, 4, workers=4, model=4)
     graph = topology.one_peer_ring(4)

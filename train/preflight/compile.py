@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -145,7 +146,8 @@ class Preflight:
         """Compiles the exchange of step t and reads it."""
         lowered = step.lower(self._state, self._batch, t)
         start = time.monotonic()
-        compiled = lowered.compile({**COMPILE_ONLY, **options})
+        alone = COMPILE_ONLY if isinstance(self.target, Gpu) else {}
+        compiled = lowered.compile({**alone, **options})
         seconds = time.monotonic() - start
         schedule = overlap.read(compiled)
         speeds = self.target.accelerator()
@@ -280,6 +282,9 @@ def _devices(target: Target, nodes: int, devices_per_node: int) -> np.ndarray:
         )
         return np.array(description.devices)
     _need_plugin("libtpu")
+    # It would ask the cloud who it is.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     description = topologies.get_topology_desc(
         platform="tpu", topology_name=target.name
     )

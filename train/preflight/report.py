@@ -21,6 +21,7 @@ from train.preflight.compile import (
     tuned,
     with_all_reduce,
 )
+from train.preflight.targets import Gpu
 from train.xla import as_arguments
 
 # XLA leaves a quarter of a GPU's memory to others, unless it is told otherwise.
@@ -55,17 +56,16 @@ def report(
     problems = [sentence for finding in found for sentence in finding.warnings()]
     needed = max(finding.memory_bytes for finding in found)
     have = target.memory_bytes
-    console.print(
-        f"memory    {needed / 1e9:.1f} GB of {have / 1e9:.1f} GB, of which XLA takes "
-        f"{MEMORY_SHARE:.0%} by default"
-    )
+    share = MEMORY_SHARE if isinstance(target, Gpu) else 1.0
+    by_default = f", of which XLA takes {share:.0%} by default" if share < 1 else ""
+    console.print(f"memory    {needed / 1e9:.1f} GB of {have / 1e9:.1f} GB{by_default}")
     fits = needed <= have
     if not fits:
         problems.append(
             f"the step needs {needed / 1e9:.1f} GB, the device has {have / 1e9:.1f} GB:"
             " take a smaller batch_per_worker or more num_micro_batches"
         )
-    elif needed > MEMORY_SHARE * have:
+    elif needed > share * have:
         problems.append(
             "the step needs more than XLA's share: set XLA_PYTHON_CLIENT_MEM_FRACTION"
             f"={min(0.95, needed / have + 0.05):.2f} in the environment"
