@@ -1,5 +1,8 @@
 """Reads the text of a compiled program: its instructions, and the work in each.
 
+Calls to libraries count their matmuls and convolutions; of all other calls, cuDNN's
+attention and kernels written by hand too, only the bytes are known.
+
 XLA's own analysis says nothing about programs for a GPU that is not there, and its
 parser has no public Python name; the text has both, on every backend.
 """
@@ -164,7 +167,7 @@ def work(module: Module, computation: Computation, instruction: Instruction) -> 
     """What one instruction computes and moves; a loop's work is in its body."""
     if instruction.opcode in FREE:
         return NOTHING
-    if instruction.opcode == "fusion":
+    if instruction.opcode.removesuffix("-start") == "fusion":
         return _work_of_fusion(module, computation, instruction)
     operands = computation.operands(instruction)
     flops = _flops(instruction, operands)
@@ -173,7 +176,10 @@ def work(module: Module, computation: Computation, instruction: Instruction) -> 
     if instruction.opcode == "dynamic-update-slice":
         return Work(flops, 2 * operands[1].num_bytes)
     read = sum(operand.num_bytes for operand in operands)
-    return Work(flops, read + instruction.num_bytes)
+    made = instruction.arrays
+    if "__cu" in instruction.attributes and len(made) > 1:
+        made = made[:-1]  # The scratch memory of a library.
+    return Work(flops, read + sum(array.num_bytes for array in made))
 
 
 def _instruction(line: str) -> Instruction | None:
@@ -187,7 +193,7 @@ def _instruction(line: str) -> Instruction | None:
     # Nothing in these names a computation, and they may say anything.
     names = re.sub(r'metadata=\{[^}]*\}|"(?:[^"\\]|\\.)*"', "", attributes)
     called = re.findall(
-        r"(?:calls|to_apply|body|true_computation|false_computation)=%?([\w.\-]+)",
+        r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)",
         names,
     )
     lists = re.findall(r"(?:branch|called)_computations=\{([^}]*)\}", names)
@@ -235,27 +241,21 @@ def _work_of_fusion(
     num_bytes = _written(body, body.instructions[body.root])
     parameters = [i for i in body.instructions.values() if i.opcode == "parameter"]
     for parameter in parameters:
-        num_bytes += _read(body, parameter, users[parameter.name])
+        num_bytes += _read(parameter, users)
     return Work(flops.flops, num_bytes)
 
 
-def _read(body: Computation, array: Instruction, users: list[Instruction]) -> float:
+def _read(array: Instruction, users: dict[str, list[Instruction]]) -> float:
     slices = 0.0
-    for user in users:
-        if user.operands[0] == array.name and user.opcode in (
-            "dynamic-slice",
-            "slice",
-            "gather",
-        ):
+    for user in users[array.name]:
+        is_first = user.operands[0] == array.name
+        if is_first and user.opcode in ("dynamic-slice", "slice", "gather"):
             slices += user.num_bytes
-        elif not _updates(body, user, array):
+        elif user.opcode == "bitcast":
+            slices += _read(user, users)
+        elif not (is_first and user.opcode == "dynamic-update-slice"):
             return array.num_bytes
     return min(slices, array.num_bytes)
-
-
-def _updates(body: Computation, user: Instruction, array: Instruction) -> bool:
-    """Whether the user writes into the array, in place."""
-    return user.opcode == "dynamic-update-slice" and user.operands[0] == array.name
 
 
 def _written(body: Computation, root: Instruction) -> float:
@@ -277,7 +277,7 @@ def _flops(instruction: Instruction, operands: list[Instruction]) -> dict[str, f
     if instruction.opcode == "convolution":
         image, kernel = (operand.arrays[0] for operand in operands[:2])
         return _convolution_flops(attributes, image, kernel, instruction.arrays[0])
-    if instruction.opcode != "custom-call":
+    if instruction.opcode.removesuffix("-start") != "custom-call":
         return {}
     target = re.search(r'custom_call_target="([^"]*)"', attributes)
     name = target[1] if target else ""

@@ -36,8 +36,8 @@ class Accelerator:
     """Speeds of one device.
 
     Args:
-      flops_per_second: of matmuls, by element type as in HLO ("bf16", "f32"); others
-        run at the slowest of them.
+      flops_per_second: of matmuls, by element type as in HLO ("bf16", "f32"); of those
+        that are not named, types of 8 bits run at the fastest, others at the slowest.
       bytes_per_second: of its memory.
       least_seconds: of one op, however small: on a GPU, of starting a kernel.
     """
@@ -50,13 +50,16 @@ class Accelerator:
         """Of one op, the longer of computing and moving."""
         if work == hlo.NOTHING:
             return 0.0
-        slowest = min(self.flops_per_second.values())
         compute = sum(
-            number / self.flops_per_second.get(dtype, slowest)
-            for dtype, number in work.flops.items()
+            number / self._rate(dtype) for dtype, number in work.flops.items()
         )
         moving = work.num_bytes / self.bytes_per_second
         return max(compute, moving, self.least_seconds)
+
+    def _rate(self, dtype: str) -> float:
+        rates = self.flops_per_second
+        narrow = dtype.startswith("f8") or dtype in ("s8", "u8", "s4", "u4")
+        return rates.get(dtype, (max if narrow else min)(rates.values()))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +114,8 @@ class Estimate:
       compute: seconds of all work, without a message.
       communication: seconds of all messages, one after the other.
       step: seconds of both, as scheduled.
-      spans: of the step; a loop's are those of its first trip.
+      spans: of the step; of a loop or a conditional, the work as one, and the messages
+        of the first trip, or of every branch.
     """
 
     compute: float
@@ -153,7 +157,7 @@ def estimate(
         )
     seconds = [network.seconds(c) for c in schedule.collectives]
     player = _Player(accelerator, seconds)
-    compute, end = player.play(schedule.ops, 0.0, record=True)
+    compute, end = player.play(schedule.ops, 0.0)
     communication = sum(
         c.calls * s for c, s in zip(schedule.collectives, seconds, strict=True)
     )
@@ -170,50 +174,68 @@ class _Player:
         self._ends: dict[int, float] = {}
         self.spans: list[Span] = []
 
-    def play(
-        self, ops: tuple[Op, ...], now: float, record: bool
-    ) -> tuple[float, float]:
+    def play(self, ops: tuple[Op, ...], now: float) -> tuple[float, float]:
         """Returns the seconds of the work alone, and the time at the end."""
         compute = 0.0
         for op in ops:
             if op.starts is not None:
-                self._send(op.name, op.starts, now)
+                start = max(now, self._network)
+                self._network = start + self._seconds[op.starts]
+                self._ends[op.starts] = self._network
+                self.spans.append(Span(op.name, True, start, self._network))
             if op.ends is not None:
                 now = max(now, self._ends[op.ends])
-            if op.bodies:
-                seconds, end = self._play_bodies(op, now)
-            else:
-                seconds = self._accelerator.seconds(op.work)
-                end = now + seconds
-            if record and seconds:
+            seconds, end = self._run(op, now)
+            if seconds:
                 self.spans.append(Span(op.name, False, now, end))
             compute, now = compute + seconds, end
         return compute, now
 
-    def _send(self, name: str, collective: int, now: float) -> None:
-        start = max(now, self._network)
-        self._network = self._ends[collective] = start + self._seconds[collective]
-        self.spans.append(Span(name, True, start, self._network))
+    def _run(self, op: Op, now: float) -> tuple[float, float]:
+        if not op.bodies:
+            seconds = self._accelerator.seconds(op.work)
+            return seconds, now + seconds
+        num_spans = len(self.spans)
+        run = self._branch if op.repeats < 1 else self._loop
+        result = run(op, now)
+        # Of what is inside, the messages are shown, and the work as one.
+        inside = self.spans[num_spans:]
+        self.spans[num_spans:] = [span for span in inside if span.is_message]
+        return result
 
-    def _play_bodies(self, op: Op, now: float) -> tuple[float, float]:
-        """The first trip, as often as there are trips; of branches the mean."""
-        before, after = self._network, self._network
-        compute, end = 0.0, now
+    def _loop(self, op: Op, now: float) -> tuple[float, float]:
+        """The first trip may wait for what was sent before; all others are alike."""
+        (body,) = op.bodies
+        seconds, first = self.play(body, now)
+        if op.repeats == 1:
+            return seconds, first
+        num_spans, network = len(self.spans), self._network
+        _, second = self.play(body, first)
+        del self.spans[num_spans:]
+        trip = second - first
+        if self._network > network:
+            self._network += (op.repeats - 2) * trip
+        return op.repeats * seconds, first + (op.repeats - 1) * trip
+
+    def _branch(self, op: Op, now: float) -> tuple[float, float]:
+        """The mean of the branches; the network is busy as after the longest."""
+        network, busy, compute, end = self._network, self._network, 0.0, now
         for body in op.bodies:
-            self._network = before
-            seconds, last = self.play(body, now, record=False)
+            self._network = network
+            seconds, last = self.play(body, now)
             compute += op.repeats * seconds
             end += op.repeats * (last - now)
-            if self._network > before:
-                later = max(0.0, op.repeats - 1) * (last - now)
-                after = max(after, self._network + later)
-        self._network = after
+            busy = max(busy, self._network)
+        self._network = busy
         return compute, end
 
 
 def _num_messages(collective: Collective) -> int:
-    """One after the other in a call: of a permute 1, in a group those of a tree."""
+    """One after the other in a call: of a permute 1, of a mean those of a tree."""
     if collective.kind == "collective-permute":
         return int(any(sender != receiver for sender, receiver in collective.groups))
-    depth = math.ceil(math.log2(max(len(group) for group in collective.groups)))
+    size = max(len(group) for group in collective.groups)
+    if collective.kind in ("all-to-all", "ragged-all-to-all"):
+        return size - 1
+    depth = math.ceil(math.log2(size))
     return 2 * depth if collective.kind == "all-reduce" else depth

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import re
 from collections.abc import Iterator, Mapping
@@ -23,6 +24,8 @@ KINDS = (
     "reduce-scatter",
 )
 
+NESTING = ("async-start", "call", "call-start", "conditional", "while")
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -35,7 +38,7 @@ class Collective:
       groups: (sender, receiver) of a permute; members of each group of the others.
       num_bytes: of the whole array on one device, before a scatter, after a gather.
       calls: in a step; trips of its loop, 1/B in one of B branches of a conditional.
-      start: its place in the schedule.
+      start: its place in the schedule of its computation.
       end: the place at which it is waited for; that of its start, if it is not
         asynchronous.
       beside: what runs between, per call.
@@ -92,14 +95,14 @@ class Schedule:
       ops: in the order in which they are dispatched.
       collectives: of all computations.
       num_devices: that run it.
-      uncounted_loops: names of those whose trips the compiler does not know; their
-        bodies count once.
+      uncounted: names of loops whose trips the compiler does not know, so that they
+        count once, and of sends and receives, which are not read.
     """
 
     ops: tuple[Op, ...]
     collectives: tuple[Collective, ...]
     num_devices: int
-    uncounted_loops: tuple[str, ...]
+    uncounted: tuple[str, ...]
 
     @property
     def work(self) -> Work:
@@ -148,8 +151,8 @@ def read(
       Its collectives, and what runs beside them.
 
     Raises:
-      ValueError: if the text is no compiled program, or the axes have not as many
-        devices as it.
+      ValueError: if the text is no compiled program, the axes have not as many devices
+        as it, or it has groups of a form that is not known.
     """
     if isinstance(compiled, str):
         text = compiled
@@ -169,28 +172,36 @@ def read(
         ops,
         tuple(reader.collectives),
         module.num_devices,
-        tuple(reader.uncounted_loops),
+        tuple(reader.uncounted),
     )
 
 
 def links(collective: Collective) -> list[Link]:
-    """Who sends how much to whom in one call; groups send around a ring.
+    """Who sends how much to whom in one call.
 
-    A ring of S sends `2 (1 - 1/S)` arrays for an all-reduce, `1 - 1/S` for the others.
+    A permute sends an array for each pair, an all-to-all `1/S` of one to each other
+    member of a group of S. All others go around a ring: `2 (1 - 1/S)` arrays from each
+    for an all-reduce, else `1 - 1/S`.
     """
-    if collective.kind == "collective-permute":
-        return [
-            Link(sender, receiver, collective.num_bytes)
-            for sender, receiver in collective.groups
-            if sender != receiver
+    kind, num_bytes = collective.kind, collective.num_bytes
+    if kind == "collective-permute":
+        found = [
+            Link(sender, receiver, num_bytes) for sender, receiver in collective.groups
         ]
-    found = []
-    for group in collective.groups:
-        arrays = (1 - 1 / len(group)) * (2 if collective.kind == "all-reduce" else 1)
-        for sender, receiver in zip(group, [*group[1:], group[0]], strict=True):
-            if sender != receiver:
-                found.append(Link(sender, receiver, arrays * collective.num_bytes))
-    return found
+    elif kind in ("all-to-all", "ragged-all-to-all"):
+        found = [
+            Link(sender, receiver, num_bytes / len(group))
+            for group in collective.groups
+            for sender, receiver in itertools.permutations(group, 2)
+        ]
+    else:
+        passes = 2 if kind == "all-reduce" else 1
+        found = [
+            Link(sender, receiver, passes * (1 - 1 / len(group)) * num_bytes)
+            for group in collective.groups
+            for sender, receiver in zip(group, [*group[1:], group[0]], strict=True)
+        ]
+    return [link for link in found if link.sender != link.receiver]
 
 
 class _Place(NamedTuple):
@@ -208,7 +219,7 @@ class _Reader:
         self._module = module
         self._axes = axes
         self.collectives: list[Collective] = []
-        self.uncounted_loops: list[str] = []
+        self.uncounted: list[str] = []
 
     def ops(self, computation: Computation, place: _Place) -> tuple[Op, ...]:
         ops: list[Op] = []
@@ -216,10 +227,7 @@ class _Reader:
         for instruction in computation.instructions.values():
             name, opcode = instruction.name, instruction.opcode
             if opcode in KINDS:
-                ops.append(Op(name, hlo.NOTHING))
-                self._wait(
-                    computation, instruction, instruction, ops, len(ops) - 1, place
-                )
+                self._block(computation, instruction, ops, place)
             elif self._is_start(instruction):
                 started[name] = len(ops)
                 ops.append(Op(name, hlo.NOTHING))
@@ -235,13 +243,43 @@ class _Reader:
                 if '"is_sync":true' not in start.attributes:
                     ops.append(Op(name, hlo.NOTHING))
                 self._wait(computation, start, instruction, ops, at, place)
-            elif opcode in ("while", "conditional", "call", "async-start"):
+            elif opcode in (
+                "while",
+                "conditional",
+                "call",
+                "call-start",
+                "async-start",
+            ):
                 ops.append(self._nested(instruction, place))
             else:
+                if opcode in ("send", "recv"):
+                    self.uncounted.append(name)
+                for body in self._module.called(instruction):
+                    self._block_inside(body, ops, place)
                 work = hlo.work(self._module, computation, instruction)
                 if work != hlo.NOTHING:
                     ops.append(Op(name, work))
         return tuple(ops)
+
+    def _block(
+        self,
+        computation: Computation,
+        instruction: Instruction,
+        ops: list[Op],
+        place: _Place,
+    ) -> None:
+        """Adds a collective that starts and ends in one place."""
+        ops.append(Op(instruction.name, hlo.NOTHING))
+        self._wait(computation, instruction, instruction, ops, len(ops) - 1, place)
+
+    def _block_inside(self, body: Computation, ops: list[Op], place: _Place) -> None:
+        """Adds the collectives of a fusion, as those that block."""
+        for instruction in body.instructions.values():
+            if instruction.opcode in KINDS:
+                self._block(body, instruction, ops, place)
+            elif instruction.opcode == "fusion":
+                for inner in self._module.called(instruction):
+                    self._block_inside(inner, ops, place)
 
     def _nested(self, instruction: Instruction, place: _Place) -> Op:
         bodies = self._module.called(instruction)
@@ -252,11 +290,13 @@ class _Reader:
         if instruction.opcode == "while":
             trips = hlo.trip_count(instruction)
             if trips is None:
-                self.uncounted_loops.append(instruction.name)
+                self.uncounted.append(instruction.name)
             repeats = 1 if trips is None else trips
             place = place._replace(in_loop=True)
         place = place._replace(calls=place.calls * repeats)
         inside = tuple(self.ops(body, place) for body in bodies)
+        if instruction.opcode == "while":  # Its body and its condition take turns.
+            inside = (tuple(itertools.chain(*inside)),)
         work = _sum(op.work for body in inside for op in body).times(repeats)
         return Op(instruction.name, work, bodies=inside, repeats=repeats)
 
@@ -290,13 +330,17 @@ class _Reader:
         ops[end] = dataclasses.replace(ops[end], ends=number)
         collective = self._wrapped(start) if start.opcode == "async-start" else start
         assert collective is not None
+        kind = collective.opcode.removesuffix("-start")
         groups = _groups(collective.attributes, self._module.num_devices)
         op_name = re.search(r'op_name="([^"]*)"', collective.attributes)
-        read = sum(operand.num_bytes for operand in computation.operands(start))
+        operands = computation.operands(start)
+        if kind == "ragged-all-to-all":  # The others say where the pieces go.
+            operands = operands[:1]
+        read = sum(operand.num_bytes for operand in operands)
         self.collectives.append(
             Collective(
                 name=start.name,
-                kind=collective.opcode.removesuffix("-start"),
+                kind=kind,
                 axes=_axes_along(groups, self._axes),
                 groups=groups,
                 num_bytes=max(read, done.num_bytes),
@@ -337,31 +381,34 @@ def _axes_along(
 
 def _groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
     """Reads pairs, and the forms of groups: `{{0,1},{2,3}}`, `[2,2]<=[4]`, a mesh's."""
-    listed = re.search(
-        r"(?:source_target_pairs|replica_groups)=\{([\d{},]*)\}", attributes
-    )
-    if listed:
-        groups = re.findall(r"\{([\d,]+)\}", listed[1])
-        return tuple(_numbers(group) for group in groups) or (
-            tuple(range(num_devices)),
-        )
-    iota = re.search(
-        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attributes
-    )
-    if iota:
+    pairs = re.search(r"source_target_pairs=\{([\d{},]*)\}", attributes)
+    if pairs:
+        return _braced(pairs[1])
+    everybody = (tuple(range(num_devices)),)
+    given = re.search(r"replica_groups=(.*)", attributes)
+    if given is None:
+        return everybody
+    text = given[1]
+    if listed := re.match(r"\{([\d{},]*)\}", text):
+        return _braced(listed[1]) or everybody
+    if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         source = _numbers(iota[2])
         order = _numbers(iota[3]) if iota[3] else tuple(range(len(source)))
         devices = np.arange(num_devices).reshape(source).transpose(order)
         return _as_groups(devices.reshape(_numbers(iota[1])))
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", attributes)
+    mesh = re.match(r"mesh\[((?:'[^']+'=\d+,?)+)\] ?\{((?:'[^']+',? ?)*)\}", text)
     if mesh is None:
-        return (tuple(range(num_devices)),)
-    sizes = {k: int(v) for k, v in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-    inside = [list(sizes).index(axis) for axis in re.findall(r"'(\w+)'", mesh[2])]
+        raise ValueError(f"groups of a form that is not known: {text[:80]}")
+    sizes = {k: int(v) for k, v in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+    inside = [list(sizes).index(axis) for axis in re.findall(r"'([^']+)'", mesh[2])]
     devices = np.arange(num_devices).reshape(tuple(sizes.values()))
     last = np.moveaxis(devices, inside, range(-len(inside), 0))
     size = math.prod(list(sizes.values())[place] for place in inside)
     return _as_groups(last.reshape(-1, size))
+
+
+def _braced(text: str) -> tuple[tuple[int, ...], ...]:
+    return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text))
 
 
 def _as_groups(array: np.ndarray) -> tuple[tuple[int, ...], ...]:

@@ -151,7 +151,7 @@ def test_a_loop_sends_as_often_as_it_turns(trips):
     (c,) = schedule.collectives
     assert (c.in_loop, c.calls) == (True, trips or 1)
     assert schedule.sent_bytes() == 128 * (trips or 1)
-    assert schedule.uncounted_loops == (() if trips else ("l",))
+    assert schedule.uncounted == (() if trips else ("l",))
 
 
 def test_each_branch_of_a_conditional_is_taken_as_often_as_the_others():
@@ -182,6 +182,7 @@ def test_each_branch_of_a_conditional_is_taken_as_often_as_the_others():
         ("[2,2]<=[2,2]T(1,0)", ("workers",)),
         ("mesh['a'=2,'b'=2] {'b'}", ("model",)),
         ("mesh['a'=2,'b'=2] {'a'}", ("workers",)),
+        ("mesh['data-parallel'=2,'b'=2] {'data-parallel','b'}", ("workers", "model")),
     ],
 )
 def test_groups_run_along_the_axes_in_which_their_members_differ(groups, axes):
@@ -194,6 +195,56 @@ def test_groups_run_along_the_axes_in_which_their_members_differ(groups, axes):
     assert overlap.read(text, {"workers": 2, "model": 2}).sent_bytes("workers") == (
         0 if axes == ("model",) else 128 * 2 * (1 - 1 / len(c.groups[0]))
     )
+
+
+@pytest.mark.parametrize(
+    "groups",
+    ["mesh['a'=2,'b'=2], device_ids=([3,2,1,0]) {'b'}", "mesh['a'=4] {'a':(1)2}"],
+)
+def test_groups_of_another_form_are_refused(groups):
+    text = program(
+        f"ROOT %y = f32[8,4]{{1,0}} all-reduce(%x), replica_groups={groups}, "
+        "to_apply=%add"
+    )
+    with pytest.raises(ValueError, match="groups of a form that is not known: mesh"):
+        overlap.read(text)
+
+
+def test_a_permute_of_nobody_sends_nothing():
+    line = "ROOT %y = f32[8,4]{1,0} collective-permute(%x), source_target_pairs={}"
+    schedule = overlap.read(program(line))
+    assert schedule.collectives[0].axes == ()
+    assert schedule.sent_bytes() == 0
+    assert overlap.estimate(schedule, SLOW, LINE).step == 0
+
+
+def test_a_collective_inside_a_fusion_blocks():
+    fused = f"""%fused (p: f32[8,4]) -> f32[8,4] {{
+  %p = f32[8,4]{{1,0}} parameter(0)
+  ROOT %inner = f32[8,4]{{1,0}} collective-permute(%p), {PAIRS}
+}}
+
+"""
+    line = "ROOT %f = f32[8,4]{1,0} fusion(%x), kind=kCustom, calls=%fused"
+    schedule = overlap.read(program(line, before=fused))
+    assert [c.name for c in schedule.collectives] == ["inner"]
+    assert (schedule.covered(), schedule.sent_bytes()) == (0, 128)
+
+
+def test_what_a_loop_asks_before_each_trip_is_sent_too():
+    before = LOOP.replace("%t = pred[]", "%t.1 = pred[]").replace(
+        "  ROOT %t.1",
+        "  %all = f32[8,4]{1,0} all-reduce(%p.1), replica_groups={}, to_apply=%a\n"
+        "  ROOT %t.1",
+    )
+    loop = "ROOT %l = f32[8,4]{1,0} while(%x), condition=%condition, body=%body"
+    kinds = {c.kind for c in overlap.read(program(loop, before=before)).collectives}
+    assert kinds == {"collective-permute", "all-reduce"}
+
+
+def test_sends_are_named_as_not_read():
+    line = "%s = (f32[8,4]{1,0}, u32[], token[]) send(%x, %w), channel_id=3"
+    assert overlap.read(program(line)).uncounted == ("s",)
 
 
 def test_of_an_operand_that_is_sliced_only_the_slice_is_read():
@@ -314,6 +365,7 @@ def collective(kind, groups, num_bytes=1000.0) -> Collective:
         ("all-reduce", ((0, 1, 2, 3),), 2 * 2 * 20 + 1500 / 4),
         ("all-gather", ((0, 1), (2, 3)), 5 + 500 / 10),
         ("reduce-scatter", ((0, 2), (1, 3)), 20 + 2 * 500 / 4),
+        ("all-to-all", ((0, 1, 2, 3),), 3 * 20 + 2 * 2 * 250 / 4),
     ],
 )
 def test_a_message_takes_as_long_as_its_busiest_link(kind, groups, seconds):
@@ -327,13 +379,50 @@ def test_nodes_that_do_not_divide_the_devices_are_refused():
         overlap.estimate(schedule, SLOW, Network(3, 1, 1))
 
 
-def test_a_loop_takes_its_trips_and_a_conditional_its_mean_branch():
-    turns = ', backend_config={"known_trip_count":{"n":"5"}}'
-    loop = program(
-        "ROOT %l = f32[8,4]{1,0} while(%x), condition=%condition, body=%body" + turns,
+TURNS = ', backend_config={"known_trip_count":{"n":"5"}}'
+WHILE = f"while(%x), condition=%condition, body=%body{TURNS}"
+
+
+def test_a_loop_takes_its_trips():
+    loop = program(f"ROOT %l = f32[8,4]{{1,0}} {WHILE}", before=LOOP)
+    found = overlap.estimate(overlap.read(loop), SLOW, LINE)
+    assert found.step == found.communication == 5 * 128
+
+
+def test_a_message_over_a_loop_is_waited_for_once():
+    text = program(
+        f"{START}, {PAIRS}",
+        f"%l = f32[8,4]{{1,0}} {WHILE}",
+        "ROOT %done = f32[8,4]{1,0} collective-permute-done(%start)",
         before=LOOP,
     )
-    assert overlap.estimate(overlap.read(loop), SLOW, LINE).step == 5 * 128
+    found = overlap.estimate(overlap.read(text), SLOW, LINE)
+    assert found.step == found.communication == 6 * 128
+
+
+def test_a_conditional_takes_the_mean_of_its_branches():
+    other = """%other (q: f32[8,4]) -> f32[8,4] {
+  %q = f32[8,4]{1,0} parameter(0)
+  ROOT %negated = f32[8,4]{1,0} negate(%q)
+}
+
+"""
+    text = program(
+        "%i = s32[] constant(0)",
+        "ROOT %c = f32[8,4]{1,0} conditional(%i, %x, %x), "
+        "branch_computations={%body, %other}",
+        before=LOOP + other,
+    )
+    found = overlap.estimate(overlap.read(text), SLOW, LINE)
+    assert (found.compute, found.communication) == (256 / 2, 128 / 2)
+    assert found.step == (128 + 256) / 2
+
+
+@pytest.mark.parametrize("dtype", ["f8e4m3fn", "s8"])
+def test_narrow_types_run_at_the_fastest_rate_and_unknown_ones_at_the_slowest(dtype):
+    speeds = Accelerator({"bf16": 10.0, "f64": 1.0}, 1e30, least_seconds=0)
+    assert speeds.seconds(overlap.Work({dtype: 100.0}, 0)) == 10
+    assert speeds.seconds(overlap.Work({"c64": 100.0}, 0)) == 100
 
 
 # Compiled for 4 nodes of 4 H100s.

@@ -61,8 +61,9 @@ def test_what_ships_hides_its_exchange(path, nodes):
     if nodes == 126:  # No power of two, as its alternating ring would want.
         config = dataclasses.replace(config, topology=HIERARCHY)
     run = prepare(config, "h100", nodes, 8)
+    assert run.options == RECOMMENDED
     step, topology = run.step()
-    finding = run.find("", step, topology, 0, RECOMMENDED)
+    finding = run.find("", step, topology, 0, run.options)
     assert finding.schedule.num_devices == nodes * 8
     assert finding.schedule.covered(AXIS) >= 0.95
     assert finding.warnings() == []
@@ -93,7 +94,10 @@ def test_a_verdict_is_printed_written_and_drawn(capsys, tmp_path):
     assert code == 0
     assert "tiny on 4 x NVIDIA H100 80GB HBM3, 2 to a node" in text
     assert "of the bytes of the worst exchange" in text
+    assert "work [ms]" in text
+    assert "options   xla_gpu_all_gather_combine_threshold_bytes=2500000" in text
     written = json.loads(out.read_text())
+    assert written["xla_options"] == RECOMMENDED
     assert [step["name"] for step in written["steps"]] == [
         "awc 1/2",
         "awc 2/2",
@@ -104,6 +108,13 @@ def test_a_verdict_is_printed_written_and_drawn(capsys, tmp_path):
     assert first["step_seconds"] >= first["limit_seconds"] > 0
     assert {"kind", "num_bytes", "flops_beside"} <= first["collectives"][0].keys()
     assert figure.read_text().count("<svg") == 1
+
+
+def test_a_broken_file_is_no_target(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("target = Gpu(")
+    options = ("--target", str(path), "--nodes", "2", "--gpus-per-node", "2")
+    assert "mine.py is no target: '(' was never closed" in refused(*options)
 
 
 def test_too_little_overlap_is_a_code(capsys):
@@ -127,11 +138,30 @@ def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
     ("options", "sentence"),
     [
         ("--target h10 --nodes 2 --gpus-per-node 2", "no target 'h10': take t4, a40"),
-        ("--target no.py --nodes 2 --gpus-per-node 2", "no.py"),
         ("--target h100 --nodes 0 --gpus-per-node 2", "nodes must be at least 1"),
         (
             "--target h100 --nodes 3 --gpus-per-node 2",
             "alternating_exponential_ring needs num_workers / workers_per_node to be a",
+        ),
+        (
+            "--target h100 --nodes 2 --gpus-per-node 2 --between-gbit 0",
+            "between-gbit must be positive, got 0.0",
+        ),
+        (
+            "--target h100 --nodes 2 --gpus-per-node 2 --require-overlap 95",
+            "require-overlap is a share, from 0 to 1, got 95.0",
+        ),
+        (
+            "--target h100 --nodes 2 --gpus-per-node 2 --out no/where.json",
+            "there is no folder no for where.json",
+        ),
+        (
+            "--target h100 --nodes 2 --gpus-per-node 2 --figure tests",
+            "tests is a folder, wanted a file",
+        ),
+        (
+            "--target none.py --nodes 2 --gpus-per-node 2",
+            "there is no target file none.py",
         ),
         (
             "--target h100 --nodes 2 --gpus-per-node 2 --exchange.where background",

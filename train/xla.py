@@ -11,6 +11,8 @@ THRESHOLDS = (
     "xla_gpu_reduce_scatter_combine_threshold_bytes",
 )
 
+ALL_REDUCE_THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes"
+
 # XLA joins messages up to 30 MB and more. Then the last ones have too little beside
 # them, and a ring of pairs of 22 MB becomes one message that blocks.
 RECOMMENDED = dict.fromkeys(THRESHOLDS, "2500000")

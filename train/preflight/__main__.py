@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
               gpus_per_node: of one machine.
               between_gbit: Gbit/s of all links of a node to other nodes; by default
                 those of the maker's own servers.
-              tune: try options of XLA, and keep what makes the step shorter.
+              tune: try options of XLA, and say which make the step shorter.
               require_overlap: end with code 1 where less than this share of the
                 exchanged bytes is covered.
               out: all of it as JSON.
@@ -63,7 +63,12 @@ def main(arguments: list[str]) -> int:
             args=arguments[1:],
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
         )
-    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+    except (
+        ValueError,
+        OSError,
+        ModuleNotFoundError,
+        jax.errors.JaxRuntimeError,
+    ) as error:
         raise SystemExit(f"error: {error}") from error
 
 

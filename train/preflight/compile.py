@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -21,7 +22,12 @@ from train.build import build_in_step, build_optimizer, build_schedule, build_st
 from train.config import Config
 from train.preflight import targets
 from train.preflight.targets import Gpu, Target
-from train.xla import COMPILE_ONLY, THRESHOLDS, as_arguments
+from train.xla import (
+    ALL_REDUCE_THRESHOLD,
+    COMPILE_ONLY,
+    THRESHOLDS,
+    read_options,
+)
 
 Options = Mapping[str, str | bool]
 
@@ -70,8 +76,11 @@ class Finding:
                 f"{self.needed_bytes / 1e6:.1f} MB; the largest is {largest.kind} "
                 f"{largest.name} ({largest.op_name})"
             )
-        for name in self.schedule.uncounted_loops:
-            found.append(f"the trips of loop {name} are not known: it counts once")
+        found += [
+            f"{name} is a loop of unknown trips, which counts once, or a message that "
+            "is not read"
+            for name in self.schedule.uncounted
+        ]
         return [f"{self.name}: {sentence}" for sentence in found]
 
     def as_dict(self) -> dict[str, Any]:
@@ -127,6 +136,12 @@ class Preflight:
         example = np.asarray(self._task.source[0])
         shape = (len(workers), config.step.batch_per_worker, *example.shape)
         self._batch = self._placed(jax.ShapeDtypeStruct(shape, example.dtype))
+
+    @property
+    def options(self) -> Options:
+        """Of XLA, with which the trainer would run."""
+        on_gpu = isinstance(self.target, Gpu)
+        return read_options(self.config.step.xla_options, on_gpu)
 
     def step(self) -> tuple[TrainStep, Topology]:
         """The run's train step, and the exchanges that it compiles."""
@@ -197,6 +212,8 @@ def prepare(
       ValueError: if the run, or the target, cannot be on such a cluster.
       ModuleNotFoundError: if the target's compiler is not installed.
     """
+    if between_gbit is not None and not 0 < between_gbit < math.inf:
+        raise ValueError(f"between-gbit must be positive, got {between_gbit}")
     for name, count in [("nodes", nodes), ("gpus-per-node", devices_per_node)]:
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
@@ -214,6 +231,8 @@ def prepare(
     target = targets.find(target_name)
     mesh = Mesh(_devices(target, nodes, devices_per_node), (AXIS,))
     network = target.network(devices_per_node, nodes)
+    if between_gbit is not None and not isinstance(target, Gpu):
+        raise ValueError("a slice of TPUs has no nodes: leave out --between-gbit")
     if between_gbit is not None:
         bandwidth = between_gbit * 1e9 / 8
         network = dataclasses.replace(network, between_bytes_per_second=bandwidth)
@@ -221,7 +240,7 @@ def prepare(
 
 
 def inspect(preflight: Preflight, options: Options, console: Console) -> list[Finding]:
-    """Compiles every distinct exchange of the run."""
+    """Compiles every distinct exchange of the run, with options of XLA."""
     step, topology = preflight.step()
     turns = {exchange: t for t, exchange in reversed(list(enumerate(topology)))}
     found = []
@@ -236,25 +255,26 @@ def inspect(preflight: Preflight, options: Options, console: Console) -> list[Fi
 
 
 def tuned(preflight: Preflight, console: Console) -> Options:
-    """Tries options on the exchange that takes longest; keeps what shortens the step.
+    """Tries options on the exchange that sends most between nodes.
 
-    And covers no less, where less than 95 % of the bytes are covered.
+    Begins with none, and keeps each that shortens the step; where less than 95 % of the
+    bytes are covered, it must not cover less.
     """
     step, topology = preflight.step()
-
-    def find(t: int, options: Options) -> Finding:
-        return preflight.find("", step, topology, t, options)
-
     traffic = analysis.traffic(topology, 1.0, preflight.config.workers.workers_per_node)
     busiest = [float(sent.node_bytes.max()) for sent in traffic]
     t = busiest.index(max(busiest))
+
+    def tried(options: Options) -> Finding:
+        with console.status("trying options of XLA"):
+            found = preflight.find("", step, topology, t, options)
+        console.print(f"  {_short(options):64}{_summary(found)}")
+        return found
+
     kept: Options = {}
-    best = find(t, kept)
-    console.print(f"  {'no option':70}{_summary(best)}")
+    best = tried(kept)
     for options in CANDIDATES:
-        with console.status(f"trying {as_arguments(options)}"):
-            found = find(t, {**kept, **options})
-        console.print(f"  {_short(options):70}{_summary(found)}")
+        found = tried({**kept, **options})
         least = min(best.schedule.covered(AXIS), 0.95)
         shorter = found.estimate.step < 0.999 * best.estimate.step
         if shorter and found.schedule.covered(AXIS) >= least:
@@ -262,11 +282,9 @@ def tuned(preflight: Preflight, console: Console) -> Options:
     return kept
 
 
+SIZES = ("2500000", "10000000", "100000000", "1")
 CANDIDATES: list[Options] = [
-    *(
-        dict.fromkeys(THRESHOLDS, size)
-        for size in ("2500000", "10000000", "100000000", "1")
-    ),
+    *(dict.fromkeys([*THRESHOLDS, ALL_REDUCE_THRESHOLD], size) for size in SIZES),
     {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
 ]
 
@@ -336,9 +354,14 @@ def _summary(finding: Finding) -> str:
 
 
 def _short(options: Options) -> str:
-    names = sorted({name.removeprefix("xla_gpu_") for name in options})
-    values = {str(value) for value in options.values()}
-    return f"{', '.join(names)[:56]} = {' '.join(values)}"
+    if not options:
+        return "none"
+    phrases = [
+        f"{name.removeprefix('xla_gpu_')} {value}" for name, value in options.items()
+    ]
+    joined = f"combine_threshold_bytes {options.get(ALL_REDUCE_THRESHOLD)}"
+    others = [phrase for phrase in phrases if "combine_threshold" not in phrase]
+    return ", ".join([joined, *others] if len(others) < len(phrases) else others)
 
 
 def _as_dict(collective: Collective) -> dict[str, Any]:

@@ -36,22 +36,37 @@ def report(
     out: Path | None,
     figure: Path | None,
 ) -> int:
-    """Compiles, prints, writes and draws; returns the exit code."""
-    console = Console(width=120, soft_wrap=True)
+    """Compiles, prints, writes and draws; returns the exit code.
+
+    Table and verdict are those of the run as it is configured; which options of XLA
+    would do better is said below.
+
+    Raises:
+      ValueError: if there is no such share, or no folder for a file.
+    """
+    if require_overlap is not None and not 0 <= require_overlap <= 1:
+        raise ValueError(
+            f"require-overlap is a share, from 0 to 1, got {require_overlap}"
+        )
+    for path in (out, figure):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent} for {path.name}")
+        if path is not None and path.is_dir():
+            raise ValueError(f"{path} is a folder, wanted a file")
+    console = Console(width=120, soft_wrap=True, markup=False, highlight=False)
     config, target = preflight.config, preflight.target
     workers = config.workers.num_workers
     console.print(
         f"{config.name} on {workers} x {target.name}, "
         f"{config.workers.workers_per_node} to a node"
     )
-    options: Options = {}
-    if tune and target.platform == "cuda" and workers > 1:
-        console.print("options of XLA, on the busiest exchange")
-        options = tuned(preflight, console)
-    found = inspect(preflight, options, console)
+    found = inspect(preflight, preflight.options, console)
     baseline = with_all_reduce(preflight)
-    rows = [*found, *inspect(baseline, options, console)] if baseline else found
+    rows = list(found)
+    if baseline is not None:
+        rows += inspect(baseline, baseline.options, console)
     console.print(_table(rows), _collectives(found), "", sep="\n")
+    console.print(f"options   {as_arguments(preflight.options) or 'none'}")
 
     problems = [sentence for finding in found for sentence in finding.warnings()]
     needed = max(finding.memory_bytes for finding in found)
@@ -75,12 +90,19 @@ def report(
     if not is_covered:
         problems.append(f"{covered:.1%} covered, {require_overlap:.1%} required")
     console.print(f"covered   {covered:.1%} of the bytes of the worst exchange")
-    if options:
-        console.print(f"options   --step.xla-options {as_arguments(options)}")
     for problem in problems:
         console.print(f"warning   {problem}", style="bold")
+    better: dict[str, Options] = {}
+    if tune and isinstance(target, Gpu) and workers > 1:
+        for each in (preflight, baseline):
+            if each is not None:
+                name = each.config.step.algorithm
+                console.print(f"options of XLA, tried on {name}")
+                better[name] = tuned(each, console)
+                arguments = as_arguments(better[name])
+                console.print(f"  take --step.xla-options {arguments}".rstrip())
     if out is not None:
-        out.write_text(json.dumps(_as_json(preflight, options, rows), indent=2) + "\n")
+        out.write_text(json.dumps(_as_json(preflight, better, rows), indent=2) + "\n")
         console.print(f"json      {out}")
     if figure is not None:
         draw(rows, preflight).savefig(figure, bbox_inches="tight")
@@ -130,7 +152,7 @@ def _joined(spans: Iterable[Span]) -> list[tuple[float, float]]:
     joined: list[tuple[float, float]] = []
     for span in spans:
         if joined and span.start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], span.end)
+            joined[-1] = (joined[-1][0], max(joined[-1][1], span.end))
         else:
             joined.append((span.start, span.end))
     return joined
@@ -181,12 +203,13 @@ def _collectives(found: list[Finding]) -> Table:
 
 
 def _as_json(
-    preflight: Preflight, options: Options, rows: list[Finding]
+    preflight: Preflight, better: dict[str, Options], rows: list[Finding]
 ) -> dict[str, Any]:
     return {
         "config": dataclasses.asdict(preflight.config),
         "target": preflight.target.name,
         "memory_bytes": preflight.target.memory_bytes,
-        "xla_options": dict(options),
+        "xla_options": dict(preflight.options),
+        "recommended_xla_options": better,
         "steps": [row.as_dict() for row in rows],
     }

@@ -8,6 +8,7 @@ for T4 and A40 PCIe inside, 50 Gbit/s between): say `--between-gbit` for yours.
 import dataclasses
 import runpy
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Literal
 
 from decentjax.overlap import Accelerator, Network
@@ -266,7 +267,12 @@ def find(name: str) -> Target:
     if generation in TPUS and shape:
         return dataclasses.replace(TPUS[generation], name=name)
     if name.endswith(".py"):
-        target = runpy.run_path(name).get("target")
+        if not Path(name).is_file():
+            raise ValueError(f"there is no target file {name}")
+        try:
+            target = runpy.run_path(name).get("target")
+        except (SyntaxError, NameError, TypeError) as error:
+            raise ValueError(f"{name} is no target: {error}") from error
         if isinstance(target, Target):
             return target
         raise ValueError(f"{name} must define `target = Gpu(...)` or `Tpu(...)`")
