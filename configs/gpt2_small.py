@@ -5,10 +5,10 @@ Command: `python -m train.preflight configs/gpt2_small.py --target h100 --nodes 
 --gpus-per-node 8 --topology.name hierarchical --topology.between one_peer_ring --figure
 configs/gpt2_small.svg`.
 Hardware: none of it; compiled on 2 cores of an AMD EPYC.
-Wall time: 132 s, 12 s for each program (Python 3.11, jax 0.10.2).
+Wall time: 192 s, 11 s for each program (Python 3.11, jax 0.10.2).
 Result: as compiled, 96.6 % of the exchanged bytes travel beside matmuls, and of a step
-of 43.7 ms 0.44 ms wait for messages, by estimate; with all-reduce 68.9 %, and 3.7 of
-47.4 ms. Never run on a GPU.
+of 43.3 ms 0.44 ms wait for messages, by estimate; with all-reduce 68.9 %, and 3.7 of
+47.0 ms. Never run on a GPU.
 """
 
 from train.config import (

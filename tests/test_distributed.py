@@ -428,7 +428,9 @@ def test_a_process_that_fails_says_why_and_ends(arguments, lines):
     command = [sys.executable, "-c", STOPPING, *arguments.split()]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 70
-    assert process.stderr.splitlines() == lines
+    # Plugins of jax may have said something before.
+    assert process.stderr.splitlines()[-len(lines) :] == lines
+    assert "Traceback" not in process.stderr
 
 
 def test_a_process_that_fails_ends_even_where_nobody_listens():
