@@ -48,7 +48,8 @@ def main(arguments: list[str]) -> int:
               gpus_per_node: of one machine.
               between_gbit: Gbit/s of all links of a node to other nodes; by default
                 those of the maker's own servers.
-              tune: try options of XLA, and say which make the step shorter.
+              tune: --no-tune leaves out the search for options of XLA that would make
+                the step shorter.
               require_overlap: end with code 1 where less than this share of the
                 exchanged bytes is covered.
               out: all of it as JSON.
