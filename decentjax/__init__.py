@@ -17,17 +17,8 @@ from decentjax.optim import (
     decentralize,
     scale_by_accum_adam,
 )
-from decentjax.step import (
-    AXIS,
-    LossFn,
+from decentjax.placement import (
     TrainStep,
-    WorkerState,
-    adapt,
-    all_reduce_step,
-    atc_step,
-    awc_step,
-    compute_in,
-    init_state,
     local_workers,
     mean_model,
     on_mesh,
@@ -35,6 +26,17 @@ from decentjax.step import (
     place,
     simulate,
     worker_mesh,
+)
+from decentjax.step import (
+    AXIS,
+    LossFn,
+    WorkerState,
+    adapt,
+    all_reduce_step,
+    atc_step,
+    awc_step,
+    compute_in,
+    init_state,
 )
 
 __version__ = "0.1.0"

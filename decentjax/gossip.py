@@ -28,14 +28,8 @@ from decentjax.cut import Cut, Part
 from decentjax.engine import Engine
 from decentjax.exchange import Topology
 from decentjax.mixing import Lowering, global_mean
-from decentjax.step import (
-    AXIS,
-    LossFn,
-    Metrics,
-    WorkerState,
-    gradient,
-    over_workers,
-)
+from decentjax.placement import over_workers
+from decentjax.step import AXIS, LossFn, Metrics, WorkerState, gradient
 from decentjax.tuning import Mixes, compiled_mix, fastest_mixes
 
 __all__ = [

@@ -11,9 +11,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from decentjax import hlo
-from decentjax.hlo import Work
 from decentjax.schedule import Collective, Link, Op, Schedule, links, read
+from decentjax.work import NOTHING, Work
 
 __all__ = [
     "Accelerator",
@@ -29,6 +28,10 @@ __all__ = [
     "links",
     "read",
 ]
+
+
+# Each device has its own receivers; the others go around rings, one for each link.
+ONE_TO_ONE = ("all-to-all", "collective-permute", "ragged-all-to-all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +51,7 @@ class Accelerator:
 
     def seconds(self, work: Work) -> float:
         """Of one op, the longer of computing and moving."""
-        if work == hlo.NOTHING:
+        if work == NOTHING:
             return 0.0
         compute = sum(
             number / self._rate(dtype) for dtype, number in work.flops.items()
@@ -69,7 +72,8 @@ class Network:
     Args:
       devices_per_node: devices side by side in the mesh share a node.
       inside_bytes_per_second: of a device, to others of its node.
-      between_bytes_per_second: of a node, to other nodes.
+      between_bytes_per_second: of all links of a node, to other nodes.
+      links_per_node: a device that sends alone has one; a mean uses them all.
       inside_latency: seconds of a message inside a node.
       between_latency: seconds of a message between nodes.
     """
@@ -77,22 +81,27 @@ class Network:
     devices_per_node: int
     inside_bytes_per_second: float
     between_bytes_per_second: float
+    links_per_node: int = 1
     inside_latency: float = 5e-6
     between_latency: float = 20e-6
 
     def seconds(self, collective: Collective) -> float:
         """Seconds of one call: of the busiest device or node, and of the latencies."""
-        inside: dict[int, float] = {}
-        between: dict[int, float] = {}
+        inside, outside, between = {}, {}, {}  # Of devices, and all that leaves a node.
         for sender, receiver, num_bytes in links(collective):
             node = sender // self.devices_per_node
             if node == receiver // self.devices_per_node:
                 inside[sender] = inside.get(sender, 0) + num_bytes
             else:
+                outside[sender] = outside.get(sender, 0) + num_bytes
                 between[node] = between.get(node, 0) + num_bytes
+        link = self.between_bytes_per_second
+        if collective.kind in ONE_TO_ONE:
+            link /= self.links_per_node
         latency = self.between_latency if between else self.inside_latency
         return _num_messages(collective) * latency + max(
             max(inside.values(), default=0) / self.inside_bytes_per_second,
+            max(outside.values(), default=0) / link,
             max(between.values(), default=0) / self.between_bytes_per_second,
         )
 

@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 from decentjax import hlo
-from decentjax.hlo import Computation, Instruction, Module, Work
+from decentjax.hlo import Computation, Instruction, Module
+from decentjax.work import NOTHING, Work, work_of
 
 KINDS = (
     "all-gather",
@@ -230,34 +231,26 @@ class _Reader:
                 self._block(computation, instruction, ops, place)
             elif self._is_start(instruction):
                 started[name] = len(ops)
-                ops.append(Op(name, hlo.NOTHING))
-            elif opcode.endswith(("-done", "-update")):
-                before = instruction.operands[0]
-                if before not in started:
-                    continue
-                at = started.pop(before)
-                if opcode.endswith("-update"):
-                    started[name] = at
-                    continue
-                start = computation.instructions[ops[at].name]
-                if '"is_sync":true' not in start.attributes:
-                    ops.append(Op(name, hlo.NOTHING))
-                self._wait(computation, start, instruction, ops, at, place)
-            elif opcode in (
-                "while",
-                "conditional",
-                "call",
-                "call-start",
-                "async-start",
-            ):
+                ops.append(Op(name, NOTHING))
+            elif opcode.endswith("-update"):
+                if instruction.operands[0] in started:
+                    started[name] = started.pop(instruction.operands[0])
+            elif opcode.endswith("-done"):
+                at = started.pop(instruction.operands[0], None)
+                if at is not None:
+                    start = computation.instructions[ops[at].name]
+                    if '"is_sync":true' not in start.attributes:
+                        ops.append(Op(name, NOTHING))
+                    self._wait(computation, start, instruction, ops, at, place)
+            elif opcode in NESTING:
                 ops.append(self._nested(instruction, place))
             else:
                 if opcode in ("send", "recv"):
                     self.uncounted.append(name)
                 for body in self._module.called(instruction):
                     self._block_inside(body, ops, place)
-                work = hlo.work(self._module, computation, instruction)
-                if work != hlo.NOTHING:
+                work = work_of(self._module, computation, instruction)
+                if work != NOTHING:
                     ops.append(Op(name, work))
         return tuple(ops)
 
@@ -269,7 +262,7 @@ class _Reader:
         place: _Place,
     ) -> None:
         """Adds a collective that starts and ends in one place."""
-        ops.append(Op(instruction.name, hlo.NOTHING))
+        ops.append(Op(instruction.name, NOTHING))
         self._wait(computation, instruction, instruction, ops, len(ops) - 1, place)
 
     def _block_inside(self, body: Computation, ops: list[Op], place: _Place) -> None:
@@ -331,7 +324,7 @@ class _Reader:
         collective = self._wrapped(start) if start.opcode == "async-start" else start
         assert collective is not None
         kind = collective.opcode.removesuffix("-start")
-        groups = _groups(collective.attributes, self._module.num_devices)
+        groups = hlo.groups(collective.attributes, self._module.num_devices)
         op_name = re.search(r'op_name="([^"]*)"', collective.attributes)
         operands = computation.operands(start)
         if kind == "ragged-all-to-all":  # The others say where the pieces go.
@@ -356,7 +349,7 @@ class _Reader:
 
 
 def _sum(works: Iterator[Work]) -> Work:
-    return functools.reduce(lambda total, work: total + work, works, hlo.NOTHING)
+    return functools.reduce(lambda total, work: total + work, works, NOTHING)
 
 
 def _axes_of(compiled: jax.stages.Compiled) -> dict[str, int] | None:
@@ -377,43 +370,3 @@ def _axes_along(
         places = np.stack(np.unravel_index(group, tuple(axes.values())))
         differs |= (places != places[:, :1]).any(axis=1)
     return tuple(name for name, is_along in zip(axes, differs, strict=True) if is_along)
-
-
-def _groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Reads pairs, and the forms of groups: `{{0,1},{2,3}}`, `[2,2]<=[4]`, a mesh's."""
-    pairs = re.search(r"source_target_pairs=\{([\d{},]*)\}", attributes)
-    if pairs:
-        return _braced(pairs[1])
-    everybody = (tuple(range(num_devices)),)
-    given = re.search(r"replica_groups=(.*)", attributes)
-    if given is None:
-        return everybody
-    text = given[1]
-    if listed := re.match(r"\{([\d{},]*)\}", text):
-        return _braced(listed[1]) or everybody
-    if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
-        source = _numbers(iota[2])
-        order = _numbers(iota[3]) if iota[3] else tuple(range(len(source)))
-        devices = np.arange(num_devices).reshape(source).transpose(order)
-        return _as_groups(devices.reshape(_numbers(iota[1])))
-    mesh = re.match(r"mesh\[((?:'[^']+'=\d+,?)+)\] ?\{((?:'[^']+',? ?)*)\}", text)
-    if mesh is None:
-        raise ValueError(f"groups of a form that is not known: {text[:80]}")
-    sizes = {k: int(v) for k, v in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
-    inside = [list(sizes).index(axis) for axis in re.findall(r"'([^']+)'", mesh[2])]
-    devices = np.arange(num_devices).reshape(tuple(sizes.values()))
-    last = np.moveaxis(devices, inside, range(-len(inside), 0))
-    size = math.prod(list(sizes.values())[place] for place in inside)
-    return _as_groups(last.reshape(-1, size))
-
-
-def _braced(text: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(_numbers(group) for group in re.findall(r"\{([\d,]+)\}", text))
-
-
-def _as_groups(array: np.ndarray) -> tuple[tuple[int, ...], ...]:
-    return tuple(map(tuple, array.tolist()))
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(","))

@@ -1,23 +1,19 @@
-"""The train step of one worker, and where to run it.
+"""The train step of one worker: three small functions are three algorithms.
 
-Three small functions are three algorithms. `on_mesh` gives each worker a device (or a
-slice of a mesh), `simulate` puts all workers on one device; both keep the workers'
-state stacked, with a leading dim of N workers.
+`decentjax.placement` runs them, on a mesh of devices or simulated on one.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax.exchange import Exchange, Topology
+from decentjax.exchange import Exchange
 from decentjax.mixing import Lowering, global_mean, mix
 
 AXIS = "workers"
@@ -53,28 +49,6 @@ class Step(Protocol):
     def __call__(
         self, state: WorkerState, batch: Any, exchange: Exchange
     ) -> tuple[WorkerState, Metrics]: ...
-
-
-class TrainStep:
-    """Compiled steps of stacked arrays, one for each exchange, that take turns.
-
-    Args:
-      steps: of the exchanges of a topology in their order; each is compiled once, at
-        its first turn.
-    """
-
-    def __init__(self, steps: Sequence[jax.stages.Wrapped]):
-        self._steps = steps
-
-    def __call__(
-        self, state: WorkerState, batch: Any, t: int
-    ) -> tuple[WorkerState, Metrics]:
-        """Does step t; the state's buffers are given up."""
-        return self._steps[t % len(self._steps)](state, batch)
-
-    def lower(self, state: Any, batch: Any, t: int) -> jax.stages.Lowered:
-        """Lowers step t; the arrays may be shapes, as `jax.eval_shape` returns them."""
-        return self._steps[t % len(self._steps)].lower(state, batch)
 
 
 def awc_step(
@@ -294,191 +268,6 @@ def init_state(
     # Some optimizers keep the params themselves, and no buffer can be given up twice.
     opt_state = jax.tree.map(lambda x: x.copy(), jax.vmap(optimizer.init)(params))
     return WorkerState(params, opt_state, model_state, keys)
-
-
-def simulate(step: Step, topology: Topology) -> TrainStep:
-    """Runs all workers on one device, as one batched program.
-
-    Args:
-      step: `awc_step` or another, with its keywords bound by `functools.partial`.
-      topology: whose exchanges take turns.
-
-    Returns:
-      `train_step(state, batch, t)`: stacked state (its buffers are given up) and
-      batch [N, ...], the step t as a Python int; it returns the new state and metrics
-      of shape [N]. Each distinct exchange is compiled once, at its first turn.
-    """
-    return _in_turn(step, topology, mesh=None)
-
-
-def on_mesh(
-    step: Step,
-    topology: Topology,
-    mesh: Mesh,
-    compiler_options: Mapping[str, Any] | None = None,
-) -> TrainStep:
-    """Runs each worker on its own device, or on its own slice of the mesh.
-
-    The mesh has an axis "workers", of as many places as there are workers; consecutive
-    workers share a node. Further axes are left to the compiler: a worker's parameters
-    may be sharded over them as their arrays say. Tell the step so with its `shards`.
-
-    Args:
-      step: `awc_step` or another, with its keywords bound by `functools.partial`.
-      topology: whose exchanges take turns.
-      mesh: with the axis "workers".
-      compiler_options: of XLA, by name, as `jax.jit` takes them.
-
-    Returns:
-      As `simulate`; stacked arrays are sharded over "workers" in their first dim.
-
-    Raises:
-      ValueError: if the mesh has no such axis, or one of another size.
-    """
-    if mesh.shape.get(AXIS) != topology.num_workers:
-        raise ValueError(
-            f'on_mesh needs a mesh with an axis "{AXIS}" of the topology\'s '
-            f"{topology.num_workers} workers, got {dict(mesh.shape)}"
-        )
-    return _in_turn(step, topology, mesh, compiler_options)
-
-
-def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of one device per worker.
-
-    On a CPU that is split into devices, set the environment variable NPROC to some 8
-    threads per device before jax starts: a collective holds a thread until every device
-    has come, and XLA aborts the program where the threads do not suffice.
-
-    Args:
-      num_workers: N.
-      devices: the first N of them are taken; by default all devices of the job.
-
-    Raises:
-      ValueError: if there are too few devices.
-    """
-    devices = jax.devices() if devices is None else devices
-    if len(devices) < num_workers:
-        raise ValueError(
-            f"{num_workers} workers need as many devices, got {len(devices)}: simulate "
-            "them, or on a CPU make some at the start, with "
-            f'jax.config.update("jax_num_cpu_devices", {num_workers})'
-        )
-    return Mesh(devices[:num_workers], (AXIS,))
-
-
-def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
-    """Maps a function of one worker over stacked trees, on the mesh or simulated.
-
-    Inside, the axis "workers" is bound, as for `consensus_distance(params, AXIS)`.
-
-    Args:
-      function: of one worker's trees.
-      mesh: with the axis "workers"; simulated where there is none.
-
-    Returns:
-      The function of stacked trees, [N, ...] in and out.
-    """
-    if mesh is None:
-        return jax.vmap(function, axis_name=AXIS)
-
-    def on_slice(*stacked):
-        rows = {x.shape[0] for x in jax.tree.leaves(stacked)}
-        if rows != {1}:
-            num_workers = mesh.shape[AXIS]
-            raise ValueError(
-                f"stacked arrays have a row for each of the {num_workers} workers, "
-                f"got {sorted(row * num_workers for row in rows)} rows"
-            )
-        result = function(*jax.tree.map(lambda x: x[0], stacked))
-        return jax.tree.map(lambda x: x[None], result)
-
-    spec = PartitionSpec(AXIS)
-    return jax.shard_map(
-        on_slice,
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-        axis_names={AXIS},
-        # The step is checked for one worker; user code need not annotate what varies.
-        check_vma=False,
-    )
-
-
-def local_workers(mesh: Mesh) -> list[int]:
-    """Returns the numbers of the workers that live in this process."""
-    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
-    first_devices = devices.reshape(len(devices), -1)[:, 0]
-    return [
-        number
-        for number, device in enumerate(first_devices)
-        if device.process_index == jax.process_index()
-    ]
-
-
-def place(stacked: Any, mesh: Mesh) -> Any:
-    """Puts each worker's part of stacked arrays on the worker's own device.
-
-    Args:
-      stacked: in one process all workers' rows; in one of several the rows of its own
-        workers, in the order of `local_workers`.
-        What is placed already stays as it is.
-      mesh: with the axis "workers".
-
-    Returns:
-      Arrays [N, ...], of all workers.
-
-    Raises:
-      ValueError: if there are not as many rows as workers in this process.
-    """
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-    if sharding.is_fully_addressable:
-        return jax.device_put(stacked, sharding)
-    num_rows = len(local_workers(mesh))
-
-    def placed(x: Any) -> jax.Array:
-        if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
-            return x
-        if len(x) != num_rows:
-            raise ValueError(
-                f"place takes the rows of the {num_rows} workers of this process, got "
-                f"{len(x)}"
-            )
-        return jax.make_array_from_process_local_data(sharding, x)
-
-    return jax.tree.map(placed, stacked)
-
-
-def mean_model(stacked: Any) -> Any:
-    """Returns the mean over the workers of stacked float leaves, without the first dim.
-
-    Other leaves are taken from worker 0.
-    """
-
-    def mean(x: jax.Array) -> jax.Array:
-        if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x[0]
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        return jnp.mean(x.astype(wide), axis=0).astype(x.dtype)
-
-    return jax.tree.map(mean, stacked)
-
-
-def _in_turn(
-    step: Step,
-    topology: Topology,
-    mesh: Mesh | None,
-    compiler_options: Mapping[str, Any] | None = None,
-) -> TrainStep:
-    steps = {
-        exchange: jax.jit(
-            over_workers(functools.partial(step, exchange=exchange), mesh),
-            donate_argnums=0,
-            compiler_options=dict(compiler_options or {}),
-        )
-        for exchange in topology
-    }
-    return TrainStep([steps[exchange] for exchange in topology])
 
 
 def _cut(x: jax.Array, num_parts: int) -> jax.Array:

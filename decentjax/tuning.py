@@ -15,7 +15,8 @@ from jax.typing import DTypeLike
 
 from decentjax.exchange import Exchange, Groups, Permutations, Topology, rounds_of
 from decentjax.mixing import Lowering, mix
-from decentjax.step import AXIS, over_workers
+from decentjax.placement import over_workers
+from decentjax.step import AXIS
 
 # In small pieces both directions of a link are in use; each piece costs a round trip.
 PIECE_BYTES = (None, 256 * 2**10, 64 * 2**10)

@@ -373,6 +373,20 @@ def test_a_message_takes_as_long_as_its_busiest_link(kind, groups, seconds):
     assert network.seconds(collective(kind, groups)) == pytest.approx(seconds)
 
 
+@pytest.mark.parametrize(
+    ("kind", "groups", "seconds"),
+    [
+        ("collective-permute", ((1, 2), (2, 1)), 1000 / 2),  # By one of two links.
+        ("collective-permute", ((0, 2), (1, 3)), 1000 / 2),  # By one each.
+        ("all-to-all", ((0, 2), (1, 3)), 500 / 2),
+        ("all-gather", ((0, 2),), 500 / 4),
+    ],
+)
+def test_a_device_alone_has_one_of_its_nodes_links(kind, groups, seconds):
+    network = Network(2, 10.0, 4.0, 2, inside_latency=0, between_latency=0)
+    assert network.seconds(collective(kind, groups)) == pytest.approx(seconds)
+
+
 def test_nodes_that_do_not_divide_the_devices_are_refused():
     schedule = overlap.read(permuted())
     with pytest.raises(ValueError, match="4 devices do not fill nodes of 3"):

@@ -17,14 +17,17 @@ import orbax.checkpoint as ocp
 import pytest
 import tiny
 
+from decentjax import worker_mesh
 from train.__main__ import load_config
 from train.build import (
     build_optimizer,
     build_schedule,
     build_state,
     build_train_step,
+    step_options,
 )
 from train.config import (
+    ExchangeConfig,
     OptimizerConfig,
     StepConfig,
     TopologyConfig,
@@ -381,3 +384,31 @@ def test_the_first_step_of_the_quickstart_is_golden():
     square = sum(float((x**2).sum()) for x in jax.tree.leaves(state.params))
     np.testing.assert_allclose(metrics["loss"], GOLDEN_LOSSES, rtol=2e-5)
     assert square == pytest.approx(GOLDEN_SQUARE, rel=1e-5)
+
+
+@pytest.mark.parametrize("where", ["mesh", "simulate"])
+def test_options_of_xla_reach_the_steps_on_a_mesh_and_are_said(where, tmp_path, capsys):
+    config = dataclasses.replace(
+        TINY,
+        num_steps=4,
+        workers=dataclasses.replace(TINY.workers, where=where),
+        step=dataclasses.replace(TINY.step, xla_options=("xla_nonsense=1",)),
+    )
+    if where == "simulate":  # There is no such step.
+        assert train(config, tmp_path).step == 4
+        assert "options of XLA" not in capsys.readouterr().out
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
+        train(config, tmp_path)
+    assert "options of XLA: xla_nonsense=1 (without: " in capsys.readouterr().out
+
+
+def test_a_background_exchange_takes_no_options_of_xla():
+    mesh = worker_mesh(4)
+    for where, options in [("in_step", {"xla_a": "1"}), ("background", {})]:
+        config = dataclasses.replace(
+            TINY,
+            exchange=ExchangeConfig(where=where),
+            step=dataclasses.replace(TINY.step, xla_options=("xla_a=1",)),
+        )
+        assert step_options(config, mesh) == options

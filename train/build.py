@@ -29,6 +29,7 @@ from decentjax.topology import complete
 from train.config import Config, OptimizerConfig
 from train.distributed import job_mesh, meet
 from train.tasks.task import Task
+from train.xla import read_options
 
 
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -111,11 +112,10 @@ def build_train_step(
     optimizer: optax.GradientTransformation,
     mesh: Mesh | None,
     record: Record | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
 ) -> LoopStep:
     """The step of the config's algorithm, with its exchange where the config says."""
     if not _in_background(config, mesh):
-        step = build_in_step(config, task, optimizer, mesh, compiler_options)
+        step = build_in_step(config, task, optimizer, mesh, step_options(config, mesh))
         return _InStep(step, record)
     if mesh is None:
         raise ValueError(
@@ -158,6 +158,13 @@ def build_in_step(
     if mesh is None:
         return simulate(step, topology)
     return on_mesh(step, topology, mesh, compiler_options)
+
+
+def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:
+    """The options of XLA for the compiled step; none where there is no such step."""
+    if mesh is None or _in_background(config, mesh):
+        return {}
+    return read_options(config.step.xla_options, jax.default_backend() == "gpu")
 
 
 class _InStep:

@@ -107,8 +107,9 @@ class StepConfig:
       batch_per_worker: examples per worker and step.
       num_micro_batches: parts of that batch, one after the other in memory.
       message_dtype: of the models that are sent; None for their own.
-      xla_options: NAME=VALUE each, of XLA for steps on a mesh; "recommended" stands for
-        those of `train.xla` where there is a GPU. Empty for XLA's own.
+      xla_options: NAME=VALUE each, of XLA for steps that are compiled for a mesh, with
+        their exchange inside; "recommended" stands for those of `train.xla` where there
+        is a GPU. Empty for XLA's own.
     """
 
     algorithm: Literal["awc", "atc", "all_reduce"] = "awc"

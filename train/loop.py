@@ -29,6 +29,7 @@ from train.build import (
     build_schedule,
     build_state,
     build_train_step,
+    step_options,
 )
 from train.checkpoint import Checkpoints
 from train.config import Config, StragglerConfig, to_json
@@ -38,7 +39,7 @@ from train.log import Log, NoLog
 from train.processes import STOP_SIGNALS
 from train.tasks.task import Task
 from train.timeline import Timeline, drop_spans
-from train.xla import as_arguments, read_options
+from train.xla import as_arguments
 
 Evaluation = tuple[dict[str, float], list[dict[str, float]]]
 
@@ -103,11 +104,11 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
         open_record(config, run_dir) as record,
         MetricMeans(config.distributed.timeout_seconds) as means,
         build_log(config, run_dir, start, task) as log,
-        build_train_step(
-            config, task, optimizer, mesh, record, xla_options(config, mesh, log)
-        ) as train_step,
+        build_train_step(config, task, optimizer, mesh, record) as train_step,
         _Stop() as stop,
     ):
+        if options := as_arguments(step_options(config, mesh)):
+            log.say(f"options of XLA: {options} (without: --step.xla-options)")
         pace = _Pace(start)
         while not end:
             batch = _placed(next(batches), mesh)
@@ -154,17 +155,6 @@ def build_log(config: Config, run_dir: Path, start: int, task: Task) -> Log | No
     if jax.process_index() > 0:
         return NoLog()
     return Log(run_dir, config.num_steps, start, task.headline)
-
-
-def xla_options(config: Config, mesh: Mesh | None, log: Log | NoLog) -> dict[str, str]:
-    """The options of XLA for this run's steps, and says so."""
-    on_gpu = mesh is not None and jax.default_backend() == "gpu"
-    options = read_options(config.step.xla_options, on_gpu)
-    if options:
-        log.say(
-            f"options of XLA: {as_arguments(options)} (without: --step.xla-options)"
-        )
-    return options
 
 
 def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:

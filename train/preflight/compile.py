@@ -31,11 +31,9 @@ from train.xla import (
 
 Options = Mapping[str, str | bool]
 
+SIZES = ("2500000", "10000000", "100000000", "1")
 CANDIDATES: list[Options] = [
-    *(
-        dict.fromkeys(THRESHOLDS, size)
-        for size in ("2500000", "10000000", "100000000", "1")
-    ),
+    *(dict.fromkeys([*THRESHOLDS, ALL_REDUCE_THRESHOLD], size) for size in SIZES),
     {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
 ]
 
@@ -254,6 +252,12 @@ def inspect(preflight: Preflight, options: Options, console: Console) -> list[Fi
     return found
 
 
+def busiest_step(topology: Topology, workers_per_node: int) -> int:
+    """The first step whose exchange sends most from a node."""
+    sent = [t.node_bytes.max() for t in analysis.traffic(topology, 1, workers_per_node)]
+    return int(np.argmax(sent))
+
+
 def tuned(preflight: Preflight, console: Console) -> Options:
     """Tries options on the exchange that sends most between nodes.
 
@@ -261,9 +265,7 @@ def tuned(preflight: Preflight, console: Console) -> Options:
     bytes are covered, it must not cover less.
     """
     step, topology = preflight.step()
-    traffic = analysis.traffic(topology, 1.0, preflight.config.workers.workers_per_node)
-    busiest = [float(sent.node_bytes.max()) for sent in traffic]
-    t = busiest.index(max(busiest))
+    t = busiest_step(topology, preflight.config.workers.workers_per_node)
 
     def tried(options: Options) -> Finding:
         with console.status("trying options of XLA"):
@@ -280,13 +282,6 @@ def tuned(preflight: Preflight, console: Console) -> Options:
         if shorter and found.schedule.covered(AXIS) >= least:
             kept, best = {**kept, **options}, found
     return kept
-
-
-SIZES = ("2500000", "10000000", "100000000", "1")
-CANDIDATES: list[Options] = [
-    *(dict.fromkeys([*THRESHOLDS, ALL_REDUCE_THRESHOLD], size) for size in SIZES),
-    {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
-]
 
 
 def _devices(target: Target, nodes: int, devices_per_node: int) -> np.ndarray:

@@ -44,70 +44,31 @@ def report(
     Raises:
       ValueError: if there is no such share, or no folder for a file.
     """
-    if require_overlap is not None and not 0 <= require_overlap <= 1:
-        raise ValueError(
-            f"require-overlap is a share, from 0 to 1, got {require_overlap}"
-        )
-    for path in (out, figure):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent} for {path.name}")
-        if path is not None and path.is_dir():
-            raise ValueError(f"{path} is a folder, wanted a file")
+    _check(require_overlap, out, figure)
     console = Console(width=120, soft_wrap=True, markup=False, highlight=False)
-    config, target = preflight.config, preflight.target
-    workers = config.workers.num_workers
+    workers = preflight.config.workers
     console.print(
-        f"{config.name} on {workers} x {target.name}, "
-        f"{config.workers.workers_per_node} to a node"
+        f"{preflight.config.name} on {workers.num_workers} x {preflight.target.name}, "
+        f"{workers.workers_per_node} to a node"
     )
     found = inspect(preflight, preflight.options, console)
     baseline = with_all_reduce(preflight)
+    runs = [preflight] if baseline is None else [preflight, baseline]
     rows = list(found)
     if baseline is not None:
         rows += inspect(baseline, baseline.options, console)
     console.print(_table(rows), _collectives(found), "", sep="\n")
-    console.print(f"options   {as_arguments(preflight.options) or 'none'}")
-
-    problems = [sentence for finding in found for sentence in finding.warnings()]
-    needed = max(finding.memory_bytes for finding in found)
-    have = target.memory_bytes
-    share = MEMORY_SHARE if isinstance(target, Gpu) else 1.0
-    by_default = f", of which XLA takes {share:.0%} by default" if share < 1 else ""
-    console.print(f"memory    {needed / 1e9:.1f} GB of {have / 1e9:.1f} GB{by_default}")
-    fits = needed <= have
-    if not fits:
-        problems.append(
-            f"the step needs {needed / 1e9:.1f} GB, the device has {have / 1e9:.1f} GB:"
-            " take a smaller batch_per_worker or more num_micro_batches"
-        )
-    elif needed > share * have:
-        problems.append(
-            "the step needs more than XLA's share: set XLA_PYTHON_CLIENT_MEM_FRACTION"
-            f"={min(0.95, needed / have + 0.05):.2f} in the environment"
-        )
-    covered = min(finding.schedule.covered(AXIS) for finding in found)
-    is_covered = require_overlap is None or covered >= require_overlap
-    if not is_covered:
-        problems.append(f"{covered:.1%} covered, {require_overlap:.1%} required")
-    console.print(f"covered   {covered:.1%} of the bytes of the worst exchange")
-    for problem in problems:
-        console.print(f"warning   {problem}", style="bold")
+    passed = _verdict(preflight, found, require_overlap, console)
     better: dict[str, Options] = {}
-    if tune and isinstance(target, Gpu) and workers > 1:
-        for each in (preflight, baseline):
-            if each is not None:
-                name = each.config.step.algorithm
-                console.print(f"options of XLA, tried on {name}")
-                better[name] = tuned(each, console)
-                arguments = as_arguments(better[name])
-                console.print(f"  take --step.xla-options {arguments}".rstrip())
+    if tune and isinstance(preflight.target, Gpu) and workers.num_workers > 1:
+        better = {run.config.step.algorithm: _tuned(run, console) for run in runs}
     if out is not None:
         out.write_text(json.dumps(_as_json(preflight, better, rows), indent=2) + "\n")
         console.print(f"json      {out}")
     if figure is not None:
         draw(rows, preflight).savefig(figure, bbox_inches="tight")
         console.print(f"figure    {figure}")
-    return 0 if fits and is_covered else 1
+    return 0 if passed else 1
 
 
 def draw(rows: list[Finding], preflight: Preflight) -> Figure:
@@ -128,6 +89,60 @@ def draw(rows: list[Finding], preflight: Preflight) -> Figure:
         fontsize="medium",
     )
     return figure
+
+
+def _check(require_overlap: float | None, *files: Path | None) -> None:
+    if require_overlap is not None and not 0 <= require_overlap <= 1:
+        raise ValueError(
+            f"require-overlap is a share, from 0 to 1, got {require_overlap}"
+        )
+    for path in files:
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent} for {path.name}")
+        if path is not None and path.is_dir():
+            raise ValueError(f"{path} is a folder, wanted a file")
+
+
+def _verdict(
+    preflight: Preflight,
+    found: list[Finding],
+    require_overlap: float | None,
+    console: Console,
+) -> bool:
+    """Prints options, memory, overlap and warnings; returns whether the run passes."""
+    problems = [sentence for finding in found for sentence in finding.warnings()]
+    needed = max(finding.memory_bytes for finding in found)
+    have = preflight.target.memory_bytes
+    share = MEMORY_SHARE if isinstance(preflight.target, Gpu) else 1.0
+    fits = needed <= have
+    if not fits:
+        problems.append(
+            f"the step needs {needed / 1e9:.1f} GB, the device has {have / 1e9:.1f} GB:"
+            " take a smaller batch_per_worker or more num_micro_batches"
+        )
+    elif needed > share * have:
+        problems.append(
+            f"the step needs more than the {share:.0%} that XLA takes by default: set "
+            "XLA_PYTHON_CLIENT_MEM_FRACTION="
+            f"{min(0.95, needed / have + 0.05):.2f} in the environment"
+        )
+    covered = min(finding.schedule.covered(AXIS) for finding in found)
+    is_covered = require_overlap is None or covered >= require_overlap
+    if not is_covered:
+        problems.append(f"{covered:.1%} covered, {require_overlap:.1%} required")
+    console.print(f"options   {as_arguments(preflight.options) or 'none'}")
+    console.print(f"memory    {needed / 1e9:.1f} GB of {have / 1e9:.1f} GB")
+    console.print(f"covered   {covered:.1%} of the bytes of the worst exchange")
+    for problem in problems:
+        console.print(f"warning   {problem}", style="bold")
+    return fits and is_covered
+
+
+def _tuned(preflight: Preflight, console: Console) -> Options:
+    console.print(f"options of XLA, tried on {preflight.config.step.algorithm}")
+    options = tuned(preflight, console)
+    console.print(f"  take --step.xla-options {as_arguments(options)}".rstrip())
+    return options
 
 
 def _draw_lanes(axes: Axes, row: Finding) -> None:

@@ -33,6 +33,7 @@ class Gpu:
       flops_per_second: of matmuls, by element type.
       inside_bytes_per_second: to the GPUs of its node, in each direction.
       between_bytes_per_second: of a node to others, in each direction.
+      links_per_node: that make it up.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Gpu:
     flops_per_second: Mapping[str, float]
     inside_bytes_per_second: float
     between_bytes_per_second: float
+    links_per_node: int
 
     @property
     def platform(self) -> Literal["cuda"]:
@@ -63,6 +65,7 @@ class Gpu:
             devices_per_node,
             self.inside_bytes_per_second,
             self.between_bytes_per_second,
+            self.links_per_node,
         )
 
     def config(self) -> str:
@@ -146,6 +149,7 @@ T4 = Gpu(
     flops_per_second={"f16": 65e12, "bf16": 8.1e12, "f32": 8.1e12, "f64": 0.25e12},
     inside_bytes_per_second=16e9,
     between_bytes_per_second=6.25e9,
+    links_per_node=1,
 )
 A40 = Gpu(
     name="NVIDIA A40",
@@ -162,6 +166,7 @@ A40 = Gpu(
     flops_per_second={"bf16": 149.7e12, "f16": 149.7e12, "f32": 74.8e12, "f64": 0.6e12},
     inside_bytes_per_second=32e9,
     between_bytes_per_second=6.25e9,
+    links_per_node=1,
 )
 A100_40 = Gpu(
     name="NVIDIA A100-SXM4-40GB",
@@ -178,6 +183,7 @@ A100_40 = Gpu(
     flops_per_second={"bf16": 312e12, "f16": 312e12, "f32": 156e12, "f64": 19.5e12},
     inside_bytes_per_second=300e9,
     between_bytes_per_second=200e9,
+    links_per_node=8,
 )
 A100_80 = dataclasses.replace(
     A100_40,
@@ -200,6 +206,7 @@ H100 = Gpu(
     flops_per_second={"bf16": 989e12, "f16": 989e12, "f32": 494e12, "f64": 67e12},
     inside_bytes_per_second=450e9,
     between_bytes_per_second=400e9,
+    links_per_node=8,
 )
 H200 = dataclasses.replace(
     H100,
@@ -222,6 +229,7 @@ B200 = Gpu(
     flops_per_second={"bf16": 2250e12, "f16": 2250e12, "f32": 1125e12, "f64": 37e12},
     inside_bytes_per_second=900e9,
     between_bytes_per_second=400e9,
+    links_per_node=8,
 )
 GPUS = {
     "t4": T4,
