@@ -35,7 +35,16 @@ config = Config(
     ),
     workers=WorkersConfig(num_workers=4, workers_per_node=1),
     topology=TopologyConfig(name="one_peer_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=8),
+    step=StepConfig(
+        algorithm="awc",
+        batch_per_worker=8,
+        # In a compiled step it sends for longer than it computes: two messages at a
+        # time then leave each something to hide behind.
+        xla_options=(
+            "recommended",
+            "xla_gpu_experimental_parallel_collective_overlap_limit=2",
+        ),
+    ),
     exchange=ExchangeConfig(where="background"),
     optimizer=OptimizerConfig(
         name="accum_adamw",

@@ -3,6 +3,7 @@
 import functools
 import itertools
 import random
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -76,6 +77,26 @@ def test_a_matmul_between_start_and_end_covers_a_permute():
     assert c.op_name == "jit(step)/mix/ppermute"
     assert schedule.covered() == 1
     assert schedule.sent_bytes() == 128
+
+
+def test_a_schedule_of_a_tpu_is_read():
+    """A step of five matmuls of 4096 x 1024 x 1024 on v5e:2x4, with one permute.
+
+    As libtpu 0.0.52 compiled it for jax 0.10.2, without metadata of files. On a TPU
+    matmuls are convolutions inside fusions, in bfloat16 or float32.
+    """
+    text = (Path(__file__).parent / "v5e_step.txt").read_text()
+    schedule = overlap.read(text, {"workers": 8})
+    (c,) = schedule.collectives
+    assert (c.kind, c.axes, c.num_bytes) == ("collective-permute", ("workers",), 2**22)
+    assert {frozenset(pair) for pair in c.groups} == {
+        frozenset({i, i + 1}) for i in range(0, 8, 2)
+    }
+    matmul = 2 * 4096 * 1024 * 1024
+    assert schedule.work.flops == {"bf16": 2 * matmul, "f32": 3 * matmul}
+    assert c.beside.flops == schedule.work.flops
+    assert schedule.covered("workers") == 1
+    assert schedule.sent_bytes("workers") == 2**22
 
 
 def test_additions_cover_nothing():

@@ -1,6 +1,7 @@
 """Runs that are compiled for clusters that are not there."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
@@ -18,8 +19,9 @@ from train.__main__ import load_config
 from train.config import ExchangeConfig, StepConfig, TopologyConfig
 from train.models.gpt import GPTConfig
 from train.preflight.__main__ import main
-from train.preflight.compile import busiest_step, inspect, prepare, tuned
+from train.preflight.compile import inspect, prepare
 from train.preflight.targets import GPUS, TPUS, Gpu, find
+from train.preflight.tune import busiest_step, profile, tuned
 from train.xla import RECOMMENDED, read_options
 
 # A compiler without a device reads no program from the cache of compiled programs.
@@ -53,11 +55,6 @@ def refused(*options: str) -> str:
     return str(error.value)
 
 
-# Its single GPUs talk across nodes for longer than it computes: XLA then leaves half of
-# the messages before the step.
-LEAST = {("timeline", 16): 0.5}
-
-
 @pytest.mark.parametrize("path", AWC, ids=lambda path: path.stem)
 @pytest.mark.parametrize("nodes", [16, 126])
 def test_what_ships_hides_its_busiest_exchange(path, nodes):
@@ -66,12 +63,11 @@ def test_what_ships_hides_its_busiest_exchange(path, nodes):
     if nodes == 126:  # No power of two, as its alternating ring would want.
         config = dataclasses.replace(config, topology=HIERARCHY)
     run = prepare(config, "h100", nodes, 8)
-    assert run.options == RECOMMENDED
+    assert run.options.items() >= RECOMMENDED.items()
     step, graph = run.step()
     finding = run.find("", step, graph, busiest_step(graph, 8), run.options)
     assert finding.schedule.num_devices == nodes * 8
-    least = LEAST.get((path.stem, nodes), 0.95)
-    assert finding.schedule.covered(AXIS) >= least
+    assert finding.schedule.covered(AXIS) >= 0.95
     assert finding.warnings() == []
     assert finding.schedule.sent_bytes(AXIS) > 0
     assert finding.schedule.sent_bytes(AXIS) >= 0.999 * finding.needed_bytes
@@ -93,8 +89,27 @@ def test_the_memory_is_that_of_the_state_and_more():
 
 def test_options_that_do_not_help_are_not_kept(monkeypatch):
     """Of so small a model all messages are joined already."""
-    monkeypatch.setattr("train.preflight.compile.CANDIDATES", [RECOMMENDED])
-    assert tuned(prepare(tiny.config, "h100", 2, 2), QUIET) == {}
+    monkeypatch.setattr("train.preflight.tune.CANDIDATES", [RECOMMENDED])
+    assert tuned(prepare(tiny.config, "h100", 2, 2), QUIET).options == {}
+
+
+def test_a_profile_of_times_starts_messages_in_time():
+    """XLA guesses that a message takes as long as five matmuls; these take longer."""
+    config = dataclasses.replace(
+        tiny.config,
+        task=dataclasses.replace(
+            tiny.config.task,
+            model=GPTConfig(context=256, num_layers=4, num_heads=4, width=512),
+        ),
+        topology=TopologyConfig(name="one_peer_ring"),
+        step=StepConfig(batch_per_worker=16),
+    )
+    run = prepare(config, "h100", 4, 1, between_gbit=1600)
+    step, graph = run.step()
+    plain = run.find("", step, graph, 0, run.options)
+    times = profile(plain.schedule, run.target.accelerator(), run.network)
+    profiled = run.find("", step, graph, 0, {**run.options, "fdo_profile": times})
+    assert profiled.estimate.step < 0.8 * plain.estimate.step
 
 
 def test_a_verdict_is_printed_written_and_drawn(capsys, tmp_path):
@@ -185,6 +200,27 @@ def test_what_cannot_be_gets_a_sentence(options, sentence):
     assert sentence in refused(*options.split())
 
 
+LIBTPU = importlib.util.find_spec("libtpu") is not None
+SLICE = "--target v5e:2x4 --nodes 2 --gpus-per-node 4"
+
+
+@pytest.mark.skipif(LIBTPU, reason="libtpu is installed")
+def test_without_libtpu_it_says_what_to_install():
+    assert "no compiler for this target: pip install libtpu" in refused(*SLICE.split())
+
+
+@pytest.mark.skipif(not LIBTPU, reason="needs libtpu: pip install libtpu")
+def test_a_slice_of_tpus_can_be_looked_at():
+    ring = TopologyConfig(name="one_peer_ring")
+    config = dataclasses.replace(tiny.config, topology=ring)
+    found = inspect(prepare(config, "v5e:2x4", 2, 4), {}, QUIET)
+    for finding in found:
+        assert finding.warnings() == []
+        assert finding.schedule.sent_bytes(AXIS) >= 0.999 * finding.needed_bytes
+        assert all(c.start < c.end for c in finding.schedule.collectives)
+        assert finding.estimate.exposed < 0.1 * finding.estimate.step
+
+
 @pytest.mark.parametrize("name", GPUS)
 def test_every_gpu_can_be_compiled_for(name):
     target = find(name)
@@ -245,17 +281,19 @@ def test_a_half_precision_message_needs_half_the_bytes():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "on_gpu", "options"),
+    ("arguments", "platform", "options"),
     [
-        (("recommended",), True, RECOMMENDED),
-        (("recommended",), False, {}),
-        ((), True, {}),
-        (("xla_gpu_a=1",), True, {"xla_gpu_a": "1"}),
-        (("recommended", "xla_gpu_a=1"), True, {**RECOMMENDED, "xla_gpu_a": "1"}),
+        (("recommended",), "gpu", RECOMMENDED),
+        (("recommended",), "cpu", {}),
+        ((), "gpu", {}),
+        (("xla_gpu_a=1",), "gpu", {"xla_gpu_a": "1"}),
+        (("xla_gpu_a=1", "xla_b=2"), "tpu", {"xla_b": "2"}),
+        (("xla_tpu_a=1",), "tpu", {"xla_tpu_a": "1"}),
+        (("recommended", "xla_gpu_a=1"), "gpu", {**RECOMMENDED, "xla_gpu_a": "1"}),
     ],
 )
-def test_options_of_xla_are_read(arguments, on_gpu, options):
-    assert read_options(arguments, on_gpu) == options
+def test_options_of_xla_are_read(arguments, platform, options):
+    assert read_options(arguments, platform) == options
 
 
 def test_other_options_are_refused():

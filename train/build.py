@@ -164,7 +164,7 @@ def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:
     """The options of XLA for the compiled step; none where there is no such step."""
     if mesh is None or _in_background(config, mesh):
         return {}
-    return read_options(config.step.xla_options, jax.default_backend() == "gpu")
+    return read_options(config.step.xla_options, jax.default_backend())
 
 
 class _InStep:

@@ -108,8 +108,8 @@ class StepConfig:
       num_micro_batches: parts of that batch, one after the other in memory.
       message_dtype: of the models that are sent; None for their own.
       xla_options: NAME=VALUE each, of XLA for steps that are compiled for a mesh, with
-        their exchange inside; "recommended" stands for those of `train.xla` where there
-        is a GPU. Empty for XLA's own.
+        their exchange inside; "recommended" stands for those of `train.xla`. Those of
+        another platform, as xla_gpu_... on a TPU, are left out. Empty for XLA's own.
     """
 
     algorithm: Literal["awc", "atc", "all_reduce"] = "awc"
@@ -120,7 +120,7 @@ class StepConfig:
 
     def __post_init__(self):
         _check_at_least(self, 1, "batch_per_worker", "num_micro_batches")
-        read_options(self.xla_options, on_gpu=False)
+        read_options(self.xla_options, platform="cpu")
         if self.batch_per_worker % self.num_micro_batches:
             raise ValueError(
                 f"batch_per_worker = {self.batch_per_worker} must be a multiple of "

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+PLATFORMS = ("cpu", "gpu", "tpu")
+
 # Kernels are not tuned where there is no GPU.
 COMPILE_ONLY = {"xla_gpu_autotune_level": "0"}
 
@@ -20,13 +22,18 @@ ALL_REDUCE_THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes"
 RECOMMENDED = dict.fromkeys(THRESHOLDS, "2500000")
 
 
-def as_arguments(options: Mapping[str, str | bool]) -> str:
+def as_arguments(options: Mapping[str, str | bool | bytes]) -> str:
     """Returns options as the config's `step.xla_options` takes them."""
     return " ".join(f"{name}={value}" for name, value in options.items())
 
 
-def read_options(arguments: Sequence[str], on_gpu: bool) -> dict[str, str]:
+def read_options(arguments: Sequence[str], platform: str) -> dict[str, str]:
     """Reads "recommended", and options of the form NAME=VALUE.
+
+    Args:
+      arguments: as in the config.
+      platform: "cpu", "gpu" or "tpu"; options of another, xla_gpu_... for a GPU, are
+        left out, so that one config serves all.
 
     Raises:
       ValueError: if one has another form.
@@ -35,7 +42,7 @@ def read_options(arguments: Sequence[str], on_gpu: bool) -> dict[str, str]:
     for argument in arguments:
         name, separator, value = argument.partition("=")
         if argument == "recommended":
-            options.update(RECOMMENDED if on_gpu else {})
+            options.update(RECOMMENDED)
         elif separator and name.startswith("xla_"):
             options[name] = value
         else:
@@ -43,4 +50,7 @@ def read_options(arguments: Sequence[str], on_gpu: bool) -> dict[str, str]:
                 'step.xla_options takes "recommended" and xla_NAME=VALUE, '
                 f"got {argument!r}"
             )
-    return options
+    others = tuple(f"xla_{other}_" for other in PLATFORMS if other != platform)
+    return {
+        name: value for name, value in options.items() if not name.startswith(others)
+    }

@@ -1,16 +1,20 @@
-"""`python -m train.bench race`: step times on an emulated cluster, beside peers."""
+"""Speed, side by side: `python -m train.bench race` and `python -m train.bench gpu`."""
 
 import sys
 
 import tyro
 
-from train.bench.race import Race, main
+from train.bench import gpu, race
 
 
 def run() -> int:
     try:
-        race = tyro.extras.subcommand_cli_from_dict({"race": Race}, prog="train.bench")
-        return main(race)
+        bench = tyro.extras.subcommand_cli_from_dict(
+            {"race": race.Race, "gpu": gpu.GpuBench}, prog="train.bench"
+        )
+        if isinstance(bench, gpu.GpuBench):
+            return gpu.main(bench)
+        return race.main(bench)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
     except PermissionError as error:

@@ -22,20 +22,9 @@ from train.build import build_in_step, build_optimizer, build_schedule, build_st
 from train.config import Config
 from train.preflight import targets
 from train.preflight.targets import Gpu, Target
-from train.xla import (
-    ALL_REDUCE_THRESHOLD,
-    COMPILE_ONLY,
-    THRESHOLDS,
-    read_options,
-)
+from train.xla import COMPILE_ONLY, read_options
 
-Options = Mapping[str, str | bool]
-
-SIZES = ("2500000", "10000000", "100000000", "1")
-CANDIDATES: list[Options] = [
-    *(dict.fromkeys([*THRESHOLDS, ALL_REDUCE_THRESHOLD], size) for size in SIZES),
-    {"xla_gpu_experimental_parallel_collective_overlap_limit": "4"},
-]
+Options = Mapping[str, str | bool | bytes]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,8 +127,7 @@ class Preflight:
     @property
     def options(self) -> Options:
         """Of XLA, with which the trainer would run."""
-        on_gpu = isinstance(self.target, Gpu)
-        return read_options(self.config.step.xla_options, on_gpu)
+        return read_options(self.config.step.xla_options, self.target.platform)
 
     def step(self) -> tuple[TrainStep, Topology]:
         """The run's train step, and the exchanges that it compiles."""
@@ -160,7 +148,8 @@ class Preflight:
         lowered = step.lower(self._state, self._batch, t)
         start = time.monotonic()
         alone = COMPILE_ONLY if isinstance(self.target, Gpu) else {}
-        compiled = lowered.compile({**alone, **options})
+        every: Any = {**alone, **options}
+        compiled = lowered.compile(every)
         seconds = time.monotonic() - start
         schedule = overlap.read(compiled)
         speeds = self.target.accelerator()
@@ -252,38 +241,6 @@ def inspect(preflight: Preflight, options: Options, console: Console) -> list[Fi
     return found
 
 
-def busiest_step(topology: Topology, workers_per_node: int) -> int:
-    """The first step whose exchange sends most from a node."""
-    sent = [t.node_bytes.max() for t in analysis.traffic(topology, 1, workers_per_node)]
-    return int(np.argmax(sent))
-
-
-def tuned(preflight: Preflight, console: Console) -> Options:
-    """Tries options on the exchange that sends most between nodes.
-
-    Begins with none, and keeps each that shortens the step; where less than 95 % of the
-    bytes are covered, it must not cover less.
-    """
-    step, topology = preflight.step()
-    t = busiest_step(topology, preflight.config.workers.workers_per_node)
-
-    def tried(options: Options) -> Finding:
-        with console.status("trying options of XLA"):
-            found = preflight.find("", step, topology, t, options)
-        console.print(f"  {_short(options):64}{_summary(found)}")
-        return found
-
-    kept: Options = {}
-    best = tried(kept)
-    for options in CANDIDATES:
-        found = tried({**kept, **options})
-        least = min(best.schedule.covered(AXIS), 0.95)
-        shorter = found.estimate.step < 0.999 * best.estimate.step
-        if shorter and found.schedule.covered(AXIS) >= least:
-            kept, best = {**kept, **options}, found
-    return kept
-
-
 def _devices(target: Target, nodes: int, devices_per_node: int) -> np.ndarray:
     count = nodes * devices_per_node
     if isinstance(target, Gpu):
@@ -338,25 +295,6 @@ def _peak_memory(compiled: jax.stages.Compiled) -> int:
         + stats.temp_size_in_bytes
         + stats.generated_code_size_in_bytes
     )
-
-
-def _summary(finding: Finding) -> str:
-    estimate = finding.estimate
-    return (
-        f"{finding.schedule.covered(AXIS):7.1%} covered, "
-        f"{1e3 * estimate.exposed:8.3g} ms exposed, step {1e3 * estimate.step:.3g} ms"
-    )
-
-
-def _short(options: Options) -> str:
-    if not options:
-        return "none"
-    phrases = [
-        f"{name.removeprefix('xla_gpu_')} {value}" for name, value in options.items()
-    ]
-    joined = f"combine_threshold_bytes {options.get(ALL_REDUCE_THRESHOLD)}"
-    others = [phrase for phrase in phrases if "combine_threshold" not in phrase]
-    return ", ".join([joined, *others] if len(others) < len(phrases) else others)
 
 
 def _as_dict(collective: Collective) -> dict[str, Any]:

@@ -13,15 +13,9 @@ from rich.table import Table
 
 from decentjax import AXIS
 from decentjax.overlap import Collective, Span
-from train.preflight.compile import (
-    Finding,
-    Options,
-    Preflight,
-    inspect,
-    tuned,
-    with_all_reduce,
-)
+from train.preflight.compile import Finding, Preflight, inspect, with_all_reduce
 from train.preflight.targets import Gpu
+from train.preflight.tune import Tuning, tuned
 from train.xla import as_arguments
 
 # XLA leaves a quarter of a GPU's memory to others, unless it is told otherwise.
@@ -59,11 +53,11 @@ def report(
         rows += inspect(baseline, baseline.options, console)
     console.print(_table(rows), _collectives(found), "", sep="\n")
     passed = _verdict(preflight, found, require_overlap, console)
-    better: dict[str, Options] = {}
+    tunings: dict[str, Tuning] = {}
     if tune and isinstance(preflight.target, Gpu) and workers.num_workers > 1:
-        better = {run.config.step.algorithm: _tuned(run, console) for run in runs}
+        tunings = {run.config.step.algorithm: _tuned(run, console) for run in runs}
     if out is not None:
-        out.write_text(json.dumps(_as_json(preflight, better, rows), indent=2) + "\n")
+        out.write_text(json.dumps(_as_json(preflight, tunings, rows), indent=2) + "\n")
         console.print(f"json      {out}")
     if figure is not None:
         draw(rows, preflight).savefig(figure, bbox_inches="tight")
@@ -138,11 +132,16 @@ def _verdict(
     return fits and is_covered
 
 
-def _tuned(preflight: Preflight, console: Console) -> Options:
+def _tuned(preflight: Preflight, console: Console) -> Tuning:
     console.print(f"options of XLA, tried on {preflight.config.step.algorithm}")
-    options = tuned(preflight, console)
-    console.print(f"  take --step.xla-options {as_arguments(options)}".rstrip())
-    return options
+    tuning = tuned(preflight, console)
+    console.print(f"  take --step.xla-options {as_arguments(tuning.options)}".rstrip())
+    if tuning.needs_profile:
+        console.print(
+            "  and JAX_ENABLE_PGLE=true in the environment: XLA then measures the "
+            "first steps, and starts messages as early as those times ask for"
+        )
+    return tuning
 
 
 def _draw_lanes(axes: Axes, row: Finding) -> None:
@@ -218,13 +217,13 @@ def _collectives(found: list[Finding]) -> Table:
 
 
 def _as_json(
-    preflight: Preflight, better: dict[str, Options], rows: list[Finding]
+    preflight: Preflight, tunings: dict[str, Tuning], rows: list[Finding]
 ) -> dict[str, Any]:
     return {
         "config": dataclasses.asdict(preflight.config),
         "target": preflight.target.name,
         "memory_bytes": preflight.target.memory_bytes,
         "xla_options": dict(preflight.options),
-        "recommended_xla_options": better,
+        "tuning": {name: tuning._asdict() for name, tuning in tunings.items()},
         "steps": [row.as_dict() for row in rows],
     }

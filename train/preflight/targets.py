@@ -53,8 +53,8 @@ class Gpu:
     links_per_node: int
 
     @property
-    def platform(self) -> Literal["cuda"]:
-        return "cuda"
+    def platform(self) -> Literal["gpu"]:
+        return "gpu"
 
     def accelerator(self) -> Accelerator:
         return Accelerator(self.flops_per_second, self.memory_bytes_per_second)
@@ -210,7 +210,7 @@ H100 = Gpu(
 )
 H200 = dataclasses.replace(
     H100,
-    name="NVIDIA H200 141GB HBM3e",
+    name="NVIDIA H200",
     memory_bytes=151397597184,
     memory_bytes_per_second=4800e9,
 )

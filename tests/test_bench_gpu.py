@@ -1,0 +1,185 @@
+"""The bench of one GPU: what it refuses, its arithmetic, and a run on a CPU."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import optax
+import pytest
+import tiny
+from gpus import compiled, gpu_mesh, shapes
+from rich.console import Console
+
+from decentjax import accum_adamw, overlap
+from train.bench.gpu import (
+    ACCUM,
+    BOTH,
+    COMPUTE,
+    COPY,
+    EXCHANGE,
+    OURS,
+    PLAIN,
+    UPDATE,
+    GpuBench,
+    Result,
+    shared_sentence,
+    table,
+)
+from train.bench.gpu_steps import (
+    _update,
+    first_batch,
+    in_turns,
+    initial_state,
+    our_step,
+)
+from train.bench.work import Contestant
+
+# A compiler without a device reads no program from the cache of compiled programs.
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Error reading persistent compilation cache"
+)
+
+ROOT = Path(__file__).parent.parent
+TINY = ROOT / "tests" / "tiny.py"
+# The tests' own devices and threads are no matter of the processes.
+ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+
+
+def bench(*options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "train.bench", "gpu", *options],
+        cwd=ROOT,
+        # A box around the sentence would break it into lines.
+        env=ENV | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"rounds": 0}, "rounds must be at least 1, got 0"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"processes": -1}, "processes must be at least 0, got -1"),
+        ({"processes": 1}, "2 processes or more, or 0"),
+        ({"config": Path("none.py")}, "there is no config file none.py"),
+    ],
+)
+def test_bad_input_gets_a_sentence(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        GpuBench(**{"config": TINY, **options})
+
+
+def test_without_a_gpu_nothing_is_measured(tmp_path):
+    out = tmp_path / "gpu"
+    result = bench("--out", str(out))
+    assert result.returncode == 1
+    assert "error: nothing measured: jax sees no gpu here, but cpu" in result.stderr
+    assert not out.exists()
+
+
+def test_a_run_on_a_cpu_measures_steps_and_processes(tmp_path):
+    options = f"--device cpu --config {TINY} --rounds 1 --steps 1 --out {tmp_path}"
+    result = bench(*options.split())
+    assert result.returncode == 0, result.stderr
+    facts = json.loads((tmp_path / "gpu.json").read_text())
+    assert list(facts["seconds"]) == [PLAIN, OURS, ACCUM, UPDATE, COPY]
+    assert list(facts["shared"]) == [COMPUTE, EXCHANGE, BOTH]
+    assert min(*facts["seconds"].values(), *facts["shared"].values()) > 0
+    assert facts["tokens"] == 2 * 8
+    assert facts["peak"] is None
+    text = (tmp_path / "gpu.md").read_text()
+    assert text.startswith("| cpu, tiny | ms/step |")
+    assert text.strip() in result.stdout
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["gpu.json", "gpu.md"]
+
+
+def test_the_table_divides_by_the_plain_step_and_the_limits():
+    seconds = {PLAIN: 0.1, OURS: 0.102, ACCUM: 0.11, UPDATE: 0.005, COPY: 0.002}
+    result = Result(
+        device="GPU",
+        tokens=1000,
+        flops=2e12,
+        peak=1e14,
+        copied_bytes=4e9,
+        update_bytes=8e9,
+        seconds=seconds,
+    )
+    lines = table(GpuBench(config=TINY), result, {}).splitlines()
+    assert lines[2] == f"| {PLAIN} | 100.00 | 1e+04 | 20.0% | 1.000 |"
+    assert lines[3] == f"| {OURS} | 102.00 | 9804 | 19.6% | 1.020 |"
+    assert lines[4] == f"| {ACCUM} | 110.00 | 9091 | 18.2% | 1.100 |"
+    assert lines[-1].startswith(f"{UPDATE} takes 5 ms. It must move 8 GB, and a copy")
+    assert lines[-1].endswith("moves 2000 GB/s: 80.0% of that limit.")
+
+
+def test_what_is_hidden_is_what_both_at_once_save():
+    seconds = {COMPUTE: 0.03, EXCHANGE: 0.04, BOTH: 0.05}
+    assert shared_sentence(2, seconds).endswith(
+        "both at once 50 ms: 50% of the exchange is hidden, where 75% could be."
+    )
+
+
+def test_each_turn_begins_with_a_step_that_does_not_count():
+    calls = []
+    contestants = {
+        name: Contestant(lambda name=name: calls.append(name), lambda: calls.append(""))
+        for name in ("a", "b")
+    }
+    seconds = in_turns(contestants, rounds=2, steps=3, console=Console(quiet=True))
+    turn = [*"aaaa", "", *"bbbb", ""]
+    assert calls == ["a", "", "b", "", *turn, *turn]
+    assert list(seconds) == ["a", "b"]
+
+
+def test_our_step_is_the_plain_step():
+    """One worker alone has nobody to average with."""
+    model = dataclasses.replace(tiny.config.task.model, dropout=0.0)
+    task = dataclasses.replace(tiny.config.task, model=model).build()
+    batch = first_batch(tiny.config, task)
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    step = our_step(task, optimizer, batch, jax.devices()[0]).step
+    for _ in range(3):
+        state = step()
+
+    params = jax.tree.map(lambda x: x[0], initial_state(task, optimizer, 1, 0).params)
+    opt_state = optimizer.init(params)
+    gradient = jax.jit(jax.grad(task.loss_fn, has_aux=True))
+    for _ in range(3):
+        grads, _ = gradient(params, (), batch, jax.random.key(1))
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        params = optax.apply_updates(params, updates)
+    for ours, plain in zip(*map(jax.tree.leaves, (state.params, params)), strict=True):
+        np.testing.assert_allclose(ours[0], plain, rtol=1e-4, atol=1e-6)
+
+
+def test_the_update_moves_each_array_once():
+    """Compiled for a GPU: it reads 5 arrays and writes 4, in one pass."""
+    optimizer = accum_adamw(1e-4, accum_steps=4)
+
+    def update(params, opt_state, grads):
+        updates, opt_state = optimizer.update(grads, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    model = jax.ShapeDtypeStruct((2**20,), np.float32)
+    state = jax.eval_shape(optimizer.init, model)
+    arguments = shapes(gpu_mesh(1, 1), (model, state, model))
+    moved = overlap.read(compiled(update, *arguments)).work.num_bytes
+    assert moved == pytest.approx(9 * 4 * 2**20, rel=1e-3)
+
+
+def test_the_update_must_move_the_moments_once_in_a_window():
+    task = tiny.config.task.build()
+    _, least = _update(tiny.config, task, jax.devices()[0])
+    params, _ = jax.eval_shape(task.init, jax.random.key(0))
+    model_bytes = sum(4 * x.size for x in jax.tree.leaves(params))
+    assert tiny.config.optimizer.accum_steps == 3
+    assert least == pytest.approx((7 + 2 / 3) * model_bytes)

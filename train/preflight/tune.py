@@ -1,0 +1,108 @@
+"""Tries what makes XLA schedule a step better: options, and a profile of times."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+from rich.console import Console
+
+from decentjax import AXIS, analysis
+from decentjax.overlap import Accelerator, Network, Op, Schedule
+from decentjax.topology import Topology
+from train.preflight.compile import Finding, Options, Preflight
+from train.xla import ALL_REDUCE_THRESHOLD, THRESHOLDS
+
+SIZES = ("2500000", "10000000", "100000000", "1")
+LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
+CANDIDATES: list[Options] = [
+    *(dict.fromkeys([*THRESHOLDS, ALL_REDUCE_THRESHOLD], size) for size in SIZES),
+    {LIMIT: "2"},
+    {LIMIT: "4"},
+]
+# A profile costs a second compilation: it must save as much of the step.
+WORTH_A_PROFILE = 0.05
+
+
+class Tuning(NamedTuple):
+    """What was found to make a step shorter.
+
+    Args:
+      options: of XLA; empty where none helps.
+      needs_profile: whether times for XLA to plan with would shorten it further.
+    """
+
+    options: Options
+    needs_profile: bool
+
+
+def tuned(preflight: Preflight, console: Console) -> Tuning:
+    """Tries options on the exchange that sends most between nodes.
+
+    Begins with none, and keeps each that shortens the step; where less than 95 % of the
+    bytes are covered, it must not cover less. Last, XLA is told the times that were
+    estimated, as it would be told measured ones with `JAX_ENABLE_PGLE=true`.
+    """
+    step, topology = preflight.step()
+    t = busiest_step(topology, preflight.config.workers.workers_per_node)
+
+    def tried(name: str, options: Options) -> Finding:
+        with console.status("trying options of XLA"):
+            found = preflight.find("", step, topology, t, options)
+        console.print(f"  {name:64}{_summary(found)}")
+        return found
+
+    kept: Options = {}
+    best = tried("none", kept)
+    for options in CANDIDATES:
+        found = tried(_short(options), {**kept, **options})
+        least = min(best.schedule.covered(AXIS), 0.95)
+        shorter = found.estimate.step < 0.999 * best.estimate.step
+        if shorter and found.schedule.covered(AXIS) >= least:
+            kept, best = {**kept, **options}, found
+    speeds = preflight.target.accelerator()
+    times = profile(best.schedule, speeds, preflight.network)
+    profiled = tried("profile of these times", {**kept, "fdo_profile": times})
+    share = profiled.estimate.step / best.estimate.step
+    return Tuning(kept, share < 1 - WORTH_A_PROFILE)
+
+
+def busiest_step(topology: Topology, workers_per_node: int) -> int:
+    """The first step whose exchange sends most from a node."""
+    sent = [t.node_bytes.max() for t in analysis.traffic(topology, 1, workers_per_node)]
+    return int(np.argmax(sent))
+
+
+def profile(schedule: Schedule, accelerator: Accelerator, network: Network) -> bytes:
+    """The estimated times of a step's ops, as XLA's `ProfiledInstructionsProto`."""
+    seconds = {op.name: accelerator.seconds(op.work) for op in _all(schedule.ops)}
+    for collective in schedule.collectives:
+        seconds[collective.name] = network.seconds(collective)
+    return "".join(
+        f'costs {{ name: "{name}" cost_us: {1e6 * time:.3f} }}\n'
+        for name, time in seconds.items()
+    ).encode()
+
+
+def _all(ops: tuple[Op, ...]) -> Iterator[Op]:
+    for op in ops:
+        yield op
+        for body in op.bodies:
+            yield from _all(body)
+
+
+def _summary(finding: Finding) -> str:
+    estimate = finding.estimate
+    return (
+        f"{finding.schedule.covered(AXIS):7.1%} covered, "
+        f"{1e3 * estimate.exposed:8.3g} ms exposed, step {1e3 * estimate.step:.3g} ms"
+    )
+
+
+def _short(options: Options) -> str:
+    """Of thresholds, which are all the same, one."""
+    joined = options.get(ALL_REDUCE_THRESHOLD)
+    if joined is not None:
+        return f"combine_threshold_bytes {joined}"
+    return ", ".join(
+        f"{name.removeprefix('xla_gpu_')} {value}" for name, value in options.items()
+    )
