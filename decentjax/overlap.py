@@ -218,24 +218,19 @@ class _Player:
         seconds, first = self.play(body, now)
         if op.repeats == 1:
             return seconds, first
-        num_spans, network = len(self.spans), self._network
+        num_spans = len(self.spans)
         _, second = self.play(body, first)
         del self.spans[num_spans:]
-        trip = second - first
-        if self._network > network:
-            self._network += (op.repeats - 2) * trip
-        return op.repeats * seconds, first + (op.repeats - 1) * trip
+        return op.repeats * seconds, first + (op.repeats - 1) * (second - first)
 
     def _branch(self, op: Op, now: float) -> tuple[float, float]:
-        """The mean of the branches; the network is busy as after the longest."""
-        network, busy, compute, end = self._network, self._network, 0.0, now
+        """The mean of the branches, each of which waits for its own messages."""
+        network, compute, end = self._network, 0.0, now
         for body in op.bodies:
-            self._network = network
             seconds, last = self.play(body, now)
+            self._network = network
             compute += op.repeats * seconds
             end += op.repeats * (last - now)
-            busy = max(busy, self._network)
-        self._network = busy
         return compute, end
 
 

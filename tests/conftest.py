@@ -17,11 +17,13 @@ os.environ.setdefault(
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Much of the time of the tests would go into compiling the same again, here and in the
 # processes that they start.
-os.environ["JAX_COMPILATION_CACHE_DIR"] = tempfile.mkdtemp(prefix="decentjax")
+if "PYTEST_XDIST_WORKER" not in os.environ:
+    cache = tempfile.mkdtemp(prefix="decentjax")
+    atexit.register(shutil.rmtree, cache, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 
-atexit.register(shutil.rmtree, jax.config.jax_compilation_cache_dir, ignore_errors=True)
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

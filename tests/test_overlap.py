@@ -263,6 +263,110 @@ def test_what_a_loop_asks_before_each_trip_is_sent_too():
     assert kinds == {"collective-permute", "all-reduce"}
 
 
+def test_operands_may_be_written_with_their_types_and_tiles():
+    dot = f"dot(f32[8,4]{{1,0:T(8,128)}} %x, f32[4,4]{{1,0}} %w), {DOT}"
+    schedule = overlap.read(program(f"ROOT %y = f32[8,4]{{1,0}} {dot}"))
+    assert schedule.work == overlap.Work({"f32": 2 * 8 * 4 * 4}, 4 * 80)
+
+
+@pytest.mark.parametrize(
+    ("line", "num_bytes", "sent"),
+    [
+        ("%y = f32[32,4]{1,0} all-gather(%x), dimensions={0}", 512, 3 / 4 * 512),
+        ("%y = f32[2,4]{1,0} reduce-scatter(%x), to_apply=%add", 128, 3 / 4 * 128),
+        ("%y = f8e4m3fn[8]{0} all-reduce(%narrow), to_apply=%add", 8, 3 / 2 * 8),
+        (
+            "%y = f32[8,4]{1,0} ragged-all-to-all(%x, %x, %n, %n, %n, %n)",
+            128,
+            3 / 4 * 128,
+        ),
+    ],
+)
+def test_bytes_are_those_of_the_whole_array(line, num_bytes, sent):
+    """Before a scatter, after a gather; not those of what says where pieces go."""
+    text = program(
+        "%narrow = f8e4m3fn[8]{0} constant(0)",
+        "%n = s64[4]{0} constant(0)",
+        f"ROOT {line}, replica_groups={{}}",
+    )
+    schedule = overlap.read(text)
+    assert schedule.collectives[0].num_bytes == num_bytes
+    assert schedule.sent_bytes() == sent
+
+
+@pytest.mark.parametrize(
+    ("line", "num_bytes"),
+    [
+        # A slice is read and written, whatever it is taken from or put into.
+        ("%y = f32[1,4]{1,0} dynamic-slice(%x, %i, %i)", 2 * 16),
+        ("%y = f32[8,4]{1,0} dynamic-update-slice(%x, %row, %i, %i)", 2 * 16),
+        ("%y = f32[1,4]{1,0} fusion(%x, %row), calls=%twice", 128 + 16),
+        ("%y = f32[8,4]{1,0} fusion(%x, %row), calls=%put", 16 + 16),
+        # The scratch memory of a library is its own.
+        (
+            "%y = (f32[8,4]{1,0}, s8[1000]{0}) custom-call(%x, %w), "
+            'custom_call_target="__cublas$gemm"',
+            4 * 80,
+        ),
+        (
+            '%y = (f32[8,4]{1,0}, f32[8]{0}) custom-call(%x), custom_call_target="a"',
+            288,
+        ),
+    ],
+)
+def test_bytes_are_those_that_are_read_and_written(line, num_bytes):
+    fused = """%twice (p: f32[8,4], r: f32[1,4]) -> f32[1,4] {
+  %p = f32[8,4]{1,0} parameter(0)
+  %r = f32[1,4]{1,0} parameter(1)
+  %all = f32[8,4]{1,0} slice(%p), slice={[0:8], [0:4]}
+  %first = f32[1,4]{1,0} slice(%p), slice={[0:1], [0:4]}
+  ROOT %n = f32[1,4]{1,0} negate(%first)
+}
+
+%put (p.1: f32[8,4], r.1: f32[1,4]) -> f32[8,4] {
+  %p.1 = f32[8,4]{1,0} parameter(0)
+  %r.1 = f32[1,4]{1,0} parameter(1)
+  %z = s32[] constant(0)
+  ROOT %u = f32[8,4]{1,0} dynamic-update-slice(%p.1, %r.1, %z, %z)
+}
+
+"""
+    text = program(
+        "%i = s32[] constant(3)",
+        "%row = f32[1,4]{1,0} constant(0)",
+        f"ROOT {line}",
+        before=fused,
+    )
+    assert overlap.read(text).work.num_bytes == num_bytes
+
+
+def test_a_matmul_in_a_fusion_of_a_fusion_counts():
+    fused = f"""%inner (a: f32[8,4], b: f32[4,4]) -> f32[8,4] {{
+  %a = f32[8,4]{{1,0}} parameter(0)
+  %b = f32[4,4]{{1,0}} parameter(1)
+  ROOT %d = f32[8,4]{{1,0}} dot(%a, %b), {DOT}
+}}
+
+%outer (a.1: f32[8,4], b.1: f32[4,4]) -> f32[8,4] {{
+  %a.1 = f32[8,4]{{1,0}} parameter(0)
+  %b.1 = f32[4,4]{{1,0}} parameter(1)
+  ROOT %f = f32[8,4]{{1,0}} fusion(%a.1, %b.1), kind=kOutput, calls=%inner
+}}
+
+"""
+    line = "ROOT %y = f32[8,4]{1,0} fusion(%x, %w), kind=kOutput, calls=%outer"
+    work = overlap.read(program(line, before=fused)).work
+    assert work == overlap.Work({"f32": 2 * 8 * 4 * 4}, 4 * 80)
+
+
+def test_work_takes_the_longer_of_computing_and_moving_and_never_less_than_a_kernel():
+    speeds = Accelerator({"f32": 10.0}, 5.0, least_seconds=3)
+    assert speeds.seconds(overlap.Work({"f32": 100.0}, 20)) == 10
+    assert speeds.seconds(overlap.Work({"f32": 100.0}, 60)) == 12
+    assert speeds.seconds(overlap.Work({"f32": 1.0}, 1)) == 3
+    assert speeds.seconds(overlap.Work({}, 0)) == 0
+
+
 def test_sends_are_named_as_not_read():
     line = "%s = (f32[8,4]{1,0}, u32[], token[]) send(%x, %w), channel_id=3"
     assert overlap.read(program(line)).uncounted == ("s",)
