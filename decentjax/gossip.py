@@ -20,8 +20,9 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import numpy as np
 import optax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from decentjax.cut import Cut, Part
@@ -206,8 +207,10 @@ class Background:
     def _send(self, leaves: Leaves, models: list[jax.Array], t: int) -> None:
         """Has the thread exchange some leaves, for step t."""
         self._sent += models
-        # Copies to another device begin here, while the thread still sends others.
-        models = [_moved(x, self._mesh, self._exchange_mesh) for x in models]
+        if self._exchange_mesh != self._mesh:
+            # They leave the device as soon as they are there; the thread sends others.
+            for shard in (shard for x in models for shard in x.addressable_shards):
+                shard.data.copy_to_host_async()
         future = self._engine.submit(self._exchange, models, t)
         self._arriving.append((leaves, future))
 
@@ -237,10 +240,12 @@ class Background:
         """In the thread: sends, receives, averages."""
         jax.block_until_ready(models)
         start = time.monotonic()
+        models = [_moved(x, self._mesh, self._exchange_mesh) for x in models]
         mixed = self._mixes[self._topology[t]](models)
         jax.block_until_ready(mixed)
+        mixed = [_moved(x, self._exchange_mesh, self._mesh) for x in mixed]
         self._record("exchange", t, start, time.monotonic())
-        return [_moved(x, self._exchange_mesh, self._mesh) for x in mixed]
+        return mixed
 
     def _await(
         self,
@@ -327,10 +332,17 @@ def host_mesh(mesh: Mesh) -> Mesh:
     Exchanges on it use the host's memory and network, not the accelerators'.
 
     Raises:
-      ValueError: if a process has fewer CPU devices than it has workers.
+      ValueError: if a process has fewer CPU devices than it has workers, or none.
     """
     cpus: dict[int, list] = collections.defaultdict(list)
-    for device in jax.devices("cpu"):
+    try:
+        devices = jax.devices("cpu")
+    except RuntimeError as error:
+        raise ValueError(
+            f"exchanges over the host need its CPU beside the accelerator: {error}; "
+            "where JAX_PLATFORMS is set, add cpu to it"
+        ) from error
+    for device in devices:
         cpus[device.process_index].append(device)
     workers = [device.process_index for device in mesh.devices.flat]
     for process, count in collections.Counter(workers).items():
@@ -458,22 +470,12 @@ def _moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:
         return x
     devices = target.devices.ravel()
     parts = [
-        _copied(shard.data, devices[shard.index[0].start or 0])
+        # By way of the host, as there is no other between GPUs and CPUs.
+        jax.device_put(np.asarray(shard.data), devices[shard.index[0].start or 0])
         for shard in x.addressable_shards
     ]
     sharding = NamedSharding(target, PartitionSpec(AXIS))
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
-
-
-def _copied(x: jax.Array, device: Any) -> jax.Array:
-    """On a device; between host and accelerator through the host's pinned memory.
-
-    From there an accelerator copies while others compute.
-    """
-    for end in (*x.devices(), device):
-        if end.platform != "cpu":
-            x = jax.device_put(x, SingleDeviceSharding(end, memory_kind="pinned_host"))
-    return jax.device_put(x, device)
 
 
 def _first_rows(stacked: Any) -> Any:

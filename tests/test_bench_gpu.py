@@ -30,14 +30,17 @@ from train.bench.gpu import (
     shared_sentence,
     table,
 )
-from train.bench.gpu_steps import (
-    _update,
+from train.bench.gpu_alone import (
+    copy_step,
     first_batch,
     in_turns,
-    initial_state,
+    of_workers,
     our_step,
+    plain_step,
+    update_step,
 )
 from train.bench.work import Contestant
+from train.build import build_state
 
 # A compiler without a device reads no program from the cache of compiled programs.
 pytestmark = pytest.mark.filterwarnings(
@@ -79,11 +82,18 @@ def test_bad_input_gets_a_sentence(options, sentence):
 
 
 def test_without_a_gpu_nothing_is_measured(tmp_path):
-    out = tmp_path / "gpu"
-    result = bench("--out", str(out))
+    result = bench("--config", str(TINY), "--out", str(tmp_path))
     assert result.returncode == 1
-    assert "error: nothing measured: jax sees no gpu here, but cpu" in result.stderr
-    assert not out.exists()
+    assert "error: nothing measured, jax sees no gpu: " in result.stderr
+    assert "Traceback" not in result.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_cannot_be_gets_a_sentence():
+    result = bench("--config", str(TINY), "--out", f"{TINY}/x")
+    assert result.returncode == 1
+    assert result.stderr.strip().endswith(f"Not a directory: '{TINY}/x'")
+    assert "Traceback" not in result.stderr
 
 
 def test_a_run_on_a_cpu_measures_steps_and_processes(tmp_path):
@@ -94,8 +104,8 @@ def test_a_run_on_a_cpu_measures_steps_and_processes(tmp_path):
     assert list(facts["seconds"]) == [PLAIN, OURS, ACCUM, UPDATE, COPY]
     assert list(facts["shared"]) == [COMPUTE, EXCHANGE, BOTH]
     assert min(*facts["seconds"].values(), *facts["shared"].values()) > 0
-    assert facts["tokens"] == 2 * 8
-    assert facts["peak"] is None
+    assert (facts["device"], facts["tokens"], facts["peak"]) == ("cpu", 2 * 8, None)
+    assert facts["compiled_bytes"] > facts["update_bytes"] > 0
     text = (tmp_path / "gpu.md").read_text()
     assert text.startswith("| cpu, tiny | ms/step |")
     assert text.strip() in result.stdout
@@ -111,6 +121,7 @@ def test_the_table_divides_by_the_plain_step_and_the_limits():
         peak=1e14,
         copied_bytes=4e9,
         update_bytes=8e9,
+        compiled_bytes=1e10,
         seconds=seconds,
     )
     lines = table(GpuBench(config=TINY), result, {}).splitlines()
@@ -118,13 +129,16 @@ def test_the_table_divides_by_the_plain_step_and_the_limits():
     assert lines[3] == f"| {OURS} | 102.00 | 9804 | 19.6% | 1.020 |"
     assert lines[4] == f"| {ACCUM} | 110.00 | 9091 | 18.2% | 1.100 |"
     assert lines[-1].startswith(f"{UPDATE} takes 5 ms. It must move 8 GB, and a copy")
-    assert lines[-1].endswith("moves 2000 GB/s: 80.0% of that limit.")
+    assert lines[-1].endswith(
+        "moves 2000 GB/s: 80.0% of that limit, of at most 80% as it is compiled."
+    )
 
 
 def test_what_is_hidden_is_what_both_at_once_save():
     seconds = {COMPUTE: 0.03, EXCHANGE: 0.04, BOTH: 0.05}
     assert shared_sentence(2, seconds).endswith(
-        "both at once 50 ms: 50% of the exchange is hidden, where 75% could be."
+        "both at once 50 ms, 1.25 of the longer: 50% of the exchange is hidden, of at "
+        "most 75%."
     )
 
 
@@ -140,25 +154,39 @@ def test_each_turn_begins_with_a_step_that_does_not_count():
     assert list(seconds) == ["a", "b"]
 
 
-def test_our_step_is_the_plain_step():
+def test_our_step_is_the_plain_step_and_that_is_optax():
     """One worker alone has nobody to average with."""
+    config = of_workers(GpuBench(config=TINY, batch=3), 1, "complete")
     model = dataclasses.replace(tiny.config.task.model, dropout=0.0)
     task = dataclasses.replace(tiny.config.task, model=model).build()
-    batch = first_batch(tiny.config, task)
+    batch = first_batch(config, task)
+    assert batch.shape == (3, 8 + 1)
     optimizer = optax.sgd(0.1, momentum=0.9)
-    step = our_step(task, optimizer, batch, jax.devices()[0]).step
+    plain, _ = plain_step(config, task, optimizer, batch)
+    ours = our_step(config, task, optimizer, batch)
     for _ in range(3):
-        state = step()
+        params, _, _ = plain.step()
+        state = ours.step()
 
-    params = jax.tree.map(lambda x: x[0], initial_state(task, optimizer, 1, 0).params)
-    opt_state = optimizer.init(params)
+    start = build_state(config, task, optimizer, [0]).params
+    wanted = jax.tree.map(lambda x: x[0], start)
+    opt_state = optimizer.init(wanted)
     gradient = jax.jit(jax.grad(task.loss_fn, has_aux=True))
     for _ in range(3):
-        grads, _ = gradient(params, (), batch, jax.random.key(1))
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        params = optax.apply_updates(params, updates)
-    for ours, plain in zip(*map(jax.tree.leaves, (state.params, params)), strict=True):
-        np.testing.assert_allclose(ours[0], plain, rtol=1e-4, atol=1e-6)
+        grads, _ = gradient(wanted, (), batch, jax.random.key(1))
+        updates, opt_state = optimizer.update(grads, opt_state, wanted)
+        wanted = optax.apply_updates(wanted, updates)
+    leaves = zip(*map(jax.tree.leaves, (state.params, params, wanted)), strict=True)
+    for one, other, right in leaves:
+        np.testing.assert_allclose(one[0], right, rtol=1e-4, atol=1e-6)
+        np.testing.assert_allclose(other, right, rtol=1e-4, atol=1e-6)
+
+
+def test_the_processes_share_the_batch():
+    config = of_workers(GpuBench(config=TINY, batch=9), 4, "one_peer_exponential")
+    assert config.step.batch_per_worker == 2
+    assert config.topology.build(config.workers).num_workers == 4
+    assert of_workers(GpuBench(config=TINY), 4, "complete").step.batch_per_worker == 1
 
 
 def test_the_update_moves_each_array_once():
@@ -176,10 +204,15 @@ def test_the_update_moves_each_array_once():
     assert moved == pytest.approx(9 * 4 * 2**20, rel=1e-3)
 
 
-def test_the_update_must_move_the_moments_once_in_a_window():
-    task = tiny.config.task.build()
-    _, least = _update(tiny.config, task, jax.devices()[0])
+def test_limits_count_what_must_be_moved():
+    """The moments are written once in a window of 3 steps; a copy reads and writes."""
+    config = of_workers(GpuBench(config=TINY), 1, "complete")
+    task = config.task.build()
     params, _ = jax.eval_shape(task.init, jax.random.key(0))
     model_bytes = sum(4 * x.size for x in jax.tree.leaves(params))
-    assert tiny.config.optimizer.accum_steps == 3
-    assert least == pytest.approx((7 + 2 / 3) * model_bytes)
+    assert config.optimizer.accum_steps == 3
+    _, must_move, as_compiled = update_step(config, task)
+    assert must_move == pytest.approx((7 + 2 / 3) * model_bytes)
+    assert as_compiled > must_move
+    copy, num_bytes = copy_step(task)
+    assert num_bytes == 2 * copy.step().nbytes == 8 * model_bytes

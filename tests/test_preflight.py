@@ -23,8 +23,8 @@ from train.preflight.__main__ import main
 from train.preflight.compile import Finding, inspect, prepare
 from train.preflight.report import _tuned, _verdict
 from train.preflight.targets import GPUS, TPUS, Gpu, find
-from train.preflight.tune import busiest_step, profile, tuned
-from train.xla import RECOMMENDED, read_options
+from train.preflight.tune import Tuning, busiest_step, profile
+from train.xla import ALL_REDUCE_THRESHOLD, RECOMMENDED, read_options
 
 # A compiler without a device reads no program from the cache of compiled programs.
 pytestmark = pytest.mark.filterwarnings(
@@ -157,21 +157,45 @@ def test_the_verdict_is_that_of_the_worst_exchange():
         assert not _verdict(run, order, None, QUIET)
 
 
+def tuned_to(config, monkeypatch, *candidates) -> tuple[Tuning, str]:
+    monkeypatch.setattr("train.preflight.tune.CANDIDATES", list(candidates))
+    with (console := Console(width=200)).capture() as printed:
+        tuning = _tuned(prepare(config, "h100", 2, 2), console)
+    return tuning, printed.get()
+
+
 def test_options_that_do_not_help_are_not_kept(monkeypatch):
     """Of so small a model all messages are joined already."""
-    monkeypatch.setattr("train.preflight.tune.CANDIDATES", [RECOMMENDED])
-    assert tuned(prepare(tiny.config, "h100", 2, 2), QUIET).options == {}
+    tuning, text = tuned_to(tiny.config, monkeypatch, {"xla_gpu_autotune_level": "0"})
+    assert tuning.options == RECOMMENDED
+    assert "nothing is better than the options of the run" in text
+
+
+def test_options_that_help_are_kept(monkeypatch):
+    """Nine messages of 60 us each become one, though it hides behind nothing."""
+    one, joined = ({ALL_REDUCE_THRESHOLD: size} for size in ("1", "100000000"))
+    arguments = tuple(f"{name}={value}" for name, value in one.items())
+    step = StepConfig(algorithm="all_reduce", batch_per_worker=2, xla_options=arguments)
+    config = dataclasses.replace(tiny.config, step=step)
+    monkeypatch.setattr("train.preflight.tune.WORTH_A_PROFILE", 0.99)
+    tuning, text = tuned_to(config, monkeypatch, joined)
+    assert tuning == ({}, False)  # XLA's own joins as many as the candidate.
+    assert [line.split()[0] for line in text.splitlines() if "covered" in line] == [
+        "as",
+        "none",
+        "combine_threshold_bytes",
+        "profile",
+    ]
+    assert "  take --step.xla-options\n" in text
 
 
 @pytest.mark.parametrize(("least", "is_worth_it"), [(-1.0, True), (0.99, False)])
 def test_a_profile_that_saves_enough_is_advised(least, is_worth_it, monkeypatch):
-    monkeypatch.setattr("train.preflight.tune.CANDIDATES", [])
     monkeypatch.setattr("train.preflight.tune.WORTH_A_PROFILE", least)
-    with (console := Console(width=200)).capture() as printed:
-        tuning = _tuned(prepare(tiny.config, "h100", 2, 2), console)
-    assert tuning == ({}, is_worth_it)
-    assert "  profile of these times" in printed.get()
-    assert ("JAX_ENABLE_PGLE=true" in printed.get()) == is_worth_it
+    tuning, text = tuned_to(tiny.config, monkeypatch)
+    assert tuning == (RECOMMENDED, is_worth_it)
+    assert "  profile of these times" in text
+    assert ("JAX_ENABLE_PGLE=true" in text) == is_worth_it
 
 
 def test_a_profile_of_times_starts_messages_in_time():
@@ -185,7 +209,7 @@ def test_a_profile_of_times_starts_messages_in_time():
         topology=TopologyConfig(name="one_peer_ring"),
         step=StepConfig(batch_per_worker=16),
     )
-    run = prepare(config, "h100", 4, 1, between_gbit=1600)
+    run = prepare(config, "h100", 4, 1, between_gbit=200)
     step, graph = run.step()
     plain = run.find("", step, graph, 0, run.options)
     times = profile(plain.schedule, run.target.accelerator(), run.network)
@@ -222,7 +246,9 @@ def test_a_broken_file_is_no_target(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("target = Gpu(")
     options = ("--target", str(path), "--nodes", "2", "--gpus-per-node", "2")
-    assert "mine.py is no target: '(' was never closed" in refused(*options)
+    assert "mine.py is no target: SyntaxError: '(' was never closed" in refused(
+        *options
+    )
 
 
 def test_too_little_overlap_is_a_code(capsys):
@@ -267,6 +293,11 @@ def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
             "--target h100 --nodes 2 --gpus-per-node 2 --figure tests",
             "tests is a folder, wanted a file",
         ),
+        (
+            "--target h100 --nodes 2 --gpus-per-node 2 --figure a.xyz",
+            "a figure is a file such as a.svg, of a kind among",
+        ),
+        ("--target h100 --nodes 2 --gpus-per-node 2 --figure a", "such as a.svg"),
         (
             "--target none.py --nodes 2 --gpus-per-node 2",
             "there is no target file none.py",
@@ -318,8 +349,41 @@ def test_speeds_are_of_a_known_order():
     for target in [*GPUS.values(), *TPUS.values()]:
         assert 1e13 < max(target.flops_per_second.values()) < 1e16
         assert 1e11 < target.memory_bytes_per_second < 1e13
-        assert 1e10 < target.inside_bytes_per_second < 1e12
+        network = target.network(8)
+        assert 1e9 < network.between_bytes_per_second < 1e12
     assert find("v5e:2x4").name == "v5e:2x4"
+
+
+def test_a_permute_of_tpus_has_one_link_and_a_mean_has_all():
+    """Whole numbers of a v5e: 200 GB/s over 4 links, to whichever chip."""
+    network = TPUS["v5e"].network(4)
+    head = "HloModule a, is_scheduled=true, num_partitions=2\n\n"
+    entry = "ENTRY %main (x: u8[200]) -> u8[200] {{\n  %x = u8[200]{{0}} parameter(0)\n"
+    for line, seconds in [
+        ("collective-permute(%x), source_target_pairs={{0,1}}", 200 / 50e9),
+        ("all-gather(%x), replica_groups={{0,1}}", 100 / 200e9),
+    ]:
+        text = f"{head}{entry}  ROOT %y = u8[200]{{0}} {line}\n}}\n".replace(
+            "{{", "{", 2
+        )
+        (c,) = overlap.read(text).collectives
+        assert network.seconds(c) == pytest.approx(1e-6 + seconds)
+
+
+def test_memory_beyond_the_share_of_xla_is_warned_of(capsys):
+    run = prepare(tiny.config, "h100", 1, 1)
+    step, graph = run.step()
+    finding = run.find("step", step, graph, 0, {})
+    have = GPUS["h100"].memory_bytes
+    printed = []
+    for share in (0.7, 0.85, 0.97):
+        large = dataclasses.replace(finding, memory_bytes=int(share * have))
+        fits = _verdict(run, [large], None, Console(width=200, highlight=False))
+        printed.append((fits, capsys.readouterr().out))
+    assert [fits for fits, _ in printed] == [True, True, False]
+    assert "warning" not in printed[0][1]
+    assert "set XLA_CLIENT_MEM_FRACTION=0.90 in the environment" in printed[1][1]
+    assert "take a smaller batch_per_worker" in printed[2][1]
 
 
 def test_a_slower_network_exposes_more():

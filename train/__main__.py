@@ -62,6 +62,8 @@ def load_config(path: Path) -> Config:
     """Returns the `config` of a config file."""
     if not path.is_file():
         raise FileNotFoundError(f"there is no config file {path}")
+    if path.suffix != ".py":
+        raise ValueError(f"a config file is Python, NAME.py, got {path}")
     spec = importlib.util.spec_from_file_location(f"config of {path.stem}", path)
     assert spec is not None
     assert spec.loader is not None

@@ -1,4 +1,4 @@
-"""Options of XLA: what preflight recommends, and the trainer takes on a GPU."""
+"""Options of XLA: those that the trainer takes by default, and their arguments."""
 
 from collections.abc import Mapping, Sequence
 

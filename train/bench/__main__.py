@@ -12,11 +12,14 @@ def run() -> int:
         bench = tyro.extras.subcommand_cli_from_dict(
             {"race": race.Race, "gpu": gpu.GpuBench}, prog="train.bench"
         )
-        if isinstance(bench, gpu.GpuBench):
-            return gpu.main(bench)
-        return race.main(bench)
-    except ValueError as error:
+        return gpu.main(bench) if isinstance(bench, gpu.GpuBench) else _race(bench)
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
+
+
+def _race(bench: race.Race) -> int:
+    try:
+        return race.main(bench)
     except PermissionError as error:
         raise SystemExit(
             f"error: the race needs root, for the cluster's namespaces ({error})"

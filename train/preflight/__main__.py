@@ -46,12 +46,11 @@ def main(arguments: list[str]) -> int:
                 v5e:4x4, or a file NAME.py that defines `target`.
               nodes: machines; their GPUs are the workers.
               gpus_per_node: of one machine.
-              between_gbit: Gbit/s of all links of a node to other nodes; by default
+              between_gbit: Gbit/s of a node to other nodes, over one link; by default
                 those of the maker's own servers.
-              tune: --no-tune leaves out the search for options of XLA that would make
-                the step shorter.
+              tune: --no-tune leaves out the search for what makes the step shorter.
               require_overlap: end with code 1 where less than this share of the
-                exchanged bytes is covered.
+                exchanged bytes is covered, as where the memory does not suffice.
               out: all of it as JSON.
               figure: the schedule as an SVG file.
             """

@@ -217,12 +217,13 @@ def prepare(
     config = dataclasses.replace(config, workers=workers)
     target = targets.find(target_name)
     mesh = Mesh(_devices(target, nodes, devices_per_node), (AXIS,))
-    network = target.network(devices_per_node, nodes)
+    network = target.network(devices_per_node)
     if between_gbit is not None and not isinstance(target, Gpu):
         raise ValueError("a slice of TPUs has no nodes: leave out --between-gbit")
     if between_gbit is not None:
-        bandwidth = between_gbit * 1e9 / 8
-        network = dataclasses.replace(network, between_bytes_per_second=bandwidth)
+        network = dataclasses.replace(
+            network, between_bytes_per_second=between_gbit * 1e9 / 8, links_per_node=1
+        )
     return Preflight(config, target, mesh, network)
 
 
@@ -239,6 +240,16 @@ def inspect(preflight: Preflight, options: Options, console: Console) -> list[Fi
             found.append(preflight.find(name, step, topology, t, options))
         console.print(f"compiled {name} in {found[-1].compile_seconds:.1f} s")
     return found
+
+
+def with_all_reduce(preflight: Preflight) -> Preflight | None:
+    """The same run with all-reduce, to compare."""
+    config = preflight.config
+    if config.step.algorithm == "all_reduce":
+        return None
+    step = dataclasses.replace(config.step, algorithm="all_reduce", message_dtype=None)
+    config = dataclasses.replace(config, step=step)
+    return Preflight(config, preflight.target, preflight.mesh, preflight.network)
 
 
 def _devices(target: Target, nodes: int, devices_per_node: int) -> np.ndarray:
@@ -274,16 +285,6 @@ def _need_plugin(module: str) -> None:
         raise ModuleNotFoundError(
             f"no compiler for this target: pip install {extra}"
         ) from error
-
-
-def with_all_reduce(preflight: Preflight) -> Preflight | None:
-    """The same run with all-reduce, to compare."""
-    config = preflight.config
-    if config.step.algorithm == "all_reduce":
-        return None
-    step = dataclasses.replace(config.step, algorithm="all_reduce", message_dtype=None)
-    config = dataclasses.replace(config, step=step)
-    return Preflight(config, preflight.target, preflight.mesh, preflight.network)
 
 
 def _peak_memory(compiled: jax.stages.Compiled) -> int:

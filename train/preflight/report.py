@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +21,7 @@ from train.xla import as_arguments
 
 # XLA leaves a quarter of a GPU's memory to others, unless it is told otherwise.
 MEMORY_SHARE = 0.75
+MOST_MEMORY = 0.95  # The rest is the driver's.
 COLOURS = {False: "tab:blue", True: "tab:gray"}
 
 
@@ -85,16 +87,24 @@ def draw(rows: list[Finding], preflight: Preflight) -> Figure:
     return figure
 
 
-def _check(require_overlap: float | None, *files: Path | None) -> None:
+def _check(
+    require_overlap: float | None, out: Path | None, figure: Path | None
+) -> None:
     if require_overlap is not None and not 0 <= require_overlap <= 1:
         raise ValueError(
             f"require-overlap is a share, from 0 to 1, got {require_overlap}"
         )
-    for path in files:
+    for path in (out, figure):
         if path is not None and not path.parent.is_dir():
             raise ValueError(f"there is no folder {path.parent} for {path.name}")
         if path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder, wanted a file")
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if figure is not None and figure.suffix[1:] not in kinds:
+        raise ValueError(
+            f"a figure is a file such as {figure.stem}.svg, of a kind among "
+            f"{', '.join(kinds)}; got {figure.name}"
+        )
 
 
 def _verdict(
@@ -108,7 +118,7 @@ def _verdict(
     needed = max(finding.memory_bytes for finding in found)
     have = preflight.target.memory_bytes
     share = MEMORY_SHARE if isinstance(preflight.target, Gpu) else 1.0
-    fits = needed <= have
+    fits = needed <= MOST_MEMORY * have
     if not fits:
         problems.append(
             f"the step needs {needed / 1e9:.1f} GB, the device has {have / 1e9:.1f} GB:"
@@ -117,8 +127,8 @@ def _verdict(
     elif needed > share * have:
         problems.append(
             f"the step needs more than the {share:.0%} that XLA takes by default: set "
-            "XLA_PYTHON_CLIENT_MEM_FRACTION="
-            f"{min(0.95, needed / have + 0.05):.2f} in the environment"
+            "XLA_CLIENT_MEM_FRACTION="
+            f"{min(MOST_MEMORY, needed / have + 0.05):.2f} in the environment"
         )
     covered = min(finding.schedule.covered(AXIS) for finding in found)
     is_covered = require_overlap is None or covered >= require_overlap
@@ -135,7 +145,11 @@ def _verdict(
 def _tuned(preflight: Preflight, console: Console) -> Tuning:
     console.print(f"options of XLA, tried on {preflight.config.step.algorithm}")
     tuning = tuned(preflight, console)
-    console.print(f"  take --step.xla-options {as_arguments(tuning.options)}".rstrip())
+    if tuning.options == preflight.options:
+        console.print("  nothing is better than the options of the run")
+    else:
+        arguments = as_arguments(tuning.options)
+        console.print(f"  take --step.xla-options {arguments}".rstrip())
     if tuning.needs_profile:
         console.print(
             "  and JAX_ENABLE_PGLE=true in the environment: XLA then measures the "
@@ -203,15 +217,15 @@ def _collectives(found: list[Finding]) -> Table:
         for c in finding.schedule.collectives:
             groups.setdefault((c.kind, ", ".join(c.axes)), []).append(c)
     table = Table(box=None, pad_edge=False)
-    for name in ("collectives", "along", "number", "MB", "covered"):
-        table.add_column(name, justify="left" if name in "along" else "right")
+    for name in ("collectives", "along", "number", "of them covered", "arrays [MB]"):
+        table.add_column(name, justify="left" if name == "along" else "right")
     for (kind, axes), collectives in sorted(groups.items()):
         table.add_row(
             kind,
             axes,
             str(len(collectives)),
+            str(sum(c.is_covered for c in collectives)),
             f"{sum(c.num_bytes for c in collectives) / 1e6:.1f}",
-            f"{sum(c.is_covered for c in collectives)}",
         )
     return table
 

@@ -59,8 +59,7 @@ class Gpu:
     def accelerator(self) -> Accelerator:
         return Accelerator(self.flops_per_second, self.memory_bytes_per_second)
 
-    def network(self, devices_per_node: int, nodes: int) -> Network:
-        del nodes
+    def network(self, devices_per_node: int) -> Network:
         return Network(
             devices_per_node,
             self.inside_bytes_per_second,
@@ -108,14 +107,16 @@ class Tpu:
       memory_bytes: of a chip.
       memory_bytes_per_second: bandwidth.
       flops_per_second: of matmuls, by element type.
-      inside_bytes_per_second: of a chip, over all its links, in each direction.
+      chip_bytes_per_second: to other chips, over all its links, in each direction.
+      links_per_chip: to its neighbours.
     """
 
     name: str
     memory_bytes: int
     memory_bytes_per_second: float
     flops_per_second: Mapping[str, float]
-    inside_bytes_per_second: float
+    chip_bytes_per_second: float
+    links_per_chip: int
 
     @property
     def platform(self) -> Literal["tpu"]:
@@ -124,11 +125,13 @@ class Tpu:
     def accelerator(self) -> Accelerator:
         return Accelerator(self.flops_per_second, self.memory_bytes_per_second)
 
-    def network(self, devices_per_node: int, nodes: int) -> Network:
-        """All chips of a slice are inside."""
-        bandwidth = self.inside_bytes_per_second
-        count = devices_per_node * nodes
-        return Network(count, bandwidth, bandwidth, inside_latency=1e-6)
+    def network(self, devices_per_node: int) -> Network:
+        """Each chip is a node of its own, whoever shares its host."""
+        del devices_per_node
+        bandwidth = self.chip_bytes_per_second
+        return Network(
+            1, bandwidth, bandwidth, self.links_per_chip, between_latency=1e-6
+        )
 
 
 Target = Gpu | Tpu
@@ -242,23 +245,27 @@ GPUS = {
 }
 
 
-def _tpu(memory_gib: int, memory: float, flops: float, links: float) -> Tpu:
+def _tpu(
+    memory_gib: int, memory: float, flops: float, links: float, links_per_chip: int
+) -> Tpu:
     """Float32 matmuls of a TPU run in bfloat16, but where a program asks for more."""
     return Tpu(
         name="",
         memory_bytes=memory_gib * 2**30,
         memory_bytes_per_second=memory,
         flops_per_second={"bf16": flops, "f32": flops},
-        inside_bytes_per_second=links,
+        chip_bytes_per_second=links,
+        links_per_chip=links_per_chip,
     )
 
 
 TPUS = {
-    "v4": _tpu(32, 1228e9, 275e12, 300e9),
-    "v5e": _tpu(16, 819e9, 197e12, 200e9),
-    "v5p": _tpu(95, 2765e9, 459e12, 600e9),
-    "v6e": _tpu(32, 1640e9, 918e12, 448e9),
+    "v4": _tpu(32, 1228e9, 275e12, 300e9, 6),
+    "v5e": _tpu(16, 819e9, 197e12, 200e9, 4),
+    "v5p": _tpu(95, 2765e9, 459e12, 600e9, 6),
+    "v6e": _tpu(32, 1640e9, 918e12, 448e9, 4),
 }
+SLICES = ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")
 
 
 def find(name: str) -> Target:
@@ -279,10 +286,11 @@ def find(name: str) -> Target:
             raise ValueError(f"there is no target file {name}")
         try:
             target = runpy.run_path(name).get("target")
-        except (SyntaxError, NameError, TypeError) as error:
-            raise ValueError(f"{name} is no target: {error}") from error
+        except Exception as error:  # Of any kind: it is the user's.
+            kind = type(error).__name__
+            raise ValueError(f"{name} is no target: {kind}: {error}") from error
         if isinstance(target, Target):
             return target
         raise ValueError(f"{name} must define `target = Gpu(...)` or `Tpu(...)`")
-    known = ", ".join([*GPUS, *(f"{generation}:4x4" for generation in TPUS)])
+    known = ", ".join([*GPUS, *SLICES])
     raise ValueError(f"no target {name!r}: take {known}, or a file NAME.py")

@@ -19,7 +19,7 @@ CANDIDATES: list[Options] = [
     {LIMIT: "2"},
     {LIMIT: "4"},
 ]
-# A profile costs a second compilation: it must save as much of the step.
+# Of the step; a profile costs a second compilation.
 WORTH_A_PROFILE = 0.05
 
 
@@ -27,7 +27,7 @@ class Tuning(NamedTuple):
     """What was found to make a step shorter.
 
     Args:
-      options: of XLA; empty where none helps.
+      options: of XLA, those of the run where no others are better.
       needs_profile: whether times for XLA to plan with would shorten it further.
     """
 
@@ -38,9 +38,9 @@ class Tuning(NamedTuple):
 def tuned(preflight: Preflight, console: Console) -> Tuning:
     """Tries options on the exchange that sends most between nodes.
 
-    Begins with none, and keeps each that shortens the step; where less than 95 % of the
-    bytes are covered, it must not cover less. Last, XLA is told the times that were
-    estimated, as it would be told measured ones with `JAX_ENABLE_PGLE=true`.
+    Begins with those of the run and with none, and adds to the better of them each that
+    shortens the step. Last, XLA is told the times that were estimated, as it would be
+    told measured ones with `JAX_ENABLE_PGLE=true`.
     """
     step, topology = preflight.step()
     t = busiest_step(topology, preflight.config.workers.workers_per_node)
@@ -51,14 +51,15 @@ def tuned(preflight: Preflight, console: Console) -> Tuning:
         console.print(f"  {name:64}{_summary(found)}")
         return found
 
-    kept: Options = {}
-    best = tried("none", kept)
-    for options in CANDIDATES:
-        found = tried(_short(options), {**kept, **options})
-        least = min(best.schedule.covered(AXIS), 0.95)
-        shorter = found.estimate.step < 0.999 * best.estimate.step
-        if shorter and found.schedule.covered(AXIS) >= least:
-            kept, best = {**kept, **options}, found
+    kept = preflight.options
+    best = tried("as configured", kept)
+    for options in [{}, *CANDIDATES]:
+        every = {**kept, **options} if options else {}
+        if every == kept:
+            continue
+        found = tried(_short(options), every)
+        if found.estimate.step < 0.999 * best.estimate.step:
+            kept, best = every, found
     speeds = preflight.target.accelerator()
     times = profile(best.schedule, speeds, preflight.network)
     profiled = tried("profile of these times", {**kept, "fdo_profile": times})
@@ -100,6 +101,8 @@ def _summary(finding: Finding) -> str:
 
 def _short(options: Options) -> str:
     """Of thresholds, which are all the same, one."""
+    if not options:
+        return "none"
     joined = options.get(ALL_REDUCE_THRESHOLD)
     if joined is not None:
         return f"combine_threshold_bytes {joined}"
