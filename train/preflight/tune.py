@@ -35,6 +35,17 @@ class Tuning(NamedTuple):
     needs_profile: bool
 
 
+class Trial(NamedTuple):
+    """Options of XLA, and what they make of the step."""
+
+    options: Options
+    finding: Finding
+
+    @property
+    def seconds(self) -> float:
+        return self.finding.estimate.step
+
+
 def tuned(preflight: Preflight, console: Console) -> Tuning:
     """Tries options on the exchange that sends most between nodes.
 
@@ -44,27 +55,33 @@ def tuned(preflight: Preflight, console: Console) -> Tuning:
     """
     step, topology = preflight.step()
     t = busiest_step(topology, preflight.config.workers.workers_per_node)
+    speeds = preflight.target.accelerator()
 
-    def tried(name: str, options: Options) -> Finding:
+    def tried(name: str, options: Options) -> Trial:
         with console.status("trying options of XLA"):
             found = preflight.find("", step, topology, t, options)
         console.print(f"  {name:64}{_summary(found)}")
-        return found
+        return Trial(options, found)
 
-    kept = preflight.options
-    best = tried("as configured", kept)
+    def profiled(name: str, trial: Trial) -> Trial:
+        times = profile(trial.finding.schedule, speeds, preflight.network)
+        options = {**trial.options, "fdo_profile": times}
+        found = tried(f"{name}, with a profile of its times", options)
+        return found._replace(options=trial.options)
+
+    configured = best = tried("as configured", preflight.options)
     for options in [{}, *CANDIDATES]:
-        every = {**kept, **options} if options else {}
-        if every == kept:
-            continue
-        found = tried(_short(options), every)
-        if found.estimate.step < 0.999 * best.estimate.step:
-            kept, best = every, found
-    speeds = preflight.target.accelerator()
-    times = profile(best.schedule, speeds, preflight.network)
-    profiled = tried("profile of these times", {**kept, "fdo_profile": times})
-    share = profiled.estimate.step / best.estimate.step
-    return Tuning(kept, share < 1 - WORTH_A_PROFILE)
+        every = {**best.options, **options} if options else {}
+        if every != best.options:
+            found = tried(_short(options), every)
+            best = found if found.seconds < 0.999 * best.seconds else best
+    shortest = profiled("as configured", configured)
+    if best is not configured:  # With a profile others may be better than without.
+        of_best = profiled("as tuned", best)
+        shortest = min(shortest, of_best, key=lambda trial: trial.seconds)
+    if shortest.seconds < (1 - WORTH_A_PROFILE) * best.seconds:
+        return Tuning(shortest.options, needs_profile=True)
+    return Tuning(best.options, needs_profile=False)
 
 
 def busiest_step(topology: Topology, workers_per_node: int) -> int:
