@@ -162,7 +162,10 @@ def test_our_step_is_the_plain_step_and_that_is_optax():
     batch = first_batch(config, task)
     assert batch.shape == (3, 8 + 1)
     optimizer = optax.sgd(0.1, momentum=0.9)
-    plain, _ = plain_step(config, task, optimizer, batch)
+    plain, flops = plain_step(config, task, optimizer, batch)
+    # Four matmuls of width 16 in its one block, the logits, and the attention; and the
+    # backward pass of twice as many.
+    assert flops == 3 * 2 * 3 * 8 * (12 * 16**2 + 256 * 16 + 2 * 8 * 16)
     ours = our_step(config, task, optimizer, batch)
     for _ in range(3):
         params, _, _ = plain.step()
