@@ -557,6 +557,22 @@ def test_a_conditional_takes_the_mean_of_its_branches():
     assert found.step == (128 + 256) / 2
 
 
+def test_after_a_conditional_the_network_is_free_in_the_mean_too():
+    idle = """%idle (q: f32[8,4]) -> f32[8,4] {
+  ROOT %q = f32[8,4]{1,0} parameter(0)
+}
+
+"""
+    text = program(
+        "%i = s32[] constant(0)",
+        "%c = f32[8,4]{1,0} conditional(%i, %x, %x), "
+        "branch_computations={%body, %idle}",
+        f"ROOT %y = f32[8,4]{{1,0}} collective-permute(%c), {PAIRS}",
+        before=LOOP + idle,
+    )
+    assert overlap.estimate(overlap.read(text), SLOW, LINE).step == 128 / 2 + 128
+
+
 @pytest.mark.parametrize("dtype", ["f8e4m3fn", "s8"])
 def test_narrow_types_run_at_the_fastest_rate_and_unknown_ones_at_the_slowest(dtype):
     speeds = Accelerator({"bf16": 10.0, "f64": 1.0}, 1e30, least_seconds=0)
