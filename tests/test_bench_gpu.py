@@ -28,6 +28,7 @@ from train.bench.gpu import (
     GpuBench,
     Result,
     shared_sentence,
+    slowest,
     table,
 )
 from train.bench.gpu_alone import (
@@ -132,6 +133,11 @@ def test_the_table_divides_by_the_plain_step_and_the_limits():
     assert lines[-1].endswith(
         "moves 2000 GB/s: 80.0% of that limit, of at most 80% as it is compiled."
     )
+
+
+def test_processes_that_share_are_as_fast_as_the_slowest():
+    each = [dict.fromkeys((COMPUTE, EXCHANGE, BOTH), value) for value in (1.0, 2.0)]
+    assert slowest(each) == each[1]
 
 
 def test_what_is_hidden_is_what_both_at_once_save():

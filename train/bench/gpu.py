@@ -187,7 +187,12 @@ def _shared(bench: GpuBench) -> tuple[int, Seconds]:
     each = [json.loads(path.read_text()) for path in paths]
     for path in paths:
         path.unlink()
-    return 0, {name: max(seconds[name] for seconds in each) for name in SHARED}
+    return 0, slowest(each)
+
+
+def slowest(each: list[Seconds]) -> Seconds:
+    """The longest that any process took, by name."""
+    return {name: max(seconds[name] for seconds in each) for name in SHARED}
 
 
 def _platform(bench: GpuBench) -> dict[str, str]:
