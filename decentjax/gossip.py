@@ -15,9 +15,9 @@ any function in that order.
 import collections
 import functools
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import numpy as np
@@ -25,11 +25,11 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax.cut import Cut, Part
 from decentjax.engine import Engine
 from decentjax.exchange import Topology
 from decentjax.mixing import Lowering, global_mean
 from decentjax.placement import over_workers
+from decentjax.stages import Adapt, Leaves, Plan, Stage, make_plan
 from decentjax.step import AXIS, LossFn, Metrics, WorkerState, gradient
 from decentjax.tuning import Mixes, compiled_mix, fastest_mixes
 
@@ -43,12 +43,6 @@ __all__ = [
     "host_mesh",
 ]
 
-# Leaves travel in groups of this size: one by one, small ones would cost more in calls
-# than in bytes; all at once, the last would keep the first from being updated.
-GROUP_BYTES = 4 * 2**20
-
-Leaves = tuple[int, ...]
-
 
 class Record(Protocol):
     """Takes note of what a process did from `start` to `end`, of `time.monotonic()`.
@@ -58,18 +52,6 @@ class Record(Protocol):
     """
 
     def __call__(self, activity: str, step: int, start: float, end: float) -> None: ...
-
-
-class Adapt(Protocol):
-    """One worker's step but for the exchange, as `decentjax.adapt` with keywords bound.
-
-    A function of arrays alone: no collectives and no `axis_index`, and no side effects
-    of what depends on `mixed`.
-    """
-
-    def __call__(
-        self, state: WorkerState, batch: Any, mixed: Any
-    ) -> tuple[WorkerState, Metrics]: ...
 
 
 class Background:
@@ -142,7 +124,7 @@ class Background:
         self._message_dtype = message_dtype
         self._lowering = lowering
         self._record = record or _nobody
-        self._plans: dict[Any, _Plan] = {}
+        self._plans: dict[Any, Plan] = {}
         self._mixes: Mixes = {}
         self._sent: list[jax.Array] = []
         self._sent_for = -1
@@ -214,13 +196,13 @@ class Background:
         future = self._engine.submit(self._exchange, models, t)
         self._arriving.append((leaves, future))
 
-    def _plan(self, state: WorkerState, batch: Any) -> "_Plan":
+    def _plan(self, state: WorkerState, batch: Any) -> Plan:
         """How to compute with arrays of these shapes; made when they first come."""
         leaves, structure = jax.tree.flatten((state, batch))
         kind = structure, tuple((x.shape, x.dtype) for x in leaves)
         if kind not in self._plans:
             _check_rows(leaves, self._topology.num_workers)
-            plan = _make_plan(self._adapt, state, batch, self._mesh)
+            plan = make_plan(self._adapt, state, batch, self._mesh)
             if not self._plans:
                 self._mixes = self._engine.submit(self._lower, state.params).result()
             self._plans[kind] = plan
@@ -249,7 +231,7 @@ class Background:
 
     def _await(
         self,
-        stage: "_Stage",
+        stage: Stage,
         arriving: collections.deque[tuple[Leaves, Future]],
         mixed: dict[int, jax.Array],
         t: int,
@@ -355,94 +337,6 @@ def host_mesh(mesh: Mesh) -> Mesh:
     return Mesh([cpus[process].pop(0) for process in workers], (AXIS,))
 
 
-class _Stage(NamedTuple):
-    """Leaves of the new state that are computed together.
-
-    Args:
-      leaves: their numbers.
-      outputs: those of them that await mixed leaves.
-      part: what these need.
-      run: the part compiled, over stacked arrays.
-    """
-
-    leaves: Leaves
-    outputs: Leaves
-    part: Part
-    run: Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]
-
-    def compute(
-        self, mixed: dict[int, jax.Array], values: list[jax.Array]
-    ) -> Iterable[tuple[int, jax.Array]]:
-        if not self.outputs:
-            return ()
-        awaited = [mixed[i] for i in self.part.awaits]
-        used = [values[i] for i in self.part.uses]
-        return zip(self.outputs, self.run(awaited, used), strict=True)
-
-
-class _Plan(NamedTuple):
-    """A step in pieces.
-
-    Args:
-      early: (params, the rest of the state, batch), stacked, to the values of the cut.
-      finished: the outputs that these values begin with.
-      groups: the stages of the params, each sent on at once.
-      rest: the stage of all other outputs.
-      structure: of all outputs.
-    """
-
-    early: Callable[..., list[jax.Array]]
-    finished: Leaves
-    groups: list[_Stage]
-    rest: _Stage
-    structure: Any
-
-
-def _make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> _Plan:
-    of_worker = jax.eval_shape(_first_rows, (state, batch))
-    try:
-        cut = Cut(adapt, of_worker, of_worker[0].params)
-    except NameError as error:
-        if "unbound axis" not in str(error):
-            raise
-        raise ValueError(
-            f"adapt runs without the workers' axis, and so without collectives and "
-            f"axis_index ({error}): give what it needs in the batch or the state"
-        ) from error
-
-    def early(params: Any, others: Any, batch: Any) -> list[jax.Array]:
-        return cut.early(WorkerState(params, *others), batch)
-
-    def stage(leaves: Leaves) -> _Stage:
-        outputs = tuple(number for number in leaves if number not in cut.finished)
-        part = cut.part(outputs)
-        return _Stage(leaves, outputs, part, jax.jit(over_workers(part.compute, mesh)))
-
-    sizes = [x.nbytes // len(x) for x in jax.tree.leaves(state.params)]
-    # A group is a call or two in each step: no more than some dozens.
-    group_bytes = max(GROUP_BYTES, sum(sizes) // 64)
-    return _Plan(
-        early=jax.jit(over_workers(early, mesh), donate_argnums=1),
-        finished=cut.finished,
-        groups=[stage(leaves) for leaves in _groups(sizes, group_bytes)],
-        rest=stage(tuple(range(len(sizes), cut.structure.num_leaves))),
-        structure=cut.structure,
-    )
-
-
-def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[Leaves]:
-    """Cuts leaves of these sizes, in bytes, into runs of `group_bytes` or just more."""
-    group, total = [], 0
-    for number, size in enumerate(sizes):
-        group.append(number)
-        total += size
-        if total >= group_bytes:
-            yield tuple(group)
-            group, total = [], 0
-    if group:
-        yield tuple(group)
-
-
 def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:
     got, wanted = (
         (dict(m.shape), [device.process_index for device in m.devices.flat])
@@ -476,10 +370,6 @@ def _moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:
     ]
     sharding = NamedSharding(target, PartitionSpec(AXIS))
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
-
-
-def _first_rows(stacked: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], stacked)
 
 
 def _nobody(activity: str, step: int, start: float, end: float) -> None:

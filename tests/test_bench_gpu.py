@@ -1,6 +1,8 @@
 """The bench of one GPU: what it refuses, its arithmetic, and a run on a CPU."""
 
+import contextlib
 import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -15,7 +17,7 @@ import tiny
 from gpus import compiled, gpu_mesh, shapes
 from rich.console import Console
 
-from decentjax import accum_adamw, overlap
+from decentjax import accum_adamw, awc_step, overlap, simulate, topology
 from train.bench.gpu import (
     ACCUM,
     BOTH,
@@ -33,6 +35,7 @@ from train.bench.gpu import (
 )
 from train.bench.gpu_alone import (
     copy_step,
+    explained,
     first_batch,
     in_turns,
     of_workers,
@@ -40,6 +43,7 @@ from train.bench.gpu_alone import (
     plain_step,
     update_step,
 )
+from train.bench.gpu_shared import contestants
 from train.bench.work import Contestant
 from train.build import build_state
 
@@ -189,6 +193,52 @@ def test_our_step_is_the_plain_step_and_that_is_optax():
     for one, other, right in leaves:
         np.testing.assert_allclose(one[0], right, rtol=1e-4, atol=1e-6)
         np.testing.assert_allclose(other, right, rtol=1e-4, atol=1e-6)
+
+
+def test_what_the_processes_do_is_a_step_an_exchange_and_both():
+    """Here as four workers of one process, with the same examples and other dropout."""
+    config = of_workers(GpuBench(config=TINY, batch=8), 4, "one_peer_exponential")
+    task = config.task.build()
+    optimizer = optax.sgd(0.1, momentum=0.9)
+    after = {}
+    with contextlib.ExitStack() as stack:
+        shared = contestants(config, task, optimizer, stack)
+        for name, contestant in shared.items():
+            contestant.step()
+            after[name] = jax.tree.leaves(contestant.step().params)
+            contestant.rest()
+
+    def start():
+        return build_state(config, task, optimizer, range(4))
+
+    batch = np.stack([first_batch(config, task)] * 4)
+    step = functools.partial(awc_step, loss_fn=task.loss_fn, optimizer=optimizer)
+    first = jax.tree.map(lambda x: x[:1], start())
+    for name, graph, state in [
+        (COMPUTE, topology.complete(1), first),
+        (BOTH, topology.one_peer_exponential(4), start()),
+    ]:
+        train_step = simulate(step, graph)
+        for t in range(2):
+            state, _ = train_step(state, batch[: graph.num_workers], t)
+        for ours, wanted in zip(
+            after[name], jax.tree.leaves(state.params), strict=True
+        ):
+            np.testing.assert_allclose(ours, wanted, rtol=1e-4, atol=1e-6)
+    assert any(np.ptp(x, axis=0).max() > 1e-4 for x in jax.tree.leaves(state.params))
+    for ours, wanted in zip(
+        after[EXCHANGE], jax.tree.leaves(start().params), strict=True
+    ):
+        np.testing.assert_array_equal(ours, wanted)
+
+
+def test_too_little_memory_gets_a_sentence():
+    out = "RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nAnd much more."
+    wanted = r"take a smaller --batch: RES.* 9 bytes\.$"
+    with pytest.raises(ValueError, match=wanted), explained():
+        raise jax.errors.JaxRuntimeError(out)
+    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), explained():
+        raise jax.errors.JaxRuntimeError("INTERNAL: another")
 
 
 def test_the_processes_share_the_batch():

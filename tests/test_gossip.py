@@ -28,6 +28,7 @@ from decentjax import (
     mix,
     on_mesh,
     place,
+    stages,
     topology,
     worker_mesh,
 )
@@ -143,7 +144,7 @@ def _assert_same(got, wanted, atol=0.0):
 @pytest.fixture(autouse=True)
 def _small_groups(monkeypatch):
     """Of the three leaves, 28 B, 140 B and 84 B, each makes a group."""
-    monkeypatch.setattr(gossip, "GROUP_BYTES", 1)
+    monkeypatch.setattr(stages, "GROUP_BYTES", 1)
 
 
 def _butterfly(num_workers):
@@ -210,7 +211,7 @@ def test_the_numbers_are_those_of_awc_to_rounding(case):
 
 @pytest.mark.parametrize("size", [100, 150, 2**20])
 def test_where_groups_of_leaves_end_does_not_matter(size, monkeypatch):
-    monkeypatch.setattr(gossip, "GROUP_BYTES", size)
+    monkeypatch.setattr(stages, "GROUP_BYTES", size)
     with _in_background(Case()) as train_step:
         _assert_same(_run(train_step, Case()), _wanted(Case()))
 
@@ -580,6 +581,16 @@ def test_a_closed_train_step_says_so():
         state, _ = _step(train_step, case, place(case.start(), case.mesh), 0)
     with pytest.raises(RuntimeError, match="the engine is closed"):
         _step(train_step, case, state, 1)
+
+
+def test_a_process_that_hides_its_cpu_has_no_host_mesh(monkeypatch):
+    def devices(platform):
+        raise RuntimeError(f"Unknown backend {platform}")
+
+    mesh = worker_mesh(2)
+    monkeypatch.setattr(jax, "devices", devices)
+    with pytest.raises(ValueError, match="Unknown backend cpu; where JAX_PLATFORMS is"):
+        gossip.host_mesh(mesh)
 
 
 def test_the_host_mesh_has_a_cpu_device_for_each_worker_in_order():

@@ -21,7 +21,7 @@ from train.config import ExchangeConfig, StepConfig, TopologyConfig
 from train.models.gpt import GPTConfig
 from train.preflight.__main__ import main
 from train.preflight.compile import Finding, inspect, prepare
-from train.preflight.report import _tuned, _verdict
+from train.preflight.report import advice, verdict
 from train.preflight.targets import GPUS, TPUS, Gpu, find
 from train.preflight.tune import Tuning, busiest_step, profile
 from train.xla import ALL_REDUCE_THRESHOLD, RECOMMENDED, read_options
@@ -86,7 +86,7 @@ def test_the_memory_is_that_of_the_state_and_of_what_is_computed():
     run = prepare(dataclasses.replace(tiny.config, step=step), "h100", 2, 2)
     train_step, graph = run.step()
     finding = run.find("", train_step, graph, 0, {})
-    leaves = jax.tree.leaves(run._state)
+    leaves = jax.tree.leaves(run.state)
     state = sum(x.size * x.dtype.itemsize for x in leaves) / 4
     logits = 4 * 512 * 8 * 256
     assert state + logits < finding.memory_bytes < state + 5 * logits
@@ -149,18 +149,18 @@ def test_the_verdict_is_that_of_the_worst_exchange():
         found.append(Finding("step", schedule, estimate, 0, 0, 0))
     assert [finding.schedule.covered(AXIS) for finding in found] == [0, 1]
     for order in (found, found[::-1]):
-        assert not _verdict(run, order, 0.5, QUIET)
-        assert _verdict(run, order, None, QUIET)
-    assert _verdict(run, found[1:], 0.5, QUIET)
+        assert not verdict(run, order, 0.5, QUIET)
+        assert verdict(run, order, None, QUIET)
+    assert verdict(run, found[1:], 0.5, QUIET)
     large = dataclasses.replace(found[1], memory_bytes=10**12)
     for order in ([found[1], large], [large, found[1]]):
-        assert not _verdict(run, order, None, QUIET)
+        assert not verdict(run, order, None, QUIET)
 
 
 def tuned_to(config, monkeypatch, *candidates) -> tuple[Tuning, str]:
     monkeypatch.setattr("train.preflight.tune.CANDIDATES", list(candidates))
     with (console := Console(width=200)).capture() as printed:
-        tuning = _tuned(prepare(config, "h100", 2, 2), console)
+        tuning = advice(prepare(config, "h100", 2, 2), console)
     return tuning, printed.get()
 
 
@@ -379,7 +379,7 @@ def test_memory_beyond_the_share_of_xla_is_warned_of(capsys):
     printed = []
     for share in (0.7, 0.85, 0.97):
         large = dataclasses.replace(finding, memory_bytes=int(share * have))
-        fits = _verdict(run, [large], None, Console(width=200, highlight=False))
+        fits = verdict(run, [large], None, Console(width=200, highlight=False))
         printed.append((fits, capsys.readouterr().out))
     assert [fits for fits, _ in printed] == [True, True, False]
     assert "warning" not in printed[0][1]

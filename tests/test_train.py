@@ -273,6 +273,7 @@ def test_an_impossible_value_is_refused(make, message):
     [
         ([], "usage: python -m train CONFIG.py"),
         (["configs/none.py"], "there is no config file configs/none.py"),
+        (["README.md"], "a config file is Python, NAME.py, got README.md"),
         (["configs/quickstart.py", "--num-stps", "3"], "--num-steps"),
         (["configs/quickstart.py", "--workers.num-workers", "x"], "num-workers"),
         (["configs/quickstart.py", "--workers.num-workers", "6"], "multiple of"),

@@ -12,7 +12,16 @@ import optax
 from jax.sharding import Mesh
 from rich.console import Console
 
-from decentjax import Lowering, WorkerState, adapt, place, topology, worker_mesh
+from decentjax import (
+    Lowering,
+    Topology,
+    WorkerState,
+    adapt,
+    local_workers,
+    place,
+    topology,
+    worker_mesh,
+)
 from decentjax.gossip import Adapt, Background, host_mesh
 from decentjax.step import Metrics
 from train.bench.gpu import BOTH, COMPUTE, EXCHANGE, GpuBench
@@ -40,37 +49,41 @@ def main(options: str, port: str, rank: str) -> None:
 
 
 def measure(bench: GpuBench) -> dict[str, float]:
-    """Seconds of the same step without messages, without a gradient, and with both."""
+    """Has the contestants take turns, in all processes at once."""
     config = of_workers(bench, bench.processes, "one_peer_exponential")
     task = config.task.build()
-    batch = first_batch(config, task)
-    adamw = optax.adamw(1e-4)
-    step = functools.partial(adapt, loss_fn=task.loss_fn, optimizer=adamw)
-    alone = worker_mesh(1, jax.local_devices())
-    everybody = worker_mesh(bench.processes)
     with contextlib.ExitStack() as stack:
-
-        def contestant(local: Adapt, optimizer: Any, mesh: Mesh) -> Contestant:
-            made = _background(config, local, mesh)
-            train_step = stack.enter_context(made)
-            return _contestant(config, task, optimizer, batch, mesh, train_step)
-
-        contestants = {
-            COMPUTE: contestant(step, adamw, alone),
-            EXCHANGE: contestant(_nothing, optax.identity(), everybody),
-            BOTH: contestant(step, adamw, everybody),
-        }
-        quiet = Console(quiet=True)
-        return in_turns(contestants, bench.rounds, bench.steps, quiet)
+        shared = contestants(config, task, optax.adamw(1e-4), stack)
+        return in_turns(shared, bench.rounds, bench.steps, Console(quiet=True))
 
 
-def _background(config: Config, local: Adapt, mesh: Mesh) -> Background:
-    lowering = Lowering()  # The same for all: a measurement could choose differently.
-    if mesh.size == 1:
-        return Background(local, topology.complete(1), mesh, lowering=lowering)
-    graph = config.topology.build(config.workers)
-    host = host_mesh(mesh)
-    return Background(local, graph, mesh, lowering=lowering, exchange_mesh=host)
+def contestants(
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    stack: contextlib.ExitStack,
+) -> dict[str, Contestant]:
+    """The step without messages, messages without it, and both; the stack ends them."""
+    step = functools.partial(adapt, loss_fn=task.loss_fn, optimizer=optimizer)
+    alone = worker_mesh(1, jax.local_devices())
+    everybody = worker_mesh(config.workers.num_workers)
+    graph, nobody = config.topology.build(config.workers), topology.complete(1)
+
+    def background(local: Adapt, graph: Topology, mesh: Mesh) -> Background:
+        # One lowering for all: where it is measured, they could differ.
+        host = host_mesh(mesh) if mesh is everybody else None
+        made = Background(local, graph, mesh, lowering=Lowering(), exchange_mesh=host)
+        return stack.enter_context(made)
+
+    batch = first_batch(config, task)
+    contestant = functools.partial(_contestant, config, task, batch)
+    return {
+        COMPUTE: contestant(optimizer, alone, background(step, nobody, alone)),
+        EXCHANGE: contestant(
+            optax.identity(), everybody, background(_nothing, graph, everybody)
+        ),
+        BOTH: contestant(optimizer, everybody, background(step, graph, everybody)),
+    }
 
 
 def _nothing(state: WorkerState, batch: Any, mixed: Any) -> tuple[WorkerState, Metrics]:
@@ -82,13 +95,14 @@ def _nothing(state: WorkerState, batch: Any, mixed: Any) -> tuple[WorkerState, M
 def _contestant(
     config: Config,
     task: Task,
-    optimizer: optax.GradientTransformation,
     batch: np.ndarray,
+    optimizer: optax.GradientTransformation,
     mesh: Mesh,
     train_step: Background,
 ) -> Contestant:
-    worker = build_state(config, task, optimizer, [jax.process_index()])
-    state, stacked = place((worker, batch[None]), mesh)
+    workers = local_workers(mesh)
+    rows = build_state(config, task, optimizer, workers)
+    state, stacked = place((rows, np.stack([batch] * len(workers))), mesh)
     t = 0
 
     def run() -> WorkerState:

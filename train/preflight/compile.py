@@ -119,7 +119,7 @@ class Preflight:
         build = functools.partial(
             build_state, config, self._task, self._optimizer, workers
         )
-        self._state = self._placed(jax.eval_shape(build))
+        self.state = self._placed(jax.eval_shape(build))
         example = np.asarray(self._task.source[0])
         shape = (len(workers), config.step.batch_per_worker, *example.shape)
         self._batch = self._placed(jax.ShapeDtypeStruct(shape, example.dtype))
@@ -145,7 +145,7 @@ class Preflight:
         options: Options,
     ) -> Finding:
         """Compiles the exchange of step t and reads it."""
-        lowered = step.lower(self._state, self._batch, t)
+        lowered = step.lower(self.state, self._batch, t)
         start = time.monotonic()
         alone = COMPILE_ONLY if isinstance(self.target, Gpu) else {}
         every: Any = {**alone, **options}
@@ -168,7 +168,7 @@ class Preflight:
         dtype = None if in_levels else self.config.step.message_dtype
         floats = [
             x
-            for x in jax.tree.leaves(self._state.params)
+            for x in jax.tree.leaves(self.state.params)
             if jnp.issubdtype(x.dtype, jnp.inexact)
         ]
         stacked = sum(x.size * np.dtype(dtype or x.dtype).itemsize for x in floats)

@@ -54,10 +54,10 @@ def report(
     if baseline is not None:
         rows += inspect(baseline, baseline.options, console)
     console.print(_table(rows), _collectives(found), "", sep="\n")
-    passed = _verdict(preflight, found, require_overlap, console)
+    passed = verdict(preflight, found, require_overlap, console)
     tunings: dict[str, Tuning] = {}
     if tune and isinstance(preflight.target, Gpu) and workers.num_workers > 1:
-        tunings = {run.config.step.algorithm: _tuned(run, console) for run in runs}
+        tunings = {run.config.step.algorithm: advice(run, console) for run in runs}
     if out is not None:
         out.write_text(json.dumps(_as_json(preflight, tunings, rows), indent=2) + "\n")
         console.print(f"json      {out}")
@@ -87,27 +87,7 @@ def draw(rows: list[Finding], preflight: Preflight) -> Figure:
     return figure
 
 
-def _check(
-    require_overlap: float | None, out: Path | None, figure: Path | None
-) -> None:
-    if require_overlap is not None and not 0 <= require_overlap <= 1:
-        raise ValueError(
-            f"require-overlap is a share, from 0 to 1, got {require_overlap}"
-        )
-    for path in (out, figure):
-        if path is not None and not path.parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent} for {path.name}")
-        if path is not None and path.is_dir():
-            raise ValueError(f"{path} is a folder, wanted a file")
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if figure is not None and figure.suffix[1:] not in kinds:
-        raise ValueError(
-            f"a figure is a file such as {figure.stem}.svg, of a kind among "
-            f"{', '.join(kinds)}; got {figure.name}"
-        )
-
-
-def _verdict(
+def verdict(
     preflight: Preflight,
     found: list[Finding],
     require_overlap: float | None,
@@ -142,7 +122,8 @@ def _verdict(
     return fits and is_covered
 
 
-def _tuned(preflight: Preflight, console: Console) -> Tuning:
+def advice(preflight: Preflight, console: Console) -> Tuning:
+    """Tries what makes the step shorter, and prints what to take."""
     console.print(f"options of XLA, tried on {preflight.config.step.algorithm}")
     tuning = tuned(preflight, console)
     if tuning.options == preflight.options:
@@ -156,6 +137,26 @@ def _tuned(preflight: Preflight, console: Console) -> Tuning:
             "first steps, and starts messages as early as those times ask for"
         )
     return tuning
+
+
+def _check(
+    require_overlap: float | None, out: Path | None, figure: Path | None
+) -> None:
+    if require_overlap is not None and not 0 <= require_overlap <= 1:
+        raise ValueError(
+            f"require-overlap is a share, from 0 to 1, got {require_overlap}"
+        )
+    for path in (out, figure):
+        if path is not None and not path.parent.is_dir():
+            raise ValueError(f"there is no folder {path.parent} for {path.name}")
+        if path is not None and path.is_dir():
+            raise ValueError(f"{path} is a folder, wanted a file")
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if figure is not None and figure.suffix[1:] not in kinds:
+        raise ValueError(
+            f"a figure is a file such as {figure.stem}.svg, of a kind among "
+            f"{', '.join(kinds)}; got {figure.name}"
+        )
 
 
 def _draw_lanes(axes: Axes, row: Finding) -> None:
