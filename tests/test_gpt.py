@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from record_peers import SMALL_GPT, TOKENS, numbers, recorded
 
 from train.models.gpt import GPT, GPTConfig
 
@@ -57,6 +58,31 @@ def test_the_forward_pass_is_that_of_the_equations(length):
     np.testing.assert_allclose(logits, numpy_gpt(model, tokens), atol=2e-4)
 
 
+def copy_of_transformers(model: GPT):
+    def copy(variable, name):
+        variable[...] = jnp.asarray(
+            numbers(f"transformer.{name}.weight", variable.shape)
+        )
+
+    copy(model.tokens.embedding, "wte")
+    copy(model.positions.embedding, "wpe")
+    for i, block in enumerate(model.blocks):
+        copy(block.attention_norm.scale, f"h.{i}.ln_1")
+        copy(block.qkv.kernel, f"h.{i}.attn.c_attn")
+        copy(block.out.kernel, f"h.{i}.attn.c_proj")
+        copy(block.mlp_norm.scale, f"h.{i}.ln_2")
+        copy(block.up.kernel, f"h.{i}.mlp.c_fc")
+        copy(block.down.kernel, f"h.{i}.mlp.c_proj")
+    copy(model.norm.scale, "ln_f")
+
+
+def test_the_logits_are_those_of_transformers():
+    model = make(**SMALL_GPT, width=16)
+    copy_of_transformers(model)
+    logits = model(jnp.asarray(TOKENS))
+    np.testing.assert_allclose(logits, recorded("gpt"), rtol=1e-4, atol=1e-4)
+
+
 def test_the_parameters_are_as_many_as_gpt_2_small_has():
     config = GPTConfig(
         vocabulary=50304, context=1024, num_layers=12, num_heads=12, width=768
@@ -83,6 +109,25 @@ def test_dropout_acts_only_with_a_key_and_repeats_with_it():
     assert not np.array_equal(one, other)
     assert not np.array_equal(one, plain)
     np.testing.assert_array_equal(plain, model(tokens))
+
+
+def test_remat_changes_neither_loss_nor_gradients():
+    results, programs = [], []
+    for remat in (False, True):
+        graph, params = nnx.split(make(init_std=0.5, dropout=0.5, remat=remat))
+
+        def loss(params, graph=graph):
+            rngs = nnx.Rngs(dropout=1)
+            logits = nnx.merge(graph, params)(jnp.arange(6)[None], rngs=rngs)
+            return jnp.square(logits).mean()
+
+        value_and_grad = jax.value_and_grad(loss)
+        results.append(jax.jit(value_and_grad)(params))
+        programs.append(str(jax.make_jaxpr(value_and_grad)(params)))
+    for one, other in zip(*map(jax.tree.leaves, results), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+    assert " remat2[" in programs[1]
+    assert " remat2[" not in programs[0]
 
 
 def test_bfloat16_computes_the_same_to_its_precision():

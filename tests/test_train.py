@@ -29,12 +29,11 @@ from train.build import (
 from train.config import (
     ExchangeConfig,
     OptimizerConfig,
-    StepConfig,
     TopologyConfig,
     WorkersConfig,
     differences,
 )
-from train.data.batches import worker_batches
+from train.data.batches import feed, worker_steps
 from train.data.stdlib import Windows, read_stdlib
 from train.log import read_metrics
 from train.loop import train
@@ -255,7 +254,6 @@ def test_an_impossible_config_is_refused(field, value, message):
     ("make", "message"),
     [
         (lambda: WorkersConfig(num_workers=0), "num_workers must be at least 1"),
-        (lambda: StepConfig(batch_per_worker=3, num_micro_batches=2), "multiple of"),
         (lambda: OptimizerConfig(learning_rate=float("nan")), "learning_rate must"),
         (lambda: OptimizerConfig(b2=1.0), r"b2 must be in \[0, 1\), got 1.0"),
         (lambda: GPTConfig(width=10, num_heads=4), "multiple of num_heads"),
@@ -301,29 +299,35 @@ def test_every_shipped_config_loads():
 
 def test_batches_depend_on_seed_and_position_alone():
     source = Windows(np.arange(200, dtype=np.uint8), 3)
-    batches = worker_batches(source, 4, 2, seed=5)
-    first = [next(batches) for _ in range(12)]
-    again = worker_batches(source, 4, 2, seed=5)
+    batches = feed(worker_steps(source, 4, 2, seed=5))
+    first = [next(batches).arrays for _ in range(12)]
+    again = feed(worker_steps(source, 4, 2, seed=5))
     for _ in range(7):
         next(again)
-    resumed = worker_batches(source, 4, 2, seed=5)
+    resumed = feed(worker_steps(source, 4, 2, seed=5))
     resumed.set_state(again.get_state())
-    np.testing.assert_array_equal(next(resumed), first[7])
+    np.testing.assert_array_equal(next(resumed).arrays, first[7])
     assert first[0].shape == (4, 2, 4)
 
 
 def test_workers_share_no_example_in_a_pass():
     source = Windows(np.arange(97, dtype=np.uint8), 3)
-    batches = worker_batches(source, 4, 2, seed=0)
+    steps = worker_steps(source, 4, 2, seed=0)
     seen = np.concatenate(
-        [next(batches)[..., 0].ravel() for _ in range(len(source) // 8)]
+        [steps[t].arrays[..., 0].ravel() for t in range(len(source) // 8)]
     )
     assert len(set(seen.tolist())) == len(source)
 
 
 def test_too_little_data_is_refused():
     with pytest.raises(ValueError, match="need 8 examples, the data has 3"):
-        worker_batches(Windows(np.arange(10, dtype=np.uint8), 3), 4, 2, seed=0)
+        worker_steps(Windows(np.arange(10, dtype=np.uint8), 3), 4, 2, seed=0)
+
+
+def test_a_batch_that_cannot_be_cut_is_refused_with_both_numbers():
+    source = Windows(np.arange(200, dtype=np.uint8), 3)
+    with pytest.raises(ValueError, match=r"= 3 must be a multiple of .* = 2"):
+        worker_steps(source, 4, 3, seed=0, multiple_of=2)
 
 
 def test_the_held_out_text_is_another_text():

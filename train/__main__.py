@@ -92,11 +92,11 @@ def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
             "saved, go on with --resume"
         )
         return
-    task = outcome.task
+    task, headline = outcome.task, outcome.task.headline.name
     row = [row for row in read_metrics(run_dir) if "mean_model" in row][-1]
-    workers = [scores[task.headline] for scores in row["workers"]]
-    print(f"\nheld-out {task.headline.replace('_', ' ')}")
-    print(f"  {'mean model':24}{row['mean_model'][task.headline]:.3f}")
+    workers = [scores[headline] for scores in row["workers"]]
+    print(f"\nheld-out {headline.replace('_', ' ')}")
+    print(f"  {'mean model':24}{row['mean_model'][headline]:.3f}")
     print(f"  {'single workers':24}{min(workers):.3f} to {max(workers):.3f}")
     for name, score in task.baselines().items():
         print(f"  {name:24}{score:.3f}")

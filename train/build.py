@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -33,13 +34,22 @@ from train.xla import read_options
 
 
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """Linear warm-up from zero, then a cosine to the final learning rate."""
-    return optax.warmup_cosine_decay_schedule(
-        init_value=0.0,
-        peak_value=config.learning_rate,
-        warmup_steps=config.warmup_steps,
-        decay_steps=num_steps,
-        end_value=config.final_learning_rate,
+    """A linear warm-up, then a cosine or the inverse square root of the step."""
+    if config.decay == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            init_value=config.initial_learning_rate,
+            peak_value=config.learning_rate,
+            warmup_steps=config.warmup_steps,
+            decay_steps=num_steps,
+            end_value=config.final_learning_rate,
+        )
+    peak, warmup = config.learning_rate, config.warmup_steps
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(config.initial_learning_rate, peak, warmup),
+            lambda count: peak * jnp.sqrt(warmup / (warmup + count)),
+        ],
+        boundaries=[warmup],
     )
 
 
@@ -51,17 +61,18 @@ def build_optimizer(
         "accum_adamw": functools.partial(accum_adamw, accum_steps=config.accum_steps),
         "adamw": optax.adamw,
     }[config.name]
-    return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm),
-        make(
-            schedule,
-            b1=config.b1,
-            b2=config.b2,
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
-        ),
+    step = make(
+        schedule,
+        b1=config.b1,
+        b2=config.b2,
+        eps=config.eps,
+        weight_decay=config.weight_decay,
+        # Not on biases, norms and the like.
+        mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
     )
+    if config.clip_norm is None:
+        return step
+    return optax.chain(optax.clip_by_global_norm(config.clip_norm), step)
 
 
 def build_mesh(config: Config) -> Mesh | None:

@@ -5,13 +5,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 
 from decentjax import WorkerState
 from train.config import CheckpointConfig, Config, differences, to_json
 
 # These decide when a run looks at itself and where it runs, not what it computes.
-FREE = ("evaluation", "checkpoint", "log", "exchange", "straggler", "distributed")
+FREE = (
+    "data",
+    "evaluation",
+    "checkpoint",
+    "log",
+    "exchange",
+    "straggler",
+    "distributed",
+)
 
 # Its dataclasses hide their fields from type checkers.
 _args: Any = ocp.args
@@ -94,6 +103,44 @@ class Checkpoints:
                 f"the checkpoint of step {step} is of another run: "
                 f"{', '.join(phrases)}; resume with the config it was made with"
             )
+
+
+def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[int, Any]:
+    """Returns the models of all workers from a run's folder, and nothing else of it.
+
+    Args:
+      run_dir: of the run.
+      models: {"params": ..., "model_state": ...}, stacked, as shapes.
+      step: of the checkpoint; by default the newest.
+
+    Returns:
+      The step, and the models as NumPy arrays, [N, ...].
+
+    Raises:
+      ValueError: if there is no such checkpoint.
+    """
+    folder = (run_dir / "checkpoints").absolute()
+    if not folder.is_dir():
+        raise ValueError(f"{run_dir} holds no checkpoint of a run")
+    # Not the optimizer's state, which is the larger part.
+    handlers = {"state": ocp.PyTreeCheckpointHandler()}
+    with ocp.CheckpointManager(folder, item_handlers=handlers) as manager:
+        steps = sorted(manager.all_steps())
+        step = steps[-1] if step is None and steps else step
+        if step not in steps:
+            raise ValueError(f"{run_dir} has checkpoints of steps {steps}, not {step}")
+        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+        restored = manager.restore(
+            step,
+            args=_args.Composite(
+                state=_args.PyTreeRestore(
+                    item=models,
+                    restore_args=jax.tree.map(lambda x: as_numpy, models),
+                    partial_restore=True,
+                )
+            ),
+        )
+    return step, restored["state"]
 
 
 class _Manager(ocp.CheckpointManager):

@@ -6,14 +6,24 @@ where the value is used for the first time, before anything is compiled.
 
 import dataclasses
 import json
+import typing
 from collections.abc import Callable
 from dataclasses import field
 from typing import Any, Literal
 
 from decentjax import topology as topologies
 from decentjax.topology import Topology
+from train.tasks.corpus import TranslationTask
+from train.tasks.digits import DigitsTask
+from train.tasks.imagenet import ImageNetTask
+from train.tasks.numbers import NumbersTask
 from train.tasks.stdlib import StdlibTask
+from train.tasks.text import TextTask
 from train.xla import read_options
+
+AnyTask = (
+    StdlibTask | DigitsTask | NumbersTask | ImageNetTask | TranslationTask | TextTask
+)
 
 TopologyName = Literal[
     "complete",
@@ -51,6 +61,21 @@ class WorkersConfig:
 
     def __post_init__(self):
         _check_at_least(self, 1, "num_workers", "workers_per_node")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """How the data is read.
+
+    Args:
+      num_processes: that read and decode ahead, of each process that trains; 0 for a
+        thread of it.
+    """
+
+    num_processes: int = 0
+
+    def __post_init__(self):
+        _check_at_least(self, 0, "num_processes")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +129,8 @@ class StepConfig:
     Args:
       algorithm: "awc" averages the models beside the gradient, "atc" after the update,
         "all_reduce" averages the gradients instead.
-      batch_per_worker: examples per worker and step.
+      batch_per_worker: per worker and step, in the task's unit: windows, images, or
+        for translation tokens on each side.
       num_micro_batches: parts of that batch, one after the other in memory.
       message_dtype: of the models that are sent; None for their own.
       xla_options: NAME=VALUE each, of XLA for steps that are compiled for a mesh, with
@@ -121,11 +147,6 @@ class StepConfig:
     def __post_init__(self):
         _check_at_least(self, 1, "batch_per_worker", "num_micro_batches")
         read_options(self.xla_options, platform="cpu")
-        if self.batch_per_worker % self.num_micro_batches:
-            raise ValueError(
-                f"batch_per_worker = {self.batch_per_worker} must be a multiple of "
-                f"num_micro_batches = {self.num_micro_batches}"
-            )
         if self.algorithm == "all_reduce" and self.message_dtype is not None:
             raise ValueError("all_reduce sends gradients: leave message_dtype at None")
 
@@ -209,40 +230,48 @@ class DistributedConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
-    """The local optimizer and its schedule: linear warm-up, then a cosine.
+    """The local optimizer and its schedule: a linear warm-up, then the decay.
 
     Args:
-      name: "accum_adamw" or "adamw".
+      name: "accum_adamw" or "adamw"; without weight decay they are AccumAdam and Adam.
       learning_rate: at the peak.
-      final_learning_rate: at the last step.
+      initial_learning_rate: at the first step of the warm-up.
       warmup_steps: steps up to the peak.
+      decay: "cosine" down to the final learning rate at the last step, or
+        "inverse_sqrt", the peak times sqrt(warmup_steps / step).
+      final_learning_rate: of "cosine".
       accum_steps: steps per update of the moments, of accum_adamw.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added outside the root.
       weight_decay: on parameters of two dims or more, times the learning rate.
-      clip_norm: largest global norm of a worker's gradient.
+      clip_norm: largest global norm of a worker's gradient; None for any.
     """
 
     name: Literal["accum_adamw", "adamw"] = "accum_adamw"
     learning_rate: float = 1e-3
-    final_learning_rate: float = 1e-4
+    initial_learning_rate: float = 0.0
     warmup_steps: int = 50
+    decay: Literal["cosine", "inverse_sqrt"] = "cosine"
+    final_learning_rate: float = 1e-4
     accum_steps: int = 4
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
     weight_decay: float = 0.1
-    clip_norm: float = 1.0
+    clip_norm: float | None = 1.0
 
     def __post_init__(self):
-        _check_at_least(self, 0, "learning_rate", "final_learning_rate", "warmup_steps")
+        _check_at_least(self, 0, "learning_rate", "initial_learning_rate")
+        _check_at_least(self, 0, "final_learning_rate", "warmup_steps")
         _check_at_least(self, 0, "eps", "weight_decay")
         _check_at_least(self, 1, "accum_steps")
+        if self.decay == "inverse_sqrt":
+            _check_at_least(self, 1, "warmup_steps")
         for name in ("b1", "b2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
-        if not self.clip_norm > 0:
+        if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
 
 
@@ -309,8 +338,9 @@ class Config:
 
     name: str
     num_steps: int
-    task: StdlibTask
+    task: AnyTask
     seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     step: StepConfig = field(default_factory=StepConfig)
@@ -343,7 +373,27 @@ class Config:
 
 def to_json(config: Config) -> str:
     """Returns the resolved config as JSON text."""
-    return json.dumps(dataclasses.asdict(config), indent=2) + "\n"
+    fields = dataclasses.asdict(config)
+    fields["task"] = {"kind": type(config.task).__name__, **fields["task"]}
+    return json.dumps(fields, indent=2) + "\n"
+
+
+def from_json(text: str) -> Config:
+    """Returns the config that `to_json` has written.
+
+    Raises:
+      ValueError: if its task is not one of `train.tasks`, or a field is unknown.
+    """
+    fields = json.loads(text)
+    kind = fields["task"].pop("kind")
+    kinds = {task.__name__: task for task in typing.get_args(AnyTask)}
+    if kind not in kinds:
+        raise ValueError(f"the task must be one of {', '.join(kinds)}, got {kind}")
+    try:
+        task = _from_fields(kinds[kind], fields.pop("task"))
+        return _from_fields(Config, {**fields, "task": task})
+    except TypeError as error:
+        raise ValueError(f"a config of another version: {error}") from error
 
 
 def differences(
@@ -358,6 +408,18 @@ def differences(
         elif before != after:
             phrases.append(f"{prefix}{key} was {before!r} and is {after!r}")
     return phrases
+
+
+def _from_fields(kind: Any, fields: dict[str, Any]) -> Any:
+    """A dataclass, with those inside it, from its fields as JSON has them."""
+    hints = typing.get_type_hints(kind)
+
+    def value(name: str, x: Any) -> Any:
+        if isinstance(x, dict):
+            return _from_fields(hints[name], x)
+        return tuple(x) if isinstance(x, list) else x
+
+    return kind(**{name: value(name, x) for name, x in fields.items()})
 
 
 def _select(config: Any, *names: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,8 +33,9 @@ from train.build import (
 )
 from train.checkpoint import Checkpoints
 from train.config import Config, StragglerConfig, to_json
-from train.data.batches import worker_batches
+from train.data.batches import feed
 from train.distributed import MetricMeans, gather
+from train.evaluation import build_score
 from train.log import Log, NoLog
 from train.processes import STOP_SIGNALS
 from train.tasks.task import Task
@@ -78,13 +79,7 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
     task = config.task.build()
     schedule = build_schedule(config.optimizer, config.num_steps)
     optimizer = build_optimizer(config.optimizer, schedule)
-    batches = worker_batches(
-        task.source,
-        config.workers.num_workers,
-        config.step.batch_per_worker,
-        config.seed,
-        mine,
-    )
+    batches = _Batches(config, task, mine)
     state = _placed(build_state(config, task, optimizer, mine), mesh)
     start = 0
     if resume:
@@ -125,6 +120,7 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
                     values["consensus_distance"] = consensus(state)
                 values["learning_rate"] = float(learning_rate(step - 1))
                 values["steps_per_second"] = pace(step)
+                values["skipped_examples"] = batches.skipped()
                 means.put(step, values)
             if save or look:
                 train_step.settle()
@@ -137,6 +133,7 @@ def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
             if save:
                 checkpoints.save(step, state, batches.get_state(), config)
     checkpoints.close()
+    batches.close()
     return Outcome(step, state, mean(state), task)
 
 
@@ -154,7 +151,7 @@ def build_log(config: Config, run_dir: Path, start: int, task: Task) -> Log | No
     """Process 0 keeps the log of all."""
     if jax.process_index() > 0:
         return NoLog()
-    return Log(run_dir, config.num_steps, start, task.headline)
+    return Log(run_dir, config.num_steps, start, task.headline.name)
 
 
 def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:
@@ -183,18 +180,15 @@ def build_evaluate(
     task: Task, mean: Callable[[WorkerState], tuple[Any, Any]]
 ) -> Callable[[WorkerState], Evaluation]:
     """The scores of the mean model, and of each worker's model."""
-    scores = jax.jit(task.evaluate)
-
-    def of_model(model: tuple[Any, Any]) -> dict[str, float]:
-        return {name: float(value) for name, value in scores(*model).items()}
+    score = build_score(task)
 
     def evaluate(state: WorkerState) -> Evaluation:
         mine = [
-            (number, of_model(model))
+            (number, score(*model))
             for number, model in _local_rows((state.params, state.model_state))
         ]
         everybody = sorted(pair for pairs in gather(mine) for pair in pairs)
-        return of_model(mean(state)), [scores for _, scores in everybody]
+        return score(*mean(state)), [scores for _, scores in everybody]
 
     return evaluate
 
@@ -264,6 +258,34 @@ def _local_rows(stacked: Any) -> Iterator[tuple[int, Any]]:
 @jax.jit
 def _row(stacked: list[jax.Array], row: int) -> list[jax.Array]:
     return [x[row] for x in stacked]
+
+
+class _Batches:
+    """The batches of a run, and how many examples had to be skipped for them."""
+
+    def __init__(self, config: Config, task: Task, workers: Sequence[int]):
+        steps = task.steps(
+            config.workers.num_workers,
+            config.step.batch_per_worker,
+            config.seed,
+            workers,
+            multiple_of=config.step.num_micro_batches,
+        )
+        self._batches = feed(steps, config.data.num_processes)
+        self._skipped = 0
+        self.get_state = self._batches.get_state
+        self.set_state = self._batches.set_state
+        self.close = self._batches.close
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self._skipped += batch.skipped
+        return batch.arrays
+
+    def skipped(self) -> int:
+        """How many since it was last asked, of all processes in their mean."""
+        skipped, self._skipped = self._skipped * jax.process_count(), 0
+        return skipped
 
 
 class _Pace:

@@ -294,11 +294,11 @@ def _results_table(runs: list[Run]) -> str:
         for evaluation in run.evaluations()[-1:]:
             for name, value in evaluation["mean_model"].items():
                 scores = [worker[name] for worker in evaluation["workers"]]
-                row += [f"{value:.3f} {name.replace('_', ' ')}"]
-                row += [f"{min(scores):.3f} to {max(scores):.3f}"]
+                spread = f"{min(scores):.3f} to {max(scores):.3f}"
+                row.append(f"{name.replace('_', ' ')} {value:.3f} ({spread})")
         rows.append(row)
     heads = ["run", "steps", "training loss", "steps/s (median)"]
-    return _table([*heads, "mean model", "single workers"], rows)
+    return _table([*heads, "mean model (single workers)"], rows)
 
 
 def _configs_section(runs: list[Run]) -> Section:

@@ -1,18 +1,30 @@
-"""Speed, side by side: `python -m train.bench race` and `python -m train.bench gpu`."""
+"""Speed, side by side: `python -m train.bench {race,gpu,step,data}`."""
 
 import sys
+from typing import Any
 
 import tyro
 
-from train.bench import gpu, race
+from train.bench import data, gpu, race, step
+
+BENCHES: dict[str, Any] = {
+    "race": race.Race,
+    "gpu": gpu.GpuBench,
+    "step": step.StepBench,
+    "data": data.DataBench,
+}
 
 
 def run() -> int:
     try:
-        bench = tyro.extras.subcommand_cli_from_dict(
-            {"race": race.Race, "gpu": gpu.GpuBench}, prog="train.bench"
-        )
-        return gpu.main(bench) if isinstance(bench, gpu.GpuBench) else _race(bench)
+        bench = tyro.extras.subcommand_cli_from_dict(BENCHES, prog="train.bench")
+        main = {
+            race.Race: _race,
+            gpu.GpuBench: gpu.main,
+            step.StepBench: step.main,
+            data.DataBench: data.main,
+        }[type(bench)]
+        return main(bench)
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
 

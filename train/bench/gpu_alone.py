@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 from rich.console import Console
 
@@ -102,17 +101,17 @@ def of_workers(bench: GpuBench, num_workers: int, topology: Any) -> Config:
     )
 
 
-def first_batch(config: Config, task: Task) -> np.ndarray:
-    """The first examples of the task, [examples, tokens + 1]."""
-    size = config.step.batch_per_worker
-    return np.stack([np.asarray(task.source[i]) for i in range(size)])
+def first_batch(config: Config, task: Task) -> Any:
+    """The batch of step 0 of one worker, each leaf [examples, ...]."""
+    steps = task.steps(1, config.step.batch_per_worker, config.seed, workers=[0])
+    return jax.tree.map(lambda x: x[0], steps[0].arrays)
 
 
 def plain_step(
     config: Config,
     task: Task,
     optimizer: optax.GradientTransformation,
-    batch: np.ndarray,
+    batch: Any,
 ) -> tuple[Contestant, float]:
     """A step as anybody writes it with optax, and its FLOPs."""
 
@@ -142,7 +141,7 @@ def our_step(
     config: Config,
     task: Task,
     optimizer: optax.GradientTransformation,
-    batch: np.ndarray,
+    batch: Any,
 ) -> Contestant:
     """The trainer's compiled step, of one worker alone."""
     mesh = worker_mesh(1, jax.local_devices())
@@ -150,7 +149,8 @@ def our_step(
         config, task, optimizer, mesh, step_options(config, mesh)
     )
     state = build_state(config, task, optimizer, [0])
-    state, stacked = place((state, batch[None]), mesh)
+    stacked = jax.tree.map(lambda x: x[None], batch)
+    state, stacked = place((state, stacked), mesh)
 
     def run():
         nonlocal state

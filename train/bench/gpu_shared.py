@@ -95,14 +95,15 @@ def _nothing(state: WorkerState, batch: Any, mixed: Any) -> tuple[WorkerState, M
 def _contestant(
     config: Config,
     task: Task,
-    batch: np.ndarray,
+    batch: Any,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     train_step: Background,
 ) -> Contestant:
     workers = local_workers(mesh)
     rows = build_state(config, task, optimizer, workers)
-    state, stacked = place((rows, np.stack([batch] * len(workers))), mesh)
+    stacked = jax.tree.map(lambda x: np.stack([x] * len(workers)), batch)
+    state, stacked = place((rows, stacked), mesh)
     t = 0
 
     def run() -> WorkerState:

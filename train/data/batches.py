@@ -1,65 +1,208 @@
 """Batches for workers, each from its own shard, fixed by (seed, step)."""
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import absl.flags
 import grain
 import jax
 import numpy as np
 
+MOST_UNREADABLE = 100
 
-def worker_batches(
+
+class Batch(NamedTuple):
+    """What workers train on in one step.
+
+    Args:
+      arrays: a pytree, [workers, B, ...].
+      skipped: examples that could not be read; others stand in their place.
+    """
+
+    arrays: Any
+    skipped: int = 0
+
+
+class Unreadable(ValueError):  # noqa: N818
+    """An example that cannot be read.
+
+    Raised by a source or a transform, the example is skipped, and counted.
+    """
+
+
+def worker_steps(
     source: grain.sources.RandomAccessDataSource,
     num_workers: int,
     batch_per_worker: int,
     seed: int,
     workers: Sequence[int] | None = None,
-) -> grain.DatasetIterator[np.ndarray]:
-    """Returns an endless iterator over stacked batches, a row for each worker.
+    transform: Callable[[Any, np.random.Generator], Any] | None = None,
+    multiple_of: int = 1,
+) -> grain.MapDataset[Batch]:
+    """Returns the batches of all steps, a row for each worker; element t is step t's.
 
     In each pass over the data the examples are shuffled anew and dealt out in blocks of
     B: block t * N + w goes to worker w at step t, so no two workers see one example in
-    the same pass. `get_state` and `set_state` of the iterator hold the position.
+    the same pass. In the place of an example that cannot be read comes the next one.
 
     Args:
-      source: examples of one shape.
+      source: examples of one shape, or of one after `transform`.
       num_workers: N.
       batch_per_worker: B.
-      seed: of the shuffles.
+      seed: of the shuffles, and of `transform`.
       workers: whose rows; by default all, [N, B, ...]. Nothing else is read.
+      transform: of an example, with randomness fixed by seed and place in the order.
+      multiple_of: what B must be a multiple of: the number of micro-batches.
 
     Raises:
-      ValueError: if the data does not fill one step.
+      ValueError: if the data does not fill one step, or B is no such multiple.
     """
+    if batch_per_worker % multiple_of:
+        raise ValueError(
+            f"batch_per_worker = {batch_per_worker} must be a multiple of "
+            f"num_micro_batches = {multiple_of}"
+        )
     if len(source) < num_workers * batch_per_worker:
         raise ValueError(
             f"{num_workers} workers with batches of {batch_per_worker} need "
             f"{num_workers * batch_per_worker} examples, the data has {len(source)}"
         )
     examples = grain.MapDataset.source(source).shuffle(seed=seed).repeat()
-    steps = _Steps(
-        examples.batch(batch_per_worker),
-        num_workers,
-        range(num_workers) if workers is None else workers,
+    mine = range(num_workers) if workers is None else workers
+    return grain.MapDataset.source(
+        _Steps(examples, num_workers, batch_per_worker, seed, mine, transform)
     )
-    dataset = grain.MapDataset.source(steps)
-    return iter(dataset.to_iter_dataset(grain.ReadOptions(num_threads=1)))
+
+
+class Feed:
+    """An iterator over steps that reads ahead; see `feed`.
+
+    Its state is the next step, whatever the number of processes. Grain's own depends on
+    that number, and with another one would go on somewhere else, in silence.
+    """
+
+    def __init__(self, steps: grain.MapDataset[Batch], num_processes: int):
+        self._steps = steps
+        self._num_processes = num_processes
+        self._next_step = 0
+        self._readers: list[grain.DatasetIterator[Batch]] = []  # One or none.
+        # Python takes apart at its end what closing needs, so before.
+        weakref.finalize(self, _close, self._readers)
+
+    def __iter__(self) -> "Feed":
+        return self
+
+    def __next__(self) -> Batch:
+        if not self._readers:
+            steps = self._steps[self._next_step :]
+            self._readers.append(_reader(steps, self._num_processes))
+        batch = next(self._readers[0])
+        self._next_step += 1
+        return batch
+
+    def get_state(self) -> dict[str, int]:
+        return {"next_index": self._next_step}
+
+    def set_state(self, state: dict[str, int]) -> None:
+        self.close()
+        self._next_step = state["next_index"]
+
+    def close(self) -> None:
+        """Ends the processes. The next step starts them again."""
+        _close(self._readers)
+
+
+def feed(steps: grain.MapDataset[Batch], num_processes: int = 0) -> Feed:
+    """Returns an iterator over the steps.
+
+    Args:
+      steps: element t is step t's, as of `worker_steps`.
+      num_processes: that read ahead; 0 for a thread of this one. They import the main
+        module anew, so a script must keep its work behind `if __name__ == "__main__"`.
+    """
+    return Feed(steps, num_processes)
+
+
+def _reader(
+    steps: grain.MapDataset[Batch], num_processes: int
+) -> grain.DatasetIterator[Batch]:
+    # A step of images is large, so few of them wait.
+    read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
+    dataset = steps.to_iter_dataset(read)
+    if num_processes == 0:
+        return iter(dataset)
+    # Grain has its settings from absl, which refuses before a command line is parsed.
+    absl.flags.FLAGS.mark_as_parsed()
+    options = grain.multiprocessing.MultiprocessingOptions(num_workers=num_processes)
+    return iter(dataset.mp_prefetch(options))
+
+
+def _close(readers: list[grain.DatasetIterator[Batch]]) -> None:
+    while readers:
+        readers.pop().close()
 
 
 class _Steps:
     """Step t stacks the blocks t * N + w of some workers w."""
 
     def __init__(
-        self, blocks: grain.MapDataset, num_workers: int, workers: Sequence[int]
+        self,
+        examples: grain.MapDataset,
+        num_workers: int,
+        batch_per_worker: int,
+        seed: int,
+        workers: Sequence[int],
+        transform: Callable[[Any, np.random.Generator], Any] | None,
     ):
-        self._blocks = blocks
+        self._examples = examples
         self._num_workers = num_workers
+        self._batch_per_worker = batch_per_worker
+        self._seed = seed
         self._workers = workers
+        self._transform = transform
 
     def __len__(self) -> int:
-        return len(self._blocks) // self._num_workers
+        return len(self._examples) // (self._num_workers * self._batch_per_worker)
 
-    def __getitem__(self, index: int) -> Any:
-        first = index * self._num_workers
-        rows = [self._blocks[first + worker] for worker in self._workers]
-        return jax.tree.map(lambda *leaves: np.stack(leaves), *rows)
+    def __getitem__(self, index: int) -> Batch:
+        first = int(index) * self._num_workers
+        rows, skipped = [], 0
+        for worker in self._workers:
+            start = (first + worker) * self._batch_per_worker
+            examples = []
+            for place in range(start, start + self._batch_per_worker):
+                example, num_bad = self._read(place)
+                examples.append(example)
+                skipped += num_bad
+            rows.append(_stack(examples))
+        return Batch(_stack(rows), skipped)
+
+    def _read(self, place: int) -> tuple[Any, int]:
+        """The first example from this place on that can be read."""
+        error = None
+        for num_bad in range(MOST_UNREADABLE):
+            try:
+                example = self._examples[place + num_bad]
+                if self._transform is not None:
+                    random = np.random.default_rng((self._seed, place))
+                    example = self._transform(example, random)
+                return example, num_bad
+            except Unreadable as unreadable:
+                error = unreadable
+                say_once(f"skipped: {error}")
+        raise ValueError(
+            f"{MOST_UNREADABLE} examples in a row cannot be read, the last: {error}"
+        )
+
+
+@functools.cache
+def say_once(warning: str) -> None:
+    """Logs a warning, unless this process already has."""
+    logging.getLogger(__name__).warning(warning)
+
+
+def _stack(trees: Sequence[Any]) -> Any:
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)

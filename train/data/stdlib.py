@@ -7,32 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from train.data.text import Windows as Windows
+
 # Tests and generated tables would be most of the bytes, and little of the language.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 HELD_OUT_SHARE = 20
-
-
-class Windows:
-    """Windows of a text, end to end: a random-access source for grain.
-
-    Window i is `text[i * length : (i + 1) * length + 1]`, uint8: `length` inputs, and
-    the same moved on by one as targets.
-    """
-
-    def __init__(self, text: np.ndarray, length: int):
-        if len(text) <= length:
-            raise ValueError(
-                f"a window of {length} bytes needs a longer text, got {len(text)}"
-            )
-        self._text = text
-        self._length = length
-
-    def __len__(self) -> int:
-        return (len(self._text) - 1) // self._length
-
-    def __getitem__(self, index: int) -> np.ndarray:
-        start = int(index) * self._length
-        return self._text[start : start + self._length + 1]
 
 
 @functools.cache

@@ -28,6 +28,8 @@ class GPTConfig:
       init_std: of weights at the start; those into the stream get it over
         sqrt(2 num_layers). GPT-2 has 0.02, a narrow model learns faster from more.
       compute_dtype: of activations; parameters are float32.
+      remat: recompute each block's activations in the backward pass instead of keeping
+        them.
     """
 
     vocabulary: int = 256
@@ -38,6 +40,7 @@ class GPTConfig:
     dropout: float = 0.0
     init_std: float = 0.02
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: bool = False
 
     def __post_init__(self):
         for name in ("vocabulary", "context", "num_layers", "num_heads", "width"):
@@ -65,6 +68,7 @@ class GPT(nnx.Module):
             rngs=rngs,
         )
         self.context = config.context
+        self.remat = config.remat
         self.tokens = embed(config.vocabulary)
         self.positions = embed(config.context)
         self.blocks = nnx.List(
@@ -81,8 +85,9 @@ class GPT(nnx.Module):
             )
         positions_T = jnp.arange(tokens_BxT.shape[1])
         x_BxTxD = self.tokens(tokens_BxT) + self.positions(positions_T)[None]
+        call = nnx.remat(Block.__call__) if self.remat else Block.__call__
         for block in self.blocks:
-            x_BxTxD = block(x_BxTxD, rngs=rngs)
+            x_BxTxD = call(block, x_BxTxD, rngs)
         return self.tokens.attend(self.norm(x_BxTxD)).astype(jnp.float32)
 
 
@@ -101,7 +106,7 @@ class Block(nnx.Module):
         self.down = _linear(4 * width, width, residual_std, config, rngs)
         self.dropout = nnx.Dropout(config.dropout, deterministic=config.dropout == 0)
 
-    def __call__(self, x_BxTxD: jax.Array, *, rngs: nnx.Rngs | None) -> jax.Array:
+    def __call__(self, x_BxTxD: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
         deterministic = rngs is None
         attended = self.out(self._attend(self.attention_norm(x_BxTxD)))
         x_BxTxD += self.dropout(attended, deterministic=deterministic, rngs=rngs)

@@ -120,9 +120,12 @@ class Preflight:
             build_state, config, self._task, self._optimizer, workers
         )
         self.state = self._placed(jax.eval_shape(build))
-        example = np.asarray(self._task.source[0])
-        shape = (len(workers), config.step.batch_per_worker, *example.shape)
-        self._batch = self._placed(jax.ShapeDtypeStruct(shape, example.dtype))
+        batch = self._task.batch_shape(config.step.batch_per_worker)
+        self._batch = self._placed(
+            jax.tree.map(
+                lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype), batch
+            )
+        )
 
     @property
     def options(self) -> Options:

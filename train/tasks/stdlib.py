@@ -2,17 +2,18 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
-from flax import nnx
 
+from train.data.batches import worker_steps
 from train.data.stdlib import Windows, read_stdlib
-from train.models.gpt import GPT, GPTConfig
-from train.tasks.task import Scores, Task
+from train.models.gpt import GPTConfig
+from train.tasks.language import language, spread, window_shape
+from train.tasks.task import Headline, Task, Totals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,32 +45,41 @@ class StdlibTask:
 
     def build(self) -> Task:
         train, held_out = read_stdlib()
-        graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(self.model, rngs=nnx.Rngs(0))))
-        logits = functools.partial(_logits, graph)
-        every = Windows(held_out, self.model.context)
-        chosen = np.linspace(0, len(every) - 1, self.num_eval_windows).astype(int)
-        windows = np.stack([every[i] for i in chosen])
+        context = self.model.context
+        model = language(self.model)
+        validation = spread(Windows(held_out, context), self.num_eval_windows, rows=64)
 
-        def evaluate(params: Any, model_state: Any) -> Scores:
+        def score_fn(params: Any, model_state: Any, windows: jax.Array) -> Totals:
             del model_state
-            nats = jax.lax.map(
-                lambda window: _loss(logits, params, window[None], None),
-                windows,
-                batch_size=min(64, len(windows)),
-            )
-            return {"bits_per_byte": nats.mean() / jnp.log(2)}
+            nats, count = model.nats(params, windows)
+            return {"bits_per_byte": (nats / jnp.log(2), count)}
 
-        return Task(
-            source=Windows(train, self.model.context),
-            init=lambda key: (nnx.state(GPT(self.model, rngs=nnx.Rngs(key))), ()),
-            loss_fn=functools.partial(_loss_fn, logits),
-            evaluate=evaluate,
-            headline="bits_per_byte",
-            baselines=lambda: {
+        def generate(params: Any, model_state: Any, lines: Sequence[str]) -> list[str]:
+            del model_state
+            prompts = [list(line.encode()) for line in lines]
+            texts = [model.go_on(params, p, self.sample_bytes, 256) for p in prompts]
+            return [bytes(text).decode(errors="replace") for text in texts]
+
+        def baselines() -> dict[str, float]:
+            windows = np.concatenate(validation)
+            return {
                 f"order-{order} count model": count_model(train, windows, order)
                 for order in (1, 2)
-            },
-            sample=lambda params, model_state: sample(logits, params, self),
+            }
+
+        return Task(
+            batch_shape=functools.partial(
+                window_shape, context=context, dtype=np.uint8
+            ),
+            steps=functools.partial(worker_steps, Windows(train, context)),
+            init=model.init,
+            loss_fn=model.loss_fn,
+            validation=lambda: validation,
+            score_fn=score_fn,
+            headline=Headline("bits_per_byte", better="lower"),
+            baselines=baselines,
+            sample=lambda *of_model: generate(*of_model, [self.sample_prompt])[0],
+            generate=generate,
         )
 
 
@@ -93,44 +103,8 @@ def count_model(train: np.ndarray, windows: np.ndarray, order: int) -> float:
     return float(-np.log2((counts[keys] + ones) / (totals + 256 * ones)).mean())
 
 
-def sample(logits, params: Any, task: StdlibTask) -> str:
-    """Returns the prompt and what the model, at temperature 0.7, makes of it."""
-    context = task.model.context
-    prompt = np.frombuffer(task.sample_prompt.encode()[-context:], np.uint8)
-    window = np.zeros(context, np.int32)
-    window[: len(prompt)] = prompt
-
-    @jax.jit
-    def next_byte(window, length, key):
-        scores = logits(params, window[None])[0, length - 1] / 0.7
-        return jax.random.categorical(key, scores[:256])
-
-    text = prompt.tolist()
-    for key in jax.random.split(jax.random.key(0), task.sample_bytes):
-        tail = text[-context:]
-        window[: len(tail)] = tail
-        text.append(int(next_byte(window, len(tail), key)))
-    return bytes(text).decode(errors="replace")
-
-
 def _keys(windows: np.ndarray, order: int) -> np.ndarray:
     """Each byte with the `order` bytes before it, as one number."""
     length = windows.shape[1] - order
     columns = (windows[:, k : k + length].astype(np.int64) for k in range(order + 1))
     return functools.reduce(lambda key, column: key * 256 + column, columns)
-
-
-def _logits(graph, params: Any, tokens: jax.Array, rngs: nnx.Rngs | None = None):
-    return nnx.merge(graph, params)(tokens, rngs=rngs)
-
-
-def _loss(logits, params: Any, windows: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
-    """Mean nats per byte of uint8 windows [B, T + 1]."""
-    tokens = windows.astype(jnp.int32)
-    scores = logits(params, tokens[:, :-1], rngs=rngs)
-    losses = optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:])
-    return losses.mean()
-
-
-def _loss_fn(logits, params: Any, model_state: Any, batch: jax.Array, key: jax.Array):
-    return _loss(logits, params, batch, nnx.Rngs(dropout=key)), (model_state, {})

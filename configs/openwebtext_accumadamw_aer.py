@@ -1,0 +1,57 @@
+"""OpenWebText, GPT-2 small: AccumAdamW, alternating exponential ring.
+
+Data: nanoGPT's `train.bin` and `val.bin` in data/openwebtext, or from text files
+`python -m train.prepare text FILE ... --vocabulary 50257 --out data/openwebtext`
+Command: `srun python -m train configs/openwebtext_accumadamw_aer.py
+--distributed.enabled`
+Hardware: 16 GPUs, 4 nodes of 4.
+Paper: held-out loss 2.841 decentralized, 2.846 with all-reduce.
+Ours: not measured, neither the data nor the GPUs have been at hand.
+
+Per step: 16 workers * 30 windows * 1,024 tokens = 491,520.
+"""
+
+from train.config import (
+    CheckpointConfig,
+    Config,
+    EvaluationConfig,
+    OptimizerConfig,
+    StepConfig,
+    TopologyConfig,
+    WorkersConfig,
+)
+from train.models.gpt import GPTConfig
+from train.tasks.text import TextTask
+
+config = Config(
+    name="openwebtext_accumadamw_aer",
+    num_steps=600_000,
+    task=TextTask(
+        data="data/openwebtext",
+        model=GPTConfig(
+            vocabulary=50304,
+            context=1024,
+            num_layers=12,
+            num_heads=12,
+            width=768,
+            compute_dtype="bfloat16",
+        ),
+    ),
+    workers=WorkersConfig(num_workers=16, workers_per_node=4),
+    topology=TopologyConfig(name="alternating_exponential_ring"),
+    step=StepConfig(algorithm="awc", batch_per_worker=30, num_micro_batches=2),
+    optimizer=OptimizerConfig(
+        name="accum_adamw",
+        learning_rate=6e-4,
+        warmup_steps=2000,
+        decay="cosine",
+        final_learning_rate=6e-5,
+        accum_steps=8,
+        b1=0.9,
+        b2=0.98,
+        weight_decay=0.1,
+        clip_norm=1.0,
+    ),
+    evaluation=EvaluationConfig(every_steps=1000),
+    checkpoint=CheckpointConfig(every_steps=2000),
+)

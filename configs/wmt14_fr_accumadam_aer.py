@@ -1,0 +1,60 @@
+"""WMT14 English to French, Transformer big: AccumAdam, alternating exponential ring.
+
+Data: `python -m train.prepare wmt14 --pair fr-en --vocabulary 32000 --out
+data/wmt14_fr-en`
+Command: `srun python -m train configs/wmt14_fr_accumadam_aer.py
+--distributed.enabled`, then `python -m train.evaluate runs/wmt14_fr_accumadam_aer`.
+Hardware: 16 GPUs, 4 nodes of 4.
+Paper: 46.05 ± 0.03 / 0.6715 BLEU / METEOR (Table 2, 16 workers).
+Ours: not measured, neither the data nor the GPUs have been at hand.
+
+Per step: 16 workers * 1,562 tokens of each side = 25,000; 130,000 steps, 24 epochs.
+"""
+
+from train.config import (
+    CheckpointConfig,
+    Config,
+    EvaluationConfig,
+    OptimizerConfig,
+    StepConfig,
+    TopologyConfig,
+    WorkersConfig,
+)
+from train.models.transformer import TransformerConfig
+from train.tasks.corpus import TranslationTask
+
+config = Config(
+    name="wmt14_fr_accumadam_aer",
+    num_steps=130_000,
+    task=TranslationTask(
+        data="data/wmt14_fr-en",
+        model=TransformerConfig(
+            vocabulary=32000,
+            context=256,
+            num_layers=6,
+            num_heads=16,
+            width=1024,
+            hidden=4096,
+            dropout=0.1,
+            compute_dtype="bfloat16",
+        ),
+    ),
+    workers=WorkersConfig(num_workers=16, workers_per_node=4),
+    topology=TopologyConfig(name="alternating_exponential_ring"),
+    step=StepConfig(algorithm="awc", batch_per_worker=1562),
+    optimizer=OptimizerConfig(
+        name="accum_adamw",
+        learning_rate=7e-4,
+        initial_learning_rate=7e-6,
+        warmup_steps=4000,
+        decay="inverse_sqrt",
+        accum_steps=8,
+        b1=0.9,
+        b2=0.999,
+        eps=1e-9,
+        weight_decay=0.0,
+        clip_norm=None,
+    ),
+    evaluation=EvaluationConfig(every_steps=5000),
+    checkpoint=CheckpointConfig(every_steps=5000),
+)

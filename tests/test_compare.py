@@ -1,0 +1,149 @@
+"""Comparisons: seeds as one program against runs of their own, statistics, files."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+from scipy import stats
+
+from train.compare import compare
+from train.compare_report import Entry, statements, table
+from train.log import read_metrics
+from train.loop import train
+from train.seeds import SeedsOutcome, train_seeds
+from train.tasks.task import Headline
+
+TINY = dataclasses.replace(tiny.config, num_steps=6)
+TINY_FILE = Path(tiny.__file__)
+LOWER = Headline("loss", better="lower")
+
+
+def outcome(scores, **changes):
+    made = SeedsOutcome(
+        seconds=1.0,
+        losses=[(1, [2.0] * len(scores)), (2, scores)],
+        evaluations=[(2, {"loss": scores})],
+        judged={},
+        workers={"loss": [[score, score + 1] for score in scores]},
+        consensus_distance=[0.5] * len(scores),
+    )
+    return made._replace(**changes)
+
+
+def nobody(step: int, words: str) -> None:
+    del step, words
+
+
+@pytest.mark.parametrize("algorithm", ["awc", "atc", "all_reduce"])
+def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
+    step = dataclasses.replace(TINY.step, algorithm=algorithm)
+    config = dataclasses.replace(TINY, step=step)
+    together = train_seeds(config, range(3, 5), nobody)
+    for k, seed in enumerate((3, 4)):
+        alone = tmp_path / f"{algorithm}{seed}"
+        train(dataclasses.replace(config, seed=seed), alone)
+        rows = read_metrics(alone)
+        losses = [row["loss"] for row in rows if "loss" in row]
+        got = [values[k] for _, values in together.losses]
+        np.testing.assert_allclose(got, losses, rtol=1e-4)
+        last = [row for row in rows if "mean_model" in row][-1]
+        (name,) = last["mean_model"]
+        _, scores = together.evaluations[-1]
+        np.testing.assert_allclose(scores[name][k], last["mean_model"][name], rtol=1e-4)
+        np.testing.assert_allclose(
+            together.workers[name][k],
+            [scores[name] for scores in last["workers"]],
+            rtol=1e-4,
+        )
+        distance = [
+            row["consensus_distance"] for row in rows if "consensus_distance" in row
+        ][-1]
+        np.testing.assert_allclose(
+            together.consensus_distance[k], distance, rtol=1e-2, atol=1e-5
+        )
+
+
+def test_a_loss_that_is_not_finite_ends_the_seeds():
+    optimizer = dataclasses.replace(TINY.optimizer, learning_rate=1e30, warmup_steps=0)
+    config = dataclasses.replace(TINY, optimizer=optimizer)
+    with pytest.raises(FloatingPointError, match="after step"):
+        train_seeds(config, range(1), nobody)
+
+
+def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
+    options = dict(seeds=2, vary=("optimizer.accum-steps", "1", "2"), out=tmp_path)
+    compare((TINY_FILE,), **options)
+    first = capsys.readouterr().out
+    names = ["tiny-accum_steps-1", "tiny-accum_steps-2"]
+    for name in names:
+        kept = json.loads((tmp_path / f"{name}.json").read_text())
+        assert kept["config"]["optimizer"]["accum_steps"] == int(name[-1])
+        assert f"| {name} |" in first
+    assert "<svg" in (tmp_path / "compare.svg").read_text()
+    assert (tmp_path / "compare.md").read_text() in first
+    compare((TINY_FILE,), **options)
+    again = capsys.readouterr().out
+    assert all(f"{name}: from {tmp_path / name}.json" in again for name in names)
+    compare((TINY_FILE,), **{**options, "first_seed": 1})
+    assert f"from {tmp_path}" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("configs", "options", "message"),
+    [
+        ((), {}, "give a config file"),
+        ((TINY_FILE,), {"seeds": 0}, "seeds must be at least 1, got 0"),
+        ((TINY_FILE, TINY_FILE), {}, "each config needs a name of its own"),
+        ((TINY_FILE,), {"vary": ("topology.name",)}, "needs a field and its values"),
+    ],
+)
+def test_nothing_to_compare_gets_a_sentence(configs, options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        compare(configs, out=tmp_path, **options)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("vary", [("topology.name", "pentagram"), ("no.such", "1")])
+def test_a_field_or_value_that_is_none_is_named(vary, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        compare((TINY_FILE,), vary=vary, out=tmp_path)
+    assert vary[0 if vary[0] == "no.such" else 1] in capsys.readouterr().err
+
+
+def test_a_clear_difference_is_named_with_its_interval():
+    a, b = [1.0, 1.1, 0.9], [2.0, 2.2, 1.9]
+    (text,) = statements([Entry("a", outcome(a)), Entry("b", outcome(b))], LOWER)
+    assert text.startswith("a is better than b in loss by 1.0333 (95 % interval ")
+    # Welch's interval, written out.
+    errors = [np.var(x, ddof=1) / 3 for x in (a, b)]
+    degrees = sum(errors) ** 2 / sum(e**2 / 2 for e in errors)
+    half = stats.t.ppf(0.975, degrees) * np.sqrt(sum(errors))
+    gap = np.mean(b) - np.mean(a)
+    assert f"interval {gap - half:.4f} to {gap + half:.4f}" in text
+    higher = Headline("loss", better="higher")
+    (text,) = statements([Entry("a", outcome(a)), Entry("b", outcome(b))], higher)
+    assert text.startswith("b is better than a")
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "words"),
+    [
+        ([1.0, 2.0, 3.0], [1.5, 2.5, 2.8], "not told apart in loss: 2.0000 and 2.2667"),
+        ([1.0, 1.0], [1.0, 1.0], "not told apart"),
+        ([1.0], [2.0], "one seed tells nothing"),
+    ],
+)
+def test_what_the_seeds_do_not_tell_is_not_said(a, b, words):
+    (text,) = statements([Entry("a", outcome(a)), Entry("b", outcome(b))], LOWER)
+    assert words in text
+    assert "better" not in text
+
+
+def test_the_table_has_means_and_two_standard_deviations():
+    text = table([Entry("a", outcome([1.0, 3.0], judged={"bleu": [10.0, 10.0]}))])
+    assert "| a | 2.0000 ± 2.8284 | 10.0000 ± 0.0000 | 2.0000 ± 2.8284 |" in text
+    assert "loss 1.0000 to 4.0000" in text
+    assert "| loss | bleu |" in text

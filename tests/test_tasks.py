@@ -1,0 +1,398 @@
+"""The tasks: losses and scores against NumPy, shapes, and what bad input gets."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import sacrebleu
+import tiny
+
+from train.build import build_optimizer, build_schedule
+from train.config import (
+    Config,
+    OptimizerConfig,
+    StepConfig,
+    TopologyConfig,
+    from_json,
+    to_json,
+)
+from train.data.digits import read_digits
+from train.data.numbers import read_numbers
+from train.data.pairs import make_corpus
+from train.data.text import prepare_text
+from train.data.vocabulary import train_vocabulary
+from train.evaluation import build_score
+from train.models.gpt import GPTConfig
+from train.models.resnet import ResNetConfig
+from train.models.transformer import TransformerConfig
+from train.tasks.classification import scores
+from train.tasks.digits import DigitsTask, nearest_neighbour
+from train.tasks.imagenet import ImageNetTask
+from train.tasks.numbers import NumbersTask
+from train.tasks.text import TextTask
+from train.tasks.translation import DecodingConfig, quality, translation
+
+NET = ResNetConfig(depth=8, width=4, in_channels=1, convolution="matmul")
+TRANSFORMER = TransformerConfig(
+    vocabulary=300, context=64, num_layers=1, num_heads=2, width=16, hidden=32
+)
+LINES = [
+    ("one two three", "eins zwei drei"),
+    ("two three four five", "zwei drei vier fünf"),
+    ("six", "sechs"),
+    ("seven and eight", "sieben und acht"),
+]
+
+
+def corpus():
+    words = [line for pair in LINES for line in pair]
+    return make_corpus(
+        train_vocabulary(words, 300),
+        train=LINES * 20,
+        validation=LINES,
+        test=LINES,
+        max_tokens=14 + 2,
+    )
+
+
+def toy(**changes):
+    options = dict(
+        model=TRANSFORMER,
+        decoding=DecodingConfig(beams=2, extra_tokens=8, rows=3),
+        label_smoothing=0.1,
+        num_shapes=2,
+    )
+    return translation(corpus, **{**options, **changes})
+
+
+def model_of(task):
+    return task.init(jax.random.key(0))
+
+
+def softmax_log(logits):
+    logits = np.asarray(logits, np.float64)
+    top = logits.max(-1, keepdims=True)
+    return logits - top - np.log(np.exp(logits - top).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize(
+    ("task", "batch"),
+    [
+        (tiny.config.task, 3),
+        (DigitsTask(model=NET), 3),
+        (NumbersTask(model=dataclasses.replace(TRANSFORMER, context=256)), 64),
+    ],
+)
+def test_a_batch_has_the_promised_structure_and_is_of_all_workers(task, batch):
+    made = task.build()
+    promised = made.batch_shape(batch)
+    came = made.steps(5, batch, 0, range(5))[0].arrays
+    assert jax.tree.structure(came) == jax.tree.structure(promised)
+    for a, b in zip(jax.tree.leaves(came), jax.tree.leaves(promised), strict=True):
+        assert a.dtype == b.dtype
+        assert a.ndim == b.ndim + 1
+        assert a.shape[0] == 5
+        if not isinstance(task, NumbersTask):
+            assert a.shape[1:] == b.shape
+
+
+def test_the_promised_shapes_of_images_are_those_of_the_crops():
+    task = ImageNetTask(model=ResNetConfig(depth=18, num_classes=1000), train_size=32)
+    shapes = task.build().batch_shape(4)
+    assert shapes["image"].shape == (4, 32, 32, 3)
+    assert shapes["image"].dtype == np.uint8
+    assert shapes["label"].shape == (4,)
+
+
+def test_scores_count_hits_among_the_first_and_the_first_five():
+    random = np.random.default_rng(0)
+    logits = random.normal(size=(50, 9)).astype(np.float32)
+    labels = random.integers(0, 9, 50).astype(np.int32)
+    labels[40:] = -1
+    got = scores(jnp.asarray(logits), jnp.asarray(labels))
+    order = np.argsort(-logits[:40], axis=1)
+    top_5 = [label in row[:5] for label, row in zip(labels[:40], order, strict=True)]
+    nats = -softmax_log(logits[:40])[np.arange(40), labels[:40]]
+    assert int(got["top_1"][0]) == (order[:, 0] == labels[:40]).sum()
+    assert int(got["top_5"][0]) == sum(top_5)
+    np.testing.assert_allclose(got["loss"][0], nats.sum(), rtol=1e-5)
+    assert {int(count) for _, count in got.values()} == {40}
+
+
+def test_a_model_that_has_lost_all_numbers_gets_nothing_right_but_by_chance():
+    logits = jnp.full((20, 10), jnp.nan)
+    got = scores(logits, jnp.full(20, 7))
+    assert float(got["top_1"][0]) == 0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_images_is_that_of_smoothed_labels(smoothing):
+    task = DigitsTask(model=NET, label_smoothing=smoothing).build()
+    batch = task.steps(1, 6, 0, [0])[0].arrays
+    batch = jax.tree.map(lambda x: x[0], batch)
+    params, statistics = model_of(task)
+    loss, (moved, metrics) = task.loss_fn(params, statistics, batch, jax.random.key(1))
+    wanted = np.full((6, 10), smoothing / 10)
+    wanted[np.arange(6), batch["label"]] += 1 - smoothing
+    # The zero-initialised branches leave something to learn from, yet not nothing.
+    grads = jax.grad(lambda p: task.loss_fn(p, statistics, batch, None)[0])(params)
+    assert float(optax.tree.norm(grads)) > 0
+    assert metrics == {}
+    before, after = jax.tree.leaves(statistics), jax.tree.leaves(moved)
+    assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+    # Logits in training mode come out of the same loss with one-hot labels alone.
+    ones = [
+        float(
+            DigitsTask(model=NET, label_smoothing=0.0)
+            .build()
+            .loss_fn(
+                params,
+                statistics,
+                {**batch, "label": np.full(6, label, np.int32)},
+                None,
+            )[0]
+        )
+        for label in range(10)
+    ]
+    # The mean over classes of those losses is the part of the smoothing.
+    own = float(
+        DigitsTask(model=NET, label_smoothing=0.0)
+        .build()
+        .loss_fn(params, statistics, batch, None)[0]
+    )
+    expected = (1 - smoothing) * own + smoothing * np.mean(ones)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+
+
+def test_the_nearest_neighbour_is_the_nearest():
+    train, held_out = read_digits()
+    hits = 0
+    for image, label in zip(held_out.images[:20], held_out.labels[:20], strict=True):
+        distances = np.square(train.images.astype(np.float64) - image).sum((1, 2, 3))
+        hits += train.labels[distances.argmin()] == label
+    few = dataclasses.replace(
+        held_out, images=held_out.images[:20], labels=held_out.labels[:20]
+    )
+    assert nearest_neighbour(train, few) == hits / 20
+    assert nearest_neighbour(train, train) == 1.0
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_of_a_translation_is_smoothed_and_takes_no_notice_of_padding(
+    smoothing,
+):
+    task = toy(
+        model=dataclasses.replace(TRANSFORMER, dropout=0.0), label_smoothing=smoothing
+    )
+    params, _ = model_of(task)
+    batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
+    loss, _ = task.loss_fn(params, (), batch, jax.random.key(0))
+    longer = {name: np.pad(x, ((0, 1), (0, 2))) for name, x in batch.items()}
+    np.testing.assert_allclose(
+        task.loss_fn(params, (), longer, jax.random.key(0))[0], loss, rtol=1e-5
+    )
+    # Without smoothing it is what is evaluated.
+    total, count = task.score_fn(params, (), batch)["loss"]
+    assert int(count) == (batch["target"][:, 1:] > 0).sum()
+    if smoothing == 0:
+        np.testing.assert_allclose(loss, total / count, rtol=1e-6)
+    else:
+        assert abs(float(loss) - float(total / count)) > 1e-4
+
+
+def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary():
+    task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
+    params, _ = model_of(task)
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    score = build_score(task)(nothing, ())
+    assert score["loss"] == pytest.approx(np.log(300), rel=1e-5)
+    batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
+    loss, _ = task.loss_fn(nothing, (), batch, jax.random.key(0))
+    assert float(loss) == pytest.approx(np.log(300), rel=1e-5)
+
+
+def test_a_held_out_score_is_the_mean_over_all_tokens_of_all_batches():
+    task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
+    params, _ = model_of(task)
+    nats, count = 0.0, 0
+    for batch in task.validation():
+        total, some = task.score_fn(params, (), batch)["loss"]
+        nats, count = nats + float(total), count + int(some)
+    data = corpus()
+    assert count == sum(len(data.validation.target[i]) + 1 for i in range(4))
+    assert build_score(task)(params, ())["loss"] == pytest.approx(nats / count)
+
+
+def test_a_model_learns_to_translate_what_it_has_seen():
+    task = toy(
+        model=dataclasses.replace(TRANSFORMER, width=32, hidden=64, dropout=0.0),
+        label_smoothing=0.0,
+    )
+    params, _ = model_of(task)
+    optimizer = optax.adam(3e-3)
+    opt_state = optimizer.init(params)
+
+    @jax.jit
+    def step(params, opt_state, batch):
+        (loss, _), grads = jax.value_and_grad(task.loss_fn, has_aux=True)(
+            params, (), batch, jax.random.key(0)
+        )
+        updates, opt_state = optimizer.update(grads, opt_state)
+        return optax.apply_updates(params, updates), opt_state, loss
+
+    steps = task.steps(1, 128, 0, [0])
+    for t in range(150):
+        batch = jax.tree.map(lambda x: x[0], steps[t].arrays)
+        params, opt_state, _ = step(params, opt_state, batch)
+    sources, references = map(list, zip(*LINES, strict=True))
+    assert task.generate(params, (), sources) == references
+    assert task.judge(params, ())["bleu"] == pytest.approx(100)
+    assert task.judge(params, ())["exact_match"] == 1
+    shown = task.sample(params, ())
+    assert "six\n  -> sechs\n     sechs" in shown
+
+
+def test_quality_is_that_of_sacrebleu_and_the_share_of_exact_lines():
+    made = ["the cat sat on the mat today", "a dog", "b"]
+    wanted = ["the cat sat on the mat", "a dog", "c"]
+    got = quality(made, wanted)
+    assert got["bleu"] == sacrebleu.corpus_bleu(made, [wanted]).score
+    assert got["chrf"] == sacrebleu.corpus_chrf(made, [wanted]).score
+    assert got["exact_match"] == pytest.approx(1 / 3)
+
+
+def test_a_line_that_is_too_long_to_translate_is_refused():
+    task = toy()
+    params, _ = model_of(task)
+    with pytest.raises(ValueError, match="must be shorter than 16 tokens, got"):
+        task.generate(params, (), ["one two three four five six seven " * 4])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"model": dataclasses.replace(TRANSFORMER, vocabulary=260)},
+            "the model's vocabulary is 260 and the corpus's",
+        ),
+        (
+            {"model": dataclasses.replace(TRANSFORMER, context=20)},
+            r"the model's context is 20, and a translation may have 16 \+ 8 tokens",
+        ),
+    ],
+)
+def test_a_model_that_does_not_fit_the_corpus_is_refused_before_step_0(
+    changes, message
+):
+    with pytest.raises(ValueError, match=message):
+        toy(**changes).steps(2, 64, 0, range(2))
+
+
+def test_micro_batches_that_do_not_divide_the_rows_are_refused_before_step_0():
+    with pytest.raises(ValueError, match="16"):
+        toy().steps(2, 64, 0, range(2), multiple_of=16)
+
+
+def test_text_tokens_out_of_range_are_refused_with_both_numbers(tmp_path):
+    (tmp_path / "a.txt").write_text("words and words and more words\n" * 200)
+    (tmp_path / "b.txt").write_text("other words for a held-out text\n" * 200)
+    out = tmp_path / "out"
+    prepare_text([tmp_path / "a.txt", tmp_path / "b.txt"], out, 300, held_out_share=0.5)
+    task = TextTask(data=str(out), model=GPTConfig(vocabulary=100, context=8))
+    with pytest.raises(ValueError, match="vocabulary of 100"):
+        task.build().steps(1, 1, 0, [0])
+
+
+def test_missing_data_names_the_command_that_prepares_it(tmp_path):
+    task = TextTask(data=str(tmp_path), model=GPTConfig(context=8))
+    with pytest.raises(FileNotFoundError, match=r"python -m train\.prepare text"):
+        task.build().steps(1, 1, 0, [0])
+
+
+def test_too_few_classes_for_imagenet_are_refused():
+    with pytest.raises(ValueError, match="1000 classes and 3 channels, the model 10"):
+        ImageNetTask(model=ResNetConfig(depth=18, num_classes=10))
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        tiny.config.task,
+        DigitsTask(model=NET),
+        NumbersTask(model=TRANSFORMER),
+        TextTask(data="somewhere", model=GPTConfig()),
+        ImageNetTask(model=ResNetConfig(depth=50, num_classes=1000)),
+    ],
+)
+def test_a_config_comes_back_from_its_json(task):
+    config = Config(
+        name="x",
+        num_steps=100,
+        task=task,
+        topology=TopologyConfig(name="ring"),
+        step=StepConfig(xla_options=("a=b", "c=d")),
+        optimizer=OptimizerConfig(clip_norm=None, decay="inverse_sqrt"),
+    )
+    assert from_json(to_json(config)) == config
+
+
+def test_a_config_of_another_task_or_version_is_refused():
+    fields = json.loads(to_json(tiny.config))
+    fields["task"]["kind"] = "Unheard"
+    with pytest.raises(ValueError, match=r"must be one of StdlibTask.*got Unheard"):
+        from_json(json.dumps(fields))
+    fields = json.loads(to_json(tiny.config))
+    fields["optimizer"]["momentum"] = 1
+    with pytest.raises(ValueError, match=r"another version.*momentum"):
+        from_json(json.dumps(fields))
+
+
+@pytest.mark.parametrize("step", [0, 1, 5, 10, 11, 40, 1000])
+def test_the_inverse_square_root_rises_linearly_and_then_decays(step):
+    config = OptimizerConfig(
+        learning_rate=2.0,
+        initial_learning_rate=0.5,
+        warmup_steps=10,
+        decay="inverse_sqrt",
+    )
+    rising = 0.5 + 1.5 * step / 10
+    expected = rising if step < 10 else 2.0 * np.sqrt(10 / step)
+    got = build_schedule(config, num_steps=2000)(step)
+    np.testing.assert_allclose(got, expected, rtol=1e-6)
+
+
+def test_without_a_clip_norm_gradients_keep_their_size():
+    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    grads = jax.tree.map(lambda x: 1e3 * x, params)
+
+    def second_moment(clip_norm):
+        config = OptimizerConfig(clip_norm=clip_norm, name="adamw", warmup_steps=0)
+        optimizer = build_optimizer(config, optax.constant_schedule(1.0))
+        _, state = optimizer.update(grads, optimizer.init(params), params)
+        return max(float(jnp.max(x)) for x in jax.tree.leaves(state))
+
+    assert second_moment(None) == pytest.approx(1e6 * 0.001, rel=1e-4)
+    assert second_moment(1.0) < 1
+
+
+def test_weights_decay_and_norms_and_biases_do_not():
+    params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    nothing = jax.tree.map(jnp.zeros_like, params)
+    for name in ("adamw", "accum_adamw"):
+        config = OptimizerConfig(name=name, weight_decay=0.5, clip_norm=None)
+        optimizer = build_optimizer(config, optax.constant_schedule(0.1))
+        updates, _ = optimizer.update(nothing, optimizer.init(params), params)
+        np.testing.assert_allclose(updates["kernel"], -0.05, rtol=1e-6)
+        np.testing.assert_array_equal(updates["bias"], 0)
+
+
+def test_numbers_to_translate_are_none_of_those_to_learn():
+    data = read_numbers(num_train=200, num_validation=20, num_test=20)
+    rows = {tuple(data.train.source[i].tolist()) for i in range(len(data.train))}
+    held_out = [data.test.source[i] for i in range(len(data.test))]
+    held_out += [data.validation.source[i] for i in range(len(data.validation))]
+    assert all(tuple(row.tolist()) not in rows for row in held_out)

@@ -1,0 +1,149 @@
+"""Text as tokens: nanoGPT's files, and how they are made."""
+
+import json
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from train.data import text as text_module
+from train.data.text import Windows, check_tokens, prepare_text, read_tokens
+from train.data.vocabulary import load_vocabulary
+
+DOCUMENTS = [f"Dokument {i}: größer\n\nals {i * i} 😀" for i in range(60)]
+
+
+def write_tokens(folder: Path, train, held_out) -> Path:
+    for name, tokens in (("train", train), ("val", held_out)):
+        np.array(tokens, np.uint16).tofile(folder / f"{name}.bin")
+    return folder
+
+
+@pytest.fixture
+def files(tmp_path) -> Path:
+    """A folder of documents, three of them in one file, and what cannot be read."""
+    folder = tmp_path / "files"
+    (folder / "inner").mkdir(parents=True)
+    for i, document in enumerate(DOCUMENTS[:-3]):
+        (folder / "inner" / f"{i}.txt").write_text(document, encoding="utf-8")
+    between = "\n<|endoftext|>\n"
+    joined = between.join([*DOCUMENTS[-3:], DOCUMENTS[0], "", ""])
+    (folder / "three.txt").write_text(joined, encoding="utf-8")
+    (folder / "latin.txt").write_bytes("größer".encode("latin-1"))
+    return folder
+
+
+def documents_in(tokens: np.ndarray, vocabulary) -> list[str]:
+    documents, row = [], []
+    for token in tokens.tolist():
+        if token == vocabulary.special("<|endoftext|>"):
+            documents.append(vocabulary.decode([row])[0])
+            row = []
+        else:
+            row.append(token)
+    assert row == []
+    return documents
+
+
+def test_all_documents_are_on_one_side(files, tmp_path):
+    made = prepare_text([files], tmp_path / "out", 280, held_out_share=0.3)
+    vocabulary = load_vocabulary(tmp_path / "out" / "vocabulary.json")
+    assert len(vocabulary) == made.vocabulary == 280
+    train, held_out = read_tokens(tmp_path / "out")
+    assert (len(train), len(held_out)) == (made.train_tokens, made.held_out_tokens)
+    sides = [documents_in(tokens, vocabulary) for tokens in (train, held_out)]
+    assert sorted(sides[0] + sides[1]) == sorted([*DOCUMENTS, DOCUMENTS[0]])
+    assert made.documents == len(DOCUMENTS) + 1
+    assert not set(sides[0]) & set(sides[1])
+    assert 5 < len(sides[1]) < 35
+    assert list(made.skipped) == [str(files / "latin.txt")]
+
+
+def test_the_same_files_give_the_same_bytes(files, tmp_path, monkeypatch):
+    prepare_text([files], tmp_path / "one", 280, held_out_share=0.3)
+    monkeypatch.setattr(text_module, "DOCUMENTS_AT_ONCE", 7)
+    prepare_text([files], tmp_path / "two", 280, held_out_share=0.3)
+    tokenizer = tmp_path / "one" / "vocabulary.json"
+    prepare_text([files], tmp_path / "three", 280, tokenizer, held_out_share=0.3)
+    for name in ("train.bin", "val.bin", "vocabulary.json"):
+        texts = {(tmp_path / k / name).read_bytes() for k in ("one", "two", "three")}
+        assert len(texts) == 1
+
+
+def test_a_text_that_cannot_be_prepared_leaves_nothing(files, tmp_path):
+    out = tmp_path / "out"
+    with pytest.raises(ValueError, match="61 documents are to train on and 0 are held"):
+        prepare_text([files], out, 280, held_out_share=0)
+    with pytest.raises(FileNotFoundError, match="no file or folder nowhere"):
+        prepare_text([files, Path("nowhere")], out, 280)
+    with pytest.raises(ValueError, match="at least 257 tokens, got 256"):
+        prepare_text([files], out, 256)
+    prepare_text([files], out, 280, held_out_share=0.3)
+    with pytest.raises(ValueError, match=r"280 tokens, more than the 279"):
+        prepare_text([files], tmp_path / "x", 279, out / "vocabulary.json")
+    with pytest.raises(FileExistsError, match="there already"):
+        prepare_text([files], out, 280)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out"]
+
+
+def test_windows_have_the_texts_own_type():
+    text = np.arange(1000, 1020, dtype=np.uint16)
+    windows = Windows(text, 6)
+    assert [windows[i].tolist() for i in range(len(windows))] == [
+        list(range(1000 + 6 * i, 1007 + 6 * i)) for i in range(3)
+    ]
+    assert windows[0].dtype == np.uint16
+    with pytest.raises(ValueError, match="a window of 20 tokens needs a longer"):
+        Windows(text, 20)
+
+
+def test_windows_of_a_file_go_to_other_processes_by_its_name(tmp_path):
+    folder = write_tokens(tmp_path, range(20_000), [1])
+    windows = Windows(read_tokens(folder).train, 9)
+    packed = pickle.dumps(windows)
+    assert len(packed) < 1000
+    np.testing.assert_array_equal(pickle.loads(packed)[5], np.arange(45, 55))
+
+
+def test_tokens_that_are_missing_or_cut_off_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"python -m train\.prepare text"):
+        read_tokens(tmp_path)
+    write_tokens(tmp_path, range(5), [])
+    assert [len(tokens) for tokens in read_tokens(tmp_path)] == [5, 0]
+    (tmp_path / "val.bin").write_bytes(b"abc")
+    with pytest.raises(ValueError, match=r"val\.bin has 3 bytes"):
+        read_tokens(tmp_path)
+
+
+def test_a_token_that_the_model_does_not_know_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(text_module, "TOKENS_AT_ONCE", 4)
+    write_tokens(tmp_path, [3, 9, 1, 4, 4, 17, 2, 2, 0], [5])
+    check_tokens(tmp_path, 18)
+    with pytest.raises(
+        ValueError, match=r"holds token 17, .* of 17 knows 0 to 16: .*18"
+    ):
+        check_tokens(tmp_path, 17)
+
+
+def test_the_largest_token_is_looked_for_once(tmp_path, monkeypatch):
+    write_tokens(tmp_path, [3, 9], [12])
+    check_tokens(tmp_path, 13)
+    memory = tmp_path / "val.largest.json"
+    remembered = json.loads(memory.read_text())
+    memory.write_text(json.dumps({**remembered, "largest": 40}))
+    with pytest.raises(ValueError, match=r"val\.bin holds token 40"):
+        check_tokens(tmp_path, 13)
+    os.utime(tmp_path / "val.bin", ns=(1, 1))  # Another file, as far as one can tell.
+    check_tokens(tmp_path, 13)
+    for broken in ("", "[]", "{}"):
+        memory.write_text(broken)
+        check_tokens(tmp_path, 13)
+
+    def refuse(*args):
+        raise PermissionError
+
+    memory.unlink()
+    monkeypatch.setattr(Path, "write_text", refuse)
+    check_tokens(tmp_path, 13)

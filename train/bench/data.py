@@ -1,0 +1,195 @@
+"""Is the input faster than the model? Each alone, side by side."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from rich.console import Console
+
+from train.__main__ import load_config
+from train.build import build_in_step, build_optimizer, build_schedule, build_state
+from train.config import Config
+from train.data.batches import Feed, feed
+from train.data.vocabulary import PAD
+
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataBench:
+    """Measures the input pipeline alone, and the simulated train step alone.
+
+    Args:
+      configs: of the runs.
+      steps: measured of each; the step runs through as many before.
+      processes: that read ahead; by default those of the config.
+      out: folder for data.json and data.md.
+    """
+
+    configs: tuple[Path, ...] = (
+        Path("configs/digits_accumadam_aer.py"),
+        Path("configs/numbers_accumadam_aer.py"),
+        Path("configs/stdlib_accumadamw_aer.py"),
+    )
+    steps: int = 100
+    processes: int | None = None
+    out: Path = Path("runs/data")
+
+    def __post_init__(self):
+        if self.steps < 1:
+            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        if self.processes is not None and self.processes < 0:
+            raise ValueError(f"processes must be at least 0, got {self.processes}")
+
+
+class Result(NamedTuple):
+    """What was measured of a config; a step is that of all its workers.
+
+    Args:
+      name: of the config.
+      examples: in a step: images, windows or pairs.
+      filled: share of the tokens of a step that are not padding, or 1.
+      read: seconds per step of the input alone.
+      trained: seconds per step of the model alone.
+      shapes: of the batches that came.
+      exchanges: of the topology, different ones.
+      compiled: programs of the train step that XLA compiled, in all steps together.
+    """
+
+    name: str
+    examples: float
+    filled: float
+    read: float
+    trained: float
+    shapes: int
+    exchanges: int
+    compiled: int
+
+
+def main(bench: DataBench) -> int:
+    console = Console()
+    results = []
+    for path in bench.configs:
+        with console.status(f"{path.stem} ({len(results) + 1}/{len(bench.configs)})"):
+            results.append(measure(load_config(path), bench.steps, bench.processes))
+    bench.out.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, "
+        f"Python {platform.python_version()}, jax {version('jax')}",
+        "steps": bench.steps,
+        "results": [result._asdict() for result in results],
+    }
+    (bench.out / "data.json").write_text(json.dumps(facts, indent=1) + "\n")
+    (bench.out / "data.md").write_text(table(results) + "\n")
+    print(table(results))
+    return 0
+
+
+def measure(config: Config, steps: int, processes: int | None) -> Result:
+    """Reads so many steps, then trains on them twice: the first time it compiles."""
+    task = config.task.build()
+    num_workers = config.workers.num_workers
+    made = task.steps(
+        num_workers, config.step.batch_per_worker, config.seed, range(num_workers)
+    )
+    count = config.data.num_processes if processes is None else processes
+    batches, read = _timed(feed(made, count), steps)
+    schedule = build_schedule(config.optimizer, config.num_steps)
+    optimizer = build_optimizer(config.optimizer, schedule)
+    train_step = build_in_step(config, task, optimizer, mesh=None)
+    state = build_state(config, task, optimizer, range(num_workers))
+    placed = [jax.device_put(batch) for batch in batches]
+    with count_compiled() as compiled:
+        for t, batch in enumerate(placed):
+            state, _ = train_step(state, batch, t)
+        jax.block_until_ready(state)
+        start = time.monotonic()
+        for t, batch in enumerate(placed):
+            state, _ = train_step(state, batch, t)
+        jax.block_until_ready(state)
+        trained = (time.monotonic() - start) / steps
+        num_compiled = compiled()
+    topology = config.topology.build(config.workers)
+    return Result(
+        name=config.name,
+        examples=float(np.mean([_examples(batch) for batch in batches])),
+        filled=_filled(batches),
+        read=read,
+        trained=trained,
+        shapes=len({str(jax.tree.map(np.shape, batch)) for batch in batches}),
+        exchanges=len(set(topology)) if config.step.algorithm != "all_reduce" else 1,
+        compiled=num_compiled,
+    )
+
+
+@contextlib.contextmanager
+def count_compiled() -> Iterator[Callable[[], int]]:
+    """A context whose value says how many programs XLA has compiled in it."""
+    names: list[str] = []
+
+    def listen(event: str, seconds: float, **about: str | int) -> None:
+        del seconds
+        if event == COMPILED:
+            names.append(str(about.get("fun_name")))
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield lambda: len(names)
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def table(results: Sequence[Result]) -> str:
+    """Returns Markdown: examples per second of input and model, and programs."""
+    head = [
+        "",
+        "input alone, examples/s",
+        "model alone, examples/s",
+        "input / model",
+        "tokens not padding",
+        "compiled",
+        "shapes x exchanges",
+    ]
+    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    for result in results:
+        cells = [
+            result.name,
+            f"{result.examples / result.read:.4g}",
+            f"{result.examples / result.trained:.4g}",
+            f"{result.trained / result.read:.1f}",
+            f"{result.filled:.1%}",
+            str(result.compiled),
+            f"{result.shapes} x {result.exchanges}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _timed(batches: Feed, steps: int) -> tuple[list[Any], float]:
+    """The arrays of so many steps, and seconds for each of all but the first."""
+    arrays = [next(batches).arrays]
+    start = time.monotonic()
+    arrays += [next(batches).arrays for _ in range(steps)]
+    seconds = (time.monotonic() - start) / steps
+    batches.close()
+    return arrays[1:], seconds
+
+
+def _examples(batch: Any) -> int:
+    return int(np.prod(jax.tree.leaves(batch)[0].shape[:2]))
+
+
+def _filled(batches: Sequence[Any]) -> float:
+    if not (isinstance(batches[0], dict) and "source" in batches[0]):
+        return 1.0
+    sides = [batch[side] for batch in batches for side in ("source", "target")]
+    return sum(int((side != PAD).sum()) for side in sides) / sum(s.size for s in sides)

@@ -1,0 +1,122 @@
+"""Several configs with several seeds, side by side.
+
+`python -m train.compare CONFIG.py [CONFIG.py ...] --seeds 3 [--vary FIELD VALUE ...]`
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from train.__main__ import load_config
+from train.compare_report import Entry, draw, statements, table
+from train.config import Config, to_json
+from train.seeds import SeedsOutcome, train_seeds
+
+
+def compare(
+    configs: Annotated[tuple[Path, ...], tyro.conf.Positional],
+    seeds: int = 3,
+    first_seed: int = 0,
+    vary: tuple[str, ...] = (),
+    out: Path = Path("runs/compare"),
+) -> None:
+    """Trains each config with several seeds and compares the mean models.
+
+    All workers and all seeds of a config are simulated as one program. What is done is
+    kept in the folder: run again, it goes on with the first config that is missing.
+
+    Args:
+      configs: files, or one with `vary`.
+      seeds: how many; each is a model at the start and an order of the data.
+      first_seed: of them.
+      vary: a field and its values, as "optimizer.accum-steps 1 2 4": each config with
+        each of them.
+      out: folder for all results, the table and the figure.
+
+    Raises:
+      ValueError: if there is nothing to compare, or a value is none of that field.
+    """
+    if seeds < 1:
+        raise ValueError(f"seeds must be at least 1, got {seeds}")
+    chosen = [config for path in configs for config in _varied(path, vary)]
+    if not chosen:
+        raise ValueError("give a config file, or several: configs/digits_*.py")
+    names = [config.name for config in chosen]
+    if len(set(names)) < len(names):
+        raise ValueError(f"each config needs a name of its own, got {names}")
+    out.mkdir(parents=True, exist_ok=True)
+    numbers = range(first_seed, first_seed + seeds)
+    entries = [_entry(config, numbers, out) for config in chosen]
+    headline = chosen[0].task.build().headline
+    text = "\n\n".join([table(entries), *statements(entries, headline)])
+    (out / "compare.md").write_text(text + "\n")
+    draw(entries, headline, out / "compare.svg")
+    print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")
+
+
+def _varied(path: Path, vary: tuple[str, ...]) -> list[Config]:
+    config = load_config(path)
+    if not vary:
+        return [config]
+    field, *values = vary
+    if not values:
+        raise ValueError(f"--vary needs a field and its values, got {field} alone")
+    return [_with(config, field, value) for value in values]
+
+
+def _with(config: Config, field: str, value: str) -> Config:
+    """The config with one field set, as on the command line of `train`."""
+    changed = tyro.cli(
+        Config,
+        default=config,
+        args=[f"--{field}", value],
+        prog=f"--vary {field}",
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+    )
+    short = field.rpartition(".")[2].replace("-", "_")
+    return dataclasses.replace(changed, name=f"{config.name}-{short}-{value}")
+
+
+def _entry(config: Config, seeds: range, out: Path) -> Entry:
+    """What is in the folder from an earlier time, or trained now."""
+    path = out / f"{config.name}.json"
+    wanted = {"config": json.loads(to_json(config)), "seeds": list(seeds)}
+    if path.exists():
+        found = json.loads(path.read_text())
+        if {name: found.get(name) for name in wanted} == wanted:
+            print(f"{config.name}: from {path}")
+            return Entry(config.name, SeedsOutcome(**found["outcome"]))
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[words]}"),
+    ) as progress:
+        bar = progress.add_task(config.name, total=config.num_steps, words="")
+        outcome = train_seeds(
+            config,
+            seeds,
+            lambda step, words: progress.update(bar, completed=step, words=words),
+        )
+    made = json.dumps({**wanted, "outcome": outcome._asdict()}, indent=1)
+    path.with_suffix(".part").write_text(made + "\n")
+    path.with_suffix(".part").replace(path)
+    return Entry(config.name, SeedsOutcome(**json.loads(made)["outcome"]))
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(compare, prog="python -m train.compare")
+    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+        raise SystemExit(f"error: {error}") from error

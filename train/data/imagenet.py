@@ -1,0 +1,266 @@
+"""ImageNet, the classification data of ILSVRC 2012, prepared and read by tfds.
+
+Source: Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", 2015.
+The images lie on disk as they were encoded; who trains decodes them. Neither preparing
+nor reading needs TensorFlow.
+"""
+
+import contextlib
+import functools
+import io
+import os
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from train.data import images
+from train.data.batches import Batch, Unreadable, feed, say_once, worker_steps
+
+NAME = "imagenet2012"
+VERSION = "5.1.0"
+ARCHIVES = {
+    "train": "ILSVRC2012_img_train.tar",
+    "validation": "ILSVRC2012_img_val.tar",
+}
+NO_LABEL = -1
+
+
+def imagenet_steps(
+    root: Path | None,
+    num_workers: int,
+    batch_per_worker: int,
+    seed: int,
+    workers: Sequence[int] | None = None,
+    size: int = 176,
+    multiple_of: int = 1,
+) -> grain.MapDataset[Batch]:
+    """Returns the training batches of all steps, random crops.
+
+    A batch is {"image": uint8 [N, B, size, size, 3], "label": int32 [N, B]}.
+
+    Args:
+      root: of the prepared data; see `open_imagenet`.
+      num_workers: N.
+      batch_per_worker: B.
+      seed: of the order and of the crops.
+      workers: whose rows; by default all.
+      size: of the crops, in pixels.
+      multiple_of: as in `worker_steps`.
+
+    Raises:
+      FileNotFoundError: if the data is not there.
+    """
+    return worker_steps(
+        open_imagenet("train", root),
+        num_workers,
+        batch_per_worker,
+        seed,
+        workers,
+        functools.partial(training_example, size=size),
+        multiple_of,
+    )
+
+
+def open_imagenet(
+    split: str, root: Path | None = None
+) -> grain.sources.RandomAccessDataSource[dict[str, Any]]:
+    """Returns the examples of a split, by index.
+
+    An example is {"image": JPEG bytes, "label": 0 to 999, "file_name": bytes}.
+
+    Args:
+      split: "train" or "validation".
+      root: of the prepared data; by default the environment variable TFDS_DATA_DIR, or
+        ~/tensorflow_datasets.
+
+    Raises:
+      FileNotFoundError: if the data is not there; nothing is downloaded.
+    """
+    folder = (root or _default_root()) / NAME / VERSION
+    if not any(folder.glob(f"{NAME}-{split}.array_record-*")):
+        raise FileNotFoundError(
+            f"there are no ImageNet {split} images in {folder}: download "
+            f"{' and '.join(ARCHIVES.values())} from https://image-net.org into a "
+            "folder and run `python -m train.prepare imagenet --archives FOLDER`"
+        )
+    import tensorflow_datasets as tfds
+
+    builder: Any = tfds.builder_from_directory(folder)
+    undecoded = {"image": tfds.decode.SkipDecoding()}
+    return builder.as_data_source(split, decoders=undecoded)
+
+
+def training_example(
+    example: dict[str, Any], random: np.random.Generator, size: int
+) -> dict[str, np.ndarray]:
+    """Returns a random crop, {"image": uint8 [size, size, 3], "label": int32 []}.
+
+    Args:
+      example: "image", encoded or uint8 [H, W, 3], "label" and "file_name".
+      random: draws the crop.
+      size: of the crop, in pixels.
+
+    Raises:
+      Unreadable: if the image cannot be decoded.
+    """
+    return _labelled(
+        example, lambda image: images.random_resized_crop(image, size, random)
+    )
+
+
+class Validation:
+    """Batches to evaluate on, the middles of the images in their order; re-iterable.
+
+    A batch is {"image": uint8 [rows, size, size, 3], "label": int32 [rows]}. The label
+    is -1 where an image cannot be read, and in what fills the last batch: not to be
+    counted.
+
+    Args:
+      source: of `open_imagenet`.
+      rows: images in a batch.
+      num_processes: that decode; 0 for a thread of this one.
+      size: of the crops, in pixels.
+
+    Attributes:
+      num_unreadable: images, of those seen by the newest pass.
+    """
+
+    def __init__(
+        self,
+        source: grain.sources.RandomAccessDataSource[dict[str, Any]],
+        rows: int,
+        num_processes: int = 0,
+        size: int = 224,
+    ):
+        self._batches = _ValidationBatches(source, rows, size)
+        self._num_processes = num_processes
+        self.num_unreadable = 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        self.num_unreadable = 0
+        batches = feed(grain.MapDataset.source(self._batches), self._num_processes)
+        with contextlib.closing(batches):
+            for batch in batches:
+                self.num_unreadable += batch.skipped
+                yield batch.arrays
+
+
+class _ValidationBatches:
+    def __init__(
+        self,
+        source: grain.sources.RandomAccessDataSource[dict[str, Any]],
+        rows: int,
+        size: int,
+    ):
+        self._source, self._rows, self._size = source, rows, size
+
+    def __len__(self) -> int:
+        return -(-len(self._source) // self._rows)
+
+    def __getitem__(self, index: int) -> Batch:
+        start = int(index) * self._rows
+        pixels = np.zeros((self._rows, self._size, self._size, 3), np.uint8)
+        labels = np.full(self._rows, NO_LABEL, np.int32)
+        places = range(start, min(start + self._rows, len(self._source)))
+        for row, place in enumerate(places):
+            try:
+                example = _labelled(
+                    self._source[place],
+                    lambda image: images.center_crop(image, self._size),
+                )
+            except Unreadable as error:
+                say_once(f"not evaluated: {error}")
+                continue
+            pixels[row], labels[row] = example["image"], example["label"]
+        skipped = len(places) - int(np.sum(labels != NO_LABEL))
+        return Batch({"image": pixels, "label": labels}, skipped)
+
+
+def prepare_imagenet(archives: Path, root: Path | None = None) -> Path:
+    """Writes the images of the downloaded archives as tfds keeps them; returns where.
+
+    Takes about 300 GB on disk while it works, and half of that in the end. What is
+    there already is left as it is.
+
+    Args:
+      archives: folder with the two archives from image-net.org.
+      root: where to; by default as in `open_imagenet`.
+
+    Raises:
+      FileNotFoundError: if an archive is missing.
+    """
+    missing = [name for name in ARCHIVES.values() if not (archives / name).is_file()]
+    if missing:
+        raise FileNotFoundError(
+            f"there is no {' and no '.join(missing)} in {archives}: download from "
+            "https://image-net.org/download-images"
+        )
+    import tensorflow_datasets as tfds
+
+    builder = _builder_class(archives)(
+        data_dir=root or _default_root(), file_format="array_record"
+    )
+    config = tfds.download.DownloadConfig(try_download_gcs=False)
+    builder.download_and_prepare(download_config=config)
+    return Path(builder.data_dir)
+
+
+def _builder_class(archives: Path) -> Any:
+    """The builder of tfds, less what it asks of TensorFlow: files and conversions."""
+    import tensorflow_datasets as tfds
+    from tensorflow_datasets.datasets.imagenet2012 import imagenet2012_dataset_builder
+
+    def members(split: str) -> Iterator[tuple[str, Any]]:
+        with (archives / ARCHIVES[split]).open("rb") as file:
+            yield from tfds.download.iter_archive(file, tfds.download.ExtractMethod.TAR)
+
+    class Builder(imagenet2012_dataset_builder.Builder, skip_registration=True):
+        name = NAME
+
+        def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+            del dl_manager
+            labels = _validation_labels(archives / ARCHIVES["validation"])
+            return {
+                "train": self._generate_examples(members("train")),
+                "validation": self._generate_examples(members("validation"), labels),
+            }
+
+        def _fix_image(self, image_fname: str, image: Any) -> Any:
+            known = imagenet2012_dataset_builder
+            if image_fname in {*known.CMYK_IMAGES, *known.PNG_IMAGES}:
+                return io.BytesIO(images.to_jpeg(image.read()))
+            return image
+
+    return Builder
+
+
+def _validation_labels(archive: Path) -> dict[str, str]:
+    """The label of each file; tfds lists them in the order of the files' names."""
+    import tensorflow_datasets as tfds
+
+    with tarfile.open(archive) as tar:
+        names = sorted(tar.getnames())
+    path = tfds.core.tfds_path(f"datasets/{NAME}/validation_labels.txt")
+    return dict(zip(names, path.read_text().split(), strict=False))
+
+
+def _labelled(
+    example: dict[str, Any], crop: Callable[[bytes | np.ndarray], np.ndarray]
+) -> dict[str, Any]:
+    try:
+        image = crop(example["image"])
+    except Unreadable as error:
+        name = os.fsdecode(example["file_name"])
+        raise Unreadable(f"{name}: {error}") from error
+    return {"image": image, "label": np.int32(example["label"])}
+
+
+def _default_root() -> Path:
+    return Path(os.environ.get("TFDS_DATA_DIR", "~/tensorflow_datasets")).expanduser()

@@ -1,0 +1,333 @@
+"""Sentence pairs as token ids, in memory or in files, however many there are."""
+
+import dataclasses
+import json
+import operator
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from itertools import chain
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.progress import track
+
+from train.data.files import map_array, new_folder
+from train.data.vocabulary import Vocabulary, in_chunks, load_vocabulary
+
+PAIRS_AT_ONCE = 10_000
+SIDES = ("source", "target")
+SPLITS = ("train", "validation", "test")
+
+Lines = Iterable[tuple[str, str]]  # Source and target, each pair.
+
+
+@dataclasses.dataclass(frozen=True)
+class Ragged:
+    """Rows of tokens, of any lengths, end to end.
+
+    Args:
+      tokens: uint16 [tokens].
+      offsets: int64 [rows + 1]; row i is `tokens[offsets[i] : offsets[i + 1]]`.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.tokens[self.offsets[row] : self.offsets[row + 1]]
+
+    def lengths(self) -> np.ndarray:
+        """Returns how many tokens each row has, int64 [rows]."""
+        return np.diff(np.asarray(self.offsets))
+
+
+def ragged(rows: Sequence[Sequence[int]]) -> Ragged:
+    """Returns rows of token ids, end to end, in memory."""
+    offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
+    tokens = np.fromiter(chain.from_iterable(rows), np.uint16, offsets[-1])
+    return Ragged(tokens, offsets)
+
+
+@dataclasses.dataclass(frozen=True)
+class Pairs:
+    """Sentences and their translations, without `<s>` and `</s>`."""
+
+    source: Ragged
+    target: Ragged
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+
+class Counts(NamedTuple):
+    """What became of the pairs of a split.
+
+    Args:
+      pairs: there now.
+      empty: with nothing on one side or both.
+      too_long: of more than `max_tokens` on one side or both.
+    """
+
+    pairs: int
+    empty: int
+    too_long: int
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """The data of a translation task.
+
+    Empty and too long pairs are left out of `train`. The other two are complete: there
+    a long sentence is cut. BLEU is measured on `test_lines`, which are whole.
+
+    Args:
+      vocabulary: of both languages.
+      max_tokens: of a sentence, its `</s>` among them.
+      test_lines: source and target of each pair of the test set, as they came.
+      counts: by split.
+    """
+
+    vocabulary: Vocabulary
+    max_tokens: int
+    train: Pairs
+    validation: Pairs
+    test: Pairs
+    test_lines: list[tuple[str, str]]
+    counts: dict[str, Counts]
+
+
+def make_corpus(
+    vocabulary: Vocabulary,
+    *,
+    train: Lines,
+    validation: Lines,
+    test: Lines,
+    max_tokens: int = 156,
+) -> Corpus:
+    """Returns a corpus in memory; see `write_corpus`."""
+    _check(vocabulary, max_tokens)
+    test = list(test)
+    pairs, counts = {}, {}
+    for split, lines in zip(SPLITS, (train, validation, test), strict=True):
+        chunks = list(_encode(vocabulary, lines, max_tokens, cut=split != "train"))
+        sides = zip(*(chunk[:2] for chunk in chunks), strict=True)
+        source, target = [list(chain(*rows)) for rows in sides] or [[], []]
+        pairs[split] = Pairs(ragged(source), ragged(target))
+        counts[split] = _add(chunk.counts for chunk in chunks)
+    _check_some_left(counts["train"])
+    return Corpus(
+        vocabulary=vocabulary,
+        max_tokens=max_tokens,
+        test_lines=test,
+        counts=counts,
+        **pairs,
+    )
+
+
+def write_corpus(
+    folder: Path,
+    vocabulary: Vocabulary,
+    *,
+    train: Lines,
+    validation: Lines,
+    test: Lines,
+    max_tokens: int = 156,
+) -> Corpus:
+    """Writes a corpus into a new folder, a part at a time, and returns it.
+
+    Args:
+      train: source and target of each pair; gone through once.
+      max_tokens: of a sentence, its `</s>` among them (paper: 156).
+
+    Raises:
+      FileExistsError: if there is something in the folder already.
+      ValueError: if no training pair is left.
+    """
+    _check(vocabulary, max_tokens)
+    test = list(test)
+    with new_folder(folder) as unfinished:
+        counts = {}
+        for split, lines in zip(SPLITS, (train, validation, test), strict=True):
+            shown = progress(lines, f"encoding {split} pairs")
+            chunks = _encode(vocabulary, shown, max_tokens, cut=split != "train")
+            counts[split] = _write(unfinished, split, chunks)
+        _check_some_left(counts["train"])
+        vocabulary.save(unfinished / "vocabulary.json")
+        _write_json(unfinished / "test_lines.json", test)
+        about = {"max_tokens": max_tokens, "counts": counts}
+        _write_json(unfinished / "corpus.json", about)
+    return read_corpus(folder)
+
+
+def read_corpus(folder: Path) -> Corpus:
+    """Returns a corpus that `write_corpus` wrote; its tokens stay in the files.
+
+    Raises:
+      FileNotFoundError: if there is none.
+      ValueError: if a file of it is broken.
+    """
+    if not (folder / "corpus.json").is_file():
+        raise FileNotFoundError(
+            f"there is no corpus in {folder}: make it by "
+            f"`python -m train.prepare wmt14 --out {folder}`, or of text files of your "
+            "own by `python -m train.prepare pairs`"
+        )
+    about = _read_json(folder / "corpus.json")
+    return Corpus(
+        vocabulary=load_vocabulary(folder / "vocabulary.json"),
+        max_tokens=about["max_tokens"],
+        test_lines=[(s, t) for s, t in _read_json(folder / "test_lines.json")],
+        counts={split: Counts(*n) for split, n in about["counts"].items()},
+        **{split: Pairs(*_open(folder, split)) for split in SPLITS},
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ParallelFiles:
+    """Pairs of lines of two text files; may be gone through again.
+
+    Raises:
+      ValueError: if one has more lines than the other.
+    """
+
+    source: Path
+    target: Path
+
+    def __post_init__(self):
+        num_source, num_target = (
+            sum(1 for _ in _lines(file)) for file in (self.source, self.target)
+        )
+        if num_source != num_target:
+            raise ValueError(
+                f"a pair is a line of each, but {self.source} has {num_source} lines "
+                f"and {self.target} has {num_target}"
+            )
+
+    def __iter__(self) -> Iterator[tuple[str, str]]:
+        return zip(_lines(self.source), _lines(self.target), strict=True)
+
+
+def progress(items: Iterable, what: str) -> Iterable:
+    """Returns the items, and shows on a terminal how many are done."""
+    console = Console(stderr=True)
+    return track(
+        items,
+        what,
+        total=operator.length_hint(items) or None,
+        console=console,
+        disable=not console.is_terminal,
+    )
+
+
+class _Chunk(NamedTuple):
+    source: list[list[int]]
+    target: list[list[int]]
+    counts: Counts
+
+
+def _check(vocabulary: Vocabulary, max_tokens: int) -> None:
+    if len(vocabulary) > 2**16:
+        raise ValueError(
+            f"tokens are kept in 16 bits: a vocabulary has at most {2**16}, got "
+            f"{len(vocabulary)}"
+        )
+    if max_tokens < 2:
+        raise ValueError(
+            f"max_tokens must be at least 2, a token and </s>, got {max_tokens}"
+        )
+
+
+def _check_some_left(counts: Counts) -> None:
+    if counts.pairs == 0:
+        raise ValueError(
+            f"no pair is left to train on: {counts.empty} are empty, {counts.too_long} "
+            "too long"
+        )
+
+
+def _encode(
+    vocabulary: Vocabulary, lines: Lines, max_tokens: int, cut: bool
+) -> Iterator[_Chunk]:
+    """What is empty or too long is left out, or else cut; `</s>` will take a place."""
+    for chunk in in_chunks(lines, PAIRS_AT_ONCE):
+        sources, targets = (
+            vocabulary.encode([line.strip() for line in side])
+            for side in zip(*chunk, strict=True)
+        )
+        kept, empty, too_long = [], 0, 0
+        for pair in zip(sources, targets, strict=True):
+            lengths = [len(side) for side in pair]
+            empty += min(lengths) == 0
+            too_long += max(lengths) >= max_tokens
+            if cut or (min(lengths) > 0 and max(lengths) < max_tokens):
+                kept.append([side[: max_tokens - 1] for side in pair])
+        source, target = zip(*kept, strict=True) if kept else ((), ())
+        yield _Chunk(list(source), list(target), Counts(len(kept), empty, too_long))
+
+
+def _add(counts: Iterable[Counts]) -> Counts:
+    return Counts(*map(sum, zip(Counts(0, 0, 0), *counts, strict=True)))
+
+
+def _write(folder: Path, split: str, chunks: Iterable[_Chunk]) -> Counts:
+    counts = []
+    with ExitStack() as stack:
+        files = [
+            [stack.enter_context(path.open("wb")) for path in paths]
+            for paths in _paths(folder, split)
+        ]
+        ends = [0, 0]
+        for _, offsets in files:
+            np.zeros(1, np.int64).tofile(offsets)
+        for chunk in chunks:
+            counts.append(chunk.counts)
+            for side, rows in enumerate(chunk[:2]):
+                tokens, offsets = files[side]
+                part = ragged(rows)
+                part.tokens.tofile(tokens)
+                (part.offsets[1:] + ends[side]).tofile(offsets)
+                ends[side] += int(part.offsets[-1])
+    return _add(counts)
+
+
+def _open(folder: Path, split: str) -> list[Ragged]:
+    sides = []
+    for tokens, offsets in _paths(folder, split):
+        side = Ragged(map_array(tokens, np.uint16), map_array(offsets, np.int64))
+        if not len(side.offsets) or side.offsets[-1] != len(side.tokens):
+            raise ValueError(f"{tokens} and {offsets.name} do not belong together")
+        sides.append(side)
+    return sides
+
+
+def _paths(folder: Path, split: str) -> list[tuple[Path, Path]]:
+    return [
+        (folder / f"{split}.{side}.tokens", folder / f"{split}.{side}.offsets")
+        for side in SIDES
+    ]
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, ensure_ascii=False), encoding="utf-8")
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is broken: {error}") from error
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """Lines end at a newline alone: str.splitlines ends them at U+2028 and more."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                yield line.decode().rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{path}, line {number}: {error}") from error

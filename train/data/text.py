@@ -1,0 +1,250 @@
+"""Text as one long row of tokens: nanoGPT's train.bin and val.bin."""
+
+import contextlib
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from train.data.files import map_array, new_folder
+from train.data.pairs import progress
+from train.data.vocabulary import (
+    Vocabulary,
+    in_chunks,
+    load_vocabulary,
+    train_vocabulary,
+)
+
+SEPARATOR = "<|endoftext|>"
+FILES = ("train.bin", "val.bin")
+TOKENS_AT_ONCE = 2**24
+DOCUMENTS_AT_ONCE = 256
+
+
+class Windows:
+    """Windows of a text, end to end: a random-access source for grain.
+
+    Window i is `text[i * length : (i + 1) * length + 1]`, of the text's dtype: `length`
+    inputs, and the same moved on by one as targets.
+    """
+
+    def __init__(self, text: np.ndarray, length: int):
+        if len(text) <= length:
+            raise ValueError(
+                f"a window of {length} tokens needs a longer text, got {len(text)}"
+            )
+        self._text = text
+        self._length = length
+
+    def __len__(self) -> int:
+        return (len(self._text) - 1) // self._length
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        start = int(index) * self._length
+        return self._text[start : start + self._length + 1]
+
+
+class Text(NamedTuple):
+    """Tokens to train on and tokens held out, uint16, each [tokens]; in their files."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def read_tokens(folder: Path) -> Text:
+    """Returns the tokens of a folder's train.bin and val.bin, as nanoGPT writes them.
+
+    Raises:
+      FileNotFoundError: if one is missing.
+      ValueError: if one was cut off.
+    """
+    for name in FILES:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(
+                f"there is no {folder / name}: make it of text files by "
+                f"`python -m train.prepare text FILE ... --out {folder}`"
+            )
+    return Text(*(map_array(folder / name, np.uint16) for name in FILES))
+
+
+def check_tokens(folder: Path, vocabulary: int) -> None:
+    """Checks that a model knows all tokens of `read_tokens`.
+
+    The largest is looked for once, and remembered in a file beside them.
+
+    Args:
+      vocabulary: of the model, so that the largest token it knows is one less.
+
+    Raises:
+      ValueError: if there is a larger one.
+    """
+    for name, tokens in zip(FILES, read_tokens(folder), strict=True):
+        largest = _largest(folder / name, tokens)
+        if largest >= vocabulary:
+            raise ValueError(
+                f"{folder / name} holds token {largest}, but a model with a vocabulary "
+                f"of {vocabulary} knows 0 to {vocabulary - 1}: give it a vocabulary of "
+                f"at least {largest + 1}"
+            )
+
+
+class Prepared(NamedTuple):
+    """What `prepare_text` made.
+
+    Args:
+      vocabulary: tokens that there are.
+      train_tokens: in train.bin.
+      held_out_tokens: in val.bin.
+      documents: in both.
+      skipped: files that could not be read, or are not UTF-8, and why.
+    """
+
+    vocabulary: int
+    train_tokens: int
+    held_out_tokens: int
+    documents: int
+    skipped: dict[str, str]
+
+
+def prepare_text(
+    files: Sequence[Path],
+    out: Path,
+    vocabulary: int,
+    tokenizer: Path | None = None,
+    held_out_share: float = 0.005,
+) -> Prepared:
+    """Writes train.bin, val.bin and vocabulary.json of text files into a new folder.
+
+    A file, which is read whole, holds a document, or several with <|endoftext|> between
+    them; without the empty lines around it, and with that token after it, as nanoGPT
+    writes it. Which are held out depends on their checksums, so that a document that
+    comes twice is not on both sides.
+
+    Args:
+      files: files, and folders all of whose files are meant.
+      vocabulary: most tokens, <|endoftext|> among them, of a byte-level BPE learned on
+        what is not held out; or those that a given tokenizer may have.
+      tokenizer: a JSON file of one that is to be used instead; it must know
+        <|endoftext|>.
+      held_out_share: of the documents.
+
+    Raises:
+      FileExistsError: if there is something in the folder already.
+      FileNotFoundError: if one of the files is not there at all.
+      ValueError: if no document is held out, or none is not; and where the tokenizer
+        does not fit.
+    """
+    reader = _Reader(_all_files(files), held_out_share)
+    with new_folder(out) as unfinished:
+        bpe = _vocabulary(reader, vocabulary, tokenizer)
+        totals = _write(unfinished, reader, bpe)
+        bpe.save(unfinished / "vocabulary.json")
+        if 0 in totals.documents:
+            raise ValueError(
+                f"{totals.documents[0]} documents are to train on and "
+                f"{totals.documents[1]} are held out, of {len(reader.files)} files: "
+                f"give more, or another held_out_share than {held_out_share}"
+            )
+    return Prepared(
+        vocabulary=len(bpe),
+        train_tokens=totals.tokens[0],
+        held_out_tokens=totals.tokens[1],
+        documents=sum(totals.documents),
+        skipped=reader.skipped,
+    )
+
+
+class _Reader:
+    """Goes through all documents, and says of each whether it is held out."""
+
+    def __init__(self, files: list[Path], held_out_share: float):
+        self.files = files
+        self.skipped: dict[str, str] = {}
+        self._share = held_out_share
+
+    def documents(self, what: str) -> Iterator[tuple[str, bool]]:
+        for path in progress(self.files, what):
+            try:
+                text = path.read_bytes().decode()
+            except (OSError, UnicodeDecodeError) as error:
+                self.skipped[str(path)] = str(error)
+                continue
+            for document in text.split(SEPARATOR):
+                document = document.strip("\r\n")
+                if document:
+                    checksum = zlib.crc32(document.encode())
+                    yield document, checksum < self._share * 2**32
+
+
+class _Totals(NamedTuple):
+    documents: list[int]
+    tokens: list[int]
+
+
+def _all_files(paths: Sequence[Path]) -> list[Path]:
+    files = []
+    for path in paths:
+        if not path.exists():
+            raise FileNotFoundError(f"there is no file or folder {path}")
+        inside = sorted(p for p in path.rglob("*") if p.is_file())
+        files += inside if path.is_dir() else [path]
+    return files
+
+
+def _vocabulary(reader: _Reader, size: int, tokenizer: Path | None) -> Vocabulary:
+    if tokenizer is not None:
+        vocabulary = load_vocabulary(tokenizer)
+    else:
+        documents = reader.documents("learning a vocabulary")
+        seen = (document for document, held_out in documents if not held_out)
+        vocabulary = train_vocabulary(seen, size, special=[SEPARATOR])
+    if len(vocabulary) > min(size, 2**16):
+        raise ValueError(
+            f"the tokenizer has {len(vocabulary)} tokens, more than the {size} of "
+            f"--vocabulary or the {2**16} that 16 bits hold"
+        )
+    vocabulary.special(SEPARATOR)
+    return vocabulary
+
+
+def _write(folder: Path, reader: _Reader, vocabulary: Vocabulary) -> _Totals:
+    totals = _Totals([0, 0], [0, 0])
+    between = vocabulary.special(SEPARATOR)
+    with ExitStack() as stack:
+        files = [stack.enter_context((folder / name).open("wb")) for name in FILES]
+        documents = reader.documents("encoding documents")
+        for chunk in in_chunks(documents, DOCUMENTS_AT_ONCE):
+            texts, sides = zip(*chunk, strict=True)
+            rows = vocabulary.encode(texts)
+            for row, side in zip(rows, sides, strict=True):
+                np.array([*row, between], np.uint16).tofile(files[side])
+                totals.documents[side] += 1
+                totals.tokens[side] += len(row) + 1
+    return totals
+
+
+def _largest(path: Path, tokens: np.ndarray) -> int:
+    """The largest token of a file, from what is remembered if that is of this file."""
+    memory = path.with_suffix(".largest.json")
+    stat = path.stat()
+    known = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    try:
+        remembered = json.loads(memory.read_text())
+        if remembered | known == remembered:
+            return remembered["largest"]
+    except (OSError, ValueError, KeyError, TypeError):
+        pass  # Not there, or not ours.
+    largest = max(
+        (
+            int(tokens[start : start + TOKENS_AT_ONCE].max())
+            for start in range(0, len(tokens), TOKENS_AT_ONCE)
+        ),
+        default=0,
+    )
+    with contextlib.suppress(OSError):  # The folder may be read-only.
+        memory.write_text(json.dumps({**known, "largest": largest}))
+    return largest

@@ -1,0 +1,112 @@
+"""Byte-level BPE: any text to token ids, and exactly back."""
+
+import itertools
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+PAD, START, END = 0, 1, 2
+SPECIAL = ("<pad>", "<s>", "</s>")
+LINES_AT_ONCE = 1000
+
+
+class Vocabulary:
+    """Tokens, and how text falls into them.
+
+    What a special token is called means nothing in a text: "<s>" there is three
+    characters, and comes back.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        tokenizer.encode_special_tokens = True
+        self._tokenizer = tokenizer
+
+    def __len__(self) -> int:
+        return self._tokenizer.get_vocab_size()
+
+    def __reduce__(self):
+        return _read, (self._tokenizer.to_str(),)
+
+    def encode(self, lines: Sequence[str]) -> list[list[int]]:
+        """Returns the token ids of each line, without special ones."""
+        encodings = self._tokenizer.encode_batch_fast(
+            list(lines), add_special_tokens=False
+        )
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        """Returns the line of each row of token ids; special ones are left out."""
+        return self._tokenizer.decode_batch(
+            [list(map(int, row)) for row in rows], skip_special_tokens=True
+        )
+
+    def special(self, name: str) -> int:
+        """Returns the id of a special token, or a ValueError if there is none."""
+        number = self._tokenizer.token_to_id(name)
+        if number is None:
+            raise ValueError(f"the vocabulary has no token {name}")
+        return number
+
+    def save(self, path: Path) -> None:
+        self._tokenizer.save(str(path), pretty=False)
+
+
+def train_vocabulary(
+    lines: Iterable[str], size: int, special: Sequence[str] = SPECIAL
+) -> Vocabulary:
+    """Returns the byte-level BPE of some lines; the same lines give the same one.
+
+    Pairs of tokens that are seen once are not merged, so few lines give fewer tokens.
+
+    Args:
+      size: most tokens: the special ones, 256 bytes, and merges.
+      special: tokens 0, 1, ... that no text holds.
+
+    Raises:
+      ValueError: if the size does not hold special tokens and bytes.
+    """
+    if size < 256 + len(special):
+        raise ValueError(
+            f"a vocabulary of bytes and {len(special)} special tokens has at least "
+            f"{256 + len(special)} tokens, got {size}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=2,
+        special_tokens=list(special),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(in_chunks(lines, LINES_AT_ONCE), trainer)
+    return Vocabulary(tokenizer)
+
+
+def load_vocabulary(path: Path) -> Vocabulary:
+    """Returns the vocabulary of a tokenizer's JSON file.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: if it is none of a tokenizer.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no vocabulary {path}")
+    try:
+        return _read(path.read_text(encoding="utf-8"))
+    except Exception as error:  # The library raises nothing narrower.
+        raise ValueError(
+            f"{path} is not the JSON file of a tokenizer ({error})"
+        ) from error
+
+
+def in_chunks(items: Iterable, size: int) -> Iterable[list]:
+    """Returns the items in lists of `size`, the last one shorter."""
+    iterator = iter(items)
+    return iter(lambda: list(itertools.islice(iterator, size)), [])
+
+
+def _read(text: str) -> Vocabulary:
+    return Vocabulary(Tokenizer.from_str(text))

@@ -1,0 +1,68 @@
+"""Scores of a finished run: `python -m train.evaluate RUN [--workers 0 5]`.
+
+Of the mean model and of single workers: held-out loss, and what the task counts besides
+(top-1 and top-5, or BLEU and chrF of what beam search makes of the test set).
+"""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from train.evaluation import Model, build_score, read_trained
+
+SHOWN_WORKERS = 4
+
+
+def evaluate(
+    run: Annotated[Path, tyro.conf.Positional],
+    workers: tuple[int, ...] | None = None,
+    step: int | None = None,
+) -> dict[str, dict[str, float]]:
+    """Evaluates a run, prints its scores and writes them to RUN/evaluation.json.
+
+    Args:
+      run: folder of the run.
+      workers: to look at beside the mean model; by default four, evenly spread.
+      step: of the checkpoint; by default the newest.
+    """
+    trained = read_trained(run, step)
+    num_workers = trained.config.workers.num_workers
+    if workers is None:
+        spread = np.linspace(0, num_workers - 1, min(num_workers, SHOWN_WORKERS))
+        workers = tuple(spread.astype(int).tolist())
+    models: dict[str, Model] = {"mean model": trained.mean()}
+    models |= {f"worker {number}": trained.worker(number) for number in workers}
+    score = build_score(trained.task)
+    console = Console()
+    results = {}
+    for name, model in models.items():
+        with console.status(f"{name} ({len(results) + 1} of {len(models)})"):
+            model = jax.device_put(model)
+            results[name] = score(*model)
+            if trained.task.judge is not None:
+                results[name] |= trained.task.judge(*model)
+    scores = {"step": trained.step, "scores": results}
+    (run / "evaluation.json").write_text(json.dumps(scores, indent=2) + "\n")
+    console.print(_table(f"{run}, step {trained.step}", results))
+    return results
+
+
+def _table(title: str, results: dict[str, dict[str, float]]) -> Table:
+    names = list(next(iter(results.values())))
+    table = Table("", *names, title=title)
+    for model, scores in results.items():
+        table.add_row(model, *(f"{scores[name]:.4f}" for name in names))
+    return table
+
+
+if __name__ == "__main__":
+    try:
+        tyro.cli(evaluate, prog="python -m train.evaluate")
+    except (ValueError, FileNotFoundError) as error:
+        raise SystemExit(f"error: {error}") from error

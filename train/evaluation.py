@@ -1,0 +1,89 @@
+"""Scores of models on the held-out data of their task."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from decentjax import mean_model
+from train.build import build_optimizer, build_schedule, build_state
+from train.checkpoint import read_models
+from train.config import Config, from_json
+from train.tasks.task import Task
+
+Model = tuple[Any, Any]
+
+
+class TrainedRun(NamedTuple):
+    """What a run's folder holds, to be evaluated.
+
+    Args:
+      config: of the run.
+      task: that was trained.
+      step: of the checkpoint.
+      models: params and model state of all workers, NumPy, [N, ...].
+    """
+
+    config: Config
+    task: Task
+    step: int
+    models: Model
+
+    def mean(self) -> Model:
+        """Params and model state of the mean model."""
+        return mean_model(self.models)
+
+    def worker(self, number: int) -> Model:
+        """Params and model state of one worker.
+
+        Raises:
+          ValueError: if there is no such worker.
+        """
+        num_workers = self.config.workers.num_workers
+        if not 0 <= number < num_workers:
+            raise ValueError(
+                f"the run has workers 0 to {num_workers - 1}, got {number}"
+            )
+        return jax.tree.map(lambda x: x[number], self.models)
+
+
+def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
+    """Reads the models of a run.
+
+    Args:
+      run_dir: folder of the run.
+      step: of the checkpoint; by default the newest.
+
+    Raises:
+      ValueError: if the folder holds no run, or no such checkpoint.
+    """
+    path = run_dir / "config.json"
+    if not path.exists():
+        raise ValueError(f"{run_dir} holds no run: it has no config.json")
+    config = from_json(path.read_text())
+    task = config.task.build()
+    schedule = build_schedule(config.optimizer, config.num_steps)
+    optimizer = build_optimizer(config.optimizer, schedule)
+    workers = range(config.workers.num_workers)
+    state = jax.eval_shape(lambda: build_state(config, task, optimizer, workers))
+    shapes = {"params": state.params, "model_state": state.model_state}
+    step, models = read_models(run_dir, shapes, step)
+    return TrainedRun(config, task, step, (models["params"], models["model_state"]))
+
+
+def build_score(task: Task) -> Callable[[Any, Any], dict[str, float]]:
+    """Returns the function of (params, model_state) to scores, by name."""
+    score_fn = jax.jit(task.score_fn)
+    batches = task.validation()
+
+    def score(params: Any, model_state: Any) -> dict[str, float]:
+        # All is under way before the first number is looked at.
+        parts = [score_fn(params, model_state, batch) for batch in batches]
+        return {
+            name: float(np.divide(*np.sum([part[name] for part in parts], axis=0)))
+            for name in parts[0]
+        }
+
+    return score

@@ -1,0 +1,340 @@
+"""Transformer: an encoder and a decoder, layer norm last, one embedding for all.
+
+Shapes: B sentences, S source tokens, T target tokens, D width, H heads, K width of a
+head, V vocabulary, L tokens that a cache holds.
+
+Source: Vaswani et al. (2017), arXiv:1706.03762, computed as by torch's
+`nn.Transformer`: with biases, and a layer norm after the encoder and the decoder.
+Unlike there, no attention weight is dropped: `jax.nn.dot_product_attention` cannot.
+"""
+
+import dataclasses
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+_XAVIER = nnx.initializers.xavier_uniform()
+
+Pair = tuple[jax.Array, jax.Array]
+"""Keys and values, both [B, L, H, K]."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TransformerConfig:
+    """Sizes of a Transformer.
+
+    Args:
+      vocabulary: V, number of tokens, of source and target together. Token 0 pads.
+      context: the longest source or target, in tokens.
+      num_layers: of the encoder, and of the decoder.
+      num_heads: H; divides the width.
+      width: D; even.
+      hidden: width inside the perceptron of a layer.
+      dropout: probability, on embeddings, inside perceptrons and on what is added to
+        the stream.
+      compute_dtype: of activations; parameters are float32.
+      remat: recompute each layer's activations in the backward pass instead of keeping
+        them.
+    """
+
+    vocabulary: int = 256
+    context: int = 256
+    num_layers: int = 2
+    num_heads: int = 4
+    width: int = 128
+    hidden: int = 512
+    dropout: float = 0.1
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    remat: bool = False
+
+    def __post_init__(self):
+        sizes = ("vocabulary", "context", "num_layers", "num_heads", "width", "hidden")
+        for name in sizes:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        if self.width % 2 or self.width % self.num_heads:
+            raise ValueError(
+                f"width = {self.width} must be even and a multiple of num_heads, "
+                f"got {self.num_heads}"
+            )
+
+
+class Cache(NamedTuple):
+    """What decoding keeps of the tokens so far and of the source; all lead with B."""
+
+    own: tuple[Pair, ...]  # one a layer, [B, L, H, K], zero from the position on
+    source: tuple[Pair, ...]  # one a layer, [B, S, H, K]
+    source_mask: jax.Array  # [B, 1, 1, S], true where a token is
+
+
+class Transformer(nnx.Module):
+    """Logits of the next target token, float32 [B, T, V], from both sentences.
+
+    Padding, token 0, comes last in a sentence. In the source nothing attends to it; in
+    the target the causal mask hides it from the tokens before.
+    """
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.config = config
+        self.tokens = nnx.Embed(
+            config.vocabulary,
+            config.width,
+            embedding_init=nnx.initializers.normal(config.width**-0.5),
+            dtype=config.compute_dtype,
+            rngs=rngs,
+        )
+        self.dropout = _dropout(config)
+        layers = range(config.num_layers)
+        self.encoder = nnx.List([EncoderLayer(config, rngs=rngs) for _ in layers])
+        self.encoder_norm = _layer_norm(config, rngs)
+        self.decoder = nnx.List([DecoderLayer(config, rngs=rngs) for _ in layers])
+        self.decoder_norm = _layer_norm(config, rngs)
+
+    def __call__(
+        self,
+        source_BxS: jax.Array,
+        target_BxT: jax.Array,
+        *,
+        rngs: nnx.Rngs | None = None,
+    ) -> jax.Array:
+        memory_BxSxD = self.encode(source_BxS, rngs=rngs)
+        return self.decode(target_BxT, memory_BxSxD, source_BxS, rngs=rngs)
+
+    def encode(
+        self, source_BxS: jax.Array, *, rngs: nnx.Rngs | None = None
+    ) -> jax.Array:
+        """The memory, [B, S, D]."""
+        mask = _source_mask(source_BxS)
+        x_BxSxD = self._embed(source_BxS, 0, rngs)
+        layer_call = self._recomputed(EncoderLayer.__call__)
+        for layer in self.encoder:
+            x_BxSxD = layer_call(layer, x_BxSxD, mask, rngs)
+        return self.encoder_norm(x_BxSxD)
+
+    def decode(
+        self,
+        target_BxT: jax.Array,
+        memory_BxSxD: jax.Array,
+        source_BxS: jax.Array,
+        *,
+        rngs: nnx.Rngs | None = None,
+    ) -> jax.Array:
+        """Logits, float32 [B, T, V]; those at t follow target tokens 0 to t."""
+        mask = _source_mask(source_BxS)
+        x_BxTxD = self._embed(target_BxT, 0, rngs)
+        layer_call = self._recomputed(DecoderLayer.__call__)
+        for layer in self.decoder:
+            x_BxTxD = layer_call(layer, x_BxTxD, memory_BxSxD, mask, rngs)
+        return self._logits(x_BxTxD)
+
+    def start_cache(
+        self, memory_BxSxD: jax.Array, source_BxS: jax.Array, length: int
+    ) -> Cache:
+        """A cache without tokens, for up to `length` of them."""
+        self._check_length(length)
+        source = tuple(
+            layer.cross_attention.keys_values(memory_BxSxD) for layer in self.decoder
+        )
+        shape = (source_BxS.shape[0], length, *source[0][0].shape[2:])
+        own = jax.tree.map(lambda x: jnp.zeros(shape, x.dtype), source)
+        return Cache(own, source, _source_mask(source_BxS))
+
+    def decode_next(
+        self, token_B: jax.Array, position: jax.Array | int, cache: Cache
+    ) -> tuple[jax.Array, Cache]:
+        """Logits, float32 [B, V], after the token at `position`, and the cache with it.
+
+        They are `decode`'s at this position, for the work of one token.
+        """
+        length = cache.own[0][0].shape[1]
+        seen_1x1x1xL = (jnp.arange(length) <= position)[None, None, None]
+        x_Bx1xD = self._embed(token_B[:, None], position, None)
+        own = []
+        for layer, kept, source in zip(
+            self.decoder, cache.own, cache.source, strict=True
+        ):
+            kept = _insert(kept, layer.attention.keys_values(x_Bx1xD), position)
+            x_Bx1xD = layer.transform(
+                x_Bx1xD, kept, seen_1x1x1xL, source, cache.source_mask, None
+            )
+            own.append(kept)
+        return self._logits(x_Bx1xD)[:, 0], cache._replace(own=tuple(own))
+
+    def _embed(
+        self, tokens_BxT: jax.Array, start: jax.Array | int, rngs: nnx.Rngs | None
+    ) -> jax.Array:
+        length, width = tokens_BxT.shape[1], self.config.width
+        self._check_length(length)
+        x_BxTxD = self.tokens(tokens_BxT) * width**0.5
+        waves_TxD = jax.lax.dynamic_slice_in_dim(
+            jnp.asarray(_waves(self.config.context, width), x_BxTxD.dtype),
+            start,
+            length,
+        )
+        return _drop(self.dropout, x_BxTxD + waves_TxD[None], rngs)
+
+    def _logits(self, x_BxTxD: jax.Array) -> jax.Array:
+        return self.tokens.attend(self.decoder_norm(x_BxTxD)).astype(jnp.float32)
+
+    def _check_length(self, length: int):
+        if length > self.config.context:
+            raise ValueError(
+                f"the context is {self.config.context} tokens, got {length}"
+            )
+
+    def _recomputed(self, call):
+        return nnx.remat(call) if self.config.remat else call
+
+
+class EncoderLayer(nnx.Module):
+    """x <- norm(x + attention(x)), x <- norm(x + perceptron(x))."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.attention = Attention(config, rngs=rngs)
+        self.attention_norm = _layer_norm(config, rngs)
+        self.mlp = Perceptron(config, rngs=rngs)
+        self.mlp_norm = _layer_norm(config, rngs)
+        self.dropout = _dropout(config)
+
+    def __call__(
+        self, x_BxSxD: jax.Array, mask_Bx1x1xS: jax.Array, rngs: nnx.Rngs | None
+    ) -> jax.Array:
+        own = self.attention.keys_values(x_BxSxD)
+        added = self.attention(x_BxSxD, own, mask_Bx1x1xS)
+        x_BxSxD = self.attention_norm(x_BxSxD + _drop(self.dropout, added, rngs))
+        added = self.mlp(x_BxSxD, rngs)
+        return self.mlp_norm(x_BxSxD + _drop(self.dropout, added, rngs))
+
+
+class DecoderLayer(nnx.Module):
+    """An encoder layer with attention to the source between its two halves."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.attention = Attention(config, rngs=rngs)
+        self.attention_norm = _layer_norm(config, rngs)
+        self.cross_attention = Attention(config, rngs=rngs)
+        self.cross_norm = _layer_norm(config, rngs)
+        self.mlp = Perceptron(config, rngs=rngs)
+        self.mlp_norm = _layer_norm(config, rngs)
+        self.dropout = _dropout(config)
+
+    def __call__(
+        self,
+        x_BxTxD: jax.Array,
+        memory_BxSxD: jax.Array,
+        source_mask: jax.Array,
+        rngs: nnx.Rngs | None,
+    ) -> jax.Array:
+        own = self.attention.keys_values(x_BxTxD)
+        source = self.cross_attention.keys_values(memory_BxSxD)
+        past_1x1xTxT = jnp.tri(x_BxTxD.shape[1], dtype=bool)[None, None]
+        return self.transform(x_BxTxD, own, past_1x1xTxT, source, source_mask, rngs)
+
+    def transform(
+        self,
+        x_BxTxD: jax.Array,
+        own: Pair,
+        own_mask: jax.Array,
+        source: Pair,
+        source_mask: jax.Array,
+        rngs: nnx.Rngs | None,
+    ) -> jax.Array:
+        """The layer, given the keys and values to attend to."""
+        added = self.attention(x_BxTxD, own, own_mask)
+        x_BxTxD = self.attention_norm(x_BxTxD + _drop(self.dropout, added, rngs))
+        added = self.cross_attention(x_BxTxD, source, source_mask)
+        x_BxTxD = self.cross_norm(x_BxTxD + _drop(self.dropout, added, rngs))
+        added = self.mlp(x_BxTxD, rngs)
+        return self.mlp_norm(x_BxTxD + _drop(self.dropout, added, rngs))
+
+
+class Attention(nnx.Module):
+    """Attention of several heads to given keys and values."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        # Xavier's variance for the [3 D, D] matrix in which torch keeps these three.
+        init = nnx.initializers.variance_scaling(0.5, "fan_in", "uniform")
+        width = config.width
+        self.num_heads = config.num_heads
+        self.query = _linear(width, width, config, rngs, init)
+        self.key = _linear(width, width, config, rngs, init)
+        self.value = _linear(width, width, config, rngs, init)
+        self.out = _linear(width, width, config, rngs)
+
+    def __call__(
+        self, x_BxTxD: jax.Array, attended: Pair, mask: jax.Array
+    ) -> jax.Array:
+        q_BxTxHxK = self._heads(self.query(x_BxTxD))
+        out_BxTxHxK = jax.nn.dot_product_attention(q_BxTxHxK, *attended, mask=mask)
+        return self.out(out_BxTxHxK.reshape(x_BxTxD.shape))
+
+    def keys_values(self, x_BxSxD: jax.Array) -> Pair:
+        return self._heads(self.key(x_BxSxD)), self._heads(self.value(x_BxSxD))
+
+    def _heads(self, x_BxTxD: jax.Array) -> jax.Array:
+        return x_BxTxD.reshape(*x_BxTxD.shape[:2], self.num_heads, -1)
+
+
+class Perceptron(nnx.Module):
+    """Two linear layers, a ReLU between."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.up = _linear(config.width, config.hidden, config, rngs)
+        self.down = _linear(config.hidden, config.width, config, rngs)
+        self.dropout = _dropout(config)
+
+    def __call__(self, x_BxTxD: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
+        return self.down(_drop(self.dropout, jax.nn.relu(self.up(x_BxTxD)), rngs))
+
+
+def _waves(context: int, width: int) -> np.ndarray:
+    """Sines and cosines of the positions, [context, D] (section 3.5 of the paper).
+
+    at(t, 2i) = sin(t / 10000^(2i / D)), at(t, 2i + 1) = cos(t / 10000^(2i / D))
+    """
+    rates = 10000.0 ** (-np.arange(0, width, 2) / width)
+    angles = np.arange(context)[:, None] * rates
+    return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(context, width)
+
+
+def _source_mask(source_BxS: jax.Array) -> jax.Array:
+    return (source_BxS != 0)[:, None, None]
+
+
+def _insert(kept: Pair, new: Pair, position: jax.Array | int) -> Pair:
+    keys, values = (
+        jax.lax.dynamic_update_slice_in_dim(old, one, position, axis=1)
+        for old, one in zip(kept, new, strict=True)
+    )
+    return keys, values
+
+
+def _linear(
+    in_size: int,
+    out_size: int,
+    config: TransformerConfig,
+    rngs: nnx.Rngs,
+    init: nnx.Initializer = _XAVIER,
+) -> nnx.Linear:
+    return nnx.Linear(
+        in_size, out_size, kernel_init=init, dtype=config.compute_dtype, rngs=rngs
+    )
+
+
+def _layer_norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    return nnx.LayerNorm(
+        config.width, epsilon=1e-5, dtype=config.compute_dtype, rngs=rngs
+    )
+
+
+def _dropout(config: TransformerConfig) -> nnx.Dropout:
+    return nnx.Dropout(config.dropout, deterministic=config.dropout == 0)
+
+
+def _drop(dropout: nnx.Dropout, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
+    return dropout(x, deterministic=rngs is None, rngs=rngs)

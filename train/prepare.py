@@ -1,0 +1,158 @@
+"""Makes data ready for training: `python -m train.prepare KIND ... --out FOLDER`."""
+
+import dataclasses
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import tyro
+
+from train.data.by_length import choose_shapes
+from train.data.files import check_new
+from train.data.pairs import Corpus, Lines, ParallelFiles, progress, write_corpus
+from train.data.text import prepare_text
+from train.data.vocabulary import train_vocabulary
+from train.data.wmt14 import Pair, Wmt14
+
+# Of the paper's batches: 25,000 tokens, on 16 workers.
+WORKERS = 16
+TOKENS_PER_WORKER = 25_000 // WORKERS
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareWmt14:
+    """Gets WMT14, English to German or French, and turns it into tokens.
+
+    Args:
+      out: new folder.
+      pair: languages, as TFDS calls it.
+      vocabulary: most tokens, learned on both languages of the training pairs.
+      max_tokens: of a sentence; longer training pairs are left out.
+      data_dir: where TFDS keeps its data; by default where it always does.
+    """
+
+    out: Path
+    pair: Pair = "de-en"
+    vocabulary: int = 37120
+    max_tokens: int = 156
+    data_dir: Path | None = None
+
+    def run(self) -> None:
+        check_new(self.out)
+        train, validation, test = (
+            Wmt14(self.pair, split, self.data_dir)
+            for split in ("train", "validation", "test")
+        )
+        _prepare(self, train, validation, test)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreparePairs:
+    """Turns text files of your own, a sentence a line, into tokens.
+
+    Args:
+      out: new folder.
+      train: two files, source and target, line by line.
+      validation: two files.
+      test: two files, which BLEU is measured on.
+      vocabulary: most tokens, learned on both training files.
+      max_tokens: of a sentence; longer training pairs are left out.
+    """
+
+    out: Path
+    train: tuple[Path, Path]
+    validation: tuple[Path, Path]
+    test: tuple[Path, Path]
+    vocabulary: int = 37120
+    max_tokens: int = 156
+
+    def run(self) -> None:
+        check_new(self.out)
+        files = (self.train, self.validation, self.test)
+        train, validation, test = (ParallelFiles(*pair) for pair in files)
+        _prepare(self, train, validation, test)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareText:
+    """Turns text files into tokens for a language model: train.bin and val.bin.
+
+    Args:
+      files: UTF-8, with documents that are separated by <|endoftext|> or are a file
+        each; of a folder, all in it.
+      out: new folder.
+      vocabulary: most tokens, learned on the files, or of the tokenizer.
+      tokenizer: a tokenizer's JSON file, as that of GPT-2, to use instead of learning.
+      held_out_share: of the documents, for val.bin.
+    """
+
+    files: tyro.conf.Positional[tuple[Path, ...]]
+    out: Path
+    vocabulary: int = 50257
+    tokenizer: Path | None = None
+    held_out_share: float = 0.005
+
+    def run(self) -> None:
+        made = prepare_text(
+            self.files, self.out, self.vocabulary, self.tokenizer, self.held_out_share
+        )
+        print(f"{self.out}")
+        print(f"  documents        {made.documents:,}")
+        print(f"  training tokens  {made.train_tokens:,}")
+        print(f"  held-out tokens  {made.held_out_tokens:,}")
+        print(f"  vocabulary       {made.vocabulary:,}")
+        if made.skipped:
+            print(f"  skipped files    {len(made.skipped):,}")
+        for path, reason in made.skipped.items():
+            print(f"    {path}: {reason}")
+
+
+KINDS = {"wmt14": PrepareWmt14, "pairs": PreparePairs, "text": PrepareText}
+
+
+def main(arguments: list[str]) -> None:
+    try:
+        tyro.extras.subcommand_cli_from_dict(
+            KINDS, prog="python -m train.prepare", args=arguments
+        ).run()
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def _prepare(
+    to: PrepareWmt14 | PreparePairs, train: Lines, validation: Lines, test: Lines
+) -> None:
+    shown: Iterable = progress(train, "learning a vocabulary")
+    lines = (line.strip() for pair in shown for line in pair)
+    corpus = write_corpus(
+        to.out,
+        train_vocabulary(lines, to.vocabulary),
+        train=train,
+        validation=validation,
+        test=test,
+        max_tokens=to.max_tokens,
+    )
+    print(_describe(corpus, to.out))
+
+
+def _describe(corpus: Corpus, out: Path) -> str:
+    rows = [f"{out}", f"  vocabulary  {len(corpus.vocabulary):,}"]
+    for split, counts in corpus.counts.items():
+        pairs = getattr(corpus, split)
+        left = "left out" if split == "train" else "cut or kept"
+        rows.append(
+            f"  {split:10}  {counts.pairs:,} pairs, {len(pairs.source.tokens):,} + "
+            f"{len(pairs.target.tokens):,} tokens; {left}: {counts.too_long:,} too "
+            f"long, {counts.empty:,} empty"
+        )
+    tokens = max(TOKENS_PER_WORKER, corpus.max_tokens)
+    shapes = choose_shapes(corpus.train, WORKERS, tokens)
+    rows.append(
+        f"  {shapes.steps.sum():,} steps a pass with {tokens:,} tokens on each of "
+        f"{WORKERS} workers; {shapes.efficiency:.1%} of them are not padding"
+    )
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

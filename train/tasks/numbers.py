@@ -1,0 +1,39 @@
+"""Number words from English into German: WMT14's task in small."""
+
+import dataclasses
+
+from train.data.numbers import read_numbers
+from train.models.transformer import TransformerConfig
+from train.tasks.task import Task
+from train.tasks.translation import DecodingConfig, translation
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NumbersTask:
+    """Translation of number words; no number of the test set is among those to learn.
+
+    "nine hundred and ninety-nine" is "neunhundertneunundneunzig": units come before
+    tens, and words grow together.
+
+    Args:
+      model: sizes of the Transformer.
+      num_train: numbers to learn from.
+      decoding: how translations are searched for.
+      label_smoothing: share of the target that all tokens have alike.
+      num_shapes: of batches, at the most; each is compiled once per exchange.
+    """
+
+    model: TransformerConfig
+    num_train: int = 20_000
+    decoding: DecodingConfig = dataclasses.field(default_factory=DecodingConfig)
+    label_smoothing: float = 0.1
+    num_shapes: int = 4
+
+    def build(self) -> Task:
+        return translation(
+            lambda: read_numbers(self.num_train, vocabulary=self.model.vocabulary),
+            self.model,
+            self.decoding,
+            self.label_smoothing,
+            self.num_shapes,
+        )

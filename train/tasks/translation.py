@@ -1,0 +1,229 @@
+"""Sentences in another language, by a Transformer: what the translation tasks share."""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import sacrebleu
+from flax import nnx
+
+from train.data.batches import Batch
+from train.data.by_length import length_steps, length_validation
+from train.data.pairs import Corpus
+from train.data.vocabulary import END, START
+from train.models.beam import beam_search
+from train.models.transformer import Transformer, TransformerConfig
+from train.tasks.meteor import meteor
+from train.tasks.task import Headline, Task, Totals
+
+# Sources are padded to a multiple of this, so that few shapes are compiled.
+LENGTH_STEP = 16
+NUM_SAMPLES = 4
+TYPICAL_LENGTH = 32
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecodingConfig:
+    """How a translation is searched for.
+
+    Args:
+      beams: partial translations that are kept.
+      length_penalty: power of the length that the score is divided by.
+      extra_tokens: a translation is no longer than its source and so many tokens.
+      rows: sentences at a time.
+    """
+
+    beams: int = 4
+    length_penalty: float = 0.6
+    extra_tokens: int = 50
+    rows: int = 32
+
+    def __post_init__(self):
+        for name in ("beams", "extra_tokens", "rows"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.length_penalty < 0:
+            raise ValueError(
+                f"length_penalty must not be negative, got {self.length_penalty}"
+            )
+
+
+def translation(
+    read: Callable[[], Corpus],
+    model: TransformerConfig,
+    decoding: DecodingConfig,
+    label_smoothing: float,
+    num_shapes: int,
+) -> Task:
+    """Returns the task of the corpus that is read when it is needed.
+
+    The loss is the mean over a worker's target tokens of the cross-entropy with
+    smoothed labels; the held-out loss, in nats per target token, is without smoothing.
+    """
+
+    @functools.cache
+    def corpus() -> Corpus:
+        found = read()
+        _check_fit(found, model, decoding)
+        return found
+
+    def make(rngs: nnx.Rngs) -> Transformer:
+        return Transformer(model, rngs=rngs)
+
+    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    search = jax.jit(functools.partial(_search, graph, decoding))
+
+    def translate(params: Any, lines: Sequence[str]) -> list[str]:
+        return _translate(functools.partial(search, params), corpus(), decoding, lines)
+
+    def steps(*args: Any, **options: Any) -> grain.MapDataset[Batch]:
+        return length_steps(corpus().train, *args, num_shapes=num_shapes, **options)
+
+    def losses(params: Any, batch: Any, smoothing: float, rngs: nnx.Rngs | None = None):
+        """Nats of each target token, and which are there, both [B, T]."""
+        tokens = batch["target"]
+        logits = nnx.merge(graph, params)(batch["source"], tokens[:, :-1], rngs=rngs)
+        wanted = tokens[:, 1:]
+        own = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
+        # Against labels that are all alike, without an array of them.
+        alike = jax.nn.logsumexp(logits, axis=-1) - logits.mean(-1)
+        return (1 - smoothing) * own + smoothing * alike, wanted > 0
+
+    def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array):
+        nats, there = losses(params, batch, label_smoothing, nnx.Rngs(dropout=key))
+        return jnp.mean(nats, where=there), (model_state, {})
+
+    def score_fn(params: Any, model_state: Any, batch: Any) -> Totals:
+        del model_state
+        nats, there = losses(params, batch, smoothing=0.0)
+        return {"loss": (jnp.sum(nats, where=there), there.sum())}
+
+    def judge(params: Any, model_state: Any) -> dict[str, float]:
+        del model_state
+        sources, references = zip(*corpus().test_lines, strict=True)
+        return quality(translate(params, sources), references)
+
+    def generate(params: Any, model_state: Any, lines: Sequence[str]) -> list[str]:
+        del model_state
+        most = corpus().max_tokens
+        for line, tokens in zip(lines, corpus().vocabulary.encode(lines), strict=True):
+            if len(tokens) >= most:
+                raise ValueError(
+                    f"a line must be shorter than {most} tokens, got {len(tokens)}: "
+                    f"{line[:40]}..."
+                )
+        return translate(params, lines)
+
+    def sample(params: Any, model_state: Any) -> str:
+        sources, references = zip(*corpus().test_lines[:NUM_SAMPLES], strict=True)
+        made = generate(params, model_state, sources)
+        shown = zip(sources, made, references, strict=True)
+        return "\n".join(f"{s}\n  -> {t}\n     {r}" for s, t, r in shown)
+
+    return Task(
+        batch_shape=_typical_batch,
+        steps=steps,
+        init=lambda key: (nnx.state(make(nnx.Rngs(key))), ()),
+        loss_fn=loss_fn,
+        validation=lambda: length_validation(corpus().validation, decoding.rows),
+        score_fn=score_fn,
+        headline=Headline("loss", better="lower"),
+        baselines=dict,
+        sample=sample,
+        generate=generate,
+        judge=judge,
+    )
+
+
+def quality(translations: Sequence[str], references: Sequence[str]) -> dict[str, float]:
+    """Returns BLEU and chrF as sacrebleu computes them, METEOR where it can be had.
+
+    And the share of the translations that are the very references.
+    """
+    exact = [a == b for a, b in zip(translations, references, strict=True)]
+    return {
+        "exact_match": float(np.mean(exact)),
+        "bleu": sacrebleu.corpus_bleu(translations, [references]).score,
+        "chrf": sacrebleu.corpus_chrf(translations, [references]).score,
+        **meteor(translations, references),
+    }
+
+
+def _check_fit(
+    corpus: Corpus, model: TransformerConfig, decoding: DecodingConfig
+) -> None:
+    if model.vocabulary < len(corpus.vocabulary):
+        raise ValueError(
+            f"the model's vocabulary is {model.vocabulary} and the corpus's "
+            f"{len(corpus.vocabulary)}: set --task.model.vocabulary"
+        )
+    if model.context < corpus.max_tokens + decoding.extra_tokens:
+        raise ValueError(
+            f"the model's context is {model.context}, and a translation may have "
+            f"{corpus.max_tokens} + {decoding.extra_tokens} tokens: set "
+            "--task.model.context"
+        )
+
+
+def _typical_batch(tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
+    rows = max(1, tokens // TYPICAL_LENGTH)
+    return {
+        "source": jax.ShapeDtypeStruct((rows, TYPICAL_LENGTH), np.int32),
+        "target": jax.ShapeDtypeStruct((rows, TYPICAL_LENGTH + 1), np.int32),
+    }
+
+
+def _translate(
+    search: Callable[[np.ndarray], jax.Array],
+    corpus: Corpus,
+    config: DecodingConfig,
+    lines: Sequence[str],
+) -> list[str]:
+    """Returns the translations; lines longer than the corpus's longest are cut."""
+    rows = corpus.vocabulary.encode(lines)
+    rows = [[*row[: corpus.max_tokens - 1], END] for row in rows]
+    found: dict[int, list[int]] = {}
+    # Long ones first: what needs most memory fails at once, if at all.
+    order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
+    for start in range(0, len(order), config.rows):
+        chosen = order[start : start + config.rows]
+        length = -(-len(rows[chosen[0]]) // LENGTH_STEP) * LENGTH_STEP
+        source = np.zeros((config.rows, min(length, corpus.max_tokens)), np.int32)
+        for row, i in zip(source, chosen, strict=False):
+            row[: len(rows[i])] = rows[i]
+        made = np.asarray(search(source))[: len(chosen)].tolist()
+        found |= zip(chosen, map(_before_end, made), strict=True)
+    return corpus.vocabulary.decode([found[i] for i in range(len(rows))])
+
+
+def _search(
+    graph: Any, config: DecodingConfig, params: Any, source_BxS: jax.Array
+) -> jax.Array:
+    """Token ids of the best translations, [B, S + extra tokens]."""
+    model = nnx.merge(graph, params)
+    length = source_BxS.shape[1] + config.extra_tokens
+    memory, source = (
+        jnp.repeat(x, config.beams, axis=0)
+        for x in (model.encode(source_BxS), source_BxS)
+    )
+    found = beam_search(
+        model.decode_next,
+        model.start_cache(memory, source, length),
+        first_token=START,
+        end_token=END,
+        max_length_B=(source_BxS > 0).sum(1) + config.extra_tokens,
+        length=length,
+        beams=config.beams,
+        penalty=config.length_penalty,
+    )
+    return found.tokens_BxRxL[:, 0]
+
+
+def _before_end(tokens: list[int]) -> list[int]:
+    return tokens[: tokens.index(END)] if END in tokens else tokens
