@@ -139,14 +139,18 @@ def test_one_beam_is_greedy_decoding():
         assert tuple(tokens.tolist()) == greedy + (0,) * (LENGTH - len(greedy))
 
 
-def test_the_penalty_prefers_longer_sentences():
+def test_the_penalty_prefers_a_longer_sentence_that_is_less_likely_at_first():
+    # Both sentences that end early are likelier than what the running beam is then.
     table = np.log(np.full((1, LENGTH, 5, VOCABULARY), [0.98, 0.01, 0.01]))
-    table[:, 0] = np.log([0.4, 0.05, 0.55])
-    for penalty, best in ((0.0, [END, 0, 0, 0]), (2.0, [0, 0, 0, 0])):
-        found = search(table, [LENGTH], 3, penalty)
+    table[:, 0] = np.log([0.5, 0.05, 0.45])
+    table[:, 1] = np.log([0.54, 0.01, 0.45])
+    for penalty, best, value in (
+        (0.0, [END, 0, 0, 0], np.log(0.45)),
+        (2.0, [0, 0, 0, 0], np.log(0.5 * 0.54 * 0.98**2) / 1.5**2),
+    ):
+        found = search(table, [LENGTH], 2, penalty)
         np.testing.assert_array_equal(found.tokens[0, 0], best)
-        log_p = np.log(0.55) if penalty == 0 else np.log(0.4 * 0.98**3) / 1.5**2
-        np.testing.assert_allclose(found.scores[0, 0], log_p, rtol=1e-5)
+        np.testing.assert_allclose(found.scores[0, 0], value, rtol=1e-5)
 
 
 def test_no_sentence_changes_what_another_finds():

@@ -40,6 +40,7 @@ NET = ResNetConfig(depth=8, width=4, in_channels=1, convolution="matmul")
 TRANSFORMER = TransformerConfig(
     vocabulary=300, context=64, num_layers=1, num_heads=2, width=16, hidden=32
 )
+NUMBERS = dataclasses.replace(TRANSFORMER, vocabulary=384, context=256)
 LINES = [
     ("one two three", "eins zwei drei"),
     ("two three four five", "zwei drei vier fünf"),
@@ -84,7 +85,7 @@ def softmax_log(logits):
     [
         (tiny.config.task, 3),
         (DigitsTask(model=NET), 3),
-        (NumbersTask(model=dataclasses.replace(TRANSFORMER, context=256)), 64),
+        (NumbersTask(model=NUMBERS, num_train=300), 256),
     ],
 )
 def test_a_batch_has_the_promised_structure_and_is_of_all_workers(task, batch):

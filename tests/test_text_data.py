@@ -10,7 +10,7 @@ import pytest
 
 from train.data import text as text_module
 from train.data.text import Windows, check_tokens, prepare_text, read_tokens
-from train.data.vocabulary import load_vocabulary
+from train.data.vocabulary import load_vocabulary, train_vocabulary
 
 DOCUMENTS = [f"Dokument {i}: größer\n\nals {i * i} 😀" for i in range(60)]
 
@@ -48,15 +48,18 @@ def documents_in(tokens: np.ndarray, vocabulary) -> list[str]:
 
 
 def test_all_documents_are_on_one_side(files, tmp_path):
-    made = prepare_text([files], tmp_path / "out", 280, held_out_share=0.3)
+    made = prepare_text([files], tmp_path / "out", 400, held_out_share=0.3)
     vocabulary = load_vocabulary(tmp_path / "out" / "vocabulary.json")
-    assert len(vocabulary) == made.vocabulary == 280
+    assert len(vocabulary) == made.vocabulary
     train, held_out = read_tokens(tmp_path / "out")
     assert (len(train), len(held_out)) == (made.train_tokens, made.held_out_tokens)
     sides = [documents_in(tokens, vocabulary) for tokens in (train, held_out)]
     assert sorted(sides[0] + sides[1]) == sorted([*DOCUMENTS, DOCUMENTS[0]])
     assert made.documents == len(DOCUMENTS) + 1
     assert not set(sides[0]) & set(sides[1])
+    learned = train_vocabulary(sides[0], 400, special=["<|endoftext|>"])
+    assert len(learned) == len(vocabulary)
+    assert learned.encode(DOCUMENTS) == vocabulary.encode(DOCUMENTS)
     assert 5 < len(sides[1]) < 35
     assert list(made.skipped) == [str(files / "latin.txt")]
 

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from train.data import pairs as pairs_module
 from train.data.batches import feed
 from train.data.by_length import choose_shapes, length_steps, length_validation
 from train.data.files import new_folder
-from train.data.numbers import read_numbers
+from train.data.numbers import SIGNS, read_numbers
 from train.data.pairs import (
     Counts,
     Pairs,
@@ -43,6 +44,8 @@ PAIRS = [
     ("short", "l m n o p q r s t u v"),
     ("the mat", "die Matte"),
     ("", "l m n o p q r s t u v"),
+    ("q" * 8, "die Katze"),  # Of 8 tokens: as many as max_tokens = 9 allows.
+    ("the cat", "q" * 9),
 ]
 
 
@@ -203,10 +206,10 @@ def test_a_corpus_that_is_missing_or_broken_is_named(vocabulary, tmp_path):
 
 def test_two_files_are_read_side_by_side(tmp_path):
     source, target = tmp_path / "s", tmp_path / "t"
-    source.write_bytes("a\u2028b\r\n\nc".encode())
+    source.write_bytes("a\u2028b\r\n\nc ".encode())
     target.write_bytes("ä\nö\nü\n".encode())
     files = ParallelFiles(source, target)
-    assert list(files) == list(files) == [("a\u2028b", "ä"), ("", "ö"), ("c", "ü")]
+    assert list(files) == list(files) == [("a\u2028b", "ä"), ("", "ö"), ("c ", "ü")]
     target.write_bytes(b"one\ntwo\n")
     with pytest.raises(ValueError, match=r"has 3 lines and .* has 2"):
         ParallelFiles(source, target)
@@ -340,8 +343,7 @@ def equal(one, other) -> bool:
 
 def test_any_step_is_there_at_any_time_in_any_process():
     steps = length_steps(numbered(LENGTHS), 3, seed=7, **OPTIONS)
-    order = np.random.default_rng(0).permutation(60)
-    first = {int(t): steps[int(t)] for t in order}
+    first = {t: steps[t] for t in reversed(range(60))}  # From a later pass back.
     copy = pickle.loads(pickle.dumps(steps))
     for t in range(60):
         assert equal(first[t], steps[t])
@@ -471,10 +473,22 @@ def test_numbers_are_said_in_german_and_held_out_ones_are_new():
         ]
         said += zip(*sides, strict=True)
     assert said[-30:] == corpus.test_lines
-    assert len({source for source, _ in said}) == len(said)
-    german = dict(said)
-    assert german["twenty-one"] == "einundzwanzig"
-    assert {len(line.split()) for line, _ in said} >= {1, 2, 4, 9}
+    words = re.compile("|".join(f" {en} " for en, _ in SIGNS))
+    signs = dict(SIGNS)
+    numbers = {}
+    for source, target in said:
+        parts = words.split(source)
+        between = [signs[word.strip()] for word in words.findall(source)]
+        said_in_german = target.split()
+        assert said_in_german[1::2] == between
+        numbers |= zip(parts, said_in_german[::2], strict=True)
+    assert numbers["twenty-one"] == "einundzwanzig"
+    of_part = [
+        {number for source, _ in part for number in words.split(source)}
+        for part in (said[:700], said[700:740], said[740:])
+    ]
+    assert [len(numbers) for numbers in of_part] == [700, 40, 30]
+    assert len(set.union(*of_part)) == 770
     assert corpus.test_lines == read_numbers(700, 40, 30, 300, seed=3).test_lines
     assert corpus.test_lines != read_numbers(700, 40, 30, 300, seed=4).test_lines
     with pytest.raises(ValueError, match="too few numbers below a million"):

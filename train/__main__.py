@@ -100,6 +100,10 @@ def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
     print(f"  {'single workers':24}{min(workers):.3f} to {max(workers):.3f}")
     for name, score in task.baselines().items():
         print(f"  {name:24}{score:.3f}")
+    if task.judge is not None:
+        print("\nwhat the mean model makes of the test set")
+        for name, score in task.judge(*outcome.mean).items():
+            print(f"  {name.replace('_', ' '):24}{score:.3f}")
     sample = textwrap.indent(task.sample(*outcome.mean), "  ")
     print(f"\nsample of the mean model\n{sample}")
     print(f"\nreport  {report}")

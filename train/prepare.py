@@ -1,4 +1,7 @@
-"""Makes data ready for training: `python -m train.prepare KIND ... --out FOLDER`."""
+"""Makes data ready for training: `python -m train.prepare KIND ... --out FOLDER`.
+
+Kinds are wmt14, pairs, text and imagenet.
+"""
 
 import dataclasses
 import sys
@@ -9,6 +12,7 @@ import tyro
 
 from train.data.by_length import choose_shapes
 from train.data.files import check_new
+from train.data.imagenet import prepare_imagenet
 from train.data.pairs import Corpus, Lines, ParallelFiles, progress, write_corpus
 from train.data.text import prepare_text
 from train.data.vocabulary import train_vocabulary
@@ -107,7 +111,29 @@ class PrepareText:
             print(f"    {path}: {reason}")
 
 
-KINDS = {"wmt14": PrepareWmt14, "pairs": PreparePairs, "text": PrepareText}
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PrepareImageNet:
+    """Turns the archives of ImageNet-1K into files that can be read from anywhere in.
+
+    Args:
+      archives: folder with ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar.
+      out: folder of tfds's data sets; by default TFDS_DATA_DIR in the environment, or
+        ~/tensorflow_datasets.
+    """
+
+    archives: Path
+    out: Path | None = None
+
+    def run(self) -> None:
+        print(prepare_imagenet(self.archives, self.out))
+
+
+KINDS = {
+    "wmt14": PrepareWmt14,
+    "pairs": PreparePairs,
+    "text": PrepareText,
+    "imagenet": PrepareImageNet,
+}
 
 
 def main(arguments: list[str]) -> None:

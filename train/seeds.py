@@ -69,14 +69,11 @@ def train_seeds(
     num_workers = config.workers.num_workers
     everybody = range(num_workers)
     train_step = _build_step(config, task, optimizer)
-    state = _stack(
-        [
-            build_state(
-                dataclasses.replace(config, seed=seed), task, optimizer, everybody
-            )
-            for seed in seeds
-        ]
-    )
+    states = [
+        build_state(dataclasses.replace(config, seed=seed), task, optimizer, everybody)
+        for seed in seeds
+    ]
+    state = jax.tree.map(lambda *rows: jnp.stack(rows), *states)
     batches = [
         feed(
             task.steps(
@@ -92,7 +89,7 @@ def train_seeds(
     means, workers = _build_scores(task)
     start, losses, evaluations, recent = time.monotonic(), [], [], []
     for step in range(1, config.num_steps + 1):
-        batch = _stack([next(seed).arrays for seed in batches])
+        batch = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
         state, metrics = train_step(state, batch, step - 1)
         recent.append(metrics["loss"])
         end = step == config.num_steps
@@ -208,5 +205,15 @@ def _distance(params: Any) -> jax.Array:
     return consensus_distance(params, AXIS)
 
 
-def _stack(trees: list[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+def _stack_rows(*rows: np.ndarray) -> np.ndarray:
+    """The rows of all seeds.
+
+    Raises:
+      ValueError: if they are not of one shape.
+    """
+    shapes = {row.shape for row in rows}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"seeds are trained together on batches of one shape, got {sorted(shapes)}"
+        )
+    return np.stack(rows)

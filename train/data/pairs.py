@@ -174,8 +174,8 @@ def read_corpus(folder: Path) -> Corpus:
     if not (folder / "corpus.json").is_file():
         raise FileNotFoundError(
             f"there is no corpus in {folder}: make it by "
-            f"`python -m train.prepare wmt14 --out {folder}`, or of text files of your "
-            "own by `python -m train.prepare pairs`"
+            f"`python -m train.prepare wmt14 --pair de-en --out {folder}` (or fr-en), "
+            "or of text files of your own by `python -m train.prepare pairs`"
         )
     about = _read_json(folder / "corpus.json")
     return Corpus(

@@ -25,7 +25,7 @@ class TranslationTask:
     model: TransformerConfig
     decoding: DecodingConfig = dataclasses.field(default_factory=DecodingConfig)
     label_smoothing: float = 0.1
-    num_shapes: int = 16
+    num_shapes: int = 32
 
     def build(self) -> Task:
         return translation(

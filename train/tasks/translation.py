@@ -222,7 +222,7 @@ def _search(
         beams=config.beams,
         penalty=config.length_penalty,
     )
-    return found.tokens_BxRxL[:, 0]
+    return found.tokens[:, 0]
 
 
 def _before_end(tokens: list[int]) -> list[int]:

@@ -1,0 +1,14 @@
+"""Handwritten digits, a small ResNet, 32 workers: DAdam, alternating exponential ring.
+
+Command, hardware and results: as in digits_accumadam_aer.py.
+"""
+
+import dataclasses
+
+from configs.digits_accumadam_aer import config as accumadam_aer
+
+config = dataclasses.replace(
+    accumadam_aer,
+    name="digits_dadam_aer",
+    optimizer=dataclasses.replace(accumadam_aer.optimizer, name="adamw"),
+)
