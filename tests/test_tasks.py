@@ -299,10 +299,11 @@ def test_micro_batches_that_do_not_divide_the_rows_are_refused_before_step_0():
 
 
 def test_text_tokens_out_of_range_are_refused_with_both_numbers(tmp_path):
-    (tmp_path / "a.txt").write_text("words and words and more words\n" * 200)
-    (tmp_path / "b.txt").write_text("other words for a held-out text\n" * 200)
+    files = [tmp_path / f"{i}.txt" for i in range(8)]
+    for i, file in enumerate(files):
+        file.write_text(f"words and words and word {i}\n" * 50)
     out = tmp_path / "out"
-    prepare_text([tmp_path / "a.txt", tmp_path / "b.txt"], out, 300, held_out_share=0.5)
+    prepare_text(files, out, 300, held_out_share=0.5)
     task = TextTask(data=str(out), model=GPTConfig(vocabulary=100, context=8))
     with pytest.raises(ValueError, match="vocabulary of 100"):
         task.build().steps(1, 1, 0, [0])
@@ -335,7 +336,7 @@ def test_a_config_comes_back_from_its_json(task):
         num_steps=100,
         task=task,
         topology=TopologyConfig(name="ring"),
-        step=StepConfig(xla_options=("a=b", "c=d")),
+        step=StepConfig(xla_options=("xla_a=b", "xla_c=d")),
         optimizer=OptimizerConfig(clip_norm=None, decay="inverse_sqrt"),
     )
     assert from_json(to_json(config)) == config
@@ -361,7 +362,7 @@ def test_the_inverse_square_root_rises_linearly_and_then_decays(step):
         decay="inverse_sqrt",
     )
     rising = 0.5 + 1.5 * step / 10
-    expected = rising if step < 10 else 2.0 * np.sqrt(10 / step)
+    expected = rising if step < 10 else 2.0 * (10 / max(step, 1)) ** 0.5
     got = build_schedule(config, num_steps=2000)(step)
     np.testing.assert_allclose(got, expected, rtol=1e-6)
 
@@ -374,7 +375,8 @@ def test_without_a_clip_norm_gradients_keep_their_size():
         config = OptimizerConfig(clip_norm=clip_norm, name="adamw", warmup_steps=0)
         optimizer = build_optimizer(config, optax.constant_schedule(1.0))
         _, state = optimizer.update(grads, optimizer.init(params), params)
-        return max(float(jnp.max(x)) for x in jax.tree.leaves(state))
+        floats = [x for x in jax.tree.leaves(state) if x.dtype == jnp.float32]
+        return max(float(jnp.max(x)) for x in floats)
 
     assert second_moment(None) == pytest.approx(1e6 * 0.001, rel=1e-4)
     assert second_moment(1.0) < 1

@@ -117,7 +117,7 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
       The step, and the models as NumPy arrays, [N, ...].
 
     Raises:
-      ValueError: if there is no such checkpoint.
+      ValueError: if there is no such checkpoint, or it is of other models.
     """
     folder = (run_dir / "checkpoints").absolute()
     if not folder.is_dir():
@@ -140,6 +140,17 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
                 )
             ),
         )
+    pairs = zip(
+        jax.tree.leaves_with_path(models),
+        jax.tree.leaves(restored["state"]),
+        strict=True,
+    )
+    for (path, wanted), got in pairs:
+        if wanted.shape != got.shape:
+            raise ValueError(
+                f"the checkpoint is of another model: {jax.tree_util.keystr(path)} has "
+                f"the shape {got.shape}, wanted {wanted.shape}"
+            )
     return step, restored["state"]
 
 
