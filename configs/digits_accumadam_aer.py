@@ -1,4 +1,4 @@
-"""Handwritten digits, a small ResNet, 32 workers: AccumAdam, alternating exponential ring.
+"""Handwritten digits, 32 workers: AccumAdam, alternating exponential ring.
 
 The paper's Table 3 in small: local batches of 2, with batch norm.
 """
@@ -32,7 +32,7 @@ config = Config(
         warmup_steps=83,
         decay="cosine",
         final_learning_rate=1e-5,
-        accum_steps=8,
+        accum_steps=2,
         b1=0.9,
         b2=0.999,
         weight_decay=1 / 32768,

@@ -1,4 +1,4 @@
-"""Handwritten digits, a small ResNet, 32 workers: AccumAdam, complete graph.
+"""Handwritten digits, 32 workers: AccumAdam, complete graph.
 
 Command, hardware and results: as in digits_accumadam_aer.py.
 """

@@ -1,4 +1,4 @@
-"""Handwritten digits, a small ResNet, 32 workers: Adam, all-reduce of the gradients.
+"""Handwritten digits, 32 workers: Adam, all-reduce of the gradients.
 
 Command, hardware and results: as in digits_accumadam_aer.py.
 """

@@ -1,4 +1,4 @@
-"""Handwritten digits, a small ResNet, 32 workers: DAdam, alternating exponential ring.
+"""Handwritten digits, 32 workers: DAdam, alternating exponential ring.
 
 Command, hardware and results: as in digits_accumadam_aer.py.
 """

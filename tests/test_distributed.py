@@ -226,6 +226,16 @@ def test_a_signal_to_one_ends_all_after_the_same_step(who, runs, tmp_path):
     assert all(map(np.array_equal, arrays(tmp_path), arrays(wanted)))
 
 
+def test_batches_of_several_shapes_train_in_processes_as_in_one(tmp_path):
+    job, alone = tmp_path / "job", tmp_path / "alone"
+    config = "tests/tiny_numbers.py"
+    with launch(2, job, config=config) as process:
+        assert "exact match" in ended(process)
+    with started(*TRAIN, config, "--run-dir", str(alone)) as process:
+        ended(process)
+    np.testing.assert_allclose(losses(job), losses(alone), rtol=1e-4)
+
+
 SLOW_START = """
 import dataclasses
 import time

@@ -126,7 +126,9 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
     handlers = {"state": ocp.PyTreeCheckpointHandler()}
     with ocp.CheckpointManager(folder, item_handlers=handlers) as manager:
         steps = sorted(manager.all_steps())
-        step = steps[-1] if step is None and steps else step
+        if not steps:
+            raise ValueError(f"{run_dir} holds no checkpoint of a run")
+        step = steps[-1] if step is None else step
         if step not in steps:
             raise ValueError(f"{run_dir} has checkpoints of steps {steps}, not {step}")
         as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)

@@ -3,7 +3,7 @@
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -67,7 +67,7 @@ def _statement(a: Entry, b: Entry, headline: Headline) -> str:
     if len(x) < 2:
         return f"{a.name} and {b.name}: one seed tells nothing about the spread."
     # Exactly equal values have no spread to divide by.
-    result = stats.ttest_ind(x, y, equal_var=False) if np.ptp([*x, *y]) else None
+    result: Any = stats.ttest_ind(x, y, equal_var=False) if np.ptp([x, y]) else None
     if result is None or not result.pvalue < LEVEL:
         p = "" if result is None else f" (p = {result.pvalue:.2g})"
         return (

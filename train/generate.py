@@ -38,7 +38,8 @@ def generate(
     if not all(lines):
         raise ValueError("a text is empty: give the model something to begin with")
     model = trained.mean() if worker is None else trained.worker(worker)
-    for text in trained.task.generate(*jax.device_put(model), lines):
+    params, model_state = jax.device_put(model)
+    for text in trained.task.generate(params, model_state, lines):
         print(text)
 
 

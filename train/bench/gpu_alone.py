@@ -104,7 +104,9 @@ def of_workers(bench: GpuBench, num_workers: int, topology: Any) -> Config:
 def first_batch(config: Config, task: Task) -> Any:
     """The batch of step 0 of one worker, each leaf [examples, ...]."""
     steps = task.steps(1, config.step.batch_per_worker, config.seed, workers=[0])
-    return jax.tree.map(lambda x: x[0], steps[0].arrays)
+    batch = steps[0]
+    assert batch is not None  # As it is where a data set filters.
+    return jax.tree.map(lambda x: x[0], batch.arrays)
 
 
 def plain_step(

@@ -31,7 +31,7 @@ class Classifier(NamedTuple):
     init: Callable[[jax.Array], tuple[Any, Any]]
     loss_fn: LossFn
     score_fn: Callable[[Any, Any, Any], Totals]
-    logits: Callable[[Any, Any, jax.Array], jax.Array]
+    logits: Callable[[Any, Any, jax.Array | np.ndarray], jax.Array]
 
 
 def classifier(
@@ -64,9 +64,11 @@ def classifier(
         loss = optax.softmax_cross_entropy(logits, labels).mean()
         return loss, (nnx.state(net, nnx.BatchStat), {})
 
-    def logits(params: Any, model_state: Any, images: jax.Array) -> jax.Array:
+    def logits(
+        params: Any, model_state: Any, images: jax.Array | np.ndarray
+    ) -> jax.Array:
         net = nnx.merge(graph, params, model_state)
-        return net(normalise(images), train=False)
+        return net(normalise(jnp.asarray(images)), train=False)
 
     def score_fn(params: Any, model_state: Any, batch: Any) -> Totals:
         return scores(logits(params, model_state, batch["image"]), batch["label"])

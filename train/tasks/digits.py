@@ -41,8 +41,8 @@ class DigitsTask:
             score_fn=model.score_fn,
             headline=Headline("top_1", better="higher"),
             baselines=lambda: {"nearest neighbour": nearest_neighbour(train, held_out)},
-            sample=lambda *of_model: draw_wrong(
-                model.logits(*of_model, held_out.images), held_out
+            sample=lambda params, model_state: draw_wrong(
+                model.logits(params, model_state, held_out.images), held_out
             ),
         )
 

@@ -4,6 +4,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,7 +50,9 @@ def window_shape(
     return jax.ShapeDtypeStruct((rows, context + 1), dtype)
 
 
-def spread(windows: Sequence[np.ndarray], count: int, rows: int) -> list[np.ndarray]:
+def spread(
+    windows: grain.sources.RandomAccessDataSource, count: int, rows: int
+) -> list[np.ndarray]:
     """Returns `count` of the windows, evenly spread, in batches of some `rows`."""
     chosen = np.linspace(0, len(windows) - 1, count).astype(int)
     stacked = np.stack([windows[i] for i in chosen])

@@ -78,7 +78,9 @@ class StdlibTask:
             score_fn=score_fn,
             headline=Headline("bits_per_byte", better="lower"),
             baselines=baselines,
-            sample=lambda *of_model: generate(*of_model, [self.sample_prompt])[0],
+            sample=lambda params, model_state: generate(
+                params, model_state, [self.sample_prompt]
+            )[0],
             generate=generate,
         )
 

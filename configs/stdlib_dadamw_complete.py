@@ -1,0 +1,15 @@
+"""The standard library, 16 workers: DAdamW, complete graph.
+
+Command, hardware and results: as in stdlib_accumadamw_aer.py.
+"""
+
+import dataclasses
+
+from configs.stdlib_accumadamw_aer import config as accumadamw_aer
+
+config = dataclasses.replace(
+    accumadamw_aer,
+    name="stdlib_dadamw_complete",
+    topology=dataclasses.replace(accumadamw_aer.topology, name="complete"),
+    optimizer=dataclasses.replace(accumadamw_aer.optimizer, name="adamw"),
+)

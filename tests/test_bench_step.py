@@ -1,0 +1,112 @@
+"""The benches of a step and of the input: what they measure, count and refuse."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from rich.console import Console
+from tiny_numbers import config as tiny_numbers
+
+from train.bench import data, step
+from train.bench.data import DataBench, Result, count_compiled, measure
+from train.bench.step import OURS, PLAIN, StepBench, of_one_worker
+from train.tasks.numbers import NumbersTask
+
+TINY_FILE = Path(tiny.__file__)
+QUIET = Console(quiet=True)
+
+
+def test_what_is_compiled_is_counted_once():
+    @jax.jit
+    def square(x):
+        return x @ x
+
+    arrays = [jax.block_until_ready(jnp.ones((size, size))) for size in (2, 3, 2)]
+    with count_compiled() as compiled:
+        for x in arrays:
+            square(x)
+        assert compiled() == 2
+    square(jnp.ones((5, 5)))
+    assert compiled() == 2
+
+
+def test_a_step_is_compiled_once_for_each_shape_and_exchange():
+    result = measure(tiny_numbers, steps=24, processes=0)
+    assert result.shapes == 2
+    assert result.exchanges == 2
+    assert result.compiled == 4
+    assert 0.5 < result.filled < 1
+    assert min(result.read, result.trained) > 0
+
+
+def test_a_task_of_one_shape_has_no_padding():
+    result = measure(tiny.config, steps=4, processes=0)
+    assert (result.shapes, result.compiled, result.filled) == (1, 2, 1.0)
+    assert result.examples == 4 * 2
+
+
+def test_the_table_of_the_input_has_rates_and_their_ratio():
+    row = Result(
+        "x", 100.0, 0.912, read=0.01, trained=0.05, shapes=3, exchanges=2, compiled=6
+    )
+    text = data.table([row])
+    assert "| x | 1e+04 | 2000 | 5.0 | 91.2% | 6 | 3 x 2 |" in text
+
+
+def test_the_input_is_measured_and_written_down(tmp_path, capsys):
+    bench = DataBench(configs=(TINY_FILE,), steps=2, out=tmp_path)
+    assert data.main(bench) == 0
+    facts = json.loads((tmp_path / "data.json").read_text())
+    assert [row["name"] for row in facts["results"]] == ["tiny"]
+    assert (tmp_path / "data.md").read_text() in capsys.readouterr().out
+
+
+def test_a_step_of_one_worker_is_measured_beside_plain_optax(tmp_path, capsys):
+    bench = StepBench(
+        configs=(TINY_FILE,), batches=(2,), rounds=1, steps=1, out=tmp_path
+    )
+    assert step.main(bench) == 0
+    facts = json.loads((tmp_path / "step.json").read_text())
+    seconds = facts["seconds"]["tiny, batch 2"]
+    assert seconds.keys() == {PLAIN, OURS}
+    assert min(seconds.values()) > 0
+    assert "| tiny, batch 2 |" in capsys.readouterr().out
+
+
+def test_both_compute_the_same_work_of_one_worker():
+    config = of_one_worker(tiny_numbers, 96, "float32")
+    assert config.workers.num_workers == 1
+    assert config.topology.build(config.workers).num_workers == 1
+    assert isinstance(config.task, NumbersTask)
+    assert config.task.model.compute_dtype == "float32"
+    seconds = step.measure(config, StepBench(rounds=1, steps=1), QUIET)
+    assert seconds.keys() == {PLAIN, OURS}
+
+
+def test_the_table_of_a_step_has_the_ratio():
+    text = step.table({"x, batch 1": {PLAIN: 0.5, OURS: 0.55}})
+    assert "| x, batch 1 | 0.500 | 0.550 | 1.100 |" in text
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: StepBench(batches=(1,)), "3 configs and 1 batches"),
+        (lambda: StepBench(rounds=0), "must be at least 1"),
+        (lambda: DataBench(steps=0), "steps must be at least 1, got 0"),
+        (lambda: DataBench(processes=-1), "processes must be at least 0, got -1"),
+    ],
+)
+def test_nothing_to_measure_gets_a_sentence(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_what_the_benches_measure_by_default_is_there():
+    for path in (*DataBench().configs, *StepBench().configs):
+        assert (TINY_FILE.parent.parent / path).is_file()
+    assert dataclasses.fields(StepBench)
