@@ -87,6 +87,11 @@ def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     compare((TINY_FILE,), **options)
     again = capsys.readouterr().out
     assert all(f"{name}: from {tmp_path / name}.json" in again for name in names)
+    compare((TINY_FILE,), **options, score="training_loss")
+    assert "training_loss" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="no score bleu; there are: bits_per_byte, tr"):
+        compare((TINY_FILE,), **options, score="bleu")
+    capsys.readouterr()
     compare((TINY_FILE,), **{**options, "first_seed": 1})
     assert f"from {tmp_path}" not in capsys.readouterr().out
 
@@ -144,6 +149,8 @@ def test_what_the_seeds_do_not_tell_is_not_said(a, b, words):
 
 def test_the_table_has_means_and_two_standard_deviations():
     text = table([Entry("a", outcome([1.0, 3.0], judged={"bleu": [10.0, 10.0]}))])
-    assert "| a | 2.0000 ± 2.8284 | 10.0000 ± 0.0000 | 2.0000 ± 2.8284 |" in text
-    assert "loss 1.0000 to 4.0000" in text
-    assert "| loss | bleu |" in text
+    row = (
+        "| a | 2.0000 ± 2.8284 | 10.0000 ± 0.0000 | 2.0000 ± 2.8284 | 1.0000 to 4.0000"
+    )
+    assert row in text
+    assert "| loss | bleu | training loss | loss of workers |" in text

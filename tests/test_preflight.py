@@ -33,13 +33,7 @@ pytestmark = pytest.mark.filterwarnings(
 
 ROOT = Path(__file__).parent.parent
 # One of each model; their siblings exchange the same bytes.
-SHIPPED = (
-    "quickstart",
-    "timeline",
-    "gpt2_small",
-    "imagenet_accumadam_aer",
-    "wmt14_de_accumadam_aer",
-)
+SHIPPED = ("quickstart", "timeline", "gpt2_small", "wmt14_de_accumadam_aer")
 HIERARCHY = TopologyConfig(name="hierarchical", between="one_peer_ring")
 QUIET = Console(quiet=True)
 

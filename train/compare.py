@@ -3,12 +3,16 @@
 `python -m train.compare CONFIG.py [CONFIG.py ...] --seeds 3 [--vary FIELD VALUE ...]`
 """
 
+import contextlib
 import dataclasses
 import json
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated
 
 import tyro
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -21,6 +25,9 @@ from train.__main__ import load_config
 from train.compare_report import Entry, draw, statements, table
 from train.config import Config, to_json
 from train.seeds import SeedsOutcome, train_seeds
+from train.tasks.task import Headline
+
+SECONDS_BETWEEN = 20.0
 
 
 def compare(
@@ -28,6 +35,7 @@ def compare(
     seeds: int = 3,
     first_seed: int = 0,
     vary: tuple[str, ...] = (),
+    score: str | None = None,
     out: Path = Path("runs/compare"),
 ) -> None:
     """Trains each config with several seeds and compares the mean models.
@@ -41,6 +49,8 @@ def compare(
       first_seed: of them.
       vary: a field and its values, as "optimizer.accum-steps 1 2 4": each config with
         each of them.
+      score: that they are told apart by, as "training_loss"; by default the headline of
+        the task.
       out: folder for all results, the table and the figure.
 
     Raises:
@@ -57,11 +67,21 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     numbers = range(first_seed, first_seed + seeds)
     entries = [_entry(config, numbers, out) for config in chosen]
-    headline = chosen[0].task.build().headline
+    headline = _headline(chosen[0].task.build().headline, score, entries[0])
     text = "\n\n".join([table(entries), *statements(entries, headline)])
     (out / "compare.md").write_text(text + "\n")
     draw(entries, headline, out / "compare.svg")
     print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")
+
+
+def _headline(own: Headline, score: str | None, entry: Entry) -> Headline:
+    if score is None or score == own.name:
+        return own
+    if score not in entry.scores():
+        raise ValueError(
+            f"there is no score {score}; there are: {', '.join(entry.scores())}"
+        )
+    return Headline(score, better="lower" if "loss" in score else "higher")
 
 
 def _varied(path: Path, vary: tuple[str, ...]) -> list[Config]:
@@ -96,23 +116,39 @@ def _entry(config: Config, seeds: range, out: Path) -> Entry:
         if {name: found.get(name) for name in wanted} == wanted:
             print(f"{config.name}: from {path}")
             return Entry(config.name, SeedsOutcome(**found["outcome"]))
+    with _progress(config) as report:
+        outcome = train_seeds(config, seeds, report)
+    made = json.dumps({**wanted, "outcome": outcome._asdict()}, indent=1)
+    path.with_suffix(".part").write_text(made + "\n")
+    path.with_suffix(".part").replace(path)
+    return Entry(config.name, SeedsOutcome(**json.loads(made)["outcome"]))
+
+
+@contextlib.contextmanager
+def _progress(config: Config) -> Iterator[Callable[[int, str], None]]:
+    """A line that moves, or without a terminal one every so often."""
+    console = Console()
+    if not console.is_terminal:
+        last = time.monotonic()
+
+        def say(step: int, words: str) -> None:
+            nonlocal last
+            if step == config.num_steps or time.monotonic() - last > SECONDS_BETWEEN:
+                print(f"{config.name}  {step}/{config.num_steps}  {words}", flush=True)
+                last = time.monotonic()
+
+        yield say
+        return
     with Progress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[words]}"),
+        console=console,
     ) as progress:
         bar = progress.add_task(config.name, total=config.num_steps, words="")
-        outcome = train_seeds(
-            config,
-            seeds,
-            lambda step, words: progress.update(bar, completed=step, words=words),
-        )
-    made = json.dumps({**wanted, "outcome": outcome._asdict()}, indent=1)
-    path.with_suffix(".part").write_text(made + "\n")
-    path.with_suffix(".part").replace(path)
-    return Entry(config.name, SeedsOutcome(**json.loads(made)["outcome"]))
+        yield lambda step, words: progress.update(bar, completed=step, words=words)
 
 
 if __name__ == "__main__":

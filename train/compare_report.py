@@ -27,15 +27,17 @@ class Entry(NamedTuple):
     outcome: SeedsOutcome
 
     def scores(self) -> dict[str, list[float]]:
-        """Of the mean models at the end, one for each seed."""
+        """Of the mean models at the end, and of their training, one for each seed."""
         _, scores = self.outcome.evaluations[-1]
-        return {**scores, **self.outcome.judged}
+        _, losses = self.outcome.losses[-1]
+        return {**scores, **self.outcome.judged, "training_loss": losses}
 
 
 def table(entries: Sequence[Entry]) -> str:
     """Returns a Markdown table: means over the seeds +- two standard deviations."""
     names = list(entries[0].scores())
-    head = ["", *names, "training loss", "single workers", "consensus", "seconds"]
+    head = ["", *names, f"{names[0]} of workers", "consensus distance", "seconds"]
+    head = [name.replace("_", " ") for name in head]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for entry in entries:
         scores, outcome = entry.scores(), entry.outcome
@@ -43,8 +45,7 @@ def table(entries: Sequence[Entry]) -> str:
         cells = [
             entry.name,
             *(_spread(scores[name]) for name in names),
-            _spread(outcome.losses[-1][1]),
-            f"{names[0]} {worst.min():.4f} to {worst.max():.4f}",
+            f"{worst.min():.4f} to {worst.max():.4f}",
             f"{np.mean(outcome.consensus_distance):.2g}",
             f"{outcome.seconds:.0f}",
         ]
@@ -53,7 +54,7 @@ def table(entries: Sequence[Entry]) -> str:
 
 
 def statements(entries: Sequence[Entry], headline: Headline) -> list[str]:
-    """Returns, for each pair, whether the seeds tell them apart in the headline score.
+    """Returns, for each pair, whether the seeds tell them apart in a score.
 
     By Welch's t-test, two-sided, at 5 %; not corrected for the number of pairs.
     """
