@@ -1,6 +1,21 @@
 """Handwritten digits, 32 workers: AccumAdam, alternating exponential ring.
 
-The paper's Table 3 in small: local batches of 2, with batch norm.
+The paper's Table 3 in small: 32 workers as 4 nodes of 8, local batches of 2.
+
+Command: `python -m train.compare configs/digits_*.py --seeds 3 --score training_loss`
+Hardware: 2 cores of an AMD EPYC; all workers and seeds simulated on one device.
+Wall time: 72 to 88 s a config, for three seeds together (Python 3.11, jax 0.10.2).
+Result: training loss and held-out top-1 of the mean model, +- two standard deviations
+
+    allreduce           0.5347 +- 0.0035   99.16 +- 0.56 %
+    accumadam_complete  0.5489 +- 0.0004   99.26 +- 0.85 %
+    accumadam_aer       0.5504 +- 0.0036   99.07 +- 0.85 %
+    dadam_aer           0.5545 +- 0.0043   98.89 +- 0.56 %
+    dadam_complete      0.5551 +- 0.0048   98.89 +- 0.96 %
+
+Of the learning rates 1e-2 and 3e-2 the second came out better for each of the three
+methods, on two seeds of their own. accum_steps is 2: with the paper's 8 so short a run
+comes out worse than with DAdam, 0.5583 on the ring.
 """
 
 from train.config import (

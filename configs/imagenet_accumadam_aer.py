@@ -41,7 +41,7 @@ config = Config(
     topology=TopologyConfig(name="alternating_exponential_ring"),
     step=StepConfig(algorithm="awc", batch_per_worker=32),
     optimizer=OptimizerConfig(
-        name="accum_adamw",
+        name="accum_adam",
         learning_rate=1.5e-3,
         initial_learning_rate=1.5e-5,
         warmup_steps=5 * 1251,

@@ -16,7 +16,7 @@ config = dataclasses.replace(
     topology=dataclasses.replace(accumadam_aer.topology, name="complete"),
     optimizer=dataclasses.replace(
         accumadam_aer.optimizer,
-        name="adamw",
+        name="adam",
         learning_rate=1e-3,
         initial_learning_rate=1e-5,
     ),

@@ -14,5 +14,5 @@ from configs.imagenet_accumadam_aer import config as accumadam_aer
 config = dataclasses.replace(
     accumadam_aer,
     name="imagenet_dadam_aer",
-    optimizer=dataclasses.replace(accumadam_aer.optimizer, name="adamw"),
+    optimizer=dataclasses.replace(accumadam_aer.optimizer, name="adam"),
 )

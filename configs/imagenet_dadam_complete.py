@@ -15,5 +15,5 @@ config = dataclasses.replace(
     accumadam_aer,
     name="imagenet_dadam_complete",
     topology=dataclasses.replace(accumadam_aer.topology, name="complete"),
-    optimizer=dataclasses.replace(accumadam_aer.optimizer, name="adamw"),
+    optimizer=dataclasses.replace(accumadam_aer.optimizer, name="adam"),
 )

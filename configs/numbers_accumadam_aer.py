@@ -1,6 +1,23 @@
 """Number words into German, 16 workers: AccumAdam, alternating exponential ring.
 
-The paper's Table 2 in small: local batches of two or three sentences.
+The paper's Table 2 in small: local batches of two or three lines, on 4 nodes.
+
+Command: `python -m train.compare configs/numbers_*.py --seeds 3`
+Hardware: 2 cores of an AMD EPYC; all workers and seeds simulated on one device.
+Wall time: 93 to 237 s a config, for three seeds together, beside other work (Python
+3.11, jax 0.10.2).
+Result: of the mean model, held-out loss in nats per token, BLEU and exact matches of
+the test set, +- two standard deviations
+
+    allreduce           0.138 +- 0.013   97.1 +- 1.9   94.5 +- 3.2 %
+    dadam_aer           0.151 +- 0.010   95.9 +- 2.7   92.5 +- 4.0 %
+    accumadam_complete  0.152 +- 0.029   96.1 +- 3.8   93.5 +- 6.4 %
+    dadam_complete      0.153 +- 0.008   95.6 +- 2.3   92.5 +- 3.1 %
+    accumadam_aer       0.157 +- 0.049   95.8 +- 8.4   93.1 +- 12.3 %
+
+Learning rates were looked for on a seed of its own, in runs of 1,500 steps; that of
+all-reduce is half of the others'. accum_steps is 2: with the paper's 8 the model does
+not learn to translate in so short a run.
 """
 
 from train.config import (

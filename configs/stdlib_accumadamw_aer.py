@@ -1,6 +1,9 @@
 """The standard library, 16 workers: AccumAdamW, alternating exponential ring.
 
-Local batches of one window.
+Local batches of one window, 16 workers as 4 nodes of 4.
+
+Command: `python -m train.compare configs/stdlib_*.py --seeds 3`
+Result: not measured yet.
 """
 
 from train.config import (

@@ -8,7 +8,9 @@ Hardware: 16 GPUs, 4 nodes of 4.
 Paper: 27.71 ± 0.09 / 0.5481 BLEU / METEOR (Table 2, 16 workers).
 Ours: not measured, neither the data nor the GPUs have been at hand.
 
-Per step: 16 workers * 1,562 tokens of each side = 25,000; 130,000 steps, 24 epochs.
+Per step: 16 workers * 1,562 tokens of each side = 25,000; 130,000 steps, 24 passes.
+The warm-up is that of the released code, the dropout that of its older configs; the
+code's average of all models after each pass is not made here.
 With 8 workers the paper's code has `--workers.num-workers 8 --step.batch-per-worker
 3125 --optimizer.learning-rate 8e-4 --optimizer.accum-steps 4`; for 32, with N/2:
 `--workers.num-workers 32 --step.batch-per-worker 781 --optimizer.accum-steps 16`.

@@ -8,7 +8,10 @@ Hardware: 16 GPUs, 4 nodes of 4.
 Paper: 46.05 ± 0.03 / 0.6715 BLEU / METEOR (Table 2, 16 workers).
 Ours: not measured, neither the data nor the GPUs have been at hand.
 
-Per step: 16 workers * 1,562 tokens of each side = 25,000; 130,000 steps, 24 epochs.
+Per step: 16 workers * 1,562 tokens of each side = 25,000; 130,000 steps,
+some three passes.
+The warm-up is that of the released code, the dropout that of its older configs; the
+code's average of all models after each pass is not made here.
 """
 
 from train.config import (

@@ -77,7 +77,7 @@ def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     options = dict(seeds=2, vary=("optimizer.accum-steps", "1", "2"), out=tmp_path)
     compare((TINY_FILE,), **options)
     first = capsys.readouterr().out
-    names = ["tiny-accum_steps-1", "tiny-accum_steps-2"]
+    names = ["tiny-accum-steps-1", "tiny-accum-steps-2"]
     for name in names:
         kept = json.loads((tmp_path / f"{name}.json").read_text())
         assert kept["config"]["optimizer"]["accum_steps"] == int(name[-1])
@@ -138,6 +138,7 @@ def test_a_clear_difference_is_named_with_its_interval():
     [
         ([1.0, 2.0, 3.0], [1.5, 2.5, 2.8], "not told apart in loss: 2.0000 and 2.2667"),
         ([1.0, 1.0], [1.0, 1.0], "not told apart"),
+        ([1.0, 1.0], [2.0, 2.0], "not told apart"),
         ([1.0], [2.0], "one seed tells nothing"),
     ],
 )
@@ -154,3 +155,9 @@ def test_the_table_has_means_and_two_standard_deviations():
     )
     assert row in text
     assert "| loss | bleu | training loss | loss of workers |" in text
+
+
+def test_the_training_loss_is_the_mean_over_the_last_tenth_of_the_steps():
+    rows = [(step, [float(step)]) for step in range(1, 101)]
+    made = outcome([1.0], losses=rows, evaluations=[(100, {"loss": [1.0]})])
+    assert Entry("a", made).scores()["training_loss"] == [np.mean(range(91, 101))]

@@ -355,7 +355,7 @@ def read(step, batch):
 class Task(StdlibTask):
     def build(self):
         task = super().build()
-        steps = lambda *args: task.steps(*args).map_with_index(read)
+        steps = lambda *args, **kw: task.steps(*args, **kw).map_with_index(read)
         return task._replace(steps=steps)
 
 

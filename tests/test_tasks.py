@@ -209,7 +209,7 @@ def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary():
     task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
     params, _ = model_of(task)
     nothing = jax.tree.map(jnp.zeros_like, params)
-    score = build_score(task)(nothing, ())
+    (score,) = build_score(task)([(nothing, ())])
     assert score["loss"] == pytest.approx(np.log(300), rel=1e-5)
     batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
     loss, _ = task.loss_fn(nothing, (), batch, jax.random.key(0))
@@ -225,7 +225,10 @@ def test_a_held_out_score_is_the_mean_over_all_tokens_of_all_batches():
         nats, count = nats + float(total), count + int(some)
     data = corpus()
     assert count == sum(len(data.validation.target[i]) + 1 for i in range(4))
-    assert build_score(task)(params, ())["loss"] == pytest.approx(nats / count)
+    other = jax.tree.map(jnp.zeros_like, params)
+    score, of_other = build_score(task)([(params, ()), (other, ())])
+    assert score["loss"] == pytest.approx(nats / count)
+    assert of_other["loss"] == pytest.approx(np.log(300), rel=1e-5)
 
 
 def test_a_model_learns_to_translate_what_it_has_seen():
@@ -399,3 +402,18 @@ def test_numbers_to_translate_are_none_of_those_to_learn():
     held_out = [data.test.source[i] for i in range(len(data.test))]
     held_out += [data.validation.source[i] for i in range(len(data.validation))]
     assert all(tuple(row.tolist()) not in rows for row in held_out)
+
+
+@pytest.mark.parametrize("name", ["adam", "accum_adam"])
+def test_without_a_w_the_decay_is_a_part_of_the_gradient(name):
+    params = {"kernel": 3 * jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    grads = jax.tree.map(lambda x: 0.5 * x, params)
+    config = OptimizerConfig(name=name, weight_decay=0.1, clip_norm=None)
+    optimizer = build_optimizer(config, optax.constant_schedule(0.1))
+    _, state = optimizer.update(grads, optimizer.init(params), params)
+    wanted = {"kernel": 0.5 * 3 + 0.1 * 3, "bias": 0.5}
+    moments = state[1][0]
+    got = moments.acc if name == "accum_adam" else moments.mu
+    scale = 1 / config.accum_steps if name == "accum_adam" else 1 - config.b1
+    for key, gradient in wanted.items():
+        np.testing.assert_allclose(got[key], scale * gradient, rtol=1e-6)

@@ -13,6 +13,7 @@ from jax.sharding import Mesh
 from decentjax import (
     TrainStep,
     WorkerState,
+    accum_adam,
     accum_adamw,
     adapt,
     all_reduce_step,
@@ -47,7 +48,7 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     return optax.join_schedules(
         [
             optax.linear_schedule(config.initial_learning_rate, peak, warmup),
-            lambda count: peak * jnp.sqrt(warmup / (warmup + count)),
+            lambda past: peak * jnp.sqrt(warmup / (warmup + jnp.maximum(past, 0))),
         ],
         boundaries=[warmup],
     )
@@ -56,23 +57,29 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 def build_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Clips by the global norm of the worker's gradient, then steps."""
+    """Clips by the global norm of the worker's gradient, decays, and steps."""
+    moments = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+    if config.name.startswith("accum"):
+        moments["accum_steps"] = config.accum_steps
     make: Callable[..., optax.GradientTransformation] = {
-        "accum_adamw": functools.partial(accum_adamw, accum_steps=config.accum_steps),
+        "accum_adamw": accum_adamw,
+        "accum_adam": accum_adam,
         "adamw": optax.adamw,
+        "adam": optax.adam,
     }[config.name]
-    step = make(
-        schedule,
-        b1=config.b1,
-        b2=config.b2,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        # Not on biases, norms and the like.
-        mask=lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
+    # Not on biases, norms and the like.
+    decay: dict[str, Any] = {
+        "weight_decay": config.weight_decay,
+        "mask": lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
+    }
+    steps = (
+        [make(schedule, **moments, **decay)]
+        if config.name.endswith("w")
+        else [optax.add_decayed_weights(**decay), make(schedule, **moments)]
     )
-    if config.clip_norm is None:
-        return step
-    return optax.chain(optax.clip_by_global_norm(config.clip_norm), step)
+    if config.clip_norm is not None:
+        steps = [optax.clip_by_global_norm(config.clip_norm), *steps]
+    return optax.chain(*steps)
 
 
 def build_mesh(config: Config) -> Mesh | None:

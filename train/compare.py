@@ -64,10 +64,16 @@ def compare(
     names = [config.name for config in chosen]
     if len(set(names)) < len(names):
         raise ValueError(f"each config needs a name of its own, got {names}")
+    headlines = {config.task.build().headline for config in chosen}
+    if len(headlines) > 1:
+        raise ValueError(
+            "configs of one task can be compared, got headline scores "
+            f"{sorted(headline.name for headline in headlines)}"
+        )
     out.mkdir(parents=True, exist_ok=True)
     numbers = range(first_seed, first_seed + seeds)
     entries = [_entry(config, numbers, out) for config in chosen]
-    headline = _headline(chosen[0].task.build().headline, score, entries[0])
+    headline = _headline(headlines.pop(), score, entries[0])
     text = "\n\n".join([table(entries), *statements(entries, headline)])
     (out / "compare.md").write_text(text + "\n")
     draw(entries, headline, out / "compare.svg")
@@ -103,8 +109,10 @@ def _with(config: Config, field: str, value: str) -> Config:
         prog=f"--vary {field}",
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
     )
-    short = field.rpartition(".")[2].replace("-", "_")
-    return dataclasses.replace(changed, name=f"{config.name}-{short}-{value}")
+    name = f"{config.name}-{field.rpartition('.')[2]}-{value}"
+    # A name is a file's, too.
+    name = "".join(c if c.isalnum() or c == "-" else "_" for c in name)
+    return dataclasses.replace(changed, name=name)
 
 
 def _entry(config: Config, seeds: range, out: Path) -> Entry:

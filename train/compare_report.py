@@ -27,10 +27,14 @@ class Entry(NamedTuple):
     outcome: SeedsOutcome
 
     def scores(self) -> dict[str, list[float]]:
-        """Of the mean models at the end, and of their training, one for each seed."""
-        _, scores = self.outcome.evaluations[-1]
-        _, losses = self.outcome.losses[-1]
-        return {**scores, **self.outcome.judged, "training_loss": losses}
+        """Of the mean models at the end, one for each seed.
+
+        And the training loss, the mean over the last tenth of the steps.
+        """
+        last, scores = self.outcome.evaluations[-1]
+        losses = [losses for step, losses in self.outcome.losses if step > 0.9 * last]
+        training_loss = np.mean(losses, axis=0).tolist()
+        return {**scores, **self.outcome.judged, "training_loss": training_loss}
 
 
 def table(entries: Sequence[Entry]) -> str:
@@ -41,11 +45,11 @@ def table(entries: Sequence[Entry]) -> str:
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for entry in entries:
         scores, outcome = entry.scores(), entry.outcome
-        worst = np.array(outcome.workers[names[0]])
+        of_workers = np.array(outcome.workers[names[0]])
         cells = [
             entry.name,
             *(_spread(scores[name]) for name in names),
-            f"{worst.min():.4f} to {worst.max():.4f}",
+            f"{of_workers.min():.4f} to {of_workers.max():.4f}",
             f"{np.mean(outcome.consensus_distance):.2g}",
             f"{outcome.seconds:.0f}",
         ]
@@ -67,8 +71,9 @@ def _statement(a: Entry, b: Entry, headline: Headline) -> str:
     x, y = (np.array(entry.scores()[name]) for entry in (a, b))
     if len(x) < 2:
         return f"{a.name} and {b.name}: one seed tells nothing about the spread."
-    # Exactly equal values have no spread to divide by.
-    result: Any = stats.ttest_ind(x, y, equal_var=False) if np.ptp([x, y]) else None
+    # Without a spread there is nothing to judge a difference by.
+    spread = np.ptp(x) + np.ptp(y) > 0
+    result: Any = stats.ttest_ind(x, y, equal_var=False) if spread else None
     if result is None or not result.pvalue < LEVEL:
         p = "" if result is None else f" (p = {result.pvalue:.2g})"
         return (
@@ -106,7 +111,8 @@ def draw(entries: Sequence[Entry], headline: Headline, path: Path) -> None:
     ends.set_yticks(range(len(entries)), [entry.name for entry in entries])
     ends.set_ylim(len(entries) - 0.5, -0.5)
     better = f"{headline.better} is better; a dot for each seed"
-    ends.set_xlabel(f"held-out {headline.name.replace('_', ' ')} ({better})")
+    where = "" if headline.name == "training_loss" else "held-out "
+    ends.set_xlabel(f"{where}{headline.name.replace('_', ' ')} ({better})")
     figure.savefig(path)
 
 

@@ -233,7 +233,9 @@ class OptimizerConfig:
     """The local optimizer and its schedule: a linear warm-up, then the decay.
 
     Args:
-      name: "accum_adamw" or "adamw"; without weight decay they are AccumAdam and Adam.
+      name: "accum_adamw" and "adamw" take the weight decay, times the learning rate,
+        from the parameters; "accum_adam" and "adam" add it, times the parameters, to
+        the gradient.
       learning_rate: at the peak.
       initial_learning_rate: at the first step of the warm-up.
       warmup_steps: steps up to the peak.
@@ -244,11 +246,11 @@ class OptimizerConfig:
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added outside the root.
-      weight_decay: on parameters of two dims or more, times the learning rate.
+      weight_decay: on parameters of two dims or more.
       clip_norm: largest global norm of a worker's gradient; None for any.
     """
 
-    name: Literal["accum_adamw", "adamw"] = "accum_adamw"
+    name: Literal["accum_adamw", "accum_adam", "adamw", "adam"] = "accum_adamw"
     learning_rate: float = 1e-3
     initial_learning_rate: float = 0.0
     warmup_steps: int = 50
@@ -385,7 +387,7 @@ def from_json(text: str) -> Config:
       ValueError: if its task is not one of `train.tasks`, or a field is unknown.
     """
     fields = json.loads(text)
-    kind = fields["task"].pop("kind")
+    kind = fields.get("task", {}).pop("kind", None)
     kinds = {task.__name__: task for task in typing.get_args(AnyTask)}
     if kind not in kinds:
         raise ValueError(f"the task must be one of {', '.join(kinds)}, got {kind}")

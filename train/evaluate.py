@@ -38,17 +38,16 @@ def evaluate(
         workers = tuple(spread.astype(int).tolist())
     models: dict[str, Model] = {"mean model": trained.mean()}
     models |= {f"worker {number}": trained.worker(number) for number in workers}
-    score = build_score(trained.task)
     console = Console()
-    results = {}
-    for name, model in models.items():
-        with console.status(f"{name} ({len(results) + 1} of {len(models)})"):
-            model = jax.device_put(model)
-            results[name] = score(*model)
-            if trained.task.judge is not None:
-                results[name] |= trained.task.judge(*model)
-    scores = {"step": trained.step, "scores": results}
-    (run / "evaluation.json").write_text(json.dumps(scores, indent=2) + "\n")
+    with console.status(f"{len(models)} models on the held-out data"):
+        scores = build_score(trained.task)(list(models.values()))
+    results = dict(zip(models, scores, strict=True))
+    if trained.task.judge is not None:
+        for number, (name, model) in enumerate(models.items()):
+            with console.status(f"{name} generates ({number + 1} of {len(models)})"):
+                results[name] |= trained.task.judge(*jax.device_put(model))
+    written = {"step": trained.step, "scores": results}
+    (run / "evaluation.json").write_text(json.dumps(written, indent=2) + "\n")
     console.print(_table(f"{run}, step {trained.step}", results))
     return results
 

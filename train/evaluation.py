@@ -1,6 +1,6 @@
 """Scores of models on the held-out data of their task."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ from decentjax import mean_model
 from train.build import build_optimizer, build_schedule, build_state
 from train.checkpoint import read_models
 from train.config import Config, from_json
-from train.tasks.task import Task
+from train.tasks.task import Task, Totals
 
 Model = tuple[Any, Any]
 
@@ -73,17 +73,25 @@ def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
     return TrainedRun(config, task, step, (models["params"], models["model_state"]))
 
 
-def build_score(task: Task) -> Callable[[Any, Any], dict[str, float]]:
-    """Returns the function of (params, model_state) to scores, by name."""
+def build_score(task: Task) -> Callable[[Sequence[Model]], list[dict[str, float]]]:
+    """Returns the function of some models to the scores of each, by name.
+
+    The held-out data is gone through once for all of them.
+    """
     score_fn = jax.jit(task.score_fn)
     batches = task.validation()
 
-    def score(params: Any, model_state: Any) -> dict[str, float]:
+    def score(models: Sequence[Model]) -> list[dict[str, float]]:
         # All is under way before the first number is looked at.
-        parts = [score_fn(params, model_state, batch) for batch in batches]
-        return {
-            name: float(np.divide(*np.sum([part[name] for part in parts], axis=0)))
-            for name in parts[0]
-        }
+        parts = [[score_fn(*model, batch) for model in models] for batch in batches]
+        return [_ratios(of_model) for of_model in zip(*parts, strict=True)]
 
     return score
+
+
+def _ratios(parts: Sequence[Totals]) -> dict[str, float]:
+    """The scores that sums over some batches come to."""
+    return {
+        name: float(np.divide(*np.sum([part[name] for part in parts], axis=0)))
+        for name in parts[0]
+    }

@@ -183,12 +183,12 @@ def build_evaluate(
     score = build_score(task)
 
     def evaluate(state: WorkerState) -> Evaluation:
-        mine = [
-            (number, score(*model))
-            for number, model in _local_rows((state.params, state.model_state))
-        ]
+        rows = _local_rows((state.params, state.model_state))
+        numbers, models = zip(*rows, strict=True)
+        of_mean, *of_workers = score([mean(state), *models])
+        mine = list(zip(numbers, of_workers, strict=True))
         everybody = sorted(pair for pairs in gather(mine) for pair in pairs)
-        return score(*mean(state)), [scores for _, scores in everybody]
+        return of_mean, [scores for _, scores in everybody]
 
     return evaluate
 

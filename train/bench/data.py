@@ -99,7 +99,11 @@ def measure(config: Config, steps: int, processes: int | None) -> Result:
     task = config.task.build()
     num_workers = config.workers.num_workers
     made = task.steps(
-        num_workers, config.step.batch_per_worker, config.seed, range(num_workers)
+        num_workers,
+        config.step.batch_per_worker,
+        config.seed,
+        range(num_workers),
+        multiple_of=config.step.num_micro_batches,
     )
     count = config.data.num_processes if processes is None else processes
     batches, read = _timed(feed(made, count), steps)

@@ -46,7 +46,8 @@ def worker_steps(
 
     In each pass over the data the examples are shuffled anew and dealt out in blocks of
     B: block t * N + w goes to worker w at step t, so no two workers see one example in
-    the same pass. In the place of an example that cannot be read comes the next one.
+    the same pass. In the place of an example that cannot be read comes the next one,
+    which has a place of its own besides.
 
     Args:
       source: examples of one shape, or of one after `transform`.

@@ -81,11 +81,12 @@ def open_imagenet(
       FileNotFoundError: if the data is not there; nothing is downloaded.
     """
     folder = (root or _default_root()) / NAME / VERSION
+    out = "" if root is None else f" --out {root}"
     if not any(folder.glob(f"{NAME}-{split}.array_record-*")):
         raise FileNotFoundError(
             f"there are no ImageNet {split} images in {folder}: download "
             f"{' and '.join(ARCHIVES.values())} from https://image-net.org into a "
-            "folder and run `python -m train.prepare imagenet --archives FOLDER`"
+            f"folder and run `python -m train.prepare imagenet --archives FOLDER{out}`"
         )
     import tensorflow_datasets as tfds
 
@@ -246,7 +247,7 @@ def _validation_labels(archive: Path) -> dict[str, str]:
     import tensorflow_datasets as tfds
 
     with tarfile.open(archive) as tar:
-        names = sorted(tar.getnames())
+        names = sorted(name for name in tar.getnames() if name.endswith(".JPEG"))
     path = tfds.core.tfds_path(f"datasets/{NAME}/validation_labels.txt")
     return dict(zip(names, path.read_text().split(), strict=False))
 

@@ -164,7 +164,7 @@ def write_corpus(
     return read_corpus(folder)
 
 
-def read_corpus(folder: Path) -> Corpus:
+def read_corpus(folder: Path, vocabulary: int = 37120) -> Corpus:
     """Returns a corpus that `write_corpus` wrote; its tokens stay in the files.
 
     Raises:
@@ -174,8 +174,9 @@ def read_corpus(folder: Path) -> Corpus:
     if not (folder / "corpus.json").is_file():
         raise FileNotFoundError(
             f"there is no corpus in {folder}: make it by "
-            f"`python -m train.prepare wmt14 --pair de-en --out {folder}` (or fr-en), "
-            "or of text files of your own by `python -m train.prepare pairs`"
+            f"`python -m train.prepare wmt14 --pair de-en --vocabulary {vocabulary} "
+            f"--out {folder}` (or fr-en), or of text files of your own by "
+            "`python -m train.prepare pairs`"
         )
     about = _read_json(folder / "corpus.json")
     return Corpus(

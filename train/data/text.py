@@ -66,7 +66,8 @@ def read_tokens(folder: Path) -> Text:
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"there is no {folder / name}: make it of text files by "
-                f"`python -m train.prepare text FILE ... --out {folder}`"
+                f"`python -m train.prepare text FILE ... --vocabulary 50257 --out "
+                f"{folder}`"
             )
     return Text(*(map_array(folder / name, np.uint16) for name in FILES))
 

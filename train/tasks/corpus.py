@@ -29,7 +29,7 @@ class TranslationTask:
 
     def build(self) -> Task:
         return translation(
-            lambda: read_corpus(Path(self.data)),
+            lambda: read_corpus(Path(self.data), self.model.vocabulary),
             self.model,
             self.decoding,
             self.label_smoothing,

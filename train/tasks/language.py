@@ -39,7 +39,7 @@ def language(config: GPTConfig) -> Language:
         init=lambda key: (nnx.state(GPT(config, rngs=nnx.Rngs(key))), ()),
         loss_fn=functools.partial(_loss_fn, logits),
         nats=functools.partial(_nats, logits),
-        go_on=functools.partial(_go_on, logits, config.context),
+        go_on=functools.partial(_go_on, _next_token(logits), config.context),
     )
 
 
@@ -80,18 +80,29 @@ def _nats(logits, params: Any, windows: jax.Array) -> tuple[jax.Array, jax.Array
     return losses.sum(), jnp.asarray(losses.size)
 
 
-def _go_on(
-    logits, context: int, params: Any, tokens: Sequence[int], length: int, known: int
-) -> list[int]:
-    @jax.jit
-    def next_token(params, window, length, key):
+def _next_token(logits):
+    """(params, window, length, key, known tokens) to the next token, compiled."""
+
+    @functools.partial(jax.jit, static_argnums=4)
+    def next_token(params, window, length, key, known):
         scores = logits(params, window[None])[0, length - 1] / 0.7
         return jax.random.categorical(key, scores[:known])
 
+    return next_token
+
+
+def _go_on(
+    next_token,
+    context: int,
+    params: Any,
+    tokens: Sequence[int],
+    length: int,
+    known: int,
+) -> list[int]:
     text = list(tokens)
     window = np.zeros(context, np.int32)
     for key in jax.random.split(jax.random.key(0), length):
         tail = text[-context:]
         window[: len(tail)] = tail
-        text.append(int(next_token(params, window, len(tail), key)))
+        text.append(int(next_token(params, window, len(tail), key, known)))
     return text

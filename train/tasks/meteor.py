@@ -16,7 +16,7 @@ def meteor(translations: Sequence[str], references: Sequence[str]) -> dict[str, 
         from nltk.translate.meteor_score import single_meteor_score
 
         wordnet.ensure_loaded()
-    except (ImportError, LookupError):
+    except (ImportError, LookupError, OSError):
         return {}
     scores = [
         single_meteor_score(reference.split(), translation.split())

@@ -1,7 +1,7 @@
 """What a task is: data, model, loss and evaluation, brought together."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import grain
 import jax
@@ -39,7 +39,7 @@ class Headline(NamedTuple):
     """
 
     name: str
-    better: str  # "lower" or "higher"
+    better: Literal["lower", "higher"]
 
 
 class Task(NamedTuple):

@@ -44,6 +44,8 @@ class TextTask:
                 "num_eval_windows and eval_rows must be positive, and sample_tokens "
                 "not negative"
             )
+        if not self.sample_prompt:
+            raise ValueError("sample_prompt must not be empty")
 
     def build(self) -> Task:
         folder, context = Path(self.data), self.model.context

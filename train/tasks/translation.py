@@ -122,7 +122,8 @@ def translation(
 
     def sample(params: Any, model_state: Any) -> str:
         sources, references = zip(*corpus().test_lines[:NUM_SAMPLES], strict=True)
-        made = generate(params, model_state, sources)
+        del model_state
+        made = translate(params, sources)
         shown = zip(sources, made, references, strict=True)
         return "\n".join(f"{s}\n  -> {t}\n     {r}" for s, t, r in shown)
 
@@ -158,6 +159,9 @@ def quality(translations: Sequence[str], references: Sequence[str]) -> dict[str,
 def _check_fit(
     corpus: Corpus, model: TransformerConfig, decoding: DecodingConfig
 ) -> None:
+    for split in ("train", "validation", "test"):
+        if len(getattr(corpus, split)) == 0:
+            raise ValueError(f"the corpus has no {split} pairs: prepare it anew")
     if model.vocabulary < len(corpus.vocabulary):
         raise ValueError(
             f"the model's vocabulary is {model.vocabulary} and the corpus's "
