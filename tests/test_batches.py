@@ -87,6 +87,15 @@ def test_in_a_pass_no_example_comes_twice_and_what_is_left_out_fills_no_step(
     assert len(seen) == len(set(seen.tolist())) > NUM_EXAMPLES - num_workers * 3
 
 
+def test_seeds_in_a_row_share_no_pass():
+    passes = {
+        tuple(order(seed, 4 * NUM_EXAMPLES)[start : start + NUM_EXAMPLES])
+        for seed in range(4)
+        for start in range(0, 4 * NUM_EXAMPLES, NUM_EXAMPLES)
+    }
+    assert len(passes) == 16
+
+
 @pytest.mark.parametrize("num_workers", WORKERS)
 def test_each_example_of_a_pass_reaches_exactly_one_worker(num_workers):
     count = num_workers * 4 * 3

@@ -241,6 +241,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
         ("topology", TopologyConfig(name="ring_lattice", degree=3), "even degree"),
         ("topology", TopologyConfig(factor=1.5), "factor must be"),
         ("num_steps", 0, "num_steps must be at least 1, got 0"),
+        ("seed", -1, "seed must be at least 0, got -1"),
         ("num_steps", 2, "warmup_steps = 2 must be less than num_steps = 2"),
         ("name", "../escape", "name must be letters"),
     ],

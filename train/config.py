@@ -242,7 +242,7 @@ class OptimizerConfig:
       decay: "cosine" down to the final learning rate at the last step, or
         "inverse_sqrt", the peak times sqrt(warmup_steps / step).
       final_learning_rate: of "cosine".
-      accum_steps: steps per update of the moments, of accum_adamw.
+      accum_steps: steps per update of the moments, of accum_adamw and accum_adam.
       b1: decay of the first moment.
       b2: decay of the second moment.
       eps: added outside the root.
@@ -356,6 +356,7 @@ class Config:
 
     def __post_init__(self):
         _check_at_least(self, 1, "num_steps")
+        _check_at_least(self, 0, "seed")
         if not self.name or not all(c.isalnum() or c in "_-" for c in self.name):
             raise ValueError(
                 f"name must be letters, digits, '_' and '-', got {self.name!r}"

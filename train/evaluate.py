@@ -36,8 +36,9 @@ def evaluate(
     if workers is None:
         spread = np.linspace(0, num_workers - 1, min(num_workers, SHOWN_WORKERS))
         workers = tuple(spread.astype(int).tolist())
-    models: dict[str, Model] = {"mean model": trained.mean()}
-    models |= {f"worker {number}": trained.worker(number) for number in workers}
+    chosen = {"mean model": trained.mean()}
+    chosen |= {f"worker {number}": trained.worker(number) for number in workers}
+    models: dict[str, Model] = jax.device_put(chosen)
     console = Console()
     with console.status(f"{len(models)} models on the held-out data"):
         scores = build_score(trained.task)(list(models.values()))
@@ -45,7 +46,7 @@ def evaluate(
     if trained.task.judge is not None:
         for number, (name, model) in enumerate(models.items()):
             with console.status(f"{name} generates ({number + 1} of {len(models)})"):
-                results[name] |= trained.task.judge(*jax.device_put(model))
+                results[name] |= trained.task.judge(*model)
     written = {"step": trained.step, "scores": results}
     (run / "evaluation.json").write_text(json.dumps(written, indent=2) + "\n")
     console.print(_table(f"{run}, step {trained.step}", results))

@@ -82,16 +82,22 @@ def build_score(task: Task) -> Callable[[Sequence[Model]], list[dict[str, float]
     batches = task.validation()
 
     def score(models: Sequence[Model]) -> list[dict[str, float]]:
-        # All is under way before the first number is looked at.
-        parts = [[score_fn(*model, batch) for model in models] for batch in batches]
-        return [_ratios(of_model) for of_model in zip(*parts, strict=True)]
+        parts = [
+            # One batch at a time: what is read ahead must not pile up on the device.
+            jax.device_get([score_fn(*model, batch) for model in models])
+            for batch in batches
+        ]
+        return [
+            {name: float(score) for name, score in ratios(of_model).items()}
+            for of_model in zip(*parts, strict=True)
+        ]
 
     return score
 
 
-def _ratios(parts: Sequence[Totals]) -> dict[str, float]:
-    """The scores that sums over some batches come to."""
+def ratios(parts: Sequence[Totals]) -> dict[str, np.ndarray]:
+    """Returns the scores that sums over some batches come to, in the sums' shape."""
     return {
-        name: float(np.divide(*np.sum([part[name] for part in parts], axis=0)))
+        name: np.divide(*np.sum([part[name] for part in parts], axis=0))
         for name in parts[0]
     }

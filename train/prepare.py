@@ -17,10 +17,10 @@ from train.data.pairs import Corpus, Lines, ParallelFiles, progress, write_corpu
 from train.data.text import prepare_text
 from train.data.vocabulary import train_vocabulary
 from train.data.wmt14 import Pair, Wmt14
+from train.tasks.corpus import TranslationTask
 
 # Of the paper's batches: 25,000 tokens, on 16 workers.
 WORKERS = 16
-NUM_SHAPES = 32  # As `train.tasks.corpus` has them.
 TOKENS_PER_WORKER = 25_000 // WORKERS
 
 
@@ -173,7 +173,7 @@ def _describe(corpus: Corpus, out: Path) -> str:
             f"long, {counts.empty:,} empty"
         )
     tokens = max(TOKENS_PER_WORKER, corpus.max_tokens)
-    shapes = choose_shapes(corpus.train, WORKERS, tokens, NUM_SHAPES)
+    shapes = choose_shapes(corpus.train, WORKERS, tokens, TranslationTask.num_shapes)
     rows.append(
         f"  {shapes.steps.sum():,} steps a pass with {tokens:,} tokens on each of "
         f"{WORKERS} workers; {shapes.efficiency:.1%} of them are not padding"

@@ -26,6 +26,7 @@ from decentjax.topology import complete
 from train.build import build_optimizer, build_schedule, build_state
 from train.config import Config
 from train.data.batches import feed
+from train.evaluation import ratios
 from train.tasks.task import Task
 
 
@@ -165,7 +166,6 @@ Scores = Callable[[WorkerState], dict[str, Any]]
 
 def _build_scores(task: Task) -> tuple[Scores, Scores]:
     """The scores of the mean models, [K], and of all workers' models, [K, N]."""
-
     batches = task.validation()
 
     def over(models: int, mean: bool) -> Scores:
@@ -179,7 +179,7 @@ def _build_scores(task: Task) -> tuple[Scores, Scores]:
             model = state.params, state.model_state
             model = average(model) if mean else model
             parts = [sums(*model, batch) for batch in batches]
-            return {name: _ratio([part[name] for part in parts]) for name in parts[0]}
+            return {name: score.tolist() for name, score in ratios(parts).items()}
 
         return scores
 
@@ -195,10 +195,6 @@ def _judge(task: Task, state: WorkerState) -> dict[str, list[float]]:
     rows = zip(*jax.tree.leaves(models), strict=True)
     judged = [task.judge(*jax.tree.unflatten(structure, row)) for row in rows]
     return {name: [scores[name] for scores in judged] for name in judged[0]}
-
-
-def _ratio(parts: list[tuple[jax.Array, jax.Array]]) -> Any:
-    return np.divide(*np.sum(parts, axis=0)).tolist()
 
 
 def _distance(params: Any) -> jax.Array:

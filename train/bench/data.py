@@ -3,11 +3,8 @@
 import contextlib
 import dataclasses
 import json
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +13,7 @@ import numpy as np
 from rich.console import Console
 
 from train.__main__ import load_config
+from train.bench.work import machine
 from train.build import build_in_step, build_optimizer, build_schedule, build_state
 from train.config import Config
 from train.data.batches import Feed, feed
@@ -83,8 +81,7 @@ def main(bench: DataBench) -> int:
             results.append(measure(load_config(path), bench.steps, bench.processes))
     bench.out.mkdir(parents=True, exist_ok=True)
     facts = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, "
-        f"Python {platform.python_version()}, jax {version('jax')}",
+        "machine": machine("jax"),
         "steps": bench.steps,
         "results": [result._asdict() for result in results],
     }

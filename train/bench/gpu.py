@@ -7,13 +7,12 @@ their models over the host while it computes. This one starts them, and sums up.
 import dataclasses
 import json
 import os
-import platform
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
+from train.bench.work import machine
 from train.launch import check_port
 from train.processes import Process, run_job
 
@@ -202,8 +201,7 @@ def _platform(bench: GpuBench) -> dict[str, str]:
 def _write(bench: GpuBench, result: Result, shared: Seconds) -> None:
     facts: dict[str, Any] = {
         "bench": json.loads(bench.to_json()),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, "
-        f"Python {platform.python_version()}, jax {version('jax')}",
+        "machine": machine("jax"),
         **dataclasses.asdict(result),
         "shared": shared,
     }

@@ -7,7 +7,6 @@ turns: in each round everybody once, so that whatever slows the machine slows al
 import dataclasses
 import json
 import os
-import platform
 import re
 import selectors
 import subprocess
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 from rich.console import Console
 from rich.progress import track
 
-from train.bench.work import Turn, Work
+from train.bench.work import Turn, Work, machine
 from train.emulate import Cluster, Worker, in_cluster, parse_rate
 
 RING, AER = "ring", "alternating exponential ring"
@@ -175,8 +174,7 @@ def _course(race: Race, cluster: str, peers: bool) -> Course:
 def _write_json(race: Race, results: dict[str, list[Row]]) -> None:
     facts = {
         "race": json.loads(json.dumps(dataclasses.asdict(race), default=str)),
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, "
-        f"Python {platform.python_version()}",
+        "machine": machine(),
         "clusters": {
             name: [row._asdict() for row in rows] for name, rows in results.items()
         },

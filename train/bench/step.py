@@ -2,9 +2,6 @@
 
 import dataclasses
 import json
-import os
-import platform
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +12,7 @@ from rich.console import Console
 
 from train.__main__ import load_config
 from train.bench.gpu_alone import in_turns, our_step, plain_step
+from train.bench.work import machine
 from train.config import (
     Config,
     ExchangeConfig,
@@ -70,8 +68,7 @@ def main(bench: StepBench) -> int:
         seconds[f"{path.stem}, batch {batch}"] = measure(config, bench, console)
     bench.out.mkdir(parents=True, exist_ok=True)
     facts = {
-        "machine": f"{os.cpu_count()} cores, {platform.machine()}, "
-        f"Python {platform.python_version()}, jax {version('jax')}",
+        "machine": machine("jax"),
         "bench": json.loads(json.dumps(dataclasses.asdict(bench), default=str)),
         "seconds": seconds,
     }

@@ -6,8 +6,10 @@ Imports neither jax nor torch: the processes of both use it.
 import dataclasses
 import json
 import os
+import platform
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from typing import Any, NamedTuple
 
 
@@ -61,6 +63,14 @@ class Contestant(NamedTuple):
 
     step: Callable[[], Any]
     rest: Callable[[], Any] = lambda: None
+
+
+def machine(*packages: str) -> str:
+    """What a measurement was made on, with the versions of some packages."""
+    versions = [f"{name} {version(name)}" for name in packages]
+    cores = f"{os.cpu_count()} cores"
+    python = f"Python {platform.python_version()}"
+    return ", ".join([cores, platform.machine(), python, *versions])
 
 
 def serve(

@@ -53,7 +53,7 @@ def worker_steps(
       source: examples of one shape, or of one after `transform`.
       num_workers: N.
       batch_per_worker: B.
-      seed: of the shuffles, and of `transform`.
+      seed: of the shuffles, and of `transform`; not negative.
       workers: whose rows; by default all, [N, B, ...]. Nothing else is read.
       transform: of an example, with randomness fixed by seed and place in the order.
       multiple_of: what B must be a multiple of: the number of micro-batches.
@@ -71,7 +71,9 @@ def worker_steps(
             f"{num_workers} workers with batches of {batch_per_worker} need "
             f"{num_workers * batch_per_worker} examples, the data has {len(source)}"
         )
-    examples = grain.MapDataset.source(source).shuffle(seed=seed).repeat()
+    # Grain shuffles pass p by seed + p, so seeds in a row would share their passes.
+    shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    examples = grain.MapDataset.source(source).shuffle(seed=shuffle_seed).repeat()
     mine = range(num_workers) if workers is None else workers
     return grain.MapDataset.source(
         _Steps(examples, num_workers, batch_per_worker, seed, mine, transform)

@@ -85,25 +85,6 @@ def translation(
     def steps(*args: Any, **options: Any) -> grain.MapDataset[Batch]:
         return length_steps(corpus().train, *args, num_shapes=num_shapes, **options)
 
-    def losses(params: Any, batch: Any, smoothing: float, rngs: nnx.Rngs | None = None):
-        """Nats of each target token, and which are there, both [B, T]."""
-        tokens = batch["target"]
-        logits = nnx.merge(graph, params)(batch["source"], tokens[:, :-1], rngs=rngs)
-        wanted = tokens[:, 1:]
-        own = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
-        # Against labels that are all alike, without an array of them.
-        alike = jax.nn.logsumexp(logits, axis=-1) - logits.mean(-1)
-        return (1 - smoothing) * own + smoothing * alike, wanted > 0
-
-    def loss_fn(params: Any, model_state: Any, batch: Any, key: jax.Array):
-        nats, there = losses(params, batch, label_smoothing, nnx.Rngs(dropout=key))
-        return jnp.mean(nats, where=there), (model_state, {})
-
-    def score_fn(params: Any, model_state: Any, batch: Any) -> Totals:
-        del model_state
-        nats, there = losses(params, batch, smoothing=0.0)
-        return {"loss": (jnp.sum(nats, where=there), there.sum())}
-
     def judge(params: Any, model_state: Any) -> dict[str, float]:
         del model_state
         sources, references = zip(*corpus().test_lines, strict=True)
@@ -121,8 +102,8 @@ def translation(
         return translate(params, lines)
 
     def sample(params: Any, model_state: Any) -> str:
-        sources, references = zip(*corpus().test_lines[:NUM_SAMPLES], strict=True)
         del model_state
+        sources, references = zip(*corpus().test_lines[:NUM_SAMPLES], strict=True)
         made = translate(params, sources)
         shown = zip(sources, made, references, strict=True)
         return "\n".join(f"{s}\n  -> {t}\n     {r}" for s, t, r in shown)
@@ -131,9 +112,9 @@ def translation(
         batch_shape=_typical_batch,
         steps=steps,
         init=lambda key: (nnx.state(make(nnx.Rngs(key))), ()),
-        loss_fn=loss_fn,
+        loss_fn=functools.partial(_loss_fn, graph, label_smoothing),
         validation=lambda: length_validation(corpus().validation, decoding.rows),
-        score_fn=score_fn,
+        score_fn=functools.partial(_score_fn, graph),
         headline=Headline("loss", better="lower"),
         baselines=dict,
         sample=sample,
@@ -154,6 +135,41 @@ def quality(translations: Sequence[str], references: Sequence[str]) -> dict[str,
         "chrf": sacrebleu.corpus_chrf(translations, [references]).score,
         **meteor(translations, references),
     }
+
+
+def _losses(
+    graph: Any,
+    smoothing: float,
+    params: Any,
+    batch: Any,
+    rngs: nnx.Rngs | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Nats of each target token, and which are there, both [B, T]."""
+    tokens = batch["target"]
+    logits = nnx.merge(graph, params)(batch["source"], tokens[:, :-1], rngs=rngs)
+    wanted = tokens[:, 1:]
+    own = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
+    # Against labels that are all alike, without an array of them.
+    alike = jax.nn.logsumexp(logits, axis=-1) - logits.mean(-1)
+    return (1 - smoothing) * own + smoothing * alike, wanted > 0
+
+
+def _loss_fn(
+    graph: Any,
+    smoothing: float,
+    params: Any,
+    model_state: Any,
+    batch: Any,
+    key: jax.Array,
+):
+    nats, there = _losses(graph, smoothing, params, batch, nnx.Rngs(dropout=key))
+    return jnp.mean(nats, where=there), (model_state, {})
+
+
+def _score_fn(graph: Any, params: Any, model_state: Any, batch: Any) -> Totals:
+    del model_state
+    nats, there = _losses(graph, 0.0, params, batch)
+    return {"loss": (jnp.sum(nats, where=there), there.sum())}
 
 
 def _check_fit(
