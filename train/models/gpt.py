@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from train.models.attention import Implementation, attend, check_attention
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GPTConfig:
@@ -28,6 +30,8 @@ class GPTConfig:
       init_std: of weights at the start; those into the stream get it over
         sqrt(2 num_layers). GPT-2 has 0.02, a narrow model learns faster from more.
       compute_dtype: of activations; parameters are float32.
+      attention: "cudnn", cuDNN's fused kernel, "xla", or "auto": the first on a GPU in
+        bfloat16.
       remat: recompute each block's activations in the backward pass instead of keeping
         them.
     """
@@ -40,6 +44,7 @@ class GPTConfig:
     dropout: float = 0.0
     init_std: float = 0.02
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Implementation = "auto"
     remat: bool = False
 
     def __post_init__(self):
@@ -53,6 +58,7 @@ class GPTConfig:
                 f"width = {self.width} must be a multiple of num_heads, "
                 f"got {self.num_heads}"
             )
+        check_attention(self.attention, self.compute_dtype)
 
 
 class GPT(nnx.Module):
@@ -98,6 +104,7 @@ class Block(nnx.Module):
         width = config.width
         residual_std = config.init_std / (2 * config.num_layers) ** 0.5
         self.num_heads = config.num_heads
+        self.implementation: Implementation = config.attention
         self.attention_norm = _layer_norm(config, rngs)
         self.qkv = _linear(width, 3 * width, config.init_std, config, rngs)
         self.out = _linear(width, width, residual_std, config, rngs)
@@ -119,7 +126,7 @@ class Block(nnx.Module):
             part.reshape(*part.shape[:2], self.num_heads, -1)
             for part in jnp.split(self.qkv(x_BxTxD), 3, axis=-1)
         )
-        out_BxTxHxK = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        out_BxTxHxK = attend(q, k, v, None, self.implementation)
         return out_BxTxHxK.reshape(x_BxTxD.shape)
 
 

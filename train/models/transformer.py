@@ -16,6 +16,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from train.models.attention import Implementation, attend, check_attention
+
 _XAVIER = nnx.initializers.xavier_uniform()
 
 Pair = tuple[jax.Array, jax.Array]
@@ -36,6 +38,8 @@ class TransformerConfig:
       dropout: probability, on embeddings, inside perceptrons and on what is added to
         the stream.
       compute_dtype: of activations; parameters are float32.
+      attention: "cudnn", cuDNN's fused kernel, "xla", or "auto": the first on a GPU in
+        bfloat16.
       remat: recompute each layer's activations in the backward pass instead of keeping
         them.
     """
@@ -48,6 +52,7 @@ class TransformerConfig:
     hidden: int = 512
     dropout: float = 0.1
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    attention: Implementation = "auto"
     remat: bool = False
 
     def __post_init__(self):
@@ -62,6 +67,7 @@ class TransformerConfig:
                 f"width = {self.width} must be even and a multiple of num_heads, "
                 f"got {self.num_heads}"
             )
+        check_attention(self.attention, self.compute_dtype)
 
 
 class Cache(NamedTuple):
@@ -69,7 +75,7 @@ class Cache(NamedTuple):
 
     own: tuple[Pair, ...]  # one a layer, [B, L, H, K], zero from the position on
     source: tuple[Pair, ...]  # one a layer, [B, S, H, K]
-    source_mask: jax.Array  # [B, 1, 1, S], true where a token is
+    source_lengths: jax.Array  # [B]
 
 
 class Transformer(nnx.Module):
@@ -109,11 +115,11 @@ class Transformer(nnx.Module):
         self, source_BxS: jax.Array, *, rngs: nnx.Rngs | None = None
     ) -> jax.Array:
         """The memory, [B, S, D]."""
-        mask = _source_mask(source_BxS)
+        lengths_B = _lengths(source_BxS)
         x_BxSxD = self._embed(source_BxS, 0, rngs)
         layer_call = self._recomputed(EncoderLayer.__call__)
         for layer in self.encoder:
-            x_BxSxD = layer_call(layer, x_BxSxD, mask, rngs)
+            x_BxSxD = layer_call(layer, x_BxSxD, lengths_B, rngs)
         return self.encoder_norm(x_BxSxD)
 
     def decode(
@@ -125,11 +131,11 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> jax.Array:
         """Logits, float32 [B, T, V]; those at t follow target tokens 0 to t."""
-        mask = _source_mask(source_BxS)
+        lengths_B = _lengths(source_BxS)
         x_BxTxD = self._embed(target_BxT, 0, rngs)
         layer_call = self._recomputed(DecoderLayer.__call__)
         for layer in self.decoder:
-            x_BxTxD = layer_call(layer, x_BxTxD, memory_BxSxD, mask, rngs)
+            x_BxTxD = layer_call(layer, x_BxTxD, memory_BxSxD, lengths_B, rngs)
         return self._logits(x_BxTxD)
 
     def start_cache(
@@ -142,7 +148,7 @@ class Transformer(nnx.Module):
         )
         shape = (source_BxS.shape[0], length, *source[0][0].shape[2:])
         own = jax.tree.map(lambda x: jnp.zeros(shape, x.dtype), source)
-        return Cache(own, source, _source_mask(source_BxS))
+        return Cache(own, source, _lengths(source_BxS))
 
     def decode_next(
         self, token_B: jax.Array, position: jax.Array | int, cache: Cache
@@ -151,8 +157,7 @@ class Transformer(nnx.Module):
 
         They are `decode`'s at this position, for the work of one token.
         """
-        length = cache.own[0][0].shape[1]
-        seen_1x1x1xL = (jnp.arange(length) <= position)[None, None, None]
+        seen_B = jnp.full_like(cache.source_lengths, position + 1)
         x_Bx1xD = self._embed(token_B[:, None], position, None)
         own = []
         for layer, kept, source in zip(
@@ -160,7 +165,7 @@ class Transformer(nnx.Module):
         ):
             kept = _insert(kept, layer.attention.keys_values(x_Bx1xD), position)
             x_Bx1xD = layer.transform(
-                x_Bx1xD, kept, seen_1x1x1xL, source, cache.source_mask, None
+                x_Bx1xD, kept, seen_B, source, cache.source_lengths, None
             )
             own.append(kept)
         return self._logits(x_Bx1xD)[:, 0], cache._replace(own=tuple(own))
@@ -202,10 +207,10 @@ class EncoderLayer(nnx.Module):
         self.dropout = _dropout(config)
 
     def __call__(
-        self, x_BxSxD: jax.Array, mask_Bx1x1xS: jax.Array, rngs: nnx.Rngs | None
+        self, x_BxSxD: jax.Array, lengths_B: jax.Array, rngs: nnx.Rngs | None
     ) -> jax.Array:
         own = self.attention.keys_values(x_BxSxD)
-        added = self.attention(x_BxSxD, own, mask_Bx1x1xS)
+        added = self.attention(x_BxSxD, own, lengths_B)
         x_BxSxD = self.attention_norm(x_BxSxD + _drop(self.dropout, added, rngs))
         added = self.mlp(x_BxSxD, rngs)
         return self.mlp_norm(x_BxSxD + _drop(self.dropout, added, rngs))
@@ -227,27 +232,29 @@ class DecoderLayer(nnx.Module):
         self,
         x_BxTxD: jax.Array,
         memory_BxSxD: jax.Array,
-        source_mask: jax.Array,
+        source_lengths_B: jax.Array,
         rngs: nnx.Rngs | None,
     ) -> jax.Array:
         own = self.attention.keys_values(x_BxTxD)
         source = self.cross_attention.keys_values(memory_BxSxD)
-        past_1x1xTxT = jnp.tri(x_BxTxD.shape[1], dtype=bool)[None, None]
-        return self.transform(x_BxTxD, own, past_1x1xTxT, source, source_mask, rngs)
+        return self.transform(x_BxTxD, own, None, source, source_lengths_B, rngs)
 
     def transform(
         self,
         x_BxTxD: jax.Array,
         own: Pair,
-        own_mask: jax.Array,
+        seen_B: jax.Array | None,
         source: Pair,
-        source_mask: jax.Array,
+        source_lengths_B: jax.Array,
         rngs: nnx.Rngs | None,
     ) -> jax.Array:
-        """The layer, given the keys and values to attend to."""
-        added = self.attention(x_BxTxD, own, own_mask)
+        """The layer, given the keys and values to attend to.
+
+        Of its own, each token sees the first so many, or else those up to itself.
+        """
+        added = self.attention(x_BxTxD, own, seen_B)
         x_BxTxD = self.attention_norm(x_BxTxD + _drop(self.dropout, added, rngs))
-        added = self.cross_attention(x_BxTxD, source, source_mask)
+        added = self.cross_attention(x_BxTxD, source, source_lengths_B)
         x_BxTxD = self.cross_norm(x_BxTxD + _drop(self.dropout, added, rngs))
         added = self.mlp(x_BxTxD, rngs)
         return self.mlp_norm(x_BxTxD + _drop(self.dropout, added, rngs))
@@ -261,16 +268,17 @@ class Attention(nnx.Module):
         init = nnx.initializers.variance_scaling(0.5, "fan_in", "uniform")
         width = config.width
         self.num_heads = config.num_heads
+        self.implementation: Implementation = config.attention
         self.query = _linear(width, width, config, rngs, init)
         self.key = _linear(width, width, config, rngs, init)
         self.value = _linear(width, width, config, rngs, init)
         self.out = _linear(width, width, config, rngs)
 
     def __call__(
-        self, x_BxTxD: jax.Array, attended: Pair, mask: jax.Array
+        self, x_BxTxD: jax.Array, attended: Pair, lengths_B: jax.Array | None
     ) -> jax.Array:
         q_BxTxHxK = self._heads(self.query(x_BxTxD))
-        out_BxTxHxK = jax.nn.dot_product_attention(q_BxTxHxK, *attended, mask=mask)
+        out_BxTxHxK = attend(q_BxTxHxK, *attended, lengths_B, self.implementation)
         return self.out(out_BxTxHxK.reshape(x_BxTxD.shape))
 
     def keys_values(self, x_BxSxD: jax.Array) -> Pair:
@@ -302,8 +310,8 @@ def _waves(context: int, width: int) -> np.ndarray:
     return np.stack([np.sin(angles), np.cos(angles)], axis=-1).reshape(context, width)
 
 
-def _source_mask(source_BxS: jax.Array) -> jax.Array:
-    return (source_BxS != 0)[:, None, None]
+def _lengths(source_BxS: jax.Array) -> jax.Array:
+    return jnp.count_nonzero(source_BxS, axis=1)
 
 
 def _insert(kept: Pair, new: Pair, position: jax.Array | int) -> Pair:
