@@ -236,6 +236,44 @@ def test_batches_of_several_shapes_train_in_processes_as_in_one(tmp_path):
     np.testing.assert_allclose(losses(job), losses(alone), rtol=1e-4)
 
 
+SAYS_WHEN_ALONE = """
+import dataclasses
+import os
+import time
+from pathlib import Path
+
+from train.__main__ import load_config
+from train.tasks.stdlib import StdlibTask
+
+
+def sample(params, model_state):
+    launched = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if launched.read_text().split() == [str(os.getpid())]:
+            return "the others have gone home"
+        time.sleep(0.05)
+    return "the others wait"
+
+
+class Task(StdlibTask):
+    def build(self):
+        return super().build()._replace(sample=sample)
+
+
+tiny = load_config(Path("tests/tiny.py"))
+task = Task(model=tiny.task.model, num_eval_windows=8, sample_bytes=4)
+config = dataclasses.replace(tiny, task=task)
+"""
+
+
+def test_nobody_waits_while_process_0_looks_at_what_came_out(tmp_path):
+    path = tmp_path / "alone.py"
+    path.write_text(SAYS_WHEN_ALONE)
+    with launch(2, tmp_path / "run", config=str(path)) as job:
+        assert "the others have gone home" in ended(job)
+
+
 SLOW_START = """
 import dataclasses
 import time

@@ -10,7 +10,7 @@ import jax
 import tyro
 
 from train.config import Config
-from train.distributed import fail_stop, provide_cpu_devices, start
+from train.distributed import fail_stop, leave, provide_cpu_devices, start
 from train.log import read_metrics
 from train.loop import Outcome, train
 from train.report import write_report
@@ -79,6 +79,7 @@ def load_config(path: Path) -> Config:
 def run_here(config: Config, run_dir: Path, resume: bool) -> None:
     """Trains; the first process says what came out."""
     outcome = train(config, run_dir, resume)
+    leave()
     if jax.process_index() == 0:
         finish(outcome, config, run_dir)
 
