@@ -11,8 +11,17 @@ import orbax.checkpoint as ocp
 from decentjax import WorkerState
 from train.config import CheckpointConfig, Config, differences, to_json
 
-# These decide when a run looks at itself and where it runs, not what it computes.
+# These decide when and how a run looks at itself and where it runs, not what it trains.
 FREE = (
+    "task.data",
+    "task.decoding",
+    "task.eval_processes",
+    "task.eval_rows",
+    "task.eval_size",
+    "task.num_eval_windows",
+    "task.sample_bytes",
+    "task.sample_prompt",
+    "task.sample_tokens",
     "data",
     "evaluation",
     "checkpoint",
@@ -94,10 +103,7 @@ class Checkpoints:
             step, args=_args.Composite(config=_args.JsonRestore())
         )["config"]
         now = json.loads(to_json(config))
-        for name in FREE:
-            saved.pop(name, None)
-            now.pop(name)
-        phrases = differences(saved, now)
+        phrases = differences(_what_trains(saved), _what_trains(now))
         if phrases:
             raise ValueError(
                 f"the checkpoint of step {step} is of another run: "
@@ -154,6 +160,15 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
                 f"the shape {got.shape}, wanted {wanted.shape}"
             )
     return step, restored["state"]
+
+
+def _what_trains(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The fields of a config that are not free."""
+    kept = {k: v for k, v in fields.items() if f"{prefix}{k}" not in FREE}
+    return {
+        k: _what_trains(v, f"{prefix}{k}.") if isinstance(v, dict) else v
+        for k, v in kept.items()
+    }
 
 
 class _Manager(ocp.CheckpointManager):
