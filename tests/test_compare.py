@@ -4,6 +4,7 @@ import dataclasses
 import json
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 import tiny
@@ -66,6 +67,22 @@ def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
         )
 
 
+def test_seeds_a_few_at_once_are_those_of_all_at_once():
+    steps = []
+    some = train_seeds(TINY, range(3), lambda step, words: steps.append(step), 2)
+    whole = train_seeds(TINY, range(3), nobody)
+    assert steps == list(range(1, 13))
+    names = set(SeedsOutcome._fields) - {"seconds"}
+    for a, b in (
+        (jax.tree.leaves_with_path(getattr(o, name)) for o in (some, whole))
+        for name in sorted(names)
+    ):
+        assert [path for path, _ in a] == [path for path, _ in b]
+        np.testing.assert_allclose(
+            [x for _, x in a], [x for _, x in b], rtol=1e-3, atol=1e-5
+        )
+
+
 def test_a_loss_that_is_not_finite_ends_the_seeds():
     optimizer = dataclasses.replace(TINY.optimizer, learning_rate=1e30, warmup_steps=0)
     config = dataclasses.replace(TINY, optimizer=optimizer)
@@ -101,6 +118,7 @@ def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     [
         ((), {}, "give a config file"),
         ((TINY_FILE,), {"seeds": 0}, "seeds must be at least 1, got 0"),
+        ((TINY_FILE,), {"at_once": 0}, "at_once must be at least 1, got 0"),
         ((TINY_FILE, TINY_FILE), {}, "each config needs a name of its own"),
         ((TINY_FILE,), {"vary": ("topology.name",)}, "needs a field and its values"),
     ],

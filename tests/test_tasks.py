@@ -22,7 +22,7 @@ from train.config import (
 )
 from train.data.digits import read_digits
 from train.data.numbers import read_numbers
-from train.data.pairs import make_corpus
+from train.data.pairs import make_corpus, ragged
 from train.data.text import prepare_text
 from train.data.vocabulary import train_vocabulary
 from train.evaluation import build_score
@@ -294,6 +294,18 @@ def test_a_model_that_does_not_fit_the_corpus_is_refused_before_step_0(
 ):
     with pytest.raises(ValueError, match=message):
         toy(**changes).steps(2, 64, 0, range(2))
+
+
+def test_a_corpus_of_another_vocabulary_is_refused_with_both_numbers():
+    whole = corpus()
+    known = len(whole.vocabulary)
+    source = ragged([[5, known], *[[5, 6]] * (len(whole.train) - 1)])
+    train = dataclasses.replace(whole.train, source=source)
+    broken = dataclasses.replace(whole, train=train)
+    task = translation(lambda: broken, TRANSFORMER, DecodingConfig(), 0.1, 2)
+    message = f"has a token {known}, and its vocabulary {known} tokens: prepare it anew"
+    with pytest.raises(ValueError, match=message):
+        task.steps(2, 64, 0, range(2))
 
 
 def test_micro_batches_that_do_not_divide_the_rows_are_refused_before_step_0():

@@ -6,6 +6,7 @@
 import contextlib
 import dataclasses
 import json
+import math
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,19 +35,23 @@ def compare(
     configs: Annotated[tuple[Path, ...], tyro.conf.Positional],
     seeds: int = 3,
     first_seed: int = 0,
+    at_once: int | None = None,
     vary: tuple[str, ...] = (),
     score: str | None = None,
     out: Path = Path("runs/compare"),
 ) -> None:
     """Trains each config with several seeds and compares the mean models.
 
-    All workers and all seeds of a config are simulated as one program. What is done is
-    kept in the folder: run again, it goes on with the first config that is missing.
+    All workers and all seeds of a config are simulated as one program, on one device.
+    What is done is kept in the folder: run again, it goes on with the first config that
+    is missing.
 
     Args:
       configs: files, or one with `vary`.
       seeds: how many; each is a model at the start and an order of the data.
       first_seed: of them.
+      at_once: seeds that are trained together, where not all fit into the device's
+        memory; by default all.
       vary: a field and its values, as "optimizer.accum-steps 1 2 4": each config with
         each of them.
       score: that they are told apart by, as "training_loss"; by default the headline of
@@ -58,6 +63,8 @@ def compare(
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if at_once is not None and at_once < 1:
+        raise ValueError(f"at_once must be at least 1, got {at_once}")
     chosen = [config for path in configs for config in _varied(path, vary)]
     if not chosen:
         raise ValueError("give a config file, or several: configs/digits_*.py")
@@ -72,7 +79,7 @@ def compare(
         )
     out.mkdir(parents=True, exist_ok=True)
     numbers = range(first_seed, first_seed + seeds)
-    entries = [_entry(config, numbers, out) for config in chosen]
+    entries = [_entry(config, numbers, at_once, out) for config in chosen]
     headline = _headline(headlines.pop(), score, entries[0])
     text = "\n\n".join([table(entries), *statements(entries, headline)])
     (out / "compare.md").write_text(text + "\n")
@@ -115,7 +122,7 @@ def _with(config: Config, field: str, value: str) -> Config:
     return dataclasses.replace(changed, name=name)
 
 
-def _entry(config: Config, seeds: range, out: Path) -> Entry:
+def _entry(config: Config, seeds: range, at_once: int | None, out: Path) -> Entry:
     """What is in the folder from an earlier time, or trained now."""
     path = out / f"{config.name}.json"
     wanted = {"config": json.loads(to_json(config)), "seeds": list(seeds)}
@@ -124,8 +131,9 @@ def _entry(config: Config, seeds: range, out: Path) -> Entry:
         if {name: found.get(name) for name in wanted} == wanted:
             print(f"{config.name}: from {path}")
             return Entry(config.name, SeedsOutcome(**found["outcome"]))
-    with _progress(config) as report:
-        outcome = train_seeds(config, seeds, report)
+    groups = math.ceil(len(seeds) / (at_once or len(seeds)))
+    with _progress(config.name, groups * config.num_steps) as report:
+        outcome = train_seeds(config, seeds, report, at_once)
     made = json.dumps({**wanted, "outcome": outcome._asdict()}, indent=1)
     path.with_suffix(".part").write_text(made + "\n")
     path.with_suffix(".part").replace(path)
@@ -133,7 +141,7 @@ def _entry(config: Config, seeds: range, out: Path) -> Entry:
 
 
 @contextlib.contextmanager
-def _progress(config: Config) -> Iterator[Callable[[int, str], None]]:
+def _progress(name: str, num_steps: int) -> Iterator[Callable[[int, str], None]]:
     """A line that moves, or without a terminal one every so often."""
     console = Console()
     if not console.is_terminal:
@@ -141,8 +149,8 @@ def _progress(config: Config) -> Iterator[Callable[[int, str], None]]:
 
         def say(step: int, words: str) -> None:
             nonlocal last
-            if step == config.num_steps or time.monotonic() - last > SECONDS_BETWEEN:
-                print(f"{config.name}  {step}/{config.num_steps}  {words}", flush=True)
+            if step == num_steps or time.monotonic() - last > SECONDS_BETWEEN:
+                print(f"{name}  {step}/{num_steps}  {words}", flush=True)
                 last = time.monotonic()
 
         yield say
@@ -155,7 +163,7 @@ def _progress(config: Config) -> Iterator[Callable[[int, str], None]]:
         TextColumn("{task.fields[words]}"),
         console=console,
     ) as progress:
-        bar = progress.add_task(config.name, total=config.num_steps, words="")
+        bar = progress.add_task(name, total=num_steps, words="")
         yield lambda step, words: progress.update(bar, completed=step, words=words)
 
 

@@ -51,19 +51,39 @@ class SeedsOutcome(NamedTuple):
 
 
 def train_seeds(
-    config: Config, seeds: range, report: Callable[[int, str], None]
+    config: Config,
+    seeds: range,
+    report: Callable[[int, str], None],
+    at_once: int | None = None,
 ) -> SeedsOutcome:
-    """Trains with each seed, all of them and their workers batched on one device.
+    """Trains with each seed, all workers of all seeds batched on one device.
 
     Args:
       config: of the run, but for its seed.
       seeds: K of them.
-      report: told the step and a few words, as the run goes on.
+      report: told the steps done and a few words, as it goes on.
+      at_once: so many seeds fit into the device's memory together; by default all.
 
     Raises:
       ValueError: if the shapes of a step differ between the seeds.
       FloatingPointError: if a loss is no longer finite.
     """
+    size = at_once or len(seeds)
+    outcomes = []
+    for start in range(0, len(seeds), size):
+        before = len(outcomes) * config.num_steps
+
+        def report_all(step: int, words: str, before: int = before) -> None:
+            report(before + step, words)
+
+        some = seeds[start : start + size]
+        outcomes.append(_train_together(config, some, report_all))
+    return functools.reduce(_join, outcomes)
+
+
+def _train_together(
+    config: Config, seeds: range, report: Callable[[int, str], None]
+) -> SeedsOutcome:
     task = config.task.build()
     schedule = build_schedule(config.optimizer, config.num_steps)
     optimizer = build_optimizer(config.optimizer, schedule)
@@ -112,6 +132,25 @@ def train_seeds(
         _judge(task, state),
         workers(state),
         np.mean(distance, axis=1).tolist(),
+    )
+
+
+def _join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
+    """The outcome of the seeds of both."""
+
+    def joined(x: dict[str, list], y: dict[str, list]) -> dict[str, list]:
+        return {name: x[name] + y[name] for name in x}
+
+    return SeedsOutcome(
+        a.seconds + b.seconds,
+        [(t, x + y) for (t, x), (_, y) in zip(a.losses, b.losses, strict=True)],
+        [
+            (t, joined(x, y))
+            for (t, x), (_, y) in zip(a.evaluations, b.evaluations, strict=True)
+        ],
+        joined(a.judged, b.judged),
+        joined(a.workers, b.workers),
+        a.consensus_distance + b.consensus_distance,
     )
 
 

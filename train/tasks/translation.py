@@ -178,6 +178,14 @@ def _check_fit(
     for split in ("train", "validation", "test"):
         if len(getattr(corpus, split)) == 0:
             raise ValueError(f"the corpus has no {split} pairs: prepare it anew")
+    largest = max(
+        int(side.tokens.max()) for side in (corpus.train.source, corpus.train.target)
+    )
+    if largest >= len(corpus.vocabulary):
+        raise ValueError(
+            f"the corpus has a token {largest}, and its vocabulary "
+            f"{len(corpus.vocabulary)} tokens: prepare it anew"
+        )
     if model.vocabulary < len(corpus.vocabulary):
         raise ValueError(
             f"the model's vocabulary is {model.vocabulary} and the corpus's "
