@@ -12,7 +12,8 @@ from matplotlib.figure import Figure
 from test_train import TINY
 
 from decentjax import topology
-from train.config import LogConfig, OptimizerConfig, to_json
+from train.config import LogConfig, OptimizerConfig
+from train.config_json import to_json
 from train.log import METRICS, read_metrics
 from train.loop import train
 from train.report import draw_exchange, main, write_report

@@ -17,9 +17,8 @@ from train.config import (
     OptimizerConfig,
     StepConfig,
     TopologyConfig,
-    from_json,
-    to_json,
 )
+from train.config_json import from_json, to_json
 from train.data.digits import read_digits
 from train.data.numbers import read_numbers
 from train.data.pairs import make_corpus, ragged

@@ -31,10 +31,11 @@ from train.config import (
     OptimizerConfig,
     TopologyConfig,
     WorkersConfig,
-    differences,
 )
+from train.config_json import differences
 from train.data.batches import feed, worker_steps
-from train.data.stdlib import Windows, read_stdlib
+from train.data.stdlib import read_stdlib
+from train.data.text import Windows
 from train.log import read_metrics
 from train.loop import train
 from train.models.gpt import GPTConfig

@@ -9,7 +9,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decentjax import WorkerState
-from train.config import CheckpointConfig, Config, differences, to_json
+from train.config import CheckpointConfig, Config
+from train.config_json import differences, to_json
 
 # These decide when and how a run looks at itself and where it runs, not what it trains.
 FREE = (

@@ -24,7 +24,8 @@ from rich.progress import (
 
 from train.__main__ import load_config
 from train.compare_report import Entry, draw, statements, table
-from train.config import Config, to_json
+from train.config import Config
+from train.config_json import to_json
 from train.seeds import SeedsOutcome, train_seeds
 from train.tasks.task import Headline
 

@@ -29,7 +29,8 @@ from jax.sharding import Mesh
 import decentjax
 from decentjax import worker_mesh
 from decentjax.gossip import Engine
-from train.config import Config, DistributedConfig, differences, to_json
+from train.config import Config, DistributedConfig
+from train.config_json import differences, to_json
 
 FAILED = 70  # The exit code of a process that ended on an error, EX_SOFTWARE.
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")

@@ -10,7 +10,8 @@ import numpy as np
 from decentjax import mean_model
 from train.build import build_optimizer, build_schedule, build_state
 from train.checkpoint import read_models
-from train.config import Config, from_json
+from train.config import Config
+from train.config_json import from_json
 from train.tasks.task import Task, Totals
 
 Model = tuple[Any, Any]

@@ -32,7 +32,8 @@ from train.build import (
     step_options,
 )
 from train.checkpoint import Checkpoints
-from train.config import Config, StragglerConfig, to_json
+from train.config import Config, StragglerConfig
+from train.config_json import to_json
 from train.data.batches import feed
 from train.distributed import MetricMeans, gather
 from train.evaluation import build_score

@@ -11,9 +11,9 @@ from pathlib import Path
 import tyro
 
 from train.data.by_length import choose_shapes
-from train.data.files import check_new
+from train.data.files import check_new, progress
 from train.data.imagenet import prepare_imagenet
-from train.data.pairs import Corpus, Lines, ParallelFiles, progress, write_corpus
+from train.data.pairs import Corpus, Lines, ParallelFiles, write_corpus
 from train.data.text import prepare_text
 from train.data.vocabulary import train_vocabulary
 from train.data.wmt14 import Pair, Wmt14

@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 
 from decentjax import analysis
 from decentjax.topology import Exchange, Topology, matrices
-from train.config import TopologyConfig, WorkersConfig, differences
+from train.config import TopologyConfig, WorkersConfig
+from train.config_json import differences
 from train.log import METRICS, read_metrics
 from train.timeline import (
     Span,

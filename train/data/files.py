@@ -1,13 +1,16 @@
-"""Folders that are whole or not there, and arrays that stay in their files."""
+"""Folders that are whole or not there, arrays that stay in their files, progress."""
 
 import contextlib
 import mmap
+import operator
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from rich.console import Console
+from rich.progress import track
 
 
 @contextlib.contextmanager
@@ -61,3 +64,15 @@ def map_array(path: Path, dtype: np.typing.DTypeLike) -> np.ndarray:
     if size == 0:
         return np.zeros(0, dtype)  # What is empty cannot be mapped.
     return MappedArray(path, dtype, mode="r")
+
+
+def progress(items: Iterable, what: str) -> Iterable:
+    """Returns the items, and shows on a terminal how many are done."""
+    console = Console(stderr=True)
+    return track(
+        items,
+        what,
+        total=operator.length_hint(items) or None,
+        console=console,
+        disable=not console.is_terminal,
+    )

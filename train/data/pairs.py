@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from itertools import chain
@@ -10,10 +9,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from rich.console import Console
-from rich.progress import track
 
-from train.data.files import map_array, new_folder
+from train.data.files import map_array, new_folder, progress
 from train.data.vocabulary import Vocabulary, in_chunks, load_vocabulary
 
 PAIRS_AT_ONCE = 10_000
@@ -211,18 +208,6 @@ class ParallelFiles:
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return zip(_lines(self.source), _lines(self.target), strict=True)
-
-
-def progress(items: Iterable, what: str) -> Iterable:
-    """Returns the items, and shows on a terminal how many are done."""
-    console = Console(stderr=True)
-    return track(
-        items,
-        what,
-        total=operator.length_hint(items) or None,
-        console=console,
-        disable=not console.is_terminal,
-    )
 
 
 class _Chunk(NamedTuple):

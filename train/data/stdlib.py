@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from train.data.text import Windows as Windows
-
 # Tests and generated tables would be most of the bytes, and little of the language.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 HELD_OUT_SHARE = 20

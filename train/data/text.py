@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.data.files import map_array, new_folder
-from train.data.pairs import progress
+from train.data.files import map_array, new_folder, progress
 from train.data.vocabulary import (
     Vocabulary,
     in_chunks,

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from train.data.batches import worker_steps
-from train.data.stdlib import Windows, read_stdlib
+from train.data.stdlib import read_stdlib
+from train.data.text import Windows
 from train.models.gpt import GPTConfig
 from train.tasks.language import language, spread, window_shape
 from train.tasks.task import Headline, Task, Totals
