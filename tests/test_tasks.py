@@ -28,10 +28,11 @@ from train.evaluation import build_score
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
 from train.models.transformer import TransformerConfig
-from train.tasks.classification import scores
-from train.tasks.digits import DigitsTask, nearest_neighbour
+from train.tasks.classification import classifier, scores
+from train.tasks.digits import DigitsTask, draw_wrong, nearest_neighbour
 from train.tasks.imagenet import ImageNetTask
 from train.tasks.numbers import NumbersTask
+from train.tasks.stdlib import StdlibTask
 from train.tasks.text import TextTask
 from train.tasks.translation import DecodingConfig, quality, translation
 
@@ -53,7 +54,7 @@ def corpus():
     return make_corpus(
         train_vocabulary(words, 300),
         train=LINES * 20,
-        validation=LINES,
+        validation=LINES[:3],
         test=LINES,
         max_tokens=14 + 2,
     )
@@ -110,17 +111,66 @@ def test_the_promised_shapes_of_images_are_those_of_the_crops():
 
 def test_scores_count_hits_among_the_first_and_the_first_five():
     random = np.random.default_rng(0)
-    logits = random.normal(size=(50, 9)).astype(np.float32)
-    labels = random.integers(0, 9, 50).astype(np.int32)
-    labels[40:] = -1
+    logits = random.normal(size=(500, 9)).astype(np.float32)
+    labels = random.integers(0, 9, 500).astype(np.int32)
+    labels[400:] = -1
     got = scores(jnp.asarray(logits), jnp.asarray(labels))
-    order = np.argsort(-logits[:40], axis=1)
-    top_5 = [label in row[:5] for label, row in zip(labels[:40], order, strict=True)]
-    nats = -softmax_log(logits[:40])[np.arange(40), labels[:40]]
-    assert int(got["top_1"][0]) == (order[:, 0] == labels[:40]).sum()
+    order = np.argsort(-logits[:400], axis=1)
+    top_5 = [label in row[:5] for label, row in zip(labels[:400], order, strict=True)]
+    assert len({(order[:, k] == labels[:400]).sum() for k in range(5)}) == 5
+    nats = -softmax_log(logits[:400])[np.arange(400), labels[:400]]
+    assert int(got["top_1"][0]) == (order[:, 0] == labels[:400]).sum()
     assert int(got["top_5"][0]) == sum(top_5)
     np.testing.assert_allclose(got["loss"][0], nats.sum(), rtol=1e-5)
-    assert {int(count) for _, count in got.values()} == {40}
+    assert {int(count) for _, count in got.values()} == {400}
+
+
+def test_an_image_is_judged_alike_whatever_stands_beside_it():
+    task = DigitsTask(model=NET).build()
+    model = model_of(task)
+    (held_out,) = task.validation()
+    whole = task.score_fn(*model, jax.tree.map(lambda x: x[:3], held_out))
+    alone = [
+        task.score_fn(*model, jax.tree.map(lambda x, i=i: x[i : i + 1], held_out))
+        for i in range(3)
+    ]
+    total = sum(float(part["loss"][0]) for part in alone)
+    assert float(whole["loss"][0]) == pytest.approx(total, rel=1e-5)
+
+
+def test_digits_are_learned_from_all_but_those_held_out():
+    task = DigitsTask(model=NET).build()
+    train, held_out = read_digits()
+    labels = task.steps(1, len(train), 0, [0])[0].arrays["label"][0]
+    assert sorted(labels) == sorted(train.labels)
+    (batch,) = task.validation()
+    np.testing.assert_array_equal(batch["image"], held_out.images)
+
+
+def test_the_digits_that_are_drawn_are_those_taken_for_others():
+    _, held_out = read_digits()
+    logits = np.eye(10, dtype=np.float32)[held_out.labels]
+    assert draw_wrong(jnp.asarray(logits), held_out) == "0 of 359 wrong"
+    logits[7] = np.roll(logits[7], 1)
+    label = held_out.labels[7]
+    shown = draw_wrong(jnp.asarray(logits), held_out)
+    assert shown.startswith(
+        f"1 of 359 wrong\na {label}, taken for a {(label + 1) % 10}\n"
+    )
+
+
+def test_images_are_normalised_to_learn_from_and_to_be_judged():
+    (batch,) = DigitsTask(model=NET).build().validation()
+    batch = jax.tree.map(lambda x: x[:4], batch)
+    doubled = {**batch, "image": 2 * batch["image"]}
+    plain, halving = classifier(NET, 0.1), classifier(NET, 0.1, lambda x: x / 2)
+    model = plain.init(jax.random.key(0))
+    for name in ("loss_fn", "score_fn"):
+        key = [jax.random.key(1)] * (name == "loss_fn")
+        wanted = getattr(plain, name)(*model, batch, *key)
+        got = getattr(halving, name)(*model, doubled, *key)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_a_model_that_has_lost_all_numbers_gets_nothing_right_but_by_chance():
@@ -223,7 +273,7 @@ def test_a_held_out_score_is_the_mean_over_all_tokens_of_all_batches():
         total, some = task.score_fn(params, (), batch)["loss"]
         nats, count = nats + float(total), count + int(some)
     data = corpus()
-    assert count == sum(len(data.validation.target[i]) + 1 for i in range(4))
+    assert count == sum(len(data.validation.target[i]) + 1 for i in range(3))
     other = jax.tree.map(jnp.zeros_like, params)
     score, of_other = build_score(task)([(params, ()), (other, ())])
     assert score["loss"] == pytest.approx(nats / count)
@@ -271,8 +321,38 @@ def test_quality_is_that_of_sacrebleu_and_the_share_of_exact_lines():
 def test_a_line_that_is_too_long_to_translate_is_refused():
     task = toy()
     params, _ = model_of(task)
-    with pytest.raises(ValueError, match="must be shorter than 16 tokens, got"):
-        task.generate(params, (), ["one two three four five six seven " * 4])
+    encode = corpus().vocabulary.encode
+    lines = ["a" * length for length in range(20)]
+    fits, too_long = (
+        next(line for line in lines if len(*encode([line])) == length)
+        for length in (15, 16)  # And `</s>`, of 16.
+    )
+    assert len(task.generate(params, (), [fits])) == 1
+    with pytest.raises(ValueError, match="must be shorter than 16 tokens, got 16: aa"):
+        task.generate(params, (), [too_long])
+
+
+def test_a_translation_is_validated_on_the_validation_set():
+    batches = toy().validation()
+    assert sum(int((batch["source"][:, 0] > 0).sum()) for batch in batches) == 3
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        toy(model=dataclasses.replace(TRANSFORMER, dropout=0.5)),
+        StdlibTask(model=GPTConfig(context=8, width=16, dropout=0.5)).build(),
+    ],
+)
+def test_what_is_dropped_is_drawn_anew_for_each_step_and_nothing_in_an_evaluation(task):
+    model = model_of(task)
+    batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
+    losses = {float(task.loss_fn(*model, batch, jax.random.key(k))[0]) for k in (1, 2)}
+    assert len(losses) == 2
+    scored = task.validation()[0]
+    totals = [task.score_fn(*model, scored) for _ in range(2)]
+    (name,) = totals[0]
+    assert float(totals[0][name][0]) == float(totals[1][name][0])
 
 
 @pytest.mark.parametrize(
