@@ -3,7 +3,7 @@
 Command: `python -m train configs/quickstart_allreduce.py`
 Hardware: as in quickstart.py.
 Wall time: 49 s.
-Result: 2.190 held-out bits per byte of the one model that all workers share.
+Result: 2.195 held-out bits per byte of the one model that all workers share.
 """
 
 import dataclasses
