@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import time
 from pathlib import Path
 
 import jax
@@ -14,6 +15,7 @@ from tiny_numbers import config as tiny_numbers
 from train.bench import data, step
 from train.bench.data import DataBench, Result, count_compiled, measure
 from train.bench.step import OURS, PLAIN, StepBench, of_one_worker
+from train.bench.work import Contestant
 from train.tasks.numbers import NumbersTask
 
 TINY_FILE = Path(tiny.__file__)
@@ -77,14 +79,18 @@ def test_a_step_of_one_worker_is_measured_beside_plain_optax(tmp_path, capsys):
     assert "| tiny, batch 2 |" in capsys.readouterr().out
 
 
-def test_both_compute_the_same_work_of_one_worker():
-    config = of_one_worker(tiny_numbers, 96, "float32")
+def test_both_compute_the_same_work_of_one_worker(monkeypatch):
+    config = of_one_worker(tiny_numbers, 104, "float32")
     assert config.workers.num_workers == 1
+    assert config.step.batch_per_worker == 104
     assert config.topology.build(config.workers).num_workers == 1
     assert isinstance(config.task, NumbersTask)
     assert config.task.model.compute_dtype == "float32"
     seconds = step.measure(config, StepBench(rounds=1, steps=1), QUIET)
     assert seconds.keys() == {PLAIN, OURS}
+    late = Contestant(lambda: time.sleep(0.2))
+    monkeypatch.setattr(step, "our_step", lambda *of_whom: late)
+    assert step.measure(config, StepBench(rounds=1, steps=1), QUIET)[OURS] > 0.2
 
 
 def test_the_table_of_a_step_has_the_ratio():

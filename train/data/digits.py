@@ -72,8 +72,10 @@ def shift_digits(
     """
     image = example["image"]
     start = random.integers(0, 3)
-    padded = np.pad(image, ((0, 0), (1, 1), (0, 0)))
-    return {**example, "image": padded[:, start : start + image.shape[1]]}
+    height, width, channels = image.shape
+    wide = np.zeros((height, width + 2, channels), image.dtype)
+    wide[:, 1:-1] = image
+    return {**example, "image": wide[:, start : start + width]}
 
 
 def _choose_held_out(labels: np.ndarray) -> np.ndarray:
