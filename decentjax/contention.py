@@ -1,0 +1,58 @@
+"""Messages that share a card share its bandwidth, evenly, at each moment."""
+
+import numpy as np
+
+
+def seats(cards: np.ndarray) -> np.ndarray:
+    """Returns the numbers of each card's messages, [K, cards], filled up with -1.
+
+    Args:
+      cards: number of the card of each message, int [M].
+    """
+    order = np.argsort(cards, kind="stable")
+    _, columns, counts = np.unique(
+        cards[order], return_inverse=True, return_counts=True
+    )
+    places = np.arange(len(order)) - (np.cumsum(counts) - counts)[columns]
+    table = np.full((counts.max(initial=0), len(counts)), -1)
+    table[places, columns] = order
+    return table
+
+
+def share(starts: np.ndarray, seconds: np.ndarray, table: np.ndarray) -> np.ndarray:
+    """Returns when messages are through, each one's share of its card changing.
+
+    While n messages of a card are under way, each has an nth of it. The events of all
+    cards are gone through at once, those of one card in their order.
+
+    Args:
+      starts: seconds, [M].
+      seconds: that each would take alone, [M].
+      table: the messages of each card, [K, cards], as of `seats`.
+    """
+    if len(table) < 2:
+        return starts + seconds
+    there = table >= 0
+    begins = np.where(there, starts[table], np.inf)  # Of what is not through yet.
+    left = np.where(there, seconds[table], np.inf)
+    clock = begins.min(0)
+    through = np.empty(len(starts))
+    while table.shape[1]:
+        under_way = begins <= clock
+        count = under_way.sum(0)
+        shortest = np.where(under_way, left, np.inf).min(0)
+        later = np.where(under_way, np.inf, begins).min(0)
+        end = clock + shortest * count
+        done = under_way & (left <= shortest) & (end <= later)
+        through[table[done]] = np.broadcast_to(end, done.shape)[done]
+        begins[done] = np.inf
+        moment = np.minimum(end, later)
+        left -= np.where(under_way, (moment - clock) / count, 0.0)
+        # Where nothing is under way, on to the next begin.
+        first = begins.min(0)
+        clock = np.where(first <= moment, moment, first)
+        some = np.isfinite(first)
+        if not some.all():
+            table, begins, left = table[:, some], begins[:, some], left[:, some]
+            clock = clock[some]
+    return through

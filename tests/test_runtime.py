@@ -1,0 +1,299 @@
+"""The runtime model against closed forms, a scalar simulator, and what cannot be."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from decentjax import runtime, topology
+from decentjax.analysis import traffic
+from decentjax.contention import seats, share
+from decentjax.runtime import Cluster, Job, Times
+
+CLUSTER = Cluster(num_nodes=4, workers_per_node=4, between_bytes_per_second=10.0)
+JOB = Job(model_bytes=2.0, compute=runtime.normal(1.0, 0.3))
+
+
+def topologies(num_workers: int, per_node: int) -> list[topology.Topology]:
+    made = [
+        topology.ring(num_workers),
+        topology.one_peer_exponential(num_workers),
+        topology.exponential(num_workers),
+        topology.complete(num_workers),
+        topology.butterfly_groups(num_workers, 4),
+        topology.alternating_exponential_ring(num_workers, per_node),
+        topology.hierarchical(num_workers, per_node, topology.ring),
+    ]
+    return [*made, topology.damped(made[0], 0.5)]
+
+
+EVERY = topologies(16, 4)
+
+
+def share_one_by_one(starts, seconds, cards):
+    """Processor sharing as an event loop over one card after another."""
+    ends = [0.0] * len(starts)
+    for card in set(cards):
+        coming = sorted(
+            (i for i in range(len(starts)) if cards[i] == card), key=lambda i: starts[i]
+        )
+        left, clock = {}, 0.0
+        while coming or left:
+            if not left:
+                clock = max(clock, starts[coming[0]])
+            while coming and starts[coming[0]] <= clock:
+                i = coming.pop(0)
+                left[i] = seconds[i]
+            end = clock + min(left.values()) * len(left)
+            moment = min(end, starts[coming[0]]) if coming else end
+            left = {i: x - (moment - clock) / len(left) for i, x in left.items()}
+            clock = moment
+            for i in [i for i, x in left.items() if x < 1e-9]:
+                ends[i] = clock
+                del left[i]
+    return ends
+
+
+MESSAGE = st.tuples(
+    st.integers(0, 12).map(lambda x: x / 4),
+    st.integers(1, 8).map(lambda x: x / 3),
+    st.integers(0, 3),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(MESSAGE, min_size=1, max_size=20))
+def test_messages_share_their_card_at_each_moment(messages):
+    starts, seconds, cards = (np.array(x) for x in zip(*messages, strict=True))
+    ends = share(starts, seconds, seats(cards))
+    wanted = share_one_by_one(starts, seconds, cards.tolist())
+    np.testing.assert_allclose(ends, wanted, atol=1e-7)
+    for card in set(cards):  # No card sends faster than it can, nor is it lazy.
+        mine = cards == card
+        busy = ends[mine].max() - starts[mine].min()
+        assert busy >= seconds[mine].sum() - 1e-7
+        if np.ptp(starts[mine]) == 0:
+            assert busy == pytest.approx(seconds[mine].sum())
+
+
+def test_nothing_is_through_where_nothing_was_sent():
+    assert share(np.zeros(0), np.zeros(0), seats(np.zeros(0, int))).shape == (0,)
+
+
+def times_of(scheme, cluster=CLUSTER, job=JOB, num_steps=40) -> Times:
+    if scheme == "all-reduce":
+        return runtime.all_reduce(cluster, job, num_steps)
+    if scheme == "wait-avoiding":
+        groups = topology.butterfly_groups(cluster.num_workers, 4)
+        return runtime.wait_avoiding(cluster, job, groups, num_steps, sync_every=10)
+    return runtime.decentralized(cluster, job, scheme, num_steps)
+
+
+SCHEMES = ["all-reduce", "wait-avoiding", *EVERY]
+
+
+def name_of(scheme) -> str:
+    return scheme if isinstance(scheme, str) else scheme.name
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
+def test_nobody_is_in_two_places_and_no_time_is_lost(scheme):
+    times = times_of(scheme)
+    assert (times.start[0] == 0).all()
+    np.testing.assert_allclose(times.start[1:], times.end[:-1], atol=1e-12)
+    assert min(x.min() for x in times) >= 0
+    assert times.seconds_per_step() >= times.compute.mean() - 1e-9
+    assert {x.shape for x in times} == {(40, 16)}
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
+def test_without_stragglers_and_on_a_free_network_a_step_is_its_compute_time(scheme):
+    cluster = dataclasses.replace(CLUSTER, between_bytes_per_second=math.inf)
+    job = dataclasses.replace(JOB, compute=runtime.constant(0.25))
+    times = times_of(scheme, cluster, job)
+    np.testing.assert_allclose(np.diff(times.start, axis=0), 0.25)
+    assert times.seconds_per_step() == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize("made", EVERY, ids=name_of)
+@pytest.mark.parametrize("per_node", [1, 2, 4])
+def test_slow_links_take_their_bytes_over_their_rate(made, per_node):
+    """By `decentjax.analysis.traffic`, which counts the same bytes in another way."""
+    cluster = Cluster(
+        num_nodes=16 // per_node,
+        workers_per_node=per_node,
+        between_bytes_per_second=10.0,
+    )
+    sent = [t.node_bytes.max() / 10.0 for t in traffic(made, 2.0, per_node)]
+    if made[0].workers_per_node > per_node:  # A node of the topology is on several.
+        assert runtime.exchange_seconds(cluster, made, 2.0) >= np.mean(sent) - 1e-9
+        return
+    assert runtime.exchange_seconds(cluster, made, 2.0) == pytest.approx(np.mean(sent))
+    job = Job(model_bytes=2.0, compute=runtime.constant(1e-6))
+    times = runtime.decentralized(cluster, job, made, 4 * made.period)
+    assert times.seconds_per_step() <= np.mean(sent) + 1e-5
+
+
+def test_a_step_of_all_reduce_has_its_closed_form():
+    """max(1 + R / B, f + (1 - f) / B + R) for compute time 1, all-reduce time R."""
+    for rate in (0.5, 2.0, 40.0):
+        cluster = Cluster(num_nodes=5, between_bytes_per_second=rate)
+        job = Job(model_bytes=1.0, compute=runtime.constant(1.0), forward_share=0.3)
+        whole = 2 * 4 / 5 / rate
+        assert runtime.all_reduce_seconds(cluster, 1.0) == pytest.approx(whole)
+        for buckets in (1, 3, 10):
+            times = runtime.all_reduce(cluster, job, 3, num_buckets=buckets)
+            wanted = max(1 + whole / buckets, 0.3 + 0.7 / buckets + whole)
+            assert times.seconds_per_step() == pytest.approx(wanted)
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("num_nodes", [1, 2, 5, 8])
+def test_peers_wait_for_each_other_as_a_simulator_of_one_worker_at_a_time_says(
+    num_nodes, hidden
+):
+    seconds = np.random.default_rng(0).gamma(2, 0.5, (30, num_nodes))
+    cluster = Cluster(
+        num_nodes=num_nodes, between_bytes_per_second=4.0, between_latency=0.05
+    )
+    job = Job(model_bytes=1.0, compute=runtime.trace(seconds))
+    made = topology.one_peer_exponential(num_nodes)
+    times = runtime.decentralized(cluster, job, made, 30, hidden=hidden)
+    starts = [0.0] * num_nodes
+    for step in range(30):
+        np.testing.assert_allclose(times.start[step], starts)
+        own = [s + c for s, c in zip(starts, seconds[step], strict=True)]
+        ready = starts if hidden else own
+        ends = list(own)
+        (sources,) = (
+            (s for s in made[step].between.sources if s != tuple(range(num_nodes)))
+            if num_nodes > 1
+            else [()]
+        )
+        for receiver, sender in enumerate(sources):
+            if sender != receiver:
+                through = max(ready[sender], ready[receiver]) + 1 / 4 + 0.05
+                ends[receiver] = max(ends[receiver], through)
+                ends[sender] = max(ends[sender], through)
+        starts = ends
+    np.testing.assert_allclose(times.end[-1], starts)
+
+
+def test_all_reduce_waits_for_the_last_and_a_ring_for_its_neighbours_alone():
+    seconds = np.ones((6, 8))
+    seconds[0, 3] = 6.0
+    cluster = Cluster(num_nodes=8, between_bytes_per_second=math.inf)
+    job = Job(model_bytes=1.0, compute=runtime.trace(seconds))
+    whole = runtime.all_reduce(cluster, job, 6)
+    assert whole.seconds_per_step() == pytest.approx(11 / 6)
+    assert whole.waiting[0].tolist() == [5.0] * 3 + [0.0] + [5.0] * 4
+    ring = runtime.decentralized(cluster, job, topology.ring(8), 6)
+    # The lateness travels one neighbour a step, from the step after.
+    late = np.argwhere(ring.waiting > 0)
+    assert late[:, 0].min() == 1
+    assert sorted(late[late[:, 0] == 1][:, 1]) == [2, 4]
+    assert ring.waiting.sum() < whole.waiting.sum()
+    assert ring.exposed.sum() == 0
+
+
+def test_groups_that_avoid_waiting_wait_at_the_sync_alone():
+    late = runtime.delayed(runtime.constant(1.0), count=2, seconds=0.5)
+    cluster = Cluster(num_nodes=16, between_bytes_per_second=math.inf)
+    job = Job(model_bytes=1.0, compute=late)
+    groups = topology.butterfly_groups(16, 4)
+    times = runtime.wait_avoiding(cluster, job, groups, 20, sync_every=10)
+    syncs = [9, 19]
+    others = [step for step in range(20) if step not in syncs]
+    assert times.waiting[others].sum() == 0
+    np.testing.assert_allclose(times.end[9], times.end[9].max())
+    assert times.waiting[9].min() == 0
+    assert times.waiting[9].max() > 0
+    assert (times.compute > 1).sum(1).tolist() == [2] * 20
+
+
+@pytest.mark.parametrize(
+    "make",
+    [runtime.normal, runtime.gamma, runtime.log_normal],
+    ids=lambda m: m.__name__,
+)
+def test_compute_times_have_the_mean_and_deviation_that_were_asked_for(make):
+    drawn = make(2.0, 0.2)(0, 100_000, np.random.default_rng(0))
+    assert drawn.mean() == pytest.approx(2.0, rel=5e-3)
+    assert drawn.std() == pytest.approx(0.4, rel=2e-2)
+    alike = make(2.0, 0.0)(0, 5, np.random.default_rng(0))
+    np.testing.assert_allclose(alike, 2.0)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
+def test_a_longer_simulation_begins_as_a_shorter_one(scheme):
+    short, long = times_of(scheme, num_steps=7), times_of(scheme, num_steps=20)
+    for x, y in zip(short, long, strict=True):
+        np.testing.assert_array_equal(x, y[:7])
+
+
+def test_latencies_count_once_a_message_and_for_each_round_of_a_ring():
+    slow = dataclasses.replace(
+        CLUSTER,
+        between_bytes_per_second=math.inf,
+        between_latency=1.0,
+        inside_latency=0.1,
+    )
+    ring = topology.hierarchical(16, 4, topology.ring)
+    assert runtime.exchange_seconds(slow, ring, 1.0) == pytest.approx(1 + 2 * 3 * 0.1)
+    groups = topology.complete(16)
+    assert runtime.exchange_seconds(slow, groups, 1.0) == pytest.approx(2 * 15 * 1.0)
+    assert runtime.all_reduce_seconds(slow, 1.0) == pytest.approx(2 * 15 * 1.0)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: dataclasses.replace(CLUSTER, between_bytes_per_second=0.0),
+            "between_bytes_per_second must be positive, got 0.0",
+        ),
+        (
+            lambda: dataclasses.replace(CLUSTER, inside_bytes_per_second=math.nan),
+            "inside_bytes_per_second must be positive, got nan",
+        ),
+        (lambda: dataclasses.replace(CLUSTER, num_nodes=0), "num_nodes must be positi"),
+        (
+            lambda: dataclasses.replace(CLUSTER, between_latency=-1.0),
+            "between_latency must be finite and not negative, got -1.0",
+        ),
+        (
+            lambda: dataclasses.replace(JOB, model_bytes=0.0),
+            "model_bytes must be posit",
+        ),
+        (
+            lambda: dataclasses.replace(JOB, forward_share=1.0),
+            r"must be in \[0, 1\), got",
+        ),
+        (lambda: runtime.constant(0.0), "compute takes a positive time, got 0.0 s"),
+        (lambda: runtime.gamma(1.0, -0.1), "sigma must not be negative, got -0.1"),
+        (lambda: runtime.trace(np.ones(3)), r"a trace is \[T, N\].* got \(3,\)"),
+        (lambda: runtime.delayed(JOB.compute, -1, 1.0), "must not be negative, got -1"),
+        (
+            lambda: times_of(topology.ring(8)),
+            "ring is of 8 workers, the cluster has 16",
+        ),
+        (lambda: times_of("all-reduce", num_steps=0), "num_steps must be positive"),
+        (
+            lambda: times_of(
+                EVERY[0],
+                job=dataclasses.replace(JOB, compute=runtime.trace(np.ones((2, 3)))),
+            ),
+            "the trace is of 3 workers, the cluster has 16",
+        ),
+        (
+            lambda: runtime.wait_avoiding(CLUSTER, JOB, EVERY[4], 3, sync_every=0),
+            "sync_every must be positive, got 0",
+        ),
+    ],
+)
+def test_what_cannot_be_gets_a_sentence(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
