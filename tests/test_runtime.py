@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from decentjax import runtime, topology
 from decentjax.analysis import traffic
 from decentjax.contention import seats, share
+from decentjax.exchange import matrices
 from decentjax.runtime import Cluster, Job, Times
 
 CLUSTER = Cluster(num_nodes=4, workers_per_node=4, between_bytes_per_second=10.0)
@@ -26,6 +27,7 @@ def topologies(num_workers: int, per_node: int) -> list[topology.Topology]:
         topology.butterfly_groups(num_workers, 4),
         topology.alternating_exponential_ring(num_workers, per_node),
         topology.hierarchical(num_workers, per_node, topology.ring),
+        topology.hierarchical(num_workers, per_node, topology.complete),
     ]
     return [*made, topology.damped(made[0], 0.5)]
 
@@ -151,35 +153,57 @@ def test_a_step_of_all_reduce_has_its_closed_form():
 
 
 @pytest.mark.parametrize("hidden", [True, False])
-@pytest.mark.parametrize("num_nodes", [1, 2, 5, 8])
-def test_peers_wait_for_each_other_as_a_simulator_of_one_worker_at_a_time_says(
-    num_nodes, hidden
+@pytest.mark.parametrize(
+    ("num_nodes", "per_node"), [(1, 1), (2, 1), (5, 1), (1, 4), (4, 2), (3, 3)]
+)
+def test_peers_wait_for_each_other_as_a_simulator_of_one_message_at_a_time_says(
+    num_nodes, per_node, hidden
 ):
-    seconds = np.random.default_rng(0).gamma(2, 0.5, (30, num_nodes))
+    num_workers = num_nodes * per_node
+    seconds = np.random.default_rng(0).gamma(2, 0.5, (30, num_workers))
     cluster = Cluster(
-        num_nodes=num_nodes, between_bytes_per_second=4.0, between_latency=0.05
+        num_nodes=num_nodes,
+        workers_per_node=per_node,
+        between_bytes_per_second=2.0,
+        between_latency=0.05,
+        inside_bytes_per_second=4.0,
+        inside_latency=0.01,
     )
     job = Job(model_bytes=1.0, compute=runtime.trace(seconds))
-    made = topology.one_peer_exponential(num_nodes)
+    made = topology.exponential(num_workers)
     times = runtime.decentralized(cluster, job, made, 30, hidden=hidden)
-    starts = [0.0] * num_nodes
+    edges = np.argwhere(matrices(made)[0] * (1 - np.eye(num_workers)) > 0).tolist()
+    starts = [0.0] * num_workers
     for step in range(30):
         np.testing.assert_allclose(times.start[step], starts)
         own = [s + c for s, c in zip(starts, seconds[step], strict=True)]
         ready = starts if hidden else own
         ends = list(own)
-        (sources,) = (
-            (s for s in made[step].between.sources if s != tuple(range(num_nodes)))
-            if num_nodes > 1
-            else [()]
-        )
-        for receiver, sender in enumerate(sources):
-            if sender != receiver:
-                through = max(ready[sender], ready[receiver]) + 1 / 4 + 0.05
-                ends[receiver] = max(ends[receiver], through)
-                ends[sender] = max(ends[sender], through)
+        for inside, rate, latency in ((True, 4.0, 0.01), (False, 2.0, 0.05)):
+            pairs = [
+                pair
+                for pair in edges
+                if (pair[0] // per_node == pair[1] // per_node) == inside
+            ]
+            first = [max(ready[i], ready[j]) for i, j in pairs]
+            alone = [1.0 / rate] * len(pairs)
+            for side in (0, 1):
+                cards = [p[side] if inside else p[side] // per_node for p in pairs]
+                through = share_one_by_one(first, alone, cards)
+                for pair, end in zip(pairs, through, strict=True):
+                    for worker in pair:
+                        ends[worker] = max(ends[worker], end + latency)
         starts = ends
     np.testing.assert_allclose(times.end[-1], starts)
+
+
+def test_inside_a_node_a_mean_goes_at_the_rate_of_its_workers():
+    cluster = dataclasses.replace(
+        CLUSTER, between_bytes_per_second=math.inf, inside_bytes_per_second=5.0
+    )
+    ring = topology.hierarchical(16, 4, topology.ring)
+    wanted = 2 * (1 - 1 / 4) * 2.0 / 5.0
+    assert runtime.exchange_seconds(cluster, ring, 2.0) == pytest.approx(wanted)
 
 
 def test_all_reduce_waits_for_the_last_and_a_ring_for_its_neighbours_alone():
@@ -197,6 +221,37 @@ def test_all_reduce_waits_for_the_last_and_a_ring_for_its_neighbours_alone():
     assert sorted(late[late[:, 0] == 1][:, 1]) == [2, 4]
     assert ring.waiting.sum() < whole.waiting.sum()
     assert ring.exposed.sum() == 0
+
+
+def test_the_sync_of_groups_takes_an_all_reduce():
+    job = dataclasses.replace(JOB, compute=runtime.constant(1.0))
+    groups = topology.butterfly_groups(16, 4)
+    times = runtime.wait_avoiding(CLUSTER, job, groups, 2, sync_every=2)
+    whole = runtime.all_reduce_seconds(CLUSTER, 2.0)
+    np.testing.assert_allclose(times.exposed[1], whole)
+    one = topology.Topology("first", groups.exchanges[:1])
+    first = runtime.exchange_seconds(CLUSTER, one, 2.0)
+    np.testing.assert_allclose(times.exposed[0], first)
+
+
+def test_seconds_per_step_are_those_of_the_mean_worker():
+    nothing = np.zeros((2, 2))
+    start = np.array([[0.0, 0.0], [1.0, 2.0]])
+    compute = np.array([[1.0, 2.0], [3.0, 4.0]])
+    times = Times(start, compute, nothing, nothing, nothing)
+    assert times.seconds_per_step() == 2.5
+
+
+def test_draws_differ_from_step_to_step_and_from_seed_to_seed():
+    first, other = (runtime.all_reduce(CLUSTER, JOB, 2, seed) for seed in (0, 1))
+    assert len({*first.compute.ravel(), *other.compute.ravel()}) == 4 * 16
+    late = runtime.delayed(runtime.trace(np.ones((1, 16))), count=3, seconds=2.0)
+    job = dataclasses.replace(JOB, compute=late)
+    for _ in range(2):
+        drawn = runtime.all_reduce(CLUSTER, job, 30).compute
+        assert sorted(set(drawn.ravel())) == [1.0, 3.0]
+        assert ((drawn > 1).sum(1) == 3).all()
+        assert ((drawn > 1).sum(0) > 0).sum() > 10
 
 
 def test_groups_that_avoid_waiting_wait_at_the_sync_alone():
