@@ -4,7 +4,7 @@
 few neighbours while it computes its gradient, and waits for nobody else.
 """
 
-from decentjax import analysis, gossip, overlap, topology
+from decentjax import analysis, gossip, overlap, runtime, topology
 from decentjax.exchange import Exchange, Groups, Permutations, Topology
 from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
 from decentjax.optim import (
@@ -75,6 +75,7 @@ __all__ = [
     "over_workers",
     "overlap",
     "place",
+    "runtime",
     "scale_by_accum_adam",
     "simulate",
     "topology",

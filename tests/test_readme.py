@@ -12,7 +12,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
 
 
 def test_there_are_code_blocks():
-    assert len(BLOCKS) == 6
+    assert len(BLOCKS) == 7
 
 
 @pytest.mark.parametrize("block", BLOCKS)
@@ -29,6 +29,10 @@ def test_the_code_blocks_run(block, capsys):
         printed = [line.split() for line in capsys.readouterr().out.splitlines()]
         assert len(printed) == 11
         assert all(f"| {' | '.join(cells)} |" in README for cells in printed)
+    if "runtime.all_reduce" in block:
+        printed = capsys.readouterr().out.splitlines()
+        assert len(printed) == 5
+        assert all(line in README for line in printed)
 
 
 def test_the_files_that_it_names_exist():

@@ -13,7 +13,6 @@ from train.config import Config
 from train.distributed import fail_stop, leave, provide_cpu_devices, start
 from train.log import read_metrics
 from train.loop import Outcome, train
-from train.report import write_report
 
 
 def main(arguments: list[str]) -> None:
@@ -86,6 +85,8 @@ def run_here(config: Config, run_dir: Path, resume: bool) -> None:
 
 def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
     """Says what came out, and draws it."""
+    from train.report import write_report  # The other processes draw nothing.
+
     report = write_report([run_dir], run_dir / "report.html")
     if outcome.step < config.num_steps:
         print(

@@ -8,7 +8,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-from tensorboardX import SummaryWriter
 
 METRICS = "metrics.jsonl"
 # Without a terminal there is no line to redraw, so one is printed every so often.
@@ -26,6 +25,9 @@ class Log:
     """
 
     def __init__(self, run_dir: Path, num_steps: int, start: int, headline: str):
+        # Where torch is installed this takes seconds, and process 0 alone needs it.
+        from tensorboardX import SummaryWriter
+
         rows = [row for row in read_metrics(run_dir) if row["step"] <= start]
         self._path = run_dir / METRICS
         self._path.write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -26,12 +26,12 @@ from train.config_json import differences
 from train.log import METRICS, read_metrics
 from train.timeline import (
     Span,
-    draw_timeline,
     median_step_seconds,
     middle_steps,
     read_timelines,
     write_trace,
 )
+from train.timeline_figure import draw_timeline
 
 MAX_DRAWN_WORKERS = 64
 DRAWN_STEPS = 4
