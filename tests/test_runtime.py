@@ -337,6 +337,10 @@ def test_latencies_count_once_a_message_and_for_each_round_of_a_ring():
         ),
         (lambda: times_of("all-reduce", num_steps=0), "num_steps must be positive"),
         (
+            lambda: runtime.all_reduce(CLUSTER, JOB, 3, num_buckets=0),
+            "num_buckets must be positive, got 0",
+        ),
+        (
             lambda: times_of(
                 EVERY[0],
                 job=dataclasses.replace(JOB, compute=runtime.trace(np.ones((2, 3)))),

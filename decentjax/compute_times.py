@@ -1,0 +1,95 @@
+"""How long workers compute: distributions, delays on purpose, traces."""
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+Compute = Callable[[int, int, np.random.Generator], np.ndarray]
+"""(step, N, random) to the seconds that each worker computes at that step, [N]."""
+
+
+def constant(seconds: float) -> Compute:
+    """Always as long."""
+    _check_mean(seconds)
+    return lambda step, num_workers, random: np.full(num_workers, seconds)
+
+
+def normal(seconds: float, sigma: float) -> Compute:
+    """Normal with mean `seconds` and deviation `sigma * seconds`, cut off at 0."""
+    _check_mean(seconds, sigma)
+
+    def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
+        del step
+        return np.maximum(random.normal(seconds, sigma * seconds, num_workers), 0)
+
+    return draw
+
+
+def gamma(seconds: float, sigma: float) -> Compute:
+    """Gamma with mean `seconds` and deviation `sigma * seconds`."""
+    _check_mean(seconds, sigma)
+    if sigma == 0:
+        return constant(seconds)
+
+    def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
+        del step
+        return random.gamma(sigma**-2, seconds * sigma**2, num_workers)
+
+    return draw
+
+
+def log_normal(seconds: float, sigma: float) -> Compute:
+    """Log-normal with mean `seconds` and deviation `sigma * seconds`."""
+    _check_mean(seconds, sigma)
+    variance = math.log1p(sigma**2)
+    middle = math.log(seconds) - variance / 2
+
+    def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
+        del step
+        return random.lognormal(middle, math.sqrt(variance), num_workers)
+
+    return draw
+
+
+def delayed(compute: Compute, count: int, seconds: float) -> Compute:
+    """Some workers, drawn anew at each step, take so much longer."""
+    if count < 0 or not 0 <= seconds < math.inf:
+        raise ValueError(
+            f"count and seconds must not be negative, got {count} and {seconds}"
+        )
+
+    def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
+        times = compute(step, num_workers, random)
+        late = random.choice(num_workers, min(count, num_workers), replace=False)
+        times[late] += seconds
+        return times
+
+    return draw
+
+
+def trace(seconds: np.ndarray) -> Compute:
+    """As measured, [T, N]; after the last step again from the first."""
+    seconds = np.array(seconds, float)
+    if seconds.ndim != 2 or not seconds.size or not (seconds >= 0).all():
+        raise ValueError(
+            f"a trace is [T, N], of times that are not negative, got {seconds.shape}"
+        )
+
+    def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
+        del random
+        if num_workers != seconds.shape[1]:
+            raise ValueError(
+                f"the trace is of {seconds.shape[1]} workers, the cluster has "
+                f"{num_workers}"
+            )
+        return seconds[step % len(seconds)].copy()
+
+    return draw
+
+
+def _check_mean(seconds: float, sigma: float = 0.0) -> None:
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"compute takes a positive time, got {seconds} s")
+    if not 0 <= sigma < math.inf:
+        raise ValueError(f"sigma must not be negative, got {sigma}")
