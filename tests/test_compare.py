@@ -12,7 +12,7 @@ from scipy import stats
 
 from train.compare import compare
 from train.compare_report import Entry, statements, table
-from train.config import LogConfig, TopologyConfig
+from train.config import LogConfig, TopologyConfig, WorkersConfig
 from train.log import read_metrics
 from train.loop import train
 from train.seeds import SeedsOutcome, train_seeds
@@ -44,7 +44,8 @@ def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
     config = dataclasses.replace(
         TINY,
         step=dataclasses.replace(TINY.step, algorithm=algorithm),
-        # Workers and their mean are to be far apart.
+        # Workers and their mean are to be far apart, and no period makes them one.
+        workers=WorkersConfig(num_workers=5),
         topology=TopologyConfig(name="one_peer_exponential"),
         optimizer=dataclasses.replace(TINY.optimizer, learning_rate=0.1),
     )
