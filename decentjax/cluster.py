@@ -145,7 +145,7 @@ def plan(cluster: Cluster, exchange: Exchange) -> tuple[Stage, ...]:
 
 
 def finish(
-    stages: tuple[Stage, ...], num_bytes: float, ready: np.ndarray, free: bool = False
+    stages: tuple[Stage, ...], num_bytes: float, ready: np.ndarray
 ) -> np.ndarray:
     """Returns when each worker has everything, [N].
 
@@ -153,16 +153,18 @@ def finish(
       stages: of the exchange, as of `plan`.
       num_bytes: of a model.
       ready: when each worker is ready to exchange, [N].
-      free: whether messages take no time.
     """
     for stage in stages:
         begun = ready[stage.together].max(0)
-        through = begun
-        if not free and stage.kinds:
-            through = _deliver(stage, num_bytes, begun)
-        ready = np.array(ready)
-        for members in stage.together:
-            np.maximum.at(ready, members, through)
+        through = _deliver(stage, num_bytes, begun) if stage.kinds else begun
+        ready = _after(stage, ready, through)
+    return ready
+
+
+def meet(stages: tuple[Stage, ...], ready: np.ndarray) -> np.ndarray:
+    """Returns what `finish` does where messages take no time."""
+    for stage in stages:
+        ready = _after(stage, ready, ready[stage.together].max(0))
     return ready
 
 
@@ -207,6 +209,14 @@ def _kinds(
         ),
     )
     return tuple(kind for kind in kinds if len(kind.chosen))
+
+
+def _after(stage: Stage, ready: np.ndarray, through: np.ndarray) -> np.ndarray:
+    """When each worker has all of its groups behind it, [N]; they end at [groups]."""
+    done = np.array(ready)
+    for members in stage.together:
+        np.maximum.at(done, members, through)
+    return done
 
 
 def _deliver(stage: Stage, num_bytes: float, begun: np.ndarray) -> np.ndarray:

@@ -18,6 +18,7 @@ from decentjax.cluster import (
     check_fit,
     exchange_seconds,
     finish,
+    meet,
     plan,
 )
 from decentjax.compute_times import (
@@ -180,11 +181,9 @@ def decentralized(
         computed = start + compute
         ready = start if hidden else computed
         stages = plans[step % topology.period]
-        met = finish(stages, job.model_bytes, ready, free=True)
+        met = meet(stages, ready)
         done = finish(stages, job.model_bytes, ready)
-        waiting = np.maximum(met - computed, 0)
-        exposed = np.maximum(done - computed, 0) - waiting
-        rows.append((start, compute, waiting, exposed, done - ready))
+        rows.append(_row(start, compute, met, done, ready))
         start = np.maximum(computed, done)
     return Times(*map(np.stack, zip(*rows, strict=True)))
 
@@ -230,11 +229,24 @@ def wait_avoiding(
         else:
             met = np.full_like(start, computed.min())
             done = finish(plans[step % topology.period], job.model_bytes, met)
-        waiting = np.maximum(met - computed, 0)
-        exposed = np.maximum(done - computed, 0) - waiting
-        rows.append((start, compute, waiting, exposed, np.maximum(done - computed, 0)))
-        start = np.maximum(computed, done)
+        end = np.maximum(computed, done)
+        rows.append(_row(start, compute, met, end, computed))
+        start = end
     return Times(*map(np.stack, zip(*rows, strict=True)))
+
+
+def _row(
+    start: np.ndarray,
+    compute: np.ndarray,
+    met: np.ndarray,
+    done: np.ndarray,
+    ready: np.ndarray,
+) -> Times:
+    """A step, [N], of an exchange that all met for, and that was then done."""
+    computed = start + compute
+    waiting = np.maximum(met - computed, 0)
+    exposed = np.maximum(done - computed, 0) - waiting
+    return Times(start, compute, waiting, exposed, done - ready)
 
 
 def _draw(job: Job, step: int, num_workers: int, seed: int) -> np.ndarray:
