@@ -63,6 +63,8 @@ class Messages(NamedTuple):
       chosen: their numbers among those of the stage.
       sending: numbers of each card's messages that it sends, see `seats`.
       receiving: numbers of those that it gets.
+      cards: the nodes that each message leaves and comes to, [2, M]; inside a node no
+        card carries it, [0, M].
       rate: bytes per second of a card.
       latency: of a message.
     """
@@ -70,6 +72,7 @@ class Messages(NamedTuple):
     chosen: np.ndarray
     sending: np.ndarray
     receiving: np.ndarray
+    cards: np.ndarray
     rate: float
     latency: float
 
@@ -116,10 +119,14 @@ def exchange_seconds(cluster: Cluster, topology: Topology, num_bytes: float) -> 
     """
     check_fit(cluster, topology)
     ready = np.zeros(cluster.num_workers)
-    ends = [
-        finish(plan(cluster, exchange), num_bytes, ready).max() for exchange in topology
-    ]
+    plans = (plan(cluster, exchange) for exchange in topology)
+    ends = [finish(stages, num_bytes, ready, idle(cluster)).max() for stages in plans]
     return float(np.mean(ends))
+
+
+def idle(cluster: Cluster) -> np.ndarray:
+    """Returns when each card has nothing left to carry, [nodes]: from the begin."""
+    return np.zeros(cluster.num_nodes)
 
 
 def plan(cluster: Cluster, exchange: Exchange) -> tuple[Stage, ...]:
@@ -145,7 +152,7 @@ def plan(cluster: Cluster, exchange: Exchange) -> tuple[Stage, ...]:
 
 
 def finish(
-    stages: tuple[Stage, ...], num_bytes: float, ready: np.ndarray
+    stages: tuple[Stage, ...], num_bytes: float, ready: np.ndarray, free: np.ndarray
 ) -> np.ndarray:
     """Returns when each worker has everything, [N].
 
@@ -153,10 +160,12 @@ def finish(
       stages: of the exchange, as of `plan`.
       num_bytes: of a model.
       ready: when each worker is ready to exchange, [N].
+      free: when each card is through with the exchanges before, [nodes]; with this one
+        afterwards.
     """
     for stage in stages:
         begun = ready[stage.together].max(0)
-        through = _deliver(stage, num_bytes, begun) if stage.kinds else begun
+        through = _deliver(stage, num_bytes, begun, free) if stage.kinds else begun
         ready = _after(stage, ready, through)
     return ready
 
@@ -192,18 +201,21 @@ def _kinds(
     per_node = cluster.workers_per_node
     crossing = senders // per_node != receivers // per_node
     inside, outside = np.flatnonzero(~crossing), np.flatnonzero(crossing)
+    cards = np.stack([senders[outside], receivers[outside]]) // per_node
     kinds = (
         Messages(
             inside,
             seats(senders[inside]),
             seats(receivers[inside]),
+            np.empty((0, len(inside)), int),
             cluster.inside_bytes_per_second,
             cluster.inside_latency,
         ),
         Messages(
             outside,
-            seats(senders[outside] // per_node),
-            seats(receivers[outside] // per_node),
+            seats(cards[0]),
+            seats(cards[1]),
+            cards,
             cluster.between_bytes_per_second,
             cluster.between_latency,
         ),
@@ -219,21 +231,26 @@ def _after(stage: Stage, ready: np.ndarray, through: np.ndarray) -> np.ndarray:
     return done
 
 
-def _deliver(stage: Stage, num_bytes: float, begun: np.ndarray) -> np.ndarray:
+def _deliver(
+    stage: Stage, num_bytes: float, begun: np.ndarray, free: np.ndarray
+) -> np.ndarray:
     """When all messages of a group are through, at both ends, [groups].
 
-    A card shares what it sends, and shares what it gets.
+    A card shares what it sends, and shares what it gets, after what it had before.
     """
     number = sum(len(kind.chosen) for kind in stage.kinds)
     starts = np.tile(begun, number // len(begun))
     through = np.array(starts)
     for kind in stage.kinds:
-        first = starts[kind.chosen]
+        first = np.maximum(starts[kind.chosen], free[kind.cards].max(0, initial=0))
         seconds = np.full(len(first), stage.part * num_bytes / kind.rate)
         both = (
             share(first, seconds, table) for table in (kind.sending, kind.receiving)
         )
-        through[kind.chosen] = np.maximum(*both) + stage.rounds * kind.latency
+        sent = np.maximum(*both)
+        for cards in kind.cards:
+            np.maximum.at(free, cards, sent)
+        through[kind.chosen] = sent + stage.rounds * kind.latency
     return through.reshape(-1, len(begun)).max(0)
 
 

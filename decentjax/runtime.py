@@ -18,6 +18,7 @@ from decentjax.cluster import (
     check_fit,
     exchange_seconds,
     finish,
+    idle,
     meet,
     plan,
 )
@@ -39,11 +40,12 @@ __all__ = [
     "Times",
     "all_reduce",
     "all_reduce_seconds",
+    "background",
     "constant",
-    "decentralized",
     "delayed",
     "exchange_seconds",
     "gamma",
+    "in_step",
     "log_normal",
     "normal",
     "trace",
@@ -58,7 +60,8 @@ class Job:
     Args:
       model_bytes: that are averaged.
       compute: draws how long forward and backward pass take.
-      forward_share: of the forward pass in that.
+      forward_share: of what comes before the backward pass in that: 1 where no part of
+        the gradient is there before all of it is.
 
     Raises:
       ValueError: if there can be no such job.
@@ -73,9 +76,9 @@ class Job:
             raise ValueError(
                 f"model_bytes must be positive and finite, got {self.model_bytes}"
             )
-        if not 0 <= self.forward_share < 1:
+        if not 0 <= self.forward_share <= 1:
             raise ValueError(
-                f"forward_share must be in [0, 1), got {self.forward_share}"
+                f"forward_share must be in [0, 1], got {self.forward_share}"
             )
 
 
@@ -90,14 +93,15 @@ class Times(NamedTuple):
       waiting: after that, for workers who were late; what would be left of it on a
         network that takes no time.
       exposed: after that, for messages.
-      exchange: from the moment when the worker was ready to exchange until it had
-        everything; most of it runs beside the computing.
+      sent: when the worker was ready for the exchange that the step needs.
+      exchange: from then until it had everything; most of it runs beside the computing.
     """
 
     start: np.ndarray
     compute: np.ndarray
     waiting: np.ndarray
     exposed: np.ndarray
+    sent: np.ndarray
     exchange: np.ndarray
 
     @property
@@ -142,12 +146,12 @@ def all_reduce(
             end = max(end, float(ready.max())) + seconds
         waiting = ready.max() - (start + compute)
         exposed = np.full_like(start, end - ready.max())
-        rows.append((start, compute, waiting, exposed, end - first))
+        rows.append((start, compute, waiting, exposed, first, end - first))
         start = np.full_like(start, end)
     return Times(*map(np.stack, zip(*rows, strict=True)))
 
 
-def decentralized(
+def in_step(
     cluster: Cluster,
     job: Job,
     topology: Topology,
@@ -155,11 +159,12 @@ def decentralized(
     seed: int = 0,
     hidden: bool = True,
 ) -> Times:
-    """Simulates neighbour averaging.
+    """Simulates neighbour averaging inside the compiled step.
 
-    A message starts when both its ends are ready, and those that share a card share its
-    bandwidth. The models of step t leave when the step starts, beside the gradient, and
-    are needed at its end; or, where they are not hidden, leave at its end.
+    The models of step t leave when the step starts, beside the gradient, and are needed
+    at its end; or, where they are not hidden, leave at its end. A message starts when
+    both its ends are ready. Those of an exchange that share a card share its bandwidth;
+    a card carries one exchange after the other.
 
     Args:
       cluster: of the workers.
@@ -175,16 +180,72 @@ def decentralized(
     _check_positive(num_steps=num_steps)
     check_fit(cluster, topology)
     plans = [plan(cluster, exchange) for exchange in topology]
-    start, rows = np.zeros(cluster.num_workers), []
+    start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
     for step in range(num_steps):
         compute = _draw(job, step, cluster.num_workers, seed)
         computed = start + compute
         ready = start if hidden else computed
         stages = plans[step % topology.period]
         met = meet(stages, ready)
-        done = finish(stages, job.model_bytes, ready)
+        done = finish(stages, job.model_bytes, ready, free)
         rows.append(_row(start, compute, met, done, ready))
         start = np.maximum(computed, done)
+    return Times(*map(np.stack, zip(*rows, strict=True)))
+
+
+def background(
+    cluster: Cluster,
+    job: Job,
+    topology: Topology,
+    num_steps: int,
+    seed: int = 0,
+    num_buckets: int = 10,
+) -> Times:
+    """Simulates neighbour averaging bucket by bucket, beside all of the next step.
+
+    Bucket b of B is updated as soon as its gradient and its neighbours' models are
+    there, and at once sent on, for the next step:
+
+        u_b = max(u_{b-1} + (1 - f) C / B, c_b),  u_0 = s + f C,  s' = u_B
+
+    with start s, compute time C, forward share f, and c_b when the exchange of bucket b
+    is done, which all of its group started after their last u_b and c_{b-1}. Messages
+    share cards as in `in_step`. With one bucket it is `in_step`.
+
+    Args:
+      cluster: of the workers.
+      job: what they do.
+      topology: whose models they average.
+      num_steps: T.
+      seed: of the compute times.
+      num_buckets: B.
+
+    Raises:
+      ValueError: if the topology is of another number of workers.
+
+    Source: as the code of From Promise to Practice (ICLR 2025), Decent-DP, does.
+    """
+    _check_positive(num_steps=num_steps, num_buckets=num_buckets)
+    check_fit(cluster, topology)
+    plans = [plan(cluster, exchange) for exchange in topology]
+    start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
+    updated = np.zeros((num_buckets, cluster.num_workers))
+    for step in range(num_steps):
+        stages = plans[step % topology.period]
+        met, done = [], [np.zeros(cluster.num_workers)]
+        for ready in updated:
+            met.append(meet(stages, ready))
+            begun = np.maximum(ready, done[-1])
+            done.append(finish(stages, job.model_bytes / num_buckets, begun, free))
+        compute = _draw(job, step, cluster.num_workers, seed)
+        sent = updated[0]
+        updated = _update(job, start, compute, done[1:])
+        computed = start + compute
+        waited = np.maximum(_update(job, start, compute, met)[-1], computed)
+        end = np.maximum(updated[-1], computed)  # But for rounding it is the former.
+        parts = compute, waited - computed, np.maximum(end - waited, 0)
+        rows.append((start, *parts, sent, done[-1] - sent))
+        start = end
     return Times(*map(np.stack, zip(*rows, strict=True)))
 
 
@@ -219,7 +280,7 @@ def wait_avoiding(
     check_fit(cluster, topology)
     plans = [plan(cluster, exchange) for exchange in topology]
     whole = all_reduce_seconds(cluster, job.model_bytes)
-    start, rows = np.zeros(cluster.num_workers), []
+    start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
     for step in range(num_steps):
         compute = _draw(job, step, cluster.num_workers, seed)
         computed = start + compute
@@ -228,7 +289,8 @@ def wait_avoiding(
             done = met + whole
         else:
             met = np.full_like(start, computed.min())
-            done = finish(plans[step % topology.period], job.model_bytes, met)
+            stages = plans[step % topology.period]
+            done = finish(stages, job.model_bytes, met, free)
         end = np.maximum(computed, done)
         rows.append(_row(start, compute, met, end, computed))
         start = end
@@ -246,7 +308,20 @@ def _row(
     computed = start + compute
     waiting = np.maximum(met - computed, 0)
     exposed = np.maximum(done - computed, 0) - waiting
-    return Times(start, compute, waiting, exposed, done - ready)
+    return Times(start, compute, waiting, exposed, ready, done - ready)
+
+
+def _update(
+    job: Job, start: np.ndarray, compute: np.ndarray, arrived: list[np.ndarray]
+) -> np.ndarray:
+    """When each bucket is updated, [B, N], whose exchanges are done at those times."""
+    moment = start + job.forward_share * compute
+    part = (1 - job.forward_share) / len(arrived) * compute
+    moments = []
+    for there in arrived:
+        moment = np.maximum(moment + part, there)
+        moments.append(moment)
+    return np.stack(moments)
 
 
 def _draw(job: Job, step: int, num_workers: int, seed: int) -> np.ndarray:

@@ -91,7 +91,7 @@ def times_of(scheme, cluster=CLUSTER, job=JOB, num_steps=40) -> Times:
     if scheme == "wait-avoiding":
         groups = topology.butterfly_groups(cluster.num_workers, 4)
         return runtime.wait_avoiding(cluster, job, groups, num_steps, sync_every=10)
-    return runtime.decentralized(cluster, job, scheme, num_steps)
+    return runtime.in_step(cluster, job, scheme, num_steps)
 
 
 SCHEMES = ["all-reduce", "wait-avoiding", *EVERY]
@@ -135,7 +135,7 @@ def test_slow_links_take_their_bytes_over_their_rate(made, per_node):
         return
     assert runtime.exchange_seconds(cluster, made, 2.0) == pytest.approx(np.mean(sent))
     job = Job(model_bytes=2.0, compute=runtime.constant(1e-6))
-    times = runtime.decentralized(cluster, job, made, 4 * made.period)
+    times = runtime.in_step(cluster, job, made, 4 * made.period)
     assert times.seconds_per_step() <= np.mean(sent) + 1e-5
 
 
@@ -152,15 +152,44 @@ def test_a_step_of_all_reduce_has_its_closed_form():
             assert times.seconds_per_step() == pytest.approx(wanted)
 
 
-@pytest.mark.parametrize("hidden", [True, False])
-@pytest.mark.parametrize(
-    ("num_nodes", "per_node"), [(1, 1), (2, 1), (5, 1), (1, 4), (4, 2), (3, 3)]
-)
-def test_peers_wait_for_each_other_as_a_simulator_of_one_message_at_a_time_says(
-    num_nodes, per_node, hidden
-):
-    num_workers = num_nodes * per_node
-    seconds = np.random.default_rng(0).gamma(2, 0.5, (30, num_workers))
+class OneMessageAtATime:
+    """The exchanges of a topology of permutations, as loops over workers and cards."""
+
+    def __init__(self, made, num_nodes, per_node):
+        self.per_node = per_node
+        edges = np.argwhere(matrices(made)[0] * (1 - np.eye(made.num_workers)) > 0)
+        self.edges = edges.tolist()
+        self.free = [0.0] * num_nodes
+
+    def ends(self, ready, part):
+        """When each worker has everything, of a part of a model of one byte."""
+        ends = list(ready)
+        for inside, rate, latency in ((True, 4.0, 0.01), (False, 2.0, 0.05)):
+            nodes = [[worker // self.per_node for worker in e] for e in self.edges]
+            mine = [k for k, (i, j) in enumerate(nodes) if (i == j) == inside]
+            pairs = [self.edges[k] for k in mine]
+            cards = pairs if inside else [nodes[k] for k in mine]
+            first = [max(ready[i], ready[j]) for i, j in pairs]
+            if not inside:
+                before = [max(self.free[i], self.free[j]) for i, j in cards]
+                first = [max(both) for both in zip(first, before, strict=True)]
+            for side in (0, 1):
+                of_side = [card[side] for card in cards]
+                alone = [part / rate] * len(pairs)
+                through = share_one_by_one(first, alone, of_side)
+                for pair, card, end in zip(pairs, cards, through, strict=True):
+                    for worker in pair:
+                        ends[worker] = max(ends[worker], end + latency)
+                    if not inside:
+                        for node in card:
+                            self.free[node] = max(self.free[node], end)
+        return ends
+
+
+SIZES = [(1, 1), (2, 1), (5, 1), (1, 4), (4, 2), (3, 3)]
+
+
+def job_of_a_trace(num_nodes, per_node) -> tuple[Cluster, Job, np.ndarray]:
     cluster = Cluster(
         num_nodes=num_nodes,
         workers_per_node=per_node,
@@ -169,32 +198,74 @@ def test_peers_wait_for_each_other_as_a_simulator_of_one_message_at_a_time_says(
         inside_bytes_per_second=4.0,
         inside_latency=0.01,
     )
-    job = Job(model_bytes=1.0, compute=runtime.trace(seconds))
-    made = topology.exponential(num_workers)
-    times = runtime.decentralized(cluster, job, made, 30, hidden=hidden)
-    edges = np.argwhere(matrices(made)[0] * (1 - np.eye(num_workers)) > 0).tolist()
-    starts = [0.0] * num_workers
+    seconds = np.random.default_rng(0).gamma(2, 0.5, (30, num_nodes * per_node))
+    return cluster, Job(model_bytes=1.0, compute=runtime.trace(seconds)), seconds
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize(("num_nodes", "per_node"), SIZES)
+def test_peers_wait_for_each_other_as_a_simulator_of_one_message_at_a_time_says(
+    num_nodes, per_node, hidden
+):
+    cluster, job, seconds = job_of_a_trace(num_nodes, per_node)
+    made = topology.exponential(num_nodes * per_node)
+    times = runtime.in_step(cluster, job, made, 30, hidden=hidden)
+    network = OneMessageAtATime(made, num_nodes, per_node)
+    starts = [0.0] * made.num_workers
     for step in range(30):
         np.testing.assert_allclose(times.start[step], starts)
         own = [s + c for s, c in zip(starts, seconds[step], strict=True)]
-        ready = starts if hidden else own
-        ends = list(own)
-        for inside, rate, latency in ((True, 4.0, 0.01), (False, 2.0, 0.05)):
-            pairs = [
-                pair
-                for pair in edges
-                if (pair[0] // per_node == pair[1] // per_node) == inside
-            ]
-            first = [max(ready[i], ready[j]) for i, j in pairs]
-            alone = [1.0 / rate] * len(pairs)
-            for side in (0, 1):
-                cards = [p[side] if inside else p[side] // per_node for p in pairs]
-                through = share_one_by_one(first, alone, cards)
-                for pair, end in zip(pairs, through, strict=True):
-                    for worker in pair:
-                        ends[worker] = max(ends[worker], end + latency)
-        starts = ends
+        ends = network.ends(starts if hidden else own, 1.0)
+        starts = [max(both) for both in zip(own, ends, strict=True)]
     np.testing.assert_allclose(times.end[-1], starts)
+
+
+@pytest.mark.parametrize("forward_share", [0.0, 0.4, 1.0])
+@pytest.mark.parametrize(("num_nodes", "per_node"), SIZES)
+def test_buckets_are_updated_and_sent_on_one_after_the_other(
+    num_nodes, per_node, forward_share
+):
+    cluster, job, seconds = job_of_a_trace(num_nodes, per_node)
+    job = dataclasses.replace(job, forward_share=forward_share)
+    made = topology.exponential(num_nodes * per_node)
+    times = runtime.background(cluster, job, made, 30, num_buckets=3)
+    network = OneMessageAtATime(made, num_nodes, per_node)
+    starts = [0.0] * made.num_workers
+    updates = [starts] * 3
+    for step in range(30):
+        np.testing.assert_allclose(times.start[step], starts)
+        np.testing.assert_allclose(times.sent[step], updates[0])
+        arrived, before = [], [0.0] * made.num_workers
+        for ready in updates:
+            before = network.ends(list(map(max, ready, before)), 1 / 3)
+            arrived.append(before)
+        moments = [
+            s + forward_share * c for s, c in zip(starts, seconds[step], strict=True)
+        ]
+        updates = []
+        for there in arrived:
+            rest = [(1 - forward_share) / 3 * c for c in seconds[step]]
+            moments = [max(m + r, x) for m, r, x in zip(moments, rest, there)]
+            updates.append(moments)
+        starts = moments
+    np.testing.assert_allclose(times.end[-1], starts)
+
+
+@pytest.mark.parametrize("made", EVERY, ids=name_of)
+def test_in_one_bucket_the_background_is_as_in_the_step(made):
+    wanted = runtime.in_step(CLUSTER, JOB, made, 20)
+    times = runtime.background(CLUSTER, JOB, made, 20, num_buckets=1)
+    for x, y in zip(times, wanted, strict=True):
+        np.testing.assert_allclose(x, y, atol=1e-12)
+
+
+@pytest.mark.parametrize("simulate", [runtime.in_step, runtime.background])
+@pytest.mark.parametrize("made", EVERY, ids=name_of)
+def test_no_card_carries_more_than_its_rate_however_late_some_are(made, simulate):
+    job = dataclasses.replace(JOB, compute=runtime.gamma(0.2, 0.5))
+    times = simulate(CLUSTER, job, made, 40)
+    carried = np.sum([t.node_bytes for t in traffic(made, 2.0, 4)], axis=0)
+    assert (40 / made.period * carried / 10.0 <= times.end.max() + 1e-9).all()
 
 
 def test_inside_a_node_a_mean_goes_at_the_rate_of_its_workers():
@@ -214,7 +285,7 @@ def test_all_reduce_waits_for_the_last_and_a_ring_for_its_neighbours_alone():
     whole = runtime.all_reduce(cluster, job, 6)
     assert whole.seconds_per_step() == pytest.approx(11 / 6)
     assert whole.waiting[0].tolist() == [5.0] * 3 + [0.0] + [5.0] * 4
-    ring = runtime.decentralized(cluster, job, topology.ring(8), 6)
+    ring = runtime.in_step(cluster, job, topology.ring(8), 6)
     # The lateness travels one neighbour a step, from the step after.
     late = np.argwhere(ring.waiting > 0)
     assert late[:, 0].min() == 1
@@ -238,7 +309,7 @@ def test_seconds_per_step_are_those_of_the_mean_worker():
     nothing = np.zeros((2, 2))
     start = np.array([[0.0, 0.0], [1.0, 2.0]])
     compute = np.array([[1.0, 2.0], [3.0, 4.0]])
-    times = Times(start, compute, nothing, nothing, nothing)
+    times = Times(start, compute, nothing, nothing, nothing, nothing)
     assert times.seconds_per_step() == 2.5
 
 
@@ -324,8 +395,8 @@ def test_latencies_count_once_a_message_and_for_each_round_of_a_ring():
             "model_bytes must be posit",
         ),
         (
-            lambda: dataclasses.replace(JOB, forward_share=1.0),
-            r"must be in \[0, 1\), got",
+            lambda: dataclasses.replace(JOB, forward_share=1.1),
+            r"must be in \[0, 1\], got 1.1",
         ),
         (lambda: runtime.constant(0.0), "compute takes a positive time, got 0.0 s"),
         (lambda: runtime.gamma(1.0, -0.1), "sigma must not be negative, got -0.1"),
