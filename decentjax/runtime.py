@@ -6,7 +6,6 @@ Source: our own reconstruction of the runtime model of From Promise to Practice 
 2025), whose equations are not public, and the rules of WAGMA-SGD (2020).
 """
 
-import dataclasses
 import math
 from typing import NamedTuple
 
@@ -32,54 +31,38 @@ from decentjax.compute_times import (
     trace,
 )
 from decentjax.exchange import Topology
+from decentjax.job import Job
+from decentjax.ratios import (
+    Ratios,
+    all_reduce_without_stragglers,
+    exchange_without_stragglers,
+    moments,
+    ratios,
+)
 
 __all__ = [
     "Cluster",
     "Compute",
     "Job",
+    "Ratios",
     "Times",
     "all_reduce",
     "all_reduce_seconds",
+    "all_reduce_without_stragglers",
     "background",
     "constant",
     "delayed",
     "exchange_seconds",
+    "exchange_without_stragglers",
     "gamma",
     "in_step",
     "log_normal",
+    "moments",
     "normal",
+    "ratios",
     "trace",
     "wait_avoiding",
 ]
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Job:
-    """What each worker does in a step.
-
-    Args:
-      model_bytes: that are averaged.
-      compute: draws how long forward and backward pass take.
-      forward_share: of what comes before the backward pass in that: 1 where no part of
-        the gradient is there before all of it is.
-
-    Raises:
-      ValueError: if there can be no such job.
-    """
-
-    model_bytes: float
-    compute: Compute
-    forward_share: float = 1 / 3
-
-    def __post_init__(self):
-        if not 0 < self.model_bytes < math.inf:
-            raise ValueError(
-                f"model_bytes must be positive and finite, got {self.model_bytes}"
-            )
-        if not 0 <= self.forward_share <= 1:
-            raise ValueError(
-                f"forward_share must be in [0, 1], got {self.forward_share}"
-            )
 
 
 class Times(NamedTuple):
@@ -137,7 +120,7 @@ def all_reduce(
     seconds = all_reduce_seconds(cluster, job.model_bytes) / num_buckets
     start, rows = np.zeros(cluster.num_workers), []
     for step in range(num_steps):
-        compute = _draw(job, step, cluster.num_workers, seed)
+        compute = job.draw(step, cluster.num_workers, seed)
         first = start + job.forward_share * compute
         ready, end = start, -math.inf
         for bucket in range(1, num_buckets + 1):
@@ -182,7 +165,7 @@ def in_step(
     plans = [plan(cluster, exchange) for exchange in topology]
     start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
     for step in range(num_steps):
-        compute = _draw(job, step, cluster.num_workers, seed)
+        compute = job.draw(step, cluster.num_workers, seed)
         computed = start + compute
         ready = start if hidden else computed
         stages = plans[step % topology.period]
@@ -237,7 +220,7 @@ def background(
             met.append(meet(stages, ready))
             begun = np.maximum(ready, done[-1])
             done.append(finish(stages, job.model_bytes / num_buckets, begun, free))
-        compute = _draw(job, step, cluster.num_workers, seed)
+        compute = job.draw(step, cluster.num_workers, seed)
         sent = updated[0]
         updated = _update(job, start, compute, done[1:])
         computed = start + compute
@@ -282,7 +265,7 @@ def wait_avoiding(
     whole = all_reduce_seconds(cluster, job.model_bytes)
     start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
     for step in range(num_steps):
-        compute = _draw(job, step, cluster.num_workers, seed)
+        compute = job.draw(step, cluster.num_workers, seed)
         computed = start + compute
         if (step + 1) % sync_every == 0:
             met = np.full_like(start, computed.max())
@@ -322,13 +305,6 @@ def _update(
         moment = np.maximum(moment + part, there)
         moments.append(moment)
     return np.stack(moments)
-
-
-def _draw(job: Job, step: int, num_workers: int, seed: int) -> np.ndarray:
-    times = job.compute(step, num_workers, np.random.default_rng((seed, step)))
-    if times.shape != (num_workers,) or not (times >= 0).all():
-        raise ValueError(f"compute times must be [N] and not negative, got {times}")
-    return times
 
 
 def _check_positive(**numbers: int) -> None:

@@ -140,16 +140,41 @@ def test_slow_links_take_their_bytes_over_their_rate(made, per_node):
 
 
 def test_a_step_of_all_reduce_has_its_closed_form():
-    """max(1 + R / B, f + (1 - f) / B + R) for compute time 1, all-reduce time R."""
     for rate in (0.5, 2.0, 40.0):
         cluster = Cluster(num_nodes=5, between_bytes_per_second=rate)
-        job = Job(model_bytes=1.0, compute=runtime.constant(1.0), forward_share=0.3)
+        job = Job(model_bytes=1.0, compute=runtime.constant(2.0), forward_share=0.3)
         whole = 2 * 4 / 5 / rate
         assert runtime.all_reduce_seconds(cluster, 1.0) == pytest.approx(whole)
+        gamma = runtime.ratios(cluster, job, topology.ring(5)).gamma
+        assert gamma == pytest.approx(whole / 2)
         for buckets in (1, 3, 10):
             times = runtime.all_reduce(cluster, job, 3, num_buckets=buckets)
-            wanted = max(1 + whole / buckets, 0.3 + 0.7 / buckets + whole)
-            assert times.seconds_per_step() == pytest.approx(wanted)
+            wanted = runtime.all_reduce_without_stragglers(gamma, 0.3, buckets)
+            assert times.seconds_per_step() == pytest.approx(2 * wanted)
+
+
+@pytest.mark.parametrize("made", [EVERY[2], EVERY[3], EVERY[6]], ids=name_of)
+def test_a_step_with_an_exchange_has_its_closed_form(made):
+    """Of topologies whose exchanges take equally long, and for all workers."""
+    for rate in (0.5, 5.0, 500.0):
+        cluster = dataclasses.replace(CLUSTER, between_bytes_per_second=rate)
+        job = dataclasses.replace(JOB, compute=runtime.constant(2.0))
+        gamma, omega, variance = runtime.ratios(cluster, job, made)
+        assert variance == 0
+        times = runtime.in_step(cluster, job, made, 3)
+        wanted = runtime.exchange_without_stragglers(gamma, omega)
+        assert times.seconds_per_step() == pytest.approx(2 * wanted)
+
+
+def test_the_three_ratios_are_what_the_paper_calls_them():
+    cluster = Cluster(num_nodes=16, between_bytes_per_second=4.0)
+    job = Job(model_bytes=2.0, compute=runtime.gamma(0.5, 0.2))
+    gamma, omega, variance = runtime.ratios(cluster, job, topology.one_peer_ring(16))
+    assert gamma == pytest.approx(2 * 15 / 16 * 2.0 / 4.0 / 0.5, rel=0.02)
+    assert omega == pytest.approx(1 / (2 * 15 / 16))
+    assert variance == pytest.approx(0.04, rel=0.1)
+    alone = runtime.Cluster(num_nodes=1, between_bytes_per_second=4.0)
+    assert runtime.ratios(alone, job, topology.ring(1))[:2] == (0.0, 1.0)
 
 
 class OneMessageAtATime:
@@ -397,6 +422,18 @@ def test_latencies_count_once_a_message_and_for_each_round_of_a_ring():
         (
             lambda: dataclasses.replace(JOB, forward_share=1.1),
             r"must be in \[0, 1\], got 1.1",
+        ),
+        (
+            lambda: runtime.all_reduce_without_stragglers(-1.0),
+            "gamma must be finite and not negative, got -1.0",
+        ),
+        (
+            lambda: runtime.all_reduce_without_stragglers(1.0, num_buckets=0),
+            "num_buckets positive, got 0.33.* and 0",
+        ),
+        (
+            lambda: runtime.exchange_without_stragglers(1.0, math.nan),
+            "omega must be finite and not negative, got nan",
         ),
         (lambda: runtime.constant(0.0), "compute takes a positive time, got 0.0 s"),
         (lambda: runtime.gamma(1.0, -0.1), "sigma must not be negative, got -0.1"),
