@@ -55,6 +55,16 @@ class Cluster:
     def num_workers(self) -> int:
         return self.num_nodes * self.workers_per_node
 
+    def slowed(self, factor: float) -> "Cluster":
+        """Returns the cluster on which every message takes so many times as long."""
+        return dataclasses.replace(
+            self,
+            between_bytes_per_second=self.between_bytes_per_second / factor,
+            inside_bytes_per_second=self.inside_bytes_per_second / factor,
+            between_latency=self.between_latency * factor,
+            inside_latency=self.inside_latency * factor,
+        )
+
 
 class Messages(NamedTuple):
     """Messages of one kind, inside nodes or between them; M of them.

@@ -127,7 +127,7 @@ def all_reduce(
             share_done = bucket / num_buckets
             ready = first + (1 - job.forward_share) * share_done * compute
             end = max(end, float(ready.max())) + seconds
-        waiting = ready.max() - (start + compute)
+        waiting = np.maximum(ready.max() - (start + compute), 0)  # But for rounding.
         exposed = np.full_like(start, end - ready.max())
         rows.append((start, compute, waiting, exposed, first, end - first))
         start = np.full_like(start, end)

@@ -270,7 +270,8 @@ def test_buckets_are_updated_and_sent_on_one_after_the_other(
         updates = []
         for there in arrived:
             rest = [(1 - forward_share) / 3 * c for c in seconds[step]]
-            moments = [max(m + r, x) for m, r, x in zip(moments, rest, there)]
+            both = zip(moments, rest, strict=True)
+            moments = list(map(max, [m + r for m, r in both], there))
             updates.append(moments)
         starts = moments
     np.testing.assert_allclose(times.end[-1], starts)

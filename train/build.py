@@ -11,6 +11,10 @@ import optax
 from jax.sharding import Mesh
 
 from decentjax import (
+    AXIS,
+    Exchange,
+    Permutations,
+    Topology,
     TrainStep,
     WorkerState,
     accum_adam,
@@ -132,7 +136,7 @@ def build_train_step(
     record: Record | None = None,
 ) -> LoopStep:
     """The step of the config's algorithm, with its exchange where the config says."""
-    if not _in_background(config, mesh):
+    if not in_background(config, mesh):
         step = build_in_step(config, task, optimizer, mesh, step_options(config, mesh))
         return _InStep(step, record)
     if mesh is None:
@@ -178,11 +182,29 @@ def build_in_step(
     return on_mesh(step, topology, mesh, compiler_options)
 
 
+def build_lone_step(
+    config: Config, task: Task, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainStep:
+    """The compiled step of workers who exchange nothing."""
+    num_workers = mesh.shape[AXIS]
+    itself = Exchange(Permutations((tuple(range(num_workers)),), (1.0,)))
+    step = functools.partial(awc_step, **_bound(config, task, optimizer))
+    return on_mesh(step, Topology("nobody", (itself,)), mesh)
+
+
 def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:
     """The options of XLA for the compiled step; none where there is no such step."""
-    if mesh is None or _in_background(config, mesh):
+    if mesh is None or in_background(config, mesh):
         return {}
     return read_options(config.step.xla_options, jax.default_backend())
+
+
+def in_background(config: Config, mesh: Mesh | None) -> bool:
+    """Whether the exchange runs in a second thread."""
+    if config.exchange.where != "auto":
+        return config.exchange.where == "background"
+    on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
+    return mesh is not None and on_cpus and config.step.algorithm == "awc"
 
 
 class _InStep:
@@ -210,13 +232,6 @@ class _InStep:
 
     def __exit__(self, *error: Any) -> None:
         pass
-
-
-def _in_background(config: Config, mesh: Mesh | None) -> bool:
-    if config.exchange.where != "auto":
-        return config.exchange.where == "background"
-    on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    return mesh is not None and on_cpus and config.step.algorithm == "awc"
 
 
 def _bound(

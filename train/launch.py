@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 import tyro
 
@@ -19,27 +20,32 @@ USAGE = (
 
 
 def main(arguments: list[str]) -> int:
-    def run(processes: int, port: int = 0) -> tuple[int, int]:
+    def run(
+        processes: int,
+        port: int = 0,
+        module: Literal["train", "train.advise"] = "train",
+    ) -> tuple[int, int, str]:
         """Runs `python -m train CONFIG.py ...` as several processes on this machine.
 
         Each takes a GPU of its own, where there are any. All other arguments are those
-        of `train`.
+        of the module.
 
         Args:
           processes: how many.
           port: where they find each other on this machine; by default one that is free.
+          module: what they run: train.advise takes --measure CONFIG.py.
         """
-        return processes, port
+        return processes, port, module
 
     if not arguments:
         raise SystemExit(USAGE)
-    (num_processes, port), rest = tyro.cli(
+    (num_processes, port, module), rest = tyro.cli(
         run,
         prog="python -m train.launch",
         args=arguments,
         return_unknown_args=True,
     )
-    if not rest or rest[0].startswith("-"):
+    if not rest or (module == "train" and rest[0].startswith("-")):
         raise SystemExit(USAGE)
     if num_processes < 1:
         raise SystemExit(f"error: processes must be at least 1, got {num_processes}")
@@ -53,7 +59,7 @@ def main(arguments: list[str]) -> int:
         [
             Process(
                 str(i),
-                command_line(rest, num_processes, i, port),
+                command_line([module, *rest], num_processes, i, port),
                 environment(num_processes, i, os.environ),
             )
             for i in range(num_processes)
@@ -64,9 +70,9 @@ def main(arguments: list[str]) -> int:
 def command_line(
     arguments: Sequence[str], num_processes: int, process_id: int, port: int
 ) -> list[str]:
-    """Returns the command of one process; `arguments` are those of `train`."""
+    """Returns the command of one process; `arguments` are a module and its own."""
     return [
-        *(sys.executable, "-m", "train", *arguments, "--distributed.enabled"),
+        *(sys.executable, "-m", *arguments, "--distributed.enabled"),
         *("--distributed.coordinator", f"127.0.0.1:{port}"),
         *("--distributed.num-processes", str(num_processes)),
         *("--distributed.process-id", str(process_id)),

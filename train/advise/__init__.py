@@ -1,0 +1,1 @@
+"""Is decentralized training worth it on a cluster, and with which topology?"""

@@ -1,0 +1,132 @@
+"""Says whether decentralized training pays on a cluster, and with which topology.
+
+`python -m train.advise --nodes 4 --workers-per-node 4 --between 25gbit
+--inside 600gbit --compute 65ms --params 65M`, or `--measure CONFIG.py`, on the
+processes that are to train.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import jax
+import tyro
+from rich.console import Console
+
+from train.__main__ import load_config
+from train.advise.compare import (
+    Row,
+    advise,
+    all_reduce_row,
+    fitting,
+    topology_row,
+)
+from train.advise.setting import Flags, Setting
+from train.config import Config
+from train.distributed import fail_stop, leave, provide_cpu_devices, start
+
+MEASURE = "--measure"
+
+
+def main(arguments: list[str]) -> int:
+    try:
+        if MEASURE in arguments:
+            return _measured(arguments)
+
+        def run(
+            flags: Annotated[Flags, tyro.conf.arg(name="")],
+            steps: int = 300,
+            seed: int = 0,
+            out: Path = Path("runs/advice"),
+        ) -> int:
+            """Predicts steps on a cluster, and advises.
+
+            Or --measure CONFIG.py, which measures where this asks.
+
+            Args:
+              flags: cluster and job.
+              steps: that are simulated.
+              seed: of the compute times.
+              out: folder for advice.json and advice.svg.
+            """
+            return look(flags.setting(), steps, seed, out)
+
+        return tyro.cli(run, prog="python -m train.advise", args=arguments)
+    except (ValueError, OSError) as error:
+        raise SystemExit(f"error: {error}") from error
+
+
+def look(setting: Setting, steps: int, seed: int, out: Path) -> int:
+    """Compares, says, writes and draws."""
+    if steps < 1:
+        raise ValueError(f"steps must be positive, got {steps}")
+    # They import matplotlib, for which nobody who asks for help should wait.
+    from train.advise.report import draw, progress, say, write_json
+
+    fit, unfit = fitting(setting.cluster.num_workers, setting.cluster.workers_per_node)
+    console = Console(width=140, soft_wrap=True, markup=False, highlight=False)
+    out.mkdir(parents=True, exist_ok=True)
+    baseline = all_reduce_row(setting, steps, seed)
+    rows: list[Row] = []
+    for config, topology in progress(fit, "simulating", console):
+        rows.append(topology_row(setting, config, topology, baseline, steps, seed))
+    advice = advise(baseline, rows)
+    say(setting, [baseline, *rows], unfit, advice, console)
+    write_json(out / "advice.json", setting, [baseline, *rows], unfit, advice)
+    drawn = advice.choice if advice.choice in rows else advice.other
+    if drawn is None:
+        console.print(f"\n{out / 'advice.json'}")
+        return 0
+    _, topology = fit[rows.index(drawn)]
+    draw(out / "advice.svg", setting, drawn, topology, console)
+    console.print(f"\n{out / 'advice.json'}  advice.svg")
+    return 0
+
+
+def _measured(arguments: list[str]) -> int:
+    place = arguments.index(MEASURE)
+    rest = arguments[:place] + arguments[place + 2 :]
+    if place + 1 == len(arguments):
+        raise SystemExit("usage: python -m train.advise --measure CONFIG.py")
+    path = Path(arguments[place + 1])
+    default = load_config(path)
+
+    def run(
+        config: Annotated[Config, tyro.conf.arg(name="")] = default,
+        measured_steps: int = 30,
+        steps: int = 300,
+        out: Path = Path("runs/advice"),
+    ) -> int:
+        """Measures a config on the processes at hand, predicts its steps, advises.
+
+        Args:
+          config: with the workers and processes that are to train.
+          measured_steps: of compute times.
+          steps: that are simulated.
+          out: folder for advice.json and advice.svg.
+        """
+        if config.distributed.enabled:
+            with fail_stop():
+                start(config.distributed, config.workers.num_workers)
+                return _here(config, measured_steps, steps, out)
+        provide_cpu_devices(config.workers.num_workers)
+        return _here(config, measured_steps, steps, out)
+
+    return tyro.cli(
+        run,
+        prog=f"python -m train.advise --measure {path}",
+        args=rest,
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+    )
+
+
+def _here(config: Config, measured_steps: int, steps: int, out: Path) -> int:
+    from train.advise.measure import measure
+
+    setting = measure(config, measured_steps)
+    leave()
+    return look(setting, steps, config.seed, out) if jax.process_index() == 0 else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,254 @@
+"""A setting as measured: on the processes, devices and network that are to train."""
+
+import functools
+import math
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from rich.console import Console
+from rich.progress import track
+
+from decentjax import (
+    AXIS,
+    Exchange,
+    Lowering,
+    Permutations,
+    Topology,
+    global_mean,
+    local_workers,
+    over_workers,
+    place,
+    runtime,
+    worker_mesh,
+)
+from decentjax.gossip import host_mesh
+from decentjax.runtime import Cluster, Job
+from decentjax.tuning import compiled_mix, fastest_mixes
+from train.advise.compare import fitting
+from train.advise.quantities import duration
+from train.advise.setting import Overlap, Setting
+from train.build import (
+    build_lone_step,
+    build_mesh,
+    build_optimizer,
+    build_schedule,
+    build_state,
+    in_background,
+)
+from train.config import Config
+from train.distributed import gather
+from train.tasks.task import Task
+
+REPEATS = 3  # Of an exchange; the first, which does not count, comes besides.
+
+
+def measure(config: Config, num_steps: int) -> Setting:
+    """Measures compute times, rates and latencies; all processes call it at once.
+
+    Raises:
+      ValueError: if the workers are simulated, or there is nothing to measure.
+    """
+    if num_steps < 2:
+        raise ValueError(f"measured_steps must be at least 2, got {num_steps}")
+    mesh = build_mesh(config)
+    if mesh is None:
+        raise ValueError(
+            "simulated workers send nothing that could be measured: start processes, "
+            "`python -m train.launch --processes N --module train.advise --measure "
+            "CONFIG.py`, or give --workers.where mesh"
+        )
+    fit, _ = fitting(mesh.size, config.workers.workers_per_node)
+    task = config.task.build()
+    console = Console(quiet=jax.process_index() > 0, soft_wrap=True)
+    with console.status(f"computing {num_steps} steps"):
+        trace = _compute_times(config, task, mesh, num_steps)
+    network = _Network.of(config, task, mesh)
+    with console.status("sending"):
+        cluster = _cluster(config, network)
+    measured: dict[Topology | None, float] = {None: network.all_reduce()}
+    for _, topology in track(fit, "exchanging", console=console, transient=True):
+        if not console.is_terminal:
+            console.print(f"exchanging: {topology.name}")
+        measured[topology] = float(np.mean([network.exchange(e) for e in topology]))
+    overlap = _overlap(config, mesh)
+    # Only a compiled step on an accelerator has a part of the gradient before the rest.
+    whole = {} if overlap == "in_step" else {"forward_share": 1.0}
+    compute = runtime.trace(trace)
+    platform = jax.devices()[0].platform
+    return Setting(
+        cluster=cluster,
+        job=Job(model_bytes=network.model_bytes, compute=compute, **whole),
+        overlap=overlap,
+        measured=measured,
+        facts=(
+            f"measured on {mesh.size} {platform} workers of {jax.process_count()} "
+            f"processes: {num_steps} steps of {duration(trace.mean())} in the mean, "
+            f"{duration(trace.min())} to {duration(trace.max())}; exchanges as below",
+            f"between nodes {_rate(cluster.between_bytes_per_second)} and "
+            f"{duration(cluster.between_latency)}, inside "
+            f"{_rate(cluster.inside_bytes_per_second)} and "
+            f"{duration(cluster.inside_latency)}",
+        ),
+    )
+
+
+class _Network(NamedTuple):
+    """What exchanges are measured with.
+
+    Args:
+      mesh: whose devices all-reduce.
+      exchange_mesh: whose devices exchange.
+      models: stacked leaves, as on the former.
+      sent: the same, as on the latter.
+      message_dtype: of messages.
+      model_bytes: as sent.
+      known: seconds of exchanges that have been measured.
+    """
+
+    mesh: Mesh
+    exchange_mesh: Mesh
+    models: list[jax.Array]
+    sent: list[jax.Array]
+    message_dtype: Any
+    model_bytes: float
+    known: dict[Exchange, float]
+
+    @classmethod
+    def of(cls, config: Config, task: Task, mesh: Mesh) -> "_Network":
+        over_host = in_background(config, mesh) and jax.default_backend() != "cpu"
+        exchange_mesh = host_mesh(mesh) if over_host else mesh
+        optimizer = _optimizer(config)
+        state = build_state(config, task, optimizer, local_workers(mesh))
+        rows = jax.tree.map(np.asarray, jax.tree.leaves(state.params))
+        dtype = config.step.message_dtype
+        sizes = [x.size // len(x) * jnp.dtype(dtype or x.dtype).itemsize for x in rows]
+        return cls(
+            mesh,
+            exchange_mesh,
+            place(rows, mesh),
+            place(rows, exchange_mesh),
+            dtype,
+            float(sum(sizes)),
+            {},
+        )
+
+    def all_reduce(self) -> float:
+        """Seconds of a mean over all workers."""
+        mean = functools.partial(global_mean, axis_name=AXIS)
+        return _seconds(jax.jit(over_workers(mean, self.mesh)), self.models)
+
+    def exchange(self, exchange: Exchange) -> float:
+        """Seconds of an exchange, sent as is fastest."""
+        if exchange not in self.known:
+            mixes = fastest_mixes(
+                Topology("measured", (exchange,)),
+                self.exchange_mesh,
+                int(self.model_bytes),
+                self.message_dtype,
+            )
+            self.known[exchange] = _seconds(mixes[exchange], self.sent)
+        return self.known[exchange]
+
+    def latency(self, exchange: Exchange) -> float:
+        """Seconds of an exchange of next to nothing."""
+        rows = np.zeros((len(local_workers(self.mesh)), exchange.workers_per_node))
+        few = place([rows.astype(np.float32)], self.exchange_mesh)
+        return _seconds(compiled_mix(exchange, Lowering(), self.exchange_mesh), few)
+
+
+def _compute_times(
+    config: Config, task: Task, mesh: Mesh, num_steps: int
+) -> np.ndarray:
+    """Seconds of each step of each worker, [T, N], none of them exchanging."""
+    mine = local_workers(mesh)
+    optimizer = _optimizer(config)
+    devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
+    alone = worker_mesh(len(mine), devices)
+    train_step = build_lone_step(config, task, optimizer, alone)
+    state = place(build_state(config, task, optimizer, mine), alone)
+    steps = task.steps(
+        config.workers.num_workers,
+        config.step.batch_per_worker,
+        config.seed,
+        mine,
+        multiple_of=config.step.num_micro_batches,
+    )
+    batches = [batch for t in range(num_steps) if (batch := steps[t]) is not None]
+    seconds: list[float] = []
+    for measured in (False, True):  # The first time of each shape compiles.
+        gather(measured)  # All at once, as in training.
+        for batch in batches:
+            arrays = place(batch.arrays, alone)
+            start = time.monotonic()
+            state, _ = jax.block_until_ready(train_step(state, arrays, 0))
+            if measured:
+                seconds.append(time.monotonic() - start)
+    trace = np.empty((len(batches), mesh.size))
+    for workers, times in gather([list(map(int, mine)), seconds]):
+        trace[:, workers] = np.array(times)[:, None]
+    return trace
+
+
+def _cluster(config: Config, network: _Network) -> Cluster:
+    """Rates and latencies, of a mean inside nodes and a message between them."""
+    local = config.workers.workers_per_node
+    num_nodes = network.mesh.size // local
+    itself = tuple(range(num_nodes))
+    inside = between = math.inf
+    inside_latency = between_latency = of_inside = 0.0
+    if local > 1:
+        mean = Exchange(Permutations((itself,), (1.0,)), local)
+        short, of_inside = network.latency(mean), network.exchange(mean)
+        part = 2 * (1 - 1 / local)
+        inside = part * network.model_bytes / max(of_inside - short, 1e-9)
+        inside_latency = short / (2 * (local - 1))
+    if num_nodes > 1:
+        shifted = itself[-1:] + itself[:-1]
+        shift = Exchange(Permutations((itself, shifted), (0.5, 0.5)), local)
+        rounds = 2 * (local - 1) * inside_latency
+        between_latency = max(network.latency(shift) - rounds, 0.0)
+        seconds = network.exchange(shift) - of_inside - between_latency
+        between = network.model_bytes / max(seconds, 1e-9)
+    return Cluster(
+        num_nodes=num_nodes,
+        workers_per_node=local,
+        between_bytes_per_second=between,
+        inside_bytes_per_second=inside,
+        between_latency=between_latency,
+        inside_latency=inside_latency,
+    )
+
+
+def _overlap(config: Config, mesh: Mesh) -> Overlap:
+    if in_background(config, mesh):
+        return "background"
+    # A CPU's compiled step hides nothing.
+    return "none" if jax.default_backend() == "cpu" else "in_step"
+
+
+def _optimizer(config: Config) -> Any:
+    schedule = build_schedule(config.optimizer, config.num_steps)
+    return build_optimizer(config.optimizer, schedule)
+
+
+def _seconds(function: Callable[[Any], Any], models: Any) -> float:
+    """Median over the repeats, of the slowest process."""
+    seconds = []
+    for _ in range(REPEATS + 1):
+        gather(None)
+        start = time.monotonic()
+        jax.block_until_ready(function(models))
+        seconds.append(time.monotonic() - start)
+    return max(gather(median(seconds[1:])))
+
+
+def _rate(bytes_per_second: float) -> str:
+    if bytes_per_second == math.inf:
+        return "nothing"
+    return f"{8e-9 * bytes_per_second:.3g} Gbit/s"

@@ -1,0 +1,185 @@
+"""What the advice looks like: tables, sentences, a figure, JSON."""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+from matplotlib import colormaps
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from decentjax import Topology, runtime
+from train.advise.compare import Advice, Row
+from train.advise.setting import Setting
+
+T = TypeVar("T")
+GAMMAS = np.geomspace(0.03, 10, 11)
+SIGMAS = np.linspace(0, 0.4, 7)
+MAP_STEPS = 60  # Of each point's simulation.
+LEVELS = (0.8, 0.95, 1.05, 1.2, 1.5, 2, 3, 5)
+COLOURS = (0.15, 0.35, 0.5, 0.6, 0.68, 0.76, 0.84, 0.92, 1.0)  # White: no matter.
+
+
+def progress(items: Sequence[T], title: str, console: Console) -> Iterable[T]:
+    """Shows how far an iteration is, to those who look."""
+    hidden = not console.is_terminal
+    return track(items, title, console=console, transient=True, disable=hidden)
+
+
+def times_table(rows: Sequence[Row], choice: str) -> Table:
+    """What a step takes."""
+    table = Table(box=None, pad_edge=False, title="a step, ms", title_justify="left")
+    table.add_column("", no_wrap=True)
+    for head in ("step", "compute", "exposed", "waiting", "speed-up"):
+        table.add_column(head, justify="right")
+    for row in rows:
+        parts = (row.step, row.compute, row.exposed, row.waiting)
+        cells = [*(f"{1e3 * x:.1f}" for x in parts), f"{row.speed_up:.2f}x"]
+        table.add_row(row.name, *cells, style="bold" if row.name == choice else None)
+    return table
+
+
+def traffic_table(rows: Sequence[Row], choice: str) -> Table:
+    """What a step sends, and what that is good for."""
+    title = "sent in a step by the busiest, and how fast the workers agree"
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for head in (
+        "messages",
+        "MB of worker",
+        "MB of card",
+        "exchange, ms",
+        "omega",
+        "factor per step",
+        "per second",
+        "exact after",
+    ):
+        table.add_column(head, justify="right")
+    for row in rows:
+        cells = [
+            f"{row.messages:.4g}",
+            f"{row.worker_bytes / 1e6:.4g}",
+            f"{row.node_bytes / 1e6:.4g}",
+            f"{1e3 * row.exchange:.1f}",
+            f"{row.omega:.2f}",
+            _factor(row.consensus_factor),
+            _factor(row.consensus_factor_per_second),
+            "" if row.exact_after is None else str(row.exact_after),
+        ]
+        table.add_row(row.name, *cells, style="bold" if row.name == choice else None)
+    return table
+
+
+def say(
+    setting: Setting,
+    rows: Sequence[Row],
+    unfit: dict[str, str],
+    advice: Advice,
+    console: Console,
+) -> None:
+    """Prints what was asked, found and advised."""
+    cluster, row = setting.cluster, rows[0]
+    console.print(
+        f"{cluster.num_nodes} nodes x {cluster.workers_per_node} workers, a model of "
+        f"{setting.job.model_bytes / 1e6:.4g} MB\n"
+        f"gamma = {row.gamma:.3g} (all-reduce over compute time), "
+        f"sigma = {row.variance**0.5:.2g} (deviation of the compute time over its mean)"
+    )
+    for fact in setting.facts:
+        console.print(fact)
+    choice = advice.choice.name
+    tables = times_table(rows, choice), traffic_table(rows, choice)
+    console.print("", tables[0], "", tables[1], sep="\n")
+    if unfit:
+        console.print("\ndoes not fit")
+        for name, reason in unfit.items():
+            console.print(f"  {name}: {reason}")
+    console.print(f"\nadvice: {choice}\n  {advice.reason}")
+    console.print(f"  python -m train CONFIG.py {advice.choice.flags}")
+
+
+def write_json(
+    path: Path,
+    setting: Setting,
+    rows: Sequence[Row],
+    unfit: dict[str, str],
+    advice: Advice,
+) -> None:
+    """Writes everything that was printed."""
+    facts: dict[str, Any] = {
+        "cluster": dataclasses.asdict(setting.cluster),
+        "model_bytes": setting.job.model_bytes,
+        "overlap": setting.overlap,
+        "facts": setting.facts,
+        "rows": [row._asdict() for row in rows],
+        "does_not_fit": unfit,
+        "advice": {"choice": advice.choice.name, "reason": advice.reason},
+    }
+    # A rate without a limit is no number in JSON.
+    for name, value in facts["cluster"].items():
+        facts["cluster"][name] = None if value == np.inf else value
+    path.write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def speed_ups(setting: Setting, topology: Topology, console: Console) -> np.ndarray:
+    """Returns the topology's speed-up over all-reduce, [sigmas, gammas].
+
+    On this cluster, with other compute times.
+    """
+    whole = setting.exchange_seconds(None)
+    table = np.empty((len(SIGMAS), len(GAMMAS)))
+    points = [(i, j) for i in range(len(SIGMAS)) for j in range(len(GAMMAS))]
+    for i, j in progress(points, "drawing the map", console):
+        compute = runtime.gamma(whole / GAMMAS[j], SIGMAS[i])
+        job = dataclasses.replace(setting.job, compute=compute)
+        point = dataclasses.replace(setting, job=job)
+        both = [
+            point.simulate(scheme, MAP_STEPS, 0).seconds_per_step()
+            for scheme in (None, topology)
+        ]
+        table[i, j] = both[0] / both[1]
+    return table
+
+
+def draw(
+    path: Path, setting: Setting, row: Row, topology: Topology, console: Console
+) -> None:
+    """Draws the speed-up of a topology over gamma and sigma, with the user's point."""
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes: Axes = figure.subplots()
+    table = speed_ups(setting, topology, console)
+    colours = colormaps["RdBu"](COLOURS)
+    filled = axes.contourf(
+        GAMMAS, SIGMAS, table, levels=LEVELS, colors=colours, extend="both"
+    )
+    lines = axes.contour(
+        GAMMAS, SIGMAS, table, levels=LEVELS, colors="black", linewidths=0.5
+    )
+    axes.clabel(lines, fmt="%gx", fontsize=8)
+    figure.colorbar(filled, label="speed-up over all-reduce", format="%gx")
+    sigma = row.variance**0.5
+    axes.plot(row.gamma, sigma, "k*", markersize=14, clip_on=False)
+    axes.annotate(
+        f"you: {row.speed_up:.2f}x",
+        (row.gamma, sigma),
+        xytext=(8, 8),
+        textcoords="offset points",
+    )
+    axes.set(
+        xscale="log",
+        xlabel="gamma: time of an all-reduce over compute time",
+        ylabel="sigma: spread of the compute time",
+        title=f"{row.name} on {setting.cluster.num_nodes} nodes x "
+        f"{setting.cluster.workers_per_node}",
+    )
+    figure.savefig(path)
+
+
+def _factor(factor: float | None) -> str:
+    return "?" if factor is None else f"{factor:.3g}"
