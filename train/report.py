@@ -31,7 +31,7 @@ from train.timeline import (
     read_timelines,
     write_trace,
 )
-from train.timeline_figure import draw_timeline
+from train.timeline_figure import draw_timelines
 
 MAX_DRAWN_WORKERS = 64
 DRAWN_STEPS = 4
@@ -236,14 +236,13 @@ def _timeline_sections(runs: list[Run]) -> list[Section]:
         return []
     medians = [median_step_seconds(run.spans) for run in runs]
     seconds = DRAWN_STEPS * max(medians)
-    rows = [len({span.process for span in run.spans}) for run in runs]
-    height = sum(0.45 * count + 1.1 for count in rows)
-    figure = Figure(figsize=(10, height), layout="constrained")
-    all_axes = figure.subplots(len(runs), 1, squeeze=False, height_ratios=rows)[:, 0]
+    timelines = {
+        f"{run.name}: {median:.3g} s/step": middle_steps(run.spans, seconds)
+        for run, median in zip(runs, medians, strict=True)
+    }
+    figure = draw_timelines(timelines, seconds)
     traces = []
-    for run, axes, median in zip(runs, all_axes, medians, strict=True):
-        draw_timeline(axes, middle_steps(run.spans, seconds), seconds)
-        axes.set_title(f"{run.name}: {median:.3g} s/step", loc="left")
+    for run in runs:
         trace = write_trace(run.spans, run.folder / "trace.json")
         traces.append(f"<li><code>{html.escape(str(trace))}</code></li>")
     text = (

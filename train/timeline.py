@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from decentjax.runtime import Times
+
 MEANINGS = {
     "compute": "compute",
     "delay": "compute, as delayed on purpose",
@@ -71,6 +73,25 @@ def drop_spans(run_dir: Path, start: int) -> None:
 def read_timelines(run_dir: Path) -> list[Span]:
     """Returns the spans of all processes of a run, none where it recorded none."""
     return [span for path in sorted(run_dir.glob(FILES)) for span in _read(path)]
+
+
+def spans_of(times: Times, num_workers: int) -> list[Span]:
+    """Returns what the first workers of a simulation do, as if they had recorded it."""
+    spans = []
+    for step, worker in itertools.product(range(len(times.start)), range(num_workers)):
+        start, compute, waiting, exposed, sent, exchange = (
+            float(x[step, worker]) for x in times
+        )
+        computed = start + compute
+        parts = {
+            "compute": (start, computed),
+            "wait": (computed, computed + waiting + exposed),
+            "exchange": (sent, sent + exchange),
+        }
+        for activity, (begin, end) in parts.items():
+            if end > begin:
+                spans.append(Span(worker, activity, step, begin, end))
+    return spans
 
 
 def middle_steps(spans: Sequence[Span], seconds: float) -> list[Span]:

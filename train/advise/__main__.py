@@ -47,7 +47,7 @@ def main(arguments: list[str]) -> int:
               flags: cluster and job.
               steps: that are simulated.
               seed: of the compute times.
-              out: folder for advice.json and advice.svg.
+              out: folder for advice.json, map.svg and steps.svg.
             """
             return look(flags.setting(), steps, seed, out)
 
@@ -61,7 +61,7 @@ def look(setting: Setting, steps: int, seed: int, out: Path) -> int:
     if steps < 1:
         raise ValueError(f"steps must be positive, got {steps}")
     # They import matplotlib, for which nobody who asks for help should wait.
-    from train.advise.report import draw, progress, say, write_json
+    from train.advise.report import draw_map, draw_steps, progress, say, write_json
 
     fit, unfit = fitting(setting.cluster.num_workers, setting.cluster.workers_per_node)
     console = Console(width=140, soft_wrap=True, markup=False, highlight=False)
@@ -78,8 +78,9 @@ def look(setting: Setting, steps: int, seed: int, out: Path) -> int:
         console.print(f"\n{out / 'advice.json'}")
         return 0
     _, topology = fit[rows.index(drawn)]
-    draw(out / "advice.svg", setting, drawn, topology, console)
-    console.print(f"\n{out / 'advice.json'}  advice.svg")
+    draw_steps(out / "steps.svg", setting, drawn, topology)
+    draw_map(out / "map.svg", setting, drawn, topology, console)
+    console.print(f"\n{out / 'advice.json'}  map.svg  steps.svg")
     return 0
 
 
@@ -103,7 +104,7 @@ def _measured(arguments: list[str]) -> int:
           config: with the workers and processes that are to train.
           measured_steps: of compute times.
           steps: that are simulated.
-          out: folder for advice.json and advice.svg.
+          out: folder for advice.json, map.svg and steps.svg.
         """
         if config.distributed.enabled:
             with fail_stop():

@@ -16,11 +16,15 @@ from rich.table import Table
 
 from decentjax import Topology, runtime
 from train.advise.compare import Advice, Row
+from train.advise.quantities import duration
 from train.advise.setting import Setting
+from train.timeline import spans_of
+from train.timeline_figure import draw_timelines
 
 T = TypeVar("T")
 GAMMAS = np.geomspace(0.03, 10, 11)
 SIGMAS = np.linspace(0, 0.4, 7)
+DRAWN_STEPS, DRAWN_WORKERS = 10, 8
 MAP_STEPS = 60  # Of each point's simulation.
 LEVELS = (0.8, 0.95, 1.05, 1.2, 1.5, 2, 3, 5)
 COLOURS = (0.15, 0.35, 0.5, 0.6, 0.68, 0.76, 0.84, 0.92, 1.0)  # White: no matter.
@@ -147,7 +151,7 @@ def speed_ups(setting: Setting, topology: Topology, console: Console) -> np.ndar
     return table
 
 
-def draw(
+def draw_map(
     path: Path, setting: Setting, row: Row, topology: Topology, console: Console
 ) -> None:
     """Draws the speed-up of a topology over gamma and sigma, with the user's point."""
@@ -179,6 +183,19 @@ def draw(
         f"{setting.cluster.workers_per_node}",
     )
     figure.savefig(path)
+
+
+def draw_steps(path: Path, setting: Setting, row: Row, topology: Topology) -> None:
+    """Draws some steps of some workers: all-reduce above, the topology below."""
+    drawn = min(DRAWN_WORKERS, setting.cluster.num_workers)
+    timelines, seconds = {}, 0.0
+    for name, scheme in (("all-reduce", None), (row.name, topology)):
+        times = setting.simulate(scheme, DRAWN_STEPS, 0)
+        end = float(times.end[-1].max())
+        title = f"{name}: {DRAWN_STEPS} steps in {duration(end)}"
+        timelines[title] = spans_of(times, drawn)
+        seconds = max(seconds, end)
+    draw_timelines(timelines, seconds, "worker").savefig(path)
 
 
 def _factor(factor: float | None) -> str:
