@@ -1,4 +1,4 @@
-"""Speed, side by side: `python -m train.bench {race,gpu,step,data}`."""
+"""Speed, side by side: `python -m train.bench {race,gpu,step,data,model}`."""
 
 import sys
 from collections.abc import Callable
@@ -6,24 +6,15 @@ from typing import Any
 
 import tyro
 
-from train.bench import data, gpu, race, step
-
-
-def _race(bench: race.Race) -> int:
-    try:
-        return race.main(bench)
-    except PermissionError as error:
-        raise SystemExit(
-            f"error: the race needs root, for the cluster's namespaces ({error})"
-        ) from error
-
+from train.bench import data, gpu, model, race, step
 
 # Each with what runs it.
 BENCHES: dict[str, tuple[Any, Callable[[Any], int]]] = {
-    "race": (race.Race, _race),
+    "race": (race.Race, race.main),
     "gpu": (gpu.GpuBench, gpu.main),
     "step": (step.StepBench, step.main),
     "data": (data.DataBench, data.main),
+    "model": (model.ModelBench, model.main),
 }
 
 
@@ -32,6 +23,10 @@ def run() -> int:
     try:
         bench = tyro.extras.subcommand_cli_from_dict(kinds, prog="train.bench")
         return dict(BENCHES.values())[type(bench)](bench)
+    except PermissionError as error:
+        raise SystemExit(
+            f"error: emulated clusters need root, for their namespaces ({error})"
+        ) from error
     except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
 

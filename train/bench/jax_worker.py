@@ -46,6 +46,11 @@ def _contestant(work: Work, num_workers: int, per_node: int, name: str) -> Conte
             workers_per_node=per_node,
             between=topology.one_peer_ring,
         ),
+        "inside nodes": functools.partial(
+            topology.hierarchical,
+            workers_per_node=per_node,
+            between=lambda nodes: topology.from_matrix(np.eye(nodes)),
+        ),
         "one-peer exponential": topology.one_peer_exponential,
         "complete": topology.complete,
         "alternating exponential ring": functools.partial(

@@ -11,6 +11,7 @@ import re
 import selectors
 import subprocess
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean, median
@@ -63,9 +64,7 @@ class Race:
     out: Path = Path("runs/race")
 
     def __post_init__(self):
-        for cluster in self.clusters:
-            if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", cluster):
-                raise ValueError(f"a cluster is written as 4x2, got {cluster!r}")
+        check_clusters(self.clusters)
         if parse_rate(self.rate) is None:
             raise ValueError("the race needs a rate, such as 200mbit")
         for name in ("rounds", "steps"):
@@ -109,6 +108,13 @@ class Course(NamedTuple):
 
     cluster: Cluster
     names: dict[str, str]
+
+
+def check_clusters(names: Sequence[str]) -> None:
+    """Raises a ValueError if one is not written as NODESxWORKERS_PER_NODE."""
+    for name in names:
+        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", name):
+            raise ValueError(f"a cluster is written as 4x2, got {name!r}")
 
 
 def main(race: Race) -> int:
@@ -194,7 +200,8 @@ def _run(
         f"in the background: {main_graph}",
         f"Decent-DP: {TOPOLOGIES[main_graph]}",
     ]
-    teams = {kind: Team(kind, race, cluster, worker) for kind in set(names.values())}
+    kinds = set(names.values())
+    teams = {kind: Team(kind, race.work, race.out, cluster, worker) for kind in kinds}
     turns = [(name, 0.0) for name in names]
     if race.straggler:
         turns += [(name, race.straggler) for name in late if name in names]
@@ -217,20 +224,25 @@ def _run(
 
 
 class Team:
-    """The workers of one kind, one process each, alive for all rounds."""
+    """The workers of one kind, one process each, alive for all rounds.
 
-    def __init__(self, kind: str, race: Race, cluster: Cluster, worker: Worker):
+    What they print goes to files in `out`.
+    """
+
+    def __init__(
+        self, kind: str, work: Work, out: Path, cluster: Cluster, worker: Worker
+    ):
         self._kind = kind
         self._logs: list[Path] = []
         self._workers: list[tuple[subprocess.Popen, Any]] = []
         for rank in range(cluster.num_workers):
             reader, writer = os.pipe()
-            sizes = (*dataclasses.astuple(race.work), cluster.workers_per_node, writer)
+            sizes = (*dataclasses.astuple(work), cluster.workers_per_node, writer)
             process = worker(
                 rank,
                 [sys.executable, "-m", f"train.bench.{kind}_worker", *map(str, sizes)],
             )
-            log = race.out / f"{kind}.{cluster.nodes}x{cluster.workers_per_node}.{rank}"
+            log = out / f"{kind}.{cluster.nodes}x{cluster.workers_per_node}.{rank}"
             self._logs.append(log.with_suffix(log.suffix + ".txt"))
             with self._logs[-1].open("w") as output:
                 popen = subprocess.Popen(

@@ -45,12 +45,15 @@ class Turn(NamedTuple):
       warmup: steps that do not count.
       steps: steps that do.
       straggler: seconds by which worker t mod N is late at step t.
+      pause: seconds that every worker sleeps in each step, as a host does while its
+        accelerator computes.
     """
 
     contestant: str
     warmup: int
     steps: int
     straggler: float = 0.0
+    pause: float = 0.0
 
 
 class Contestant(NamedTuple):
@@ -93,8 +96,9 @@ def serve(
             seconds = []
             for t in range(turn.warmup + turn.steps):
                 start = time.monotonic()
-                if turn.straggler and t % num_workers == rank:
-                    time.sleep(turn.straggler)
+                late = turn.straggler if t % num_workers == rank else 0.0
+                if late + turn.pause:
+                    time.sleep(late + turn.pause)
                 contestant.step()
                 seconds.append(time.monotonic() - start)
             contestant.rest()
