@@ -159,7 +159,8 @@ def fit(published: Published) -> Fit:
         total = 0.0
         for num_workers, times in published.rows.items():
             measured: dict[str, float] = dict(zip(SCHEMES, times, strict=True))
-            found = predict(published, of(point), num_workers, (ALL_REDUCE, AER))
+            both = (ALL_REDUCE, AER)
+            found = predict(published, of(point), num_workers, FIT_STEPS, both)
             logs = {name: np.log(x / measured[name]) for name, x in found.items()}
             total += logs[AER] ** 2 + (logs[ALL_REDUCE] - logs[AER]) ** 2
         return float(total)
@@ -174,9 +175,9 @@ def predict(
     published: Published,
     fitted: Fit,
     num_workers: int,
+    num_steps: int,
     schemes: tuple[str, ...] = SCHEMES,
     cards: int = 1,
-    num_steps: int = FIT_STEPS,
 ) -> dict[str, float]:
     """Returns milliseconds per step of each scheme.
 
@@ -220,7 +221,7 @@ def _line(published: Published, fitted: Fit, num_workers: int) -> Line:
         num_workers=num_workers,
         fitted=fitted,
         measured=dict(zip(SCHEMES, published.rows[num_workers], strict=True)),
-        predicted=predict(published, fitted, num_workers, num_steps=STEPS),
-        two_cards=predict(published, fitted, num_workers, (SGP, EXP), 2, STEPS),
+        predicted=predict(published, fitted, num_workers, STEPS),
+        two_cards=predict(published, fitted, num_workers, STEPS, (SGP, EXP), 2),
         at_least=at_least,
     )

@@ -1,0 +1,217 @@
+"""The runtime model's comparisons: their arithmetic, and a real one of seconds."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
+
+from test_bench import ENV, ROOT
+from test_emulate import needs_root
+
+from decentjax.runtime import Cluster
+from train.bench import emulated, imbalance, published
+from train.bench.emulated import Row
+from train.bench.model import ModelBench, courses
+from train.bench.model_report import (
+    Results,
+    emulated_table,
+    misordered,
+    num_ordered,
+    published_table,
+    write,
+)
+from train.bench.published import AER, ALL_REDUCE, EXP, SGP, Fit, Line
+from train.bench.race import AER as ALTERNATING
+from train.bench.race import EXPONENTIAL, NODES, RING
+from train.bench.work import Work
+
+MODEL = [sys.executable, "-m", "train.bench", "model"]
+WORK = Work(layers=4, width=500, batch=1)  # 4 MB.
+A40 = published.PUBLISHED[2]
+
+
+def cluster(num_nodes: int, per_node: int = 1) -> Cluster:
+    return Cluster(
+        num_nodes=num_nodes,
+        workers_per_node=per_node,
+        between_bytes_per_second=8e6,
+    )
+
+
+def test_without_stragglers_emulated_steps_are_compute_or_bytes_over_rate():
+    for compute in (0.1, 2.0):
+        step = emulated.predict(cluster(4), WORK, compute, 0.0, "all-reduce")
+        assert step == pytest.approx(compute + 2 * 3 / 4 * 4 / 8)
+        # One sends a model to a peer in each step, or in every second one.
+        crossing = max(compute, 0.5)
+        wanted = {RING: crossing, EXPONENTIAL: crossing}
+        wanted[ALTERNATING] = (crossing + compute) / 2
+        for scheme, seconds in wanted.items():
+            step = emulated.predict(cluster(4), WORK, compute, 0.0, scheme)
+            assert step == pytest.approx(seconds)
+    # A node sends 1, 2 and 2 models for its two workers; or one, in two halves.
+    for scheme, seconds in ((EXPONENTIAL, (0.5 + 1 + 1) / 3), (NODES, 0.5)):
+        step = emulated.predict(cluster(4, 2), WORK, 0.1, 0.0, scheme)
+        assert step == pytest.approx(seconds)
+
+
+def test_a_straggler_is_let_through_by_all_reduce_alone():
+    late = emulated.predict(cluster(4), WORK, 1.0, 0.3, "all-reduce")
+    assert late == pytest.approx(1.3 + 0.75)
+    apart = emulated.predict(cluster(4), WORK, 1.0, 0.3, RING)
+    assert 1.0 + 0.3 / 4 <= apart < 1.2
+
+
+def row(scheme: str, predicted: float, measured: float, rate: str = "1mbit") -> Row:
+    return Row("4x1", rate, 0.0, scheme, predicted, measured)
+
+
+def test_the_order_of_schemes_is_looked_at_where_they_differ_by_a_tenth():
+    rows = [row("a", 1.0, 2.0), row("b", 1.5, 1.0), row("c", 3.0, 2.1)]
+    rows += [row("a", 1.0, 9.0, "2mbit")]
+    assert num_ordered(rows) == 2  # a and c over b; c and a are too close.
+    assert misordered(rows) == ["a over b (4x1, 1mbit, late by 0 s)"]
+    table = emulated_table(rows)
+    assert "| 4x1, 1mbit | 1.000 / 2.000 | 1.500 / 1.000 | 3.000 / 2.100 |" in table
+    assert "4 settings: median error 50.0%, largest 88.9%" in table
+    assert "Of 2 pairs" in table
+
+
+def line(predicted: tuple[float, ...], measured: tuple[float, ...]) -> Line:
+    names = published.SCHEMES
+    return Line(
+        "cluster",
+        16,
+        Fit(0.01, 0.1, 0.05),
+        dict(zip(names, measured, strict=True)),
+        dict(zip(names, predicted, strict=True)),
+        {SGP: 1.0, EXP: 2.5},
+        {SGP: 0.5, EXP: 2.2},
+    )
+
+
+def test_a_row_of_fig_6_says_which_order_is_wrong():
+    found = line((4.0, 2.0, 3.0, 2.0), (4.0, 3.0, 2.0, 1.9))
+    assert found.speed_ups() == (2.0, 4.0 / 1.9)
+    assert found.wrong({}) == ["SGP(Exp) over Decent(Exp)", "SGP(Exp) over Decent(AER)"]
+    assert found.wrong({}, [ALL_REDUCE, EXP, AER]) == []
+    assert found.wrong({EXP: 5.0}, [ALL_REDUCE, EXP, AER]) == [
+        "AllReduce over Decent(Exp)"
+    ]
+    table = published_table([found])
+    assert "4.0 / 4.0 | 2.0 / 3.0 | 3.0 / 2.0 | 2.0 / 1.9 | 2.00 / 2.11 (-5%)" in table
+    assert "within 15 %: 1 of 1" in table
+    assert "Order of all: right in 0 of 1; cluster, N = 16: SGP(Exp) over" in table
+    assert "Order without SGP: right in 1 of 1." in table
+    assert "Decent(Exp), cluster, N = 16: 2 ms, bytes over rate 2 ms" in table
+
+
+def test_a_fit_finds_what_made_the_measurements(monkeypatch):
+    monkeypatch.setattr(published, "FIT_STEPS", 8)
+    known = Fit(0.03, 0.9, 0.1)
+    rows = {}
+    for num_workers in A40.rows:
+        found = published.predict(A40, known, num_workers, 8)
+        rows[num_workers] = tuple(found[name] for name in published.SCHEMES)
+    fitted = published.fit(A40._replace(rows=rows))
+    for num_workers in rows:
+        wanted = published.predict(A40, known, num_workers, 8, (ALL_REDUCE, AER))
+        found = published.predict(A40, fitted, num_workers, 8, (ALL_REDUCE, AER))
+        assert found == pytest.approx(wanted, rel=0.03)
+
+
+def test_what_a_card_can_carry_at_the_least_is_bytes_over_rate(monkeypatch):
+    monkeypatch.setattr(published, "STEPS", 4)
+    monkeypatch.setattr(published, "FIT_STEPS", 4)
+    monkeypatch.setattr(published, "fit", lambda _: Fit(0.04, 0.6, 0.0))
+    found = {line.num_workers: line for line in published.lines(A40)}
+    model = 1e3 * published.MODEL_BYTES / (25e9 / 8)
+    # In 2 of 4 steps all four workers of a node send a model to another node.
+    assert found[16].at_least[EXP] == pytest.approx(4 * model * 2 / 4)
+    # 1, 2, 4 and 4 of them, where each sends so many places on.
+    assert found[16].at_least[SGP] == pytest.approx((1 + 2 + 4 + 4) / 4 * model)
+    assert found[8].predicted[AER] == pytest.approx(40 + 600 / 8, rel=0.05)
+    assert found[32].two_cards[EXP] < 0.7 * found[32].predicted[EXP]
+    assert found[16].measured[AER] == 78.9
+
+
+def test_with_two_late_workers_a_barrier_lets_all_of_it_through(monkeypatch):
+    monkeypatch.setattr(imbalance, "STEPS", 60)
+    lines = {(x.num_workers, x.scheme): x for x in imbalance.lines()}
+    assert len(lines) == 10
+    for num_workers, ideal in ((64, 13.3), (256, 53.2)):
+        compute = 0.128 * num_workers / ideal
+        barrier = 0.128 * num_workers / (compute + 0.32)
+        found = lines[num_workers, "all-reduce"]
+        assert found.predicted == pytest.approx(barrier, rel=0.02)
+        wagma = lines[num_workers, imbalance.WAGMA]
+        assert 1.2 * found.predicted < wagma.predicted < ideal
+        assert found.predicted_ratio == pytest.approx(wagma.predicted / found.predicted)
+        assert found.measured_ratio == wagma.measured / found.measured
+
+
+def test_everything_is_written_down_and_drawn(tmp_path):
+    bench = ModelBench(out=tmp_path)
+    rows = [row("a", 1.0, 2.0), row("b", 1.5, 1.0)]
+    results = Results(rows, [line((4.0, 2.0, 3.0, 2.0), (4.0, 3.0, 2.0, 1.9))], [])
+    write(bench, results, Console(quiet=True))
+    facts = json.loads((tmp_path / "model.json").read_text())
+    assert facts["emulated"][0] == row("a", 1.0, 2.0)._asdict()
+    assert facts["published"][0]["predicted"][ALL_REDUCE] == 4.0
+    assert facts["bench"]["steps"] == bench.steps
+    assert "Fitted to cluster: compute 10.0 ms + 0.1 s / N" in (
+        (tmp_path / "model.md").read_text()
+    )
+    assert "<svg" in (tmp_path / "model.svg").read_text()
+
+
+def test_every_cluster_runs_at_every_rate():
+    bench = ModelBench(clusters=("4x1", "2x3"), rates=("1mbit", "2mbit"))
+    made = [(course.name, course.cluster.rate) for course in courses(bench)]
+    assert made == [(c, r) for c in ("4x1", "2x3") for r in ("1mbit", "2mbit")]
+    assert {course.work for course in courses(bench)} == {bench.work}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"clusters": ("4",)}, "a cluster is written as 4x2, got '4'"),
+        ({"rates": ("none",)}, "the model needs rates, such as 200mbit"),
+        ({"rates": ("fast",)}, "rate must be like 200mbit"),
+        ({"pause": -1.0}, "pause must be at least 0, got -1.0"),
+        ({"straggler": float("nan")}, "straggler must be at least 0, got nan"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+    ],
+)
+def test_what_cannot_be_compared_gets_a_sentence(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(ModelBench(), **changes)
+
+
+@needs_root
+def test_a_real_cluster_is_predicted_first_and_then_measured(tmp_path):
+    options = (
+        "--parts emulated --clusters 2x2 --rates 100mbit --steps 2 --pause 0.1 "
+        "--straggler 0.1 --work.layers 1 --work.width 100 --work.batch 2"
+    )
+    done = subprocess.run(
+        [*MODEL, *options.split(), "--out", str(tmp_path)],
+        cwd=ROOT,
+        env=ENV,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "model.json").read_text())["emulated"]
+    assert len(rows) == 4 * 2
+    for found in rows:
+        assert min(found["predicted"], found["measured"]) >= 0.1
+    late = [x for x in rows if x["straggler"] and x["scheme"] == "all-reduce"]
+    assert np.all([[x["predicted"] > 0.2, x["measured"] > 0.2] for x in late])
