@@ -15,7 +15,7 @@ from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
 from decentjax.runtime import Cluster
-from train.bench import emulated, imbalance, published
+from train.bench import emulated, imbalance, published, simulator
 from train.bench.emulated import Row
 from train.bench.model import ModelBench, courses
 from train.bench.model_report import (
@@ -24,6 +24,7 @@ from train.bench.model_report import (
     misordered,
     num_ordered,
     published_table,
+    simulator_table,
     write,
 )
 from train.bench.published import AER, ALL_REDUCE, EXP, SGP, Fit, Line
@@ -159,7 +160,7 @@ def test_with_two_late_workers_a_barrier_lets_all_of_it_through(monkeypatch):
 def test_everything_is_written_down_and_drawn(tmp_path):
     bench = ModelBench(out=tmp_path)
     rows = [row("a", 1.0, 2.0), row("b", 1.5, 1.0)]
-    results = Results(rows, [line((4.0, 2.0, 3.0, 2.0), (4.0, 3.0, 2.0, 1.9))], [])
+    results = Results(rows, [line((4.0, 2.0, 3.0, 2.0), (4.0, 3.0, 2.0, 1.9))], [], [])
     write(bench, results, Console(quiet=True))
     facts = json.loads((tmp_path / "model.json").read_text())
     assert facts["emulated"][0] == row("a", 1.0, 2.0)._asdict()
@@ -169,6 +170,13 @@ def test_everything_is_written_down_and_drawn(tmp_path):
         (tmp_path / "model.md").read_text()
     )
     assert "<svg" in (tmp_path / "model.svg").read_text()
+
+
+def test_the_simulator_is_timed_with_each_scheme():
+    rows = simulator.rows(even=48, power_of_two=32)
+    assert [row.num_workers for row in rows] == [48, 48, 48, 32, 32]
+    assert all(row.seconds > 0 for row in rows)
+    assert "| ring between nodes | 48 |" in simulator_table(rows)
 
 
 def test_every_cluster_runs_at_every_rate():

@@ -7,12 +7,12 @@ from typing import Literal
 
 from rich.console import Console
 
-from train.bench import emulated, imbalance, model_report, published
+from train.bench import emulated, imbalance, model_report, published, simulator
 from train.bench.race import check_clusters
 from train.bench.work import Work
 from train.emulate import Cluster, parse_rate
 
-Part = Literal["emulated", "published", "imbalance"]
+Part = Literal["emulated", "published", "imbalance", "simulator"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class ModelBench:
     """Predicts step times, and sets them beside what was measured.
 
     Args:
-      parts: emulated (as root: network namespaces), published (paper 1, Fig 6) and
-        imbalance (paper 2).
+      parts: emulated (as root: network namespaces), published (paper 1, Fig 6),
+        imbalance (paper 2), simulator (how long it takes itself).
       clusters: that are emulated, each as NODESxWORKERS_PER_NODE.
       rates: of each node's link, as for `train.emulate`.
       work: what each worker computes, beside a pause.
@@ -32,7 +32,7 @@ class ModelBench:
       out: folder for model.json, model.md, model.svg and the workers' output.
     """
 
-    parts: tuple[Part, ...] = ("emulated", "published", "imbalance")
+    parts: tuple[Part, ...] = ("emulated", "published", "imbalance", "simulator")
     clusters: tuple[str, ...] = ("4x1", "4x2")
     rates: tuple[str, ...] = ("100mbit", "200mbit", "400mbit")
     work: Work = dataclasses.field(
@@ -65,6 +65,7 @@ def main(bench: ModelBench) -> int:
         emulated=_emulated(bench, console) if "emulated" in bench.parts else [],
         published=_published(console) if "published" in bench.parts else [],
         imbalance=imbalance.lines() if "imbalance" in bench.parts else [],
+        simulator=simulator.rows() if "simulator" in bench.parts else [],
     )
     model_report.write(bench, results, console)
     return 0

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from rich.console import Console
 
-from train.bench import emulated, imbalance, published
+from train.bench import emulated, imbalance, published, simulator
 from train.bench.published import EXP, SCHEMES, SGP, Line
 from train.bench.work import machine
 
@@ -28,11 +28,13 @@ class Results(NamedTuple):
       emulated: settings.
       published: rows of Fig 6.
       imbalance: schemes and sizes.
+      simulator: schemes.
     """
 
     emulated: list[emulated.Row]
     published: list[published.Line]
     imbalance: list[imbalance.Line]
+    simulator: list[simulator.Row]
 
 
 def write(bench: Any, results: Results, console: Console) -> None:
@@ -44,6 +46,8 @@ def write(bench: Any, results: Results, console: Console) -> None:
         tables.append(published_table(results.published))
     if results.imbalance:
         tables.append(imbalance_table(results.imbalance))
+    if results.simulator:
+        tables.append(simulator_table(results.simulator))
     text = "\n\n".join(tables)
     console.print(text)
     (bench.out / "model.md").write_text(text + "\n")
@@ -135,6 +139,15 @@ def imbalance_table(lines: list[imbalance.Line]) -> str:
             )
         )
     return "\n".join(rows)
+
+
+def simulator_table(rows: list[simulator.Row]) -> str:
+    """Returns Markdown: seconds of each simulation."""
+    head = ["simulated", "workers", f"s for {simulator.STEPS} steps"]
+    lines = [_cells(head), "|---" * len(head) + "|"]
+    for row in rows:
+        lines.append(_cells([row.scheme, f"{row.num_workers:,}", f"{row.seconds:.1f}"]))
+    return "\n".join(lines)
 
 
 def misordered(rows: list[emulated.Row]) -> list[str]:
