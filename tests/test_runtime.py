@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from decentjax import runtime, topology
 from decentjax.analysis import traffic
+from decentjax.cluster import plan
 from decentjax.contention import seats, share
 from decentjax.exchange import matrices
 from decentjax.runtime import Cluster, Job, Times
@@ -283,6 +284,25 @@ def test_in_one_bucket_the_background_is_as_in_the_step(made):
     times = runtime.background(CLUSTER, JOB, made, 20, num_buckets=1)
     for x, y in zip(times, wanted, strict=True):
         np.testing.assert_allclose(x, y, atol=1e-12)
+
+
+@pytest.mark.parametrize("made", EVERY, ids=name_of)
+@pytest.mark.parametrize("per_node", [1, 4])
+def test_what_is_sent_is_received_and_is_what_traffic_counts(made, per_node):
+    cluster = Cluster(
+        num_nodes=16 // per_node,
+        workers_per_node=per_node,
+        between_bytes_per_second=10.0,
+    )
+    for exchange, counted in zip(made, traffic(made, 1.0, per_node), strict=True):
+        sent = 0.0
+        for stage in plan(cluster, exchange):
+            for kind in stage.kinds:
+                for table in (kind.sending, kind.receiving):
+                    seated = np.sort(table[table >= 0]).tolist()
+                    assert seated == list(range(len(kind.chosen)))
+                sent += stage.part * len(kind.chosen)
+        assert sent == pytest.approx(counted.worker_bytes.sum())
 
 
 @pytest.mark.parametrize("simulate", [runtime.in_step, runtime.background])

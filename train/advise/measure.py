@@ -63,7 +63,12 @@ def measure(config: Config, num_steps: int) -> Setting:
             "`python -m train.launch --processes N --module train.advise --measure "
             "CONFIG.py`, or give --workers.where mesh"
         )
-    fit, _ = fitting(mesh.size, config.workers.workers_per_node)
+    local = config.workers.workers_per_node
+    if mesh.size % local:
+        raise ValueError(
+            f"workers.workers_per_node must divide the {mesh.size} workers, got {local}"
+        )
+    fit, _ = fitting(mesh.size, local)
     task = config.task.build()
     console = Console(quiet=jax.process_index() > 0, soft_wrap=True)
     with console.status(f"computing {num_steps} steps"):
@@ -80,21 +85,28 @@ def measure(config: Config, num_steps: int) -> Setting:
     # Only a compiled step on an accelerator has a part of the gradient before the rest.
     whole = {} if overlap == "in_step" else {"forward_share": 1.0}
     compute = runtime.trace(trace)
-    platform = jax.devices()[0].platform
     return Setting(
         cluster=cluster,
         job=Job(model_bytes=network.model_bytes, compute=compute, **whole),
         overlap=overlap,
         measured=measured,
-        facts=(
-            f"measured on {mesh.size} {platform} workers of {jax.process_count()} "
-            f"processes: {num_steps} steps of {duration(trace.mean())} in the mean, "
-            f"{duration(trace.min())} to {duration(trace.max())}; exchanges as below",
-            f"between nodes {_rate(cluster.between_bytes_per_second)} and "
-            f"{duration(cluster.between_latency)}, inside "
-            f"{_rate(cluster.inside_bytes_per_second)} and "
-            f"{duration(cluster.inside_latency)}",
-        ),
+        facts=_facts(trace, cluster),
+    )
+
+
+def _facts(trace: np.ndarray, cluster: Cluster) -> tuple[str, ...]:
+    num_steps, num_workers = trace.shape
+    platform = jax.devices()[0].platform
+    between, inside = map(
+        _rate, (cluster.between_bytes_per_second, cluster.inside_bytes_per_second)
+    )
+    return (
+        f"measured on {num_workers} {platform} workers of {jax.process_count()} "
+        f"processes: {num_steps} steps of {duration(trace.mean())} in the mean, "
+        f"{duration(trace.min())} to {duration(trace.max())}",
+        f"measured of messages: between nodes {between} and "
+        f"{duration(cluster.between_latency)}, inside {inside} and "
+        f"{duration(cluster.inside_latency)}; exchanges as below",
     )
 
 
@@ -250,5 +262,5 @@ def _seconds(function: Callable[[Any], Any], models: Any) -> float:
 
 def _rate(bytes_per_second: float) -> str:
     if bytes_per_second == math.inf:
-        return "nothing"
+        return "none"
     return f"{8e-9 * bytes_per_second:.3g} Gbit/s"
