@@ -31,7 +31,7 @@ from decentjax.mixing import Lowering, global_mean
 from decentjax.placement import over_workers
 from decentjax.stages import Adapt, Leaves, Plan, Stage, make_plan
 from decentjax.step import AXIS, LossFn, Metrics, WorkerState, gradient
-from decentjax.tuning import Mixes, compiled_mix, fastest_mixes
+from decentjax.tuning import Mix, Mixes, compiled_mix, fastest_mixes
 
 __all__ = [
     "Adapt",
@@ -222,10 +222,8 @@ class Background:
         """In the thread: sends, receives, averages."""
         jax.block_until_ready(models)
         start = time.monotonic()
-        models = [_moved(x, self._mesh, self._exchange_mesh) for x in models]
-        mixed = self._mixes[self._topology[t]](models)
-        jax.block_until_ready(mixed)
-        mixed = [_moved(x, self._exchange_mesh, self._mesh) for x in mixed]
+        mix_models = self._mixes[self._topology[t]]
+        mixed = mix_elsewhere(mix_models, models, self._mesh, self._exchange_mesh)
         self._record("exchange", t, start, time.monotonic())
         return mixed
 
@@ -335,6 +333,15 @@ def host_mesh(mesh: Mesh) -> Mesh:
                 f'jax.config.update("jax_num_cpu_devices", {count})'
             )
     return Mesh([cpus[process].pop(0) for process in workers], (AXIS,))
+
+
+def mix_elsewhere(
+    mix_models: Mix, models: list[jax.Array], mesh: Mesh, exchange_mesh: Mesh
+) -> list[jax.Array]:
+    """Returns the models of `mesh`, mixed on the devices of `exchange_mesh`."""
+    models = [_moved(x, mesh, exchange_mesh) for x in models]
+    mixed = jax.block_until_ready(mix_models(models))
+    return [_moved(x, exchange_mesh, mesh) for x in mixed]
 
 
 def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:

@@ -15,8 +15,8 @@ class Job:
     Args:
       model_bytes: that are averaged.
       compute: draws how long forward and backward pass take.
-      forward_share: of what comes before the backward pass in that: 1 where no part of
-        the gradient is there before all of it is.
+      forward_share: share of that before the backward pass begins; 1 where the whole
+        gradient comes at once.
 
     Raises:
       ValueError: if there can be no such job.

@@ -20,7 +20,7 @@ class Ratios(NamedTuple):
     Args:
       gamma: time of an all-reduce over the mean compute time.
       omega: time of an exchange over that of an all-reduce.
-      variance: sigma^2, of the compute times over their mean.
+      variance: sigma^2, of compute times in units of their mean.
     """
 
     gamma: float
@@ -53,9 +53,15 @@ def ratios(
 def moments(
     job: Job, num_workers: int, num_steps: int = 100, seed: int = 0
 ) -> tuple[float, float]:
-    """Returns the mean compute time, in seconds, and sigma^2."""
+    """Returns the mean compute time, in seconds, and sigma^2.
+
+    Raises:
+      ValueError: if nothing takes any time.
+    """
     drawn = np.stack([job.draw(step, num_workers, seed) for step in range(num_steps)])
     mean = float(drawn.mean())
+    if mean == 0:
+        raise ValueError("ratios need compute times that are not all 0")
     return mean, float(drawn.var()) / mean**2
 
 

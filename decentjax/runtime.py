@@ -73,8 +73,8 @@ class Times(NamedTuple):
     Args:
       start: since the begin of the first step.
       compute: of forward and backward pass.
-      waiting: after that, for workers who were late; what would be left of it on a
-        network that takes no time.
+      waiting: after that, for workers who were late; what would be left in this step
+        on a network that takes no time.
       exposed: after that, for messages.
       sent: when the worker was ready for the exchange that the step needs.
       exchange: from then until it had everything; most of it runs beside the computing.
@@ -92,9 +92,10 @@ class Times(NamedTuple):
         """Of each step."""
         return self.start + self.compute + self.waiting + self.exposed
 
-    def seconds_per_step(self) -> float:
-        """From the first start to the mean end of the last step, over the steps."""
-        return float(self.end[-1].mean() / len(self.end))
+    def seconds_per_step(self, skipped: int = 0) -> float:
+        """Returns the mean time of a worker's step, but for the first ones skipped."""
+        seconds = (self.end[-1] - self.start[skipped]).mean()
+        return float(seconds / (len(self.start) - skipped))
 
 
 def all_reduce(
@@ -129,7 +130,8 @@ def all_reduce(
             end = max(end, float(ready.max())) + seconds
         waiting = np.maximum(ready.max() - (start + compute), 0)  # But for rounding.
         exposed = np.full_like(start, end - ready.max())
-        rows.append((start, compute, waiting, exposed, first, end - first))
+        sent = first + (1 - job.forward_share) / num_buckets * compute
+        rows.append((start, compute, waiting, exposed, sent, end - sent))
         start = np.full_like(start, end)
     return Times(*map(np.stack, zip(*rows, strict=True)))
 

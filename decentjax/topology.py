@@ -24,6 +24,7 @@ __all__ = [
     "Groups",
     "Permutations",
     "Topology",
+    "alone",
     "alternating_exponential_ring",
     "base_k",
     "butterfly_groups",
@@ -42,6 +43,13 @@ __all__ = [
     "star",
     "torus",
 ]
+
+
+def alone(num_workers: int) -> Topology:
+    """Nobody sends anything; between nodes, as in `hierarchical`, only inside them."""
+    _check_positive(num_workers)
+    itself = Permutations((tuple(range(num_workers)),), (1.0,))
+    return _topology("alone", itself)
 
 
 def complete(num_workers: int) -> Topology:
@@ -63,7 +71,7 @@ def one_peer_ring(num_workers: int) -> Topology:
     """
     _check_positive(num_workers)
     if num_workers == 1:
-        return _alone("one_peer_ring")
+        return _one_worker("one_peer_ring")
     if num_workers % 2:
         raise ValueError(f"one_peer_ring needs an even num_workers, got {num_workers}")
     rounds = [
@@ -89,7 +97,7 @@ def one_peer_exponential(num_workers: int) -> Topology:
     """
     _check_positive(num_workers)
     if num_workers == 1:
-        return _alone("one_peer_exponential")
+        return _one_worker("one_peer_exponential")
     hops = [2**r for r in range(_ceil_log2(num_workers))]
     rounds = [_circulant(num_workers, [0, -hop]) for hop in hops]
     return _topology("one_peer_exponential", *rounds)
@@ -104,7 +112,7 @@ def hypercube(num_workers: int) -> Topology:
     """
     bits = _log2("hypercube", "num_workers", num_workers)
     if num_workers == 1:
-        return _alone("hypercube")
+        return _one_worker("hypercube")
     rounds = [
         [(i, i | 1 << bit) for i in range(num_workers) if not i & 1 << bit]
         for bit in range(bits)
@@ -147,7 +155,7 @@ def torus(num_workers: int) -> Topology:
     """
     _check_positive(num_workers)
     if num_workers == 1:
-        return _alone("torus")
+        return _one_worker("torus")
     divisors = range(2, math.isqrt(num_workers) + 1)
     rows = max((d for d in divisors if num_workers % d == 0), default=1)
     if rows == 1:
@@ -181,7 +189,7 @@ def ring_lattice(num_workers: int, degree: int) -> Topology:
     """
     _check_positive(num_workers)
     if num_workers == 1:
-        return _alone("ring_lattice")
+        return _one_worker("ring_lattice")
     if degree % 2 or not 2 <= degree < num_workers:
         raise ValueError(
             "ring_lattice needs an even degree from 2 to num_workers - 1 = "
@@ -202,7 +210,7 @@ def butterfly_groups(num_workers: int, group_size: int) -> Topology:
     """
     bits = _log2("butterfly_groups", "num_workers", num_workers)
     if num_workers == 1:
-        return _alone("butterfly_groups")
+        return _one_worker("butterfly_groups")
     active = _log2("butterfly_groups", "group_size", group_size)
     if not 2 <= group_size <= num_workers:
         raise ValueError(
@@ -308,7 +316,7 @@ def _topology(
     return Topology(name, tuple(Exchange(r, workers_per_node) for r in rounds))
 
 
-def _alone(name: str) -> Topology:
+def _one_worker(name: str) -> Topology:
     return _topology(name, Permutations(((0,),), (1.0,)))
 
 

@@ -12,9 +12,6 @@ from jax.sharding import Mesh
 
 from decentjax import (
     AXIS,
-    Exchange,
-    Permutations,
-    Topology,
     TrainStep,
     WorkerState,
     accum_adam,
@@ -31,7 +28,7 @@ from decentjax import (
 )
 from decentjax.gossip import Record, host_mesh
 from decentjax.step import Metrics
-from decentjax.topology import complete
+from decentjax.topology import alone, complete
 from train.config import Config, OptimizerConfig
 from train.distributed import job_mesh, meet
 from train.tasks.task import Task
@@ -186,10 +183,9 @@ def build_lone_step(
     config: Config, task: Task, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainStep:
     """The compiled step of workers who exchange nothing."""
-    num_workers = mesh.shape[AXIS]
-    itself = Exchange(Permutations((tuple(range(num_workers)),), (1.0,)))
     step = functools.partial(awc_step, **_bound(config, task, optimizer))
-    return on_mesh(step, Topology("nobody", (itself,)), mesh)
+    nobody = alone(mesh.shape[AXIS])
+    return on_mesh(step, nobody, mesh, step_options(config, mesh))
 
 
 def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:

@@ -1,6 +1,7 @@
 """Runs `train` as several processes on this machine, as torchrun does for PyTorch.
 
-`python -m train.launch --processes N CONFIG.py [--field value ...] [--resume]`
+`python -m train.launch --processes N CONFIG.py [--field value ...] [--resume]`, or with
+`--module train.advise --measure CONFIG.py` what such processes would gain.
 """
 
 import os
@@ -15,7 +16,9 @@ from train.processes import Process, run_job
 
 USAGE = (
     "usage: python -m train.launch --processes N [--port PORT] "
-    "CONFIG.py [--field value ...] [--resume]"
+    "CONFIG.py [--field value ...] [--resume]\n"
+    "       python -m train.launch --processes N --module train.advise "
+    "--measure CONFIG.py [--field value ...]"
 )
 
 
@@ -45,7 +48,8 @@ def main(arguments: list[str]) -> int:
         args=arguments,
         return_unknown_args=True,
     )
-    if not rest or (module == "train" and rest[0].startswith("-")):
+    measures = module == "train.advise" and "--measure" in rest[:1]
+    if not measures and (not rest or rest[0].startswith("-")):
         raise SystemExit(USAGE)
     if num_processes < 1:
         raise SystemExit(f"error: processes must be at least 1, got {num_processes}")

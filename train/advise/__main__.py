@@ -5,6 +5,7 @@
 processes that are to train.
 """
 
+import functools
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -14,13 +15,7 @@ import tyro
 from rich.console import Console
 
 from train.__main__ import load_config
-from train.advise.compare import (
-    Row,
-    advise,
-    all_reduce_row,
-    fitting,
-    topology_row,
-)
+from train.advise.compare import compare
 from train.advise.setting import Flags, Setting
 from train.config import Config
 from train.distributed import fail_stop, leave, provide_cpu_devices, start
@@ -58,28 +53,24 @@ def main(arguments: list[str]) -> int:
 
 def look(setting: Setting, steps: int, seed: int, out: Path) -> int:
     """Compares, says, writes and draws."""
-    if steps < 1:
-        raise ValueError(f"steps must be positive, got {steps}")
     # They import matplotlib, for which nobody who asks for help should wait.
     from train.advise.report import draw_map, draw_steps, progress, say, write_json
 
-    fit, unfit = fitting(setting.cluster.num_workers, setting.cluster.workers_per_node)
     console = Console(width=140, soft_wrap=True, markup=False, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
-    baseline = all_reduce_row(setting, steps, seed)
-    rows: list[Row] = []
-    for config, topology in progress(fit, "simulating", console):
-        rows.append(topology_row(setting, config, topology, baseline, steps, seed))
-    advice = advise(baseline, rows)
-    say(setting, [baseline, *rows], unfit, advice, console)
-    write_json(out / "advice.json", setting, [baseline, *rows], unfit, advice)
-    drawn = advice.choice if advice.choice in rows else advice.other
+    shown = functools.partial(progress, title="simulating", console=console)
+    found = compare(setting, steps, seed, shown)
+    say(found, console)
+    write_json(out / "advice.json", found)
+    baseline, *rows = found.rows
+    choice, other, _ = found.advice
+    drawn = other if choice is baseline else choice
     if drawn is None:
         console.print(f"\n{out / 'advice.json'}")
         return 0
-    _, topology = fit[rows.index(drawn)]
+    topology = found.topologies[rows.index(drawn)]
     draw_steps(out / "steps.svg", setting, drawn, topology)
-    draw_map(out / "map.svg", setting, drawn, topology, console)
+    draw_map(out / "map.svg", found, drawn, topology, console)
     console.print(f"\n{out / 'advice.json'}  map.svg  steps.svg")
     return 0
 
@@ -106,6 +97,12 @@ def _measured(arguments: list[str]) -> int:
           steps: that are simulated.
           out: folder for advice.json, map.svg and steps.svg.
         """
+        if min(steps, measured_steps) < 1:
+            raise ValueError(
+                "steps and measured_steps must be positive, got "
+                f"{steps} and {measured_steps}"
+            )
+        out.mkdir(parents=True, exist_ok=True)  # Now, not after the measurement.
         if config.distributed.enabled:
             with fail_stop():
                 start(config.distributed, config.workers.num_workers)

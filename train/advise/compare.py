@@ -1,19 +1,26 @@
 """All-reduce beside each topology: what a step takes, what it sends, what to choose."""
 
-import dataclasses
 import math
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from decentjax import Topology, analysis, runtime
+from decentjax import Topology, analysis
 from decentjax.topology import complete
 from train.advise.quantities import duration
-from train.advise.setting import Setting
+from train.advise.setting import Overlap, Setting
 from train.config import TopologyConfig, WorkersConfig
 
-MOST_WORKERS = 4096  # A topology is looked at as a matrix of all of them ...
-MOST_FOR_CONSENSUS = 1024  # ... whose norm takes longer.
+MOST_WORKERS = 4096  # Some graphs are built as a matrix of all of them.
+MOST_FOR_CONSENSUS = 1024  # The norm of such a matrix takes longer.
+OPTIONS = {
+    "base_k": ("degree",),
+    "butterfly_groups": ("group_size",),
+    "hierarchical": ("between",),
+    "random_matching": ("period", "seed"),
+    "ring_lattice": ("degree",),
+}
 WORTH = 1.05  # The speed-up from which on decentralized training is advised.
 AS_FAST = 1.02  # Within that of the fastest, consensus decides.
 
@@ -36,10 +43,8 @@ class Row(NamedTuple):
         large to say.
       consensus_factor_per_second: likewise.
       exact_after: steps, where every worker then has the exact mean.
-      gamma: time of an all-reduce over compute time.
-      omega: time of an exchange over that of an all-reduce.
-      variance: sigma^2, of compute times over their mean.
       exchange: seconds of an exchange for which all are ready at once.
+      omega: that over the time of an all-reduce.
     """
 
     name: str
@@ -55,10 +60,8 @@ class Row(NamedTuple):
     consensus_factor: float | None
     consensus_factor_per_second: float | None
     exact_after: int | None
-    gamma: float
-    omega: float
-    variance: float
     exchange: float
+    omega: float
 
     @property
     def comes_to_consensus(self) -> bool:
@@ -89,6 +92,66 @@ class Advice(NamedTuple):
     reason: str
 
 
+class Findings(NamedTuple):
+    """All that was found.
+
+    Args:
+      setting: that was asked about.
+      gamma: time of an all-reduce over the mean compute time.
+      sigma: deviation of the compute times over their mean.
+      rows: all-reduce, and the topologies that fit.
+      topologies: of the latter, in their order.
+      unfit: names of the others, and why they do not.
+      advice: what to do.
+    """
+
+    setting: Setting
+    gamma: float
+    sigma: float
+    rows: list[Row]
+    topologies: list[Topology]
+    unfit: dict[str, str]
+    advice: Advice
+
+
+def compare(
+    setting: Setting,
+    num_steps: int,
+    seed: int,
+    progress: Callable[[Sequence[Any]], Iterable[Any]] = iter,
+) -> Findings:
+    """Simulates all-reduce and each topology that fits.
+
+    Args:
+      setting: that is asked about.
+      num_steps: that are simulated.
+      seed: of the compute times.
+      progress: told how far it is.
+
+    Raises:
+      ValueError: if there are no steps, or too many workers.
+    """
+    if num_steps < 1:
+        raise ValueError(f"steps must be positive, got {num_steps}")
+    cluster = setting.cluster
+    fit, unfit = fitting(cluster.num_workers, cluster.workers_per_node, setting.own)
+    baseline = all_reduce_row(setting, num_steps, seed)
+    rows = [
+        topology_row(setting, config, topology, baseline, num_steps, seed)
+        for config, topology in progress(fit)
+    ]
+    gamma, sigma = setting.gamma_and_sigma(num_steps, seed)
+    return Findings(
+        setting=setting,
+        gamma=gamma,
+        sigma=sigma,
+        rows=[baseline, *rows],
+        topologies=[topology for _, topology in fit],
+        unfit=unfit,
+        advice=advise(baseline, rows),
+    )
+
+
 def candidates(num_workers: int, workers_per_node: int) -> list[TopologyConfig]:
     """Returns each topology that is worth a look, whether it fits or not."""
     root = 2 ** round(math.log2(max(num_workers, 2)) / 2)
@@ -102,18 +165,23 @@ def candidates(num_workers: int, workers_per_node: int) -> list[TopologyConfig]:
         TopologyConfig(name="base_k", degree=1),
         TopologyConfig(name="butterfly_groups", group_size=root),
         TopologyConfig(name="complete"),
-        TopologyConfig(name="alternating_exponential_ring"),
     ]
     if workers_per_node > 1:
+        configs.append(TopologyConfig(name="alternating_exponential_ring"))
         between = "one_peer_ring", "one_peer_exponential", "complete"
         configs += [TopologyConfig(name="hierarchical", between=b) for b in between]
     return configs
 
 
 def fitting(
-    num_workers: int, workers_per_node: int
+    num_workers: int, workers_per_node: int, own: Sequence[TopologyConfig] = ()
 ) -> tuple[list[tuple[TopologyConfig, Topology]], dict[str, str]]:
     """Returns the candidates that fit the workers, and of the others, why not.
+
+    Args:
+      num_workers: N.
+      workers_per_node: L.
+      own: other topologies to look at.
 
     Raises:
       ValueError: if there are too many to look at.
@@ -125,7 +193,8 @@ def fitting(
         )
     workers = WorkersConfig(num_workers=num_workers, workers_per_node=workers_per_node)
     fit, unfit = [], {}
-    for config in candidates(num_workers, workers_per_node):
+    wanted = [*candidates(num_workers, workers_per_node), *own]
+    for config in dict.fromkeys(wanted):
         try:
             fit.append((config, config.build(workers)))
         except ValueError as error:
@@ -136,9 +205,10 @@ def fitting(
 def all_reduce_row(setting: Setting, num_steps: int, seed: int) -> Row:
     """Returns the row to which all others are compared."""
     topology = complete(setting.cluster.num_workers)
-    row = _row(setting, None, topology, num_steps, seed)
     flags = "--step.algorithm all_reduce"
-    return row._replace(name="all-reduce", flags=flags)
+    return _row(setting, None, topology, num_steps, seed)._replace(
+        name="all-reduce", flags=flags
+    )
 
 
 def topology_row(
@@ -152,7 +222,9 @@ def topology_row(
     """Returns the row of a topology."""
     row = _row(setting, topology, topology, num_steps, seed)
     return row._replace(
-        name=_name(config), flags=_flags(config), speed_up=baseline.step / row.step
+        name=_name(config),
+        flags=_flags(config, setting.overlap),
+        speed_up=baseline.step / row.step,
     )
 
 
@@ -182,7 +254,7 @@ def _row(
     skipped = period * math.ceil(num_steps / 10 / period)
     total = skipped + period * math.ceil(num_steps / period)
     times = setting.simulate(simulated, total, seed)
-    step = float((times.end[-1] - times.start[skipped]).mean() / (total - skipped))
+    step = times.seconds_per_step(skipped)
     parts = (times.compute, times.exposed, times.waiting)
     compute, exposed, waiting = (float(x[skipped:].mean()) for x in parts)
     sent = analysis.traffic(topology, job.model_bytes, cluster.workers_per_node)
@@ -192,7 +264,6 @@ def _row(
         exact_after = analysis.exact_after(topology)
         factor = 0.0 if exact_after is not None else factor
     whole, exchange = map(setting.exchange_seconds, (None, simulated))
-    mean, variance = runtime.moments(job, cluster.num_workers)
     return Row(
         name="",
         flags="",
@@ -207,10 +278,8 @@ def _row(
         consensus_factor=factor,
         consensus_factor_per_second=None if factor is None else factor ** (1 / step),
         exact_after=exact_after,
-        gamma=whole / mean,
-        omega=exchange / whole if whole else 1.0,
-        variance=variance,
         exchange=exchange,
+        omega=exchange / whole if whole else 1.0,
     )
 
 
@@ -236,8 +305,9 @@ def _why_stay(baseline: Row, best: Row) -> str:
         f"computing takes {share:.0%} of an all-reduce's step, so at most "
         f"{baseline.step / baseline.compute:.2f}x could be gained"
         if baseline.step < WORTH * baseline.compute
-        else f"an exchange takes {best.omega:.2f} of the time of an all-reduce, and "
-        f"{duration(best.exposed)} of it stay visible"
+        else f"an exchange takes {best.omega:.2f} of the time of an all-reduce; "
+        f"{duration(best.exposed)} of it stay visible, and {duration(best.waiting)} "
+        "are waiting for others"
     )
     return (
         f"No topology is {WORTH - 1:.0%} faster (the best, {best.name}, is "
@@ -247,19 +317,18 @@ def _why_stay(baseline: Row, best: Row) -> str:
 
 
 def _name(config: TopologyConfig) -> str:
-    options = {"hierarchical": config.between, "butterfly_groups": config.group_size}
-    options["base_k"] = config.degree
-    if config.name in options:
-        return f"{config.name} ({options[config.name]})"
-    return config.name
+    options = [str(getattr(config, option)) for option in OPTIONS.get(config.name, ())]
+    name = f"{config.name} ({', '.join(options)})" if options else config.name
+    return name if config.factor == 1 else f"{name}, damped by {config.factor:g}"
 
 
-def _flags(config: TopologyConfig) -> str:
-    defaults = TopologyConfig()
-    changed = [
-        f"--topology.{field.name.replace('_', '-')} {getattr(config, field.name)}"
-        for field in dataclasses.fields(config)
-        if field.name == "name"
-        or getattr(config, field.name) != getattr(defaults, field.name)
+def _flags(config: TopologyConfig, overlap: Overlap) -> str:
+    """What makes any config train with this topology."""
+    where = "background" if overlap == "background" else "in_step"
+    options = [
+        f"--topology.{option.replace('_', '-')} {getattr(config, option)}"
+        for option in ("name", *OPTIONS.get(config.name, ()), "factor")
     ]
-    return " ".join(["--step.algorithm awc", *changed])
+    return " ".join(
+        [f"--step.algorithm awc --exchange.where {where}", *options],
+    )

@@ -1,5 +1,6 @@
 """A setting as measured: on the processes, devices and network that are to train."""
 
+import dataclasses
 import functools
 import math
 import time
@@ -27,12 +28,13 @@ from decentjax import (
     runtime,
     worker_mesh,
 )
-from decentjax.gossip import host_mesh
+from decentjax.gossip import host_mesh, mix_elsewhere
 from decentjax.runtime import Cluster, Job
-from decentjax.tuning import compiled_mix, fastest_mixes
+from decentjax.topology import alone, hierarchical
+from decentjax.tuning import Mix, compiled_mix, fastest_mixes
 from train.advise.compare import fitting
 from train.advise.quantities import duration
-from train.advise.setting import Overlap, Setting
+from train.advise.setting import FORWARD_SHARES, Overlap, Setting
 from train.build import (
     build_lone_step,
     build_mesh,
@@ -54,8 +56,9 @@ def measure(config: Config, num_steps: int) -> Setting:
     Raises:
       ValueError: if the workers are simulated, or there is nothing to measure.
     """
-    if num_steps < 2:
-        raise ValueError(f"measured_steps must be at least 2, got {num_steps}")
+    # What is asked is how the topologies would run, whatever the config does now.
+    step = dataclasses.replace(config.step, algorithm="awc")
+    config = dataclasses.replace(config, step=step)
     mesh = build_mesh(config)
     if mesh is None:
         raise ValueError(
@@ -68,7 +71,8 @@ def measure(config: Config, num_steps: int) -> Setting:
         raise ValueError(
             f"workers.workers_per_node must divide the {mesh.size} workers, got {local}"
         )
-    fit, _ = fitting(mesh.size, local)
+    own = (config.topology,)
+    fit, _ = fitting(mesh.size, local, own)
     task = config.task.build()
     console = Console(quiet=jax.process_index() > 0, soft_wrap=True)
     with console.status(f"computing {num_steps} steps"):
@@ -82,14 +86,17 @@ def measure(config: Config, num_steps: int) -> Setting:
             console.print(f"exchanging: {topology.name}")
         measured[topology] = float(np.mean([network.exchange(e) for e in topology]))
     overlap = _overlap(config, mesh)
-    # Only a compiled step on an accelerator has a part of the gradient before the rest.
-    whole = {} if overlap == "in_step" else {"forward_share": 1.0}
-    compute = runtime.trace(trace)
+    job = Job(
+        model_bytes=network.model_bytes,
+        compute=runtime.trace(trace),
+        forward_share=FORWARD_SHARES[overlap],
+    )
     return Setting(
         cluster=cluster,
-        job=Job(model_bytes=network.model_bytes, compute=compute, **whole),
+        job=job,
         overlap=overlap,
         measured=measured,
+        own=own,
         facts=_facts(trace, cluster),
     )
 
@@ -97,16 +104,18 @@ def measure(config: Config, num_steps: int) -> Setting:
 def _facts(trace: np.ndarray, cluster: Cluster) -> tuple[str, ...]:
     num_steps, num_workers = trace.shape
     platform = jax.devices()[0].platform
-    between, inside = map(
-        _rate, (cluster.between_bytes_per_second, cluster.inside_bytes_per_second)
-    )
+    places = {"between": cluster.num_nodes > 1, "inside": cluster.workers_per_node > 1}
+    messages = [
+        f"{place} nodes {8e-9 * getattr(cluster, f'{place}_bytes_per_second'):.3g} "
+        f"Gbit/s and {duration(getattr(cluster, f'{place}_latency'))}"
+        for place, there in places.items()
+        if there
+    ]
     return (
         f"measured on {num_workers} {platform} workers of {jax.process_count()} "
         f"processes: {num_steps} steps of {duration(trace.mean())} in the mean, "
         f"{duration(trace.min())} to {duration(trace.max())}",
-        f"measured of messages: between nodes {between} and "
-        f"{duration(cluster.between_latency)}, inside {inside} and "
-        f"{duration(cluster.inside_latency)}; exchanges as below",
+        f"messages {', '.join(messages)}; exchanges as below",
     )
 
 
@@ -114,21 +123,21 @@ class _Network(NamedTuple):
     """What exchanges are measured with.
 
     Args:
-      mesh: whose devices all-reduce.
-      exchange_mesh: whose devices exchange.
-      models: stacked leaves, as on the former.
-      sent: the same, as on the latter.
+      mesh: where the models are.
+      exchange_mesh: whose devices exchange them.
+      models: stacked leaves.
       message_dtype: of messages.
       model_bytes: as sent.
+      in_background: whether a second thread exchanges.
       known: seconds of exchanges that have been measured.
     """
 
     mesh: Mesh
     exchange_mesh: Mesh
     models: list[jax.Array]
-    sent: list[jax.Array]
     message_dtype: Any
     model_bytes: float
+    in_background: bool
     known: dict[Exchange, float]
 
     @classmethod
@@ -144,9 +153,9 @@ class _Network(NamedTuple):
             mesh,
             exchange_mesh,
             place(rows, mesh),
-            place(rows, exchange_mesh),
             dtype,
             float(sum(sizes)),
+            in_background(config, mesh),
             {},
         )
 
@@ -156,16 +165,25 @@ class _Network(NamedTuple):
         return _seconds(jax.jit(over_workers(mean, self.mesh)), self.models)
 
     def exchange(self, exchange: Exchange) -> float:
-        """Seconds of an exchange, sent as is fastest."""
+        """Seconds of an exchange, sent as in training."""
         if exchange not in self.known:
-            mixes = fastest_mixes(
-                Topology("measured", (exchange,)),
-                self.exchange_mesh,
-                int(self.model_bytes),
-                self.message_dtype,
+            mix = self._mix(exchange)
+            there = functools.partial(
+                mix_elsewhere, mix, mesh=self.mesh, exchange_mesh=self.exchange_mesh
             )
-            self.known[exchange] = _seconds(mixes[exchange], self.sent)
+            self.known[exchange] = _seconds(there, self.models)
         return self.known[exchange]
+
+    def _mix(self, exchange: Exchange) -> Mix:
+        if not self.in_background:
+            mesh, dtype = self.exchange_mesh, self.message_dtype
+            return compiled_mix(exchange, Lowering(), mesh, dtype)
+        return fastest_mixes(
+            Topology("measured", (exchange,)),
+            self.exchange_mesh,
+            int(self.model_bytes),
+            self.message_dtype,
+        )[exchange]
 
     def latency(self, exchange: Exchange) -> float:
         """Seconds of an exchange of next to nothing."""
@@ -215,7 +233,7 @@ def _cluster(config: Config, network: _Network) -> Cluster:
     inside = between = math.inf
     inside_latency = between_latency = of_inside = 0.0
     if local > 1:
-        mean = Exchange(Permutations((itself,), (1.0,)), local)
+        mean = hierarchical(network.mesh.size, local, alone)[0]
         short, of_inside = network.latency(mean), network.exchange(mean)
         part = 2 * (1 - 1 / local)
         inside = part * network.model_bytes / max(of_inside - short, 1e-9)
@@ -258,9 +276,3 @@ def _seconds(function: Callable[[Any], Any], models: Any) -> float:
         jax.block_until_ready(function(models))
         seconds.append(time.monotonic() - start)
     return max(gather(median(seconds[1:])))
-
-
-def _rate(bytes_per_second: float) -> str:
-    if bytes_per_second == math.inf:
-        return "none"
-    return f"{8e-9 * bytes_per_second:.3g} Gbit/s"

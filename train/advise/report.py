@@ -15,7 +15,7 @@ from rich.progress import track
 from rich.table import Table
 
 from decentjax import Topology, runtime
-from train.advise.compare import Advice, Row
+from train.advise.compare import Findings, Row
 from train.advise.quantities import duration
 from train.advise.setting import Setting
 from train.timeline import spans_of
@@ -25,7 +25,7 @@ T = TypeVar("T")
 GAMMAS = np.geomspace(0.03, 10, 11)
 SIGMAS = np.linspace(0, 0.4, 7)
 DRAWN_STEPS, DRAWN_WORKERS = 10, 8
-MAP_STEPS = 60  # Of each point's simulation.
+MAP_STEPS, MAP_SKIPPED = 72, 12  # Of each point's simulation.
 LEVELS = (0.8, 0.95, 1.05, 1.2, 1.5, 2, 3, 5)
 COLOURS = (0.15, 0.35, 0.5, 0.6, 0.68, 0.76, 0.84, 0.92, 1.0)  # White: no matter.
 
@@ -36,7 +36,7 @@ def progress(items: Sequence[T], title: str, console: Console) -> Iterable[T]:
     return track(items, title, console=console, transient=True, disable=hidden)
 
 
-def times_table(rows: Sequence[Row], choice: str) -> Table:
+def times_table(rows: Sequence[Row], choice: Row) -> Table:
     """What a step takes."""
     table = Table(box=None, pad_edge=False, title="a step, ms", title_justify="left")
     table.add_column("", no_wrap=True)
@@ -45,11 +45,11 @@ def times_table(rows: Sequence[Row], choice: str) -> Table:
     for row in rows:
         parts = (row.step, row.compute, row.exposed, row.waiting)
         cells = [*(f"{1e3 * x:.1f}" for x in parts), f"{row.speed_up:.2f}x"]
-        table.add_row(row.name, *cells, style="bold" if row.name == choice else None)
+        table.add_row(row.name, *cells, style="bold" if row == choice else None)
     return table
 
 
-def traffic_table(rows: Sequence[Row], choice: str) -> Table:
+def traffic_table(rows: Sequence[Row], choice: Row) -> Table:
     """What a step sends, and what that is good for."""
     title = "sent in a step by the busiest, and how fast the workers agree"
     table = Table(box=None, pad_edge=False, title=title, title_justify="left")
@@ -76,53 +76,47 @@ def traffic_table(rows: Sequence[Row], choice: str) -> Table:
             _factor(row.consensus_factor_per_second),
             "" if row.exact_after is None else str(row.exact_after),
         ]
-        table.add_row(row.name, *cells, style="bold" if row.name == choice else None)
+        table.add_row(row.name, *cells, style="bold" if row == choice else None)
     return table
 
 
-def say(
-    setting: Setting,
-    rows: Sequence[Row],
-    unfit: dict[str, str],
-    advice: Advice,
-    console: Console,
-) -> None:
+def say(found: Findings, console: Console) -> None:
     """Prints what was asked, found and advised."""
-    cluster, row = setting.cluster, rows[0]
+    setting, cluster = found.setting, found.setting.cluster
     console.print(
         f"{cluster.num_nodes} nodes x {cluster.workers_per_node} workers, a model of "
         f"{setting.job.model_bytes / 1e6:.4g} MB\n"
-        f"gamma = {row.gamma:.3g} (all-reduce over compute time), "
-        f"sigma = {row.variance**0.5:.2g} (deviation of the compute time over its mean)"
+        f"gamma = {found.gamma:.3g} (all-reduce over compute time), "
+        f"sigma = {found.sigma:.2g} (deviation of the compute time over its mean)"
     )
     for fact in setting.facts:
         console.print(fact)
-    choice = advice.choice.name
-    tables = times_table(rows, choice), traffic_table(rows, choice)
+    choice = found.advice.choice
+    tables = times_table(found.rows, choice), traffic_table(found.rows, choice)
     console.print("", tables[0], "", tables[1], sep="\n")
-    if unfit:
+    if found.unfit:
         console.print("\ndoes not fit")
-        for name, reason in unfit.items():
+        for name, reason in found.unfit.items():
             console.print(f"  {name}: {reason}")
-    console.print(f"\nadvice: {choice}\n  {advice.reason}")
-    console.print(f"  python -m train CONFIG.py {advice.choice.flags}")
+    console.print(f"\nadvice: {choice.name}\n  {found.advice.reason}")
+    workers = f"--workers.num-workers {cluster.num_workers}"
+    if cluster.workers_per_node > 1:
+        workers += f" --workers.workers-per-node {cluster.workers_per_node}"
+    console.print(f"  python -m train CONFIG.py {workers} {choice.flags}")
 
 
-def write_json(
-    path: Path,
-    setting: Setting,
-    rows: Sequence[Row],
-    unfit: dict[str, str],
-    advice: Advice,
-) -> None:
+def write_json(path: Path, found: Findings) -> None:
     """Writes everything that was printed."""
+    setting, advice = found.setting, found.advice
     facts: dict[str, Any] = {
         "cluster": dataclasses.asdict(setting.cluster),
         "model_bytes": setting.job.model_bytes,
         "overlap": setting.overlap,
         "facts": setting.facts,
-        "rows": [row._asdict() for row in rows],
-        "does_not_fit": unfit,
+        "gamma": found.gamma,
+        "sigma": found.sigma,
+        "rows": [row._asdict() for row in found.rows],
+        "does_not_fit": found.unfit,
         "advice": {"choice": advice.choice.name, "reason": advice.reason},
     }
     # A rate without a limit is no number in JSON.
@@ -134,7 +128,7 @@ def write_json(
 def speed_ups(setting: Setting, topology: Topology, console: Console) -> np.ndarray:
     """Returns the topology's speed-up over all-reduce, [sigmas, gammas].
 
-    On this cluster, with other compute times.
+    On this cluster, with compute times of other means and spreads, gamma distributed.
     """
     whole = setting.exchange_seconds(None)
     table = np.empty((len(SIGMAS), len(GAMMAS)))
@@ -144,7 +138,7 @@ def speed_ups(setting: Setting, topology: Topology, console: Console) -> np.ndar
         job = dataclasses.replace(setting.job, compute=compute)
         point = dataclasses.replace(setting, job=job)
         both = [
-            point.simulate(scheme, MAP_STEPS, 0).seconds_per_step()
+            point.simulate(scheme, MAP_STEPS, 0).seconds_per_step(MAP_SKIPPED)
             for scheme in (None, topology)
         ]
         table[i, j] = both[0] / both[1]
@@ -152,12 +146,13 @@ def speed_ups(setting: Setting, topology: Topology, console: Console) -> np.ndar
 
 
 def draw_map(
-    path: Path, setting: Setting, row: Row, topology: Topology, console: Console
+    path: Path, found: Findings, row: Row, topology: Topology, console: Console
 ) -> None:
     """Draws the speed-up of a topology over gamma and sigma, with the user's point."""
+    cluster = found.setting.cluster
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes: Axes = figure.subplots()
-    table = speed_ups(setting, topology, console)
+    table = speed_ups(found.setting, topology, console)
     colours = colormaps["RdBu"](COLOURS)
     filled = axes.contourf(
         GAMMAS, SIGMAS, table, levels=LEVELS, colors=colours, extend="both"
@@ -167,11 +162,10 @@ def draw_map(
     )
     axes.clabel(lines, fmt="%gx", fontsize=8)
     figure.colorbar(filled, label="speed-up over all-reduce", format="%gx")
-    sigma = row.variance**0.5
-    axes.plot(row.gamma, sigma, "k*", markersize=14, clip_on=False)
+    axes.plot(found.gamma, found.sigma, "k*", markersize=14, clip_on=False)
     axes.annotate(
         f"you: {row.speed_up:.2f}x",
-        (row.gamma, sigma),
+        (found.gamma, found.sigma),
         xytext=(8, 8),
         textcoords="offset points",
     )
@@ -179,8 +173,7 @@ def draw_map(
         xscale="log",
         xlabel="gamma: time of an all-reduce over compute time",
         ylabel="sigma: spread of the compute time",
-        title=f"{row.name} on {setting.cluster.num_nodes} nodes x "
-        f"{setting.cluster.workers_per_node}",
+        title=f"{row.name} on {cluster.num_nodes} nodes x {cluster.workers_per_node}",
     )
     figure.savefig(path)
 

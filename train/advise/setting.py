@@ -8,8 +8,16 @@ from typing import Literal
 from decentjax import Topology, runtime
 from decentjax.runtime import Cluster, Compute, Job, Times
 from train.advise.quantities import count, rate, seconds
+from train.config import TopologyConfig
 
 Overlap = Literal["in_step", "background", "none"]
+
+# Only a compiled step on an accelerator sends a part of the gradient before the rest.
+FORWARD_SHARES: dict[Overlap, float] = {
+    "in_step": 1 / 3,
+    "background": 1.0,
+    "none": 1.0,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +32,7 @@ class Setting:
       measured: seconds of an exchange of a topology, and for None of an all-reduce,
         where they are known; all of its messages then take so many times as long as on
         the cluster.
+      own: topologies to look at besides.
       facts: lines about where the numbers come from.
     """
 
@@ -31,7 +40,17 @@ class Setting:
     job: Job
     overlap: Overlap = "in_step"
     measured: Mapping[Topology | None, float] = dataclasses.field(default_factory=dict)
+    own: tuple[TopologyConfig, ...] = ()
     facts: tuple[str, ...] = ()
+
+    def gamma_and_sigma(self, num_steps: int, seed: int) -> tuple[float, float]:
+        """Returns the time of an all-reduce, and the deviation of the compute times.
+
+        Both over the mean compute time.
+        """
+        num_workers = self.cluster.num_workers
+        mean, variance = runtime.moments(self.job, num_workers, num_steps, seed)
+        return self.exchange_seconds(None) / mean, math.sqrt(variance)
 
     def exchange_seconds(self, topology: Topology | None) -> float:
         """Returns the mean time of an exchange, with None of an all-reduce."""
@@ -80,7 +99,8 @@ class Flags:
       late_by: ... by so much.
       params: of the model.
       bytes_per_param: as sent.
-      forward_share: of the forward pass in the compute time.
+      forward_share: share of the compute time before the backward pass begins, whose
+        gradients are sent as they come; by default a third in the step, else 1.
       overlap: whether exchanges run beside the gradient in the step (GPU, TPU), in a
         second thread, or not at all.
     """
@@ -98,7 +118,7 @@ class Flags:
     late_by: str = "0s"
     params: str
     bytes_per_param: float = 4.0
-    forward_share: float = 1 / 3
+    forward_share: float | None = None
     overlap: Overlap = "in_step"
 
     def setting(self) -> Setting:
@@ -124,7 +144,9 @@ class Flags:
         job = Job(
             model_bytes=count("params", self.params) * self.bytes_per_param,
             compute=self._compute(),
-            forward_share=self.forward_share,
+            forward_share=FORWARD_SHARES[self.overlap]
+            if self.forward_share is None
+            else self.forward_share,
         )
         return Setting(cluster=cluster, job=job, overlap=self.overlap)
 
@@ -135,6 +157,11 @@ class Flags:
         else:
             compute = getattr(runtime, self.distribution)(mean, self.sigma)
         late_by = seconds("late_by", self.late_by)
-        if self.late_workers == 0 and late_by == 0:
+        if (self.late_workers == 0) != (late_by == 0):
+            raise ValueError(
+                "late_workers and late_by need each other, got "
+                f"{self.late_workers} and {self.late_by}"
+            )
+        if late_by == 0:
             return compute
         return runtime.delayed(compute, self.late_workers, late_by)

@@ -24,6 +24,8 @@ def run() -> int:
         bench = tyro.extras.subcommand_cli_from_dict(kinds, prog="train.bench")
         return dict(BENCHES.values())[type(bench)](bench)
     except PermissionError as error:
+        if error.filename is not None:
+            raise SystemExit(f"error: {error}") from error
         raise SystemExit(
             f"error: emulated clusters need root, for their namespaces ({error})"
         ) from error

@@ -100,6 +100,22 @@ def schemes(workers_per_node: int) -> tuple[str, ...]:
     return ALL_REDUCE, NODES, AER, EXPONENTIAL
 
 
+def graph_of(scheme: str, num_workers: int, per_node: int) -> Topology | None:
+    """Returns the scheme's topology; none of all-reduce.
+
+    Raises:
+      ValueError: if it cannot have so many workers.
+    """
+    if scheme == ALL_REDUCE:
+        return None
+    return {
+        RING: topology.one_peer_ring,
+        NODES: lambda n: topology.hierarchical(n, per_node, topology.one_peer_ring),
+        AER: lambda n: topology.alternating_exponential_ring(n, per_node),
+        EXPONENTIAL: topology.one_peer_exponential,
+    }[scheme](num_workers)
+
+
 def predict(
     cluster: Cluster, work: Work, compute: float, straggler: float, scheme: str
 ) -> float:
@@ -120,7 +136,7 @@ def predict(
         compute=runtime.trace(trace),
         forward_share=1.0,
     )
-    graph = _graph(scheme, num_workers, cluster.workers_per_node)
+    graph = graph_of(scheme, num_workers, cluster.workers_per_node)
     period = num_workers * (1 if graph is None else graph.period)
     if graph is None:
         times = runtime.all_reduce(cluster, job, PERIODS * period)
@@ -129,8 +145,7 @@ def predict(
         times = runtime.background(
             cluster, job, graph, PERIODS * period, num_buckets=work.layers
         )
-    steps = len(times.start) - period
-    return float((times.end[-1] - times.start[period]).mean() / steps)
+    return times.seconds_per_step(period)
 
 
 def _rows(course: Course, worker: Worker) -> Iterator[Row]:
@@ -161,7 +176,7 @@ def _rows(course: Course, worker: Worker) -> Iterator[Row]:
     predictions = [
         (scheme, late, predict(modelled, course.work, compute, late, scheme))
         for scheme in schemes(cluster.workers_per_node)
-        for late in (0.0, course.straggler)
+        for late in dict.fromkeys((0.0, course.straggler))
     ]
     for scheme, late, predicted in predictions:
         name = scheme if scheme == ALL_REDUCE else f"in the background: {scheme}"
@@ -173,14 +188,3 @@ def _rows(course: Course, worker: Worker) -> Iterator[Row]:
         )
         yield row
     team.close()
-
-
-def _graph(scheme: str, num_workers: int, per_node: int) -> Topology | None:
-    if scheme == ALL_REDUCE:
-        return None
-    return {
-        RING: topology.one_peer_ring,
-        NODES: lambda n: topology.hierarchical(n, per_node, topology.one_peer_ring),
-        AER: lambda n: topology.alternating_exponential_ring(n, per_node),
-        EXPONENTIAL: topology.one_peer_exponential,
-    }[scheme](num_workers)

@@ -49,7 +49,7 @@ def _contestant(work: Work, num_workers: int, per_node: int, name: str) -> Conte
         "inside nodes": functools.partial(
             topology.hierarchical,
             workers_per_node=per_node,
-            between=lambda nodes: topology.from_matrix(np.eye(nodes)),
+            between=topology.alone,
         ),
         "one-peer exponential": topology.one_peer_exponential,
         "complete": topology.complete,

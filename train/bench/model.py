@@ -45,6 +45,10 @@ class ModelBench:
 
     def __post_init__(self):
         check_clusters(self.clusters)
+        for course in courses(self):
+            per_node = course.cluster.workers_per_node
+            for scheme in emulated.schemes(per_node):
+                emulated.graph_of(scheme, course.cluster.num_workers, per_node)
         for rate in self.rates:
             if parse_rate(rate) is None:
                 raise ValueError("the model needs rates, such as 200mbit")

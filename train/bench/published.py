@@ -12,6 +12,7 @@ from decentjax.runtime import Cluster, Job
 MODEL_BYTES = 4 * 63_145_984  # Transformer base in float32, by configs/wmt14_de_*.
 ALL_REDUCE, SGP, EXP, AER = "AllReduce", "SGP(Exp)", "Decent(Exp)", "Decent(AER)"
 SCHEMES = (ALL_REDUCE, SGP, EXP, AER)
+FITTED = (ALL_REDUCE, AER)
 FIT_STEPS, STEPS = 60, 400
 CLOSE = 0.05  # Schemes that were measured within that of each other have no order.
 
@@ -109,8 +110,8 @@ class Line(NamedTuple):
       num_workers: N.
       fitted: to its cluster.
       measured: of each scheme, as published.
-      predicted: of each scheme.
-      two_cards: of those that send in pairs, if each node had two such cards.
+      predicted: of each scheme; of those in `FITTED`, as fitted.
+      two_cards: of pairs, if they had two such cards in each node.
       at_least: bytes over rate, of those that send in pairs.
     """
 
@@ -159,8 +160,7 @@ def fit(published: Published) -> Fit:
         total = 0.0
         for num_workers, times in published.rows.items():
             measured: dict[str, float] = dict(zip(SCHEMES, times, strict=True))
-            both = (ALL_REDUCE, AER)
-            found = predict(published, of(point), num_workers, FIT_STEPS, both)
+            found = predict(published, of(point), num_workers, FIT_STEPS, FITTED)
             logs = {name: np.log(x / measured[name]) for name, x in found.items()}
             total += logs[AER] ** 2 + (logs[ALL_REDUCE] - logs[AER]) ** 2
         return float(total)
@@ -222,6 +222,6 @@ def _line(published: Published, fitted: Fit, num_workers: int) -> Line:
         fitted=fitted,
         measured=dict(zip(SCHEMES, published.rows[num_workers], strict=True)),
         predicted=predict(published, fitted, num_workers, STEPS),
-        two_cards=predict(published, fitted, num_workers, STEPS, (SGP, EXP), 2),
+        two_cards=predict(published, fitted, num_workers, STEPS, (EXP,), 2),
         at_least=at_least,
     )
