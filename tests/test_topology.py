@@ -168,6 +168,8 @@ def _every_topology():
     for n in range(1, 41):
         for degree in range(1, 5):
             yield f"base_k({n},{degree})", partial(topology.base_k, n, degree)
+    for n in (1, 2, 5):
+        yield f"alone({n})", partial(topology.alone, n)
     for n in (1, 2, 3, 8, 13):
         matching = partial(topology.random_matching, n, period=4, seed=n)
         yield f"random_matching({n})", matching
@@ -194,6 +196,15 @@ def _every_topology():
 
 
 EVERY = [pytest.param(make, id=name) for name, make in _every_topology()]
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
+def test_alone_nobody_sends_anything_and_in_nodes_only_inside(num_workers):
+    (matrix,) = topology.matrices(topology.alone(num_workers))
+    np.testing.assert_array_equal(matrix, np.eye(num_workers))
+    nodes = topology.hierarchical(3 * num_workers, 3, topology.alone)
+    blocks = np.kron(np.eye(num_workers), np.ones((3, 3)) / 3)
+    np.testing.assert_allclose(topology.matrices(nodes)[0], blocks)
 
 
 def _product(matrices):
