@@ -329,6 +329,4 @@ def _flags(config: TopologyConfig, overlap: Overlap) -> str:
         f"--topology.{option.replace('_', '-')} {getattr(config, option)}"
         for option in ("name", *OPTIONS.get(config.name, ()), "factor")
     ]
-    return " ".join(
-        [f"--step.algorithm awc --exchange.where {where}", *options],
-    )
+    return " ".join([f"--step.algorithm awc --exchange.where {where}", *options])

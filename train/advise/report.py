@@ -192,4 +192,6 @@ def draw_steps(path: Path, setting: Setting, row: Row, topology: Topology) -> No
 
 
 def _factor(factor: float | None) -> str:
-    return "?" if factor is None else f"{factor:.3g}"
+    if factor is None:
+        return "?"
+    return f"1 - {1 - factor:.1g}" if 0.9995 <= factor < 1 else f"{factor:.3g}"
