@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from train.launch import check_port, command_line, environment
+from train.launch import check_port, command_line, environment, main
 
 ROOT = Path(__file__).parent.parent
 RUN_JOB = """
@@ -232,13 +232,36 @@ run_job([Process("0", ["sleep", "300"], {}), Process("1", ["/no/such"], {})])
 
 
 def test_each_process_has_the_arguments_of_train_and_its_place():
-    arguments = ["configs/a.py", "--num-steps", "6", "--x=-1"]
+    arguments = ["train", "configs/a.py", "--num-steps", "6", "--x=-1"]
     assert command_line(arguments, 4, 3, 1234) == [
         *(sys.executable, "-m", "train", "configs/a.py"),
         *("--num-steps", "6", "--x=-1", "--distributed.enabled"),
         *("--distributed.coordinator", "127.0.0.1:1234"),
         *("--distributed.num-processes", "4", "--distributed.process-id", "3"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "wanted"),
+    [
+        ("a.py --seed 3", "train a.py --seed 3"),
+        ("--module train a.py", "train a.py"),
+        ("--module train.advise --measure a.py", "train.advise --measure a.py"),
+        ("--measure a.py --module train.advise", "train.advise --measure a.py"),
+    ],
+)
+def test_the_processes_run_the_module_that_was_asked_for(
+    arguments, wanted, monkeypatch
+):
+    begun = []
+    monkeypatch.setattr("train.launch.run_job", begun.extend)
+    main(["--processes", "2", *arguments.split()])
+    places = []
+    for process in begun:
+        command, _, place = " ".join(process.argv).partition(" --distributed.enabled ")
+        assert command == f"{sys.executable} -m {wanted}"
+        places.append(place.split()[-1])
+    assert places == ["0", "1"]
 
 
 def test_each_process_has_its_share_of_cores_and_a_gpu(monkeypatch):
@@ -287,6 +310,8 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("", "usage: python -m train.launch --processes N"),
         ("--processes 2", "usage: python -m train.launch --processes N"),
         ("--processes 2 --num-steps 6", "usage: python -m train.launch --processes N"),
+        ("--processes 2 --module train.advise", "usage: python -m train.launch --pro"),
+        ("--processes 2 --module train.bench a.py", "--module"),
         ("--processes 0 a.py", "error: processes must be at least 1, got 0"),
         ("--processes -2 a.py", "error: processes must be at least 1, got -2"),
         ("--processes 2 --port 65536 a.py", "error: port must be from 0 to 65535"),

@@ -6,18 +6,27 @@ import json
 import re
 import xml.etree.ElementTree as ET
 
+import numpy as np
 import pytest
 import tiny
 from matplotlib.figure import Figure
 from test_train import TINY
 
-from decentjax import topology
+from decentjax import runtime, topology
 from train.config import LogConfig, OptimizerConfig
 from train.config_json import to_json
 from train.log import METRICS, read_metrics
 from train.loop import train
 from train.report import draw_exchange, main, write_report
-from train.timeline import Timeline, drop_spans, median_step_seconds, read_timelines
+from train.timeline import (
+    Span,
+    Timeline,
+    drop_spans,
+    median_step_seconds,
+    read_timelines,
+    spans_of,
+)
+from train.timeline_figure import draw_timelines
 
 
 def make_run(run_dir, loss, **changes):
@@ -134,6 +143,97 @@ def test_a_run_of_one_step_has_a_timeline_that_grows_when_it_goes_on(tmp_path):
     assert (first.process, first.activity, first.step) == (0, "step", 0)
     train(config, tmp_path, resume=True)
     assert read_timelines(tmp_path) == [first]
+
+
+CLUSTER = runtime.Cluster(
+    num_nodes=4, workers_per_node=2, between_bytes_per_second=4.0, between_latency=0.01
+)
+JOB = runtime.Job(model_bytes=1.0, compute=runtime.gamma(0.5, 0.5))
+RING = topology.one_peer_ring(8)
+SIMULATED = {
+    "all_reduce": runtime.all_reduce(CLUSTER, JOB, 9),
+    "in_step": runtime.in_step(CLUSTER, JOB, RING, 9),
+    "not_hidden": runtime.in_step(CLUSTER, JOB, RING, 9, hidden=False),
+    "background": runtime.background(CLUSTER, JOB, RING, 9),
+}
+
+
+@pytest.mark.parametrize("times", SIMULATED.values(), ids=SIMULATED)
+def test_simulated_workers_compute_or_wait_at_each_moment(times):
+    spans = spans_of(times, 5)
+    assert {span.process for span in spans} == set(range(5))
+    assert {span.step for span in spans} == set(range(9))
+    for worker in range(5):
+        own = [s for s in spans if s.process == worker and s.activity != "exchange"]
+        clock = 0.0
+        for span in sorted(own, key=lambda s: s.start):
+            assert span.start == pytest.approx(clock)
+            assert span.end > span.start
+            clock = span.end
+        assert clock == pytest.approx(times.end[-1, worker])
+        for step in range(9):
+            of_step = {s.activity: s for s in own if s.step == step}
+            start, end = times.start[step, worker], times.end[step, worker]
+            computed = start + times.compute[step, worker]
+            assert of_step["compute"][3:] == pytest.approx((start, computed))
+            if "wait" in of_step:
+                assert of_step["wait"][3:] == pytest.approx((computed, end))
+            else:
+                assert end == pytest.approx(computed)
+
+
+@pytest.mark.parametrize("times", SIMULATED.values(), ids=SIMULATED)
+def test_simulated_exchanges_begin_where_they_were_sent(times):
+    spans = [span for span in spans_of(times, 8) if span.activity == "exchange"]
+    got = {(span.step, span.process): (span.start, span.end) for span in spans}
+    wanted = {
+        tuple(at): (times.sent[*at], times.sent[*at] + times.exchange[*at])
+        for at in np.argwhere(times.exchange > 0).tolist()
+    }
+    assert got == wanted
+    assert len(spans) == len(got)
+
+
+def test_what_takes_no_time_is_no_span():
+    numbers = [[[0.0]], [[2.0]], [[0.0]], [[0.0]], [[0.0]], [[0.0]]]
+    times = runtime.Times(*map(np.array, numbers))
+    assert spans_of(times, 1) == [Span(0, "compute", 0, 0.0, 2.0)]
+    late = times._replace(exposed=np.array([[0.5]]), waiting=np.array([[0.25]]))
+    sent = late._replace(sent=np.array([[1.0]]), exchange=np.array([[1.5]]))
+    assert spans_of(sent, 1) == [
+        Span(0, "compute", 0, 0.0, 2.0),
+        Span(0, "wait", 0, 2.0, 2.75),
+        Span(0, "exchange", 0, 1.0, 2.5),
+    ]
+
+
+def test_timelines_are_drawn_below_each_other_on_one_scale():
+    ring, whole = (SIMULATED[name] for name in ("in_step", "all_reduce"))
+    timelines = {"ring": spans_of(ring, 2), "all": spans_of(whole, 3)}
+    figure = draw_timelines(timelines, 7.0, "worker")
+    for axes, (title, spans) in zip(figure.axes, timelines.items(), strict=True):
+        assert axes.get_title(loc="left") == title
+        assert axes.get_ylabel() == "worker"
+        assert axes.get_xlim() == (0, 7)
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        assert labels == [str(worker) for worker in range(len(labels))]
+        assert len(labels) == 2 + (title == "all")
+        assert axes.yaxis_inverted()
+        boxes = [bars.get_paths()[0].get_extents() for bars in axes.collections]
+        assert [(box.x0, box.x1) for box in boxes] == [s[3:] for s in spans]
+        for box, span in zip(boxes, spans, strict=True):
+            assert span.process <= box.y0 < box.y1 < span.process + 1
+        # What a worker does is above, what travels meanwhile below.
+        for bottom, top in ((0, 0.45), (0.45, 0.8)):
+            travels = bottom > 0
+            of_kind = [
+                (box.y0 - span.process, box.y1 - span.process)
+                for box, span in zip(boxes, spans, strict=True)
+                if (span.activity == "exchange") == travels
+            ]
+            np.testing.assert_allclose(of_kind, [(bottom, top)] * len(of_kind))
+    named = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert named == ["compute", "exchange", "wait"]
 
 
 @pytest.mark.parametrize(
