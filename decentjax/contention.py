@@ -32,6 +32,8 @@ def share(starts: np.ndarray, seconds: np.ndarray, table: np.ndarray) -> np.ndar
     """
     if len(table) < 2:
         return starts + seconds
+    if len(table) == 2:
+        return _share_by_two(starts, seconds, table)
     there = table >= 0
     begins = np.where(there, starts[table], np.inf)  # Of what is not through yet.
     left = np.where(there, seconds[table], np.inf)
@@ -55,4 +57,21 @@ def share(starts: np.ndarray, seconds: np.ndarray, table: np.ndarray) -> np.ndar
         if not some.all():
             table, begins, left = table[:, some], begins[:, some], left[:, some]
             clock = clock[some]
+    return through
+
+
+def _share_by_two(
+    starts: np.ndarray, seconds: np.ndarray, table: np.ndarray
+) -> np.ndarray:
+    """Likewise, of cards with two messages at the most; as most are, but faster.
+
+    Both take longer by the time for which both would be under way, or, where the later
+    one would be through before the other, by its own.
+    """
+    pair = table[:, table[1] >= 0]
+    by_start = np.take_along_axis(pair, starts[pair].argsort(0), 0)
+    first, second = by_start
+    overlap = np.maximum(starts[first] + seconds[first] - starts[second], 0)
+    through = starts + seconds
+    through[by_start] += np.minimum(overlap, seconds[second])
     return through

@@ -82,6 +82,17 @@ def test_messages_share_their_card_at_each_moment(messages):
             assert busy == pytest.approx(seconds[mine].sum())
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(MESSAGE, MESSAGE), min_size=1, max_size=4), st.booleans())
+def test_two_on_a_card_share_it_likewise(pairs, one_alone):
+    messages = [message for pair in pairs for message in pair][one_alone:]
+    cards = np.arange(len(messages)) // 2
+    starts, seconds = np.array([message[:2] for message in messages], float).T
+    ends = share(starts, seconds, seats(cards))
+    wanted = share_one_by_one(starts, seconds, cards.tolist())
+    np.testing.assert_allclose(ends, wanted, atol=1e-7)
+
+
 def test_nothing_is_through_where_nothing_was_sent():
     assert share(np.zeros(0), np.zeros(0), seats(np.zeros(0, int))).shape == (0,)
 
