@@ -558,6 +558,11 @@ def test_the_seed_decides_what_is_drawn():
     rows = [topology_row(setting, config, made, first, 5, seed) for seed in (0, 0, 1)]
     assert rows[0] == rows[1]
     assert rows[0].step != rows[2].step
+    found = compare.compare(setting, 5, 3)
+    drawn = np.stack([setting.job.draw(step, 16, 3) for step in range(5)])
+    whole = 2 * 15 / 16 * MODEL / (25e9 / 8)
+    assert found.gamma == pytest.approx(whole / drawn.mean())
+    assert found.sigma == pytest.approx(drawn.std() / drawn.mean())
 
 
 MEAN_OF_ALL = topology.complete(4)
@@ -845,7 +850,7 @@ def test_what_was_asked_is_answered_written_and_drawn(tmp_path, capsys):
     assert written["advice"] == {"choice": choice, "reason": reason}
     assert f"\nadvice: {choice}\n  {reason}\n" in printed
     (command,) = re.findall("\n  python -m train CONFIG.py (.*)\n", printed)
-    config = trained_with(TINY_FILE, *shlex.split(command))
+    config = trained_with(ROOT / "configs" / "quickstart.py", *shlex.split(command))
     best = topology.alternating_exponential_ring(4, 2)
     assert config.topology.build(config.workers) == best
     assert printed.startswith(
