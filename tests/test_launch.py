@@ -310,6 +310,7 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("", "usage: python -m train.launch --processes N"),
         ("--processes 2", "usage: python -m train.launch --processes N"),
         ("--processes 2 --num-steps 6", "usage: python -m train.launch --processes N"),
+        ("--processes 2 --measure a.py", "usage: python -m train.launch --processes N"),
         ("--processes 2 --module train.advise", "usage: python -m train.launch --pro"),
         ("--processes 2 --module train.bench a.py", "--module"),
         ("--processes 0 a.py", "error: processes must be at least 1, got 0"),
