@@ -312,9 +312,12 @@ def test_nodes_of_no_power_of_two_have_no_alternating_ring():
 
 def test_the_topology_that_one_has_is_looked_at_once():
     damped = TopologyConfig(name="ring", factor=0.5)
-    own = (damped, TopologyConfig(name="torus"), TopologyConfig(name="star"))
+    same = TopologyConfig(name="torus", degree=7)  # Of which a torus knows nothing.
+    own = (damped, same, TopologyConfig(name="star"))
     (*others, last_but_one, last), unfit = fitting(8, 1, own)
-    assert (others, unfit) == fitting(8, 1)
+    fit, wanted = fitting(8, 1)
+    assert [made for _, made in others] == [made for _, made in fit]
+    assert unfit == wanted
     assert [config for config, _ in (last_but_one, last)] == [damped, own[2]]
     assert last_but_one[1] == topology.damped(topology.ring(8), 0.5)
     setting = dataclasses.replace(flags(nodes=8, workers_per_node=1).setting(), own=own)
@@ -341,6 +344,7 @@ def test_the_name_of_a_topology_says_its_options():
 def test_groups_are_of_the_root_of_the_workers():
     sizes = {c.group_size for c in candidates(64, 1) if c.name == "butterfly_groups"}
     assert sizes == {8}
+    assert "butterfly_groups" in {config.name for config, _ in fitting(2, 1)[0]}
 
 
 def test_every_topology_is_of_one_worker_too():
@@ -722,6 +726,14 @@ def test_what_is_not_a_twentieth_faster_is_not_worth_it(speed_up, goes):
         )
 
 
+def test_of_those_that_are_worth_it_the_one_that_agrees_soonest_is_advised():
+    fast = made_row("fast", step=1 / 1.06, consensus_factor=0.9)
+    sooner = made_row("sooner", step=1 / 1.045, consensus_factor=0.1)
+    assert advise(ALL_REDUCE, [sooner, fast]).choice == fast
+    slow = made_row("slow", step=1 / 1.049, consensus_factor=0.9)
+    assert "(the best, slow, is 1.05x as" in advise(ALL_REDUCE, [sooner, slow]).reason
+
+
 def test_where_nearly_all_is_computing_there_is_nothing_to_gain():
     baseline = ALL_REDUCE._replace(compute=0.98)
     advice = advise(baseline, [made_row(step=0.99)])
@@ -800,9 +812,14 @@ def test_the_flags_of_a_row_train_with_what_was_simulated(
         assert config.exchange.where == wanted
 
 
-def test_the_flags_of_all_reduce_train_with_it():
-    row = all_reduce_row(flags(nodes=8, workers_per_node=1).setting(), 1, 0)
-    config = trained_with(TINY_FILE, *MANY, *shlex.split(row.flags))
+@pytest.mark.parametrize("num_workers", [3, 8])
+def test_the_flags_of_all_reduce_train_with_it(num_workers):
+    """Even where the topology that the config has does not fit the workers."""
+    setting = flags(nodes=num_workers, workers_per_node=1).setting()
+    row = all_reduce_row(setting, 1, 0)
+    workers = ["--workers.num-workers", str(num_workers)]
+    workers += ["--workers.workers-per-node", "1"]
+    config = trained_with(TINY_FILE, *workers, *shlex.split(row.flags))
     assert config.step.algorithm == "all_reduce"
 
 
@@ -932,6 +949,7 @@ def test_for_one_worker_nothing_is_drawn(tmp_path, capsys):
         (("--between", "25"), "error: between must be a number with one of the units"),
         (("--inside", "0gbit"), "error: inside must be positive, got '0gbit'"),
         (("--steps", "0"), "error: steps must be positive, got 0"),
+        (("--seed", "-1"), "error: seed must be at least 0, got -1"),
         (("--nodes", "2049"), "error: advice is for up to 4,096 workers, got 4,098"),
         (
             ("--late-workers", "2"),
@@ -1128,6 +1146,11 @@ def test_a_network_is_measured_as_it_is(nodes, per_node, where, monkeypatch):
     }
     said = ", ".join(rate for rate, there in rates.items() if there)
     assert setting.facts[1] == f"messages {said}; exchanges as below"
+
+
+def test_of_one_worker_no_message_is_measured():
+    alone = Cluster(num_nodes=1, between_bytes_per_second=math.inf)
+    assert len(measure._facts(np.ones((2, 1)), alone)) == 1
 
 
 def test_the_slowest_process_says_how_long_an_exchange_takes(monkeypatch):

@@ -78,7 +78,8 @@ def look(setting: Setting, steps: int, seed: int, out: Path) -> int:
 def _measured(arguments: list[str]) -> int:
     place = arguments.index(MEASURE)
     rest = arguments[:place] + arguments[place + 2 :]
-    if place + 1 == len(arguments):
+    following = arguments[place + 1 : place + 2]
+    if not following or following[0].startswith("-"):
         raise SystemExit("usage: python -m train.advise --measure CONFIG.py")
     path = Path(arguments[place + 1])
     default = load_config(path)

@@ -133,6 +133,8 @@ def compare(
     """
     if num_steps < 1:
         raise ValueError(f"steps must be positive, got {num_steps}")
+    if seed < 0:
+        raise ValueError(f"seed must be at least 0, got {seed}")
     cluster = setting.cluster
     fit, unfit = fitting(cluster.num_workers, cluster.workers_per_node, setting.own)
     baseline = all_reduce_row(setting, num_steps, seed)
@@ -154,7 +156,7 @@ def compare(
 
 def candidates(num_workers: int, workers_per_node: int) -> list[TopologyConfig]:
     """Returns each topology that is worth a look, whether it fits or not."""
-    root = 2 ** round(math.log2(max(num_workers, 2)) / 2)
+    root = 2 ** max(1, round(math.log2(num_workers) / 2))
     configs = [
         TopologyConfig(name="ring"),
         TopologyConfig(name="one_peer_ring"),
@@ -194,7 +196,8 @@ def fitting(
     workers = WorkersConfig(num_workers=num_workers, workers_per_node=workers_per_node)
     fit, unfit = [], {}
     wanted = [*candidates(num_workers, workers_per_node), *own]
-    for config in dict.fromkeys(wanted):
+    # By name, which leaves out options that are of other topologies.
+    for config in {_name(config): config for config in wanted}.values():
         try:
             fit.append((config, config.build(workers)))
         except ValueError as error:
@@ -205,7 +208,8 @@ def fitting(
 def all_reduce_row(setting: Setting, num_steps: int, seed: int) -> Row:
     """Returns the row to which all others are compared."""
     topology = complete(setting.cluster.num_workers)
-    flags = "--step.algorithm all_reduce"
+    # A config has a topology too, which must fit the workers; this one fits any.
+    flags = "--step.algorithm all_reduce --topology.name complete"
     return _row(setting, None, topology, num_steps, seed)._replace(
         name="all-reduce", flags=flags
     )
@@ -233,11 +237,15 @@ def advise(baseline: Row, rows: list[Row]) -> Advice:
     if not any(row.messages for row in rows):
         return Advice(baseline, None, "There is one worker, and nothing to average.")
     rows = [row for row in rows if row.comes_to_consensus]
-    fastest = min(row.step for row in rows)
-    near = [row for row in rows if row.step <= AS_FAST * fastest]
+    fastest = min(rows, key=lambda row: row.step)
+    if fastest.speed_up < WORTH:
+        return Advice(baseline, fastest, _why_stay(baseline, fastest))
+    near = [
+        row
+        for row in rows
+        if row.step <= AS_FAST * fastest.step and row.speed_up >= WORTH
+    ]
     best = min(near, key=lambda row: (row.to_consensus, row.step))
-    if best.speed_up < WORTH:
-        return Advice(baseline, best, _why_stay(baseline, best))
     return Advice(best, baseline, _why_go(baseline, best, len(near)))
 
 

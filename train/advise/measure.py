@@ -111,12 +111,14 @@ def _facts(trace: np.ndarray, cluster: Cluster) -> tuple[str, ...]:
         for place, there in places.items()
         if there
     ]
-    return (
+    steps = (
         f"measured on {num_workers} {platform} workers of {jax.process_count()} "
         f"processes: {num_steps} steps of {duration(trace.mean())} in the mean, "
-        f"{duration(trace.min())} to {duration(trace.max())}",
-        f"messages {', '.join(messages)}; exchanges as below",
+        f"{duration(trace.min())} to {duration(trace.max())}"
     )
+    if not messages:
+        return (steps,)
+    return steps, f"messages {', '.join(messages)}; exchanges as below"
 
 
 class _Network(NamedTuple):

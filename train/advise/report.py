@@ -99,9 +99,10 @@ def say(found: Findings, console: Console) -> None:
         for name, reason in found.unfit.items():
             console.print(f"  {name}: {reason}")
     console.print(f"\nadvice: {choice.name}\n  {found.advice.reason}")
-    workers = f"--workers.num-workers {cluster.num_workers}"
-    if cluster.workers_per_node > 1:
-        workers += f" --workers.workers-per-node {cluster.workers_per_node}"
+    workers = (
+        f"--workers.num-workers {cluster.num_workers} "
+        f"--workers.workers-per-node {cluster.workers_per_node}"
+    )
     console.print(f"  python -m train CONFIG.py {workers} {choice.flags}")
 
 
