@@ -114,17 +114,25 @@ def test_a_row_of_fig_6_says_which_order_is_wrong():
 
 
 def test_a_fit_finds_what_made_the_measurements(monkeypatch):
-    monkeypatch.setattr(published, "FIT_STEPS", 8)
-    known = Fit(0.03, 0.9, 0.1)
-    rows = {}
-    for num_workers in A40.rows:
-        found = published.predict(A40, known, num_workers, 8)
-        rows[num_workers] = tuple(found[name] for name in published.SCHEMES)
-    fitted = published.fit(A40._replace(rows=rows))
-    for num_workers in rows:
-        wanted = published.predict(A40, known, num_workers, 8, (ALL_REDUCE, AER))
-        found = published.predict(A40, fitted, num_workers, 8, (ALL_REDUCE, AER))
-        assert found == pytest.approx(wanted, rel=0.03)
+    monkeypatch.setattr(published, "FIT_STEPS", 4)
+    known, both = Fit(0.03, 0.9, 0.1), published.FITTED
+    wanted = {n: published.predict(A40, known, n, 4) for n in A40.rows}
+
+    def fitted_to(all_reduce: float) -> dict[int, dict[str, float]]:
+        """Steps of a fit where an all-reduce's were so many times as long."""
+        rows = {}
+        for num_workers, times in wanted.items():
+            changed = {**times, ALL_REDUCE: all_reduce * times[ALL_REDUCE]}
+            rows[num_workers] = tuple(changed[name] for name in published.SCHEMES)
+        fitted = published.fit(A40._replace(rows=rows))
+        return {n: published.predict(A40, fitted, n, 4, both) for n in rows}
+
+    for num_workers, found in fitted_to(1.0).items():
+        assert found == pytest.approx(
+            {name: wanted[num_workers][name] for name in both}, rel=0.03
+        )
+    slower = fitted_to(1.3)
+    assert all(slower[n][ALL_REDUCE] > 1.03 * wanted[n][ALL_REDUCE] for n in slower)
 
 
 def test_what_a_card_can_carry_at_the_least_is_bytes_over_rate(monkeypatch):

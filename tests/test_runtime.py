@@ -165,6 +165,14 @@ def test_a_step_of_all_reduce_has_its_closed_form():
             assert times.seconds_per_step() == pytest.approx(2 * wanted)
 
 
+def test_an_all_reduce_begins_with_the_first_bucket_and_ends_with_the_step():
+    for buckets in (1, 4):
+        times = runtime.all_reduce(CLUSTER, JOB, 5, num_buckets=buckets)
+        first = 1 / 3 + 2 / 3 / buckets
+        np.testing.assert_allclose(times.sent, times.start + first * times.compute)
+        np.testing.assert_allclose(times.sent + times.exchange, times.end)
+
+
 @pytest.mark.parametrize("made", [EVERY[2], EVERY[3], EVERY[6]], ids=name_of)
 def test_a_step_with_an_exchange_has_its_closed_form(made):
     """Of topologies whose exchanges take equally long, and for all workers."""
