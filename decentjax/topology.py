@@ -48,8 +48,7 @@ __all__ = [
 def alone(num_workers: int) -> Topology:
     """Nobody sends anything; between nodes, as in `hierarchical`, only inside them."""
     _check_positive(num_workers)
-    itself = Permutations((tuple(range(num_workers)),), (1.0,))
-    return _topology("alone", itself)
+    return _topology("alone", _nobody(num_workers))
 
 
 def complete(num_workers: int) -> Topology:
@@ -134,8 +133,7 @@ def alternating_exponential_ring(num_workers: int, workers_per_node: int) -> Top
     name = "alternating_exponential_ring"
     bits = _log2(name, "num_workers / workers_per_node", num_nodes)
     if num_nodes == 1:
-        alone = Permutations(((0,),), (1.0,))
-        return _topology(name, alone, workers_per_node=workers_per_node)
+        return _topology(name, _nobody(1), workers_per_node=workers_per_node)
     halves, counter = [], 0
     for bit in range(bits):
         steps: tuple[list, list] = ([], [])
@@ -317,7 +315,11 @@ def _topology(
 
 
 def _one_worker(name: str) -> Topology:
-    return _topology(name, Permutations(((0,),), (1.0,)))
+    return _topology(name, _nobody(1))
+
+
+def _nobody(num_workers: int) -> Permutations:
+    return Permutations((tuple(range(num_workers)),), (1.0,))
 
 
 def _circulant(num_workers: int, shifts: Sequence[int]) -> Permutations:

@@ -99,8 +99,8 @@ class Flags:
       late_by: ... by so much.
       params: of the model.
       bytes_per_param: as sent.
-      forward_share: share of the compute time before the backward pass begins, whose
-        gradients are sent as they come; by default a third in the step, else 1.
+      forward_share: share of the compute time before the backward pass begins, 1 where
+        the whole gradient comes at once; by default a third in the step, else 1.
       overlap: whether exchanges run beside the gradient in the step (GPU, TPU), in a
         second thread, or not at all.
     """

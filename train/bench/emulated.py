@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
-from decentjax import runtime, topology
-from decentjax.exchange import Topology
+from decentjax import runtime
 from decentjax.runtime import Cluster, Job
 from train import emulate
+from train.bench.graphs import INSIDE, graph_of
 from train.bench.race import AER, ALL_REDUCE, EXPONENTIAL, NODES, RING, Team
 from train.bench.work import Turn, Work
 from train.emulate import Worker, in_cluster, parse_rate
@@ -100,22 +100,6 @@ def schemes(workers_per_node: int) -> tuple[str, ...]:
     return ALL_REDUCE, NODES, AER, EXPONENTIAL
 
 
-def graph_of(scheme: str, num_workers: int, per_node: int) -> Topology | None:
-    """Returns the scheme's topology; none of all-reduce.
-
-    Raises:
-      ValueError: if it cannot have so many workers.
-    """
-    if scheme == ALL_REDUCE:
-        return None
-    return {
-        RING: topology.one_peer_ring,
-        NODES: lambda n: topology.hierarchical(n, per_node, topology.one_peer_ring),
-        AER: lambda n: topology.alternating_exponential_ring(n, per_node),
-        EXPONENTIAL: topology.one_peer_exponential,
-    }[scheme](num_workers)
-
-
 def predict(
     cluster: Cluster, work: Work, compute: float, straggler: float, scheme: str
 ) -> float:
@@ -136,15 +120,15 @@ def predict(
         compute=runtime.trace(trace),
         forward_share=1.0,
     )
+    if scheme == ALL_REDUCE:
+        times = runtime.all_reduce(cluster, job, PERIODS * num_workers)
+        return times.seconds_per_step(num_workers)
     graph = graph_of(scheme, num_workers, cluster.workers_per_node)
-    period = num_workers * (1 if graph is None else graph.period)
-    if graph is None:
-        times = runtime.all_reduce(cluster, job, PERIODS * period)
-    else:
-        # Leaves go one by one, as soon as they are updated.
-        times = runtime.background(
-            cluster, job, graph, PERIODS * period, num_buckets=work.layers
-        )
+    period = num_workers * graph.period
+    # Leaves go one by one, as soon as they are updated.
+    times = runtime.background(
+        cluster, job, graph, PERIODS * period, num_buckets=work.layers
+    )
     return times.seconds_per_step(period)
 
 
@@ -161,7 +145,7 @@ def _rows(course: Course, worker: Worker) -> Iterator[Row]:
     compute = take("compute alone", 5)
     inside = np.inf
     if cluster.workers_per_node > 1:
-        turn = Turn("exchange alone: inside nodes", 5, course.steps)
+        turn = Turn(f"exchange alone: {INSIDE}", 5, course.steps)
         share = 2 * (1 - 1 / cluster.workers_per_node)
         inside = share * course.work.model_bytes / team.take(turn)
     bits = parse_rate(rate)

@@ -4,6 +4,8 @@ import functools
 import os
 import sys
 
+from train.bench.graphs import graph_of
+from train.bench.race import COMPLETE
 from train.bench.work import Contestant, Work, serve
 from train.config import DistributedConfig
 from train.distributed import fail_stop, start
@@ -35,28 +37,8 @@ def _contestant(work: Work, num_workers: int, per_node: int, name: str) -> Conte
         gossip,
         init_state,
         on_mesh,
-        topology,
         worker_mesh,
     )
-
-    graphs = {
-        "ring": topology.one_peer_ring,
-        "ring between nodes": functools.partial(
-            topology.hierarchical,
-            workers_per_node=per_node,
-            between=topology.one_peer_ring,
-        ),
-        "inside nodes": functools.partial(
-            topology.hierarchical,
-            workers_per_node=per_node,
-            between=topology.alone,
-        ),
-        "one-peer exponential": topology.one_peer_exponential,
-        "complete": topology.complete,
-        "alternating exponential ring": functools.partial(
-            topology.alternating_exponential_ring, workers_per_node=per_node
-        ),
-    }
 
     def loss_fn(params, model_state, batch, key):
         for weights in params:
@@ -84,7 +66,7 @@ def _contestant(work: Work, num_workers: int, per_node: int, name: str) -> Conte
     batch = jax.make_array_from_callback(
         (count, *inputs.shape), sharding, lambda index: inputs[None]
     )
-    graph = graphs.get(graph_name, topology.complete)(count)
+    graph = graph_of(graph_name or COMPLETE, count, per_node)
     keywords = dict(loss_fn=loss_fn, optimizer=optimizer)
     rest = lambda: None  # noqa: E731
     t = 0

@@ -8,7 +8,8 @@ from typing import Literal
 from rich.console import Console
 
 from train.bench import emulated, imbalance, model_report, published, simulator
-from train.bench.race import check_clusters
+from train.bench.graphs import graph_of
+from train.bench.race import ALL_REDUCE, check_clusters
 from train.bench.work import Work
 from train.emulate import Cluster, parse_rate
 
@@ -48,7 +49,8 @@ class ModelBench:
         for course in courses(self):
             per_node = course.cluster.workers_per_node
             for scheme in emulated.schemes(per_node):
-                emulated.graph_of(scheme, course.cluster.num_workers, per_node)
+                if scheme != ALL_REDUCE:
+                    graph_of(scheme, course.cluster.num_workers, per_node)
         for rate in self.rates:
             if parse_rate(rate) is None:
                 raise ValueError("the model needs rates, such as 200mbit")

@@ -4,15 +4,11 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from decentjax import analysis, topology
+from decentjax import analysis
+from train.bench.graphs import graph_of
 from train.bench.race import (
-    AER,
     ALL_REDUCE,
-    COMPLETE,
     DDP,
-    EXPONENTIAL,
-    NODES,
-    RING,
     STRAGGLER,
     TOPOLOGIES,
     Race,
@@ -33,14 +29,7 @@ def link_seconds(race: Race, name: str, nodes: int, per_node: int) -> float | No
     graph = {peer: ours for ours, peer in TOPOLOGIES.items()}.get(graph, graph)
     if kind not in ("exchange alone", "in the step", "in the background", "Decent-DP"):
         return None
-    make = {
-        RING: topology.one_peer_ring,
-        AER: lambda n: topology.alternating_exponential_ring(n, per_node),
-        NODES: lambda n: topology.hierarchical(n, per_node, topology.one_peer_ring),
-        EXPONENTIAL: topology.one_peer_exponential,
-        COMPLETE: topology.complete,
-    }[graph]
-    sent = analysis.traffic(make(num_workers), model, per_node)
+    sent = analysis.traffic(graph_of(graph, num_workers, per_node), model, per_node)
     # Each node's link, over a period: the steps in which it is idle are its own.
     busiest = max(sum(step.node_bytes[k] for step in sent) for k in range(nodes))
     return busiest / len(sent) * 8 / rate
