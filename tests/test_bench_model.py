@@ -14,9 +14,11 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
+from decentjax.exchange import matrices
 from decentjax.runtime import Cluster
 from train.bench import emulated, imbalance, published, simulator
 from train.bench.emulated import Row
+from train.bench.graphs import INSIDE, graph_of
 from train.bench.model import ModelBench, courses
 from train.bench.model_report import (
     Results,
@@ -60,6 +62,11 @@ def test_without_stragglers_emulated_steps_are_compute_or_bytes_over_rate():
     for scheme, seconds in ((EXPONENTIAL, (0.5 + 1 + 1) / 3), (NODES, 0.5)):
         step = emulated.predict(cluster(4, 2), WORK, 0.1, 0.0, scheme)
         assert step == pytest.approx(seconds)
+
+
+def test_inside_nodes_nothing_is_sent_between_them():
+    (matrix,) = matrices(graph_of(INSIDE, 6, 3))
+    np.testing.assert_allclose(matrix, np.kron(np.eye(2), np.ones((3, 3)) / 3))
 
 
 def test_a_straggler_is_let_through_by_all_reduce_alone():
