@@ -29,6 +29,7 @@ from train.distributed import MetricMeans, start
 from train.launch import check_port
 from train.log import read_metrics
 from train.loop import delay_seconds, train
+from train.resume import Resume
 from train.timeline import read_timelines
 
 ROOT = Path(__file__).parent.parent
@@ -61,6 +62,11 @@ def started(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
 def launch(processes: int, run_dir: Path, *options: str, config: str = CONFIG):
     launcher = (*TRAIN[:2], "train.launch", "--processes", str(processes), config)
     return started(*launcher, "--run-dir", str(run_dir), *options)
+
+
+def relaunch(processes: int, run_dir: Path, *options: str):
+    launcher = (*TRAIN[:2], "train.launch", "--processes", str(processes))
+    return started(*launcher, "--resume", str(run_dir), *options)
 
 
 def ended(process: subprocess.Popen[str]) -> str:
@@ -101,7 +107,7 @@ def of_run(run_dir: Path) -> dict[int, int]:
 
 def arrays(run_dir: Path, config=TINY) -> list[np.ndarray]:
     """The newest saved state, which must be that after the last step."""
-    outcome = train(config, run_dir, resume=True)
+    outcome = train(config, run_dir, Resume())
     assert outcome.step == config.num_steps
     is_key = functools.partial(
         jax.tree.map, lambda x: jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key)
@@ -196,8 +202,8 @@ def test_a_run_of_processes_goes_on_as_simulated_workers(runs, tmp_path):
     with launch(2, run_dir, *slowly.split()) as job:
         read_until(job, "step 6/12")
         job.send_signal(signal.SIGINT)
-        assert "everything is saved, go on with --resume" in ended(job)
-    outcome = train(TINY, run_dir, resume=True)
+        assert "everything is saved, go on with: python -m train --resume" in ended(job)
+    outcome = train(TINY, run_dir, Resume())
     assert outcome.step == 12
     np.testing.assert_allclose(losses(run_dir), losses(runs("awc", 0)), rtol=1e-4)
 
@@ -219,7 +225,7 @@ def test_a_signal_to_one_ends_all_after_the_same_step(who, runs, tmp_path):
     assert [row["step"] for row in read_metrics(tmp_path) if "loss" in row] == list(
         range(1, saved + 1)
     )
-    with launch(2, tmp_path, "--resume") as job:
+    with relaunch(2, tmp_path) as job:
         ended(job)
     wanted = runs("awc", 2)
     assert losses(tmp_path) == losses(wanted)
@@ -300,12 +306,16 @@ def test_a_signal_during_the_start_ends_all_after_one_step(tmp_path):
     """Of a run that begins, and of one that goes on."""
     path = tmp_path / "slow.py"
     path.write_text(SLOW_START)
-    for step, options in [(1, ()), (2, ("--resume",))]:
-        with launch(2, tmp_path / "run", *options, config=str(path)) as job:
+    run_dir = tmp_path / "run"
+    for step, start_job in [
+        (1, launch(2, run_dir, config=str(path))),
+        (2, relaunch(2, run_dir, "--config-file", str(path))),
+    ]:
+        with start_job as job:
             read_until(job, "starting up")
             job.send_signal(signal.SIGTERM)
             assert f"stopped after step {step} of 12; everything is sa" in ended(job)
-        assert (tmp_path / "run" / "checkpoints" / str(step)).is_dir()
+        assert (run_dir / "checkpoints" / str(step)).is_dir()
 
 
 def test_a_checkpoint_does_not_disturb_the_count_of_steps(monkeypatch, tmp_path):
@@ -421,7 +431,7 @@ def test_a_loss_that_is_not_finite_ends_all_with_a_sentence(tmp_path):
     with launch(2, tmp_path, *options.split()) as job:
         output, _ = job.communicate(timeout=LONG)
     assert job.returncode == 70
-    assert "[0] error: process 0: the loss is nan at step" in output
+    assert "is not finite at step" in output
     assert "Traceback" not in output
 
 

@@ -18,6 +18,7 @@ from train.config_json import to_json
 from train.log import METRICS, read_metrics
 from train.loop import train
 from train.report import draw_exchange, main, write_report
+from train.resume import Resume
 from train.timeline import (
     Span,
     Timeline,
@@ -141,7 +142,7 @@ def test_a_run_of_one_step_has_a_timeline_that_grows_when_it_goes_on(tmp_path):
     write_report([tmp_path], tmp_path / "page.html")
     (first,) = read_timelines(tmp_path)
     assert (first.process, first.activity, first.step) == (0, "step", 0)
-    train(config, tmp_path, resume=True)
+    train(config, tmp_path, Resume())
     assert read_timelines(tmp_path) == [first]
 
 

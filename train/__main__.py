@@ -1,8 +1,13 @@
-"""Trains what a config file says: `python -m train configs/NAME.py [--field value]`."""
+"""Trains what a config file says: `python -m train configs/NAME.py [--field value]`.
 
+And goes on with it: `python -m train --resume runs/NAME`.
+"""
+
+import argparse
 import importlib.util
 import sys
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -11,50 +16,96 @@ import tyro
 
 from train.config import Config
 from train.distributed import fail_stop, leave, provide_cpu_devices, start
+from train.folder import SaveError
 from train.log import read_metrics
 from train.loop import Outcome, train
+from train.resume import Resume, saved_config, with_changes
+
+USAGE = """\
+usage: python -m train CONFIG.py [--run-dir RUN] [--init-from RUN] [--field value ...]
+       python -m train CONFIG.py --help
+       python -m train --resume RUN [--step STEP] [--change FIELD=VALUE ...]
+configs: {configs}"""
+FAILED = 70  # A run that has begun and cannot go on, EX_SOFTWARE.
 
 
 def main(arguments: list[str]) -> None:
-    if not arguments or arguments[0].startswith("-"):
+    resumes = arguments[:1] == ["--resume"] and len(arguments) > 1
+    if not resumes and (not arguments or arguments[0].startswith("-")):
         available = " ".join(map(str, sorted(Path("configs").glob("*.py"))))
-        raise SystemExit(
-            "usage: python -m train CONFIG.py [--field value ...] [--resume]\n"
-            f"       python -m train CONFIG.py --help\nconfigs: {available}"
-        )
-    path = Path(arguments[0])
+        raise SystemExit(USAGE.format(configs=available))
+    parse = _resume if resumes else _begin
+    path, options = arguments[1 if resumes else 0], arguments[2 if resumes else 1 :]
     try:
-        default = load_config(path)
-
-        def run(
-            config: Annotated[Config, tyro.conf.arg(name="")] = default,
-            run_dir: Path | None = None,
-            resume: bool = False,
-        ) -> None:
-            """Trains the config.
-
-            Args:
-              run_dir: folder of the run; by default runs/NAME.
-              resume: go on from the newest checkpoint in that folder.
-            """
-            run_dir = run_dir or Path("runs") / config.name
-            if config.distributed.enabled:
-                with fail_stop():
-                    start(config.distributed, config.workers.num_workers)
-                    run_here(config, run_dir, resume)
-                return
-            if config.workers.where == "mesh":
-                provide_cpu_devices(config.workers.num_workers)
-            run_here(config, run_dir, resume)
-
-        tyro.cli(
-            run,
-            prog=f"python -m train {path}",
-            args=arguments[1:],
-            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
-        )
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
+        parse(Path(path), options)
+    except (ValueError, OSError) as error:
         raise SystemExit(f"error: {error}") from error
+    except (FloatingPointError, SaveError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(FAILED) from error
+
+
+def _begin(path: Path, options: list[str]) -> None:
+    """Trains a config from its first step."""
+    default = load_config(path)
+    if "--resume" in options:
+        raise ValueError(
+            f"a run brings its own config: python -m train --resume runs/{default.name}"
+        )
+
+    def run(
+        config: Annotated[Config, tyro.conf.arg(name="")] = default,
+        run_dir: Path | None = None,
+        init_from: Path | None = None,
+    ) -> None:
+        """Trains the config.
+
+        Args:
+          run_dir: folder of the run; by default runs/NAME.
+          init_from: folder of another run, whose mean model all workers begin with.
+        """
+        run_here(config, run_dir or Path("runs") / config.name, init_from=init_from)
+
+    _call(run, f"python -m train {path}", options)
+
+
+def _resume(run_dir: Path, options: list[str]) -> None:
+    """Trains on in the folder of a run."""
+    before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    before.add_argument("--step", type=int)
+    before.add_argument("--config-file", type=Path)
+    known, _ = before.parse_known_args(options)
+    like = None if known.config_file is None else load_config(known.config_file)
+    default = saved_config(run_dir, known.step, like)
+
+    def run(
+        config: Annotated[Config, tyro.conf.arg(name="")] = default,
+        step: int | None = None,
+        change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+        config_file: Path | None = None,
+    ) -> None:
+        """Goes on with a run, with its own config.
+
+        Args:
+          step: of the checkpoint; by default the newest that can be read. Newer ones
+            are moved to RUN/set_aside.
+          change: FIELD=VALUE that trains in another way from here on.
+          config_file: where the class of its task is, if it is one of your own.
+        """
+        del config_file
+        changed, fields = with_changes(config, change)
+        run_here(changed, run_dir, Resume(step, fields))
+
+    _call(run, f"python -m train --resume {run_dir}", options)
+
+
+def _call(function: Callable[..., None], prog: str, options: list[str]) -> None:
+    tyro.cli(
+        function,
+        prog=prog,
+        args=options,
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+    )
 
 
 def load_config(path: Path) -> Config:
@@ -75,9 +126,28 @@ def load_config(path: Path) -> Config:
     return config
 
 
-def run_here(config: Config, run_dir: Path, resume: bool) -> None:
+def run_here(
+    config: Config,
+    run_dir: Path,
+    resume: Resume | None = None,
+    init_from: Path | None = None,
+) -> None:
+    """Trains, alone or as one process of a job."""
+    if config.distributed.enabled:
+        with fail_stop():
+            start(config.distributed, config.workers.num_workers)
+            _train(config, run_dir, resume, init_from)
+        return
+    if config.workers.where == "mesh":
+        provide_cpu_devices(config.workers.num_workers)
+    _train(config, run_dir, resume, init_from)
+
+
+def _train(
+    config: Config, run_dir: Path, resume: Resume | None, init_from: Path | None
+) -> None:
     """Trains; the first process says what came out."""
-    outcome = train(config, run_dir, resume)
+    outcome = train(config, run_dir, resume, init_from)
     leave()
     if jax.process_index() == 0:
         finish(outcome, config, run_dir)
@@ -91,11 +161,18 @@ def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
     if outcome.step < config.num_steps:
         print(
             f"stopped after step {outcome.step} of {config.num_steps}; everything is "
-            "saved, go on with --resume"
+            f"saved, go on with: python -m train --resume {run_dir}"
         )
         return
     task, headline = outcome.task, outcome.task.headline.name
-    row = [row for row in read_metrics(run_dir) if "mean_model" in row][-1]
+    rows = [row for row in read_metrics(run_dir) if "mean_model" in row]
+    if not rows or rows[-1]["step"] < outcome.step:
+        print(
+            f"stopped before the evaluation; all {outcome.step} steps are saved: "
+            f"python -m train.evaluate {run_dir}"
+        )
+        return
+    row = rows[-1]
     workers = [scores[headline] for scores in row["workers"]]
     print(f"\nheld-out {headline.replace('_', ' ')}")
     print(f"  {'mean model':24}{row['mean_model'][headline]:.3f}")

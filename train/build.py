@@ -31,6 +31,7 @@ from decentjax.step import Metrics
 from decentjax.topology import alone, complete
 from train.config import Config, OptimizerConfig
 from train.distributed import job_mesh, meet
+from train.finite import poison_gradient, watch_gradients
 from train.tasks.task import Task
 from train.xla import read_options
 
@@ -58,7 +59,7 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
 def build_optimizer(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Clips by the global norm of the worker's gradient, decays, and steps."""
+    """Watches and clips the worker's gradient, decays, and steps."""
     moments = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
     if config.name.startswith("accum"):
         moments["accum_steps"] = config.accum_steps
@@ -80,7 +81,7 @@ def build_optimizer(
     )
     if config.clip_norm is not None:
         steps = [optax.clip_by_global_norm(config.clip_norm), *steps]
-    return optax.chain(*steps)
+    return optax.chain(watch_gradients(), *steps)
 
 
 def build_mesh(config: Config) -> Mesh | None:
@@ -97,8 +98,20 @@ def build_state(
     task: Task,
     optimizer: optax.GradientTransformation,
     workers: Sequence[int],
+    model: tuple[Any, Any] | None = None,
 ) -> WorkerState:
-    """The rows of these workers; all start from one model, drawn from the seed."""
+    """The rows of these workers; all start from one model.
+
+    Args:
+      config: of the run.
+      task: that is trained.
+      optimizer: initialised for each worker.
+      workers: the numbers of those to make.
+      model: params and model state to start from; by default drawn from the seed.
+
+    Raises:
+      ValueError: if the model is not one of this task.
+    """
 
     @jax.jit
     def stack(params, model_state, key):
@@ -106,8 +119,23 @@ def build_state(
         return init_state(params, optimizer, key, num_workers, model_state, workers)
 
     model_key, workers_key = jax.random.split(jax.random.key(config.seed))
-    params, model_state = jax.jit(task.init)(model_key)
-    return stack(params, model_state, workers_key)
+    if model is None:
+        return stack(*jax.jit(task.init)(model_key), workers_key)
+    wanted = jax.eval_shape(task.init, model_key)
+    if kinds_of(model) != kinds_of(wanted):
+        raise ValueError(
+            f"the model to start from is another one: wanted {kinds_of(wanted)}, got "
+            f"{kinds_of(model)}"
+        )
+    return stack(*model, workers_key)
+
+
+def kinds_of(tree: Any) -> dict[str, str]:
+    """The shape and dtype of each leaf, by name."""
+    return {
+        jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
 
 
 class LoopStep(Protocol):
@@ -235,7 +263,7 @@ def _bound(
 ) -> dict[str, Any]:
     """The keywords that all algorithms take."""
     return dict(
-        loss_fn=task.loss_fn,
+        loss_fn=poison_gradient(task.loss_fn),
         optimizer=optimizer,
         num_micro_batches=config.step.num_micro_batches,
     )

@@ -1,115 +1,214 @@
-"""Checkpoints of everything that a run needs to go on as if it had never stopped."""
+"""Checkpoints of everything that a run needs to go on as if it had never stopped.
 
+RUN/checkpoints/STEP has two parts: `state`, the replicas, optimizer states, model
+states and random keys of all workers, and `run`, the step and the config. The step is
+also the position in the data.
+"""
+
+import contextlib
+import errno
 import json
+import logging
+import os
+import shutil
+import threading
+import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
 from decentjax import WorkerState
-from train.config import CheckpointConfig, Config
-from train.config_json import differences, to_json
-
-# These decide when and how a run looks at itself and where it runs, not what it trains.
-FREE = (
-    "task.data",
-    "task.decoding",
-    "task.eval_processes",
-    "task.eval_rows",
-    "task.eval_size",
-    "task.num_eval_windows",
-    "task.sample_bytes",
-    "task.sample_prompt",
-    "task.sample_tokens",
-    "data",
-    "evaluation",
-    "checkpoint",
-    "log",
-    "exchange",
-    "straggler",
-    "distributed",
-)
+from train.config import Config
+from train.config_json import to_json
+from train.folder import SaveError
 
 # Its dataclasses hide their fields from type checkers.
 _args: Any = ocp.args
 
+UNFINISHED = "*.orbax-checkpoint-tmp*"  # As orbax names what it is still writing.
+FAILING_SECONDS = 2.0  # After an error in a job: the peers are to learn of it soon.
+# What a file system answers where nothing can be written any more.
+REASONS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
-class Checkpoints:
-    """The checkpoints of one run folder, written in the background.
 
-    A checkpoint holds the replicas, optimizer states, model states and random keys of
-    all workers, the position in the data and the config.
+class Found(NamedTuple):
+    """The checkpoints in a run's folder.
+
+    Args:
+      steps: the step and the folder of each, oldest first.
+      skipped: why something else in their folder is no checkpoint, by its name.
     """
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig):
-        options = ocp.CheckpointManagerOptions(
-            max_to_keep=config.num_kept, enable_async_checkpointing=True
-        )
-        self._manager = _Manager((run_dir / "checkpoints").absolute(), options=options)
+    steps: dict[int, Path]
+    skipped: dict[str, str]
 
-    def save(
-        self, step: int, state: WorkerState, data_state: dict, config: Config
-    ) -> None:
-        """Starts saving `step`, the number of steps done; returns before it is done."""
-        if step in self._manager.all_steps():
+
+def find_checkpoints(run_dir: Path) -> Found:
+    """Returns the checkpoints of a run; each says itself which step it is of.
+
+    So a copy under another number, a link or an empty folder is none.
+    """
+    steps, skipped = {}, {}
+    folder = run_dir / "checkpoints"
+    paths = [path for path in folder.glob("*") if not path.match(UNFINISHED)]
+    for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
+        try:
+            steps[_step_of(path)] = path
+        except ValueError as error:
+            skipped[path.name] = str(error)
+    return Found(steps, skipped)
+
+
+def choose(found: Found, run_dir: Path, step: int | None = None) -> list[int]:
+    """Returns the step that was asked for, or all, the newest first.
+
+    Raises:
+      ValueError: if there is no such checkpoint, or none at all.
+    """
+    why = "".join(f"; {name} {reason}" for name, reason in found.skipped.items())
+    if not found.steps:
+        raise ValueError(f"{run_dir} holds no checkpoint of a run{why}")
+    if step is None:
+        return list(found.steps)[::-1]
+    if step not in found.steps:
+        raise ValueError(
+            f"{run_dir} has checkpoints of steps {list(found.steps)}, not {step}{why}"
+        )
+    return [step]
+
+
+def set_aside(run_dir: Path, step: int) -> list[int]:
+    """Moves checkpoints newer than `step` to RUN/set_aside, and returns their steps."""
+    newer = [other for other in find_checkpoints(run_dir).steps if other > step]
+    for other in newer:
+        target = run_dir / "set_aside" / str(other)
+        while target.exists():
+            target = target.with_name(f"{target.name}_")
+        target.parent.mkdir(exist_ok=True)
+        (run_dir / "checkpoints" / str(other)).rename(target)
+    return newer
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Returns the config, as JSON has it, that a checkpoint was made with."""
+    return _read_run(path)["config"]
+
+
+class Checkpoints:
+    """Writes the checkpoints of a run in the background; a context that waits for them.
+
+    Args:
+      run_dir: of the run.
+      num_kept: newest checkpoints that stay on disk.
+    """
+
+    def __init__(self, run_dir: Path, num_kept: int):
+        self._folder = (run_dir / "checkpoints").absolute()
+        self._num_kept = num_kept
+        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self._step = 0
+        for name in ("absl", "asyncio"):
+            logging.getLogger(name).addFilter(_is_not_of_orbax)
+        if jax.process_index() == 0:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._drop_unfinished()
+
+    def __enter__(self) -> "Checkpoints":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if kind is None or jax.process_count() == 1:
+            self.wait()
             return
-        self._manager.save(
-            step,
-            args=_args.Composite(
-                state=_args.StandardSave(state),
-                data=_args.JsonSave(data_state),
-                config=_args.JsonSave(json.loads(to_json(config))),
-            ),
-        )
+        # A peer may be lost, without whom no checkpoint gets whole.
+        waiting = threading.Thread(target=self._try_to_wait, daemon=True)
+        waiting.start()
+        waiting.join(FAILING_SECONDS)
 
-    def newest(self) -> int | None:
-        """Returns the newest step on disk, None where there is none."""
-        return self._manager.latest_step()
+    def _try_to_wait(self) -> None:
+        with contextlib.suppress(SaveError):
+            self.wait()
 
-    def restore(
-        self, state: WorkerState, config: Config
-    ) -> tuple[int, WorkerState, dict[str, Any]]:
-        """Returns the newest step, its state and its position in the data.
-
-        Args:
-          state: a state of the same run, for its structure and its placement.
-          config: of the run that goes on.
+    def save(self, step: int, state: WorkerState, config: Config) -> None:
+        """Starts to save `step`, the number of steps done; returns before it is done.
 
         Raises:
-          ValueError: if it is of another config.
+          SaveError: if this one cannot be written, or the one before could not.
         """
-        step = self.newest()
-        assert step is not None, "there is a checkpoint to restore"
-        self._check_config(step, config)
-        abstract = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-        )
-        restored = self._manager.restore(
-            step,
-            args=_args.Composite(
-                state=_args.StandardRestore(abstract), data=_args.JsonRestore()
-            ),
-        )
-        return step, restored["state"], restored["data"]
-
-    def close(self) -> None:
-        """Waits until all is on disk; an error in writing is raised here."""
-        self._manager.wait_until_finished()
-        self._manager.close()
-
-    def _check_config(self, step: int, config: Config) -> None:
-        saved = self._manager.restore(
-            step, args=_args.Composite(config=_args.JsonRestore())
-        )["config"]
-        now = json.loads(to_json(config))
-        phrases = differences(_what_trains(saved), _what_trains(now))
-        if phrases:
-            raise ValueError(
-                f"the checkpoint of step {step} is of another run: "
-                f"{', '.join(phrases)}; resume with the config it was made with"
+        self.wait()
+        self._step = step
+        with self._explained():
+            self._writer.save(
+                self._folder / str(step),
+                args=_args.Composite(
+                    state=_args.StandardSave(state),
+                    run=_args.JsonSave(
+                        {"step": step, "config": json.loads(to_json(config))}
+                    ),
+                ),
             )
+
+    def check(self) -> None:
+        """Raises a SaveError if the newest checkpoint could not be written."""
+        with self._explained():
+            self._writer.check_for_errors()
+
+    def wait(self) -> None:
+        """Waits until all is on disk, and drops what is older than the newest few.
+
+        Raises:
+          SaveError: if it could not be written.
+        """
+        with self._explained():
+            self._writer.wait_until_finished()
+        if jax.process_index() == 0:
+            for old in list(self._saved())[: -self._num_kept]:
+                shutil.rmtree(self._folder / str(old))
+
+    def _saved(self) -> dict[int, Path]:
+        return find_checkpoints(self._folder.parent).steps
+
+    @contextlib.contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Turns whatever goes wrong in writing into one sentence."""
+        try:
+            yield
+        except Exception as error:
+            if jax.process_index() == 0:
+                self._drop_unfinished()
+            raise SaveError(
+                f"the checkpoint of step {self._step} could not be written to "
+                f"{self._folder}: {_reason(error)}; on disk are steps "
+                f"{list(self._saved())}"
+            ) from error
+
+    def _drop_unfinished(self) -> None:
+        """Removes what an earlier process, or a failure, has left half written."""
+        for _ in range(20):  # After a failure orbax's other threads still write.
+            unfinished = list(self._folder.glob(UNFINISHED))
+            for path in unfinished:
+                shutil.rmtree(path, ignore_errors=True)
+            if not unfinished:
+                return
+            time.sleep(0.05)
+
+
+def restore(path: Path, state: WorkerState) -> WorkerState:
+    """Returns the state of a checkpoint.
+
+    Args:
+      path: of the checkpoint.
+      state: a state of the same run, for its structure and its placement.
+    """
+    abstract = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
+    with ocp.StandardCheckpointer() as reader:
+        return reader.restore((path / "state").absolute(), abstract)
 
 
 def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[int, Any]:
@@ -126,33 +225,21 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
     Raises:
       ValueError: if there is no such checkpoint, or it is of other models.
     """
-    folder = (run_dir / "checkpoints").absolute()
-    if not folder.is_dir():
-        raise ValueError(f"{run_dir} holds no checkpoint of a run")
+    found = find_checkpoints(run_dir)
+    step = choose(found, run_dir, step)[0]
+    as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
     # Not the optimizer's state, which is the larger part.
-    handlers = {"state": ocp.PyTreeCheckpointHandler()}
-    with ocp.CheckpointManager(folder, item_handlers=handlers) as manager:
-        steps = sorted(manager.all_steps())
-        if not steps:
-            raise ValueError(f"{run_dir} holds no checkpoint of a run")
-        step = steps[-1] if step is None else step
-        if step not in steps:
-            raise ValueError(f"{run_dir} has checkpoints of steps {steps}, not {step}")
-        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-        restored = manager.restore(
-            step,
-            args=_args.Composite(
-                state=_args.PyTreeRestore(
-                    item=models,
-                    restore_args=jax.tree.map(lambda x: as_numpy, models),
-                    partial_restore=True,
-                )
+    with ocp.PyTreeCheckpointer() as reader:
+        restored = reader.restore(
+            (found.steps[step] / "state").absolute(),
+            args=_args.PyTreeRestore(
+                item=models,
+                restore_args=jax.tree.map(lambda x: as_numpy, models),
+                partial_restore=True,
             ),
         )
     pairs = zip(
-        jax.tree.leaves_with_path(models),
-        jax.tree.leaves(restored["state"]),
-        strict=True,
+        jax.tree.leaves_with_path(models), jax.tree.leaves(restored), strict=True
     )
     for (path, wanted), got in pairs:
         if wanted.shape != got.shape:
@@ -160,22 +247,46 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
                 f"the checkpoint is of another model: {jax.tree_util.keystr(path)} has "
                 f"the shape {got.shape}, wanted {wanted.shape}"
             )
-    return step, restored["state"]
+    return step, restored
 
 
-def _what_trains(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The fields of a config that are not free."""
-    kept = {k: v for k, v in fields.items() if f"{prefix}{k}" not in FREE}
-    return {
-        k: _what_trains(v, f"{prefix}{k}.") if isinstance(v, dict) else v
-        for k, v in kept.items()
-    }
+def _step_of(path: Path) -> int:
+    """Returns the step that the checkpoint in a folder says it is of.
+
+    Raises:
+      ValueError: if it is no checkpoint, with the reason.
+    """
+    if path.is_symlink() or not path.is_dir():
+        raise ValueError("is not a folder")
+    if not (path / "state").is_dir():
+        raise ValueError("holds no state")
+    step = _read_run(path)["step"]
+    if path.name != str(step):
+        raise ValueError(f"is a copy of step {step}")
+    return step
 
 
-class _Manager(ocp.CheckpointManager):
-    """A manager that leaves it to the loop to ask jax whether the job is to stop."""
+def _read_run(path: Path) -> dict[str, Any]:
+    """What a checkpoint says of itself."""
+    try:
+        # Not by orbax, with which all processes of a job would have to read.
+        run = json.loads((path / "run" / "metadata").read_text())
+        if {"step", "config"} <= run.keys():
+            return run
+    except (OSError, ValueError, AttributeError, RecursionError):
+        pass
+    raise ValueError("does not say which step it is of")
 
-    def reached_preemption(self, step: int) -> bool:
-        # Its thread would set back the count of steps that jax keeps of this process.
-        del step
-        return False
+
+def _is_not_of_orbax(record: logging.LogRecord) -> bool:
+    """Its threads log pages for an error, which a SaveError says in one sentence."""
+    return "orbax" not in record.pathname + record.getMessage()
+
+
+def _reason(error: Exception) -> str:
+    """What the file system said, in a few words, where it is known."""
+    text = str(error)
+    for reason in map(os.strerror, REASONS):
+        if reason in text:
+            return reason.lower()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import typing
+from collections.abc import Sequence
 from typing import Any
 
 from train.config import AnyTask, Config
@@ -15,15 +16,19 @@ def to_json(config: Config) -> str:
     return json.dumps(fields, indent=2) + "\n"
 
 
-def from_json(text: str) -> Config:
+def from_json(text: str, own_tasks: Sequence[type] = ()) -> Config:
     """Returns the config that `to_json` has written.
+
+    Args:
+      text: of the config.
+      own_tasks: classes that are not of `train.tasks`.
 
     Raises:
       ValueError: if its task is not one of `train.tasks`, or a field is unknown.
     """
     fields = json.loads(text)
     kind = fields.get("task", {}).pop("kind", None)
-    kinds = {task.__name__: task for task in typing.get_args(AnyTask)}
+    kinds = {task.__name__: task for task in (*typing.get_args(AnyTask), *own_tasks)}
     if kind not in kinds:
         raise ValueError(f"the task must be one of {', '.join(kinds)}, got {kind}")
     try:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -74,20 +74,30 @@ def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
     return TrainedRun(config, task, step, (models["params"], models["model_state"]))
 
 
-def build_score(task: Task) -> Callable[[Sequence[Model]], list[dict[str, float]]]:
-    """Returns the function of some models to the scores of each, by name.
+class Score(Protocol):
+    """The scores of each of some models, by name; `after_batch` may end it by raising.
 
     The held-out data is gone through once for all of them.
     """
+
+    def __call__(
+        self, models: Sequence[Model], after_batch: Callable[[], None] = lambda: None
+    ) -> list[dict[str, float]]: ...
+
+
+def build_score(task: Task) -> Score:
+    """Returns the function of some models to their scores on the held-out data."""
     score_fn = jax.jit(task.score_fn)
     batches = task.validation()
 
-    def score(models: Sequence[Model]) -> list[dict[str, float]]:
-        parts = [
+    def score(
+        models: Sequence[Model], after_batch: Callable[[], None] = lambda: None
+    ) -> list[dict[str, float]]:
+        parts = []
+        for batch in batches:
             # One batch at a time: what is read ahead must not pile up on the device.
-            jax.device_get([score_fn(*model, batch) for model in models])
-            for batch in batches
-        ]
+            parts.append(jax.device_get([score_fn(*model, batch) for model in models]))
+            after_batch()
         return [
             {name: float(score) for name, score in ratios(of_model).items()}
             for of_model in zip(*parts, strict=True)

@@ -1,7 +1,8 @@
 """Runs `train` as several processes on this machine, as torchrun does for PyTorch.
 
-`python -m train.launch --processes N CONFIG.py [--field value ...] [--resume]`, or with
-`--module train.advise --measure CONFIG.py` what such processes would gain.
+`python -m train.launch --processes N CONFIG.py [--field value ...]`, `--resume RUN` in
+the place of the config, or with `--module train.advise --measure CONFIG.py` what such
+processes would gain.
 """
 
 import os
@@ -16,7 +17,7 @@ from train.processes import Process, run_job
 
 USAGE = (
     "usage: python -m train.launch --processes N [--port PORT] "
-    "CONFIG.py [--field value ...] [--resume]\n"
+    "{CONFIG.py | --resume RUN} [--field value ...]\n"
     "       python -m train.launch --processes N --module train.advise "
     "--measure CONFIG.py [--field value ...]"
 )
@@ -48,8 +49,8 @@ def main(arguments: list[str]) -> int:
         args=arguments,
         return_unknown_args=True,
     )
-    measures = module == "train.advise" and "--measure" in rest[:1]
-    if not measures and (not rest or rest[0].startswith("-")):
+    first = {"train": "--resume", "train.advise": "--measure"}[module]
+    if not rest or (rest[0].startswith("-") and rest[0] != first):
         raise SystemExit(USAGE)
     if num_processes < 1:
         raise SystemExit(f"error: processes must be at least 1, got {num_processes}")

@@ -1,8 +1,6 @@
 """A run, from the first step to the last, in reading order."""
 
 import contextlib
-import os
-import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.experimental import multihost_utils
+import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
@@ -23,7 +21,9 @@ from decentjax import (
     place,
 )
 from decentjax.gossip import Record
+from decentjax.step import Metrics
 from train.build import (
+    LoopStep,
     build_mesh,
     build_optimizer,
     build_schedule,
@@ -31,14 +31,17 @@ from train.build import (
     build_train_step,
     step_options,
 )
-from train.checkpoint import Checkpoints
+from train.checkpoint import Checkpoints, find_checkpoints, set_aside
 from train.config import Config, StragglerConfig
 from train.config_json import to_json
 from train.data.batches import feed
 from train.distributed import MetricMeans, gather
 from train.evaluation import build_score
-from train.log import Log, NoLog
-from train.processes import STOP_SIGNALS
+from train.finite import Check, build_check, check_gradients
+from train.folder import lock, write_whole
+from train.log import Log, NoLog, warn
+from train.resume import Resume, begin_again, begin_new
+from train.stop import Stop
 from train.tasks.task import Task
 from train.timeline import Timeline, drop_spans
 from train.xla import as_arguments
@@ -62,80 +65,196 @@ class Outcome(NamedTuple):
     task: Task
 
 
-def train(config: Config, run_dir: Path, resume: bool = False) -> Outcome:
-    """Trains in `run_dir`, from the start or on from its newest checkpoint.
+class Tools(NamedTuple):
+    """What the loop works with, made for one run.
+
+    Args:
+      train_step: does a step.
+      batches: of all steps, from the first on.
+      measure: (state, metrics, step, whether to end) to the row of a step.
+      check: raises where a state is not finite.
+      evaluate: scores of the mean model and the workers', None where it was stopped.
+      checkpoints: written in the background.
+      means: of rows over the processes.
+      log: where they go.
+      stop: asked after every step.
+      record: of the timeline.
+    """
+
+    train_step: LoopStep
+    batches: "_Batches"
+    measure: Callable[[WorkerState, Metrics, int, bool], dict[str, float]]
+    check: Check
+    evaluate: Callable[[WorkerState], Evaluation | None]
+    checkpoints: Checkpoints
+    means: MetricMeans
+    log: Log | NoLog
+    stop: Stop
+    record: Record | None
+
+
+def train(
+    config: Config,
+    run_dir: Path,
+    resume: Resume | None = None,
+    init_from: Path | None = None,
+) -> Outcome:
+    """Trains in `run_dir`, from the start or on from a checkpoint there.
 
     In a job of several processes all of them call it, with one folder that all can see.
-    Ctrl-C and SIGTERM end the run after the current step, with a checkpoint.
+    Ctrl-C, SIGTERM and SIGHUP end the run after the current step, with a checkpoint; a
+    second signal ends it at once, and the checkpoints before are intact.
+
+    Args:
+      config: of the run.
+      run_dir: its folder.
+      resume: how it goes on; by default it begins.
+      init_from: folder of another run, whose mean model all workers begin with.
 
     Raises:
-      ValueError: if the config cannot run, or the folder does not fit `resume`.
-      FloatingPointError: if the loss is no longer finite.
+      ValueError: if the config cannot run, or the folder does not fit.
+      FloatingPointError: if a number is no longer finite; it is not saved.
+      SaveError: if a checkpoint cannot be written.
     """
     _check_who(config.straggler)
     mesh = build_mesh(config)
     mine = range(config.workers.num_workers) if mesh is None else local_workers(mesh)
-    checkpoints = Checkpoints(run_dir, config.checkpoint)
-    _check_newest(checkpoints.newest(), run_dir, resume)
-    task = config.task.build()
-    schedule = build_schedule(config.optimizer, config.num_steps)
-    optimizer = build_optimizer(config.optimizer, schedule)
-    batches = _Batches(config, task, mine)
-    state = _placed(build_state(config, task, optimizer, mine), mesh)
-    start = 0
-    if resume:
-        start, state, position = checkpoints.restore(state, config)
-        batches.set_state(position)
-    if jax.process_index() == 0:
-        (run_dir / "config.json").write_text(to_json(config))
-        drop_spans(run_dir, start)
-    gather(start)  # Before the first of them writes new spans.
+    with lock(run_dir), _advice(config, run_dir), contextlib.ExitStack() as stack:
+        task = config.task.build()
+        schedule = build_schedule(config.optimizer, config.num_steps)
+        optimizer = build_optimizer(config.optimizer, schedule)
 
-    learning_rate = jax.jit(schedule)
-    consensus = build_consensus(mesh)
-    mean = build_mean(mesh)
-    evaluate = build_evaluate(task, mean)
-    step, end = start, start == config.num_steps
-    with (
-        open_record(config, run_dir) as record,
-        MetricMeans(config.distributed.timeout_seconds) as means,
-        build_log(config, run_dir, start, task) as log,
-        build_train_step(config, task, optimizer, mesh, record) as train_step,
-        _Stop() as stop,
-    ):
+        def make_state(model: tuple[Any, Any] | None = None) -> WorkerState:
+            return _placed(build_state(config, task, optimizer, mine, model), mesh)
+
+        check = build_check(mesh)
+        if resume is None:
+            begin = begin_new(run_dir, make_state, init_from)
+        else:
+            begin = begin_again(config, run_dir, make_state(), resume, check)
+        if jax.process_index() == 0:
+            _prepare_folder(config, run_dir, begin.step)
+        gather(begin.step)  # Before the first of them writes new spans.
+
+        mean = build_mean(mesh)
+        record = stack.enter_context(open_record(config, run_dir))
+        means = stack.enter_context(MetricMeans(config.distributed.timeout_seconds))
+        log = stack.enter_context(build_log(config, run_dir, begin.step, task))
+        batches = stack.enter_context(_Batches(config, task, mine, begin.step))
+        train_step = build_train_step(config, task, optimizer, mesh, record)
+        stack.enter_context(train_step)
+        stop = stack.enter_context(Stop())
+        checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept)
+        stack.enter_context(checkpoints)
+        if begin.facts:
+            log.note(begin.step, **begin.facts)
         if options := as_arguments(step_options(config, mesh)):
             log.say(f"options of XLA: {options} (without: --step.xla-options)")
-        pace = _Pace(start)
-        while not end:
-            batch = _placed(next(batches), mesh)
-            delay(config.straggler, step, record)
-            state, metrics = train_step(state, batch, step)
-            step += 1
-            end = step == config.num_steps or stop.received(step - start)
-            save = end or step % config.checkpoint.every_steps == 0
-            look = end or step % config.evaluation.every_steps == 0
-            if save or step % config.log.every_steps == 0:
-                values = {name: _local_mean(x) for name, x in metrics.items()}
-                if end or step % config.log.consensus_every_steps == 0:
-                    train_step.settle()
-                    values["consensus_distance"] = consensus(state)
-                values["learning_rate"] = float(learning_rate(step - 1))
-                values["steps_per_second"] = pace(step)
-                values["skipped_examples"] = batches.skipped()
-                means.put(step, values)
-            if save or look:
-                train_step.settle()
-                means.flush()
-                gather(step)  # Now all have put theirs.
-            for row in means.rows():
-                log.metrics(*row)
-            if look:
-                log.evaluation(step, *evaluate(state))
-            if save:
-                checkpoints.save(step, state, batches.get_state(), config)
-    checkpoints.close()
-    batches.close()
+        tools = Tools(
+            train_step,
+            batches,
+            build_measure(config, schedule, mesh, train_step, batches, begin.step),
+            check,
+            build_evaluate(task, mean, stop),
+            checkpoints,
+            means,
+            log,
+            stop,
+            record,
+        )
+        step, state = run_steps(config, begin.step, begin.state, mesh, tools)
     return Outcome(step, state, mean(state), task)
+
+
+def run_steps(
+    config: Config, step: int, state: WorkerState, mesh: Mesh | None, tools: Tools
+) -> tuple[int, WorkerState]:
+    """Trains from `step` to the last step, or until a signal; returns where it ended.
+
+    What is trained is saved before it is evaluated, and not before it is known to be
+    finite.
+    """
+    stop, log = tools.stop, tools.log
+    while step < config.num_steps and not stop.stopped:
+        batch = _placed(next(tools.batches), mesh)
+        delay(config.straggler, step, tools.record)
+        state, metrics = tools.train_step(state, batch, step)
+        step += 1
+        tools.checkpoints.check()
+        if log.closed:
+            stop.ask()
+        end = stop.poll() or step == config.num_steps
+        evaluate = not stop.stopped and (
+            end or step % config.evaluation.every_steps == 0
+        )
+        save = end or evaluate or step % config.checkpoint.every_steps == 0
+        if save or step % config.log.every_steps == 0:
+            check_gradients(state)
+            tools.means.put(step, tools.measure(state, metrics, step, end))
+        if save:
+            tools.train_step.settle()
+            tools.check(state, step)
+            tools.means.flush()
+            gather(step)  # Now all have put theirs.
+        for row in tools.means.rows():
+            log.metrics(*row)
+        if save:
+            tools.checkpoints.save(step, state, config)
+        if evaluate and (scores := tools.evaluate(state)):
+            log.evaluation(step, *scores)
+    return step, state
+
+
+def build_measure(
+    config: Config,
+    schedule: optax.Schedule,
+    mesh: Mesh | None,
+    train_step: LoopStep,
+    batches: "_Batches",
+    start: int,
+) -> Callable[[WorkerState, Metrics, int, bool], dict[str, float]]:
+    """The row of a step, of the workers of this process."""
+    learning_rate, consensus = jax.jit(schedule), build_consensus(mesh)
+    pace = _Pace(start)
+
+    def measure(
+        state: WorkerState, metrics: Metrics, step: int, end: bool
+    ) -> dict[str, float]:
+        values = {name: _local_mean(x) for name, x in metrics.items()}
+        if end or step % config.log.consensus_every_steps == 0:
+            train_step.settle()
+            values["consensus_distance"] = consensus(state)
+        values["learning_rate"] = float(learning_rate(step - 1))
+        values["steps_per_second"] = pace(step)
+        values["skipped_examples"] = batches.skipped()
+        return values
+
+    return measure
+
+
+@contextlib.contextmanager
+def _advice(config: Config, run_dir: Path) -> Iterator[None]:
+    """Says how to go on where a number is no longer finite."""
+    try:
+        yield
+    except FloatingPointError as error:
+        smaller = f"optimizer.learning-rate={config.optimizer.learning_rate / 2:g}"
+        steps = find_checkpoints(run_dir).steps
+        how = (
+            f"go on from step {max(steps)}, which is finite: python -m train --resume "
+            f"{run_dir} --change {smaller}"
+            if steps
+            else f"nothing has been saved yet: begin again with --{smaller}"
+        )
+        raise FloatingPointError(f"{error}; {how}") from error
+
+
+def _prepare_folder(config: Config, run_dir: Path, step: int) -> None:
+    """Makes the folder that of a run that trains on from this step."""
+    for newer in set_aside(run_dir, step):
+        warn(f"moved the checkpoint of step {newer} to {run_dir / 'set_aside'}")
+    write_whole(run_dir / "config.json", to_json(config))
+    drop_spans(run_dir, step)
 
 
 @contextlib.contextmanager
@@ -178,15 +297,22 @@ def build_mean(mesh: Mesh | None) -> Callable[[WorkerState], tuple[Any, Any]]:
 
 
 def build_evaluate(
-    task: Task, mean: Callable[[WorkerState], tuple[Any, Any]]
-) -> Callable[[WorkerState], Evaluation]:
-    """The scores of the mean model, and of each worker's model."""
+    task: Task, mean: Callable[[WorkerState], tuple[Any, Any]], stop: Stop
+) -> Callable[[WorkerState], Evaluation | None]:
+    """The scores of the mean model, and of each worker's model; None where stopped."""
     score = build_score(task)
 
-    def evaluate(state: WorkerState) -> Evaluation:
+    def check_stop() -> None:
+        if stop.poll():
+            raise _Stopped
+
+    def evaluate(state: WorkerState) -> Evaluation | None:
         rows = _local_rows((state.params, state.model_state))
         numbers, models = zip(*rows, strict=True)
-        of_mean, *of_workers = score([mean(state), *models])
+        try:
+            of_mean, *of_workers = score([mean(state), *models], check_stop)
+        except _Stopped:
+            return None
         mine = list(zip(numbers, of_workers, strict=True))
         everybody = sorted(pair for pairs in gather(mine) for pair in pairs)
         return of_mean, [scores for _, scores in everybody]
@@ -217,16 +343,6 @@ def delay(config: StragglerConfig, step: int, record: Record | None) -> None:
         time.sleep(seconds)
         if record is not None:
             record("delay", step, start, time.monotonic())
-
-
-def _check_newest(step: int | None, run_dir: Path, resume: bool) -> None:
-    if step is not None and not resume:
-        raise ValueError(
-            f"{run_dir} already holds a run, saved after step {step}: go on with "
-            "--resume, or choose another folder with --run-dir"
-        )
-    if step is None and resume:
-        raise ValueError(f"{run_dir} has no checkpoint to resume; leave out --resume")
 
 
 def _check_who(config: StragglerConfig) -> None:
@@ -261,10 +377,14 @@ def _row(stacked: list[jax.Array], row: int) -> list[jax.Array]:
     return [x[row] for x in stacked]
 
 
+class _Stopped(Exception):  # noqa: N818
+    """A signal has come in an evaluation."""
+
+
 class _Batches:
     """The batches of a run, and how many examples had to be skipped for them."""
 
-    def __init__(self, config: Config, task: Task, workers: Sequence[int]):
+    def __init__(self, config: Config, task: Task, workers: Sequence[int], start: int):
         steps = task.steps(
             config.workers.num_workers,
             config.step.batch_per_worker,
@@ -274,9 +394,13 @@ class _Batches:
         )
         self._batches = feed(steps, config.data.num_processes)
         self._skipped = 0
-        self.get_state = self._batches.get_state
-        self.set_state = self._batches.set_state
-        self.close = self._batches.close
+        self._batches.set_state({"next_index": start})
+
+    def __enter__(self) -> "_Batches":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._batches.close()
 
     def __next__(self) -> Any:
         batch = next(self._batches)
@@ -300,45 +424,3 @@ class _Pace:
         rate = (step - self._step) / max(now - self._time, 1e-9)
         self._step, self._time = step, now
         return rate
-
-
-class _Stop:
-    """A context in which Ctrl-C and SIGTERM ask the loop to end after its step.
-
-    The second time they do what they did before. In a job of several processes jax
-    receives SIGTERM, and all agree on the step after which to end.
-    """
-
-    def __init__(self):
-        self._received = False
-        self._in_job = jax.process_count() > 1
-        self._signals = (signal.SIGINT,) if self._in_job else STOP_SIGNALS
-
-    def __enter__(self) -> "_Stop":
-        self._before = {s: signal.signal(s, self._receive) for s in self._signals}
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-
-    def received(self, steps: int) -> bool:
-        """Whether the loop has to end now; to be asked after every step.
-
-        Args:
-          steps: done by this job, not by the run: jax takes a job that starts up to be
-            at 0.
-        """
-        if self._in_job:
-            return multihost_utils.reached_preemption_sync_point(steps)
-        return self._received
-
-    def _receive(self, number: int, frame: object) -> None:
-        del number, frame
-        self._received = True
-        self._restore()
-        if self._in_job:
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    def _restore(self) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 GRACE_SECONDS = 5.0  # After a failure the others notice closed sockets and end.
 TERM_SECONDS = 2.0  # From SIGTERM to SIGKILL for those that did not.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)

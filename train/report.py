@@ -35,6 +35,7 @@ from train.timeline_figure import draw_timelines
 
 MAX_DRAWN_WORKERS = 64
 DRAWN_STEPS = 4
+NOTES = {"init_from", "changed"}
 X_AXES = {"step": "step", "seconds": "time [s]"}
 
 
@@ -310,12 +311,24 @@ def _configs_section(runs: list[Run]) -> Section:
             f"<p>{html.escape(run.name)}, against {html.escape(runs[0].name)}:</p>"
             f"<ul>{items}</ul>"
         )
+    lines += [
+        _note(run, row) for run in runs for row in run.rows if _NOTES & row.keys()
+    ]
     config = html.escape(json.dumps(runs[0].config, indent=2))
     lines.append(
         f"<details><summary>{html.escape(runs[0].name)}/config.json</summary>"
         f"<pre>{config}</pre></details>"
     )
     return Section("Config", None, "\n".join(lines))
+
+
+def _note(run: Run, row: dict[str, Any]) -> str:
+    """What the log says of how a run began, or went on in another way."""
+    if "init_from" in row:
+        text = f"began with the model of {row['init_from']}, step {row['init_step']}"
+    else:
+        text = f"from step {row['step']} on {', '.join(row['changed'])}"
+    return f"<p>{html.escape(f'{run.name}: {text}')}</p>"
 
 
 def _running_mean(values: list[float]) -> list[float]:

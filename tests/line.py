@@ -1,0 +1,120 @@
+"""A straight line through points: compiled in a second, for how runs begin and end.
+
+`python -m train tests/line.py`
+"""
+
+import dataclasses
+import time
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from train.config import (
+    CheckpointConfig,
+    Config,
+    EvaluationConfig,
+    LogConfig,
+    OptimizerConfig,
+    StepConfig,
+    TopologyConfig,
+    WorkersConfig,
+)
+from train.data.batches import worker_steps
+from train.tasks.stdlib import StdlibTask
+from train.tasks.task import Headline, Task
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line(StdlibTask):
+    """Fits y = w x + b.
+
+    Args:
+      poison_step: the step in which a worker's batch is not a number, 0 for none.
+      poison_worker: whose.
+      poison: what of it: "gradient" of one leaf, "loss" alone, or "batch".
+      step_seconds: that the data of a step takes.
+      eval_seconds: that each of ten batches of an evaluation takes.
+      eval_fails: whether an evaluation raises an error.
+    """
+
+    poison_step: int = 0
+    poison_worker: int = 2
+    poison: Literal["batch", "gradient", "loss"] = "batch"
+    step_seconds: float = 0.0
+    eval_seconds: float = 0.0
+    eval_fails: bool = False
+
+    def build(self) -> Task:
+        x = np.linspace(-1, 1, 64, dtype=np.float32)
+        points = np.stack([x, 2 * x + 1, 0 * x], axis=1)
+
+        def spoil(step, batch):
+            time.sleep(self.step_seconds)
+            if step + 1 == self.poison_step:
+                batch.arrays[self.poison_worker, :, 2] = np.nan
+            return batch
+
+        def loss_fn(params, model_state, batch, key):
+            del key
+            x, y, spoilt = batch[:, 0], batch[:, 1], jnp.mean(batch[:, 2])
+            loss = jnp.mean((params["w"] * x + params["b"] - y) ** 2)
+            more = {
+                "batch": spoilt * params["b"],
+                "loss": spoilt,
+                # Finite itself, but not its derivative.
+                "gradient": jnp.sqrt(
+                    jnp.abs(jnp.where(spoilt == 0, 1, 0 * params["w"]))
+                ),
+            }
+            return loss + more[self.poison], (model_state, {})
+
+        def score_fn(params, model_state, batch):
+            loss, _ = loss_fn(params, model_state, batch, None)
+            return {"loss": (loss, jnp.ones(()))}
+
+        return Task(
+            batch_shape=lambda size: jnp.zeros((size, 3)),
+            steps=lambda *args, **kw: worker_steps(points, *args, **kw).map_with_index(
+                spoil
+            ),
+            init=lambda key: ({"b": jnp.zeros(()), "w": jnp.zeros(())}, ()),
+            loss_fn=loss_fn,
+            validation=lambda: Slowly(points, self.eval_seconds, self.eval_fails),
+            score_fn=score_fn,
+            headline=Headline("loss", "lower"),
+            baselines=dict,
+            sample=lambda params, model_state: str(params),
+        )
+
+
+class Slowly(NamedTuple):
+    """Ten batches to evaluate on, that take their time."""
+
+    points: np.ndarray
+    seconds: float
+    fails: bool
+
+    def __iter__(self):
+        for _ in range(10):
+            print("evaluating", flush=True)
+            time.sleep(self.seconds)
+            if self.fails:
+                raise ZeroDivisionError("an evaluation that fails")
+            yield self.points
+
+
+config = Config(
+    name="line",
+    num_steps=20,
+    task=Line(),
+    workers=WorkersConfig(num_workers=4),
+    topology=TopologyConfig(name="ring"),
+    step=StepConfig(batch_per_worker=4),
+    optimizer=OptimizerConfig(
+        name="adam", learning_rate=0.1, warmup_steps=0, weight_decay=0.0
+    ),
+    evaluation=EvaluationConfig(every_steps=1000),
+    checkpoint=CheckpointConfig(every_steps=5),
+    log=LogConfig(every_steps=1, consensus_every_steps=10),
+)

@@ -1,0 +1,282 @@
+"""How runs begin and go on: what is saved, what is refused, what is recorded."""
+
+import dataclasses
+import json
+import os
+import shutil
+from pathlib import Path
+
+import jax
+import line
+import numpy as np
+import pytest
+import tiny
+
+from train.__main__ import main
+from train.checkpoint import find_checkpoints, read_models
+from train.evaluation import read_trained
+from train.log import read_metrics
+from train.loop import train
+from train.report import write_report
+from train.resume import Resume, saved_config, with_changes
+
+LINE = line.config
+
+
+def losses(run_dir: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(run_dir) if "loss" in row]
+
+
+def steps(run_dir: Path) -> list[int]:
+    return list(find_checkpoints(run_dir).steps)
+
+
+def saved(run_dir: Path):
+    shapes = jax.eval_shape(
+        lambda: {"params": {"b": np.zeros(4), "w": np.zeros(4)}, "model_state": ()}
+    )
+    return read_models(run_dir, shapes)[1]["params"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "line"
+    train(dataclasses.replace(LINE, num_steps=20), run_dir)
+    return run_dir
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def poisoned(poison: str, worker: int = 2, at: int = 9, **fields):
+    task = line.Line(poison=poison, poison_step=at, poison_worker=worker)
+    return dataclasses.replace(LINE, task=task, **fields)
+
+
+@pytest.mark.parametrize(
+    ("poison", "leaf"), [("batch", "b"), ("loss", "b"), ("gradient", "w")]
+)
+def test_what_is_not_finite_is_named_and_never_saved(poison, leaf, tmp_path):
+    """Though the next look at a number is at step 20, and the next save at 10."""
+    log = dataclasses.replace(LINE.log, every_steps=20)
+    message = (
+        rf"worker 2 is not finite at step 9, in params\['{leaf}'\]; go on from step 5, "
+        r"which is finite: python -m train --resume .* "
+        r"--change optimizer.learning-rate=0.05"
+    )
+    with pytest.raises(FloatingPointError, match=message):
+        train(poisoned(poison, log=log), tmp_path)
+    assert steps(tmp_path) == [5]
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(saved(tmp_path)))
+
+
+def test_on_a_mesh_the_worker_is_named_too(tmp_path):
+    workers = dataclasses.replace(LINE.workers, where="mesh")
+    with pytest.raises(FloatingPointError, match="of worker 3 is not finite at step 2"):
+        train(poisoned("gradient", 3, 2, workers=workers), tmp_path)
+
+
+def test_all_reduce_spreads_what_is_not_finite_at_once(tmp_path):
+    step = dataclasses.replace(LINE.step, algorithm="all_reduce")
+    message = "of workers 0, 1, 2, 3 is not finite at step 9.* nothing has been saved"
+    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=100)
+    with pytest.raises(FloatingPointError, match=message):
+        train(poisoned("loss", step=step, checkpoint=checkpoint), tmp_path)
+
+
+def test_a_state_that_overflows_is_not_saved(tmp_path):
+    """Each gradient is finite, but not what an update of 1e38 comes to."""
+    optimizer = dataclasses.replace(
+        LINE.optimizer, learning_rate=2e38, final_learning_rate=2e38
+    )
+    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=1)
+    config = dataclasses.replace(LINE, optimizer=optimizer, checkpoint=checkpoint)
+    with pytest.raises(FloatingPointError, match="worker"):
+        train(config, tmp_path)
+    models = [saved(tmp_path)] if steps(tmp_path) else []
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(models))
+
+
+def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
+    """It may train for longer; then it is what a run from a checkpoint would be."""
+    config = dataclasses.replace(saved_config(run_dir, None, LINE), num_steps=30)
+    assert train(config, run_dir, Resume()).step == 30
+    changed = [row for row in read_metrics(run_dir) if "changed" in row]
+    assert [(row["step"], row["changed"]) for row in changed] == [
+        (20, ["num_steps was 20 and is 30"])
+    ]
+    assert [row["step"] for row in read_metrics(run_dir) if "loss" in row] == list(
+        range(1, 31)
+    )
+    assert json.loads((run_dir / "config.json").read_text())["num_steps"] == 30
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (dataclasses.replace(LINE, seed=3), "seed was 0 and is 3; to change what is"),
+        (dataclasses.replace(LINE, num_steps=15), "has done 20 steps, more than"),
+        (
+            dataclasses.replace(
+                LINE, workers=dataclasses.replace(LINE.workers, num_workers=8)
+            ),
+            "workers.num_workers was 4 and is 8",
+        ),
+    ],
+)
+def test_what_trains_otherwise_is_refused_with_its_name(config, message, run_dir):
+    with pytest.raises(ValueError, match=message):
+        train(config, run_dir, Resume())
+
+
+def test_a_change_that_is_named_is_made_and_recorded(run_dir):
+    longer = dataclasses.replace(LINE, num_steps=25)
+    config, fields = with_changes(longer, ["optimizer.learning-rate=0.05"])
+    assert fields == ("optimizer.learning_rate",)
+    assert config.optimizer.learning_rate == 0.05
+    assert train(config, run_dir, Resume(changes=fields)).step == 25
+    (row,) = (row for row in read_metrics(run_dir) if "changed" in row)
+    changed = "optimizer.learning_rate was 0.1 and is 0.05"
+    assert changed in row["changed"]
+    page = write_report([run_dir], run_dir / "report.html").read_text()
+    assert f"run: from step 20 on num_steps was 20 and is 25, {changed}" in page
+
+
+@pytest.mark.parametrize("change", ["nothing", "=1", "optimizer.learning-rate"])
+def test_a_change_has_a_field_and_a_value(change):
+    with pytest.raises(ValueError, match="takes FIELD=VALUE"):
+        with_changes(LINE, [change])
+
+
+def test_a_run_goes_on_from_an_earlier_step_and_moves_the_later_ones_aside(run_dir):
+    before = saved(run_dir)
+    assert train(LINE, run_dir, Resume(step=15)).step == 20
+    assert all(map(np.array_equal, jax.tree.leaves(before), [*saved(run_dir).values()]))
+    assert (run_dir / "set_aside" / "20" / "state").is_dir()
+    with pytest.raises(ValueError, match=r"has checkpoints of steps \[15, 20\], not 7"):
+        train(LINE, run_dir, Resume(step=7))
+
+
+def spoil_state(path: Path) -> None:
+    for file in (path / "state").rglob("*"):
+        if file.is_file():
+            file.write_bytes(b"")
+
+
+def test_where_the_newest_is_broken_it_goes_on_from_the_one_before(run_dir, capsys):
+    wanted = losses(run_dir)
+    spoil_state(run_dir / "checkpoints" / "20")
+    assert train(LINE, run_dir, Resume()).step == 20
+    assert "warning: the checkpoint of step 20 of" in capsys.readouterr().err
+    assert steps(run_dir) == [15, 20]
+    assert losses(run_dir) == wanted
+
+
+def test_where_all_are_broken_it_says_so(run_dir):
+    for path in find_checkpoints(run_dir).steps.values():
+        spoil_state(path)
+    with pytest.raises(ValueError, match=r"of step 15 of .* cannot be used: "):
+        train(LINE, run_dir, Resume())
+
+
+def test_strays_are_no_checkpoints(run_dir, capsys):
+    """A run that took a copy for its newest step would go on past its end for ever."""
+    folder = run_dir / "checkpoints"
+    shutil.copytree(folder / "15", folder / "1971")
+    (folder / "99").symlink_to(folder / "20")
+    (folder / "100").mkdir()
+    (folder / "notes.txt").write_text("")
+    assert steps(run_dir) == [15, 20]
+    config = dataclasses.replace(LINE, num_steps=30)
+    assert train(config, run_dir, Resume()).step == 30
+    assert steps(run_dir) == [25, 30]
+    warned = capsys.readouterr().err
+    for name, why in {
+        "1971": "is a copy of step 15",
+        "99": "is not a folder",
+        "100": "holds no state",
+        "notes.txt": "is not a folder",
+    }.items():
+        assert f"left out {folder / name}: it {why}" in warned
+    assert read_trained_step(run_dir) == 30
+
+
+def read_trained_step(run_dir: Path) -> int:
+    shapes = jax.eval_shape(lambda: {"params": {"b": np.zeros(4), "w": np.zeros(4)}})
+    return read_models(run_dir, shapes)[0]
+
+
+def test_what_is_half_written_is_removed_at_the_next_start(run_dir):
+    folder = run_dir / "checkpoints"
+    (folder / "25.orbax-checkpoint-tmp").mkdir()
+    assert steps(run_dir) == [15, 20]
+    train(LINE, run_dir, Resume())
+    assert not list(folder.glob("*tmp*"))
+
+
+def test_a_run_begins_with_the_mean_model_of_another(tmp_path):
+    config = dataclasses.replace(
+        tiny.config, num_steps=3, checkpoint=dataclasses.replace(tiny.config.checkpoint)
+    )
+    train(config, tmp_path / "first")
+    mean = read_trained(tmp_path / "first").mean()[0]
+    wide = dataclasses.replace(
+        config,
+        workers=dataclasses.replace(config.workers, num_workers=2, workers_per_node=1),
+        optimizer=dataclasses.replace(
+            config.optimizer,
+            learning_rate=0.0,
+            final_learning_rate=0.0,
+            weight_decay=0.0,
+        ),
+    )
+    outcome = train(wide, tmp_path / "second", init_from=tmp_path / "first")
+    for got, wanted in zip(
+        jax.tree.leaves(outcome.state.params), jax.tree.leaves(mean), strict=True
+    ):
+        assert got.shape == (2, *wanted.shape)
+        np.testing.assert_allclose(got[1], wanted, rtol=1e-6)
+    (row,) = (r for r in read_metrics(tmp_path / "second") if "init_from" in r)
+    assert (row["step"], row["init_step"]) == (0, 3)
+
+
+def test_another_model_is_no_begin(tmp_path):
+    train(dataclasses.replace(tiny.config, num_steps=3), tmp_path / "first")
+    with pytest.raises(ValueError, match="the model to start from is another one"):
+        train(LINE, tmp_path / "second", init_from=tmp_path / "first")
+
+
+def test_a_folder_with_a_run_is_not_overwritten(run_dir):
+    with pytest.raises(ValueError, match=r"go on with python -m train --resume "):
+        train(LINE, run_dir)
+
+
+def test_there_must_be_a_run_to_go_on_with(tmp_path):
+    with pytest.raises(ValueError, match="holds no checkpoint of a run"):
+        saved_config(tmp_path / "nothing", None)
+
+
+def test_broken_rows_are_left_out_and_the_others_stay(run_dir, capsys):
+    path = run_dir / "metrics.jsonl"
+    rows = path.read_text().splitlines()
+    rows[3], rows[7] = rows[3][:-9], "[1, 2]"
+    path.write_text("\n".join([*rows, '{"step": 21, "lo']))
+    assert len(read_metrics(run_dir)) == len(rows) - 2
+    assert "left out 2 broken row(s), in line 4, 8" in capsys.readouterr().err
+    train(dataclasses.replace(LINE, num_steps=22), run_dir, Resume())
+    trained = [row["step"] for row in read_metrics(run_dir) if "loss" in row]
+    assert trained == [1, 2, 3, 5, 6, 7, *range(9, 23)]
+
+
+def test_the_command_line_goes_on_from_a_folder_alone(run_dir, capsys, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    options = ["--config-file", "tests/line.py", "--num-steps", "24"]
+    main(["--resume", str(run_dir), *options, "--log.every-steps", "2"])
+    assert steps(run_dir)[-1] == 24
+    assert "held-out loss" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="a run brings its own config"):
+        main(["tests/line.py", "--resume"])
+    with pytest.raises(SystemExit, match=r"learning_rate was 0.1 and is 0.2"):
+        main(["--resume", str(run_dir), *options[:2], "--optimizer.learning-rate=0.2"])

@@ -1,0 +1,186 @@
+"""How a run ends: by signals, failures and full disks, in real processes."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from train.checkpoint import find_checkpoints
+from train.log import read_metrics
+
+ROOT = Path(__file__).parent.parent
+LONG = 120  # No process here takes so long, but for one that hangs.
+SLOWLY = ("--num-steps=100000", "--task.step-seconds=0.02")
+
+
+@contextlib.contextmanager
+def training(run_dir: Path, *options: str, under: tuple[str, ...] = (), **how):
+    """A real process that trains a line; killed where the test has not ended it."""
+    command = [sys.executable, "-m", "train", "tests/line.py", "--run-dir", run_dir]
+    process = subprocess.Popen(
+        [*under, *command, *options],
+        cwd=ROOT,
+        env=os.environ | {"NPROC": "2"},
+        text=True,
+        **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **how},
+    )
+    with process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for(run_dir: Path, step: int, process: subprocess.Popen) -> None:
+    while not any(row["step"] >= step for row in read_metrics(run_dir)):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+
+
+def read_until(process: subprocess.Popen, words: str) -> None:
+    for line in process.stdout:
+        if words in line:
+            return
+    pytest.fail(process.stderr.read())
+
+
+def ended(process: subprocess.Popen) -> tuple[str, str]:
+    output, errors = process.communicate(timeout=LONG)
+    assert "Traceback" not in errors, errors
+    return output, errors
+
+
+def steps(run_dir: Path) -> list[int]:
+    return list(find_checkpoints(run_dir).steps)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_in_an_evaluation_ends_it_and_all_is_saved(number, tmp_path):
+    """At the last step, where each batch of the evaluation takes a while."""
+    with training(tmp_path, "--task.eval-seconds=3") as process:
+        read_until(process, "evaluating")
+        process.send_signal(number)
+        begin = time.monotonic()
+        output, _ = ended(process)
+    assert process.returncode == 0
+    assert time.monotonic() - begin < 25, "it would have taken 30 s"
+    assert f"all 20 steps are saved: python -m train.evaluate {tmp_path}" in output
+    assert steps(tmp_path) == [15, 20]
+
+
+def test_an_evaluation_that_fails_loses_nothing(tmp_path):
+    with training(tmp_path, "--task.eval-fails") as process:
+        _, errors = process.communicate(timeout=LONG)
+    assert process.returncode == 1, errors
+    assert "ZeroDivisionError: an evaluation that fails" in errors
+    assert steps(tmp_path) == [15, 20]
+
+
+def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path):
+    with training(tmp_path, "--task.eval-seconds=100") as process:
+        read_until(process, "evaluating")
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.5)  # Else the kernel joins the two.
+        process.send_signal(signal.SIGINT)
+        ended(process)
+    assert process.returncode == -signal.SIGINT
+    assert steps(tmp_path)[-1] == 20
+
+
+def test_under_nohup_the_end_of_the_terminal_is_ignored(tmp_path):
+    with training(tmp_path, *SLOWLY, under=("nohup",)) as process:
+        wait_for(tmp_path, 3, process)
+        process.send_signal(signal.SIGHUP)
+        last = read_metrics(tmp_path)[-1]["step"]
+        wait_for(tmp_path, last + 5, process)
+        process.send_signal(signal.SIGTERM)
+        output, _ = ended(process)
+    assert process.returncode == 0
+    assert f"go on with: python -m train --resume {tmp_path}" in output
+
+
+def test_output_that_is_closed_ends_the_run_with_all_saved(tmp_path):
+    reader, writer = os.pipe()
+    with training(tmp_path, *SLOWLY, stdout=writer) as process:
+        os.close(writer)
+        wait_for(tmp_path, 3, process)
+        os.close(reader)
+        _, errors = process.communicate(timeout=LONG)
+    assert process.returncode in (0, 141)
+    assert "Error" not in errors
+    assert steps(tmp_path)[-1] == read_metrics(tmp_path)[-1]["step"]
+
+
+def test_two_runs_never_share_a_folder(tmp_path):
+    with training(tmp_path, *SLOWLY) as process:
+        wait_for(tmp_path, 3, process)
+        with training(tmp_path) as second:
+            _, errors = ended(second)
+        assert second.returncode == 1
+        assert f"{tmp_path} is in use by process {process.pid} on " in errors
+        process.send_signal(signal.SIGTERM)
+        ended(process)
+    assert process.returncode == 0
+    rows = [row["step"] for row in read_metrics(tmp_path) if "loss" in row]
+    assert rows == list(range(1, len(rows) + 1))
+
+
+@contextlib.contextmanager
+def small_disk(folder: Path, size: str):
+    """A file system in memory, of so many bytes."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    folder.mkdir()
+    options = f"size={size}".encode()
+    if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", 0, options):
+        pytest.skip(f"needs root, to mount a disk: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield libc
+    finally:
+        libc.umount2(str(folder).encode(), 2)
+
+
+@pytest.mark.parametrize("fill", ["at the first save", "later"])
+def test_a_full_disk_ends_the_run_with_a_sentence(fill, tmp_path):
+    disk = tmp_path / "disk"
+    with small_disk(disk, "400k"):
+        run_dir = disk / "run"
+        if fill == "at the first save":
+            (disk / "full").write_bytes(bytes(390_000))
+        with training(run_dir, *SLOWLY) as process:
+            if fill == "later":
+                wait_for(run_dir, 12, process)
+                with contextlib.suppress(OSError), (disk / "full").open("wb") as file:
+                    while True:
+                        file.write(bytes(1000))
+                        file.flush()
+            _, errors = process.communicate(timeout=LONG)
+        assert process.returncode == 70
+        assert "no space left on device" in errors.lower()
+        # Threads of tensorstore that are left may say something, ours may not.
+        assert str(ROOT / "train") not in errors
+        assert not list((run_dir / "checkpoints").glob("*tmp*"))
+        if fill == "later":
+            assert steps(run_dir)[0] in (5, 10)
+
+
+def test_a_disk_that_turns_read_only_ends_the_run_with_a_sentence(tmp_path):
+    disk = tmp_path / "disk"
+    with small_disk(disk, "10m") as libc:
+        with training(disk / "run", *SLOWLY, "--log.every-steps=1000") as process:
+            while not steps(disk / "run"):
+                time.sleep(0.02)
+            remount, read_only, bind = 32, 1, 4096
+            path = str(disk).encode()
+            assert libc.mount(path, path, None, bind, None) == 0
+            assert libc.mount(None, path, None, remount | bind | read_only, None) == 0
+            _, errors = process.communicate(timeout=LONG)
+            libc.umount2(path, 2)
+        assert process.returncode == 70, errors
+        assert "read-only file system" in errors.lower()
+        assert steps(disk / "run")

@@ -1,0 +1,136 @@
+"""Numbers that are no longer finite: noticed where they begin, and never saved."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from decentjax import LossFn, WorkerState, over_workers
+
+Check = Callable[[WorkerState, int], None]
+
+
+class WatchState(NamedTuple):
+    """State of `watch_gradients`."""
+
+    count: jax.Array  # int32, []; steps done
+    step: jax.Array  # int32, []; the first that was not finite, 0 for none
+    leaf: jax.Array  # int32, []; the first of its leaves that was not
+
+
+def watch_gradients() -> optax.GradientTransformation:
+    """Notes the first step, and its first leaf, whose gradient is not finite.
+
+    A leaf counts as finite where the sum of its squares is, which clipping by the
+    global norm computes anyway. The updates pass through as they are.
+    """
+
+    def init_fn(params):
+        del params
+        return WatchState(*(jnp.zeros([], jnp.int32) for _ in WatchState._fields))
+
+    def update_fn(updates, state, params=None):
+        del params
+        count = state.count + 1
+        squares = [optax.tree.norm([x], squared=True) for x in jax.tree.leaves(updates)]
+        wrong = ~jnp.isfinite(jnp.stack(squares))
+        is_first = (state.step == 0) & wrong.any()
+        step = jnp.where(is_first, count, state.step)
+        leaf = jnp.where(is_first, jnp.argmax(wrong), state.leaf)
+        return updates, WatchState(count, step, leaf.astype(jnp.int32))
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+def poison_gradient(loss_fn: LossFn) -> LossFn:
+    """The same loss, but where it is not finite its gradient is not finite either."""
+
+    def poisoned(params, model_state, batch, key):
+        loss, rest = loss_fn(params, model_state, batch, key)
+        factor = jnp.where(jnp.isfinite(loss), 1, jnp.nan).astype(loss.dtype)
+        return loss * jax.lax.stop_gradient(factor), rest
+
+    return poisoned
+
+
+def check_gradients(state: WorkerState) -> None:
+    """Raises where a gradient that `watch_gradients` has seen was not finite.
+
+    It reads two numbers of each worker of this process.
+
+    Raises:
+      FloatingPointError: with the first such step, its workers and its first leaf.
+    """
+    found = []
+    for watch in _watches(state.opt_state):
+        steps, leaves = _rows(watch.step), _rows(watch.leaf)
+        found += [(steps[i], i, leaves[i]) for i in steps if steps[i] > 0]
+    if not found:
+        return
+    step, _, leaf = min(found)
+    workers = [worker for other, worker, _ in found if other == step]
+    names = _names(state.params, "params")
+    raise FloatingPointError(
+        f"the gradient of {_say(workers)} is not finite at step {step}, in "
+        f"{names[int(leaf)]}"
+    )
+
+
+def build_check(mesh: Mesh | None) -> Check:
+    """Returns the check of a whole state, for what is about to be saved.
+
+    It raises a FloatingPointError with the step, the workers and the first leaf.
+    """
+
+    def of_worker(leaves: list[jax.Array]) -> jax.Array:
+        return jnp.stack([jnp.isfinite(x).all() for x in leaves])
+
+    finite = jax.jit(over_workers(of_worker, mesh))
+
+    def check(state: WorkerState, step: int) -> None:
+        leaves = jax.tree.leaves(state)
+        floats = [
+            i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)
+        ]
+        rows = _rows(finite([leaves[i] for i in floats]))
+        wrong = {worker: row for worker, row in rows.items() if not row.all()}
+        if not wrong:
+            return
+        leaf = min(int(np.argmin(row)) for row in wrong.values())
+        name = _names(state)[floats[leaf]].removeprefix(".")
+        raise FloatingPointError(
+            f"the state of {_say(list(wrong))} is not finite after step {step}, in "
+            f"{name}"
+        )
+
+    return check
+
+
+def _watches(opt_state: Any) -> list[WatchState]:
+    def is_watch(x: Any) -> bool:
+        return isinstance(x, WatchState)
+
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_watch) if is_watch(x)]
+
+
+def _rows(stacked: jax.Array) -> dict[int, np.ndarray]:
+    """The rows of the workers of this process, by the worker's number."""
+    rows = {}
+    for shard in stacked.addressable_shards:
+        first = shard.index[0].start or 0
+        rows |= {first + i: row for i, row in enumerate(np.asarray(shard.data))}
+    return rows
+
+
+def _names(tree: Any, prefix: str = "") -> list[str]:
+    paths = jax.tree.leaves_with_path(tree)
+    return [prefix + jax.tree_util.keystr(path) for path, _ in paths]
+
+
+def _say(workers: list[int]) -> str:
+    some = ", ".join(map(str, workers[:4])) + (", ..." if len(workers) > 4 else "")
+    return f"worker {some}" if len(workers) == 1 else f"workers {some}"

@@ -1,0 +1,60 @@
+"""The folder of a run: one job at a time writes to it, and its files are whole."""
+
+import contextlib
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+
+
+class SaveError(Exception):
+    """Something of a run could not be written; what was written before is intact."""
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns an error of the file system into a SaveError."""
+    try:
+        yield
+    except OSError as error:
+        raise SaveError(f"{path} could not be written: {error.strerror}") from error
+
+
+@contextlib.contextmanager
+def lock(run_dir: Path) -> Iterator[None]:
+    """Makes the folder, and keeps every other job out of it; process 0 does it for all.
+
+    The kernel gives the lock free when the process ends, however it does.
+
+    Raises:
+      ValueError: if another job trains in that folder.
+    """
+    if jax.process_index() > 0:
+        yield
+        return
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            file.seek(0)
+            raise ValueError(
+                f"{run_dir} is in use by {file.read().strip() or 'another job'}: wait "
+                "for its end, or choose another folder with --run-dir"
+            ) from error
+        except OSError:
+            pass  # Some network file systems have no locks.
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+        yield
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file that is whole, or as it was before."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
