@@ -1,6 +1,5 @@
 """Trains what a config file says: `python -m train configs/NAME.py [--field value]`."""
 
-import importlib.util
 import sys
 import textwrap
 from pathlib import Path
@@ -9,6 +8,7 @@ from typing import Annotated
 import jax
 import tyro
 
+from train.cli import check_folder, command, load_config, show_usage
 from train.config import Config
 from train.distributed import fail_stop, leave, provide_cpu_devices, start
 from train.log import read_metrics
@@ -18,12 +18,13 @@ from train.loop import Outcome, train
 def main(arguments: list[str]) -> None:
     if not arguments or arguments[0].startswith("-"):
         available = " ".join(map(str, sorted(Path("configs").glob("*.py"))))
-        raise SystemExit(
+        show_usage(
             "usage: python -m train CONFIG.py [--field value ...] [--resume]\n"
-            f"       python -m train CONFIG.py --help\nconfigs: {available}"
+            f"       python -m train CONFIG.py --help\nconfigs: {available}",
+            arguments,
         )
     path = Path(arguments[0])
-    try:
+    with command():
         default = load_config(path)
 
         def run(
@@ -38,6 +39,7 @@ def main(arguments: list[str]) -> None:
               resume: go on from the newest checkpoint in that folder.
             """
             run_dir = run_dir or Path("runs") / config.name
+            check_folder(run_dir)
             if config.distributed.enabled:
                 with fail_stop():
                     start(config.distributed, config.workers.num_workers)
@@ -53,26 +55,6 @@ def main(arguments: list[str]) -> None:
             args=arguments[1:],
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
         )
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
-        raise SystemExit(f"error: {error}") from error
-
-
-def load_config(path: Path) -> Config:
-    """Returns the `config` of a config file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no config file {path}")
-    if path.suffix != ".py":
-        raise ValueError(f"a config file is Python, NAME.py, got {path}")
-    spec = importlib.util.spec_from_file_location(f"config of {path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Where a class of the file is looked for.
-    spec.loader.exec_module(module)
-    config = getattr(module, "config", None)
-    if not isinstance(config, Config):
-        raise ValueError(f"{path} must define `config = Config(...)`, got {config!r}")
-    return config
 
 
 def run_here(config: Config, run_dir: Path, resume: bool) -> None:

@@ -22,7 +22,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from train.__main__ import load_config
+from train.cli import command, load_config
 from train.compare_report import Entry, draw, statements, table
 from train.config import Config
 from train.config_json import to_json
@@ -169,7 +169,5 @@ def _progress(name: str, num_steps: int) -> Iterator[Callable[[int, str], None]]
 
 
 if __name__ == "__main__":
-    try:
+    with command():
         tyro.cli(compare, prog="python -m train.compare")
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
-        raise SystemExit(f"error: {error}") from error

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tyro
 
+from train.cli import command
 from train.data.by_length import choose_shapes
 from train.data.files import check_new, progress
 from train.data.imagenet import prepare_imagenet
@@ -137,13 +138,11 @@ KINDS = {
 }
 
 
+@command()
 def main(arguments: list[str]) -> None:
-    try:
-        tyro.extras.subcommand_cli_from_dict(
-            KINDS, prog="python -m train.prepare", args=arguments
-        ).run()
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    tyro.extras.subcommand_cli_from_dict(
+        KINDS, prog="python -m train.prepare", args=arguments
+    ).run()
 
 
 def _prepare(
