@@ -50,7 +50,7 @@ def read_fields(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} is no JSON of a config: {error}") from error
     if not isinstance(fields, dict):
         kind = type(fields).__name__
-        raise ValueError(f"{path} must hold a config as a JSON object, got a {kind}")
+        raise ValueError(f"{path} must hold a config as a JSON object, got {kind}")
     return fields
 
 

@@ -17,7 +17,7 @@ LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = 3.4e38  # A float32's.
 WORDS = {
     int: "an integer of 32 bits",
-    float: "a finite float32",
+    float: "a number that float32 holds",
     str: "a string",
     bool: "True or False",
     types.NoneType: "None",

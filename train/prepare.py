@@ -99,6 +99,10 @@ class PrepareText:
     held_out_share: float = 0.005
 
     def run(self) -> None:
+        if not self.files:
+            raise ValueError("give text files, or folders of them")
+        if missing := [path for path in self.files if not path.exists()]:
+            raise ValueError(f"there is no file or folder {missing[0]}")
         made = prepare_text(
             self.files, self.out, self.vocabulary, self.tokenizer, self.held_out_share
         )

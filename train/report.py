@@ -66,8 +66,13 @@ class Run:
         return [row for row in self.rows if "mean_model" in row]
 
     def topology(self) -> Topology:
-        topology = TopologyConfig(**self.config["topology"])
-        return topology.build(WorkersConfig(**self.config["workers"]))
+        try:
+            topology = TopologyConfig(**self.config["topology"])
+            return topology.build(WorkersConfig(**self.config["workers"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.folder} has the config of another version: {error}"
+            ) from error
 
 
 def read_run(run_dir: Path) -> Run:
