@@ -145,7 +145,7 @@ def check_folder(path: Path) -> None:
     """
     if found := re.match(r"(\w+):/", str(path)):
         raise ValueError(
-            f"a run's folder must be in a file system of this machine, got {path}: "
+            f"a folder must be in a file system of this machine, got {path}: "
             f"mount what {found[1]}:// stands for, and give the path"
         )
 

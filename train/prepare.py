@@ -10,7 +10,7 @@ from pathlib import Path
 
 import tyro
 
-from train.cli import command
+from train.cli import check_folder, command
 from train.data.by_length import choose_shapes
 from train.data.files import check_new, progress
 from train.data.imagenet import prepare_imagenet
@@ -144,9 +144,13 @@ KINDS = {
 
 @command()
 def main(arguments: list[str]) -> None:
-    tyro.extras.subcommand_cli_from_dict(
+    kind = tyro.extras.subcommand_cli_from_dict(
         KINDS, prog="python -m train.prepare", args=arguments
-    ).run()
+    )
+    for path in vars(kind).values():
+        if isinstance(path, Path):
+            check_folder(path)
+    kind.run()
 
 
 def _prepare(
