@@ -70,9 +70,12 @@ def check_options(arguments: Sequence[str], platform: str) -> None:
     }
     if not options:
         return
-    nothing = jax.jit(lambda: 0, compiler_options=options)
+
+    def nothing() -> int:
+        return 0
+
     try:
-        nothing.lower().compile()
+        jax.jit(nothing, compiler_options=options).lower().compile()
     except jax.errors.JaxRuntimeError as error:
         reason = str(error).removeprefix("INVALID_ARGUMENT: ")
         raise ValueError(f"step.xla_options: {reason}") from error

@@ -169,7 +169,7 @@ def contestants(per_node: int, peers: bool) -> dict[str, str]:
 def _course(race: Race, cluster: str, peers: bool) -> Course:
     nodes, per_node = map(int, cluster.split("x"))
     names = contestants(per_node, peers)
-    left_out = [name for name in names if not _can_have(name, nodes)]
+    left_out = [name for name in names if not can_have(name, nodes)]
     if left_out:
         print(f"{cluster}, {nodes} nodes do not fit: {', '.join(left_out)}")
     for name in left_out:
@@ -185,7 +185,7 @@ def _course(race: Race, cluster: str, peers: bool) -> Course:
     )
 
 
-def _can_have(name: str, nodes: int) -> bool:
+def can_have(name: str, nodes: int) -> bool:
     """Whether the graph of a contestant can have so many nodes."""
     _, _, graph = name.partition(": ")
     if graph in (AER, TOPOLOGIES[AER], TOPOLOGIES[EXPONENTIAL]):
