@@ -947,7 +947,6 @@ def test_for_one_worker_nothing_is_drawn(tmp_path, capsys):
             "error: late_workers and late_by need each other, go",
         ),
         (("--out", str(TINY_FILE)), f"error: .*File exists: '{TINY_FILE}'"),
-        (("--measure",), "^usage: python -m train.advise --measure CONFIG.py$"),
         (("--measure", "no.py"), "^error: there is no config file no.py$"),
         (("--measure", "README.md"), "^error: a config file is Python, NAME.py, got "),
     ],

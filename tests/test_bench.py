@@ -14,7 +14,8 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 
 from test_emulate import needs_root, processes_with
 
-from train.bench.race import Race, Row
+from train.bench.graphs import graph_of
+from train.bench.race import Race, Row, can_have
 from train.bench.race_report import draw, link_seconds, table
 from train.bench.work import Work
 
@@ -61,6 +62,10 @@ def race(*options: str, **env: str) -> subprocess.Popen[str]:
         ("--straggler=-1", "straggler must be at least 0, got -1"),
         ("--work.width=0", "work.width must be at least 1, got 0"),
         ("--only=(", "only must be a regular expression, got '('"),
+        (
+            "--clusters 3x2 --only=alternating",
+            "3x2, 3 nodes do not fit: exchange alone: alternating exponential ring, ",
+        ),
         ("--only=nobody", "only = 'nobody' leaves nobody on 4x1; there are: compute a"),
     ],
 )
@@ -79,14 +84,15 @@ def test_bad_input_gets_a_sentence_before_anything_runs(options, sentence, tmp_p
 def test_a_race_is_written_down_and_drawn(tmp_path):
     only = f"^({'|'.join(OURS)})$"
     options = (*TINY.split(), "--rounds", "2", "--only", only, "--out", str(tmp_path))
-    with race(*options) as process:
+    with race(*options, "--clusters", "2x1", "3x1") as process:
         output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     facts = json.loads((tmp_path / "race.json").read_text())
-    rows = facts["clusters"]["2x1"]
     late = [f"{name} with a straggler" for name in ("all-reduce", OURS[-1])]
-    assert [row["name"] for row in rows] == [*OURS, *late]
-    assert all(len(row["rounds"]) == 2 and min(row["rounds"]) > 0 for row in rows)
+    for cluster in ("2x1", "3x1"):
+        rows = facts["clusters"][cluster]
+        assert [row["name"] for row in rows] == [*OURS, *late]
+        assert all(len(row["rounds"]) == 2 and min(row["rounds"]) > 0 for row in rows)
     text = (tmp_path / "race.md").read_text()
     assert [f"| {name} |" in text for name in OURS] == [True] * len(OURS)
     assert "<svg" in (tmp_path / "race.svg").read_text()
@@ -131,6 +137,8 @@ def worker(marker: str, rank: int) -> int:
         ("all-reduce", 4, 1, 2 * 3 / 4),
         ("PyTorch DDP", 4, 2, 2 * 7 / 8),
         ("exchange alone: ring", 4, 1, 1),
+        ("in the step: ring", 3, 1, 2),  # To both neighbours, as there are no pairs.
+        ("in the step: ring between nodes", 3, 2, 2),
         ("Decent-DP: one-peer-exp", 4, 1, 1),
         ("in the step: complete", 4, 1, 2 * 3 / 4),
         ("in the background: ring between nodes", 4, 2, 1),
@@ -142,6 +150,26 @@ def worker(marker: str, rank: int) -> int:
 def test_bytes_over_rate_are_those_of_the_busiest_link(name, nodes, per_node, models):
     wanted = None if models is None else pytest.approx(0.04 * models)
     assert link_seconds(Race(work=WORK, rate=RATE), name, nodes, per_node) == wanted
+
+
+@pytest.mark.parametrize(
+    ("name", "numbers"),
+    [
+        ("compute alone", {1, 2, 3, 4, 5, 6}),
+        ("in the step: ring", {1, 2, 3, 4, 5, 6}),
+        ("in the step: one-peer exponential", {1, 2, 3, 4, 5, 6}),
+        ("in the step: alternating exponential ring", {1, 2, 4}),
+        ("Decent-DP: ring", {2, 4, 6}),
+        ("Decent-DP: one-peer-exp", {1, 2, 4}),
+        ("Decent-DP: alternating-exp-ring", {1, 2, 4}),
+        ("Decent-DP: complete", {1, 2, 3, 4, 5, 6}),
+    ],
+)
+def test_a_graph_races_on_the_numbers_of_nodes_that_it_can_have(name, numbers):
+    assert {nodes for nodes in range(1, 7) if can_have(name, nodes)} == numbers
+    kind, _, graph = name.partition(": ")
+    for nodes in numbers if kind == "in the step" else ():
+        assert graph_of(graph, 2 * nodes, 2).num_workers == 2 * nodes
 
 
 ROWS = [

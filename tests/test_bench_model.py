@@ -205,7 +205,7 @@ def test_every_cluster_runs_at_every_rate():
     ("changes", "message"),
     [
         ({"clusters": ("4",)}, "a cluster is written as 4x2, got '4'"),
-        ({"clusters": ("3x1",)}, "one_peer_ring needs an even num_workers, got 3"),
+        ({"clusters": ("3x1",)}, "to be a power of two, got 3"),
         ({"rates": ("none",)}, "the model needs rates, such as 200mbit"),
         ({"rates": ("fast",)}, "rate must be like 200mbit"),
         ({"pause": -1.0}, "pause must be at least 0, got -1.0"),

@@ -128,7 +128,7 @@ def test_a_checkpoint_of_another_model_is_refused(finished):
         read_models(run_dir, wider)
 
 
-@pytest.mark.parametrize("command", ["evaluate", "generate"])
+@pytest.mark.parametrize("command", ["evaluate", "generate", "report"])
 def test_the_commands_run_and_say_what_is_wrong(command, finished, tmp_path):
     run_dir, _ = finished
     for folder, code in ((run_dir, 0), (tmp_path, 1)):

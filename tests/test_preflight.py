@@ -248,9 +248,7 @@ def test_a_broken_file_is_no_target(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("target = Gpu(")
     options = ("--target", str(path), "--nodes", "2", "--gpus-per-node", "2")
-    assert "mine.py is no target: SyntaxError: '(' was never closed" in refused(
-        *options
-    )
+    assert "mine.py, line 1: SyntaxError: '(' was never closed" in refused(*options)
 
 
 def test_too_little_overlap_is_a_code(capsys):

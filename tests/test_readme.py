@@ -1,38 +1,269 @@
-"""README tells the truth: its code runs, its links lead somewhere."""
+"""README tells the truth: its commands and code run, its links lead somewhere."""
 
+import json
+import os
 import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-import jax.numpy as jnp
 import pytest
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+    "optional-dependencies"
+]
+# As a user's shell: the devices and threads of the tests are not there.
+ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+
+# What an extra brings, by the names that are imported. The program has `train` always.
+MODULES = {
+    "train": set(),
+    "gpu": {"jax_plugins", "jax_cuda12_plugin", "jax_cuda12_pjrt"},
+    "preflight": {"jax_plugins", "jax_cuda12_plugin", "jax_cuda12_pjrt"},
+    "emulate": {"pyroute2"},
+    "meteor": {"nltk"},
+    "peers": {"torch", "decent_dp"},
+    "test": {"hypothesis", "importlinter", "pyright", "pytest", "ruff"},
+}
+
+# Runs commands in one process, where some packages are not to be had. Each is as good
+# as alone: it ends while it reads its options.
+RUN_ALL = """
+import contextlib, io, json, runpy, sys
+
+class Hidden:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in hidden:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+hidden, commands = json.load(sys.stdin)
+sys.meta_path.insert(0, Hidden())
+results = []
+for module, *arguments in commands:
+    sys.argv, text, code = [module, *arguments], io.StringIO(), None
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            runpy.run_module(module, run_name="__main__", alter_sys=True)
+        except SystemExit as ended:
+            code = ended.code
+    results.append([code, text.getvalue()])
+print(json.dumps(results))
+"""
+
+
+class Command(NamedTuple):
+    """A command of README.
+
+    Args:
+      line: as it stands there, on one line.
+      extras: that the text around it names, or "train".
+    """
+
+    line: str
+    extras: frozenset[str]
+
+
+class Asked(NamedTuple):
+    """How a program is asked for help, and what that must then name.
+
+    Args:
+      words: after `python -m`.
+      options: of the command.
+    """
+
+    words: tuple[str, ...]
+    options: tuple[str, ...]
+
+
+def commands_of(text: str) -> Iterator[Command]:
+    """Those in fenced and indented blocks, in tables and in sentences."""
+    blocks = re.sub(r"```python\n.*?```", "", text, flags=re.DOTALL).split("\n\n")
+    for place, block in enumerate(blocks):
+        if fenced := re.search(r"```sh\n(.*?)```", block, re.DOTALL):
+            near, lines = block, re.split(r"&&\n?", fenced[1])
+        elif block.startswith("    ") and "x_i" not in block:
+            near = "\n".join(blocks[max(place - 1, 0) : place + 2])
+            lines = block.split("\n")
+        else:
+            for near in block.split("\n"):
+                for line in re.findall(r"`((?:python3?|srun|mpirun) [^`]+)`", near):
+                    yield Command(line, extras_in(near))
+            continue
+        yield from (Command(line.strip(), extras_in(near)) for line in lines)
+
+
+def extras_in(text: str) -> frozenset[str]:
+    """ "The extras `a` and `b`", and those that `pip install` names."""
+    lists = re.findall(r"extras? ((?:`\w+`(?:,| and)? ?)+)", text)
+    lists += re.findall(r"'\.\[(\w+)\]'", text)
+    return frozenset(re.findall(r"\w+", " ".join(lists))) - {"and"} | {"train"}
+
+
+def asked(line: str) -> Asked | None:
+    """How the last program of a command is asked for help; None for others' programs.
+
+    Raises:
+      ValueError: it is none that is known here.
+    """
+    words = shlex.split(line)
+    if words[-2:] == ["venv", ".venv"] or words[0] == ".venv/bin/pip":
+        return None
+    place = words.index("-m") if "-m" in words else 0
+    module, *rest = words[place + 1 :]
+    if not re.search(r"python3?$", words[place - 1]) or place == 0:
+        raise ValueError(f"no program that is known here: {line}")
+    options = tuple(word.partition("=")[0] for word in rest if word.startswith("--"))
+    config = [word.replace("NAME", "quickstart") for word in rest if ".py" in word][:1]
+    measured = ["--measure"] if "--measure" in rest else []
+    if module in ("train", "train.preflight") or measured:
+        return Asked((module, *measured, *config, "--help"), options)
+    kind = rest[:1] if module in ("train.bench", "train.prepare") else []
+    return Asked((module, *kind, "--help"), options)
+
+
+def parts(line: str) -> list[str]:
+    """The commands that one command starts: its own, and what it hands on."""
+    before, separator, after = line.partition(" -- ")
+    if separator:
+        return [before, after]
+    launched = re.fullmatch(r"(.* -m train\.launch --processes \d+)(.*)", line)
+    if launched:
+        module = re.search(r" --module (\S+)", launched[2])
+        rest = launched[2].replace(module[0], "") if module else launched[2]
+        name = module[1] if module else "train"
+        return [launched[1] + (module[0] if module else ""), f"python -m {name}{rest}"]
+    return [line]
+
+
+COMMANDS = list(commands_of(README))
 BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+# What is to hold after some of the blocks, in the same process.
+SOLVED = "assert jnp.allclose({}, jnp.array([1.0, -2.0, 3.0]), atol=0.05)"
+CHECKS = {
+    "decentralize(": SOLVED.format("params"),
+    "state = init_state": SOLVED.format("jnp.asarray(state.params).mean(0)"),
+}
 
 
-def test_there_are_code_blocks():
-    assert len(BLOCKS) == 7
+def asked_of(with_emulate: bool) -> list[Asked]:
+    """All that README has without the extra `emulate`, or with it."""
+    found = [
+        asked(part)
+        for command in COMMANDS
+        if ("emulate" in command.extras) == with_emulate
+        for part in parts(command.line)
+    ]
+    return [one for one in found if one is not None and one.words[0] != "pytest"]
 
 
-@pytest.mark.parametrize("block", BLOCKS)
-def test_the_code_blocks_run(block, capsys):
-    names: dict = {}
-    exec(compile(block, "README.md", "exec"), names)
-    solution = jnp.array([1.0, -2.0, 3.0])
-    if "decentralize(" in block:
-        assert jnp.allclose(names["params"], jnp.tile(solution, (8, 1)), atol=0.05)
-    if "state = init_state" in block:
-        models = names["state"].params
-        assert jnp.allclose(jnp.asarray(models).mean(0), solution, atol=0.05)
+def run_all(commands: list[tuple[str, ...]], extras: set[str]) -> list[list]:
+    """Exit code, or its sentence, and output of each."""
+    installed = set().union(*(MODULES[extra] for extra in extras))
+    hidden = set().union(*MODULES.values()) - installed
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_ALL],
+        input=json.dumps([sorted(hidden), commands]),
+        cwd=ROOT,
+        env=ENV | {"COLUMNS": "200"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_every_extra_is_known_here():
+    assert MODULES.keys() == EXTRAS.keys()
+    assert all(command.extras <= EXTRAS.keys() for command in COMMANDS)
+
+
+def test_it_has_a_command_of_each_tool():
+    tools = {one.words[0] for emulate in (False, True) for one in asked_of(emulate)}
+    files = [ROOT / "train" / "__main__.py", *ROOT.glob("train/*/__main__.py")]
+    files += [
+        path
+        for path in (ROOT / "train").glob("*.py")
+        if 'if __name__ == "__main__":' in path.read_text()
+    ]
+    names = (".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files)
+    assert tools == {name.removesuffix(".__main__") for name in names}
+
+
+@pytest.mark.parametrize("emulate", [False, True])
+def test_commands_have_help_that_names_their_options(emulate):
+    """With the packages of no other extra than those that README names for them.
+
+    Help needs no GPU and no compiler of one: those are hidden always.
+    """
+    extras = {"train"} | ({"emulate"} if emulate else set())
+    if emulate:
+        pytest.importorskip("pyroute2")
+    all_asked = asked_of(emulate)
+    words = list(dict.fromkeys(one.words for one in all_asked))
+    without = [("train.bench", "race", "--help"), ("train.emulate", "--help")]
+    results = run_all([*words, *(() if emulate else without)], extras)
+    if not emulate:
+        for code, _ in (results.pop() for _ in without):
+            assert code.startswith("error: an emulated cluster needs its extra: pip ")
+    texts = dict(zip(words, results, strict=True))
+    for one in all_asked:
+        code, text = texts[one.words]
+        assert code == 0, (one, text)
+        missing = [x for x in one.options if not re.search(rf"{x}(?![\w-])", text)]
+        assert missing == [], (one, text)
+
+
+def test_the_configs_of_commands_exist():
+    words = [word for command in COMMANDS for word in shlex.split(command.line)]
+    paths = [word.replace("NAME", "quickstart") for word in words if ".py" in word]
+    assert [path for path in paths if not list(ROOT.glob(path))] == []
+
+
+@pytest.fixture(scope="module")
+def pasted() -> Iterator[list[subprocess.Popen[str]]]:
+    """The blocks, each in a fresh interpreter, all at once."""
+    processes = []
+    for block in BLOCKS:
+        checks = [check for word, check in CHECKS.items() if word in block]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, "-c", "\n".join([block, *checks])],
+                env=ENV,
+                cwd=ROOT,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+        )
+    yield processes
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_a_code_block_runs_as_pasted(number, pasted):
+    output, errors = pasted[number].communicate()
+    assert pasted[number].returncode == 0, errors
+    lines, block = output.splitlines(), BLOCKS[number]
     if "analysis.traffic" in block:
-        printed = [line.split() for line in capsys.readouterr().out.splitlines()]
-        assert len(printed) == 11
-        assert all(f"| {' | '.join(cells)} |" in README for cells in printed)
+        rows = [f"| {' | '.join(line.split())} |" for line in lines]
+        assert len(rows) == 11
+        assert [row for row in rows if row not in README] == []
     if "runtime.all_reduce" in block:
-        printed = capsys.readouterr().out.splitlines()
-        assert len(printed) == 5
-        assert all(line in README for line in printed)
+        assert len(lines) == 5
+        assert [line for line in lines if line not in README] == []
+
+
+def test_the_checks_of_blocks_are_of_some():
+    assert len(BLOCKS) == 7
+    assert sum(word in block for word in CHECKS for block in BLOCKS) == 3
 
 
 def test_the_files_that_it_names_exist():

@@ -375,27 +375,51 @@ def test_the_first_step_of_the_quickstart_is_golden():
 
 @pytest.mark.parametrize("where", ["mesh", "simulate"])
 def test_options_of_xla_reach_the_steps_on_a_mesh_and_are_said(where, tmp_path, capsys):
+    dump = tmp_path / "dump"  # Where XLA writes what is compiled with the option.
     config = dataclasses.replace(
         TINY,
-        num_steps=4,
+        num_steps=3,
         workers=dataclasses.replace(TINY.workers, where=where),
-        step=dataclasses.replace(TINY.step, xla_options=("xla_nonsense=1",)),
+        topology=TopologyConfig(name="complete"),
+        step=dataclasses.replace(TINY.step, xla_options=(f"xla_dump_to={dump}",)),
     )
-    if where == "simulate":  # There is no such step.
-        assert train(config, tmp_path).step == 4
-        assert "options of XLA" not in capsys.readouterr().out
+    assert train(config, tmp_path / "run").step == 3
+    on_mesh = where == "mesh"
+    # Besides what is compiled to check the option.
+    assert any("jit_nothing" not in path.name for path in dump.iterdir()) == on_mesh
+    said = f"options of XLA: xla_dump_to={dump} (without: "
+    assert (said in capsys.readouterr().out) == on_mesh
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        ("xla_nonsense=1", "No such compile option: 'xla_nonsense'"),
+        ("xla_gpu_nonsense=1", "No such compile option: 'xla_gpu_nonsense'"),
+        ("xla_cpu_enable_fast_math=maybe", "'maybe' is not a valid bool value"),
+        ("xla_gpu_autotune_level=0", ""),
+        ("xla_tpu_nonsense=1", ""),  # Known to XLA for TPUs alone.
+        ("recommended", ""),
+    ],
+)
+def test_options_that_xla_does_not_know_are_refused_needed_or_not(option, reason):
+    config = dataclasses.replace(
+        TINY, step=dataclasses.replace(TINY.step, xla_options=(option,))
+    )
+    if not reason:
+        assert step_options(config, mesh=None) == {}
         return
-    with pytest.raises(jax.errors.JaxRuntimeError, match="No such compile option"):
-        train(config, tmp_path)
-    assert "options of XLA: xla_nonsense=1 (without: " in capsys.readouterr().out
+    with pytest.raises(ValueError, match=f"^step.xla_options: .*{reason}"):
+        step_options(config, mesh=None)
 
 
 def test_a_background_exchange_takes_no_options_of_xla():
     mesh = worker_mesh(4)
-    for where, options in [("in_step", {"xla_a": "1"}), ("background", {})]:
+    option = "xla_embed_ir_in_executable"
+    for where, options in [("in_step", {option: "True"}), ("background", {})]:
         config = dataclasses.replace(
             TINY,
             exchange=ExchangeConfig(where=where),
-            step=dataclasses.replace(TINY.step, xla_options=("xla_a=1",)),
+            step=dataclasses.replace(TINY.step, xla_options=(f"{option}=True",)),
         )
         assert step_options(config, mesh) == options

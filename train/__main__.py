@@ -4,7 +4,6 @@ And goes on with it: `python -m train --resume runs/NAME`.
 """
 
 import argparse
-import importlib.util
 import sys
 import textwrap
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Annotated
 import jax
 import tyro
 
+from train.cli import check_folder, command, load_config, show_usage
 from train.config import Config
 from train.distributed import fail_stop, leave, provide_cpu_devices, start
 from train.folder import SaveError
@@ -33,16 +33,15 @@ def main(arguments: list[str]) -> None:
     resumes = arguments[:1] == ["--resume"] and len(arguments) > 1
     if not resumes and (not arguments or arguments[0].startswith("-")):
         available = " ".join(map(str, sorted(Path("configs").glob("*.py"))))
-        raise SystemExit(USAGE.format(configs=available))
+        show_usage(USAGE.format(configs=available), arguments)
     parse = _resume if resumes else _begin
     path, options = arguments[1 if resumes else 0], arguments[2 if resumes else 1 :]
-    try:
-        parse(Path(path), options)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
-    except (FloatingPointError, SaveError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(FAILED) from error
+    with command():
+        try:
+            parse(Path(path), options)
+        except (FloatingPointError, SaveError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(FAILED) from error
 
 
 def _begin(path: Path, options: list[str]) -> None:
@@ -108,24 +107,6 @@ def _call(function: Callable[..., None], prog: str, options: list[str]) -> None:
     )
 
 
-def load_config(path: Path) -> Config:
-    """Returns the `config` of a config file."""
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no config file {path}")
-    if path.suffix != ".py":
-        raise ValueError(f"a config file is Python, NAME.py, got {path}")
-    spec = importlib.util.spec_from_file_location(f"config of {path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Where a class of the file is looked for.
-    spec.loader.exec_module(module)
-    config = getattr(module, "config", None)
-    if not isinstance(config, Config):
-        raise ValueError(f"{path} must define `config = Config(...)`, got {config!r}")
-    return config
-
-
 def run_here(
     config: Config,
     run_dir: Path,
@@ -133,6 +114,7 @@ def run_here(
     init_from: Path | None = None,
 ) -> None:
     """Trains, alone or as one process of a job."""
+    check_folder(run_dir)
     if config.distributed.enabled:
         with fail_stop():
             start(config.distributed, config.workers.num_workers)

@@ -33,7 +33,7 @@ from train.config import Config, OptimizerConfig
 from train.distributed import job_mesh, meet
 from train.finite import poison_gradient, watch_gradients
 from train.tasks.task import Task
-from train.xla import read_options
+from train.xla import check_options, read_options
 
 
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -217,7 +217,12 @@ def build_lone_step(
 
 
 def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:
-    """The options of XLA for the compiled step; none where there is no such step."""
+    """The options of XLA for the compiled step; none where there is no such step.
+
+    Raises:
+      ValueError: if XLA does not know one, needed or not.
+    """
+    check_options(config.step.xla_options, jax.default_backend())
     if mesh is None or in_background(config, mesh):
         return {}
     return read_options(config.step.xla_options, jax.default_backend())

@@ -93,7 +93,7 @@ def set_aside(run_dir: Path, step: int) -> list[int]:
     return newer
 
 
-def read_config(path: Path) -> dict[str, Any]:
+def saved_fields(path: Path) -> dict[str, Any]:
     """Returns the config, as JSON has it, that a checkpoint was made with."""
     return _read_run(path)["config"]
 

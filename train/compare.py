@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from train.__main__ import load_config
+from train.cli import command, load_config, show_usage
 from train.compare_report import Entry, draw, statements, table
 from train.config import Config
 from train.config_json import to_json
@@ -169,7 +170,7 @@ def _progress(name: str, num_steps: int) -> Iterator[Callable[[int, str], None]]
 
 
 if __name__ == "__main__":
-    try:
+    with command():
+        if not sys.argv[1:]:
+            show_usage("usage: python -m train.compare CONFIG.py [CONFIG.py ...]", [])
         tyro.cli(compare, prog="python -m train.compare")
-    except (ValueError, FileNotFoundError, FloatingPointError) as error:
-        raise SystemExit(f"error: {error}") from error

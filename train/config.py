@@ -4,13 +4,13 @@ A config file holds one `config = Config(...)`. What is impossible is refused he
 where the value is used for the first time, before anything is compiled.
 """
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import field
 from typing import Any, Literal
 
 from decentjax import topology as topologies
 from decentjax.topology import Topology
+from train.fields import checked
 from train.tasks.corpus import TranslationTask
 from train.tasks.digits import DigitsTask
 from train.tasks.imagenet import ImageNetTask
@@ -41,7 +41,7 @@ TopologyName = Literal[
 ]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class WorkersConfig:
     """Who trains, and where.
 
@@ -61,7 +61,7 @@ class WorkersConfig:
         _check_at_least(self, 1, "num_workers", "workers_per_node")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class DataConfig:
     """How the data is read.
 
@@ -76,7 +76,7 @@ class DataConfig:
         _check_at_least(self, 0, "num_processes")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class TopologyConfig:
     """Who averages with whom; see `decentjax.topology`.
 
@@ -120,7 +120,7 @@ class TopologyConfig:
         )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class StepConfig:
     """What one step does.
 
@@ -149,7 +149,7 @@ class StepConfig:
             raise ValueError("all_reduce sends gradients: leave message_dtype at None")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class ExchangeConfig:
     """Where the models are averaged.
 
@@ -163,7 +163,7 @@ class ExchangeConfig:
     where: Literal["auto", "in_step", "background"] = "auto"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class StragglerConfig:
     """Delays that make some processes slow, to see what others notice.
 
@@ -187,7 +187,7 @@ class StragglerConfig:
             raise ValueError(f"straggler.who must be at least 0, got {min(self.who)}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class DistributedConfig:
     """How the processes of a job find each other.
 
@@ -226,7 +226,7 @@ class DistributedConfig:
             )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class OptimizerConfig:
     """The local optimizer and its schedule: a linear warm-up, then the decay.
 
@@ -275,7 +275,7 @@ class OptimizerConfig:
             raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class EvaluationConfig:
     """When the mean model and the workers' models are evaluated.
 
@@ -289,7 +289,7 @@ class EvaluationConfig:
         _check_at_least(self, 1, "every_steps")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class CheckpointConfig:
     """When everything is saved, and how much is kept.
 
@@ -305,7 +305,7 @@ class CheckpointConfig:
         _check_at_least(self, 1, "every_steps", "num_kept")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class LogConfig:
     """What is written down, and when.
 
@@ -325,7 +325,7 @@ class LogConfig:
         _check_at_least(self, 1, "every_steps", "consensus_every_steps")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class Config:
     """A run.
 

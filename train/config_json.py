@@ -4,6 +4,7 @@ import dataclasses
 import json
 import typing
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from train.config import AnyTask, Config
@@ -16,26 +17,56 @@ def to_json(config: Config) -> str:
     return json.dumps(fields, indent=2) + "\n"
 
 
-def from_json(text: str, own_tasks: Sequence[type] = ()) -> Config:
-    """Returns the config that `to_json` has written.
+def from_fields(fields: dict[str, Any], own_tasks: Sequence[type] = ()) -> Config:
+    """Returns the config that `to_json` has written, of what JSON makes of that.
 
     Args:
-      text: of the config.
+      fields: of the config.
       own_tasks: classes that are not of `train.tasks`.
 
     Raises:
-      ValueError: if its task is not one of `train.tasks`, or a field is unknown.
+      ValueError: if its task is not one of those, or it is one of another version.
     """
-    fields = json.loads(text)
-    kind = fields.get("task", {}).pop("kind", None)
+    task = fields.get("task")
+    kind = task.get("kind") if isinstance(task, dict) else task
     kinds = {task.__name__: task for task in (*typing.get_args(AnyTask), *own_tasks)}
-    if kind not in kinds:
+    if not isinstance(task, dict) or kind not in kinds:
         raise ValueError(f"the task must be one of {', '.join(kinds)}, got {kind}")
+    of_task = {name: value for name, value in task.items() if name != "kind"}
     try:
-        task = _from_fields(kinds[kind], fields.pop("task"))
-        return _from_fields(Config, {**fields, "task": task})
-    except TypeError as error:
+        made = _make(kinds[kind], of_task)
+        return _make(Config, {**fields, "task": made})
+    except (TypeError, KeyError) as error:
         raise ValueError(f"a config of another version: {error}") from error
+
+
+def read_config(path: Path) -> Config:
+    """Returns the config of a run's config.json.
+
+    Raises:
+      ValueError: if it holds none, with the file's name.
+    """
+    fields = read_fields(path)
+    try:
+        return from_fields(fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_fields(path: Path) -> dict[str, Any]:
+    """Returns what a run's config.json holds, as JSON has it.
+
+    Raises:
+      ValueError: if that is no object, with the file's name.
+    """
+    try:
+        fields = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is no JSON of a config: {error}") from error
+    if not isinstance(fields, dict):
+        kind = type(fields).__name__
+        raise ValueError(f"{path} must hold a config as a JSON object, got {kind}")
+    return fields
 
 
 def differences(
@@ -52,13 +83,13 @@ def differences(
     return phrases
 
 
-def _from_fields(kind: Any, fields: dict[str, Any]) -> Any:
+def _make(kind: Any, fields: dict[str, Any]) -> Any:
     """A dataclass, with those inside it, from its fields as JSON has them."""
     hints = typing.get_type_hints(kind)
 
     def value(name: str, x: Any) -> Any:
-        if isinstance(x, dict):
-            return _from_fields(hints[name], x)
+        if isinstance(x, dict) and dataclasses.is_dataclass(hints[name]):
+            return _make(hints[name], x)
         return tuple(x) if isinstance(x, list) else x
 
     return kind(**{name: value(name, x) for name, x in fields.items()})

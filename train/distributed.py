@@ -29,6 +29,7 @@ from jax.sharding import Mesh
 import decentjax
 from decentjax import worker_mesh
 from decentjax.gossip import Engine
+from train.cli import sentence
 from train.config import Config, DistributedConfig
 from train.config_json import differences, to_json
 
@@ -284,11 +285,10 @@ def _explain(error: BaseException) -> str:
     """A sentence where the error is foreseen, else a traceback."""
     if lost := _lost_peer(error):
         return f"lost a peer: {lost}"
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    if isinstance(error, SystemExit | ValueError | FloatingPointError):
+    if isinstance(error, SystemExit):
         return str(error)
-    return "failed:\n" + "".join(traceback.format_exception(error)).rstrip()
+    trace = "failed:\n" + "".join(traceback.format_exception(error)).rstrip()
+    return sentence(error) or trace
 
 
 def _lost_peer(error: BaseException) -> str | None:

@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import tyro
 
+from train.cli import command, show_usage
 from train.processes import (
     STOP_SIGNALS,
     Process,
@@ -91,24 +92,18 @@ class Cluster:
         return self.nodes * self.workers_per_node
 
 
+@command()
 def main(arguments: list[str]) -> int:
     end = arguments.index("--") if "--" in arguments else len(arguments)
-    own, command = arguments[:end], arguments[end + 1 :]
-    if not command and "--help" not in own:
-        raise SystemExit(USAGE)
-    try:
-        cluster = tyro.cli(Cluster, prog="python -m train.emulate", args=own)
+    own, argv = arguments[:end], arguments[end + 1 :]
+    if not argv and "--help" not in own:
+        show_usage(USAGE, own)
+    cluster = tyro.cli(Cluster, prog="python -m train.emulate", args=own)
 
-        def job(worker: Worker) -> int:
-            return run_job([worker(i, command) for i in range(cluster.num_workers)])
+    def job(worker: Worker) -> int:
+        return run_job([worker(i, argv) for i in range(cluster.num_workers)])
 
-        return in_cluster(cluster, job)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
-    except PermissionError as error:
-        raise SystemExit(
-            f"error: an emulated cluster needs root, for its namespaces ({error})"
-        ) from error
+    return in_cluster(cluster, job)
 
 
 def in_cluster(cluster: Cluster, job: Callable[[Worker], int]) -> int:
@@ -133,7 +128,12 @@ def in_cluster(cluster: Cluster, job: Callable[[Worker], int]) -> int:
 
     with pass_stop_signals_to(send):
         with hold_stop_signals(), open("/proc/self/ns/pid") as own_pids:
-            _call(_LIBC.unshare, _CLONE_NEWPID)  # For the next child alone: ...
+            try:
+                _call(_LIBC.unshare, _CLONE_NEWPID)  # For the next child alone: ...
+            except PermissionError as error:
+                raise PermissionError(
+                    f"an emulated cluster needs root, for its namespaces ({error})"
+                ) from error
             switch.start()
             _call(_LIBC.setns, own_pids.fileno(), _CLONE_NEWPID)  # ... not for others.
         switch.join()

@@ -14,6 +14,7 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from train.cli import command
 from train.evaluation import Model, build_score, read_trained
 
 SHOWN_WORKERS = 4
@@ -62,7 +63,5 @@ def _table(title: str, results: dict[str, dict[str, float]]) -> Table:
 
 
 if __name__ == "__main__":
-    try:
+    with command():
         tyro.cli(evaluate, prog="python -m train.evaluate")
-    except (ValueError, FileNotFoundError) as error:
-        raise SystemExit(f"error: {error}") from error

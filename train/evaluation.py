@@ -11,7 +11,7 @@ from decentjax import mean_model
 from train.build import build_optimizer, build_schedule, build_state
 from train.checkpoint import read_models
 from train.config import Config
-from train.config_json import from_json
+from train.config_json import read_config
 from train.tasks.task import Task, Totals
 
 Model = tuple[Any, Any]
@@ -63,7 +63,7 @@ def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
     path = run_dir / "config.json"
     if not path.exists():
         raise ValueError(f"{run_dir} holds no run: it has no config.json")
-    config = from_json(path.read_text())
+    config = read_config(path)
     task = config.task.build()
     schedule = build_schedule(config.optimizer, config.num_steps)
     optimizer = build_optimizer(config.optimizer, schedule)

@@ -11,6 +11,7 @@ from typing import Annotated
 import jax
 import tyro
 
+from train.cli import command
 from train.evaluation import read_trained
 
 
@@ -44,7 +45,5 @@ def generate(
 
 
 if __name__ == "__main__":
-    try:
+    with command():
         tyro.cli(generate, prog="python -m train.generate")
-    except (ValueError, FileNotFoundError) as error:
-        raise SystemExit(f"error: {error}") from error

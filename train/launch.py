@@ -13,6 +13,7 @@ from typing import Literal
 
 import tyro
 
+from train.cli import command, show_usage
 from train.processes import Process, run_job
 
 USAGE = (
@@ -23,6 +24,7 @@ USAGE = (
 )
 
 
+@command()
 def main(arguments: list[str]) -> int:
     def run(
         processes: int,
@@ -42,7 +44,7 @@ def main(arguments: list[str]) -> int:
         return processes, port, module
 
     if not arguments:
-        raise SystemExit(USAGE)
+        show_usage(USAGE, arguments)
     (num_processes, port, module), rest = tyro.cli(
         run,
         prog="python -m train.launch",
@@ -51,15 +53,12 @@ def main(arguments: list[str]) -> int:
     )
     first = {"train": "--resume", "train.advise": "--measure"}[module]
     if not rest or (rest[0].startswith("-") and rest[0] != first):
-        raise SystemExit(USAGE)
+        show_usage(USAGE, [])
     if num_processes < 1:
-        raise SystemExit(f"error: processes must be at least 1, got {num_processes}")
+        raise ValueError(f"processes must be at least 1, got {num_processes}")
     if sys.platform != "linux":
-        raise SystemExit("error: several processes as one job need Linux")
-    try:
-        port = check_port(port)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+        raise ValueError("several processes as one job need Linux")
+    port = check_port(port)
     return run_job(
         [
             Process(

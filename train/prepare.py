@@ -10,6 +10,7 @@ from pathlib import Path
 
 import tyro
 
+from train.cli import check_folder, command
 from train.data.by_length import choose_shapes
 from train.data.files import check_new, progress
 from train.data.imagenet import prepare_imagenet
@@ -98,6 +99,10 @@ class PrepareText:
     held_out_share: float = 0.005
 
     def run(self) -> None:
+        if not self.files:
+            raise ValueError("give text files, or folders of them")
+        if missing := [path for path in self.files if not path.exists()]:
+            raise ValueError(f"there is no file or folder {missing[0]}")
         made = prepare_text(
             self.files, self.out, self.vocabulary, self.tokenizer, self.held_out_share
         )
@@ -137,13 +142,15 @@ KINDS = {
 }
 
 
+@command()
 def main(arguments: list[str]) -> None:
-    try:
-        tyro.extras.subcommand_cli_from_dict(
-            KINDS, prog="python -m train.prepare", args=arguments
-        ).run()
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    kind = tyro.extras.subcommand_cli_from_dict(
+        KINDS, prog="python -m train.prepare", args=arguments
+    )
+    for path in vars(kind).values():
+        if isinstance(path, Path):
+            check_folder(path)
+    kind.run()
 
 
 def _prepare(

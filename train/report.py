@@ -21,8 +21,9 @@ from matplotlib.figure import Figure
 
 from decentjax import analysis
 from decentjax.topology import Exchange, Topology, matrices
+from train.cli import command, show_usage
 from train.config import TopologyConfig, WorkersConfig
-from train.config_json import differences
+from train.config_json import differences, read_fields
 from train.log import METRICS, read_metrics
 from train.timeline import (
     Span,
@@ -66,8 +67,13 @@ class Run:
         return [row for row in self.rows if "mean_model" in row]
 
     def topology(self) -> Topology:
-        topology = TopologyConfig(**self.config["topology"])
-        return topology.build(WorkersConfig(**self.config["workers"]))
+        try:
+            topology = TopologyConfig(**self.config["topology"])
+            return topology.build(WorkersConfig(**self.config["workers"]))
+        except (KeyError, TypeError) as error:
+            raise ValueError(
+                f"{self.folder} has the config of another version: {error}"
+            ) from error
 
 
 def read_run(run_dir: Path) -> Run:
@@ -84,7 +90,7 @@ def read_run(run_dir: Path) -> Run:
         raise ValueError(f"{run_dir} has no rows in {METRICS} yet")
     return Run(
         name=run_dir.resolve().name,
-        config=json.loads(config.read_text()),
+        config=read_fields(config),
         rows=rows,
         spans=read_timelines(run_dir),
         folder=run_dir,
@@ -391,12 +397,10 @@ def main(
       figures: a folder for each figure as an SVG file, besides.
     """
     if not runs:
-        raise SystemExit("usage: python -m train.report RUN [RUN ...] [--out FILE]")
-    try:
-        print(write_report(list(runs), out or runs[0] / "report.html", figures))
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+        show_usage("usage: python -m train.report RUN [RUN ...] [--out FILE]", [])
+    print(write_report(list(runs), out or runs[0] / "report.html", figures))
 
 
 if __name__ == "__main__":
-    tyro.cli(main, prog="python -m train.report")
+    with command():
+        tyro.cli(main, prog="python -m train.report")

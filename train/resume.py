@@ -13,9 +13,9 @@ import jax
 import tyro
 
 from decentjax import WorkerState
-from train.checkpoint import choose, find_checkpoints, read_config, restore
+from train.checkpoint import choose, find_checkpoints, restore, saved_fields
 from train.config import Config, DistributedConfig
-from train.config_json import differences, from_json, to_json
+from train.config_json import differences, from_fields, to_json
 from train.evaluation import read_trained
 from train.finite import Check
 from train.log import warn
@@ -70,7 +70,7 @@ def saved_config(run_dir: Path, step: int | None, like: Config | None = None) ->
     path = found.steps[choose(found, run_dir, step)[0]]
     own = () if like is None else (type(like.task),)
     try:
-        config = from_json(json.dumps(read_config(path)), own)
+        config = from_fields(saved_fields(path), own)
     except ValueError as error:
         raise ValueError(
             f"{path}: {error}; where the task is a class of your own, give the config "
@@ -129,7 +129,7 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
             f"{path} has done {step} steps, more than num_steps = {config.num_steps}: "
             "give a larger --num-steps, or an earlier --step"
         )
-    saved, now = read_config(path), json.loads(to_json(config))
+    saved, now = saved_fields(path), json.loads(to_json(config))
     allowed = FREE + resume.changes
     if now["num_steps"] > saved["num_steps"]:
         allowed += ("num_steps",)

@@ -2,6 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
+import jax
+
 PLATFORMS = ("cpu", "gpu", "tpu")
 
 # Kernels are not tuned where there is no GPU.
@@ -38,19 +40,58 @@ def read_options(arguments: Sequence[str], platform: str) -> dict[str, str]:
     Raises:
       ValueError: if one has another form.
     """
-    options = {}
-    for argument in arguments:
-        name, separator, value = argument.partition("=")
-        if argument == "recommended":
-            options.update(RECOMMENDED)
-        elif separator and name.startswith("xla_"):
-            options[name] = value
-        else:
-            raise ValueError(
-                'step.xla_options takes "recommended" and xla_NAME=VALUE, '
-                f"got {argument!r}"
-            )
+    options = _given(arguments)
+    if "recommended" in arguments:
+        options = {**RECOMMENDED, **options}
     others = tuple(f"xla_{other}_" for other in PLATFORMS if other != platform)
     return {
         name: value for name, value in options.items() if not name.startswith(others)
     }
+
+
+def check_options(arguments: Sequence[str], platform: str) -> None:
+    """Compiles a program of nothing with options, whatever the job compiles.
+
+    On CPU and GPU XLA knows the options of both. Those of TPUs can be checked on a TPU
+    alone, and there no others; they pass.
+
+    Args:
+      arguments: as in the config; those recommended are known.
+      platform: that the job is on.
+
+    Raises:
+      ValueError: if XLA does not know one, or cannot read its value.
+    """
+    unknown = ("xla_cpu_", "xla_gpu_") if platform == "tpu" else "xla_tpu_"
+    options = {
+        name: value
+        for name, value in _given(arguments).items()
+        if not name.startswith(unknown)
+    }
+    if not options:
+        return
+
+    def nothing() -> int:
+        return 0
+
+    try:
+        jax.jit(nothing, compiler_options=options).lower().compile()
+    except jax.errors.JaxRuntimeError as error:
+        reason = str(error).removeprefix("INVALID_ARGUMENT: ")
+        raise ValueError(f"step.xla_options: {reason}") from error
+
+
+def _given(arguments: Sequence[str]) -> dict[str, str]:
+    """The options that are spelled out."""
+    options = {}
+    for argument in arguments:
+        name, separator, value = argument.partition("=")
+        if argument == "recommended":
+            continue
+        if not separator or not name.startswith("xla_"):
+            raise ValueError(
+                'step.xla_options takes "recommended" and xla_NAME=VALUE, '
+                f"got {argument!r}"
+            )
+        options[name] = value
+    return options

@@ -14,41 +14,39 @@ import jax
 import tyro
 from rich.console import Console
 
-from train.__main__ import load_config
 from train.advise.compare import compare
 from train.advise.setting import Flags, Setting
+from train.cli import command, load_config, show_usage
 from train.config import Config
 from train.distributed import fail_stop, leave, provide_cpu_devices, start
 
 MEASURE = "--measure"
 
 
+@command()
 def main(arguments: list[str]) -> int:
-    try:
-        if MEASURE in arguments:
-            return _measured(arguments)
+    if MEASURE in arguments:
+        return _measured(arguments)
 
-        def run(
-            flags: Annotated[Flags, tyro.conf.arg(name="")],
-            steps: int = 300,
-            seed: int = 0,
-            out: Path = Path("runs/advice"),
-        ) -> int:
-            """Predicts steps on a cluster, and advises.
+    def run(
+        flags: Annotated[Flags, tyro.conf.arg(name="")],
+        steps: int = 300,
+        seed: int = 0,
+        out: Path = Path("runs/advice"),
+    ) -> int:
+        """Predicts steps on a cluster, and advises.
 
-            Or --measure CONFIG.py, which measures where this asks.
+        Or --measure CONFIG.py, which measures where this asks.
 
-            Args:
-              flags: cluster and job.
-              steps: that are simulated.
-              seed: of the compute times.
-              out: folder for advice.json, map.svg and steps.svg.
-            """
-            return look(flags.setting(), steps, seed, out)
+        Args:
+          flags: cluster and job.
+          steps: that are simulated.
+          seed: of the compute times.
+          out: folder for advice.json, map.svg and steps.svg.
+        """
+        return look(flags.setting(), steps, seed, out)
 
-        return tyro.cli(run, prog="python -m train.advise", args=arguments)
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+    return tyro.cli(run, prog="python -m train.advise", args=arguments)
 
 
 def look(setting: Setting, steps: int, seed: int, out: Path) -> int:
@@ -80,7 +78,10 @@ def _measured(arguments: list[str]) -> int:
     rest = arguments[:place] + arguments[place + 2 :]
     following = arguments[place + 1 : place + 2]
     if not following or following[0].startswith("-"):
-        raise SystemExit("usage: python -m train.advise --measure CONFIG.py")
+        show_usage(
+            "usage: python -m train.advise --measure CONFIG.py [--field value ...]",
+            following,
+        )
     path = Path(arguments[place + 1])
     default = load_config(path)
 

@@ -1,37 +1,40 @@
 """Speed, side by side: `python -m train.bench {race,gpu,step,data,model}`."""
 
+import importlib
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import tyro
 
-from train.bench import data, gpu, model, race, step
+from train.cli import command, show_usage
 
-# Each with what runs it.
-BENCHES: dict[str, tuple[Any, Callable[[Any], int]]] = {
-    "race": (race.Race, race.main),
-    "gpu": (gpu.GpuBench, gpu.main),
-    "step": (step.StepBench, step.main),
-    "data": (data.DataBench, data.main),
-    "model": (model.ModelBench, model.main),
+# Each a file, with the class of its options. What one needs, the others may do without.
+BENCHES = {
+    "race": "Race",
+    "gpu": "GpuBench",
+    "step": "StepBench",
+    "data": "DataBench",
+    "model": "ModelBench",
 }
+USAGE = """usage: python -m train.bench {race,gpu,step,data,model} [--option value ...]
+       python -m train.bench NAME --help
+
+  race   step times on emulated clusters, beside PyTorch DDP and Decent-DP
+  gpu    a train step on one GPU, without and with the library around it
+  step   a step of one worker, beside plain optax
+  data   reading batches, beside training with them
+  model  predicted step times, beside measured ones"""
 
 
-def run() -> int:
-    kinds = {name: kind for name, (kind, _) in BENCHES.items()}
-    try:
-        bench = tyro.extras.subcommand_cli_from_dict(kinds, prog="train.bench")
-        return dict(BENCHES.values())[type(bench)](bench)
-    except PermissionError as error:
-        if error.filename is not None:
-            raise SystemExit(f"error: {error}") from error
-        raise SystemExit(
-            f"error: emulated clusters need root, for their namespaces ({error})"
-        ) from error
-    except (ValueError, OSError) as error:
-        raise SystemExit(f"error: {error}") from error
+@command()
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in BENCHES:
+        show_usage(USAGE, arguments)
+    name, *options = arguments
+    module = importlib.import_module(f"train.bench.{name}")
+    kind = getattr(module, BENCHES[name])
+    bench = tyro.cli(kind, prog=f"python -m train.bench {name}", args=options)
+    return module.main(bench)
 
 
 if __name__ == "__main__":
-    sys.exit(run())
+    sys.exit(main(sys.argv[1:]))

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from train.__main__ import load_config
 from train.bench.work import machine
 from train.build import build_in_step, build_optimizer, build_schedule, build_state
+from train.cli import load_config
 from train.config import Config
 from train.data.batches import Feed, feed
 from train.data.vocabulary import PAD

@@ -16,10 +16,10 @@ import optax
 from rich.console import Console
 
 from decentjax import accum_adamw, overlap, place, worker_mesh
-from train.__main__ import load_config
 from train.bench.gpu import ACCUM, COPY, OURS, PLAIN, UPDATE, GpuBench, Result
 from train.bench.work import Contestant
 from train.build import build_in_step, build_state, step_options
+from train.cli import load_config
 from train.config import Config, ExchangeConfig, TopologyConfig, WorkersConfig
 from train.preflight.targets import GPUS
 from train.tasks.task import Task

@@ -15,11 +15,18 @@ def graph_of(name: str, num_workers: int, per_node: int) -> Topology:
       ValueError: if it cannot have so many workers.
     """
     make: dict[str, Callable[[int], Topology]] = {
-        RING: topology.one_peer_ring,
+        RING: ring,
         AER: lambda n: topology.alternating_exponential_ring(n, per_node),
-        NODES: lambda n: topology.hierarchical(n, per_node, topology.one_peer_ring),
+        NODES: lambda n: topology.hierarchical(n, per_node, ring),
         INSIDE: lambda n: topology.hierarchical(n, per_node, topology.alone),
         EXPONENTIAL: topology.one_peer_exponential,
         COMPLETE: topology.complete,
     }
     return make[name](num_workers)
+
+
+def ring(num_workers: int) -> Topology:
+    """A ring of pairs, or for an odd number one whose workers hear both neighbours."""
+    if num_workers % 2 and num_workers > 1:
+        return topology.ring(num_workers)
+    return topology.one_peer_ring(num_workers)

@@ -42,6 +42,9 @@ STRAGGLER = " with a straggler"
 class Race:
     """Measures step times on emulated clusters, beside PyTorch DDP and Decent-DP.
 
+    Graphs that cannot have so many nodes are left out. On a ring of an odd number of
+    them each worker averages with both neighbours in a step, else with one.
+
     Args:
       clusters: each as NODESxWORKERS_PER_NODE.
       rate: of each node's link, as for `train.emulate`.
@@ -166,6 +169,11 @@ def contestants(per_node: int, peers: bool) -> dict[str, str]:
 def _course(race: Race, cluster: str, peers: bool) -> Course:
     nodes, per_node = map(int, cluster.split("x"))
     names = contestants(per_node, peers)
+    left_out = [name for name in names if not can_have(name, nodes)]
+    if left_out:
+        print(f"{cluster}, {nodes} nodes do not fit: {', '.join(left_out)}")
+    for name in left_out:
+        del names[name]
     chosen = {n: kind for n, kind in names.items() if re.search(race.only, n)}
     if not chosen:
         raise ValueError(
@@ -175,6 +183,14 @@ def _course(race: Race, cluster: str, peers: bool) -> Course:
     return Course(
         Cluster(nodes=nodes, workers_per_node=per_node, rate=race.rate), chosen
     )
+
+
+def can_have(name: str, nodes: int) -> bool:
+    """Whether the graph of a contestant can have so many nodes."""
+    _, _, graph = name.partition(": ")
+    if graph in (AER, TOPOLOGIES[AER], TOPOLOGIES[EXPONENTIAL]):
+        return nodes.bit_count() == 1
+    return name != f"Decent-DP: {TOPOLOGIES[RING]}" or nodes % 2 == 0
 
 
 def _write_json(race: Race, results: dict[str, list[Row]]) -> None:

@@ -5,7 +5,6 @@ Shapes: B sequences, T tokens, D width, H heads, K width of a head, V vocabulary
 Source: Radford et al. (2019), with the initialisation of nanoGPT.
 """
 
-import dataclasses
 import functools
 from typing import Literal
 
@@ -13,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from train.fields import checked
 from train.models.attention import Implementation, attend, check_attention
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class GPTConfig:
     """Sizes of a GPT.
 

@@ -6,17 +6,18 @@ Sources: He et al. (2016), arXiv:1512.03385; the bottleneck has its stride in th
 convolution, as Goyal et al. (2017), arXiv:1706.02677, and torchvision have it.
 """
 
-import dataclasses
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from train.fields import checked
+
 _NUM_BLOCKS = {8: (1, 1, 1), 18: (2, 2, 2, 2), 20: (3, 3, 3), 50: (3, 4, 6, 3)}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class ResNetConfig:
     """Sizes of a ResNet.
 
@@ -56,8 +57,6 @@ class ResNetConfig:
     remat: bool = False
 
     def __post_init__(self):
-        if self.depth not in _NUM_BLOCKS:
-            raise ValueError(f"depth must be 8, 18, 20 or 50, got {self.depth}")
         for name in ("num_classes", "width", "in_channels"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")

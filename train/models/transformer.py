@@ -8,7 +8,6 @@ Source: Vaswani et al. (2017), arXiv:1706.03762, computed as by torch's
 Unlike there, no attention weight is dropped: `jax.nn.dot_product_attention` cannot.
 """
 
-import dataclasses
 from typing import Literal, NamedTuple
 
 import jax
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from train.fields import checked
 from train.models.attention import Implementation, attend, check_attention
 
 _XAVIER = nnx.initializers.xavier_uniform()
@@ -24,7 +24,7 @@ Pair = tuple[jax.Array, jax.Array]
 """Keys and values, both [B, L, H, K]."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class TransformerConfig:
     """Sizes of a Transformer.
 

@@ -11,17 +11,19 @@ from typing import Annotated
 import jax
 import tyro
 
-from train.__main__ import load_config
+from train.cli import command, load_config, show_usage
 from train.config import Config
 from train.preflight.compile import prepare
 from train.preflight.report import report
 
 
+@command()
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
-        raise SystemExit(
+        show_usage(
             "usage: python -m train.preflight CONFIG.py --target TARGET --nodes N "
-            "--gpus-per-node L [--field value ...]"
+            "--gpus-per-node L [--field value ...]",
+            arguments,
         )
     path = Path(arguments[0])
     try:
@@ -63,12 +65,7 @@ def main(arguments: list[str]) -> int:
             args=arguments[1:],
             config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
         )
-    except (
-        ValueError,
-        OSError,
-        ModuleNotFoundError,
-        jax.errors.JaxRuntimeError,
-    ) as error:
+    except jax.errors.JaxRuntimeError as error:
         raise SystemExit(f"error: {error}") from error
 
 

@@ -6,12 +6,12 @@ for T4 and A40 PCIe inside, 50 Gbit/s between): say `--between-gbit` for yours.
 """
 
 import dataclasses
-import runpy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Literal
 
 from decentjax.overlap import Accelerator, Network
+from train.cli import load_value
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -274,7 +274,8 @@ def find(name: str) -> Target:
     A file is Python, and defines `target = Gpu(...)` or `Tpu(...)`.
 
     Raises:
-      ValueError: if there is none.
+      FileNotFoundError: if there is no such file.
+      ValueError: if there is no such name, or the file defines none.
     """
     generation, _, shape = name.partition(":")
     if name in GPUS:
@@ -282,15 +283,6 @@ def find(name: str) -> Target:
     if generation in TPUS and shape:
         return dataclasses.replace(TPUS[generation], name=name)
     if name.endswith(".py"):
-        if not Path(name).is_file():
-            raise ValueError(f"there is no target file {name}")
-        try:
-            target = runpy.run_path(name).get("target")
-        except Exception as error:  # Of any kind: it is the user's.
-            kind = type(error).__name__
-            raise ValueError(f"{name} is no target: {kind}: {error}") from error
-        if isinstance(target, Target):
-            return target
-        raise ValueError(f"{name} must define `target = Gpu(...)` or `Tpu(...)`")
+        return load_value(Path(name), "target", Target)
     known = ", ".join([*GPUS, *SLICES])
     raise ValueError(f"no target {name!r}: take {known}, or a file NAME.py")

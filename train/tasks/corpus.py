@@ -4,12 +4,13 @@ import dataclasses
 from pathlib import Path
 
 from train.data.pairs import read_corpus
+from train.fields import checked
 from train.models.transformer import TransformerConfig
 from train.tasks.task import Task
 from train.tasks.translation import DecodingConfig, translation
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class TranslationTask:
     """Translation of a corpus that `python -m train.prepare` has made.
 

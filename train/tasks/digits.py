@@ -1,6 +1,5 @@
 """Handwritten digits and a small ResNet with batch norm: ImageNet's task in small."""
 
-import dataclasses
 import functools
 
 import jax
@@ -8,6 +7,7 @@ import numpy as np
 
 from train.data.batches import worker_steps
 from train.data.digits import Digits, read_digits, shift_digits
+from train.fields import checked
 from train.models.resnet import ResNetConfig
 from train.tasks.classification import classifier, image_shapes
 from train.tasks.task import Headline, Task
@@ -15,7 +15,7 @@ from train.tasks.task import Headline, Task
 NUM_DRAWN = 3
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class DigitsTask:
     """Which digit is it? 1,438 images of 8 x 8 to learn from, 359 held out.
 

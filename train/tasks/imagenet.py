@@ -1,6 +1,5 @@
 """ImageNet-1K and a ResNet: crops of 176 pixels to learn from, 224 to be judged by."""
 
-import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from train.data.imagenet import Validation, imagenet_steps, open_imagenet
+from train.fields import checked
 from train.models.resnet import ResNetConfig
 from train.tasks.classification import classifier, image_shapes
 from train.tasks.task import Headline, Task
@@ -21,7 +21,7 @@ MEAN = np.array([123.675, 116.28, 103.53], np.float32)
 DEVIATION = np.array([58.395, 57.12, 57.375], np.float32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class ImageNetTask:
     """Which of 1,000 things is it? 1.28 million images to learn from, 50,000 held out.
 

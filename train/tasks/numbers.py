@@ -3,12 +3,13 @@
 import dataclasses
 
 from train.data.numbers import read_numbers
+from train.fields import checked
 from train.models.transformer import TransformerConfig
 from train.tasks.task import Task
 from train.tasks.translation import DecodingConfig, translation
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class NumbersTask:
     """Translation of number words; no number of the test set is among those to learn.
 

@@ -12,12 +12,13 @@ import numpy as np
 from train.data.batches import worker_steps
 from train.data.stdlib import read_stdlib
 from train.data.text import Windows
+from train.fields import checked
 from train.models.gpt import GPTConfig
 from train.tasks.language import language, spread, window_shape
 from train.tasks.task import Headline, Task, Totals
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class StdlibTask:
     """A byte-level GPT on the standard library.
 

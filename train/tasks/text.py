@@ -1,6 +1,5 @@
 """Language modelling of token files, as nanoGPT lays them out: OpenWebText."""
 
-import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,12 +12,13 @@ import numpy as np
 from train.data.batches import Batch, worker_steps
 from train.data.text import Windows, check_tokens, read_tokens
 from train.data.vocabulary import load_vocabulary
+from train.fields import checked
 from train.models.gpt import GPTConfig
 from train.tasks.language import language, spread, window_shape
 from train.tasks.task import Headline, Task, Totals
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class TextTask:
     """A GPT on the tokens of `train.bin` and `val.bin`.
 

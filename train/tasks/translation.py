@@ -1,6 +1,5 @@
 """Sentences in another language, by a Transformer: what the translation tasks share."""
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from train.data.batches import Batch
 from train.data.by_length import length_steps, length_validation
 from train.data.pairs import Corpus
 from train.data.vocabulary import END, START
+from train.fields import checked
 from train.models.beam import beam_search
 from train.models.transformer import Transformer, TransformerConfig
 from train.tasks.meteor import meteor
@@ -28,7 +28,7 @@ NUM_SAMPLES = 4
 TYPICAL_LENGTH = 32
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@checked
 class DecodingConfig:
     """How a translation is searched for.
 

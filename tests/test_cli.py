@@ -1,0 +1,389 @@
+"""How commands read configs and end: sentences and exit codes, never our traceback."""
+
+import dataclasses
+import errno
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import typing
+from pathlib import Path
+
+import pytest
+import tiny
+
+import train.compare
+import train.launch
+from train.__main__ import main as train_main
+from train.advise.__main__ import main as advise_main
+from train.bench.__main__ import main as bench_main
+from train.cli import CLOSED, INTERRUPTED, command, load_config, sentence
+from train.config import (
+    Config,
+    OptimizerConfig,
+    StepConfig,
+    StragglerConfig,
+    TopologyConfig,
+    WorkersConfig,
+)
+from train.config_json import from_fields, read_config, to_json
+from train.models.gpt import GPTConfig
+from train.models.resnet import ResNetConfig
+from train.models.transformer import TransformerConfig
+from train.prepare import main as prepare_main
+from train.report import read_run
+from train.tasks.corpus import TranslationTask
+from train.tasks.digits import DigitsTask
+from train.tasks.imagenet import ImageNetTask
+from train.tasks.numbers import NumbersTask
+from train.tasks.text import TextTask
+
+ROOT = Path(__file__).parent.parent
+TINY = str(ROOT / "tests" / "tiny.py")
+HEAD = """
+from train.config import *
+from train.models.gpt import GPTConfig
+from train.tasks.stdlib import StdlibTask
+task = StdlibTask(model=GPTConfig())
+"""
+
+
+def ended(error: BaseException) -> tuple[object, str]:
+    """The exit code, or its sentence, of a command that meets an error."""
+    with pytest.raises(SystemExit) as exit, command():
+        raise error
+    return exit.value.code
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (ValueError("num is 3"), "num is 3"),
+        (FloatingPointError("the loss is nan"), "the loss is nan"),
+        (FileNotFoundError("there is no a.py"), "there is no a.py"),
+        (OSError(errno.EROFS, "Read-only file system", "a/b"), "Read-only .*: 'a/b'"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (ModuleNotFoundError("No module named 'x'", name="x.y"), r".* package x\.y"),
+        (ImportError("`google-cloud-storage` must be"), "`google-cloud-storage` must"),
+    ],
+)
+def test_an_error_of_a_user_is_a_sentence(error, text):
+    assert re.match(f"error: {text}", ended(error))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TypeError("bug"),
+        KeyError("bug"),
+        RuntimeError("bug"),
+        ModuleNotFoundError("No module named 'train.x'", name="train.x"),
+        BrokenPipeError(errno.EPIPE, "Broken pipe"),  # Not of the output.
+    ],
+)
+def test_a_bug_of_ours_keeps_its_traceback(error):
+    if isinstance(error, BrokenPipeError):
+        assert ended(error) == "error: Broken pipe"
+        return
+    with pytest.raises(type(error)), command():
+        raise error
+
+
+def test_a_full_disk_and_memory_are_one_sentence():
+    """As tensorstore says it below orbax, and jax."""
+    path = "/disk/run/checkpoints/5.orbax-checkpoint-tmp"
+    disk = ValueError(
+        f'RESOURCE_EXHAUSTED: Error writing "key/0.0" in OCDBT database at local file '
+        f'"{path}/": Failed writing: "{path}/ocdbt.process_0/d/d3ac": Failed to write '
+        "384076 bytes to file 7: No space left on device [os_error_code='28']\n..."
+    )
+    assert sentence(disk) == f"No space left on device: '{path}/'"
+    memory = RuntimeError("RESOURCE_EXHAUSTED: Out of memory on GPU.\nBuffers:\n1 GiB")
+    assert sentence(memory) == "RESOURCE_EXHAUSTED: Out of memory on GPU."
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a = 1\nconfig = Config(", r"line 2: SyntaxError: '\(' was never closed"),
+        (b"config = 1\0", "SyntaxError: source code .* null bytes"),
+        (b"name = '\xe9'\n", r"SyntaxError: .*can't decode byte 0xe9"),
+        ("def f():\n  1 / 0\nf()", "line 2: ZeroDivisionError: division by zero"),
+        ("import os\nraise SystemExit(0)", "line 2: SystemExit: 0"),
+        ("import nosuch", "line 1: ModuleNotFoundError: No module named 'nosuch'"),
+        ("config = 3", r"must define `config = Config\(...\)`, got 3"),
+        (f"{HEAD}config = Config(nam='x')", "line 6: TypeError: .* argument 'nam'"),
+        (
+            f"{HEAD}config = Config(name='x', task=task, num_steps='12')",
+            "line 6: ValueError: Config.num_steps must be an integer .*, got '12'",
+        ),
+    ],
+)
+def test_a_broken_config_file_is_a_sentence_with_its_line(text, message, tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{message}"):
+        load_config(path)
+
+
+def test_a_config_that_is_no_file_is_a_sentence(tmp_path):
+    (tmp_path / "folder.py").mkdir()
+    for path in (tmp_path / "none.py", tmp_path / "folder.py"):
+        with pytest.raises(FileNotFoundError, match=f"no config file {path}"):
+            load_config(path)
+    with pytest.raises(OSError, match="File name too long"):
+        load_config(tmp_path / f"{'n' * 300}.py")
+
+
+MADE = [
+    tiny.config,
+    *(getattr(tiny.config, field.name) for field in dataclasses.fields(Config)),
+    TranslationTask(data="corpus", model=TransformerConfig()),
+    TranslationTask(data="corpus", model=TransformerConfig()).decoding,
+    DigitsTask(model=ResNetConfig()),
+    NumbersTask(model=TransformerConfig()),
+    ImageNetTask(model=ResNetConfig(num_classes=1000)),
+    TextTask(data="folder", model=GPTConfig()),
+    TransformerConfig(),
+    ResNetConfig(),
+    GPTConfig(),
+]
+CONFIGS = [config for config in MADE if dataclasses.is_dataclass(config)]
+
+
+def test_configs_of_every_class_are_checked_here():
+    """All dataclasses that a Config can hold."""
+    kinds, open_kinds = set(), [Config]
+    while open_kinds:
+        kinds.add(kind := open_kinds.pop())
+        hints = typing.get_type_hints(kind).values()
+        inner = {x for hint in hints for x in (hint, *typing.get_args(hint))}
+        open_kinds += [x for x in inner - kinds if dataclasses.is_dataclass(x)]
+    assert {type(config) for config in CONFIGS} == kinds
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: type(config).__name__)
+def test_no_field_holds_what_its_annotation_does_not(config):
+    hints = typing.get_type_hints(type(config))
+    for name, hint in hints.items():
+        wrong = [object(), [1], {}, b"a", 1j, float("nan"), float("inf"), 1e39, 10**39]
+        wrong += [None] if type(None) not in typing.get_args(hint) else []
+        wrong += ["zz"] if hint is not str and str not in typing.get_args(hint) else []
+        wrong += [True] if hint is not bool else [1]
+        wrong += [2.5, 2**31] if hint not in (float, float | None) else []
+        for value in wrong:
+            with pytest.raises(ValueError, match=rf"^{type(config).__name__}\.{name} "):
+                dataclasses.replace(config, **{name: value})
+        dataclasses.replace(config, **{name: getattr(config, name)})
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (
+            lambda: TopologyConfig(name="rign"),
+            "TopologyConfig.name must be one of 'complete', .*, got 'rign': did you "
+            "mean 'ring'?",
+        ),
+        (
+            lambda: StepConfig(message_dtype="bfloat32"),
+            "one of 'bfloat16', 'float16' or None, got 'bfloat32': did you mean 'bfl",
+        ),
+        (
+            lambda: StepConfig(xla_options="xla_a=1"),
+            "StepConfig.xla_options must be a tuple, each part a string, got 'xla_a=1'",
+        ),
+        (lambda: StragglerConfig(who=(0, "1")), "who must be a tuple, each part an i"),
+        (lambda: WorkersConfig(num_workers=True), "num_workers must be an integer of "),
+        (lambda: OptimizerConfig(learning_rate="1e-3"), "a number that float32 holds"),
+        (lambda: OptimizerConfig(learning_rate=10**400), "a number that float32 holds"),
+        (lambda: ResNetConfig(depth=34), "one of 8, 18, 20, 50, got 34"),
+    ],
+)
+def test_a_wrong_type_says_what_was_wanted_and_what_came(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_an_integer_is_taken_for_a_float():
+    assert OptimizerConfig(weight_decay=0, clip_norm=1).weight_decay == 0
+
+
+def with_fields(**changes: object) -> str:
+    return json.dumps({**json.loads(to_json(tiny.config)), **changes})
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[1, 2]", "must hold a config as a JSON object, got list"),
+        ("3", "got int"),
+        ("[" * 100_000, "is no JSON of a config: maximum recursion depth"),
+        ("{", "is no JSON of a config: Expecting property name"),
+        (b"\xff", "is no JSON of a config: 'utf-8' codec"),
+        ("{}", ": the task must be one of StdlibTask, .*, got None"),
+        (with_fields(task=3), ": the task must be one of StdlibTask, .*, got 3"),
+        (with_fields(num_steps="99"), ": Config.num_steps must be an integer"),
+        (with_fields(num_steps={}), ": Config.num_steps must be an integer"),
+        (with_fields(step=[]), r": Config.step must be a StepConfig, got \(\)"),
+        (with_fields(later={}), ": a config of another version: 'later'"),
+        (with_fields(later=1), ": a config of another version: .* argument 'later'"),
+    ],
+)
+def test_a_broken_config_of_a_run_is_a_sentence_with_its_name(text, message, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "seconds": 1, "loss": 1}\n')
+    with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{message}"):
+        read_config(path)
+    if not message.startswith(":"):  # The report has no need of the others.
+        with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{message}"):
+            read_run(tmp_path)
+
+
+def test_a_config_of_a_run_is_read_as_it_was():
+    assert from_fields(json.loads(to_json(tiny.config))) == tiny.config
+
+
+def refused(main, *arguments: object) -> str:
+    with pytest.raises(SystemExit) as exit:
+        main(list(map(str, arguments)))
+    return exit.value.code
+
+
+def test_what_the_system_refuses_is_a_sentence_with_the_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "file"
+    file.write_text("")
+    long = tmp_path / ("n" * 300)
+    at = re.escape(str(file))
+    for folder, message in [
+        (file, f"Not a directory: '{at}"),
+        (file / "run", f"Not a directory: '{at}/run"),
+        (long, f"File name too long: '{long}"),
+        ("/proc/run", "No such file or directory: '/proc/run"),
+        ("gs://bucket/run", "a folder must be in a file system of this machine"),
+    ]:
+        message = f"error: {message}"
+        assert re.match(message, refused(train_main, TINY, "--run-dir", folder))
+    text = ("text", TINY, "--vocabulary", 300, "--held-out-share", 0.5)
+    assert refused(prepare_main, *text, "--out", file / "x").endswith(f"'{file}'")
+    assert "there is no file or folder" in refused(
+        prepare_main, "text", tmp_path / "none", "--out", tmp_path / "out"
+    )
+    out = ("--out", "gs://bucket/corpus")
+    assert "must be in a file system" in refused(prepare_main, "wmt14", *out)
+    assert not Path("gs:").exists()
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (train_main, ()),
+        (train_main, ("--num-steps", "3")),
+        (train_main, (TINY, "--num-stps", "3")),
+        (train_main, (TINY, "--num-steps", "3.5")),
+        (train_main, (TINY, "--topology.name", "rign")),
+        (train_main, (TINY, "--optimizer.learning-rate", "nan")),
+        (train_main, (TINY, "--straggler.seconds", "inf")),
+        (train_main, (TINY, "--step.xla-options", "fast")),
+        (train.launch.main, ()),
+        (train.launch.main, ("--processes", "2")),
+        (train.launch.main, ("--processes", "two", TINY)),
+        (train.launch.main, ("--processes", "2", "--module", "tests", TINY)),
+        (advise_main, ()),
+        (advise_main, ("--measure",)),
+        (advise_main, ("--measure", "--nodes", "3")),
+        (bench_main, ()),
+        (bench_main, ("nosuch",)),
+        (bench_main, ("step", "--nosuch")),
+        (bench_main, ("step", "--rounds", "0")),
+        (prepare_main, ()),
+        (prepare_main, ("nosuch",)),
+        (prepare_main, ("wmt14",)),
+    ],
+)
+def test_a_wrong_command_line_ends_with_code_2(main, arguments, capsys):
+    assert refused(main, *arguments) == 2
+    assert capsys.readouterr().err
+
+
+@pytest.mark.parametrize("main", [train_main, train.launch.main, advise_main])
+def test_help_ends_with_code_0(main, capsys):
+    assert refused(main, "--help") == 0
+    assert "usage: python -m train" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--seed", 2**64), ("--num-steps", 10**18), ("--seed", 2**32)],
+)
+def test_numbers_that_jax_would_cut_are_refused(option, value):
+    """The key of a seed is that of its last 32 bits."""
+    wanted = rf"error: Config\..* must be an integer of 32 bits, got {value}$"
+    assert re.match(wanted, refused(train_main, TINY, option, value))
+
+
+def start(*arguments: str, **options) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def test_a_command_whose_output_is_closed_ends_quietly():
+    for arguments in (("-m", "train.launch", "--help"), ("-c", SPEAKING)):
+        reader, writer = os.pipe()
+        os.close(reader)
+        with start(*arguments, stdout=writer) as process:
+            os.close(writer)
+            _, errors = process.communicate()
+        assert (process.returncode, errors) == (CLOSED, "")
+
+
+# rich ends the process by itself, with another code.
+SPEAKING = """
+from rich.console import Console
+from train.cli import command
+with command():
+    for _ in range(10_000):
+        Console().print("a")
+"""
+
+
+def test_a_full_output_is_a_sentence():
+    help_of_launch = ("-m", "train.launch", "--help")
+    with open("/dev/full", "w") as full, start(*help_of_launch, stdout=full) as process:
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (1, "error: No space left on device\n")
+
+
+def test_ctrl_c_is_a_word_and_code_130_also_while_importing(tmp_path):
+    waiting = "print('now', flush=True)\nimport time\ntime.sleep(300)\n"
+    (tmp_path / "config.py").write_text(waiting)
+    (tmp_path / "tyro.py").write_text(waiting)  # Instead of the package.
+    path = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    in_main = ("-m", "train.preflight", str(tmp_path / "config.py"))
+    for arguments, env in ((in_main, None), (("-m", "train.prepare"), path)):
+        with start(*arguments, stdout=subprocess.PIPE, env=env) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "now\n"
+            process.send_signal(signal.SIGINT)
+            _, errors = process.communicate()
+        assert process.returncode == INTERRUPTED, errors
+        assert errors.splitlines()[-1] == "interrupted"
+        assert "Traceback" not in errors
+
+
+def test_a_config_that_ends_the_process_is_an_error(tmp_path):
+    path = tmp_path / "exits.py"
+    path.write_text("import sys\nsys.exit(0)\n")
+    with start("-m", "train", str(path)) as process:
+        _, errors = process.communicate()
+    assert process.returncode == 1
+    assert errors.endswith("exits.py, line 2: SystemExit: 0\n")

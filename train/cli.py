@@ -1,0 +1,197 @@
+"""What all commands share: how they read a file of Python, and how they end.
+
+An exit code is 0 where all went well, 1 where what was asked for cannot be done, 2 for
+a wrong command line, 130 after Ctrl-C, 141 where the output was closed; that of a
+process of a job is `train.distributed.FAILED`.
+"""
+
+import contextlib
+import importlib.util
+import os
+import re
+import select
+import sys
+import traceback
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from train.config import Config
+
+# As a shell has them: 128 and the number of the signal.
+INTERRUPTED, CLOSED = 130, 141
+OURS = ("decentjax", "train")
+
+
+@contextlib.contextmanager
+def command() -> Iterator[None]:
+    """What the `main` of a command runs in: it ends with a sentence and an exit code.
+
+    Only bugs of ours keep their traceback.
+    """
+    try:
+        try:
+            yield
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # Here, not at exit, where nothing catches errors.
+    except BaseException as error:
+        closed = _is_closed_output(error)
+        _drop_output()
+        if closed:
+            raise SystemExit(CLOSED) from error
+        text = sentence(error)
+        if text is None:
+            raise
+        if isinstance(error, KeyboardInterrupt):
+            print(text, file=sys.stderr)
+            raise SystemExit(INTERRUPTED) from error
+        raise SystemExit(f"error: {text}") from error
+
+
+def end_interrupted_imports() -> None:
+    """Has Ctrl-C end the process as `command` does, also before `main` runs."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if not issubclass(kind, KeyboardInterrupt):
+            return sys.__excepthook__(kind, error, trace)
+        print(sentence(error), file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED)
+
+    sys.excepthook = hook
+
+
+def sentence(error: BaseException) -> str | None:
+    """Returns what an error says to a user, or None for a bug of ours."""
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if "RESOURCE_EXHAUSTED" in str(error):  # jax's, or tensorstore's: pages.
+        return _exhausted(str(error))
+    if isinstance(error, OSError):
+        if error.errno is None:
+            return str(error)
+        where = "" if error.filename is None else f": {os.fspath(error.filename)!r}"
+        return f"{error.strerror}{where}"
+    if isinstance(error, ImportError):
+        name = error.name or ""
+        if name.partition(".")[0] in OURS:
+            return None
+        missing = isinstance(error, ModuleNotFoundError) and name
+        return f"this needs the package {name}: install it" if missing else str(error)
+    if isinstance(error, ValueError | FloatingPointError):
+        return str(error)
+    return None
+
+
+def show_usage(usage: str, arguments: list[str]) -> NoReturn:
+    """Prints how a command is used: asked for, or as the command line was wrong."""
+    if "--help" in arguments or "-h" in arguments:
+        print(usage)
+        raise SystemExit(0)
+    print(usage, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def load_config(path: Path) -> "Config":
+    """Returns the `config` of a config file, a file of Python.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: it holds no config; where it fails itself, with the line.
+    """
+    from train.config import Config  # It takes seconds, and not all commands need it.
+
+    return load_value(path, "config", Config)
+
+
+def load_value(path: Path, name: str, kind: Any) -> Any:
+    """Returns what a file of Python calls `name`, of one kind or of several.
+
+    Raises:
+      FileNotFoundError: there is no such file.
+      ValueError: that is no `kind`, or the file fails, with the line where it does.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(f"there is no {name} file {path}")
+    if path.suffix != ".py":
+        raise ValueError(f"a {name} file is Python, NAME.py, got {path}")
+    spec = importlib.util.spec_from_file_location(f"{name} of {path.stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # Where a class of the file is looked for.
+    try:
+        spec.loader.exec_module(module)
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # sys.exit() too: it is not the end of a run.
+        what = f"{type(error).__name__}: {_text(error)}"
+        raise ValueError(f"{path}{_line(path, error)}: {what}") from error
+    value = getattr(module, name, None)
+    if not isinstance(value, kind):
+        kinds = typing.get_args(kind) or (kind,)
+        wanted = " or ".join(f"`{name} = {one.__name__}(...)`" for one in kinds)
+        raise ValueError(f"{path} must define {wanted}, got {value!r}")
+    return value
+
+
+def check_folder(path: Path) -> None:
+    """Refuses addresses of another kind, which `Path` takes for folders here.
+
+    Raises:
+      ValueError: it is like gs://bucket/run.
+    """
+    if found := re.match(r"(\w+):/", str(path)):
+        raise ValueError(
+            f"a folder must be in a file system of this machine, got {path}: "
+            f"mount what {found[1]}:// stands for, and give the path"
+        )
+
+
+def _text(error: BaseException) -> str:
+    return error.msg if isinstance(error, SyntaxError) else str(error)
+
+
+def _line(path: Path, error: BaseException) -> str:
+    """The last line of the file that the error has come through."""
+    if isinstance(error, SyntaxError) and error.filename == str(path):
+        return f", line {error.lineno}"
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def _exhausted(text: str) -> str:
+    """The reason among the many words of such an error."""
+    file = re.search(r'file "([^"]+)"', text)
+    full = re.search(r"No space left on device|Disk quota exceeded", text)
+    return f"{full[0]}: {file[1]!r}" if full and file else text.partition("\n")[0]
+
+
+def _is_closed_output(error: BaseException) -> bool:
+    """Whether it comes of a reader of the output that has gone, as `| head` does."""
+    if isinstance(error, SystemExit):  # By which rich ends the process then.
+        return error.code == 1 and isinstance(error.__context__, BrokenPipeError)
+    return isinstance(error, BrokenPipeError) and (
+        _is_closed(sys.stdout) or _is_closed(sys.stderr)
+    )
+
+
+def _is_closed(stream: object) -> bool:
+    poll = select.poll()
+    try:
+        poll.register(stream, 0)  # pyright: ignore[reportArgumentType]
+    except (AttributeError, OSError, TypeError, ValueError):  # A file in memory.
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
+def _drop_output() -> None:
+    """Has Python flush at exit, which sets the exit code, into a file that is open."""
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        try:
+            stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
