@@ -260,7 +260,7 @@ def test_what_the_system_refuses_is_a_sentence_with_the_path(tmp_path, monkeypat
     long = tmp_path / ("n" * 300)
     at = re.escape(str(file))
     for folder, message in [
-        (file, f"Not a directory: '{at}"),
+        (file, f"{at} is a file: a run needs a folder of its own"),
         (file / "run", f"Not a directory: '{at}/run"),
         (long, f"File name too long: '{long}"),
         ("/proc/run", "No such file or directory: '/proc/run"),

@@ -30,11 +30,13 @@ def lock(run_dir: Path) -> Iterator[None]:
     The kernel gives the lock free when the process ends, however it does.
 
     Raises:
-      ValueError: if another job trains in that folder.
+      ValueError: if another job trains in that folder, or it is a file.
     """
     if jax.process_index() > 0:
         yield
         return
+    if run_dir.is_file():
+        raise ValueError(f"{run_dir} is a file: a run needs a folder of its own")
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / "lock").open("a+") as file:
         try:

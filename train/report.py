@@ -318,7 +318,7 @@ def _configs_section(runs: list[Run]) -> Section:
             f"<ul>{items}</ul>"
         )
     lines += [
-        _note(run, row) for run in runs for row in run.rows if _NOTES & row.keys()
+        _note(run, row) for run in runs for row in run.rows if NOTES & row.keys()
     ]
     config = html.escape(json.dumps(runs[0].config, indent=2))
     lines.append(
