@@ -138,8 +138,8 @@ def _test(a: Entry, b: Entry, name: str) -> _Test:
     result: Any = (
         stats.ttest_rel(x, y) if is_paired else stats.ttest_ind(x, y, equal_var=False)
     )
-    interval = tuple(map(float, result.confidence_interval(1 - LEVEL)))
-    return _Test(difference, interval, float(result.pvalue), kind)
+    low, high = result.confidence_interval(1 - LEVEL)
+    return _Test(difference, (low, high), float(result.pvalue), kind)
 
 
 def _statement(
