@@ -473,12 +473,14 @@ def test_from_matrix_is_within_1e6_of_a_matrix_with_noise(n):
         try:
             graph = topology.from_matrix(matrix)
         except ValueError:  # What is almost off by too much may be refused as well.
-            assert off > 2e-7
+            assert off > 5e-7
             continue
         (made,) = topology.matrices(graph)
         assert abs(made - matrix).max() <= 1e-6
-        # What was right to rounding stays so, and what was not moves by little more.
-        assert abs(made - matrix).max() <= max(1e-12, 4 * off)
+        # What was right to rounding stays so, and what was not moves by little more:
+        # once its sums are right to 1e-12, entries may move by 2 N of those.
+        rounding = 1e-12 + 2 * n * min(off, 1e-12)
+        assert abs(made - matrix).max() <= 2 * off + rounding
         assert not made[matrix == 0].any()
         np.testing.assert_allclose(made.sum(0), 1, rtol=0, atol=1e-12)
         np.testing.assert_allclose(made.sum(1), 1, rtol=0, atol=1e-12)
