@@ -253,7 +253,9 @@ def test_one_seed_or_one_config_is_not_tested():
 
 def test_configs_of_one_task_start_and_read_alike_seed_by_seed():
     """All losses at a learning rate of nothing: of the initial model, in data order."""
-    optimizer = dataclasses.replace(TINY.optimizer, learning_rate=1e-30)
+    optimizer = dataclasses.replace(
+        TINY.optimizer, learning_rate=1e-30, final_learning_rate=1e-30
+    )
     still = dataclasses.replace(TINY, optimizer=optimizer)
     other = dataclasses.replace(
         still,
@@ -271,7 +273,7 @@ def test_configs_of_one_task_start_and_read_alike_seed_by_seed():
     [
         ("topology", {"name": "ring"}, True),
         ("optimizer", {"learning_rate": 0.5}, True),
-        ("workers", {"num_workers": 6}, False),
+        ("workers", {"num_workers": 8}, False),
         ("step", {"batch_per_worker": 1}, False),
         ("step", {"num_micro_batches": 2}, False),
         ("task", {"num_eval_windows": 4}, False),

@@ -1,15 +1,15 @@
 """The table, the statements and the figure of a comparison.
 
-Which test: seed k starts every config of one task and one number of workers from the
-same model, on the same order of the data, so the scores of two such configs come in
-pairs, and the paired t-test is the one whose error rate is what it says. Welch's takes
-the scores as independent: by simulation of three seeds at 5 %, it finds 1.4 % where
-there is nothing to find and the pairs correlate by 0.5, and 7.4 % where they correlate
-by -0.5; the paired test finds 5 % either way. The price is power: the paired test has
-2 degrees of freedom of three seeds, Welch's up to 4, and below a correlation of 0.5
-Welch's finds more of what is there. The remedy is more seeds, not another test. An
-error pooled over all configs would have more degrees of freedom, but wants one spread
-for all, and the spreads of configs differ tenfold.
+Which test: seed k gives all configs of one task and one number of workers the same
+initial model and the same order of the data, so the scores of two such configs come in
+pairs. The paired t-test keeps its error rate whatever the correlation of the pairs;
+Welch's assumes that there is none. Simulated with three seeds at the level of 5 %,
+without a true difference, Welch's test finds one in 1.4 % of all cases where the
+correlation is 0.5 and in 7.4 % where it is -0.5, the paired test in 5 % of both. The
+price is power: with three seeds the paired test has 2 degrees of freedom, Welch's up
+to 4, and below a correlation of 0.5 Welch's test finds more true differences. More
+seeds mend that; another test would not be honest. An error pooled over all configs has
+more degrees of freedom, but assumes equal spreads, and those of configs differ tenfold.
 
 Sources: Zimmerman (1997), A note on interpretation of the paired-samples t test; de
 Winter (2013), Using the Student's t-test with extremely small sample sizes; Boik
