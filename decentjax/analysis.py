@@ -11,7 +11,7 @@ from decentjax.exchange import (
     Topology,
     apply,
     matrices,
-    rounds_of,
+    messages_of,
 )
 
 
@@ -132,13 +132,7 @@ def _between_links(
 ) -> list[tuple[int, int, float, int]]:
     if isinstance(between, Groups):
         return _mean_links(between.members, model)
-    _, rounds = rounds_of(between)
-    return [
-        (sender, receiver, model, 1)
-        for round_ in rounds
-        for receiver, sender in enumerate(round_.sources)
-        if sender >= 0
-    ]
+    return [(*pair, model, 1) for pair in messages_of(between).T.tolist()]
 
 
 def _mean_links(groups, model: float) -> list[tuple[int, int, float, int]]:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decentjax.contention import seats, share
-from decentjax.exchange import Exchange, Groups, Permutations, Topology
+from decentjax.exchange import Exchange, Groups, Topology, messages_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -152,7 +152,7 @@ def plan(cluster: Cluster, exchange: Exchange) -> tuple[Stage, ...]:
         size = len(groups)
         middle = _ring(cluster, groups, 2 * (1 - 1 / size) / local, 2 * (size - 1))
     else:
-        pairs = _spread(_edges(between), local)
+        pairs = _spread(messages_of(between), local)
         middle = Stage(pairs, 1 / local, 1, _kinds(cluster, *pairs))
     if local == 1:
         return (middle,)
@@ -262,15 +262,6 @@ def _deliver(
             np.maximum.at(free, cards, sent)
         through[kind.chosen] = sent + stage.rounds * kind.latency
     return through.reshape(-1, len(begun)).max(0)
-
-
-def _edges(between: Permutations) -> np.ndarray:
-    """Sender and receiver of each message, [2, M]."""
-    sources = np.array(between.sources)
-    receivers = np.broadcast_to(np.arange(between.size), sources.shape)
-    moving = sources != receivers
-    code = np.unique(sources[moving] * between.size + receivers[moving])
-    return np.stack(np.divmod(code, between.size))
 
 
 def _spread(nodes: np.ndarray, local: int) -> np.ndarray:

@@ -188,6 +188,15 @@ class Round:
     weights: tuple[float, ...]
 
 
+def messages_of(between: Permutations) -> np.ndarray:
+    """Returns sender and receiver of each message, [2, M], in the order of senders.
+
+    An edge of weight 0 carries none.
+    """
+    edges = _edges(apply(Exchange(between), np.eye(between.size)))
+    return np.stack(np.nonzero(edges.T))
+
+
 @functools.lru_cache(maxsize=256)
 def rounds_of(between: Permutations) -> tuple[tuple[float, ...], tuple[Round, ...]]:
     """Returns the weight of a worker's own model, and the fewest rounds of messages.
@@ -196,8 +205,7 @@ def rounds_of(between: Permutations) -> tuple[tuple[float, ...], tuple[Round, ..
     """
     matrix = apply(Exchange(between), np.eye(between.size))
     own = tuple(np.diag(matrix).tolist())
-    edges = matrix > 0
-    np.fill_diagonal(edges, False)
+    edges = _edges(matrix)
     if not edges.any():
         return own, ()
     moving = [s for s in between.sources if any(i != j for i, j in enumerate(s))]
@@ -213,3 +221,8 @@ def rounds_of(between: Permutations) -> tuple[tuple[float, ...], tuple[Round, ..
         )
         for sources in rounds
     )
+
+
+def _edges(matrix: np.ndarray) -> np.ndarray:
+    """Whether worker i receives from worker j, [N, N]."""
+    return (matrix > 0) & ~np.eye(len(matrix), dtype=bool)

@@ -29,6 +29,9 @@ class Array(NamedTuple):
         return math.prod(self.dims) * BITS.get(self.dtype, 8) / 8
 
 
+CONTEXT = Array("u32", ())  # Of a start that goes on, beside its arrays.
+
+
 class Instruction(NamedTuple):
     """One line of a computation.
 
@@ -84,7 +87,8 @@ def parse(text: str) -> Module:
     """Reads a program, as `compiled.as_text()` writes it.
 
     Raises:
-      ValueError: if there is no program in the text, or it is not yet scheduled.
+      ValueError: if there is no program in the text, it is not yet scheduled, or a line
+        of a computation is no instruction.
     """
     head, _, _ = text.partition("\n")
     if not head.startswith("HloModule") or "is_scheduled=true" not in head:
@@ -98,9 +102,11 @@ def parse(text: str) -> Module:
         if header := re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line):
             name, instructions = header[2], {}
             entry = name if header[1] else entry
-        elif line.startswith("}"):
+        elif name and line.startswith("}"):
             computations[name] = Computation(instructions, next(reversed(instructions)))
-        elif instruction := _instruction(line):
+            name = ""
+        elif name:
+            instruction = _instruction(line)
             instructions[instruction.name] = instruction
     counts = re.findall(r"(?:num_partitions|replica_count)=(\d+)", head)
     return Module(computations[entry], computations, math.prod(map(int, counts)))
@@ -110,6 +116,13 @@ def trip_count(loop: Instruction) -> int | None:
     """How often the body of a `while` runs, where the compiler knows."""
     found = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
     return int(found[1]) if found else None
+
+
+def tuple_index(instruction: Instruction) -> int:
+    """Which part of a tuple a `get-tuple-element` takes."""
+    found = re.search(r"\bindex=(\d+)", instruction.attributes)
+    assert found is not None, f"{instruction.name} has no index"
+    return int(found[1])
 
 
 def groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
@@ -140,11 +153,14 @@ def groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
     return _as_groups(last.reshape(-1, size))
 
 
-def _instruction(line: str) -> Instruction | None:
+def _instruction(line: str) -> Instruction:
     line = re.sub(r"/\*.*?\*/", "", line)
     match = re.match(r"\s+(?:ROOT )?%?([\w.\-]+) = (.*?) ([a-z][\w\-]*)\((.*)", line)
     if match is None:
-        return None
+        raise ValueError(
+            "wanted an instruction in each line of a computation, as in `%name = "
+            f"f32[8]{{0}} opcode(%operand)`, got {line.strip()[:80]!r}"
+        )
     name, arrays, opcode, rest = match.groups()
     end = _closing(rest)
     operands, attributes = rest[:end], rest[end + 1 :]

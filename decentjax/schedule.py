@@ -5,7 +5,7 @@ import functools
 import itertools
 import math
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,21 @@ KINDS = (
 
 NESTING = ("async-start", "call", "call-start", "conditional", "while")
 
+# They pass a value on: what a start made may reach its end through them.
+PASSING = {
+    "add-dependency",
+    "async-update",
+    "bitcast",
+    "copy",
+    "copy-done",
+    "copy-start",
+    "domain",
+    "get-tuple-element",
+    "opt-barrier",
+    "reshape",
+    "tuple",
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Collective:
@@ -41,7 +56,7 @@ class Collective:
       calls: in a step; trips of its loop, 1/B in one of B branches of a conditional.
       start: its place in the schedule of its computation.
       end: the place at which it is waited for; that of its start, if it is not
-        asynchronous.
+        asynchronous or its end was not found.
       beside: what runs between, per call.
       in_conditional: whether it stands in a branch.
       in_loop: whether it stands in a loop.
@@ -98,12 +113,16 @@ class Schedule:
       num_devices: that run it.
       uncounted: names of loops whose trips the compiler does not know, so that they
         count once, and of sends and receives, which are not read.
+      unpaired: names of collectives whose end was not found, or which stand in a
+        computation that no instruction is known to run. They count as sent, and as not
+        covered.
     """
 
     ops: tuple[Op, ...]
     collectives: tuple[Collective, ...]
     num_devices: int
     uncounted: tuple[str, ...]
+    unpaired: tuple[str, ...]
 
     @property
     def work(self) -> Work:
@@ -168,12 +187,14 @@ def read(
             f"{math.prod(axes.values())}"
         )
     reader = _Reader(module, axes)
-    ops = reader.ops(module.entry, _Place(1, False, False))
+    place = _Place(1, False, False)
+    ops = reader.ops(module.entry, place) + reader.ops_of_the_rest(place)
     return Schedule(
         ops,
         tuple(reader.collectives),
         module.num_devices,
         tuple(reader.uncounted),
+        tuple(reader.unpaired),
     )
 
 
@@ -214,64 +235,68 @@ class _Place(NamedTuple):
 
 
 class _Reader:
-    """Walks the computations of a program and collects its collectives."""
+    """Walks the computations of a program and collects its collectives.
+
+    A collective blocks until its end is found, so that none is lost: not one that ends
+    in another computation, nor one that has no end.
+    """
 
     def __init__(self, module: Module, axes: dict[str, int]):
         self._module = module
         self._axes = axes
         self.collectives: list[Collective] = []
         self.uncounted: list[str] = []
+        self.unpaired: list[str] = []
 
     def ops(self, computation: Computation, place: _Place) -> tuple[Op, ...]:
         ops: list[Op] = []
-        started: dict[str, int] = {}  # The place of each start, by its name.
+        started: dict[str, list[int]] = {}  # Places of what each start started.
         for instruction in computation.instructions.values():
             name, opcode = instruction.name, instruction.opcode
-            if opcode in KINDS:
-                self._block(computation, instruction, ops, place)
-            elif self._is_start(instruction):
-                started[name] = len(ops)
-                ops.append(Op(name, NOTHING))
-            elif opcode.endswith("-update"):
-                if instruction.operands[0] in started:
-                    started[name] = started.pop(instruction.operands[0])
+            if found := self._collectives_of(computation, instruction):
+                places = [self._block(*each, ops, place) for each in found]
+                if _is_asynchronous(instruction):
+                    started[name] = places
             elif opcode.endswith("-done"):
-                at = started.pop(instruction.operands[0], None)
-                if at is not None:
-                    start = computation.instructions[ops[at].name]
-                    if '"is_sync":true' not in start.attributes:
-                        ops.append(Op(name, NOTHING))
-                    self._wait(computation, start, instruction, ops, at, place)
+                start = _start_of(computation, instruction, started)
+                for at in started.pop(start, ()):
+                    self._end(at, name, ops)
             elif opcode in NESTING:
                 ops.append(self._nested(instruction, place))
-            else:
+            elif opcode != "async-update":
                 if opcode in ("send", "recv"):
                     self.uncounted.append(name)
-                for body in self._module.called(instruction):
-                    self._block_inside(body, ops, place)
+                self._block_inside(instruction, ops, place)
                 work = work_of(self._module, computation, instruction)
                 if work != NOTHING:
                     ops.append(Op(name, work))
+        self.unpaired += [ops[at].name for places in started.values() for at in places]
         return tuple(ops)
 
-    def _block(
-        self,
-        computation: Computation,
-        instruction: Instruction,
-        ops: list[Op],
-        place: _Place,
-    ) -> None:
-        """Adds a collective that starts and ends in one place."""
-        ops.append(Op(instruction.name, NOTHING))
-        self._wait(computation, instruction, instruction, ops, len(ops) - 1, place)
+    def ops_of_the_rest(self, place: _Place) -> tuple[Op, ...]:
+        """Those of collectives to which no walk from the entry has led."""
+        ops: list[Op] = []
+        seen = {collective.name for collective in self.collectives}
+        for computation in self._module.computations.values():
+            for instruction in computation.instructions.values():
+                for each in self._collectives_of(computation, instruction):
+                    if each[1].name not in seen:
+                        seen.add(each[1].name)
+                        self.unpaired.append(each[1].name)
+                        self._block(*each, ops, place)
+        return tuple(ops)
 
-    def _block_inside(self, body: Computation, ops: list[Op], place: _Place) -> None:
-        """Adds the collectives of a fusion, as those that block."""
-        for instruction in body.instructions.values():
-            if instruction.opcode in KINDS:
-                self._block(body, instruction, ops, place)
-            elif instruction.opcode == "fusion":
-                for inner in self._module.called(instruction):
+    def _block_inside(
+        self, instruction: Instruction, ops: list[Op], place: _Place
+    ) -> None:
+        """Adds the collectives of a fusion, or the like, as those that block."""
+        for body in self._module.called(instruction):
+            for inner in body.instructions.values():
+                found = self._collectives_of(body, inner)
+                places = [self._block(*each, ops, place) for each in found]
+                if _is_asynchronous(inner):
+                    self.unpaired += [ops[at].name for at in places]
+                if not found:
                     self._block_inside(inner, ops, place)
 
     def _nested(self, instruction: Instruction, place: _Place) -> Op:
@@ -293,59 +318,107 @@ class _Reader:
         work = _sum(op.work for body in inside for op in body).times(repeats)
         return Op(instruction.name, work, bodies=inside, repeats=repeats)
 
-    def _is_start(self, instruction: Instruction) -> bool:
-        kind, _, suffix = instruction.opcode.rpartition("-")
-        if instruction.opcode == "async-start":
-            return self._wrapped(instruction) is not None
-        return suffix == "start" and kind in KINDS
+    def _collectives_of(
+        self, computation: Computation, instruction: Instruction
+    ) -> list[tuple[Computation, Instruction]]:
+        """Those that an instruction is or starts, each where it stands."""
+        if instruction.opcode.removesuffix("-start") in KINDS:
+            return [(computation, instruction)]
+        if instruction.opcode != "async-start":
+            return []
+        return [
+            (body, inner)
+            for body in self._module.called(instruction)
+            for inner in body.instructions.values()
+            if inner.opcode in KINDS
+        ]
 
-    def _wrapped(self, instruction: Instruction) -> Instruction | None:
-        """The collective that an `async-start` starts."""
-        for computation in self._module.called(instruction):
-            for inner in computation.instructions.values():
-                if inner.opcode in KINDS:
-                    return inner
-        return None
-
-    def _wait(
+    def _block(
         self,
         computation: Computation,
-        start: Instruction,
-        done: Instruction,
+        collective: Instruction,
         ops: list[Op],
-        at: int,
         place: _Place,
-    ) -> None:
-        """Adds a collective, which the last op waits for, or that of its start."""
-        number = len(self.collectives)
-        end = len(ops) - 1 if ops[-1].name == done.name else at
-        ops[at] = dataclasses.replace(ops[at], starts=number)
-        ops[end] = dataclasses.replace(ops[end], ends=number)
-        collective = self._wrapped(start) if start.opcode == "async-start" else start
-        assert collective is not None
-        kind = collective.opcode.removesuffix("-start")
+    ) -> int:
+        """Adds a collective that starts and ends in one place, and returns that."""
+        at, number = len(ops), len(self.collectives)
+        ops.append(Op(collective.name, NOTHING, starts=number, ends=number))
         groups = hlo.groups(collective.attributes, self._module.num_devices)
         op_name = re.search(r'op_name="([^"]*)"', collective.attributes)
-        operands = computation.operands(start)
-        if kind == "ragged-all-to-all":  # The others say where the pieces go.
-            operands = operands[:1]
-        read = sum(operand.num_bytes for operand in operands)
         self.collectives.append(
             Collective(
-                name=start.name,
-                kind=kind,
+                name=collective.name,
+                kind=collective.opcode.removesuffix("-start"),
                 axes=_axes_along(groups, self._axes),
                 groups=groups,
-                num_bytes=max(read, done.num_bytes),
+                num_bytes=_num_bytes(computation, collective),
                 calls=place.calls,
                 start=at,
-                end=end,
-                beside=_sum(op.work for op in ops[at + 1 : end]),
+                end=at,
+                beside=NOTHING,
                 in_conditional=place.in_conditional,
                 in_loop=place.in_loop,
                 op_name=op_name[1] if op_name else "",
             )
         )
+        return at
+
+    def _end(self, at: int, name: str, ops: list[Op]) -> None:
+        """Has the collective that starts at a place end here."""
+        number = ops[at].starts
+        assert number is not None
+        beside = _sum(op.work for op in ops[at + 1 :])
+        ops[at] = dataclasses.replace(ops[at], ends=None)
+        ops.append(Op(name, NOTHING, ends=number))
+        self.collectives[number] = dataclasses.replace(
+            self.collectives[number], end=len(ops) - 1, beside=beside
+        )
+
+
+def _is_asynchronous(instruction: Instruction) -> bool:
+    is_start = instruction.opcode.endswith("-start")
+    return is_start and '"is_sync":true' not in instruction.attributes
+
+
+def _start_of(
+    computation: Computation,
+    value: Instruction,
+    starts: Container[str],
+    path: tuple[int, ...] = (),
+) -> str:
+    """The start whose result an instruction ends or passes on; "" where none is found.
+
+    Args:
+      computation: of both.
+      value: an end, or what stands between.
+      starts: names of those that have not ended.
+      path: which part of a tuple is meant, and of that which part.
+    """
+    if value.name in starts:
+        return value.name
+    operands = computation.operands(value)
+    if value.opcode == "tuple" and not path:
+        found = {_start_of(computation, each, starts) for each in operands} - {""}
+        return found.pop() if len(found) == 1 else ""
+    is_end = value.opcode.endswith("-done")
+    if not operands or not (is_end or value.opcode in PASSING):
+        return ""
+    if value.opcode == "get-tuple-element":
+        path = hlo.tuple_index(value), *path
+    if value.opcode == "tuple":
+        return _start_of(computation, operands[path[0]], starts, path[1:])
+    return _start_of(computation, operands[0], starts, path)
+
+
+def _num_bytes(computation: Computation, collective: Instruction) -> float:
+    """Of the larger of what a collective reads and what it makes."""
+    operands = [operand.num_bytes for operand in computation.operands(collective)]
+    made = sum(array.num_bytes for array in collective.arrays if array != hlo.CONTEXT)
+    if collective.opcode.endswith("-start"):
+        made -= sum(operands)  # Most starts pass on what they read.
+    if collective.opcode.startswith("ragged-all-to-all"):
+        operands = operands[:1]  # The others say where the pieces go.
+    return max(sum(operands), made)
 
 
 def _sum(works: Iterator[Work]) -> Work:

@@ -15,6 +15,7 @@ from decentjax.exchange import (
     Groups,
     Permutations,
     Topology,
+    apply,
     matrices,
 )
 from decentjax.matching import birkhoff
@@ -43,6 +44,9 @@ __all__ = [
     "star",
     "torus",
 ]
+
+
+TOLERANCE = 1e-6  # Of the sums of a given matrix, and of its entries.
 
 
 def alone(num_workers: int) -> Topology:
@@ -289,12 +293,22 @@ def hierarchical(
 def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Topology:
     """The topology whose only exchange has the given mixing matrix.
 
+    Its matrix is doubly stochastic, has no edge that the given one has not, and equals
+    that to 1e-6 in each entry; to rounding where the given one is doubly stochastic to
+    rounding. Sums may be off as those of float32 are: rows and columns are scaled in
+    turn.
+
     Args:
-      matrix: shape [N, N], doubly stochastic; row i is what worker i ends up with.
+      matrix: shape [N, N], doubly stochastic to 1e-6; row i is what worker i ends up
+        with.
       name: for people.
 
     Raises:
-      ValueError: if the matrix is not doubly stochastic, and in which row or column.
+      ValueError: if the matrix is not doubly stochastic, and in which row or column; or
+        if no such exchange is found that is within 1e-6 of it.
+
+    Source: Sinkhorn and Knopp (1967), Concerning nonnegative matrices and doubly
+    stochastic matrices.
     """
     return _topology(name, _from_matrix(np.asarray(matrix, np.float64)))
 
@@ -356,13 +370,32 @@ def _from_matrix(matrix: np.ndarray) -> Permutations:
     for axis, line in ((1, "row"), (0, "column")):
         sums = matrix.sum(axis)
         worst = int(np.abs(sums - 1).argmax())
-        if abs(sums[worst] - 1) > 1e-6:
+        if abs(sums[worst] - 1) > TOLERANCE:
             raise ValueError(
                 "a mixing matrix is doubly stochastic: each row and column sums to "
                 f"one, but {line} {worst} sums to {sums[worst]:.9g}"
             )
-    sources, weights = birkhoff(matrix)
-    return Permutations(tuple(sources), tuple(weights))
+    sources, weights = birkhoff(_scaled(matrix))
+    made = Permutations(tuple(sources), tuple(weights))
+    away = np.abs(apply(Exchange(made), np.eye(len(matrix))) - matrix)
+    if away.max() > TOLERANCE:
+        i, j = np.unravel_index(away.argmax(), away.shape)
+        raise ValueError(
+            "a mixing matrix is doubly stochastic: rows and columns of this sum to "
+            f"one to {TOLERANCE}, but what comes nearest to it along its edges is off "
+            f"by {away.max():.2g} at [{i}, {j}]; compute it in float64"
+        )
+    return made
+
+
+def _scaled(matrix: np.ndarray) -> np.ndarray:
+    """Rows and columns divided by their sums in turn, until these are one to 1e-12."""
+    for turn in range(200):
+        sums = matrix.sum(1 - turn % 2, keepdims=True)
+        if np.abs(matrix.sum(0) - 1).max() < 1e-12 > np.abs(matrix.sum(1) - 1).max():
+            break
+        matrix = matrix / sums
+    return matrix
 
 
 def _from_edges(num_workers: int, edges: Edges) -> Permutations | Groups:

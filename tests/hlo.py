@@ -57,6 +57,17 @@ def computations(text: str) -> dict[str, list[Instruction]]:
     return found
 
 
+def collective_names(text: str) -> list[str]:
+    """Of all instructions that are or start a collective, by their opcodes alone."""
+    kinds = (*KINDS, "collective-broadcast", "ragged-all-to-all")
+    opcodes = [f" {kind}{suffix}(" for kind in kinds for suffix in ("", "-start")]
+    return [
+        line.split(" = ")[0].split()[-1].lstrip("%")
+        for line in text.splitlines()
+        if " = " in line and any(opcode in line for opcode in opcodes)
+    ]
+
+
 def collectives(text: str, num_devices: int) -> list[Collective]:
     return [
         _collective(instruction, num_devices)

@@ -11,11 +11,11 @@ import tiny
 from scipy import stats
 
 from train.compare import compare
-from train.compare_report import Entry, statements, table
+from train.compare_report import Entry, holm, statements, table
 from train.config import LogConfig, TopologyConfig, WorkersConfig
 from train.log import read_metrics
 from train.loop import train
-from train.seeds import SeedsOutcome, train_seeds
+from train.seeds import SeedsOutcome, draws_of, train_seeds
 from train.tasks.task import Headline
 
 TINY = dataclasses.replace(tiny.config, num_steps=6)
@@ -27,12 +27,17 @@ def outcome(scores, **changes):
     made = SeedsOutcome(
         seconds=1.0,
         losses=[(1, [2.0] * len(scores)), (2, scores)],
+        training_loss=scores,
         evaluations=[(2, {"loss": scores})],
         judged={},
         workers={"loss": [[score, score + 1] for score in scores]},
         consensus_distance=[0.5] * len(scores),
     )
     return made._replace(**changes)
+
+
+def entry(name, scores, draws=None) -> Entry:
+    return Entry(name, outcome(scores), draws)
 
 
 def nobody(step: int, words: str) -> None:
@@ -58,6 +63,8 @@ def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
         losses = np.array([row["loss"] for row in rows if "loss" in row])
         got = [values[k] for _, values in together.losses]
         np.testing.assert_allclose(got, losses.reshape(-1, 2).mean(1), rtol=1e-4)
+        # A tenth of six steps is the last one.
+        np.testing.assert_allclose(together.training_loss[k], losses[-1], rtol=1e-4)
         last = [row for row in rows if "mean_model" in row][-1]
         (name,) = last["mean_model"]
         _, scores = together.evaluations[-1]
@@ -108,6 +115,7 @@ def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
         assert f"| {name} |" in first
     assert "<svg" in (tmp_path / "compare.svg").read_text()
     assert (tmp_path / "compare.md").read_text() in first
+    assert ", paired)" in first
     compare((TINY_FILE,), **options)
     again = capsys.readouterr().out
     assert all(f"{name}: from {tmp_path / name}.json" in again for name in names)
@@ -116,6 +124,14 @@ def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     with pytest.raises(ValueError, match="no score bleu; there are: bits_per_byte, tr"):
         compare((TINY_FILE,), **options, score="bleu")
     capsys.readouterr()
+    # What an earlier version kept, with other results, is trained again.
+    path = tmp_path / f"{names[0]}.json"
+    kept = json.loads(path.read_text())
+    del kept["outcome"]["training_loss"]
+    path.write_text(json.dumps(kept))
+    compare((TINY_FILE,), **options)
+    again = capsys.readouterr().out
+    assert [f"{name}: from" in again for name in names] == [False, True]
     compare((TINY_FILE,), **{**options, "first_seed": 1})
     assert f"from {tmp_path}" not in capsys.readouterr().out
 
@@ -154,9 +170,34 @@ def test_a_field_or_value_that_is_none_is_named(vary, tmp_path, capsys):
     assert vary[0 if vary[0] == "no.such" else 1] in capsys.readouterr().err
 
 
+# Hours of sleep that two drugs gave ten people: Student (1908), The probable error of
+# a mean. R's `t.test` on `sleep`: paired t = -4.0621, p = 0.002833, 0.7001 to 2.4599;
+# Welch's p = 0.07939.
+DEXTRO = [0.7, -1.6, -0.2, -1.2, -0.1, 3.4, 3.7, 0.8, 0.0, 2.0]
+LAEVO = [1.9, 0.8, 1.1, 0.1, -0.1, 4.4, 5.5, 1.6, 4.6, 3.4]
+
+
+def test_seeds_that_pair_are_tested_in_pairs_and_others_not():
+    higher = Headline("loss", better="higher")
+    method, text = statements([entry("a", DEXTRO), entry("b", LAEVO)], higher)
+    assert "10 seeds; two-sided t-tests, paired by seed" in method
+    assert "corrected by Holm for 1 pair," in method
+    assert text == (
+        "b is better than a in loss by 1.5800 (95 % interval 0.7001 to 2.4599, "
+        "p = 0.0028, paired)."
+    )
+    _, text = statements([entry("a", DEXTRO), entry("b", LAEVO)], LOWER)
+    assert text.startswith("a is better than b in loss by 1.5800 (95 % interval 0.7001")
+    _, text = statements([entry("a", DEXTRO, 1), entry("b", LAEVO, 2)], LOWER)
+    assert text == (
+        "No significant difference between a and b in loss: 0.7500 and 2.3300 "
+        "(p = 0.079, Welch's)."
+    )
+
+
 def test_a_clear_difference_is_named_with_its_interval():
     a, b = [1.0, 1.1, 0.9], [2.0, 2.2, 1.9]
-    (text,) = statements([Entry("a", outcome(a)), Entry("b", outcome(b))], LOWER)
+    _, text = statements([entry("a", a, 1), entry("b", b, 2)], LOWER)
     assert text.startswith("a is better than b in loss by 1.0333 (95 % interval ")
     # Welch's interval, written out.
     errors = [np.var(x, ddof=1) / 3 for x in (a, b)]
@@ -164,28 +205,90 @@ def test_a_clear_difference_is_named_with_its_interval():
     half = stats.t.ppf(0.975, degrees) * np.sqrt(sum(errors))
     gap = np.mean(b) - np.mean(a)
     assert f"interval {gap - half:.4f} to {gap + half:.4f}" in text
-    higher = Headline("loss", better="higher")
-    (text,) = statements([Entry("a", outcome(a)), Entry("b", outcome(b))], higher)
-    assert text.startswith("b is better than a")
+
+
+def test_p_values_are_corrected_for_their_number():
+    # The worked example of Wikipedia's article on the Holm-Bonferroni method.
+    np.testing.assert_allclose(
+        holm([0.01, 0.04, 0.03, 0.005]), [0.03, 0.06, 0.06, 0.02]
+    )
+    assert holm([0.9, 0.8]) == [1, 1]
+    other = [2.0, -1.9, 1.1, -1.5, 1.2, 3.1, 5.0, 0.5, 1.3, 1.7]
+    three = [entry("a", DEXTRO), entry("b", LAEVO), entry("c", other)]
+    method, *texts = statements(three, LOWER)
+    assert "corrected by Holm for 3 pairs" in method
+    alone = [
+        stats.ttest_rel(*pair).pvalue
+        for pair in ((DEXTRO, LAEVO), (DEXTRO, other), (LAEVO, other))
+    ]
+    assert [p < 0.05 for p in alone] == [True, False, True]
+    ab, ac, bc = alone
+    wanted = [3 * ab, max(ac, 2 * bc), 2 * bc]
+    for text, p in zip(texts, wanted, strict=True):
+        assert f"p = {p:.2g}, paired" in text
+    assert ["is better than" in text for text in texts] == [True, False, False]
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "words"),
+    ("a", "b", "draws", "words"),
     [
-        ([1.0, 2.0, 3.0], [1.5, 2.5, 2.8], "not told apart in loss: 2.0000 and 2.2667"),
-        ([1.0, 1.0], [1.0, 1.0], "not told apart"),
-        ([1.0, 1.0], [2.0, 2.0], "not told apart"),
-        ([1.0], [2.0], "one seed tells nothing"),
+        ([1.0, 2.0, 3.0], [1.5, 2.5, 2.8], "ab", "in loss: 2.0000 and 2.2667 (p = 0.7"),
+        ([1.0, 1.0], [1.0, 1.0], "ab", "1.0000 and 1.0000 (p = 1, Welch's)"),
+        ([1.0, 1.0], [2.0, 2.0], "ab", "1.0000 and 2.0000 (p = 1, Welch's)"),
+        ([1.0, 2.0], [2.0, 3.0], "aa", "1.5000 and 2.5000 (p = 1, paired)"),
     ],
 )
-def test_what_the_seeds_do_not_tell_is_not_said(a, b, words):
-    (text,) = statements([Entry("a", outcome(a)), Entry("b", outcome(b))], LOWER)
+def test_what_the_seeds_do_not_show_is_not_said(a, b, draws, words):
+    _, text = statements([entry("a", a, draws[0]), entry("b", b, draws[1])], LOWER)
+    assert text.startswith("No significant difference between a and b in loss")
     assert words in text
     assert "better" not in text
 
 
+def test_one_seed_or_one_config_is_not_tested():
+    (text,) = statements([entry("a", [1.0]), entry("b", [2.0])], LOWER)
+    assert text == "One seed says nothing about the spread: no pair was tested."
+    assert statements([entry("a", [1.0, 2.0])], LOWER) == []
+
+
+def test_configs_of_one_task_start_and_read_alike_seed_by_seed():
+    """All losses at a learning rate of nothing: of the initial model, in data order."""
+    optimizer = dataclasses.replace(
+        TINY.optimizer, learning_rate=1e-30, final_learning_rate=1e-30
+    )
+    still = dataclasses.replace(TINY, optimizer=optimizer)
+    other = dataclasses.replace(
+        still,
+        step=dataclasses.replace(TINY.step, algorithm="all_reduce"),
+        optimizer=dataclasses.replace(optimizer, name="adamw"),
+    )
+    losses = np.array([v for _, v in train_seeds(still, range(2), nobody).losses])
+    assert (losses[:, 0] != losses[:, 1]).all()
+    got = [values for _, values in train_seeds(other, range(2), nobody).losses]
+    np.testing.assert_allclose(got, losses, rtol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "pairs"),
+    [
+        ("topology", {"name": "ring"}, True),
+        ("optimizer", {"learning_rate": 0.5}, True),
+        ("workers", {"num_workers": 8}, False),
+        ("step", {"batch_per_worker": 1}, False),
+        ("step", {"num_micro_batches": 2}, False),
+        ("task", {"num_eval_windows": 4}, False),
+    ],
+)
+def test_seeds_pair_where_model_and_data_are_the_same(section, changes, pairs):
+    changed = dataclasses.replace(getattr(TINY, section), **changes)
+    other = dataclasses.replace(TINY, **{section: changed})
+    assert (draws_of(other, range(3)) == draws_of(TINY, range(3))) == pairs
+    assert draws_of(TINY, range(1, 4)) != draws_of(TINY, range(3))
+
+
 def test_the_table_has_means_and_two_standard_deviations():
-    text = table([Entry("a", outcome([1.0, 3.0], judged={"bleu": [10.0, 10.0]}))])
+    made = outcome([1.0, 3.0], judged={"bleu": [10.0, 10.0]})
+    text = table([Entry("a", made, None)])
     row = (
         "| a | 2.0000 ± 2.8284 | 10.0000 ± 0.0000 | 2.0000 ± 2.8284 | 1.0000 to 4.0000"
     )
@@ -193,7 +296,16 @@ def test_the_table_has_means_and_two_standard_deviations():
     assert "| loss | bleu | training loss | loss of workers |" in text
 
 
-def test_the_training_loss_is_the_mean_over_the_last_tenth_of_the_steps():
-    rows = [(step, [float(step)]) for step in range(1, 101)]
-    made = outcome([1.0], losses=rows, evaluations=[(100, {"loss": [1.0]})])
-    assert Entry("a", made).scores()["training_loss"] == [np.mean(range(91, 101))]
+def test_the_training_loss_is_of_the_last_tenth_however_coarse_the_log():
+    config = dataclasses.replace(TINY, num_steps=11)
+    fine, coarse = (
+        train_seeds(
+            dataclasses.replace(config, log=LogConfig(every_steps=k)), range(2), nobody
+        )
+        for k in (1, 100)
+    )
+    losses = [values for _, values in fine.losses]
+    assert (len(losses), len(coarse.losses)) == (11, 1)
+    for run in (fine, coarse):
+        got = Entry("a", run, None).scores()["training_loss"]
+        np.testing.assert_allclose(got, np.mean(losses[-2:], axis=0), rtol=1e-6)

@@ -5,6 +5,7 @@ import itertools
 import random
 from pathlib import Path
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,6 +100,28 @@ def test_a_schedule_of_a_tpu_is_read():
     assert schedule.sent_bytes("workers") == 2**22
 
 
+def test_in_a_real_schedule_an_end_is_followed_or_counts_as_missing():
+    text = (Path(__file__).parent / "v5e_step.txt").read_text()
+    (start,) = hlo.collective_names(text)
+    (line,) = [
+        x for x in text.splitlines() if f"collective-permute-done(%{start})" in x
+    ]
+    chain = [
+        f"  %a1 = (f32[1], f32[2]) tuple(%{start}, %{start})",
+        "  %a2 = (f32[1], f32[2]) opt-barrier(%a1)",
+        "  %a3 = f32[2] get-tuple-element(%a2), index=1",
+        line.replace(f"-done(%{start})", "-done(%a3)"),
+    ]
+    whole = overlap.read(text)
+    followed = overlap.read(text.replace(line, "\n".join(chain)))
+    assert followed == whole
+    entry = text[text.index("ENTRY") :]
+    other = entry.split("= ")[0].split("%")[-1].strip()
+    lost = overlap.read(text.replace(line, line.replace(f"%{start})", f"%{other})")))
+    assert lost.sent_bytes() == whole.sent_bytes()
+    assert (lost.covered(), lost.unpaired) == (0, (start,))
+
+
 def test_additions_cover_nothing():
     schedule = overlap.read(permuted("%y = f32[8,4]{1,0} add(%x, %x)"))
     assert schedule.covered() == 0
@@ -145,6 +168,231 @@ def test_a_wrapped_collective_is_one_of_its_kind():
     (c,) = overlap.read(text).collectives
     assert (c.kind, c.num_bytes, c.is_covered) == ("reduce-scatter", 128, True)
     assert overlap.read(text).sent_bytes() == 128 * 3 / 4
+
+
+DOTTED = f"%y = f32[8,4]{{1,0}} dot(%x, %w), {DOT}"
+PAIR = "(f32[8,4]{1,0}, f32[8,4]{1,0})"
+DONE = "%done = f32[8,4]{1,0} collective-permute-done"
+
+
+@pytest.mark.parametrize(
+    "chain",
+    [
+        [f"%a = {PAIR} copy(%start)", f"{DONE}(%a)"],
+        [f"%a = {PAIR} bitcast(%start)", f"{DONE}(%a)"],
+        ["%a = f32[8,4]{1,0} get-tuple-element(%start), index=1", f"{DONE}(%a)"],
+        [f"%a = ({PAIR}, f32[8,4]) tuple(%start, %y)", f"{DONE}(%b)"],
+        [f"%a = (f32[8,4], {PAIR}) tuple(%y, %start)", f"{DONE}(%b)"],
+        [
+            "%c = f32[8,4]{1,0} get-tuple-element(%start), index=0",
+            "%b = f32[8,4]{1,0} get-tuple-element(%start), index=1",
+            f"%a = {PAIR} tuple(%c, %b)",
+            f"{DONE}(%a)",
+        ],
+        [
+            f"%a = (f32[8,4], {PAIR}) tuple(%y, %start)",
+            f"%c = (f32[8,4], {PAIR}) opt-barrier(%a)",
+            f"%b = {PAIR} get-tuple-element(%c), index=1",
+            f"{DONE}(%b)",
+        ],
+    ],
+    ids=lambda chain: " ".join(line.split(" ")[-2][:12] for line in chain[:-1]),
+)
+def test_an_end_is_followed_to_its_start(chain):
+    if len(chain) == 2 and "%b" in chain[1]:
+        index = 0 if "tuple(%start" in chain[0] else 1
+        chain[1:1] = [f"%b = {PAIR} get-tuple-element(%a), index={index}"]
+    schedule = overlap.read(program(f"{START}, {PAIRS}", DOTTED, *chain))
+    assert (schedule.sent_bytes(), schedule.covered()) == (128, 1)
+    assert schedule.unpaired == ()
+
+
+def test_of_a_tuple_of_starts_each_end_has_its_own():
+    second = START.replace("%start", "%second").replace("(%x)", "(%y)")
+    schedule = overlap.read(
+        program(
+            f"{START}, {PAIRS}",
+            DOTTED,
+            f"{second}, {PAIRS}",
+            f"%both = ({PAIR}, {PAIR}) tuple(%second, %start)",
+            f"%a = {PAIR} get-tuple-element(%both), index=0",
+            f"%b = {PAIR} get-tuple-element(%both), index=1",
+            f"{DONE}(%b)",
+            f"{DONE.replace('done ', 'other ')}(%a)",
+        )
+    )
+    covered = {c.name: c.is_covered for c in schedule.collectives}
+    assert covered == {"start": True, "second": False}
+    assert schedule.unpaired == ()
+
+
+CALLED = f"""%called (p: f32[8,4]) -> {PAIR} {{
+  %p = f32[8,4]{{1,0}} parameter(0)
+  ROOT %start = {PAIR} collective-permute-start(%p), {PAIRS}
+}}
+
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "lines"),
+    [
+        ("", [f"{START}, {PAIRS}", DOTTED]),  # Without an end.
+        ("", [f"{START}, {PAIRS}", DOTTED, f"%a = {PAIR} while()", f"{DONE}(%a)"]),
+        (CALLED, [f"%a = {PAIR} call(%x), to_apply=%called", DOTTED, f"{DONE}(%a)"]),
+        (CALLED, [f"%a = {PAIR} fusion(%x), calls=%called", DOTTED, f"{DONE}(%a)"]),
+        (CALLED, [f"%a = {PAIR} sort(%x), unknown=%called", DOTTED, f"{DONE}(%a)"]),
+    ],
+)
+def test_what_has_no_end_is_sent_and_not_covered(before, lines):
+    schedule = overlap.read(program(*lines, before=before))
+    assert [c.name for c in schedule.collectives] == ["start"]
+    assert (schedule.sent_bytes(), schedule.covered()) == (128, 0)
+    assert schedule.unpaired == ("start",)
+    found = overlap.estimate(schedule, SLOW, LINE)
+    assert found.step == found.compute + 128
+
+
+def test_of_starts_made_together_each_is_sent():
+    wrapped = f"""%wrapped (p: f32[8,4], q: f32[8,4]) -> (f32[2,4], f32[8,4]) {{
+  %p = f32[8,4]{{1,0}} parameter(0)
+  %q = f32[8,4]{{1,0}} parameter(1)
+  %r = f32[2,4]{{1,0}} reduce-scatter(%p), replica_groups={{{{0,1,2,3}}}}, to_apply=%add
+  %c = f32[8,4]{{1,0}} collective-permute(%q), {PAIRS}
+  ROOT %t = (f32[2,4]{{1,0}}, f32[8,4]{{1,0}}) tuple(%r, %c)
+}}
+
+"""
+    text = program(
+        "%s = ((f32[8,4], f32[8,4]), (f32[2,4], f32[8,4])) async-start(%x, %x), "
+        "calls=%wrapped",
+        DOTTED,
+        "ROOT %d = (f32[2,4], f32[8,4]) async-done(%s)",
+        before=wrapped,
+    )
+    schedule = overlap.read(text)
+    assert [c.name for c in schedule.collectives] == ["r", "c"]
+    assert schedule.sent_bytes() == 128 * 3 / 4 + 128
+    assert (schedule.covered(), schedule.unpaired) == (1, ())
+    found = overlap.estimate(schedule, SLOW, LINE)
+    assert found.communication == 128 * 3 / 4 + 128
+    assert found.step == max(found.compute, found.communication)
+
+
+@pytest.mark.parametrize(
+    ("kind", "made", "num_bytes"),
+    [
+        ("collective-permute", "(f32[8,4], f32[8,4], u32[], u32[])", 128),
+        ("collective-permute", "((f32[8,4]), f32[8,4])", 128),
+        ("all-gather", "(f32[8,4], f32[32,4])", 512),
+        ("reduce-scatter", "((f32[8,4]), f32[2,4])", 128),
+        ("all-reduce", "f32[8,4]", 128),
+        ("all-reduce", "((f32[8,4]), f32[8,4])", 128),
+    ],
+)
+def test_the_bytes_of_a_start_are_those_of_its_larger_side(kind, made, num_bytes):
+    """As jax 0.10 and 0.12 write them; there need not be an end that says it."""
+    groups = PAIRS if kind == "collective-permute" else "replica_groups={}"
+    schedule = overlap.read(program(f"%s = {made} {kind}-start(%x), {groups}"))
+    assert schedule.collectives[0].num_bytes == num_bytes
+
+
+def test_a_line_that_is_no_instruction_is_named():
+    with pytest.raises(ValueError, match=r"wanted an instruction .* got '%x: a word'"):
+        overlap.read(program("%x: a word"))
+
+
+PLACES = {
+    "call": "call(%{p}), to_apply=%{body}",
+    "fusion": "fusion(%{p}), calls=%{body}",
+    "unknown": "negate(%{p}), unknown=%{body}",
+    "while": "while(%{p}), condition=%always, body=%{body}, "
+    'backend_config={{"known_trip_count":{{"n":"5"}}}}',
+}
+
+
+class Drawn:
+    """A random program of permutes in all places, and whether each has an end.
+
+    `has_end` is of a collective by its name; one that is synchronous needs none.
+    """
+
+    def __init__(self, seed: int):
+        self._draw = random.Random(seed)
+        self._names = map("n{}".format, itertools.count())
+        self._computations = [
+            "%always (q: f32[8,4]) -> pred[] {\n  %q = f32[8,4] parameter(0)\n"
+            "  ROOT %true = pred[] constant(true)\n}\n\n"
+        ]
+        self.has_end: dict[str, bool] = {}
+        lines = self._lines("x", "entry", 3)
+        self.text = program(*lines, before="".join(self._computations))
+
+    def _lines(self, p: str, place: str, depth: int) -> list[str]:
+        lines, started = [], []
+        for _ in range(self._draw.randrange(1, 6)):
+            name, body, inner = (next(self._names) for _ in range(3))
+            kinds = ["sync", "start", "start", "wrapped", *PLACES]
+            kind = self._draw.choice(kinds[: None if depth else 3])
+            permute = f"(%{p}), {PAIRS}"
+            if kind == "sync":
+                lines.append(f"%{name} = f32[8,4] collective-permute{permute}")
+                self.has_end[name] = place != "unknown"
+            elif kind == "start":
+                lines.append(f"%{name} = f32[8,4] collective-permute-start{permute}")
+                started.append((name, name, "collective-permute"))
+            elif kind == "wrapped":
+                inside = f"%{inner} = f32[8,4] collective-permute(%p{body}), {PAIRS}"
+                self._add(body, [inside])
+                lines.append(f"%{name} = f32[8,4] async-start(%{p}), calls=%{body}")
+                started.append((inner, name, "async"))
+            else:
+                below = place if place in ("unknown", "fusion") else kind
+                below = kind if kind == "unknown" else below
+                self._add(body, self._lines(f"p{body}", below, depth - 1))
+                how = PLACES[kind].format(p=p, body=body)
+                lines.append(f"%{name} = f32[8,4] {how}")
+        self._draw.shuffle(started)
+        for collective, start, kind in started:
+            end = self._draw.choice(["direct", "chain", "none", "elsewhere"])
+            is_found = end in ("direct", "chain")
+            self.has_end[collective] = is_found and place not in ("unknown", "fusion")
+            if end == "chain":
+                lines.append(f"%t{start} = (f32[8,4], f32[8,4]) tuple(%{p}, %{start})")
+                lines.append(
+                    f"%b{start} = f32[8,4] get-tuple-element(%t{start}), index=1"
+                )
+            of = {"direct": start, "chain": f"b{start}", "elsewhere": p}.get(end)
+            lines += [f"%d{start} = f32[8,4] {kind}-done(%{of})"] if of else []
+        return lines
+
+    def _add(self, body: str, lines: list[str]) -> None:
+        text = f"%{body} (p{body}: f32[8,4]) -> f32[8,4] {{\n  "
+        lines = [f"%p{body} = f32[8,4]{{1,0}} parameter(0)", *lines]
+        self._computations.append(
+            text
+            + "\n  ".join([*lines, f"ROOT %r{body} = f32[8,4] negate(%p{body})"])
+            + "\n}\n\n"
+        )
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_collective_is_lost_wherever_it_stands(seed):
+    drawn = Drawn(seed)
+    schedule = overlap.read(drawn.text)
+    names = [c.name for c in schedule.collectives]
+    assert sorted(names) == sorted(hlo.collective_names(drawn.text))
+    assert sorted(names) == sorted(drawn.has_end)
+    assert {name for name, has in drawn.has_end.items() if not has} == set(
+        schedule.unpaired
+    )
+    is_asynchronous = {c.name for c in schedule.collectives if c.end != c.start}
+    assert is_asynchronous.isdisjoint(schedule.unpaired)
+    assert schedule.sent_bytes() == 128 * sum(c.calls for c in schedule.collectives)
+    # Each is played at its start and at its end.
+    found = overlap.estimate(schedule, SLOW, LINE)
+    assert found.communication == schedule.sent_bytes()
+    assert found.step >= found.limit
 
 
 LOOP = f"""%body (p: f32[8,4]) -> f32[8,4] {{
@@ -605,7 +853,12 @@ def read_step(step, graph, mesh, depth=6, t=0) -> overlap.Schedule:
     )
     batch = jax.ShapeDtypeStruct((graph.num_workers, 1024, WIDTH), jnp.float32)
     lowered = train_step.lower(*shapes(mesh, (state, batch), AXIS), t)
-    return overlap.read(lowered.compile(COMPILE_ONLY))
+    program = lowered.compile(COMPILE_ONLY)
+    schedule = overlap.read(program)
+    names = [c.name for c in schedule.collectives]
+    assert sorted(names) == sorted(hlo.collective_names(program.as_text()))
+    assert schedule.unpaired == ()
+    return schedule
 
 
 @pytest.fixture(scope="module")

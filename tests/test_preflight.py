@@ -140,6 +140,34 @@ def test_what_should_not_be_there_is_said():
     assert len(exact.warnings()) == 2
 
 
+def test_less_than_the_exchange_needs_is_never_covered():
+    run = prepare(tiny.config, "h100", 1, 1)
+    text = CONDITIONAL.split("\n\n")[0] + NOTHING_SENT
+    start = "  %s = (f32[8]{0}, f32[8]{0}) collective-permute-start(%x), "
+    start += "source_target_pairs={{0,1},{1,0}}\n  %d = f32[8]{0} dot(%x, %x), "
+    start += "lhs_contracting_dims={0}, rhs_contracting_dims={0}\n"
+    done = "  %e = f32[8]{0} collective-permute-done(%s)\n"
+    for added, needed, words, passes in [
+        ("", 0, [], True),
+        (start + done, 32, [], True),
+        (start + done, 40, ["needs 0.0 MB: not all that is sent was found"], False),
+        ("", 1, ["needs 0.0 MB: not all that is sent was found"], False),
+        (start, 32, ["of s the end was not found"], False),
+    ]:
+        schedule = overlap.read(text.replace("  ROOT", added + "  ROOT"), {AXIS: 2})
+        speeds = GPUS["h100"].accelerator()
+        estimate = overlap.estimate(schedule, speeds, Network(1, 1.0, 1.0))
+        finding = Finding("step", schedule, estimate, 0, needed, 0)
+        assert len(finding.warnings()) == len(words)
+        assert all(map(str.__contains__, finding.warnings(), words))
+        with (console := Console(width=200)).capture() as printed:
+            assert verdict(run, [finding], 0.5, console) == passes
+        assert ("50.0% of all that is sent required" in printed.get()) == (not passes)
+        assert verdict(run, [finding], None, QUIET)
+    # A worker alone needs nothing, and zero asks for nothing but to find it all.
+    assert not verdict(run, [dataclasses.replace(finding, needed_bytes=99)], 0, QUIET)
+
+
 def test_the_verdict_is_that_of_the_worst_exchange():
     run = prepare(tiny.config, "h100", 1, 1)
     speeds = GPUS["h100"].accelerator()
@@ -255,7 +283,7 @@ def test_too_little_overlap_is_a_code(capsys):
     options = "--step.algorithm atc --topology.name complete --require-overlap 0.95"
     code, text = preflight(capsys, "--target", "h100", *options.split())
     assert code == 1
-    assert "95.0% required" in text
+    assert "0.0% of what was found is covered, 95.0% of all" in text
 
 
 def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):

@@ -333,6 +333,21 @@ def test_no_card_carries_more_than_its_rate_however_late_some_are(made, simulate
     assert (40 / made.period * carried / 10.0 <= times.end.max() + 1e-9).all()
 
 
+def test_an_edge_of_weight_0_carries_nothing():
+    weights = ((0, 1, 2, 3), 0.5), ((1, 2, 3, 0), 0.5), ((2, 3, 0, 1), 0.0)
+    sources, shares = zip(*weights, strict=True)
+    cluster = Cluster(num_nodes=4, between_bytes_per_second=1.0)
+    exchange = topology.Exchange(topology.Permutations(sources, shares))
+    graph = topology.Topology("ring with an idle edge", (exchange,))
+    assert runtime.exchange_seconds(cluster, graph, 1.0) == 1.0
+    (sent,) = traffic(graph, 1.0)
+    np.testing.assert_array_equal(sent.worker_bytes, np.ones(4))
+    times = runtime.in_step(
+        cluster, Job(model_bytes=1.0, compute=runtime.constant(0.5)), graph, 10
+    )
+    assert times.seconds_per_step() == 1.0
+
+
 def test_inside_a_node_a_mean_goes_at_the_rate_of_its_workers():
     cluster = dataclasses.replace(
         CLUSTER, between_bytes_per_second=math.inf, inside_bytes_per_second=5.0

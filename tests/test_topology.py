@@ -456,6 +456,46 @@ def test_from_matrix_takes_any_doubly_stochastic_matrix(matrix):
     np.testing.assert_allclose(own, np.diag(matrix), rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("n", range(1, 13))
+def test_from_matrix_is_within_1e6_of_a_matrix_with_noise(n):
+    draw = np.random.default_rng(n)
+    for noise in np.repeat(10.0 ** np.arange(-16, -5), 4):
+        matrix = np.zeros((n, n))
+        for weight in draw.dirichlet(np.ones(draw.integers(1, 2 * n + 1))):
+            matrix[np.arange(n), draw.permutation(n)] += weight
+        edges = matrix > 0 if draw.random() < 0.5 else np.ones((n, n), bool)
+        matrix = np.clip(matrix + draw.uniform(-noise, noise, (n, n)) * edges, 0, None)
+        off = max(abs(matrix.sum(axis) - 1).max() for axis in (0, 1))
+        if off > 1e-6:
+            with pytest.raises(ValueError, match="each row and column sums to one"):
+                topology.from_matrix(matrix)
+            continue
+        try:
+            graph = topology.from_matrix(matrix)
+        except ValueError:  # What is almost off by too much may be refused as well.
+            assert off > 5e-7
+            continue
+        (made,) = topology.matrices(graph)
+        assert abs(made - matrix).max() <= 1e-6
+        # What was right to rounding stays so, and what was not moves by little more:
+        # once its sums are right to 1e-12, entries may move by 2 N of those.
+        rounding = 1e-12 + 2 * n * min(off, 1e-12)
+        assert abs(made - matrix).max() <= 2 * off + rounding
+        assert not made[matrix == 0].any()
+        np.testing.assert_allclose(made.sum(0), 1, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(made.sum(1), 1, rtol=0, atol=1e-12)
+
+
+def test_from_matrix_refuses_what_no_exchange_is_near():
+    """Each sum is off by 9e-7, but along these edges the identity alone is allowed."""
+    edge = 2 * 9e-7 * np.array([0, 1, 2, 3, 4, 5, 4, 3, 2, 1, 0])  # i to i - 1.
+    matrix = np.diag(edge[1:-1], -1) + np.diag(1 - (edge[:-1] + edge[1:]) / 2)
+    for axis in (0, 1):
+        np.testing.assert_allclose(abs(matrix.sum(axis) - 1), 9e-7, rtol=1e-6)
+    with pytest.raises(ValueError, match=r"its edges is off by 9e-06 at \[5, 4\]"):
+        topology.from_matrix(matrix)
+
+
 def test_from_matrix_takes_nested_lists():
     graph = topology.from_matrix([[0.75, 0.25], [0.25, 0.75]])
     assert topology.matrices(graph).tolist() == [[[0.75, 0.25], [0.25, 0.75]]]

@@ -27,7 +27,7 @@ from train.cli import command, load_config, show_usage
 from train.compare_report import Entry, draw, statements, table
 from train.config import Config
 from train.config_json import to_json
-from train.seeds import SeedsOutcome, train_seeds
+from train.seeds import SeedsOutcome, draws_of, train_seeds
 from train.tasks.task import Headline
 
 SECONDS_BETWEEN = 20.0
@@ -50,14 +50,15 @@ def compare(
 
     Args:
       configs: files, or one with `vary`.
-      seeds: how many; each is a model at the start and an order of the data.
+      seeds: how many; each is an initial model and an order of the data. Three show
+        large differences alone.
       first_seed: of them.
       at_once: seeds that are trained together, where not all fit into the device's
         memory; by default all.
       vary: a field and its values, as "optimizer.accum-steps 1 2 4": each config with
         each of them.
-      score: that they are told apart by, as "training_loss"; by default the headline of
-        the task.
+      score: that is tested for differences, as "training_loss"; by default the headline
+        of the task.
       out: folder for all results, the table and the figure.
 
     Raises:
@@ -128,18 +129,21 @@ def _entry(config: Config, seeds: range, at_once: int | None, out: Path) -> Entr
     """What is in the folder from an earlier time, or trained now."""
     path = out / f"{config.name}.json"
     wanted = {"config": json.loads(to_json(config)), "seeds": list(seeds)}
+    draws = draws_of(config, seeds)
     if path.exists():
         found = json.loads(path.read_text())
-        if {name: found.get(name) for name in wanted} == wanted:
+        # An earlier version may have kept other results.
+        is_whole = found.get("outcome", {}).keys() == set(SeedsOutcome._fields)
+        if is_whole and {name: found.get(name) for name in wanted} == wanted:
             print(f"{config.name}: from {path}")
-            return Entry(config.name, SeedsOutcome(**found["outcome"]))
+            return Entry(config.name, SeedsOutcome(**found["outcome"]), draws)
     groups = math.ceil(len(seeds) / (at_once or len(seeds)))
     with _progress(config.name, groups * config.num_steps) as report:
         outcome = train_seeds(config, seeds, report, at_once)
     made = json.dumps({**wanted, "outcome": outcome._asdict()}, indent=1)
     path.with_suffix(".part").write_text(made + "\n")
     path.with_suffix(".part").replace(path)
-    return Entry(config.name, SeedsOutcome(**json.loads(made)["outcome"]))
+    return Entry(config.name, SeedsOutcome(**json.loads(made)["outcome"]), draws)
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ class SeedsOutcome(NamedTuple):
     Args:
       seconds: of training, compilation included.
       losses: (step, mean training loss of each seed since the row before) rows.
+      training_loss: of each seed, the mean over the last tenth of the steps.
       evaluations: (step, scores by name of the mean model of each seed) rows.
       judged: scores by name of what each mean model generates, at the end.
       workers: scores by name of each worker's model, [K, N], at the end.
@@ -44,6 +45,7 @@ class SeedsOutcome(NamedTuple):
 
     seconds: float
     losses: list[tuple[int, list[float]]]
+    training_loss: list[float]
     evaluations: list[tuple[int, dict[str, list[float]]]]
     judged: dict[str, list[float]]
     workers: dict[str, list[list[float]]]
@@ -81,6 +83,21 @@ def train_seeds(
     return functools.reduce(_join, outcomes)
 
 
+def draws_of(config: Config, seeds: range) -> Hashable:
+    """Returns what initial models and data depend on, of those that each seed draws.
+
+    Where it is the same for two configs, seed k trains both from one initial model on
+    one order of the data.
+    """
+    return (
+        tuple(seeds),
+        config.task,
+        config.workers.num_workers,
+        config.step.batch_per_worker,
+        config.step.num_micro_batches,
+    )
+
+
 def _train_together(
     config: Config, seeds: range, report: Callable[[int, str], None]
 ) -> SeedsOutcome:
@@ -108,11 +125,14 @@ def _train_together(
         for seed in seeds
     ]
     means, workers = _build_scores(task)
-    start, losses, evaluations, recent = time.monotonic(), [], [], []
+    start, losses, evaluations = time.monotonic(), [], []
+    recent, last_tenth = [], []
     for step in range(1, config.num_steps + 1):
         batch = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
         state, metrics = train_step(state, batch, step - 1)
         recent.append(metrics["loss"])
+        if 10 * step > 9 * config.num_steps:  # At least the last step.
+            last_tenth.append(metrics["loss"])
         end = step == config.num_steps
         if end or step % config.log.every_steps == 0:
             values = np.mean(recent, axis=(0, 2))
@@ -128,6 +148,7 @@ def _train_together(
     return SeedsOutcome(
         time.monotonic() - start,
         losses,
+        np.mean(last_tenth, axis=(0, 2)).tolist(),
         evaluations,
         _judge(task, state),
         workers(state),
@@ -144,6 +165,7 @@ def _join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
     return SeedsOutcome(
         a.seconds + b.seconds,
         [(t, x + y) for (t, x), (_, y) in zip(a.losses, b.losses, strict=True)],
+        a.training_loss + b.training_loss,
         [
             (t, joined(x, y))
             for (t, x), (_, y) in zip(a.evaluations, b.evaluations, strict=True)

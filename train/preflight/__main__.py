@@ -52,7 +52,8 @@ def main(arguments: list[str]) -> int:
                 those of the maker's own servers.
               tune: --no-tune leaves out the search for what makes the step shorter.
               require_overlap: end with code 1 where less than this share of the
-                exchanged bytes is covered, as where the memory does not suffice.
+                exchanged bytes is covered, or not all of them are found in the program,
+                as where the memory does not suffice.
               out: all of it as JSON.
               figure: the schedule as an SVG file.
             """

@@ -47,8 +47,13 @@ class Finding:
     needed_bytes: float
     compile_seconds: float
 
+    @property
+    def sends_all(self) -> bool:
+        """Whether as much was found in the program as the exchange needs."""
+        return self.schedule.sent_bytes(AXIS) >= 0.99 * self.needed_bytes
+
     def warnings(self) -> list[str]:
-        """What should not be in it, a sentence each."""
+        """What should not be in it, or is missing, a sentence each."""
         found = [
             f"{c.kind} {c.name} stands in a conditional, which no compiler overlaps"
             for c in self.schedule.collectives
@@ -63,6 +68,16 @@ class Finding:
                 f"{self.needed_bytes / 1e6:.1f} MB; the largest is {largest.kind} "
                 f"{largest.name} ({largest.op_name})"
             )
+        if not self.sends_all:
+            found.append(
+                f"{sent / 1e6:.1f} MB leave a worker, the exchange needs "
+                f"{self.needed_bytes / 1e6:.1f} MB: not all that is sent was found in "
+                "the program, so what is covered is unknown"
+            )
+        found += [
+            f"of {name} the end was not found: it counts as sent and not covered"
+            for name in self.schedule.unpaired
+        ]
         found += [
             f"{name} is a loop of unknown trips, which counts once, or a message that "
             "is not read"

@@ -111,15 +111,19 @@ def verdict(
             f"{min(MOST_MEMORY, needed / have + 0.05):.2f} in the environment"
         )
     covered = min(finding.schedule.covered(AXIS) for finding in found)
-    is_covered = require_overlap is None or covered >= require_overlap
-    if not is_covered:
-        problems.append(f"{covered:.1%} covered, {require_overlap:.1%} required")
+    is_covered = all(finding.sends_all for finding in found)
+    is_covered = is_covered and covered >= (require_overlap or 0)
+    if require_overlap is not None and not is_covered:
+        problems.append(
+            f"{covered:.1%} of what was found is covered, {require_overlap:.1%} of all "
+            "that is sent required"
+        )
     console.print(f"options   {as_arguments(preflight.options) or 'none'}")
     console.print(f"memory    {needed / 1e9:.1f} GB of {have / 1e9:.1f} GB")
     console.print(f"covered   {covered:.1%} of the bytes of the worst exchange")
     for problem in problems:
         console.print(f"warning   {problem}", style="bold")
-    return fits and is_covered
+    return fits and (require_overlap is None or is_covered)
 
 
 def advice(preflight: Preflight, console: Console) -> Tuning:
