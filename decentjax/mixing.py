@@ -8,7 +8,8 @@ in its own dtype.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -21,6 +22,7 @@ from decentjax.collectives import (
     AxisName,
     Members,
     all_gather,
+    divided,
     permute,
     reduce_scatter,
     sum_dtype,
@@ -143,7 +145,7 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
 
     def mean(x: jax.Array) -> jax.Array:
         total = sum_over_all(x.astype(sum_dtype(x)), axis_name)
-        return (total / lax.axis_size(axis_name)).astype(x.dtype)
+        return divided(total, lax.axis_size(axis_name)).astype(x.dtype)
 
     return _map_floats(mean, params)
 
@@ -164,7 +166,8 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
     for x in map(jnp.asarray, jax.tree.leaves(params)):
         if _is_float(x):
             x = x.astype(sum_dtype(x))
-            difference = jnp.abs(x - sum_over_all(x, axis_name) / num_workers)
+            mean = divided(sum_over_all(x, axis_name), num_workers)
+            difference = jnp.abs(x - mean)
             squares += jnp.sum(jnp.square(difference)).astype(jnp.float32)
     return jnp.sqrt(sum_over_all(squares, axis_name) / num_workers)
 
@@ -217,7 +220,7 @@ def _in_levels(
     """Reduce-scatter inside the nodes, pieces between them, all-gather inside."""
     local = exchange.workers_per_node
     nodes = _as_members(np.arange(exchange.num_workers).reshape(-1, local))
-    piece = average(reduce_scatter(x, nodes, axis_name) / local)
+    piece = average(divided(reduce_scatter(x, nodes, axis_name), local))
     return all_gather(piece.astype(x.dtype), nodes, axis_name, x.shape)
 
 
@@ -266,10 +269,10 @@ def _group_mean(
         return x
     if x.dtype == sum_dtype(x):
         if len(groups) == 1:
-            return sum_over_all(x, axis_name) / size
+            return divided(sum_over_all(x, axis_name), size)
         if lowering.groups == "sum":
-            return sum_over_groups(x, groups, axis_name) / size
-    piece = reduce_scatter(x, groups, axis_name) / size
+            return divided(sum_over_groups(x, groups, axis_name), size)
+    piece = divided(reduce_scatter(x, groups, axis_name), size)
     return all_gather(piece.astype(x.dtype), groups, axis_name, x.shape)
 
 
@@ -291,9 +294,11 @@ def _permuted(
     workers_per_node: int,
     message_dtype: DTypeLike,
 ) -> jax.Array:
-    """`sum_j w_ij x_j`, a `ppermute` for each round of messages.
+    """`x_i + sum_j w_ij (q_j - q_i)`, a `ppermute` for each round of messages.
 
-    Where what is sent was rounded, `x_i + sum_j w_ij (q_j - q_i)`.
+    Rounded weights do not sum to one. With differences that scales how fast models
+    agree; with models it would scale their mean, in every step alike. Where the
+    weights are powers of two they do, and `sum_j w_ij x_j` rounds less.
     """
     own, rounds = rounds_of(between)
     if not rounds:
@@ -305,22 +310,29 @@ def _permuted(
         for round_ in rounds
     ]
     weights = [round_.weights for round_ in rounds]
-    if sent.dtype == x.dtype:
-        models, weights = [x.astype(dtype), *models], [own, *weights]
-    else:
-        models = [model - sent.astype(dtype) for model in models]
-    if len({weight for of_workers in weights for weight in of_workers}) == 1:
-        mixed = weights[0][0] * functools.reduce(jnp.add, models)
-    else:
-        node = lax.axis_index(axis_name) // workers_per_node
-        mixed = functools.reduce(
-            jnp.add,
-            [
-                jnp.asarray(of_workers, dtype)[node] * model
-                for of_workers, model in zip(weights, models, strict=True)
-            ],
-        )
-    return mixed if sent.dtype == x.dtype else x.astype(dtype) + mixed
+    node = lax.axis_index(axis_name) // workers_per_node
+    if sent.dtype == x.dtype and all(map(_is_power_of_two, {*own}.union(*weights))):
+        return _weighted([x.astype(dtype), *models], [own, *weights], node)
+    differences = [model - sent.astype(dtype) for model in models]
+    return x.astype(dtype) + _weighted(differences, weights, node)
+
+
+def _weighted(
+    arrays: Sequence[jax.Array], weights: Sequence[Sequence[float]], node: jax.Array
+) -> jax.Array:
+    """`sum_k weights[k][node] arrays[k]`."""
+    distinct = {weight for of_nodes in weights for weight in of_nodes}
+    if len(distinct) > 1:
+        weights = [jnp.asarray(of_nodes, arrays[0].dtype)[node] for of_nodes in weights]
+        return functools.reduce(jnp.add, map(jnp.multiply, weights, arrays))
+    total, weight = functools.reduce(jnp.add, arrays), distinct.pop()
+    # A sum is added to this: XLA may fuse a product with it, or not, but no division.
+    number = round(1 / weight)
+    return divided(total, number) if math.isclose(1, number * weight) else weight * total
+
+
+def _is_power_of_two(weight: float) -> bool:
+    return math.frexp(weight)[0] in (0, 0.5)
 
 
 def _pairs(sources: tuple[int, ...], workers_per_node: int) -> list[tuple[int, int]]:
