@@ -15,7 +15,7 @@ any function in that order.
 import collections
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
@@ -25,12 +25,12 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax.engine import Engine
-from decentjax.exchange import Topology
+from decentjax.engine import Engine, SharedEngine
+from decentjax.exchange import Topology, check_topology
 from decentjax.mixing import Lowering, global_mean
-from decentjax.placement import over_workers
+from decentjax.placement import check_not_donated, over_workers
 from decentjax.stages import Adapt, Leaves, Plan, Stage, make_plan
-from decentjax.step import AXIS, LossFn, Metrics, WorkerState, gradient
+from decentjax.step import AXIS, LossFn, Metrics, WorkerState, descend, gradient
 from decentjax.tuning import Mix, Mixes, compiled_mix, fastest_mixes
 
 __all__ = [
@@ -109,6 +109,7 @@ class Background:
         exchange_mesh: Mesh | None = None,
         record: Record | None = None,
     ):
+        check_topology(topology)
         if dict(mesh.shape) != {AXIS: topology.num_workers}:
             raise ValueError(
                 f'Background needs a mesh with the axis "{AXIS}" alone, of the '
@@ -116,7 +117,7 @@ class Background:
             )
         if exchange_mesh is not None:
             _check_same_places(exchange_mesh, mesh)
-        self._engine = Engine()
+        self._engine = SharedEngine()
         self._adapt = adapt
         self._topology = topology
         self._mesh = mesh
@@ -139,10 +140,11 @@ class Background:
         the exchange is done.
 
         Raises:
-          ValueError: if an array has not a row for each worker, or `adapt` cannot be
-            cut.
+          ValueError: if an array has not a row for each worker, `adapt` cannot be cut,
+            or an earlier step was given this state already.
           BaseException: what has gone wrong in the thread.
         """
+        check_not_donated(state)
         plan = self._plan(state, batch)
         models = jax.tree.leaves(state.params)
         if self._sent_for != t or list(map(id, models)) != list(map(id, self._sent)):
@@ -193,8 +195,21 @@ class Background:
             # They leave the device as soon as they are there; the thread sends others.
             for shard in (shard for x in models for shard in x.addressable_shards):
                 shard.data.copy_to_host_async()
-        future = self._engine.submit(self._exchange, models, t)
+        future = self._submit(self._exchange, models, t)
         self._arriving.append((leaves, future))
+
+    def _submit(self, function: Callable, *args: Any) -> Future:
+        """Has the thread call the function, with this thread's precision.
+
+        `jax.enable_x64` as a context is set for one thread alone.
+        """
+        enabled = jax.config.jax_enable_x64
+
+        def call() -> Any:
+            with jax.enable_x64(enabled):
+                return function(*args)
+
+        return self._engine.submit(call)
 
     def _plan(self, state: WorkerState, batch: Any) -> Plan:
         """How to compute with arrays of these shapes; made when they first come."""
@@ -204,7 +219,7 @@ class Background:
             _check_rows(leaves, self._topology.num_workers)
             plan = make_plan(self._adapt, state, batch, self._mesh)
             if not self._plans:
-                self._mixes = self._engine.submit(self._lower, state.params).result()
+                self._mixes = self._submit(self._lower, state.params).result()
             self._plans[kind] = plan
         return self._plans[kind]
 
@@ -270,8 +285,7 @@ class AllReduce:
             return gradient(loss_fn, state, batch, num_micro_batches)
 
         def update(params, opt_state, grads):
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
+            return descend(optimizer, grads, opt_state, params)
 
         mean = functools.partial(global_mean, axis_name=AXIS)
         self._record = record or _nobody
@@ -283,6 +297,7 @@ class AllReduce:
         self, state: WorkerState, batch: Any, t: int
     ) -> tuple[WorkerState, Metrics]:
         """Returns the new state and metrics; the buffers of the state are given up."""
+        check_not_donated(state)
         start = time.monotonic()
         grads, *others, metrics = jax.block_until_ready(
             self._gradients(state.params, state[2:], batch)

@@ -77,7 +77,9 @@ def mix(
     reduce-scatter inside the node, `ppermute` of the pieces between nodes, all-gather
     inside, so that a peer of the node costs one model on the node's link.
 
-    With a `message_dtype` the difference is mixed, `x_i + (sum_j W_ij q_j - q_i)` with
+    What is mixed is the difference, `x_i + sum_j W_ij (x_j - x_i)`, but where weights
+    are powers of two or sums have one place, so that rounding moves the mean of all
+    models to no side. With a `message_dtype` it is `x_i + sum_j W_ij (q_j - q_i)` with
     `q = x` rounded to that dtype: no worker loses the bits that its messages drop, and
     models that agree stay as they are. A mean over a group is rounded once more, for
     its way back; inside a node the leaf's own dtype is sent.
@@ -89,7 +91,8 @@ def mix(
         sums in float32 at least; integer leaves and random keys are left alone.
       exchange: static, as in `topology[step]`.
       axis_name: the mapped axis of the workers.
-      message_dtype: the dtype of what is sent; by default each leaf's own.
+      message_dtype: the dtype of what is sent, of at least the range of float32, as
+        bfloat16; by default each leaf's own.
       shards: where a worker is a slice of a mesh, the partition specs of its `params`
         over the slice's own axes; then each device mixes its own shard, and nothing
         else is sent. Without them a mean over a group may gather the shards first.
@@ -100,7 +103,8 @@ def mix(
       The mixed model: structure, shapes and dtypes of `params`.
 
     Raises:
-      ValueError: if the axis has another size than the exchange, or there is no leaf.
+      ValueError: if the axis has another size than the exchange, there is no leaf, or
+        `message_dtype` has not the range.
     """
     if not isinstance(exchange, Exchange):
         raise TypeError(
@@ -193,6 +197,7 @@ def _mix_leaf(
 ) -> jax.Array:
     if message_dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
         message_dtype = x.dtype
+    message_dtype = _checked(jnp.dtype(message_dtype), x.dtype)
     average = functools.partial(
         _average_between,
         between=exchange.between,
@@ -229,7 +234,7 @@ def _average_between(
     between: Permutations | Groups,
     axis_name: AxisName,
     workers_per_node: int,
-    message_dtype: DTypeLike,
+    message_dtype: np.dtype,
     lowering: Lowering,
 ) -> jax.Array:
     """Averages with the workers of equal place on the other nodes."""
@@ -253,12 +258,33 @@ def _average_between(
     return x.astype(dtype) + (mean.astype(dtype) - sent.astype(dtype))
 
 
-def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _checked(message_dtype: np.dtype, dtype: np.dtype) -> np.dtype:
+    """Refuses messages whose range does not hold every number of a model.
+
+    What is smaller than their range, nobody would ever average, and of what is larger
+    the sender and its peers would get inf - inf.
+    """
+    is_float = jnp.issubdtype(message_dtype, jnp.floating)
+    # A dtype of 8 bits with as many for the exponent has none left for the sign.
+    if is_float and message_dtype.itemsize > 1 and jnp.finfo(message_dtype).nexp >= 8:
+        return message_dtype
+    if message_dtype == dtype:
+        return message_dtype
+    raise ValueError(
+        f"message_dtype {message_dtype.name} has not the range of float32, so that "
+        f"leaves in {dtype.name} would lose their small or large numbers: use "
+        "bfloat16, or leave it out to send each leaf as it is"
+    )
+
+
+def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """A cast that rounds for certain; XLA may leave out a cast there and back."""
-    if jnp.promote_types(x.dtype, dtype) == dtype:
-        return x.astype(dtype)
-    info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+    if x.dtype == dtype:
+        return x
+    own, info = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    if own.nmant > info.nmant:
+        x = lax.reduce_precision(x, max(own.nexp, info.nexp), info.nmant)
+    return x.astype(dtype)
 
 
 def _group_mean(
@@ -292,7 +318,7 @@ def _permuted(
     between: Permutations,
     axis_name: AxisName,
     workers_per_node: int,
-    message_dtype: DTypeLike,
+    message_dtype: np.dtype,
 ) -> jax.Array:
     """`x_i + sum_j w_ij (q_j - q_i)`, a `ppermute` for each round of messages.
 
