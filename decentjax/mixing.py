@@ -354,7 +354,9 @@ def _weighted(
     total, weight = functools.reduce(jnp.add, arrays), distinct.pop()
     # A sum is added to this: XLA may fuse a product with it, or not, but no division.
     number = round(1 / weight)
-    return divided(total, number) if math.isclose(1, number * weight) else weight * total
+    return (
+        divided(total, number) if math.isclose(1, number * weight) else weight * total
+    )
 
 
 def _is_power_of_two(weight: float) -> bool:

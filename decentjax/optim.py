@@ -221,8 +221,8 @@ def decentralize(
       message_dtype: as in `mix`; under `optax.inject_hyperparams` by name, "bfloat16".
 
     Raises:
-      ValueError: in `update`, if it is called in a conditional that workers may take
-        apart.
+      ValueError: in `update`, if it is called in a conditional in which workers may
+        take different branches.
 
     Examples:
       >>> import optax
@@ -275,12 +275,13 @@ def decentralize(
             return updates, state
         if _in_conditional(axis_name):
             raise ValueError(
-                "decentralize is called in a conditional of a single worker, as "
-                "optax.apply_if_finite and optax.MultiSteps make them; workers that "
-                "part there wait for each other for ever. Put such a wrapper inside, "
-                "decentralize(optax.apply_if_finite(inner, ...), ...), and to average "
-                "in some steps only use a topology with the exchange of topology.alone"
+                "decentralize is called in a conditional, such as that of "
+                "optax.apply_if_finite or optax.MultiSteps: workers that take different "
+                "branches wait for each other for ever. Put the wrapper inside, as "
+                "decentralize(optax.apply_if_finite(inner, 5), ...); to average every "
+                "few steps, use a topology with exchanges of topology.alone"
             )
+        _check_dtypes(params)
         if order == "awc":
             mixed = average(params, state.count, phase)
             step, inner_state = inner.update(
@@ -361,6 +362,15 @@ def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Ar
         return step
     dtype = sum_dtype(params)
     return target.astype(dtype) - params.astype(dtype)
+
+
+def _check_dtypes(params: Any) -> None:
+    for x in map(jnp.asarray, jax.tree.leaves(params)):
+        if jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize == 1:
+            raise TypeError(
+                f"optax cannot add updates to a leaf in {x.dtype.name}: mask it, as in "
+                "optax.masked(decentralize(...), mask), and average it by decentjax.mix"
+            )
 
 
 def _in_conditional(axis_name: AxisName) -> bool:

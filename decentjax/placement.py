@@ -157,7 +157,9 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
     if AXIS not in mesh.explicit_axes:
         return mapped
     # On explicit axes, as jax.make_mesh makes them, nothing is put in its place unasked.
-    put = functools.partial(jax.sharding.reshard, out_shardings=NamedSharding(mesh, spec))
+    put = functools.partial(
+        jax.sharding.reshard, out_shardings=NamedSharding(mesh, spec)
+    )
     return lambda *stacked: mapped(*jax.tree.map(put, stacked))
 
 
