@@ -1,4 +1,4 @@
-"""A second thread that runs one function after the other, and the one that all share."""
+"""A second thread that runs one function after the other; one that all may share."""
 
 import collections
 import contextlib
@@ -6,7 +6,7 @@ import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 CLOSING_SECONDS = 10.0
 FAILING_SECONDS = 1.0  # After an error: the peers are to learn of it soon.
@@ -102,9 +102,9 @@ class SharedEngine:
     to leave ends the thread. An engine that has failed is shared with no newcomer.
     """
 
-    _lock = threading.Lock()
-    _current: Engine | None = None
-    _users: collections.Counter[Engine] = collections.Counter()
+    _lock: ClassVar = threading.Lock()
+    _current: ClassVar[Engine | None] = None
+    _users: ClassVar[collections.Counter[Engine]] = collections.Counter()
 
     def __init__(self):
         self._closed = False

@@ -8,8 +8,9 @@ process with GPUs the models travel over the host's network in the same way.
 
 While an exchange is on its way no other thread may run a collective of the same
 devices: all processes have to start them in one order. So finish what you have started
-before the train step, and `settle()` after it, before the next. `Engine.submit` puts
-any function in that order.
+before the train step, and `settle()` after it, before the next. All `Background`s of a
+process share one thread, so they may take turns without that, in the same order in all
+processes; `SharedEngine.submit` puts any other function in that order.
 """
 
 import collections
@@ -20,6 +21,7 @@ from concurrent.futures import Future
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -39,6 +41,7 @@ __all__ = [
     "Background",
     "Engine",
     "Record",
+    "SharedEngine",
     "fastest_mixes",
     "host_mesh",
 ]
@@ -179,7 +182,7 @@ class Background:
         self._engine.settle()
 
     def close(self) -> None:
-        """Ends the thread; see `Engine.close`."""
+        """Leaves the thread, and ends it if no other is left; see `Engine.close`."""
         self._engine.close()
 
     def __enter__(self) -> "Background":
@@ -203,7 +206,7 @@ class Background:
 
         `jax.enable_x64` as a context is set for one thread alone.
         """
-        enabled = jax.config.jax_enable_x64
+        enabled = jnp.result_type(float) == jnp.float64
 
         def call() -> Any:
             with jax.enable_x64(enabled):

@@ -349,17 +349,23 @@ def _weighted(
     """`sum_k weights[k][node] arrays[k]`."""
     distinct = {weight for of_nodes in weights for weight in of_nodes}
     if len(distinct) > 1:
-        weights = [jnp.asarray(of_nodes, arrays[0].dtype)[node] for of_nodes in weights]
-        return functools.reduce(jnp.add, map(jnp.multiply, weights, arrays))
+        dtype = arrays[0].dtype
+        return functools.reduce(
+            jnp.add,
+            [
+                jnp.asarray(of_nodes, dtype)[node] * array
+                for of_nodes, array in zip(weights, arrays, strict=True)
+            ],
+        )
     total, weight = functools.reduce(jnp.add, arrays), distinct.pop()
     # A sum is added to this: XLA may fuse a product with it, or not, but no division.
     number = round(1 / weight)
-    return (
-        divided(total, number) if math.isclose(1, number * weight) else weight * total
-    )
+    is_whole = math.isclose(1, number * weight)
+    return divided(total, number) if is_whole else weight * total
 
 
 def _is_power_of_two(weight: float) -> bool:
+    """Whether a product with it is exact; zero counts."""
     return math.frexp(weight)[0] in (0, 0.5)
 
 

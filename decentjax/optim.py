@@ -276,10 +276,11 @@ def decentralize(
         if _in_conditional(axis_name):
             raise ValueError(
                 "decentralize is called in a conditional, such as that of "
-                "optax.apply_if_finite or optax.MultiSteps: workers that take different "
-                "branches wait for each other for ever. Put the wrapper inside, as "
-                "decentralize(optax.apply_if_finite(inner, 5), ...); to average every "
-                "few steps, use a topology with exchanges of topology.alone"
+                "optax.apply_if_finite or optax.MultiSteps: workers that take "
+                "different branches wait for each other for ever. Put the wrapper "
+                "inside, as decentralize(optax.apply_if_finite(inner, 5), ...); to "
+                "average every few steps, use a topology with exchanges of "
+                "topology.alone"
             )
         _check_dtypes(params)
         if order == "awc":

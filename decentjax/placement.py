@@ -156,7 +156,7 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
     )
     if AXIS not in mesh.explicit_axes:
         return mapped
-    # On explicit axes, as jax.make_mesh makes them, nothing is put in its place unasked.
+    # On explicit axes, as jax.make_mesh makes them, jax moves no array by itself.
     put = functools.partial(
         jax.sharding.reshard, out_shardings=NamedSharding(mesh, spec)
     )

@@ -447,7 +447,7 @@ ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
 def test_two_models_in_two_processes_are_averaged_each_with_itself():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        address = "127.0.0.1:%d" % probe.getsockname()[1]
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
     command = [sys.executable, ROOT / "tests/two_backgrounds.py", address]
     with contextlib.ExitStack() as stack:
         processes = [

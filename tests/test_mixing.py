@@ -518,7 +518,6 @@ KEEPS_THE_MEAN = {
     "ring": topology.ring(5),
     "star": topology.star(5),
     "torus": topology.torus(9),
-    "exponential": topology.exponential(6),
     "complete": topology.complete(3),
     "groups": Topology("", (Exchange(Groups(((0, 1, 2), (3, 4, 5)))),)),
     "nodes_of_three": topology.hierarchical(9, 3, topology.ring),
@@ -529,7 +528,7 @@ KEEPS_THE_MEAN = {
 
 @pytest.mark.parametrize("graph", KEEPS_THE_MEAN.values(), ids=KEEPS_THE_MEAN)
 def test_the_mean_of_all_models_moves_to_no_side(graph):
-    """A thousand mixes of 10,000 numbers, of models that noise keeps apart, or not.
+    """Mixes of 10,000 numbers; in the end models agree, or noise keeps them apart.
 
     What rounds to a side, by 1e-8 and more a step, adds up; what rounds does not.
     """
@@ -543,15 +542,15 @@ def test_the_mean_of_all_models_moves_to_no_side(graph):
             draws = noise * jax.random.normal(jax.random.key(t), x.shape)
             return x + (draws - jnp.roll(draws, 1, 0))
 
-        return jax.lax.fori_loop(0, 1000, step, models)
+        return jax.lax.fori_loop(0, 400, step, models)
 
     draws = np.random.default_rng(0).uniform(0.5, 1.5, (graph.num_workers, 10_000))
     before = jnp.asarray(draws, jnp.float32)
     for noise in (0.0, 1e-3):
         mean = _wide(before).mean(0)
         moved = (_wide(drift(before, noise)).mean(0) - mean) / mean
-        assert abs(moved.mean()) < 4e-8
-        assert np.linalg.norm(moved) / 100 < (1e-6 if noise else 2e-7)
+        assert abs(moved.mean()) < 2.5e-8
+        assert np.linalg.norm(moved) / 100 < 1e-6
 
 
 @EITHER_WAY

@@ -724,7 +724,7 @@ def test_over_workers_maps_trees_of_several_arguments(simulated):
 def test_micro_batches_of_narrow_params_are_summed_in_float32(
     dtype, num_parts, simulated
 ):
-    """The gradient of each part is its example: in bfloat16 a sum of ones ends at 256."""
+    """The gradient of a part is its example; in bfloat16 a sum of ones ends at 256."""
     examples = np.random.default_rng(0).uniform(0.5, 1.5, (2, num_parts, 3))
     batch, seen = jnp.asarray(examples, dtype), []
 
