@@ -119,9 +119,22 @@ def all_gather(
     return flat[: int(np.prod(shape))].reshape(shape)
 
 
-def sum_dtype(x: jax.Array):
+def sum_dtype(x: jax.Array) -> np.dtype:
     """The dtype to add in: that of x, and float32 at least."""
+    if x.dtype.itemsize == 1:  # jax promotes no float of 8 bits by itself.
+        return jnp.dtype(jnp.float32)
     return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def divided(total: jax.Array, number: int) -> jax.Array:
+    """Returns `total / number`, rounded once."""
+    if number & (number - 1) == 0:
+        return total / number
+    # XLA turns a division by a constant, or by one scalar, into a product with its
+    # rounded reciprocal. That is too large, or too small, in every step alike, and the
+    # mean of all models drifts. It cannot see that this divisor is a constant, unless
+    # the total is not a number, and then the result is none either.
+    return total / jnp.where(total == total, jnp.asarray(number, total.dtype), total)
 
 
 def _collective(

@@ -1,10 +1,12 @@
-"""A second thread that runs one function after the other."""
+"""A second thread that runs one function after the other; one that all may share."""
 
+import collections
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, ClassVar
 
 CLOSING_SECONDS = 10.0
 FAILING_SECONDS = 1.0  # After an error: the peers are to learn of it soon.
@@ -65,6 +67,11 @@ class Engine:
     def __exit__(self, kind: object, *_: object) -> None:
         self._end(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
 
+    @property
+    def failed(self) -> bool:
+        """Whether a function raised, so that none that follows will run."""
+        return self._error is not None
+
     def _end(self, seconds: float) -> None:
         with self._lock:
             self._closed = True
@@ -84,3 +91,60 @@ class Engine:
                 future.set_exception(error)
             # A model must not live on in the variables of a thread that waits.
             del task, future, function, args
+
+
+class SharedEngine:
+    """The engine that all exchanges of this process share; a context that leaves it.
+
+    Collectives find their partners by the order in which they start. Processes that
+    step two models in one order submit their exchanges in one order too, and one thread
+    keeps it; with a thread each, a model could be averaged with the other one. The last
+    to leave ends the thread. An engine that has failed is shared with no newcomer.
+    """
+
+    _lock: ClassVar = threading.Lock()
+    _current: ClassVar[Engine | None] = None
+    _users: ClassVar[collections.Counter[Engine]] = collections.Counter()
+
+    def __init__(self):
+        self._closed = False
+        with self._lock:
+            engine = SharedEngine._current
+            if engine is None or engine.failed or not self._users[engine]:
+                engine = SharedEngine._current = Engine()
+            self._users[engine] += 1
+        self._engine = engine
+
+    def submit(self, function: Callable, *args: Any) -> Future:
+        """As `Engine.submit`, behind what all others have submitted."""
+        if self._closed:
+            raise RuntimeError("the engine is closed; make a new one")
+        return self._engine.submit(function, *args)
+
+    def settle(self) -> None:
+        """Waits until all that was submitted, by the others too, is done."""
+        self.submit(int).result()
+
+    def close(self) -> None:
+        """Leaves the engine after what was submitted, as `Engine.close`."""
+        self._leave(CLOSING_SECONDS)
+
+    def __enter__(self) -> "SharedEngine":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._leave(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
+
+    def _leave(self, seconds: float) -> None:
+        with self._lock:
+            self._users[self._engine] -= not self._closed
+            self._closed = True
+            is_last = not self._users[self._engine]
+            if is_last:
+                del self._users[self._engine]
+        if is_last:
+            self._engine._end(seconds)
+        else:
+            # An error is that of a future, whose owner raises it.
+            with contextlib.suppress(BaseException):
+                self._engine.submit(int).result(seconds)

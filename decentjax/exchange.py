@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -149,6 +150,16 @@ class Topology:
 
     def __iter__(self) -> Iterator[Exchange]:
         return iter(self.exchanges)
+
+
+def check_topology(topology: Any) -> None:
+    """Refuses what is no topology, such as the function that makes one."""
+    if not isinstance(topology, Topology):
+        got = getattr(topology, "__name__", type(topology).__name__)
+        raise TypeError(
+            f"wanted a Topology, such as topology.ring(8), got {got}; call a function "
+            "of decentjax.topology with the number of workers"
+        )
 
 
 def matrices(topology: Topology) -> np.ndarray:

@@ -8,29 +8,31 @@ process with GPUs the models travel over the host's network in the same way.
 
 While an exchange is on its way no other thread may run a collective of the same
 devices: all processes have to start them in one order. So finish what you have started
-before the train step, and `settle()` after it, before the next. `Engine.submit` puts
-any function in that order.
+before the train step, and `settle()` after it, before the next. All `Background`s of a
+process share one thread, so they may take turns without that, in the same order in all
+processes; `SharedEngine.submit` puts any other function in that order.
 """
 
 import collections
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax.engine import Engine
-from decentjax.exchange import Topology
+from decentjax.engine import Engine, SharedEngine
+from decentjax.exchange import Topology, check_topology
 from decentjax.mixing import Lowering, global_mean
-from decentjax.placement import over_workers
+from decentjax.placement import check_not_donated, over_workers
 from decentjax.stages import Adapt, Leaves, Plan, Stage, make_plan
-from decentjax.step import AXIS, LossFn, Metrics, WorkerState, gradient
+from decentjax.step import AXIS, LossFn, Metrics, WorkerState, descend, gradient
 from decentjax.tuning import Mix, Mixes, compiled_mix, fastest_mixes
 
 __all__ = [
@@ -39,6 +41,7 @@ __all__ = [
     "Background",
     "Engine",
     "Record",
+    "SharedEngine",
     "fastest_mixes",
     "host_mesh",
 ]
@@ -109,6 +112,7 @@ class Background:
         exchange_mesh: Mesh | None = None,
         record: Record | None = None,
     ):
+        check_topology(topology)
         if dict(mesh.shape) != {AXIS: topology.num_workers}:
             raise ValueError(
                 f'Background needs a mesh with the axis "{AXIS}" alone, of the '
@@ -116,7 +120,7 @@ class Background:
             )
         if exchange_mesh is not None:
             _check_same_places(exchange_mesh, mesh)
-        self._engine = Engine()
+        self._engine = SharedEngine()
         self._adapt = adapt
         self._topology = topology
         self._mesh = mesh
@@ -139,10 +143,11 @@ class Background:
         the exchange is done.
 
         Raises:
-          ValueError: if an array has not a row for each worker, or `adapt` cannot be
-            cut.
+          ValueError: if an array has not a row for each worker, `adapt` cannot be cut,
+            or an earlier step was given this state already.
           BaseException: what has gone wrong in the thread.
         """
+        check_not_donated(state)
         plan = self._plan(state, batch)
         models = jax.tree.leaves(state.params)
         if self._sent_for != t or list(map(id, models)) != list(map(id, self._sent)):
@@ -177,7 +182,7 @@ class Background:
         self._engine.settle()
 
     def close(self) -> None:
-        """Ends the thread; see `Engine.close`."""
+        """Leaves the thread, and ends it if no other is left; see `Engine.close`."""
         self._engine.close()
 
     def __enter__(self) -> "Background":
@@ -193,8 +198,21 @@ class Background:
             # They leave the device as soon as they are there; the thread sends others.
             for shard in (shard for x in models for shard in x.addressable_shards):
                 shard.data.copy_to_host_async()
-        future = self._engine.submit(self._exchange, models, t)
+        future = self._submit(self._exchange, models, t)
         self._arriving.append((leaves, future))
+
+    def _submit(self, function: Callable, *args: Any) -> Future:
+        """Has the thread call the function, with this thread's precision.
+
+        `jax.enable_x64` as a context is set for one thread alone.
+        """
+        enabled = jnp.result_type(float) == jnp.float64
+
+        def call() -> Any:
+            with jax.enable_x64(enabled):
+                return function(*args)
+
+        return self._engine.submit(call)
 
     def _plan(self, state: WorkerState, batch: Any) -> Plan:
         """How to compute with arrays of these shapes; made when they first come."""
@@ -204,7 +222,7 @@ class Background:
             _check_rows(leaves, self._topology.num_workers)
             plan = make_plan(self._adapt, state, batch, self._mesh)
             if not self._plans:
-                self._mixes = self._engine.submit(self._lower, state.params).result()
+                self._mixes = self._submit(self._lower, state.params).result()
             self._plans[kind] = plan
         return self._plans[kind]
 
@@ -270,8 +288,7 @@ class AllReduce:
             return gradient(loss_fn, state, batch, num_micro_batches)
 
         def update(params, opt_state, grads):
-            updates, opt_state = optimizer.update(grads, opt_state, params)
-            return optax.apply_updates(params, updates), opt_state
+            return descend(optimizer, grads, opt_state, params)
 
         mean = functools.partial(global_mean, axis_name=AXIS)
         self._record = record or _nobody
@@ -283,6 +300,7 @@ class AllReduce:
         self, state: WorkerState, batch: Any, t: int
     ) -> tuple[WorkerState, Metrics]:
         """Returns the new state and metrics; the buffers of the state are given up."""
+        check_not_donated(state)
         start = time.monotonic()
         grads, *others, metrics = jax.block_until_ready(
             self._gradients(state.params, state[2:], batch)

@@ -8,7 +8,8 @@ in its own dtype.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -21,6 +22,7 @@ from decentjax.collectives import (
     AxisName,
     Members,
     all_gather,
+    divided,
     permute,
     reduce_scatter,
     sum_dtype,
@@ -75,7 +77,9 @@ def mix(
     reduce-scatter inside the node, `ppermute` of the pieces between nodes, all-gather
     inside, so that a peer of the node costs one model on the node's link.
 
-    With a `message_dtype` the difference is mixed, `x_i + (sum_j W_ij q_j - q_i)` with
+    What is mixed is the difference, `x_i + sum_j W_ij (x_j - x_i)`, but where weights
+    are powers of two or sums have one place, so that rounding moves the mean of all
+    models to no side. With a `message_dtype` it is `x_i + sum_j W_ij (q_j - q_i)` with
     `q = x` rounded to that dtype: no worker loses the bits that its messages drop, and
     models that agree stay as they are. A mean over a group is rounded once more, for
     its way back; inside a node the leaf's own dtype is sent.
@@ -87,7 +91,8 @@ def mix(
         sums in float32 at least; integer leaves and random keys are left alone.
       exchange: static, as in `topology[step]`.
       axis_name: the mapped axis of the workers.
-      message_dtype: the dtype of what is sent; by default each leaf's own.
+      message_dtype: the dtype of what is sent, of at least the range of float32, as
+        bfloat16; by default each leaf's own.
       shards: where a worker is a slice of a mesh, the partition specs of its `params`
         over the slice's own axes; then each device mixes its own shard, and nothing
         else is sent. Without them a mean over a group may gather the shards first.
@@ -98,7 +103,8 @@ def mix(
       The mixed model: structure, shapes and dtypes of `params`.
 
     Raises:
-      ValueError: if the axis has another size than the exchange, or there is no leaf.
+      ValueError: if the axis has another size than the exchange, there is no leaf, or
+        `message_dtype` has not the range.
     """
     if not isinstance(exchange, Exchange):
         raise TypeError(
@@ -143,7 +149,7 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
 
     def mean(x: jax.Array) -> jax.Array:
         total = sum_over_all(x.astype(sum_dtype(x)), axis_name)
-        return (total / lax.axis_size(axis_name)).astype(x.dtype)
+        return divided(total, lax.axis_size(axis_name)).astype(x.dtype)
 
     return _map_floats(mean, params)
 
@@ -164,7 +170,8 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
     for x in map(jnp.asarray, jax.tree.leaves(params)):
         if _is_float(x):
             x = x.astype(sum_dtype(x))
-            difference = jnp.abs(x - sum_over_all(x, axis_name) / num_workers)
+            mean = divided(sum_over_all(x, axis_name), num_workers)
+            difference = jnp.abs(x - mean)
             squares += jnp.sum(jnp.square(difference)).astype(jnp.float32)
     return jnp.sqrt(sum_over_all(squares, axis_name) / num_workers)
 
@@ -190,6 +197,7 @@ def _mix_leaf(
 ) -> jax.Array:
     if message_dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
         message_dtype = x.dtype
+    message_dtype = _checked(jnp.dtype(message_dtype), x.dtype)
     average = functools.partial(
         _average_between,
         between=exchange.between,
@@ -217,7 +225,7 @@ def _in_levels(
     """Reduce-scatter inside the nodes, pieces between them, all-gather inside."""
     local = exchange.workers_per_node
     nodes = _as_members(np.arange(exchange.num_workers).reshape(-1, local))
-    piece = average(reduce_scatter(x, nodes, axis_name) / local)
+    piece = average(divided(reduce_scatter(x, nodes, axis_name), local))
     return all_gather(piece.astype(x.dtype), nodes, axis_name, x.shape)
 
 
@@ -226,7 +234,7 @@ def _average_between(
     between: Permutations | Groups,
     axis_name: AxisName,
     workers_per_node: int,
-    message_dtype: DTypeLike,
+    message_dtype: np.dtype,
     lowering: Lowering,
 ) -> jax.Array:
     """Averages with the workers of equal place on the other nodes."""
@@ -250,12 +258,33 @@ def _average_between(
     return x.astype(dtype) + (mean.astype(dtype) - sent.astype(dtype))
 
 
-def _rounded(x: jax.Array, dtype: DTypeLike) -> jax.Array:
+def _checked(message_dtype: np.dtype, dtype: np.dtype) -> np.dtype:
+    """Refuses messages whose range does not hold every number of a model.
+
+    What is smaller than their range, nobody would ever average, and of what is larger
+    the sender and its peers would get inf - inf.
+    """
+    is_float = jnp.issubdtype(message_dtype, jnp.floating)
+    # A dtype of 8 bits with as many for the exponent has none left for the sign.
+    if is_float and message_dtype.itemsize > 1 and jnp.finfo(message_dtype).nexp >= 8:
+        return message_dtype
+    if message_dtype == dtype:
+        return message_dtype
+    raise ValueError(
+        f"message_dtype {message_dtype.name} has not the range of float32, so that "
+        f"leaves in {dtype.name} would lose their small or large numbers: use "
+        "bfloat16, or leave it out to send each leaf as it is"
+    )
+
+
+def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """A cast that rounds for certain; XLA may leave out a cast there and back."""
-    if jnp.promote_types(x.dtype, dtype) == dtype:
-        return x.astype(dtype)
-    info = jnp.finfo(dtype)
-    return lax.reduce_precision(x, info.nexp, info.nmant).astype(dtype)
+    if x.dtype == dtype:
+        return x
+    own, info = jnp.finfo(x.dtype), jnp.finfo(dtype)
+    if own.nmant > info.nmant:
+        x = lax.reduce_precision(x, max(own.nexp, info.nexp), info.nmant)
+    return x.astype(dtype)
 
 
 def _group_mean(
@@ -266,10 +295,10 @@ def _group_mean(
         return x
     if x.dtype == sum_dtype(x):
         if len(groups) == 1:
-            return sum_over_all(x, axis_name) / size
+            return divided(sum_over_all(x, axis_name), size)
         if lowering.groups == "sum":
-            return sum_over_groups(x, groups, axis_name) / size
-    piece = reduce_scatter(x, groups, axis_name) / size
+            return divided(sum_over_groups(x, groups, axis_name), size)
+    piece = divided(reduce_scatter(x, groups, axis_name), size)
     return all_gather(piece.astype(x.dtype), groups, axis_name, x.shape)
 
 
@@ -289,11 +318,13 @@ def _permuted(
     between: Permutations,
     axis_name: AxisName,
     workers_per_node: int,
-    message_dtype: DTypeLike,
+    message_dtype: np.dtype,
 ) -> jax.Array:
-    """`sum_j w_ij x_j`, a `ppermute` for each round of messages.
+    """`x_i + sum_j w_ij (q_j - q_i)`, a `ppermute` for each round of messages.
 
-    Where what is sent was rounded, `x_i + sum_j w_ij (q_j - q_i)`.
+    Rounded weights do not sum to one. With differences that scales how fast models
+    agree; with models it would scale their mean, in every step alike. Where the
+    weights are powers of two they do, and `sum_j w_ij x_j` rounds less.
     """
     own, rounds = rounds_of(between)
     if not rounds:
@@ -305,22 +336,37 @@ def _permuted(
         for round_ in rounds
     ]
     weights = [round_.weights for round_ in rounds]
-    if sent.dtype == x.dtype:
-        models, weights = [x.astype(dtype), *models], [own, *weights]
-    else:
-        models = [model - sent.astype(dtype) for model in models]
-    if len({weight for of_workers in weights for weight in of_workers}) == 1:
-        mixed = weights[0][0] * functools.reduce(jnp.add, models)
-    else:
-        node = lax.axis_index(axis_name) // workers_per_node
-        mixed = functools.reduce(
+    node = lax.axis_index(axis_name) // workers_per_node
+    if sent.dtype == x.dtype and all(map(_is_power_of_two, {*own}.union(*weights))):
+        return _weighted([x.astype(dtype), *models], [own, *weights], node)
+    differences = [model - sent.astype(dtype) for model in models]
+    return x.astype(dtype) + _weighted(differences, weights, node)
+
+
+def _weighted(
+    arrays: Sequence[jax.Array], weights: Sequence[Sequence[float]], node: jax.Array
+) -> jax.Array:
+    """`sum_k weights[k][node] arrays[k]`."""
+    distinct = {weight for of_nodes in weights for weight in of_nodes}
+    if len(distinct) > 1:
+        dtype = arrays[0].dtype
+        return functools.reduce(
             jnp.add,
             [
-                jnp.asarray(of_workers, dtype)[node] * model
-                for of_workers, model in zip(weights, models, strict=True)
+                jnp.asarray(of_nodes, dtype)[node] * array
+                for of_nodes, array in zip(weights, arrays, strict=True)
             ],
         )
-    return mixed if sent.dtype == x.dtype else x.astype(dtype) + mixed
+    total, weight = functools.reduce(jnp.add, arrays), distinct.pop()
+    # A sum is added to this: XLA may fuse a product with it, or not, but no division.
+    number = round(1 / weight)
+    is_whole = math.isclose(1, number * weight)
+    return divided(total, number) if is_whole else weight * total
+
+
+def _is_power_of_two(weight: float) -> bool:
+    """Whether a product with it is exact; zero counts."""
+    return math.frexp(weight)[0] in (0, 0.5)
 
 
 def _pairs(sources: tuple[int, ...], workers_per_node: int) -> list[tuple[int, int]]:

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax._src import core
 from jax.typing import ArrayLike, DTypeLike
 
-from decentjax.collectives import AxisName
-from decentjax.exchange import Topology
+from decentjax.collectives import AxisName, sum_dtype
+from decentjax.exchange import Topology, check_topology
 from decentjax.mixing import mix
 
 
@@ -24,7 +25,7 @@ class ScaleByAccumAdamState(NamedTuple):
     count: jax.Array  # int32, []; steps done
     mu: optax.Updates  # first moment, as of the last full window
     nu: optax.Updates  # second moment, likewise
-    acc: optax.Updates  # mean gradient of the window so far, b = sum g / s
+    acc: optax.Updates  # sum g / s of the window so far, in float32 at least
 
 
 def scale_by_accum_adam(
@@ -82,7 +83,7 @@ def scale_by_accum_adam(
             count=jnp.zeros([], jnp.int32),
             mu=optax.tree.zeros_like(params),
             nu=optax.tree.zeros_like(params),
-            acc=optax.tree.zeros_like(params),
+            acc=jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params),
         )
 
     def update_fn(updates, state, params=None):
@@ -97,7 +98,9 @@ def scale_by_accum_adam(
             lambda m, v: m / (jnp.sqrt(v + eps_root) + eps), mu_hat, nu_hat
         )
 
-        acc = jax.tree.map(lambda b, g: b + g / accum_steps, state.acc, updates)
+        acc = jax.tree.map(
+            lambda b, g: b + g.astype(b.dtype) / accum_steps, state.acc, updates
+        )
         full = count % accum_steps == 0
         moved = (
             optax.tree.update_moment(acc, state.mu, b1, 1),
@@ -105,7 +108,9 @@ def scale_by_accum_adam(
             optax.tree.zeros_like(acc),
         )
         mu, nu, acc = jax.tree.map(
-            lambda new, old: jnp.where(full, new, old), moved, (state.mu, state.nu, acc)
+            lambda new, old: jnp.where(full, new.astype(old.dtype), old),
+            moved,
+            (state.mu, state.nu, acc),
         )
         return direction, ScaleByAccumAdamState(count, mu, nu, acc)
 
@@ -195,21 +200,29 @@ def decentralize(
     - "atc", adapt, then combine: `x_i <- sum_j W_ij (x_j + u_j(grads, params))`.
 
     Gradients must be those at the unmixed params, in both. Use it where the axis is
-    mapped: in `jax.shard_map`, or in `jax.vmap` with the `axis_name`.
+    mapped: in `jax.shard_map`, or in `jax.vmap` with the `axis_name`; with plain params
+    and gradients, not in `awc_step`, which averages by itself.
+
+    Every worker takes part in every exchange. Wrappers that skip updates in a
+    conditional, such as `optax.apply_if_finite` or `optax.MultiSteps`, go inside,
+    around `inner`, where they skip the update alone. Updates are float32 at least, the
+    difference to where `optax.apply_updates` is to arrive.
 
     `update` takes a static keyword `phase`, the step as a Python int: one compiled step
     for each exchange of the topology, and the exchange overlaps the gradient. Without
     it the transformation counts for itself, in one compiled step; then a topology of
-    more than one exchange sits in a conditional, and no compiler overlaps that. Inside
-    `optax.MultiSteps(..., k)` let it count, or give the number of full updates: of k
-    steps' phases only the last would ever be used.
+    more than one exchange sits in a conditional, and no compiler overlaps that.
 
     Args:
       inner: any optimizer.
       topology: of as many workers as the axis has.
       axis_name: the mapped axis of the workers.
       order: when the models are averaged.
-      message_dtype: the dtype of what is sent; by default each leaf's own.
+      message_dtype: as in `mix`; under `optax.inject_hyperparams` by name, "bfloat16".
+
+    Raises:
+      ValueError: in `update`, if it is called in a conditional in which workers may
+        take different branches.
 
     Examples:
       >>> import optax
@@ -223,6 +236,12 @@ def decentralize(
     """
     if order not in ("awc", "atc"):
         raise ValueError(f'order must be "awc" or "atc", got {order!r}')
+    check_topology(topology)
+    if isinstance(message_dtype, jax.Array):
+        raise TypeError(
+            "message_dtype must be a dtype, got an array: inject_hyperparams takes a "
+            'dtype such as jnp.bfloat16 for a schedule; give its name, "bfloat16"'
+        )
     inner = optax.with_extra_args_support(inner)
 
     def average(params, count, phase):
@@ -254,6 +273,16 @@ def decentralize(
             )
         if not jax.tree.leaves(params):
             return updates, state
+        if _in_conditional(axis_name):
+            raise ValueError(
+                "decentralize is called in a conditional, such as that of "
+                "optax.apply_if_finite or optax.MultiSteps: workers that take "
+                "different branches wait for each other for ever. Put the wrapper "
+                "inside, as decentralize(optax.apply_if_finite(inner, 5), ...); to "
+                "average every few steps, use a topology with exchanges of "
+                "topology.alone"
+            )
+        _check_dtypes(params)
         if order == "awc":
             mixed = average(params, state.count, phase)
             step, inner_state = inner.update(
@@ -332,5 +361,35 @@ def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Ar
     params = jnp.asarray(params)
     if not jnp.issubdtype(params.dtype, jnp.inexact):
         return step
-    dtype = jnp.promote_types(params.dtype, jnp.float32)
+    dtype = sum_dtype(params)
     return target.astype(dtype) - params.astype(dtype)
+
+
+def _check_dtypes(params: Any) -> None:
+    for x in map(jnp.asarray, jax.tree.leaves(params)):
+        if jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize == 1:
+            raise TypeError(
+                f"optax cannot add updates to a leaf in {x.dtype.name}: mask it, as in "
+                "optax.masked(decentralize(...), mask), and average it by decentjax.mix"
+            )
+
+
+def _in_conditional(axis_name: AxisName) -> bool:
+    """Whether a branch is traced that a worker may take and another may not.
+
+    A conditional around the mapped workers, which all of them take, does not count.
+    jax has no public name for this: a trace knows what it traces, and its parent.
+    """
+    axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        axis = getattr(trace, "axis_data", None)
+        if axis is not None and axis.name in axes:
+            return False
+        frame = getattr(trace, "frame", None)
+        traced_for = frame.debug_info.traced_for if frame is not None else None
+        if traced_for in ("cond", "switch"):
+            return True
+        # The chain of a trace for jax.shard_map ends there, outside all conditionals.
+        trace = getattr(trace, "parent_trace", None)
+    return False

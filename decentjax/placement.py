@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decentjax.exchange import Topology
+from decentjax.collectives import sum_dtype
+from decentjax.exchange import Topology, check_topology
 from decentjax.step import AXIS, Metrics, Step, WorkerState
 
 
@@ -31,7 +32,12 @@ class TrainStep:
     def __call__(
         self, state: WorkerState, batch: Any, t: int
     ) -> tuple[WorkerState, Metrics]:
-        """Does step t; the state's buffers are given up."""
+        """Does step t; the state's buffers are given up.
+
+        Raises:
+          ValueError: if they are gone already, given up to an earlier step.
+        """
+        check_not_donated(state)
         return self._steps[t % len(self._steps)](state, batch)
 
     def lower(self, state: Any, batch: Any, t: int) -> jax.stages.Lowered:
@@ -51,6 +57,7 @@ def simulate(step: Step, topology: Topology) -> TrainStep:
       batch [N, ...], the step t as a Python int; it returns the new state and metrics
       of shape [N]. Each distinct exchange is compiled once, at its first turn.
     """
+    check_topology(topology)
     return _in_turn(step, topology, mesh=None)
 
 
@@ -78,6 +85,7 @@ def on_mesh(
     Raises:
       ValueError: if the mesh has no such axis, or one of another size.
     """
+    check_topology(topology)
     if mesh.shape.get(AXIS) != topology.num_workers:
         raise ValueError(
             f'on_mesh needs a mesh with an axis "{AXIS}" of the topology\'s '
@@ -134,10 +142,10 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
                 f"got {sorted(row * num_workers for row in rows)} rows"
             )
         result = function(*jax.tree.map(lambda x: x[0], stacked))
-        return jax.tree.map(lambda x: x[None], result)
+        return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
 
     spec = PartitionSpec(AXIS)
-    return jax.shard_map(
+    mapped = jax.shard_map(
         on_slice,
         mesh=mesh,
         in_specs=spec,
@@ -146,6 +154,13 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
         # The step is checked for one worker; user code need not annotate what varies.
         check_vma=False,
     )
+    if AXIS not in mesh.explicit_axes:
+        return mapped
+    # On explicit axes, as jax.make_mesh makes them, jax moves no array by itself.
+    put = functools.partial(
+        jax.sharding.reshard, out_shardings=NamedSharding(mesh, spec)
+    )
+    return lambda *stacked: mapped(*jax.tree.map(put, stacked))
 
 
 def local_workers(mesh: Mesh) -> list[int]:
@@ -201,10 +216,26 @@ def mean_model(stacked: Any) -> Any:
     def mean(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             return x[0]
-        wide = jnp.promote_types(x.dtype, jnp.float32)
-        return jnp.mean(x.astype(wide), axis=0).astype(x.dtype)
+        return jnp.mean(x.astype(sum_dtype(x)), axis=0).astype(x.dtype)
 
     return jax.tree.map(mean, stacked)
+
+
+def check_not_donated(state: WorkerState) -> None:
+    """Refuses a state that an earlier step was given, and whose buffers are gone.
+
+    On a mesh jax 0.10 would end the process. The key alone is looked at: each step
+    gives up all of a state, and a look at every leaf would cost too much.
+
+    Raises:
+      ValueError: if it is so.
+    """
+    if state.key.is_deleted():
+        raise ValueError(
+            "a step gives up the buffers of its state, and this state was given to one "
+            "already: use the state that it returned, or give it a copy, "
+            "jax.tree.map(jax.numpy.copy, state)"
+        )
 
 
 def _in_turn(

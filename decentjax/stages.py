@@ -76,7 +76,7 @@ class Plan(NamedTuple):
 
 
 def make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> Plan:
-    of_worker = jax.eval_shape(_first_rows, (state, batch))
+    of_worker = _of_worker((state, batch))
     try:
         cut = Cut(adapt, of_worker, of_worker[0].params)
     except NameError as error:
@@ -120,5 +120,6 @@ def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[Leaves]:
         yield tuple(group)
 
 
-def _first_rows(stacked: Any) -> Any:
-    return jax.tree.map(lambda x: x[0], stacked)
+def _of_worker(stacked: Any) -> Any:
+    """The shapes of one row."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)

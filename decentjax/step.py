@@ -4,7 +4,7 @@
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -13,8 +13,10 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
+from decentjax.collectives import sum_dtype
 from decentjax.exchange import Exchange
 from decentjax.mixing import Lowering, global_mean, mix
+from decentjax.optim import DecentralizeState
 
 AXIS = "workers"
 
@@ -127,8 +129,7 @@ def adapt(
     grads, model_state, key, metrics = gradient(
         loss_fn, state, batch, num_micro_batches
     )
-    updates, opt_state = optimizer.update(grads, state.opt_state, mixed)
-    params = optax.apply_updates(mixed, updates)
+    params, opt_state = descend(optimizer, grads, state.opt_state, mixed)
     return WorkerState(params, opt_state, model_state, key), metrics
 
 
@@ -151,8 +152,7 @@ def atc_step(
     grads, model_state, key, metrics = gradient(
         loss_fn, state, batch, num_micro_batches
     )
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    adapted = optax.apply_updates(state.params, updates)
+    adapted, opt_state = descend(optimizer, grads, state.opt_state, state.params)
     params = mix(adapted, exchange, AXIS, message_dtype, shards, lowering)
     return WorkerState(params, opt_state, model_state, key), metrics
 
@@ -175,8 +175,7 @@ def all_reduce_step(
         loss_fn, state, batch, num_micro_batches
     )
     grads = global_mean(grads, AXIS)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-    params = optax.apply_updates(state.params, updates)
+    params, opt_state = descend(optimizer, grads, state.opt_state, state.params)
     return WorkerState(params, opt_state, model_state, key), metrics
 
 
@@ -192,9 +191,11 @@ def gradient(
       num_micro_batches: as in `awc_step`.
 
     Returns:
-      The gradient, the new model state and key, and the metrics.
+      The gradient, in the dtypes of the params, the new model state and key, and the
+      metrics. Parts are summed in float32 at least.
 
     Raises:
+      TypeError: if `loss_fn` returns something else than a `LossFn`.
       ValueError: if the batch cannot be cut into so many parts of one size.
     """
     key, step_key = jax.random.split(state.key)
@@ -208,14 +209,39 @@ def gradient(
     def add_micro_batch(carry, part):
         model_state, total = carry
         grads, (model_state, metrics) = grad(state.params, model_state, *part)
-        return (model_state, jax.tree.map(jnp.add, total, grads)), metrics
+        total = jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, grads)
+        return (model_state, total), metrics
 
     cut = functools.partial(_cut, num_parts=num_micro_batches)
     parts = (jax.tree.map(cut, batch), jax.random.split(step_key, num_micro_batches))
-    start = (state.model_state, jax.tree.map(jnp.zeros_like, state.params))
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), state.params)
+    start = (state.model_state, zeros)
     (model_state, total), metrics = lax.scan(add_micro_batch, start, parts)
-    grads = jax.tree.map(lambda g: g / num_micro_batches, total)
+    grads = jax.tree.map(
+        lambda s, x: (s / num_micro_batches).astype(x.dtype), total, state.params
+    )
     return grads, model_state, key, jax.tree.map(lambda x: x.mean(0), metrics)
+
+
+def descend(
+    optimizer: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any
+) -> tuple[Any, Any]:
+    """One update of an optimizer that leaves the exchange to the step.
+
+    Returns:
+      The params after it, and the optimizer's new state.
+
+    Raises:
+      TypeError: if the optimizer averages the models itself.
+    """
+    is_decentralized = lambda x: isinstance(x, DecentralizeState)  # noqa: E731
+    if any(map(is_decentralized, jax.tree.leaves(opt_state, is_leaf=is_decentralized))):
+        raise TypeError(
+            "the optimizer averages the models itself, by decentralize, and so does "
+            "this step: give it the inner optimizer, as optax.adamw(1e-3)"
+        )
+    updates, opt_state = optimizer.update(grads, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state
 
 
 def compute_in(loss_fn: LossFn, dtype: DTypeLike) -> LossFn:
@@ -281,7 +307,14 @@ def _cut(x: jax.Array, num_parts: int) -> jax.Array:
 
 def _with_loss_metric(loss_fn: LossFn):
     def with_loss(params, model_state, batch, key):
-        loss, (model_state, metrics) = loss_fn(params, model_state, batch, key)
-        return loss, (model_state, {"loss": loss, **metrics})
+        result = loss_fn(params, model_state, batch, key)
+        match result:
+            case (loss, (model_state, Mapping() as metrics)):
+                return loss, (model_state, {"loss": loss, **metrics})
+        raise TypeError(
+            "loss_fn must return (loss, (model_state, metrics)), the metrics a dict, "
+            "as in `return loss, (model_state, {})`; got the structure "
+            f"{jax.tree.structure(result)}"
+        )
 
     return with_loss

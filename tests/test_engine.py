@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from decentjax import engine as engines
-from decentjax.engine import Engine
+from decentjax.engine import Engine, SharedEngine
 
 # Longer than any wait here should be, so that a deadlock is a failure.
 LONG = 60.0
@@ -162,3 +162,77 @@ def test_while_it_closes_each_submit_is_refused_or_done():
         for thread in threads:
             thread.join(LONG)
         assert all(future.result(LONG) == 0 for future in futures)
+
+
+def test_all_who_share_the_engine_have_one_thread_and_one_order():
+    done = []
+
+    def task(number):
+        done.append((number, threading.current_thread()))
+
+    with SharedEngine() as one, SharedEngine() as other:
+        for number in range(0, 100, 2):
+            one.submit(task, number)
+            other.submit(task, number + 1)
+        one.settle()
+        assert [number for number, _ in done] == list(range(100))
+    (thread,) = {thread for _, thread in done}
+    thread.join(LONG)
+    assert not thread.is_alive()
+
+
+def test_who_leaves_the_shared_engine_waits_for_its_work_and_ends_no_other():
+    held, done = threading.Event(), []
+    stays, leaves = SharedEngine(), SharedEngine()
+    leaves.submit(held.wait, LONG)
+    leaves.submit(done.append, 1)
+    threading.Timer(0.05, held.set).start()
+    leaves.close()
+    assert done == [1]
+    leaves.close()
+    for call in (leaves.settle, lambda: leaves.submit(int)):
+        with pytest.raises(RuntimeError, match="the engine is closed; make a new one"):
+            call()
+    assert stays.submit(lambda: 2).result(LONG) == 2
+    stays.close()
+    with SharedEngine() as newcomer:
+        assert newcomer.submit(lambda: 3).result(LONG) == 3
+
+
+def test_who_leaves_the_shared_engine_waits_no_longer_than_for_an_engine(monkeypatch):
+    monkeypatch.setattr(engines, "CLOSING_SECONDS", 0.05)
+    held = threading.Event()
+    with SharedEngine() as stays, SharedEngine() as leaves:
+        stays.submit(held.wait, LONG)
+        leaves.close()
+        assert not held.is_set()
+        held.set()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_a_failed_engine_fails_those_who_share_it_and_no_newcomer(closed):
+    def fail():
+        raise LostError("lost")
+
+    one, other = SharedEngine(), SharedEngine()
+    with pytest.raises(LostError):
+        one.submit(fail).result(LONG)
+    with pytest.raises(LostError):
+        other.submit(int)
+    if closed:
+        one.close()
+        other.close()
+    with SharedEngine() as newcomer:
+        assert newcomer.submit(lambda: 1).result(LONG) == 1
+    one.close()
+    other.close()
+
+
+def test_the_last_to_leave_the_shared_engine_keeps_nothing_of_it():
+    array = jnp.arange(5)
+    seen = weakref.ref(array)
+    with SharedEngine() as engine:
+        engine.submit(jnp.negative, array).result(LONG)
+    del array, engine
+    gc.collect()
+    assert seen() is None

@@ -1,10 +1,16 @@
 """Exchanges in a second thread: the numbers of `awc_step`, and who waits for whom."""
 
+import contextlib
 import doctest
 import functools
 import gc
+import os
+import socket
+import subprocess
+import sys
 import threading
 import weakref
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AxisType, Mesh
 
 from decentjax import (
     AXIS,
@@ -339,6 +345,130 @@ def test_a_jitted_step_is_cut_and_has_the_same_numbers():
         _assert_same(_run(train_step, case), _wanted(case))
 
 
+# What is not placed yet is copied to its place, and not given up.
+@pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
+@pytest.mark.parametrize("placed", [True, False])
+def test_the_axes_of_the_mesh_may_be_explicit_as_jax_makes_them(placed):
+    case = Case()
+
+    class Explicit(Case):
+        @property
+        def mesh(self):
+            return jax.make_mesh((2,), (AXIS,), (AxisType.Explicit,))
+
+    explicit = Explicit(*case)
+    with _in_background(explicit) as train_step:
+        _assert_same(_run(train_step, explicit, placed=placed), _wanted(case))
+    in_step = on_mesh(case.bound(awc_step), case.graph, explicit.mesh)
+    _assert_same(_run(in_step, explicit, placed=placed), _wanted(case))
+
+
+def test_a_context_of_double_precision_holds_in_the_thread():
+    with jax.enable_x64(True):
+        case = Case(dtype="float64")
+        with _in_background(case, lowering=None) as train_step:
+            got = _run(train_step, case)
+        assert got[0][0].params["inner"].dtype == "float64"
+        _assert_same(got, _wanted(case))
+
+
+def test_metrics_may_be_python_numbers():
+    def numbered(params, model_state, batch, key):
+        loss, (model_state, _) = loss_fn(params, model_state, batch, key)
+        return loss, (model_state, {"float": 1.5, "int": 2})
+
+    case = Case()
+    bound = functools.partial(adapt, loss_fn=numbered, optimizer=case.optimizer)
+    with gossip.Background(bound, TWO, case.mesh, lowering=DEFAULT) as train_step:
+        (_, metrics), *_ = _run(train_step, case)
+    all_reduce = gossip.AllReduce(numbered, case.optimizer, case.mesh)
+    (_, averaged), *_ = _run(all_reduce, case)
+    for found in (metrics, averaged):
+        assert found["float"].tolist() == [1.5, 1.5]
+        assert found["int"].tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("make", [lambda: TWO[0], lambda: topology.ring])
+def test_what_is_no_topology_is_refused(make):
+    with pytest.raises(TypeError, match=r"wanted a Topology, such as topology.ring\(8"):
+        gossip.Background(Case().bound(adapt), make(), worker_mesh(2))
+
+
+@pytest.mark.parametrize("all_reduce", [True, False])
+def test_a_state_that_was_given_up_is_refused(all_reduce):
+    case = Case()
+    state = place(case.start(), case.mesh)
+    if all_reduce:
+        train_step = gossip.AllReduce(loss_fn, case.optimizer, case.mesh)
+    else:
+        train_step = _in_background(case)
+    with train_step:
+        _step(train_step, case, state, 0)
+        with pytest.raises(
+            ValueError, match=r"this state was given to one already: us"
+        ):
+            _step(train_step, case, state, 1)
+
+
+def test_two_train_steps_in_turn_share_one_thread_and_keep_their_numbers():
+    cases = [Case(), Case(optimizer=OPTIMIZERS["sgd"])]
+    notes = []
+
+    def record(who, activity, t, start, end):
+        if activity == "exchange":
+            notes.append((t, who, threading.get_ident()))
+
+    states = [place(case.start(), case.mesh) for case in cases]
+    with contextlib.ExitStack() as stack:
+        train_steps = [
+            stack.enter_context(
+                _in_background(case, record=functools.partial(record, who))
+            )
+            for who, case in enumerate(cases)
+        ]
+        for t in range(4):
+            for who, case in enumerate(cases):
+                found = _step(train_steps[who], case, states[who], t)
+                _assert_same(_arrays(found), _wanted(case)[t])
+                states[who] = found[0]
+        train_steps[0].settle()
+    assert len({thread for *_, thread in notes}) == 1
+    # Of step 0 and 1 each sends at once, then in turn.
+    order = [(t, who) for t, who, _ in notes]
+    assert len(order) == 2 * 5 * 3
+    assert [who for t, who in order if t > 1] == 3 * [0, 0, 0, 1, 1, 1]
+
+
+ROOT = Path(__file__).parent.parent
+# The tests' own devices and threads are no matter of the processes.
+ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+
+
+def test_two_models_in_two_processes_are_averaged_each_with_itself():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    command = [sys.executable, ROOT / "tests/two_backgrounds.py", address]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*command, str(number)],
+                    env=ENV | {"PYTHONPATH": str(ROOT)},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for number in range(2)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
+        outputs = [process.communicate(timeout=2 * LONG)[0] for process in processes]
+    for output in outputs:
+        assert "\nequal 0.50 0.50 10.49 10.49\n" in output
+        assert "\nunequal 1.50 1.50 2.50 2.50\n" in output
+
+
 def test_the_callers_mesh_may_be_set():
     case = Case()
     with jax.set_mesh(case.mesh), _in_background(case) as train_step:
@@ -367,30 +497,25 @@ def test_the_lowering_that_is_measured_to_be_fastest_gives_the_same_numbers(grap
         _assert_same(_run(train_step, Case(graph)), _wanted(Case(graph)))
 
 
-class _Spy(gossip.Engine):
-    """Sets an event when the exchange of some leaves is submitted."""
-
-    def __init__(self):
-        super().__init__()
-        self.submitted = {t: threading.Event() for t in range(9)}
-
-    def submit(self, function, *args):
-        future = super().submit(function, *args)
-        if len(args) == 2:
-            self.submitted[args[1]].set()
-        return future
-
-
 def test_the_first_leaves_are_sent_on_before_the_last_have_come(monkeypatch):
     """The thread holds back the last two of three groups until that has happened."""
-    monkeypatch.setattr(gossip, "Engine", _Spy)
     exchanged, in_time = [], []
+    submitted = {t: threading.Event() for t in range(9)}
+    submit = gossip.Background._submit
+
+    def spy(self, function, *args):
+        future = submit(self, function, *args)
+        if len(args) == 2:
+            submitted[args[1]].set()
+        return future
+
+    monkeypatch.setattr(gossip.Background, "_submit", spy)
 
     def record(activity, t, start, end):
         if activity == "exchange":
             exchanged.append(t)
             if exchanged.count(t) == 2 and t < 4:
-                in_time.append(train_step._engine.submitted[t + 1].wait(LONG))
+                in_time.append(submitted[t + 1].wait(LONG))
 
     with _in_background(Case(), record=record) as train_step:
         _assert_same(_run(train_step, Case()), _wanted(Case()))

@@ -31,7 +31,13 @@ from decentjax.exchange import matrices, rounds_of
 
 ANY = (1, 2, 3, 5, 6, 7, 8, 12, 16)
 POWERS = (1, 2, 8, 16, 64)
-EPSILON = {"float32": 2**-23, "bfloat16": 2**-7}
+EPSILON = {
+    "float32": 2**-23,
+    "bfloat16": 2**-7,
+    "float16": 2**-10,
+    "float8_e4m3fn": 2**-3,
+    "float8_e5m2": 2**-2,
+}
 
 
 class Graph(NamedTuple):
@@ -466,6 +472,97 @@ def test_with_a_message_dtype_devices_and_simulation_agree_to_the_last_bit_but_o
         for simulated in (False, True)
     )
     np.testing.assert_allclose(on_mesh, simulated, rtol=0, atol=2 * 2**-23)
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("scale", [1e-6, 1, 6e4])
+@EACH_PATH
+def test_float16_leaves_keep_their_whole_range(exchange, scale, simulated):
+    draws = np.random.default_rng(0).uniform(0.5, 1, (8, 13))
+    before = jnp.asarray(scale * draws, jnp.float16)
+    after = _mix(before, exchange, simulated, message_dtype=jnp.float16)
+    assert after.dtype == jnp.float16
+    wanted = _matrix(exchange) @ _wide(before)
+    smallest = 2.0**-24
+    atol = np.maximum(2 * EPSILON["float16"] * scale, 2 * smallest)
+    np.testing.assert_allclose(_wide(after), wanted, rtol=0, atol=atol)
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
+@EACH_PATH
+def test_leaves_of_8_bits_are_mixed_in_float32(exchange, dtype, simulated):
+    before = jax.random.normal(jax.random.key(0), (8, 13, 7)).astype(dtype)
+    _assert_mixed(_mix(before, exchange, simulated), before, exchange)
+    narrow = _mix(before, exchange, simulated, message_dtype=jnp.bfloat16)
+    _assert_mixed(narrow, before, exchange)
+
+
+@pytest.mark.parametrize("leaf", ["float32", "float16", "bfloat16", "float8_e5m2"])
+@pytest.mark.parametrize(
+    "message", ["float16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int16"]
+)
+def test_messages_without_the_range_of_float32_are_refused(message, leaf):
+    before = jnp.ones((8, 3)).astype(leaf)
+    mixing = functools.partial(
+        _mix, before, PATHS["groups"], simulated=True, message_dtype=message
+    )
+    if message == leaf:
+        assert mixing().dtype == leaf
+    else:
+        with pytest.raises(ValueError, match=f"{message} has not .* {leaf} .* bfloat1"):
+            mixing()
+
+
+KEEPS_THE_MEAN = {
+    "ring": topology.ring(5),
+    "star": topology.star(5),
+    "torus": topology.torus(9),
+    "complete": topology.complete(3),
+    "groups": Topology("", (Exchange(Groups(((0, 1, 2), (3, 4, 5)))),)),
+    "nodes_of_three": topology.hierarchical(9, 3, topology.ring),
+    "damped": topology.damped(topology.complete(3), 0.7),
+    "uneven": _uneven(6),
+}
+
+
+@pytest.mark.parametrize("graph", KEEPS_THE_MEAN.values(), ids=KEEPS_THE_MEAN)
+def test_the_mean_of_all_models_moves_to_no_side(graph):
+    """Mixes of 10,000 numbers; in the end models agree, or noise keeps them apart.
+
+    What rounds to a side, by 1e-8 and more a step, adds up; what rounds does not.
+    """
+
+    @jax.jit
+    def drift(models, noise):
+        def step(t, x):
+            for exchange in graph:
+                mixing = functools.partial(mix, exchange=exchange, axis_name=AXIS)
+                x = over_workers(mixing)(x)
+            draws = noise * jax.random.normal(jax.random.key(t), x.shape)
+            return x + (draws - jnp.roll(draws, 1, 0))
+
+        return jax.lax.fori_loop(0, 400, step, models)
+
+    draws = np.random.default_rng(0).uniform(0.5, 1.5, (graph.num_workers, 10_000))
+    before = jnp.asarray(draws, jnp.float32)
+    for noise in (0.0, 1e-3):
+        mean = _wide(before).mean(0)
+        moved = (_wide(drift(before, noise)).mean(0) - mean) / mean
+        assert abs(moved.mean()) < 2.5e-8
+        assert np.linalg.norm(moved) / 100 < 1e-6
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("num_workers", [3, 5, 7])
+def test_the_global_mean_moves_the_mean_to_no_side(num_workers, simulated):
+    draws = np.random.default_rng(0).uniform(0.5, 1.5, (num_workers, 10_000))
+    models = jnp.asarray(draws, jnp.float32)
+    got = _run(
+        functools.partial(global_mean, axis_name=AXIS), models, simulated=simulated
+    )
+    moved = _wide(got).mean(0) / _wide(models).mean(0) - 1
+    assert abs(moved.mean()) < 2e-9
 
 
 SENDS_DIFFERENCES = {

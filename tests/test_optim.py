@@ -388,10 +388,8 @@ COMPOSITIONS = {
     ),
     "inject_inside": lambda d: d(_inject(optax.adamw, weight_decay=0.1)),
     "inject_accum_inside": lambda d: d(_inject(accum_adamw, accum_steps=3)),
-    "multi_steps": lambda d: optax.MultiSteps(d(optax.adam(0.1)), 2),
     "multi_steps_inside": lambda d: d(optax.MultiSteps(optax.adam(0.1), 2)),
     "muon": lambda d: d(optax.contrib.muon(0.1)),
-    "apply_if_finite": lambda d: optax.apply_if_finite(d(optax.adam(0.1)), 3),
     "finite_inside": lambda d: d(optax.apply_if_finite(optax.adam(0.1), 3)),
     "schedule_free": lambda d: d(optax.contrib.schedule_free_sgd(0.1)),
     "flatten": lambda d: optax.flatten(d(optax.adam(0.1))),
@@ -502,14 +500,6 @@ def test_each_label_of_multi_transform_has_its_own_exchange():
     assert state.inner_states["a"].inner_state.count.tolist() == [6] * 4
 
 
-def test_multi_steps_averages_the_models_once_in_its_steps():
-    """Both gradients of a window are those at one model, and so is their mean."""
-    got, _ = _descend_tree(optax.MultiSteps(_plain(), 2), 4, num_steps=6)
-    _assert_close(got, _descend_tree(_plain(), 4, num_steps=3)[0])
-    between, _ = _descend_tree(optax.MultiSteps(_plain(), 2), 4, num_steps=5)
-    _assert_close(between, _descend_tree(_plain(), 4, num_steps=2)[0])
-
-
 def test_clipping_before_it_leaves_the_exchange_whole():
     graph, problem = topology.hypercube(8), _problem(8)
     optimizer = optax.chain(optax.clip_by_global_norm(0.1), _plain(graph))
@@ -523,16 +513,225 @@ def test_clipping_before_it_leaves_the_exchange_whole():
     np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-5)
 
 
-def test_in_simulation_a_worker_of_infinite_gradient_rests_and_the_others_go_on():
-    optimizer = optax.apply_if_finite(_plain(topology.complete(4)), 3)
+def _every_second_transforms(step, **_):
+    return step % 2 == 0
 
-    def update(params, gradient):
-        updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+
+LR = 0.25
+
+
+def _finite(gradients):
+    """Of all gradients so far of one worker; the update of the last."""
+    last = gradients[-1]
+    return -LR * last if np.isfinite(last).all() else np.zeros_like(gradients[0])
+
+
+def _pairs(gradients):
+    finite = [g for g in gradients if np.isfinite(g).all()]
+    if not np.isfinite(gradients[-1]).all() or len(finite) % 2:
+        return np.zeros_like(gradients[0])
+    return -LR * (finite[-2] + finite[-1]) / 2
+
+
+def _every_second(gradients):
+    return -LR * gradients[-1] if len(gradients) % 2 else np.zeros_like(gradients[0])
+
+
+def _every_second_as_it_is(gradients):
+    return -LR * gradients[-1] if len(gradients) % 2 else gradients[-1]
+
+
+class Wrapper(NamedTuple):
+    """A wrapper that skips updates, what its own are, and whether gradients may be nan.
+
+    `update` takes all gradients so far of one worker to its update.
+    """
+
+    wrap: Callable[[optax.GradientTransformation], Any]
+    update: Callable[[list], np.ndarray]
+    skips_nan: bool = True
+
+
+WRAPPERS = {
+    "finite": Wrapper(lambda o: optax.apply_if_finite(o, 9), _finite),
+    "multi_steps": Wrapper(
+        lambda o: optax.MultiSteps(o, 2, should_skip_update_fn=optax.skip_not_finite),
+        _pairs,
+    ),
+    "mask": Wrapper(
+        lambda o: optax.conditionally_mask(o, _every_second_transforms),
+        _every_second,
+        skips_nan=False,
+    ),
+    "transform": Wrapper(
+        lambda o: optax.conditionally_transform(o, _every_second_transforms),
+        _every_second_as_it_is,
+        skips_nan=False,
+    ),
+}
+EACH_WRAPPER = pytest.mark.parametrize("wrapper", WRAPPERS.values(), ids=WRAPPERS)
+
+
+def _skipping(wrapper, matrices, start, optimum, hits):
+    """The models [N, d] after as many steps as there are hits, in float64."""
+    x, gradients = start, []
+    for t, hit in enumerate(hits):
+        gradients.append(np.where(hit[:, None], np.nan, x - optimum))
+        updates = [wrapper.update([g[i] for g in gradients]) for i in range(len(x))]
+        x = matrices[t % len(matrices)] @ x + np.stack(updates)
+    return x
+
+
+@EACH_WRAPPER
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize(
+    "graph", [topology.hypercube(4), topology.ring(4)], ids=["hypercube", "ring"]
+)
+def test_inside_a_wrapper_skips_the_update_of_a_worker_and_no_exchange(
+    wrapper, dtype, graph
+):
+    generator = np.random.default_rng(0)
+    start, optimum = jnp.asarray(generator.uniform(0.5, 1, (2, 4, 3)), dtype)
+    hits = np.zeros((6, 4), bool)
+    if wrapper.skips_nan:
+        hits[[0, 2, 3], [1, 1, 2]] = True
+    optimizer = decentralize(wrapper.wrap(optax.sgd(LR)), graph, AXIS)
+
+    def descend(params, optimum, hits):
+        def body(carry, hit):
+            params, state = carry
+            gradients = jnp.where(hit, jnp.nan, params - optimum).astype(dtype)
+            updates, state = optimizer.update(gradients, state, params)
+            return (optax.apply_updates(params, updates), state), None
+
+        return jax.lax.scan(body, (params, optimizer.init(params)), hits)[0][0]
+
+    stacked = start, optimum, jnp.asarray(hits.T)
+    simulated, on_mesh = (
+        jax.jit(over_workers(descend, mesh))(*stacked)
+        for mesh in (None, worker_mesh(4))
+    )
+    assert simulated.dtype == dtype
+    wide = [np.asarray(x.astype("float32"), np.float64) for x in (start, optimum)]
+    wanted = _skipping(wrapper, topology.matrices(graph), *wide, hits)
+    atol = 8 * float(jnp.finfo(dtype).eps)
+    found = np.asarray(simulated.astype("float32"))
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=atol)
+    if dtype == "float32" or graph.period == 1:
+        np.testing.assert_allclose(on_mesh.astype("float32"), found, rtol=0, atol=atol)
+    else:
+        assert np.array_equal(on_mesh, simulated)
+
+
+@EITHER_WAY
+@EACH_WRAPPER
+@pytest.mark.parametrize(
+    "graph", [topology.hypercube(4), topology.ring(4)], ids=["hypercube", "ring"]
+)
+def test_around_it_a_wrapper_that_skips_updates_is_refused(wrapper, graph, simulated):
+    """Workers that take different branches would wait for each other for ever."""
+    optimizer = wrapper.wrap(decentralize(optax.sgd(LR), graph, AXIS))
+
+    def update(params):
+        return optimizer.update(params, optimizer.init(params), params)[0]
+
+    mapped = over_workers(update, None if simulated else worker_mesh(4))
+    message = r"in a conditional, .* Put the wrapper inside, as decentralize\(optax.app"
+    with pytest.raises(ValueError, match=message):
+        jax.jit(mapped)(jnp.ones((4, 3)))
+
+
+@EITHER_WAY
+def test_a_switch_and_a_jitted_function_in_a_conditional_are_refused_too(simulated):
+    optimizer = _plain()
+
+    @jax.jit
+    def update(params):
+        return optimizer.update(params, optimizer.init(params), params)[0]
+
+    def of_worker(params):
+        branches = [update, lambda x: x, jnp.negative]
+        return jax.lax.switch(params[0].astype(int), branches, params)
+
+    mapped = over_workers(of_worker, None if simulated else worker_mesh(4))
+    with pytest.raises(ValueError, match="decentralize is called in a conditional"):
+        jax.jit(mapped)(jnp.ones((4, 3)))
+
+
+@EITHER_WAY
+def test_a_conditional_around_all_workers_is_taken_by_all_of_them(simulated):
+    optimizer = _plain()
+
+    def update(params):
+        updates, _ = optimizer.update(params, optimizer.init(params), params)
         return optax.apply_updates(params, updates)
 
-    models = jnp.array([1.0, 2.0, 3.0, 6.0])
-    after = over_workers(update)(models, jnp.array([np.inf, 0, 0, 0]))
-    np.testing.assert_allclose(after, [1, 3, 3, 3])
+    mapped = over_workers(update, None if simulated else worker_mesh(4))
+
+    @jax.jit
+    def step(params, flag):
+        return jax.lax.cond(flag, mapped, lambda x: x, params)
+
+    models = jnp.arange(12.0).reshape(4, 3)
+    assert np.array_equal(step(models, False), models)
+    np.testing.assert_allclose(step(models, True), jax.jit(mapped)(models), rtol=1e-6)
+    assert not np.array_equal(step(models, True), models)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("accum_steps", [512, 1024])
+def test_the_window_of_accum_adam_is_summed_in_float32(dtype, accum_steps):
+    gradients = np.random.default_rng(0).uniform(0.5, 1.5, (accum_steps, 3))
+    gradients = jnp.asarray(gradients, dtype)
+    transformation = scale_by_accum_adam(accum_steps, b1=0.0)
+
+    def body(state, gradient):
+        direction, state = transformation.update(gradient, state)
+        return state, direction
+
+    start = transformation.init(gradients[0])
+    state, directions = jax.lax.scan(body, start, gradients)
+    wanted = np.asarray(gradients, np.float64).mean(0)
+    np.testing.assert_allclose(state.mu.astype("float32"), wanted, rtol=4e-3)
+    assert (state.mu.dtype, state.nu.dtype, state.acc.dtype) == (
+        dtype,
+        dtype,
+        "float32",
+    )
+    assert directions.dtype == dtype
+
+
+@pytest.mark.parametrize("message_dtype", ["bfloat16", jnp.dtype("bfloat16")])
+def test_the_dtype_of_messages_goes_through_injected_hyperparams(message_dtype):
+    graph, problem = topology.one_peer_ring(4), _problem(4)
+    make = functools.partial(
+        optax.inject_hyperparams(decentralize), topology=graph, axis_name=AXIS
+    )
+    injected = make(optax.sgd(0.1), message_dtype=message_dtype)
+    plain = decentralize(optax.sgd(0.1), graph, AXIS, message_dtype="bfloat16")
+    got, wanted = (_descend(x, problem, 3, True) for x in (injected, plain))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-6)
+
+
+def test_a_dtype_that_was_taken_for_a_schedule_is_refused():
+    make = optax.inject_hyperparams(decentralize)
+    optimizer = make(optax.sgd(0.1), topology.ring(4), AXIS, message_dtype=jnp.bfloat16)
+    with pytest.raises(TypeError, match=r'for a schedule; give its name, "bfloat16"'):
+        _update_once(optimizer)
+
+
+def test_what_is_no_topology_is_refused():
+    with pytest.raises(
+        TypeError, match=r"wanted a Topology, .* got ring; call a funct"
+    ):
+        decentralize(optax.sgd(0.1), topology.ring, AXIS)
+
+
+def test_a_leaf_of_8_bits_is_refused_as_optax_cannot_update_it():
+    with pytest.raises(
+        TypeError, match=r"leaf in float8_e5m2: mask it, as in optax.ma"
+    ):
+        _update_once(_plain(), params=jnp.ones(3, "float8_e5m2"))
 
 
 def test_the_state_counts_the_exchanges():

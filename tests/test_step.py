@@ -22,6 +22,7 @@ from decentjax import (
     awc_step,
     compute_in,
     consensus_distance,
+    decentralize,
     init_state,
     local_workers,
     mean_model,
@@ -350,12 +351,12 @@ def _noisy(params, model_state, batch, key):
 
 
 @functools.cache
-def _noisy_run(step, num_steps=4, simulated=True, seed=0, **options):
+def _noisy_run(step, num_steps=4, simulated=True, seed=0, loss_fn=_noisy, **options):
     problem, graph, optimizer = _problem(4), topology.one_peer_ring(4), optax.sgd(0.1)
     batch = jnp.concatenate([problem.optima, 2 * problem.optima], 1)
     model_state = {"running": jnp.zeros((3, 4)), "count": jnp.int32(0)}
     state = init_state(problem.start, optimizer, jax.random.key(seed), 4, model_state)
-    train_step = _placed(_bind(step, optimizer, _noisy, **options), graph, simulated)
+    train_step = _placed(_bind(step, optimizer, loss_fn, **options), graph, simulated)
     metrics = []
     for t in range(num_steps):
         state, found = train_step(state, batch, t)
@@ -715,3 +716,143 @@ def test_over_workers_maps_trees_of_several_arguments(simulated):
     np.testing.assert_allclose(out["sum"], x[:, None] + y)
     assert out["place"].tolist() == [0, 1, 2, 3]
     np.testing.assert_allclose(distance, np.full(4, np.sqrt(1.25)), rtol=1e-6)
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("num_parts", [512, 1024])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_micro_batches_of_narrow_params_are_summed_in_float32(
+    dtype, num_parts, simulated
+):
+    """The gradient of a part is its example; in bfloat16 a sum of ones ends at 256."""
+    examples = np.random.default_rng(0).uniform(0.5, 1.5, (2, num_parts, 3))
+    batch, seen = jnp.asarray(examples, dtype), []
+
+    def loss_fn(params, model_state, batch, key):
+        return jnp.sum(params["x"] * batch[0]).astype("float32"), (model_state, {})
+
+    def spy(updates, _):
+        seen.append(updates["x"].dtype)
+        return updates
+
+    optimizer = optax.chain(optax.stateless(spy), optax.sgd(1.0))
+    bound = _bind(awc_step, optimizer, loss_fn, num_micro_batches=num_parts)
+    state = init_state({"x": jnp.zeros(3, dtype)}, optimizer, jax.random.key(0), 2)
+    after, _ = _placed(bound, topology.alone(2), simulated)(state, batch, 0)
+    wanted = -np.asarray(batch, np.float64).mean(1)
+    np.testing.assert_allclose(after.params["x"].astype("float32"), wanted, rtol=4e-3)
+    assert {x.name for x in seen} == {dtype}
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("order", ["awc", "atc"])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_narrow_params_follow_the_dense_recursion(dtype, order, simulated):
+    graph = topology.ring(5)
+    start = np.random.default_rng(0).uniform(0.5, 1, (5, 4))
+    rates = 2.0 ** -np.arange(5)[:, None]
+
+    def loss_fn(params, model_state, batch, key):
+        square = jnp.square(params["x"].astype("float32"))
+        return 0.5 * batch * jnp.sum(square), (model_state, {})
+
+    optimizer = optax.sgd(0.125)
+    state = init_state({"x": jnp.zeros(4, dtype)}, optimizer, jax.random.key(0), 5)
+    x = jnp.asarray(start, dtype)
+    state = state._replace(params={"x": x})
+    train_step = _placed(_bind(STEPS[order], optimizer, loss_fn), graph, simulated)
+    batch = jnp.asarray(rates[:, 0], jnp.float32)
+    wanted = np.asarray(x, np.float64)
+    recursion = oracles.awc if order == "awc" else oracles.atc
+    wanted = recursion(topology.matrices(graph), wanted, lambda x: rates * x, 0.125, 4)
+    for t in range(4):
+        state, _ = train_step(state, batch, t)
+    assert state.params["x"].dtype == dtype
+    atol = 6 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(
+        state.params["x"].astype("float32"), wanted[-1], rtol=0, atol=atol
+    )
+
+
+WRONG_LOSSES = {
+    "scalar": lambda params, state: params["x"].sum(),
+    "no_state": lambda params, state: (params["x"].sum(), {}),
+    "three": lambda params, state: (params["x"].sum(), state, {}),
+    "no_dict": lambda params, state: (params["x"].sum(), (state, 3.0)),
+    "names": lambda params, state: (params["x"].sum(), ("ab", "cd")),
+}
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@pytest.mark.parametrize("wrong", WRONG_LOSSES.values(), ids=WRONG_LOSSES)
+@EACH_STEP
+def test_a_loss_function_that_returns_something_else_is_refused(
+    step, wrong, num_micro_batches
+):
+    def loss_fn(params, model_state, batch, key):
+        return wrong(params, model_state)
+
+    message = r"must return \(loss, \(model_state, metrics\)\), .* got the structure Py"
+    with pytest.raises(TypeError, match=message):
+        _noisy_run(step, 1, loss_fn=loss_fn, num_micro_batches=num_micro_batches)
+
+
+@EITHER_WAY
+@EACH_STEP
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+def test_metrics_may_be_python_numbers(step, simulated, num_micro_batches):
+    def loss_fn(params, model_state, batch, key):
+        loss, (model_state, _) = _noisy(params, model_state, batch, key)
+        return loss, (model_state, {"float": 1.5, "int": 2, "true": True})
+
+    options = {"loss_fn": loss_fn, "num_micro_batches": num_micro_batches}
+    _, metrics = _noisy_run(step, 1, simulated, **options)
+    found = {name: x.tolist() for name, x in metrics.items() if name != "loss"}
+    assert found == {"float": [[1.5] * 4], "int": [[2] * 4], "true": [[1] * 4]}
+
+
+DECENTRALIZED = {
+    "plain": lambda d: d,
+    "chained": lambda d: optax.chain(optax.clip(1.0), d),
+    "masked": lambda d: optax.masked(d, {"x": True}),
+    "labelled": lambda d: optax.multi_transform({"a": d}, {"x": "a"}),
+}
+
+
+@pytest.mark.parametrize("wrap", DECENTRALIZED.values(), ids=DECENTRALIZED)
+@EACH_STEP
+def test_an_optimizer_that_averages_by_itself_is_refused(step, wrap):
+    graph = topology.ring(4)
+    optimizer = wrap(decentralize(optax.sgd(0.1), graph, AXIS))
+    with pytest.raises(TypeError, match=r"averages the models itself, .* inner optimi"):
+        _train(step, graph, optimizer, 1)
+
+
+@pytest.mark.parametrize("wrong", [topology.ring, topology.ring(8)[0], "ring"])
+def test_what_is_no_topology_is_refused_by_name(wrong):
+    name = getattr(wrong, "__name__", type(wrong).__name__)
+    message = rf"wanted a Topology, such as topology.ring\(8\), got {name}; call"
+    step = _bind(awc_step, optax.sgd(0.1))
+    with pytest.raises(TypeError, match=message):
+        simulate(step, wrong)
+    with pytest.raises(TypeError, match=message):
+        on_mesh(step, wrong, worker_mesh(8))
+
+
+@EITHER_WAY
+def test_a_state_that_was_given_up_is_refused(simulated):
+    problem, graph, optimizer = _problem(4), topology.ring(4), optax.adam(0.1)
+    train_step = _placed(_bind(awc_step, optimizer), graph, simulated)
+    state = _start(problem, optimizer, 4)
+    if not simulated:
+        state = place(state, worker_mesh(4))
+    kept = jax.tree.map(jnp.copy, state)
+    train_step(state, problem.optima, 0)
+    with pytest.raises(ValueError, match=r"this state was given to one already: use t"):
+        train_step(state, problem.optima, 1)
+    train_step(kept, problem.optima, 1)
+
+
+def test_the_mean_model_of_8_bits_is_taken_in_float32():
+    stacked = jnp.array([1.0, 1.125, 1.25]).astype("float8_e4m3fn")
+    assert float(mean_model(stacked)) == 1.125

@@ -139,7 +139,7 @@ class StepConfig:
     algorithm: Literal["awc", "atc", "all_reduce"] = "awc"
     batch_per_worker: int = 8
     num_micro_batches: int = 1
-    message_dtype: Literal["bfloat16", "float16"] | None = None
+    message_dtype: Literal["bfloat16"] | None = None
     xla_options: tuple[str, ...] = ("recommended",)
 
     def __post_init__(self):
