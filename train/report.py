@@ -317,9 +317,7 @@ def _configs_section(runs: list[Run]) -> Section:
             f"<p>{html.escape(run.name)}, against {html.escape(runs[0].name)}:</p>"
             f"<ul>{items}</ul>"
         )
-    lines += [
-        _note(run, row) for run in runs for row in run.rows if NOTES & row.keys()
-    ]
+    lines += [_note(run, row) for run in runs for row in run.rows if NOTES & row.keys()]
     config = html.escape(json.dumps(runs[0].config, indent=2))
     lines.append(
         f"<details><summary>{html.escape(runs[0].name)}/config.json</summary>"
