@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
             run_dir = run_dir or Path("runs") / config.name
             if config.distributed.enabled:
                 with fail_stop():
-                    start(config.distributed, config.workers.num_workers)
+                    start(config.distributed, config.workers.num_workers, run_dir)
                     run_here(config, run_dir, resume)
                 return
             if config.workers.where == "mesh":
