@@ -3,7 +3,6 @@
 import contextlib
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -106,37 +105,36 @@ def listens(port: int) -> set[str]:
     return found
 
 
-ENDLESS = "--num-steps 100000 --checkpoint.every-steps 100000".split()
+ENDLESS = ["--num-steps", "100000", "--checkpoint.every-steps", "100000"]
 
 
-@pytest.mark.parametrize("place", ["by hand", "by Slurm"])
-def test_a_second_job_at_the_same_address_leaves_the_first_alone(place, tmp_path):
-    if place == "by hand":
-        address = free_address()
-        first = [by_hand(i, address, tmp_path / "a", *ENDLESS) for i in (0, 1)]
-        second = [by_hand(i, address, tmp_path / "b") for i in (0, 1)]
-        port = int(address.split(":")[1])
-    else:
-        port = 65535 - os.getpid() % 4096  # As jax derives it from the job's id.
-        job = port - 61440
-        first = [by_slurm(i, job, tmp_path / "a", *ENDLESS) for i in (0, 1)]
-        second = [by_slurm(i, job + 4096, tmp_path / "b") for i in (0, 1)]
+def test_a_second_job_at_the_same_address_leaves_the_first_alone(tmp_path):
+    """Whether it is given by hand, or derived from job ids 4096 apart."""
+    port = 65535 - os.getpid() % 4096  # As jax derives it from the job's id.
+    job = port - 61440
     with contextlib.ExitStack() as stack:
-        first = [stack.enter_context(process) for process in first]
+        first = [
+            stack.enter_context(by_slurm(i, job, tmp_path / "a", *ENDLESS))
+            for i in (0, 1)
+        ]
         read_until(first[0], "step 6/")
         assert {address[-8:] for address in listens(port)} == {"0100007F"}  # 127.0.0.1
-        second = [stack.enter_context(process) for process in second]
-        outputs = [ended(process) for process in second]
-        assert [code for code, _ in outputs] == [70, 70]
-        assert "error: process 0: process 0 cannot listen at" in outputs[0][1]
-        assert "is in use by another program" in outputs[1][1]
-        assert "Traceback" not in outputs[0][1] + outputs[1][1]
+        others = [by_slurm(i, job + 4096, tmp_path / "b") for i in (0, 1)]
+        others += [by_hand(i, f"127.0.0.1:{port}", tmp_path / "b") for i in (0, 1)]
+        others = [stack.enter_context(process) for process in others]
+        for number, (code, output) in enumerate(map(ended, others)):
+            assert code == 70
+            if number % 2 == 0:
+                assert "error: process 0: process 0 cannot listen at " in output
+            else:
+                assert f":{port} is in use by another program, such as the" in output
+            assert "Traceback" not in output
         assert [process.poll() for process in first] == [None, None]
         first[1].terminate()
         for process in first:
             code, output = ended(process)
             assert code == 0, output
-    assert sorted(path.name for path in (tmp_path / "a").glob(".*")) == []
+    assert list((tmp_path / "a").glob(".*")) == []
     assert not (tmp_path / "b").exists()
 
 
@@ -169,7 +167,18 @@ def test_a_job_that_begins_is_not_disturbed_by_others(tmp_path):
 
 
 def meet(place: Place, run_dir: Path | None, seconds: float = 60) -> str:
+    """The rendezvous, and then a coordinator that hears all others come."""
     with rendezvous(place, run_dir, seconds) as listen_at:
+        if place.process_id == 0:
+            host, port = listen_at.split(":")
+            with socket.socket() as coordinator:
+                for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # As gRPC.
+                    coordinator.setsockopt(socket.SOL_SOCKET, option, 1)
+                coordinator.settimeout(LONG)
+                coordinator.bind((host, int(port)))
+                coordinator.listen()
+                for _ in range(place.num_processes - 1):
+                    coordinator.accept()[0].close()
         return listen_at
 
 
@@ -199,29 +208,26 @@ def test_one_folder_under_two_names_is_one_folder(tmp_path):
     assert list((tmp_path / "a").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("number", "count", "folder", "why"),
-    [
-        (1, 3, "a", "it has come before"),
-        (2, 2, "a", "it is one of 2 processes, here 3 meet"),
-        (2, 3, "b", "it does not see the run folder of process 0"),
-        (2, 3, None, "it does not see the run folder of process 0"),
-    ],
-)
-def test_who_does_not_belong_is_refused_and_who_is_missing_is_named(
-    number, count, folder, why, tmp_path
-):
-    address = free_address()
-    threads = [in_thread(Place(address, 3, i), tmp_path / "a", 6) for i in (0, 1)]
-    run_dir = folder and tmp_path / folder
+def test_who_does_not_belong_is_refused_and_who_is_missing_is_named(tmp_path):
+    address, seconds = free_address(), 8
+    run_dir = tmp_path / "a"
+    threads = [in_thread(Place(address, 3, i), run_dir, seconds) for i in (0, 1)]
     time.sleep(1)  # Until process 1 has come.
-    with pytest.raises(ValueError, match=why):
-        meet(Place(address, count, number), run_dir, 5)
+    cases = [
+        (1, 3, run_dir, "it has come before"),
+        (2, 2, run_dir, "it is one of 2 processes, here 3 meet"),
+        (2, 3, tmp_path / "b", "it does not see the run folder of process 0"),
+        (2, 3, None, "it does not see the run folder of process 0"),
+    ]
+    for number, count, folder, why in cases:
+        with pytest.raises(ValueError, match=f"refused this process: {why}"):
+            meet(Place(address, count, number), folder, seconds=1)
     for thread, _ in threads:
         thread.join(LONG)
     (_, [host]), (_, [guest]) = threads
     assert "missing 2 of 3: are all of them started" in host
-    assert f"process {number} was refused: {why}" in host
+    for number, _, _, why in cases:
+        assert f"process {number} was refused: {why}" in host
     assert "has ended, or not all processes have come within" in guest
 
 
