@@ -67,7 +67,7 @@ def start(
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     place = _place(config)
     internals.global_state.process_id = place.process_id  # For an error before jax.
-    heartbeats = MONTH_SECONDS if jax.config.read("jax_platforms") == "cpu" else 100
+    heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
     with rendezvous(place, run_dir, config.start_seconds) as listen_at:
         distributed.initialize(
             *place,
