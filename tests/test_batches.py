@@ -189,6 +189,29 @@ def test_processes_give_what_a_thread_gives_and_touch_no_device():
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.parametrize("step", [-5, 0.5, 3.0, "3", None, True, 10**30])
+def test_a_position_that_is_no_step_is_refused(step):
+    batches = feed(worker_steps(Numbers(), 1, 1, seed=0))
+    first = next(batches)
+    for refused in (batches.set_step, lambda x: batches.set_state({"next_index": x})):
+        with pytest.raises(ValueError, match="position in the data must be an integer"):
+            refused(step)
+    assert batches.get_state() == {"next_index": 1}  # As if nothing had been asked.
+    batches.set_step(0)
+    assert_same_arrays(next(batches), first)
+
+
+def test_data_repeats_so_no_step_of_a_run_is_beyond_its_end():
+    steps = worker_steps(Numbers(), 1, 1, seed=0)
+    batches = feed(steps)
+    batches.set_step(10**12)
+    assert_same_arrays(next(batches), steps[10**12])
+
+
+def assert_same_arrays(one, other):
+    np.testing.assert_array_equal(one.arrays, other.arrays)
+
+
 def test_an_error_in_a_process_arrives():
     batches = feed(worker_steps(Numbers(), 1, 1, seed=0, transform=fail), 1)
     with pytest.raises(TypeError, match="not made for 0"):

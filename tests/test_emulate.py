@@ -93,7 +93,9 @@ def save(signum, frame):
 signal.signal(signal.SIGTERM, save)
 os.system("sleep 300 &")
 print(os.stat("/proc/self/ns/net").st_ino)
-while not os.path.exists(sys.argv[1]): time.sleep(0.02)
+while not os.path.exists(sys.argv[1]):
+    time.sleep(0.02)
+    if os.path.exists(sys.argv[1] + ".say"): print("is there anyone?")
 if os.environ["RANK"] == "1": sys.exit(3)
 """
 
@@ -263,6 +265,8 @@ def test_both_directions_of_a_link_have_its_rate(transfers):
         ("failure", 3),
         ("Ctrl-C", 0),
         ("SIGTERM", 0),
+        ("SIGHUP", 0),
+        ("closed output", 128 + signal.SIGPIPE),
         ("SIGKILL", -signal.SIGKILL),
         ("SIGKILL of the switch", 128 + signal.SIGKILL),
     ],
@@ -294,6 +298,10 @@ def test_nothing_is_left(end, code, tmp_path):
                 os.kill(switch[0], signal.SIGKILL)
             elif end == "Ctrl-C":  # A terminal sends it to the whole group.
                 os.killpg(job.pid, signal.SIGINT)
+            elif end == "closed output":
+                job.stdout.close()
+                job.stdout = None
+                Path(f"{go}.say").touch()
             elif end.startswith("SIG"):
                 job.send_signal(signal.Signals[end])
             else:
@@ -302,7 +310,8 @@ def test_nothing_is_left(end, code, tmp_path):
         finally:
             job.kill()
     assert job.returncode == code, out
-    assert ("[0] saved" in out) == (end in ("Ctrl-C", "SIGTERM"))
+    stopped = end in ("Ctrl-C", "SIGTERM", "SIGHUP")
+    assert ("[0] saved" in (out or "")) == stopped
     wait_until(lambda: not processes_with(marker))
     wait_until(lambda: not any(map(is_held, namespaces)))
     assert (socket.if_nameindex(), Path("/proc/self/mounts").read_text()) == before

@@ -49,14 +49,16 @@ time.sleep(300)
 
 
 @contextlib.contextmanager
-def start(*codes: str) -> Iterator[subprocess.Popen]:
+def start(
+    *codes: str, program: str = RUN_JOB, stderr: int = subprocess.STDOUT
+) -> Iterator[subprocess.Popen]:
     """Starts a job, and kills it where the test has not ended it."""
     with subprocess.Popen(
-        [sys.executable, "-c", RUN_JOB, *codes],
+        [sys.executable, "-c", program, *codes],
         cwd=ROOT,
         env={k: value for k, value in os.environ.items() if k != "PYTHONUNBUFFERED"},
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
     ) as job:
         try:
             yield job
@@ -73,9 +75,12 @@ def run(*codes: str) -> tuple[int, list[str]]:
 
 def read_pids(job: subprocess.Popen, count: int) -> list[int]:
     """Returns the ids that `count` processes of a job print when they are ready."""
+    return [int(line.split()[-1]) for line in read_lines(job, count)]
+
+
+def read_lines(job: subprocess.Popen, count: int) -> list[bytes]:
     assert job.stdout is not None
-    lines = [job.stdout.readline() for _ in range(count)]
-    return [int(line.split()[-1]) for line in lines]
+    return [job.stdout.readline() for _ in range(count)]
 
 
 def lives(pid: int) -> bool:
@@ -177,7 +182,7 @@ def test_after_a_failure_the_others_are_asked_then_killed():
     assert "[1] saved" in lines
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_lets_all_save(signum):
     with start(SAVE, SAVE) as job:
         read_pids(job, 2)
@@ -185,6 +190,57 @@ def test_a_signal_to_the_launcher_lets_all_save(signum):
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 0
     assert sorted(out.splitlines()) == [b"[0] saved", b"[1] saved"]
+
+
+def test_under_nohup_a_terminal_may_close():
+    code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{RUN_JOB}"
+    with start(SAVE, program=code) as job:
+        (pid,) = read_pids(job, 1)
+        job.send_signal(signal.SIGHUP)
+        time.sleep(0.5)
+        assert lives(pid)
+        job.send_signal(signal.SIGTERM)
+        assert job.communicate(timeout=100)[0] == b"[0] saved\n"
+    assert job.returncode == 0
+
+
+# Prints for ever, and says in a file what SIGTERM has met; a second one would end it.
+CHATTY = """
+import os, signal, sys, time
+from pathlib import Path
+
+def save(signum, frame):
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    time.sleep(1)
+    Path(os.environ["SAVED"] + os.environ["ME"]).write_text("saved")
+    sys.exit()
+
+signal.signal(signal.SIGTERM, save)
+print("pid", os.getpid())
+while True:
+    print("a line", "of a long text" * 1000)
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("signum", [None, signal.SIGHUP])
+def test_when_nobody_reads_all_save_and_no_word_is_said(signum, tmp_path, monkeypatch):
+    """Also where the terminal has gone, which is a signal and a closed output."""
+    monkeypatch.setenv("SAVED", str(tmp_path / "saved"))
+    with start(CHATTY, CHATTY, stderr=subprocess.PIPE) as job:
+        assert job.stdout is not None
+        assert job.stderr is not None
+        ready: set[bytes] = set()
+        while len(ready) < 2:
+            ready |= {line for line in read_lines(job, 1) if b"pid" in line}
+        if signum:
+            job.send_signal(signum)
+        job.stdout.close()
+        assert job.stderr.read() == b""
+        # At a signal they may end before they print.
+        codes = (128 + signal.SIGPIPE, 0) if signum else (128 + signal.SIGPIPE,)
+        assert job.wait(timeout=100) in codes
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["saved", "saved"]
 
 
 def test_a_terminals_ctrl_c_comes_to_the_launcher_alone():

@@ -117,7 +117,7 @@ def run_here(
     check_folder(run_dir)
     if config.distributed.enabled:
         with fail_stop():
-            start(config.distributed, config.workers.num_workers)
+            start(config.distributed, config.workers.num_workers, run_dir)
             _train(config, run_dir, resume, init_from)
         return
     if config.workers.where == "mesh":

@@ -394,7 +394,7 @@ class _Batches:
         )
         self._batches = feed(steps, config.data.num_processes)
         self._skipped = 0
-        self._batches.set_state({"next_index": start})
+        self._batches.set_step(start)
 
     def __enter__(self) -> "_Batches":
         return self

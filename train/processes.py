@@ -17,7 +17,9 @@ from typing import NamedTuple
 
 GRACE_SECONDS = 5.0  # After a failure the others notice closed sockets and end.
 TERM_SECONDS = 2.0  # From SIGTERM to SIGKILL for those that did not.
-STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
+# A terminal that closes sends SIGHUP, which nohup asks us to ignore.
+_HANGUP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -42,26 +44,35 @@ def run_job(processes: Sequence[Process]) -> int:
 
     That is 0 where all ended with 0, else that of the process that failed first, 128 +
     the signal where one killed it. The others then have 5 s to end by themselves, and
-    from SIGTERM 2 s to SIGKILL. Our first SIGINT or SIGTERM reaches all as SIGTERM, for
-    them to save and end, the second as SIGKILL.
+    from SIGTERM 2 s to SIGKILL. Our first SIGINT, SIGTERM or SIGHUP reaches all as
+    SIGTERM, for them to save and end, the second as SIGKILL. An output that is closed,
+    as by `| head`, is such a signal too; the code is then 141, as SIGPIPE gives it.
 
     Raises:
       OSError: a program cannot be started; those that were are killed.
     """
     children: list[_Child] = []
+    output = _Output()
     sys.stdout.flush()
+
+    def stop(signum: int) -> None:
+        output.stops = False  # A second SIGTERM would end them before they have saved.
+        _send(children, signum)
+
     with (
         selectors.DefaultSelector() as selector,
-        pass_stop_signals_to(lambda signum: _send(children, signum)),
+        pass_stop_signals_to(stop),
     ):
         try:
             with hold_stop_signals():
                 for process in processes:
-                    children.append(_Child(process, selector))
-            failed = _wait_for_all(children, selector)
+                    children.append(_Child(process, selector, output))
+            failed = _wait_for_all(children, selector, output)
         finally:
             for child in children:
                 child.close()
+    if output.closed:
+        return 128 + signal.SIGPIPE
     if failed is None:
         return 0
     others = "; the others were stopped" if len(children) > 1 else ""
@@ -81,7 +92,7 @@ def describe_exit(returncode: int) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def pass_stop_signals_to(send: Callable[[int], None]) -> Iterator[None]:
-    """Calls send(SIGTERM) at our first SIGINT or SIGTERM, and send(SIGKILL) at others.
+    """Calls send(SIGTERM) at our first stop signal, and send(SIGKILL) at others.
 
     Children have sessions of their own, where a terminal's Ctrl-C does not come.
     """
@@ -100,7 +111,7 @@ def pass_stop_signals_to(send: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_stop_signals() -> Iterator[None]:
-    """Keeps SIGINT and SIGTERM waiting, so that none falls between two children."""
+    """Keeps stop signals waiting, so that none falls between two children."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
@@ -119,11 +130,36 @@ def die_with_parent(parent_lives: Callable[[], bool]) -> None:
         os._exit(1)
 
 
+class _Output:
+    """Our standard output, until it is closed: then what is printed goes nowhere.
+
+    Attributes:
+      closed: whether it is.
+      stops: whether the processes are still to be stopped when it closes.
+    """
+
+    def __init__(self):
+        self.closed, self.stops = False, True
+
+    def print(self, data: bytes) -> None:
+        try:
+            sys.stdout.buffer.write(data)
+            sys.stdout.buffer.flush()
+        except OSError:  # A pipe that is not read, or a terminal that has gone.
+            self.closed = True
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, sys.stdout.fileno())
+            os.close(nowhere)
+
+
 class _Child:
     """A started process and what is printed of it."""
 
-    def __init__(self, process: Process, selector: selectors.BaseSelector):
+    def __init__(
+        self, process: Process, selector: selectors.BaseSelector, output: _Output
+    ):
         self.name = process.name
+        self._output = output
         self.unprinted = b""
         self.popen = subprocess.Popen(
             process.argv,
@@ -148,9 +184,7 @@ class _Child:
         data = self.pipe.read(1 << 20)  # None where nothing has come, b"" at the end.
         *lines, rest = (self.unprinted + (data or b"")).split(b"\n")
         self.unprinted = _visible(rest)
-        for line in lines:
-            self._print(line)
-        sys.stdout.buffer.flush()
+        self._output.print(b"".join(map(self._printed, lines)))
         return data != b""
 
     def close(self) -> None:
@@ -158,16 +192,15 @@ class _Child:
         self.popen.kill()
         self.popen.wait()
         if self.unprinted:
-            self._print(self.unprinted)
-            sys.stdout.buffer.flush()
+            self._output.print(self._printed(self.unprinted))
         self.pipe.close()
         os.close(self.pidfd)
 
-    def _print(self, line: bytes) -> None:
+    def _printed(self, line: bytes) -> bytes:
         if b"[Gloo] Rank" in line:  # Each connection says so, once for each process.
-            return
+            return b""
         text = _visible(line).rstrip(b"\r")
-        sys.stdout.buffer.write(b"[%b] %b\n" % (self.name.encode(), text))
+        return b"[%b] %b\n" % (self.name.encode(), text)
 
 
 def _begin(launcher: int) -> None:
@@ -186,7 +219,7 @@ def _send(children: Iterable[_Child], signum: int) -> None:
 
 
 def _wait_for_all(
-    children: Iterable[_Child], selector: selectors.BaseSelector
+    children: Iterable[_Child], selector: selectors.BaseSelector, output: _Output
 ) -> _Child | None:
     """Prints and waits until all have ended; returns the first that failed, if any."""
     running = set(children)
@@ -208,6 +241,9 @@ def _wait_for_all(
                     escalation += [(term + TERM_SECONDS, signal.SIGKILL)]
             elif not more:
                 selector.unregister(child.pipe)
+        if output.closed and output.stops:
+            output.stops = False
+            _send(running, signal.SIGTERM)
         if escalation and time.monotonic() >= escalation[0][0]:
             _send(running, escalation.pop(0)[1])
     return failed

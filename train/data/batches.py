@@ -2,6 +2,9 @@
 
 import functools
 import logging
+import multiprocessing
+import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -106,12 +109,25 @@ class Feed:
         self._next_step += 1
         return batch
 
+    def set_step(self, step: int) -> None:
+        """Goes on with a step: the position is the number of steps done.
+
+        Raises:
+          ValueError: there is no such step.
+        """
+        if type(step) is not int or not 0 <= step < len(self._steps):
+            raise ValueError(
+                "the position in the data must be an integer from 0 to "
+                f"{len(self._steps) - 1}, got {step!r}"
+            )
+        self.close()
+        self._next_step = step
+
     def get_state(self) -> dict[str, int]:
         return {"next_index": self._next_step}
 
     def set_state(self, state: dict[str, int]) -> None:
-        self.close()
-        self._next_step = state["next_index"]
+        self.set_step(state["next_index"])
 
     def close(self) -> None:
         """Ends the processes. The next step starts them again."""
@@ -140,7 +156,24 @@ def _reader(
     # Grain has its settings from absl, which refuses before a command line is parsed.
     absl.flags.FLAGS.mark_as_parsed()
     options = grain.multiprocessing.MultiprocessingOptions(num_workers=num_processes)
-    return iter(dataset.mp_prefetch(options))
+    return iter(dataset.mp_prefetch(options, worker_init_fn=_end_with_parent))
+
+
+def _end_with_parent(index: int, count: int) -> None:
+    """In a reading process: ends it as soon as its parent has ended, even if killed.
+
+    Not by the kernel's signal, which comes when the thread ends that has started the
+    process; here a thread waits for the pipe that only the parent holds open.
+    """
+    del index, count
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def _close(readers: list[grain.DatasetIterator[Batch]]) -> None:

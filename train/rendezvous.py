@@ -1,0 +1,277 @@
+"""Where the processes of a job meet before jax's coordinator listens at that address.
+
+jax's coordinator shares a port with another that already listens there, and takes any
+process that connects for one of its own, so a second job at the same address ends the
+first. Here process 0 claims the port alone, and the others show that they belong to its
+job before they speak to the coordinator.
+"""
+
+import contextlib
+import json
+import os
+import secrets
+import selectors
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+GREETING_SECONDS = 10.0  # Process 0 greets at once; other programs may say nothing.
+MAX_BYTES = 1024  # Of a message.
+
+
+class Place(NamedTuple):
+    """The place of a process in its job.
+
+    Args:
+      address: of process 0, "host:port".
+      num_processes: of the job.
+      process_id: of this process.
+    """
+
+    address: str
+    num_processes: int
+    process_id: int
+
+
+@contextlib.contextmanager
+def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[str]:
+    """Waits for all processes, and yields where the coordinator is to listen.
+
+    No other job can claim the port before the context ends.
+
+    Args:
+      place: of this process.
+      run_dir: folder of the run, which all processes must see, under whatever path.
+      seconds: how long to wait.
+
+    Raises:
+      ValueError: the port is in use, a process is missing, or this one is of another
+        job or sees another folder.
+    """
+    deadline = time.monotonic() + seconds
+    if place.process_id > 0:
+        _join(place, run_dir, seconds, deadline)
+        yield place.address
+        return
+    with _claim(place.address) as server:
+        with _token(run_dir) as token:
+            _host(server, place, token, seconds, deadline)
+        # Bound but deaf, our socket keeps the port: jax's coordinator may share it, as
+        # both allow that, and the claim of another job, which does not, still fails.
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        server.shutdown(socket.SHUT_RDWR)
+        host, port = server.getsockname()[:2]
+        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _claim(address: str) -> socket.socket:
+    """Listens at an address of this machine where no other socket does."""
+    try:
+        host, port = _split(os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address))
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # A name may have several addresses. Debian gives a machine's own name one that
+        # no other machine can reach.
+        found.sort(key=lambda x: (_is_loopback(str(x[4][0])), x[0]))
+        family, own = found[0][0], str(found[0][4][0])
+        return socket.create_server(
+            (own, port), family=family, backlog=4096, dualstack_ipv6=own == "::"
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"process 0 cannot listen at {address} ({error}): choose another port "
+            "(distributed.coordinator, or JAX_COORDINATOR_PORT where jax finds the "
+            "address), or this machine's address in the network"
+        ) from error
+
+
+def _host(
+    server: socket.socket,
+    place: Place,
+    token: str | None,
+    seconds: float,
+    deadline: float,
+) -> None:
+    """Process 0: greets all that connect, judges them, and waits for all of its job."""
+    came: dict[int, socket.socket] = {}
+    refused: list[str] = []
+    with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
+        selector.register(server, selectors.EVENT_READ)
+        while len(came) < place.num_processes - 1:
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            if time.monotonic() >= deadline:
+                raise ValueError(_missing(place, server, came, refused, seconds))
+            for key, _ in ready:
+                if key.fileobj is server:
+                    guest = stack.enter_context(server.accept()[0])
+                    guest.setblocking(False)
+                    _send(guest, {"rendezvous": place.num_processes, "token": token})
+                    selector.register(guest, selectors.EVENT_READ)
+                    continue
+                guest: Any = key.fileobj
+                number = _admitted(guest, place, came, refused)
+                if number is None:  # It has left, or is refused.
+                    came = {i: other for i, other in came.items() if other is not guest}
+                    selector.unregister(guest)
+                    guest.close()
+                else:
+                    came[number] = guest
+        for guest in came.values():
+            _send(guest, {"refused": None})
+
+
+def _admitted(
+    guest: Any, place: Place, came: dict[int, socket.socket], refused: list[str]
+) -> int | None:
+    """The number of a process of this job that says hello; others get a refusal."""
+    message = _parsed(_received(guest))
+    match message:
+        case {"process": int(number), "of": int(count), "sees": bool(sees)}:
+            if count != place.num_processes:
+                why = f"it is one of {count} processes, here {place.num_processes} meet"
+            elif not 0 < number < count or number in came:
+                why = "it has come before; give each process a number of its own"
+            elif not sees:
+                why = (
+                    "it does not see the run folder of process 0: it is of another "
+                    "job, or needs a --run-dir that all machines share"
+                )
+            else:
+                return number
+            _send(guest, {"refused": why})
+            refused.append(f"process {number} was refused: {why}")
+            print(f"warning: {refused[-1]}", file=sys.stderr, flush=True)
+    return None
+
+
+def _join(place: Place, run_dir: Path | None, seconds: float, deadline: float) -> None:
+    """Another process: shows process 0 that it is of its job, and waits for all."""
+    address = place.address
+    with _connected(address, deadline, seconds) as server:
+        server.settimeout(GREETING_SECONDS)
+        match _parsed(_received(server)):
+            case {"rendezvous": int(), "token": str() | None as token}:
+                pass
+            case _:
+                raise ValueError(
+                    f"{address} is in use by another program, such as the coordinator "
+                    "of a job that runs: choose another port"
+                )
+        sees = _sees(run_dir, token, min(deadline, time.monotonic() + seconds / 10))
+        hello = {"process": place.process_id, "of": place.num_processes, "sees": sees}
+        _send(server, hello)
+        server.settimeout(max(0.1, deadline - time.monotonic()))
+        match _parsed(_received(server)):
+            case {"refused": None}:
+                pass
+            case {"refused": str(why)}:
+                raise ValueError(f"process 0 at {address} refused this process: {why}")
+            case _:
+                raise ValueError(
+                    f"process 0 at {address} has ended, or not all processes have "
+                    f"come within {seconds} s"
+                )
+    # The coordinator may need a moment, and gRPC would wait a second to try again.
+    _connected(address, deadline, seconds).close()
+
+
+def _connected(address: str, deadline: float, seconds: float) -> socket.socket:
+    """A connection, as soon as the address can be reached."""
+    while True:
+        try:
+            left = max(0.1, deadline - time.monotonic())
+            connection = socket.create_connection(_split(address), timeout=left)
+            # Where nothing listens, the kernel may join a connection to itself.
+            if connection.getsockname() != connection.getpeername():
+                return connection
+            connection.close()
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ValueError(
+                    f"process 0 has not come to {address} within {seconds} s ({error}):"
+                    " is it started, with the same coordinator, and can others reach "
+                    "it?"
+                ) from error
+            time.sleep(0.1)
+
+
+def _missing(
+    place: Place,
+    server: socket.socket,
+    came: dict[int, socket.socket],
+    refused: list[str],
+    seconds: float,
+) -> str:
+    missing = [str(i) for i in range(1, place.num_processes) if i not in came]
+    host = server.getsockname()[0]
+    alone = f"; {host} is this machine alone" if _is_loopback(host) else ""
+    return (
+        f"not all processes have come to {place.address} within {seconds} s, missing "
+        f"{', '.join(missing)} of {place.num_processes}: are all of them started, with "
+        "the same coordinator and number of processes, and can they reach it?"
+        + "; ".join([alone, *refused])
+    )
+
+
+@contextlib.contextmanager
+def _token(run_dir: Path | None) -> Iterator[str | None]:
+    """The name of a new file in the folder, by which others know that they see it."""
+    if run_dir is None:
+        yield None
+        return
+    path = run_dir / f".rendezvous-{secrets.token_hex(8)}"
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise ValueError(f"cannot write into the run folder: {error}") from error
+    try:
+        yield path.name
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _sees(run_dir: Path | None, token: str | None, deadline: float) -> bool:
+    """Whether the file is there; a shared file system may show it late."""
+    if run_dir is None or token is None:
+        return run_dir is None and token is None
+    while not (seen := (run_dir / token).exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return seen
+
+
+def _send(connection: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # It has left, as reading will show.
+        connection.sendall(json.dumps(message).encode() + b"\n")
+
+
+def _received(connection: socket.socket) -> bytes:
+    """A line, or what has come of it where the rest does not come in time."""
+    line = b""
+    with contextlib.suppress(OSError):
+        while not line.endswith(b"\n") and len(line) < MAX_BYTES:
+            if not (data := connection.recv(MAX_BYTES)):
+                break
+            line += data
+    return line
+
+
+def _parsed(line: bytes) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
+        raise ValueError(f"an address is HOST:PORT, with a port from 1 to {2**16 - 1}")
+    return host.strip("[]"), int(port)
+
+
+def _is_loopback(host: str) -> bool:
+    return host.startswith("127.") or host == "::1"
