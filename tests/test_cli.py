@@ -327,9 +327,11 @@ def test_numbers_that_jax_would_cut_are_refused(option, value):
 
 
 def start(*arguments: str, **options) -> subprocess.Popen[str]:
+    buffered = {**os.environ, "PYTHONUNBUFFERED": "", **options.pop("env", {})}
     return subprocess.Popen(
         [sys.executable, *arguments],
         cwd=ROOT,
+        env=buffered,
         stderr=subprocess.PIPE,
         text=True,
         **options,
@@ -337,7 +339,7 @@ def start(*arguments: str, **options) -> subprocess.Popen[str]:
 
 
 def test_a_command_whose_output_is_closed_ends_quietly():
-    for arguments in (("-m", "train.launch", "--help"), ("-c", SPEAKING)):
+    for arguments in (HELP, ("-c", SPEAKING), ("-c", PRINTING)):
         reader, writer = os.pipe()
         os.close(reader)
         with start(*arguments, stdout=writer) as process:
@@ -346,6 +348,12 @@ def test_a_command_whose_output_is_closed_ends_quietly():
         assert (process.returncode, errors) == (CLOSED, "")
 
 
+HELP = ("-m", "train.launch", "--help")
+PRINTING = """
+from train.cli import command
+with command():
+    print("a")  # Which Python keeps until the end.
+"""
 # rich ends the process by itself, with another code.
 SPEAKING = """
 from rich.console import Console
@@ -357,19 +365,20 @@ with command():
 
 
 def test_a_full_output_is_a_sentence():
-    help_of_launch = ("-m", "train.launch", "--help")
-    with open("/dev/full", "w") as full, start(*help_of_launch, stdout=full) as process:
-        _, errors = process.communicate()
-    assert (process.returncode, errors) == (1, "error: No space left on device\n")
+    for arguments in (HELP, ("-c", PRINTING)):
+        with open("/dev/full", "w") as full, start(*arguments, stdout=full) as process:
+            _, errors = process.communicate()
+        assert process.returncode == 1
+        assert errors == "error: No space left on device\n"
 
 
 def test_ctrl_c_is_a_word_and_code_130_also_while_importing(tmp_path):
     waiting = "print('now', flush=True)\nimport time\ntime.sleep(300)\n"
     (tmp_path / "config.py").write_text(waiting)
     (tmp_path / "tyro.py").write_text(waiting)  # Instead of the package.
-    path = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
     in_main = ("-m", "train.preflight", str(tmp_path / "config.py"))
-    for arguments, env in ((in_main, None), (("-m", "train.prepare"), path)):
+    for arguments, env in ((in_main, {}), (("-m", "train.prepare"), path)):
         with start(*arguments, stdout=subprocess.PIPE, env=env) as process:
             assert process.stdout is not None
             assert process.stdout.readline() == "now\n"
