@@ -357,11 +357,10 @@ def test_batches_go_on_from_where_they_were():
     there = batches()
     for _ in range(7):
         next(there)
-    state = there.get_state()
     expected = [next(there) for _ in range(40)]
     resumed = batches()
     next(resumed)
-    resumed.set_state(state)
+    resumed.set_step(7)
     assert all(equal(next(resumed), batch) for batch in expected)
 
 

@@ -86,8 +86,8 @@ def worker_steps(
 class Feed:
     """An iterator over steps that reads ahead; see `feed`.
 
-    Its state is the next step, whatever the number of processes. Grain's own depends on
-    that number, and with another one would go on somewhere else, in silence.
+    Its position is the next step, whatever the number of processes. Grain's own depends
+    on that number, and with another one would go on somewhere else, in silence.
     """
 
     def __init__(self, steps: grain.MapDataset[Batch], num_processes: int):
@@ -122,12 +122,6 @@ class Feed:
             )
         self.close()
         self._next_step = step
-
-    def get_state(self) -> dict[str, int]:
-        return {"next_index": self._next_step}
-
-    def set_state(self, state: dict[str, int]) -> None:
-        self.set_step(state["next_index"])
 
     def close(self) -> None:
         """Ends the processes. The next step starts them again."""
