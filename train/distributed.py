@@ -45,13 +45,12 @@ def start(
 ) -> None:
     """Joins the processes of the job; before anything has used a device.
 
-    jax's coordinator ends a job whose processes send it no heartbeat, and tells so by
-    the wall clock: measured with jax 0.10.2 and 0.12.0, a clock set ahead by more than
-    the limit, 100 s, ends the job within 2 s, and one set back by more than the age of
-    the newest heartbeat does so whatever the limit, as the age is unsigned. Where jax
-    is told to use CPUs alone (JAX_PLATFORMS=cpu), the limit is a month, as collectives
-    that find no peer end by their own limit. On GPU it stays: nothing else notices a
-    machine that vanishes without closing its connections.
+    jax's coordinator ends a job whose processes send it no heartbeat, and judges that
+    by the wall clock: measured with jax 0.10.2 and 0.12.0, a clock set ahead by more
+    than the limit, 100 s, ends the job within 2 s, and one set back does so whatever
+    the limit. Where jax is told to use CPUs alone (JAX_PLATFORMS=cpu), the limit is a
+    month, as collectives that find no peer end by their own limit. On GPU it stays: we
+    know of nothing else that notices a machine that vanishes with its connections open.
 
     Args:
       config: the place of this process, or None where jax finds it.
