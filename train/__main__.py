@@ -71,11 +71,13 @@ def _begin(path: Path, options: list[str]) -> None:
 def _resume(run_dir: Path, options: list[str]) -> None:
     """Trains on in the folder of a run."""
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    before.add_argument("--step", type=int)
+    before.add_argument("--step", default="")
     before.add_argument("--config-file", type=Path)
     known, _ = before.parse_known_args(options)
     like = None if known.config_file is None else load_config(known.config_file)
-    default = saved_config(run_dir, known.step, like)
+    # What is no number is refused below, with all other options.
+    step = int(known.step) if known.step.isdecimal() else None
+    default = saved_config(run_dir, step, like)
 
     def run(
         config: Annotated[Config, tyro.conf.arg(name="")] = default,

@@ -294,7 +294,8 @@ class CheckpointConfig:
     """When everything is saved, and how much is kept.
 
     Args:
-      every_steps: steps between checkpoints; the last step is always saved.
+      every_steps: steps between checkpoints; there is one before each evaluation too,
+        and one of the last step.
       num_kept: newest checkpoints that stay on disk.
     """
 
