@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -380,7 +381,8 @@ def test_one_that_hangs_is_given_up(who, tmp_path):
         os.kill(of_run(tmp_path)[who], signal.SIGSTOP)
         output, _ = job.communicate(timeout=LONG)
     assert job.returncode == 70
-    assert f"error: process {1 - who}: lost a peer: Gloo " in output
+    # In an exchange, or where a checkpoint waits for its part.
+    assert re.search(rf"error: process {1 - who}: .*lost a peer: ", output)
     assert of_run(tmp_path) == {}
 
 

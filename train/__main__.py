@@ -13,10 +13,9 @@ from typing import Annotated
 import jax
 import tyro
 
-from train.cli import check_folder, command, load_config, show_usage
+from train.cli import SaveError, check_folder, command, load_config, show_usage
 from train.config import Config
 from train.distributed import fail_stop, leave, provide_cpu_devices, start
-from train.folder import SaveError
 from train.log import read_metrics
 from train.loop import Outcome, train
 from train.resume import Resume, saved_config, with_changes

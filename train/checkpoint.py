@@ -22,9 +22,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decentjax import WorkerState
+from train.cli import SaveError
 from train.config import Config
 from train.config_json import to_json
-from train.folder import SaveError
 
 # Its dataclasses hide their fields from type checkers.
 _args: Any = ocp.args
@@ -104,12 +104,16 @@ class Checkpoints:
     Args:
       run_dir: of the run.
       num_kept: newest checkpoints that stay on disk.
+      peer_seconds: in a job, how long all processes may take to write their parts.
     """
 
-    def __init__(self, run_dir: Path, num_kept: int):
+    def __init__(self, run_dir: Path, num_kept: int, peer_seconds: int):
         self._folder = (run_dir / "checkpoints").absolute()
         self._num_kept = num_kept
-        self._writer = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
+        self._writer = ocp.AsyncCheckpointer(
+            ocp.CompositeCheckpointHandler(),
+            timeout_secs=peer_seconds if jax.process_count() > 1 else None,
+        )
         self._step = 0
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_of_orbax)
@@ -178,8 +182,7 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            if jax.process_index() == 0:
-                self._drop_unfinished()
+            self._drop_unfinished()
             raise SaveError(
                 f"the checkpoint of step {self._step} could not be written to "
                 f"{self._folder}: {_reason(error)}; on disk are steps "
@@ -285,6 +288,8 @@ def _is_not_of_orbax(record: logging.LogRecord) -> bool:
 
 def _reason(error: Exception) -> str:
     """What the file system said, in a few words, where it is known."""
+    if isinstance(error, TimeoutError):
+        return "lost a peer: not all processes have written their parts in time"
     text = str(error)
     for reason in map(os.strerror, REASONS):
         if reason in text:

@@ -25,6 +25,10 @@ INTERRUPTED, CLOSED = 130, 141
 OURS = ("decentjax", "train")
 
 
+class SaveError(Exception):
+    """Something of a run could not be written; what was written before is intact."""
+
+
 @contextlib.contextmanager
 def command() -> Iterator[None]:
     """What the `main` of a command runs in: it ends with a sentence and an exit code.
@@ -80,7 +84,7 @@ def sentence(error: BaseException) -> str | None:
             return None
         missing = isinstance(error, ModuleNotFoundError) and name
         return f"this needs the package {name}: install it" if missing else str(error)
-    if isinstance(error, ValueError | FloatingPointError):
+    if isinstance(error, ValueError | FloatingPointError | SaveError):
         return str(error)
     return None
 

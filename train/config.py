@@ -198,7 +198,8 @@ class DistributedConfig:
       num_processes: P.
       process_id: 0 to P - 1.
       start_seconds: how long to wait for all processes at the start.
-      timeout_seconds: how long an exchange on CPU waits for a peer before the job ends.
+      timeout_seconds: how long an exchange on CPU, or a checkpoint, waits for a peer
+        before the job ends.
     """
 
     enabled: bool = False

@@ -9,9 +9,7 @@ from pathlib import Path
 
 import jax
 
-
-class SaveError(Exception):
-    """Something of a run could not be written; what was written before is intact."""
+from train.cli import SaveError
 
 
 @contextlib.contextmanager

@@ -144,7 +144,8 @@ def train(
         train_step = build_train_step(config, task, optimizer, mesh, record)
         stack.enter_context(train_step)
         stop = stack.enter_context(Stop())
-        checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept)
+        peer_seconds = config.distributed.timeout_seconds
+        checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept, peer_seconds)
         stack.enter_context(checkpoints)
         if begin.facts:
             log.note(begin.step, **begin.facts)
