@@ -67,7 +67,9 @@ def trained_with(path: Path, *arguments: str):
     """The config with which `python -m train` would begin."""
     begun = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.__main__, "run_here", lambda *given: begun.append(given[0]))
+        patch.setattr(
+            train.__main__, "run_here", lambda *given, **_: begun.append(given[0])
+        )
         train.__main__.main([str(path), *arguments])
     return begun[0]
 

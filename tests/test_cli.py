@@ -189,7 +189,7 @@ def test_no_field_holds_what_its_annotation_does_not(config):
         ),
         (
             lambda: StepConfig(message_dtype="bfloat32"),
-            "one of 'bfloat16', 'float16' or None, got 'bfloat32': did you mean 'bfl",
+            "must be one of 'bfloat16' or None, got 'bfloat32': did you mean 'bfl",
         ),
         (
             lambda: StepConfig(xla_options="xla_a=1"),

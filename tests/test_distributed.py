@@ -398,7 +398,7 @@ from train.tasks.stdlib import StdlibTask
 
 def read(step, batch):
     if step > 6 and jax.process_index() == 1:
-        raise OSError("the disk is on fire")
+        raise RuntimeError("the disk is on fire")
     return batch
 
 
@@ -422,7 +422,7 @@ def test_the_error_of_one_ends_all_with_its_name_and_traceback(tmp_path):
         output, _ = job.communicate(timeout=LONG)
     assert job.returncode == 70
     assert "[1] error: process 1: failed:\n[1] Traceback" in output
-    assert "[1] OSError: the disk is on fire" in output
+    assert "[1] RuntimeError: the disk is on fire" in output
     assert "[0] Traceback" not in output
     assert "error: process 1 ended first, with exit code 70" in output
     assert of_run(tmp_path) == {}

@@ -272,9 +272,11 @@ def test_a_program_that_says_nothing_is_no_coordinator(monkeypatch):
 def children(pid: int) -> list[int]:
     """The descendants of a process."""
     found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (task / "children").read_text().split()):
-            found += [child, *children(child)]
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        for task in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                for child in map(int, (task / "children").read_text().split()):
+                    found += [child, *children(child)]
     return found
 
 

@@ -503,7 +503,7 @@ def test_without_a_w_the_decay_is_a_part_of_the_gradient(name):
     optimizer = build_optimizer(config, optax.constant_schedule(0.1))
     _, state = optimizer.update(grads, optimizer.init(params), params)
     wanted = {"kernel": 0.5 * 3 + 0.1 * 3, "bias": 0.5}
-    moments = state[1][0]
+    moments = state[2][0]  # After the watch and the decay.
     got = moments.acc if name == "accum_adam" else moments.mu
     scale = 1 / config.accum_steps if name == "accum_adam" else 1 - config.b1
     for key, gradient in wanted.items():

@@ -59,11 +59,6 @@ def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[s
     with _claim(place.address) as server:
         with _token(run_dir) as token:
             _host(server, place, token, seconds, deadline)
-        # Bound but deaf, our socket keeps the port: jax's coordinator may share it, as
-        # both allow that, and the claim of another job, which does not, still fails.
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
-        server.shutdown(socket.SHUT_RDWR)
         host, port = server.getsockname()[:2]
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -119,7 +114,12 @@ def _host(
                     guest.close()
                 else:
                     came[number] = guest
-        for guest in came.values():
+        # Bound but deaf, our socket keeps the port: jax's coordinator may share it, as
+        # both allow that, and the claim of another job, which does not, still fails.
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
+        server.shutdown(socket.SHUT_RDWR)
+        for guest in came.values():  # Who now connects reaches the coordinator alone.
             _send(guest, {"refused": None})
 
 
