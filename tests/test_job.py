@@ -8,41 +8,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from test_distributed import CONFIG, LONG, read_until, started
+from test_launch import lives, wait_until
 
 from train.launch import check_port
 from train.rendezvous import Place, rendezvous
-
-ROOT = Path(__file__).parent.parent
-LONG = 200
-ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
-CONFIG = "tests/tiny.py"
-
-
-@contextlib.contextmanager
-def started(*arguments: str, **env: str) -> Iterator[subprocess.Popen[str]]:
-    """A Python program that runs, killed where the test has not ended it."""
-    with subprocess.Popen(
-        [sys.executable, *arguments],
-        cwd=ROOT,
-        env=ENV | env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    ) as process:
-        try:
-            yield process
-        finally:
-            process.kill()
 
 
 def trainer(number: int, run_dir: Path, *options: str, **env: str):
     """A process of a job of two, that finds its place in its environment or options."""
     run = ("-m", "train", CONFIG, "--run-dir", str(run_dir), "--distributed.enabled")
-    return started(*run, *options, **{"SLURM_PROCID": str(number), **env})
+    place = {"SLURM_PROCID": str(number)}
+    return started(sys.executable, *run, *options, **(place | env))
 
 
 def by_hand(number: int, address: str, run_dir: Path, *options: str):
@@ -61,28 +41,6 @@ def by_slurm(number: int, job: int, run_dir: Path, *options: str):
         "SLURM_LOCALID": str(number),
     }
     return trainer(number, run_dir, *options, **env)
-
-
-def read_until(process: subprocess.Popen[str], words: str) -> None:
-    assert process.stdout is not None
-    timer = threading.Timer(LONG, process.kill)
-    timer.start()
-    try:
-        lines = []
-        for line in process.stdout:
-            lines.append(line)
-            if words in line:
-                return
-    finally:
-        timer.cancel()
-    pytest.fail("".join(lines))
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LONG
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def ended(process: subprocess.Popen[str]) -> tuple[int, str]:
@@ -280,19 +238,11 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def lives(pid: int) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state != "Z"
-
-
 def test_a_killed_launcher_leaves_no_reading_process(tmp_path):
     """Which the kernel does not kill with the trainer."""
     command = f"-m train.launch --processes 1 {CONFIG} --run-dir {tmp_path}"
     options = (*ENDLESS, "--data.num-processes", "2")
-    with started(*command.split(), *options) as launcher:
+    with started(sys.executable, *command.split(), *options) as launcher:
         read_until(launcher, "step 6/")
         pids = children(launcher.pid)
         readers = [p for p in pids if b"spawn_main" in command_line(p)]
