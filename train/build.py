@@ -121,21 +121,26 @@ def build_state(
     model_key, workers_key = jax.random.split(jax.random.key(config.seed))
     if model is None:
         return stack(*jax.jit(task.init)(model_key), workers_key)
-    wanted = jax.eval_shape(task.init, model_key)
-    if kinds_of(model) != kinds_of(wanted):
-        raise ValueError(
-            f"the model to start from is another one: wanted {kinds_of(wanted)}, got "
-            f"{kinds_of(model)}"
-        )
+    _check_same_kind(model, jax.eval_shape(task.init, model_key))
     return stack(*model, workers_key)
 
 
-def kinds_of(tree: Any) -> dict[str, str]:
-    """The shape and dtype of each leaf, by name."""
-    return {
-        jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
-        for path, x in jax.tree.leaves_with_path(tree)
-    }
+def _check_same_kind(model: Any, wanted: Any) -> None:
+    """Refuses a model with other leaves, shapes or dtypes, and names the first."""
+    got, want = (
+        {
+            jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+            for path, x in jax.tree.leaves_with_path(tree)
+        }
+        for tree in (model, wanted)
+    )
+    wrong = [name for name in want | got if got.get(name) != want.get(name)]
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"the model to start from is another one: in {len(wrong)} parameters, such "
+            f"as {name}, wanted {want.get(name)}, got {got.get(name)}"
+        )
 
 
 class LoopStep(Protocol):
