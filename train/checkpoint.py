@@ -125,16 +125,17 @@ class Checkpoints:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
-        if kind is None or jax.process_count() == 1:
+        if kind is None:
             self.wait()
             return
         # A peer may be lost, without whom no checkpoint gets whole.
+        seconds = FAILING_SECONDS if jax.process_count() > 1 else None
         waiting = threading.Thread(target=self._try_to_wait, daemon=True)
         waiting.start()
-        waiting.join(FAILING_SECONDS)
+        waiting.join(seconds)
 
     def _try_to_wait(self) -> None:
-        with contextlib.suppress(SaveError):
+        with contextlib.suppress(SaveError):  # The error before says why.
             self.wait()
 
     def save(self, step: int, state: WorkerState, config: Config) -> None:
