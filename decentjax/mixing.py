@@ -261,8 +261,8 @@ def _average_between(
 def _checked(message_dtype: np.dtype, dtype: np.dtype) -> np.dtype:
     """Refuses messages whose range does not hold every number of a model.
 
-    What is smaller than their range, nobody would ever average, and of what is larger
-    the sender and its peers would get inf - inf.
+    Smaller numbers would never be averaged, and larger ones would become inf - inf at
+    the sender and its peers.
     """
     is_float = jnp.issubdtype(message_dtype, jnp.floating)
     # A dtype of 8 bits with as many for the exponent has none left for the sign.

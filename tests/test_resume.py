@@ -185,6 +185,7 @@ def test_strays_are_no_checkpoints(run_dir, capsys):
     """A run that took a copy for its newest step would go on past its end for ever."""
     folder = run_dir / "checkpoints"
     shutil.copytree(folder / "15", folder / "1971")
+    (folder / "25").mkdir()
     (folder / "99").symlink_to(folder / "20")
     (folder / "100").mkdir()
     (folder / "notes.txt").write_text("")
@@ -200,6 +201,10 @@ def test_strays_are_no_checkpoints(run_dir, capsys):
         "notes.txt": "is not a folder",
     }.items():
         assert f"left out {folder / name}: it {why}" in warned
+    # Else the run could not save when it comes to such a step.
+    assert {path.name for path in (run_dir / "set_aside").iterdir()} == {
+        *("25", "99", "100", "1971")
+    }
     assert read_trained_step(run_dir) == 30
 
 

@@ -81,16 +81,22 @@ def choose(found: Found, run_dir: Path, step: int | None = None) -> list[int]:
     return [step]
 
 
-def set_aside(run_dir: Path, step: int) -> list[int]:
-    """Moves checkpoints newer than `step` to RUN/set_aside, and returns their steps."""
-    newer = [other for other in find_checkpoints(run_dir).steps if other > step]
-    for other in newer:
-        target = run_dir / "set_aside" / str(other)
-        while target.exists():
+def set_aside(run_dir: Path, step: int) -> list[str]:
+    """Moves what is in the way of a run that goes on from `step` to RUN/set_aside.
+
+    That are newer checkpoints, and what has a step's name but is none. Returns the
+    names.
+    """
+    found = find_checkpoints(run_dir)
+    names = [str(other) for other in found.steps if other > step]
+    names += [name for name in found.skipped if name.isdecimal()]
+    for name in names:
+        target = run_dir / "set_aside" / name
+        while target.exists() or target.is_symlink():
             target = target.with_name(f"{target.name}_")
         target.parent.mkdir(exist_ok=True)
-        (run_dir / "checkpoints" / str(other)).rename(target)
-    return newer
+        (run_dir / "checkpoints" / name).rename(target)
+    return names
 
 
 def saved_fields(path: Path) -> dict[str, Any]:

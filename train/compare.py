@@ -27,6 +27,7 @@ from train.cli import command, load_config, show_usage
 from train.compare_report import Entry, draw, statements, table
 from train.config import Config
 from train.config_json import to_json
+from train.resume import with_field
 from train.seeds import SeedsOutcome, draws_of, train_seeds
 from train.tasks.task import Headline
 
@@ -112,13 +113,7 @@ def _varied(path: Path, vary: tuple[str, ...]) -> list[Config]:
 
 def _with(config: Config, field: str, value: str) -> Config:
     """The config with one field set, as on the command line of `train`."""
-    changed = tyro.cli(
-        Config,
-        default=config,
-        args=[f"--{field}", value],
-        prog=f"--vary {field}",
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
-    )
+    changed = with_field(config, field, value, prog=f"--vary {field}")
     name = f"{config.name}-{field.rpartition('.')[2]}-{value}"
     # A name is a file's, too.
     name = "".join(c if c.isalnum() or c == "-" else "_" for c in name)

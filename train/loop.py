@@ -252,8 +252,8 @@ def _advice(config: Config, run_dir: Path) -> Iterator[None]:
 
 def _prepare_folder(config: Config, run_dir: Path, step: int) -> None:
     """Makes the folder that of a run that trains on from this step."""
-    for newer in set_aside(run_dir, step):
-        warn(f"moved the checkpoint of step {newer} to {run_dir / 'set_aside'}")
+    for name in set_aside(run_dir, step):
+        warn(f"moved {run_dir}/checkpoints/{name} to {run_dir / 'set_aside'}")
     write_whole(run_dir / "config.json", to_json(config))
     drop_spans(run_dir, step)
 

@@ -106,7 +106,7 @@ def with_changes(
 
 
 def with_field(config: Config, field: str, value: str, prog: str) -> Config:
-    """Returns the config with one field set, as on the command line of `train`."""
+    """Returns the config with a field set, as on the command line of `train`."""
     return tyro.cli(
         Config,
         default=config,
@@ -190,8 +190,6 @@ def begin_again(
     config: Config, run_dir: Path, state: WorkerState, resume: Resume, check: Check
 ) -> Begin:
     """Goes on from a checkpoint, the newest that can be read if none is named.
-
-    What is newer is moved aside: the run will do those steps anew.
 
     Args:
       config: of the run.

@@ -42,8 +42,8 @@ STRAGGLER = " with a straggler"
 class Race:
     """Measures step times on emulated clusters, beside PyTorch DDP and Decent-DP.
 
-    Graphs that cannot have so many nodes are left out. On a ring of an odd number of
-    them each worker averages with both neighbours in a step, else with one.
+    Graphs that do not exist for this number of nodes are left out. On a ring of an odd
+    number of nodes each worker averages with both neighbours in a step, else with one.
 
     Args:
       clusters: each as NODESxWORKERS_PER_NODE.
@@ -186,7 +186,7 @@ def _course(race: Race, cluster: str, peers: bool) -> Course:
 
 
 def can_have(name: str, nodes: int) -> bool:
-    """Whether the graph of a contestant can have so many nodes."""
+    """Whether the graph of a contestant exists for this number of nodes."""
     _, _, graph = name.partition(": ")
     if graph in (AER, TOPOLOGIES[AER], TOPOLOGIES[EXPONENTIAL]):
         return nodes.bit_count() == 1
