@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from decentjax.matching import edge_colouring
+from decentjax._birkhoff import edge_colouring
 
 
 @dataclasses.dataclass(frozen=True)

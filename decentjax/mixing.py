@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.typing import DTypeLike
 
-from decentjax.collectives import (
+from decentjax._collectives import (
     AxisName,
     Members,
     all_gather,

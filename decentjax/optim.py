@@ -14,7 +14,7 @@ from jax import lax
 from jax._src import core
 from jax.typing import ArrayLike, DTypeLike
 
-from decentjax.collectives import AxisName, sum_dtype
+from decentjax._collectives import AxisName, sum_dtype
 from decentjax.exchange import Topology, check_topology
 from decentjax.mixing import mix
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decentjax.collectives import sum_dtype
+from decentjax._collectives import sum_dtype
 from decentjax.exchange import Topology, check_topology
 from decentjax.step import AXIS, Metrics, Step, WorkerState
 

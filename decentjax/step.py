@@ -13,7 +13,7 @@ import optax
 from jax import lax
 from jax.typing import DTypeLike
 
-from decentjax.collectives import sum_dtype
+from decentjax._collectives import sum_dtype
 from decentjax.exchange import Exchange
 from decentjax.mixing import Lowering, global_mean, mix
 from decentjax.optim import DecentralizeState

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from decentjax.base_k import Edges, base_k_rounds
+from decentjax._base_k import Edges, base_k_rounds
+from decentjax._birkhoff import birkhoff
 from decentjax.exchange import (
     Exchange,
     Groups,
@@ -18,7 +19,6 @@ from decentjax.exchange import (
     apply,
     matrices,
 )
-from decentjax.matching import birkhoff
 
 __all__ = [
     "Exchange",

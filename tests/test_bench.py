@@ -14,9 +14,9 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 
 from test_emulate import needs_root, processes_with
 
-from train.bench.graphs import graph_of
-from train.bench.race import Race, Row, can_have
-from train.bench.race_report import draw, link_seconds, table
+from train.bench.race.graphs import graph_of
+from train.bench.race.race import Race, Row, can_have
+from train.bench.race.race_report import draw, link_seconds, table
 from train.bench.work import Work
 
 ROOT = Path(__file__).parent.parent
@@ -123,7 +123,7 @@ def worker(marker: str, rank: int) -> int:
     (found,) = (
         pid
         for pid in processes_with(marker)
-        if b"train.bench.jax_worker" in words(pid, "cmdline")
+        if b"train.bench.race.jax_worker" in words(pid, "cmdline")
         and b"RANK=%d" % rank in words(pid, "environ")
     )
     return found

@@ -18,7 +18,7 @@ from gpus import compiled, gpu_mesh, shapes
 from rich.console import Console
 
 from decentjax import accum_adamw, awc_step, overlap, simulate, topology
-from train.bench.gpu import (
+from train.bench.gpu.gpu import (
     ACCUM,
     BOTH,
     COMPUTE,
@@ -33,7 +33,7 @@ from train.bench.gpu import (
     slowest,
     table,
 )
-from train.bench.gpu_alone import (
+from train.bench.gpu.gpu_alone import (
     copy_step,
     explained,
     first_batch,
@@ -43,9 +43,9 @@ from train.bench.gpu_alone import (
     plain_step,
     update_step,
 )
-from train.bench.gpu_shared import contestants
+from train.bench.gpu.gpu_shared import contestants
 from train.bench.work import Contestant
-from train.build import build_state
+from train.run.build import build_state
 
 # A compiler without a device reads no program from the cache of compiled programs.
 pytestmark = pytest.mark.filterwarnings(

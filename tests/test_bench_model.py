@@ -16,11 +16,10 @@ from test_emulate import needs_root
 
 from decentjax.exchange import matrices
 from decentjax.runtime import Cluster
-from train.bench import emulated, imbalance, published, simulator
-from train.bench.emulated import Row
-from train.bench.graphs import INSIDE, graph_of
-from train.bench.model import ModelBench, courses
-from train.bench.model_report import (
+from train.bench.model import emulated, imbalance, published, simulator
+from train.bench.model.emulated import Row
+from train.bench.model.model import ModelBench, courses
+from train.bench.model.model_report import (
     Results,
     emulated_table,
     misordered,
@@ -29,9 +28,10 @@ from train.bench.model_report import (
     simulator_table,
     write,
 )
-from train.bench.published import AER, ALL_REDUCE, EXP, SGP, Fit, Line
-from train.bench.race import AER as ALTERNATING
-from train.bench.race import EXPONENTIAL, NODES, RING
+from train.bench.model.published import AER, ALL_REDUCE, EXP, SGP, Fit, Line
+from train.bench.race.graphs import INSIDE, graph_of
+from train.bench.race.race import AER as ALTERNATING
+from train.bench.race.race import EXPONENTIAL, NODES, RING
 from train.bench.work import Work
 
 MODEL = [sys.executable, "-m", "train.bench", "model"]

@@ -13,9 +13,9 @@ from scipy import stats
 from train.compare import compare
 from train.compare_report import Entry, holm, statements, table
 from train.config import LogConfig, TopologyConfig, WorkersConfig
-from train.log import read_metrics
-from train.loop import train
-from train.seeds import SeedsOutcome, draws_of, train_seeds
+from train.run.log import read_metrics
+from train.run.loop import train
+from train.run.seeds import SeedsOutcome, draws_of, train_seeds
 from train.tasks.task import Headline
 
 TINY = dataclasses.replace(tiny.config, num_steps=6)

@@ -11,7 +11,7 @@ import optax
 import pytest
 from jax.extend.core import jaxpr_as_fun
 
-from decentjax.cut import Cut
+from decentjax.gossip.cut import Cut
 
 PARAMS = {
     "bias": jnp.zeros(3),

@@ -26,12 +26,12 @@ from train.config import (
     StepConfig,
     StragglerConfig,
 )
-from train.distributed import MetricMeans, start
+from train.job.distributed import MetricMeans, start
 from train.launch import check_port
-from train.log import read_metrics
-from train.loop import delay_seconds, train
-from train.resume import Resume
-from train.timeline import read_timelines
+from train.run.log import read_metrics
+from train.run.loop import delay_seconds, train
+from train.run.resume import Resume
+from train.run.timeline import read_timelines
 
 ROOT = Path(__file__).parent.parent
 TINY = tiny.config
@@ -444,7 +444,7 @@ def test_metrics_for_a_process_0_that_hangs_hold_up_nobody(monkeypatch):
         def key_value_set(self, key, value):
             answers.wait(LONG)
 
-    monkeypatch.setattr("train.distributed._client", Client)
+    monkeypatch.setattr("train.job.distributed._client", Client)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     with MetricMeans(timeout_seconds=0.1) as means:
         means.put(1, {"loss": 1.0})
@@ -458,7 +458,7 @@ STOPPING = """
 import sys, time
 
 from jax._src.distributed import global_state
-from train.distributed import fail_stop
+from train.job.distributed import fail_stop
 
 time.sleep = lambda seconds: print("waited", file=sys.stderr)
 global_state.process_id, global_state.num_processes = map(int, sys.argv[1:3])

@@ -18,9 +18,9 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 
 import tiny
 
-from train.emulate import Cluster, environment, parse_rate
-from train.log import read_metrics
-from train.loop import train
+from train.job.namespaces import Cluster, environment, parse_rate
+from train.run.log import read_metrics
+from train.run.loop import train
 
 ROOT = Path(__file__).parent.parent
 EMULATE = [sys.executable, "-m", "train.emulate"]
@@ -328,7 +328,7 @@ from pathlib import Path
 
 from train.__main__ import load_config
 from train.config import DistributedConfig
-from train.distributed import job_mesh, meet, start
+from train.job.distributed import job_mesh, meet, start
 
 config = load_config(Path("tests/tiny.py"))
 start(DistributedConfig(enabled=True), config.workers.num_workers)
@@ -381,7 +381,7 @@ def test_training_on_a_cluster_is_training_on_one_machine(tmp_path):
 def test_a_launcher_makes_one_cluster_after_another_and_speaks_through_pipes():
     code = """
 import os, subprocess
-from train.emulate import Cluster, in_cluster
+from train.job.namespaces import Cluster, in_cluster
 
 def job(worker):
     process = worker(1, ["sh", "-c", "read line; echo $(hostname) $line $RANK"])
@@ -409,7 +409,7 @@ for rate in ("none", "200mbit"):
 def test_a_job_without_handlers_unwinds_at_sigterm():
     code = """
 import sys, time
-from train.emulate import Cluster, in_cluster
+from train.job.namespaces import Cluster, in_cluster
 
 def job(worker):
     try:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from decentjax import engine as engines
-from decentjax.engine import Engine, SharedEngine
+from decentjax.gossip.engine import Engine, SharedEngine
 
 # Longer than any wait here should be, so that a deadlock is a failure.
 LONG = 60.0

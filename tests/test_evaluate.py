@@ -12,13 +12,13 @@ import pytest
 import tiny
 
 from decentjax import mean_model
-from train.checkpoint import read_models
 from train.evaluate import evaluate
-from train.evaluation import read_trained
 from train.generate import generate
-from train.log import read_metrics
-from train.loop import train
 from train.models.resnet import ResNetConfig
+from train.run.checkpoint import read_models
+from train.run.evaluation import read_trained
+from train.run.log import read_metrics
+from train.run.loop import train
 from train.tasks.digits import DigitsTask
 
 ROOT = Path(__file__).parent.parent

@@ -18,7 +18,7 @@ from train.launch import check_port, command_line, environment, main
 ROOT = Path(__file__).parent.parent
 RUN_JOB = """
 import sys
-from train.processes import Process, run_job
+from train.job.processes import Process, run_job
 
 processes = [
     Process(str(i), [sys.executable, "-c", code], {"ME": str(i)})
@@ -277,7 +277,7 @@ def test_a_grandchild_that_holds_the_pipe_is_not_waited_for():
 
 def test_a_program_that_cannot_be_started_stops_those_that_were():
     code = """
-from train.processes import Process, run_job
+from train.job.processes import Process, run_job
 run_job([Process("0", ["sleep", "300"], {}), Process("1", ["/no/such"], {})])
 """
     job = subprocess.run(

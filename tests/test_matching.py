@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decentjax.matching import birkhoff, edge_colouring
+from decentjax._birkhoff import birkhoff, edge_colouring
 
 
 def _generator(seed):

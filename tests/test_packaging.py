@@ -24,7 +24,7 @@ def imported(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "decentjax").glob("*.py")), ids=lambda path: path.name
+    "path", sorted((ROOT / "decentjax").rglob("*.py")), ids=lambda path: path.stem
 )
 def test_the_library_needs_jax_numpy_and_optax_alone(path):
     allowed = {"decentjax", "jax", "numpy", "optax", *sys.stdlib_module_names}
@@ -37,7 +37,8 @@ def test_the_declared_needs_are_those():
 
 
 def test_the_wheel_holds_the_library_alone():
-    assert PROJECT["tool"]["setuptools"]["packages"] == ["decentjax"]
+    found = PROJECT["tool"]["setuptools"]["packages"]["find"]
+    assert found == {"include": ["decentjax*"]}
 
 
 def test_the_version_is_stated_once_more_and_the_same():

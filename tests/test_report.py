@@ -15,11 +15,12 @@ from test_train import TINY
 from decentjax import runtime, topology
 from train.config import LogConfig, OptimizerConfig
 from train.config_json import to_json
-from train.log import METRICS, read_metrics
-from train.loop import train
+from train.figures.timeline_figure import draw_timelines
 from train.report import draw_exchange, write_report
-from train.resume import Resume
-from train.timeline import (
+from train.run.log import METRICS, read_metrics
+from train.run.loop import train
+from train.run.resume import Resume
+from train.run.timeline import (
     Span,
     Timeline,
     drop_spans,
@@ -27,7 +28,6 @@ from train.timeline import (
     read_timelines,
     spans_of,
 )
-from train.timeline_figure import draw_timelines
 
 
 def make_run(run_dir, loss, **changes):

@@ -13,12 +13,12 @@ import pytest
 import tiny
 
 from train.__main__ import main
-from train.checkpoint import find_checkpoints, read_models
-from train.evaluation import read_trained
-from train.log import read_metrics
-from train.loop import train
 from train.report import write_report
-from train.resume import Resume, saved_config, with_changes
+from train.run.checkpoint import find_checkpoints, read_models
+from train.run.evaluation import read_trained
+from train.run.log import read_metrics
+from train.run.loop import train
+from train.run.resume import Resume, saved_config, with_changes
 
 LINE = line.config
 

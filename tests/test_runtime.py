@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from decentjax import runtime, topology
 from decentjax.analysis import traffic
-from decentjax.cluster import plan
-from decentjax.contention import seats, share
 from decentjax.exchange import matrices
 from decentjax.runtime import Cluster, Job, Times
+from decentjax.runtime.cluster import plan
+from decentjax.runtime.sharing import seats, share
 
 CLUSTER = Cluster(num_nodes=4, workers_per_node=4, between_bytes_per_second=10.0)
 JOB = Job(model_bytes=2.0, compute=runtime.normal(1.0, 0.3))

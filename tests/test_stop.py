@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from train.checkpoint import find_checkpoints
-from train.log import read_metrics
+from train.run.checkpoint import find_checkpoints
+from train.run.log import read_metrics
 
 ROOT = Path(__file__).parent.parent
 LONG = 120  # No process here takes so long, but for one that hangs.

@@ -11,7 +11,6 @@ import pytest
 import sacrebleu
 import tiny
 
-from train.build import build_optimizer, build_schedule
 from train.config import (
     Config,
     OptimizerConfig,
@@ -24,10 +23,11 @@ from train.data.numbers import read_numbers
 from train.data.pairs import make_corpus, ragged
 from train.data.text import prepare_text
 from train.data.vocabulary import train_vocabulary
-from train.evaluation import build_score
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
 from train.models.transformer import TransformerConfig
+from train.run.build import build_optimizer, build_schedule
+from train.run.evaluation import build_score
 from train.tasks.classification import classifier, scores
 from train.tasks.digits import DigitsTask, draw_wrong, nearest_neighbour
 from train.tasks.imagenet import ImageNetTask

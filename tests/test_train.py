@@ -19,13 +19,6 @@ import tiny
 
 from decentjax import worker_mesh
 from train.__main__ import load_config
-from train.build import (
-    build_optimizer,
-    build_schedule,
-    build_state,
-    build_train_step,
-    step_options,
-)
 from train.config import (
     ExchangeConfig,
     OptimizerConfig,
@@ -36,10 +29,17 @@ from train.config_json import differences
 from train.data.batches import feed, worker_steps
 from train.data.stdlib import read_stdlib
 from train.data.text import Windows
-from train.log import read_metrics
-from train.loop import train
 from train.models.gpt import GPTConfig
-from train.resume import Resume
+from train.run.build import (
+    build_optimizer,
+    build_schedule,
+    build_state,
+    build_train_step,
+    step_options,
+)
+from train.run.log import read_metrics
+from train.run.loop import train
+from train.run.resume import Resume
 from train.tasks.stdlib import StdlibTask, count_model
 
 TINY = tiny.config

@@ -15,10 +15,10 @@ import tyro
 
 from train.cli import SaveError, check_folder, command, load_config, show_usage
 from train.config import Config
-from train.distributed import fail_stop, leave, provide_cpu_devices, start
-from train.log import read_metrics
-from train.loop import Outcome, train
-from train.resume import Resume, saved_config, with_changes
+from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
+from train.run.log import read_metrics
+from train.run.loop import Outcome, train
+from train.run.resume import Resume, saved_config, with_changes
 
 USAGE = """\
 usage: python -m train CONFIG.py [--run-dir RUN] [--init-from RUN] [--field value ...]

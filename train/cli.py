@@ -2,7 +2,7 @@
 
 An exit code is 0 where all went well, 1 where what was asked for cannot be done, 2 for
 a wrong command line, 130 after Ctrl-C, 141 where the output was closed; that of a
-process of a job is `train.distributed.FAILED`.
+process of a job is `train.job.distributed.FAILED`.
 """
 
 import contextlib

@@ -27,8 +27,8 @@ from train.cli import command, load_config, show_usage
 from train.compare_report import Entry, draw, statements, table
 from train.config import Config
 from train.config_json import to_json
-from train.resume import with_field
-from train.seeds import SeedsOutcome, draws_of, train_seeds
+from train.run.resume import with_field
+from train.run.seeds import SeedsOutcome, draws_of, train_seeds
 from train.tasks.task import Headline
 
 SECONDS_BETWEEN = 20.0

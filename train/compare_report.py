@@ -26,7 +26,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
-from train.seeds import SeedsOutcome
+from train.run.seeds import SeedsOutcome
 from train.tasks.task import Headline
 
 LEVEL = 0.05

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from train.cli import command
-from train.evaluation import Model, build_score, read_trained
+from train.run.evaluation import Model, build_score, read_trained
 
 SHOWN_WORKERS = 4
 

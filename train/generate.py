@@ -12,7 +12,7 @@ import jax
 import tyro
 
 from train.cli import command
-from train.evaluation import read_trained
+from train.run.evaluation import read_trained
 
 
 def generate(

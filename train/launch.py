@@ -14,7 +14,7 @@ from typing import Literal
 import tyro
 
 from train.cli import command, show_usage
-from train.processes import Process, run_job
+from train.job.processes import Process, run_job
 
 USAGE = (
     "usage: python -m train.launch --processes N [--port PORT] "

@@ -24,15 +24,15 @@ from decentjax.topology import Exchange, Topology, matrices
 from train.cli import command, show_usage
 from train.config import TopologyConfig, WorkersConfig
 from train.config_json import differences, read_fields
-from train.log import METRICS, read_metrics
-from train.timeline import (
+from train.figures.timeline_figure import draw_timelines
+from train.run.log import METRICS, read_metrics
+from train.run.timeline import (
     Span,
     median_step_seconds,
     middle_steps,
     read_timelines,
     write_trace,
 )
-from train.timeline_figure import draw_timelines
 
 MAX_DRAWN_WORKERS = 64
 DRAWN_STEPS = 4

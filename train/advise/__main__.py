@@ -18,7 +18,7 @@ from train.advise.compare import compare
 from train.advise.setting import Flags, Setting
 from train.cli import command, load_config, show_usage
 from train.config import Config
-from train.distributed import fail_stop, leave, provide_cpu_devices, start
+from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
 
 MEASURE = "--measure"
 

@@ -28,14 +28,17 @@ from decentjax import (
     runtime,
     worker_mesh,
 )
-from decentjax.gossip import host_mesh, mix_elsewhere
+from decentjax.gossip import host_mesh
+from decentjax.gossip.background import mix_elsewhere
+from decentjax.gossip.tuning import Mix, compiled_mix, fastest_mixes
 from decentjax.runtime import Cluster, Job
 from decentjax.topology import alone, hierarchical
-from decentjax.tuning import Mix, compiled_mix, fastest_mixes
 from train.advise.compare import fitting
 from train.advise.quantities import duration
 from train.advise.setting import FORWARD_SHARES, Overlap, Setting
-from train.build import (
+from train.config import Config
+from train.job.distributed import gather
+from train.run.build import (
     build_lone_step,
     build_mesh,
     build_optimizer,
@@ -43,8 +46,6 @@ from train.build import (
     build_state,
     in_background,
 )
-from train.config import Config
-from train.distributed import gather
 from train.tasks.task import Task
 
 REPEATS = 3  # Of an exchange; the first, which does not count, comes besides.

@@ -18,8 +18,8 @@ from decentjax import Topology, runtime
 from train.advise.compare import Findings, Row
 from train.advise.quantities import duration
 from train.advise.setting import Setting
-from train.timeline import spans_of
-from train.timeline_figure import draw_timelines
+from train.figures.timeline_figure import draw_timelines
+from train.run.timeline import spans_of
 
 T = TypeVar("T")
 GAMMAS = np.geomspace(0.03, 10, 11)

@@ -7,13 +7,13 @@ import tyro
 
 from train.cli import command, show_usage
 
-# Each a file, with the class of its options. What one needs, the others may do without.
+# Module, and the class of its options. What one needs, the others may do without.
 BENCHES = {
-    "race": "Race",
-    "gpu": "GpuBench",
-    "step": "StepBench",
-    "data": "DataBench",
-    "model": "ModelBench",
+    "race": ("race.race", "Race"),
+    "gpu": ("gpu.gpu", "GpuBench"),
+    "step": ("step", "StepBench"),
+    "data": ("data", "DataBench"),
+    "model": ("model.model", "ModelBench"),
 }
 USAGE = """usage: python -m train.bench {race,gpu,step,data,model} [--option value ...]
        python -m train.bench NAME --help
@@ -30,10 +30,10 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in BENCHES:
         show_usage(USAGE, arguments)
     name, *options = arguments
-    module = importlib.import_module(f"train.bench.{name}")
-    kind = getattr(module, BENCHES[name])
-    bench = tyro.cli(kind, prog=f"python -m train.bench {name}", args=options)
-    return module.main(bench)
+    file, options_class = BENCHES[name]
+    module = importlib.import_module(f"train.bench.{file}")
+    kind, prog = getattr(module, options_class), f"python -m train.bench {name}"
+    return module.main(tyro.cli(kind, prog=prog, args=options))
 
 
 if __name__ == "__main__":

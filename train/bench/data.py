@@ -13,11 +13,11 @@ import numpy as np
 from rich.console import Console
 
 from train.bench.work import machine
-from train.build import build_in_step, build_optimizer, build_schedule, build_state
 from train.cli import load_config
 from train.config import Config
 from train.data.batches import Feed, feed
 from train.data.vocabulary import PAD
+from train.run.build import build_in_step, build_optimizer, build_schedule, build_state
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import optax
 from rich.console import Console
 
-from train.bench.gpu_alone import in_turns, our_step, plain_step
+from train.bench.gpu.gpu_alone import in_turns, our_step, plain_step
 from train.bench.work import machine
 from train.cli import load_config
 from train.config import (

@@ -18,10 +18,10 @@ from rich.console import Console
 from decentjax import AXIS, TrainStep, analysis, overlap
 from decentjax.overlap import Collective, Estimate, Schedule
 from decentjax.topology import Topology, complete
-from train.build import build_in_step, build_optimizer, build_schedule, build_state
 from train.config import Config
 from train.preflight import targets
 from train.preflight.targets import Gpu, Target
+from train.run.build import build_in_step, build_optimizer, build_schedule, build_state
 from train.xla import COMPILE_ONLY, read_options
 
 Options = Mapping[str, str | bool | bytes]

@@ -1,0 +1,311 @@
+"""Exchanges in a second thread, hidden behind the gradient on any network.
+
+On CPU no compiler runs a collective beside the computation of the same program, nor of
+the next one that the same thread starts. Two threads do: here one sends the models,
+leaf group by leaf group, while the other computes gradients and the optimizer's
+direction, so that only `params = mixed + update` stands between two exchanges. In a
+process with GPUs the models travel over the host's network in the same way.
+
+While an exchange is on its way no other thread may run a collective of the same
+devices: all processes have to start them in one order. So finish what you have started
+before the train step, and `settle()` after it, before the next. All `Background`s of a
+process share one thread, so they may take turns without that, in the same order in all
+processes; `SharedEngine.submit` puts any other function in that order.
+"""
+
+import collections
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+
+from decentjax.exchange import Topology, check_topology
+from decentjax.gossip.engine import SharedEngine
+from decentjax.gossip.record import Record, ignore
+from decentjax.gossip.stages import Adapt, Leaves, Plan, Stage, make_plan
+from decentjax.gossip.tuning import Mix, Mixes, compiled_mix, fastest_mixes
+from decentjax.mixing import Lowering
+from decentjax.placement import check_not_donated
+from decentjax.step import AXIS, Metrics, WorkerState
+
+
+class Background:
+    """`on_mesh(awc_step)` with its exchange in a second thread; a context that ends it.
+
+    A call of step t waits for the exchange of step t, which the call before has
+    started, updates each group of leaves as soon as it has come, and at once sends it
+    on in the exchange of step t + 1. The numbers are those of `awc_step` with the same
+    lowering: bit for bit, but where XLA fuses a product with a sum in one of them.
+
+    The params that a step returns are still being sent: do not donate them before
+    `settle()`. At its peak a device holds the old, the mixed and the new model, and the
+    optimizer's direction. Leave the context after `settle()`, for all processes to part
+    together.
+
+    Args:
+      adapt: `decentjax.adapt`, with its keywords bound by `functools.partial`, or
+        another function of its kind. It is cut where `mixed` comes in; what
+        depends on it inside a conditional or a loop makes all of that wait.
+      topology: whose exchanges take turns.
+      mesh: with the axis "workers" alone.
+      message_dtype: as in `mix`.
+      lowering: as in `mix`; by default that of `fastest_mixes`, measured before the
+        first step.
+      exchange_mesh: the devices that exchange, such as `host_mesh(mesh)`; by default
+        those of `mesh`.
+      record: told what this process did and when; by default nobody is.
+
+    Raises:
+      ValueError: if the mesh has other axes, or another number of workers, or those of
+        `exchange_mesh` live elsewhere.
+
+    Examples:
+      >>> import functools
+      >>> import jax
+      >>> import optax
+      >>> from decentjax import adapt, gossip, init_state, topology, worker_mesh
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> optimizer = optax.adam(0.1)
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> state = init_state(jax.numpy.zeros(3), optimizer, jax.random.key(0), 1)
+      >>> with gossip.Background(local, topology.ring(1), worker_mesh(1)) as train_step:
+      ...     for t in range(10):
+      ...         state, metrics = train_step(state, jax.numpy.ones((1, 3)), t)
+    """
+
+    def __init__(
+        self,
+        adapt: Adapt,
+        topology: Topology,
+        mesh: Mesh,
+        message_dtype: DTypeLike | None = None,
+        lowering: Lowering | None = None,
+        exchange_mesh: Mesh | None = None,
+        record: Record | None = None,
+    ):
+        check_topology(topology)
+        if dict(mesh.shape) != {AXIS: topology.num_workers}:
+            raise ValueError(
+                f'Background needs a mesh with the axis "{AXIS}" alone, of the '
+                f"topology's {topology.num_workers} workers, got {dict(mesh.shape)}"
+            )
+        if exchange_mesh is not None:
+            _check_same_places(exchange_mesh, mesh)
+        self._engine = SharedEngine()
+        self._adapt = adapt
+        self._topology = topology
+        self._mesh = mesh
+        self._exchange_mesh = exchange_mesh or mesh
+        self._message_dtype = message_dtype
+        self._lowering = lowering
+        self._record = record or ignore
+        self._plans: dict[Any, Plan] = {}
+        self._mixes: Mixes = {}
+        self._sent: list[jax.Array] = []
+        self._sent_for = -1
+        self._arriving: collections.deque[tuple[Leaves, Future]] = collections.deque()
+
+    def __call__(
+        self, state: WorkerState, batch: Any, t: int
+    ) -> tuple[WorkerState, Metrics]:
+        """Returns the new state and metrics.
+
+        The state's buffers are given up, but for those of its params, which live until
+        the exchange is done.
+
+        Raises:
+          ValueError: if an array has not a row for each worker, `adapt` cannot be cut,
+            or an earlier step was given this state already.
+          BaseException: what has gone wrong in the thread.
+        """
+        check_not_donated(state)
+        plan = self._plan(state, batch)
+        models = jax.tree.leaves(state.params)
+        if self._sent_for != t or list(map(id, models)) != list(map(id, self._sent)):
+            self._arriving.clear()
+            self._sent = []
+            models = jax.device_put(
+                models, NamedSharding(self._mesh, PartitionSpec(AXIS))
+            )
+            for stage in plan.groups:
+                self._send(stage.leaves, [models[i] for i in stage.leaves], t)
+        self._sent, self._sent_for = [], t + 1
+        arriving, self._arriving = self._arriving, collections.deque()
+
+        start = time.monotonic()
+        values = plan.early(state.params, state[1:], batch)
+        jax.block_until_ready(values)
+        self._record("compute", t, start, time.monotonic())
+        outputs = dict(zip(plan.finished, values, strict=False))
+        mixed: dict[int, jax.Array] = {}
+        for stage in plan.groups:
+            self._await(stage, arriving, mixed, t)
+            outputs.update(stage.compute(mixed, values))
+            self._send(stage.leaves, [outputs[i] for i in stage.leaves], t + 1)
+        if plan.rest.outputs:
+            self._await(plan.rest, arriving, mixed, t)
+            outputs.update(plan.rest.compute(mixed, values))
+        leaves = [outputs[i] for i in range(plan.structure.num_leaves)]
+        return jax.tree.unflatten(plan.structure, leaves)
+
+    def settle(self) -> None:
+        """Waits for the exchange on its way: before any other collective."""
+        self._engine.settle()
+
+    def close(self) -> None:
+        """Leaves the thread, and ends it if no other is left; see `Engine.close`."""
+        self._engine.close()
+
+    def __enter__(self) -> "Background":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._engine.__exit__(*error)
+
+    def _send(self, leaves: Leaves, models: list[jax.Array], t: int) -> None:
+        """Has the thread exchange some leaves, for step t."""
+        self._sent += models
+        if self._exchange_mesh != self._mesh:
+            # They leave the device as soon as they are there; the thread sends others.
+            for shard in (shard for x in models for shard in x.addressable_shards):
+                shard.data.copy_to_host_async()
+        future = self._submit(self._exchange, models, t)
+        self._arriving.append((leaves, future))
+
+    def _submit(self, function: Callable, *args: Any) -> Future:
+        """Has the thread call the function, with this thread's precision.
+
+        `jax.enable_x64` as a context is set for one thread alone.
+        """
+        enabled = jnp.result_type(float) == jnp.float64
+
+        def call() -> Any:
+            with jax.enable_x64(enabled):
+                return function(*args)
+
+        return self._engine.submit(call)
+
+    def _plan(self, state: WorkerState, batch: Any) -> Plan:
+        """How to compute with arrays of these shapes; made when they first come."""
+        leaves, structure = jax.tree.flatten((state, batch))
+        kind = structure, tuple((x.shape, x.dtype) for x in leaves)
+        if kind not in self._plans:
+            _check_rows(leaves, self._topology.num_workers)
+            plan = make_plan(self._adapt, state, batch, self._mesh)
+            if not self._plans:
+                self._mixes = self._submit(self._lower, state.params).result()
+            self._plans[kind] = plan
+        return self._plans[kind]
+
+    def _lower(self, params: Any) -> Mixes:
+        mesh, dtype = self._exchange_mesh, self._message_dtype
+        if self._lowering is not None:
+            return {
+                exchange: compiled_mix(exchange, self._lowering, mesh, dtype)
+                for exchange in self._topology
+            }
+        num_bytes = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
+        return fastest_mixes(self._topology, mesh, num_bytes, dtype)
+
+    def _exchange(self, models: list[jax.Array], t: int) -> list[jax.Array]:
+        """In the thread: sends, receives, averages."""
+        jax.block_until_ready(models)
+        start = time.monotonic()
+        mix_models = self._mixes[self._topology[t]]
+        mixed = mix_elsewhere(mix_models, models, self._mesh, self._exchange_mesh)
+        self._record("exchange", t, start, time.monotonic())
+        return mixed
+
+    def _await(
+        self,
+        stage: Stage,
+        arriving: collections.deque[tuple[Leaves, Future]],
+        mixed: dict[int, jax.Array],
+        t: int,
+    ) -> None:
+        """Waits for mixed leaves, which come in the order in which they were sent."""
+        start = time.monotonic()
+        while not mixed.keys() >= set(stage.part.awaits):
+            leaves, future = arriving.popleft()
+            mixed.update(zip(leaves, future.result(), strict=True))
+        self._record("wait", t, start, time.monotonic())
+
+
+def host_mesh(mesh: Mesh) -> Mesh:
+    """A mesh of CPU devices, one for each device of the mesh, in the same process.
+
+    Exchanges on it use the host's memory and network, not the accelerators'.
+
+    Raises:
+      ValueError: if a process has fewer CPU devices than it has workers, or none.
+    """
+    cpus: dict[int, list] = collections.defaultdict(list)
+    try:
+        devices = jax.devices("cpu")
+    except RuntimeError as error:
+        raise ValueError(
+            f"exchanges over the host need its CPU beside the accelerator: {error}; "
+            "where JAX_PLATFORMS is set, add cpu to it"
+        ) from error
+    for device in devices:
+        cpus[device.process_index].append(device)
+    workers = [device.process_index for device in mesh.devices.flat]
+    for process, count in collections.Counter(workers).items():
+        if len(cpus[process]) < count:
+            raise ValueError(
+                f"process {process} has {count} workers and {len(cpus[process])} CPU "
+                "devices: before jax starts, set "
+                f'jax.config.update("jax_num_cpu_devices", {count})'
+            )
+    return Mesh([cpus[process].pop(0) for process in workers], (AXIS,))
+
+
+def mix_elsewhere(
+    mix_models: Mix, models: list[jax.Array], mesh: Mesh, exchange_mesh: Mesh
+) -> list[jax.Array]:
+    """Returns the models of `mesh`, mixed on the devices of `exchange_mesh`."""
+    models = [_moved(x, mesh, exchange_mesh) for x in models]
+    mixed = jax.block_until_ready(mix_models(models))
+    return [_moved(x, exchange_mesh, mesh) for x in mixed]
+
+
+def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:
+    got, wanted = (
+        (dict(m.shape), [device.process_index for device in m.devices.flat])
+        for m in (exchange_mesh, mesh)
+    )
+    if got != wanted:
+        raise ValueError(
+            "exchange_mesh needs a device for each worker, in the worker's process: "
+            f"wanted {wanted[0]} in processes {wanted[1]}, got {got[0]} in {got[1]}"
+        )
+
+
+def _check_rows(leaves: Sequence[jax.Array], num_workers: int) -> None:
+    rows = {x.shape[0] if x.shape else 0 for x in leaves}
+    if rows != {num_workers}:
+        raise ValueError(
+            f"stacked arrays have a row for each of the {num_workers} workers, got "
+            f"{sorted(rows)} rows; in a job of several processes, place them first"
+        )
+
+
+def _moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:
+    """A stacked array on the devices of another mesh, worker by worker."""
+    if source == target:
+        return x
+    devices = target.devices.ravel()
+    parts = [
+        # By way of the host, as there is no other between GPUs and CPUs.
+        jax.device_put(np.asarray(shard.data), devices[shard.index[0].start or 0])
+        for shard in x.addressable_shards
+    ]
+    sharding = NamedSharding(target, PartitionSpec(AXIS))
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)

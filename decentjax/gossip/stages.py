@@ -1,0 +1,125 @@
+"""A step in stages: what awaits no message, and groups of leaves that come one by one.
+
+The pieces of `decentjax.gossip.Background`, compiled for stacked arrays on a mesh.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import jax
+from jax.sharding import Mesh
+
+from decentjax.gossip.cut import Cut, Part
+from decentjax.placement import over_workers
+from decentjax.step import Metrics, WorkerState
+
+# Leaves travel in groups of this size: one by one, small ones would cost more in calls
+# than in bytes; all at once, the last would keep the first from being updated.
+GROUP_BYTES = 4 * 2**20
+
+Leaves = tuple[int, ...]
+
+
+class Adapt(Protocol):
+    """One worker's step but for the exchange, as `decentjax.adapt` with keywords bound.
+
+    A function of arrays alone: no collectives and no `axis_index`, and no side effects
+    of what depends on `mixed`.
+    """
+
+    def __call__(
+        self, state: WorkerState, batch: Any, mixed: Any
+    ) -> tuple[WorkerState, Metrics]: ...
+
+
+class Stage(NamedTuple):
+    """Leaves of the new state that are computed together.
+
+    Args:
+      leaves: their numbers.
+      outputs: those of them that await mixed leaves.
+      part: what these need.
+      run: the part compiled, over stacked arrays.
+    """
+
+    leaves: Leaves
+    outputs: Leaves
+    part: Part
+    run: Callable[[list[jax.Array], list[jax.Array]], list[jax.Array]]
+
+    def compute(
+        self, mixed: dict[int, jax.Array], values: list[jax.Array]
+    ) -> Iterable[tuple[int, jax.Array]]:
+        if not self.outputs:
+            return ()
+        awaited = [mixed[i] for i in self.part.awaits]
+        used = [values[i] for i in self.part.uses]
+        return zip(self.outputs, self.run(awaited, used), strict=True)
+
+
+class Plan(NamedTuple):
+    """A step in pieces.
+
+    Args:
+      early: (params, the rest of the state, batch), stacked, to the values of the cut.
+      finished: the outputs that these values begin with.
+      groups: the stages of the params, each sent on at once.
+      rest: the stage of all other outputs.
+      structure: of all outputs.
+    """
+
+    early: Callable[..., list[jax.Array]]
+    finished: Leaves
+    groups: list[Stage]
+    rest: Stage
+    structure: Any
+
+
+def make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> Plan:
+    of_worker = _of_worker((state, batch))
+    try:
+        cut = Cut(adapt, of_worker, of_worker[0].params)
+    except NameError as error:
+        if "unbound axis" not in str(error):
+            raise
+        raise ValueError(
+            f"adapt runs without the workers' axis, and so without collectives and "
+            f"axis_index ({error}): give what it needs in the batch or the state"
+        ) from error
+
+    def early(params: Any, others: Any, batch: Any) -> list[jax.Array]:
+        return cut.early(WorkerState(params, *others), batch)
+
+    def stage(leaves: Leaves) -> Stage:
+        outputs = tuple(number for number in leaves if number not in cut.finished)
+        part = cut.part(outputs)
+        return Stage(leaves, outputs, part, jax.jit(over_workers(part.compute, mesh)))
+
+    sizes = [x.nbytes // len(x) for x in jax.tree.leaves(state.params)]
+    # A group is a call or two in each step: no more than some dozens.
+    group_bytes = max(GROUP_BYTES, sum(sizes) // 64)
+    return Plan(
+        early=jax.jit(over_workers(early, mesh), donate_argnums=1),
+        finished=cut.finished,
+        groups=[stage(leaves) for leaves in _groups(sizes, group_bytes)],
+        rest=stage(tuple(range(len(sizes), cut.structure.num_leaves))),
+        structure=cut.structure,
+    )
+
+
+def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[Leaves]:
+    """Cuts leaves of these sizes, in bytes, into runs of `group_bytes` or just more."""
+    group, total = [], 0
+    for number, size in enumerate(sizes):
+        group.append(number)
+        total += size
+        if total >= group_bytes:
+            yield tuple(group)
+            group, total = [], 0
+    if group:
+        yield tuple(group)
+
+
+def _of_worker(stacked: Any) -> Any:
+    """The shapes of one row."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)

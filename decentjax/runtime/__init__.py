@@ -1,0 +1,51 @@
+"""How long a step takes on a cluster: a model of compute, messages and waiting."""
+
+from decentjax.runtime.cluster import Cluster, all_reduce_seconds, exchange_seconds
+from decentjax.runtime.compute_times import (
+    Compute,
+    constant,
+    delayed,
+    gamma,
+    log_normal,
+    normal,
+    trace,
+)
+from decentjax.runtime.job import Job
+from decentjax.runtime.ratios import (
+    Ratios,
+    all_reduce_without_stragglers,
+    exchange_without_stragglers,
+    moments,
+    ratios,
+)
+from decentjax.runtime.schemes import (
+    Times,
+    all_reduce,
+    background,
+    in_step,
+    wait_avoiding,
+)
+
+__all__ = [
+    "Cluster",
+    "Compute",
+    "Job",
+    "Ratios",
+    "Times",
+    "all_reduce",
+    "all_reduce_seconds",
+    "all_reduce_without_stragglers",
+    "background",
+    "constant",
+    "delayed",
+    "exchange_seconds",
+    "exchange_without_stragglers",
+    "gamma",
+    "in_step",
+    "log_normal",
+    "moments",
+    "normal",
+    "ratios",
+    "trace",
+    "wait_avoiding",
+]

@@ -1,0 +1,48 @@
+"""What each worker of a cluster does in a step."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+from decentjax.runtime.compute_times import Compute
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Job:
+    """A model to be averaged, and how long its gradient takes.
+
+    Args:
+      model_bytes: that are averaged.
+      compute: draws how long forward and backward pass take.
+      forward_share: share of that before the backward pass begins; 1 where the whole
+        gradient comes at once.
+
+    Raises:
+      ValueError: if there can be no such job.
+    """
+
+    model_bytes: float
+    compute: Compute
+    forward_share: float = 1 / 3
+
+    def __post_init__(self):
+        if not 0 < self.model_bytes < math.inf:
+            raise ValueError(
+                f"model_bytes must be positive and finite, got {self.model_bytes}"
+            )
+        if not 0 <= self.forward_share <= 1:
+            raise ValueError(
+                f"forward_share must be in [0, 1], got {self.forward_share}"
+            )
+
+    def draw(self, step: int, num_workers: int, seed: int) -> np.ndarray:
+        """Returns the compute times of a step, seconds, [N]; always the same ones.
+
+        Raises:
+          ValueError: if they are of another shape, or negative.
+        """
+        times = self.compute(step, num_workers, np.random.default_rng((seed, step)))
+        if times.shape != (num_workers,) or not (times >= 0).all():
+            raise ValueError(f"compute times must be [N] and not negative, got {times}")
+        return times

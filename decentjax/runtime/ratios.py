@@ -1,0 +1,103 @@
+"""The three numbers that say what a cluster does to a job, and closed forms in them.
+
+Source: gamma, omega and sigma^2 are those of From Promise to Practice (ICLR 2025); the
+equations are our own reconstruction, as the paper's are not public.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from decentjax.exchange import Topology
+from decentjax.runtime.cluster import Cluster, all_reduce_seconds, exchange_seconds
+from decentjax.runtime.job import Job
+
+
+class Ratios(NamedTuple):
+    """What decides whether decentralized training pays.
+
+    Args:
+      gamma: time of an all-reduce over the mean compute time.
+      omega: time of an exchange over that of an all-reduce.
+      variance: sigma^2, of compute times in units of their mean.
+    """
+
+    gamma: float
+    omega: float
+    variance: float
+
+
+def ratios(
+    cluster: Cluster, job: Job, topology: Topology, num_steps: int = 100, seed: int = 0
+) -> Ratios:
+    """Returns gamma, omega and sigma^2.
+
+    Args:
+      cluster: of the workers.
+      job: what they do.
+      topology: whose exchanges; the mean over a period counts.
+      num_steps: whose compute times are looked at.
+      seed: of those.
+
+    Raises:
+      ValueError: if the topology is of another number of workers.
+    """
+    whole = all_reduce_seconds(cluster, job.model_bytes)
+    exchange = exchange_seconds(cluster, topology, job.model_bytes)
+    mean, variance = moments(job, cluster.num_workers, num_steps, seed)
+    # Where an all-reduce takes no time, an exchange takes none either.
+    return Ratios(whole / mean, exchange / whole if whole else 1.0, variance)
+
+
+def moments(
+    job: Job, num_workers: int, num_steps: int = 100, seed: int = 0
+) -> tuple[float, float]:
+    """Returns the mean compute time, in seconds, and sigma^2.
+
+    Raises:
+      ValueError: if nothing takes any time.
+    """
+    drawn = np.stack([job.draw(step, num_workers, seed) for step in range(num_steps)])
+    mean = float(drawn.mean())
+    if mean == 0:
+        raise ValueError("ratios need compute times that are not all 0")
+    return mean, float(drawn.var()) / mean**2
+
+
+def all_reduce_without_stragglers(
+    gamma: float, forward_share: float = 1 / 3, num_buckets: int = 10
+) -> float:
+    """Returns the time of a step of all-reduce, over the compute time.
+
+    `max(1 + gamma / B, f + (1 - f) / B + gamma)`, with forward share f and B buckets.
+
+    Raises:
+      ValueError: if there can be no such step.
+    """
+    _check_ratios(gamma=gamma)
+    if not 0 <= forward_share <= 1 or num_buckets < 1:
+        raise ValueError(
+            "forward_share must be in [0, 1] and num_buckets positive, got "
+            f"{forward_share} and {num_buckets}"
+        )
+    in_backward = (1 - forward_share) / num_buckets
+    return max(1 + gamma / num_buckets, forward_share + in_backward + gamma)
+
+
+def exchange_without_stragglers(gamma: float, omega: float) -> float:
+    """Returns the time of a step with a hidden exchange, over the compute time.
+
+    `max(1, omega gamma)`, if all exchanges of the topology take as long.
+
+    Raises:
+      ValueError: if there can be no such step.
+    """
+    _check_ratios(gamma=gamma, omega=omega)
+    return max(1.0, omega * gamma)
+
+
+def _check_ratios(**numbers: float) -> None:
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {number}")

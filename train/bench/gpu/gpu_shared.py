@@ -1,0 +1,119 @@
+"""One of several processes that share a GPU. Started by `train.bench.gpu.gpu`."""
+
+import contextlib
+import functools
+import json
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+from rich.console import Console
+
+from decentjax import (
+    Lowering,
+    Topology,
+    WorkerState,
+    adapt,
+    local_workers,
+    place,
+    topology,
+    worker_mesh,
+)
+from decentjax.gossip import Adapt, Background, host_mesh
+from decentjax.step import Metrics
+from train.bench.gpu.gpu import BOTH, COMPUTE, EXCHANGE, GpuBench
+from train.bench.gpu.gpu_alone import explained, first_batch, in_turns, of_workers
+from train.bench.work import Contestant
+from train.config import Config, DistributedConfig
+from train.job.distributed import fail_stop, start
+from train.run.build import build_state
+from train.tasks.task import Task
+
+
+def main(options: str, port: str, rank: str) -> None:
+    bench = GpuBench.from_json(options)
+    job = DistributedConfig(
+        enabled=True,
+        coordinator=f"127.0.0.1:{port}",
+        num_processes=bench.processes,
+        process_id=int(rank),
+        timeout_seconds=120,
+    )
+    with fail_stop(), explained():
+        start(job, bench.processes)
+        seconds = measure(bench)
+        (bench.out / f"shared.{rank}.json").write_text(json.dumps(seconds))
+
+
+def measure(bench: GpuBench) -> dict[str, float]:
+    """Has the contestants take turns, in all processes at once."""
+    config = of_workers(bench, bench.processes, "one_peer_exponential")
+    task = config.task.build()
+    with contextlib.ExitStack() as stack:
+        shared = contestants(config, task, optax.adamw(1e-4), stack)
+        return in_turns(shared, bench.rounds, bench.steps, Console(quiet=True))
+
+
+def contestants(
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    stack: contextlib.ExitStack,
+) -> dict[str, Contestant]:
+    """The step without messages, messages without it, and both; the stack ends them."""
+    step = functools.partial(adapt, loss_fn=task.loss_fn, optimizer=optimizer)
+    alone = worker_mesh(1, jax.local_devices())
+    everybody = worker_mesh(config.workers.num_workers)
+    graph, nobody = config.topology.build(config.workers), topology.complete(1)
+
+    def background(local: Adapt, graph: Topology, mesh: Mesh) -> Background:
+        # One lowering for all: where it is measured, they could differ.
+        host = host_mesh(mesh) if mesh is everybody else None
+        made = Background(local, graph, mesh, lowering=Lowering(), exchange_mesh=host)
+        return stack.enter_context(made)
+
+    batch = first_batch(config, task)
+    contestant = functools.partial(_contestant, config, task, batch)
+    return {
+        COMPUTE: contestant(optimizer, alone, background(step, nobody, alone)),
+        EXCHANGE: contestant(
+            optax.identity(), everybody, background(_nothing, graph, everybody)
+        ),
+        BOTH: contestant(optimizer, everybody, background(step, graph, everybody)),
+    }
+
+
+def _nothing(state: WorkerState, batch: Any, mixed: Any) -> tuple[WorkerState, Metrics]:
+    """A step that only exchanges."""
+    del batch
+    return state._replace(params=mixed), {}
+
+
+def _contestant(
+    config: Config,
+    task: Task,
+    batch: Any,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh,
+    train_step: Background,
+) -> Contestant:
+    workers = local_workers(mesh)
+    rows = build_state(config, task, optimizer, workers)
+    stacked = jax.tree.map(lambda x: np.stack([x] * len(workers)), batch)
+    state, stacked = place((rows, stacked), mesh)
+    t = 0
+
+    def run() -> WorkerState:
+        nonlocal state, t
+        state, _ = train_step(state, stacked, t)
+        t += 1
+        return state
+
+    return Contestant(run, train_step.settle)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

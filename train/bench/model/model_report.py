@@ -1,0 +1,247 @@
+"""The tables and the figure of the runtime model's comparisons."""
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from rich.console import Console
+
+from train.bench.model import emulated, imbalance, published, simulator
+from train.bench.model.published import EXP, FITTED, SCHEMES, SGP, Line
+from train.bench.work import machine
+
+ORDERED = 1.1  # Emulated schemes that differ by more have an order.
+MARKERS = ("o", "s", "^", "D", "v")
+
+
+class Results(NamedTuple):
+    """What was found, each part empty where it was not asked for.
+
+    Args:
+      emulated: settings.
+      published: rows of Fig 6.
+      imbalance: schemes and sizes.
+      simulator: schemes.
+    """
+
+    emulated: list[emulated.Row]
+    published: list[published.Line]
+    imbalance: list[imbalance.Line]
+    simulator: list[simulator.Row]
+
+
+def write(bench: Any, results: Results, console: Console) -> None:
+    """Prints the tables, and writes them, the figure and JSON."""
+    tables = []
+    if results.emulated:
+        tables.append(emulated_table(results.emulated))
+    if results.published:
+        tables.append(published_table(results.published))
+    if results.imbalance:
+        tables.append(imbalance_table(results.imbalance))
+    if results.simulator:
+        tables.append(simulator_table(results.simulator))
+    text = "\n\n".join(tables)
+    console.print(text)
+    (bench.out / "model.md").write_text(text + "\n")
+    facts = {
+        "bench": json.loads(json.dumps(dataclasses.asdict(bench), default=str)),
+        "machine": machine("jax"),
+        **{
+            part: [row._asdict() for row in rows]
+            for part, rows in results._asdict().items()
+        },
+    }
+    (bench.out / "model.json").write_text(json.dumps(facts, indent=1) + "\n")
+    draw(results, bench.out / "model.svg")
+    console.print(f"\n{bench.out / 'model.json'}  model.md  model.svg")
+
+
+def emulated_table(rows: list[emulated.Row]) -> str:
+    """Returns Markdown: predicted and measured seconds, and what they say."""
+    stragglers = sorted({row.straggler for row in rows})
+    rates = list(dict.fromkeys((row.cluster, row.rate) for row in rows))
+    head = ["predicted / measured, s"]
+    head += dict.fromkeys(row.scheme for row in rows)
+    lines = [_cells(head), "|---" * len(head) + "|"]
+    for (cluster, rate), straggler in itertools.product(rates, stragglers):
+        late = f", late by {straggler:g} s" if straggler else ""
+        found = {
+            row.scheme: f"{row.predicted:.3f} / {row.measured:.3f}"
+            for row in rows
+            if (row.cluster, row.rate, row.straggler) == (cluster, rate, straggler)
+        }
+        cells = [found.get(scheme, "") for scheme in head[1:]]
+        lines.append(_cells([f"{cluster}, {rate}{late}", *cells]))
+    errors = [row.error for row in rows]
+    wrong = misordered(rows)
+    lines += [
+        "",
+        f"{len(rows)} settings: median error {median(errors):.1%}, largest "
+        f"{max(errors):.1%}. Of {num_ordered(rows)} pairs of schemes in one setting "
+        f"that differ by more than {ORDERED - 1:.0%}, {len(wrong)} came out in the "
+        f"other order{': ' if wrong else ''}{'; '.join(wrong)}.",
+    ]
+    return "\n".join(lines)
+
+
+def published_table(lines: list[Line]) -> str:
+    """Returns Markdown: each prediction beside its measurement, and where it fails."""
+    heads = [f"{s} (fitted)" if s in FITTED else s for s in SCHEMES]
+    head = ["model / measured, ms", *heads, "AllReduce / AER", "Exp, two cards"]
+    rows = [_cells(head), "|---" * len(head) + "|"]
+    for line in lines:
+        predicted, measured = line.speed_ups()
+        error = f"{predicted / measured - 1:+.0%}"
+        cells = [f"{line.predicted[s]:.1f} / {line.measured[s]:.1f}" for s in SCHEMES]
+        cells.append(f"{predicted:.2f} / {measured:.2f} ({error})")
+        cells.append(f"{line.two_cards[EXP]:.1f}")
+        rows.append(_cells([_place(line), *cells]))
+    logs = [abs(np.log(np.divide(*line.speed_ups()))) for line in lines]
+    close = sum(log < np.log(1.15) for log in logs)
+    few = [scheme for scheme in SCHEMES if scheme != SGP]
+    return "\n".join(
+        [
+            *rows,
+            "",
+            f"- Fitted speed-up of AER over all-reduce within 15 %: {close} of "
+            f"{len(lines)}.",
+            f"- Order of all: {_order(lines, SCHEMES, two_cards=False)}",
+            f"- Order without SGP: {_order(lines, few, two_cards=False)}",
+            f"- Order without SGP, two cards: {_order(lines, few, two_cards=True)}",
+            f"- Measured faster than bytes over rate: {_too_fast(lines)}.",
+            *(f"- Fitted to {name}: {text}." for name, text in _fits(lines).items()),
+        ]
+    )
+
+
+def imbalance_table(lines: list[imbalance.Line]) -> str:
+    """Returns Markdown: throughputs, and WAGMA's over each."""
+    head = ["predicted / published", "1000 images/s", "WAGMA over it"]
+    rows = [_cells(head), "|---" * len(head) + "|"]
+    for line in lines:
+        rows.append(
+            _cells(
+                [
+                    f"{line.scheme}, N = {line.num_workers}",
+                    f"{line.predicted:.1f} / {line.measured:.1f}",
+                    f"{line.predicted_ratio:.2f} / {line.measured_ratio:.2f}",
+                ]
+            )
+        )
+    return "\n".join(rows)
+
+
+def simulator_table(rows: list[simulator.Row]) -> str:
+    """Returns Markdown: seconds of each simulation."""
+    head = ["simulated", "workers", f"s for {simulator.STEPS} steps"]
+    lines = [_cells(head), "|---" * len(head) + "|"]
+    for row in rows:
+        lines.append(_cells([row.scheme, f"{row.num_workers:,}", f"{row.seconds:.1f}"]))
+    return "\n".join(lines)
+
+
+def misordered(rows: list[emulated.Row]) -> list[str]:
+    """Returns the pairs of schemes in one setting that were predicted the other way."""
+    return [
+        f"{slow.scheme} over {fast.scheme} ({slow.cluster}, {slow.rate}, late by "
+        f"{slow.straggler:g} s)"
+        for slow, fast in _ordered(rows)
+        if slow.predicted <= fast.predicted
+    ]
+
+
+def num_ordered(rows: list[emulated.Row]) -> int:
+    """Returns how many pairs of schemes in one setting have an order."""
+    return len(_ordered(rows))
+
+
+def draw(results: Results, path: Path) -> None:
+    """Draws predicted over measured."""
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    by_scheme: dict[str, list[tuple[float, float]]] = {}
+    for row in results.emulated:
+        by_scheme.setdefault(row.scheme, []).append((row.measured, row.predicted))
+    _scatter(left, by_scheme, "emulated clusters", "s", 0.1)
+    published_pairs = {
+        scheme: [(x.measured[scheme], x.predicted[scheme]) for x in results.published]
+        for scheme in SCHEMES
+        if results.published
+    }
+    _scatter(right, published_pairs, "paper 1, Fig 6, one card", "ms", 0.15)
+    figure.savefig(path)
+
+
+def _scatter(
+    axes: Axes,
+    pairs: dict[str, list[tuple[float, float]]],
+    title: str,
+    unit: str,
+    band: float,
+) -> None:
+    for marker, (name, points) in zip(MARKERS, pairs.items(), strict=False):
+        axes.plot(*zip(*points, strict=True), marker, label=name, alpha=0.7)
+    times = [x for points in pairs.values() for point in points for x in point]
+    if times:
+        ends = np.array([0.9 * min(times), 1.1 * max(times)])
+        axes.plot(ends, ends, color="0.5", linewidth=0.8)
+        axes.fill_between(ends, ends * (1 - band), ends * (1 + band), color="0.92")
+        axes.set(xscale="log", yscale="log")
+        axes.legend(frameon=False)
+    axes.set_title(f"{title} (band: {band:.0%})", loc="left")
+    axes.set(xlabel=f"measured, {unit} per step", ylabel="predicted")
+
+
+def _order(lines: list[Line], schemes: Sequence[str], two_cards: bool) -> str:
+    wrong = {
+        _place(line): pairs
+        for line in lines
+        if (pairs := line.wrong(line.two_cards if two_cards else {}, schemes))
+    }
+    where = "".join(f"; {place}: {', '.join(x)}" for place, x in wrong.items())
+    return f"right in {len(lines) - len(wrong)} of {len(lines)}{where}."
+
+
+def _too_fast(lines: list[Line]) -> str:
+    found = (
+        f"{name}, {_place(line)}: {line.measured[name]:.0f} ms, bytes over rate "
+        f"{line.at_least[name]:.0f} ms"
+        for line in lines
+        for name in (SGP, EXP)
+        if line.measured[name] < line.at_least[name]
+    )
+    return "; ".join(found) or "none"
+
+
+def _fits(lines: list[Line]) -> dict[str, str]:
+    return {
+        line.cluster: f"compute {1e3 * line.fitted.fixed:.1f} ms + "
+        f"{line.fitted.shared:.3g} s / N, sigma {line.fitted.sigma:.3f}"
+        for line in lines
+    }
+
+
+def _place(line: Line) -> str:
+    return f"{line.cluster}, N = {line.num_workers}"
+
+
+def _ordered(rows: list[emulated.Row]) -> list[tuple[emulated.Row, emulated.Row]]:
+    return [
+        (slow, fast)
+        for slow, fast in itertools.permutations(rows, 2)
+        if (slow.cluster, slow.rate, slow.straggler)
+        == (fast.cluster, fast.rate, fast.straggler)
+        and slow.measured > ORDERED * fast.measured
+    ]
+
+
+def _cells(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"

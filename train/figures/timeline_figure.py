@@ -1,0 +1,75 @@
+"""Timelines, drawn."""
+
+from collections.abc import Mapping, Sequence
+
+import matplotlib.patches
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from train.run.timeline import MEANINGS, Span
+
+COLOURS = {
+    "compute": "tab:blue",
+    "delay": "lightsteelblue",
+    "step": "tab:purple",
+    "exchange": "0.55",
+    "wait": "0.9",
+}
+
+
+def draw_timelines(
+    timelines: Mapping[str, Sequence[Span]], seconds: float, row: str = "process"
+) -> Figure:
+    """Draws timelines below each other, on one scale of time.
+
+    Args:
+      timelines: the spans of each, by title.
+      seconds: the width of the picture.
+      row: what a row is.
+    """
+    rows = [len({span.process for span in spans}) for spans in timelines.values()]
+    height = sum(0.45 * count + 1.1 for count in rows)
+    figure = Figure(figsize=(10, height), layout="constrained")
+    all_axes = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
+    for axes, (title, spans) in zip(all_axes, timelines.items(), strict=True):
+        _draw_timeline(axes, spans, seconds, row)
+        axes.set_title(title, loc="left")
+    return figure
+
+
+def _draw_timeline(
+    axes: Axes, spans: Sequence[Span], seconds: float, row: str = "process"
+) -> None:
+    """Draws processes as rows: compute above, what travels below.
+
+    Args:
+      axes: to draw on.
+      spans: of one run, as from `middle_steps`.
+      seconds: the width of the picture.
+      row: what a row is.
+    """
+    start = min(span.start for span in spans)
+    processes = sorted({span.process for span in spans})
+    for span in spans:
+        travels = span.activity == "exchange"
+        axes.broken_barh(
+            [(span.start - start, span.end - span.start)],
+            (span.process + 0.45, 0.35) if travels else (span.process, 0.45),
+            facecolors=COLOURS[span.activity],
+            edgecolor="white",
+            linewidth=0.3,
+        )
+    axes.set_xlim(0, seconds)
+    axes.set_yticks([p + 0.4 for p in processes], [str(p) for p in processes])
+    axes.set_ylim(max(processes) + 1, min(processes) - 0.1)
+    axes.set(xlabel="time [s]", ylabel=row)
+    drawn = [a for a in COLOURS if any(span.activity == a for span in spans)]
+    axes.legend(
+        handles=[
+            matplotlib.patches.Patch(color=COLOURS[a], label=MEANINGS[a]) for a in drawn
+        ],
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        ncols=len(drawn),
+        frameon=False,
+    )

@@ -1,0 +1,338 @@
+"""A job of several processes: how it begins, agrees, and ends where one of them fails.
+
+Nothing here knows what is trained.
+"""
+
+import collections
+import contextlib
+import hashlib
+import json
+import os
+import platform
+import re
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax import distributed
+from jax._src import distributed as internals  # The key-value store has no public name.
+from jax._src.clusters import ClusterEnv
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+import decentjax
+from decentjax import worker_mesh
+from decentjax.gossip import Engine
+from train.cli import sentence
+from train.config import Config, DistributedConfig
+from train.config_json import differences, to_json
+from train.job.rendezvous import Place, rendezvous
+
+FAILED = 70  # The exit code of a process that ended on an error, EX_SOFTWARE.
+MONTH_SECONDS = 30 * 24 * 3600
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
+
+
+def start(
+    config: DistributedConfig, num_workers: int, run_dir: Path | None = None
+) -> None:
+    """Joins the processes of the job; before anything has used a device.
+
+    jax's coordinator ends a job whose processes send it no heartbeat, and judges that
+    by the wall clock: measured with jax 0.10.2 and 0.12.0, a clock set ahead by more
+    than the limit, 100 s, ends the job within 2 s, and one set back does so whatever
+    the limit. Where jax is told to use CPUs alone (JAX_PLATFORMS=cpu), the limit is a
+    month, as collectives that find no peer end by their own limit. On GPU it stays: we
+    know of nothing else that notices a machine that vanishes with its connections open.
+
+    Args:
+      config: the place of this process, or None where jax finds it.
+      num_workers: of the job.
+      run_dir: folder of the run, which all processes must see.
+
+    Raises:
+      ValueError: if there is no job to join, its address is that of another, not all
+        processes come or see the folder, or the workers cannot be dealt out.
+    """
+    timeout = config.timeout_seconds
+    # Else a process that hangs would keep all others waiting for half an hour.
+    flag = f"--xla_cpu_collective_timeout_seconds={timeout}"
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    place = _place(config)
+    internals.global_state.process_id = place.process_id  # For an error before jax.
+    heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
+    with rendezvous(place, run_dir, config.start_seconds) as listen_at:
+        distributed.initialize(
+            *place,
+            initialization_timeout=config.start_seconds,
+            heartbeat_timeout_seconds=heartbeats,
+            coordinator_bind_address=listen_at,
+        )
+    if num_workers % place.num_processes:
+        raise ValueError(
+            f"{num_workers} workers cannot be dealt out evenly to "
+            f"{place.num_processes} processes; change workers.num_workers"
+        )
+    provide_cpu_devices(num_workers // place.num_processes)
+
+
+def provide_cpu_devices(count: int) -> None:
+    """Lets the CPU appear as `count` devices; other platforms take no notice.
+
+    XLA runs the devices of a CPU mesh on one pool of threads, where a collective holds
+    its thread until every device has come: with too few threads they wait for ever. A
+    device alone needs one to exchange while another computes.
+    """
+    needed = 2 if count == 1 else 8 * count
+    given = int(os.environ.get("NPROC", os.cpu_count() or 1))
+    os.environ["NPROC"] = str(max(given, needed))
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def leave() -> None:
+    """Ends the job for all of its processes, so that nobody waits for process 0.
+
+    It has what came out to score and to draw, which may take longer than jax would
+    have the others wait for it. A collective, and the last.
+    """
+    if jax.process_count() > 1:
+        distributed.shutdown()
+
+
+@contextlib.contextmanager
+def fail_stop() -> Iterator[None]:
+    """Ends the process at once where it fails, so that its peers notice and end too.
+
+    An ordinary exit would wait for peers that wait for this process.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if isinstance(error, SystemExit) and not error.code:
+            raise
+        try:
+            job = internals.global_state
+            message = f"error: process {job.process_id}: {_explain(error)}"
+            print(message, file=sys.stderr, flush=True)
+            sys.stdout.flush()
+            if job.process_id == 0 and job.num_processes > 1:
+                # The coordinator ends with this process, and jax then aborts all
+                # others: they shall first say what they have met.
+                time.sleep(1)
+        finally:
+            os._exit(FAILED)
+
+
+def meet(config: Config) -> list[str]:
+    """Compares config, topology and versions of all processes.
+
+    Returns:
+      The host names of the processes, in the order of their numbers.
+
+    Raises:
+      ValueError: if they differ, on all processes.
+    """
+    topology = config.topology.build(config.workers)
+    facts = {
+        "config": _shared(config),
+        "topology": hashlib.sha256(repr(topology).encode()).hexdigest()[:12],
+        "versions": {
+            "python": platform.python_version(),
+            "decentjax": decentjax.__version__,
+            **{package: version(package) for package in PACKAGES},
+        },
+    }
+    everybody = _all_gather({"host": socket.gethostname(), "facts": facts})
+    phrases = [
+        f"process {number} against process 0: {phrase}"
+        for number, one in enumerate(everybody)
+        for phrase in differences(everybody[0]["facts"], one["facts"])
+    ]
+    if phrases:
+        raise ValueError("the processes differ: " + "; ".join(phrases))
+    return [one["host"] for one in everybody]
+
+
+def job_mesh(config: Config, hosts: list[str]) -> Mesh:
+    """A mesh of all devices, where the workers of a node stand side by side.
+
+    Args:
+      config: of the run.
+      hosts: of the processes, as `meet` returns them.
+
+    Raises:
+      ValueError: if the workers do not fit the devices, or the nodes.
+    """
+    workers = config.workers
+    devices = jax.devices()
+    if len(devices) != workers.num_workers:
+        raise ValueError(
+            f"the {len(hosts)} processes have {len(devices)} devices; set "
+            f"workers.num_workers to {len(devices)}, got {workers.num_workers}"
+        )
+    first_on_host = {host: hosts.index(host) for host in hosts}
+    devices = sorted(
+        devices,
+        key=lambda d: (first_on_host[hosts[d.process_index]], d.process_index, d.id),
+    )
+    for host in first_on_host:
+        count = sum(hosts[device.process_index] == host for device in devices)
+        if count % workers.workers_per_node:
+            raise ValueError(
+                f"workers.workers_per_node = {workers.workers_per_node} does not fit "
+                f"node {host}, which has {count} workers"
+            )
+    return worker_mesh(workers.num_workers, devices)
+
+
+class MetricMeans:
+    """Means of metrics over the processes, for process 0, which waits for nobody.
+
+    They go through the coordinator, not by a collective, which could meet an exchange
+    on its way; and from a second thread, as the coordinator of a process 0 that hangs
+    never answers. A context that ends the thread.
+    """
+
+    def __init__(self, timeout_seconds: float):
+        self._own: collections.deque[tuple[int, dict[str, float]]] = collections.deque()
+        self._timeout_seconds = timeout_seconds
+        self._engine = Engine()
+
+    def __enter__(self) -> "MetricMeans":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._engine.__exit__(*error)
+
+    def put(self, step: int, values: dict[str, float]) -> None:
+        """Hands over what this process has measured, after rising numbers of steps."""
+        if jax.process_index() == 0:
+            self._own.append((step, values))
+            return
+        key = f"metrics/{step}/{jax.process_index()}"
+        self._engine.submit(_client().key_value_set, key, json.dumps(values))
+
+    def flush(self) -> None:
+        """Waits until all that was put has come to process 0.
+
+        Raises:
+          ValueError: it does not answer.
+        """
+        try:
+            self._engine.submit(int).result(self._timeout_seconds)
+        except TimeoutError as error:
+            raise ValueError(
+                f"lost a peer: process 0 has not answered for {self._timeout_seconds} s"
+            ) from error
+
+    def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
+        """Yields step and means, in order, of what has come from all; to process 0."""
+        while self._own:
+            step, values = self._own[0]
+            rows = [values, *_others(f"metrics/{step}/")]
+            if len(rows) < jax.process_count():
+                return
+            self._own.popleft()
+            yield step, {k: float(np.mean([row[k] for row in rows])) for k in values}
+
+
+def gather(value: Any) -> list[Any]:
+    """Returns the JSON values of all processes, on each. A collective."""
+    return _all_gather(value) if jax.process_count() > 1 else [value]
+
+
+def _all_gather(value: Any) -> list[Any]:
+    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    sizes = multihost_utils.process_allgather(np.array([text.size]))[:, 0]
+    padded = np.zeros(max(sizes), np.uint8)
+    padded[: text.size] = text
+    rows = multihost_utils.process_allgather(padded)
+    pairs = zip(rows, sizes, strict=True)
+    return [json.loads(bytes(row[:size]).decode()) for row, size in pairs]
+
+
+def _client() -> Any:
+    return internals.global_state.client
+
+
+def _others(folder: str) -> list[Any]:
+    """The values that processes have left there; taken away where all have."""
+    if jax.process_count() == 1:
+        return []
+    pairs = _client().key_value_dir_get(folder)
+    if len(pairs) == jax.process_count() - 1:
+        _client().key_value_delete(folder)
+    return [json.loads(value) for _, value in pairs]
+
+
+def _shared(config: Config) -> dict[str, Any]:
+    """What has to be the same in all processes."""
+    shared = json.loads(to_json(config))
+    del shared["distributed"]["process_id"]
+    return shared
+
+
+def _explain(error: BaseException) -> str:
+    """A sentence where the error is foreseen, else a traceback."""
+    if lost := _lost_peer(error):
+        return f"lost a peer: {lost}"
+    if isinstance(error, SystemExit):
+        return str(error)
+    trace = "failed:\n" + "".join(traceback.format_exception(error)).rstrip()
+    return sentence(error) or trace
+
+
+def _lost_peer(error: BaseException) -> str | None:
+    """What such an error says of it; of jax's errors some are a ValueError."""
+    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+        return None
+    found = re.search(r"(Gloo|gloo|[Cc]oordination service).*", str(error))
+    return found and found[0]
+
+
+def _place(config: DistributedConfig) -> Place:
+    """The place of this process as given, else as jax finds it."""
+    given: Any = (config.coordinator, config.num_processes, config.process_id)
+    if config.coordinator is not None:
+        if None in given:
+            raise ValueError(
+                "with distributed.coordinator give distributed.num_processes and "
+                "distributed.process_id too; under Slurm and Open MPI leave out all"
+            )
+        if config.process_id == 0:
+            _check_name(config.coordinator)
+        return Place(*given)
+    # jax finds them too, but says so only once it has joined. Private, and the same in
+    # jax 0.10.2 and 0.12.0. The devices are left for jax to find.
+    find: Any = ClusterEnv.auto_detect_unset_distributed_params
+    given = (os.environ.get("JAX_COORDINATOR_ADDRESS"), *given[1:])
+    try:
+        *found, _ = find(*given, [], None, config.start_seconds)
+        if None in found:
+            raise ValueError("neither Slurm nor Open MPI has started this process.")
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise ValueError(
+            f"cannot find the other processes: {error} Start the run with "
+            "`python -m train.launch`, with srun or mpirun, or give "
+            "distributed.coordinator, num_processes and process_id"
+        ) from error
+    return Place(*found)
+
+
+def _check_name(address: str) -> None:
+    """Refuses a name that means this machine alone, where no other could reach it."""
+    host = address.rpartition(":")[0]
+    with contextlib.suppress(OSError):  # An unknown name is refused where it is used.
+        own = socket.gethostbyname(host)
+        if own.startswith("127.") and host not in ("localhost", own):
+            raise ValueError(
+                f"distributed.coordinator {address} is unavailable: {host} is {own} on "
+                "this machine itself; give this machine's address in the network"
+            )

@@ -1,0 +1,274 @@
+"""An emulated cluster: network namespaces of this machine, with links of limited rate.
+
+All namespaces are anonymous, and live only as long as the processes inside them: the
+kernel takes the cluster down, however it ends.
+"""
+
+import ctypes
+import dataclasses
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from train.job.processes import (
+    STOP_SIGNALS,
+    Process,
+    describe_exit,
+    die_with_parent,
+    hold_stop_signals,
+    pass_stop_signals_to,
+)
+
+if sys.platform != "linux":
+    raise SystemExit("error: an emulated cluster needs Linux")
+try:
+    from pyroute2 import IPRoute, NetlinkError
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        "error: an emulated cluster needs its extra: pip install -e '.[emulate]'"
+    ) from error
+
+INTERFACE = "eth0"  # Of each node.
+BURST_SECONDS = 0.01  # At the link's rate, what may leave at once ...
+MIN_BURST_BYTES = 2**15  # ... but some packets at least, or a slow link sends none.
+QUEUE_SECONDS = 0.4  # At the link's rate, what may wait.
+
+_CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000  # <linux/sched.h>
+_CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
+_MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18  # <linux/mount.h>
+_LIBC = ctypes.CDLL(None, use_errno=True)
+
+Worker = Callable[[int, Sequence[str]], Process]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """Runs COMMAND once per worker on an emulated cluster, with srun's environment.
+
+    Args:
+      nodes: machines, named node0, node1, ...; each has its own address and link.
+      workers_per_node: processes on each.
+      rate: of each node's link, in each direction: a number and kbit, mbit or gbit per
+        second, or "none" for no limit.
+      distribution: of the workers over the nodes: "block" fills a node before the next,
+        "cyclic" deals them out in turn.
+      threads_per_worker: that compute, in jax and OpenMP.
+    """
+
+    nodes: int
+    workers_per_node: int = 1
+    rate: str = "none"
+    distribution: Literal["block", "cyclic"] = "block"
+    threads_per_worker: int = 1
+
+    def __post_init__(self):
+        if not 1 <= self.nodes <= 254:
+            raise ValueError(f"nodes must be between 1 and 254, got {self.nodes}")
+        for name in ("workers_per_node", "threads_per_worker"):
+            if getattr(self, name) < 1:
+                raise ValueError(
+                    f"{name} must be at least 1, got {getattr(self, name)}"
+                )
+        parse_rate(self.rate)
+
+    @property
+    def num_workers(self) -> int:
+        return self.nodes * self.workers_per_node
+
+
+def in_cluster(cluster: Cluster, job: Callable[[Worker], int]) -> int:
+    """Builds the cluster, runs job(worker) in its switch, and returns its exit code.
+
+    `worker(rank, argv)` is the process to start as a worker: run it with `run_job`, or
+    anyhow with its argv, and its env besides ours. The job runs in a fork of this
+    process that has a network and process ids of its own: have no threads yet. All its
+    processes end with it. SIGTERM, and Ctrl-C, end it by SystemExit.
+
+    Raises:
+      PermissionError: this process may not make namespaces.
+    """
+    switch = multiprocessing.get_context("fork").Process(
+        target=_run_in_switch, args=(cluster, job)
+    )
+
+    def send(signum: int) -> None:
+        assert switch.pid is not None
+        if switch.is_alive():
+            os.kill(switch.pid, signum)
+
+    with pass_stop_signals_to(send):
+        with hold_stop_signals(), open("/proc/self/ns/pid") as own_pids:
+            try:
+                _call(_LIBC.unshare, _CLONE_NEWPID)  # For the next child alone: ...
+            except PermissionError as error:
+                raise PermissionError(
+                    f"an emulated cluster needs root, for its namespaces ({error})"
+                ) from error
+            switch.start()
+            _call(_LIBC.setns, own_pids.fileno(), _CLONE_NEWPID)  # ... not for others.
+        switch.join()
+    assert switch.exitcode is not None
+    code, how = describe_exit(switch.exitcode)
+    if switch.exitcode < 0:
+        print(f"error: the emulated cluster was {how}", file=sys.stderr)
+    return code
+
+
+def environment(cluster: Cluster, rank: int) -> dict[str, str]:
+    """Returns what srun, and torchrun, would tell the worker of this rank."""
+    if cluster.distribution == "block":
+        node, local_rank = divmod(rank, cluster.workers_per_node)
+    else:
+        local_rank, node = divmod(rank, cluster.nodes)
+    threads = str(cluster.threads_per_worker)
+    nodes = "node0" if cluster.nodes == 1 else f"node[0-{cluster.nodes - 1}]"
+    return {
+        "SLURM_JOB_ID": "1",  # jax's port is 61440 + 1, free in a new network.
+        "SLURM_STEP_NODELIST": nodes,
+        "SLURM_STEP_NUM_NODES": str(cluster.nodes),
+        "SLURM_NTASKS": str(cluster.num_workers),
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(local_rank),
+        "SLURM_NODEID": str(node),
+        "MASTER_ADDR": _address(0),
+        "MASTER_PORT": "29500",
+        "WORLD_SIZE": str(cluster.num_workers),
+        "RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(cluster.workers_per_node),
+        "LOCAL_RANK": str(local_rank),
+        "GLOO_SOCKET_IFNAME": INTERFACE,
+        "NPROC": str(cluster.threads_per_worker + 1),  # One sends, beside them.
+        "OMP_NUM_THREADS": threads,
+    }
+
+
+def parse_rate(rate: str) -> float | None:
+    """Returns bits per second, None where there is no limit.
+
+    Raises:
+      ValueError: it is no rate, or one that the kernel's token bucket cannot count.
+    """
+    if rate == "none":
+        return None
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
+    bits = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else 0
+    if not 1e3 <= bits <= 32e9:
+        raise ValueError(
+            f"rate must be like 200mbit, from 1kbit to 32gbit, or none, got {rate!r}"
+        )
+    return bits
+
+
+def _run_in_switch(cluster: Cluster, job: Callable[[Worker], int]) -> None:
+    """The first process of the cluster's own process ids: the others end with it."""
+    signal.signal(signal.SIGTERM, _stop)
+    os.setsid()  # A terminal's Ctrl-C comes once, as the launcher's SIGTERM.
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+    die_with_parent(launcher.is_alive)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    try:
+        entries = _build(cluster)
+    except (OSError, NetlinkError) as error:
+        raise SystemExit(
+            f"error: cannot build the emulated cluster: {error}"
+        ) from error
+
+    def worker(rank: int, argv: Sequence[str]) -> Process:
+        env = environment(cluster, rank)
+        entry = entries[int(env["SLURM_NODEID"])]
+        return Process(str(rank), [*entry, *argv], env)
+
+    raise SystemExit(job(worker))
+
+
+def _stop(signum, frame):
+    raise SystemExit(128 + signum)
+
+
+def _build(cluster: Cluster) -> list[list[str]]:
+    """Builds the network around this process; returns the command to enter each node.
+
+    A bridge is the switch; a pair of virtual interfaces joins a node to it.
+    """
+    _call(_LIBC.unshare, _CLONE_NEWNET | _CLONE_NEWNS)
+    _mount("none", "/", flags=_MS_REC | _MS_PRIVATE)
+    _name_nodes(cluster)
+    _mount("proc", "/proc", "proc")
+    rate = parse_rate(cluster.rate)
+    switch_net = os.open("/proc/self/ns/net", os.O_RDONLY)
+    with IPRoute() as ip:
+        ip.link("set", index=_index(ip, "lo"), state="up")
+        ip.link("add", ifname="switch", kind="bridge")
+        ip.link("set", index=_index(ip, "switch"), state="up")
+    entries = []
+    for node in range(cluster.nodes):
+        _call(_LIBC.unshare, _CLONE_NEWNET | _CLONE_NEWUTS)
+        socket.sethostname(f"node{node}")
+        peer = {"ifname": f"node{node}", "net_ns_fd": switch_net}
+        with IPRoute() as ip:
+            ip.link("set", index=_index(ip, "lo"), state="up")
+            ip.link("add", ifname=INTERFACE, kind="veth", peer=peer)
+            index = _index(ip, INTERFACE)
+            ip.addr("add", index=index, address=_address(node), prefixlen=24)
+            _limit(ip, index, rate)
+            ip.link("set", index=index, state="up")
+        entries.append(["nsenter", f"--net={_keep('net')}", f"--uts={_keep('uts')}"])
+        _call(_LIBC.setns, switch_net, _CLONE_NEWNET)
+        with IPRoute() as ip:
+            index = _index(ip, f"node{node}")
+            _limit(ip, index, rate)
+            ip.link("set", index=index, master=_index(ip, "switch"), state="up")
+    return entries
+
+
+def _name_nodes(cluster: Cluster) -> None:
+    """Has the cluster see an /etc/hosts of its own, a file in memory alone."""
+    _mount("tmpfs", "/proc", "tmpfs")  # Which the true one soon covers.
+    hosts = Path("/proc/hosts")
+    names = [f"{_address(node)} node{node}" for node in range(cluster.nodes)]
+    hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
+    _mount("/proc/hosts", "/etc/hosts", flags=_MS_BIND)
+
+
+def _limit(ip: IPRoute, index: int, rate: float | None) -> None:
+    """Limits what leaves over an interface to a rate in bits per second."""
+    if rate is None:
+        return
+    bytes_per_second = round(rate / 8)
+    burst = max(MIN_BURST_BYTES, round(bytes_per_second * BURST_SECONDS))
+    queue = f"{QUEUE_SECONDS * 1000:.0f}ms"
+    ip.tc("add", "tbf", index, rate=bytes_per_second, burst=burst, latency=queue)
+
+
+def _keep(kind: str) -> str:
+    """Opens the namespace that we are in; returns where others find it."""
+    namespace = os.open(f"/proc/self/ns/{kind}", os.O_RDONLY)
+    return f"/proc/{os.getpid()}/fd/{namespace}"
+
+
+def _index(ip: IPRoute, name: str) -> int:
+    (index,) = ip.link_lookup(ifname=name)
+    return index
+
+
+def _address(node: int) -> str:
+    return f"10.77.0.{node + 1}"
+
+
+def _mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
+    names = (source.encode(), target.encode(), kind.encode())
+    _call(_LIBC.mount, *names, ctypes.c_ulong(flags), None)
+
+
+def _call(function: Any, *arguments: Any) -> None:
+    """Calls into the C library, and raises what it reports."""
+    if function(*arguments):
+        number = ctypes.get_errno()
+        raise OSError(number, f"{function.__name__}: {os.strerror(number)}")

@@ -1,0 +1,279 @@
+"""From a config to what runs: mesh, initial state, optimizer, train step."""
+
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+
+from decentjax import (
+    AXIS,
+    TrainStep,
+    WorkerState,
+    accum_adam,
+    accum_adamw,
+    adapt,
+    all_reduce_step,
+    atc_step,
+    awc_step,
+    gossip,
+    init_state,
+    on_mesh,
+    simulate,
+    worker_mesh,
+)
+from decentjax.gossip import Record, host_mesh
+from decentjax.step import Metrics
+from decentjax.topology import alone, complete
+from train.config import Config, OptimizerConfig
+from train.job.distributed import job_mesh, meet
+from train.run.finite import poison_gradient, watch_gradients
+from train.tasks.task import Task
+from train.xla import check_options, read_options
+
+
+def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
+    """A linear warm-up, then a cosine or the inverse square root of the step."""
+    if config.decay == "cosine":
+        return optax.warmup_cosine_decay_schedule(
+            init_value=config.initial_learning_rate,
+            peak_value=config.learning_rate,
+            warmup_steps=config.warmup_steps,
+            decay_steps=num_steps,
+            end_value=config.final_learning_rate,
+        )
+    peak, warmup = config.learning_rate, config.warmup_steps
+    return optax.join_schedules(
+        [
+            optax.linear_schedule(config.initial_learning_rate, peak, warmup),
+            lambda past: peak * jnp.sqrt(warmup / (warmup + jnp.maximum(past, 0))),
+        ],
+        boundaries=[warmup],
+    )
+
+
+def build_optimizer(
+    config: OptimizerConfig, schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    """Watches and clips the worker's gradient, decays, and steps."""
+    moments = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+    if config.name.startswith("accum"):
+        moments["accum_steps"] = config.accum_steps
+    make: Callable[..., optax.GradientTransformation] = {
+        "accum_adamw": accum_adamw,
+        "accum_adam": accum_adam,
+        "adamw": optax.adamw,
+        "adam": optax.adam,
+    }[config.name]
+    # Not on biases, norms and the like.
+    decay: dict[str, Any] = {
+        "weight_decay": config.weight_decay,
+        "mask": lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
+    }
+    steps = (
+        [make(schedule, **moments, **decay)]
+        if config.name.endswith("w")
+        else [optax.add_decayed_weights(**decay), make(schedule, **moments)]
+    )
+    if config.clip_norm is not None:
+        steps = [optax.clip_by_global_norm(config.clip_norm), *steps]
+    return optax.chain(watch_gradients(), *steps)
+
+
+def build_mesh(config: Config) -> Mesh | None:
+    """The devices of the workers; none where they are simulated."""
+    if config.distributed.enabled:
+        return job_mesh(config, meet(config))
+    if config.workers.where == "mesh":
+        return worker_mesh(config.workers.num_workers)
+    return None
+
+
+def build_state(
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    workers: Sequence[int],
+    model: tuple[Any, Any] | None = None,
+) -> WorkerState:
+    """The rows of these workers; all start from one model.
+
+    Args:
+      config: of the run.
+      task: that is trained.
+      optimizer: initialised for each worker.
+      workers: the numbers of those to make.
+      model: params and model state to start from; by default drawn from the seed.
+
+    Raises:
+      ValueError: if the model is not one of this task.
+    """
+
+    @jax.jit
+    def stack(params, model_state, key):
+        num_workers = config.workers.num_workers
+        return init_state(params, optimizer, key, num_workers, model_state, workers)
+
+    model_key, workers_key = jax.random.split(jax.random.key(config.seed))
+    if model is None:
+        return stack(*jax.jit(task.init)(model_key), workers_key)
+    _check_same_kind(model, jax.eval_shape(task.init, model_key))
+    return stack(*model, workers_key)
+
+
+def _check_same_kind(model: Any, wanted: Any) -> None:
+    """Refuses a model with other leaves, shapes or dtypes, and names the first."""
+    got, want = (
+        {
+            jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
+            for path, x in jax.tree.leaves_with_path(tree)
+        }
+        for tree in (model, wanted)
+    )
+    wrong = [name for name in want | got if got.get(name) != want.get(name)]
+    if wrong:
+        name = wrong[0]
+        raise ValueError(
+            f"the model to start from is another one: in {len(wrong)} parameters, such "
+            f"as {name}, wanted {want.get(name)}, got {got.get(name)}"
+        )
+
+
+class LoopStep(Protocol):
+    """A context; called with step t it returns the new state, [N, ...], and metrics."""
+
+    def __call__(
+        self, state: WorkerState, batch: Any, t: int
+    ) -> tuple[WorkerState, Metrics]: ...
+
+    def settle(self) -> None:
+        """Waits for what is on its way, before any other collective."""
+
+    def __enter__(self) -> "LoopStep": ...
+
+    def __exit__(self, *error: Any) -> None: ...
+
+
+def build_train_step(
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None,
+    record: Record | None = None,
+) -> LoopStep:
+    """The step of the config's algorithm, with its exchange where the config says."""
+    if not in_background(config, mesh):
+        step = build_in_step(config, task, optimizer, mesh, step_options(config, mesh))
+        return _InStep(step, record)
+    if mesh is None:
+        raise ValueError(
+            'simulated workers send nothing: exchange.where = "background" needs '
+            'workers.where = "mesh", or several processes'
+        )
+    bound = _bound(config, task, optimizer)
+    if config.step.algorithm == "all_reduce":
+        return gossip.AllReduce(**bound, mesh=mesh, record=record)
+    exchange_mesh = None if jax.default_backend() == "cpu" else host_mesh(mesh)
+    return gossip.Background(
+        functools.partial(adapt, **bound),
+        config.topology.build(config.workers),
+        mesh,
+        message_dtype=config.step.message_dtype,
+        exchange_mesh=exchange_mesh,
+        record=record,
+    )
+
+
+def build_in_step(
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None,
+    compiler_options: Mapping[str, Any] | None = None,
+) -> TrainStep:
+    """The compiled step of the config's algorithm, its exchange inside."""
+    bound = _bound(config, task, optimizer)
+    algorithm = config.step.algorithm
+    if algorithm == "all_reduce":
+        topology = complete(config.workers.num_workers)
+        step = functools.partial(all_reduce_step, **bound)
+    else:
+        topology = config.topology.build(config.workers)
+        mixing = {"awc": awc_step, "atc": atc_step}[algorithm]
+        step = functools.partial(
+            mixing, **bound, message_dtype=config.step.message_dtype
+        )
+    if mesh is None:
+        return simulate(step, topology)
+    return on_mesh(step, topology, mesh, compiler_options)
+
+
+def build_lone_step(
+    config: Config, task: Task, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> TrainStep:
+    """The compiled step of workers who exchange nothing."""
+    step = functools.partial(awc_step, **_bound(config, task, optimizer))
+    nobody = alone(mesh.shape[AXIS])
+    return on_mesh(step, nobody, mesh, step_options(config, mesh))
+
+
+def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:
+    """The options of XLA for the compiled step; none where there is no such step.
+
+    Raises:
+      ValueError: if XLA does not know one, needed or not.
+    """
+    check_options(config.step.xla_options, jax.default_backend())
+    if mesh is None or in_background(config, mesh):
+        return {}
+    return read_options(config.step.xla_options, jax.default_backend())
+
+
+def in_background(config: Config, mesh: Mesh | None) -> bool:
+    """Whether the exchange runs in a second thread."""
+    if config.exchange.where != "auto":
+        return config.exchange.where == "background"
+    on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
+    return mesh is not None and on_cpus and config.step.algorithm == "awc"
+
+
+class _InStep:
+    """A compiled step that holds its own exchange: nothing is on its way between."""
+
+    def __init__(self, train_step: TrainStep, record: Record | None):
+        self._train_step = train_step
+        self._record = record
+
+    def __call__(
+        self, state: WorkerState, batch: Any, t: int
+    ) -> tuple[WorkerState, Metrics]:
+        start = time.monotonic()
+        result = self._train_step(state, batch, t)
+        if self._record is not None:
+            jax.block_until_ready(result)
+            self._record("step", t, start, time.monotonic())
+        return result
+
+    def settle(self) -> None:
+        pass
+
+    def __enter__(self) -> "_InStep":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        pass
+
+
+def _bound(
+    config: Config, task: Task, optimizer: optax.GradientTransformation
+) -> dict[str, Any]:
+    """The keywords that all algorithms take."""
+    return dict(
+        loss_fn=poison_gradient(task.loss_fn),
+        optimizer=optimizer,
+        num_micro_batches=config.step.num_micro_batches,
+    )

@@ -1,0 +1,114 @@
+"""Scores of models on the held-out data of their task."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import numpy as np
+
+from decentjax import mean_model
+from train.config import Config
+from train.config_json import read_config
+from train.run.build import build_optimizer, build_schedule, build_state
+from train.run.checkpoint import read_models
+from train.tasks.task import Task, Totals
+
+Model = tuple[Any, Any]
+
+
+class TrainedRun(NamedTuple):
+    """What a run's folder holds, to be evaluated.
+
+    Args:
+      config: of the run.
+      task: that was trained.
+      step: of the checkpoint.
+      models: params and model state of all workers, NumPy, [N, ...].
+    """
+
+    config: Config
+    task: Task
+    step: int
+    models: Model
+
+    def mean(self) -> Model:
+        """Params and model state of the mean model."""
+        return mean_model(self.models)
+
+    def worker(self, number: int) -> Model:
+        """Params and model state of one worker.
+
+        Raises:
+          ValueError: if there is no such worker.
+        """
+        num_workers = self.config.workers.num_workers
+        if not 0 <= number < num_workers:
+            raise ValueError(
+                f"the run has workers 0 to {num_workers - 1}, got {number}"
+            )
+        return jax.tree.map(lambda x: x[number], self.models)
+
+
+def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
+    """Reads the models of a run.
+
+    Args:
+      run_dir: folder of the run.
+      step: of the checkpoint; by default the newest.
+
+    Raises:
+      ValueError: if the folder holds no run, or no such checkpoint.
+    """
+    path = run_dir / "config.json"
+    if not path.exists():
+        raise ValueError(f"{run_dir} holds no run: it has no config.json")
+    config = read_config(path)
+    task = config.task.build()
+    schedule = build_schedule(config.optimizer, config.num_steps)
+    optimizer = build_optimizer(config.optimizer, schedule)
+    workers = range(config.workers.num_workers)
+    state = jax.eval_shape(lambda: build_state(config, task, optimizer, workers))
+    shapes = {"params": state.params, "model_state": state.model_state}
+    step, models = read_models(run_dir, shapes, step)
+    return TrainedRun(config, task, step, (models["params"], models["model_state"]))
+
+
+class Score(Protocol):
+    """The scores of each of some models, by name; `after_batch` may end it by raising.
+
+    The held-out data is gone through once for all of them.
+    """
+
+    def __call__(
+        self, models: Sequence[Model], after_batch: Callable[[], None] = lambda: None
+    ) -> list[dict[str, float]]: ...
+
+
+def build_score(task: Task) -> Score:
+    """Returns the function of some models to their scores on the held-out data."""
+    score_fn = jax.jit(task.score_fn)
+    batches = task.validation()
+
+    def score(
+        models: Sequence[Model], after_batch: Callable[[], None] = lambda: None
+    ) -> list[dict[str, float]]:
+        parts = []
+        for batch in batches:
+            # One batch at a time: what is read ahead must not pile up on the device.
+            parts.append(jax.device_get([score_fn(*model, batch) for model in models]))
+            after_batch()
+        return [
+            {name: float(score) for name, score in ratios(of_model).items()}
+            for of_model in zip(*parts, strict=True)
+        ]
+
+    return score
+
+
+def ratios(parts: Sequence[Totals]) -> dict[str, np.ndarray]:
+    """Returns the scores that sums over some batches come to, in the sums' shape."""
+    return {
+        name: np.divide(*np.sum([part[name] for part in parts], axis=0))
+        for name in parts[0]
+    }

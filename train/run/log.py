@@ -1,0 +1,227 @@
+"""What a run says while it runs: a progress line, metrics.jsonl, TensorBoard events."""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+from train.run.folder import write_whole, writing
+
+METRICS = "metrics.jsonl"
+# Without a terminal there is no line to redraw, so one is printed every so often.
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class Log:
+    """A context that records rows of metrics and shows the newest.
+
+    Args:
+      run_dir: where metrics.jsonl and the TensorBoard events lie.
+      num_steps: of the whole run.
+      start: steps done by what is resumed; later rows in metrics.jsonl are dropped.
+      headline: the score that an evaluation shows.
+    """
+
+    def __init__(self, run_dir: Path, num_steps: int, start: int, headline: str):
+        rows = [row for row in read_metrics(run_dir) if row["step"] <= start]
+        self._path = run_dir / METRICS
+        write_rows(self._path, rows)
+        self._num_steps, self._headline = num_steps, headline
+        self._seconds_before = rows[-1]["seconds"] if rows else 0.0
+        self._start = self._last_line = time.monotonic()
+        self._console = _Output()
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=20),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=self._console,
+            transient=True,
+            disable=not self._console.is_terminal,
+        )
+        self._bar = self._progress.add_task(
+            "compiling", total=num_steps, completed=start
+        )
+        self._events = _Events(run_dir / "tensorboard", start)
+
+    def __enter__(self) -> "Log":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+        self._events.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether what is printed reaches no reader any more, as after `| head`."""
+        return self._console.closed
+
+    def note(self, step: int, **facts: Any) -> None:
+        """Records that the run begins or goes on in another way from a step on."""
+        self._write({"step": step, **facts})
+
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        self._console.print(text, soft_wrap=True, highlight=False)
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        """Records training metrics, among them "loss" and "steps_per_second"."""
+        self._write({"step": step, **values})
+        self._events.add(step, {f"train/{k}": v for k, v in values.items()})
+        parts = [f"step {step}/{self._num_steps}", f"loss {values['loss']:.4f}"]
+        if "consensus_distance" in values:
+            parts.append(f"consensus {values['consensus_distance']:.3g}")
+        rate = values["steps_per_second"]
+        text = "  ".join([*parts, f"{rate:.1f} steps/s"])
+        self._progress.update(self._bar, completed=step, description=text)
+        now = time.monotonic()
+        if self._progress.disable and now - self._last_line > SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            left = (self._num_steps - step) / rate
+            self._console.print(f"{text}  {left:.0f} s left", soft_wrap=True)
+
+    def evaluation(
+        self, step: int, mean: dict[str, float], workers: list[dict[str, float]]
+    ) -> None:
+        """Records the scores of the mean model and of each worker's model."""
+        self._write({"step": step, "mean_model": mean, "workers": workers})
+        models = {"mean_model": mean}
+        models |= {f"worker_{number}": scores for number, scores in enumerate(workers)}
+        for model, of_model in models.items():
+            prefix = f"evaluation/{model}"
+            self._events.add(step, {f"{prefix}/{k}": v for k, v in of_model.items()})
+        scores = [worker[self._headline] for worker in workers]
+        self._console.print(
+            f"step {step}/{self._num_steps}  held-out {self._headline} "
+            f"{mean[self._headline]:.3f} (workers {min(scores):.3f} to "
+            f"{max(scores):.3f})",
+            soft_wrap=True,
+        )
+
+    def _write(self, row: dict[str, Any]) -> None:
+        seconds = self._seconds_before + time.monotonic() - self._start
+        with writing(self._path), self._path.open("a") as file:
+            file.write(json.dumps({"seconds": round(seconds, 3), **row}) + "\n")
+
+
+class NoLog:
+    """The log of a process that leaves it to process 0."""
+
+    closed = False
+
+    def __enter__(self) -> "NoLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def note(self, step: int, **facts: Any) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        pass
+
+    def metrics(self, step: int, values: dict[str, float]) -> None:
+        pass
+
+    def evaluation(
+        self, step: int, mean: dict[str, float], workers: list[dict[str, float]]
+    ) -> None:
+        pass
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a run's metrics.jsonl, none where there is no such file.
+
+    Rows that are broken are left out with a warning; one at the end without, as the
+    file may be read while it is written.
+    """
+    path = run_dir / METRICS
+    if not path.exists():
+        return []
+    *lines, last = path.read_text(errors="replace").split("\n")
+    rows = [_row(line) for line in lines]
+    broken = [number for number, row in enumerate(rows, 1) if row is None]
+    if broken:
+        shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
+        warn(f"{path}: left out {len(broken)} broken row(s), in line {shown}")
+    return [row for row in [*rows, _row(last)] if row is not None]
+
+
+def write_rows(path: Path, rows: Iterable[Any]) -> None:
+    """Writes a file with a line of JSON for each row."""
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def warn(text: str) -> None:
+    """Prints a warning to the standard error."""
+    print(f"warning: {text}", file=sys.stderr)
+
+
+class _Events:
+    """Scalars for TensorBoard.
+
+    Written at once: the writer that tensorboardX offers has a thread of its own, which
+    waits for ever after an error, as on a full disk.
+    """
+
+    def __init__(self, folder: Path, start: int):
+        # Where torch is installed this takes seconds, and process 0 alone needs it.
+        from tensorboardX import event_file_writer, summary
+        from tensorboardX.proto import event_pb2
+
+        self._folder = folder
+        folder.mkdir(exist_ok=True)
+        messages: Any = event_pb2  # Its classes are made at run time.
+        self._make_event, self._make_scalar = messages.Event, summary.scalar
+        self._writer = event_file_writer.EventsWriter(str(folder / "events"))
+        # What an earlier process wrote of later steps is no longer shown.
+        started = messages.SessionLog(status=messages.SessionLog.START)
+        self._write(start + 1, session_log=started)
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        with writing(self._folder):
+            for tag, value in values.items():
+                self._write(step, summary=self._make_scalar(tag, value))
+            self._writer.flush()
+
+    def close(self) -> None:
+        with writing(self._folder):
+            self._writer.close()
+
+    def _write(self, step: int, **what: Any) -> None:
+        event = self._make_event(step=step, wall_time=time.time(), **what)
+        self._writer.write_event(event)
+
+
+class _Output(Console):
+    """A console that falls silent where its output is closed, or its disk is full."""
+
+    closed = False
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        try:
+            super().print(*args, **kwargs)
+        except OSError:
+            self.on_broken_pipe()
+
+    def on_broken_pipe(self) -> None:
+        self.closed = self.quiet = True
+        # Python writes what is left when it ends, and would complain once more.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """A row of metrics.jsonl, None where the line holds none."""
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and {"step", "seconds"} <= row.keys() else None

@@ -1,0 +1,235 @@
+"""How a run begins, or goes on: from which config and which state.
+
+`python -m train --resume RUN` takes the config from the run's newest checkpoint.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import tyro
+
+from decentjax import WorkerState
+from train.config import Config, DistributedConfig
+from train.config_json import differences, from_fields, to_json
+from train.run.checkpoint import choose, find_checkpoints, restore, saved_fields
+from train.run.evaluation import read_trained
+from train.run.finite import Check
+from train.run.log import warn
+
+# These decide when and how a run looks at itself and where it runs, not what it trains.
+FREE = (
+    "task.data",
+    "task.decoding",
+    "task.eval_processes",
+    "task.eval_rows",
+    "task.eval_size",
+    "task.num_eval_windows",
+    "task.sample_bytes",
+    "task.sample_prompt",
+    "task.sample_tokens",
+    "data",
+    "evaluation",
+    "checkpoint",
+    "log",
+    "exchange",
+    "straggler",
+    "distributed",
+    "workers.where",
+)
+
+
+class Resume(NamedTuple):
+    """How a run goes on.
+
+    Args:
+      step: of the checkpoint; by default the newest that can be read.
+      changes: fields, as "optimizer.learning_rate", that train in another way from here
+        on.
+    """
+
+    step: int | None = None
+    changes: tuple[str, ...] = ()
+
+
+def saved_config(run_dir: Path, step: int | None, like: Config | None = None) -> Config:
+    """Returns the config of a run's checkpoint, for its processes of today.
+
+    Args:
+      run_dir: of the run.
+      step: of the checkpoint; by default the newest.
+      like: a config of the same task, where that is a class of the user's own.
+
+    Raises:
+      ValueError: if there is no such checkpoint.
+    """
+    found = find_checkpoints(run_dir)
+    path = found.steps[choose(found, run_dir, step)[0]]
+    own = () if like is None else (type(like.task),)
+    try:
+        config = from_fields(saved_fields(path), own)
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: {error}; where the task is a class of your own, give the config "
+            "file that has it with --config-file"
+        ) from error
+    # Where the processes found each other is no longer true.
+    given = config.distributed
+    distributed = DistributedConfig(
+        start_seconds=given.start_seconds, timeout_seconds=given.timeout_seconds
+    )
+    return dataclasses.replace(config, distributed=distributed)
+
+
+def with_changes(
+    config: Config, changes: Sequence[str]
+) -> tuple[Config, tuple[str, ...]]:
+    """Returns the config with each FIELD=VALUE set, and the names of the fields.
+
+    Raises:
+      ValueError: if one is not of that form.
+    """
+    fields = []
+    for change in changes:
+        field, equals, value = change.partition("=")
+        if not (field and equals):
+            raise ValueError(
+                "--change takes FIELD=VALUE, as optimizer.learning-rate=1e-3, got "
+                f"{change!r}"
+            )
+        config = with_field(config, field, value, prog=f"--change {field}")
+        fields.append(field.replace("-", "_"))
+    return config, tuple(fields)
+
+
+def with_field(config: Config, field: str, value: str, prog: str) -> Config:
+    """Returns the config with a field set, as on the command line of `train`."""
+    return tyro.cli(
+        Config,
+        default=config,
+        args=[f"--{field}", *value.split()],
+        prog=prog,
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+    )
+
+
+def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[str]:
+    """Returns what trains in another way than at a checkpoint, a phrase for each field.
+
+    More steps may be asked for; all else has to be named in `resume.changes`.
+
+    Raises:
+      ValueError: if something else differs, or the run is past its end.
+    """
+    if config.num_steps < step:
+        raise ValueError(
+            f"{path} has done {step} steps, more than num_steps = {config.num_steps}: "
+            "give a larger --num-steps, or an earlier --step"
+        )
+    saved, now = saved_fields(path), json.loads(to_json(config))
+    allowed = FREE + resume.changes
+    if now["num_steps"] > saved["num_steps"]:
+        allowed += ("num_steps",)
+    refused = differences(_without(saved, allowed), _without(now, allowed))
+    if refused:
+        raise ValueError(
+            f"{path} was trained otherwise: {', '.join(refused)}; to change what is "
+            "trained, name it, as --change optimizer.learning-rate=1e-3"
+        )
+    return differences(_without(saved, FREE), _without(now, FREE))
+
+
+class Begin(NamedTuple):
+    """From where a run trains on.
+
+    Args:
+      step: steps done.
+      state: of all workers.
+      facts: what the log has to say of it.
+    """
+
+    step: int
+    state: WorkerState
+    facts: dict[str, Any]
+
+
+def begin_new(
+    run_dir: Path,
+    make_state: Callable[..., WorkerState],
+    init_from: Path | None,
+) -> Begin:
+    """Begins a run.
+
+    Args:
+      run_dir: its folder.
+      make_state: the state of all workers, of a model if one is given.
+      init_from: folder of another run, whose mean model all workers begin with.
+
+    Raises:
+      ValueError: if there is a run in the folder, or the other run's model is not one
+        of this config.
+    """
+    found = find_checkpoints(run_dir)
+    if found.steps:
+        raise ValueError(
+            f"{run_dir} already holds a run, saved after step {max(found.steps)}: go "
+            f"on with python -m train --resume {run_dir}, or choose another folder "
+            "with --run-dir"
+        )
+    if init_from is None:
+        return Begin(0, make_state(), {})
+    trained = read_trained(init_from)
+    facts = {"init_from": str(init_from), "init_step": trained.step}
+    return Begin(0, make_state(trained.mean()), facts)
+
+
+def begin_again(
+    config: Config, run_dir: Path, state: WorkerState, resume: Resume, check: Check
+) -> Begin:
+    """Goes on from a checkpoint, the newest that can be read if none is named.
+
+    Args:
+      config: of the run.
+      run_dir: its folder.
+      state: a state of the run, for its structure and placement.
+      resume: how it goes on.
+      check: raises where a state is not finite.
+
+    Raises:
+      ValueError: if no checkpoint fits.
+    """
+    found = find_checkpoints(run_dir)
+    steps = choose(found, run_dir, resume.step)
+    for name, reason in found.skipped.items():
+        warn(f"left out {run_dir}/checkpoints/{name}: it {reason}")
+    for step in steps:
+        changed = what_changed(found.steps[step], step, config, resume)
+        try:
+            restored = restore(found.steps[step], state)
+            check(restored, step)
+        except Exception as error:
+            why = f"the checkpoint of step {step} of {run_dir} cannot be used: {error}"
+            # In a job the others may have read it, and would wait.
+            if jax.process_count() > 1 or step == steps[-1]:
+                raise ValueError(
+                    f"{why}; steps {list(found.steps)} are there"
+                ) from error
+            warn(why)
+            continue
+        facts = {"resumed": step, "changed": changed} if changed else {}
+        return Begin(step, restored, facts)
+    raise AssertionError("choose returns at least one step")
+
+
+def _without(
+    fields: dict[str, Any], names: Sequence[str], prefix: str = ""
+) -> dict[str, Any]:
+    """The fields of a config but for those, named as "task.data"."""
+    kept = {k: v for k, v in fields.items() if f"{prefix}{k}" not in names}
+    return {
+        k: _without(v, names, f"{prefix}{k}.") if isinstance(v, dict) else v
+        for k, v in kept.items()
+    }

@@ -1,0 +1,276 @@
+"""A run with several seeds at once: workers and seeds simulated as one program."""
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Hashable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from decentjax import (
+    AXIS,
+    WorkerState,
+    adapt,
+    all_reduce_step,
+    consensus_distance,
+    mean_model,
+    mix,
+    over_workers,
+)
+from decentjax.step import Metrics
+from decentjax.topology import complete
+from train.config import Config
+from train.data.batches import feed
+from train.run.build import build_optimizer, build_schedule, build_state
+from train.run.evaluation import ratios
+from train.tasks.task import Task
+
+
+class SeedsOutcome(NamedTuple):
+    """What K seeds of a run have come to.
+
+    Args:
+      seconds: of training, compilation included.
+      losses: (step, mean training loss of each seed since the row before) rows.
+      training_loss: of each seed, the mean over the last tenth of the steps.
+      evaluations: (step, scores by name of the mean model of each seed) rows.
+      judged: scores by name of what each mean model generates, at the end.
+      workers: scores by name of each worker's model, [K, N], at the end.
+      consensus_distance: of each seed, at the end.
+    """
+
+    seconds: float
+    losses: list[tuple[int, list[float]]]
+    training_loss: list[float]
+    evaluations: list[tuple[int, dict[str, list[float]]]]
+    judged: dict[str, list[float]]
+    workers: dict[str, list[list[float]]]
+    consensus_distance: list[float]
+
+
+def train_seeds(
+    config: Config,
+    seeds: range,
+    report: Callable[[int, str], None],
+    at_once: int | None = None,
+) -> SeedsOutcome:
+    """Trains with each seed, all workers of all seeds batched on one device.
+
+    Args:
+      config: of the run, but for its seed.
+      seeds: K of them.
+      report: told the steps done and a few words, as it goes on.
+      at_once: so many seeds fit into the device's memory together; by default all.
+
+    Raises:
+      ValueError: if the shapes of a step differ between the seeds.
+      FloatingPointError: if a loss is no longer finite.
+    """
+    size = at_once or len(seeds)
+    outcomes = []
+    for start in range(0, len(seeds), size):
+        before = len(outcomes) * config.num_steps
+
+        def report_all(step: int, words: str, before: int = before) -> None:
+            report(before + step, words)
+
+        some = seeds[start : start + size]
+        outcomes.append(_train_together(config, some, report_all))
+    return functools.reduce(_join, outcomes)
+
+
+def draws_of(config: Config, seeds: range) -> Hashable:
+    """Returns what initial models and data depend on, of those that each seed draws.
+
+    Where it is the same for two configs, seed k trains both from one initial model on
+    one order of the data.
+    """
+    return (
+        tuple(seeds),
+        config.task,
+        config.workers.num_workers,
+        config.step.batch_per_worker,
+        config.step.num_micro_batches,
+    )
+
+
+def _train_together(
+    config: Config, seeds: range, report: Callable[[int, str], None]
+) -> SeedsOutcome:
+    task = config.task.build()
+    schedule = build_schedule(config.optimizer, config.num_steps)
+    optimizer = build_optimizer(config.optimizer, schedule)
+    num_workers = config.workers.num_workers
+    everybody = range(num_workers)
+    train_step = _build_step(config, task, optimizer)
+    states = [
+        build_state(dataclasses.replace(config, seed=seed), task, optimizer, everybody)
+        for seed in seeds
+    ]
+    state = jax.tree.map(lambda *rows: jnp.stack(rows), *states)
+    batches = [
+        feed(
+            task.steps(
+                num_workers,
+                config.step.batch_per_worker,
+                seed,
+                everybody,
+                multiple_of=config.step.num_micro_batches,
+            )
+        )
+        for seed in seeds
+    ]
+    means, workers = _build_scores(task)
+    start, losses, evaluations = time.monotonic(), [], []
+    recent, last_tenth = [], []
+    for step in range(1, config.num_steps + 1):
+        batch = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
+        state, metrics = train_step(state, batch, step - 1)
+        recent.append(metrics["loss"])
+        if 10 * step > 9 * config.num_steps:  # At least the last step.
+            last_tenth.append(metrics["loss"])
+        end = step == config.num_steps
+        if end or step % config.log.every_steps == 0:
+            values = np.mean(recent, axis=(0, 2))
+            if not np.isfinite(values).all():
+                raise FloatingPointError(f"the loss is {values} after step {step}")
+            losses.append((step, values.tolist()))
+            report(step, f"loss {values.mean():.4f}")
+            recent = []
+        if end or step % config.evaluation.every_steps == 0:
+            scores = means(state)
+            evaluations.append((step, scores))
+    distance = jax.jit(jax.vmap(over_workers(_distance)))(state.params)
+    return SeedsOutcome(
+        time.monotonic() - start,
+        losses,
+        np.mean(last_tenth, axis=(0, 2)).tolist(),
+        evaluations,
+        _judge(task, state),
+        workers(state),
+        np.mean(distance, axis=1).tolist(),
+    )
+
+
+def _join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
+    """The outcome of the seeds of both."""
+
+    def joined(x: dict[str, list], y: dict[str, list]) -> dict[str, list]:
+        return {name: x[name] + y[name] for name in x}
+
+    return SeedsOutcome(
+        a.seconds + b.seconds,
+        [(t, x + y) for (t, x), (_, y) in zip(a.losses, b.losses, strict=True)],
+        a.training_loss + b.training_loss,
+        [
+            (t, joined(x, y))
+            for (t, x), (_, y) in zip(a.evaluations, b.evaluations, strict=True)
+        ],
+        joined(a.judged, b.judged),
+        joined(a.workers, b.workers),
+        a.consensus_distance + b.consensus_distance,
+    )
+
+
+def _build_step(
+    config: Config, task: Task, optimizer: optax.GradientTransformation
+) -> Callable[[WorkerState, Any, int], tuple[WorkerState, Metrics]]:
+    """The step of the config's algorithm over [K, N, ...], in few programs.
+
+    Nothing is to be hidden here, so the exchange is a program of its own, and the rest
+    is compiled once and not once for each exchange.
+    """
+    bound = dict(
+        loss_fn=task.loss_fn,
+        optimizer=optimizer,
+        num_micro_batches=config.step.num_micro_batches,
+    )
+    if config.step.algorithm == "all_reduce":
+        whole = complete(config.workers.num_workers)[0]
+        one = functools.partial(all_reduce_step, exchange=whole, **bound)
+        alone = jax.jit(jax.vmap(over_workers(one)), donate_argnums=0)
+        return lambda state, batch, t: alone(state, batch)
+    adapted = jax.jit(jax.vmap(over_workers(functools.partial(adapt, **bound))))
+    topology = config.topology.build(config.workers)
+    mixes = {
+        exchange: jax.jit(
+            jax.vmap(
+                over_workers(
+                    functools.partial(
+                        mix,
+                        exchange=exchange,
+                        axis_name=AXIS,
+                        message_dtype=config.step.message_dtype,
+                    )
+                )
+            )
+        )
+        for exchange in topology
+    }
+
+    def awc(state: WorkerState, batch: Any, t: int) -> tuple[WorkerState, Metrics]:
+        return adapted(state, batch, mixes[topology[t]](state.params))
+
+    def atc(state: WorkerState, batch: Any, t: int) -> tuple[WorkerState, Metrics]:
+        state, metrics = adapted(state, batch, state.params)
+        return state._replace(params=mixes[topology[t]](state.params)), metrics
+
+    return {"awc": awc, "atc": atc}[config.step.algorithm]
+
+
+Scores = Callable[[WorkerState], dict[str, Any]]
+
+
+def _build_scores(task: Task) -> tuple[Scores, Scores]:
+    """The scores of the mean models, [K], and of all workers' models, [K, N]."""
+    batches = task.validation()
+
+    def over(models: int, mean: bool) -> Scores:
+        function: Callable = task.score_fn
+        for _ in range(models):
+            function = jax.vmap(function, in_axes=(0, 0, None))
+        sums = jax.jit(function)
+        average = jax.jit(jax.vmap(mean_model))
+
+        def scores(state: WorkerState) -> dict[str, Any]:
+            model = state.params, state.model_state
+            model = average(model) if mean else model
+            parts = [sums(*model, batch) for batch in batches]
+            return {name: score.tolist() for name, score in ratios(parts).items()}
+
+        return scores
+
+    return over(models=1, mean=True), over(models=2, mean=False)
+
+
+def _judge(task: Task, state: WorkerState) -> dict[str, list[float]]:
+    """What the task's judge says of the mean model of each seed."""
+    if task.judge is None:
+        return {}
+    models = jax.jit(jax.vmap(mean_model))((state.params, state.model_state))
+    structure = jax.tree.structure(models)
+    rows = zip(*jax.tree.leaves(models), strict=True)
+    judged = [task.judge(*jax.tree.unflatten(structure, row)) for row in rows]
+    return {name: [scores[name] for scores in judged] for name in judged[0]}
+
+
+def _distance(params: Any) -> jax.Array:
+    return consensus_distance(params, AXIS)
+
+
+def _stack_rows(*rows: np.ndarray) -> np.ndarray:
+    """The rows of all seeds.
+
+    Raises:
+      ValueError: if they are not of one shape.
+    """
+    shapes = {row.shape for row in rows}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"seeds are trained together on batches of one shape, got {sorted(shapes)}"
+        )
+    return np.stack(rows)
