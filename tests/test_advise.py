@@ -219,7 +219,7 @@ def test_as_many_workers_as_were_asked_for_are_late_by_so_much():
         ),
         ({"between_latency": "-1us"}, "between_latency must be a number with one of"),
         ({"inside_latency": "5"}, "inside_latency must be a number with one of"),
-        ({"compute": "0ms"}, "compute takes a positive time, got 0.0 s"),
+        ({"compute": "0ms"}, "compute time must be positive, got 0.0 s"),
         ({"compute": "-1ms"}, "compute must be a number with one of the units ns, us"),
         ({"distribution": "gamma", "sigma": -0.1}, "sigma must not be negative, got"),
         ({"distribution": "normal", "sigma": math.nan}, "sigma must not be negative"),
