@@ -180,22 +180,25 @@ def _kinds(cluster: Cluster, transfer: Transfer) -> tuple[Messages, ...]:
     workers = np.stack([transfer.senders, transfer.receivers])
     nodes = workers // cluster.workers_per_node
     crossing = nodes[0] != nodes[1]
-    inside, outside = np.flatnonzero(~crossing), np.flatnonzero(crossing)
-    cards = nodes[:, outside]
+    inside, between = np.flatnonzero(~crossing), np.flatnonzero(crossing)
+    nowhere = np.empty((0, len(inside)), int)
+    # Inside a node each worker has a link of its own; between nodes they share a card.
     kinds = (
         Messages(
-            inside,
-            *map(slots, workers[:, inside]),  # Each worker has a link of its own.
-            np.empty((0, len(inside)), int),
-            cluster.inside_bytes_per_second,
-            cluster.inside_latency,
+            chosen=inside,
+            sending=slots(workers[0, inside]),
+            receiving=slots(workers[1, inside]),
+            cards=nowhere,
+            rate=cluster.inside_bytes_per_second,
+            latency=cluster.inside_latency,
         ),
         Messages(
-            outside,
-            *map(slots, cards),
-            cards,
-            cluster.between_bytes_per_second,
-            cluster.between_latency,
+            chosen=between,
+            sending=slots(nodes[0, between]),
+            receiving=slots(nodes[1, between]),
+            cards=nodes[:, between],
+            rate=cluster.between_bytes_per_second,
+            latency=cluster.between_latency,
         ),
     )
     return tuple(kind for kind in kinds if len(kind.chosen))

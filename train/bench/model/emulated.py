@@ -1,39 +1,65 @@
-"""The runtime model beside an emulated cluster: first predicted, then measured.
+"""The runtime model against an emulated cluster: first predicted, then measured.
 
-Compute is a pause of known length, as on an accelerator whose host idles: what the
-machine's cores can do at once does not matter then.
+Compute is a pause of known length, as on an accelerator whose host is idle, so that the
+number of cores of this machine does not matter.
 """
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
 
-from decentjax import runtime
+from decentjax import Topology, runtime
+from decentjax.analysis import ring_all_reduce
 from decentjax.runtime import Cluster, Job
 from train.bench.race.graphs import INSIDE, graph_of
 from train.bench.race.race import AER, ALL_REDUCE, EXPONENTIAL, NODES, RING, Team
 from train.bench.work import Turn, Work
-from train.job import namespaces
-from train.job.namespaces import Worker, in_cluster, parse_rate
+from train.job.namespaces import EmulatedCluster, Worker, in_cluster, parse_rate
+from train.network import ClusterSpec
 
-PAYLOAD = 1448 / 1514  # Of a full Ethernet frame with TCP's headers and timestamps.
-PERIODS = 4  # Of the stragglers' turns, that are simulated, and the first left out.
+# Share of the payload in a full Ethernet frame with TCP's headers and timestamps.
+PAYLOAD = 1448 / 1514
+PERIODS = 4  # Simulated periods of the stragglers' turns; the first is left out.
 
 
-class Row(NamedTuple):
-    """A setting, and what a step took in it.
+class Scheme(NamedTuple):
+    """A way to average, as it is named, run and simulated.
 
     Args:
-      cluster: nodes x workers of each.
-      rate: of a node's link.
+      name: name in tables.
+      contestant: name of the race's contestant that runs it.
+      graph: function of the numbers of workers and of workers per node that returns the
+        topology; None for all-reduce.
+    """
+
+    name: str
+    contestant: str
+    graph: Callable[[int, int], Topology] | None
+
+    def topology(self, num_workers: int, workers_per_node: int) -> Topology | None:
+        """Returns the topology, None for all-reduce.
+
+        Raises:
+          ValueError: if the topology does not exist for this number of workers.
+        """
+        return None if self.graph is None else self.graph(num_workers, workers_per_node)
+
+
+class Comparison(NamedTuple):
+    """A setting, and the time of a step in it.
+
+    Args:
+      cluster: numbers of nodes and of workers per node, as in 4x2.
+      rate: rate of a node's link.
       straggler: seconds by which worker t mod N is late at step t.
-      scheme: whose step.
-      predicted: seconds, before it was measured.
-      measured: seconds.
+      scheme: name of the scheme.
+      predicted: seconds of a step, predicted before the measurement.
+      measured: seconds of a step, measured.
     """
 
     cluster: str
@@ -48,19 +74,19 @@ class Row(NamedTuple):
         return abs(self.predicted / self.measured - 1)
 
 
-class Course(NamedTuple):
+class Emulation(NamedTuple):
     """A cluster, and what runs on it.
 
     Args:
-      cluster: as emulated.
-      work: of each worker.
-      pause: seconds that it sleeps in each step.
-      straggler: seconds by which worker t mod N is late at step t, in turns of its own.
-      steps: that are measured, in each turn.
+      cluster: emulated cluster.
+      work: work of each worker.
+      pause: seconds that a worker sleeps in each step.
+      straggler: seconds by which worker t mod N is late at step t, in separate turns.
+      steps: number of measured steps per turn.
       out: folder for the workers' output.
     """
 
-    cluster: namespaces.Cluster
+    cluster: EmulatedCluster
     work: Work
     pause: float
     straggler: float
@@ -72,102 +98,108 @@ class Course(NamedTuple):
         return f"{self.cluster.nodes}x{self.cluster.workers_per_node}"
 
 
-def run(course: Course) -> list[Row]:
+def run(emulation: Emulation) -> list[Comparison]:
     """Predicts and measures the schemes on one emulated cluster.
 
     Raises:
       SystemExit: if a worker dies.
-      PermissionError: this process may not make namespaces.
+      PermissionError: if this process may not create namespaces.
     """
-    path = course.out / "rows.json"
+    # The job runs in a fork, which hands its results back in a file.
+    path = emulation.out / "rows.json"
 
     def job(worker: Worker) -> int:
-        path.write_text(json.dumps(list(_rows(course, worker))))
+        path.write_text(json.dumps(list(_rows(emulation, worker))))
         return 0
 
-    code = in_cluster(course.cluster, job)
+    code = in_cluster(emulation.cluster, job)
     if code:
         raise SystemExit(code)
-    rows = [Row(*row) for row in json.loads(path.read_text())]
+    rows = [Comparison(*row) for row in json.loads(path.read_text())]
     path.unlink()
     return rows
 
 
-def schemes(workers_per_node: int) -> tuple[str, ...]:
-    """Returns what is compared on nodes of so many workers."""
-    if workers_per_node == 1:
-        return ALL_REDUCE, RING, AER, EXPONENTIAL
-    return ALL_REDUCE, NODES, AER, EXPONENTIAL
+def schemes(workers_per_node: int) -> tuple[Scheme, ...]:
+    """Returns the schemes to compare on nodes of that many workers."""
+    ring = RING if workers_per_node == 1 else NODES
+    graphs = {name: functools.partial(graph_of, name) for name in (ring, AER)}
+    graphs[EXPONENTIAL] = functools.partial(graph_of, EXPONENTIAL)
+    return (
+        Scheme(ALL_REDUCE, ALL_REDUCE, None),
+        *(Scheme(n, f"in the background: {n}", graph) for n, graph in graphs.items()),
+    )
 
 
 def predict(
-    cluster: Cluster, work: Work, compute: float, straggler: float, scheme: str
+    cluster: Cluster,
+    work: Work,
+    compute: float,
+    straggler: float,
+    topology: Topology | None,
 ) -> float:
     """Returns the seconds of a step.
 
     Args:
-      cluster: with the rates of the links.
-      work: of each worker.
-      compute: seconds of a step.
-      straggler: by which worker t mod N is late at step t.
-      scheme: one of `schemes`.
+      cluster: nodes, workers and links.
+      work: work of each worker.
+      compute: seconds of compute per step.
+      straggler: seconds by which worker t mod N is late at step t.
+      topology: the exchanges, or None for all-reduce.
     """
     num_workers = cluster.num_workers
-    trace = compute + straggler * np.eye(num_workers)
-    # The whole gradient is there before any of it is sent.
     job = Job(
         model_bytes=work.model_bytes,
-        compute=runtime.trace(trace),
-        forward_share=1.0,
+        compute=runtime.trace(compute + straggler * np.eye(num_workers)),
+        forward_share=1.0,  # The whole gradient is computed before any of it is sent.
     )
-    if scheme == ALL_REDUCE:
+    if topology is None:
         times = runtime.all_reduce(cluster, job, PERIODS * num_workers)
         return times.seconds_per_step(num_workers)
-    graph = graph_of(scheme, num_workers, cluster.workers_per_node)
-    period = num_workers * graph.period
-    # Leaves go one by one, as soon as they are updated.
+    # Leaves are sent one by one, as soon as they are updated: a bucket for each layer.
+    period = num_workers * topology.period
     times = runtime.background(
-        cluster, job, graph, PERIODS * period, num_buckets=work.layers
+        cluster, job, topology, PERIODS * period, num_buckets=work.layers
     )
     return times.seconds_per_step(period)
 
 
-def _rows(course: Course, worker: Worker) -> Iterator[Row]:
-    """In the cluster's switch: has the workers take turns."""
+def _rows(emulation: Emulation, worker: Worker) -> Iterator[Comparison]:
+    """Runs the workers' turns, in the cluster's switch."""
     console = Console(soft_wrap=True, highlight=False)
-    cluster, rate = course.cluster, course.cluster.rate
-    team = Team("jax", course.work, course.out, cluster, worker)
+    cluster, rate, work = emulation.cluster, emulation.cluster.rate, emulation.work
+    team = Team("jax", work, emulation.out, cluster, worker)
 
     def take(contestant: str, warmup: int, straggler: float = 0.0) -> float:
-        steps = course.steps
-        return team.take(Turn(contestant, warmup, steps, straggler, course.pause))
+        turn = Turn(contestant, warmup, emulation.steps, straggler, emulation.pause)
+        return team.take(turn)
 
     compute = take("compute alone", 5)
     inside = np.inf
     if cluster.workers_per_node > 1:
-        turn = Turn(f"exchange alone: {INSIDE}", 5, course.steps)
-        share = 2 * (1 - 1 / cluster.workers_per_node)
-        inside = share * course.work.model_bytes / team.take(turn)
+        share, _ = ring_all_reduce(cluster.workers_per_node)
+        turn = Turn(f"exchange alone: {INSIDE}", 5, emulation.steps)
+        inside = share * work.model_bytes / team.take(turn)
     bits = parse_rate(rate)
     assert bits is not None
-    modelled = Cluster(
+    modelled = ClusterSpec(
         num_nodes=cluster.nodes,
         workers_per_node=cluster.workers_per_node,
-        between_bytes_per_second=bits / 8 * PAYLOAD,
-        inside_bytes_per_second=inside,
-    )
-    # All of them, before the first is measured.
+        between=bits / 8 * PAYLOAD,
+        inside=inside,
+    ).runtime_cluster()
+    # All predictions come before the first measurement.
     predictions = [
-        (scheme, late, predict(modelled, course.work, compute, late, scheme))
+        (scheme, late, predict(modelled, work, compute, late, topology))
         for scheme in schemes(cluster.workers_per_node)
-        for late in dict.fromkeys((0.0, course.straggler))
+        for topology in [scheme.topology(cluster.num_workers, cluster.workers_per_node)]
+        for late in dict.fromkeys((0.0, emulation.straggler))
     ]
     for scheme, late, predicted in predictions:
-        name = scheme if scheme == ALL_REDUCE else f"in the background: {scheme}"
-        measured = take(name, 3 if late else 6, late)
-        row = Row(course.name, rate, late, scheme, predicted, measured)
+        measured = take(scheme.contestant, 3 if late else 6, late)
+        row = Comparison(emulation.name, rate, late, scheme.name, predicted, measured)
         console.print(
-            f"{row.cluster}, {rate}, late by {late:g} s, {scheme}: predicted "
+            f"{row.cluster}, {rate}, late by {late:g} s, {scheme.name}: predicted "
             f"{predicted:.3f} s, measured {measured:.3f} s"
         )
         yield row

@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.progress import track
 
 from train.bench.work import Turn, Work, machine
-from train.job.namespaces import Cluster, Worker, in_cluster, parse_rate
+from train.job.namespaces import EmulatedCluster as Cluster
+from train.job.namespaces import Worker, in_cluster, parse_rate
 
 RING, AER = "ring", "alternating exponential ring"
 NODES = "ring between nodes"
