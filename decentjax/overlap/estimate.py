@@ -199,7 +199,7 @@ class _Player:
         return result
 
     def _loop(self, op: Op, now: float) -> tuple[float, float]:
-        """Plays two trips: the first may wait for earlier messages, the rest are alike."""
+        """Plays two trips: the first may wait for earlier messages, others do not."""
         (body,) = op.bodies
         seconds, first = self.play(body, now)
         if op.repeats == 1:

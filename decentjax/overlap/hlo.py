@@ -113,7 +113,7 @@ def parse(text: str) -> Module:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """Returns how often the body of a `while` runs, None if the compiler cannot tell."""
+    """Returns how often the body of a `while` runs, None if that is unknown."""
     found = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
     return int(found[1]) if found else None
 
