@@ -30,19 +30,19 @@ class TrainStep:
         self._steps = steps
 
     def __call__(
-        self, state: WorkerState, batch: Any, t: int
+        self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
-        """Does step t; the state's buffers are given up.
+        """Does this step; the state's buffers are given up.
 
         Raises:
           ValueError: if they are gone already, given up to an earlier step.
         """
         check_not_donated(state)
-        return self._steps[t % len(self._steps)](state, batch)
+        return self._steps[step % len(self._steps)](state, batch)
 
-    def lower(self, state: Any, batch: Any, t: int) -> jax.stages.Lowered:
-        """Lowers step t; the arrays may be shapes, as `jax.eval_shape` returns them."""
-        return self._steps[t % len(self._steps)].lower(state, batch)
+    def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
+        """Lowers this step; arrays may be shapes, as `jax.eval_shape` returns them."""
+        return self._steps[step % len(self._steps)].lower(state, batch)
 
 
 def simulate(step: Step, topology: Topology) -> TrainStep:

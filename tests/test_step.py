@@ -75,8 +75,20 @@ def _problem(num_workers):
     return Problem(start, jnp.asarray(optima, jnp.float32))
 
 
-def _bind(step, optimizer, loss_fn=quadratic, **options):
-    return functools.partial(step, loss_fn=loss_fn, optimizer=optimizer, **options)
+def _bind(step, optimizer, loss_fn=quadratic, num_micro_batches=1, **mixing):
+    """The step with `adapt` bound, and `mix` where its options are given."""
+    local = functools.partial(
+        adapt,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        num_micro_batches=num_micro_batches,
+    )
+    if step is adapt:
+        return local
+    if mixing:
+        averaging = functools.partial(mix, axis_name=AXIS, **mixing)
+        return functools.partial(step, adapt=local, mix=averaging)
+    return functools.partial(step, adapt=local)
 
 
 def _placed(step, graph, simulated):

@@ -28,11 +28,11 @@ from jax.typing import DTypeLike
 from decentjax.exchange import Topology, check_topology
 from decentjax.gossip.engine import SharedEngine
 from decentjax.gossip.record import Record, ignore
-from decentjax.gossip.stages import Adapt, Leaves, Plan, Stage, make_plan
+from decentjax.gossip.stages import Leaves, Plan, Stage, make_plan
 from decentjax.gossip.tuning import Mix, Mixes, compiled_mix, fastest_mixes
 from decentjax.mixing import Lowering
 from decentjax.placement import check_not_donated
-from decentjax.step import AXIS, Metrics, WorkerState
+from decentjax.step import AXIS, Adapt, Metrics, WorkerState
 
 
 class Background:
@@ -113,7 +113,7 @@ class Background:
         self._arriving: collections.deque[tuple[Leaves, Future]] = collections.deque()
 
     def __call__(
-        self, state: WorkerState, batch: Any, t: int
+        self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
         """Returns the new state and metrics.
 
@@ -128,29 +128,29 @@ class Background:
         check_not_donated(state)
         plan = self._plan(state, batch)
         models = jax.tree.leaves(state.params)
-        if self._sent_for != t or list(map(id, models)) != list(map(id, self._sent)):
+        if self._sent_for != step or list(map(id, models)) != list(map(id, self._sent)):
             self._arriving.clear()
             self._sent = []
             models = jax.device_put(
                 models, NamedSharding(self._mesh, PartitionSpec(AXIS))
             )
             for stage in plan.groups:
-                self._send(stage.leaves, [models[i] for i in stage.leaves], t)
-        self._sent, self._sent_for = [], t + 1
+                self._send(stage.leaves, [models[i] for i in stage.leaves], step)
+        self._sent, self._sent_for = [], step + 1
         arriving, self._arriving = self._arriving, collections.deque()
 
         start = time.monotonic()
         values = plan.early(state.params, state[1:], batch)
         jax.block_until_ready(values)
-        self._record("compute", t, start, time.monotonic())
+        self._record("compute", step, start, time.monotonic())
         outputs = dict(zip(plan.finished, values, strict=False))
         mixed: dict[int, jax.Array] = {}
         for stage in plan.groups:
-            self._await(stage, arriving, mixed, t)
+            self._await(stage, arriving, mixed, step)
             outputs.update(stage.compute(mixed, values))
-            self._send(stage.leaves, [outputs[i] for i in stage.leaves], t + 1)
+            self._send(stage.leaves, [outputs[i] for i in stage.leaves], step + 1)
         if plan.rest.outputs:
-            self._await(plan.rest, arriving, mixed, t)
+            self._await(plan.rest, arriving, mixed, step)
             outputs.update(plan.rest.compute(mixed, values))
         leaves = [outputs[i] for i in range(plan.structure.num_leaves)]
         return jax.tree.unflatten(plan.structure, leaves)
@@ -169,14 +169,14 @@ class Background:
     def __exit__(self, *error: Any) -> None:
         self._engine.__exit__(*error)
 
-    def _send(self, leaves: Leaves, models: list[jax.Array], t: int) -> None:
-        """Has the thread exchange some leaves, for step t."""
+    def _send(self, leaves: Leaves, models: list[jax.Array], step: int) -> None:
+        """Has the thread exchange some leaves, for this step."""
         self._sent += models
         if self._exchange_mesh != self._mesh:
             # They leave the device as soon as they are there; the thread sends others.
             for shard in (shard for x in models for shard in x.addressable_shards):
                 shard.data.copy_to_host_async()
-        future = self._submit(self._exchange, models, t)
+        future = self._submit(self._exchange, models, step)
         self._arriving.append((leaves, future))
 
     def _submit(self, function: Callable, *args: Any) -> Future:
@@ -214,13 +214,13 @@ class Background:
         num_bytes = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
         return fastest_mixes(self._topology, mesh, num_bytes, dtype)
 
-    def _exchange(self, models: list[jax.Array], t: int) -> list[jax.Array]:
+    def _exchange(self, models: list[jax.Array], step: int) -> list[jax.Array]:
         """In the thread: sends, receives, averages."""
         jax.block_until_ready(models)
         start = time.monotonic()
-        mix_models = self._mixes[self._topology[t]]
+        mix_models = self._mixes[self._topology[step]]
         mixed = mix_elsewhere(mix_models, models, self._mesh, self._exchange_mesh)
-        self._record("exchange", t, start, time.monotonic())
+        self._record("exchange", step, start, time.monotonic())
         return mixed
 
     def _await(
@@ -228,14 +228,14 @@ class Background:
         stage: Stage,
         arriving: collections.deque[tuple[Leaves, Future]],
         mixed: dict[int, jax.Array],
-        t: int,
+        step: int,
     ) -> None:
         """Waits for mixed leaves, which come in the order in which they were sent."""
         start = time.monotonic()
         while not mixed.keys() >= set(stage.part.awaits):
             leaves, future = arriving.popleft()
             mixed.update(zip(leaves, future.result(), strict=True))
-        self._record("wait", t, start, time.monotonic())
+        self._record("wait", step, start, time.monotonic())
 
 
 def host_mesh(mesh: Mesh) -> Mesh:

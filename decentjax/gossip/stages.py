@@ -4,32 +4,20 @@ The pieces of `decentjax.gossip.Background`, compiled for stacked arrays on a me
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from decentjax.gossip.cut import Cut, Part
 from decentjax.placement import over_workers
-from decentjax.step import Metrics, WorkerState
+from decentjax.step import Adapt, WorkerState
 
 # Leaves travel in groups of this size: one by one, small ones would cost more in calls
 # than in bytes; all at once, the last would keep the first from being updated.
 GROUP_BYTES = 4 * 2**20
 
 Leaves = tuple[int, ...]
-
-
-class Adapt(Protocol):
-    """One worker's step but for the exchange, as `decentjax.adapt` with keywords bound.
-
-    A function of arrays alone: no collectives and no `axis_index`, and no side effects
-    of what depends on `mixed`.
-    """
-
-    def __call__(
-        self, state: WorkerState, batch: Any, mixed: Any
-    ) -> tuple[WorkerState, Metrics]: ...
 
 
 class Stage(NamedTuple):
