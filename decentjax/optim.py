@@ -1,6 +1,6 @@
 """AccumAdam, and the wrapper that makes any optax optimizer a decentralized one.
 
-Ordinary optax transformations: they chain, mask, schedule and wrap like all others.
+Ordinary optax transformations, to be chained, masked, scheduled and wrapped.
 """
 
 import functools
@@ -36,10 +36,10 @@ def scale_by_accum_adam(
     eps: ArrayLike = 1e-8,
     eps_root: ArrayLike = 0.0,
 ) -> optax.GradientTransformation:
-    r"""Rescales by Adam moments that move once in `accum_steps` steps.
+    r"""Rescales by Adam moments that are updated once in `accum_steps` steps.
 
-    Every step updates the parameters; only the moments wait, so that they see the mean
-    gradient of s steps instead of s noisy ones. With :math:`k = \lceil t/s \rceil`,
+    Every step updates the parameters. The moments are updated with the mean gradient of
+    s steps, instead of with s noisy gradients. With :math:`k = \lceil t/s \rceil`,
 
     .. math::
         m = \beta_1 \bar m + (1-\beta_1) g, \quad
@@ -54,11 +54,12 @@ def scale_by_accum_adam(
     parameters once in k steps.
 
     Args:
-      accum_steps: s; the paper scales it with the number of workers (N/2 in most runs).
-      b1: decay of the first moment, per window.
-      b2: decay of the second moment, per window.
-      eps: added outside the root, as in the released code.
-      eps_root: added inside the root, as the paper writes it.
+      accum_steps: s, the window in steps; the paper scales it with the number of
+        workers (N/2 in most runs).
+      b1: decay rate of the first moment, per window.
+      b2: decay rate of the second moment, per window.
+      eps: constant outside the root, as in the released code.
+      eps_root: constant inside the root, as in the paper.
 
     Returns:
       A gradient transformation.
@@ -73,8 +74,8 @@ def scale_by_accum_adam(
       ...     scale_by_accum_adam(accum_steps=8), optax.scale_by_learning_rate(1e-3)
       ... )
 
-    Source: From Promise to Practice (ICLR 2025), Algorithm 4, with beta2 in the second
-    moment's update, where a misprint has beta1.
+    Source: From Promise to Practice (ICLR 2025), Algorithm 4, with beta2 in the update
+    of the second moment, where the paper misprints beta1.
     """
     if isinstance(accum_steps, int) and accum_steps < 1:
         raise ValueError(f"accum_steps must be at least one, got {accum_steps}")
@@ -129,12 +130,12 @@ def accum_adam(
     """AccumAdam: `scale_by_accum_adam`, times minus the learning rate.
 
     Args:
-      learning_rate: a number or a schedule.
-      accum_steps: steps per update of the moments.
-      b1: decay of the first moment, per window.
-      b2: decay of the second moment, per window.
-      eps: added outside the root.
-      eps_root: added inside the root.
+      learning_rate: number or schedule.
+      accum_steps: s, the number of steps per update of the moments.
+      b1: decay rate of the first moment, per window.
+      b2: decay rate of the second moment, per window.
+      eps: constant outside the root.
+      eps_root: constant inside the root.
 
     Source: From Promise to Practice (ICLR 2025), Algorithm 4.
     """
@@ -156,20 +157,20 @@ def accum_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AccumAdam with decoupled weight decay, `x <- x - lr (u + weight_decay x)`.
 
-    The decay is taken from the params given to `update`: from the mixed model in a
-    decentralized step.
+    The decay uses the params given to `update`: the mixed model in a decentralized
+    step.
 
     Args:
-      learning_rate: a number or a schedule.
-      accum_steps: steps per update of the moments.
-      b1: decay of the first moment, per window.
-      b2: decay of the second moment, per window.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      weight_decay: per step, times the learning rate.
-      mask: which leaves decay, as in `optax.adamw`; all by default.
+      learning_rate: number or schedule.
+      accum_steps: s, the number of steps per update of the moments.
+      b1: decay rate of the first moment, per window.
+      b2: decay rate of the second moment, per window.
+      eps: constant outside the root.
+      eps_root: constant inside the root.
+      weight_decay: weight decay per step, a factor of the learning rate.
+      mask: leaves to decay, as in `optax.adamw`; all by default.
 
-    Source: AccumAdamW of Decent-DP, with the decay on the leaves that the mask names.
+    Source: AccumAdamW of Decent-DP, with decay of the leaves in the mask.
     """
     return optax.chain(
         scale_by_accum_adam(accum_steps, b1, b2, eps, eps_root),
@@ -257,13 +258,13 @@ def dadam(
     """Decentralized Adam: `decentralize(optax.adam(...), topology, axis_name)`.
 
     Args:
-      learning_rate: a number or a schedule.
-      topology: of as many workers as the axis has.
-      axis_name: the mapped axis of the workers.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added outside the root, as in the released code.
-      eps_root: added inside the root, as the paper writes it.
+      learning_rate: number or schedule.
+      topology: topology with as many workers as the axis.
+      axis_name: mapped axis of the workers.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment.
+      eps: constant outside the root, as in the released code.
+      eps_root: constant inside the root, as in the paper.
 
     Source: From Promise to Practice (ICLR 2025), Algorithm 1.
     """
@@ -282,18 +283,18 @@ def dadamw(
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Decentralized AdamW; the decoupled decay is taken from the mixed model.
+    """Decentralized AdamW, with the decoupled weight decay of the mixed model.
 
     Args:
-      learning_rate: a number or a schedule.
-      topology: of as many workers as the axis has.
-      axis_name: the mapped axis of the workers.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      weight_decay: per step, times the learning rate.
-      mask: which leaves decay, as in `optax.adamw`; all by default.
+      learning_rate: number or schedule.
+      topology: topology with as many workers as the axis.
+      axis_name: mapped axis of the workers.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment.
+      eps: constant outside the root.
+      eps_root: constant inside the root.
+      weight_decay: weight decay per step, a factor of the learning rate.
+      mask: leaves to decay, as in `optax.adamw`; all by default.
     """
     adamw = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay, mask=mask
@@ -369,7 +370,7 @@ def _in_order(
 
 
 def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Array:
-    """What `optax.apply_updates` adds to reach the target, in float32 at least."""
+    """The update by which params arrive at the target, in float32 at least."""
     params = jnp.asarray(params)
     if not jnp.issubdtype(params.dtype, jnp.inexact):
         return step
@@ -387,10 +388,11 @@ def _check_dtypes(params: Any) -> None:
 
 
 def _in_conditional(axis_name: AxisName) -> bool:
-    """Whether a branch is traced that a worker may take and another may not.
+    """Whether a branch is being traced that one worker may take and another not.
 
-    A conditional around the mapped workers, which all of them take, does not count.
-    jax has no public name for this: a trace knows what it traces, and its parent.
+    A conditional around the mapped axis, where all workers take one branch, does not
+    count. jax has no public name for this; its traces know what they trace, and their
+    parent.
     """
     axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
     trace = core.trace_ctx.trace
@@ -402,6 +404,6 @@ def _in_conditional(axis_name: AxisName) -> bool:
         traced_for = frame.debug_info.traced_for if frame is not None else None
         if traced_for in ("cond", "switch"):
             return True
-        # The chain of a trace for jax.shard_map ends there, outside all conditionals.
+        # The trace of jax.shard_map has no parent; no conditional is around it.
         trace = getattr(trace, "parent_trace", None)
     return False

@@ -860,7 +860,7 @@ def test_a_state_that_was_given_up_is_refused(simulated):
         state = place(state, worker_mesh(4))
     kept = jax.tree.map(jnp.copy, state)
     train_step(state, problem.optima, 0)
-    with pytest.raises(ValueError, match=r"this state was given to one already: use t"):
+    with pytest.raises(ValueError, match=r"was donated to an earlier step: use t"):
         train_step(state, problem.optima, 1)
     train_step(kept, problem.optima, 1)
 
