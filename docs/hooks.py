@@ -8,10 +8,11 @@ import os.path
 import re
 from pathlib import Path
 
-import latex2mathml.converter
+from latex2mathml.converter import convert
 from markdown import Extension, Markdown
 from markdown.preprocessors import Preprocessor
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -21,6 +22,7 @@ INLINE_MATH = re.compile(r":math:`([^`]+)`")
 DISPLAY_MATH = re.compile(r"^\.\. math::\n((?:[ \t]+\S.*\n?|[ \t]*\n)+)", re.MULTILINE)
 
 
+@event_priority(100)  # mkdocstrings copies the list.
 def on_config(config: MkDocsConfig) -> None:
     """Adds the formulas of docstrings to the extensions of Markdown."""
     config.markdown_extensions.append(Math())
@@ -80,7 +82,8 @@ class Math(Extension):
     """Formulas in reStructuredText's notation, as MathML, which needs no script."""
 
     def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
-        md.preprocessors.register(_MathPreprocessor(md), "math", priority=100)
+        # After whitespace (30) and fenced code (25), before blocks of HTML (20).
+        md.preprocessors.register(_MathPreprocessor(md), "math", priority=22)
 
 
 class _MathPreprocessor(Preprocessor):
@@ -95,5 +98,5 @@ class _MathPreprocessor(Preprocessor):
         return f"\n{self._stored(match[1], 'block')}\n\n"
 
     def _stored(self, latex: str, display: str) -> str:
-        formula = latex2mathml.converter.convert(" ".join(latex.split()), display)
+        formula = convert(" ".join(latex.split()), display=display)
         return self.md.htmlStash.store(formula)
