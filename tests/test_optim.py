@@ -295,13 +295,13 @@ def test_narrow_messages_go_through_decentralize():
     assert np.abs(got - exact).max() > 1e-4
 
 
-@pytest.mark.parametrize("order", ["awc", "atc"])
-def test_bfloat16_models_end_up_where_mixing_takes_them(order):
+@pytest.mark.parametrize("make", [decentralize, decentralize_atc])
+def test_bfloat16_models_end_up_where_mixing_takes_them(make):
     models = jnp.array([1, -1.0078125], jnp.bfloat16)
     graph = topology.complete(2)
 
     def decentralized(params):
-        optimizer = decentralize(optax.sgd(0.0), graph, AXIS, order)
+        optimizer = make(optax.sgd(0.0), graph, AXIS)
         state = optimizer.init(params)
         updates, _ = optimizer.update(jnp.zeros_like(params), state, params)
         return optax.apply_updates(params, updates)
