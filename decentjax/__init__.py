@@ -1,45 +1,50 @@
 """decentjax: decentralized training for JAX.
 
 `x_i <- sum_j W_ij x_j + update(grad f_i(x_i))`: each worker averages its model with a
-few neighbours while it computes its gradient, and waits for nobody else.
+few neighbours while it computes its gradient, and waits for no other worker.
 """
 
-from decentjax import analysis, gossip, overlap, runtime, topology
-from decentjax.exchange import Exchange, Groups, Permutations, Topology
-from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
-from decentjax.optim import (
-    DecentralizeState,
-    ScaleByAccumAdamState,
-    accum_adam,
-    accum_adamw,
-    dadam,
-    dadamw,
-    decentralize,
-    scale_by_accum_adam,
-)
-from decentjax.placement import (
-    TrainStep,
-    local_workers,
-    mean_model,
-    on_mesh,
-    over_workers,
-    place,
-    simulate,
-    worker_mesh,
-)
-from decentjax.step import (
-    AXIS,
-    LossFn,
-    WorkerState,
-    adapt,
-    all_reduce_step,
-    atc_step,
-    awc_step,
-    compute_in,
-    init_state,
-)
+import importlib
+from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from decentjax import analysis, gossip, overlap, runtime, topology
+    from decentjax.exchange import Exchange, Groups, Permutations, Topology
+    from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
+    from decentjax.optim import (
+        ScaleByAccumAdamState,
+        accum_adam,
+        accum_adamw,
+        dadam,
+        dadamw,
+        decentralize,
+        decentralize_atc,
+        scale_by_accum_adam,
+    )
+    from decentjax.placement import (
+        TrainStep,
+        local_workers,
+        mean_model,
+        on_mesh,
+        over_workers,
+        place,
+        simulate,
+        worker_mesh,
+    )
+    from decentjax.step import (
+        AXIS,
+        DecentralizeState,
+        LossFn,
+        WorkerState,
+        adapt,
+        all_reduce_step,
+        atc_step,
+        awc_step,
+        compute_in,
+        init_state,
+    )
 
 __all__ = [
     "AXIS",
@@ -65,6 +70,7 @@ __all__ = [
     "dadam",
     "dadamw",
     "decentralize",
+    "decentralize_atc",
     "global_mean",
     "gossip",
     "init_state",
@@ -81,3 +87,27 @@ __all__ = [
     "topology",
     "worker_mesh",
 ]
+
+# The modules of the core, each before those that import it: the first needs no jax.
+_CORE = ("exchange", "mixing", "step", "placement", "optim")
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module of a public name when the name is first used.
+
+    So `decentjax.topology` needs no jax, and does not wait for its import.
+    """
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    for module in map(_import, _CORE):
+        if hasattr(module, name):
+            return globals().setdefault(name, getattr(module, name))
+    return _import(name)
+
+
+def _import(module: str) -> Any:
+    return importlib.import_module(f"{__name__}.{module}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

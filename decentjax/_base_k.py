@@ -14,12 +14,12 @@ Edges = list[tuple[int, int, float]]
 
 
 def base_k_rounds(num_workers: int, base: int) -> list[Edges]:
-    """Returns the edges of each exchange; base - 1 peers for a worker at the most.
+    """Returns the edges of each exchange; a worker has at most base - 1 peers.
 
     N = smooth * rest, where no prime factor of smooth exceeds the base: blocks of
-    `rest` workers run the simple graph, then workers of equal place in their blocks
-    average factor by factor. Where the simple graph over all workers is shorter, it is
-    taken.
+    `rest` workers run the simple graph, then workers at the same place of their blocks
+    average factor by factor. If the simple graph over all workers has fewer exchanges,
+    it is used instead.
     """
     rest = num_workers
     for factor in range(base, 1, -1):

@@ -1,9 +1,9 @@
 """Collectives with the same numbers on a device mesh and simulated.
 
-Under `jax.vmap` over the axis the workers' arrays lie stacked in one, [N, ...], so a
-collective is plain array code. It has to be: collectives over groups and permutations
-that leave somebody out do not exist there, and sums add in another order than a mesh
-does. So each collective here is two functions, one for either place.
+Under `jax.vmap` over the axis, the workers' arrays are stacked in one, [N, ...], and a
+collective is plain array code. It has to be: under vmap there are no collectives over
+groups and no partial permutations, and sums add in another order than on a mesh. Each
+collective here is therefore two functions, one for each place.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,12 +21,12 @@ Members = tuple[tuple[int, ...], ...]
 def permute(
     x: jax.Array, pairs: Sequence[tuple[int, int]], axis_name: AxisName
 ) -> jax.Array:
-    """Returns what the worker is sent, zeros where nobody sends to it.
+    """Returns the array that this worker receives, zeros if it receives none.
 
     Args:
-      x: what this worker sends.
-      pairs: (sender, receiver).
-      axis_name: the mapped axis of the workers.
+      x: array that this worker sends.
+      pairs: (sender, receiver) of each message.
+      axis_name: mapped axis of the workers.
     """
 
     def on_mesh(x: jax.Array) -> jax.Array:
@@ -71,9 +71,9 @@ def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Ar
 
     def on_mesh(flat: jax.Array) -> jax.Array:
         if flat.dtype != dtype:
-            # The network would round its own sums to the narrow dtype at every hop.
+            # A reduce-scatter would round its sums to the narrow dtype at every hop.
             return by_all_to_all(flat)
-        # Between processes on CPU, gloo's reduce-scatter gives up after 30 s, whatever
+        # Between processes on CPU, gloo's reduce-scatter fails after 30 s, whatever
         # time limit is set.
         return lax.platform_dependent(flat, cpu=by_all_to_all, default=native)
 
@@ -120,7 +120,7 @@ def all_gather(
 
 
 def sum_dtype(x: jax.Array) -> np.dtype:
-    """The dtype to add in: that of x, and float32 at least."""
+    """The dtype of sums: that of x, and float32 at least."""
     if x.dtype.itemsize == 1:  # jax promotes no float of 8 bits by itself.
         return jnp.dtype(jnp.float32)
     return jnp.promote_types(x.dtype, jnp.float32)
@@ -131,9 +131,9 @@ def divided(total: jax.Array, number: int) -> jax.Array:
     if number & (number - 1) == 0:
         return total / number
     # XLA turns a division by a constant, or by one scalar, into a product with its
-    # rounded reciprocal. That is too large, or too small, in every step alike, and the
-    # mean of all models drifts. It cannot see that this divisor is a constant, unless
-    # the total is not a number, and then the result is none either.
+    # rounded reciprocal. That is too large, or too small, by the same factor in every
+    # step, and the mean of all models drifts. This divisor is an array, and no constant
+    # to XLA; where the total is NaN, so is the result.
     return total / jnp.where(total == total, jnp.asarray(number, total.dtype), total)
 
 
@@ -153,7 +153,8 @@ def _collective(
     @collective.def_vmap
     def _(size, in_batched, x, index):
         x_batched, index_batched = in_batched
-        # Only the axis of the workers batches the index; any other vmap is a dimension.
+        # Only the vmap over the workers batches the index; any other one, as over
+        # seeds, is a further dim of x.
         if not index_batched:
             return collective(x, index), True
         if not x_batched:

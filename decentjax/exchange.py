@@ -1,7 +1,7 @@
-"""What an exchange is: static, hashable data, and what it does to an array.
+"""What an exchange is: static, hashable data, and its effect on an array.
 
-An exchange is built from permutations and means over groups, so its mixing matrix W is
-doubly stochastic by construction: the mean of all models never moves. Nothing here
+An exchange consists of permutations or of means over groups, so its mixing matrix W is
+doubly stochastic by construction, and preserves the mean of all models. Nothing here
 imports jax.
 """
 
@@ -22,10 +22,10 @@ class Permutations:
 
     Args:
       sources: `sources[k][i]` is the peer whose model i receives in permutation k.
-      weights: one per permutation, not negative, their sum is one.
+      weights: weight of each permutation, not negative; their sum is one.
 
     Raises:
-      ValueError: where that is not so.
+      ValueError: if these are no permutations or no such weights.
     """
 
     sources: tuple[tuple[int, ...], ...]
@@ -59,10 +59,10 @@ class Groups:
     """A mean over each group: `x_i <- 1/S sum_{j in the group of i, S members} x_j`.
 
     Args:
-      members: the groups, all of one size; each worker stands in exactly one.
+      members: workers of each group; the groups have one size and no common worker.
 
     Raises:
-      ValueError: where that is not so.
+      ValueError: if these are no such groups.
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -86,14 +86,14 @@ class Groups:
 class Exchange:
     """One static round of averaging, hashable: `W = (1-f) I + f (B kron J_L / L)`.
 
-    B is what the nodes do between them, L the workers of a node, J_L all ones, f the
-    factor. With one worker per node B mixes the workers themselves. Worker i lives on
-    node i // L.
+    B is the matrix between the nodes, L the number of workers per node, J_L the L x L
+    matrix of ones, f the factor. With one worker per node B mixes the workers. Worker i
+    is on node i // L.
 
     Args:
-      between: what the nodes do.
-      workers_per_node: L. All workers of a node leave the exchange with one model.
-      factor: f, in (0, 1].
+      between: permutations or groups of the nodes.
+      workers_per_node: L. With f = 1 all workers of a node end up with one model.
+      factor: damping f, in (0, 1].
     """
 
     between: Permutations | Groups
@@ -119,11 +119,11 @@ class Exchange:
 
 @dataclasses.dataclass(frozen=True)
 class Topology:
-    """Exchanges, taken in turn: step t uses `topology[t]`.
+    """Exchanges, taken in turn: a step uses `topology[step]`.
 
     Args:
-      name: for people.
-      exchanges: at least one, all of one number of workers.
+      name: name to print.
+      exchanges: exchanges of one period, all with one number of workers.
     """
 
     name: str
@@ -153,7 +153,7 @@ class Topology:
 
 
 def check_topology(topology: Any) -> None:
-    """Refuses what is no topology, such as the function that makes one."""
+    """Raises a TypeError unless this is a topology, and not the function of one."""
     if not isinstance(topology, Topology):
         got = getattr(topology, "__name__", type(topology).__name__)
         raise TypeError(
@@ -165,7 +165,7 @@ def check_topology(topology: Any) -> None:
 def matrices(topology: Topology) -> np.ndarray:
     """Returns the mixing matrices, float64, shape [period, N, N].
 
-    Row i is what worker i ends up with: `x_i <- sum_j W[i, j] x_j`.
+    Row i says what worker i ends up with: `x_i <- sum_j W[i, j] x_j`.
     """
     identity = np.eye(topology.num_workers)
     return np.stack([apply(exchange, identity) for exchange in topology])
@@ -188,11 +188,11 @@ def apply(exchange: Exchange, values: np.ndarray) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """One message per worker at the most: `x_i += weights[i] x_sources[i]`.
+    """At most one message per worker: `x_i += weights[i] x_sources[i]`.
 
     Args:
-      sources: the peer whom worker i receives from, or -1 for nobody.
-      weights: of what worker i receives, 0 for nobody.
+      sources: peer that worker i receives from, or -1 for none, [N].
+      weights: weight of the model that worker i receives, 0 for none, [N].
     """
 
     sources: tuple[int, ...]
@@ -200,9 +200,9 @@ class Round:
 
 
 def messages_of(between: Permutations) -> np.ndarray:
-    """Returns sender and receiver of each message, [2, M], in the order of senders.
+    """Returns sender and receiver of each message, [2, M], ordered by sender.
 
-    An edge of weight 0 carries none.
+    An edge of weight 0 carries no message.
     """
     edges = _edges(apply(Exchange(between), np.eye(between.size)))
     return np.stack(np.nonzero(edges.T))
@@ -210,15 +210,16 @@ def messages_of(between: Permutations) -> np.ndarray:
 
 @functools.lru_cache(maxsize=256)
 def rounds_of(between: Permutations) -> tuple[tuple[float, ...], tuple[Round, ...]]:
-    """Returns the weight of a worker's own model, and the fewest rounds of messages.
+    """Returns the weight of each worker's own model, and the rounds of messages.
 
-    A worker that hears from d peers needs d rounds; more are never used.
+    A worker with d peers needs d rounds. There are as many as the busiest worker needs.
     """
     matrix = apply(Exchange(between), np.eye(between.size))
     own = tuple(np.diag(matrix).tolist())
     edges = _edges(matrix)
     if not edges.any():
         return own, ()
+    # The permutations as given are such rounds, unless they overlap or send in vain.
     moving = [s for s in between.sources if any(i != j for i, j in enumerate(s))]
     rounds = [np.where(np.equal(s, np.arange(len(s))), -1, s) for s in moving]
     needed = max(edges.sum(0).max(), edges.sum(1).max())

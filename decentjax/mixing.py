@@ -1,9 +1,9 @@
 """Averages models over workers: the one function behind every decentralized step.
 
-Written for one worker: `axis_name` is all that it knows of its peers, so the same call
-runs on a device mesh (`jax.shard_map`) and simulated on one device (`jax.vmap`), with
-the same numbers: bit for bit where one process holds all devices and each leaf is sent
-in its own dtype.
+Code for one worker: `axis_name` is all that it knows of its peers. The same call runs
+on a device mesh (`jax.shard_map`) and simulated on one device (`jax.vmap`), with the
+same numbers: bit for bit where one process holds all devices and each leaf is sent in
+its own dtype.
 """
 
 import dataclasses
@@ -29,26 +29,26 @@ from decentjax._collectives import (
     sum_over_all,
     sum_over_groups,
 )
-from decentjax.exchange import Exchange, Groups, Permutations, rounds_of
+from decentjax.exchange import Exchange, Permutations, rounds_of
 
 Tree = TypeVar("Tree")
 
 
 @dataclasses.dataclass(frozen=True)
 class Lowering:
-    """How the messages of an exchange are sent; which is faster, the network decides.
+    """How the messages of an exchange are sent. The network decides which is fastest.
 
     Args:
-      piece_bytes: permutations send a longer leaf in pieces of so many of its bytes,
-        one after the other; None sends it whole. Between processes on CPU the two
-        directions of a swap take turns on a whole leaf, and flow at once in pieces of
-        256 KiB. A GPU compiler hides a whole leaf, not a loop over pieces.
-      groups: a mean over one of several groups goes by "scatter" (reduce-scatter and
-        all-gather) or by "sum" (`psum` over the group; not in a `jax.shard_map` with
-        `check_vma`).
+      piece_bytes: size of the pieces, in bytes, in which permutations send a longer
+        leaf, one after the other; None sends a leaf whole. Between processes on CPU
+        the two directions of a swap alternate on a whole leaf, and overlap in pieces
+        of 256 KiB. A GPU compiler overlaps a whole leaf, not a loop over pieces.
+      groups: collectives of a mean over one of several groups: "scatter" is
+        reduce-scatter and all-gather, "sum" is `psum` over the group (unavailable in a
+        `jax.shard_map` with `check_vma`).
 
     Raises:
-      ValueError: if there can be no such pieces, or no such way.
+      ValueError: if an argument has none of these values.
     """
 
     piece_bytes: int | None = None
@@ -61,6 +61,16 @@ class Lowering:
             raise ValueError(f'groups must be "scatter" or "sum", got {self.groups!r}')
 
 
+@dataclasses.dataclass(frozen=True)
+class _Mixing:
+    """How one leaf is mixed: the static arguments of `mix`."""
+
+    exchange: Exchange
+    axis_name: AxisName
+    message_dtype: np.dtype
+    lowering: Lowering
+
+
 def mix(
     params: Tree,
     exchange: Exchange,
@@ -69,42 +79,44 @@ def mix(
     shards: Any = None,
     lowering: Lowering = Lowering(),
 ) -> Tree:
-    """Averages the workers' models as the exchange says: `x_i <- sum_j W_ij x_j`.
+    """Averages the models of all workers in one exchange: `x_i <- sum_j W_ij x_j`.
 
-    Permutations go by `ppermute`, as many as a worker has peers. A mean over groups of
-    S goes by reduce-scatter and all-gather, 2 (1 - 1/S) models per worker (one `psum`
-    where the group is everybody). An exchange with nodes of L workers goes in levels:
-    reduce-scatter inside the node, `ppermute` of the pieces between nodes, all-gather
-    inside, so that a peer of the node costs one model on the node's link.
+    Permutations are sent by `ppermute`, one for each peer of a worker. A mean over
+    groups of S is a reduce-scatter and an all-gather, which send 2 (1 - 1/S) models per
+    worker (one `psum` where the only group is all workers). An exchange with nodes of L
+    workers has levels: reduce-scatter inside the node, `ppermute` of the pieces between
+    nodes, all-gather inside, so that a peer node costs one model on the node's link.
 
-    What is mixed is the difference, `x_i + sum_j W_ij (x_j - x_i)`, but where weights
-    are powers of two or sums have one place, so that rounding moves the mean of all
-    models to no side. With a `message_dtype` it is `x_i + sum_j W_ij (q_j - q_i)` with
-    `q = x` rounded to that dtype: no worker loses the bits that its messages drop, and
-    models that agree stay as they are. A mean over a group is rounded once more, for
-    its way back; inside a node the leaf's own dtype is sent.
+    The differences are mixed, `x_i + sum_j W_ij (x_j - x_i)`, except where all weights
+    are powers of two or sums have one order, so that rounding moves the mean of all
+    models in no preferred direction. With a `message_dtype` it is
+    `x_i + sum_j W_ij (q_j - q_i)`, with `q = x` rounded to that dtype: a worker keeps
+    the bits that its messages drop, and models that agree stay unchanged. A mean over a
+    group is rounded a second time, on its way back. Inside a node the leaf's own dtype
+    is sent.
 
-    It does not wait for a gradient; do not differentiate through it.
+    The result does not depend on a gradient. Do not differentiate through it.
 
     Args:
       params: one worker's model, any pytree. Float leaves of any shape are mixed, with
-        sums in float32 at least; integer leaves and random keys are left alone.
-      exchange: static, as in `topology[step]`.
-      axis_name: the mapped axis of the workers.
-      message_dtype: the dtype of what is sent, of at least the range of float32, as
+        sums in float32 at least; integer leaves and random keys stay unchanged.
+      exchange: the static exchange, as in `topology[step]`.
+      axis_name: mapped axis of the workers.
+      message_dtype: dtype of the messages, with at least the range of float32, such as
         bfloat16; by default each leaf's own.
-      shards: where a worker is a slice of a mesh, the partition specs of its `params`
-        over the slice's own axes; then each device mixes its own shard, and nothing
+      shards: partition specs of `params` over the axes of a worker's slice of the mesh,
+        where a worker is a slice. Each device then mixes its own shard, and nothing
         else is sent. Without them a mean over a group may gather the shards first.
-      lowering: how messages are sent; the mixed models do not depend on it, but for
+      lowering: how messages are sent. The mixed models do not depend on it, except for
         the order in which "sum" adds.
 
     Returns:
-      The mixed model: structure, shapes and dtypes of `params`.
+      The mixed model, with the structure, shapes and dtypes of `params`.
 
     Raises:
-      ValueError: if the axis has another size than the exchange, there is no leaf, or
-        `message_dtype` has not the range.
+      TypeError: if `exchange` is no `Exchange`.
+      ValueError: if the axis has another size than the exchange, `params` has no leaf,
+        or the range of `message_dtype` is smaller than that of float32.
     """
     if not isinstance(exchange, Exchange):
         raise TypeError(
@@ -112,14 +124,14 @@ def mix(
             f"{type(exchange).__name__}"
         )
     if shards is not None:
-        mix_shard = functools.partial(
+        of_shard = functools.partial(
             mix,
             exchange=exchange,
             axis_name=axis_name,
             message_dtype=message_dtype,
             lowering=lowering,
         )
-        return _on_shards(mix_shard, shards)(params)
+        return _on_shards(of_shard, shards)(params)
     _check_leaves(params)
     size = lax.axis_size(axis_name)
     if size != exchange.num_workers:
@@ -127,13 +139,11 @@ def mix(
             f"the exchange is for {exchange.num_workers} workers, but axis "
             f"{axis_name!r} has size {size}"
         )
-    mix_leaf = functools.partial(
-        _mix_leaf,
-        exchange=exchange,
-        axis_name=axis_name,
-        message_dtype=message_dtype,
-        lowering=lowering,
-    )
+
+    def mix_leaf(x: jax.Array) -> jax.Array:
+        dtype = _message_dtype(x, message_dtype)
+        return _mix_leaf(x, _Mixing(exchange, axis_name, dtype, lowering))
+
     return _map_floats(mix_leaf, params)
 
 
@@ -141,9 +151,9 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
     """Returns the mean over all workers, `1/N sum_j x_j`, the same on each.
 
     Args:
-      params: one worker's model; float leaves are averaged in float32 at least, all
-        others are left alone.
-      axis_name: the mapped axis of the workers.
+      params: one worker's model; float leaves are averaged in float32 at least, other
+        leaves stay unchanged.
+      axis_name: mapped axis of the workers.
     """
     _check_leaves(params)
 
@@ -155,11 +165,11 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
 
 
 def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
-    """Returns how far the workers' models are apart: `sqrt(1/N sum_i |x_i - mean|^2)`.
+    """Returns how far the models are apart: `sqrt(1/N sum_i |x_i - mean|^2)`.
 
     Args:
       params: one worker's model; only float leaves count.
-      axis_name: the mapped axis of the workers.
+      axis_name: mapped axis of the workers.
 
     Returns:
       A float32 scalar, the same on every worker.
@@ -183,102 +193,72 @@ def _on_shards(function: Callable[[Tree], Tree], shards: Any) -> Callable[[Tree]
         function,
         in_specs=(shards,),
         out_specs=shards,
+        # The axis of the workers is mapped already, by the shard_map around this one.
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,
     )
 
 
-def _mix_leaf(
-    x: jax.Array,
-    exchange: Exchange,
-    axis_name: AxisName,
-    message_dtype: DTypeLike | None,
-    lowering: Lowering,
-) -> jax.Array:
-    if message_dtype is None or not jnp.issubdtype(x.dtype, jnp.floating):
-        message_dtype = x.dtype
-    message_dtype = _checked(jnp.dtype(message_dtype), x.dtype)
-    average = functools.partial(
-        _average_between,
-        between=exchange.between,
-        axis_name=axis_name,
-        workers_per_node=exchange.workers_per_node,
-        message_dtype=message_dtype,
-        lowering=lowering,
+def _message_dtype(x: jax.Array, wanted: DTypeLike | None) -> np.dtype:
+    """The dtype in which a leaf is sent.
+
+    A dtype with a smaller range than float32 is refused: small numbers would never be
+    averaged, and large ones would become inf - inf at the sender and its peers.
+    """
+    if wanted is None or not jnp.issubdtype(x.dtype, jnp.floating):
+        return x.dtype
+    dtype = jnp.dtype(wanted)
+    is_float = jnp.issubdtype(dtype, jnp.floating)
+    # float8_e8m0fnu has the exponent of float32, in all of its 8 bits: it has no sign.
+    if is_float and dtype.itemsize > 1 and jnp.finfo(dtype).nexp >= 8:
+        return dtype
+    if dtype == x.dtype:
+        return dtype
+    raise ValueError(
+        f"message_dtype {dtype.name} has a smaller range than float32, so that "
+        f"leaves in {x.dtype.name} would lose their small or large numbers: use "
+        "bfloat16, or leave it out to send each leaf in its own dtype"
     )
+
+
+def _mix_leaf(x: jax.Array, how: _Mixing) -> jax.Array:
+    exchange = how.exchange
     if exchange.workers_per_node == 1:
-        mixed = average(x)
+        mixed = _average_between(x, how)
     else:
-        mixed = _in_levels(average, x, exchange, axis_name)
+        # Three levels. Inside a node of L workers each holds 1/L of the node's mean,
+        # which it averages with the same piece of other nodes.
+        local = exchange.workers_per_node
+        nodes = _as_members(np.arange(exchange.num_workers).reshape(-1, local))
+        piece = divided(reduce_scatter(x, nodes, how.axis_name), local)
+        piece = _average_between(piece, how).astype(x.dtype)
+        mixed = all_gather(piece, nodes, how.axis_name, x.shape)
     if exchange.factor != 1:
         own = x.astype(sum_dtype(x))
         mixed = own + exchange.factor * (mixed.astype(own.dtype) - own)
     return mixed.astype(x.dtype)
 
 
-def _in_levels(
-    average: Callable[[jax.Array], jax.Array],
-    x: jax.Array,
-    exchange: Exchange,
-    axis_name: AxisName,
-) -> jax.Array:
-    """Reduce-scatter inside the nodes, pieces between them, all-gather inside."""
-    local = exchange.workers_per_node
-    nodes = _as_members(np.arange(exchange.num_workers).reshape(-1, local))
-    piece = average(divided(reduce_scatter(x, nodes, axis_name), local))
-    return all_gather(piece.astype(x.dtype), nodes, axis_name, x.shape)
-
-
-def _average_between(
-    x: jax.Array,
-    between: Permutations | Groups,
-    axis_name: AxisName,
-    workers_per_node: int,
-    message_dtype: np.dtype,
-    lowering: Lowering,
-) -> jax.Array:
-    """Averages with the workers of equal place on the other nodes."""
+def _average_between(x: jax.Array, how: _Mixing) -> jax.Array:
+    """Averages with the workers at the same place of the other nodes."""
+    between, per_node = how.exchange.between, how.exchange.workers_per_node
     if isinstance(between, Permutations):
-        permuted = functools.partial(
-            _permuted,
-            between=between,
-            axis_name=axis_name,
-            workers_per_node=workers_per_node,
-            message_dtype=message_dtype,
-        )
-        return _in_pieces(permuted, x, lowering.piece_bytes)
-    sent = _rounded(x, message_dtype)
+        permuted = functools.partial(_permuted, between=between, how=how)
+        return _in_pieces(permuted, x, how.lowering.piece_bytes)
+    sent = _rounded(x, how.message_dtype)
+    # Worker `node * L + place`: for each group of nodes, L groups of workers.
     nodes = np.array(between.members)[:, None]
-    places = np.arange(workers_per_node)[:, None]
-    groups = (nodes * workers_per_node + places).reshape(-1, nodes.shape[-1])
-    mean = _group_mean(sent, _as_members(groups), axis_name, lowering)
+    places = np.arange(per_node)[:, None]
+    groups = (nodes * per_node + places).reshape(-1, nodes.shape[-1])
+    mean = _group_mean(sent, _as_members(groups), how)
     if sent.dtype == x.dtype:
         return mean
     dtype = sum_dtype(x)
     return x.astype(dtype) + (mean.astype(dtype) - sent.astype(dtype))
 
 
-def _checked(message_dtype: np.dtype, dtype: np.dtype) -> np.dtype:
-    """Refuses messages whose range does not hold every number of a model.
-
-    Smaller numbers would never be averaged, and larger ones would become inf - inf at
-    the sender and its peers.
-    """
-    is_float = jnp.issubdtype(message_dtype, jnp.floating)
-    # A dtype of 8 bits with as many for the exponent has none left for the sign.
-    if is_float and message_dtype.itemsize > 1 and jnp.finfo(message_dtype).nexp >= 8:
-        return message_dtype
-    if message_dtype == dtype:
-        return message_dtype
-    raise ValueError(
-        f"message_dtype {message_dtype.name} has not the range of float32, so that "
-        f"leaves in {dtype.name} would lose their small or large numbers: use "
-        "bfloat16, or leave it out to send each leaf as it is"
-    )
-
-
 def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
-    """A cast that rounds for certain; XLA may leave out a cast there and back."""
+    """A cast that always rounds; XLA may remove a cast to a dtype and back."""
     if x.dtype == dtype:
         return x
     own, info = jnp.finfo(x.dtype), jnp.finfo(dtype)
@@ -287,19 +267,18 @@ def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x.astype(dtype)
 
 
-def _group_mean(
-    x: jax.Array, groups: Members, axis_name: AxisName, lowering: Lowering
-) -> jax.Array:
+def _group_mean(x: jax.Array, groups: Members, how: _Mixing) -> jax.Array:
     size = len(groups[0])
     if size == 1:
         return x
+    # A sum in a narrow dtype would be rounded at every hop: scatter adds in float32.
     if x.dtype == sum_dtype(x):
         if len(groups) == 1:
-            return divided(sum_over_all(x, axis_name), size)
-        if lowering.groups == "sum":
-            return divided(sum_over_groups(x, groups, axis_name), size)
-    piece = divided(reduce_scatter(x, groups, axis_name), size)
-    return all_gather(piece.astype(x.dtype), groups, axis_name, x.shape)
+            return divided(sum_over_all(x, how.axis_name), size)
+        if how.lowering.groups == "sum":
+            return divided(sum_over_groups(x, groups, how.axis_name), size)
+    piece = divided(reduce_scatter(x, groups, how.axis_name), size)
+    return all_gather(piece.astype(x.dtype), groups, how.axis_name, x.shape)
 
 
 def _in_pieces(
@@ -313,30 +292,26 @@ def _in_pieces(
     return lax.map(function, pieces).ravel()[: x.size].reshape(x.shape)
 
 
-def _permuted(
-    x: jax.Array,
-    between: Permutations,
-    axis_name: AxisName,
-    workers_per_node: int,
-    message_dtype: np.dtype,
-) -> jax.Array:
-    """`x_i + sum_j w_ij (q_j - q_i)`, a `ppermute` for each round of messages.
+def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
+    """`x_i + sum_j w_ij (q_j - q_i)`, one `ppermute` for each round of messages.
 
-    Rounded weights do not sum to one. With differences that scales how fast models
-    agree; with models it would scale their mean, in every step alike. Where the
-    weights are powers of two they do, and `sum_j w_ij x_j` rounds less.
+    Rounded weights do not sum to one. Applied to differences, the error changes how
+    fast the models agree; applied to models, it would scale their mean, by the same
+    factor in every step. Weights that are powers of two do sum to one, and
+    `sum_j w_ij x_j` rounds less.
     """
+    per_node = how.exchange.workers_per_node
     own, rounds = rounds_of(between)
     if not rounds:
         return x
-    sent = _rounded(x, message_dtype)
+    sent = _rounded(x, how.message_dtype)
     dtype = sum_dtype(x)
     models = [
-        permute(sent, _pairs(round_.sources, workers_per_node), axis_name).astype(dtype)
+        permute(sent, _pairs(round_.sources, per_node), how.axis_name).astype(dtype)
         for round_ in rounds
     ]
     weights = [round_.weights for round_ in rounds]
-    node = lax.axis_index(axis_name) // workers_per_node
+    node = lax.axis_index(how.axis_name) // per_node
     if sent.dtype == x.dtype and all(map(_is_power_of_two, {*own}.union(*weights))):
         return _weighted([x.astype(dtype), *models], [own, *weights], node)
     differences = [model - sent.astype(dtype) for model in models]
@@ -358,7 +333,8 @@ def _weighted(
             ],
         )
     total, weight = functools.reduce(jnp.add, arrays), distinct.pop()
-    # A sum is added to this: XLA may fuse a product with it, or not, but no division.
+    # The caller adds this to x. XLA may fuse that sum with a product, which rounds once
+    # instead of twice, on a mesh and not simulated; it never fuses it with a division.
     number = round(1 / weight)
     is_whole = math.isclose(1, number * weight)
     return divided(total, number) if is_whole else weight * total
@@ -370,7 +346,7 @@ def _is_power_of_two(weight: float) -> bool:
 
 
 def _pairs(sources: tuple[int, ...], workers_per_node: int) -> list[tuple[int, int]]:
-    """(sender, receiver) of all workers: equal places on the nodes that talk."""
+    """(sender, receiver) of all workers: the same place on both nodes."""
     return [
         (sender * workers_per_node + place, receiver * workers_per_node + place)
         for receiver, sender in enumerate(sources)

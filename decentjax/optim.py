@@ -1,11 +1,11 @@
 """AccumAdam, and the wrapper that makes any optax optimizer a decentralized one.
 
-Ordinary optax transformations: they chain, mask, schedule and wrap like all others.
+Ordinary optax transformations, to be chained, masked, scheduled and wrapped.
 """
 
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from decentjax._collectives import AxisName, sum_dtype
 from decentjax.exchange import Topology, check_topology
 from decentjax.mixing import mix
+from decentjax.step import DecentralizeState, WorkerState, atc_step, awc_step
 
 
 class ScaleByAccumAdamState(NamedTuple):
@@ -35,10 +36,10 @@ def scale_by_accum_adam(
     eps: ArrayLike = 1e-8,
     eps_root: ArrayLike = 0.0,
 ) -> optax.GradientTransformation:
-    r"""Rescales by Adam moments that move once in `accum_steps` steps.
+    r"""Rescales by Adam moments that are updated once in `accum_steps` steps.
 
-    Every step updates the parameters; only the moments wait, so that they see the mean
-    gradient of s steps instead of s noisy ones. With :math:`k = \lceil t/s \rceil`,
+    Every step updates the parameters. The moments are updated with the mean gradient of
+    s steps, instead of with s noisy gradients. With :math:`k = \lceil t/s \rceil`,
 
     .. math::
         m = \beta_1 \bar m + (1-\beta_1) g, \quad
@@ -53,11 +54,12 @@ def scale_by_accum_adam(
     parameters once in k steps.
 
     Args:
-      accum_steps: s; the paper scales it with the number of workers (N/2 in most runs).
-      b1: decay of the first moment, per window.
-      b2: decay of the second moment, per window.
-      eps: added outside the root, as in the released code.
-      eps_root: added inside the root, as the paper writes it.
+      accum_steps: s, the window in steps; the paper scales it with the number of
+        workers (N/2 in most runs).
+      b1: decay rate of the first moment, per window.
+      b2: decay rate of the second moment, per window.
+      eps: constant outside the root, as in the released code.
+      eps_root: constant inside the root, as in the paper.
 
     Returns:
       A gradient transformation.
@@ -72,8 +74,8 @@ def scale_by_accum_adam(
       ...     scale_by_accum_adam(accum_steps=8), optax.scale_by_learning_rate(1e-3)
       ... )
 
-    Source: From Promise to Practice (ICLR 2025), Algorithm 4, with beta2 in the second
-    moment's update, where a misprint has beta1.
+    Source: From Promise to Practice (ICLR 2025), Algorithm 4, with beta2 in the update
+    of the second moment, where the paper misprints beta1.
     """
     if isinstance(accum_steps, int) and accum_steps < 1:
         raise ValueError(f"accum_steps must be at least one, got {accum_steps}")
@@ -128,12 +130,12 @@ def accum_adam(
     """AccumAdam: `scale_by_accum_adam`, times minus the learning rate.
 
     Args:
-      learning_rate: a number or a schedule.
-      accum_steps: steps per update of the moments.
-      b1: decay of the first moment, per window.
-      b2: decay of the second moment, per window.
-      eps: added outside the root.
-      eps_root: added inside the root.
+      learning_rate: number or schedule.
+      accum_steps: s, the number of steps per update of the moments.
+      b1: decay rate of the first moment, per window.
+      b2: decay rate of the second moment, per window.
+      eps: constant outside the root.
+      eps_root: constant inside the root.
 
     Source: From Promise to Practice (ICLR 2025), Algorithm 4.
     """
@@ -155,20 +157,20 @@ def accum_adamw(
 ) -> optax.GradientTransformationExtraArgs:
     """AccumAdam with decoupled weight decay, `x <- x - lr (u + weight_decay x)`.
 
-    The decay is taken from the params given to `update`: from the mixed model in a
-    decentralized step.
+    The decay uses the params given to `update`: the mixed model in a decentralized
+    step.
 
     Args:
-      learning_rate: a number or a schedule.
-      accum_steps: steps per update of the moments.
-      b1: decay of the first moment, per window.
-      b2: decay of the second moment, per window.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      weight_decay: per step, times the learning rate.
-      mask: which leaves decay, as in `optax.adamw`; all by default.
+      learning_rate: number or schedule.
+      accum_steps: s, the number of steps per update of the moments.
+      b1: decay rate of the first moment, per window.
+      b2: decay rate of the second moment, per window.
+      eps: constant outside the root.
+      eps_root: constant inside the root.
+      weight_decay: weight decay per step, a factor of the learning rate.
+      mask: leaves to decay, as in `optax.adamw`; all by default.
 
-    Source: AccumAdamW of Decent-DP, with the decay on the leaves that the mask names.
+    Source: AccumAdamW of Decent-DP, with decay of the leaves in the mask.
     """
     return optax.chain(
         scale_by_accum_adam(accum_steps, b1, b2, eps, eps_root),
@@ -177,47 +179,38 @@ def accum_adamw(
     )
 
 
-class DecentralizeState(NamedTuple):
-    """State of `decentralize`."""
-
-    count: jax.Array  # int32, []; exchanges done
-    inner_state: optax.OptState
-
-
 def decentralize(
     inner: optax.GradientTransformation,
     topology: Topology,
     axis_name: AxisName,
-    order: Literal["awc", "atc"] = "awc",
     message_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer decentralized: its updates carry the exchange of the models.
 
-    With u the update of `inner`, `optax.apply_updates(params, updates)` becomes
+    Adapt while communicating, as `awc_step` does: with u the update of `inner`,
+    `optax.apply_updates(params, updates)` becomes
 
-    - "awc", adapt while communicating: `x_i <- sum_j W_ij x_j + u(grads, mixed)`;
-      the exchange does not wait for the gradient, so it runs beside it;
-    - "atc", adapt, then combine: `x_i <- sum_j W_ij (x_j + u_j(grads, params))`.
+        x_i <- sum_j W_ij x_j + u(grads, sum_j W_ij x_j)
 
-    Gradients must be those at the unmixed params, in both. Use it where the axis is
-    mapped: in `jax.shard_map`, or in `jax.vmap` with the `axis_name`; with plain params
-    and gradients, not in `awc_step`, which averages by itself.
+    The exchange does not wait for the gradient, and overlaps it. Gradients must be
+    those at the unmixed params. Use it where the axis is mapped, in `jax.shard_map` or
+    in `jax.vmap` with the `axis_name`, with plain params and gradients. Do not use it
+    inside the steps of `decentjax`, which average the models themselves.
 
     Every worker takes part in every exchange. Wrappers that skip updates in a
     conditional, such as `optax.apply_if_finite` or `optax.MultiSteps`, go inside,
     around `inner`, where they skip the update alone. Updates are float32 at least, the
     difference to where `optax.apply_updates` is to arrive.
 
-    `update` takes a static keyword `phase`, the step as a Python int: one compiled step
+    `update` takes a static keyword `step`, the step as a Python int: one compiled step
     for each exchange of the topology, and the exchange overlaps the gradient. Without
-    it the transformation counts for itself, in one compiled step; then a topology of
-    more than one exchange sits in a conditional, and no compiler overlaps that.
+    it the transformation counts its steps itself, in one compiled step. A topology of
+    several exchanges then sits in a conditional, which no compiler overlaps.
 
     Args:
       inner: any optimizer.
-      topology: of as many workers as the axis has.
-      axis_name: the mapped axis of the workers.
-      order: when the models are averaged.
+      topology: topology with as many workers as the axis.
+      axis_name: mapped axis of the workers.
       message_dtype: as in `mix`; under `optax.inject_hyperparams` by name, "bfloat16".
 
     Raises:
@@ -234,70 +227,23 @@ def decentralize(
 
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
-    if order not in ("awc", "atc"):
-        raise ValueError(f'order must be "awc" or "atc", got {order!r}')
-    check_topology(topology)
-    if isinstance(message_dtype, jax.Array):
-        raise TypeError(
-            "message_dtype must be a dtype, got an array: inject_hyperparams takes a "
-            'dtype such as jnp.bfloat16 for a schedule; give its name, "bfloat16"'
-        )
-    inner = optax.with_extra_args_support(inner)
+    return _in_order(awc_step, inner, topology, axis_name, message_dtype)
 
-    def average(params, count, phase):
-        exchanges = [
-            functools.partial(
-                mix,
-                exchange=exchange,
-                axis_name=axis_name,
-                message_dtype=message_dtype,
-            )
-            for exchange in topology
-        ]
-        if phase is not None:
-            return exchanges[phase % topology.period](params)
-        if topology.period == 1:
-            return exchanges[0](params)
-        return lax.switch(count % topology.period, exchanges, params)
 
-    def init_fn(params):
-        return DecentralizeState(jnp.zeros([], jnp.int32), inner.init(params))
+def decentralize_atc(
+    inner: optax.GradientTransformation,
+    topology: Topology,
+    axis_name: AxisName,
+    message_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Adapt, then combine, as `atc_step` does; otherwise as `decentralize`.
 
-    def update_fn(updates, state, params=None, *, phase=None, **extra_args):
-        if params is None:
-            raise ValueError("decentralize averages the models: pass params to update")
-        if phase is not None and not isinstance(phase, int):
-            raise TypeError(
-                "phase is static, a Python int: make it a static argument of your jit, "
-                f"or leave it out; got {type(phase).__name__}"
-            )
-        if not jax.tree.leaves(params):
-            return updates, state
-        if _in_conditional(axis_name):
-            raise ValueError(
-                "decentralize is called in a conditional, such as that of "
-                "optax.apply_if_finite or optax.MultiSteps: workers that take "
-                "different branches wait for each other for ever. Put the wrapper "
-                "inside, as decentralize(optax.apply_if_finite(inner, 5), ...); to "
-                "average every few steps, use a topology with exchanges of "
-                "topology.alone"
-            )
-        _check_dtypes(params)
-        if order == "awc":
-            mixed = average(params, state.count, phase)
-            step, inner_state = inner.update(
-                updates, state.inner_state, mixed, **extra_args
-            )
-            target = optax.apply_updates(mixed, step)
-        else:
-            step, inner_state = inner.update(
-                updates, state.inner_state, params, **extra_args
-            )
-            target = average(optax.apply_updates(params, step), state.count, phase)
-        updates = jax.tree.map(_difference, target, params, step)
-        return updates, DecentralizeState(state.count + 1, inner_state)
+        x_i <- sum_j W_ij (x_j + u_j(grads, x_j))
 
-    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+    The exchange waits for the update, so nothing hides it. Arguments, errors and the
+    static `step` as in `decentralize`.
+    """
+    return _in_order(atc_step, inner, topology, axis_name, message_dtype)
 
 
 def dadam(
@@ -312,13 +258,13 @@ def dadam(
     """Decentralized Adam: `decentralize(optax.adam(...), topology, axis_name)`.
 
     Args:
-      learning_rate: a number or a schedule.
-      topology: of as many workers as the axis has.
-      axis_name: the mapped axis of the workers.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added outside the root, as in the released code.
-      eps_root: added inside the root, as the paper writes it.
+      learning_rate: number or schedule.
+      topology: topology with as many workers as the axis.
+      axis_name: mapped axis of the workers.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment.
+      eps: constant outside the root, as in the released code.
+      eps_root: constant inside the root, as in the paper.
 
     Source: From Promise to Practice (ICLR 2025), Algorithm 1.
     """
@@ -337,18 +283,18 @@ def dadamw(
     weight_decay: optax.ScalarOrSchedule = 1e-4,
     mask: Any | Callable[[optax.Params], Any] | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Decentralized AdamW; the decoupled decay is taken from the mixed model.
+    """Decentralized AdamW, with the decoupled weight decay of the mixed model.
 
     Args:
-      learning_rate: a number or a schedule.
-      topology: of as many workers as the axis has.
-      axis_name: the mapped axis of the workers.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added outside the root.
-      eps_root: added inside the root.
-      weight_decay: per step, times the learning rate.
-      mask: which leaves decay, as in `optax.adamw`; all by default.
+      learning_rate: number or schedule.
+      topology: topology with as many workers as the axis.
+      axis_name: mapped axis of the workers.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment.
+      eps: constant outside the root.
+      eps_root: constant inside the root.
+      weight_decay: weight decay per step, a factor of the learning rate.
+      mask: leaves to decay, as in `optax.adamw`; all by default.
     """
     adamw = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay, mask=mask
@@ -356,8 +302,75 @@ def dadamw(
     return decentralize(adamw, topology, axis_name)
 
 
+def _in_order(
+    order: Callable,
+    inner: optax.GradientTransformation,
+    topology: Topology,
+    axis_name: AxisName,
+    message_dtype: DTypeLike | None,
+) -> optax.GradientTransformationExtraArgs:
+    """`decentralize`, with `awc_step` or `atc_step` as the order."""
+    check_topology(topology)
+    if isinstance(message_dtype, jax.Array):
+        raise TypeError(
+            "message_dtype must be a dtype, got an array: inject_hyperparams takes a "
+            'dtype such as jnp.bfloat16 for a schedule; give its name, "bfloat16"'
+        )
+    inner = optax.with_extra_args_support(inner)
+    mix_once = functools.partial(mix, axis_name=axis_name, message_dtype=message_dtype)
+
+    def mix_in_turn(params, count):
+        if topology.period == 1:
+            return mix_once(params, topology[0])
+        branches = [functools.partial(mix_once, exchange=e) for e in topology]
+        return lax.switch(count % topology.period, branches, params)
+
+    def init_fn(params):
+        return DecentralizeState(jnp.zeros([], jnp.int32), inner.init(params))
+
+    def update_fn(updates, state, params=None, *, step=None, **extra_args):
+        if params is None:
+            raise ValueError("decentralize averages the models: pass params to update")
+        if step is not None and not isinstance(step, int):
+            raise TypeError(
+                "step is static, a Python int: make it a static argument of your jit, "
+                f"or leave it out; got {type(step).__name__}"
+            )
+        if not jax.tree.leaves(params):
+            return updates, state
+        if _in_conditional(axis_name):
+            raise ValueError(
+                "decentralize is called in a conditional, such as that of "
+                "optax.apply_if_finite or optax.MultiSteps: workers that take "
+                "different branches wait for each other for ever. Put the wrapper "
+                "inside, as decentralize(optax.apply_if_finite(inner, 5), ...); to "
+                "average every few steps, use a topology with exchanges of "
+                "topology.alone"
+            )
+        _check_dtypes(params)
+
+        def adapt(worker, grads, mixed):
+            update, opt_state = inner.update(
+                grads, worker.opt_state, mixed, **extra_args
+            )
+            target = optax.apply_updates(mixed, update)
+            return worker._replace(params=target, opt_state=opt_state), update
+
+        # A step of `decentjax.step`, with the gradient in the place of the batch, and
+        # the update in that of the metrics.
+        worker = WorkerState(params, state.inner_state, (), jnp.zeros([]))
+        mixing, exchange = (
+            (mix_in_turn, state.count) if step is None else (mix_once, topology[step])
+        )
+        worker, update = order(worker, updates, exchange, adapt=adapt, mix=mixing)
+        updates = jax.tree.map(_difference, worker.params, params, update)
+        return updates, DecentralizeState(state.count + 1, worker.opt_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
 def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Array:
-    """What `optax.apply_updates` adds to reach the target, in float32 at least."""
+    """The update by which params arrive at the target, in float32 at least."""
     params = jnp.asarray(params)
     if not jnp.issubdtype(params.dtype, jnp.inexact):
         return step
@@ -375,10 +388,11 @@ def _check_dtypes(params: Any) -> None:
 
 
 def _in_conditional(axis_name: AxisName) -> bool:
-    """Whether a branch is traced that a worker may take and another may not.
+    """Whether a branch is being traced that one worker may take and another not.
 
-    A conditional around the mapped workers, which all of them take, does not count.
-    jax has no public name for this: a trace knows what it traces, and its parent.
+    A conditional around the mapped axis, where all workers take one branch, does not
+    count. jax has no public name for this; its traces know what they trace, and their
+    parent.
     """
     axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
     trace = core.trace_ctx.trace
@@ -390,6 +404,6 @@ def _in_conditional(axis_name: AxisName) -> bool:
         traced_for = frame.debug_info.traced_for if frame is not None else None
         if traced_for in ("cond", "switch"):
             return True
-        # The chain of a trace for jax.shard_map ends there, outside all conditionals.
+        # The trace of jax.shard_map has no parent; no conditional is around it.
         trace = getattr(trace, "parent_trace", None)
     return False

@@ -19,43 +19,43 @@ from decentjax.step import AXIS, Metrics, Step, WorkerState
 
 
 class TrainStep:
-    """Compiled steps of stacked arrays, one for each exchange, that take turns.
+    """Compiled steps of stacked arrays, one for each exchange, taken in turn.
 
     Args:
-      steps: of the exchanges of a topology in their order; each is compiled once, at
-        its first turn.
+      steps: jitted steps, in the order of the topology's exchanges; each is compiled
+        when it is first called.
     """
 
     def __init__(self, steps: Sequence[jax.stages.Wrapped]):
         self._steps = steps
 
     def __call__(
-        self, state: WorkerState, batch: Any, t: int
+        self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
-        """Does step t; the state's buffers are given up.
+        """Does this step; the state's buffers are donated.
 
         Raises:
-          ValueError: if they are gone already, given up to an earlier step.
+          ValueError: if they were donated to an earlier step.
         """
         check_not_donated(state)
-        return self._steps[t % len(self._steps)](state, batch)
+        return self._steps[step % len(self._steps)](state, batch)
 
-    def lower(self, state: Any, batch: Any, t: int) -> jax.stages.Lowered:
-        """Lowers step t; the arrays may be shapes, as `jax.eval_shape` returns them."""
-        return self._steps[t % len(self._steps)].lower(state, batch)
+    def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
+        """Lowers this step; arrays may be shapes, as `jax.eval_shape` returns them."""
+        return self._steps[step % len(self._steps)].lower(state, batch)
 
 
 def simulate(step: Step, topology: Topology) -> TrainStep:
     """Runs all workers on one device, as one batched program.
 
     Args:
-      step: `awc_step` or another, with its keywords bound by `functools.partial`.
-      topology: whose exchanges take turns.
+      step: `awc_step` or another step, with its keywords bound by `functools.partial`.
+      topology: topology whose exchanges are taken in turn.
 
     Returns:
-      `train_step(state, batch, t)`: stacked state (its buffers are given up) and
-      batch [N, ...], the step t as a Python int; it returns the new state and metrics
-      of shape [N]. Each distinct exchange is compiled once, at its first turn.
+      `train_step(state, batch, step)`: stacked state (its buffers are donated) and
+      batch [N, ...], and the step as a Python int; it returns the new state, and
+      metrics of shape [N]. Each distinct exchange is compiled at its first use.
     """
     check_topology(topology)
     return _in_turn(step, topology, mesh=None)
@@ -69,20 +69,21 @@ def on_mesh(
 ) -> TrainStep:
     """Runs each worker on its own device, or on its own slice of the mesh.
 
-    The mesh has an axis "workers", of as many places as there are workers; consecutive
-    workers share a node. Further axes are left to the compiler: a worker's parameters
-    may be sharded over them as their arrays say. Tell the step so with its `shards`.
+    The mesh has an axis "workers" with one place for each worker; consecutive workers
+    share a node. The compiler partitions over further axes: a worker's parameters may
+    be sharded over them, as their arrays say. Bind `shards` to `mix` in that case.
 
     Args:
-      step: `awc_step` or another, with its keywords bound by `functools.partial`.
-      topology: whose exchanges take turns.
-      mesh: with the axis "workers".
-      compiler_options: of XLA, by name, as `jax.jit` takes them.
+      step: `awc_step` or another step, with its keywords bound by `functools.partial`.
+      topology: topology whose exchanges are taken in turn.
+      mesh: mesh with the axis "workers".
+      compiler_options: options of XLA by name, as `jax.jit` takes them.
 
     Returns:
       As `simulate`; stacked arrays are sharded over "workers" in their first dim.
 
     Raises:
+      TypeError: if `topology` is no `Topology`.
       ValueError: if the mesh has no such axis, or one of another size.
     """
     check_topology(topology)
@@ -97,13 +98,13 @@ def on_mesh(
 def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of one device per worker.
 
-    On a CPU that is split into devices, set the environment variable NPROC to some 8
+    On a CPU that is split into devices, set the environment variable NPROC to about 8
     threads per device before jax starts: a collective holds a thread until every device
-    has come, and XLA aborts the program where the threads do not suffice.
+    has joined, and XLA aborts the program when it runs out of threads.
 
     Args:
       num_workers: N.
-      devices: the first N of them are taken; by default all devices of the job.
+      devices: devices, of which the first N are used; by default all of the job.
 
     Raises:
       ValueError: if there are too few devices.
@@ -124,8 +125,8 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
     Inside, the axis "workers" is bound, as for `consensus_distance(params, AXIS)`.
 
     Args:
-      function: of one worker's trees.
-      mesh: with the axis "workers"; simulated where there is none.
+      function: function of one worker's trees.
+      mesh: mesh with the axis "workers"; None to simulate.
 
     Returns:
       The function of stacked trees, [N, ...] in and out.
@@ -151,12 +152,12 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
         in_specs=spec,
         out_specs=spec,
         axis_names={AXIS},
-        # The step is checked for one worker; user code need not annotate what varies.
+        # User code would have to annotate which values vary over the workers.
         check_vma=False,
     )
     if AXIS not in mesh.explicit_axes:
         return mapped
-    # On explicit axes, as jax.make_mesh makes them, jax moves no array by itself.
+    # With explicit axes, the default of jax.make_mesh, jax does not reshard by itself.
     put = functools.partial(
         jax.sharding.reshard, out_shardings=NamedSharding(mesh, spec)
     )
@@ -164,7 +165,7 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
 
 
 def local_workers(mesh: Mesh) -> list[int]:
-    """Returns the numbers of the workers that live in this process."""
+    """Returns the numbers of the workers of this process."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
     first_devices = devices.reshape(len(devices), -1)[:, 0]
     return [
@@ -178,16 +179,16 @@ def place(stacked: Any, mesh: Mesh) -> Any:
     """Puts each worker's part of stacked arrays on the worker's own device.
 
     Args:
-      stacked: in one process all workers' rows; in one of several the rows of its own
-        workers, in the order of `local_workers`.
-        What is placed already stays as it is.
-      mesh: with the axis "workers".
+      stacked: arrays with the rows of all workers; in a job of several processes with
+        the rows of this process, in the order of `local_workers`. Arrays that are
+        placed already stay unchanged.
+      mesh: mesh with the axis "workers".
 
     Returns:
-      Arrays [N, ...], of all workers.
+      Arrays [N, ...] of all workers.
 
     Raises:
-      ValueError: if there are not as many rows as workers in this process.
+      ValueError: if the number of rows is not that of this process's workers.
     """
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     if sharding.is_fully_addressable:
@@ -210,7 +211,7 @@ def place(stacked: Any, mesh: Mesh) -> Any:
 def mean_model(stacked: Any) -> Any:
     """Returns the mean over the workers of stacked float leaves, without the first dim.
 
-    Other leaves are taken from worker 0.
+    Other leaves are those of worker 0.
     """
 
     def mean(x: jax.Array) -> jax.Array:
@@ -222,18 +223,18 @@ def mean_model(stacked: Any) -> Any:
 
 
 def check_not_donated(state: WorkerState) -> None:
-    """Refuses a state that an earlier step was given, and whose buffers are gone.
+    """Refuses a state whose buffers were donated to an earlier step.
 
-    On a mesh jax 0.10 would end the process. The key alone is looked at: each step
-    gives up all of a state, and a look at every leaf would cost too much.
+    On a mesh jax 0.10 would abort the process. Only the key is checked: a step donates
+    a whole state, and a check of every leaf would cost too much.
 
     Raises:
-      ValueError: if it is so.
+      ValueError: if the key's buffer is deleted.
     """
     if state.key.is_deleted():
         raise ValueError(
-            "a step gives up the buffers of its state, and this state was given to one "
-            "already: use the state that it returned, or give it a copy, "
+            "a step donates the buffers of its state, and this state was donated to an "
+            "earlier step: use the state that it returned, or give it a copy, "
             "jax.tree.map(jax.numpy.copy, state)"
         )
 

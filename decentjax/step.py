@@ -1,10 +1,12 @@
-"""The train step of one worker: three small functions are three algorithms.
+"""The train step of one worker: an algorithm is the order of `adapt` and `mix`.
 
-`decentjax.placement` runs them, on a mesh of devices or simulated on one.
+`adapt` is the local update, with the loss and the optimizer bound by
+`functools.partial`; `mix` averages models. `decentjax.placement` runs the steps, on a
+mesh of devices or simulated on one.
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -15,8 +17,8 @@ from jax.typing import DTypeLike
 
 from decentjax._collectives import sum_dtype
 from decentjax.exchange import Exchange
-from decentjax.mixing import Lowering, global_mean, mix
-from decentjax.optim import DecentralizeState
+from decentjax.mixing import global_mean
+from decentjax.mixing import mix as mix_over
 
 AXIS = "workers"
 
@@ -26,12 +28,13 @@ class WorkerState(NamedTuple):
 
     params: Any
     opt_state: Any
-    model_state: Any  # batch statistics and the like; () where there are none
-    key: jax.Array  # this worker's own randomness
+    model_state: Any  # batch statistics, for example; () for a model without any
+    key: jax.Array  # the worker's own random key
+    extra: Any = ()  # state of the algorithm, such as a tracked gradient; () for none
 
 
 class LossFn(Protocol):
-    """Loss of one worker on its own batch.
+    """The loss of one worker on its own batch.
 
     Returns the scalar loss, and as auxiliary output the new model state and a dict of
     scalar metrics.
@@ -43,6 +46,22 @@ class LossFn(Protocol):
 
 
 Metrics = dict[str, jax.Array]
+Mix = Callable[[Any, Exchange], Any]
+"""(params, exchange) to the mixed params; `mix` with its other arguments bound."""
+
+mix_workers: Mix = functools.partial(mix_over, axis_name=AXIS)
+
+
+class Adapt(Protocol):
+    """The local update of one worker, as `adapt` with its keywords bound.
+
+    For `decentjax.gossip` it must be a function of arrays alone: without collectives,
+    `axis_index` and, where it uses `mixed`, side effects.
+    """
+
+    def __call__(
+        self, state: WorkerState, batch: Any, mixed: Any
+    ) -> tuple[WorkerState, Metrics]: ...
 
 
 class Step(Protocol):
@@ -58,50 +77,70 @@ def awc_step(
     batch: Any,
     exchange: Exchange,
     *,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    num_micro_batches: int = 1,
-    message_dtype: DTypeLike | None = None,
-    shards: Any = None,
-    lowering: Lowering = Lowering(),
+    adapt: Adapt,
+    mix: Mix = mix_workers,
 ) -> tuple[WorkerState, Metrics]:
     """Adapt while communicating: `x_i <- sum_j W_ij x_j + update(grad f_i(x_i))`.
 
-    The gradient waits for no message and no message for the gradient, so the compiler
-    runs the exchange beside the forward and the backward pass. Weight decay is taken
-    from the mixed model. On CPU no compiler does: see `decentjax.gossip`.
+    The gradient waits for no message, and no message for the gradient. A GPU or TPU
+    compiler therefore runs the exchange beside the forward and the backward pass. On
+    CPU no compiler does: use `decentjax.gossip` there. Weight decay is taken from the
+    mixed model.
 
     Args:
-      state: of this worker.
-      batch: of this worker, any pytree of arrays [examples, ...].
-      exchange: static.
-      loss_fn: see `LossFn`.
-      optimizer: any optax optimizer; its state is never mixed.
-      num_micro_batches: the batch is cut into so many equal parts, one after the other
-        in memory; gradients, loss and metrics are their means.
-      message_dtype: as in `mix`.
-      shards: as in `mix`.
-      lowering: as in `mix`.
+      state: this worker's state.
+      batch: this worker's batch, any pytree of arrays [examples, ...].
+      exchange: the static exchange of this step, as in `topology[step]`.
+      adapt: the local update, `decentjax.adapt` with its keywords bound.
+      mix: the averaging, `decentjax.mix` with its keywords bound.
 
     Returns:
       The new state, and the metrics with `loss` among them.
 
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
-    mixed = mix(state.params, exchange, AXIS, message_dtype, shards, lowering)
-    # GPU compilers let a message arrive just before it is needed: if that is before any
-    # update, the last ones run beside the backward pass too. And fused with the update,
-    # a sum may be contracted and round otherwise than it does where the exchange is a
-    # program of its own.
-    mixed = lax.optimization_barrier(mixed)
-    return adapt(
-        state,
-        batch,
-        mixed,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        num_micro_batches=num_micro_batches,
-    )
+    # The barrier has two effects. GPU compilers let a message arrive just before its
+    # first use: without the barrier that is the update of one leaf, and the last
+    # updates overlap the backward pass. And a sum that is fused with the update may be
+    # contracted, which rounds differently from an exchange in a program of its own.
+    mixed = lax.optimization_barrier(mix(state.params, exchange))
+    return adapt(state, batch, mixed)
+
+
+def atc_step(
+    state: WorkerState,
+    batch: Any,
+    exchange: Exchange,
+    *,
+    adapt: Adapt,
+    mix: Mix = mix_workers,
+) -> tuple[WorkerState, Metrics]:
+    """Adapt, then combine: `x_i <- sum_j W_ij (x_j + update(grad f_j(x_j)))`.
+
+    The exchange waits for the update, so nothing hides it. Arguments and result as in
+    `awc_step`.
+    """
+    state, metrics = adapt(state, batch, state.params)
+    return state._replace(params=mix(state.params, exchange)), metrics
+
+
+def all_reduce_step(
+    state: WorkerState, batch: Any, exchange: Exchange, *, adapt: Callable
+) -> tuple[WorkerState, Metrics]:
+    """The baseline: `x <- x + update(1/N sum_j grad f_j(x))`, one x on all workers.
+
+    Args:
+      state: this worker's state.
+      batch: this worker's batch.
+      exchange: ignored; the mean is over all workers in every step.
+      adapt: the local update, which takes `reduce_gradients` as `decentjax.adapt` does.
+
+    Returns:
+      As `awc_step`.
+    """
+    del exchange
+    mean = functools.partial(global_mean, axis_name=AXIS)
+    return adapt(state, batch, state.params, reduce_gradients=mean)
 
 
 def adapt(
@@ -112,91 +151,58 @@ def adapt(
     loss_fn: LossFn,
     optimizer: optax.GradientTransformation,
     num_micro_batches: int = 1,
+    reduce_gradients: Callable[[Any], Any] | None = None,
 ) -> tuple[WorkerState, Metrics]:
-    """What `awc_step` does beside the exchange: `x_i <- mixed_i + update(grad f(x_i))`.
+    """The local update: `x_i <- mixed_i + update(grad f_i(x_i))`.
 
     Args:
-      state: of this worker, with the unmixed model.
-      batch: of this worker.
+      state: this worker's state, with the unmixed model x_i.
+      batch: this worker's batch, any pytree of arrays [examples, ...].
       mixed: the model after the exchange.
-      loss_fn: as in `awc_step`.
-      optimizer: as in `awc_step`.
-      num_micro_batches: as in `awc_step`.
+      loss_fn: the loss, see `LossFn`.
+      optimizer: any optax optimizer; its state is never mixed.
+      num_micro_batches: number of equal parts of the batch, computed one after the
+        other to save memory; gradients, loss and metrics are their means.
+      reduce_gradients: function of the worker's gradient, applied before the
+        optimizer; by default none.
 
     Returns:
-      As `awc_step`.
+      The new state, and the metrics with `loss` among them.
+
+    Raises:
+      TypeError: if `loss_fn` is no `LossFn`, or the optimizer averages models itself.
+      ValueError: if the batch has no `num_micro_batches` equal parts.
     """
     grads, model_state, key, metrics = gradient(
         loss_fn, state, batch, num_micro_batches
     )
+    if reduce_gradients is not None:
+        grads = reduce_gradients(grads)
     params, opt_state = descend(optimizer, grads, state.opt_state, mixed)
-    return WorkerState(params, opt_state, model_state, key), metrics
-
-
-def atc_step(
-    state: WorkerState,
-    batch: Any,
-    exchange: Exchange,
-    *,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    num_micro_batches: int = 1,
-    message_dtype: DTypeLike | None = None,
-    shards: Any = None,
-    lowering: Lowering = Lowering(),
-) -> tuple[WorkerState, Metrics]:
-    """Adapt, then combine: `x_i <- sum_j W_ij (x_j + update(grad f_j(x_j)))`.
-
-    The exchange waits for the update. Arguments and result as in `awc_step`.
-    """
-    grads, model_state, key, metrics = gradient(
-        loss_fn, state, batch, num_micro_batches
+    state = state._replace(
+        params=params, opt_state=opt_state, model_state=model_state, key=key
     )
-    adapted, opt_state = descend(optimizer, grads, state.opt_state, state.params)
-    params = mix(adapted, exchange, AXIS, message_dtype, shards, lowering)
-    return WorkerState(params, opt_state, model_state, key), metrics
-
-
-def all_reduce_step(
-    state: WorkerState,
-    batch: Any,
-    exchange: Exchange,
-    *,
-    loss_fn: LossFn,
-    optimizer: optax.GradientTransformation,
-    num_micro_batches: int = 1,
-) -> tuple[WorkerState, Metrics]:
-    """The baseline: `x <- x + update(1/N sum_j grad f_j(x))`, the same x everywhere.
-
-    Takes no notice of the exchange. Arguments and result as in `awc_step`.
-    """
-    del exchange
-    grads, model_state, key, metrics = gradient(
-        loss_fn, state, batch, num_micro_batches
-    )
-    grads = global_mean(grads, AXIS)
-    params, opt_state = descend(optimizer, grads, state.opt_state, state.params)
-    return WorkerState(params, opt_state, model_state, key), metrics
+    return state, metrics
 
 
 def gradient(
     loss_fn: LossFn, state: WorkerState, batch: Any, num_micro_batches: int
 ) -> tuple[Any, Any, jax.Array, Metrics]:
-    """The gradient of one worker's loss, in so many parts one after the other.
+    """The gradient of one worker's loss, accumulated over micro-batches.
 
     Args:
-      loss_fn: see `LossFn`.
-      state: of this worker; its optimizer state is not looked at.
-      batch: of this worker.
-      num_micro_batches: as in `awc_step`.
+      loss_fn: the loss, see `LossFn`.
+      state: this worker's state; the optimizer's state is not used.
+      batch: this worker's batch.
+      num_micro_batches: number of equal parts of the batch.
 
     Returns:
       The gradient, in the dtypes of the params, the new model state and key, and the
-      metrics. Parts are summed in float32 at least.
+      metrics. Micro-batches are summed in float32 at least.
 
     Raises:
-      TypeError: if `loss_fn` returns something else than a `LossFn`.
-      ValueError: if the batch cannot be cut into so many parts of one size.
+      TypeError: if `loss_fn` returns something other than a `LossFn` does.
+      ValueError: if the batch has no `num_micro_batches` equal parts.
     """
     key, step_key = jax.random.split(state.key)
     grad = jax.grad(_with_loss_metric(loss_fn), has_aux=True)
@@ -223,13 +229,23 @@ def gradient(
     return grads, model_state, key, jax.tree.map(lambda x: x.mean(0), metrics)
 
 
+class DecentralizeState(NamedTuple):
+    """State of `decentralize`.
+
+    It is defined here, below `decentralize`, for the steps to recognise it.
+    """
+
+    count: jax.Array  # int32, []; number of exchanges done
+    inner_state: optax.OptState
+
+
 def descend(
     optimizer: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any
 ) -> tuple[Any, Any]:
     """One update of an optimizer that leaves the exchange to the step.
 
     Returns:
-      The params after it, and the optimizer's new state.
+      The updated params, and the optimizer's new state.
 
     Raises:
       TypeError: if the optimizer averages the models itself.
@@ -248,8 +264,8 @@ def compute_in(loss_fn: LossFn, dtype: DTypeLike) -> LossFn:
     """The same loss with float parameters cast to `dtype`; gradients keep theirs.
 
     Args:
-      loss_fn: any.
-      dtype: of the forward and the backward pass, `jnp.bfloat16` as a rule.
+      loss_fn: any loss.
+      dtype: dtype of the forward and the backward pass, usually `jnp.bfloat16`.
     """
 
     def cast(x: jax.Array) -> jax.Array:
@@ -269,17 +285,19 @@ def init_state(
     num_workers: int,
     model_state: Any = (),
     workers: Sequence[int] | None = None,
+    extra: Any = (),
 ) -> WorkerState:
-    """All workers start from one model, each with a random key of its own.
+    """The first state: one model for all workers, and a random key for each.
 
     Args:
       params: one model.
-      optimizer: initialised for each worker.
-      key: split among the workers.
+      optimizer: the optimizer, initialised for each worker.
+      key: random key, split among the workers.
       num_workers: N.
-      model_state: of one model.
-      workers: the numbers of those to make, as `local_workers(mesh)` in a job of
+      model_state: model state of one model.
+      workers: numbers of the workers to make, as `local_workers(mesh)` in a job of
         several processes; by default all.
+      extra: the algorithm's own state of one worker.
 
     Returns:
       The stacked state, each leaf [N, ...].
@@ -287,13 +305,13 @@ def init_state(
     keys = jax.random.split(key, num_workers)
     if workers is not None:
         keys = keys[jnp.asarray(workers)]
-    params, model_state = jax.tree.map(
+    params, model_state, extra = jax.tree.map(
         lambda x: jnp.repeat(jnp.asarray(x)[None], len(keys), axis=0),
-        (params, model_state),
+        (params, model_state, extra),
     )
-    # Some optimizers keep the params themselves, and no buffer can be given up twice.
+    # Some optimizers keep the params themselves, and a buffer is donated only once.
     opt_state = jax.tree.map(lambda x: x.copy(), jax.vmap(optimizer.init)(params))
-    return WorkerState(params, opt_state, model_state, keys)
+    return WorkerState(params, opt_state, model_state, keys, extra)
 
 
 def _cut(x: jax.Array, num_parts: int) -> jax.Array:

@@ -1,4 +1,4 @@
-"""Who averages with whom: every graph of the papers, as exchanges taken in turn.
+"""Topologies: the graphs of the papers, as exchanges taken in turn.
 
 Each is a function of the number of workers. Nothing here imports jax.
 """
@@ -46,13 +46,13 @@ __all__ = [
 ]
 
 
-TOLERANCE = 1e-6  # Of the sums of a given matrix, and of its entries.
+TOLERANCE = 1e-6  # Largest error of the sums and entries of a given matrix.
 
 
 def alone(num_workers: int) -> Topology:
-    """Nobody sends anything; between nodes, as in `hierarchical`, only inside them."""
+    """No worker sends anything; as `between` of `hierarchical`, only inside nodes."""
     _check_positive(num_workers)
-    return _topology("alone", _nobody(num_workers))
+    return _topology("alone", _identity(num_workers))
 
 
 def complete(num_workers: int) -> Topology:
@@ -85,14 +85,14 @@ def one_peer_ring(num_workers: int) -> Topology:
 
 
 def exponential(num_workers: int) -> Topology:
-    """Receives from the workers 1, 2, 4, ... places before, all weights equal."""
+    """Receives from the workers i - 1, i - 2, i - 4, ..., all weights equal."""
     _check_positive(num_workers)
     hops = [2**r for r in range(_ceil_log2(num_workers))]
     return _topology("exponential", _circulant(num_workers, [0, *(-h for h in hops)]))
 
 
 def one_peer_exponential(num_workers: int) -> Topology:
-    """Receives from the worker 1, 2, 4, ... places before, 1/2 each, one a step.
+    """Receives from the worker i - 1, i - 2, i - 4, ... in turn, 1/2 each.
 
     Directed. Exact after log2(N) exchanges where N is a power of two.
 
@@ -126,10 +126,10 @@ def hypercube(num_workers: int) -> Topology:
 def alternating_exponential_ring(num_workers: int, workers_per_node: int) -> Topology:
     """Pairs of nodes average jointly while the other nodes average inside (AER).
 
-    Node pairs differ in bit 0, 1, 2, ...; of each bit's pairs one half exchanges in the
-    first and the other half in the second of two steps, so a node's slow link is busy
-    every other step. Exact after one period, 2 log2(nodes). The number of nodes must be
-    a power of two.
+    The nodes of a pair differ in bit 0, 1, 2, ... of their number. Of each bit's pairs
+    one half exchanges in the first of two steps and the other half in the second, so
+    that a node uses its slow link every other step. Exact after one period, 2
+    log2(nodes). The number of nodes must be a power of two.
 
     Source: From Promise to Practice (ICLR 2025), Fig 12; order as in Decent-DP.
     """
@@ -137,7 +137,7 @@ def alternating_exponential_ring(num_workers: int, workers_per_node: int) -> Top
     name = "alternating_exponential_ring"
     bits = _log2(name, "num_workers / workers_per_node", num_nodes)
     if num_nodes == 1:
-        return _topology(name, _nobody(1), workers_per_node=workers_per_node)
+        return _topology(name, _identity(1), workers_per_node=workers_per_node)
     halves, counter = [], 0
     for bit in range(bits):
         steps: tuple[list, list] = ([], [])
@@ -202,9 +202,9 @@ def ring_lattice(num_workers: int, degree: int) -> Topology:
 
 
 def butterfly_groups(num_workers: int, group_size: int) -> Topology:
-    """Means over groups that agree in all but log2(group_size) bits of the number.
+    """Means over groups of workers whose numbers differ in log2(group_size) bits.
 
-    The active bits move on by log2(group_size) each step and wrap around. Exact after
+    These bits move up by log2(group_size) in each step and wrap around. Exact after
     ceil(log2 N / log2 S) exchanges. Both numbers must be powers of two.
 
     Source: WAGMA-SGD (2021), Algorithm 1, with the mask `1 << shift` that the paper's
@@ -230,12 +230,12 @@ def butterfly_groups(num_workers: int, group_size: int) -> Topology:
 
 
 def random_matching(num_workers: int, period: int, seed: int) -> Topology:
-    """Swaps in random pairs, 1/2 each; of an odd number one rests.
+    """Swaps in random pairs, 1/2 each; of an odd number of workers one rests.
 
     Args:
-      num_workers: any.
-      period: how many matchings are drawn.
-      seed: of NumPy's default generator.
+      num_workers: N.
+      period: number of matchings drawn.
+      seed: seed of NumPy's default generator.
     """
     _check_positive(num_workers)
     if period < 1:
@@ -250,14 +250,14 @@ def random_matching(num_workers: int, period: int, seed: int) -> Topology:
 
 
 def base_k(num_workers: int, degree: int) -> Topology:
-    """Exact after a finite number of exchanges for any N, with few peers a step.
+    """The exact mean in finitely many exchanges for any N, with few peers in each.
 
-    Each worker has at most `degree` peers in an exchange; at most
-    2 log_{degree+1}(N) + 2 exchanges make the mean exact.
+    A worker has at most `degree` peers in an exchange; at most 2 log_{degree+1}(N) + 2
+    exchanges make the mean exact.
 
     Args:
-      num_workers: any.
-      degree: the largest number of peers in one exchange, at least one.
+      num_workers: N.
+      degree: largest number of peers in one exchange, at least one.
 
     Source: Takezawa et al. (2023), Beyond Exponential Graph: the Base-(k+1) graph.
     """
@@ -274,9 +274,9 @@ def hierarchical(
     """The mean inside each node, and any topology between the nodes.
 
     Args:
-      num_workers: in all.
-      workers_per_node: consecutive workers that share a node.
-      between: makes the topology of the nodes from their number, as `ring` does.
+      num_workers: N, a multiple of `workers_per_node`.
+      workers_per_node: number of consecutive workers that share a node.
+      between: function from the number of nodes to their topology, such as `ring`.
     """
     nodes = between(_num_nodes(num_workers, workers_per_node))
     for exchange in nodes:
@@ -293,19 +293,18 @@ def hierarchical(
 def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Topology:
     """The topology whose only exchange has the given mixing matrix.
 
-    Its matrix is doubly stochastic, has no edge that the given one has not, and equals
-    that to 1e-6 in each entry; to rounding where the given one is doubly stochastic to
-    rounding. Sums may be off as those of float32 are: rows and columns are scaled in
-    turn.
+    The exchange is doubly stochastic, has only edges of the given matrix, and equals it
+    to 1e-6 in each entry; to rounding, if the matrix is doubly stochastic to rounding.
+    To correct sums in float32, rows and columns are scaled in turn.
 
     Args:
-      matrix: shape [N, N], doubly stochastic to 1e-6; row i is what worker i ends up
+      matrix: float [N, N], doubly stochastic to 1e-6; row i says what worker i ends up
         with.
-      name: for people.
+      name: name to print.
 
     Raises:
-      ValueError: if the matrix is not doubly stochastic, and in which row or column; or
-        if no such exchange is found that is within 1e-6 of it.
+      ValueError: if the matrix is not doubly stochastic, with the row or column; or if
+        no such exchange is within 1e-6 of it.
 
     Source: Sinkhorn and Knopp (1967), Concerning nonnegative matrices and doubly
     stochastic matrices.
@@ -314,7 +313,7 @@ def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Top
 
 
 def damped(topology: Topology, factor: float) -> Topology:
-    """Every exchange becomes (1 - factor) I + factor W."""
+    """Damps every exchange: W becomes (1 - factor) I + factor W."""
     exchanges = (
         dataclasses.replace(exchange, factor=exchange.factor * factor)
         for exchange in topology
@@ -329,10 +328,10 @@ def _topology(
 
 
 def _one_worker(name: str) -> Topology:
-    return _topology(name, _nobody(1))
+    return _topology(name, _identity(1))
 
 
-def _nobody(num_workers: int) -> Permutations:
+def _identity(num_workers: int) -> Permutations:
     return Permutations((tuple(range(num_workers)),), (1.0,))
 
 
@@ -382,8 +381,8 @@ def _from_matrix(matrix: np.ndarray) -> Permutations:
         i, j = np.unravel_index(away.argmax(), away.shape)
         raise ValueError(
             "a mixing matrix is doubly stochastic: rows and columns of this sum to "
-            f"one to {TOLERANCE}, but what comes nearest to it along its edges is off "
-            f"by {away.max():.2g} at [{i}, {j}]; compute it in float64"
+            f"one to {TOLERANCE}, but the nearest exchange along its edges is off by "
+            f"{away.max():.2g} at [{i}, {j}]; compute it in float64"
         )
     return made
 

@@ -17,7 +17,7 @@ import tiny
 from gpus import compiled, gpu_mesh, shapes
 from rich.console import Console
 
-from decentjax import accum_adamw, awc_step, overlap, simulate, topology
+from decentjax import accum_adamw, adapt, awc_step, overlap, simulate, topology
 from train.bench.gpu.gpu import (
     ACCUM,
     BOTH,
@@ -212,7 +212,8 @@ def test_what_the_processes_do_is_a_step_an_exchange_and_both():
         return build_state(config, task, optimizer, range(4))
 
     batch = np.stack([first_batch(config, task)] * 4)
-    step = functools.partial(awc_step, loss_fn=task.loss_fn, optimizer=optimizer)
+    local = functools.partial(adapt, loss_fn=task.loss_fn, optimizer=optimizer)
+    step = functools.partial(awc_step, adapt=local)
     first = jax.tree.map(lambda x: x[:1], start())
     for name, graph, state in [
         (COMPUTE, topology.complete(1), first),

@@ -34,10 +34,10 @@ from decentjax import (
     mix,
     on_mesh,
     place,
-    stages,
     topology,
     worker_mesh,
 )
+from decentjax.gossip import stages
 
 # Longer than any wait here should be, so that a deadlock is a failure.
 LONG = 60.0
@@ -76,13 +76,19 @@ class Case(NamedTuple):
     def mesh(self) -> Mesh:
         return worker_mesh(self.graph.num_workers)
 
-    def bound(self, step):
-        return functools.partial(
-            step,
+    def bound(self, step, **mixing):
+        local = functools.partial(
+            adapt,
             loss_fn=loss_fn,
             optimizer=self.optimizer,
             num_micro_batches=self.num_micro_batches,
         )
+        if step is adapt:
+            return local
+        if not mixing:
+            return functools.partial(step, adapt=local)
+        averaging = functools.partial(mix, axis_name=AXIS, **mixing)
+        return functools.partial(step, adapt=local, mix=averaging)
 
     def start(self):
         inner, outer = jax.random.split(jax.random.key(1))
@@ -123,7 +129,7 @@ def _arrays(tree):
 
 @functools.cache
 def _wanted(case, steps=(0, 1, 2, 3)):
-    bound = functools.partial(case.bound(awc_step), message_dtype=case.message_dtype)
+    bound = case.bound(awc_step, message_dtype=case.message_dtype)
     return _run(on_mesh(bound, case.graph, case.mesh), case, steps)
 
 
@@ -332,7 +338,7 @@ def test_a_state_that_is_not_on_the_mesh_yet_is_put_there():
 @pytest.mark.parametrize("graph", [FOUR, GRAPHS["pairs"]], ids=["swaps", "pairs"])
 def test_a_step_with_the_same_lowering_has_the_same_numbers(graph, options):
     case = Case(graph)
-    in_step = functools.partial(case.bound(awc_step), **options)
+    in_step = case.bound(awc_step, **options)
     wanted = _run(on_mesh(in_step, case.graph, case.mesh), case)
     with _in_background(case, **options) as train_step:
         _assert_same(_run(train_step, case), wanted)
@@ -381,7 +387,7 @@ def test_metrics_may_be_python_numbers():
     bound = functools.partial(adapt, loss_fn=numbered, optimizer=case.optimizer)
     with gossip.Background(bound, TWO, case.mesh, lowering=DEFAULT) as train_step:
         (_, metrics), *_ = _run(train_step, case)
-    all_reduce = gossip.AllReduce(numbered, case.optimizer, case.mesh)
+    all_reduce = gossip.AllReduce(bound, case.mesh)
     (_, averaged), *_ = _run(all_reduce, case)
     for found in (metrics, averaged):
         assert found["float"].tolist() == [1.5, 1.5]
@@ -399,13 +405,13 @@ def test_a_state_that_was_given_up_is_refused(all_reduce):
     case = Case()
     state = place(case.start(), case.mesh)
     if all_reduce:
-        train_step = gossip.AllReduce(loss_fn, case.optimizer, case.mesh)
+        train_step = gossip.AllReduce(case.bound(adapt), case.mesh)
     else:
         train_step = _in_background(case)
     with train_step:
         _step(train_step, case, state, 0)
         with pytest.raises(
-            ValueError, match=r"this state was given to one already: us"
+            ValueError, match=r"this state was donated to an earlier step: us"
         ):
             _step(train_step, case, state, 1)
 
@@ -627,11 +633,7 @@ def test_all_reduce_gives_the_numbers_of_its_step_in_the_same_turns(case, atol):
     wanted = _run(on_mesh(case.bound(all_reduce_step), case.graph, case.mesh), case)
     notes = []
     with gossip.AllReduce(
-        loss_fn,
-        case.optimizer,
-        case.mesh,
-        case.num_micro_batches,
-        lambda *note: notes.append(note),
+        case.bound(adapt), case.mesh, lambda *note: notes.append(note)
     ) as train_step:
         _assert_same(_run(train_step, case), wanted, atol)
         train_step.settle()
@@ -656,7 +658,7 @@ def test_a_closed_train_step_leaves_no_model_behind():
 
 def test_all_reduce_keeps_no_gradient_from_step_to_step():
     case, means = Case(), []
-    with gossip.AllReduce(loss_fn, case.optimizer, case.mesh) as train_step:
+    with gossip.AllReduce(case.bound(adapt), case.mesh) as train_step:
         mean = train_step._mean
 
         def spied(grads):

@@ -19,6 +19,7 @@ from decentjax import (
     dadam,
     dadamw,
     decentralize,
+    decentralize_atc,
     mix,
     over_workers,
     scale_by_accum_adam,
@@ -208,13 +209,13 @@ def _recursion(order, graph, problem, update, num_steps):
     return np.stack(models)
 
 
-def _descend(optimizer, problem, num_steps, simulated, static_phase=False):
+def _descend(optimizer, problem, num_steps, simulated, static_step=False):
     """The models after each step, [num_steps, N, d], of a loop in the workers."""
     curvature = jnp.asarray(problem.curvature)
 
-    def step(params, state, optimum, **phase):
+    def step(params, state, optimum, **static):
         gradients = curvature * (params - optimum)
-        updates, state = optimizer.update(gradients, state, params, **phase)
+        updates, state = optimizer.update(gradients, state, params, **static)
         return optax.apply_updates(params, updates), state
 
     def counting(params, optimum):
@@ -228,12 +229,12 @@ def _descend(optimizer, problem, num_steps, simulated, static_phase=False):
     def told(params, optimum):
         state, models = optimizer.init(params), []
         for t in range(num_steps):
-            params, state = step(params, state, optimum, phase=t)
+            params, state = step(params, state, optimum, step=t)
             models.append(params)
         return jnp.stack(models)
 
     mesh = None if simulated else worker_mesh(len(problem.start))
-    run = jax.jit(over_workers(told if static_phase else counting, mesh))
+    run = jax.jit(over_workers(told if static_step else counting, mesh))
     return np.asarray(run(problem.start, problem.optimum)).swapaxes(0, 1)
 
 
@@ -245,7 +246,8 @@ def test_a_decentralized_optimizer_follows_the_dense_recursion(
     order, inner, graph, num_steps, simulated
 ):
     problem = _problem(graph.num_workers)
-    optimizer = decentralize(inner.optimizer, graph, AXIS, order)
+    make = {"awc": decentralize, "atc": decentralize_atc}[order]
+    optimizer = make(inner.optimizer, graph, AXIS)
     got = _descend(optimizer, problem, num_steps, simulated)
     wanted = _recursion(order, graph, problem, inner.update, num_steps)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
@@ -253,11 +255,11 @@ def test_a_decentralized_optimizer_follows_the_dense_recursion(
 
 @EITHER_WAY
 @EACH_GRAPH
-def test_told_the_phase_it_does_as_when_it_counts(graph, num_steps, simulated):
+def test_told_the_step_it_does_as_when_it_counts(graph, num_steps, simulated):
     problem = _problem(graph.num_workers)
     optimizer = decentralize(optax.sgd(0.1), graph, AXIS)
     counted = _descend(optimizer, problem, num_steps, simulated)
-    told = _descend(optimizer, problem, num_steps, simulated, static_phase=True)
+    told = _descend(optimizer, problem, num_steps, simulated, static_step=True)
     np.testing.assert_allclose(told, counted, rtol=0, atol=1e-6)
 
 
@@ -293,13 +295,13 @@ def test_narrow_messages_go_through_decentralize():
     assert np.abs(got - exact).max() > 1e-4
 
 
-@pytest.mark.parametrize("order", ["awc", "atc"])
-def test_bfloat16_models_end_up_where_mixing_takes_them(order):
+@pytest.mark.parametrize("make", [decentralize, decentralize_atc])
+def test_bfloat16_models_end_up_where_mixing_takes_them(make):
     models = jnp.array([1, -1.0078125], jnp.bfloat16)
     graph = topology.complete(2)
 
     def decentralized(params):
-        optimizer = decentralize(optax.sgd(0.0), graph, AXIS, order)
+        optimizer = make(optax.sgd(0.0), graph, AXIS)
         state = optimizer.init(params)
         updates, _ = optimizer.update(jnp.zeros_like(params), state, params)
         return optax.apply_updates(params, updates)
@@ -324,11 +326,11 @@ def test_integer_leaves_take_the_inner_update():
     assert np.array_equal(after["n"], 1 + np.arange(4))
 
 
-def _compiled_update(graph, **phase):
+def _compiled_update(graph, **static):
     optimizer = decentralize(optax.sgd(0.1), graph, AXIS)
 
     def update(params, state, gradients):
-        updates, state = optimizer.update(gradients, state, params, **phase)
+        updates, state = optimizer.update(gradients, state, params, **static)
         return optax.apply_updates(params, updates), state
 
     params = jnp.ones((graph.num_workers, 16))
@@ -338,26 +340,26 @@ def _compiled_update(graph, **phase):
 
 
 @pytest.mark.parametrize(
-    ("graph", "phase"),
+    ("graph", "static"),
     [
         (topology.ring(8), {}),
         (topology.complete(8), {}),
-        (topology.hypercube(8), {"phase": 4}),
-        (topology.alternating_exponential_ring(8, 2), {"phase": 2}),
+        (topology.hypercube(8), {"step": 4}),
+        (topology.alternating_exponential_ring(8, 2), {"step": 2}),
     ],
     ids=["ring", "complete", "hypercube", "aer"],
 )
-def test_no_exchange_waits_in_a_conditional_if_it_is_static(graph, phase):
-    text = _compiled_update(graph, **phase)
+def test_no_exchange_waits_in_a_conditional_if_it_is_static(graph, static):
+    text = _compiled_update(graph, **static)
     assert hlo.collectives(text, 8)
     assert hlo.in_conditionals(text) == []
     assert " conditional(" not in text
 
 
-def test_the_static_phase_picks_the_exchange_and_wraps_around():
+def test_the_static_step_picks_the_exchange_and_wraps_around():
     graph = topology.hypercube(8)
-    for phase in (1, 4, -2):
-        (swap,) = hlo.collectives(_compiled_update(graph, phase=phase), 8)
+    for step in (1, 4, -2):
+        (swap,) = hlo.collectives(_compiled_update(graph, step=step), 8)
         assert all(sender ^ receiver == 2 for sender, receiver in swap.groups)
 
 
@@ -438,7 +440,7 @@ def _assert_close(got, wanted, atol=5e-6):
 @EACH_COMPOSITION
 def test_of_one_worker_a_composition_is_that_of_the_inner_optimizer(make):
     alone = functools.partial(
-        decentralize, topology=topology.ring(1), axis_name=AXIS, order="atc"
+        decentralize_atc, topology=topology.ring(1), axis_name=AXIS
     )
     got, _ = _descend_tree(make(alone), 1)
     wanted, _ = _descend_tree(make(lambda inner: inner), 1)
@@ -752,20 +754,15 @@ def test_params_are_needed():
         _update_once(_plain(), params=None)
 
 
-@pytest.mark.parametrize("phase", [jnp.int32(1), np.float32(1), 1.0])
-def test_a_phase_that_is_not_a_python_int_is_refused(phase):
-    with pytest.raises(TypeError, match=r"phase is static, a Python int.* got \w+"):
-        _update_once(_plain(), phase=phase)
+@pytest.mark.parametrize("step", [jnp.int32(1), np.float32(1), 1.0])
+def test_a_step_that_is_not_a_python_int_is_refused(step):
+    with pytest.raises(TypeError, match=r"step is static, a Python int.* got \w+"):
+        _update_once(_plain(), step=step)
 
 
-def test_a_traced_phase_is_refused():
-    with pytest.raises(TypeError, match="phase is static, a Python int"):
-        jax.jit(lambda phase: _update_once(_plain(), phase=phase))(1)
-
-
-def test_an_unknown_order_is_named():
-    with pytest.raises(ValueError, match='order must be "awc" or "atc", got \'cta\''):
-        decentralize(optax.sgd(0.1), topology.ring(4), AXIS, order="cta")
+def test_a_traced_step_is_refused():
+    with pytest.raises(TypeError, match="step is static, a Python int"):
+        jax.jit(lambda step: _update_once(_plain(), step=step))(1)
 
 
 def test_an_axis_of_another_size_than_the_topology_is_refused():
@@ -781,4 +778,4 @@ def test_other_arguments_of_update_reach_the_inner_optimizer():
 
     inner = optax.GradientTransformationExtraArgs(lambda _: (), update_fn)
     optimizer = decentralize(inner, topology.complete(4), AXIS)
-    np.testing.assert_allclose(_update_once(optimizer, scale=7.0, phase=0), 7)
+    np.testing.assert_allclose(_update_once(optimizer, scale=7.0, step=0), 7)

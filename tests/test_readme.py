@@ -1,4 +1,4 @@
-"""README tells the truth: its commands and code run, its links lead somewhere."""
+"""README and the pages of docs/ hold: commands and code run, links lead somewhere."""
 
 import json
 import os
@@ -9,12 +9,18 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import pytest
 
+import decentjax
+
 ROOT = Path(__file__).parent.parent
-README = (ROOT / "README.md").read_text()
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text()
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
+}
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
     "optional-dependencies"
 ]
@@ -29,6 +35,7 @@ MODULES = {
     "emulate": {"pyroute2"},
     "meteor": {"nltk"},
     "peers": {"torch", "decent_dp"},
+    "docs": {"latex2mathml", "material", "mkdocs", "mkdocstrings"},
     "test": {"hypothesis", "importlinter", "pyright", "pytest", "ruff"},
 }
 
@@ -58,7 +65,7 @@ print(json.dumps(results))
 
 
 class Command(NamedTuple):
-    """A command of README.
+    """A command of a page.
 
     Args:
       line: as it stands there, on one line.
@@ -83,10 +90,11 @@ class Asked(NamedTuple):
 
 def commands_of(text: str) -> Iterator[Command]:
     """Those in fenced and indented blocks, in tables and in sentences."""
-    blocks = re.sub(r"```python\n.*?```", "", text, flags=re.DOTALL).split("\n\n")
+    blocks = blocks_of(text)
     for place, block in enumerate(blocks):
-        if fenced := re.search(r"```sh\n(.*?)```", block, re.DOTALL):
-            near, lines = block, re.split(r"&&\n?", fenced[1])
+        if block.startswith("```sh\n"):
+            near = "\n".join(blocks[max(place - 1, 0) : place + 2])
+            lines = re.split(r"&&\n?|\n", block.removeprefix("```sh\n").strip("`\n"))
         elif block.startswith("    ") and "x_i" not in block:
             near = "\n".join(blocks[max(place - 1, 0) : place + 2])
             lines = block.split("\n")
@@ -96,6 +104,13 @@ def commands_of(text: str) -> Iterator[Command]:
                     yield Command(line, extras_in(near))
             continue
         yield from (Command(line.strip(), extras_in(near)) for line in lines)
+
+
+def blocks_of(text: str) -> list[str]:
+    """Paragraphs, lists and tables, and commands; without blocks of code."""
+    text = re.sub(r"<!--.*?-->\n", "", text)
+    text = re.sub(r"```(?!sh\n)\w+\n.*?\n```\n", "", text, flags=re.DOTALL)
+    return text.strip("\n").split("\n\n")
 
 
 def extras_in(text: str) -> frozenset[str]:
@@ -112,7 +127,7 @@ def asked(line: str) -> Asked | None:
       ValueError: it is none that is known here.
     """
     words = shlex.split(line)
-    if words[-2:] == ["venv", ".venv"] or words[0] == ".venv/bin/pip":
+    if words[-2:] == ["venv", ".venv"] or words[0] in (".venv/bin/pip", "sbatch"):
         return None
     place = words.index("-m") if "-m" in words else 0
     module, *rest = words[place + 1 :]
@@ -141,8 +156,12 @@ def parts(line: str) -> list[str]:
     return [line]
 
 
-COMMANDS = list(commands_of(README))
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = [command for text in PAGES.values() for command in commands_of(text)]
+BLOCKS = [
+    (page, block)
+    for page, text in PAGES.items()
+    for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+]
 # What is to hold after some of the blocks, in the same process.
 SOLVED = "assert jnp.allclose({}, jnp.array([1.0, -2.0, 3.0]), atol=0.05)"
 CHECKS = {
@@ -152,7 +171,7 @@ CHECKS = {
 
 
 def asked_of(with_emulate: bool) -> list[Asked]:
-    """All that README has without the extra `emulate`, or with it."""
+    """All that the pages have without the extra `emulate`, or with it."""
     found = [
         asked(part)
         for command in COMMANDS
@@ -197,7 +216,7 @@ def test_it_has_a_command_of_each_tool():
 
 @pytest.mark.parametrize("emulate", [False, True])
 def test_commands_have_help_that_names_their_options(emulate):
-    """With the packages of no other extra than those that README names for them.
+    """With the packages of no other extra than those that the page names for them.
 
     Help needs no GPU and no compiler of one: those are hidden always.
     """
@@ -221,7 +240,8 @@ def test_commands_have_help_that_names_their_options(emulate):
 
 def test_the_configs_of_commands_exist():
     words = [word for command in COMMANDS for word in shlex.split(command.line)]
-    paths = [word.replace("NAME", "quickstart") for word in words if ".py" in word]
+    words = [word for word in words if word.endswith((".py", ".sbatch"))]
+    paths = [word.replace("NAME", "quickstart") for word in words]
     assert [path for path in paths if not list(ROOT.glob(path))] == []
 
 
@@ -229,7 +249,7 @@ def test_the_configs_of_commands_exist():
 def pasted() -> Iterator[list[subprocess.Popen[str]]]:
     """The blocks, each in a fresh interpreter, all at once."""
     processes = []
-    for block in BLOCKS:
+    for _, block in BLOCKS:
         checks = [check for word, check in CHECKS.items() if word in block]
         processes.append(
             subprocess.Popen(
@@ -250,24 +270,111 @@ def pasted() -> Iterator[list[subprocess.Popen[str]]]:
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_a_code_block_runs_as_pasted(number, pasted):
     output, errors = pasted[number].communicate()
-    assert pasted[number].returncode == 0, errors
-    lines, block = output.splitlines(), BLOCKS[number]
+    page, block = BLOCKS[number]
+    assert pasted[number].returncode == 0, (page, errors)
+    lines = output.splitlines()
     if "analysis.traffic" in block:
         rows = [f"| {' | '.join(line.split())} |" for line in lines]
         assert len(rows) == 11
-        assert [row for row in rows if row not in README] == []
+        assert [row for row in rows if row not in PAGES[page]] == []
     if "runtime.all_reduce" in block:
         assert len(lines) == 5
-        assert [line for line in lines if line not in README] == []
+        assert [line for line in lines if line not in PAGES[page]] == []
 
 
 def test_the_checks_of_blocks_are_of_some():
-    assert len(BLOCKS) == 7
-    assert sum(word in block for word in CHECKS for block in BLOCKS) == 3
+    blocks = [block for _, block in BLOCKS]
+    assert len(blocks) == 10
+    assert sum(word in block for word in CHECKS for block in blocks) == 4
+    for word in ("analysis.traffic", "runtime.all_reduce"):
+        assert sum(word in block for block in blocks) == 1
 
 
-def test_the_files_that_it_names_exist():
-    links = re.findall(r"\]\((?!http)([^)]+)\)", README)
-    assert links
-    missing = [link for link in links if not (ROOT / link).exists()]
-    assert missing == []
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_to_files_and_headings(page):
+    links = links_of(page)
+    assert [link for link in links if not (ROOT / link.path).is_file()] == []
+    inside = [link for link in links if link.heading]
+    assert [x for x in inside if x.heading not in headings_of(x.path)] == []
+
+
+def test_each_page_is_linked():
+    linked = {link.path for page in PAGES for link in links_of(page)}
+    assert PAGES.keys() - linked == {"README.md"}
+
+
+def test_readme_is_short():
+    assert PAGES["README.md"].count("\n") <= 150
+
+
+@pytest.mark.parametrize(
+    ("page", "source"),
+    [
+        ("docs/results/race.md", "configs/race.md"),
+        ("docs/results/runtime-model.md", "configs/model.md"),
+    ],
+)
+def test_tables_that_are_in_part_have_rows_of_the_whole(page, source):
+    whole = (ROOT / source).read_text().split("\n")
+    tables = [x for x in PAGES[page].split("\n\n") if x.split("\n")[0] in whole]
+    assert len(tables) == 2
+    assert [
+        row for table in tables for row in table.split("\n") if row not in whole
+    ] == []
+
+
+def test_the_reference_has_each_public_name_once():
+    text = "".join(text for page, text in PAGES.items() if "docs/api/" in page)
+    modules = {"topology", "analysis", "gossip", "runtime", "overlap"}
+    constants = {"AXIS"}  # In a sentence.
+    wanted = set(decentjax.__all__) - modules - constants
+    for name in modules:
+        wanted |= {f"{name}.{x}" for x in public(getattr(decentjax, name)) - wanted}
+    found = re.findall(r"^::: decentjax\.(.*)$", text, re.MULTILINE)
+    assert sorted(found) == sorted(wanted)
+    assert all(f"`decentjax.{name}`" in text for name in constants)
+
+
+def public(module: ModuleType) -> set[str]:
+    """The names that a module gives, or else those that begin there."""
+    begun = {
+        name
+        for name, thing in vars(module).items()
+        if getattr(thing, "__module__", None) == module.__name__
+    }
+    names = getattr(module, "__all__", begun)
+    return {name for name in names if not name.startswith("_")}
+
+
+class Link(NamedTuple):
+    """A link to a file of the repository.
+
+    Args:
+      path: from the root.
+      heading: as the site calls it, or "".
+    """
+
+    path: str
+    heading: str
+
+
+def links_of(page: str) -> list[Link]:
+    """Those to files and figures, relative to the page."""
+    found = re.findall(r"\]\((?!https?:)([^)#\s]*)#?([^)\s]*)\)", prose_of(page))
+    folder = os.path.dirname(page)
+    return [
+        Link(os.path.normpath(os.path.join(folder, path)) if path else page, heading)
+        for path, heading in found
+    ]
+
+
+def headings_of(page: str) -> set[str]:
+    """As the site calls them: in lower case and with hyphens, or a name of the API."""
+    headings = re.findall(r"^#+ (.*)$", prose_of(page), re.MULTILINE)
+    words = (re.sub(r"[^\w\s-]", "", heading).lower() for heading in headings)
+    names = re.findall(r"^::: (.*)$", PAGES[page], re.MULTILINE)
+    return {re.sub(r"[-\s]+", "-", x.strip()) for x in words} | set(names)
+
+
+def prose_of(page: str) -> str:
+    return re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)

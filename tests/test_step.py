@@ -75,8 +75,20 @@ def _problem(num_workers):
     return Problem(start, jnp.asarray(optima, jnp.float32))
 
 
-def _bind(step, optimizer, loss_fn=quadratic, **options):
-    return functools.partial(step, loss_fn=loss_fn, optimizer=optimizer, **options)
+def _bind(step, optimizer, loss_fn=quadratic, num_micro_batches=1, **mixing):
+    """The step with `adapt` bound, and `mix` where its options are given."""
+    local = functools.partial(
+        adapt,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        num_micro_batches=num_micro_batches,
+    )
+    if step is adapt:
+        return local
+    if mixing:
+        averaging = functools.partial(mix, axis_name=AXIS, **mixing)
+        return functools.partial(step, adapt=local, mix=averaging)
+    return functools.partial(step, adapt=local)
 
 
 def _placed(step, graph, simulated):
@@ -217,9 +229,9 @@ def test_weight_decay_is_taken_from_the_model_that_the_update_lands_on(order):
 def test_awc_adapts_to_the_mixed_model(simulated):
     """The gradient is taken at the own model, the decay from whatever is given."""
 
-    def mix_then_adapt(state, batch, exchange, **options):
+    def mix_then_adapt(state, batch, exchange, *, adapt):
         mixed = mix(state.params, exchange, AXIS)
-        return adapt(state, batch, mixed, **options)
+        return adapt(state, batch, mixed)
 
     train = functools.partial(
         _train, graph=GRAPHS["aer"], optimizer=optax.adamw(0.1), num_steps=3
@@ -848,7 +860,7 @@ def test_a_state_that_was_given_up_is_refused(simulated):
         state = place(state, worker_mesh(4))
     kept = jax.tree.map(jnp.copy, state)
     train_step(state, problem.optima, 0)
-    with pytest.raises(ValueError, match=r"this state was given to one already: use t"):
+    with pytest.raises(ValueError, match=r"was donated to an earlier step: use t"):
         train_step(state, problem.optima, 1)
     train_step(kept, problem.optima, 1)
 
@@ -856,3 +868,33 @@ def test_a_state_that_was_given_up_is_refused(simulated):
 def test_the_mean_model_of_8_bits_is_taken_in_float32():
     stacked = jnp.array([1.0, 1.125, 1.25]).astype("float8_e4m3fn")
     assert float(mean_model(stacked)) == 1.125
+
+
+@EITHER_WAY
+def test_an_algorithm_keeps_a_state_of_its_own(simulated):
+    """Gradient tracking: the trackers have the mean of the gradients."""
+    graph, lr = topology.ring(5), 0.1
+    problem = _problem(5)
+
+    def tracking_step(state, batch, exchange):
+        # y_i <- sum_j W_ij y_j + g_i(new) - g_i(old), x_i <- sum_j W_ij (x_j - lr y_j)
+        tracker, last = state.extra
+        mixed = mix(tracker, exchange, AXIS)
+        grad = jax.grad(lambda p: quadratic(p, (), batch, None)[0])(state.params)
+        tracker = jax.tree.map(lambda y, g, h: y + g - h, mixed, grad, last)
+        moved = jax.tree.map(lambda x, y: x - lr * y, state.params, tracker)
+        params = mix(moved, exchange, AXIS)
+        return state._replace(params=params, extra=(tracker, grad)), {}
+
+    zeros = jax.tree.map(jnp.zeros_like, problem.start)
+    state = init_state(
+        problem.start, optax.sgd(lr), jax.random.key(0), 5, extra=(zeros, zeros)
+    )
+    train_step = _placed(tracking_step, graph, simulated)
+    for t in range(200):
+        state, _ = train_step(state, problem.optima, t)
+    tracker, grad = (np.asarray(tree["x"]) for tree in state.extra)
+    np.testing.assert_allclose(tracker.mean(0), grad.mean(0), atol=1e-5)
+    # With the true gradient of the mean loss, a constant rate reaches the optimum.
+    wanted = np.broadcast_to(np.asarray(problem.optima).mean((0, 1)), (5, 3, 4))
+    np.testing.assert_allclose(state.params["x"], wanted, atol=1e-3)

@@ -14,9 +14,9 @@ from decentjax import (
     over_workers,
     place,
     topology,
-    tuning,
     worker_mesh,
 )
+from decentjax.gossip import tuning
 
 PAIRS = topology.butterfly_groups(8, 2)
 

@@ -4,8 +4,8 @@ from decentjax.gossip.all_reduce import AllReduce
 from decentjax.gossip.background import Background, host_mesh
 from decentjax.gossip.engine import Engine, SharedEngine
 from decentjax.gossip.record import Record
-from decentjax.gossip.stages import Adapt
 from decentjax.gossip.tuning import fastest_mixes
+from decentjax.step import Adapt
 
 __all__ = [
     "Adapt",

@@ -1,16 +1,16 @@
 """Exchanges in a second thread, hidden behind the gradient on any network.
 
-On CPU no compiler runs a collective beside the computation of the same program, nor of
-the next one that the same thread starts. Two threads do: here one sends the models,
+On CPU no compiler overlaps a collective with the computation of the same program, nor
+with that of the next program of the same thread. Two threads do: one sends the models,
 leaf group by leaf group, while the other computes gradients and the optimizer's
-direction, so that only `params = mixed + update` stands between two exchanges. In a
-process with GPUs the models travel over the host's network in the same way.
+direction. Only `params = mixed + update` is left between two exchanges. In a process
+with GPUs the models travel over the host's network in the same way.
 
-While an exchange is on its way no other thread may run a collective of the same
-devices: all processes have to start them in one order. So finish what you have started
-before the train step, and `settle()` after it, before the next. All `Background`s of a
-process share one thread, so they may take turns without that, in the same order in all
-processes; `SharedEngine.submit` puts any other function in that order.
+While an exchange is under way, no other thread may run a collective of the same
+devices, since all processes must start collectives in one order. Finish other
+collectives before the train step, and call `settle()` before the next ones. All
+`Background`s of a process share one thread: they may alternate without `settle()`, in
+the same order in all processes. `SharedEngine.submit` queues any other function there.
 """
 
 import collections
@@ -28,42 +28,43 @@ from jax.typing import DTypeLike
 from decentjax.exchange import Topology, check_topology
 from decentjax.gossip.engine import SharedEngine
 from decentjax.gossip.record import Record, ignore
-from decentjax.gossip.stages import Adapt, Leaves, Plan, Stage, make_plan
+from decentjax.gossip.stages import Leaves, Plan, Stage, make_plan
 from decentjax.gossip.tuning import Mix, Mixes, compiled_mix, fastest_mixes
 from decentjax.mixing import Lowering
 from decentjax.placement import check_not_donated
-from decentjax.step import AXIS, Metrics, WorkerState
+from decentjax.step import AXIS, Adapt, Metrics, WorkerState
 
 
 class Background:
     """`on_mesh(awc_step)` with its exchange in a second thread; a context that ends it.
 
-    A call of step t waits for the exchange of step t, which the call before has
-    started, updates each group of leaves as soon as it has come, and at once sends it
-    on in the exchange of step t + 1. The numbers are those of `awc_step` with the same
-    lowering: bit for bit, but where XLA fuses a product with a sum in one of them.
+    The call of a step waits for the exchange of this step, which the call before it
+    started. It updates each group of leaves as soon as the group has arrived, and sends
+    it at once in the exchange of the next step. The numbers are those of `awc_step`
+    with the same lowering: bit for bit, unless XLA fuses a product with a sum in one of
+    them.
 
     The params that a step returns are still being sent: do not donate them before
     `settle()`. At its peak a device holds the old, the mixed and the new model, and the
-    optimizer's direction. Leave the context after `settle()`, for all processes to part
-    together.
+    optimizer's direction. Call `settle()` before you leave the context, so that all
+    processes leave together.
 
     Args:
-      adapt: `decentjax.adapt`, with its keywords bound by `functools.partial`, or
-        another function of its kind. It is cut where `mixed` comes in; what
-        depends on it inside a conditional or a loop makes all of that wait.
-      topology: whose exchanges take turns.
-      mesh: with the axis "workers" alone.
+      adapt: the local update, `decentjax.adapt` with its keywords bound. It is cut
+        where it uses `mixed`; a conditional or a loop that uses it waits as a whole.
+      topology: topology whose exchanges are taken in turn.
+      mesh: mesh with the axis "workers" alone.
       message_dtype: as in `mix`.
       lowering: as in `mix`; by default that of `fastest_mixes`, measured before the
         first step.
-      exchange_mesh: the devices that exchange, such as `host_mesh(mesh)`; by default
-        those of `mesh`.
-      record: told what this process did and when; by default nobody is.
+      exchange_mesh: mesh of the devices that exchange, such as `host_mesh(mesh)`; by
+        default `mesh`.
+      record: function that is called with each activity of this process.
 
     Raises:
-      ValueError: if the mesh has other axes, or another number of workers, or those of
-        `exchange_mesh` live elsewhere.
+      TypeError: if `topology` is no `Topology`.
+      ValueError: if the mesh has other axes or another number of workers, or the
+        devices of `exchange_mesh` are in other processes.
 
     Examples:
       >>> import functools
@@ -113,54 +114,59 @@ class Background:
         self._arriving: collections.deque[tuple[Leaves, Future]] = collections.deque()
 
     def __call__(
-        self, state: WorkerState, batch: Any, t: int
+        self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
         """Returns the new state and metrics.
 
-        The state's buffers are given up, but for those of its params, which live until
-        the exchange is done.
+        The state's buffers are donated, except for those of its params, which live
+        until the exchange is done.
 
         Raises:
-          ValueError: if an array has not a row for each worker, `adapt` cannot be cut,
-            or an earlier step was given this state already.
-          BaseException: what has gone wrong in the thread.
+          ValueError: if an array does not have a row for each worker, `adapt` cannot be
+            cut, or the state was donated to an earlier step.
+          BaseException: any error of the thread, as itself.
         """
         check_not_donated(state)
         plan = self._plan(state, batch)
         models = jax.tree.leaves(state.params)
-        if self._sent_for != t or list(map(id, models)) != list(map(id, self._sent)):
+        # The call before has sent the params that it returned, for the step after it.
+        # Other arrays, or another step, are sent now; what is under way is dropped.
+        # Identity is a safe test: `_sent` keeps its arrays alive, so no id is reused.
+        if self._sent_for != step or list(map(id, models)) != list(map(id, self._sent)):
             self._arriving.clear()
             self._sent = []
             models = jax.device_put(
                 models, NamedSharding(self._mesh, PartitionSpec(AXIS))
             )
             for stage in plan.groups:
-                self._send(stage.leaves, [models[i] for i in stage.leaves], t)
-        self._sent, self._sent_for = [], t + 1
+                self._send(stage.leaves, [models[i] for i in stage.leaves], step)
+        # From here on `_send` is for the next step; `arriving` is for this one.
+        self._sent, self._sent_for = [], step + 1
         arriving, self._arriving = self._arriving, collections.deque()
 
         start = time.monotonic()
         values = plan.early(state.params, state[1:], batch)
+        # The record says when the computing was done, not when it was dispatched.
         jax.block_until_ready(values)
-        self._record("compute", t, start, time.monotonic())
+        self._record("compute", step, start, time.monotonic())
         outputs = dict(zip(plan.finished, values, strict=False))
         mixed: dict[int, jax.Array] = {}
         for stage in plan.groups:
-            self._await(stage, arriving, mixed, t)
+            self._await(stage, arriving, mixed, step)
             outputs.update(stage.compute(mixed, values))
-            self._send(stage.leaves, [outputs[i] for i in stage.leaves], t + 1)
+            self._send(stage.leaves, [outputs[i] for i in stage.leaves], step + 1)
         if plan.rest.outputs:
-            self._await(plan.rest, arriving, mixed, t)
+            self._await(plan.rest, arriving, mixed, step)
             outputs.update(plan.rest.compute(mixed, values))
         leaves = [outputs[i] for i in range(plan.structure.num_leaves)]
         return jax.tree.unflatten(plan.structure, leaves)
 
     def settle(self) -> None:
-        """Waits for the exchange on its way: before any other collective."""
+        """Waits for the exchange under way; call it before any other collective."""
         self._engine.settle()
 
     def close(self) -> None:
-        """Leaves the thread, and ends it if no other is left; see `Engine.close`."""
+        """Leaves the thread, and ends it after its last user; see `Engine.close`."""
         self._engine.close()
 
     def __enter__(self) -> "Background":
@@ -169,20 +175,20 @@ class Background:
     def __exit__(self, *error: Any) -> None:
         self._engine.__exit__(*error)
 
-    def _send(self, leaves: Leaves, models: list[jax.Array], t: int) -> None:
-        """Has the thread exchange some leaves, for step t."""
+    def _send(self, leaves: Leaves, models: list[jax.Array], step: int) -> None:
+        """Queues the exchange of some leaves, for the given step."""
         self._sent += models
         if self._exchange_mesh != self._mesh:
-            # They leave the device as soon as they are there; the thread sends others.
+            # The copy to the host starts now, while the thread sends earlier groups.
             for shard in (shard for x in models for shard in x.addressable_shards):
                 shard.data.copy_to_host_async()
-        future = self._submit(self._exchange, models, t)
+        future = self._submit(self._exchange, models, step)
         self._arriving.append((leaves, future))
 
     def _submit(self, function: Callable, *args: Any) -> Future:
-        """Has the thread call the function, with this thread's precision.
+        """Queues a call in the thread, with the precision of the calling thread.
 
-        `jax.enable_x64` as a context is set for one thread alone.
+        `jax.enable_x64`, as a context, holds for one thread only.
         """
         enabled = jnp.result_type(float) == jnp.float64
 
@@ -193,7 +199,7 @@ class Background:
         return self._engine.submit(call)
 
     def _plan(self, state: WorkerState, batch: Any) -> Plan:
-        """How to compute with arrays of these shapes; made when they first come."""
+        """The plan for arrays of these shapes, made when they are first seen."""
         leaves, structure = jax.tree.flatten((state, batch))
         kind = structure, tuple((x.shape, x.dtype) for x in leaves)
         if kind not in self._plans:
@@ -214,13 +220,13 @@ class Background:
         num_bytes = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
         return fastest_mixes(self._topology, mesh, num_bytes, dtype)
 
-    def _exchange(self, models: list[jax.Array], t: int) -> list[jax.Array]:
-        """In the thread: sends, receives, averages."""
+    def _exchange(self, models: list[jax.Array], step: int) -> list[jax.Array]:
+        """Runs in the thread: sends, receives and averages."""
         jax.block_until_ready(models)
         start = time.monotonic()
-        mix_models = self._mixes[self._topology[t]]
+        mix_models = self._mixes[self._topology[step]]
         mixed = mix_elsewhere(mix_models, models, self._mesh, self._exchange_mesh)
-        self._record("exchange", t, start, time.monotonic())
+        self._record("exchange", step, start, time.monotonic())
         return mixed
 
     def _await(
@@ -228,20 +234,20 @@ class Background:
         stage: Stage,
         arriving: collections.deque[tuple[Leaves, Future]],
         mixed: dict[int, jax.Array],
-        t: int,
+        step: int,
     ) -> None:
-        """Waits for mixed leaves, which come in the order in which they were sent."""
+        """Waits for mixed leaves, which arrive in the order in which they were sent."""
         start = time.monotonic()
         while not mixed.keys() >= set(stage.part.awaits):
             leaves, future = arriving.popleft()
             mixed.update(zip(leaves, future.result(), strict=True))
-        self._record("wait", t, start, time.monotonic())
+        self._record("wait", step, start, time.monotonic())
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
     """A mesh of CPU devices, one for each device of the mesh, in the same process.
 
-    Exchanges on it use the host's memory and network, not the accelerators'.
+    Exchanges on it use the memory and the network of the host.
 
     Raises:
       ValueError: if a process has fewer CPU devices than it has workers, or none.
@@ -303,7 +309,7 @@ def _moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:
         return x
     devices = target.devices.ravel()
     parts = [
-        # By way of the host, as there is no other between GPUs and CPUs.
+        # Through NumPy: between the clients of GPU and CPU there is no direct copy.
         jax.device_put(np.asarray(shard.data), devices[shard.index[0].start or 0])
         for shard in x.addressable_shards
     ]

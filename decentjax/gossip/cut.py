@@ -1,9 +1,9 @@
-"""Cuts a function in two: what can be computed at once, and what awaits an input.
+"""Cuts a function in two: a part that can run at once, and a part that awaits an input.
 
-The gradient and the optimizer's direction await no message, `params = mixed + update`
-does. Which is which is read from the traced function, so it holds for any optimizer,
-wherever it uses the mixed model. What a function under `jax.jit` does counts line by
-line; a conditional, a loop or a custom derivative is one line.
+The gradient and the optimizer's direction await no message; `params = mixed + update`
+does. The cut follows the equations of the traced function (its jaxpr), so it works for
+any optimizer, wherever that uses the mixed model. Functions under `jax.jit` are cut
+inside; a conditional, a loop or a custom derivative is one equation.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -20,9 +20,9 @@ class Part(NamedTuple):
     """Some outputs of a cut function.
 
     Args:
-      awaits: numbers of the awaited leaves that they depend on.
-      uses: numbers of the values of `Cut.early` that they depend on.
-      compute: (awaited leaves, values), those and in that order, to the outputs.
+      awaits: numbers of the awaited leaves that the outputs depend on.
+      uses: numbers of the values of `Cut.early` that the outputs depend on.
+      compute: function of these leaves and these values that returns the outputs.
     """
 
     awaits: tuple[int, ...]
@@ -31,23 +31,24 @@ class Part(NamedTuple):
 
 
 class Cut:
-    """A function of trees, cut where its last argument comes in.
+    """A function of trees, cut where it uses its last argument.
 
-    `early(*known)` returns a list of values: first the outputs that await nothing,
-    those of the numbers `finished`, then what `part(outputs)` uses to compute others.
+    `early(*known)` returns a list of values: first the outputs that await nothing, with
+    the numbers `finished`, then the values that `part(outputs)` uses.
 
     Args:
-      function: of arrays alone.
-      known: examples of its arguments, arrays or `jax.ShapeDtypeStruct`s.
-      awaited: an example of its last argument.
+      function: function of arrays only.
+      known: examples of its other arguments, arrays or `jax.ShapeDtypeStruct`s.
+      awaited: example of its last argument.
 
     Raises:
-      ValueError: if what awaits the last argument has side effects, which would be
-        lost, or come twice.
+      ValueError: if an equation that depends on the last argument has side effects,
+        which would be lost or repeated.
     """
 
     def __init__(self, function: Callable, known: Sequence[Any], awaited: Any):
-        # It will run for one worker, inside of whatever mesh the caller has set.
+        # The parts run for one worker inside shard_map. Shardings of a mesh that the
+        # caller has set must not enter the trace.
         with jax.sharding.use_abstract_mesh(NO_MESH):
             traced, out = jax.make_jaxpr(function, return_shape=True)(*known, awaited)
             closed = _without_calls(traced)
@@ -59,6 +60,8 @@ class Cut:
         self._awaited = jaxpr.invars[num_known:]
         self._outputs = jaxpr.outvars
 
+        # Equations are in order of their dependencies: one pass finds all that depend
+        # on the awaited leaves.
         late = set(self._awaited)
         self._early_equations, self._late_equations = [], []
         for equation in jaxpr.eqns:
@@ -77,6 +80,7 @@ class Cut:
             for number, atom in enumerate(self._outputs)
             if isinstance(atom, Literal) or atom not in late
         )
+        # What crosses the cut: inputs of late equations that early ones computed.
         used = _variables(v for e in self._late_equations for v in e.invars)
         self._kept = [
             variable
@@ -85,7 +89,7 @@ class Cut:
         ]
 
     def early(self, *known: Any) -> list[Any]:
-        """Returns the values that await nothing, of arguments like the examples."""
+        """Returns the values that await nothing, for arguments like the examples."""
         leaves = jax.tree.leaves(known)
         values = self._constants | dict(zip(self._known, leaves, strict=True))
         _evaluate(self._early_equations, values)
@@ -95,7 +99,7 @@ class Cut:
     def part(self, outputs: Iterable[int]) -> Part:
         """Returns how to compute outputs that are not finished.
 
-        What two parts both need, such as a norm over all updates, both compute.
+        A value that two parts need, such as a norm over all updates, both compute.
         """
         wanted = [self._outputs[number] for number in outputs]
         needed = set(_variables(wanted))
@@ -119,7 +123,7 @@ class Cut:
 
 
 def _without_calls(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same, with the equations of jitted functions in the place of their calls."""
+    """Inlines the calls of jitted functions."""
 
     def evaluate(*inputs: Any) -> list[Any]:
         return _call(closed, inputs)
@@ -136,15 +140,18 @@ def _call(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate(equations: Iterable[Any], values: dict[Any, Any]) -> None:
-    """Adds what the equations compute to the values of their variables."""
+    """Adds the results of the equations to the values of the variables."""
     for equation in equations:
         inputs = [_read(values, atom) for atom in equation.invars]
         values.update(zip(equation.outvars, _results(equation, inputs), strict=True))
 
 
 def _results(equation: Any, inputs: list[Any]) -> Sequence[Any]:
+    # "jit" is the name of the primitive in jax 0.10 to 0.12, an internal of jax.
     if equation.primitive.name == "jit":
         return _call(equation.params["jaxpr"], inputs)
+    # As jax.core.eval_jaxpr does: some primitives bind functions, made of their params,
+    # and an equation keeps the context it was traced in, such as the matmul precision.
     params = equation.primitive.get_bind_params(equation.params)
     with equation.ctx.manager:
         results = equation.primitive.bind(*inputs, **params)

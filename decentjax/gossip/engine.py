@@ -1,4 +1,4 @@
-"""A second thread that runs one function after the other; one that all may share."""
+"""A second thread that calls queued functions in order; one for a whole process."""
 
 import collections
 import contextlib
@@ -9,33 +9,34 @@ from concurrent.futures import Future
 from typing import Any, ClassVar
 
 CLOSING_SECONDS = 10.0
-FAILING_SECONDS = 1.0  # After an error: the peers are to learn of it soon.
+FAILING_SECONDS = 1.0  # After an error, so that peers learn of it soon.
 
 
 class Engine:
-    """A thread that runs one function after the other; a context that ends it.
+    """A thread that calls queued functions in order; a context that ends it.
 
-    An error in the thread is raised, as itself, by the future of what failed, by the
-    futures of all that was to follow, and by the next `submit`.
+    An error in the thread is raised, as itself, by the future of the call that failed,
+    by the futures of all later calls, and by the next `submit`.
     """
 
     def __init__(self):
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._closed = False
-        # Nothing may be put behind the end of the queue.
+        # `submit` must not put a call behind the None that ends the thread: its future
+        # would never be done.
         self._lock = threading.Lock()
-        # Daemonic: nobody waits at exit for a message that a lost peer does not send.
+        # A daemon: else Python waits at exit for a message that never comes.
         self._thread = threading.Thread(
             target=self._run, name="decentjax.gossip", daemon=True
         )
         self._thread.start()
 
     def submit(self, function: Callable, *args: Any) -> Future:
-        """Has the thread call the function, after all that was submitted before.
+        """Queues a call of the function.
 
         Returns:
-          The future of its result, which cannot be cancelled: a peer may wait for it.
+          The future of its result. It cannot be cancelled: a peer may wait for it.
 
         Raises:
           RuntimeError: if the engine is closed.
@@ -51,13 +52,13 @@ class Engine:
         return future
 
     def settle(self) -> None:
-        """Waits until all that was submitted is done."""
+        """Waits until all queued calls are done."""
         self.submit(int).result()
 
     def close(self) -> None:
-        """Ends the thread after what was submitted.
+        """Ends the thread after the queued calls.
 
-        It waits 10 s at the most: what a lost peer will never send is left behind.
+        Waits at most 10 s, and then abandons a message that a lost peer never sends.
         """
         self._end(CLOSING_SECONDS)
 
@@ -69,7 +70,7 @@ class Engine:
 
     @property
     def failed(self) -> bool:
-        """Whether a function raised, so that none that follows will run."""
+        """Whether a call raised, so that later calls do not run."""
         return self._error is not None
 
     def _end(self, seconds: float) -> None:
@@ -89,17 +90,18 @@ class Engine:
             except BaseException as error:
                 self._error = error
                 future.set_exception(error)
-            # A model must not live on in the variables of a thread that waits.
+            # Else a waiting thread's variables would keep the last model in memory.
             del task, future, function, args
 
 
 class SharedEngine:
-    """The engine that all exchanges of this process share; a context that leaves it.
+    """The engine shared by all exchanges of this process; a context that leaves it.
 
-    Collectives find their partners by the order in which they start. Processes that
-    step two models in one order submit their exchanges in one order too, and one thread
-    keeps it; with a thread each, a model could be averaged with the other one. The last
-    to leave ends the thread. An engine that has failed is shared with no newcomer.
+    Collectives of several processes are matched by the order in which they start.
+    Processes that step two models in one order also submit their exchanges in one
+    order, and a single thread keeps it. With one thread per model, a model could be
+    averaged with the other one. The last user to leave ends the thread. An engine that
+    failed gets no new users.
     """
 
     _lock: ClassVar = threading.Lock()
@@ -116,17 +118,17 @@ class SharedEngine:
         self._engine = engine
 
     def submit(self, function: Callable, *args: Any) -> Future:
-        """As `Engine.submit`, behind what all others have submitted."""
+        """As `Engine.submit`, after the calls of all other users."""
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
         return self._engine.submit(function, *args)
 
     def settle(self) -> None:
-        """Waits until all that was submitted, by the others too, is done."""
+        """Waits until all queued calls are done, those of other users too."""
         self.submit(int).result()
 
     def close(self) -> None:
-        """Leaves the engine after what was submitted, as `Engine.close`."""
+        """Leaves the engine after the queued calls, as `Engine.close`."""
         self._leave(CLOSING_SECONDS)
 
     def __enter__(self) -> "SharedEngine":
@@ -145,6 +147,6 @@ class SharedEngine:
         if is_last:
             self._engine._end(seconds)
         else:
-            # An error is that of a future, whose owner raises it.
+            # Errors are raised by the futures of the calls that failed.
             with contextlib.suppress(BaseException):
                 self._engine.submit(int).result(seconds)

@@ -1,10 +1,10 @@
-"""What a process did, and when: told to a function that the user gives."""
+"""A record of what a process did, and when, as the user wants it."""
 
 from typing import Protocol
 
 
 class Record(Protocol):
-    """Takes note of what a process did from `start` to `end`, of `time.monotonic()`.
+    """Called with what a process did from `start` to `end`, of `time.monotonic()`.
 
     The activity is "compute" (gradient and direction), "wait" (for mixed leaves) or
     "exchange" (for each group of leaves). Called by both threads.
@@ -14,5 +14,5 @@ class Record(Protocol):
 
 
 def ignore(activity: str, step: int, start: float, end: float) -> None:
-    """The record of those who want none."""
+    """Records nothing."""
     del activity, step, start, end

@@ -1,45 +1,34 @@
-"""A step in stages: what awaits no message, and groups of leaves that come one by one.
+"""A step in stages: a part that awaits no message, and groups of leaves that do.
 
-The pieces of `decentjax.gossip.Background`, compiled for stacked arrays on a mesh.
+The programs of `decentjax.gossip.Background`, compiled for stacked arrays on a mesh.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
 
 from decentjax.gossip.cut import Cut, Part
 from decentjax.placement import over_workers
-from decentjax.step import Metrics, WorkerState
+from decentjax.step import Adapt, WorkerState
 
-# Leaves travel in groups of this size: one by one, small ones would cost more in calls
-# than in bytes; all at once, the last would keep the first from being updated.
+# Leaves travel in groups of this size. One by one, the calls for small leaves would
+# cost more than their bytes; all at once, the first leaf could not be updated before
+# the last has arrived.
 GROUP_BYTES = 4 * 2**20
 
 Leaves = tuple[int, ...]
-
-
-class Adapt(Protocol):
-    """One worker's step but for the exchange, as `decentjax.adapt` with keywords bound.
-
-    A function of arrays alone: no collectives and no `axis_index`, and no side effects
-    of what depends on `mixed`.
-    """
-
-    def __call__(
-        self, state: WorkerState, batch: Any, mixed: Any
-    ) -> tuple[WorkerState, Metrics]: ...
 
 
 class Stage(NamedTuple):
     """Leaves of the new state that are computed together.
 
     Args:
-      leaves: their numbers.
-      outputs: those of them that await mixed leaves.
-      part: what these need.
-      run: the part compiled, over stacked arrays.
+      leaves: numbers of the leaves.
+      outputs: numbers of the leaves among them that await mixed leaves.
+      part: what the outputs depend on.
+      run: the compiled part, over stacked arrays.
     """
 
     leaves: Leaves
@@ -61,11 +50,12 @@ class Plan(NamedTuple):
     """A step in pieces.
 
     Args:
-      early: (params, the rest of the state, batch), stacked, to the values of the cut.
-      finished: the outputs that these values begin with.
-      groups: the stages of the params, each sent on at once.
-      rest: the stage of all other outputs.
-      structure: of all outputs.
+      early: function of (params, the rest of the state, batch), stacked, that returns
+        the values of the cut.
+      finished: numbers of the outputs with which these values begin.
+      groups: stages of the params, each sent as soon as it is computed.
+      rest: stage of all other outputs.
+      structure: tree structure of all outputs.
     """
 
     early: Callable[..., list[jax.Array]]
@@ -96,7 +86,7 @@ def make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> Plan:
         return Stage(leaves, outputs, part, jax.jit(over_workers(part.compute, mesh)))
 
     sizes = [x.nbytes // len(x) for x in jax.tree.leaves(state.params)]
-    # A group is a call or two in each step: no more than some dozens.
+    # At most some 64 groups: each costs one or two calls in every step.
     group_bytes = max(GROUP_BYTES, sum(sizes) // 64)
     return Plan(
         early=jax.jit(over_workers(early, mesh), donate_argnums=1),

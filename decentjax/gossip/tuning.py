@@ -1,4 +1,4 @@
-"""Which way of sending an exchange is the fastest on a network: a measurement says."""
+"""Measures which lowering of an exchange is the fastest on a network."""
 
 import dataclasses
 import functools
@@ -18,9 +18,9 @@ from decentjax.mixing import Lowering, mix
 from decentjax.placement import over_workers
 from decentjax.step import AXIS
 
-# In small pieces both directions of a link are in use; each piece costs a round trip.
+# Small pieces use both directions of a link at once; each costs a round trip.
 PIECE_BYTES = (None, 256 * 2**10, 64 * 2**10)
-MEASURED_BYTES = 4 * 2**20  # Enough to tell, and soon over on a slow network.
+MEASURED_BYTES = 4 * 2**20  # Enough to measure, and short on a slow network.
 
 Mix = Callable[[list[jax.Array]], list[jax.Array]]
 Mixes = dict[Exchange, Mix]
@@ -33,16 +33,16 @@ def fastest_mixes(
     num_bytes: int,
     message_dtype: DTypeLike | None = None,
 ) -> Mixes:
-    """Returns the compiled mix of each exchange, lowered as is fastest on this mesh.
+    """Returns the compiled mix of each exchange, with its fastest lowering.
 
-    Functions of a list of stacked leaves. Each distinct exchange is measured: those of
-    one topology may use different links. That takes up to 5 compilations and 15
-    exchanges of 4 MiB for each. Collective, as `fastest`.
+    Each is a function of a list of stacked leaves. Each distinct exchange is measured,
+    as they may use different links: up to 5 compilations and 15 exchanges of 4 MiB.
+    Collective, as `fastest`.
 
     Args:
-      topology: whose exchanges.
-      mesh: with the axis "workers".
-      num_bytes: of one model; of a larger one than 4 MiB only so much is measured.
+      topology: topology of the exchanges.
+      mesh: mesh with the axis "workers".
+      num_bytes: size of one model, in bytes; at most 4 MiB of it are measured.
       message_dtype: as in `mix`.
     """
     measured = min(num_bytes, MEASURED_BYTES)
@@ -57,14 +57,14 @@ def fastest_mixes(
 def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
     """Returns the number of the option that exchanges fastest on this mesh.
 
-    Each averages a float32 model of `num_bytes` three times, of which the first does
-    not count; the slowest worker decides, the same for all. Collective: all processes
-    call it at once, while no exchange is on its way.
+    Each averages a float32 model three times, the first time unmeasured; the time is
+    that of the slowest worker, the same for all. Collective: all processes call it, and
+    no exchange is under way.
 
     Args:
       options: exchanges, each with its lowering.
-      mesh: with the axis "workers".
-      num_bytes: per worker; some megabytes tell more than a few.
+      mesh: mesh with the axis "workers".
+      num_bytes: size of the model, in bytes per worker; some megabytes or more.
     """
     if len(options) == 1:
         return 0
@@ -102,7 +102,7 @@ def compiled_mix(
 def _options(
     exchange: Exchange, num_bytes: int, message_dtype: DTypeLike | None
 ) -> list[Option]:
-    """The ways to carry out an exchange that are worth a measurement."""
+    """The lowerings of an exchange that are worth a measurement."""
     between = exchange.between
     if isinstance(between, Permutations):
         if not rounds_of(between)[1]:
@@ -113,7 +113,7 @@ def _options(
     if num_groups in (1, between.size):
         return [(exchange, Lowering())]
     options = [(exchange, Lowering(groups=way)) for way in ("scatter", "sum")]
-    # A narrow swap rounds once, a narrow mean twice: no longer the same numbers.
+    # With narrow messages a swap rounds once and a mean twice: other numbers.
     if between.size == 2 * num_groups and message_dtype is None:
         swaps = dataclasses.replace(exchange, between=_as_swaps(between))
         options += _options(swaps, num_bytes, message_dtype)

@@ -22,6 +22,7 @@ from decentjax import (
     awc_step,
     gossip,
     init_state,
+    mix,
     on_mesh,
     simulate,
     worker_mesh,
@@ -34,6 +35,8 @@ from train.job.distributed import job_mesh, meet
 from train.run.finite import poison_gradient, watch_gradients
 from train.tasks.task import Task
 from train.xla import check_options, read_options
+
+ORDERS = {"awc": awc_step, "atc": atc_step}
 
 
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
@@ -144,10 +147,10 @@ def _check_same_kind(model: Any, wanted: Any) -> None:
 
 
 class LoopStep(Protocol):
-    """A context; called with step t it returns the new state, [N, ...], and metrics."""
+    """A context; a call does one step and returns the state [N, ...] and metrics."""
 
     def __call__(
-        self, state: WorkerState, batch: Any, t: int
+        self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]: ...
 
     def settle(self) -> None:
@@ -174,12 +177,12 @@ def build_train_step(
             'simulated workers send nothing: exchange.where = "background" needs '
             'workers.where = "mesh", or several processes'
         )
-    bound = _bound(config, task, optimizer)
+    local = bind_adapt(config, task, optimizer)
     if config.step.algorithm == "all_reduce":
-        return gossip.AllReduce(**bound, mesh=mesh, record=record)
+        return gossip.AllReduce(local, mesh, record)
     exchange_mesh = None if jax.default_backend() == "cpu" else host_mesh(mesh)
     return gossip.Background(
-        functools.partial(adapt, **bound),
+        local,
         config.topology.build(config.workers),
         mesh,
         message_dtype=config.step.message_dtype,
@@ -196,17 +199,17 @@ def build_in_step(
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """The compiled step of the config's algorithm, its exchange inside."""
-    bound = _bound(config, task, optimizer)
-    algorithm = config.step.algorithm
-    if algorithm == "all_reduce":
+    local = bind_adapt(config, task, optimizer)
+    if config.step.algorithm == "all_reduce":
         topology = complete(config.workers.num_workers)
-        step = functools.partial(all_reduce_step, **bound)
+        step = functools.partial(all_reduce_step, adapt=local)
     else:
         topology = config.topology.build(config.workers)
-        mixing = {"awc": awc_step, "atc": atc_step}[algorithm]
-        step = functools.partial(
-            mixing, **bound, message_dtype=config.step.message_dtype
+        mixing = functools.partial(
+            mix, axis_name=AXIS, message_dtype=config.step.message_dtype
         )
+        order = ORDERS[config.step.algorithm]
+        step = functools.partial(order, adapt=local, mix=mixing)
     if mesh is None:
         return simulate(step, topology)
     return on_mesh(step, topology, mesh, compiler_options)
@@ -216,7 +219,7 @@ def build_lone_step(
     config: Config, task: Task, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainStep:
     """The compiled step of workers who exchange nothing."""
-    step = functools.partial(awc_step, **_bound(config, task, optimizer))
+    step = functools.partial(awc_step, adapt=bind_adapt(config, task, optimizer))
     nobody = alone(mesh.shape[AXIS])
     return on_mesh(step, nobody, mesh, step_options(config, mesh))
 
@@ -249,13 +252,13 @@ class _InStep:
         self._record = record
 
     def __call__(
-        self, state: WorkerState, batch: Any, t: int
+        self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
         start = time.monotonic()
-        result = self._train_step(state, batch, t)
+        result = self._train_step(state, batch, step)
         if self._record is not None:
             jax.block_until_ready(result)
-            self._record("step", t, start, time.monotonic())
+            self._record("step", step, start, time.monotonic())
         return result
 
     def settle(self) -> None:
@@ -268,11 +271,12 @@ class _InStep:
         pass
 
 
-def _bound(
+def bind_adapt(
     config: Config, task: Task, optimizer: optax.GradientTransformation
-) -> dict[str, Any]:
-    """The keywords that all algorithms take."""
-    return dict(
+) -> Callable[..., tuple[WorkerState, Metrics]]:
+    """The local update; a loss that is not finite makes its gradient so too."""
+    return functools.partial(
+        adapt,
         loss_fn=poison_gradient(task.loss_fn),
         optimizer=optimizer,
         num_micro_batches=config.step.num_micro_batches,

@@ -25,7 +25,7 @@ from decentjax.step import Metrics
 from decentjax.topology import complete
 from train.config import Config
 from train.data.batches import feed
-from train.run.build import build_optimizer, build_schedule, build_state
+from train.run.build import ORDERS, build_optimizer, build_schedule, build_state
 from train.run.evaluation import ratios
 from train.tasks.task import Task
 
@@ -184,42 +184,32 @@ def _build_step(
     Nothing is to be hidden here, so the exchange is a program of its own, and the rest
     is compiled once and not once for each exchange.
     """
-    bound = dict(
+    over_all = lambda function: jax.vmap(over_workers(function))  # noqa: E731
+    local = functools.partial(
+        adapt,
         loss_fn=task.loss_fn,
         optimizer=optimizer,
         num_micro_batches=config.step.num_micro_batches,
     )
     if config.step.algorithm == "all_reduce":
         whole = complete(config.workers.num_workers)[0]
-        one = functools.partial(all_reduce_step, exchange=whole, **bound)
-        alone = jax.jit(jax.vmap(over_workers(one)), donate_argnums=0)
-        return lambda state, batch, t: alone(state, batch)
-    adapted = jax.jit(jax.vmap(over_workers(functools.partial(adapt, **bound))))
+        one = functools.partial(all_reduce_step, exchange=whole, adapt=local)
+        alone = jax.jit(over_all(one), donate_argnums=0)
+        return lambda state, batch, step: alone(state, batch)
     topology = config.topology.build(config.workers)
+    mixing = functools.partial(
+        mix, axis_name=AXIS, message_dtype=config.step.message_dtype
+    )
     mixes = {
-        exchange: jax.jit(
-            jax.vmap(
-                over_workers(
-                    functools.partial(
-                        mix,
-                        exchange=exchange,
-                        axis_name=AXIS,
-                        message_dtype=config.step.message_dtype,
-                    )
-                )
-            )
-        )
+        exchange: jax.jit(over_all(functools.partial(mixing, exchange=exchange)))
         for exchange in topology
     }
-
-    def awc(state: WorkerState, batch: Any, t: int) -> tuple[WorkerState, Metrics]:
-        return adapted(state, batch, mixes[topology[t]](state.params))
-
-    def atc(state: WorkerState, batch: Any, t: int) -> tuple[WorkerState, Metrics]:
-        state, metrics = adapted(state, batch, state.params)
-        return state._replace(params=mixes[topology[t]](state.params)), metrics
-
-    return {"awc": awc, "atc": atc}[config.step.algorithm]
+    order = functools.partial(
+        ORDERS[config.step.algorithm],
+        adapt=jax.jit(over_all(local)),
+        mix=lambda params, exchange: mixes[exchange](params),
+    )
+    return lambda state, batch, step: order(state, batch, topology[step])
 
 
 Scores = Callable[[WorkerState], dict[str, Any]]

@@ -67,7 +67,7 @@ def _contestant(work: Work, num_workers: int, per_node: int, name: str) -> Conte
         (count, *inputs.shape), sharding, lambda index: inputs[None]
     )
     graph = graph_of(graph_name or COMPLETE, count, per_node)
-    keywords = dict(loss_fn=loss_fn, optimizer=optimizer)
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
     rest = lambda: None  # noqa: E731
     t = 0
 
@@ -84,15 +84,13 @@ def _contestant(work: Work, num_workers: int, per_node: int, name: str) -> Conte
         return Contestant(step)
 
     if what == "in the background":
-        train_step = gossip.Background(
-            functools.partial(adapt, **keywords), graph, mesh
-        )
+        train_step = gossip.Background(local, graph, mesh)
         rest = train_step.settle
     elif what in ("in the step", "compute alone"):
-        train_step = on_mesh(functools.partial(awc_step, **keywords), graph, mesh)
+        train_step = on_mesh(functools.partial(awc_step, adapt=local), graph, mesh)
     else:
         train_step = on_mesh(
-            functools.partial(all_reduce_step, **keywords), graph, mesh
+            functools.partial(all_reduce_step, adapt=local), graph, mesh
         )
 
     def step():

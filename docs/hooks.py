@@ -1,0 +1,102 @@
+"""Hooks of the site: files outside docs/ have one home and are part of it all the same.
+
+README is the front page, and whatever else a page links to, a figure or a table in
+`configs` say, comes along at its path in the repository.
+"""
+
+import os.path
+import re
+from pathlib import Path
+
+from latex2mathml.converter import convert
+from markdown import Extension, Markdown
+from markdown.preprocessors import Preprocessor
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.plugins import event_priority
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parent.parent
+LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")
+INLINE_MATH = re.compile(r":math:`([^`]+)`")
+DISPLAY_MATH = re.compile(r"^\.\. math::\n((?:[ \t]+\S.*\n?|[ \t]*\n)+)", re.MULTILINE)
+
+
+@event_priority(100)  # mkdocstrings copies the list.
+def on_config(config: MkDocsConfig) -> None:
+    """Adds the formulas of docstrings to the extensions of Markdown."""
+    config.markdown_extensions.append(Math())
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds README, and all files of the repository that pages link to."""
+    files.append(_brought(config, "index.md", "README.md"))
+    pages = [page.src_uri for page in files.documentation_pages()]
+    while pages:
+        page = pages.pop()
+        for target in _targets(page, (ROOT / _in_repository(page)).read_text()):
+            if files.get_file_from_path(_in_site(target)) is None:
+                files.append(_brought(config, _in_site(target), target))
+                pages += [target] if target.endswith(".md") else []
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **kwargs: object) -> str:
+    """Turns links between files of the repository into links of the site."""
+    here = page.file.src_uri
+
+    def link(match: re.Match[str]) -> str:
+        target = _target(here, match[0])
+        if not (ROOT / target).is_file():
+            return match[0]  # MkDocs warns of it.
+        return os.path.relpath(_in_site(target), os.path.dirname(here) or ".")
+
+    return LINK.sub(link, markdown)
+
+
+def _targets(page: str, markdown: str) -> list[str]:
+    targets = [_target(page, link) for link in LINK.findall(markdown)]
+    return [target for target in targets if (ROOT / target).is_file()]
+
+
+def _target(page: str, link: str) -> str:
+    """The path in the repository to which a page's link leads."""
+    return os.path.normpath(os.path.join(os.path.dirname(_in_repository(page)), link))
+
+
+def _in_repository(page: str) -> str:
+    if page == "index.md":
+        return "README.md"
+    return f"docs/{page}" if (ROOT / "docs" / page).exists() else page
+
+
+def _in_site(path: str) -> str:
+    return "index.md" if path == "README.md" else path.removeprefix("docs/")
+
+
+def _brought(config: MkDocsConfig, uri: str, path: str) -> File:
+    return File.generated(config, uri, abs_src_path=str(ROOT / path))
+
+
+class Math(Extension):
+    """Formulas in reStructuredText's notation, as MathML, which needs no script."""
+
+    def extendMarkdown(self, md: Markdown) -> None:  # noqa: N802
+        # After whitespace (30) and fenced code (25), before blocks of HTML (20).
+        md.preprocessors.register(_MathPreprocessor(md), "math", priority=22)
+
+
+class _MathPreprocessor(Preprocessor):
+    def run(self, lines: list[str]) -> list[str]:
+        text = DISPLAY_MATH.sub(self._display, "\n".join(lines) + "\n")
+        return INLINE_MATH.sub(self._inline, text).split("\n")
+
+    def _inline(self, match: re.Match[str]) -> str:
+        return self._stored(match[1], "inline")
+
+    def _display(self, match: re.Match[str]) -> str:
+        return f"\n{self._stored(match[1], 'block')}\n\n"
+
+    def _stored(self, latex: str, display: str) -> str:
+        formula = convert(" ".join(latex.split()), display=display)
+        return self.md.htmlStash.store(formula)
