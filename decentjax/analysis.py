@@ -173,8 +173,8 @@ def _exchange_traffic(exchange: Exchange, model: float, per_node: int) -> Traffi
 def _ring(groups: np.ndarray, part: float, rounds: int) -> Transfer:
     """A transfer in which each member sends to the next one of its group, [S, G]."""
     if len(groups) == 1:
-        nobody = np.empty(0, int)
-        return Transfer(groups, nobody, nobody, 0.0, 0)
+        none = np.empty(0, int)
+        return Transfer(groups, none, none, 0.0, 0)
     receivers = np.roll(groups, -1, axis=0).ravel()
     return Transfer(groups, groups.ravel(), receivers, part, rounds)
 

@@ -116,7 +116,7 @@ def test_a_number_is_read_in_its_unit(parse, text, wanted):
         (count, "nan", "K, M, B, T, such as 65M"),
     ],
 )
-def test_what_is_no_number_with_a_unit_is_refused_with_the_units(parse, text, units):
+def test_a_number_without_its_unit_is_refused(parse, text, units):
     with pytest.raises(ValueError, match=r"^size must be a number") as refused:
         parse("size", text)
     sentence = f"size must be a number with one of the units {units}, got {text!r}"
@@ -172,9 +172,7 @@ def test_what_the_flags_leave_out_is_as_their_help_says():
 @pytest.mark.parametrize(
     ("overlap", "forward_share"), [("in_step", 1 / 3), ("none", 1), ("background", 1)]
 )
-def test_only_in_the_step_a_part_of_the_gradient_is_sent_before_the_rest(
-    overlap, forward_share
-):
+def test_only_the_step_sends_parts_of_the_gradient_early(overlap, forward_share):
     assert flags(overlap=overlap).setting().job.forward_share == forward_share
     given = flags(overlap=overlap, forward_share=0.0).setting()
     assert given.job.forward_share == 0
@@ -191,13 +189,13 @@ DISTRIBUTIONS = {
 
 
 @pytest.mark.parametrize("distribution", DISTRIBUTIONS)
-def test_compute_times_are_drawn_from_the_distribution_that_was_asked_for(distribution):
+def test_compute_times_follow_the_chosen_distribution(distribution):
     job = flags(distribution=distribution, sigma=0.2).setting().job
     wanted = DISTRIBUTIONS[distribution](np.random.default_rng((3, 5)))
     np.testing.assert_allclose(job.draw(5, 8, 3), wanted)
 
 
-def test_as_many_workers_as_were_asked_for_are_late_by_so_much():
+def test_late_workers_are_late_by_the_given_time():
     job = flags(late_workers=3, late_by="20ms").setting().job
     for step in range(5):
         drawn = sorted(job.draw(step, 8, 0))
@@ -241,7 +239,7 @@ def test_as_many_workers_as_were_asked_for_are_late_by_so_much():
     ],
     ids=str,
 )
-def test_flags_of_what_cannot_be_get_a_sentence(changes, sentence):
+def test_invalid_flags_are_refused(changes, sentence):
     with pytest.raises(ValueError, match=sentence):
         flags(**changes).setting()
 
@@ -276,9 +274,7 @@ def test_a_topology_fits_or_it_is_said_why_not(num_workers, workers_per_node):
         ),
     ],
 )
-def test_workers_of_no_power_of_two_are_left_with_the_topologies_for_any_number(
-    num_workers, fits
-):
+def test_without_a_power_of_two_some_topologies_fit(num_workers, fits):
     fit, unfit = fitting(num_workers, 1)
     assert {config.name for config, _ in fit} == fits
     wanted = f"hypercube needs num_workers to be a power of two, got {num_workers}"
@@ -408,7 +404,7 @@ BY_HAND = {
 }
 
 
-def test_the_bytes_over_cards_and_of_workers_are_those_counted_by_hand():
+def test_bytes_are_those_counted_by_hand():
     rows = rows_of(flags().setting())
     assert rows.keys() == BY_HAND.keys()
     for name, (node, worker, messages) in BY_HAND.items():
@@ -438,9 +434,7 @@ def test_an_exchange_takes_its_bytes_over_the_rate_of_the_card():
     ("nodes", "workers_per_node"),
     [(1, 1), (2, 1), (5, 1), (6, 1), (7, 1), (4, 2), (3, 4), (16, 1)],
 )
-def test_the_consensus_factor_is_that_of_the_product_of_the_mixing_matrices(
-    nodes, workers_per_node
-):
+def test_the_consensus_factor_is_that_of_the_matrices(nodes, workers_per_node):
     setting = flags(nodes=nodes, workers_per_node=workers_per_node).setting()
     rows = rows_of(setting)
     size = nodes * workers_per_node
@@ -470,7 +464,7 @@ def of_name(row_name: str, topology_name: str) -> bool:
     return name == topology_name
 
 
-def test_a_distance_that_shrinks_by_a_factor_is_a_tenth_after_its_logarithm():
+def test_time_to_consensus_follows_from_the_factor():
     (row,) = [r for r in rows_of(flags().setting()).values() if r.name == "torus"]
     # Of a ring of 4 and itself: the second eigenvalue is (1 + 2 + 0) / 5.
     assert row.consensus_factor == pytest.approx(3 / 5)
@@ -527,7 +521,7 @@ def in_step_by_loops(made, compute: np.ndarray) -> np.ndarray:
     return np.stack(starts)
 
 
-def test_a_step_is_the_mean_over_whole_periods_after_a_tenth_of_the_steps():
+def test_a_step_is_the_mean_over_whole_periods():
     """Messages take no time here, so a loop over the peers says when steps end."""
     trace = np.random.default_rng(0).gamma(2, 0.5, (40, 8))
     job = Job(model_bytes=1.0, compute=runtime.trace(trace))
@@ -619,7 +613,7 @@ def test_an_exchange_takes_as_long_as_it_was_measured():
         np.testing.assert_array_equal(got, same)
 
 
-def test_a_step_that_waits_for_its_exchange_takes_as_long_as_was_measured():
+def test_a_step_that_waits_takes_the_measured_time():
     made = topology.exponential(16)
     asked = flags(compute="1ms", forward_share=1.0).setting()
     setting = dataclasses.replace(asked, measured={None: 0.4, made: 0.3})
@@ -684,7 +678,7 @@ def test_the_reason_says_what_is_exposed_and_waited_for():
     )
 
 
-def test_of_those_about_as_fast_the_one_that_agrees_soonest_is_advised():
+def test_among_the_fastest_consensus_decides():
     rows = [
         made_row("fast", step=0.5, consensus_factor=0.9),
         made_row("sooner", step=0.5095, consensus_factor=0.5),
@@ -728,7 +722,7 @@ def test_what_is_not_a_twentieth_faster_is_not_worth_it(speed_up, goes):
         )
 
 
-def test_of_those_that_are_worth_it_the_one_that_agrees_soonest_is_advised():
+def test_consensus_decides_only_where_the_speed_up_is_worth():
     fast = made_row("fast", step=1 / 1.06, consensus_factor=0.9)
     sooner = made_row("sooner", step=1 / 1.045, consensus_factor=0.1)
     assert advise(ALL_REDUCE, [sooner, fast]).choice == fast
@@ -922,7 +916,7 @@ def test_tables_hold_what_each_scheme_takes_and_sends(monkeypatch, tmp_path, cap
         assert f"\n  {name}: {reason}\n" in printed
 
 
-def test_where_all_reduce_stays_the_best_topology_is_drawn_beside_it(tmp_path, capsys):
+def test_with_all_reduce_the_best_topology_is_drawn_too(tmp_path, capsys):
     slow = [*ASKED, "--compute", "60s", "--steps", "10", "--out", str(tmp_path)]
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         assert program.main([*slow, "--distribution", "constant"]) == 0

@@ -239,7 +239,7 @@ def test_an_exchange_overlaps_as_it_will_in_training(
     assert measure._overlap(config, worker_mesh(2)) == overlap
 
 
-def test_on_an_accelerator_a_part_of_the_gradient_is_sent_before_the_rest(monkeypatch):
+def test_an_accelerator_sends_parts_of_the_gradient_early(monkeypatch):
     truth = Cluster(num_nodes=2, between_bytes_per_second=1e5)
     FakeNetwork(truth, sent_bytes()).install(monkeypatch)
     monkeypatch.setattr(measure, "_overlap", lambda *_: "in_step")

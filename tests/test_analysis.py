@@ -174,7 +174,7 @@ def test_without_averaging_nothing_is_gained(matrix):
         (partial(topology.ring_lattice, degree=4), 5, 1),
     ],
 )
-def test_an_exact_graph_is_exact_after_so_many_exchanges(make, n, num_exchanges):
+def test_an_exact_graph_is_exact_after_these_exchanges(make, n, num_exchanges):
     assert exact_after(make(n)) == num_exchanges
 
 
@@ -296,7 +296,7 @@ def test_one_exchange_sends_what_is_counted_by_hand(
     _check_traffic(sent, messages, worker_bytes, node_bytes)
 
 
-def test_alternating_exponential_ring_sends_one_model_over_a_joint_node_link():
+def test_alternating_ring_sends_one_model_per_node_link():
     joint = [{2, 3}, {0, 1}, {1, 3}, {0, 2}]
     sent = traffic(topology.alternating_exponential_ring(16, 4), MODEL)
     for nodes, now in zip(joint, sent, strict=True):
@@ -315,7 +315,7 @@ def test_two_nodes_behind_one_link_keep_their_exchanges_off_it():
     assert [now.node_bytes.tolist() for now in sent] == [[0, 0]] * 2 + [[120, 120]] * 2
 
 
-def test_the_upper_bits_of_a_hypercube_load_the_node_link_with_every_worker():
+def test_upper_hypercube_bits_load_the_node_link():
     sent = traffic(topology.hypercube(16), MODEL, workers_per_node=4)
     for now, crossing in zip(sent, (0, 0, 480, 480), strict=True):
         _check_traffic(now, [1] * 16, [120] * 16, [crossing] * 4)

@@ -78,7 +78,7 @@ def test_inside_nodes_nothing_is_sent_between_them():
     np.testing.assert_allclose(matrix, np.kron(np.eye(2), np.ones((3, 3)) / 3))
 
 
-def test_a_straggler_is_let_through_by_all_reduce_alone():
+def test_only_all_reduce_passes_on_the_whole_delay():
     late = predicted(cluster(4), 1.0, 0.3, "all-reduce")
     assert late == pytest.approx(1.3 + 0.75)
     apart = predicted(cluster(4), 1.0, 0.3, RING)
@@ -168,7 +168,7 @@ def test_what_a_card_can_carry_at_the_least_is_bytes_over_rate(monkeypatch):
     assert found[16].measured[AER] == 78.9
 
 
-def test_with_two_late_workers_a_barrier_lets_all_of_it_through(monkeypatch):
+def test_a_barrier_passes_on_the_whole_delay(monkeypatch):
     monkeypatch.setattr(imbalance, "STEPS", 60)
     lines = {(x.num_workers, x.scheme): x for x in imbalance.lines()}
     assert len(lines) == 10

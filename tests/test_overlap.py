@@ -101,7 +101,7 @@ def test_a_schedule_of_a_tpu_is_read():
     assert schedule.sent_bytes("workers") == 2**22
 
 
-def test_in_a_real_schedule_an_end_is_followed_or_counts_as_missing():
+def test_in_a_real_schedule_ends_are_followed_or_missing():
     text = (Path(__file__).parent / "v5e_step.txt").read_text()
     (start,) = hlo.collective_names(text)
     (line,) = [
@@ -424,7 +424,7 @@ def test_a_loop_sends_as_often_as_it_turns(trips):
     assert schedule.uncounted == (() if trips else ("l",))
 
 
-def test_each_branch_of_a_conditional_is_taken_as_often_as_the_others():
+def test_branches_of_a_conditional_count_equally():
     branches = LOOP + LOOP.replace("%body", "%other").replace(
         "%inner", "%second"
     ).replace("%condition", "%unused")
@@ -455,7 +455,7 @@ def test_each_branch_of_a_conditional_is_taken_as_often_as_the_others():
         ("mesh['data-parallel'=2,'b'=2] {'data-parallel','b'}", ("workers", "model")),
     ],
 )
-def test_groups_run_along_the_axes_in_which_their_members_differ(groups, axes):
+def test_groups_run_along_axes_where_members_differ(groups, axes):
     text = program(
         f"ROOT %y = f32[8,4]{{1,0}} all-reduce(%x), replica_groups={groups}, "
         "to_apply=%add"
@@ -608,7 +608,7 @@ def test_a_matmul_in_a_fusion_of_a_fusion_counts():
     assert work == overlap.Work({"f32": 2 * 8 * 4 * 4}, 4 * 80)
 
 
-def test_work_takes_the_longer_of_computing_and_moving_and_never_less_than_a_kernel():
+def test_work_takes_the_longest_of_compute_memory_and_kernel():
     speeds = Accelerator({"f32": 10.0}, 5.0, least_seconds=3)
     assert speeds.seconds(overlap.Work({"f32": 100.0}, 20)) == 10
     assert speeds.seconds(overlap.Work({"f32": 100.0}, 60)) == 12
@@ -674,7 +674,7 @@ def test_a_step_takes_the_longer_of_work_and_message():
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_the_estimate_is_the_longest_path_of_what_waits_for_what(seed):
+def test_the_estimate_is_the_longest_path(seed):
     """Edges from each work to the next, each message to the next, starts and ends."""
     draw = random.Random(seed)
     count = draw.randrange(1, 6)
@@ -806,7 +806,7 @@ def test_a_conditional_takes_the_mean_of_its_branches():
     assert found.step == (128 + 256) / 2
 
 
-def test_after_a_conditional_the_network_is_free_in_the_mean_too():
+def test_after_a_conditional_the_network_is_free_on_average():
     idle = """%idle (q: f32[8,4]) -> f32[8,4] {
   ROOT %q = f32[8,4]{1,0} parameter(0)
 }
@@ -823,7 +823,7 @@ def test_after_a_conditional_the_network_is_free_in_the_mean_too():
 
 
 @pytest.mark.parametrize("dtype", ["f8e4m3fn", "s8"])
-def test_narrow_types_run_at_the_fastest_rate_and_unknown_ones_at_the_slowest(dtype):
+def test_unlisted_types_run_at_a_known_rate(dtype):
     speeds = Accelerator({"bf16": 10.0, "f64": 1.0}, 1e30, least_seconds=0)
     assert speeds.seconds(overlap.Work({dtype: 100.0}, 0)) == 10
     assert speeds.seconds(overlap.Work({"c64": 100.0}, 0)) == 100

@@ -114,7 +114,7 @@ def name_of(scheme) -> str:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
-def test_nobody_is_in_two_places_and_no_time_is_lost(scheme):
+def test_steps_of_a_worker_follow_without_gap(scheme):
     times = times_of(scheme)
     assert (times.start[0] == 0).all()
     np.testing.assert_allclose(times.start[1:], times.end[:-1], atol=1e-12)
@@ -124,7 +124,7 @@ def test_nobody_is_in_two_places_and_no_time_is_lost(scheme):
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
-def test_without_stragglers_and_on_a_free_network_a_step_is_its_compute_time(scheme):
+def test_without_messages_a_step_is_its_compute_time(scheme):
     cluster = dataclasses.replace(CLUSTER, between_bytes_per_second=math.inf)
     job = dataclasses.replace(JOB, compute=runtime.constant(0.25))
     times = times_of(scheme, cluster, job)
@@ -165,7 +165,7 @@ def test_a_step_of_all_reduce_has_its_closed_form():
             assert times.seconds_per_step() == pytest.approx(2 * wanted)
 
 
-def test_an_all_reduce_begins_with_the_first_bucket_and_ends_with_the_step():
+def test_all_reduce_spans_first_bucket_to_end_of_step():
     for buckets in (1, 4):
         times = runtime.all_reduce(CLUSTER, JOB, 5, num_buckets=buckets)
         first = 1 / 3 + 2 / 3 / buckets
@@ -249,9 +249,7 @@ def job_of_a_trace(num_nodes, per_node) -> tuple[Cluster, Job, np.ndarray]:
 
 @pytest.mark.parametrize("hidden", [True, False])
 @pytest.mark.parametrize(("num_nodes", "per_node"), SIZES)
-def test_peers_wait_for_each_other_as_a_simulator_of_one_message_at_a_time_says(
-    num_nodes, per_node, hidden
-):
+def test_in_step_is_that_of_a_message_by_message_loop(num_nodes, per_node, hidden):
     cluster, job, seconds = job_of_a_trace(num_nodes, per_node)
     made = topology.exponential(num_nodes * per_node)
     times = runtime.in_step(cluster, job, made, 30, hidden=hidden)
@@ -267,7 +265,7 @@ def test_peers_wait_for_each_other_as_a_simulator_of_one_message_at_a_time_says(
 
 @pytest.mark.parametrize("forward_share", [0.0, 0.4, 1.0])
 @pytest.mark.parametrize(("num_nodes", "per_node"), SIZES)
-def test_buckets_are_updated_and_sent_on_one_after_the_other(
+def test_background_is_that_of_a_message_by_message_loop(
     num_nodes, per_node, forward_share
 ):
     cluster, job, seconds = job_of_a_trace(num_nodes, per_node)
@@ -326,7 +324,7 @@ def test_what_is_sent_is_received_and_is_what_traffic_counts(made, per_node):
 
 @pytest.mark.parametrize("simulate", [runtime.in_step, runtime.background])
 @pytest.mark.parametrize("made", EVERY, ids=name_of)
-def test_no_card_carries_more_than_its_rate_however_late_some_are(made, simulate):
+def test_no_card_carries_more_than_its_rate(made, simulate):
     job = dataclasses.replace(JOB, compute=runtime.gamma(0.2, 0.5))
     times = simulate(CLUSTER, job, made, 40)
     carried = np.sum([t.node_bytes for t in traffic(made, 2.0, 4)], axis=0)
@@ -357,7 +355,7 @@ def test_inside_a_node_a_mean_goes_at_the_rate_of_its_workers():
     assert runtime.exchange_seconds(cluster, ring, 2.0) == pytest.approx(wanted)
 
 
-def test_all_reduce_waits_for_the_last_and_a_ring_for_its_neighbours_alone():
+def test_a_ring_waits_for_its_neighbours_alone():
     seconds = np.ones((6, 8))
     seconds[0, 3] = 6.0
     cluster = Cluster(num_nodes=8, between_bytes_per_second=math.inf)
@@ -425,7 +423,7 @@ def test_groups_that_avoid_waiting_wait_at_the_sync_alone():
     [runtime.normal, runtime.gamma, runtime.log_normal],
     ids=lambda m: m.__name__,
 )
-def test_compute_times_have_the_mean_and_deviation_that_were_asked_for(make):
+def test_compute_times_have_their_mean_and_deviation(make):
     drawn = make(2.0, 0.2)(0, 100_000, np.random.default_rng(0))
     assert drawn.mean() == pytest.approx(2.0, rel=5e-3)
     assert drawn.std() == pytest.approx(0.4, rel=2e-2)
@@ -440,7 +438,7 @@ def test_a_longer_simulation_begins_as_a_shorter_one(scheme):
         np.testing.assert_array_equal(x, y[:7])
 
 
-def test_latencies_count_once_a_message_and_for_each_round_of_a_ring():
+def test_latencies_count_per_message_and_per_round():
     slow = dataclasses.replace(
         CLUSTER,
         between_bytes_per_second=math.inf,
@@ -516,6 +514,6 @@ def test_latencies_count_once_a_message_and_for_each_round_of_a_ring():
         ),
     ],
 )
-def test_what_cannot_be_gets_a_sentence(make, message):
+def test_invalid_values_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -124,10 +124,11 @@ def exchange_seconds(cluster: Cluster, topology: Topology, num_bytes: float) -> 
     Raises:
       ValueError: if the topology has another number of workers.
     """
-    check_fit(cluster, topology)
     ready = np.zeros(cluster.num_workers)
-    plans = (plan(cluster, exchange) for exchange in topology)
-    ends = [finish(legs, num_bytes, ready, idle(cluster)).max() for legs in plans]
+    ends = [
+        finish(legs, num_bytes, ready, idle(cluster)).max()
+        for legs in plans(cluster, topology)
+    ]
     return float(np.mean(ends))
 
 
@@ -139,6 +140,20 @@ def idle(cluster: Cluster) -> np.ndarray:
 def plan(cluster: Cluster, exchange: Exchange) -> tuple[Leg, ...]:
     """Returns the transfers of an exchange on the cards of a cluster."""
     return tuple(Leg(t, _kinds(cluster, t)) for t in stages(exchange))
+
+
+def plans(cluster: Cluster, topology: Topology) -> list[tuple[Leg, ...]]:
+    """Returns the plan of each exchange of a topology.
+
+    Raises:
+      ValueError: if the topology has another number of workers.
+    """
+    if topology.num_workers != cluster.num_workers:
+        raise ValueError(
+            f"{topology.name} has {topology.num_workers} workers, the cluster has "
+            f"{cluster.num_workers}"
+        )
+    return [plan(cluster, exchange) for exchange in topology]
 
 
 def finish(
@@ -165,15 +180,6 @@ def meet(legs: tuple[Leg, ...], ready: np.ndarray) -> np.ndarray:
     for leg in legs:
         ready = _after(leg, ready, ready[leg.transfer.groups].max(0))
     return ready
-
-
-def check_fit(cluster: Cluster, topology: Topology) -> None:
-    """Raises a ValueError if the topology has another number of workers."""
-    if topology.num_workers != cluster.num_workers:
-        raise ValueError(
-            f"{topology.name} has {topology.num_workers} workers, the cluster has "
-            f"{cluster.num_workers}"
-        )
 
 
 def _kinds(cluster: Cluster, transfer: Transfer) -> tuple[Messages, ...]:

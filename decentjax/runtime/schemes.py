@@ -7,6 +7,7 @@ Source: our own reconstruction of the runtime model of From Promise to Practice 
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -15,11 +16,10 @@ from decentjax.exchange import Topology
 from decentjax.runtime.cluster import (
     Cluster,
     all_reduce_seconds,
-    check_fit,
     finish,
     idle,
     meet,
-    plan,
+    plans,
 )
 from decentjax.runtime.job import Job
 
@@ -94,7 +94,7 @@ def all_reduce(
         sent = first + (1 - job.forward_share) / num_buckets * compute
         rows.append((start, compute, waiting, exposed, sent, end - sent))
         start = np.full_like(start, end)
-    return Times(*map(np.stack, zip(*rows, strict=True)))
+    return _stacked(rows)
 
 
 def in_step(
@@ -124,19 +124,18 @@ def in_step(
       ValueError: if the topology has another number of workers.
     """
     _check_positive(num_steps=num_steps)
-    check_fit(cluster, topology)
-    plans = [plan(cluster, exchange) for exchange in topology]
+    planned = plans(cluster, topology)
     start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
     for step in range(num_steps):
         compute = job.draw(step, cluster.num_workers, seed)
         computed = start + compute
         ready = start if hidden else computed
-        legs = plans[step % topology.period]
+        legs = planned[step % topology.period]
         met = meet(legs, ready)
         done = finish(legs, job.model_bytes, ready, free)
         rows.append(_row(start, compute, met, done, ready))
         start = np.maximum(computed, done)
-    return Times(*map(np.stack, zip(*rows, strict=True)))
+    return _stacked(rows)
 
 
 def background(
@@ -172,12 +171,11 @@ def background(
     Source: the code of From Promise to Practice (ICLR 2025), Decent-DP.
     """
     _check_positive(num_steps=num_steps, num_buckets=num_buckets)
-    check_fit(cluster, topology)
-    plans = [plan(cluster, exchange) for exchange in topology]
+    planned = plans(cluster, topology)
     start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
     updated = np.zeros((num_buckets, cluster.num_workers))
     for step in range(num_steps):
-        legs = plans[step % topology.period]
+        legs = planned[step % topology.period]
         met, done = [], [np.zeros(cluster.num_workers)]
         for ready in updated:
             met.append(meet(legs, ready))
@@ -192,7 +190,7 @@ def background(
         parts = compute, waited - computed, np.maximum(end - waited, 0)
         rows.append((start, *parts, sent, done[-1] - sent))
         start = end
-    return Times(*map(np.stack, zip(*rows, strict=True)))
+    return _stacked(rows)
 
 
 def wait_avoiding(
@@ -223,8 +221,7 @@ def wait_avoiding(
     Source: Li et al., WAGMA-SGD (2020), section 3.
     """
     _check_positive(num_steps=num_steps, sync_every=sync_every)
-    check_fit(cluster, topology)
-    plans = [plan(cluster, exchange) for exchange in topology]
+    planned = plans(cluster, topology)
     whole = all_reduce_seconds(cluster, job.model_bytes)
     start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
     for step in range(num_steps):
@@ -235,11 +232,16 @@ def wait_avoiding(
             done = met + whole
         else:
             met = np.full_like(start, computed.min())
-            legs = plans[step % topology.period]
+            legs = planned[step % topology.period]
             done = finish(legs, job.model_bytes, met, free)
         end = np.maximum(computed, done)
         rows.append(_row(start, compute, met, end, computed))
         start = end
+    return _stacked(rows)
+
+
+def _stacked(rows: Sequence[Sequence[np.ndarray]]) -> Times:
+    """Returns the times of all steps, [T, N], from those of each."""
     return Times(*map(np.stack, zip(*rows, strict=True)))
 
 
