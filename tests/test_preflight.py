@@ -20,11 +20,11 @@ from train.__main__ import load_config
 from train.config import ExchangeConfig, StepConfig, TopologyConfig
 from train.models.gpt import GPTConfig
 from train.preflight.__main__ import main
-from train.preflight.compile import Finding, inspect, prepare
+from train.preflight.compile import Finding, Preflight, inspect, prepare
 from train.preflight.preflight_report import advice, verdict
 from train.preflight.targets import GPUS, TPUS, Gpu, find
 from train.preflight.tune import Tuning, busiest_step, profile
-from train.xla import ALL_REDUCE_THRESHOLD, RECOMMENDED, read_options
+from train.xla import ALL_REDUCE_THRESHOLD, COMPILE_ONLY, RECOMMENDED, read_options
 
 # A compiler without a device reads no program from the cache of compiled programs.
 pytestmark = pytest.mark.filterwarnings(
@@ -43,6 +43,29 @@ from train.preflight.targets import H100
 
 target = dataclasses.replace(H100, name="My GPU", memory_bytes=1_000)
 """
+
+
+FOUND: dict[str, Finding] = {}  # By all that a program and its estimate depend on.
+
+
+@pytest.fixture(autouse=True)
+def compile_once(monkeypatch):
+    """Compiles each program of these tests once, and its kernels without optimizing.
+
+    The schedule is made before the kernels, so it is the same.
+    """
+    fast = {**COMPILE_ONLY, "xla_backend_optimization_level": "0"}
+    monkeypatch.setattr("train.preflight.compile.COMPILE_ONLY", fast)
+    find = Preflight.find
+
+    def find_once(run, name, step, graph, t, options):
+        depends_on = run.config, run.target, run.network, graph.name, t, options
+        key = str(depends_on)
+        if key not in FOUND:
+            FOUND[key] = find(run, name, step, graph, t, options)
+        return dataclasses.replace(FOUND[key], name=name)
+
+    monkeypatch.setattr(Preflight, "find", find_once)
 
 
 def preflight(capsys, *options: str) -> tuple[int, str]:
@@ -82,7 +105,7 @@ def test_the_busiest_step_is_the_first_that_crosses_nodes():
     assert busiest_step(topology.complete(16), 8) == 0
 
 
-def test_the_memory_is_that_of_the_state_and_of_what_is_computed():
+def test_memory_holds_the_state_and_the_activations():
     step = StepConfig(batch_per_worker=512)
     run = prepare(dataclasses.replace(tiny.config, step=step), "h100", 2, 2)
     train_step, graph = run.step()
@@ -122,7 +145,7 @@ ENTRY %main (x: f32[8]) -> f32[8] {
 """
 
 
-def test_what_should_not_be_there_is_said():
+def test_unexpected_messages_are_warned_of():
     schedule = overlap.read(CONDITIONAL, {AXIS: 2})
     speeds = Network(1, 1.0, 1.0)
     estimate = overlap.estimate(schedule, GPUS["h100"].accelerator(), speeds)
@@ -218,13 +241,13 @@ def test_options_that_help_are_kept(monkeypatch):
     assert "  take --step.xla-options\n" in text
 
 
-@pytest.mark.parametrize(("least", "is_worth_it"), [(-1.0, True), (0.99, False)])
-def test_a_profile_that_saves_enough_is_advised(least, is_worth_it, monkeypatch):
-    monkeypatch.setattr("train.preflight.tune.WORTH_A_PROFILE", least)
-    tuning, text = tuned_to(tiny.config, monkeypatch)
-    assert tuning == (RECOMMENDED, is_worth_it)
-    assert text.count("as configured, with a profile of its times") == 1
-    assert ("JAX_ENABLE_PGLE=true" in text) == is_worth_it
+def test_a_profile_that_saves_enough_is_advised(monkeypatch):
+    for least, is_worth_it in ((-1.0, True), (0.99, False)):
+        monkeypatch.setattr("train.preflight.tune.WORTH_A_PROFILE", least)
+        tuning, text = tuned_to(tiny.config, monkeypatch)
+        assert tuning == (RECOMMENDED, is_worth_it)
+        assert text.count("as configured, with a profile of its times") == 1
+        assert ("JAX_ENABLE_PGLE=true" in text) == is_worth_it
 
 
 def test_a_profile_of_times_starts_messages_in_time():
