@@ -24,6 +24,8 @@ from train.run.loop import train
 
 ROOT = Path(__file__).parent.parent
 EMULATE = [sys.executable, "-m", "train.emulate"]
+# Programs of a few steps: their compilation is most of a job's time.
+ENV = os.environ | {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
 needs_root = pytest.mark.skipif(
     subprocess.run(
@@ -104,6 +106,7 @@ def emulate(options: str, *command: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [*EMULATE, *options.split(), "--", *command],
         cwd=ROOT,
+        env=ENV,
         capture_output=True,
         text=True,
         timeout=100,
@@ -235,7 +238,7 @@ print(jax.process_index(), jax.process_count())
 
 # What may leave at once, at both ends of a link, is not limited: 2 * 32 KiB.
 @needs_root
-def test_a_link_has_its_rate_and_a_node_inside_is_many_times_faster():
+def test_a_link_has_its_rate_and_a_node_inside_is_faster():
     options = "--nodes 2 --workers-per-node 2 --rate 20mbit"
     between = seconds(options, [(2, 0)], 2_000_000)
     inside = seconds(options, [(1, 0)], 2_000_000)
@@ -271,7 +274,7 @@ def test_both_directions_of_a_link_have_its_rate(transfers):
         ("SIGKILL of the switch", 128 + signal.SIGKILL),
     ],
 )
-def test_nothing_is_left(end, code, tmp_path):
+def test_no_process_or_namespace_is_left(end, code, tmp_path):
     before = (socket.if_nameindex(), Path("/proc/self/mounts").read_text())
     hosts = Path("/etc/hosts").read_text()
     marker = uuid.uuid4().hex
@@ -378,7 +381,7 @@ def test_training_on_a_cluster_is_training_on_one_machine(tmp_path):
 
 
 @needs_root
-def test_a_launcher_makes_one_cluster_after_another_and_speaks_through_pipes():
+def test_clusters_follow_one_another_and_pipes_work():
     code = """
 import os, subprocess
 from train.job.namespaces import EmulatedCluster, in_cluster
