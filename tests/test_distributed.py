@@ -60,9 +60,11 @@ def started(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def launch(processes: int, run_dir: Path, *options: str, config: str = CONFIG):
+def launch(
+    processes: int, run_dir: Path, *options: str, config: str = CONFIG, **env: str
+):
     launcher = (*TRAIN[:2], "train.launch", "--processes", str(processes), config)
-    return started(*launcher, "--run-dir", str(run_dir), *options)
+    return started(*launcher, "--run-dir", str(run_dir), *options, **env)
 
 
 def relaunch(processes: int, run_dir: Path, *options: str):
