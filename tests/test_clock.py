@@ -49,6 +49,7 @@ time_t time(time_t *result) {
 BACK = pytest.mark.xfail(strict=True, reason="jax ends a job whose clock is set back")
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("shift", [DAY, pytest.param(-DAY, marks=BACK)])
 def test_a_job_goes_on_when_the_wall_clock_is_set(shift, tmp_path):
@@ -57,16 +58,10 @@ def test_a_job_goes_on_when_the_wall_clock_is_set(shift, tmp_path):
     subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
     seconds.write_text("0")
     env = {"LD_PRELOAD": str(library), "SHIFT_FILE": str(seconds)}
-    options = [
-        "--num-steps",
-        "60",
-        "--task.step-seconds",
-        "0.2",
-        "--workers.num-workers",
-        "2",
-    ]
+    options = ("--num-steps", "60", "--task.step-seconds", "0.2")
+    workers = ("--workers.num-workers", "2")
     run_dir = tmp_path / "run"
-    with launch(2, run_dir, *options, config="tests/line.py", **env) as job:
+    with launch(2, run_dir, *options, *workers, config="tests/line.py", **env) as job:
         deadline = time.monotonic() + LONG
         while not (run_dir / "checkpoints" / "5").is_dir():
             assert time.monotonic() < deadline
