@@ -38,11 +38,12 @@ from train.run.build import (
 from train.run.checkpoint import Checkpoints, find_checkpoints, set_aside
 from train.run.evaluation import build_score
 from train.run.finite import Check, build_check, check_gradients
-from train.run.folder import lock, write_whole
+from train.run.folder import lock
 from train.run.log import Log, NoLog, warn
 from train.run.resume import Resume, begin_again, begin_new
 from train.run.stop import Stop
 from train.run.timeline import Timeline, drop_spans
+from train.tables import write_whole
 from train.tasks.task import Task
 from train.xla import as_arguments
 
