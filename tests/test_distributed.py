@@ -29,8 +29,9 @@ from train.config import (
 from train.job.distributed import MetricMeans, start
 from train.launch import check_port
 from train.run.log import read_metrics
-from train.run.loop import delay_seconds, train
+from train.run.loop import train
 from train.run.resume import Resume
+from train.run.straggler import delay_seconds
 from train.run.timeline import read_timelines
 
 ROOT = Path(__file__).parent.parent

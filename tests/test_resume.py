@@ -249,7 +249,7 @@ def test_a_run_begins_with_the_mean_model_of_another(tmp_path):
 
 def test_another_model_is_no_begin(tmp_path):
     train(dataclasses.replace(tiny.config, num_steps=3), tmp_path / "first")
-    with pytest.raises(ValueError, match="the model to start from is another one"):
+    with pytest.raises(ValueError, match="the model to start from does not fit"):
         train(LINE, tmp_path / "second", init_from=tmp_path / "first")
 
 

@@ -26,7 +26,7 @@ from train.data.vocabulary import train_vocabulary
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
 from train.models.transformer import TransformerConfig
-from train.run.build import build_optimizer, build_schedule
+from train.run.build import build_schedule, optimizer_with
 from train.run.evaluation import build_score
 from train.tasks.classification import classifier, scores
 from train.tasks.digits import DigitsTask, draw_wrong, nearest_neighbour
@@ -467,7 +467,7 @@ def test_without_a_clip_norm_gradients_keep_their_size():
 
     def second_moment(clip_norm):
         config = OptimizerConfig(clip_norm=clip_norm, name="adamw", warmup_steps=0)
-        optimizer = build_optimizer(config, optax.constant_schedule(1.0))
+        optimizer = optimizer_with(config, optax.constant_schedule(1.0))
         _, state = optimizer.update(grads, optimizer.init(params), params)
         floats = [x for x in jax.tree.leaves(state) if x.dtype == jnp.float32]
         return max(float(jnp.max(x)) for x in floats)
@@ -481,7 +481,7 @@ def test_weights_decay_and_norms_and_biases_do_not():
     nothing = jax.tree.map(jnp.zeros_like, params)
     for name in ("adamw", "accum_adamw"):
         config = OptimizerConfig(name=name, weight_decay=0.5, clip_norm=None)
-        optimizer = build_optimizer(config, optax.constant_schedule(0.1))
+        optimizer = optimizer_with(config, optax.constant_schedule(0.1))
         updates, _ = optimizer.update(nothing, optimizer.init(params), params)
         np.testing.assert_allclose(updates["kernel"], -0.05, rtol=1e-6)
         np.testing.assert_array_equal(updates["bias"], 0)
@@ -500,7 +500,7 @@ def test_without_a_w_the_decay_is_a_part_of_the_gradient(name):
     params = {"kernel": 3 * jnp.ones((2, 2)), "bias": jnp.ones(2)}
     grads = jax.tree.map(lambda x: 0.5 * x, params)
     config = OptimizerConfig(name=name, weight_decay=0.1, clip_norm=None)
-    optimizer = build_optimizer(config, optax.constant_schedule(0.1))
+    optimizer = optimizer_with(config, optax.constant_schedule(0.1))
     _, state = optimizer.update(grads, optimizer.init(params), params)
     wanted = {"kernel": 0.5 * 3 + 0.1 * 3, "bias": 0.5}
     moments = state[2][0]  # After the watch and the decay.

@@ -35,6 +35,7 @@ from train.run.build import (
     build_schedule,
     build_state,
     build_train_step,
+    optimizer_with,
     step_options,
 )
 from train.run.log import read_metrics
@@ -332,8 +333,7 @@ def test_the_count_model_counts(order):
 
 
 def test_weight_decay_spares_what_has_less_than_two_dims():
-    schedule = build_schedule(TINY.optimizer, TINY.num_steps)
-    optimizer = build_optimizer(TINY.optimizer, schedule)
+    optimizer = build_optimizer(TINY.optimizer, TINY.num_steps)
     params = {"kernel": np.ones((2, 2), np.float32), "scale": np.ones(2, np.float32)}
     state = optimizer.init(params)
     zeros = jax.tree.map(np.zeros_like, params)
@@ -360,7 +360,7 @@ def test_the_first_step_of_the_quickstart_is_golden():
     """
     config = load_config(ROOT / "configs" / "quickstart.py")
     task = config.task.build()
-    optimizer = build_optimizer(config.optimizer, lambda step: 1e-3)
+    optimizer = optimizer_with(config.optimizer, lambda step: 1e-3)
     batch = np.random.default_rng(0).integers(0, 128, (8, 4, 33), np.uint8)
     train_step = build_train_step(config, task, optimizer, mesh=None)
     state = build_state(config, task, optimizer, range(8))

@@ -17,7 +17,7 @@ from train.cli import load_config
 from train.config import Config
 from train.data.batches import Feed, feed
 from train.data.vocabulary import PAD
-from train.run.build import build_in_step, build_optimizer, build_schedule, build_state
+from train.run.build import build_in_step, build_optimizer, build_state
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -104,8 +104,7 @@ def measure(config: Config, steps: int, processes: int | None) -> Result:
     )
     count = config.data.num_processes if processes is None else processes
     batches, read = _timed(feed(made, count), steps)
-    schedule = build_schedule(config.optimizer, config.num_steps)
-    optimizer = build_optimizer(config.optimizer, schedule)
+    optimizer = build_optimizer(config.optimizer, config.num_steps)
     train_step = build_in_step(config, task, optimizer, mesh=None)
     state = build_state(config, task, optimizer, range(num_workers))
     placed = [jax.device_put(batch) for batch in batches]
