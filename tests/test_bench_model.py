@@ -29,13 +29,13 @@ from train.bench.model.model_report import (
     write,
 )
 from train.bench.model.published import AER, ALL_REDUCE, EXP, SGP, Fit, Line
-from train.bench.race.graphs import INSIDE, graph_of
-from train.bench.race.race import AER as ALTERNATING
-from train.bench.race.race import EXPONENTIAL, NODES, RING
-from train.bench.work import Work
+from train.bench.race.contestants import AER as ALTERNATING
+from train.bench.race.contestants import EXPONENTIAL, INSIDE, NODES, RING
+from train.bench.race.graphs import graph_of
+from train.bench.race.turns import Load
 
 MODEL = [sys.executable, "-m", "train.bench", "model"]
-WORK = Work(layers=4, width=500, batch=1)  # 4 MB.
+WORK = Load(layers=4, width=500, batch=1)  # 4 MB.
 A40 = published.PUBLISHED[2]
 
 

@@ -18,10 +18,10 @@ from train.config import (
     TopologyConfig,
 )
 from train.config_json import from_fields, to_json
-from train.data.digits import read_digits
-from train.data.numbers import read_numbers
+from train.data.digit_images import read_digits
+from train.data.number_words import read_numbers
 from train.data.pairs import make_corpus, ragged
-from train.data.text import prepare_text
+from train.data.token_files import prepare_text
 from train.data.vocabulary import train_vocabulary
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
@@ -155,7 +155,7 @@ def test_the_digits_that_are_drawn_are_those_taken_for_others():
     label = held_out.labels[7]
     shown = draw_wrong(jnp.asarray(logits), held_out)
     assert shown.startswith(
-        f"1 of 359 wrong\na {label}, taken for a {(label + 1) % 10}\n"
+        f"1 of 359 wrong\na {label}, classified as {(label + 1) % 10}\n"
     )
 
 
@@ -382,7 +382,9 @@ def test_a_corpus_of_another_vocabulary_is_refused_with_both_numbers():
     train = dataclasses.replace(whole.train, source=source)
     broken = dataclasses.replace(whole, train=train)
     task = translation(lambda: broken, TRANSFORMER, DecodingConfig(), 0.1, 2)
-    message = f"has a token {known}, and its vocabulary {known} tokens: prepare it anew"
+    message = (
+        f"has a token {known}, and its vocabulary {known} tokens: prepare it again"
+    )
     with pytest.raises(ValueError, match=message):
         task.steps(2, 64, 0, range(2))
 

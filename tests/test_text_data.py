@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data import text as text_module
-from train.data.text import Windows, check_tokens, prepare_text, read_tokens
+from train.data import token_files as text_module
+from train.data.token_files import Windows, check_tokens, prepare_text, read_tokens
 from train.data.vocabulary import load_vocabulary, train_vocabulary
 
 DOCUMENTS = [f"Dokument {i}: größer\n\nals {i * i} 😀" for i in range(60)]

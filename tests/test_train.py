@@ -27,8 +27,8 @@ from train.config import (
 )
 from train.config_json import differences
 from train.data.batches import feed, worker_steps
-from train.data.stdlib import read_stdlib
-from train.data.text import Windows
+from train.data.python_source import read_stdlib
+from train.data.token_files import Windows
 from train.models.gpt import GPTConfig
 from train.run.build import (
     build_optimizer,

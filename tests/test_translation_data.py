@@ -14,7 +14,7 @@ from train.data import pairs as pairs_module
 from train.data.batches import feed
 from train.data.by_length import choose_shapes, length_steps, length_validation
 from train.data.files import new_folder
-from train.data.numbers import SIGNS, read_numbers
+from train.data.number_words import SIGNS, read_numbers
 from train.data.pairs import (
     Counts,
     Pairs,

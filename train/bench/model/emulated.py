@@ -14,9 +14,21 @@ from rich.console import Console
 
 from decentjax import runtime
 from decentjax.runtime import Cluster, Job
+from train.bench.race.contestants import (
+    AER,
+    ALL_REDUCE,
+    BACKGROUND,
+    COMPUTE,
+    EXCHANGE,
+    EXPONENTIAL,
+    NODES,
+    RING,
+    Contestant,
+    Graph,
+)
 from train.bench.race.graphs import INSIDE, graph_of
-from train.bench.race.race import AER, ALL_REDUCE, EXPONENTIAL, NODES, RING, Team
-from train.bench.work import Turn, Work
+from train.bench.race.team import Team
+from train.bench.race.turns import Load, Turn
 from train.job import namespaces
 from train.job.namespaces import Worker, in_cluster, parse_rate
 
@@ -61,7 +73,7 @@ class Course(NamedTuple):
     """
 
     cluster: namespaces.Cluster
-    work: Work
+    work: Load
     pause: float
     straggler: float
     steps: int
@@ -101,7 +113,7 @@ def schemes(workers_per_node: int) -> tuple[str, ...]:
 
 
 def predict(
-    cluster: Cluster, work: Work, compute: float, straggler: float, scheme: str
+    cluster: Cluster, work: Load, compute: float, straggler: float, scheme: str
 ) -> float:
     """Returns the seconds of a step.
 
@@ -123,7 +135,7 @@ def predict(
     if scheme == ALL_REDUCE:
         times = runtime.all_reduce(cluster, job, PERIODS * num_workers)
         return times.seconds_per_step(num_workers)
-    graph = graph_of(scheme, num_workers, cluster.workers_per_node)
+    graph = graph_of(Graph(scheme), num_workers, cluster.workers_per_node)
     period = num_workers * graph.period
     # Leaves go one by one, as soon as they are updated.
     times = runtime.background(
@@ -138,14 +150,14 @@ def _rows(course: Course, worker: Worker) -> Iterator[Row]:
     cluster, rate = course.cluster, course.cluster.rate
     team = Team("jax", course.work, course.out, cluster, worker)
 
-    def take(contestant: str, warmup: int, straggler: float = 0.0) -> float:
+    def take(contestant: Contestant, warmup: int, straggler: float = 0.0) -> float:
         steps = course.steps
         return team.take(Turn(contestant, warmup, steps, straggler, course.pause))
 
-    compute = take("compute alone", 5)
+    compute = take(Contestant(COMPUTE), 5)
     inside = np.inf
     if cluster.workers_per_node > 1:
-        turn = Turn(f"exchange alone: {INSIDE}", 5, course.steps)
+        turn = Turn(Contestant(EXCHANGE, INSIDE), 5, course.steps)
         share = 2 * (1 - 1 / cluster.workers_per_node)
         inside = share * course.work.model_bytes / team.take(turn)
     bits = parse_rate(rate)
@@ -163,8 +175,9 @@ def _rows(course: Course, worker: Worker) -> Iterator[Row]:
         for late in dict.fromkeys((0.0, course.straggler))
     ]
     for scheme, late, predicted in predictions:
-        name = scheme if scheme == ALL_REDUCE else f"in the background: {scheme}"
-        measured = take(name, 3 if late else 6, late)
+        gossip = Contestant(BACKGROUND, Graph(scheme))
+        contestant = Contestant(ALL_REDUCE) if scheme == ALL_REDUCE else gossip
+        measured = take(contestant, 3 if late else 6, late)
         row = Row(course.name, rate, late, scheme, predicted, measured)
         console.print(
             f"{row.cluster}, {rate}, late by {late:g} s, {scheme}: predicted "

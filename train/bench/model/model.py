@@ -8,9 +8,10 @@ from typing import Literal
 from rich.console import Console
 
 from train.bench.model import emulated, imbalance, model_report, published, simulator
+from train.bench.race.contestants import ALL_REDUCE, Graph
 from train.bench.race.graphs import graph_of
-from train.bench.race.race import ALL_REDUCE, check_clusters
-from train.bench.work import Work
+from train.bench.race.race import check_clusters
+from train.bench.race.turns import Load
 from train.job.namespaces import Cluster, parse_rate
 
 Part = Literal["emulated", "published", "imbalance", "simulator"]
@@ -36,8 +37,8 @@ class ModelBench:
     parts: tuple[Part, ...] = ("emulated", "published", "imbalance", "simulator")
     clusters: tuple[str, ...] = ("4x1", "4x2")
     rates: tuple[str, ...] = ("100mbit", "200mbit", "400mbit")
-    work: Work = dataclasses.field(
-        default_factory=lambda: Work(layers=4, width=768, batch=16)
+    work: Load = dataclasses.field(
+        default_factory=lambda: Load(layers=4, width=768, batch=16)
     )
     pause: float = 0.4
     straggler: float = 0.4
@@ -50,7 +51,7 @@ class ModelBench:
             per_node = course.cluster.workers_per_node
             for scheme in emulated.schemes(per_node):
                 if scheme != ALL_REDUCE:
-                    graph_of(scheme, course.cluster.num_workers, per_node)
+                    graph_of(Graph(scheme), course.cluster.num_workers, per_node)
         for rate in self.rates:
             if parse_rate(rate) is None:
                 raise ValueError("the model needs rates, such as 200mbit")
