@@ -1,13 +1,13 @@
 """What a topology is worth and what it costs, computed without running it."""
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
 
 from decentjax.exchange import (
     Exchange,
     Groups,
-    Permutations,
     Topology,
     apply,
     matrices,
@@ -20,15 +20,69 @@ class Traffic:
     """What one exchange sends.
 
     Args:
-      messages: point-to-point messages a worker sends, shape [N]. A mean over S workers
-        counts 2 (S - 1), as a reduce-scatter and an all-gather on a ring send them.
-      worker_bytes: bytes a worker sends, shape [N].
-      node_bytes: bytes that leave each node over its link, shape [num_nodes].
+      messages: point-to-point messages that a worker sends, int [N]. A mean over S
+        workers counts 2 (S - 1): a reduce-scatter and an all-gather on a ring.
+      worker_bytes: bytes that a worker sends, [N].
+      node_bytes: bytes that leave each node over its link, [num_nodes].
     """
 
     messages: np.ndarray
     worker_bytes: np.ndarray
     node_bytes: np.ndarray
+
+
+class Transfer(NamedTuple):
+    """Messages of an exchange that are sent at the same time, M of them.
+
+    Args:
+      groups: workers, int [S, G]; column g is a group. Its messages start when all its
+        members are ready, and it is done when all its messages have arrived.
+      senders: workers, int [M]; message m belongs to group m % G.
+      receivers: workers, int [M].
+      part: share of the model's bytes in each message, over all its rounds.
+      rounds: number of rounds, each with the latency of one message.
+    """
+
+    groups: np.ndarray
+    senders: np.ndarray
+    receivers: np.ndarray
+    part: float
+    rounds: int
+
+
+def stages(exchange: Exchange) -> tuple[Transfer, ...]:
+    """Returns what an exchange sends, one transfer after the other.
+
+    A permutation sends the model of each worker that it moves, and a mean goes around a
+    ring, see `ring_all_reduce`. With nodes of L > 1 workers the exchange has levels: a
+    reduce-scatter inside each node, the exchange between nodes of 1/L of the model per
+    worker, and an all-gather inside each node.
+    """
+    local, between = exchange.workers_per_node, exchange.between
+    if isinstance(between, Groups):
+        groups = _workers_of(np.array(between.members).T, local)
+        share, rounds = ring_all_reduce(len(groups))
+        middle = _ring(groups, share / local, rounds)
+    else:
+        pairs = _workers_of(messages_of(between), local)
+        middle = Transfer(pairs, pairs[0], pairs[1], 1 / local, 1)
+    if local == 1:
+        return (middle,)
+    nodes = np.arange(exchange.num_workers).reshape(-1, local).T
+    share, rounds = ring_all_reduce(local)
+    # Reduce-scatter and all-gather are the two equal halves of an all-reduce.
+    half = _ring(nodes, share / 2, rounds // 2)
+    return half, middle, half
+
+
+def ring_all_reduce(size: int) -> tuple[float, int]:
+    """Returns the share of the array that each of S members sends, and the rounds.
+
+    `2 (S - 1) / S` in `2 (S - 1)` rounds, as a reduce-scatter and an all-gather on a
+    ring send it; 0 in 0 rounds for one member.
+    """
+    rounds = 2 * (size - 1)
+    return rounds / size, rounds
 
 
 def spectral_gap(topology: Topology) -> float:
@@ -41,7 +95,7 @@ def consensus_factor(topology: Topology) -> float:
     """Returns the worst-case factor on the consensus distance over a period.
 
     `max_x |W_P ... W_1 x - mean| / |x - mean| = |W_P ... W_1 - J/N|_2`, in [0, 1]: 0
-    where a period makes the mean exact, 1 where some disagreement stays for ever.
+    if a period makes the mean exact, 1 if some disagreement never decreases.
     """
     product = _period_product(topology)
     return float(np.linalg.norm(product - 1 / topology.num_workers, 2))
@@ -50,9 +104,9 @@ def consensus_factor(topology: Topology) -> float:
 def exact_after(topology: Topology) -> int | None:
     """Returns after how many exchanges every model is the exact mean, or None.
 
-    Looked for in the first max(2 periods, N) exchanges, on random models: the distance
-    to the mean must drop to rounding error in one exchange, and not little by little
-    (so a damping that is within 1e-6 of no damping counts as exact).
+    Simulates the first max(2 periods, N) exchanges on random models. The distance to
+    the mean must drop to rounding error in one exchange, not gradually, so a damping
+    factor within 1e-6 of 1 counts as exact.
     """
     values = np.random.default_rng(0).standard_normal((topology.num_workers, 8))
     values -= values.mean(0)
@@ -72,19 +126,16 @@ def traffic(
 ) -> list[Traffic]:
     """Returns what each exchange of the topology sends.
 
-    A permutation sends a model from each worker it moves. A mean over S workers sends
-    2 (1 - 1/S) models from each. An exchange with nodes of L workers goes in levels:
-    2 (1 - 1/L) models from each inside the node, and 1/L of a model per peer of the
-    node between nodes.
+    The bytes and messages are those of `stages`.
 
     Args:
-      topology: any.
+      topology: the exchanges.
       model_bytes: size of the mixed leaves, in bytes.
-      workers_per_node: how many consecutive workers share a node's link; by default
-        what the topology says.
+      workers_per_node: number of consecutive workers that share a node's link; by
+        default that of the topology.
 
     Raises:
-      ValueError: if that does not divide the number of workers.
+      ValueError: if `workers_per_node` does not divide the number of workers.
     """
     if workers_per_node is None:
         workers_per_node = topology[0].workers_per_node
@@ -107,39 +158,32 @@ def _period_product(topology: Topology) -> np.ndarray:
 
 
 def _exchange_traffic(exchange: Exchange, model: float, per_node: int) -> Traffic:
-    num_workers, local = exchange.num_workers, exchange.workers_per_node
-    links: list[tuple[int, int, float, int]] = []
-    if local > 1:
-        nodes = np.arange(num_workers).reshape(-1, local).tolist()
-        links += _mean_links(nodes, model)
-    links += [
-        (sender * local + place, receiver * local + place, size / local, count)
-        for sender, receiver, size, count in _between_links(exchange.between, model)
-        for place in range(local)
-    ]
+    num_workers = exchange.num_workers
     messages, sent = np.zeros(num_workers, int), np.zeros(num_workers)
     node_sent = np.zeros(num_workers // per_node)
-    for sender, receiver, size, count in links:
-        messages[sender] += count
-        sent[sender] += size
-        if sender // per_node != receiver // per_node:
-            node_sent[sender // per_node] += size
+    for transfer in stages(exchange):
+        num_bytes = transfer.part * model
+        np.add.at(messages, transfer.senders, transfer.rounds)
+        np.add.at(sent, transfer.senders, num_bytes)
+        nodes, targets = transfer.senders // per_node, transfer.receivers // per_node
+        np.add.at(node_sent, nodes[nodes != targets], num_bytes)
     return Traffic(messages, sent, node_sent)
 
 
-def _between_links(
-    between: Permutations | Groups, model: float
-) -> list[tuple[int, int, float, int]]:
-    if isinstance(between, Groups):
-        return _mean_links(between.members, model)
-    return [(*pair, model, 1) for pair in messages_of(between).T.tolist()]
+def _ring(groups: np.ndarray, part: float, rounds: int) -> Transfer:
+    """A transfer in which each member sends to the next one of its group, [S, G]."""
+    if len(groups) == 1:
+        nobody = np.empty(0, int)
+        return Transfer(groups, nobody, nobody, 0.0, 0)
+    receivers = np.roll(groups, -1, axis=0).ravel()
+    return Transfer(groups, groups.ravel(), receivers, part, rounds)
 
 
-def _mean_links(groups, model: float) -> list[tuple[int, int, float, int]]:
-    """(sender, receiver, bytes, messages) of a ring through each group."""
-    return [
-        (sender, receiver, 2 * (1 - 1 / len(group)) * model, 2 * (len(group) - 1))
-        for group in groups
-        if len(group) > 1
-        for sender, receiver in zip(group, [*group[1:], group[0]], strict=True)
-    ]
+def _workers_of(nodes: np.ndarray, local: int) -> np.ndarray:
+    """Returns the workers of nodes, [S, G] to [S, G * local].
+
+    A worker meets those at its own place in other nodes: of nodes 0 and 2 with 2
+    workers each, 0 meets 4 and 1 meets 5.
+    """
+    places = np.arange(local)
+    return (nodes[:, :, None] * local + places).reshape(len(nodes), -1)

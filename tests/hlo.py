@@ -1,4 +1,8 @@
-"""Reads collectives, and what they send, from the text of a compiled program."""
+"""Reads collectives, and what they send, from the text of a compiled program.
+
+An oracle for `decentjax.overlap.hlo`: it splits the text at brackets, and shares no
+regular expression with it.
+"""
 
 import re
 from collections.abc import Iterator
@@ -23,7 +27,7 @@ class Instruction(NamedTuple):
     opcode: str
     shape: str
     operands: tuple[str, ...]
-    called: tuple[str, ...]  # the computations that it runs
+    called: tuple[str, ...]  # names in the rest of the line: computations that it runs
     line: str
 
 
@@ -48,12 +52,12 @@ def computations(text: str) -> dict[str, list[Instruction]]:
     found: dict[str, list[Instruction]] = {}
     current = None
     for line in text.splitlines():
-        header = re.match(r"(ENTRY )?%?([\w.\-]+) \(.*\{$", line)
-        if header:
-            current = "ENTRY" if header[1] else header[2]
+        if line.startswith(" ") and " = " in line and current:
+            found[current].append(_instruction(line))
+        elif line.endswith("{") and " -> " in line:
+            first = line.split()[0]
+            current = first if first == "ENTRY" else first.lstrip("%")
             found[current] = []
-        elif current and (instruction := _instruction(line)):
-            found[current].append(instruction)
     return found
 
 
@@ -107,7 +111,7 @@ def inputs_of_collectives(text: str) -> set[str]:
                 seen.add(name)
                 queue.append(entry[name])
     parameters = [entry[name] for name in seen if entry[name].opcode == "parameter"]
-    return {re.search(r'op_name="([^"]*)"', p.line)[1] for p in parameters}
+    return {p.line.split('op_name="')[1].split('"')[0] for p in parameters}
 
 
 def traffic(text: str, num_devices: int, workers_per_node: int) -> Traffic:
@@ -134,28 +138,44 @@ def sent_dtypes(stablehlo: str) -> list[tuple[str, str]]:
     return [(k, dtype) for k, dtype in re.findall(pattern, stablehlo) if k in kinds]
 
 
-def _instruction(line: str) -> Instruction | None:
-    line = re.sub(r"/\*.*?\*/", "", line)
-    match = re.match(r"\s*(?:ROOT )?%?([\w.\-]+) = (.*?) ([\w\-]+)\((.*)", line)
-    if match is None:
-        return None
-    name, shape, opcode, rest = match.groups()
-    operands, _, attributes = rest.partition(")")
-    called = re.findall(
-        r"(?:calls|to_apply|body|condition|true_computation|false_computation)"
-        r"=%?([\w.\-]+)",
-        attributes,
-    )
-    branches = re.search(r"branch_computations=\{([^}]*)\}", attributes)
-    called += re.findall(r"[\w.\-]+", branches[1]) if branches else []
+def _instruction(line: str) -> Instruction:
+    """Reads `ROOT %name = shape opcode(operands), attribute=value, ...`."""
+    while "/*" in line:  # /*index=5*/
+        before, _, rest = line.partition("/*")
+        line = before + rest.partition("*/")[2]
+    name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
+    # A tuple has spaces inside its brackets, an array has none.
+    end = _end_of_value(rest, " ")
+    shape, rest = rest[:end], rest[end + 1 :]
+    opcode, _, rest = rest.partition("(")
+    end = _end_of_value(rest, ")")
+    attributes = "".join(rest[end + 1 :].split('"')[::2])  # Without what is quoted.
     return Instruction(
-        name,
-        opcode,
-        shape,
-        tuple(re.findall(r"%([\w.\-]+)", operands)),
-        tuple(called),
-        line,
+        name.lstrip("%"), opcode, shape, _names(rest[:end]), _names(attributes), line
     )
+
+
+def _end_of_value(text: str, end: str) -> int:
+    """The place of the first such character outside all brackets."""
+    depth = 0
+    for place, character in enumerate(text):
+        if character == end and depth == 0:
+            return place
+        depth += (character in "([{") - (character in ")]}")
+    return len(text)
+
+
+def _names(text: str) -> tuple[str, ...]:
+    """The words that begin with a percent sign, without it."""
+    for bracket in "(){},=":
+        text = text.replace(bracket, " ")
+    return tuple(word[1:] for word in text.split() if word.startswith("%"))
+
+
+def _attribute(line: str, name: str) -> str:
+    """The value of an attribute, to the comma after it."""
+    value = line.partition(f" {name}=")[2]
+    return value[: _end_of_value(value, ",")]
 
 
 def _is_collective(instruction: Instruction) -> bool:
@@ -165,8 +185,7 @@ def _is_collective(instruction: Instruction) -> bool:
 
 def _collective(instruction: Instruction, num_devices: int) -> Collective:
     if instruction.opcode == "collective-permute":
-        pairs = re.search(r"source_target_pairs=\{([\d{},]*)\}", instruction.line)
-        groups = _braced(pairs[1])
+        groups = _braced(_attribute(instruction.line, "source_target_pairs"))
     else:
         groups = _replica_groups(instruction.line, num_devices)
     return Collective(instruction.opcode, _num_bytes(instruction.shape), groups)
@@ -188,41 +207,43 @@ def _links(collective: Collective) -> Iterator[tuple[int, int, float, int]]:
 
 
 def _num_bytes(shape: str) -> float:
-    arrays = re.findall(r"(\w+)\[([\d,]*)\]", shape)
-    return sum(
-        np.prod([int(d) for d in dims.split(",") if d]) * BITS[dtype] / 8
-        for dtype, dims in arrays
-    )
+    """Of `f32[8,4]{1,0}`, or of all arrays of a tuple: the words before each [...]."""
+    total = 0.0
+    for piece in shape.split("]")[:-1]:
+        before, _, dims = piece.rpartition("[")
+        dtype = before.replace("(", " ").replace(",", " ").split()[-1]
+        total += np.prod(_numbers(dims)) * BITS[dtype] / 8
+    return total
 
 
 def _replica_groups(line: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
     """Reads `{{0,1},{2,3}}`, `[2,4]<=[4,2]T(1,0)` and `mesh['a'=2,'b'=4] {'b'}`."""
-    listed = re.search(r"replica_groups=\{([\d{},]*)\}", line)
-    if listed:
-        return _braced(listed[1]) or (tuple(range(num_devices)),)
-    iota = re.search(
-        r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line
-    )
-    if iota:
-        shape, source = _numbers(iota[1]), _numbers(iota[2])
-        devices = np.arange(np.prod(source)).reshape(source)
-        order = _numbers(iota[3]) if iota[3] else range(len(source))
-        return _as_groups(devices.transpose(order).reshape(shape))
-    mesh = re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line)
-    sizes = {k: int(v) for k, v in re.findall(r"'(\w+)'=(\d+)", mesh[1])}
-    axes = re.findall(r"'(\w+)'", mesh[2])
-    devices = np.arange(np.prod(list(sizes.values()))).reshape(*sizes.values())
-    places = [list(sizes).index(axis) for axis in axes]
-    devices = np.moveaxis(devices, places, range(-len(axes), 0))
-    return _as_groups(devices.reshape(-1, np.prod([sizes[axis] for axis in axes])))
+    value = _attribute(line, "replica_groups")
+    if value.startswith("{"):
+        return _braced(value) or (tuple(range(num_devices)),)
+    if value.startswith("["):
+        shape, _, source = value.partition("<=")
+        source, _, order = source.partition("T")
+        devices = np.arange(num_devices).reshape(_numbers(source))
+        devices = devices.transpose(_numbers(order) or None)
+        return _as_groups(devices.reshape(_numbers(shape)))
+    _, axes, inside = value.replace("[", "{").split("{")
+    sizes = dict(axis.split("=") for axis in axes.strip("]} ").split(","))
+    names = inside.strip("}").replace(" ", "").split(",")
+    devices = np.arange(num_devices).reshape([int(size) for size in sizes.values()])
+    places = [list(sizes).index(name) for name in names]
+    devices = np.moveaxis(devices, places, range(-len(names), 0))
+    return _as_groups(devices.reshape(-1, np.prod([int(sizes[n]) for n in names])))
 
 
 def _braced(text: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(_numbers(group)) for group in re.findall(r"\{([\d,]*)\}", text))
+    """Reads `{{0,1},{2,3}}`."""
+    groups = text.replace("{", "").split("}")
+    return tuple(tuple(_numbers(group)) for group in groups if group)
 
 
 def _numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    return [int(word) for word in text.strip("[]()").split(",") if word]
 
 
 def _as_groups(array: np.ndarray) -> tuple[tuple[int, ...], ...]:
@@ -234,7 +255,7 @@ def _reachable(bodies: dict[str, list[Instruction]], names: list[str]) -> set[st
     queue = list(names)
     while queue:
         name = queue.pop()
-        if name not in seen:
+        if name in bodies and name not in seen:
             seen.add(name)
             queue += [called for i in bodies[name] for called in i.called]
     return seen

@@ -19,18 +19,18 @@ import train.__main__
 from decentjax import runtime, topology
 from decentjax.runtime import Cluster, Job
 from train.advise import __main__ as program
-from train.advise import compare, report
-from train.advise.compare import (
-    Row,
+from train.advise import advice_report, rank
+from train.advise.rank import (
+    Prediction,
     advise,
     all_reduce_row,
     candidates,
     fitting,
     topology_row,
 )
-from train.advise.quantities import count, duration, rate, seconds
 from train.advise.setting import Flags, Setting
 from train.config import TopologyConfig, WorkersConfig
+from train.network import count, duration, rate, seconds
 
 ROOT = Path(__file__).parent.parent
 TINY_FILE = Path(tiny.__file__)
@@ -54,9 +54,11 @@ def flags(**changes) -> Flags:
     return dataclasses.replace(made, **changes)
 
 
-def rows_of(setting: Setting, num_steps: int = 1, seed: int = 0) -> dict[str, Row]:
+def rows_of(
+    setting: Setting, num_steps: int = 1, seed: int = 0
+) -> dict[str, Prediction]:
     """The rows of all schemes that fit, by name."""
-    found = compare.compare(setting, num_steps, seed)
+    found = rank.compare(setting, num_steps, seed)
     return {row.name: row for row in found.rows}
 
 
@@ -219,7 +221,7 @@ def test_as_many_workers_as_were_asked_for_are_late_by_so_much():
         ),
         ({"between_latency": "-1us"}, "between_latency must be a number with one of"),
         ({"inside_latency": "5"}, "inside_latency must be a number with one of"),
-        ({"compute": "0ms"}, "compute takes a positive time, got 0.0 s"),
+        ({"compute": "0ms"}, "compute time must be positive, got 0.0 s"),
         ({"compute": "-1ms"}, "compute must be a number with one of the units ns, us"),
         ({"distribution": "gamma", "sigma": -0.1}, "sigma must not be negative, got"),
         ({"distribution": "normal", "sigma": math.nan}, "sigma must not be negative"),
@@ -349,7 +351,7 @@ def test_every_topology_is_of_one_worker_too():
 def test_more_workers_than_can_be_looked_at_are_refused(monkeypatch):
     with pytest.raises(ValueError, match=r"up to 4,096 workers, got 4,097; decentjax"):
         fitting(4097, 1)
-    monkeypatch.setattr(compare, "MOST_WORKERS", 6)
+    monkeypatch.setattr(rank, "MOST_WORKERS", 6)
     assert fitting(6, 1)[0]
     with pytest.raises(ValueError, match="up to 6 workers, got 7"):
         fitting(7, 1)
@@ -361,7 +363,7 @@ def test_more_workers_than_can_be_looked_at_are_refused(monkeypatch):
 def test_a_step_of_all_reduce_has_its_closed_form(nodes, between, forward_share):
     asked = flags(nodes=nodes, workers_per_node=1, between=between)
     setting = dataclasses.replace(asked, forward_share=forward_share).setting()
-    found = compare.compare(setting, 7, 0)
+    found = rank.compare(setting, 7, 0)
     row = found.rows[0]
     exchange = 2 * (nodes - 1) / nodes * MODEL / rate("between", between)
     gamma = exchange / 0.065
@@ -458,7 +460,7 @@ def test_the_consensus_factor_is_that_of_the_product_of_the_mixing_matrices(
         assert row.consensus_factor == pytest.approx(wanted, abs=1e-12), row.name
         in_a_second = wanted ** (1 / row.step)
         assert row.consensus_factor_per_second == pytest.approx(in_a_second)
-        assert row.comes_to_consensus
+        assert row.reaches_consensus
 
 
 def of_name(row_name: str, topology_name: str) -> bool:
@@ -480,12 +482,12 @@ def test_a_distance_that_shrinks_by_a_factor_is_a_tenth_after_its_logarithm():
 
 
 def test_of_too_many_workers_nothing_is_said_of_consensus(monkeypatch):
-    monkeypatch.setattr(compare, "MOST_FOR_CONSENSUS", 15)
+    monkeypatch.setattr(rank, "MOST_FOR_CONSENSUS", 15)
     for row in rows_of(flags().setting()).values():
         unknown = row.consensus_factor, row.consensus_factor_per_second, row.exact_after
         assert unknown == (None, None, None)
-        assert row.comes_to_consensus
-    monkeypatch.setattr(compare, "MOST_FOR_CONSENSUS", 16)
+        assert row.reaches_consensus
+    monkeypatch.setattr(rank, "MOST_FOR_CONSENSUS", 16)
     assert all(
         r.consensus_factor is not None for r in rows_of(flags().setting()).values()
     )
@@ -501,7 +503,7 @@ def test_a_step_is_what_is_computed_exposed_and_waited_for(workers_per_node, ove
         between_latency="20us",
         overlap=overlap,
     )
-    found = compare.compare(asked.setting(), 12, 0)
+    found = rank.compare(asked.setting(), 12, 0)
     assert found.sigma == pytest.approx(0.3, rel=0.2)
     rows = {row.name: row for row in found.rows}
     for row in rows.values():
@@ -555,7 +557,7 @@ def test_the_seed_decides_what_is_drawn():
     rows = [topology_row(setting, config, made, first, 5, seed) for seed in (0, 0, 1)]
     assert rows[0] == rows[1]
     assert rows[0].step != rows[2].step
-    found = compare.compare(setting, 5, 3)
+    found = rank.compare(setting, 5, 3)
     drawn = np.stack([setting.job.draw(step, 16, 3) for step in range(5)])
     whole = 2 * 15 / 16 * MODEL / (25e9 / 8)
     assert found.gamma == pytest.approx(whole / drawn.mean())
@@ -621,7 +623,9 @@ def test_a_step_that_waits_for_its_exchange_takes_as_long_as_was_measured():
     made = topology.exponential(16)
     asked = flags(compute="1ms", forward_share=1.0).setting()
     setting = dataclasses.replace(asked, measured={None: 0.4, made: 0.3})
-    assert setting.gamma_and_sigma(1, 0) == pytest.approx((0.4 / 0.001, 0.0), abs=1e-9)
+    assert setting.ratios(made, 1, 0) == pytest.approx(
+        (0.4 / 0.001, 0.75, 0.0), abs=1e-9
+    )
     np.testing.assert_allclose(np.diff(setting.simulate(made, 4, 0).start, axis=0), 0.3)
     assert setting.exchange_seconds(None) == 0.4
     whole = setting.simulate(None, 4, 0).start
@@ -644,10 +648,15 @@ def test_what_was_measured_of_one_worker_is_no_matter():
         assert times.seconds_per_step() == pytest.approx(0.065)
 
 
-def made_row(name: str = "ring", **changes) -> Row:
+def made_row(name: str = "ring", **changes) -> Prediction:
     """A row of which nothing but the changes matters."""
-    numbers = dict.fromkeys(Row._fields, 0.5) | {"exact_after": None, "messages": 1.0}
-    row = Row(**numbers | {"name": name, "flags": f"--topology.name {name}"} | changes)
+    numbers = dict.fromkeys(Prediction._fields, 0.5) | {
+        "exact_after": None,
+        "messages": 1.0,
+    }
+    row = Prediction(
+        **numbers | {"name": name, "flags": f"--topology.name {name}"} | changes
+    )
     return row if "speed_up" in changes else row._replace(speed_up=1.0 / row.step)
 
 
@@ -661,7 +670,7 @@ def test_the_fastest_is_advised():
     advice = advise(ALL_REDUCE, rows)
     assert advice.choice.name == "b"
     assert advice.other == ALL_REDUCE
-    assert advice.reason.startswith("A step takes 500 ms instead of 1 s: of an all-")
+    assert advice.reason.startswith("A step takes 500 ms instead of 1 s. A step of ")
     assert "within" not in advice.reason
 
 
@@ -669,9 +678,9 @@ def test_the_reason_says_what_is_exposed_and_waited_for():
     baseline = ALL_REDUCE._replace(exposed=0.114, waiting=0.006)
     best = made_row(step=0.5, exposed=0.014, waiting=0.002)
     assert advise(baseline, [best]).reason == (
-        "A step takes 500 ms instead of 1 s: of an all-reduce's step 114 ms are "
-        "messages that nothing hides and 6 ms waiting for the slowest worker; here "
-        "14 ms and 2 ms."
+        "A step takes 500 ms instead of 1 s. A step of all-reduce has 114 ms of "
+        "exposed communication and 6 ms of waiting for the slowest worker; here they "
+        "are 14 ms and 2 ms."
     )
 
 
@@ -685,8 +694,8 @@ def test_of_those_about_as_fast_the_one_that_agrees_soonest_is_advised():
     advice = advise(ALL_REDUCE, rows)
     assert advice.choice.name == "sooner"
     assert advice.reason.endswith(
-        "Of the 3 topologies that are within 2% of the fastest the workers agree "
-        "soonest with this one."
+        "Of the 3 topologies within 2% of the fastest, this one reaches consensus "
+        "first."
     )
     # After three steps exactly, or after two nearly so.
     rows.append(made_row("exact", step=0.5, consensus_factor=0.0, exact_after=3))
@@ -700,7 +709,7 @@ def test_of_those_that_agree_as_soon_the_fastest_is_advised():
     rows = [made_row(name, step=s, **unknown) for name, s in (("a", 0.505), ("b", 0.5))]
     advice = advise(ALL_REDUCE, rows)
     assert advice.choice.name == "b"
-    assert "agree" not in advice.reason
+    assert "consensus" not in advice.reason
 
 
 @pytest.mark.parametrize(("speed_up", "goes"), [(1.049, False), (1.051, True)])
@@ -713,9 +722,9 @@ def test_what_is_not_a_twentieth_faster_is_not_worth_it(speed_up, goes):
         assert advice.choice == ALL_REDUCE
         assert advice.reason == (
             "No topology is 5% faster (the best, ring, is 1.05x as fast): an exchange "
-            "takes 0.75 of the time of an all-reduce; 250 ms of it stay visible, and "
-            "125 ms are waiting for others. All-reduce averages exactly, so stay with "
-            "it."
+            "takes 0.75 of the time of an all-reduce; 250 ms of it are exposed, and "
+            "125 ms are waiting for other workers. All-reduce averages exactly, so "
+            "keep it."
         )
 
 
@@ -732,7 +741,7 @@ def test_where_nearly_all_is_computing_there_is_nothing_to_gain():
     advice = advise(baseline, [made_row(step=0.99)])
     assert advice.choice == baseline
     assert (
-        "computing takes 98% of an all-reduce's step, so at most 1.02x could be gained"
+        "compute takes 98% of a step of all-reduce, so the speed-up is at most 1.02x"
         in advice.reason
     )
 
@@ -791,7 +800,7 @@ def test_the_flags_of_a_row_train_with_what_was_simulated(
     other = "in_step" if overlap == "background" else "background"
     path.write_text(OTHER.format(path=str(TINY_FILE), where=other))
     asked = flags(nodes=num_workers // per_node, workers_per_node=per_node)
-    found = compare.compare(dataclasses.replace(asked, overlap=overlap).setting(), 1, 0)
+    found = rank.compare(dataclasses.replace(asked, overlap=overlap).setting(), 1, 0)
     workers = (
         *("--workers.num-workers", str(num_workers)),
         *("--workers.workers-per-node", str(per_node)),
@@ -846,7 +855,7 @@ def test_what_was_asked_is_answered_written_and_drawn(tmp_path, capsys):
         compute="65ms",
         params="65M",
     )
-    found = compare.compare(asked.setting(), 20, 3)
+    found = rank.compare(asked.setting(), 20, 3)
     out = tmp_path / "a" / "b"
     written = advice_in(out)
     assert written["rows"] == [row._asdict() for row in found.rows]
@@ -882,7 +891,7 @@ def test_what_was_asked_is_answered_written_and_drawn(tmp_path, capsys):
 
 
 def test_tables_hold_what_each_scheme_takes_and_sends(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(report, "draw_map", lambda *_: None)
+    monkeypatch.setattr(advice_report, "draw_map", lambda *_: None)
     asked = [*ASKED, "--nodes", "3", "--steps", "5", "--out", str(tmp_path)]
     assert program.main(asked) == 0
     printed = capsys.readouterr().out
@@ -980,13 +989,13 @@ def test_a_wrong_command_line_gets_a_sentence(arguments, words, capsys):
 
 
 def test_a_map_holds_speed_ups_by_their_closed_forms(monkeypatch):
-    monkeypatch.setattr(report, "SIGMAS", np.array([0.0, 0.4]))
+    monkeypatch.setattr(advice_report, "SIGMAS", np.array([0.0, 0.4]))
     made = topology.exponential(16)
     setting = flags().setting()
-    table = report.speed_ups(setting, made, Console(file=io.StringIO()))
+    table = advice_report.speed_ups(setting, made, Console(file=io.StringIO()))
     card = MODEL / (25e9 / 8)
     omega = 11 * card / (15 / 8 * card)
-    gammas = report.GAMMAS
+    gammas = advice_report.GAMMAS
     whole = np.maximum(1 + gammas / 10, 1 / 3 + 2 / 3 / 10 + gammas)
     np.testing.assert_allclose(table[0], whole / np.maximum(1, omega * gammas))
     assert table.shape == (2, len(gammas))
@@ -998,5 +1007,5 @@ def test_progress_is_shown_to_those_who_look():
     for looks in (True, False):
         seen = io.StringIO()
         console = Console(file=seen, force_terminal=looks, width=80)
-        assert list(report.progress([1, 2], "simulating", console)) == [1, 2]
+        assert list(advice_report.progress([1, 2], "simulating", console)) == [1, 2]
         assert ("simulating" in seen.getvalue()) == looks

@@ -18,7 +18,7 @@ from decentjax import Lowering, runtime, topology, worker_mesh
 from decentjax.runtime import Cluster
 from train.advise import __main__ as program
 from train.advise import measure
-from train.advise.compare import Row, advise, fitting
+from train.advise.rank import Prediction, advise, fitting
 from train.config import ExchangeConfig, TopologyConfig, WorkersConfig
 
 ROOT = Path(__file__).parent.parent
@@ -124,7 +124,7 @@ def test_a_network_is_measured_as_it_is(nodes, per_node, where, monkeypatch):
     )
     network = FakeNetwork(truth, sent_bytes())
     network.install(monkeypatch)
-    monkeypatch.setattr(measure._Network, "all_reduce", lambda _: 0.7)
+    monkeypatch.setattr(measure._Exchanges, "all_reduce", lambda _: 0.7)
     exchange = ExchangeConfig(where=where)
     own = TopologyConfig(name="ring", factor=0.5)
     config = on_mesh(nodes, per_node, exchange=exchange, topology=own)
@@ -198,7 +198,7 @@ def test_compute_times_are_those_of_each_process(monkeypatch):
 
 def test_an_all_reduce_is_a_mean_over_all_devices(monkeypatch):
     config = on_mesh(4, 1)
-    network = measure._Network.of(config, config.task.build(), worker_mesh(4))
+    network = measure._Exchanges.of(config, config.task.build(), worker_mesh(4))
     seen = []
     monkeypatch.setattr(measure, "_seconds", lambda *given: seen.append(given))
     network.all_reduce()
@@ -214,7 +214,7 @@ def test_narrow_messages_are_half_as_large():
     config = on_mesh(2, 1)
     step = dataclasses.replace(config.step, message_dtype="bfloat16")
     narrow = dataclasses.replace(config, step=step)
-    network = measure._Network.of(narrow, config.task.build(), worker_mesh(2))
+    network = measure._Exchanges.of(narrow, config.task.build(), worker_mesh(2))
     assert network.model_bytes == sent_bytes() / 2
     assert network.message_dtype == "bfloat16"
 
@@ -250,7 +250,7 @@ def test_on_an_accelerator_a_part_of_the_gradient_is_sent_before_the_rest(monkey
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ("", "error: simulated workers send nothing that could be measured: start pr"),
+        ("", "error: simulated workers send no messages to measure: start processes"),
         (
             "--workers.where mesh --measured-steps 0",
             "error: steps and measured_steps must be positive, got 300 and 0",
@@ -325,7 +325,7 @@ def run(*command: str) -> str:
 def assert_measured(printed: str, out: Path, num_workers: int, per_node: int) -> dict:
     """Nothing of how long it took: only that all was measured, and is in the advice."""
     written = advice_in(out)
-    baseline, *rows = [Row(**row) for row in written["rows"]]
+    baseline, *rows = [Prediction(**row) for row in written["rows"]]
     fit, unfit = fitting(num_workers, per_node)
     names = [row.name for row in rows]
     assert len(names) == len(set(names)) == len(fit)

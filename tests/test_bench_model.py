@@ -17,8 +17,8 @@ from test_emulate import needs_root
 from decentjax.exchange import matrices
 from decentjax.runtime import Cluster
 from train.bench.model import emulated, imbalance, published, simulator
-from train.bench.model.emulated import Row
-from train.bench.model.model import ModelBench, courses
+from train.bench.model.emulated import Comparison
+from train.bench.model.model import ModelBench, emulations
 from train.bench.model.model_report import (
     Results,
     emulated_table,
@@ -47,20 +47,29 @@ def cluster(num_nodes: int, per_node: int = 1) -> Cluster:
     )
 
 
-def test_without_stragglers_emulated_steps_are_compute_or_bytes_over_rate():
+def predicted(cluster: Cluster, compute: float, straggler: float, name: str) -> float:
+    """The seconds of a step of the scheme of that name."""
+    (scheme,) = [
+        x for x in emulated.schemes(cluster.workers_per_node) if x.name == name
+    ]
+    topology = scheme.topology(cluster.num_workers, cluster.workers_per_node)
+    return emulated.predict(cluster, WORK, compute, straggler, topology)
+
+
+def test_emulated_steps_are_compute_or_bytes_over_rate():
     for compute in (0.1, 2.0):
-        step = emulated.predict(cluster(4), WORK, compute, 0.0, "all-reduce")
+        step = predicted(cluster(4), compute, 0.0, "all-reduce")
         assert step == pytest.approx(compute + 2 * 3 / 4 * 4 / 8)
         # One sends a model to a peer in each step, or in every second one.
         crossing = max(compute, 0.5)
         wanted = {RING: crossing, EXPONENTIAL: crossing}
         wanted[ALTERNATING] = (crossing + compute) / 2
         for scheme, seconds in wanted.items():
-            step = emulated.predict(cluster(4), WORK, compute, 0.0, scheme)
+            step = predicted(cluster(4), compute, 0.0, scheme)
             assert step == pytest.approx(seconds)
     # A node sends 1, 2 and 2 models for its two workers; or one, in two halves.
     for scheme, seconds in ((EXPONENTIAL, (0.5 + 1 + 1) / 3), (NODES, 0.5)):
-        step = emulated.predict(cluster(4, 2), WORK, 0.1, 0.0, scheme)
+        step = predicted(cluster(4, 2), 0.1, 0.0, scheme)
         assert step == pytest.approx(seconds)
 
 
@@ -70,17 +79,19 @@ def test_inside_nodes_nothing_is_sent_between_them():
 
 
 def test_a_straggler_is_let_through_by_all_reduce_alone():
-    late = emulated.predict(cluster(4), WORK, 1.0, 0.3, "all-reduce")
+    late = predicted(cluster(4), 1.0, 0.3, "all-reduce")
     assert late == pytest.approx(1.3 + 0.75)
-    apart = emulated.predict(cluster(4), WORK, 1.0, 0.3, RING)
+    apart = predicted(cluster(4), 1.0, 0.3, RING)
     assert 1.0 + 0.3 / 4 <= apart < 1.2
 
 
-def row(scheme: str, predicted: float, measured: float, rate: str = "1mbit") -> Row:
-    return Row("4x1", rate, 0.0, scheme, predicted, measured)
+def row(
+    scheme: str, predicted: float, measured: float, rate: str = "1mbit"
+) -> Comparison:
+    return Comparison("4x1", rate, 0.0, scheme, predicted, measured)
 
 
-def test_the_order_of_schemes_is_looked_at_where_they_differ_by_a_tenth():
+def test_schemes_have_an_order_if_they_differ_by_a_tenth():
     rows = [row("a", 1.0, 2.0), row("b", 1.5, 1.0), row("c", 3.0, 2.1)]
     rows += [row("a", 1.0, 9.0, "2mbit")]
     assert num_ordered(rows) == 2  # a and c over b; c and a are too close.
@@ -196,9 +207,9 @@ def test_the_simulator_is_timed_with_each_scheme():
 
 def test_every_cluster_runs_at_every_rate():
     bench = ModelBench(clusters=("4x1", "2x2"), rates=("1mbit", "2mbit"))
-    made = [(course.name, course.cluster.rate) for course in courses(bench)]
+    made = [(each.name, each.cluster.rate) for each in emulations(bench)]
     assert made == [(c, r) for c in ("4x1", "2x2") for r in ("1mbit", "2mbit")]
-    assert {course.work for course in courses(bench)} == {bench.work}
+    assert {each.work for each in emulations(bench)} == {bench.work}
 
 
 @pytest.mark.parametrize(

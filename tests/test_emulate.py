@@ -18,7 +18,7 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 
 import tiny
 
-from train.job.namespaces import Cluster, environment, parse_rate
+from train.job.namespaces import EmulatedCluster, environment, parse_rate
 from train.run.log import read_metrics
 from train.run.loop import train
 
@@ -187,7 +187,7 @@ def test_workers_are_dealt_out_as_srun_does(distribution, hosts):
 
 
 def test_the_environment_is_that_of_srun_and_torchrun():
-    cluster = Cluster(nodes=4, workers_per_node=2, threads_per_worker=3)
+    cluster = EmulatedCluster(nodes=4, workers_per_node=2, threads_per_worker=3)
     assert environment(cluster, 5) == {
         "SLURM_JOB_ID": "1",
         "SLURM_STEP_NODELIST": "node[0-3]",
@@ -209,13 +209,13 @@ def test_the_environment_is_that_of_srun_and_torchrun():
 
 
 def test_cyclic_workers_know_their_place():
-    cluster = Cluster(nodes=4, workers_per_node=2, distribution="cyclic")
+    cluster = EmulatedCluster(nodes=4, workers_per_node=2, distribution="cyclic")
     env = environment(cluster, 5)
     assert (env["SLURM_NODEID"], env["SLURM_LOCALID"], env["LOCAL_RANK"]) == (*"111",)
 
 
 def test_one_node_is_a_list_without_brackets():
-    assert environment(Cluster(nodes=1), 0)["SLURM_STEP_NODELIST"] == "node0"
+    assert environment(EmulatedCluster(nodes=1), 0)["SLURM_STEP_NODELIST"] == "node0"
 
 
 @needs_root
@@ -381,7 +381,7 @@ def test_training_on_a_cluster_is_training_on_one_machine(tmp_path):
 def test_a_launcher_makes_one_cluster_after_another_and_speaks_through_pipes():
     code = """
 import os, subprocess
-from train.job.namespaces import Cluster, in_cluster
+from train.job.namespaces import EmulatedCluster, in_cluster
 
 def job(worker):
     process = worker(1, ["sh", "-c", "read line; echo $(hostname) $line $RANK"])
@@ -390,7 +390,7 @@ def job(worker):
     return 7
 
 for rate in ("none", "200mbit"):
-    assert in_cluster(Cluster(nodes=2, rate=rate), job) == 7
+    assert in_cluster(EmulatedCluster(nodes=2, rate=rate), job) == 7
     assert os.stat("/proc/self/ns/pid").st_ino == os.stat(
         "/proc/self/ns/pid_for_children").st_ino
 """
@@ -409,7 +409,7 @@ for rate in ("none", "200mbit"):
 def test_a_job_without_handlers_unwinds_at_sigterm():
     code = """
 import sys, time
-from train.job.namespaces import Cluster, in_cluster
+from train.job.namespaces import EmulatedCluster, in_cluster
 
 def job(worker):
     try:
@@ -418,7 +418,7 @@ def job(worker):
     finally:
         print("unwound", flush=True)
 
-sys.exit(in_cluster(Cluster(nodes=1), job))
+sys.exit(in_cluster(EmulatedCluster(nodes=1), job))
 """
     with subprocess.Popen(
         [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE

@@ -21,7 +21,7 @@ from train.config import ExchangeConfig, StepConfig, TopologyConfig
 from train.models.gpt import GPTConfig
 from train.preflight.__main__ import main
 from train.preflight.compile import Finding, inspect, prepare
-from train.preflight.report import advice, verdict
+from train.preflight.preflight_report import advice, verdict
 from train.preflight.targets import GPUS, TPUS, Gpu, find
 from train.preflight.tune import Tuning, busiest_step, profile
 from train.xla import ALL_REDUCE_THRESHOLD, RECOMMENDED, read_options
@@ -129,12 +129,11 @@ def test_what_should_not_be_there_is_said():
     finding = Finding("step", schedule, estimate, 0, needed_bytes=16, compile_seconds=0)
     # Half of the gathered array, and the permute every other time.
     assert finding.warnings() == [
-        "step: collective-permute c stands in a conditional, which no compiler "
-        "overlaps",
+        "step: collective-permute c is in a conditional, which no compiler overlaps",
         f"step: {(32 + 16) / 1e6:.1f} MB leave a worker, the exchange needs 0.0 MB; "
         "the largest is all-gather g (jit(f)/mean)",
-        "step: s is a loop of unknown trips, which counts once, or a message that is "
-        "not read",
+        "step: s is a loop of unknown trip count, which counts once, or a message that "
+        "is not analysed",
     ]
     exact = dataclasses.replace(finding, needed_bytes=32 + 16)
     assert len(exact.warnings()) == 2
@@ -150,9 +149,9 @@ def test_less_than_the_exchange_needs_is_never_covered():
     for added, needed, words, passes in [
         ("", 0, [], True),
         (start + done, 32, [], True),
-        (start + done, 40, ["needs 0.0 MB: not all that is sent was found"], False),
-        ("", 1, ["needs 0.0 MB: not all that is sent was found"], False),
-        (start, 32, ["of s the end was not found"], False),
+        (start + done, 40, ["needs 0.0 MB: part of the exchange was not found"], False),
+        ("", 1, ["needs 0.0 MB: part of the exchange was not found"], False),
+        (start, 32, ["the end of s was not found"], False),
     ]:
         schedule = overlap.read(text.replace("  ROOT", added + "  ROOT"), {AXIS: 2})
         speeds = GPUS["h100"].accelerator()
@@ -162,7 +161,7 @@ def test_less_than_the_exchange_needs_is_never_covered():
         assert all(map(str.__contains__, finding.warnings(), words))
         with (console := Console(width=200)).capture() as printed:
             assert verdict(run, [finding], 0.5, console) == passes
-        assert ("50.0% of all that is sent required" in printed.get()) == (not passes)
+        assert ("50.0% of all bytes are required" in printed.get()) == (not passes)
         assert verdict(run, [finding], None, QUIET)
     # A worker alone needs nothing, and zero asks for nothing but to find it all.
     assert not verdict(run, [dataclasses.replace(finding, needed_bytes=99)], 0, QUIET)
@@ -197,7 +196,7 @@ def test_options_that_do_not_help_are_not_kept(monkeypatch):
     """Of so small a model all messages are joined already."""
     tuning, text = tuned_to(tiny.config, monkeypatch, {"xla_gpu_autotune_level": "0"})
     assert tuning.options == RECOMMENDED
-    assert "nothing is better than the options of the run" in text
+    assert "no options are better than those of the run" in text
 
 
 def test_options_that_help_are_kept(monkeypatch):
@@ -254,7 +253,7 @@ def test_a_verdict_is_printed_written_and_drawn(capsys, tmp_path):
         capsys, "--target", "h100", "--require-overlap", "0.5", *where
     )
     assert code == 0
-    assert "tiny on 4 x NVIDIA H100 80GB HBM3, 2 to a node" in text
+    assert "tiny on 4 x NVIDIA H100 80GB HBM3, 2 per node" in text
     assert "of the bytes of the worst exchange" in text
     assert "work [ms]" in text
     assert "options   xla_gpu_all_gather_combine_threshold_bytes=2500000" in text
@@ -283,7 +282,7 @@ def test_too_little_overlap_is_a_code(capsys):
     options = "--step.algorithm atc --topology.name complete --require-overlap 0.95"
     code, text = preflight(capsys, "--target", "h100", *options.split())
     assert code == 1
-    assert "0.0% of what was found is covered, 95.0% of all" in text
+    assert "0.0% of the bytes found are covered, 95.0% of all" in text
 
 
 def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
@@ -311,11 +310,11 @@ def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
         ),
         (
             "--target h100 --nodes 2 --gpus-per-node 2 --require-overlap 95",
-            "require-overlap is a share, from 0 to 1, got 95.0",
+            "require-overlap must be a share from 0 to 1, got 95.0",
         ),
         (
             "--target h100 --nodes 2 --gpus-per-node 2 --out no/where.json",
-            "there is no folder no for where.json",
+            "the folder no for where.json does not exist",
         ),
         (
             "--target h100 --nodes 2 --gpus-per-node 2 --figure tests",
@@ -323,7 +322,7 @@ def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
         ),
         (
             "--target h100 --nodes 2 --gpus-per-node 2 --figure a.xyz",
-            "a figure is a file such as a.svg, of a kind among",
+            "a figure must be a file such as a.svg, of one of the",
         ),
         ("--target h100 --nodes 2 --gpus-per-node 2 --figure a", "such as a.svg"),
         (
@@ -377,14 +376,14 @@ def test_speeds_are_of_a_known_order():
     for target in [*GPUS.values(), *TPUS.values()]:
         assert 1e13 < max(target.flops_per_second.values()) < 1e16
         assert 1e11 < target.memory_bytes_per_second < 1e13
-        network = target.network(8)
+        network = target.cluster(1, 8).overlap_network()
         assert 1e9 < network.between_bytes_per_second < 1e12
     assert find("v5e:2x4").name == "v5e:2x4"
 
 
 def test_a_permute_of_tpus_has_one_link_and_a_mean_has_all():
     """Whole numbers of a v5e: 200 GB/s over 4 links, to whichever chip."""
-    network = TPUS["v5e"].network(4)
+    network = TPUS["v5e"].cluster(1, 4).overlap_network()
     head = "HloModule a, is_scheduled=true, num_partitions=2\n\n"
     entry = "ENTRY %main (x: u8[200]) -> u8[200] {{\n  %x = u8[200]{{0}} parameter(0)\n"
     for line, seconds in [

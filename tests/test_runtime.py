@@ -13,7 +13,7 @@ from decentjax.analysis import traffic
 from decentjax.exchange import matrices
 from decentjax.runtime import Cluster, Job, Times
 from decentjax.runtime.cluster import plan
-from decentjax.runtime.sharing import seats, share
+from decentjax.runtime.sharing import share, slots
 
 CLUSTER = Cluster(num_nodes=4, workers_per_node=4, between_bytes_per_second=10.0)
 JOB = Job(model_bytes=2.0, compute=runtime.normal(1.0, 0.3))
@@ -71,7 +71,7 @@ MESSAGE = st.tuples(
 @given(st.lists(MESSAGE, min_size=1, max_size=20))
 def test_messages_share_their_card_at_each_moment(messages):
     starts, seconds, cards = (np.array(x) for x in zip(*messages, strict=True))
-    ends = share(starts, seconds, seats(cards))
+    ends = share(starts, seconds, slots(cards))
     wanted = share_one_by_one(starts, seconds, cards.tolist())
     np.testing.assert_allclose(ends, wanted, atol=1e-7)
     for card in set(cards):  # No card sends faster than it can, nor is it lazy.
@@ -88,13 +88,13 @@ def test_two_on_a_card_share_it_likewise(pairs, one_alone):
     messages = [message for pair in pairs for message in pair][one_alone:]
     cards = np.arange(len(messages)) // 2
     starts, seconds = np.array([message[:2] for message in messages], float).T
-    ends = share(starts, seconds, seats(cards))
+    ends = share(starts, seconds, slots(cards))
     wanted = share_one_by_one(starts, seconds, cards.tolist())
     np.testing.assert_allclose(ends, wanted, atol=1e-7)
 
 
 def test_nothing_is_through_where_nothing_was_sent():
-    assert share(np.zeros(0), np.zeros(0), seats(np.zeros(0, int))).shape == (0,)
+    assert share(np.zeros(0), np.zeros(0), slots(np.zeros(0, int))).shape == (0,)
 
 
 def times_of(scheme, cluster=CLUSTER, job=JOB, num_steps=40) -> Times:
@@ -315,12 +315,12 @@ def test_what_is_sent_is_received_and_is_what_traffic_counts(made, per_node):
     )
     for exchange, counted in zip(made, traffic(made, 1.0, per_node), strict=True):
         sent = 0.0
-        for stage in plan(cluster, exchange):
-            for kind in stage.kinds:
+        for leg in plan(cluster, exchange):
+            for kind in leg.kinds:
                 for table in (kind.sending, kind.receiving):
-                    seated = np.sort(table[table >= 0]).tolist()
-                    assert seated == list(range(len(kind.chosen)))
-                sent += stage.part * len(kind.chosen)
+                    used = np.sort(table[table >= 0]).tolist()
+                    assert used == list(range(len(kind.chosen)))
+                sent += leg.transfer.part * len(kind.chosen)
         assert sent == pytest.approx(counted.worker_bytes.sum())
 
 
@@ -490,13 +490,13 @@ def test_latencies_count_once_a_message_and_for_each_round_of_a_ring():
             lambda: runtime.exchange_without_stragglers(1.0, math.nan),
             "omega must be finite and not negative, got nan",
         ),
-        (lambda: runtime.constant(0.0), "compute takes a positive time, got 0.0 s"),
+        (lambda: runtime.constant(0.0), "compute time must be positive, got 0.0 s"),
         (lambda: runtime.gamma(1.0, -0.1), "sigma must not be negative, got -0.1"),
-        (lambda: runtime.trace(np.ones(3)), r"a trace is \[T, N\].* got \(3,\)"),
+        (lambda: runtime.trace(np.ones(3)), r"a trace is \[T, N\] of .* got \(3,\)"),
         (lambda: runtime.delayed(JOB.compute, -1, 1.0), "must not be negative, got -1"),
         (
             lambda: times_of(topology.ring(8)),
-            "ring is of 8 workers, the cluster has 16",
+            "ring has 8 workers, the cluster has 16",
         ),
         (lambda: times_of("all-reduce", num_steps=0), "num_steps must be positive"),
         (
@@ -508,7 +508,7 @@ def test_latencies_count_once_a_message_and_for_each_round_of_a_ring():
                 EVERY[0],
                 job=dataclasses.replace(JOB, compute=runtime.trace(np.ones((2, 3)))),
             ),
-            "the trace is of 3 workers, the cluster has 16",
+            "the trace has 3 workers, the cluster has 16",
         ),
         (
             lambda: runtime.wait_avoiding(CLUSTER, JOB, EVERY[4], 3, sync_every=0),

@@ -8,7 +8,7 @@ import sys
 import tyro
 
 from train.cli import command, show_usage
-from train.job.namespaces import Cluster, Worker, in_cluster
+from train.job.namespaces import EmulatedCluster, Worker, in_cluster
 from train.job.processes import run_job
 
 USAGE = (
@@ -23,7 +23,7 @@ def main(arguments: list[str]) -> int:
     own, argv = arguments[:end], arguments[end + 1 :]
     if not argv and "--help" not in own:
         show_usage(USAGE, own)
-    cluster = tyro.cli(Cluster, prog="python -m train.emulate", args=own)
+    cluster = tyro.cli(EmulatedCluster, prog="python -m train.emulate", args=own)
 
     def job(worker: Worker) -> int:
         return run_job([worker(i, argv) for i in range(cluster.num_workers)])

@@ -1,7 +1,8 @@
-"""What runs while messages fly, as the schedule of a compiled step says."""
+"""What runs beside the messages of a compiled step, read from its schedule."""
 
 from decentjax.overlap.estimate import Accelerator, Estimate, Network, Span, estimate
-from decentjax.overlap.schedule import Collective, Link, Op, Schedule, links, read
+from decentjax.overlap.reader import read
+from decentjax.overlap.schedule import Collective, Link, Op, Schedule, links
 from decentjax.overlap.work import Work
 
 __all__ = [

@@ -1,9 +1,9 @@
-"""What runs while messages fly, as the schedule of a compiled step says.
+"""Estimates the time of a compiled step from its schedule.
 
-A collective that the compiler makes asynchronous starts at one place of the schedule
-and ends at another: what stands between runs beside it. Works for any JAX step,
-compiled for GPUs or TPUs, there or not: such a schedule shows that the overlap is
-possible, and with the speeds of an accelerator and its network, how long a step takes.
+An asynchronous collective starts at one op of the schedule and ends at another; the ops
+between run beside it. This works for any JAX step compiled for GPUs or TPUs, present or
+not: the schedule shows that overlap is possible, and with the speeds of an accelerator
+and its network, how long a step takes.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from decentjax.overlap.schedule import Collective, Op, Schedule, links
 from decentjax.overlap.work import NOTHING, Work
 
-# Each device has its own receivers; the others go around rings, one for each link.
+# A device sends these over one link; the others use a ring for each link of a node.
 ONE_TO_ONE = ("all-to-all", "collective-permute", "ragged-all-to-all")
 
 
@@ -23,10 +23,10 @@ class Accelerator:
     """Speeds of one device.
 
     Args:
-      flops_per_second: of matmuls, by element type as in HLO ("bf16", "f32"); of those
-        that are not named, types of 8 bits run at the fastest, others at the slowest.
-      bytes_per_second: of its memory.
-      least_seconds: of one op, however small: on a GPU, of starting a kernel.
+      flops_per_second: FLOP/s of matmuls by element type of HLO ("bf16", "f32"); other
+        types of 8 bits or less run at the fastest of them, the rest at the slowest.
+      bytes_per_second: bandwidth of the memory.
+      least_seconds: minimum duration of an op: on a GPU the start of a kernel.
     """
 
     flops_per_second: Mapping[str, float]
@@ -34,7 +34,7 @@ class Accelerator:
     least_seconds: float = 2e-6
 
     def seconds(self, work: Work) -> float:
-        """Of one op, the longer of computing and moving."""
+        """Returns the duration of an op: the longer of compute and memory traffic."""
         if work == NOTHING:
             return 0.0
         compute = sum(
@@ -51,15 +51,16 @@ class Accelerator:
 
 @dataclasses.dataclass(frozen=True)
 class Network:
-    """Speeds of messages; bytes per second in each direction.
+    """Speeds of messages; rates are in bytes per second in each direction.
 
     Args:
-      devices_per_node: devices side by side in the mesh share a node.
-      inside_bytes_per_second: of a device, to others of its node.
-      between_bytes_per_second: of all links of a node, to other nodes.
-      links_per_node: a device that sends alone has one; a mean uses them all.
-      inside_latency: seconds of a message inside a node.
-      between_latency: seconds of a message between nodes.
+      devices_per_node: number of devices, consecutive in the mesh, that share a node.
+      inside_bytes_per_second: rate of a device to others of its node.
+      between_bytes_per_second: rate of all links of a node to other nodes.
+      links_per_node: number of these links; a device that sends alone uses one, a mean
+        over groups all.
+      inside_latency: seconds of latency per message inside a node.
+      between_latency: seconds of latency per message between nodes.
     """
 
     devices_per_node: int
@@ -70,8 +71,9 @@ class Network:
     between_latency: float = 20e-6
 
     def seconds(self, collective: Collective) -> float:
-        """Seconds of one call: of the busiest device or node, and of the latencies."""
-        inside, outside, between = {}, {}, {}  # Of devices, and all that leaves a node.
+        """Returns the duration of one call: the busiest link, and the latencies."""
+        # Bytes by sending device inside and between nodes, and by sending node.
+        inside, outside, between = {}, {}, {}
         for sender, receiver, num_bytes in links(collective):
             node = sender // self.devices_per_node
             if node == receiver // self.devices_per_node:
@@ -91,7 +93,7 @@ class Network:
 
 
 class Span(NamedTuple):
-    """Something of a step that takes time, in seconds from its begin."""
+    """Work or a message of a step, in seconds from the start of the step."""
 
     name: str
     is_message: bool
@@ -101,14 +103,14 @@ class Span(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """How long a step takes, by the schedule and the speeds.
+    """The estimated duration of a step.
 
     Args:
-      compute: seconds of all work, without a message.
+      compute: seconds of all work without messages.
       communication: seconds of all messages, one after the other.
-      step: seconds of both, as scheduled.
-      spans: of the step; of a loop or a conditional, the work as one, and the messages
-        of the first trip, or of every branch.
+      step: seconds of both as scheduled.
+      spans: work and messages of the step; a loop or a conditional has one span of
+        work, and the messages of the first trip or of every branch.
     """
 
     compute: float
@@ -132,13 +134,13 @@ def estimate(
 ) -> Estimate:
     """Plays a schedule: work in its order, and messages in the order of their starts.
 
-    One collective is on its way at a time, as on one stream. A step waits where a
-    collective ends in the schedule and not yet on the network.
+    One collective is in flight at a time, as on one stream. The step waits at an end in
+    the schedule until the network has delivered the collective.
 
     Args:
-      schedule: of a step.
-      accelerator: how fast work is done.
-      network: how fast messages are.
+      schedule: schedule of a step.
+      accelerator: speeds of work.
+      network: speeds of messages.
 
     Raises:
       ValueError: if the nodes do not divide the devices.
@@ -158,7 +160,7 @@ def estimate(
 
 
 class _Player:
-    """Plays ops on a clock; the network has a clock of its own."""
+    """Plays ops on one clock and messages on another, the network's."""
 
     def __init__(self, accelerator: Accelerator, seconds: list[float]):
         self._accelerator = accelerator
@@ -168,7 +170,7 @@ class _Player:
         self.spans: list[Span] = []
 
     def play(self, ops: tuple[Op, ...], now: float) -> tuple[float, float]:
-        """Returns the seconds of the work alone, and the time at the end."""
+        """Returns the seconds of work alone, and the time at the end of the ops."""
         compute = 0.0
         for op in ops:
             if op.starts is not None:
@@ -191,13 +193,13 @@ class _Player:
         num_spans = len(self.spans)
         run = self._branch if op.repeats < 1 else self._loop
         result = run(op, now)
-        # Of what is inside, the messages are shown, and the work as one.
+        # Keep the messages inside; the caller adds the work as one span.
         inside = self.spans[num_spans:]
         self.spans[num_spans:] = [span for span in inside if span.is_message]
         return result
 
     def _loop(self, op: Op, now: float) -> tuple[float, float]:
-        """The first trip may wait for what was sent before; all others are alike."""
+        """Plays two trips: the first may wait for earlier messages, others do not."""
         (body,) = op.bodies
         seconds, first = self.play(body, now)
         if op.repeats == 1:
@@ -208,7 +210,7 @@ class _Player:
         return op.repeats * seconds, first + (op.repeats - 1) * (second - first)
 
     def _branch(self, op: Op, now: float) -> tuple[float, float]:
-        """The mean of the branches, each of which waits for its own messages."""
+        """Returns the mean over the branches, each with its own messages."""
         network, compute, end = self._network, 0.0, now
         for body in op.bodies:
             seconds, last = self.play(body, now)
@@ -219,7 +221,11 @@ class _Player:
 
 
 def _num_messages(collective: Collective) -> int:
-    """One after the other in a call: of a permute 1, of a mean those of a tree."""
+    """Returns how many messages in a call wait for each other.
+
+    1 for a permute, the depth of a tree for a gather or a scatter, twice that for an
+    all-reduce, as NCCL has it for small arrays.
+    """
     if collective.kind == "collective-permute":
         return int(any(sender != receiver for sender, receiver in collective.groups))
     size = max(len(group) for group in collective.groups)

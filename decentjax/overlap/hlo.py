@@ -1,6 +1,6 @@
-"""Reads the text of a compiled program.
+"""Parses the text of a compiled program.
 
-XLA's parser has no public Python name; the text has all, on every backend.
+XLA's own parser has no public Python API; the text is complete on every backend.
 """
 
 import math
@@ -29,19 +29,19 @@ class Array(NamedTuple):
         return math.prod(self.dims) * BITS.get(self.dtype, 8) / 8
 
 
-CONTEXT = Array("u32", ())  # Of a start that goes on, beside its arrays.
+CONTEXT = Array("u32", ())  # Context that the result of a start may include.
 
 
 class Instruction(NamedTuple):
     """One line of a computation.
 
     Args:
-      name: unique in the program.
-      opcode: as in HLO, "fusion", "collective-permute-start".
-      arrays: of the result, those of a tuple one after the other.
+      name: name, unique in the program.
+      opcode: opcode, such as "fusion" or "collective-permute-start".
+      arrays: arrays of the result; those of nested tuples in order.
       operands: names of instructions of the same computation.
       called: names of the computations that it runs.
-      attributes: the rest of the line.
+      attributes: rest of the line.
     """
 
     name: str
@@ -70,9 +70,9 @@ class Module(NamedTuple):
     """A program.
 
     Args:
-      entry: its first computation.
-      computations: all, by name.
-      num_devices: that run it.
+      entry: computation that the program starts with.
+      computations: all computations by name.
+      num_devices: number of devices that run it.
     """
 
     entry: Computation
@@ -84,17 +84,17 @@ class Module(NamedTuple):
 
 
 def parse(text: str) -> Module:
-    """Reads a program, as `compiled.as_text()` writes it.
+    """Parses a program from the text that `compiled.as_text()` returns.
 
     Raises:
-      ValueError: if there is no program in the text, it is not yet scheduled, or a line
-        of a computation is no instruction.
+      ValueError: if the text has no program, the program is not scheduled, or a line of
+        a computation is no instruction.
     """
     head, _, _ = text.partition("\n")
     if not head.startswith("HloModule") or "is_scheduled=true" not in head:
         raise ValueError(
             "wanted the text of a compiled program, as jit(f).lower(...).compile()"
-            f".as_text() has it, got {head[:60]!r}"
+            f".as_text() returns it, got {head[:60]!r}"
         )
     computations: dict[str, Computation] = {}
     entry, name, instructions = "", "", {}
@@ -113,30 +113,34 @@ def parse(text: str) -> Module:
 
 
 def trip_count(loop: Instruction) -> int | None:
-    """How often the body of a `while` runs, where the compiler knows."""
+    """Returns how often the body of a `while` runs, None if that is unknown."""
     found = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
     return int(found[1]) if found else None
 
 
 def tuple_index(instruction: Instruction) -> int:
-    """Which part of a tuple a `get-tuple-element` takes."""
+    """Returns the index of the part of a tuple that a `get-tuple-element` takes."""
     found = re.search(r"\bindex=(\d+)", instruction.attributes)
     assert found is not None, f"{instruction.name} has no index"
     return int(found[1])
 
 
 def groups(attributes: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
-    """Reads pairs, and the forms of groups: `{{0,1},{2,3}}`, `[2,2]<=[4]`, a mesh's."""
+    """Parses pairs, and groups: `{{0,1},{2,3}}`, `[2,2]<=[4]`, `mesh['a'=2] {'a'}`.
+
+    `[2,2]<=[2,2]T(1,0)` stands for the devices 0 to 3 as a 2 x 2 array, transposed and
+    reshaped to 2 groups of 2: (0, 2) and (1, 3).
+    """
     pairs = re.search(r"source_target_pairs=\{([\d{},]*)\}", attributes)
     if pairs:
         return _braced(pairs[1])
-    everybody = (tuple(range(num_devices)),)
+    all_devices = (tuple(range(num_devices)),)
     given = re.search(r"replica_groups=(.*)", attributes)
     if given is None:
-        return everybody
+        return all_devices
     text = given[1]
     if listed := re.match(r"\{([\d{},]*)\}", text):
-        return _braced(listed[1]) or everybody
+        return _braced(listed[1]) or all_devices
     if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
         source = _numbers(iota[2])
         order = _numbers(iota[3]) if iota[3] else tuple(range(len(source)))
@@ -164,7 +168,7 @@ def _instruction(line: str) -> Instruction:
     name, arrays, opcode, rest = match.groups()
     end = _closing(rest)
     operands, attributes = rest[:end], rest[end + 1 :]
-    # Nothing in these names a computation, and they may say anything.
+    # Metadata and strings contain arbitrary text, which may look like a call.
     names = re.sub(r'metadata=\{[^}]*\}|"(?:[^"\\]|\\.)*"', "", attributes)
     called = re.findall(
         r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)",
@@ -183,7 +187,7 @@ def _instruction(line: str) -> Instruction:
 
 
 def _closing(text: str) -> int:
-    """The place of the parenthesis that closes one before the text."""
+    """Returns the index of the parenthesis that closes one before the text."""
     depth = 0
     for place, character in enumerate(text):
         depth += (character == "(") - (character == ")")

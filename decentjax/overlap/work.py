@@ -1,8 +1,8 @@
-"""What the instructions of a compiled program compute and move.
+"""FLOPs and bytes of the instructions of a compiled program.
 
-Calls to libraries count their matmuls and convolutions; of all other calls, cuDNN's
-attention and kernels written by hand too, only the bytes are known. XLA's own analysis
-says nothing about programs for a GPU that is not there.
+Matmuls and convolutions of libraries count; for all other calls, such as cuDNN's
+attention and custom kernels, only the bytes are known. XLA's own cost analysis is
+unavailable for programs compiled for a GPU that is not present.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ import numpy as np
 
 from decentjax.overlap.hlo import Array, Computation, Instruction, Module
 
-# They move no data, or data that another instruction counts.
+# They move no data, or data that counts for another instruction.
 FREE = {
     "add-dependency",
     "after-all",
@@ -35,12 +35,12 @@ FREE = {
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What a device does.
+    """FLOPs and bytes on one device.
 
     Args:
-      flops: of matmuls and convolutions, by element type; what else is computed takes
-        its time from the memory.
-      num_bytes: read and written.
+      flops: FLOPs of matmuls and convolutions by element type; all other ops are bound
+        by the memory.
+      num_bytes: bytes read and written.
     """
 
     flops: dict[str, float]
@@ -61,7 +61,7 @@ NOTHING = Work({}, 0)
 
 
 def work_of(module: Module, computation: Computation, instruction: Instruction) -> Work:
-    """What one instruction computes and moves; a loop's work is in its body."""
+    """Returns the work of one instruction; that of a loop is in its body."""
     if instruction.opcode in FREE:
         return NOTHING
     if instruction.opcode.removesuffix("-start") == "fusion":
@@ -75,14 +75,14 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
     read = sum(operand.num_bytes for operand in operands)
     made = instruction.arrays
     if "__cu" in instruction.attributes and len(made) > 1:
-        made = made[:-1]  # The scratch memory of a library.
+        made = made[:-1]  # The last array is the library's scratch memory.
     return Work(flops, read + sum(array.num_bytes for array in made))
 
 
 def _work_of_fusion(
     module: Module, computation: Computation, fusion: Instruction
 ) -> Work:
-    """Matmuls inside it; of an operand that is only sliced, the slices."""
+    """Returns the matmuls inside, and the bytes of operands or of their slices."""
     (body,) = module.called(fusion)
     users: dict[str, list[Instruction]] = {name: [] for name in body.instructions}
     flops = NOTHING
@@ -124,7 +124,7 @@ def _written(body: Computation, root: Instruction) -> float:
 
 
 def _flops(instruction: Instruction, operands: list[Instruction]) -> dict[str, float]:
-    """`2 x outputs x inputs per output` of a matmul or a convolution."""
+    """Returns `2 x outputs x inputs per output` of a matmul or a convolution."""
     attributes = instruction.attributes
     if instruction.opcode == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", attributes)
@@ -143,7 +143,7 @@ def _flops(instruction: Instruction, operands: list[Instruction]) -> dict[str, f
     if name.startswith("__cudnn$conv"):
         first, second = (operand.arrays[0] for operand in operands[:2])
         made = instruction.arrays[0]
-        # The attributes are those of the forward convolution.
+        # The attributes describe the forward convolution, also for the backward ones.
         image, kernel, output = {
             "__cudnn$convBackwardInput": (made, second, first),
             "__cudnn$convBackwardFilter": (first, made, second),
@@ -163,7 +163,7 @@ def _dot_flops(
 def _convolution_flops(
     attributes: str, image: Array, kernel: Array, output: Array
 ) -> dict[str, float]:
-    """Places of the window that fall into padding or dilation cost nothing."""
+    """Counts no FLOPs for positions of the window in padding or dilation."""
     labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
     assert labels is not None
     of_image, of_kernel, of_output = labels.groups()
@@ -188,7 +188,7 @@ def _convolution_flops(
 def _window_places(
     attributes: str, dim: int, image: int, kernel: int, output: int
 ) -> int:
-    """Pairs of an output and a place of its window that meet the image, in a dim."""
+    """Returns the pairs of output and window position that hit the image, in a dim."""
     low = _window(attributes, "pad", dim, "0_0").partition("_")[0]
     stride, image_dilation, kernel_dilation = (
         int(_window(attributes, name, dim, "1"))
@@ -201,7 +201,7 @@ def _window_places(
 
 
 def _window(attributes: str, name: str, dim: int, default: str) -> str:
-    """One dim's value of `window={size=3x3 pad=1_1x1_1}`."""
+    """Returns a dim's value of `window={size=3x3 pad=1_1x1_1}`: 3, or 1_1."""
     found = re.search(rf"window={{[^}}]*\b{name}=([^ }}]*)", attributes)
     return found[1].split("x")[dim] if found else default
 

@@ -1,4 +1,4 @@
-"""How long a step takes on a cluster: a model of compute, messages and waiting."""
+"""How long a training step takes on a cluster: compute, messages and waiting."""
 
 from decentjax.runtime.cluster import Cluster, all_reduce_seconds, exchange_seconds
 from decentjax.runtime.compute_times import (

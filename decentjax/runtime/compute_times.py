@@ -1,4 +1,4 @@
-"""How long workers compute: distributions, delays on purpose, traces."""
+"""Compute times of workers: distributions, injected delays, traces."""
 
 import math
 from collections.abc import Callable
@@ -6,17 +6,17 @@ from collections.abc import Callable
 import numpy as np
 
 Compute = Callable[[int, int, np.random.Generator], np.ndarray]
-"""(step, N, random) to the seconds that each worker computes at that step, [N]."""
+"""Maps (step, N, random) to the compute time of each worker in seconds, [N]."""
 
 
 def constant(seconds: float) -> Compute:
-    """Always as long."""
+    """The same time for every worker and step."""
     _check_mean(seconds)
     return lambda step, num_workers, random: np.full(num_workers, seconds)
 
 
 def normal(seconds: float, sigma: float) -> Compute:
-    """Normal with mean `seconds` and deviation `sigma * seconds`, cut off at 0."""
+    """Normal with mean `seconds` and deviation `sigma * seconds`, clipped at 0."""
     _check_mean(seconds, sigma)
 
     def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
@@ -53,7 +53,7 @@ def log_normal(seconds: float, sigma: float) -> Compute:
 
 
 def delayed(compute: Compute, count: int, seconds: float) -> Compute:
-    """Some workers, drawn anew at each step, take so much longer."""
+    """Adds `seconds` to the times of `count` workers, drawn at random in each step."""
     if count < 0 or not 0 <= seconds < math.inf:
         raise ValueError(
             f"count and seconds must not be negative, got {count} and {seconds}"
@@ -69,18 +69,18 @@ def delayed(compute: Compute, count: int, seconds: float) -> Compute:
 
 
 def trace(seconds: np.ndarray) -> Compute:
-    """As measured, [T, N]; after the last step again from the first."""
+    """Measured times, [T, N], repeated after the last step."""
     seconds = np.array(seconds, float)
     if seconds.ndim != 2 or not seconds.size or not (seconds >= 0).all():
         raise ValueError(
-            f"a trace is [T, N], of times that are not negative, got {seconds.shape}"
+            f"a trace is [T, N] of times that are not negative, got {seconds.shape}"
         )
 
     def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
         del random
         if num_workers != seconds.shape[1]:
             raise ValueError(
-                f"the trace is of {seconds.shape[1]} workers, the cluster has "
+                f"the trace has {seconds.shape[1]} workers, the cluster has "
                 f"{num_workers}"
             )
         return seconds[step % len(seconds)].copy()
@@ -90,6 +90,6 @@ def trace(seconds: np.ndarray) -> Compute:
 
 def _check_mean(seconds: float, sigma: float = 0.0) -> None:
     if not 0 < seconds < math.inf:
-        raise ValueError(f"compute takes a positive time, got {seconds} s")
+        raise ValueError(f"the compute time must be positive, got {seconds} s")
     if not 0 <= sigma < math.inf:
         raise ValueError(f"sigma must not be negative, got {sigma}")

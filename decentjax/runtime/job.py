@@ -1,4 +1,4 @@
-"""What each worker of a cluster does in a step."""
+"""What each worker of a cluster computes in a step."""
 
 import dataclasses
 import math
@@ -10,16 +10,16 @@ from decentjax.runtime.compute_times import Compute
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Job:
-    """A model to be averaged, and how long its gradient takes.
+    """A model to average, and how long its gradient takes.
 
     Args:
-      model_bytes: that are averaged.
-      compute: draws how long forward and backward pass take.
-      forward_share: share of that before the backward pass begins; 1 where the whole
-        gradient comes at once.
+      model_bytes: number of averaged bytes.
+      compute: function that draws the durations of forward and backward pass.
+      forward_share: share of that duration before the backward pass begins, in [0, 1];
+        1 if the whole gradient is available at once.
 
     Raises:
-      ValueError: if there can be no such job.
+      ValueError: if a number is out of its range.
     """
 
     model_bytes: float
@@ -37,11 +37,12 @@ class Job:
             )
 
     def draw(self, step: int, num_workers: int, seed: int) -> np.ndarray:
-        """Returns the compute times of a step, seconds, [N]; always the same ones.
+        """Returns the compute times of a step in seconds, [N]; the same at each call.
 
         Raises:
-          ValueError: if they are of another shape, or negative.
+          ValueError: if `compute` returns another shape, or negative times.
         """
+        # A generator per step: step t draws the same however many steps are simulated.
         times = self.compute(step, num_workers, np.random.default_rng((seed, step)))
         if times.shape != (num_workers,) or not (times >= 0).all():
             raise ValueError(f"compute times must be [N] and not negative, got {times}")

@@ -1,4 +1,4 @@
-"""The three numbers that say what a cluster does to a job, and closed forms in them.
+"""Three numbers that characterize a job on a cluster, and closed forms in them.
 
 Source: gamma, omega and sigma^2 are those of From Promise to Practice (ICLR 2025); the
 equations are our own reconstruction, as the paper's are not public.
@@ -15,12 +15,12 @@ from decentjax.runtime.job import Job
 
 
 class Ratios(NamedTuple):
-    """What decides whether decentralized training pays.
+    """What decides whether decentralized training is faster.
 
     Args:
       gamma: time of an all-reduce over the mean compute time.
       omega: time of an exchange over that of an all-reduce.
-      variance: sigma^2, of compute times in units of their mean.
+      variance: variance of the compute times over their squared mean, sigma^2.
     """
 
     gamma: float
@@ -34,20 +34,36 @@ def ratios(
     """Returns gamma, omega and sigma^2.
 
     Args:
-      cluster: of the workers.
-      job: what they do.
-      topology: whose exchanges; the mean over a period counts.
-      num_steps: whose compute times are looked at.
-      seed: of those.
+      cluster: nodes, workers and links.
+      job: model size and compute times.
+      topology: the exchanges; their mean over a period counts.
+      num_steps: number of steps whose compute times are drawn.
+      seed: seed of the compute times.
 
     Raises:
-      ValueError: if the topology is of another number of workers.
+      ValueError: if the topology has another number of workers.
     """
     whole = all_reduce_seconds(cluster, job.model_bytes)
     exchange = exchange_seconds(cluster, topology, job.model_bytes)
-    mean, variance = moments(job, cluster.num_workers, num_steps, seed)
-    # Where an all-reduce takes no time, an exchange takes none either.
-    return Ratios(whole / mean, exchange / whole if whole else 1.0, variance)
+    return ratios_of(
+        whole, exchange, *moments(job, cluster.num_workers, num_steps, seed)
+    )
+
+
+def ratios_of(
+    all_reduce: float, exchange: float, mean: float, variance: float
+) -> Ratios:
+    """Returns gamma, omega and sigma^2 from times that are known.
+
+    Args:
+      all_reduce: seconds of an all-reduce.
+      exchange: seconds of an exchange.
+      mean: mean compute time in seconds.
+      variance: sigma^2.
+    """
+    # If an all-reduce takes no time, an exchange takes none either.
+    omega = exchange / all_reduce if all_reduce else 1.0
+    return Ratios(all_reduce / mean, omega, variance)
 
 
 def moments(
@@ -56,7 +72,7 @@ def moments(
     """Returns the mean compute time, in seconds, and sigma^2.
 
     Raises:
-      ValueError: if nothing takes any time.
+      ValueError: if all compute times are 0.
     """
     drawn = np.stack([job.draw(step, num_workers, seed) for step in range(num_steps)])
     mean = float(drawn.mean())
@@ -68,12 +84,12 @@ def moments(
 def all_reduce_without_stragglers(
     gamma: float, forward_share: float = 1 / 3, num_buckets: int = 10
 ) -> float:
-    """Returns the time of a step of all-reduce, over the compute time.
+    """Returns the duration of a step of all-reduce over the compute time.
 
     `max(1 + gamma / B, f + (1 - f) / B + gamma)`, with forward share f and B buckets.
 
     Raises:
-      ValueError: if there can be no such step.
+      ValueError: if a number is out of its range.
     """
     _check_ratios(gamma=gamma)
     if not 0 <= forward_share <= 1 or num_buckets < 1:
@@ -86,12 +102,12 @@ def all_reduce_without_stragglers(
 
 
 def exchange_without_stragglers(gamma: float, omega: float) -> float:
-    """Returns the time of a step with a hidden exchange, over the compute time.
+    """Returns the duration of a step with a hidden exchange over the compute time.
 
-    `max(1, omega gamma)`, if all exchanges of the topology take as long.
+    `max(1, omega gamma)`, if all exchanges of the topology take equally long.
 
     Raises:
-      ValueError: if there can be no such step.
+      ValueError: if a number is out of its range.
     """
     _check_ratios(gamma=gamma, omega=omega)
     return max(1.0, omega * gamma)

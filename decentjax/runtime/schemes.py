@@ -25,18 +25,19 @@ from decentjax.runtime.job import Job
 
 
 class Times(NamedTuple):
-    """What each worker did in each step, all [T, N].
+    """What each worker does in each step, in seconds, all [T, N].
 
     The next step starts at start + compute + waiting + exposed.
 
     Args:
-      start: since the begin of the first step.
-      compute: of forward and backward pass.
-      waiting: after that, for workers who were late; what would be left in this step
-        on a network that takes no time.
-      exposed: after that, for messages.
-      sent: when the worker was ready for the exchange that the step needs.
-      exchange: from then until it had everything; most of it runs beside the computing.
+      start: time since the start of the first step.
+      compute: duration of the forward and the backward pass.
+      waiting: time after that for late workers: what would remain of this step's
+        communication if messages took no time.
+      exposed: time after that for messages.
+      sent: time at which the worker is ready for the exchange that the step needs.
+      exchange: duration from then until the worker has received everything; most of it
+        overlaps with compute.
     """
 
     start: np.ndarray
@@ -48,11 +49,11 @@ class Times(NamedTuple):
 
     @property
     def end(self) -> np.ndarray:
-        """Of each step."""
+        """The end of each step."""
         return self.start + self.compute + self.waiting + self.exposed
 
     def seconds_per_step(self, skipped: int = 0) -> float:
-        """Returns the mean time of a worker's step, but for the first ones skipped."""
+        """Returns the mean duration of a step over workers, after `skipped` steps."""
         seconds = (self.end[-1] - self.start[skipped]).mean()
         return float(seconds / (len(self.start) - skipped))
 
@@ -60,9 +61,9 @@ class Times(NamedTuple):
 def all_reduce(
     cluster: Cluster, job: Job, num_steps: int, seed: int = 0, num_buckets: int = 10
 ) -> Times:
-    """Simulates all-reduce of gradients, bucket by bucket beside the backward pass.
+    """Simulates all-reduce of gradients in buckets that overlap the backward pass.
 
-    Bucket b of B is ready when all have it, and the buckets go one after the other:
+    Bucket b of B is sent once all workers have it, one bucket after the other:
 
         r_b = max_i s_i + C_i (f + (1 - f) b / B)
         e_b = max(e_{b-1}, r_b) + R / B
@@ -70,11 +71,11 @@ def all_reduce(
     with starts s, compute times C, forward share f and the time R of an all-reduce.
 
     Args:
-      cluster: of the workers.
-      job: what they do.
-      num_steps: T.
-      seed: of the compute times.
-      num_buckets: B; 1 where nothing overlaps.
+      cluster: nodes, workers and links.
+      job: model size and compute times.
+      num_steps: number of steps, T.
+      seed: seed of the compute times.
+      num_buckets: number of buckets, B; with 1 nothing overlaps.
     """
     _check_positive(num_steps=num_steps, num_buckets=num_buckets)
     seconds = all_reduce_seconds(cluster, job.model_bytes) / num_buckets
@@ -87,7 +88,8 @@ def all_reduce(
             share_done = bucket / num_buckets
             ready = first + (1 - job.forward_share) * share_done * compute
             end = max(end, float(ready.max())) + seconds
-        waiting = np.maximum(ready.max() - (start + compute), 0)  # But for rounding.
+        # Not negative but for rounding: the last bucket is ready when compute ends.
+        waiting = np.maximum(ready.max() - (start + compute), 0)
         exposed = np.full_like(start, end - ready.max())
         sent = first + (1 - job.forward_share) / num_buckets * compute
         rows.append((start, compute, waiting, exposed, sent, end - sent))
@@ -105,21 +107,21 @@ def in_step(
 ) -> Times:
     """Simulates neighbour averaging inside the compiled step.
 
-    The models of step t leave when the step starts, beside the gradient, and are needed
-    at its end; or, where they are not hidden, leave at its end. A message starts when
-    both its ends are ready. Those of an exchange that share a card share its bandwidth;
-    a card carries one exchange after the other.
+    The models of step t are sent when the step starts, beside the gradient, and are
+    needed at its end; if not hidden, they are sent at its end. A message starts when
+    sender and receiver are ready. Messages of one exchange share the rate of a card; a
+    card carries one exchange after the other.
 
     Args:
-      cluster: of the workers.
-      job: what they do.
-      topology: whose models they average.
-      num_steps: T.
-      seed: of the compute times.
+      cluster: nodes, workers and links.
+      job: model size and compute times.
+      topology: the exchanges, taken in turn.
+      num_steps: number of steps, T.
+      seed: seed of the compute times.
       hidden: whether messages run beside the gradient.
 
     Raises:
-      ValueError: if the topology is of another number of workers.
+      ValueError: if the topology has another number of workers.
     """
     _check_positive(num_steps=num_steps)
     check_fit(cluster, topology)
@@ -129,9 +131,9 @@ def in_step(
         compute = job.draw(step, cluster.num_workers, seed)
         computed = start + compute
         ready = start if hidden else computed
-        stages = plans[step % topology.period]
-        met = meet(stages, ready)
-        done = finish(stages, job.model_bytes, ready, free)
+        legs = plans[step % topology.period]
+        met = meet(legs, ready)
+        done = finish(legs, job.model_bytes, ready, free)
         rows.append(_row(start, compute, met, done, ready))
         start = np.maximum(computed, done)
     return Times(*map(np.stack, zip(*rows, strict=True)))
@@ -145,29 +147,29 @@ def background(
     seed: int = 0,
     num_buckets: int = 10,
 ) -> Times:
-    """Simulates neighbour averaging bucket by bucket, beside all of the next step.
+    """Simulates neighbour averaging in buckets that overlap the whole next step.
 
-    Bucket b of B is updated as soon as its gradient and its neighbours' models are
-    there, and at once sent on, for the next step:
+    Bucket b of B is updated as soon as its gradient is computed and its neighbours'
+    models have arrived, and is immediately sent for the next step:
 
         u_b = max(u_{b-1} + (1 - f) C / B, c_b),  u_0 = s + f C,  s' = u_B
 
-    with start s, compute time C, forward share f, and c_b when the exchange of bucket b
-    is done, which all of its group started after their last u_b and c_{b-1}. Messages
-    share cards as in `in_step`. With one bucket it is `in_step`.
+    with start s, compute time C, forward share f, and the end c_b of bucket b's
+    exchange, which its group starts after their last u_b and c_{b-1}. Messages share
+    cards as in `in_step`. With one bucket the result is that of `in_step`.
 
     Args:
-      cluster: of the workers.
-      job: what they do.
-      topology: whose models they average.
-      num_steps: T.
-      seed: of the compute times.
-      num_buckets: B.
+      cluster: nodes, workers and links.
+      job: model size and compute times.
+      topology: the exchanges, taken in turn.
+      num_steps: number of steps, T.
+      seed: seed of the compute times.
+      num_buckets: number of buckets, B.
 
     Raises:
-      ValueError: if the topology is of another number of workers.
+      ValueError: if the topology has another number of workers.
 
-    Source: as the code of From Promise to Practice (ICLR 2025), Decent-DP, does.
+    Source: the code of From Promise to Practice (ICLR 2025), Decent-DP.
     """
     _check_positive(num_steps=num_steps, num_buckets=num_buckets)
     check_fit(cluster, topology)
@@ -175,18 +177,18 @@ def background(
     start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
     updated = np.zeros((num_buckets, cluster.num_workers))
     for step in range(num_steps):
-        stages = plans[step % topology.period]
+        legs = plans[step % topology.period]
         met, done = [], [np.zeros(cluster.num_workers)]
         for ready in updated:
-            met.append(meet(stages, ready))
+            met.append(meet(legs, ready))
             begun = np.maximum(ready, done[-1])
-            done.append(finish(stages, job.model_bytes / num_buckets, begun, free))
+            done.append(finish(legs, job.model_bytes / num_buckets, begun, free))
         compute = job.draw(step, cluster.num_workers, seed)
         sent = updated[0]
         updated = _update(job, start, compute, done[1:])
         computed = start + compute
         waited = np.maximum(_update(job, start, compute, met)[-1], computed)
-        end = np.maximum(updated[-1], computed)  # But for rounding it is the former.
+        end = np.maximum(updated[-1], computed)  # The former, but for rounding.
         parts = compute, waited - computed, np.maximum(end - waited, 0)
         rows.append((start, *parts, sent, done[-1] - sent))
         start = end
@@ -201,22 +203,22 @@ def wait_avoiding(
     sync_every: int,
     seed: int = 0,
 ) -> Times:
-    """Simulates averaging in groups that waits for nobody.
+    """Simulates averaging in groups that does not wait for late workers.
 
-    The fastest worker of all triggers the groups of its step. Those who are late have
-    sent what they had before, and find the sum when they come. Every so many steps all
-    wait for all, in an all-reduce of models.
+    The fastest worker triggers the groups of its step. Late workers contribute the
+    model that they had before, and receive the sum when they are done. Every
+    `sync_every` steps all workers wait for each other, in an all-reduce of models.
 
     Args:
-      cluster: of the workers.
-      job: what they do.
-      topology: the groups, as `decentjax.topology.butterfly_groups` makes them.
-      num_steps: T.
-      sync_every: steps from one all-reduce to the next.
-      seed: of the compute times.
+      cluster: nodes, workers and links.
+      job: model size and compute times.
+      topology: the groups, such as `decentjax.topology.butterfly_groups`.
+      num_steps: number of steps, T.
+      sync_every: number of steps from one all-reduce to the next.
+      seed: seed of the compute times.
 
     Raises:
-      ValueError: if the topology is of another number of workers.
+      ValueError: if the topology has another number of workers.
 
     Source: Li et al., WAGMA-SGD (2020), section 3.
     """
@@ -233,8 +235,8 @@ def wait_avoiding(
             done = met + whole
         else:
             met = np.full_like(start, computed.min())
-            stages = plans[step % topology.period]
-            done = finish(stages, job.model_bytes, met, free)
+            legs = plans[step % topology.period]
+            done = finish(legs, job.model_bytes, met, free)
         end = np.maximum(computed, done)
         rows.append(_row(start, compute, met, end, computed))
         start = end
@@ -248,7 +250,15 @@ def _row(
     done: np.ndarray,
     ready: np.ndarray,
 ) -> Times:
-    """A step, [N], of an exchange that all met for, and that was then done."""
+    """Returns one step of `Times`, [N].
+
+    Args:
+      start: start of the step.
+      compute: duration of the compute.
+      met: time at which the exchange would be done if messages took no time.
+      done: time at which the exchange is done.
+      ready: time at which the worker is ready for it.
+    """
     computed = start + compute
     waiting = np.maximum(met - computed, 0)
     exposed = np.maximum(done - computed, 0) - waiting
@@ -258,12 +268,12 @@ def _row(
 def _update(
     job: Job, start: np.ndarray, compute: np.ndarray, arrived: list[np.ndarray]
 ) -> np.ndarray:
-    """When each bucket is updated, [B, N], whose exchanges are done at those times."""
+    """Returns when each bucket is updated, [B, N], given the ends of its exchanges."""
     moment = start + job.forward_share * compute
     part = (1 - job.forward_share) / len(arrived) * compute
     moments = []
-    for there in arrived:
-        moment = np.maximum(moment + part, there)
+    for exchanged in arrived:
+        moment = np.maximum(moment + part, exchanged)
         moments.append(moment)
     return np.stack(moments)
 

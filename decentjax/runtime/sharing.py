@@ -1,18 +1,20 @@
-"""Messages that share a card share its bandwidth, evenly, at each moment."""
+"""Messages on the same card share its rate equally at each moment."""
 
 import numpy as np
 
 
-def seats(cards: np.ndarray) -> np.ndarray:
-    """Returns the numbers of each card's messages, [K, cards], filled up with -1.
+def slots(cards: np.ndarray) -> np.ndarray:
+    """Returns the indices of each card's messages, [K, cards], padded with -1.
 
     Args:
-      cards: number of the card of each message, int [M].
+      cards: card of each message, int [M].
     """
     order = np.argsort(cards, kind="stable")
     _, columns, counts = np.unique(
         cards[order], return_inverse=True, return_counts=True
     )
+    # A message's rank among those of its card, as `order` has them side by side:
+    # cards 7 7 9 have the counts 2 1, which begin at 0 and 2, so the ranks are 0 1 0.
     places = np.arange(len(order)) - (np.cumsum(counts) - counts)[columns]
     table = np.full((counts.max(initial=0), len(counts)), -1)
     table[places, columns] = order
@@ -20,58 +22,60 @@ def seats(cards: np.ndarray) -> np.ndarray:
 
 
 def share(starts: np.ndarray, seconds: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Returns when messages are through, each one's share of its card changing.
+    """Returns when each message ends, [M]: processor sharing.
 
-    While n messages of a card are under way, each has an nth of it. The events of all
-    cards are gone through at once, those of one card in their order.
+    While a card has n messages in flight, each gets 1/n of its rate. The loop handles
+    one event of every card per iteration, so its length is the events of the busiest.
 
     Args:
-      starts: seconds, [M].
-      seconds: that each would take alone, [M].
-      table: the messages of each card, [K, cards], as of `seats`.
+      starts: start of each message in seconds, [M].
+      seconds: duration of each message alone on its card, [M].
+      table: the messages of each card, int [K, cards], from `slots`.
     """
     if len(table) < 2:
         return starts + seconds
     if len(table) == 2:
         return _share_by_two(starts, seconds, table)
-    there = table >= 0
-    begins = np.where(there, starts[table], np.inf)  # Of what is not through yet.
-    left = np.where(there, seconds[table], np.inf)
+    used = table >= 0
+    # Infinite for messages that have ended, and for padding.
+    begins = np.where(used, starts[table], np.inf)
+    left = np.where(used, seconds[table], np.inf)
     clock = begins.min(0)
-    through = np.empty(len(starts))
+    ends = np.empty(len(starts))
     while table.shape[1]:
-        under_way = begins <= clock
-        count = under_way.sum(0)
-        shortest = np.where(under_way, left, np.inf).min(0)
-        later = np.where(under_way, np.inf, begins).min(0)
+        in_flight = begins <= clock
+        count = in_flight.sum(0)
+        shortest = np.where(in_flight, left, np.inf).min(0)
+        later = np.where(in_flight, np.inf, begins).min(0)
+        # The next event: the shortest message ends, or another one begins.
         end = clock + shortest * count
-        done = under_way & (left <= shortest) & (end <= later)
-        through[table[done]] = np.broadcast_to(end, done.shape)[done]
+        done = in_flight & (left <= shortest) & (end <= later)
+        ends[table[done]] = np.broadcast_to(end, done.shape)[done]
         begins[done] = np.inf
         moment = np.minimum(end, later)
-        left -= np.where(under_way, (moment - clock) / count, 0.0)
-        # Where nothing is under way, on to the next begin.
+        left -= np.where(in_flight, (moment - clock) / count, 0.0)
+        # If nothing is in flight any more, jump to the next begin.
         first = begins.min(0)
         clock = np.where(first <= moment, moment, first)
-        some = np.isfinite(first)
-        if not some.all():
-            table, begins, left = table[:, some], begins[:, some], left[:, some]
-            clock = clock[some]
-    return through
+        busy = np.isfinite(first)
+        if not busy.all():
+            table, begins, left = table[:, busy], begins[:, busy], left[:, busy]
+            clock = clock[busy]
+    return ends
 
 
 def _share_by_two(
     starts: np.ndarray, seconds: np.ndarray, table: np.ndarray
 ) -> np.ndarray:
-    """Likewise, of cards with two messages at the most; as most are, but faster.
+    """Does the same for at most two messages per card, the usual case, but faster.
 
-    Both take longer by the time for which both would be under way, or, where the later
-    one would be through before the other, by its own.
+    Each message is delayed by the time for which both would be in flight, but at most
+    by the duration of the later one.
     """
     pair = table[:, table[1] >= 0]
     by_start = np.take_along_axis(pair, starts[pair].argsort(0), 0)
     first, second = by_start
     overlap = np.maximum(starts[first] + seconds[first] - starts[second], 0)
-    through = starts + seconds
-    through[by_start] += np.minimum(overlap, seconds[second])
-    return through
+    ends = starts + seconds
+    ends[by_start] += np.minimum(overlap, seconds[second])
+    return ends

@@ -1,1 +1,1 @@
-"""Is decentralized training worth it on a cluster, and with which topology?"""
+"""Whether decentralized training is faster on a cluster, and with which topology."""

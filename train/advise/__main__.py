@@ -1,8 +1,8 @@
-"""Says whether decentralized training pays on a cluster, and with which topology.
+"""Advises whether to train decentralized on a cluster, and with which topology.
 
 `python -m train.advise --nodes 4 --workers-per-node 4 --between 25gbit
---inside 600gbit --compute 65ms --params 65M`, or `--measure CONFIG.py`, on the
-processes that are to train.
+--inside 600gbit --compute 65ms --params 65M`, or `--measure CONFIG.py` on the
+processes of the training job.
 """
 
 import functools
@@ -14,7 +14,7 @@ import jax
 import tyro
 from rich.console import Console
 
-from train.advise.compare import compare
+from train.advise.rank import compare
 from train.advise.setting import Flags, Setting
 from train.cli import command, load_config, show_usage
 from train.config import Config
@@ -34,14 +34,14 @@ def main(arguments: list[str]) -> int:
         seed: int = 0,
         out: Path = Path("runs/advice"),
     ) -> int:
-        """Predicts steps on a cluster, and advises.
+        """Predicts step times on a cluster, and advises.
 
-        Or --measure CONFIG.py, which measures where this asks.
+        With --measure CONFIG.py instead of these options, measures them.
 
         Args:
           flags: cluster and job.
-          steps: that are simulated.
-          seed: of the compute times.
+          steps: number of simulated steps.
+          seed: seed of the compute times.
           out: folder for advice.json, map.svg and steps.svg.
         """
         return look(flags.setting(), steps, seed, out)
@@ -50,9 +50,15 @@ def main(arguments: list[str]) -> int:
 
 
 def look(setting: Setting, steps: int, seed: int, out: Path) -> int:
-    """Compares, says, writes and draws."""
-    # They import matplotlib, for which nobody who asks for help should wait.
-    from train.advise.report import draw_map, draw_steps, progress, say, write_json
+    """Compares the topologies, and prints, writes and draws the result."""
+    # Imports matplotlib, which takes a while: not for --help.
+    from train.advise.advice_report import (
+        draw_map,
+        draw_steps,
+        progress,
+        say,
+        write_json,
+    )
 
     console = Console(width=140, soft_wrap=True, markup=False, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
@@ -91,12 +97,12 @@ def _measured(arguments: list[str]) -> int:
         steps: int = 300,
         out: Path = Path("runs/advice"),
     ) -> int:
-        """Measures a config on the processes at hand, predicts its steps, advises.
+        """Measures a config on these processes, predicts its step times, and advises.
 
         Args:
-          config: with the workers and processes that are to train.
-          measured_steps: of compute times.
-          steps: that are simulated.
+          config: config of the run, with its workers and processes.
+          measured_steps: number of steps whose compute times are measured.
+          steps: number of simulated steps.
           out: folder for advice.json, map.svg and steps.svg.
         """
         if min(steps, measured_steps) < 1:
@@ -104,7 +110,9 @@ def _measured(arguments: list[str]) -> int:
                 "steps and measured_steps must be positive, got "
                 f"{steps} and {measured_steps}"
             )
-        out.mkdir(parents=True, exist_ok=True)  # Now, not after the measurement.
+        out.mkdir(
+            parents=True, exist_ok=True
+        )  # An error here should not cost a measurement.
         if config.distributed.enabled:
             with fail_stop():
                 start(config.distributed, config.workers.num_workers)

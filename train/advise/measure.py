@@ -1,4 +1,4 @@
-"""A setting as measured: on the processes, devices and network that are to train."""
+"""Measures a setting on the processes, devices and network of the training job."""
 
 import dataclasses
 import functools
@@ -28,16 +28,17 @@ from decentjax import (
     runtime,
     worker_mesh,
 )
+from decentjax.analysis import ring_all_reduce
 from decentjax.gossip import host_mesh
 from decentjax.gossip.background import mix_elsewhere
 from decentjax.gossip.tuning import Mix, compiled_mix, fastest_mixes
 from decentjax.runtime import Cluster, Job
 from decentjax.topology import alone, hierarchical
-from train.advise.compare import fitting
-from train.advise.quantities import duration
+from train.advise.rank import fitting
 from train.advise.setting import FORWARD_SHARES, Overlap, Setting
 from train.config import Config
 from train.job.distributed import gather
+from train.network import GBIT, duration
 from train.run.build import (
     build_lone_step,
     build_mesh,
@@ -47,22 +48,26 @@ from train.run.build import (
 )
 from train.tasks.task import Task
 
-REPEATS = 3  # Of an exchange; the first, which does not count, comes besides.
+REPEATS = 3  # Timed runs of an exchange, after one that compiles.
 
 
 def measure(config: Config, num_steps: int) -> Setting:
-    """Measures compute times, rates and latencies; all processes call it at once.
+    """Measures compute times, rates and latencies; all processes call it together.
+
+    Args:
+      config: config of the run.
+      num_steps: number of steps whose compute times are measured.
 
     Raises:
-      ValueError: if the workers are simulated, or there is nothing to measure.
+      ValueError: if the workers are simulated, or do not fill their nodes.
     """
-    # What is asked is how the topologies would run, whatever the config does now.
+    # The question is how the topologies would run, whichever algorithm is configured.
     step = dataclasses.replace(config.step, algorithm="awc")
     config = dataclasses.replace(config, step=step)
     mesh = build_mesh(config)
     if mesh is None:
         raise ValueError(
-            "simulated workers send nothing that could be measured: start processes, "
+            "simulated workers send no messages to measure: start processes, "
             "`python -m train.launch --processes N --module train.advise --measure "
             "CONFIG.py`, or give --workers.where mesh"
         )
@@ -77,17 +82,17 @@ def measure(config: Config, num_steps: int) -> Setting:
     console = Console(quiet=jax.process_index() > 0, soft_wrap=True)
     with console.status(f"computing {num_steps} steps"):
         trace = _compute_times(config, task, mesh, num_steps)
-    network = _Network.of(config, task, mesh)
+    exchanges = _Exchanges.of(config, task, mesh)
     with console.status("sending"):
-        cluster = _cluster(config, network)
-    measured: dict[Topology | None, float] = {None: network.all_reduce()}
+        cluster = _cluster(config, exchanges)
+    measured: dict[Topology | None, float] = {None: exchanges.all_reduce()}
     for _, topology in track(fit, "exchanging", console=console, transient=True):
         if not console.is_terminal:
             console.print(f"exchanging: {topology.name}")
-        measured[topology] = float(np.mean([network.exchange(e) for e in topology]))
+        measured[topology] = float(np.mean([exchanges.exchange(e) for e in topology]))
     overlap = _overlap(config, mesh)
     job = Job(
-        model_bytes=network.model_bytes,
+        model_bytes=exchanges.model_bytes,
         compute=runtime.trace(trace),
         forward_share=FORWARD_SHARES[overlap],
     )
@@ -106,7 +111,7 @@ def _facts(trace: np.ndarray, cluster: Cluster) -> tuple[str, ...]:
     platform = jax.devices()[0].platform
     places = {"between": cluster.num_nodes > 1, "inside": cluster.workers_per_node > 1}
     messages = [
-        f"{place} nodes {8e-9 * getattr(cluster, f'{place}_bytes_per_second'):.3g} "
+        f"{place} nodes {getattr(cluster, f'{place}_bytes_per_second') / GBIT:.3g} "
         f"Gbit/s and {duration(getattr(cluster, f'{place}_latency'))}"
         for place, there in places.items()
         if there
@@ -121,17 +126,17 @@ def _facts(trace: np.ndarray, cluster: Cluster) -> tuple[str, ...]:
     return steps, f"messages {', '.join(messages)}; exchanges as below"
 
 
-class _Network(NamedTuple):
-    """What exchanges are measured with.
+class _Exchanges(NamedTuple):
+    """Measures exchanges as training would run them, each once.
 
     Args:
-      mesh: where the models are.
-      exchange_mesh: whose devices exchange them.
+      mesh: mesh of the models.
+      exchange_mesh: mesh whose devices exchange them.
       models: stacked leaves.
-      message_dtype: of messages.
-      model_bytes: as sent.
+      message_dtype: dtype of messages.
+      model_bytes: bytes of a model in messages.
       in_background: whether a second thread exchanges.
-      known: seconds of exchanges that have been measured.
+      known: seconds of the exchanges measured so far.
     """
 
     mesh: Mesh
@@ -143,7 +148,7 @@ class _Network(NamedTuple):
     known: dict[Exchange, float]
 
     @classmethod
-    def of(cls, config: Config, task: Task, mesh: Mesh) -> "_Network":
+    def of(cls, config: Config, task: Task, mesh: Mesh) -> "_Exchanges":
         over_host = in_background(config, mesh) and jax.default_backend() != "cpu"
         exchange_mesh = host_mesh(mesh) if over_host else mesh
         optimizer = _optimizer(config)
@@ -162,18 +167,18 @@ class _Network(NamedTuple):
         )
 
     def all_reduce(self) -> float:
-        """Seconds of a mean over all workers."""
+        """Returns the seconds of a mean over all workers."""
         mean = functools.partial(global_mean, axis_name=AXIS)
         return _seconds(jax.jit(over_workers(mean, self.mesh)), self.models)
 
     def exchange(self, exchange: Exchange) -> float:
-        """Seconds of an exchange, sent as in training."""
+        """Returns the seconds of an exchange, sent as in training."""
         if exchange not in self.known:
             mix = self._mix(exchange)
-            there = functools.partial(
+            run = functools.partial(
                 mix_elsewhere, mix, mesh=self.mesh, exchange_mesh=self.exchange_mesh
             )
-            self.known[exchange] = _seconds(there, self.models)
+            self.known[exchange] = _seconds(run, self.models)
         return self.known[exchange]
 
     def _mix(self, exchange: Exchange) -> Mix:
@@ -188,7 +193,7 @@ class _Network(NamedTuple):
         )[exchange]
 
     def latency(self, exchange: Exchange) -> float:
-        """Seconds of an exchange of next to nothing."""
+        """Returns the seconds of an exchange of a few bytes."""
         rows = np.zeros((len(local_workers(self.mesh)), exchange.workers_per_node))
         few = place([rows.astype(np.float32)], self.exchange_mesh)
         return _seconds(compiled_mix(exchange, Lowering(), self.exchange_mesh), few)
@@ -197,7 +202,7 @@ class _Network(NamedTuple):
 def _compute_times(
     config: Config, task: Task, mesh: Mesh, num_steps: int
 ) -> np.ndarray:
-    """Seconds of each step of each worker, [T, N], none of them exchanging."""
+    """Returns the seconds of each step of each worker without exchanges, [T, N]."""
     mine = local_workers(mesh)
     optimizer = _optimizer(config)
     devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
@@ -213,8 +218,8 @@ def _compute_times(
     )
     batches = [batch for t in range(num_steps) if (batch := steps[t]) is not None]
     seconds: list[float] = []
-    for measured in (False, True):  # The first time of each shape compiles.
-        gather(measured)  # All at once, as in training.
+    for measured in (False, True):  # The first pass compiles each shape of a batch.
+        gather(measured)  # All processes start together, as in training.
         for batch in batches:
             arrays = place(batch.arrays, alone)
             start = time.monotonic()
@@ -227,26 +232,30 @@ def _compute_times(
     return trace
 
 
-def _cluster(config: Config, network: _Network) -> Cluster:
-    """Rates and latencies, of a mean inside nodes and a message between them."""
+def _cluster(config: Config, exchanges: _Exchanges) -> Cluster:
+    """Measures rates and latencies: a mean inside nodes, a message between them.
+
+    A tiny exchange takes the latency alone, so the rate is that of the rest.
+    """
     local = config.workers.workers_per_node
-    num_nodes = network.mesh.size // local
-    itself = tuple(range(num_nodes))
+    num_nodes = exchanges.mesh.size // local
     inside = between = math.inf
     inside_latency = between_latency = of_inside = 0.0
+    share, rounds = ring_all_reduce(local)
     if local > 1:
-        mean = hierarchical(network.mesh.size, local, alone)[0]
-        short, of_inside = network.latency(mean), network.exchange(mean)
-        part = 2 * (1 - 1 / local)
-        inside = part * network.model_bytes / max(of_inside - short, 1e-9)
-        inside_latency = short / (2 * (local - 1))
+        mean = hierarchical(exchanges.mesh.size, local, alone)[0]
+        short, of_inside = exchanges.latency(mean), exchanges.exchange(mean)
+        inside = share * exchanges.model_bytes / max(of_inside - short, 1e-9)
+        inside_latency = short / rounds
     if num_nodes > 1:
+        # Each node sends to the next one. With local > 1 the exchange has a mean inside
+        # nodes before and after, whose time is known by now.
+        itself = tuple(range(num_nodes))
         shifted = itself[-1:] + itself[:-1]
         shift = Exchange(Permutations((itself, shifted), (0.5, 0.5)), local)
-        rounds = 2 * (local - 1) * inside_latency
-        between_latency = max(network.latency(shift) - rounds, 0.0)
-        seconds = network.exchange(shift) - of_inside - between_latency
-        between = network.model_bytes / max(seconds, 1e-9)
+        between_latency = max(exchanges.latency(shift) - rounds * inside_latency, 0.0)
+        seconds = exchanges.exchange(shift) - of_inside - between_latency
+        between = exchanges.model_bytes / max(seconds, 1e-9)
     return Cluster(
         num_nodes=num_nodes,
         workers_per_node=local,
@@ -269,7 +278,7 @@ def _optimizer(config: Config) -> Any:
 
 
 def _seconds(function: Callable[[Any], Any], models: Any) -> float:
-    """Median over the repeats, of the slowest process."""
+    """Returns the median over the repeats, of the slowest process."""
     seconds = []
     for _ in range(REPEATS + 1):
         gather(None)

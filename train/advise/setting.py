@@ -1,4 +1,4 @@
-"""What is asked about: a cluster, a job, and how the two overlap."""
+"""The question: a cluster, a job, and how exchanges overlap with compute."""
 
 import dataclasses
 import math
@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Literal
 
 from decentjax import Topology, runtime
-from decentjax.runtime import Cluster, Compute, Job, Times
-from train.advise.quantities import count, rate, seconds
+from decentjax.runtime import Cluster, Compute, Job, Ratios, Times
+from decentjax.runtime.ratios import ratios_of
 from train.config import TopologyConfig
+from train.network import ClusterSpec, count, rate, seconds
 
 Overlap = Literal["in_step", "background", "none"]
 
@@ -22,17 +23,16 @@ FORWARD_SHARES: dict[Overlap, float] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A cluster and a job, as told or as measured.
+    """A cluster and a job, from flags or measured.
 
     Args:
-      cluster: of the workers.
-      job: of each of them.
+      cluster: nodes, workers and links.
+      job: model size and compute times.
       overlap: whether exchanges run beside the gradient in the step, in a second
-        thread, or not at all.
-      measured: seconds of an exchange of a topology, and for None of an all-reduce,
-        where they are known; all of its messages then take so many times as long as on
-        the cluster.
-      own: topologies to look at besides.
+        thread, or after it.
+      measured: seconds of an exchange by topology, and of an all-reduce by None, where
+        they are known; all messages are slowed down to match.
+      own: topologies to compare in addition to the candidates.
       facts: lines about where the numbers come from.
     """
 
@@ -43,22 +43,23 @@ class Setting:
     own: tuple[TopologyConfig, ...] = ()
     facts: tuple[str, ...] = ()
 
-    def gamma_and_sigma(self, num_steps: int, seed: int) -> tuple[float, float]:
-        """Returns the time of an all-reduce, and the deviation of the compute times.
-
-        Both over the mean compute time.
-        """
+    def ratios(self, topology: Topology | None, num_steps: int, seed: int) -> Ratios:
+        """Returns gamma, omega and sigma^2 of a topology, with None of all-reduce."""
+        whole, exchange = map(self.exchange_seconds, (None, topology))
         num_workers = self.cluster.num_workers
-        mean, variance = runtime.moments(self.job, num_workers, num_steps, seed)
-        return self.exchange_seconds(None) / mean, math.sqrt(variance)
+        moments = runtime.moments(self.job, num_workers, num_steps, seed)
+        return ratios_of(whole, exchange, *moments)
 
     def exchange_seconds(self, topology: Topology | None) -> float:
         """Returns the mean time of an exchange, with None of an all-reduce."""
-        return self.measured.get(topology, _seconds(self.cluster, self.job, topology))
+        return self.measured.get(topology, self._predicted_seconds(topology))
 
     def simulate(self, topology: Topology | None, num_steps: int, seed: int) -> Times:
         """Simulates averaging with the topology; with None, all-reduce."""
-        cluster, job = self._cluster(topology), self.job
+        cluster, job = self.cluster, self.job
+        predicted = self._predicted_seconds(topology)
+        if topology in self.measured and predicted:
+            cluster = cluster.slowed(self.measured[topology] / predicted)
         if topology is None:
             return runtime.all_reduce(cluster, job, num_steps, seed)
         if self.overlap == "background":
@@ -66,43 +67,36 @@ class Setting:
         hidden = self.overlap == "in_step"
         return runtime.in_step(cluster, job, topology, num_steps, seed, hidden)
 
-    def _cluster(self, topology: Topology | None) -> Cluster:
-        wanted = self.measured.get(topology)
-        alone = _seconds(self.cluster, self.job, topology)
-        if wanted is None or alone == 0:
-            return self.cluster
-        return self.cluster.slowed(wanted / alone)
-
-
-def _seconds(cluster: Cluster, job: Job, topology: Topology | None) -> float:
-    if topology is None:
-        return runtime.all_reduce_seconds(cluster, job.model_bytes)
-    return runtime.exchange_seconds(cluster, topology, job.model_bytes)
+    def _predicted_seconds(self, topology: Topology | None) -> float:
+        """What the rates and latencies alone give."""
+        if topology is None:
+            return runtime.all_reduce_seconds(self.cluster, self.job.model_bytes)
+        return runtime.exchange_seconds(self.cluster, topology, self.job.model_bytes)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Flags:
-    """A cluster and a job, in words.
+    """A cluster and a job, as text.
 
     Args:
-      nodes: machines.
-      workers_per_node: GPUs of each.
-      between: rate of a node to the others, of its network cards together, in each
-        direction.
-      inside: rate of a worker to the others of its node, if there are any.
-      between_latency: of a message between nodes.
-      inside_latency: of a message inside a node.
+      nodes: number of nodes.
+      workers_per_node: number of workers per node, one for each GPU.
+      between: rate of a node to the other nodes, over all its network cards, in each
+        direction, such as 25gbit.
+      inside: rate of a worker to the others of its node, in each direction.
+      between_latency: latency of a message between nodes.
+      inside_latency: latency of a message inside a node.
       compute: mean time of a step's forward and backward pass.
-      sigma: standard deviation of that, over the mean.
-      distribution: of that.
-      late_workers: so many, drawn anew at each step, are late ...
-      late_by: ... by so much.
-      params: of the model.
-      bytes_per_param: as sent.
-      forward_share: share of the compute time before the backward pass begins, 1 where
-        the whole gradient comes at once; by default a third in the step, else 1.
+      sigma: standard deviation of that time, over the mean.
+      distribution: distribution of that time.
+      late_workers: number of workers, drawn at random in each step, that are late.
+      late_by: delay of the late workers.
+      params: number of parameters of the model.
+      bytes_per_param: bytes per parameter in messages.
+      forward_share: share of the compute time before the backward pass begins, 1 if
+        the whole gradient is available at once; by default 1/3 in the step, else 1.
       overlap: whether exchanges run beside the gradient in the step (GPU, TPU), in a
-        second thread, or not at all.
+        second thread, or after the step.
     """
 
     nodes: int
@@ -122,33 +116,31 @@ class Flags:
     overlap: Overlap = "in_step"
 
     def setting(self) -> Setting:
-        """Returns what the flags say.
+        """Returns the setting that the flags describe.
 
         Raises:
-          ValueError: if there can be no such cluster, or job.
+          ValueError: if a flag cannot be read, or is out of its range.
         """
         if self.inside is None and self.workers_per_node > 1:
             raise ValueError(
                 f"nodes of {self.workers_per_node} workers need --inside, such as "
                 "600gbit"
             )
-        inside = math.inf if self.inside is None else rate("inside", self.inside)
-        cluster = Cluster(
+        spec = ClusterSpec(
             num_nodes=self.nodes,
             workers_per_node=self.workers_per_node,
-            between_bytes_per_second=rate("between", self.between),
-            inside_bytes_per_second=inside,
+            between=rate("between", self.between),
+            inside=math.inf if self.inside is None else rate("inside", self.inside),
             between_latency=seconds("between_latency", self.between_latency),
             inside_latency=seconds("inside_latency", self.inside_latency),
         )
+        share = self.forward_share
         job = Job(
             model_bytes=count("params", self.params) * self.bytes_per_param,
             compute=self._compute(),
-            forward_share=FORWARD_SHARES[self.overlap]
-            if self.forward_share is None
-            else self.forward_share,
+            forward_share=FORWARD_SHARES[self.overlap] if share is None else share,
         )
-        return Setting(cluster=cluster, job=job, overlap=self.overlap)
+        return Setting(cluster=spec.runtime_cluster(), job=job, overlap=self.overlap)
 
     def _compute(self) -> Compute:
         mean = seconds("compute", self.compute)

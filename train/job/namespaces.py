@@ -1,14 +1,13 @@
 """An emulated cluster: network namespaces of this machine, with links of limited rate.
 
-All namespaces are anonymous, and live only as long as the processes inside them: the
-kernel takes the cluster down, however it ends.
+All namespaces are anonymous and live as long as the processes inside them, so the
+kernel removes the cluster however the job ends.
 """
 
 import ctypes
 import dataclasses
 import multiprocessing
 import os
-import re
 import signal
 import socket
 import sys
@@ -24,6 +23,7 @@ from train.job.processes import (
     hold_stop_signals,
     pass_stop_signals_to,
 )
+from train.network import rate as bytes_per_second
 
 if sys.platform != "linux":
     raise SystemExit("error: an emulated cluster needs Linux")
@@ -34,10 +34,11 @@ except ModuleNotFoundError as error:
         "error: an emulated cluster needs its extra: pip install -e '.[emulate]'"
     ) from error
 
-INTERFACE = "eth0"  # Of each node.
-BURST_SECONDS = 0.01  # At the link's rate, what may leave at once ...
-MIN_BURST_BYTES = 2**15  # ... but some packets at least, or a slow link sends none.
-QUEUE_SECONDS = 0.4  # At the link's rate, what may wait.
+INTERFACE = "eth0"  # The name in each node.
+BURST_SECONDS = 0.01  # Size of the token bucket, as time at the link's rate ...
+MIN_BURST_BYTES = 2**15  # ... but at least a few packets, or a slow link sends none.
+QUEUE_SECONDS = 0.4  # Size of the queue, as time at the link's rate.
+MIN_RATE, MAX_RATE = 1e3, 32e9  # Bits per second that the token bucket can count.
 
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000  # <linux/sched.h>
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
@@ -48,17 +49,18 @@ Worker = Callable[[int, Sequence[str]], Process]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Cluster:
+class EmulatedCluster:
     """Runs COMMAND once per worker on an emulated cluster, with srun's environment.
 
     Args:
-      nodes: machines, named node0, node1, ...; each has its own address and link.
-      workers_per_node: processes on each.
-      rate: of each node's link, in each direction: a number and kbit, mbit or gbit per
-        second, or "none" for no limit.
-      distribution: of the workers over the nodes: "block" fills a node before the next,
-        "cyclic" deals them out in turn.
-      threads_per_worker: that compute, in jax and OpenMP.
+      nodes: number of nodes, named node0, node1, ...; each has its own address and
+        link.
+      workers_per_node: number of processes per node.
+      rate: rate of each node's link, in each direction: a number and kbit, mbit or gbit
+        per second, or "none" for no limit.
+      distribution: placement of the workers: "block" fills a node before the next,
+        "cyclic" assigns them to the nodes in turn.
+      threads_per_worker: number of compute threads per worker, in jax and OpenMP.
     """
 
     nodes: int
@@ -82,16 +84,16 @@ class Cluster:
         return self.nodes * self.workers_per_node
 
 
-def in_cluster(cluster: Cluster, job: Callable[[Worker], int]) -> int:
+def in_cluster(cluster: EmulatedCluster, job: Callable[[Worker], int]) -> int:
     """Builds the cluster, runs job(worker) in its switch, and returns its exit code.
 
     `worker(rank, argv)` is the process to start as a worker: run it with `run_job`, or
-    anyhow with its argv, and its env besides ours. The job runs in a fork of this
-    process that has a network and process ids of its own: have no threads yet. All its
-    processes end with it. SIGTERM, and Ctrl-C, end it by SystemExit.
+    with its argv, and with its env in addition to ours. The job runs in a fork of this
+    process with its own network and process ids, so call this before any thread
+    starts. All its processes end with it. SIGTERM and Ctrl-C end it by SystemExit.
 
     Raises:
-      PermissionError: this process may not make namespaces.
+      PermissionError: if this process may not create namespaces.
     """
     switch = multiprocessing.get_context("fork").Process(
         target=_run_in_switch, args=(cluster, job)
@@ -105,13 +107,15 @@ def in_cluster(cluster: Cluster, job: Callable[[Worker], int]) -> int:
     with pass_stop_signals_to(send):
         with hold_stop_signals(), open("/proc/self/ns/pid") as own_pids:
             try:
-                _call(_LIBC.unshare, _CLONE_NEWPID)  # For the next child alone: ...
+                # The next child is the first process of a new pid namespace. Later
+                # children of this process stay in ours: setns below takes it back.
+                _call(_LIBC.unshare, _CLONE_NEWPID)
             except PermissionError as error:
                 raise PermissionError(
                     f"an emulated cluster needs root, for its namespaces ({error})"
                 ) from error
             switch.start()
-            _call(_LIBC.setns, own_pids.fileno(), _CLONE_NEWPID)  # ... not for others.
+            _call(_LIBC.setns, own_pids.fileno(), _CLONE_NEWPID)
         switch.join()
     assert switch.exitcode is not None
     code, how = describe_exit(switch.exitcode)
@@ -120,8 +124,8 @@ def in_cluster(cluster: Cluster, job: Callable[[Worker], int]) -> int:
     return code
 
 
-def environment(cluster: Cluster, rank: int) -> dict[str, str]:
-    """Returns what srun, and torchrun, would tell the worker of this rank."""
+def environment(cluster: EmulatedCluster, rank: int) -> dict[str, str]:
+    """Returns the variables that srun and torchrun set for the worker of this rank."""
     if cluster.distribution == "block":
         node, local_rank = divmod(rank, cluster.workers_per_node)
     else:
@@ -143,32 +147,34 @@ def environment(cluster: Cluster, rank: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(cluster.workers_per_node),
         "LOCAL_RANK": str(local_rank),
         "GLOO_SOCKET_IFNAME": INTERFACE,
-        "NPROC": str(cluster.threads_per_worker + 1),  # One sends, beside them.
+        "NPROC": str(cluster.threads_per_worker + 1),  # One more thread sends messages.
         "OMP_NUM_THREADS": threads,
     }
 
 
 def parse_rate(rate: str) -> float | None:
-    """Returns bits per second, None where there is no limit.
+    """Returns bits per second, or None if there is no limit.
 
     Raises:
-      ValueError: it is no rate, or one that the kernel's token bucket cannot count.
+      ValueError: if it is no rate, or the kernel's token bucket cannot count it.
     """
     if rate == "none":
         return None
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg])bit", rate)
-    bits = float(match[1]) * {"k": 1e3, "m": 1e6, "g": 1e9}[match[2]] if match else 0
-    if not 1e3 <= bits <= 32e9:
+    try:
+        bits = 8 * bytes_per_second("rate", rate)
+    except ValueError:
+        bits = 0
+    if not MIN_RATE <= bits <= MAX_RATE:
         raise ValueError(
             f"rate must be like 200mbit, from 1kbit to 32gbit, or none, got {rate!r}"
         )
     return bits
 
 
-def _run_in_switch(cluster: Cluster, job: Callable[[Worker], int]) -> None:
-    """The first process of the cluster's own process ids: the others end with it."""
+def _run_in_switch(cluster: EmulatedCluster, job: Callable[[Worker], int]) -> None:
+    """Runs as pid 1 of the cluster: the kernel ends all others when it ends."""
     signal.signal(signal.SIGTERM, _stop)
-    os.setsid()  # A terminal's Ctrl-C comes once, as the launcher's SIGTERM.
+    os.setsid()  # Ctrl-C arrives once, as the launcher's signal, not twice.
     launcher = multiprocessing.parent_process()
     assert launcher is not None
     die_with_parent(launcher.is_alive)
@@ -192,10 +198,11 @@ def _stop(signum, frame):
     raise SystemExit(128 + signum)
 
 
-def _build(cluster: Cluster) -> list[list[str]]:
+def _build(cluster: EmulatedCluster) -> list[list[str]]:
     """Builds the network around this process; returns the command to enter each node.
 
-    A bridge is the switch; a pair of virtual interfaces joins a node to it.
+    A bridge is the switch, and a pair of virtual interfaces connects a node to it. Both
+    ends are limited, so each direction of a link has the rate.
     """
     _call(_LIBC.unshare, _CLONE_NEWNET | _CLONE_NEWNS)
     _mount("none", "/", flags=_MS_REC | _MS_PRIVATE)
@@ -228,9 +235,10 @@ def _build(cluster: Cluster) -> list[list[str]]:
     return entries
 
 
-def _name_nodes(cluster: Cluster) -> None:
-    """Has the cluster see an /etc/hosts of its own, a file in memory alone."""
-    _mount("tmpfs", "/proc", "tmpfs")  # Which the true one soon covers.
+def _name_nodes(cluster: EmulatedCluster) -> None:
+    """Gives the cluster its own /etc/hosts, a file in memory."""
+    # /proc serves as a place for the file: the caller mounts the real one over it.
+    _mount("tmpfs", "/proc", "tmpfs")
     hosts = Path("/proc/hosts")
     names = [f"{_address(node)} node{node}" for node in range(cluster.nodes)]
     hosts.write_text("\n".join(["127.0.0.1 localhost", *names, ""]))
@@ -238,17 +246,20 @@ def _name_nodes(cluster: Cluster) -> None:
 
 
 def _limit(ip: IPRoute, index: int, rate: float | None) -> None:
-    """Limits what leaves over an interface to a rate in bits per second."""
+    """Limits what an interface sends to a rate in bits per second."""
     if rate is None:
         return
-    bytes_per_second = round(rate / 8)
-    burst = max(MIN_BURST_BYTES, round(bytes_per_second * BURST_SECONDS))
+    num_bytes = round(rate / 8)
+    burst = max(MIN_BURST_BYTES, round(num_bytes * BURST_SECONDS))
     queue = f"{QUEUE_SECONDS * 1000:.0f}ms"
-    ip.tc("add", "tbf", index, rate=bytes_per_second, burst=burst, latency=queue)
+    ip.tc("add", "tbf", index, rate=num_bytes, burst=burst, latency=queue)
 
 
 def _keep(kind: str) -> str:
-    """Opens the namespace that we are in; returns where others find it."""
+    """Opens the current namespace, and returns its path for other processes.
+
+    The open file keeps the namespace alive, and is never closed on purpose.
+    """
     namespace = os.open(f"/proc/self/ns/{kind}", os.O_RDONLY)
     return f"/proc/{os.getpid()}/fd/{namespace}"
 
@@ -268,7 +279,7 @@ def _mount(source: str, target: str, kind: str = "", flags: int = 0) -> None:
 
 
 def _call(function: Any, *arguments: Any) -> None:
-    """Calls into the C library, and raises what it reports."""
+    """Calls a function of the C library, and raises its error."""
     if function(*arguments):
         number = ctypes.get_errno()
         raise OSError(number, f"{function.__name__}: {os.strerror(number)}")

@@ -1,1 +1,1 @@
-"""Looks at a run before its cluster is there."""
+"""Checks a run before its cluster exists: overlap, memory, options of XLA."""

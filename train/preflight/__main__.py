@@ -1,4 +1,4 @@
-"""Compiles a run for a cluster that need not be there, and says what would happen.
+"""Compiles a run for a cluster that need not exist, and reports overlap and memory.
 
 `python -m train.preflight CONFIG.py --target h100 --nodes 16 --gpus-per-node 8`
 """
@@ -15,7 +15,7 @@ from train.cli import command, load_config, show_usage
 from train.config import Config
 from train.plugins import reveal_cuda_plugin
 from train.preflight.compile import prepare
-from train.preflight.report import report
+from train.preflight.preflight_report import report
 
 
 @command()
@@ -42,21 +42,23 @@ def main(arguments: list[str]) -> int:
             out: Path | None = None,
             figure: Path | None = None,
         ) -> int:
-            """Compiles the config's step for a cluster, and says what would happen.
+            """Compiles the config's step for a cluster, and reports overlap and memory.
 
             Args:
+              config: config of the run.
               target: t4, a40, a100_40, a100_80, h100, h200, b200, a TPU slice such as
                 v5e:4x4, or a file NAME.py that defines `target`.
-              nodes: machines; their GPUs are the workers.
-              gpus_per_node: of one machine.
+              nodes: number of nodes; their GPUs are the workers.
+              gpus_per_node: number of GPUs per node.
               between_gbit: Gbit/s of a node to other nodes, over one link; by default
-                those of the maker's own servers.
-              tune: --no-tune leaves out the search for what makes the step shorter.
-              require_overlap: end with code 1 where less than this share of the
-                exchanged bytes is covered, or not all of them are found in the program,
-                as where the memory does not suffice.
-              out: all of it as JSON.
-              figure: the schedule as an SVG file.
+                that of the vendor's own servers.
+              tune: search for options of XLA that make the step shorter; --no-tune
+                skips it.
+              require_overlap: exit with code 1 if a smaller share of the exchanged
+                bytes is covered, or not all bytes are found in the program, as if the
+                memory does not suffice.
+              out: file for all results as JSON.
+              figure: file for the schedule as a figure, such as NAME.svg.
             """
             preflight = prepare(config, target, nodes, gpus_per_node, between_gbit)
             return report(preflight, tune, require_overlap, out, figure)
@@ -72,7 +74,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    # The compiler says of each program that there is no GPU.
+    # The compiler warns for each program that it finds no GPU.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     reveal_cuda_plugin()
     jax.config.update("jax_platforms", "cpu")

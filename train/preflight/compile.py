@@ -1,4 +1,4 @@
-"""Compiles the train steps of a run for a cluster, and reads them."""
+"""Compiles the train steps of a run for a cluster, and reads their schedules."""
 
 import dataclasses
 import functools
@@ -16,9 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
 from decentjax import AXIS, TrainStep, analysis, overlap
-from decentjax.overlap import Collective, Estimate, Schedule
+from decentjax.overlap import Estimate, Schedule
 from decentjax.topology import Topology, complete
 from train.config import Config
+from train.network import GBIT
 from train.preflight import targets
 from train.preflight.targets import Gpu, Target
 from train.run.build import build_in_step, build_optimizer, build_state
@@ -29,15 +30,15 @@ Options = Mapping[str, str | bool | bytes]
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """What the compiled step of one exchange says.
+    """The compiled step of one exchange.
 
     Args:
-      name: "awc 1/3", "all_reduce".
-      schedule: as compiled.
-      estimate: of its time.
-      memory_bytes: of a device, at the step's peak.
-      needed_bytes: that the exchange sends from a worker, in the mean.
-      compile_seconds: here.
+      name: name in tables, "awc 1/3" or "all_reduce".
+      schedule: schedule of the compiled step.
+      estimate: estimate of its time.
+      memory_bytes: peak memory of a device.
+      needed_bytes: bytes that the exchange sends per worker, averaged over workers.
+      compile_seconds: duration of the compilation.
     """
 
     name: str
@@ -49,20 +50,21 @@ class Finding:
 
     @property
     def sends_all(self) -> bool:
-        """Whether as much was found in the program as the exchange needs."""
+        """Whether the program sends all the bytes that the exchange needs."""
         return self.schedule.sent_bytes(AXIS) >= 0.99 * self.needed_bytes
 
     def warnings(self) -> list[str]:
-        """What should not be in it, or is missing, a sentence each."""
+        """Returns what should not be in the program, or is missing, in sentences."""
         found = [
-            f"{c.kind} {c.name} stands in a conditional, which no compiler overlaps"
+            f"{c.kind} {c.name} is in a conditional, which no compiler overlaps"
             for c in self.schedule.collectives
             if c.in_conditional
         ]
         sent = self.schedule.sent_bytes(AXIS)
-        # Pieces of a leaf are filled up to equal sizes.
+        # A little more is right: pieces of a leaf are padded to equal sizes.
         if sent > 1.01 * self.needed_bytes:
-            largest = max(self._along_workers(), key=lambda c: c.num_bytes)
+            along = [c for c in self.schedule.collectives if AXIS in c.axes]
+            largest = max(along, key=lambda c: c.num_bytes)
             found.append(
                 f"{sent / 1e6:.1f} MB leave a worker, the exchange needs "
                 f"{self.needed_bytes / 1e6:.1f} MB; the largest is {largest.kind} "
@@ -71,16 +73,16 @@ class Finding:
         if not self.sends_all:
             found.append(
                 f"{sent / 1e6:.1f} MB leave a worker, the exchange needs "
-                f"{self.needed_bytes / 1e6:.1f} MB: not all that is sent was found in "
-                "the program, so what is covered is unknown"
+                f"{self.needed_bytes / 1e6:.1f} MB: part of the exchange was not found "
+                "in the program, so its overlap is unknown"
             )
         found += [
-            f"of {name} the end was not found: it counts as sent and not covered"
+            f"the end of {name} was not found: it counts as sent and not covered"
             for name in self.schedule.unpaired
         ]
         found += [
-            f"{name} is a loop of unknown trips, which counts once, or a message that "
-            "is not read"
+            f"{name} is a loop of unknown trip count, which counts once, or a message "
+            "that is not analysed"
             for name in self.schedule.uncounted
         ]
         return [f"{self.name}: {sentence}" for sentence in found]
@@ -99,21 +101,33 @@ class Finding:
             "memory_bytes": self.memory_bytes,
             "compile_seconds": self.compile_seconds,
             "warnings": self.warnings(),
-            "collectives": [_as_dict(c) for c in self.schedule.collectives],
+            "collectives": [
+                {
+                    "name": c.name,
+                    "kind": c.kind,
+                    "axes": c.axes,
+                    "num_bytes": c.num_bytes,
+                    "calls": c.calls,
+                    "start": c.start,
+                    "end": c.end,
+                    "flops_beside": sum(c.beside.flops.values()),
+                    "bytes_beside": c.beside.num_bytes,
+                    "in_conditional": c.in_conditional,
+                    "in_loop": c.in_loop,
+                }
+                for c in self.schedule.collectives
+            ],
         }
-
-    def _along_workers(self) -> list[Collective]:
-        return [c for c in self.schedule.collectives if AXIS in c.axes]
 
 
 class Preflight:
-    """A run on a cluster of some target, to be compiled.
+    """A run on a cluster of a target, ready to compile.
 
     Args:
-      config: of the run; its numbers of workers are those of the cluster.
-      target: what it runs on.
-      mesh: of the target's devices.
-      network: how fast they talk.
+      config: config of the run; its numbers of workers are those of the cluster.
+      target: accelerator.
+      mesh: mesh of the target's devices.
+      network: rates and latencies of their messages.
     """
 
     def __init__(
@@ -143,11 +157,11 @@ class Preflight:
 
     @property
     def options(self) -> Options:
-        """Of XLA, with which the trainer would run."""
+        """The options of XLA with which the trainer would run."""
         return read_options(self.config.step.xla_options, self.target.platform)
 
     def step(self) -> tuple[TrainStep, Topology]:
-        """The run's train step, and the exchanges that it compiles."""
+        """Returns the run's train step, and the exchanges that it compiles."""
         step = build_in_step(self.config, self._task, self._optimizer, self.mesh)
         if self.config.step.algorithm == "all_reduce":
             return step, complete(self.config.workers.num_workers)
@@ -161,26 +175,29 @@ class Preflight:
         t: int,
         options: Options,
     ) -> Finding:
-        """Compiles the exchange of step t and reads it."""
+        """Compiles step t with options of XLA, and reads its schedule."""
         lowered = step.lower(self.state, self._batch, t)
         start = time.monotonic()
-        alone = COMPILE_ONLY if isinstance(self.target, Gpu) else {}
-        every: Any = {**alone, **options}
+        needed = COMPILE_ONLY if isinstance(self.target, Gpu) else {}
+        every: Any = {**needed, **options}
         compiled = lowered.compile(every)
         seconds = time.monotonic() - start
         schedule = overlap.read(compiled)
-        speeds = self.target.accelerator()
         return Finding(
             name,
             schedule,
-            overlap.estimate(schedule, speeds, self.network),
+            overlap.estimate(schedule, self.target.accelerator(), self.network),
             _peak_memory(compiled),
             self._needed_bytes(topology, t),
             seconds,
         )
 
     def _needed_bytes(self, topology: Topology, t: int) -> float:
-        """Of the models' floats; inside a node they travel in their own dtype."""
+        """Returns the bytes that the exchange of step t sends per worker.
+
+        Only floats are mixed. With nodes the means inside a node keep the floats' own
+        dtype, so `message_dtype` does not apply.
+        """
         in_levels = topology[t].workers_per_node > 1
         dtype = None if in_levels else self.config.step.message_dtype
         floats = [
@@ -210,10 +227,17 @@ def prepare(
     devices_per_node: int,
     between_gbit: float | None = None,
 ) -> Preflight:
-    """Puts a run on a cluster.
+    """Places a run on a cluster.
+
+    Args:
+      config: config of the run.
+      target_name: name or file of the target.
+      nodes: number of nodes.
+      devices_per_node: number of devices per node.
+      between_gbit: Gbit/s of a node to others over one link; by default the target's.
 
     Raises:
-      ValueError: if the run, or the target, cannot be on such a cluster.
+      ValueError: if the run or the target does not fit the cluster.
       ModuleNotFoundError: if the target's compiler is not installed.
     """
     if between_gbit is not None and not 0 < between_gbit < math.inf:
@@ -223,8 +247,8 @@ def prepare(
             raise ValueError(f"{name} must be at least 1, got {count}")
     if config.exchange.where == "background":
         raise ValueError(
-            "the background exchange is no part of the compiled step: there is nothing "
-            "to look at; take --exchange.where in_step"
+            "the background exchange is not part of the compiled step, so there is no "
+            "schedule to read: take --exchange.where in_step"
         )
     workers = dataclasses.replace(
         config.workers,
@@ -234,19 +258,20 @@ def prepare(
     config = dataclasses.replace(config, workers=workers)
     target = targets.find(target_name)
     mesh = Mesh(_devices(target, nodes, devices_per_node), (AXIS,))
-    network = target.network(devices_per_node)
+    cluster = target.cluster(nodes, devices_per_node)
     if between_gbit is not None and not isinstance(target, Gpu):
         raise ValueError("a slice of TPUs has no nodes: leave out --between-gbit")
     if between_gbit is not None:
-        network = dataclasses.replace(
-            network, between_bytes_per_second=between_gbit * 1e9 / 8, links_per_node=1
+        cluster = dataclasses.replace(
+            cluster, between=between_gbit * GBIT, links_per_node=1
         )
-    return Preflight(config, target, mesh, network)
+    return Preflight(config, target, mesh, cluster.overlap_network())
 
 
 def inspect(preflight: Preflight, options: Options, console: Console) -> list[Finding]:
     """Compiles every distinct exchange of the run, with options of XLA."""
     step, topology = preflight.step()
+    # The first step of each exchange: a later one of the same exchange compiles alike.
     turns = {exchange: t for t, exchange in reversed(list(enumerate(topology)))}
     found = []
     for number, t in enumerate(sorted(turns.values()), start=1):
@@ -260,7 +285,7 @@ def inspect(preflight: Preflight, options: Options, console: Console) -> list[Fi
 
 
 def with_all_reduce(preflight: Preflight) -> Preflight | None:
-    """The same run with all-reduce, to compare."""
+    """Returns the same run with all-reduce, or None if it has all-reduce already."""
     config = preflight.config
     if config.step.algorithm == "all_reduce":
         return None
@@ -272,15 +297,15 @@ def with_all_reduce(preflight: Preflight) -> Preflight | None:
 def _devices(target: Target, nodes: int, devices_per_node: int) -> np.ndarray:
     count = nodes * devices_per_node
     if isinstance(target, Gpu):
-        _need_plugin("jax_cuda12_plugin")
+        _need("jax_cuda12_plugin", "'decentjax[preflight]'")
         description = topologies.get_topology_desc(
             platform="cuda",
             target_config=target.config(),
             topology=f"{nodes} x {devices_per_node} x 1",
         )
         return np.array(description.devices)
-    _need_plugin("libtpu")
-    # It would ask the cloud who it is.
+    _need("libtpu", "libtpu")
+    # libtpu would query the cloud's metadata server for the slice that it is on.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
     os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     description = topologies.get_topology_desc(
@@ -288,19 +313,18 @@ def _devices(target: Target, nodes: int, devices_per_node: int) -> np.ndarray:
     )
     if len(description.devices) != count:
         raise ValueError(
-            f"{target.name} has {len(description.devices)} chips, "
-            f"{nodes} nodes x {devices_per_node} are {count}"
+            f"{target.name} has {len(description.devices)} chips, not "
+            f"{nodes} nodes x {devices_per_node} = {count}"
         )
     return np.array(description.devices)
 
 
-def _need_plugin(module: str) -> None:
+def _need(module: str, package: str) -> None:
     try:
         __import__(module)
     except ImportError as error:
-        extra = {"libtpu": "libtpu"}.get(module, "'decentjax[preflight]'")
         raise ModuleNotFoundError(
-            f"no compiler for this target: pip install {extra}"
+            f"no compiler for this target: pip install {package}"
         ) from error
 
 
@@ -313,19 +337,3 @@ def _peak_memory(compiled: jax.stages.Compiled) -> int:
         + stats.temp_size_in_bytes
         + stats.generated_code_size_in_bytes
     )
-
-
-def _as_dict(collective: Collective) -> dict[str, Any]:
-    return {
-        "name": collective.name,
-        "kind": collective.kind,
-        "axes": collective.axes,
-        "num_bytes": collective.num_bytes,
-        "calls": collective.calls,
-        "start": collective.start,
-        "end": collective.end,
-        "flops_beside": sum(collective.beside.flops.values()),
-        "bytes_beside": collective.beside.num_bytes,
-        "in_conditional": collective.in_conditional,
-        "in_loop": collective.in_loop,
-    }

@@ -1,8 +1,8 @@
-"""Accelerators to compile for, present or not: what the compiler asks, and speeds.
+"""Accelerators to compile for, present or not: what the compiler needs, and speeds.
 
-FLOP/s are those of dense matmuls in the makers' data sheets, with TF32 for float32
-where a GPU has it, as XLA uses it. Networks are those of the makers' own servers (DGX;
-for T4 and A40 PCIe inside, 50 Gbit/s between): say `--between-gbit` for yours.
+FLOP/s are those of dense matmuls in the vendors' data sheets, with TF32 for float32
+where a GPU has it, as XLA uses it. Networks are those of the vendors' own servers (DGX;
+for T4 and A40 PCIe inside, 50 Gbit/s between): `--between-gbit` sets another rate.
 """
 
 import dataclasses
@@ -12,28 +12,30 @@ from typing import Literal
 
 from decentjax.overlap import Accelerator, Network
 from train.cli import load_value
+from train.network import ClusterSpec
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """An NVIDIA GPU, as XLA's compiler wants it described.
+    """An NVIDIA GPU, as XLA's compiler describes it.
 
     Args:
-      name: as the driver says it.
-      capability: major and minor version.
-      cores: streaming multiprocessors.
-      fpus_per_core: float32 units of one.
-      threads_per_core: that can be resident.
-      shared_memory_per_core: bytes.
-      shared_memory_optin: bytes that one block can have.
-      l2_bytes: of the second cache.
-      clock_ghz: at boost.
-      memory_bytes: of the device.
-      memory_bytes_per_second: bandwidth.
-      flops_per_second: of matmuls, by element type.
-      inside_bytes_per_second: to the GPUs of its node, in each direction.
-      between_bytes_per_second: of a node to others, in each direction.
-      links_per_node: that make it up.
+      name: name that the driver reports.
+      capability: major and minor version of the compute capability.
+      cores: number of streaming multiprocessors.
+      fpus_per_core: number of float32 units per core.
+      threads_per_core: number of resident threads per core.
+      shared_memory_per_core: bytes of shared memory per core.
+      shared_memory_optin: bytes of shared memory that one block can use.
+      l2_bytes: bytes of the L2 cache.
+      clock_ghz: boost clock.
+      memory_bytes: bytes of device memory.
+      memory_bytes_per_second: bandwidth of the memory.
+      flops_per_second: FLOP/s of matmuls, by element type.
+      inside_bytes_per_second: rate to the GPUs of the node, in each direction.
+      between_bytes_per_second: rate of a node to others over all links, in each
+        direction.
+      links_per_node: number of these links.
     """
 
     name: str
@@ -59,12 +61,15 @@ class Gpu:
     def accelerator(self) -> Accelerator:
         return Accelerator(self.flops_per_second, self.memory_bytes_per_second)
 
-    def network(self, devices_per_node: int) -> Network:
-        return Network(
-            devices_per_node,
-            self.inside_bytes_per_second,
-            self.between_bytes_per_second,
-            self.links_per_node,
+    def cluster(self, num_nodes: int, devices_per_node: int) -> ClusterSpec:
+        return ClusterSpec(
+            num_nodes=num_nodes,
+            workers_per_node=devices_per_node,
+            links_per_node=self.links_per_node,
+            between=self.between_bytes_per_second,
+            inside=self.inside_bytes_per_second,
+            between_latency=Network.between_latency,
+            inside_latency=Network.inside_latency,
         )
 
     def config(self) -> str:
@@ -103,12 +108,12 @@ class Tpu:
     """A slice of TPU chips, all on one interconnect.
 
     Args:
-      name: generation and shape, as libtpu wants them: "v5e:4x8".
-      memory_bytes: of a chip.
-      memory_bytes_per_second: bandwidth.
-      flops_per_second: of matmuls, by element type.
-      chip_bytes_per_second: to other chips, over all its links, in each direction.
-      links_per_chip: to its neighbours.
+      name: generation and shape in libtpu's form, "v5e:4x8".
+      memory_bytes: bytes of memory per chip.
+      memory_bytes_per_second: bandwidth of the memory.
+      flops_per_second: FLOP/s of matmuls, by element type.
+      chip_bytes_per_second: rate of a chip over all its links, in each direction.
+      links_per_chip: number of links per chip.
     """
 
     name: str
@@ -125,12 +130,14 @@ class Tpu:
     def accelerator(self) -> Accelerator:
         return Accelerator(self.flops_per_second, self.memory_bytes_per_second)
 
-    def network(self, devices_per_node: int) -> Network:
-        """Each chip is a node of its own, whoever shares its host."""
-        del devices_per_node
-        bandwidth = self.chip_bytes_per_second
-        return Network(
-            1, bandwidth, bandwidth, self.links_per_chip, between_latency=1e-6
+    def cluster(self, num_nodes: int, devices_per_node: int) -> ClusterSpec:
+        """Each chip counts as a node, whichever host it is attached to."""
+        return ClusterSpec(
+            num_nodes=num_nodes * devices_per_node,
+            links_per_node=self.links_per_chip,
+            between=self.chip_bytes_per_second,
+            inside=self.chip_bytes_per_second,
+            between_latency=1e-6,
         )
 
 
@@ -148,7 +155,7 @@ T4 = Gpu(
     clock_ghz=1.59,
     memory_bytes=15843721216,
     memory_bytes_per_second=320e9,
-    # No tensor core of it knows bfloat16.
+    # Its tensor cores have no bfloat16.
     flops_per_second={"f16": 65e12, "bf16": 8.1e12, "f32": 8.1e12, "f64": 0.25e12},
     inside_bytes_per_second=16e9,
     between_bytes_per_second=6.25e9,
@@ -248,7 +255,7 @@ GPUS = {
 def _tpu(
     memory_gib: int, memory: float, flops: float, links: float, links_per_chip: int
 ) -> Tpu:
-    """Float32 matmuls of a TPU run in bfloat16, but where a program asks for more."""
+    """Float32 matmuls of a TPU run in bfloat16, unless a program sets the precision."""
     return Tpu(
         name="",
         memory_bytes=memory_gib * 2**30,
@@ -269,13 +276,13 @@ SLICES = ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")
 
 
 def find(name: str) -> Target:
-    """Returns the target of a name, of a slice ("v5e:4x8"), or of a file.
+    """Returns the target of a name, of a TPU slice ("v5e:4x8"), or of a file.
 
     A file is Python, and defines `target = Gpu(...)` or `Tpu(...)`.
 
     Raises:
-      FileNotFoundError: if there is no such file.
-      ValueError: if there is no such name, or the file defines none.
+      FileNotFoundError: if the file does not exist.
+      ValueError: if the name is unknown, or the file defines no target.
     """
     generation, _, shape = name.partition(":")
     if name in GPUS:

@@ -1,4 +1,4 @@
-"""Tries what makes XLA schedule a step better: options, and a profile of times."""
+"""Searches for a better schedule of a step: options of XLA, and a profile of times."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -19,16 +19,15 @@ CANDIDATES: list[Options] = [
     {LIMIT: "2"},
     {LIMIT: "4"},
 ]
-# Of the step; a profile costs a second compilation.
-WORTH_A_PROFILE = 0.05
+WORTH_A_PROFILE = 0.05  # Saved share of the step: a profile compiles twice.
 
 
 class Tuning(NamedTuple):
-    """What was found to make a step shorter.
+    """The best options found.
 
     Args:
-      options: of XLA, those of the run where no others are better.
-      needs_profile: whether times for XLA to plan with would shorten it further.
+      options: options of XLA; those of the run if no others are better.
+      needs_profile: whether a profile of times makes the step shorter still.
     """
 
     options: Options
@@ -36,7 +35,7 @@ class Tuning(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """Options of XLA, and what they make of the step."""
+    """Options of XLA, and the step compiled with them."""
 
     options: Options
     finding: Finding
@@ -49,9 +48,9 @@ class Trial(NamedTuple):
 def tuned(preflight: Preflight, console: Console) -> Tuning:
     """Tries options on the exchange that sends most between nodes.
 
-    Begins with those of the run and with none, and adds to the better of them each that
-    shortens the step. Last, XLA is told the times that were estimated, as it would be
-    told measured ones with `JAX_ENABLE_PGLE=true`.
+    Starts from the better of the run's options and none, and adds each candidate that
+    makes the step shorter. Finally XLA gets the estimated times as a profile, as it
+    would get measured ones with `JAX_ENABLE_PGLE=true`.
     """
     step, topology = preflight.step()
     t = busiest_step(topology, preflight.config.workers.workers_per_node)
@@ -74,12 +73,13 @@ def tuned(preflight: Preflight, console: Console) -> Tuning:
         every = {**best.options, **options} if options else {}
         if every != best.options:
             found = tried(_short(options), every)
-            # What is not found in a program takes no time in its estimate.
+            # Messages that are not found in a program take no time in its estimate, so
+            # such a program must not win.
             is_whole = found.finding.sends_all
             is_better = is_whole and found.seconds < 0.999 * best.seconds
             best = found if is_better else best
     shortest = profiled("as configured", configured)
-    if best is not configured:  # With a profile others may be better than without.
+    if best is not configured:  # The order of the two may differ with a profile.
         of_best = profiled("as tuned", best)
         shortest = min(shortest, of_best, key=lambda trial: trial.seconds)
     if shortest.seconds < (1 - WORTH_A_PROFILE) * best.seconds:
@@ -88,13 +88,13 @@ def tuned(preflight: Preflight, console: Console) -> Tuning:
 
 
 def busiest_step(topology: Topology, workers_per_node: int) -> int:
-    """The first step whose exchange sends most from a node."""
+    """Returns the first step whose exchange sends most bytes from a node."""
     sent = [t.node_bytes.max() for t in analysis.traffic(topology, 1, workers_per_node)]
     return int(np.argmax(sent))
 
 
 def profile(schedule: Schedule, accelerator: Accelerator, network: Network) -> bytes:
-    """The estimated times of a step's ops, as XLA's `ProfiledInstructionsProto`."""
+    """Returns the estimated times of the ops as XLA's ProfiledInstructionsProto."""
     seconds = {op.name: accelerator.seconds(op.work) for op in _all(schedule.ops)}
     for collective in schedule.collectives:
         seconds[collective.name] = network.seconds(collective)
@@ -120,7 +120,7 @@ def _summary(finding: Finding) -> str:
 
 
 def _short(options: Options) -> str:
-    """Of thresholds, which are all the same, one."""
+    """Returns options as text; thresholds, which all have one value, as one."""
     if not options:
         return "none"
     joined = options.get(ALL_REDUCE_THRESHOLD)

@@ -1,7 +1,7 @@
-"""The runtime model beside an emulated cluster: first predicted, then measured.
+"""The runtime model against an emulated cluster: first predicted, then measured.
 
-Compute is a pause of known length, as on an accelerator whose host idles: what the
-machine's cores can do at once does not matter then.
+Compute is a pause of known length, as on an accelerator whose host is idle, so that the
+number of cores of this machine does not matter.
 """
 
 import json
@@ -12,7 +12,8 @@ from typing import NamedTuple
 import numpy as np
 from rich.console import Console
 
-from decentjax import runtime
+from decentjax import Topology, runtime
+from decentjax.analysis import ring_all_reduce
 from decentjax.runtime import Cluster, Job
 from train.bench.race.contestants import (
     AER,
@@ -24,28 +25,28 @@ from train.bench.race.contestants import (
     NODES,
     RING,
     Contestant,
-    Graph,
 )
 from train.bench.race.graphs import INSIDE, graph_of
 from train.bench.race.team import Team
 from train.bench.race.turns import Load, Turn
-from train.job import namespaces
-from train.job.namespaces import Worker, in_cluster, parse_rate
+from train.job.namespaces import EmulatedCluster, Worker, in_cluster, parse_rate
+from train.network import ClusterSpec
 
-PAYLOAD = 1448 / 1514  # Of a full Ethernet frame with TCP's headers and timestamps.
-PERIODS = 4  # Of the stragglers' turns, that are simulated, and the first left out.
+# Share of the payload in a full Ethernet frame with TCP's headers and timestamps.
+PAYLOAD = 1448 / 1514
+PERIODS = 4  # Simulated periods of the stragglers' turns; the first is left out.
 
 
-class Row(NamedTuple):
-    """A setting, and what a step took in it.
+class Comparison(NamedTuple):
+    """A setting, and the time of a step in it.
 
     Args:
-      cluster: nodes x workers of each.
-      rate: of a node's link.
+      cluster: numbers of nodes and of workers per node, as in 4x2.
+      rate: rate of a node's link.
       straggler: seconds by which worker t mod N is late at step t.
-      scheme: whose step.
-      predicted: seconds, before it was measured.
-      measured: seconds.
+      scheme: name of the scheme.
+      predicted: seconds of a step, predicted before the measurement.
+      measured: seconds of a step, measured.
     """
 
     cluster: str
@@ -60,20 +61,20 @@ class Row(NamedTuple):
         return abs(self.predicted / self.measured - 1)
 
 
-class Course(NamedTuple):
+class Emulation(NamedTuple):
     """A cluster, and what runs on it.
 
     Args:
-      cluster: as emulated.
-      work: of each worker.
-      pause: seconds that it sleeps in each step.
-      straggler: seconds by which worker t mod N is late at step t, in turns of its own.
-      steps: that are measured, in each turn.
+      cluster: emulated cluster.
+      load: computing of each worker in a step.
+      pause: seconds that a worker sleeps in each step.
+      straggler: seconds by which worker t mod N is late at step t, in separate turns.
+      steps: number of measured steps per turn.
       out: folder for the workers' output.
     """
 
-    cluster: namespaces.Cluster
-    work: Load
+    cluster: EmulatedCluster
+    load: Load
     pause: float
     straggler: float
     steps: int
@@ -84,103 +85,118 @@ class Course(NamedTuple):
         return f"{self.cluster.nodes}x{self.cluster.workers_per_node}"
 
 
-def run(course: Course) -> list[Row]:
+def run(emulation: Emulation) -> list[Comparison]:
     """Predicts and measures the schemes on one emulated cluster.
 
     Raises:
       SystemExit: if a worker dies.
-      PermissionError: this process may not make namespaces.
+      PermissionError: if this process may not create namespaces.
     """
-    path = course.out / "rows.json"
+    # The job runs in a fork, which hands its results back in a file.
+    path = emulation.out / "rows.json"
 
     def job(worker: Worker) -> int:
-        path.write_text(json.dumps(list(_rows(course, worker))))
+        path.write_text(json.dumps(list(_rows(emulation, worker))))
         return 0
 
-    code = in_cluster(course.cluster, job)
+    code = in_cluster(emulation.cluster, job)
     if code:
         raise SystemExit(code)
-    rows = [Row(*row) for row in json.loads(path.read_text())]
+    rows = [Comparison(*row) for row in json.loads(path.read_text())]
     path.unlink()
     return rows
 
 
-def schemes(workers_per_node: int) -> tuple[str, ...]:
-    """Returns what is compared on nodes of so many workers."""
-    if workers_per_node == 1:
-        return ALL_REDUCE, RING, AER, EXPONENTIAL
-    return ALL_REDUCE, NODES, AER, EXPONENTIAL
+def schemes(workers_per_node: int) -> tuple[Contestant, ...]:
+    """Returns the contestants of the race to compare, on nodes of that many workers."""
+    graphs = (RING if workers_per_node == 1 else NODES, AER, EXPONENTIAL)
+    return (Contestant(ALL_REDUCE), *(Contestant(BACKGROUND, g) for g in graphs))
+
+
+def topology_of(
+    contestant: Contestant, num_workers: int, per_node: int
+) -> Topology | None:
+    """Returns the topology of a contestant, None for all-reduce.
+
+    Raises:
+      ValueError: if the topology does not exist for this number of workers.
+    """
+    graph = contestant.graph
+    return None if graph is None else graph_of(graph, num_workers, per_node)
 
 
 def predict(
-    cluster: Cluster, work: Load, compute: float, straggler: float, scheme: str
+    cluster: Cluster,
+    load: Load,
+    compute: float,
+    straggler: float,
+    topology: Topology | None,
 ) -> float:
     """Returns the seconds of a step.
 
     Args:
-      cluster: with the rates of the links.
-      work: of each worker.
-      compute: seconds of a step.
-      straggler: by which worker t mod N is late at step t.
-      scheme: one of `schemes`.
+      cluster: nodes, workers and links.
+      load: computing of each worker in a step.
+      compute: seconds of compute per step.
+      straggler: seconds by which worker t mod N is late at step t.
+      topology: the exchanges, or None for all-reduce.
     """
     num_workers = cluster.num_workers
-    trace = compute + straggler * np.eye(num_workers)
-    # The whole gradient is there before any of it is sent.
     job = Job(
-        model_bytes=work.model_bytes,
-        compute=runtime.trace(trace),
-        forward_share=1.0,
+        model_bytes=load.model_bytes,
+        compute=runtime.trace(compute + straggler * np.eye(num_workers)),
+        forward_share=1.0,  # The whole gradient is computed before any of it is sent.
     )
-    if scheme == ALL_REDUCE:
+    if topology is None:
         times = runtime.all_reduce(cluster, job, PERIODS * num_workers)
         return times.seconds_per_step(num_workers)
-    graph = graph_of(Graph(scheme), num_workers, cluster.workers_per_node)
-    period = num_workers * graph.period
-    # Leaves go one by one, as soon as they are updated.
+    # Leaves are sent one by one, as soon as they are updated: a bucket for each layer.
+    period = num_workers * topology.period
     times = runtime.background(
-        cluster, job, graph, PERIODS * period, num_buckets=work.layers
+        cluster, job, topology, PERIODS * period, num_buckets=load.layers
     )
     return times.seconds_per_step(period)
 
 
-def _rows(course: Course, worker: Worker) -> Iterator[Row]:
-    """In the cluster's switch: has the workers take turns."""
+def _rows(emulation: Emulation, worker: Worker) -> Iterator[Comparison]:
+    """Runs the workers' turns, in the cluster's switch."""
     console = Console(soft_wrap=True, highlight=False)
-    cluster, rate = course.cluster, course.cluster.rate
-    team = Team("jax", course.work, course.out, cluster, worker)
+    cluster, rate, load = emulation.cluster, emulation.cluster.rate, emulation.load
+    team = Team("jax", load, emulation.out, cluster, worker)
 
     def take(contestant: Contestant, warmup: int, straggler: float = 0.0) -> float:
-        steps = course.steps
-        return team.take(Turn(contestant, warmup, steps, straggler, course.pause))
+        turn = Turn(contestant, warmup, emulation.steps, straggler, emulation.pause)
+        return team.take(turn)
 
     compute = take(Contestant(COMPUTE), 5)
     inside = np.inf
     if cluster.workers_per_node > 1:
-        turn = Turn(Contestant(EXCHANGE, INSIDE), 5, course.steps)
-        share = 2 * (1 - 1 / cluster.workers_per_node)
-        inside = share * course.work.model_bytes / team.take(turn)
+        share, _ = ring_all_reduce(cluster.workers_per_node)
+        turn = Turn(Contestant(EXCHANGE, INSIDE), 5, emulation.steps)
+        inside = share * load.model_bytes / team.take(turn)
     bits = parse_rate(rate)
     assert bits is not None
-    modelled = Cluster(
+    modelled = ClusterSpec(
         num_nodes=cluster.nodes,
         workers_per_node=cluster.workers_per_node,
-        between_bytes_per_second=bits / 8 * PAYLOAD,
-        inside_bytes_per_second=inside,
-    )
-    # All of them, before the first is measured.
+        between=bits / 8 * PAYLOAD,
+        inside=inside,
+    ).runtime_cluster()
+    # All predictions come before the first measurement.
     predictions = [
-        (scheme, late, predict(modelled, course.work, compute, late, scheme))
+        (scheme, late, predict(modelled, load, compute, late, topology))
         for scheme in schemes(cluster.workers_per_node)
-        for late in dict.fromkeys((0.0, course.straggler))
+        for topology in [
+            topology_of(scheme, cluster.num_workers, cluster.workers_per_node)
+        ]
+        for late in dict.fromkeys((0.0, emulation.straggler))
     ]
     for scheme, late, predicted in predictions:
-        gossip = Contestant(BACKGROUND, Graph(scheme))
-        contestant = Contestant(ALL_REDUCE) if scheme == ALL_REDUCE else gossip
-        measured = take(contestant, 3 if late else 6, late)
-        row = Row(course.name, rate, late, scheme, predicted, measured)
+        name = scheme.graph or scheme.scheme
+        measured = take(scheme, 3 if late else 6, late)
+        row = Comparison(emulation.name, rate, late, name, predicted, measured)
         console.print(
-            f"{row.cluster}, {rate}, late by {late:g} s, {scheme}: predicted "
+            f"{row.cluster}, {rate}, late by {late:g} s, {name}: predicted "
             f"{predicted:.3f} s, measured {measured:.3f} s"
         )
         yield row

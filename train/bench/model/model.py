@@ -1,4 +1,4 @@
-"""The runtime model against measurements: emulated clusters, and the papers' own."""
+"""The runtime model against measurements: emulated clusters, and published ones."""
 
 import dataclasses
 import re
@@ -8,29 +8,27 @@ from typing import Literal
 from rich.console import Console
 
 from train.bench.model import emulated, imbalance, model_report, published, simulator
-from train.bench.race.contestants import ALL_REDUCE, Graph
-from train.bench.race.graphs import graph_of
 from train.bench.race.race import check_clusters
 from train.bench.race.turns import Load
-from train.job.namespaces import Cluster, parse_rate
+from train.job.namespaces import EmulatedCluster, parse_rate
 
 Part = Literal["emulated", "published", "imbalance", "simulator"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ModelBench:
-    """Predicts step times, and sets them beside what was measured.
+    """Predicts step times, and compares them with measurements.
 
     Args:
       parts: emulated (as root: network namespaces), published (paper 1, Fig 6),
-        imbalance (paper 2), simulator (how long it takes itself).
-      clusters: that are emulated, each as NODESxWORKERS_PER_NODE.
-      rates: of each node's link, as for `train.emulate`.
-      work: what each worker computes, beside a pause.
+        imbalance (paper 2), simulator (the time of the simulation itself).
+      clusters: emulated clusters, each as NODESxWORKERS_PER_NODE.
+      rates: rates of each node's link, as for `train.emulate`.
+      work: work of each worker, in addition to the pause.
       pause: seconds that each worker sleeps in a step, as a host does while its
         accelerator computes.
-      straggler: seconds by which worker t mod N is late at step t, in turns of its own.
-      steps: measured in a turn.
+      straggler: seconds by which worker t mod N is late at step t, in separate turns.
+      steps: number of measured steps per turn.
       out: folder for model.json, model.md, model.svg and the workers' output.
     """
 
@@ -47,11 +45,12 @@ class ModelBench:
 
     def __post_init__(self):
         check_clusters(self.clusters)
-        for course in courses(self):
-            per_node = course.cluster.workers_per_node
-            for scheme in emulated.schemes(per_node):
-                if scheme != ALL_REDUCE:
-                    graph_of(Graph(scheme), course.cluster.num_workers, per_node)
+        for emulation in emulations(self):
+            cluster = emulation.cluster
+            for scheme in emulated.schemes(cluster.workers_per_node):
+                emulated.topology_of(
+                    scheme, cluster.num_workers, cluster.workers_per_node
+                )
         for rate in self.rates:
             if parse_rate(rate) is None:
                 raise ValueError("the model needs rates, such as 200mbit")
@@ -65,7 +64,7 @@ class ModelBench:
 
 
 def main(bench: ModelBench) -> int:
-    """Predicts, measures, says, writes and draws."""
+    """Predicts, measures, prints, writes and draws."""
     bench.out.mkdir(parents=True, exist_ok=True)
     console = Console(soft_wrap=True, markup=False, highlight=False)
     results = model_report.Results(
@@ -78,11 +77,13 @@ def main(bench: ModelBench) -> int:
     return 0
 
 
-def courses(bench: ModelBench) -> list[emulated.Course]:
-    """Returns what is emulated, one after the other."""
+def emulations(bench: ModelBench) -> list[emulated.Emulation]:
+    """Returns the emulations, in their order."""
     return [
-        emulated.Course(
-            Cluster(nodes=int(nodes), workers_per_node=int(per_node), rate=rate),
+        emulated.Emulation(
+            EmulatedCluster(
+                nodes=int(nodes), workers_per_node=int(per_node), rate=rate
+            ),
             bench.work,
             bench.pause,
             bench.straggler,
@@ -94,12 +95,12 @@ def courses(bench: ModelBench) -> list[emulated.Course]:
     ]
 
 
-def _emulated(bench: ModelBench, console: Console) -> list[emulated.Row]:
-    rows, all_courses = [], courses(bench)
-    for number, course in enumerate(all_courses):
-        of = f"{number + 1} of {len(all_courses)}"
-        console.print(f"{course.name} at {course.cluster.rate}, {of}")
-        rows += emulated.run(course)
+def _emulated(bench: ModelBench, console: Console) -> list[emulated.Comparison]:
+    rows, all_emulations = [], emulations(bench)
+    for number, emulation in enumerate(all_emulations):
+        of = f"{number + 1} of {len(all_emulations)}"
+        console.print(f"{emulation.name} at {emulation.cluster.rate}, {of}")
+        rows += emulated.run(emulation)
     return rows
 
 

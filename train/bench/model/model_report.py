@@ -1,4 +1,4 @@
-"""The tables and the figure of the runtime model's comparisons."""
+"""Tables and figure of the runtime model's comparisons."""
 
 import dataclasses
 import itertools
@@ -17,38 +17,31 @@ from train.bench.model import emulated, imbalance, published, simulator
 from train.bench.model.published import EXP, FITTED, SCHEMES, SGP, Line
 from train.tables import machine
 
-ORDERED = 1.1  # Emulated schemes that differ by more have an order.
+ORDERED = 1.1  # Emulated schemes whose times differ by a larger factor have an order.
 MARKERS = ("o", "s", "^", "D", "v")
 
 
 class Results(NamedTuple):
-    """What was found, each part empty where it was not asked for.
+    """Rows of each part; empty for parts that were not requested.
 
     Args:
-      emulated: settings.
-      published: rows of Fig 6.
-      imbalance: schemes and sizes.
-      simulator: schemes.
+      emulated: settings on emulated clusters.
+      published: rows of Fig 6 of paper 1.
+      imbalance: schemes and sizes of paper 2.
+      simulator: times of simulations.
     """
 
-    emulated: list[emulated.Row]
+    emulated: list[emulated.Comparison]
     published: list[published.Line]
-    imbalance: list[imbalance.Line]
-    simulator: list[simulator.Row]
+    imbalance: list[imbalance.ImbalanceRow]
+    simulator: list[simulator.SimulationTime]
 
 
 def write(bench: Any, results: Results, console: Console) -> None:
     """Prints the tables, and writes them, the figure and JSON."""
-    tables = []
-    if results.emulated:
-        tables.append(emulated_table(results.emulated))
-    if results.published:
-        tables.append(published_table(results.published))
-    if results.imbalance:
-        tables.append(imbalance_table(results.imbalance))
-    if results.simulator:
-        tables.append(simulator_table(results.simulator))
-    text = "\n\n".join(tables)
+    tables = emulated_table, published_table, imbalance_table, simulator_table
+    parts: Any = zip(tables, results, strict=True)
+    text = "\n\n".join(table(rows) for table, rows in parts if rows)
     console.print(text)
     (bench.out / "model.md").write_text(text + "\n")
     facts = {
@@ -64,52 +57,51 @@ def write(bench: Any, results: Results, console: Console) -> None:
     console.print(f"\n{bench.out / 'model.json'}  model.md  model.svg")
 
 
-def emulated_table(rows: list[emulated.Row]) -> str:
+def emulated_table(rows: list[emulated.Comparison]) -> str:
     """Returns Markdown: predicted and measured seconds, and what they say."""
-    stragglers = sorted({row.straggler for row in rows})
-    rates = list(dict.fromkeys((row.cluster, row.rate) for row in rows))
-    head = ["predicted / measured, s"]
-    head += dict.fromkeys(row.scheme for row in rows)
-    lines = [_cells(head), "|---" * len(head) + "|"]
-    for (cluster, rate), straggler in itertools.product(rates, stragglers):
-        late = f", late by {straggler:g} s" if straggler else ""
-        found = {
-            row.scheme: f"{row.predicted:.3f} / {row.measured:.3f}"
-            for row in rows
-            if (row.cluster, row.rate, row.straggler) == (cluster, rate, straggler)
-        }
-        cells = [found.get(scheme, "") for scheme in head[1:]]
-        lines.append(_cells([f"{cluster}, {rate}{late}", *cells]))
+    schemes = list(dict.fromkeys(row.scheme for row in rows))
+    settings: dict[tuple[str, str, float], dict[str, str]] = {}
+    for row in rows:
+        cells = settings.setdefault((row.cluster, row.rate, row.straggler), {})
+        cells[row.scheme] = f"{row.predicted:.3f} / {row.measured:.3f}"
+    table = _markdown(
+        ["predicted / measured, s", *schemes],
+        [
+            [
+                f"{cluster}, {rate}" + (f", late by {late:g} s" if late else ""),
+                *(cells.get(scheme, "") for scheme in schemes),
+            ]
+            for (cluster, rate, late), cells in settings.items()
+        ],
+    )
     errors = [row.error for row in rows]
     wrong = misordered(rows)
-    lines += [
-        "",
-        f"{len(rows)} settings: median error {median(errors):.1%}, largest "
+    return (
+        f"{table}\n\n{len(rows)} settings: median error {median(errors):.1%}, largest "
         f"{max(errors):.1%}. Of {num_ordered(rows)} pairs of schemes in one setting "
-        f"that differ by more than {ORDERED - 1:.0%}, {len(wrong)} came out in the "
-        f"other order{': ' if wrong else ''}{'; '.join(wrong)}.",
-    ]
-    return "\n".join(lines)
+        f"that differ by more than {ORDERED - 1:.0%}, {len(wrong)} were predicted in "
+        f"the other order{': ' if wrong else ''}{'; '.join(wrong)}."
+    )
 
 
 def published_table(lines: list[Line]) -> str:
-    """Returns Markdown: each prediction beside its measurement, and where it fails."""
+    """Returns Markdown: predictions and measurements, and where they differ."""
     heads = [f"{s} (fitted)" if s in FITTED else s for s in SCHEMES]
     head = ["model / measured, ms", *heads, "AllReduce / AER", "Exp, two cards"]
-    rows = [_cells(head), "|---" * len(head) + "|"]
+    rows = []
     for line in lines:
         predicted, measured = line.speed_ups()
         error = f"{predicted / measured - 1:+.0%}"
         cells = [f"{line.predicted[s]:.1f} / {line.measured[s]:.1f}" for s in SCHEMES]
         cells.append(f"{predicted:.2f} / {measured:.2f} ({error})")
         cells.append(f"{line.two_cards[EXP]:.1f}")
-        rows.append(_cells([_place(line), *cells]))
+        rows.append([_place(line), *cells])
     logs = [abs(np.log(np.divide(*line.speed_ups()))) for line in lines]
     close = sum(log < np.log(1.15) for log in logs)
     few = [scheme for scheme in SCHEMES if scheme != SGP]
     return "\n".join(
         [
-            *rows,
+            _markdown(head, rows),
             "",
             f"- Fitted speed-up of AER over all-reduce within 15 %: {close} of "
             f"{len(lines)}.",
@@ -122,34 +114,31 @@ def published_table(lines: list[Line]) -> str:
     )
 
 
-def imbalance_table(lines: list[imbalance.Line]) -> str:
+def imbalance_table(lines: list[imbalance.ImbalanceRow]) -> str:
     """Returns Markdown: throughputs, and WAGMA's over each."""
-    head = ["predicted / published", "1000 images/s", "WAGMA over it"]
-    rows = [_cells(head), "|---" * len(head) + "|"]
-    for line in lines:
-        rows.append(
-            _cells(
-                [
-                    f"{line.scheme}, N = {line.num_workers}",
-                    f"{line.predicted:.1f} / {line.measured:.1f}",
-                    f"{line.predicted_ratio:.2f} / {line.measured_ratio:.2f}",
-                ]
-            )
-        )
-    return "\n".join(rows)
+    return _markdown(
+        ["predicted / published", "1000 images/s", "WAGMA over it"],
+        [
+            [
+                f"{line.scheme}, N = {line.num_workers}",
+                f"{line.predicted:.1f} / {line.measured:.1f}",
+                f"{line.predicted_ratio:.2f} / {line.measured_ratio:.2f}",
+            ]
+            for line in lines
+        ],
+    )
 
 
-def simulator_table(rows: list[simulator.Row]) -> str:
+def simulator_table(rows: list[simulator.SimulationTime]) -> str:
     """Returns Markdown: seconds of each simulation."""
-    head = ["simulated", "workers", f"s for {simulator.STEPS} steps"]
-    lines = [_cells(head), "|---" * len(head) + "|"]
-    for row in rows:
-        lines.append(_cells([row.scheme, f"{row.num_workers:,}", f"{row.seconds:.1f}"]))
-    return "\n".join(lines)
+    return _markdown(
+        ["simulated", "workers", f"s for {simulator.STEPS} steps"],
+        [[row.scheme, f"{row.num_workers:,}", f"{row.seconds:.1f}"] for row in rows],
+    )
 
 
-def misordered(rows: list[emulated.Row]) -> list[str]:
-    """Returns the pairs of schemes in one setting that were predicted the other way."""
+def misordered(rows: list[emulated.Comparison]) -> list[str]:
+    """Returns the pairs of schemes in one setting with the wrong predicted order."""
     return [
         f"{slow.scheme} over {fast.scheme} ({slow.cluster}, {slow.rate}, late by "
         f"{slow.straggler:g} s)"
@@ -158,13 +147,13 @@ def misordered(rows: list[emulated.Row]) -> list[str]:
     ]
 
 
-def num_ordered(rows: list[emulated.Row]) -> int:
-    """Returns how many pairs of schemes in one setting have an order."""
+def num_ordered(rows: list[emulated.Comparison]) -> int:
+    """Returns the number of pairs of schemes in one setting that have an order."""
     return len(_ordered(rows))
 
 
 def draw(results: Results, path: Path) -> None:
-    """Draws predicted over measured."""
+    """Draws predicted over measured times."""
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2)
     by_scheme: dict[str, list[tuple[float, float]]] = {}
@@ -233,7 +222,9 @@ def _place(line: Line) -> str:
     return f"{line.cluster}, N = {line.num_workers}"
 
 
-def _ordered(rows: list[emulated.Row]) -> list[tuple[emulated.Row, emulated.Row]]:
+def _ordered(
+    rows: list[emulated.Comparison],
+) -> list[tuple[emulated.Comparison, emulated.Comparison]]:
     return [
         (slow, fast)
         for slow, fast in itertools.permutations(rows, 2)
@@ -243,5 +234,7 @@ def _ordered(rows: list[emulated.Row]) -> list[tuple[emulated.Row, emulated.Row]
     ]
 
 
-def _cells(cells: list[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    rule = "|---" * len(head) + "|"
+    first, *others = (f"| {' | '.join(cells)} |" for cells in [head, *rows])
+    return "\n".join([first, rule, *others])

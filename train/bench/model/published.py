@@ -1,4 +1,4 @@
-"""The runtime model beside what the papers measured."""
+"""The runtime model against the step times that paper 1 published."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -6,29 +6,30 @@ from typing import NamedTuple
 import numpy as np
 from scipy import optimize
 
-from decentjax import analysis, runtime, topology
+from decentjax import Topology, analysis, runtime, topology
 from decentjax.runtime import Cluster, Job
+from train.network import GBIT, ClusterSpec
 
 MODEL_BYTES = 4 * 63_145_984  # Transformer base in float32, by configs/wmt14_de_*.
 ALL_REDUCE, SGP, EXP, AER = "AllReduce", "SGP(Exp)", "Decent(Exp)", "Decent(AER)"
 SCHEMES = (ALL_REDUCE, SGP, EXP, AER)
 FITTED = (ALL_REDUCE, AER)
 FIT_STEPS, STEPS = 60, 400
-CLOSE = 0.05  # Schemes that were measured within that of each other have no order.
+CLOSE = 0.05  # Schemes measured within that share of each other have no order.
 
 
 class Published(NamedTuple):
-    """Milliseconds per step of Transformer base, batch 25,000 tokens in all.
+    """Milliseconds per step of Transformer base, global batch of 25,000 tokens.
 
-    Source: From Promise to Practice (ICLR 2025), Fig 6; the rates inside nodes are not
-    in it, but those of PCIe 3 and 4 and of NVLink.
+    Source: From Promise to Practice (ICLR 2025), Fig 6. It does not give the rates
+    inside nodes, which are those of PCIe 3 and 4 and of NVLink.
 
     Args:
-      name: of the cluster.
-      workers_per_node: L.
+      name: name of the cluster.
+      workers_per_node: number of workers per node, L.
       between: Gbit/s of a node's card.
       inside: Gbit/s of a GPU to the others of its node.
-      rows: by N, a time for each of `SCHEMES`.
+      rows: times of `SCHEMES` by number of workers.
     """
 
     name: str
@@ -38,12 +39,13 @@ class Published(NamedTuple):
     rows: dict[int, tuple[float, float, float, float]]
 
     def cluster(self, num_workers: int, cards: int = 1) -> Cluster:
-        return Cluster(
+        return ClusterSpec(
             num_nodes=num_workers // self.workers_per_node,
             workers_per_node=self.workers_per_node,
-            between_bytes_per_second=cards * self.between * 1e9 / 8,
-            inside_bytes_per_second=self.inside * 1e9 / 8,
-        )
+            links_per_node=cards,
+            between=cards * self.between * GBIT,
+            inside=self.inside * GBIT,
+        ).runtime_cluster()
 
 
 PUBLISHED = (
@@ -84,12 +86,12 @@ PUBLISHED = (
 
 
 class Fit(NamedTuple):
-    """What was fitted to a cluster: compute time = fixed + shared / N, and its spread.
+    """Compute time fitted to a cluster: fixed + shared / N, and its deviation.
 
     Args:
-      fixed: seconds.
-      shared: seconds of one worker alone, as all share a batch of fixed size.
-      sigma: standard deviation over mean.
+      fixed: seconds that do not depend on the number of workers.
+      shared: seconds that the workers share, as they share a batch of fixed size.
+      sigma: standard deviation over the mean.
     """
 
     fixed: float
@@ -103,16 +105,16 @@ class Fit(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A row of Fig 6, all times in ms.
+    """A row of Fig 6, all times in ms per step.
 
     Args:
-      cluster: its name.
-      num_workers: N.
-      fitted: to its cluster.
-      measured: of each scheme, as published.
-      predicted: of each scheme; of those in `FITTED`, as fitted.
-      two_cards: of pairs, if they had two such cards in each node.
-      at_least: bytes over rate, of those that send in pairs.
+      cluster: name of the cluster.
+      num_workers: number of workers, N.
+      fitted: compute time fitted to the cluster.
+      measured: published time by scheme.
+      predicted: predicted time by scheme; fitted for those in `FITTED`.
+      two_cards: predicted time of pairs with two cards per node.
+      at_least: bytes over rate by scheme, for those that send in pairs.
     """
 
     cluster: str
@@ -124,18 +126,18 @@ class Line(NamedTuple):
     at_least: dict[str, float]
 
     def speed_ups(self) -> tuple[float, float]:
-        """All-reduce over AER, predicted and measured."""
+        """Returns the speed-up of AER over all-reduce, predicted and measured."""
         predicted = self.predicted[ALL_REDUCE] / self.predicted[AER]
         return predicted, self.measured[ALL_REDUCE] / self.measured[AER]
 
     def wrong(
         self, instead: dict[str, float], schemes: Sequence[str] = SCHEMES
     ) -> list[str]:
-        """Returns the pairs of schemes that are in another order than measured.
+        """Returns the pairs of schemes whose predicted order is not the measured one.
 
         Args:
-          instead: times in place of those predicted.
-          schemes: that are looked at.
+          instead: times that replace predicted ones, by scheme.
+          schemes: schemes to compare.
         """
         times = {**self.predicted, **instead}
         return [
@@ -181,22 +183,21 @@ def predict(
 ) -> dict[str, float]:
     """Returns milliseconds per step of each scheme.
 
-    Decent-DP sends bucket by bucket; its "Exp" are pairs by bits of the workers'
-    numbers. SGP sends to the worker 1, 2, 4, ... places on.
+    Decent-DP sends bucket by bucket. Its "Exp" is the hypercube, pairs that differ in
+    one bit of their numbers; SGP sends to the worker 1, 2, 4, ... places further.
     """
     cluster, job = published.cluster(num_workers, cards), fitted.job(num_workers)
-    aer = topology.alternating_exponential_ring(num_workers, published.workers_per_node)
-    simulate = {
-        ALL_REDUCE: lambda: runtime.all_reduce(cluster, job, num_steps),
-        SGP: lambda: runtime.background(
-            cluster, job, topology.one_peer_exponential(num_workers), num_steps
-        ),
-        EXP: lambda: runtime.background(
-            cluster, job, topology.hypercube(num_workers), num_steps
-        ),
-        AER: lambda: runtime.background(cluster, job, aer, num_steps),
+    graphs = _pairs(num_workers)
+    graphs[AER] = topology.alternating_exponential_ring(
+        num_workers, published.workers_per_node
+    )
+    times = {
+        name: runtime.background(cluster, job, graphs[name], num_steps)
+        if name in graphs
+        else runtime.all_reduce(cluster, job, num_steps)
+        for name in schemes
     }
-    return {name: 1e3 * simulate[name]().seconds_per_step() for name in schemes}
+    return {name: 1e3 * x.seconds_per_step() for name, x in times.items()}
 
 
 def lines(published: Published) -> list[Line]:
@@ -206,16 +207,11 @@ def lines(published: Published) -> list[Line]:
 
 
 def _line(published: Published, fitted: Fit, num_workers: int) -> Line:
-    pairs = {
-        SGP: topology.one_peer_exponential(num_workers),
-        EXP: topology.hypercube(num_workers),
-    }
-    rate = published.between * 1e9 / 8
     at_least = {}
-    for name, graph in pairs.items():
+    for name, graph in _pairs(num_workers).items():
         sent = analysis.traffic(graph, MODEL_BYTES, published.workers_per_node)
         busiest = np.mean([x.node_bytes for x in sent], axis=0).max()
-        at_least[name] = 1e3 * float(busiest) / rate
+        at_least[name] = 1e3 * float(busiest) / (published.between * GBIT)
     return Line(
         cluster=published.name,
         num_workers=num_workers,
@@ -225,3 +221,11 @@ def _line(published: Published, fitted: Fit, num_workers: int) -> Line:
         two_cards=predict(published, fitted, num_workers, STEPS, (EXP,), 2),
         at_least=at_least,
     )
+
+
+def _pairs(num_workers: int) -> dict[str, Topology]:
+    """Returns the graphs of the schemes that send in pairs."""
+    return {
+        SGP: topology.one_peer_exponential(num_workers),
+        EXP: topology.hypercube(num_workers),
+    }

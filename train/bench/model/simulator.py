@@ -1,4 +1,4 @@
-"""How long the simulator itself takes, for as many workers as anybody has."""
+"""How long the simulator itself takes, for up to 131,072 workers."""
 
 import functools
 import time
@@ -10,16 +10,16 @@ from decentjax.runtime import Cluster, Job, Times
 
 STEPS = 100
 PER_NODE = 8
-EVEN, POWER_OF_TWO = 100_000, 2**17  # Some graphs are of powers of two alone.
+EVEN, POWER_OF_TWO = 100_000, 2**17  # Some graphs need a power of two.
 
 
-class Row(NamedTuple):
-    """A scheme, and how long its simulation takes.
+class SimulationTime(NamedTuple):
+    """How long the simulation of a scheme takes.
 
     Args:
-      scheme: its name.
-      num_workers: N.
-      seconds: of the simulation, without building the graph.
+      scheme: name of the scheme.
+      num_workers: number of workers, N.
+      seconds: seconds of the simulation, without building the graph.
     """
 
     scheme: str
@@ -27,8 +27,8 @@ class Row(NamedTuple):
     seconds: float
 
 
-def rows(even: int = EVEN, power_of_two: int = POWER_OF_TWO) -> list[Row]:
-    """Simulates each scheme once, with so many workers."""
+def rows(even: int = EVEN, power_of_two: int = POWER_OF_TWO) -> list[SimulationTime]:
+    """Simulates each scheme once, with these numbers of workers."""
     graphs = {
         "ring": topology.ring(even),
         "ring between nodes": topology.hierarchical(
@@ -50,7 +50,9 @@ def rows(even: int = EVEN, power_of_two: int = POWER_OF_TWO) -> list[Row]:
     return found
 
 
-def _timed(scheme: str, num_workers: int, simulate: Callable[[Cluster], Times]) -> Row:
+def _timed(
+    scheme: str, num_workers: int, simulate: Callable[[Cluster], Times]
+) -> SimulationTime:
     cluster = Cluster(
         num_nodes=num_workers // PER_NODE,
         workers_per_node=PER_NODE,
@@ -59,4 +61,4 @@ def _timed(scheme: str, num_workers: int, simulate: Callable[[Cluster], Times]) 
     )
     start = time.monotonic()
     simulate(cluster)
-    return Row(scheme, num_workers, time.monotonic() - start)
+    return SimulationTime(scheme, num_workers, time.monotonic() - start)

@@ -20,7 +20,7 @@ from train.bench.race.race_report import Timing, bars, table
 from train.bench.race.team import Team
 from train.bench.race.turns import Load, Turn
 from train.figures.race_figure import draw_race
-from train.job.namespaces import Cluster, Worker, in_cluster, parse_rate
+from train.job.namespaces import EmulatedCluster, Worker, in_cluster, parse_rate
 from train.tables import machine, write_json
 
 # The first turn compiles, and makes all messages of a period.
@@ -74,10 +74,12 @@ class Race:
                 f"only must be a regular expression, got {self.only!r}: {error}"
             ) from error
 
-    def cluster(self, name: str) -> Cluster:
+    def cluster(self, name: str) -> EmulatedCluster:
         """Returns one of the emulated clusters."""
         nodes, workers_per_node = map(int, name.split("x"))
-        return Cluster(nodes=nodes, workers_per_node=workers_per_node, rate=self.rate)
+        return EmulatedCluster(
+            nodes=nodes, workers_per_node=workers_per_node, rate=self.rate
+        )
 
 
 def check_clusters(names: Sequence[str]) -> None:
@@ -102,7 +104,7 @@ def main(race: Race) -> int:
         def job(
             worker: Worker,
             name: str = name,
-            cluster: Cluster = cluster,
+            cluster: EmulatedCluster = cluster,
             path: Path = path,
         ) -> int:
             timings = run(race, cluster, chosen[name], worker)
@@ -123,7 +125,7 @@ def main(race: Race) -> int:
     return 0
 
 
-def select(race: Race, cluster: Cluster, peers: bool) -> list[Contestant]:
+def select(race: Race, cluster: EmulatedCluster, peers: bool) -> list[Contestant]:
     """Returns the contestants that run on a cluster, in the order of their turns.
 
     Args:
@@ -150,7 +152,10 @@ def select(race: Race, cluster: Cluster, peers: bool) -> list[Contestant]:
 
 
 def run(
-    race: Race, cluster: Cluster, contestants: Sequence[Contestant], worker: Worker
+    race: Race,
+    cluster: EmulatedCluster,
+    contestants: Sequence[Contestant],
+    worker: Worker,
 ) -> list[Timing]:
     """Runs all rounds, in the cluster's switch.
 

@@ -16,7 +16,7 @@ from train.bench.race.contestants import (
 )
 from train.bench.race.graphs import graph_of
 from train.figures.race_figure import Bar
-from train.job.namespaces import Cluster, parse_rate
+from train.job.namespaces import EmulatedCluster, parse_rate
 from train.tables import markdown
 
 
@@ -37,7 +37,7 @@ class Timing(NamedTuple):
 
 
 def link_seconds(
-    contestant: Contestant, cluster: Cluster, model_bytes: float
+    contestant: Contestant, cluster: EmulatedCluster, model_bytes: float
 ) -> float | None:
     """Returns bytes over rate: the seconds of a step that the busiest link needs."""
     # Both average all gradients, which sends as much as the mean of all models.
@@ -54,7 +54,10 @@ def link_seconds(
 
 
 def table(
-    cluster: Cluster, timings: list[Timing], model_bytes: float, straggler: float
+    cluster: EmulatedCluster,
+    timings: list[Timing],
+    model_bytes: float,
+    straggler: float,
 ) -> str:
     """Returns Markdown: the step times of one cluster, and the effect of stragglers.
 

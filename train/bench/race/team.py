@@ -11,7 +11,7 @@ from statistics import fmean
 from typing import Any
 
 from train.bench.race.turns import Load, Turn
-from train.job.namespaces import Cluster, Worker
+from train.job.namespaces import EmulatedCluster, Worker
 
 
 class Team:
@@ -21,7 +21,7 @@ class Team:
     """
 
     def __init__(
-        self, kind: str, load: Load, out: Path, cluster: Cluster, worker: Worker
+        self, kind: str, load: Load, out: Path, cluster: EmulatedCluster, worker: Worker
     ):
         self._kind = kind
         self._logs: list[Path] = []

@@ -1,4 +1,4 @@
-"""Says what the compiled steps of a run show: tables, a verdict, JSON, a figure."""
+"""Reports on the compiled steps of a run: tables, a verdict, JSON, a figure."""
 
 import dataclasses
 import json
@@ -19,9 +19,8 @@ from train.preflight.targets import Gpu
 from train.preflight.tune import Tuning, tuned
 from train.xla import as_arguments
 
-# XLA leaves a quarter of a GPU's memory to others, unless it is told otherwise.
-MEMORY_SHARE = 0.75
-MOST_MEMORY = 0.95  # The rest is the driver's.
+MEMORY_SHARE = 0.75  # XLA's default share of a GPU's memory.
+MOST_MEMORY = 0.95  # The driver needs the rest.
 COLOURS = {False: "tab:blue", True: "tab:gray"}
 
 
@@ -34,18 +33,24 @@ def report(
 ) -> int:
     """Compiles, prints, writes and draws; returns the exit code.
 
-    Table and verdict are those of the run as it is configured; which options of XLA
-    would do better is said below.
+    Table and verdict are those of the run as configured; better options of XLA follow.
+
+    Args:
+      preflight: run on its cluster.
+      tune: whether to search for better options of XLA.
+      require_overlap: smallest share of covered bytes that passes, in [0, 1], or None.
+      out: file for JSON, or None.
+      figure: file for the figure, or None.
 
     Raises:
-      ValueError: if there is no such share, or no folder for a file.
+      ValueError: if `require_overlap` is no share, or a file cannot be written.
     """
     _check(require_overlap, out, figure)
     console = Console(width=120, soft_wrap=True, markup=False, highlight=False)
     workers = preflight.config.workers
     console.print(
         f"{preflight.config.name} on {workers.num_workers} x {preflight.target.name}, "
-        f"{workers.workers_per_node} to a node"
+        f"{workers.workers_per_node} per node"
     )
     found = inspect(preflight, preflight.options, console)
     baseline = with_all_reduce(preflight)
@@ -68,7 +73,7 @@ def report(
 
 
 def draw(rows: list[Finding], preflight: Preflight) -> Figure:
-    """The longest exchange, and all-reduce above it: work, and messages below."""
+    """Draws all-reduce above the longest exchange, each as work above messages."""
     decentralized = [row for row in rows if row.name != "all_reduce"]
     shown = [row for row in rows if row.name == "all_reduce"]
     if decentralized:
@@ -115,8 +120,8 @@ def verdict(
     is_covered = is_covered and covered >= (require_overlap or 0)
     if require_overlap is not None and not is_covered:
         problems.append(
-            f"{covered:.1%} of what was found is covered, {require_overlap:.1%} of all "
-            "that is sent required"
+            f"{covered:.1%} of the bytes found are covered, {require_overlap:.1%} of "
+            "all bytes are required"
         )
     console.print(f"options   {as_arguments(preflight.options) or 'none'}")
     console.print(f"memory    {needed / 1e9:.1f} GB of {have / 1e9:.1f} GB")
@@ -127,18 +132,18 @@ def verdict(
 
 
 def advice(preflight: Preflight, console: Console) -> Tuning:
-    """Tries what makes the step shorter, and prints what to take."""
+    """Searches for options of XLA that make the step shorter, and prints them."""
     console.print(f"options of XLA, tried on {preflight.config.step.algorithm}")
     tuning = tuned(preflight, console)
     if tuning.options == preflight.options:
-        console.print("  nothing is better than the options of the run")
+        console.print("  no options are better than those of the run")
     else:
         arguments = as_arguments(tuning.options)
         console.print(f"  take --step.xla-options {arguments}".rstrip())
     if tuning.needs_profile:
         console.print(
             "  and JAX_ENABLE_PGLE=true in the environment: XLA then measures the "
-            "first steps, and starts messages as early as those times ask for"
+            "first steps, and starts messages early enough for these times"
         )
     return tuning
 
@@ -148,18 +153,18 @@ def _check(
 ) -> None:
     if require_overlap is not None and not 0 <= require_overlap <= 1:
         raise ValueError(
-            f"require-overlap is a share, from 0 to 1, got {require_overlap}"
+            f"require-overlap must be a share from 0 to 1, got {require_overlap}"
         )
     for path in (out, figure):
         if path is not None and not path.parent.is_dir():
-            raise ValueError(f"there is no folder {path.parent} for {path.name}")
+            raise ValueError(f"the folder {path.parent} for {path.name} does not exist")
         if path is not None and path.is_dir():
             raise ValueError(f"{path} is a folder, wanted a file")
     kinds = FigureCanvasBase.get_supported_filetypes()
     if figure is not None and figure.suffix[1:] not in kinds:
         raise ValueError(
-            f"a figure is a file such as {figure.stem}.svg, of a kind among "
-            f"{', '.join(kinds)}; got {figure.name}"
+            f"a figure must be a file such as {figure.stem}.svg, of one of the formats "
+            f"{', '.join(kinds)}, got {figure.name}"
         )
 
 
@@ -181,7 +186,7 @@ def _draw_lanes(axes: Axes, row: Finding) -> None:
 
 
 def _joined(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """The times of spans, those that follow each other at once as one."""
+    """Returns start and end of spans, joined where they touch or overlap."""
     joined: list[tuple[float, float]] = []
     for span in spans:
         if joined and span.start <= joined[-1][1]:
@@ -216,13 +221,13 @@ def _table(rows: list[Finding]) -> Table:
 
 
 def _collectives(found: list[Finding]) -> Table:
-    """What is sent along which axes of the mesh, in all exchanges."""
+    """Returns the table of the collectives by kind and mesh axes."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for finding in found:
         for c in finding.schedule.collectives:
             groups.setdefault((c.kind, ", ".join(c.axes)), []).append(c)
     table = Table(box=None, pad_edge=False)
-    for name in ("collectives", "along", "number", "of them covered", "arrays [MB]"):
+    for name in ("collectives", "along", "number", "covered", "arrays [MB]"):
         table.add_column(name, justify="left" if name == "along" else "right")
     for (kind, axes), collectives in sorted(groups.items()):
         table.add_row(

@@ -1,4 +1,4 @@
-"""What the advice looks like: tables, sentences, a figure, JSON."""
+"""The advice as tables, sentences, figures and JSON."""
 
 import dataclasses
 import json
@@ -15,58 +15,47 @@ from rich.progress import track
 from rich.table import Table
 
 from decentjax import Topology, runtime
-from train.advise.compare import Findings, Row
-from train.advise.quantities import duration
+from train.advise.rank import Findings, Prediction
 from train.advise.setting import Setting
 from train.figures.timeline_figure import draw_timelines
+from train.network import duration
 from train.run.timeline import spans_of
 
 T = TypeVar("T")
 GAMMAS = np.geomspace(0.03, 10, 11)
 SIGMAS = np.linspace(0, 0.4, 7)
 DRAWN_STEPS, DRAWN_WORKERS = 10, 8
-MAP_STEPS, MAP_SKIPPED = 72, 12  # Of each point's simulation.
+MAP_STEPS, MAP_SKIPPED = 72, 12  # Simulated steps of each point.
 LEVELS = (0.8, 0.95, 1.05, 1.2, 1.5, 2, 3, 5)
-COLOURS = (0.15, 0.35, 0.5, 0.6, 0.68, 0.76, 0.84, 0.92, 1.0)  # White: no matter.
+COLOURS = (0.15, 0.35, 0.5, 0.6, 0.68, 0.76, 0.84, 0.92, 1.0)  # White: no difference.
 
 
 def progress(items: Sequence[T], title: str, console: Console) -> Iterable[T]:
-    """Shows how far an iteration is, to those who look."""
+    """Shows the progress of an iteration, on a terminal."""
     hidden = not console.is_terminal
     return track(items, title, console=console, transient=True, disable=hidden)
 
 
-def times_table(rows: Sequence[Row], choice: Row) -> Table:
-    """What a step takes."""
-    table = Table(box=None, pad_edge=False, title="a step, ms", title_justify="left")
-    table.add_column("", no_wrap=True)
-    for head in ("step", "compute", "exposed", "waiting", "speed-up"):
-        table.add_column(head, justify="right")
-    for row in rows:
-        parts = (row.step, row.compute, row.exposed, row.waiting)
-        cells = [*(f"{1e3 * x:.1f}" for x in parts), f"{row.speed_up:.2f}x"]
-        table.add_row(row.name, *cells, style="bold" if row == choice else None)
-    return table
+def times_table(rows: Sequence[Prediction], choice: Prediction) -> Table:
+    """Returns the table of step times."""
+    cells = {
+        row.name: [
+            f"{1e3 * row.step:.1f}",
+            f"{1e3 * row.compute:.1f}",
+            f"{1e3 * row.exposed:.1f}",
+            f"{1e3 * row.waiting:.1f}",
+            f"{row.speed_up:.2f}x",
+        ]
+        for row in rows
+    }
+    heads = ["step", "compute", "exposed", "waiting", "speed-up"]
+    return _table("time per step, ms", heads, cells, choice.name)
 
 
-def traffic_table(rows: Sequence[Row], choice: Row) -> Table:
-    """What a step sends, and what that is good for."""
-    title = "sent in a step by the busiest, and how fast the workers agree"
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for head in (
-        "messages",
-        "MB of worker",
-        "MB of card",
-        "exchange, ms",
-        "omega",
-        "factor per step",
-        "per second",
-        "exact after",
-    ):
-        table.add_column(head, justify="right")
-    for row in rows:
-        cells = [
+def traffic_table(rows: Sequence[Prediction], choice: Prediction) -> Table:
+    """Returns the table of traffic and consensus."""
+    cells = {
+        row.name: [
             f"{row.messages:.4g}",
             f"{row.worker_bytes / 1e6:.4g}",
             f"{row.node_bytes / 1e6:.4g}",
@@ -76,12 +65,16 @@ def traffic_table(rows: Sequence[Row], choice: Row) -> Table:
             _factor(row.consensus_factor_per_second),
             "" if row.exact_after is None else str(row.exact_after),
         ]
-        table.add_row(row.name, *cells, style="bold" if row == choice else None)
-    return table
+        for row in rows
+    }
+    heads = ["messages", "MB of worker", "MB of card", "exchange, ms", "omega"]
+    heads += ["factor per step", "per second", "exact after"]
+    title = "traffic per step of the busiest worker and card, and consensus"
+    return _table(title, heads, cells, choice.name)
 
 
 def say(found: Findings, console: Console) -> None:
-    """Prints what was asked, found and advised."""
+    """Prints the question, the predictions and the advice."""
     setting, cluster = found.setting, found.setting.cluster
     console.print(
         f"{cluster.num_nodes} nodes x {cluster.workers_per_node} workers, a model of "
@@ -107,7 +100,7 @@ def say(found: Findings, console: Console) -> None:
 
 
 def write_json(path: Path, found: Findings) -> None:
-    """Writes everything that was printed."""
+    """Writes what `say` prints."""
     setting, advice = found.setting, found.advice
     facts: dict[str, Any] = {
         "cluster": dataclasses.asdict(setting.cluster),
@@ -120,16 +113,17 @@ def write_json(path: Path, found: Findings) -> None:
         "does_not_fit": found.unfit,
         "advice": {"choice": advice.choice.name, "reason": advice.reason},
     }
-    # A rate without a limit is no number in JSON.
+    # JSON has no infinity, the rate inside nodes of one worker.
     for name, value in facts["cluster"].items():
         facts["cluster"][name] = None if value == np.inf else value
     path.write_text(json.dumps(facts, indent=1) + "\n")
 
 
 def speed_ups(setting: Setting, topology: Topology, console: Console) -> np.ndarray:
-    """Returns the topology's speed-up over all-reduce, [sigmas, gammas].
+    """Returns the topology's speed-up over all-reduce, [len(SIGMAS), len(GAMMAS)].
 
-    On this cluster, with compute times of other means and spreads, gamma distributed.
+    The cluster stays, the compute times are gamma distributed with other means and
+    deviations.
     """
     whole = setting.exchange_seconds(None)
     table = np.empty((len(SIGMAS), len(GAMMAS)))
@@ -147,9 +141,9 @@ def speed_ups(setting: Setting, topology: Topology, console: Console) -> np.ndar
 
 
 def draw_map(
-    path: Path, found: Findings, row: Row, topology: Topology, console: Console
+    path: Path, found: Findings, row: Prediction, topology: Topology, console: Console
 ) -> None:
-    """Draws the speed-up of a topology over gamma and sigma, with the user's point."""
+    """Draws a topology's speed-up over gamma and sigma, and the setting's point."""
     cluster = found.setting.cluster
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes: Axes = figure.subplots()
@@ -173,14 +167,16 @@ def draw_map(
     axes.set(
         xscale="log",
         xlabel="gamma: time of an all-reduce over compute time",
-        ylabel="sigma: spread of the compute time",
+        ylabel="sigma: deviation of the compute time over its mean",
         title=f"{row.name} on {cluster.num_nodes} nodes x {cluster.workers_per_node}",
     )
     figure.savefig(path)
 
 
-def draw_steps(path: Path, setting: Setting, row: Row, topology: Topology) -> None:
-    """Draws some steps of some workers: all-reduce above, the topology below."""
+def draw_steps(
+    path: Path, setting: Setting, row: Prediction, topology: Topology
+) -> None:
+    """Draws a few steps of a few workers: all-reduce above, the topology below."""
     drawn = min(DRAWN_WORKERS, setting.cluster.num_workers)
     timelines, seconds = {}, 0.0
     for name, scheme in (("all-reduce", None), (row.name, topology)):
@@ -190,6 +186,18 @@ def draw_steps(path: Path, setting: Setting, row: Row, topology: Topology) -> No
         timelines[title] = spans_of(times, drawn)
         seconds = max(seconds, end)
     draw_timelines(timelines, seconds, "worker").savefig(path)
+
+
+def _table(
+    title: str, heads: list[str], cells: dict[str, list[str]], choice: str
+) -> Table:
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    table.add_column("", no_wrap=True)
+    for head in heads:
+        table.add_column(head, justify="right")
+    for name, row in cells.items():
+        table.add_row(name, *row, style="bold" if name == choice else None)
+    return table
 
 
 def _factor(factor: float | None) -> str:

@@ -1,5 +1,6 @@
-"""All-reduce beside each topology: what a step takes, what it sends, what to choose."""
+"""All-reduce beside each topology: step times, traffic, and which one to choose."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -7,44 +8,37 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decentjax import Topology, analysis
-from decentjax.topology import complete
-from train.advise.quantities import duration
+from decentjax import topology as topologies
 from train.advise.setting import Overlap, Setting
 from train.config import TopologyConfig, WorkersConfig
+from train.network import duration
 
-MOST_WORKERS = 4096  # Some graphs are built as a matrix of all of them.
-MOST_FOR_CONSENSUS = 1024  # The norm of such a matrix takes longer.
-OPTIONS = {
-    "base_k": ("degree",),
-    "butterfly_groups": ("group_size",),
-    "hierarchical": ("between",),
-    "random_matching": ("period", "seed"),
-    "ring_lattice": ("degree",),
-}
-WORTH = 1.05  # The speed-up from which on decentralized training is advised.
-AS_FAST = 1.02  # Within that of the fastest, consensus decides.
+MOST_WORKERS = 4096  # Some graphs are built as an N x N matrix.
+MOST_FOR_CONSENSUS = 1024  # The norm of such a matrix takes longer still.
+WORTH = 1.05  # Smallest speed-up for which decentralized training is advised.
+AS_FAST = 1.02  # Topologies within that factor of the fastest: consensus decides.
 
 
-class Row(NamedTuple):
-    """What a step of a scheme takes and sends, in the mean over steps and workers.
+class Prediction(NamedTuple):
+    """What a step of a scheme takes and sends, averaged over steps and workers.
 
     Args:
-      name: of the scheme.
-      flags: that train with it.
-      step: seconds.
-      compute: seconds of that.
-      exposed: seconds of that, for messages that nothing hides.
-      waiting: seconds of that, for others.
-      speed_up: over all-reduce.
-      messages: that the busiest worker sends in a step.
-      worker_bytes: that the busiest worker sends in a step.
-      node_bytes: that cross the busiest node's card in a step, in each direction.
-      consensus_factor: on the consensus distance, for each step; None where N is too
-        large to say.
-      consensus_factor_per_second: likewise.
-      exact_after: steps, where every worker then has the exact mean.
-      exchange: seconds of an exchange for which all are ready at once.
-      omega: that over the time of an all-reduce.
+      name: name of the scheme.
+      flags: options of `python -m train` that select it.
+      step: seconds of a step.
+      compute: seconds of compute in a step.
+      exposed: seconds of a step spent on messages that nothing hides.
+      waiting: seconds of a step spent waiting for other workers.
+      speed_up: speed-up over all-reduce.
+      messages: messages per step of the busiest worker.
+      worker_bytes: bytes per step that the busiest worker sends.
+      node_bytes: bytes per step over the busiest node's card, in each direction.
+      consensus_factor: factor on the consensus distance per step; None if N is too
+        large to compute it.
+      consensus_factor_per_second: the same factor per second.
+      exact_after: number of steps after which every worker has the exact mean.
+      exchange: seconds of an exchange that all workers start at the same time.
+      omega: that time over the time of an all-reduce.
     """
 
     name: str
@@ -64,13 +58,13 @@ class Row(NamedTuple):
     omega: float
 
     @property
-    def comes_to_consensus(self) -> bool:
+    def reaches_consensus(self) -> bool:
         return self.consensus_factor is None or self.consensus_factor < 1 - 1e-9
 
     @property
     def to_consensus(self) -> float:
-        """Seconds in which the consensus distance falls to a tenth."""
-        if self.consensus_factor is None or not self.comes_to_consensus:
+        """Seconds after which the consensus distance is a tenth."""
+        if self.consensus_factor is None or not self.reaches_consensus:
             return math.inf
         if self.exact_after is not None:
             return self.exact_after * self.step
@@ -78,37 +72,37 @@ class Row(NamedTuple):
 
 
 class Advice(NamedTuple):
-    """What to do, and why.
+    """Which scheme to use, and why.
 
     Args:
       choice: the scheme.
-      other: what it was compared with: all-reduce, or the best topology where
+      other: the scheme it was compared with: all-reduce, or the best topology if
         all-reduce is the choice; None if there is no other.
-      reason: in sentences.
+      reason: sentences for people.
     """
 
-    choice: Row
-    other: Row | None
+    choice: Prediction
+    other: Prediction | None
     reason: str
 
 
 class Findings(NamedTuple):
-    """All that was found.
+    """The predictions, and the advice.
 
     Args:
-      setting: that was asked about.
+      setting: the question.
       gamma: time of an all-reduce over the mean compute time.
-      sigma: deviation of the compute times over their mean.
-      rows: all-reduce, and the topologies that fit.
-      topologies: of the latter, in their order.
-      unfit: names of the others, and why they do not.
-      advice: what to do.
+      sigma: standard deviation of the compute times over their mean.
+      rows: predictions for all-reduce and for each topology that fits.
+      topologies: topologies that fit, in the order of their rows.
+      unfit: reasons why the other topologies do not fit, by name.
+      advice: the choice.
     """
 
     setting: Setting
     gamma: float
     sigma: float
-    rows: list[Row]
+    rows: list[Prediction]
     topologies: list[Topology]
     unfit: dict[str, str]
     advice: Advice
@@ -123,10 +117,10 @@ def compare(
     """Simulates all-reduce and each topology that fits.
 
     Args:
-      setting: that is asked about.
-      num_steps: that are simulated.
-      seed: of the compute times.
-      progress: told how far it is.
+      setting: the question.
+      num_steps: number of simulated steps.
+      seed: seed of the compute times.
+      progress: wrapper of the iteration that shows how far it is.
 
     Raises:
       ValueError: if there are no steps, or too many workers.
@@ -142,11 +136,11 @@ def compare(
         topology_row(setting, config, topology, baseline, num_steps, seed)
         for config, topology in progress(fit)
     ]
-    gamma, sigma = setting.gamma_and_sigma(num_steps, seed)
+    gamma, _, variance = setting.ratios(None, num_steps, seed)
     return Findings(
         setting=setting,
         gamma=gamma,
-        sigma=sigma,
+        sigma=math.sqrt(variance),
         rows=[baseline, *rows],
         topologies=[topology for _, topology in fit],
         unfit=unfit,
@@ -155,7 +149,7 @@ def compare(
 
 
 def candidates(num_workers: int, workers_per_node: int) -> list[TopologyConfig]:
-    """Returns each topology that is worth a look, whether it fits or not."""
+    """Returns the topologies to compare, whether they fit the workers or not."""
     root = 2 ** max(1, round(math.log2(num_workers) / 2))
     configs = [
         TopologyConfig(name="ring"),
@@ -178,15 +172,15 @@ def candidates(num_workers: int, workers_per_node: int) -> list[TopologyConfig]:
 def fitting(
     num_workers: int, workers_per_node: int, own: Sequence[TopologyConfig] = ()
 ) -> tuple[list[tuple[TopologyConfig, Topology]], dict[str, str]]:
-    """Returns the candidates that fit the workers, and of the others, why not.
+    """Returns the candidates that fit the workers, and why the others do not.
 
     Args:
-      num_workers: N.
-      workers_per_node: L.
-      own: other topologies to look at.
+      num_workers: number of workers, N.
+      workers_per_node: number of workers per node, L.
+      own: topologies to compare in addition to the candidates.
 
     Raises:
-      ValueError: if there are too many to look at.
+      ValueError: if there are too many workers.
     """
     if num_workers > MOST_WORKERS:
         raise ValueError(
@@ -196,7 +190,7 @@ def fitting(
     workers = WorkersConfig(num_workers=num_workers, workers_per_node=workers_per_node)
     fit, unfit = [], {}
     wanted = [*candidates(num_workers, workers_per_node), *own]
-    # By name, which leaves out options that are of other topologies.
+    # Unique by name: configs that differ in options of other topologies are the same.
     for config in {_name(config): config for config in wanted}.values():
         try:
             fit.append((config, config.build(workers)))
@@ -205,9 +199,9 @@ def fitting(
     return fit, unfit
 
 
-def all_reduce_row(setting: Setting, num_steps: int, seed: int) -> Row:
+def all_reduce_row(setting: Setting, num_steps: int, seed: int) -> Prediction:
     """Returns the row to which all others are compared."""
-    topology = complete(setting.cluster.num_workers)
+    topology = topologies.complete(setting.cluster.num_workers)
     # A config has a topology too, which must fit the workers; this one fits any.
     flags = "--step.algorithm all_reduce --topology.name complete"
     return _row(setting, None, topology, num_steps, seed)._replace(
@@ -219,10 +213,10 @@ def topology_row(
     setting: Setting,
     config: TopologyConfig,
     topology: Topology,
-    baseline: Row,
+    baseline: Prediction,
     num_steps: int,
     seed: int,
-) -> Row:
+) -> Prediction:
     """Returns the row of a topology."""
     row = _row(setting, topology, topology, num_steps, seed)
     return row._replace(
@@ -232,11 +226,11 @@ def topology_row(
     )
 
 
-def advise(baseline: Row, rows: list[Row]) -> Advice:
-    """Returns the choice: of the fastest topologies the one that agrees soonest."""
+def advise(baseline: Prediction, rows: list[Prediction]) -> Advice:
+    """Returns the choice: of the fastest topologies the one nearest to consensus."""
     if not any(row.messages for row in rows):
         return Advice(baseline, None, "There is one worker, and nothing to average.")
-    rows = [row for row in rows if row.comes_to_consensus]
+    rows = [row for row in rows if row.reaches_consensus]
     fastest = min(rows, key=lambda row: row.step)
     if fastest.speed_up < WORTH:
         return Advice(baseline, fastest, _why_stay(baseline, fastest))
@@ -255,9 +249,10 @@ def _row(
     topology: Topology,
     num_steps: int,
     seed: int,
-) -> Row:
+) -> Prediction:
     cluster, job = setting.cluster, setting.job
-    # Whole periods, and the first of them, from a standing start, does not count.
+    # Whole periods. The first tenth is left out: all workers start at the same time
+    # there, and it takes some steps until their lateness has spread.
     period = topology.period
     skipped = period * math.ceil(num_steps / 10 / period)
     total = skipped + period * math.ceil(num_steps / period)
@@ -271,8 +266,7 @@ def _row(
         factor = analysis.consensus_factor(topology) ** (1 / period)
         exact_after = analysis.exact_after(topology)
         factor = 0.0 if exact_after is not None else factor
-    whole, exchange = map(setting.exchange_seconds, (None, simulated))
-    return Row(
+    return Prediction(
         name="",
         flags="",
         step=step,
@@ -286,55 +280,61 @@ def _row(
         consensus_factor=factor,
         consensus_factor_per_second=None if factor is None else factor ** (1 / step),
         exact_after=exact_after,
-        exchange=exchange,
-        omega=exchange / whole if whole else 1.0,
+        exchange=setting.exchange_seconds(simulated),
+        omega=setting.ratios(simulated, num_steps, seed).omega,
     )
 
 
-def _why_go(baseline: Row, best: Row, num_near: int) -> str:
+def _why_go(baseline: Prediction, best: Prediction, num_near: int) -> str:
     times = (best.step, baseline.step, baseline.exposed, baseline.waiting)
     step, instead, exposed, waiting = map(duration, times)
     sentences = [
-        f"A step takes {step} instead of {instead}: of an all-reduce's step {exposed} "
-        f"are messages that nothing hides and {waiting} waiting for the slowest "
-        f"worker; here {duration(best.exposed)} and {duration(best.waiting)}."
+        f"A step takes {step} instead of {instead}. A step of all-reduce has {exposed} "
+        f"of exposed communication and {waiting} of waiting for the slowest worker; "
+        f"here they are {duration(best.exposed)} and {duration(best.waiting)}."
     ]
     if num_near > 1 and best.consensus_factor is not None:
         sentences.append(
-            f"Of the {num_near} topologies that are within "
-            f"{AS_FAST - 1:.0%} of the fastest the workers agree soonest with this one."
+            f"Of the {num_near} topologies within {AS_FAST - 1:.0%} of the fastest, "
+            "this one reaches consensus first."
         )
     return " ".join(sentences)
 
 
-def _why_stay(baseline: Row, best: Row) -> str:
+def _why_stay(baseline: Prediction, best: Prediction) -> str:
     share = baseline.compute / baseline.step
     what = (
-        f"computing takes {share:.0%} of an all-reduce's step, so at most "
-        f"{baseline.step / baseline.compute:.2f}x could be gained"
+        f"compute takes {share:.0%} of a step of all-reduce, so the speed-up is at "
+        f"most {baseline.step / baseline.compute:.2f}x"
         if baseline.step < WORTH * baseline.compute
         else f"an exchange takes {best.omega:.2f} of the time of an all-reduce; "
-        f"{duration(best.exposed)} of it stay visible, and {duration(best.waiting)} "
-        "are waiting for others"
+        f"{duration(best.exposed)} of it are exposed, and {duration(best.waiting)} are "
+        "waiting for other workers"
     )
     return (
         f"No topology is {WORTH - 1:.0%} faster (the best, {best.name}, is "
-        f"{best.speed_up:.2f}x as fast): {what}. All-reduce averages exactly, so stay "
-        "with it."
+        f"{best.speed_up:.2f}x as fast): {what}. All-reduce averages exactly, so keep "
+        "it."
     )
 
 
+def _options(config: TopologyConfig) -> list[str]:
+    """Returns the fields on which the topology depends, by its function's signature."""
+    parameters = inspect.signature(getattr(topologies, config.name)).parameters
+    return [name for name in parameters if hasattr(config, name)]
+
+
 def _name(config: TopologyConfig) -> str:
-    options = [str(getattr(config, option)) for option in OPTIONS.get(config.name, ())]
+    options = [str(getattr(config, option)) for option in _options(config)]
     name = f"{config.name} ({', '.join(options)})" if options else config.name
     return name if config.factor == 1 else f"{name}, damped by {config.factor:g}"
 
 
 def _flags(config: TopologyConfig, overlap: Overlap) -> str:
-    """What makes any config train with this topology."""
+    """Returns the options with which any config trains with this topology."""
     where = "background" if overlap == "background" else "in_step"
     options = [
         f"--topology.{option.replace('_', '-')} {getattr(config, option)}"
-        for option in ("name", *OPTIONS.get(config.name, ()), "factor")
+        for option in ("name", *_options(config), "factor")
     ]
     return " ".join([f"--step.algorithm awc --exchange.where {where}", *options])

@@ -1,0 +1,309 @@
+"""Reads the schedule of a compiled step: pairs the start of each message with its end.
+
+A collective counts as blocking until its end is found, so that a form of message that
+is not known here can only make the result worse, never better.
+"""
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Container, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from decentjax.overlap import hlo
+from decentjax.overlap.hlo import Computation, Instruction, Module
+from decentjax.overlap.schedule import Collective, Op, Schedule, add_up
+from decentjax.overlap.work import NOTHING, work_of
+
+KINDS = (
+    "all-gather",
+    "all-reduce",
+    "all-to-all",
+    "collective-broadcast",
+    "collective-permute",
+    "ragged-all-to-all",
+    "reduce-scatter",
+)
+
+NESTING = ("async-start", "call", "call-start", "conditional", "while")
+
+# They forward a value: the result of a start may reach its end through them.
+PASSING = {
+    "add-dependency",
+    "async-update",
+    "bitcast",
+    "copy",
+    "copy-done",
+    "copy-start",
+    "domain",
+    "get-tuple-element",
+    "opt-barrier",
+    "reshape",
+    "tuple",
+}
+
+
+def read(
+    compiled: jax.stages.Compiled | str, axes: Mapping[str, int] | None = None
+) -> Schedule:
+    """Reads the schedule of a compiled step.
+
+    Args:
+      compiled: result of `jit(step).lower(...).compile()`, or its text.
+      axes: names and sizes of the mesh axes, in order; by default those of the compiled
+        step's arguments, or one axis "devices" if they are on no mesh.
+
+    Returns:
+      The collectives, and what runs beside them.
+
+    Raises:
+      ValueError: if the text is no compiled program, the axes have another number of
+        devices, or the groups of a collective have an unknown form.
+    """
+    if isinstance(compiled, str):
+        text = compiled
+    else:
+        text = compiled.as_text()
+        axes = _axes_of(compiled) if axes is None else axes
+    module = hlo.parse(text or "")
+    axes = {"devices": module.num_devices} if axes is None else dict(axes)
+    if math.prod(axes.values()) != module.num_devices:
+        raise ValueError(
+            f"the program runs on {module.num_devices} devices, the axes {axes} have "
+            f"{math.prod(axes.values())}"
+        )
+    reader = _Reader(module, axes)
+    place = _Place(1, False, False)
+    ops = reader.ops(module.entry, place) + reader.ops_of_the_rest(place)
+    return Schedule(
+        ops,
+        tuple(reader.collectives),
+        module.num_devices,
+        tuple(reader.uncounted),
+        tuple(reader.unpaired),
+    )
+
+
+class _Place(NamedTuple):
+    """What encloses a computation, and how often a step runs it."""
+
+    calls: float
+    in_conditional: bool
+    in_loop: bool
+
+
+class _Reader:
+    """Walks the computations of a program and collects its collectives.
+
+    Each collective is recorded as blocking first, and `_end` changes that, so none is
+    lost: neither one that ends in another computation nor one without an end.
+    """
+
+    def __init__(self, module: Module, axes: dict[str, int]):
+        self._module = module
+        self._axes = axes
+        self.collectives: list[Collective] = []
+        self.uncounted: list[str] = []
+        self.unpaired: list[str] = []
+
+    def ops(self, computation: Computation, place: _Place) -> tuple[Op, ...]:
+        ops: list[Op] = []
+        # Indices in ops of the collectives that each start started: an async-start may
+        # run a computation with several.
+        started: dict[str, list[int]] = {}
+        for instruction in computation.instructions.values():
+            name, opcode = instruction.name, instruction.opcode
+            if found := self._collectives_of(computation, instruction):
+                places = [self._block(*each, ops, place) for each in found]
+                if _is_asynchronous(instruction):
+                    started[name] = places
+            elif opcode.endswith("-done"):
+                start = _start_of(computation, instruction, started)
+                for at in started.pop(start, ()):
+                    self._end(at, name, ops)
+            elif opcode in NESTING:
+                ops.append(self._nested(instruction, place))
+            elif opcode != "async-update":
+                if opcode in ("send", "recv"):
+                    self.uncounted.append(name)
+                self._block_inside(instruction, ops, place)
+                work = work_of(self._module, computation, instruction)
+                if work != NOTHING:
+                    ops.append(Op(name, work))
+        self.unpaired += [ops[at].name for places in started.values() for at in places]
+        return tuple(ops)
+
+    def ops_of_the_rest(self, place: _Place) -> tuple[Op, ...]:
+        """Returns ops for the collectives that no walk from the entry has reached.
+
+        An unknown opcode may run them: they count as sent and not covered.
+        """
+        ops: list[Op] = []
+        seen = {collective.name for collective in self.collectives}
+        for computation in self._module.computations.values():
+            for instruction in computation.instructions.values():
+                for each in self._collectives_of(computation, instruction):
+                    if each[1].name not in seen:
+                        seen.add(each[1].name)
+                        self.unpaired.append(each[1].name)
+                        self._block(*each, ops, place)
+        return tuple(ops)
+
+    def _block_inside(
+        self, instruction: Instruction, ops: list[Op], place: _Place
+    ) -> None:
+        """Adds the collectives inside a fusion, or an unknown opcode, as blocking."""
+        for body in self._module.called(instruction):
+            for inner in body.instructions.values():
+                found = self._collectives_of(body, inner)
+                places = [self._block(*each, ops, place) for each in found]
+                if _is_asynchronous(inner):
+                    self.unpaired += [ops[at].name for at in places]
+                if not found:
+                    self._block_inside(inner, ops, place)
+
+    def _nested(self, instruction: Instruction, place: _Place) -> Op:
+        bodies = self._module.called(instruction)
+        repeats = 1.0
+        if instruction.opcode == "conditional":
+            repeats = 1 / len(bodies)
+            place = place._replace(in_conditional=True)
+        if instruction.opcode == "while":
+            trips = hlo.trip_count(instruction)
+            if trips is None:
+                self.uncounted.append(instruction.name)
+            repeats = 1 if trips is None else trips
+            place = place._replace(in_loop=True)
+        place = place._replace(calls=place.calls * repeats)
+        inside = tuple(self.ops(body, place) for body in bodies)
+        if instruction.opcode == "while":  # Body and condition run in turn: one body.
+            inside = (tuple(itertools.chain(*inside)),)
+        work = add_up(op.work for body in inside for op in body).times(repeats)
+        return Op(instruction.name, work, bodies=inside, repeats=repeats)
+
+    def _collectives_of(
+        self, computation: Computation, instruction: Instruction
+    ) -> list[tuple[Computation, Instruction]]:
+        """Returns the collectives that an instruction is or starts, by computation."""
+        if instruction.opcode.removesuffix("-start") in KINDS:
+            return [(computation, instruction)]
+        if instruction.opcode != "async-start":
+            return []
+        return [
+            (body, inner)
+            for body in self._module.called(instruction)
+            for inner in body.instructions.values()
+            if inner.opcode in KINDS
+        ]
+
+    def _block(
+        self,
+        computation: Computation,
+        collective: Instruction,
+        ops: list[Op],
+        place: _Place,
+    ) -> int:
+        """Adds a blocking collective as one op, and returns the op's index."""
+        at, number = len(ops), len(self.collectives)
+        ops.append(Op(collective.name, NOTHING, starts=number, ends=number))
+        groups = hlo.groups(collective.attributes, self._module.num_devices)
+        op_name = re.search(r'op_name="([^"]*)"', collective.attributes)
+        self.collectives.append(
+            Collective(
+                name=collective.name,
+                kind=collective.opcode.removesuffix("-start"),
+                axes=_axes_along(groups, self._axes),
+                groups=groups,
+                num_bytes=_num_bytes(computation, collective),
+                calls=place.calls,
+                start=at,
+                end=at,
+                beside=NOTHING,
+                in_conditional=place.in_conditional,
+                in_loop=place.in_loop,
+                op_name=op_name[1] if op_name else "",
+            )
+        )
+        return at
+
+    def _end(self, at: int, name: str, ops: list[Op]) -> None:
+        """Ends the collective that starts at an index here, with an op of its own."""
+        number = ops[at].starts
+        assert number is not None
+        beside = add_up(op.work for op in ops[at + 1 :])
+        ops[at] = dataclasses.replace(ops[at], ends=None)
+        ops.append(Op(name, NOTHING, ends=number))
+        self.collectives[number] = dataclasses.replace(
+            self.collectives[number], end=len(ops) - 1, beside=beside
+        )
+
+
+def _is_asynchronous(instruction: Instruction) -> bool:
+    # XLA keeps the form start and done for some collectives that it made synchronous.
+    is_start = instruction.opcode.endswith("-start")
+    return is_start and '"is_sync":true' not in instruction.attributes
+
+
+def _start_of(
+    computation: Computation,
+    value: Instruction,
+    starts: Container[str],
+    path: tuple[int, ...] = (),
+) -> str:
+    """Returns the start whose result reaches a value, or "" if none is found.
+
+    Args:
+      computation: computation of both.
+      value: an end, or an instruction on the way to it.
+      starts: names of the starts that have not ended.
+      path: indices into nested tuples: part path[0] of the value, of that part path[1].
+    """
+    if value.name in starts:
+        return value.name
+    operands = computation.operands(value)
+    if value.opcode == "tuple" and not path:
+        found = {_start_of(computation, each, starts) for each in operands} - {""}
+        return found.pop() if len(found) == 1 else ""
+    is_end = value.opcode.endswith("-done")
+    if not operands or not (is_end or value.opcode in PASSING):
+        return ""
+    if value.opcode == "get-tuple-element":
+        path = hlo.tuple_index(value), *path
+    if value.opcode == "tuple":
+        return _start_of(computation, operands[path[0]], starts, path[1:])
+    return _start_of(computation, operands[0], starts, path)
+
+
+def _num_bytes(computation: Computation, collective: Instruction) -> float:
+    """Returns the bytes of the larger of a collective's inputs and outputs."""
+    operands = [operand.num_bytes for operand in computation.operands(collective)]
+    made = sum(array.num_bytes for array in collective.arrays if array != hlo.CONTEXT)
+    if collective.opcode.endswith("-start"):
+        made -= sum(operands)  # The result of most starts includes their inputs.
+    if collective.opcode.startswith("ragged-all-to-all"):
+        operands = operands[:1]  # The others are offsets and sizes.
+    return max(sum(operands), made)
+
+
+def _axes_of(compiled: jax.stages.Compiled) -> dict[str, int] | None:
+    """Returns the axes of the arguments' mesh, None if they are on none."""
+    shardings: Any = jax.tree.leaves(compiled.input_shardings)
+    for sharding in shardings:
+        if isinstance(sharding, jax.sharding.NamedSharding):
+            return dict(sharding.mesh.shape)
+    return None
+
+
+def _axes_along(
+    groups: tuple[tuple[int, ...], ...], axes: dict[str, int]
+) -> tuple[str, ...]:
+    """Returns the axes along which the members of a group differ."""
+    differs = np.zeros(len(axes), bool)
+    for group in groups:
+        places = np.stack(np.unravel_index(group, tuple(axes.values())))
+        differs |= (places != places[:, :1]).any(axis=1)
+    return tuple(name for name, is_along in zip(axes, differs, strict=True) if is_along)
