@@ -36,7 +36,7 @@ from train.bench.race.graphs import graph_of
 from train.bench.race.race_report import Timing, bars, link_seconds, table
 from train.bench.race.turns import Load
 from train.figures.race_figure import draw_race
-from train.job.namespaces import Cluster
+from train.job.namespaces import EmulatedCluster
 
 ROOT = Path(__file__).parent.parent
 RACE = [sys.executable, "-m", "train.bench", "race"]
@@ -176,7 +176,7 @@ def test_bytes_over_rate_are_those_of_the_busiest_link(
     contestant, nodes, per_node, models
 ):
     wanted = None if models is None else pytest.approx(0.04 * models)
-    cluster = Cluster(nodes=nodes, workers_per_node=per_node, rate=RATE)
+    cluster = EmulatedCluster(nodes=nodes, workers_per_node=per_node, rate=RATE)
     assert link_seconds(Contestant(*contestant), cluster, MODEL_BYTES) == wanted
 
 
@@ -232,7 +232,7 @@ TIMINGS = [
 
 
 def test_the_table_compares_the_medians():
-    cluster = Cluster(nodes=4, rate=RATE)
+    cluster = EmulatedCluster(nodes=4, rate=RATE)
     lines = table(cluster, TIMINGS, MODEL_BYTES, straggler=0.5).splitlines()
     background, late = (
         line for line in lines if line.startswith("| in the background: ring |")

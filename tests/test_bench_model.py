@@ -48,11 +48,10 @@ def cluster(num_nodes: int, per_node: int = 1) -> Cluster:
 
 
 def predicted(cluster: Cluster, compute: float, straggler: float, name: str) -> float:
-    """The seconds of a step of the scheme of that name."""
-    (scheme,) = [
-        x for x in emulated.schemes(cluster.workers_per_node) if x.name == name
-    ]
-    topology = scheme.topology(cluster.num_workers, cluster.workers_per_node)
+    """The seconds of a step of the contestant on that graph."""
+    per_node = cluster.workers_per_node
+    named = {x.graph or x.scheme: x for x in emulated.schemes(per_node)}
+    topology = emulated.topology_of(named[name], cluster.num_workers, per_node)
     return emulated.predict(cluster, WORK, compute, straggler, topology)
 
 

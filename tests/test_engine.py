@@ -8,7 +8,7 @@ import weakref
 import jax.numpy as jnp
 import pytest
 
-from decentjax import engine as engines
+from decentjax.gossip import engine as engines
 from decentjax.gossip.engine import Engine, SharedEngine
 
 # Longer than any wait here should be, so that a deadlock is a failure.
