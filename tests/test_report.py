@@ -97,6 +97,9 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path):
 def test_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
         write_report([tmp_path], tmp_path / "page.html")
+    (make_run(tmp_path / "run", 2.5) / METRICS).write_text("")
+    with pytest.raises(ValueError, match=f"has no rows in {METRICS} yet"):
+        write_report([tmp_path / "run"], tmp_path / "page.html")
 
 
 def timed(run_dir, process: int, steps: range) -> None:
@@ -116,6 +119,9 @@ def test_a_timeline_of_any_length_is_drawn(num_steps, seconds, tmp_path):
     trace = json.loads((run / "trace.json").read_text())
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
     assert names == ["process 0"]
+    places = [(e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"]
+    halves = [(5e5 * number, 5e5) for number in range(2 * num_steps)]
+    np.testing.assert_allclose(places, halves, atol=2)  # Microseconds.
 
 
 def test_what_is_done_again_is_dropped_from_the_timelines(tmp_path):
