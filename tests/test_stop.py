@@ -156,11 +156,9 @@ def test_two_runs_never_share_a_folder(tmp_path):
 
 
 def test_a_folder_is_locked_until_its_run_has_ended(tmp_path):
-    with lock(tmp_path):
-        pid = os.getpid()
-        with pytest.raises(ValueError, match=f"in use by process {pid} on "):
-            with lock(tmp_path):
-                pass
+    message = f"in use by process {os.getpid()} on "
+    with lock(tmp_path), pytest.raises(ValueError, match=message), lock(tmp_path):
+        pass
     with lock(tmp_path):
         pass
 
