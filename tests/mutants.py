@@ -277,9 +277,9 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/mixing.py",
-        "return divided(total, number) if is_whole else weight * total",
-        "return weight * total",
-        "tests/test_mixing.py -k moves_to_no_side",
+        "jnp.asarray(of_nodes, dtype)[node]",
+        "of_nodes[0]",
+        "tests/test_mixing.py -k each_worker_gets",
     ),
     Mutant(
         "decentjax/collectives.py",
@@ -927,8 +927,9 @@ MUTANTS = [
     ),
     Mutant(
         "train/folder.py",
-        '        raise SaveError(f"{path} could',
-        '        print(f"{path} could',
+        '        raise SaveError(f"{path} could not be written: '
+        '{error.strerror}") from error',
+        "        pass",
         "tests/test_stop.py -k rows_that_cannot",
     ),
     Mutant(
@@ -1043,7 +1044,7 @@ MUTANTS = [
         "train/checkpoint.py",
         "        waiting.join(seconds)",
         "",
-        "tests/test_stop.py -k an_evaluation_that_fails",
+        "tests/test_resume.py -k after_an_error_the_last",
     ),
     Mutant(
         "train/checkpoint.py",
@@ -1149,9 +1150,9 @@ MUTANTS = [
     ),
     Mutant(
         "train/report.py",
-        "values[max(0, end - window) : end]",
-        "values[max(0, end - window) : end + 1]",
-        "tests/test_report.py",
+        "return [row[against] for row in rows], [",
+        'return [row["step"] for row in rows], [',
+        "tests/test_report.py -k a_curve_is_over",
     ),
     Mutant(
         "train/compare.py",

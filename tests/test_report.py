@@ -17,7 +17,7 @@ from train.config import LogConfig, OptimizerConfig
 from train.config_json import to_json
 from train.log import METRICS, read_metrics
 from train.loop import train
-from train.report import draw_exchange, write_report
+from train.report import draw_exchange, read_run, write_report
 from train.resume import Resume
 from train.timeline import (
     Span,
@@ -46,8 +46,9 @@ def make_run(run_dir, loss, **changes):
                 "steps_per_second": 2.0,
             }
         )
-        workers = [{"bits_per_byte": loss + i} for i in range(4)]
-        mean = {"bits_per_byte": loss}
+        later = 3 - step  # In the end the score is the loss.
+        workers = [{"bits_per_byte": loss + later + i} for i in range(4)]
+        mean = {"bits_per_byte": loss + later}
         row = {"seconds": step / 2, "step": step, "mean_model": mean}
         rows.append(row | {"workers": workers})
     (run_dir / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,6 +72,12 @@ def test_a_page_of_two_runs_compares_them_and_needs_nothing_else(tmp_path):
     for mean in (2.5, 3.5):
         spread = f"({mean:.3f} to {mean + 3:.3f})"
         assert f"<td>bits per byte {mean:.3f} {spread}</td>" in page
+
+
+def test_a_curve_is_over_steps_or_seconds(tmp_path):
+    run = read_run(make_run(tmp_path / "run", 3.0))
+    assert run.curve("loss", "step") == ([1, 2, 3], [3.0, 1.5, 1.0])
+    assert run.curve("loss", "seconds") == ([0.5, 1.0, 1.5], [3.0, 1.5, 1.0])
 
 
 def test_the_figures_are_files_where_asked(tmp_path):

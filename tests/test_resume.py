@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import jax
@@ -160,6 +161,19 @@ def test_what_is_evaluated_is_saved_before(tmp_path):
     with pytest.raises(ZeroDivisionError):
         train(dataclasses.replace(LINE, task=task, evaluation=evaluation), tmp_path)
     assert steps(tmp_path) == [5, 7]
+
+
+def test_after_an_error_the_last_save_is_waited_for(tmp_path, monkeypatch):
+    done = []
+
+    def wait(self):
+        time.sleep(0.5)
+        done.append(True)
+
+    monkeypatch.setattr(Checkpoints, "wait", wait)
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, 2, 1):
+        raise ZeroDivisionError
+    assert done
 
 
 def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
