@@ -105,6 +105,31 @@ def test_a_state_that_overflows_is_not_saved(tmp_path):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(models))
 
 
+class Growing(line.Line):
+    """Its statistics grow tenfold in each step, and no gradient knows of it."""
+
+    def build(self):
+        task = super().build()
+
+        def loss_fn(params, model_state, batch, key):
+            loss, _ = task.loss_fn(params, (), batch, key)
+            return loss, (10 * model_state, {})
+
+        def init(key):
+            return task.init(key)[0], jax.numpy.full((), 1e36)
+
+        return task._replace(init=init, loss_fn=loss_fn)
+
+
+def test_a_state_of_finite_gradients_may_not_be_finite(tmp_path):
+    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=1)
+    config = dataclasses.replace(LINE, task=Growing(), checkpoint=checkpoint)
+    message = "state of workers 0, 1, 2, 3 is not finite after step 3, in model_state"
+    with pytest.raises(FloatingPointError, match=message):
+        train(config, tmp_path)
+    assert steps(tmp_path) == [1, 2]
+
+
 def test_one_number_that_is_not_finite_is_enough():
     params = {"x": jax.numpy.ones((4, 3)).at[2, 1].set(np.inf)}
     state = WorkerState(params, (), (), jax.random.split(jax.random.key(0), 4))
@@ -379,7 +404,9 @@ def test_the_command_line_goes_on_from_a_folder_alone(run_dir, capsys, monkeypat
     options = ["--config-file", "tests/line.py", "--num-steps", "24"]
     main(["--resume", str(run_dir), *options, "--log.every-steps", "2"])
     assert steps(run_dir)[-1] == 24
-    assert "held-out loss" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "held-out loss" in said
+    assert "sample of the mean model" in said
     with pytest.raises(SystemExit, match="a run brings its own config"):
         main(["tests/line.py", "--resume"])
     with pytest.raises(SystemExit, match=r"learning_rate was 0.1 and is 0.2"):
