@@ -990,7 +990,7 @@ MUTANTS = [
         "train/loop.py",
         "            tools.check(state, step)",
         "",
-        "tests/test_resume.py -k overflows",
+        "tests/test_resume.py -k of_finite_gradients",
     ),
     Mutant(
         "train/loop.py",
@@ -1404,7 +1404,7 @@ MUTANTS = [
         "train/models/beam.py",
         "state.running.scores.max(axis=1) / penalty_of(max_length_B)",
         "state.running.scores.max(axis=1)",
-        'tests/test_beam.py -k "stops or exhaustive"',
+        "tests/test_beam.py -k the_penalty_prefers",
     ),
     Mutant(
         "train/models/attention.py",
@@ -1428,7 +1428,7 @@ MUTANTS = [
         "train/tasks/classification.py",
         "jnp.sum, where=counted",
         "jnp.sum",
-        "tests/test_tasks.py -k judged_alike",
+        "tests/test_tasks.py -k scores_count_hits",
     ),
     Mutant(
         "train/tasks/classification.py",
