@@ -1440,7 +1440,7 @@ MUTANTS = [
         "train/tasks/stdlib.py",
         "nats / jnp.log(2)",
         "nats",
-        "tests/test_tasks.py -k held_out_score",
+        "tests/test_tasks.py -k of_bytes",
     ),
     Mutant(
         "train/tasks/language.py",
@@ -1464,7 +1464,7 @@ MUTANTS = [
         "train/advise/compare.py",
         "speed_up=baseline.step / row.step",
         "speed_up=row.step / baseline.step",
-        "tests/test_advise.py -k the_fastest_is_advised",
+        "tests/test_advise.py -k exposed_and_waited_for",
     ),
     Mutant(
         "train/advise/compare.py",
@@ -1524,7 +1524,7 @@ MUTANTS = [
         "train/distributed.py",
         "                time.sleep(1)",
         "                pass",
-        "tests/test_distributed.py -k the_error_of_one",
+        "tests/test_distributed.py -k says_why_and_ends",
     ),
     Mutant(
         "train/distributed.py",
@@ -1542,7 +1542,7 @@ MUTANTS = [
         "train/distributed.py",
         "result(self._timeout_seconds)",
         "result()",
-        "tests/test_distributed.py -k a_coordinator_that_does_not_answer",
+        "tests/test_distributed.py -k hold_up_nobody",
     ),
     Mutant(
         "train/processes.py",
@@ -1576,11 +1576,9 @@ MUTANTS = [
     ),
     Mutant(
         "train/processes.py",
-        "                selector.unregister(child.pidfd)\n"
-        "                running.remove(child)",
-        "                selector.unregister(child.pidfd)\n"
-        "                running.discard(child if not more else None)",
-        "tests/test_launch.py -k grandchild",
+        "            self._output.print(self._printed(self.unprinted))",
+        "            pass",
+        "tests/test_launch.py -k a_last_line",
     ),
     Mutant(
         "train/rendezvous.py",

@@ -442,7 +442,7 @@ def test_metrics_for_a_process_0_that_hangs_hold_up_nobody(monkeypatch):
 
     class Client:
         def key_value_set(self, key, value):
-            answers.wait(LONG)
+            answers.wait(10)
 
     monkeypatch.setattr("train.distributed._client", Client)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
