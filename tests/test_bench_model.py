@@ -16,9 +16,15 @@ from test_emulate import needs_root
 
 from decentjax.exchange import matrices
 from decentjax.runtime import Cluster
-from train.bench.model import emulated, imbalance, published, simulator
 from train.bench.model.emulated import Comparison
-from train.bench.model.model import ModelBench, emulations
+from train.bench.model.model import (
+    ModelBench,
+    emulated,
+    emulations,
+    imbalance,
+    published,
+    simulator,
+)
 from train.bench.model.model_report import (
     Results,
     emulated_table,
@@ -208,7 +214,7 @@ def test_every_cluster_runs_at_every_rate():
     bench = ModelBench(clusters=("4x1", "2x2"), rates=("1mbit", "2mbit"))
     made = [(each.name, each.cluster.rate) for each in emulations(bench)]
     assert made == [(c, r) for c in ("4x1", "2x2") for r in ("1mbit", "2mbit")]
-    assert {each.work for each in emulations(bench)} == {bench.work}
+    assert {each.load for each in emulations(bench)} == {bench.work}
 
 
 @pytest.mark.parametrize(

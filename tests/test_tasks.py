@@ -265,6 +265,14 @@ def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary():
     assert float(loss) == pytest.approx(np.log(300), rel=1e-5)
 
 
+def test_of_bytes_a_uniform_model_loses_eight_bits():
+    task = tiny.config.task.build()
+    params, _ = jax.eval_shape(task.init, jax.random.key(0))
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+    (score,) = build_score(task)([(nothing, ())])
+    assert score == {"bits_per_byte": pytest.approx(8)}
+
+
 def test_a_held_out_score_is_the_mean_over_all_tokens_of_all_batches():
     task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
     params, _ = model_of(task)

@@ -98,6 +98,7 @@ def test_windows_have_the_texts_own_type():
         list(range(1000 + 6 * i, 1007 + 6 * i)) for i in range(3)
     ]
     assert windows[0].dtype == np.uint16
+    assert len(Windows(text[:18], 6)) == 2, "the last has nothing to follow it"
     with pytest.raises(ValueError, match="a window of 20 tokens needs a longer"):
         Windows(text, 20)
 
