@@ -241,7 +241,7 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/mixing.py",
-        "jnp.finfo(message_dtype).nexp >= 8",
+        "jnp.finfo(dtype).nexp >= 8",
         "jnp.finfo(message_dtype).nexp >= 5",
         "tests/test_mixing.py -k without_the_range_of_float32",
     ),
@@ -313,8 +313,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/step.py",
-        "    grads = global_mean(grads, AXIS)",
-        "",
+        "        grads = reduce_gradients(grads)",
+        "        pass",
         "tests/test_step.py -k all_reduce_keeps_its_replicas",
     ),
     Mutant(
@@ -355,7 +355,7 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/placement.py",
-        "self._steps[t % len(self._steps)](state, batch)",
+        "self._steps[step % len(self._steps)](state, batch)",
         "self._steps[0](state, batch)",
         "tests/test_step.py -k follows_the_dense",
     ),
@@ -415,8 +415,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/optim.py",
-        "optax.apply_updates(mixed, step)",
-        "optax.apply_updates(params, step)",
+        "optax.apply_updates(mixed, update)",
+        "optax.apply_updates(params, update)",
         "tests/test_optim.py -k follows_the_dense_recursion",
     ),
     Mutant(
@@ -427,14 +427,14 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/optim.py",
-        "DecentralizeState(state.count + 1, inner_state)",
-        "DecentralizeState(state.count, inner_state)",
+        "DecentralizeState(state.count + 1, worker.opt_state)",
+        "DecentralizeState(state.count, worker.opt_state)",
         "tests/test_optim.py -k the_state_counts",
     ),
     Mutant(
         "decentjax/optim.py",
-        "exchanges[phase % topology.period](params)",
-        "exchanges[phase](params)",
+        "(mix_once, topology[step])",
+        "(mix_once, topology[0])",
         "tests/test_optim.py -k wraps_around",
     ),
     Mutant(
@@ -463,7 +463,7 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/background.py",
-        "self._sent_for != t or list",
+        "self._sent_for != step or list",
         "list",
         "tests/test_gossip.py -k a_step_out_of_turn",
     ),
@@ -486,7 +486,7 @@ MUTANTS = [
         "tests/test_gossip.py -k rows_that_are_missing",
     ),
     Mutant(
-        "decentjax/gossip/background.py",
+        "decentjax/gossip/all_reduce.py",
         "jax.block_until_ready(self._mean(grads))",
         "jax.block_until_ready(grads)",
         "tests/test_gossip.py -k all_reduce_gives_the_numbers",
@@ -867,8 +867,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/build.py",
-        "mixing, **bound, message_dtype=config.step.message_dtype",
-        "mixing, **bound",
+        "mix, axis_name=AXIS, message_dtype=config.step.message_dtype",
+        "mix, axis_name=AXIS",
         "tests/test_preflight.py -k half_precision_message",
     ),
     Mutant(
