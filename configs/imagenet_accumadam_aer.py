@@ -5,7 +5,7 @@ Command: `srun python -m train configs/imagenet_accumadam_aer.py
 --distributed.enabled`, then `python -m train.evaluate runs/imagenet_accumadam_aer`.
 Hardware: 32 GPUs, 4 nodes of 8.
 Paper: 76.54 / 93.18 / 1.836 top-1 / top-5 / last epoch's training loss (Table 3).
-Ours: not measured, neither the data nor the GPUs have been at hand.
+Ours: not measured; neither the data nor GPUs were available.
 
 Per step: 32 workers * 32 images = 1,024; 90 epochs of 1,251 steps, 5 of them warm-up.
 """

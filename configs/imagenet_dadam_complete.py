@@ -2,7 +2,7 @@
 
 Data and command: as in imagenet_accumadam_aer.py.
 Paper: 75.27 / 92.60 / 1.993 top-1 / top-5 / last epoch's training loss (Table 3).
-Ours: not measured, neither the data nor the GPUs have been at hand.
+Ours: not measured; neither the data nor GPUs were available.
 
 The paper does not say DAdam's learning rate here; this is AccumAdam's.
 """

@@ -7,7 +7,7 @@ Command: `srun python -m train configs/openwebtext_accumadamw_aer.py
 Hardware: 16 GPUs, 4 nodes of 4.
 Paper: held-out loss 2.841 decentralized, 2.846 with all-reduce, as far as it can be
 told which is which.
-Ours: not measured, neither the data nor the GPUs have been at hand.
+Ours: not measured; neither the data nor GPUs were available.
 
 Per step: 16 workers * 30 windows * 1,024 tokens = 491,520.
 """

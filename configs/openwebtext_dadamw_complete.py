@@ -2,7 +2,7 @@
 
 Data and command: as in openwebtext_accumadamw_aer.py.
 Paper: no result.
-Ours: not measured, neither the data nor the GPUs have been at hand.
+Ours: not measured; neither the data nor GPUs were available.
 
 The paper does not say DAdamW's hyperparameters here; these are AccumAdamW's.
 """

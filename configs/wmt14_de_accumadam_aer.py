@@ -6,7 +6,7 @@ Command: `srun python -m train configs/wmt14_de_accumadam_aer.py
 --distributed.enabled`, then `python -m train.evaluate runs/wmt14_de_accumadam_aer`.
 Hardware: 16 GPUs, 4 nodes of 4.
 Paper: 27.71 ± 0.09 / 0.5481 BLEU / METEOR (Table 2, 16 workers).
-Ours: not measured, neither the data nor the GPUs have been at hand.
+Ours: not measured; neither the data nor GPUs were available.
 
 Per step: 16 workers * 1,562 tokens of each side = 25,000; 130,000 steps, 24 passes.
 The warm-up is that of the released code, the dropout that of its older configs; the

@@ -2,7 +2,7 @@
 
 Data and command: as in wmt14_de_accumadam_aer.py.
 Paper: 27.80 ± 0.34 / 0.5474 BLEU / METEOR (Table 2, 16 workers).
-Ours: not measured, neither the data nor the GPUs have been at hand.
+Ours: not measured; neither the data nor GPUs were available.
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 Data and command: as in wmt14_de_accumadam_aer.py.
 Paper: 27.58 ± 0.06 / 0.5440 BLEU / METEOR (Table 2, 16 workers).
-Ours: not measured, neither the data nor the GPUs have been at hand.
+Ours: not measured; neither the data nor GPUs were available.
 
 The paper's peaks for 8, 16 and 32 workers, 2.0e-3, 2.8e-3 and 3.8e-3, are taken to be
 DAdam's; older code has 4.0e-3 for 16.

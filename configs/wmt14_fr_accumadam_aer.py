@@ -6,7 +6,7 @@ Command: `srun python -m train configs/wmt14_fr_accumadam_aer.py
 --distributed.enabled`, then `python -m train.evaluate runs/wmt14_fr_accumadam_aer`.
 Hardware: 16 GPUs, 4 nodes of 4.
 Paper: 46.05 ± 0.03 / 0.6715 BLEU / METEOR (Table 2, 16 workers).
-Ours: not measured, neither the data nor the GPUs have been at hand.
+Ours: not measured; neither the data nor GPUs were available.
 
 Per step: 16 workers * 1,562 tokens of each side = 25,000; 130,000 steps,
 some three passes.

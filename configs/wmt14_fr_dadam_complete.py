@@ -2,7 +2,7 @@
 
 Data and command: as in wmt14_fr_accumadam_aer.py.
 Paper: 45.65 ± 0.22 / 0.6670 BLEU / METEOR (Table 2, 16 workers).
-Ours: not measured, neither the data nor the GPUs have been at hand.
+Ours: not measured; neither the data nor GPUs were available.
 
 The peak is that of the paper's code for the big model.
 """

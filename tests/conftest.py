@@ -17,7 +17,7 @@ os.environ.setdefault(
 os.environ["JAX_PLATFORMS"] = "cpu"
 # Much of the time of the tests would go into compiling the same again, here and in the
 # processes that they start.
-if "PYTEST_XDIST_WORKER" not in os.environ:
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # An xdist worker has its parent's.
     cache = tempfile.mkdtemp(prefix="decentjax")
     atexit.register(shutil.rmtree, cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = cache

@@ -14,10 +14,29 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 
 from test_emulate import needs_root, processes_with
 
+from train.bench.__main__ import main as bench_main
+from train.bench.race.contestants import (
+    AER,
+    ALL_REDUCE,
+    BACKGROUND,
+    COMPLETE,
+    COMPUTE,
+    DDP,
+    DECENT_DP,
+    EXCHANGE,
+    EXPONENTIAL,
+    IN_STEP,
+    NODES,
+    RING,
+    TORCH_COMPUTE,
+    Contestant,
+    all_contestants,
+)
 from train.bench.race.graphs import graph_of
-from train.bench.race.race import Race, Row, can_have
-from train.bench.race.race_report import draw, link_seconds, table
-from train.bench.work import Work
+from train.bench.race.race_report import Timing, bars, link_seconds, table
+from train.bench.race.turns import Load
+from train.figures.race_figure import draw_race
+from train.job.namespaces import EmulatedCluster
 
 ROOT = Path(__file__).parent.parent
 RACE = [sys.executable, "-m", "train.bench", "race"]
@@ -33,8 +52,9 @@ TINY = (
     "--straggler 0.05"
 )
 # One model takes 0.04 s over this link.
-WORK, RATE = Work(layers=1, width=500, batch=1), "200mbit"
-# The tests' own devices and threads are no matter of the workers.
+MODEL_BYTES = Load(layers=1, width=500, batch=1).model_bytes
+RATE = "200mbit"
+# The workers do not take over the tests' devices and threads.
 ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
 
 
@@ -64,19 +84,24 @@ def race(*options: str, **env: str) -> subprocess.Popen[str]:
         ("--only=(", "only must be a regular expression, got '('"),
         (
             "--clusters 3x2 --only=alternating",
-            "3x2, 3 nodes do not fit: exchange alone: alternating exponential ring, ",
+            "3x2, not defined for 3 nodes: exchange alone: alternating exponential ",
         ),
-        ("--only=nobody", "only = 'nobody' leaves nobody on 4x1; there are: compute a"),
+        ("--only=x9", "only = 'x9' matches no contestant on 4x1; there are: compute a"),
     ],
 )
-def test_bad_input_gets_a_sentence_before_anything_runs(options, sentence, tmp_path):
+def test_bad_input_gets_a_sentence_before_anything_runs(
+    options, sentence, tmp_path, capsys, monkeypatch
+):
     # A box around the sentence would break it into lines.
-    out = ("--out", str(tmp_path / "race"))
-    with race(*options.split(), *out, COLUMNS="200") as process:
-        output, _ = process.communicate(timeout=100)
-    assert process.returncode in (1, 2)
+    monkeypatch.setenv("COLUMNS", "200")
+    arguments = ["race", *options.split(), "--out", str(tmp_path / "race")]
+    with pytest.raises(SystemExit) as end:
+        bench_main(arguments)
+    output = "".join(capsys.readouterr())
+    if end.value.code != 2:
+        output += str(end.value.code)
+        assert "error: " in output
     assert sentence in output
-    assert "Traceback" not in output
     assert not (tmp_path / "race").exists()
 
 
@@ -130,61 +155,85 @@ def worker(marker: str, rank: int) -> int:
 
 
 @pytest.mark.parametrize(
-    ("name", "nodes", "per_node", "models"),
+    ("contestant", "nodes", "per_node", "models"),
     [
-        ("compute alone", 4, 1, None),
-        ("PyTorch alone", 4, 1, None),
-        ("all-reduce", 4, 1, 2 * 3 / 4),
-        ("PyTorch DDP", 4, 2, 2 * 7 / 8),
-        ("exchange alone: ring", 4, 1, 1),
-        ("in the step: ring", 3, 1, 2),  # To both neighbours, as there are no pairs.
-        ("in the step: ring between nodes", 3, 2, 2),
-        ("Decent-DP: one-peer-exp", 4, 1, 1),
-        ("in the step: complete", 4, 1, 2 * 3 / 4),
-        ("in the background: ring between nodes", 4, 2, 1),
+        ((COMPUTE,), 4, 1, None),
+        ((TORCH_COMPUTE,), 4, 1, None),
+        ((ALL_REDUCE,), 4, 1, 2 * 3 / 4),
+        ((DDP,), 4, 2, 2 * 7 / 8),
+        ((EXCHANGE, RING), 4, 1, 1),
+        ((IN_STEP, RING), 3, 1, 2),  # To both neighbours, as there are no pairs.
+        ((IN_STEP, NODES), 3, 2, 2),
+        ((DECENT_DP, EXPONENTIAL), 4, 1, 1),
+        ((IN_STEP, COMPLETE), 4, 1, 2 * 3 / 4),
+        ((BACKGROUND, NODES), 4, 2, 1),
         # A node's link is busy every other step.
-        ("in the background: alternating exponential ring", 4, 2, 1 / 2),
-        ("Decent-DP: alternating-exp-ring", 4, 2, 1 / 2),
+        ((BACKGROUND, AER), 4, 2, 1 / 2),
+        ((DECENT_DP, AER), 4, 2, 1 / 2),
     ],
 )
-def test_bytes_over_rate_are_those_of_the_busiest_link(name, nodes, per_node, models):
+def test_bytes_over_rate_are_those_of_the_busiest_link(
+    contestant, nodes, per_node, models
+):
     wanted = None if models is None else pytest.approx(0.04 * models)
-    assert link_seconds(Race(work=WORK, rate=RATE), name, nodes, per_node) == wanted
+    cluster = EmulatedCluster(nodes=nodes, workers_per_node=per_node, rate=RATE)
+    assert link_seconds(Contestant(*contestant), cluster, MODEL_BYTES) == wanted
 
 
 @pytest.mark.parametrize(
-    ("name", "numbers"),
+    ("contestant", "numbers"),
     [
-        ("compute alone", {1, 2, 3, 4, 5, 6}),
-        ("in the step: ring", {1, 2, 3, 4, 5, 6}),
-        ("in the step: one-peer exponential", {1, 2, 3, 4, 5, 6}),
-        ("in the step: alternating exponential ring", {1, 2, 4}),
-        ("Decent-DP: ring", {2, 4, 6}),
-        ("Decent-DP: one-peer-exp", {1, 2, 4}),
-        ("Decent-DP: alternating-exp-ring", {1, 2, 4}),
-        ("Decent-DP: complete", {1, 2, 3, 4, 5, 6}),
+        ((COMPUTE,), {1, 2, 3, 4, 5, 6}),
+        ((IN_STEP, RING), {1, 2, 3, 4, 5, 6}),
+        ((IN_STEP, EXPONENTIAL), {1, 2, 3, 4, 5, 6}),
+        ((IN_STEP, AER), {1, 2, 4}),
+        ((DECENT_DP, RING), {2, 4, 6}),
+        ((DECENT_DP, EXPONENTIAL), {1, 2, 4}),
+        ((DECENT_DP, AER), {1, 2, 4}),
+        ((DECENT_DP, COMPLETE), {1, 2, 3, 4, 5, 6}),
     ],
 )
-def test_a_graph_races_on_the_numbers_of_nodes_that_it_can_have(name, numbers):
-    assert {nodes for nodes in range(1, 7) if can_have(name, nodes)} == numbers
-    kind, _, graph = name.partition(": ")
-    for nodes in numbers if kind == "in the step" else ():
-        assert graph_of(graph, 2 * nodes, 2).num_workers == 2 * nodes
+def test_a_graph_races_on_the_numbers_of_nodes_it_is_defined_for(contestant, numbers):
+    found = Contestant(*contestant)
+    assert {nodes for nodes in range(1, 7) if found.exists(nodes)} == numbers
+    for nodes in numbers if found.scheme == IN_STEP else ():
+        assert graph_of(found.graph, 2 * nodes, 2).num_workers == 2 * nodes
 
 
-ROWS = [
-    Row("compute alone", [1.0]),
-    Row("all-reduce", [3.0]),
-    Row("exchange alone: ring", [2.0]),
-    Row("in the background: ring", [2.3, 2.1, 2.2]),
-    Row("PyTorch DDP", [2.0]),
-    Row("Decent-DP: ring", [4.4]),
-    Row("in the background: ring with a straggler", [2.45]),
+def test_contestants_have_the_names_that_only_matches():
+    found = all_contestants(workers_per_node=2, peers=True)
+    graphs = ("alternating exponential ring", "ring between nodes", "complete")
+    kinds = ("exchange alone", "in the step", "in the background")
+    ours = [f"{kind}: {graph}" for graph in graphs for kind in kinds]
+    theirs = ["Decent-DP: alternating-exp-ring", "Decent-DP: complete"]
+    first, last = ["compute alone", "all-reduce"], ["PyTorch alone", "PyTorch DDP"]
+    assert [str(x) for x in found] == [*first, *ours, *last, *theirs]
+    assert {x.team for x in found[-4:]} == {"torch"}
+    assert {x.team for x in found[:-4]} == {"jax"}
+    alone = [str(x) for x in all_contestants(workers_per_node=1, peers=True)]
+    assert "in the step: one-peer exponential" in alone
+    assert alone[-3:] == [
+        f"Decent-DP: {x}" for x in ("ring", "one-peer-exp", "complete")
+    ]
+    late = Contestant(DECENT_DP, RING, straggler=True)
+    assert str(late) == "Decent-DP: ring with a straggler"
+
+
+ON_RING = Contestant(BACKGROUND, RING)
+TIMINGS = [
+    Timing(Contestant(COMPUTE), [1.0]),
+    Timing(Contestant(ALL_REDUCE), [3.0]),
+    Timing(Contestant(EXCHANGE, RING), [2.0]),
+    Timing(ON_RING, [2.3, 2.1, 2.2]),
+    Timing(Contestant(DDP), [2.0]),
+    Timing(Contestant(DECENT_DP, RING), [4.4]),
+    Timing(ON_RING._replace(straggler=True), [2.45]),
 ]
 
 
 def test_the_table_compares_the_medians():
-    lines = table(Race(work=WORK, rate=RATE, straggler=0.5), "4x1", ROWS).splitlines()
+    cluster = EmulatedCluster(nodes=4, rate=RATE)
+    lines = table(cluster, TIMINGS, MODEL_BYTES, straggler=0.5).splitlines()
     background, late = (
         line for line in lines if line.startswith("| in the background: ring |")
     )
@@ -195,13 +244,18 @@ def test_the_table_compares_the_medians():
     assert late == "| in the background: ring | 2.450 | 2.200 | 50% |"
     assert "| all-reduce | 3.000 (3.000 to 3.000) |  | 50.00 |  | 1.50 |" in lines
     assert "| compute alone | 1.000 (1.000 to 1.000) |  |  |  |  |" in lines
+    assert "| worker t mod N late by 0.5 s | s/step | without | passed on |" in lines
 
 
 def test_the_figure_has_a_bar_for_each_but_the_stragglers(tmp_path):
     path = tmp_path / "race.svg"
-    draw(Race(work=WORK, rate=RATE), {"4x1": ROWS, "4x2": ROWS[:2]}, path)
+    draw_race({"one": bars(TIMINGS), "two": bars(TIMINGS[:2])}).savefig(path)
     text = path.read_text()
-    for row in ROWS[:-1]:
-        assert f"<!-- {row.name} -->" in text
+    for timing in TIMINGS[:-1]:
+        assert f"<!-- {timing.contestant} -->" in text
     assert "straggler" not in text
-    assert "<!-- 4 nodes x 2 workers, 200mbit -->" in text
+    assert "<!-- two -->" in text
+    colours = {bar.name: (bar.colour, bar.limit) for bar in bars(TIMINGS)}
+    assert colours["compute alone"] == ("0.75", None)
+    assert colours["in the background: ring"] == ("tab:blue", 2.0)
+    assert colours["PyTorch DDP"] == ("tab:orange", None)

@@ -28,7 +28,7 @@ from train.bench.gpu.gpu import (
     PLAIN,
     UPDATE,
     GpuBench,
-    Result,
+    GpuTiming,
     shared_sentence,
     slowest,
     table,
@@ -37,14 +37,12 @@ from train.bench.gpu.gpu_alone import (
     copy_step,
     explained,
     first_batch,
-    in_turns,
     of_workers,
-    our_step,
-    plain_step,
     update_step,
 )
-from train.bench.gpu.gpu_shared import contestants
-from train.bench.work import Contestant
+from train.bench.gpu.gpu_shared import runners
+from train.bench.runner import Runner
+from train.bench.train_steps import in_turns, our_step, plain_step
 from train.run.build import build_state
 
 # A compiler without a device reads no program from the cache of compiled programs.
@@ -77,7 +75,7 @@ def bench(*options: str) -> subprocess.CompletedProcess[str]:
         ({"steps": 0}, "steps must be at least 1, got 0"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"processes": -1}, "processes must be at least 0, got -1"),
-        ({"processes": 1}, "2 processes or more, or 0"),
+        ({"processes": 1}, "must be 0, or 2 or more, got 1"),
         ({"config": Path("none.py")}, "there is no config file none.py"),
     ],
 )
@@ -119,7 +117,7 @@ def test_a_run_on_a_cpu_measures_steps_and_processes(tmp_path):
 
 def test_the_table_divides_by_the_plain_step_and_the_limits():
     seconds = {PLAIN: 0.1, OURS: 0.102, ACCUM: 0.11, UPDATE: 0.005, COPY: 0.002}
-    result = Result(
+    result = GpuTiming(
         device="GPU",
         tokens=1000,
         flops=2e12,
@@ -135,7 +133,7 @@ def test_the_table_divides_by_the_plain_step_and_the_limits():
     assert lines[4] == f"| {ACCUM} | 110.00 | 9091 | 18.2% | 1.100 |"
     assert lines[-1].startswith(f"{UPDATE} takes 5 ms. It must move 8 GB, and a copy")
     assert lines[-1].endswith(
-        "moves 2000 GB/s: 80.0% of that limit, of at most 80% as it is compiled."
+        "moves 2000 GB/s: 80.0% of that limit, of at most 80% as compiled."
     )
 
 
@@ -154,11 +152,11 @@ def test_what_is_hidden_is_what_both_at_once_save():
 
 def test_each_turn_begins_with_a_step_that_does_not_count():
     calls = []
-    contestants = {
-        name: Contestant(lambda name=name: calls.append(name), lambda: calls.append(""))
+    some = {
+        name: Runner(lambda name=name: calls.append(name), lambda: calls.append(""))
         for name in ("a", "b")
     }
-    seconds = in_turns(contestants, rounds=2, steps=3, console=Console(quiet=True))
+    seconds = in_turns(some, rounds=2, steps=3, console=Console(quiet=True))
     turn = [*"aaaa", "", *"bbbb", ""]
     assert calls == ["a", "", "b", "", *turn, *turn]
     assert list(seconds) == ["a", "b"]
@@ -202,11 +200,11 @@ def test_what_the_processes_do_is_a_step_an_exchange_and_both():
     optimizer = optax.sgd(0.1, momentum=0.9)
     after = {}
     with contextlib.ExitStack() as stack:
-        shared = contestants(config, task, optimizer, stack)
-        for name, contestant in shared.items():
-            contestant.step()
-            after[name] = jax.tree.leaves(contestant.step().params)
-            contestant.rest()
+        shared = runners(config, task, optimizer, stack)
+        for name, runner in shared.items():
+            runner.step()
+            after[name] = jax.tree.leaves(runner.step().params)
+            runner.finish()
 
     def start():
         return build_state(config, task, optimizer, range(4))

@@ -16,9 +16,15 @@ from test_emulate import needs_root
 
 from decentjax.exchange import matrices
 from decentjax.runtime import Cluster
-from train.bench.model import emulated, imbalance, published, simulator
 from train.bench.model.emulated import Comparison
-from train.bench.model.model import ModelBench, emulations
+from train.bench.model.model import (
+    ModelBench,
+    emulated,
+    emulations,
+    imbalance,
+    published,
+    simulator,
+)
 from train.bench.model.model_report import (
     Results,
     emulated_table,
@@ -29,13 +35,13 @@ from train.bench.model.model_report import (
     write,
 )
 from train.bench.model.published import AER, ALL_REDUCE, EXP, SGP, Fit, Line
-from train.bench.race.graphs import INSIDE, graph_of
-from train.bench.race.race import AER as ALTERNATING
-from train.bench.race.race import EXPONENTIAL, NODES, RING
-from train.bench.work import Work
+from train.bench.race.contestants import AER as ALTERNATING
+from train.bench.race.contestants import EXPONENTIAL, INSIDE, NODES, RING
+from train.bench.race.graphs import graph_of
+from train.bench.race.turns import Load
 
 MODEL = [sys.executable, "-m", "train.bench", "model"]
-WORK = Work(layers=4, width=500, batch=1)  # 4 MB.
+WORK = Load(layers=4, width=500, batch=1)  # 4 MB.
 A40 = published.PUBLISHED[2]
 
 
@@ -48,11 +54,10 @@ def cluster(num_nodes: int, per_node: int = 1) -> Cluster:
 
 
 def predicted(cluster: Cluster, compute: float, straggler: float, name: str) -> float:
-    """The seconds of a step of the scheme of that name."""
-    (scheme,) = [
-        x for x in emulated.schemes(cluster.workers_per_node) if x.name == name
-    ]
-    topology = scheme.topology(cluster.num_workers, cluster.workers_per_node)
+    """The seconds of a step of the contestant on that graph."""
+    per_node = cluster.workers_per_node
+    named = {x.graph or x.scheme: x for x in emulated.schemes(per_node)}
+    topology = emulated.topology_of(named[name], cluster.num_workers, per_node)
     return emulated.predict(cluster, WORK, compute, straggler, topology)
 
 
@@ -209,7 +214,7 @@ def test_every_cluster_runs_at_every_rate():
     bench = ModelBench(clusters=("4x1", "2x2"), rates=("1mbit", "2mbit"))
     made = [(each.name, each.cluster.rate) for each in emulations(bench)]
     assert made == [(c, r) for c in ("4x1", "2x2") for r in ("1mbit", "2mbit")]
-    assert {each.work for each in emulations(bench)} == {bench.work}
+    assert {each.load for each in emulations(bench)} == {bench.work}
 
 
 @pytest.mark.parametrize(

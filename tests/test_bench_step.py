@@ -12,10 +12,11 @@ import tiny
 from rich.console import Console
 from tiny_numbers import config as tiny_numbers
 
-from train.bench import data, step
-from train.bench.data import DataBench, Result, count_compiled, measure
-from train.bench.step import OURS, PLAIN, StepBench, of_one_worker
-from train.bench.work import Contestant
+from train.bench import input as data
+from train.bench import overhead as step
+from train.bench.input import DataBench, InputTiming, count_compiled, measure
+from train.bench.overhead import OURS, PLAIN, StepBench, of_one_worker
+from train.bench.runner import Runner
 from train.tasks.numbers import NumbersTask
 
 TINY_FILE = Path(tiny.__file__)
@@ -52,7 +53,7 @@ def test_a_task_of_one_shape_has_no_padding():
 
 
 def test_the_table_of_the_input_has_rates_and_their_ratio():
-    row = Result(
+    row = InputTiming(
         "x", 100.0, 0.912, read=0.01, trained=0.05, shapes=3, exchanges=2, compiled=6
     )
     text = data.table([row])
@@ -88,7 +89,7 @@ def test_both_compute_the_same_work_of_one_worker(monkeypatch):
     assert config.task.model.compute_dtype == "float32"
     seconds = step.measure(config, StepBench(rounds=1, steps=1), QUIET)
     assert seconds.keys() == {PLAIN, OURS}
-    late = Contestant(lambda: time.sleep(0.2))
+    late = Runner(lambda: time.sleep(0.2))
     monkeypatch.setattr(step, "our_step", lambda *of_whom: late)
     assert step.measure(config, StepBench(rounds=1, steps=1), QUIET)[OURS] > 0.2
 

@@ -19,7 +19,7 @@ import train.launch
 from train.__main__ import main as train_main
 from train.advise.__main__ import main as advise_main
 from train.bench.__main__ import main as bench_main
-from train.cli import CLOSED, INTERRUPTED, command, load_config, sentence
+from train.cli import command, load_config, sentence
 from train.config import (
     Config,
     OptimizerConfig,
@@ -345,7 +345,7 @@ def test_a_command_whose_output_is_closed_ends_quietly():
         with start(*arguments, stdout=writer) as process:
             os.close(writer)
             _, errors = process.communicate()
-        assert (process.returncode, errors) == (CLOSED, "")
+        assert (process.returncode, errors) == (141, "")
 
 
 HELP = ("-m", "train.launch", "--help")
@@ -372,6 +372,34 @@ def test_a_full_output_is_a_sentence():
         assert errors == "error: No space left on device\n"
 
 
+QUIET = """
+import os, sys
+from train import plugins
+
+def hidden_on(device, platforms):
+    plugins.reveal_cuda_plugin()
+    plugins._DEVICES, os.environ["JAX_PLATFORMS"] = (device,), platforms
+    plugins.hide_cuda_plugin()
+    return "jax_cuda12_plugin" in sys.modules
+
+assert not hidden_on("/dev/null", "")  # A device that exists.
+assert not hidden_on("/dev/none", "cuda,cpu")
+assert hidden_on("/dev/none", "cpu")
+assert hidden_on("/dev/none", "")
+import jax
+print(jax.devices())
+"""
+
+
+def test_without_a_gpu_nothing_is_said_of_gpus():
+    """Though the compiler for GPUs is installed; it prints when jax is imported."""
+    with start("-c", QUIET, stdout=subprocess.PIPE) as process:
+        assert process.communicate() == ("[CpuDevice(id=0)]\n", "")
+    with start("-m", "train.evaluate", "nowhere") as process:
+        _, errors = process.communicate()
+    assert errors == "error: nowhere holds no run: it has no config.json\n"
+
+
 def test_ctrl_c_is_a_word_and_code_130_also_while_importing(tmp_path):
     waiting = "print('now', flush=True)\nimport time\ntime.sleep(300)\n"
     (tmp_path / "config.py").write_text(waiting)
@@ -384,7 +412,7 @@ def test_ctrl_c_is_a_word_and_code_130_also_while_importing(tmp_path):
             assert process.stdout.readline() == "now\n"
             process.send_signal(signal.SIGINT)
             _, errors = process.communicate()
-        assert process.returncode == INTERRUPTED, errors
+        assert process.returncode == 130, errors
         assert errors.splitlines()[-1] == "interrupted"
         assert "Traceback" not in errors
 

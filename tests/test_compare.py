@@ -309,3 +309,6 @@ def test_the_training_loss_is_of_the_last_tenth_however_coarse_the_log():
     for run in (fine, coarse):
         got = Entry("a", run, None).scores()["training_loss"]
         np.testing.assert_allclose(got, np.mean(losses[-2:], axis=0), rtol=1e-6)
+    ten = dataclasses.replace(config, num_steps=10, log=LogConfig(every_steps=1))
+    one = train_seeds(ten, range(1), nobody)
+    np.testing.assert_allclose(one.training_loss, one.losses[-1][1], rtol=1e-6)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import jaxpr_as_fun
 
 from decentjax.gossip.cut import Cut
@@ -278,6 +279,16 @@ def test_other_side_effects_come_once(capfd):
     jax.jit(cut.part((1,)).compute)([jnp.ones(3)], values[1:])
     jax.effects_barrier()
     assert capfd.readouterr().out == "it is 3.0\n"
+
+
+def test_what_is_noted_for_the_compiler_stays():
+    def function(x, mixed):
+        with set_xla_metadata(note="kept"):
+            return 2 * x + mixed
+
+    zeros = jnp.zeros(3)
+    cut = Cut(function, (zeros,), zeros)
+    assert 'note = "kept"' in jax.jit(cut.early).lower(zeros).as_text()
 
 
 def test_a_cut_needs_no_arrays_but_their_shapes():

@@ -26,11 +26,12 @@ from train.config import (
     StepConfig,
     StragglerConfig,
 )
-from train.job.distributed import MetricMeans, start
+from train.job.distributed import MetricMeans, provide_cpu_devices, start
 from train.launch import check_port
 from train.run.log import read_metrics
-from train.run.loop import delay_seconds, train
+from train.run.loop import train
 from train.run.resume import Resume
+from train.run.straggler import delay_seconds
 from train.run.timeline import read_timelines
 
 ROOT = Path(__file__).parent.parent
@@ -60,9 +61,11 @@ def started(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
             process.kill()
 
 
-def launch(processes: int, run_dir: Path, *options: str, config: str = CONFIG):
+def launch(
+    processes: int, run_dir: Path, *options: str, config: str = CONFIG, **env: str
+):
     launcher = (*TRAIN[:2], "train.launch", "--processes", str(processes), config)
-    return started(*launcher, "--run-dir", str(run_dir), *options)
+    return started(*launcher, "--run-dir", str(run_dir), *options, **env)
 
 
 def relaunch(processes: int, run_dir: Path, *options: str):
@@ -442,7 +445,7 @@ def test_metrics_for_a_process_0_that_hangs_hold_up_nobody(monkeypatch):
 
     class Client:
         def key_value_set(self, key, value):
-            answers.wait(LONG)
+            answers.wait(10)
 
     monkeypatch.setattr("train.job.distributed._client", Client)
     monkeypatch.setattr(jax, "process_index", lambda: 1)
@@ -655,6 +658,18 @@ def test_all_that_a_run_does_beside_its_steps_meets_no_exchange(runs, tmp_path):
         assert seen >= {(p, t) for p in range(4) for t in range(12)}
     trace = json.loads((tmp_path / "trace.json").read_text())
     assert {"X"} <= {event["ph"] for event in trace["traceEvents"]}
+
+
+@pytest.mark.parametrize(
+    ("count", "given", "wanted"), [(1, "1", "2"), (1, "5", "5"), (4, "8", "32")]
+)
+def test_devices_have_threads_to_wait_in(count, given, wanted, monkeypatch):
+    made = {}
+    monkeypatch.setenv("NPROC", given)
+    monkeypatch.setattr(jax.config, "update", made.__setitem__)
+    provide_cpu_devices(count)
+    assert os.environ["NPROC"] == wanted
+    assert made == {"jax_num_cpu_devices": count}
 
 
 def test_a_name_that_means_this_machine_alone_is_refused(monkeypatch):

@@ -14,8 +14,8 @@ from PIL import Image
 
 from train.data import images
 from train.data.batches import Unreadable, feed, say_once, worker_steps
-from train.data.digits import read_digits, shift_digits
-from train.data.imagenet import (
+from train.data.digit_images import read_digits, shift_digits
+from train.data.imagenet_files import (
     ARCHIVES,
     Validation,
     imagenet_steps,

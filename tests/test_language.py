@@ -37,8 +37,8 @@ def test_a_text_goes_on_by_what_the_model_makes_of_its_last_tokens():
     for key in jax.random.split(jax.random.key(0), 40):
         logits = gpt(jnp.array([text[-CONFIG.context :]]))[0, -1]
         text.append(int(jax.random.categorical(key, logits[:9] / 0.7)))
-    assert language(CONFIG).go_on(params, [3, 1, 4], 40, 9) == text
-    assert set(language(CONFIG).go_on(params, [3], 40, 2)) == {0, 1, 3}
+    assert language(CONFIG).extend(params, [3, 1, 4], 40, 9) == text
+    assert set(language(CONFIG).extend(params, [3], 40, 2)) == {0, 1, 3}
 
 
 def test_windows_are_spread_from_the_first_to_the_last():

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from train.data.pairs import read_corpus
-from train.data.text import read_tokens
+from train.data.token_files import read_tokens
 from train.prepare import main
 
 ROOT = Path(__file__).parent.parent

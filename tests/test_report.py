@@ -16,7 +16,7 @@ from decentjax import runtime, topology
 from train.config import LogConfig, OptimizerConfig
 from train.config_json import to_json
 from train.figures.timeline_figure import draw_timelines
-from train.report import draw_exchange, write_report
+from train.report import draw_exchange, read_run, write_report
 from train.run.log import METRICS, read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
@@ -46,8 +46,9 @@ def make_run(run_dir, loss, **changes):
                 "steps_per_second": 2.0,
             }
         )
-        workers = [{"bits_per_byte": loss + i} for i in range(4)]
-        mean = {"bits_per_byte": loss}
+        later = 3 - step  # In the end the score is the loss.
+        workers = [{"bits_per_byte": loss + later + i} for i in range(4)]
+        mean = {"bits_per_byte": loss + later}
         row = {"seconds": step / 2, "step": step, "mean_model": mean}
         rows.append(row | {"workers": workers})
     (run_dir / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -71,6 +72,12 @@ def test_a_page_of_two_runs_compares_them_and_needs_nothing_else(tmp_path):
     for mean in (2.5, 3.5):
         spread = f"({mean:.3f} to {mean + 3:.3f})"
         assert f"<td>bits per byte {mean:.3f} {spread}</td>" in page
+
+
+def test_a_curve_is_over_steps_or_seconds(tmp_path):
+    run = read_run(make_run(tmp_path / "run", 3.0))
+    assert run.curve("loss", "step") == ([1, 2, 3], [3.0, 1.5, 1.0])
+    assert run.curve("loss", "seconds") == ([0.5, 1.0, 1.5], [3.0, 1.5, 1.0])
 
 
 def test_the_figures_are_files_where_asked(tmp_path):
@@ -97,6 +104,9 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path):
 def test_a_folder_without_a_run_is_an_error(tmp_path):
     with pytest.raises(ValueError, match="holds no run"):
         write_report([tmp_path], tmp_path / "page.html")
+    (make_run(tmp_path / "run", 2.5) / METRICS).write_text("")
+    with pytest.raises(ValueError, match=f"has no rows in {METRICS} yet"):
+        write_report([tmp_path / "run"], tmp_path / "page.html")
 
 
 def timed(run_dir, process: int, steps: range) -> None:
@@ -116,6 +126,9 @@ def test_a_timeline_of_any_length_is_drawn(num_steps, seconds, tmp_path):
     trace = json.loads((run / "trace.json").read_text())
     names = [e["args"]["name"] for e in trace["traceEvents"] if e["ph"] == "M"]
     assert names == ["process 0"]
+    places = [(e["ts"], e["dur"]) for e in trace["traceEvents"] if e["ph"] == "X"]
+    halves = [(5e5 * number, 5e5) for number in range(2 * num_steps)]
+    np.testing.assert_allclose(places, halves, atol=2)  # Microseconds.
 
 
 def test_what_is_done_again_is_dropped_from_the_timelines(tmp_path):

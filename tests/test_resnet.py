@@ -7,7 +7,7 @@ import pytest
 from flax import nnx
 from record_peers import images, numbers, recorded
 
-from train.models.resnet import Block, NormedConv, ResNet, ResNetConfig
+from train.models.resnet import NormedConv, ResidualBlock, ResNet, ResNetConfig
 
 
 def config(depth=8, **changes) -> ResNetConfig:
@@ -246,7 +246,7 @@ def test_zero_init_starts_each_block_as_its_shortcut(depth, channels):
     inputs = jnp.asarray(np.random.default_rng(0).random((2, 3, 5, channels), "f"))
     for zero_init in (True, False):
         sizes = config(depth, zero_init=zero_init)
-        out = Block(channels, 4, 1, sizes, rngs=nnx.Rngs(0))(inputs, True)
+        out = ResidualBlock(channels, 4, 1, sizes, rngs=nnx.Rngs(0))(inputs, True)
         assert np.array_equal(out, inputs) == zero_init
 
 

@@ -1,21 +1,27 @@
 """How runs begin and go on: what is saved, what is refused, what is recorded."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
+import time
 from pathlib import Path
 
 import jax
 import line
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 import tiny
 
+from decentjax import WorkerState
 from train.__main__ import main
+from train.cli import SaveError
 from train.report import write_report
-from train.run.checkpoint import find_checkpoints, read_models
+from train.run.checkpoint import Checkpoints, find_checkpoints, read_models
 from train.run.evaluation import read_trained
+from train.run.finite import build_check
 from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.resume import Resume, saved_config, with_changes
@@ -99,6 +105,102 @@ def test_a_state_that_overflows_is_not_saved(tmp_path):
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(models))
 
 
+class Growing(line.Line):
+    """Its statistics grow tenfold in each step, and no gradient knows of it."""
+
+    def build(self):
+        task = super().build()
+
+        def loss_fn(params, model_state, batch, key):
+            loss, _ = task.loss_fn(params, (), batch, key)
+            return loss, (10 * model_state, {})
+
+        def init(key):
+            return task.init(key)[0], jax.numpy.full((), 1e36)
+
+        return task._replace(init=init, loss_fn=loss_fn)
+
+
+def test_a_state_of_finite_gradients_may_not_be_finite(tmp_path):
+    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=1)
+    config = dataclasses.replace(LINE, task=Growing(), checkpoint=checkpoint)
+    message = "state of workers 0, 1, 2, 3 is not finite after step 3, in model_state"
+    with pytest.raises(FloatingPointError, match=message):
+        train(config, tmp_path)
+    assert steps(tmp_path) == [1, 2]
+
+
+def test_one_number_that_is_not_finite_is_enough():
+    params = {"x": jax.numpy.ones((4, 3)).at[2, 1].set(np.inf)}
+    state = WorkerState(params, (), (), jax.random.split(jax.random.key(0), 4))
+    message = r"worker 2 is not finite after step 7, in params\['x'\]"
+    with pytest.raises(FloatingPointError, match=message):
+        build_check(None)(state, 7)
+
+
+def test_a_run_that_fails_ends_with_its_own_code(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    with pytest.raises(SystemExit) as ended:
+        main(["tests/line.py", "--run-dir", str(tmp_path), "--task.poison-step=3"])
+    assert ended.value.code == 70
+
+
+class Skipping(line.Line):
+    """An example of the fourth step cannot be read."""
+
+    def build(self):
+        task = super().build()
+
+        def skip(step, batch):
+            return batch._replace(skipped=int(step == 3))
+
+        return task._replace(
+            steps=lambda *args, **kw: task.steps(*args, **kw).map_with_index(skip)
+        )
+
+
+def test_what_was_skipped_is_in_the_next_row_alone(tmp_path):
+    log = dataclasses.replace(LINE.log, every_steps=2)
+    train(dataclasses.replace(LINE, task=Skipping(), num_steps=8, log=log), tmp_path)
+    rows = [row["skipped_examples"] for row in read_metrics(tmp_path) if "loss" in row]
+    assert rows == [0, 1, 0, 0, 0]  # After 2, 4, 5, 6 and 8 steps.
+
+
+def test_a_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
+    errors = [None, None, OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+
+    def check_for_errors(self):
+        if error := errors.pop(0):
+            raise error
+
+    monkeypatch.setattr(ocp.AsyncCheckpointer, "check_for_errors", check_for_errors)
+    checkpoint = dataclasses.replace(LINE.checkpoint, every_steps=1000)
+    with pytest.raises(SaveError, match="no space left on device"):
+        train(dataclasses.replace(LINE, checkpoint=checkpoint), tmp_path)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_what_is_evaluated_is_saved_before(tmp_path):
+    evaluation = dataclasses.replace(LINE.evaluation, every_steps=7)
+    task = dataclasses.replace(LINE.task, eval_fails=True)
+    with pytest.raises(ZeroDivisionError):
+        train(dataclasses.replace(LINE, task=task, evaluation=evaluation), tmp_path)
+    assert steps(tmp_path) == [5, 7]
+
+
+def test_after_an_error_the_last_save_is_waited_for(tmp_path, monkeypatch):
+    done = []
+
+    def wait(self):
+        time.sleep(0.5)
+        done.append(True)
+
+    monkeypatch.setattr(Checkpoints, "wait", wait)
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, 2, 1):
+        raise ZeroDivisionError
+    assert done
+
+
 def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     """It may train for longer; then it is what a run from a checkpoint would be."""
     config = dataclasses.replace(saved_config(run_dir, None, LINE), num_steps=30)
@@ -110,6 +212,8 @@ def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     assert [row["step"] for row in read_metrics(run_dir) if "loss" in row] == list(
         range(1, 31)
     )
+    seconds = [row["seconds"] for row in read_metrics(run_dir)]
+    assert seconds == sorted(seconds), "the clock goes on"
     assert json.loads((run_dir / "config.json").read_text())["num_steps"] == 30
 
 
@@ -129,6 +233,12 @@ def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
 def test_what_trains_otherwise_is_refused_with_its_name(config, message, run_dir):
     with pytest.raises(ValueError, match=message):
         train(config, run_dir, Resume())
+
+
+def test_a_shorter_run_is_another_one(run_dir):
+    shorter = dataclasses.replace(LINE, num_steps=17)
+    with pytest.raises(ValueError, match="otherwise: num_steps was 20 and is 17"):
+        train(shorter, run_dir, Resume(step=15))
 
 
 def test_a_change_that_is_named_is_made_and_recorded(run_dir):
@@ -172,6 +282,20 @@ def test_where_the_newest_is_broken_it_goes_on_from_the_one_before(run_dir, caps
     assert "warning: the checkpoint of step 20 of" in capsys.readouterr().err
     assert steps(run_dir) == [15, 20]
     assert losses(run_dir) == wanted
+
+
+def test_a_state_that_is_not_finite_is_not_gone_on_with(run_dir, capsys):
+    """Whoever saved it, it is no better than one that is broken."""
+    state = train(LINE, run_dir, Resume()).state
+    spoilt = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
+    with Checkpoints(run_dir, 3, 1) as checkpoints:
+        checkpoints.save(25, spoilt, LINE)
+    assert steps(run_dir) == [15, 20, 25]
+    config = dataclasses.replace(LINE, num_steps=30)
+    assert train(config, run_dir, Resume()).step == 30
+    warned = capsys.readouterr().err
+    assert "warning: the checkpoint of step 25 of" in warned
+    assert "is not finite after step 25" in warned
 
 
 def test_where_all_are_broken_it_says_so(run_dir):
@@ -249,7 +373,7 @@ def test_a_run_begins_with_the_mean_model_of_another(tmp_path):
 
 def test_another_model_is_no_begin(tmp_path):
     train(dataclasses.replace(tiny.config, num_steps=3), tmp_path / "first")
-    with pytest.raises(ValueError, match="the model to start from is another one"):
+    with pytest.raises(ValueError, match="the model to start from does not fit"):
         train(LINE, tmp_path / "second", init_from=tmp_path / "first")
 
 
@@ -280,7 +404,9 @@ def test_the_command_line_goes_on_from_a_folder_alone(run_dir, capsys, monkeypat
     options = ["--config-file", "tests/line.py", "--num-steps", "24"]
     main(["--resume", str(run_dir), *options, "--log.every-steps", "2"])
     assert steps(run_dir)[-1] == 24
-    assert "held-out loss" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "held-out loss" in said
+    assert "sample of the mean model" in said
     with pytest.raises(SystemExit, match="a run brings its own config"):
         main(["tests/line.py", "--resume"])
     with pytest.raises(SystemExit, match=r"learning_rate was 0.1 and is 0.2"):

@@ -389,6 +389,7 @@ def test_seconds_per_step_are_those_of_the_mean_worker():
     compute = np.array([[1.0, 2.0], [3.0, 4.0]])
     times = Times(start, compute, nothing, nothing, nothing, nothing)
     assert times.seconds_per_step() == 2.5
+    assert times.seconds_per_step(skipped=1) == 3.5
 
 
 def test_draws_differ_from_step_to_step_and_from_seed_to_seed():

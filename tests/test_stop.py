@@ -11,8 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from train.cli import SaveError
 from train.run.checkpoint import find_checkpoints
-from train.run.log import read_metrics
+from train.run.folder import lock
+from train.run.log import Log, read_metrics
+from train.run.stop import Stop
+from train.tables import write_whole
 
 ROOT = Path(__file__).parent.parent
 LONG = 120  # No process here takes so long, but for one that hangs.
@@ -93,6 +97,27 @@ def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path):
     assert steps(tmp_path)[-1] == 20
 
 
+def test_after_one_signal_the_others_are_the_kernels():
+    """And after the run all are again what they were."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
+    with Stop() as stop:
+        assert not stop.poll()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.poll()
+        assert [signal.getsignal(n) for n in numbers] == [signal.SIG_DFL] * 2
+    assert [signal.getsignal(number) for number in numbers] == before
+
+
+def test_a_signal_that_is_ignored_stays_so():
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        with Stop():
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def test_under_nohup_the_end_of_the_terminal_is_ignored(tmp_path):
     with training(tmp_path, *SLOWLY, under=("nohup",)) as process:
         wait_for(tmp_path, 3, process)
@@ -107,14 +132,14 @@ def test_under_nohup_the_end_of_the_terminal_is_ignored(tmp_path):
 
 def test_output_that_is_closed_ends_the_run_with_all_saved(tmp_path):
     reader, writer = os.pipe()
-    with training(tmp_path, *SLOWLY, stdout=writer) as process:
+    with training(tmp_path, *SLOWLY, "--num-steps=1000", stdout=writer) as process:
         os.close(writer)
         wait_for(tmp_path, 3, process)
         os.close(reader)
         _, errors = process.communicate(timeout=LONG)
     assert process.returncode in (0, 141)
     assert "Error" not in errors
-    assert steps(tmp_path)[-1] == read_metrics(tmp_path)[-1]["step"]
+    assert steps(tmp_path)[-1] == read_metrics(tmp_path)[-1]["step"] < 1000
 
 
 def test_two_runs_never_share_a_folder(tmp_path):
@@ -129,6 +154,31 @@ def test_two_runs_never_share_a_folder(tmp_path):
     assert process.returncode == 0
     rows = [row["step"] for row in read_metrics(tmp_path) if "loss" in row]
     assert rows == list(range(1, len(rows) + 1))
+
+
+def test_a_folder_is_locked_until_its_run_has_ended(tmp_path):
+    message = f"in use by process {os.getpid()} on "
+    with lock(tmp_path), pytest.raises(ValueError, match=message), lock(tmp_path):
+        pass
+    with lock(tmp_path):
+        pass
+
+
+def test_a_file_is_whole_or_as_it_was(tmp_path):
+    path = tmp_path / "file"
+    write_whole(path, "before")
+    with pytest.raises(UnicodeEncodeError):
+        write_whole(path, "cut off \ud800")  # Half a character, in no encoding.
+    assert path.read_text() == "before"
+
+
+def test_rows_that_cannot_be_written_are_an_error(tmp_path):
+    with Log(tmp_path, num_steps=2, start=0, headline="loss") as log:
+        path = tmp_path / "metrics.jsonl"
+        path.unlink()
+        path.mkdir()
+        with pytest.raises(SaveError, match="could not be written: Is a directory"):
+            log.metrics(1, {"loss": 1.0, "steps_per_second": 1.0})
 
 
 @contextlib.contextmanager

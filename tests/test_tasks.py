@@ -18,15 +18,15 @@ from train.config import (
     TopologyConfig,
 )
 from train.config_json import from_fields, to_json
-from train.data.digits import read_digits
-from train.data.numbers import read_numbers
+from train.data.digit_images import read_digits
+from train.data.number_words import read_numbers
 from train.data.pairs import make_corpus, ragged
-from train.data.text import prepare_text
+from train.data.token_files import prepare_text
 from train.data.vocabulary import train_vocabulary
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
 from train.models.transformer import TransformerConfig
-from train.run.build import build_optimizer, build_schedule
+from train.run.build import build_schedule, optimizer_with
 from train.run.evaluation import build_score
 from train.tasks.classification import classifier, scores
 from train.tasks.digits import DigitsTask, draw_wrong, nearest_neighbour
@@ -155,7 +155,7 @@ def test_the_digits_that_are_drawn_are_those_taken_for_others():
     label = held_out.labels[7]
     shown = draw_wrong(jnp.asarray(logits), held_out)
     assert shown.startswith(
-        f"1 of 359 wrong\na {label}, taken for a {(label + 1) % 10}\n"
+        f"1 of 359 wrong\na {label}, classified as {(label + 1) % 10}\n"
     )
 
 
@@ -263,6 +263,14 @@ def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary():
     batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
     loss, _ = task.loss_fn(nothing, (), batch, jax.random.key(0))
     assert float(loss) == pytest.approx(np.log(300), rel=1e-5)
+
+
+def test_of_bytes_a_uniform_model_loses_eight_bits():
+    task = tiny.config.task.build()
+    params, _ = jax.eval_shape(task.init, jax.random.key(0))
+    nothing = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), params)
+    (score,) = build_score(task)([(nothing, ())])
+    assert score == {"bits_per_byte": pytest.approx(8)}
 
 
 def test_a_held_out_score_is_the_mean_over_all_tokens_of_all_batches():
@@ -382,7 +390,9 @@ def test_a_corpus_of_another_vocabulary_is_refused_with_both_numbers():
     train = dataclasses.replace(whole.train, source=source)
     broken = dataclasses.replace(whole, train=train)
     task = translation(lambda: broken, TRANSFORMER, DecodingConfig(), 0.1, 2)
-    message = f"has a token {known}, and its vocabulary {known} tokens: prepare it anew"
+    message = (
+        f"has a token {known}, and its vocabulary {known} tokens: prepare it again"
+    )
     with pytest.raises(ValueError, match=message):
         task.steps(2, 64, 0, range(2))
 
@@ -467,7 +477,7 @@ def test_without_a_clip_norm_gradients_keep_their_size():
 
     def second_moment(clip_norm):
         config = OptimizerConfig(clip_norm=clip_norm, name="adamw", warmup_steps=0)
-        optimizer = build_optimizer(config, optax.constant_schedule(1.0))
+        optimizer = optimizer_with(config, optax.constant_schedule(1.0))
         _, state = optimizer.update(grads, optimizer.init(params), params)
         floats = [x for x in jax.tree.leaves(state) if x.dtype == jnp.float32]
         return max(float(jnp.max(x)) for x in floats)
@@ -481,7 +491,7 @@ def test_weights_decay_and_norms_and_biases_do_not():
     nothing = jax.tree.map(jnp.zeros_like, params)
     for name in ("adamw", "accum_adamw"):
         config = OptimizerConfig(name=name, weight_decay=0.5, clip_norm=None)
-        optimizer = build_optimizer(config, optax.constant_schedule(0.1))
+        optimizer = optimizer_with(config, optax.constant_schedule(0.1))
         updates, _ = optimizer.update(nothing, optimizer.init(params), params)
         np.testing.assert_allclose(updates["kernel"], -0.05, rtol=1e-6)
         np.testing.assert_array_equal(updates["bias"], 0)
@@ -500,7 +510,7 @@ def test_without_a_w_the_decay_is_a_part_of_the_gradient(name):
     params = {"kernel": 3 * jnp.ones((2, 2)), "bias": jnp.ones(2)}
     grads = jax.tree.map(lambda x: 0.5 * x, params)
     config = OptimizerConfig(name=name, weight_decay=0.1, clip_norm=None)
-    optimizer = build_optimizer(config, optax.constant_schedule(0.1))
+    optimizer = optimizer_with(config, optax.constant_schedule(0.1))
     _, state = optimizer.update(grads, optimizer.init(params), params)
     wanted = {"kernel": 0.5 * 3 + 0.1 * 3, "bias": 0.5}
     moments = state[2][0]  # After the watch and the decay.

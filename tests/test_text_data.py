@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.data import text as text_module
-from train.data.text import Windows, check_tokens, prepare_text, read_tokens
+from train.data import token_files as text_module
+from train.data.token_files import Windows, check_tokens, prepare_text, read_tokens
 from train.data.vocabulary import load_vocabulary, train_vocabulary
 
 DOCUMENTS = [f"Dokument {i}: größer\n\nals {i * i} 😀" for i in range(60)]
@@ -98,6 +98,7 @@ def test_windows_have_the_texts_own_type():
         list(range(1000 + 6 * i, 1007 + 6 * i)) for i in range(3)
     ]
     assert windows[0].dtype == np.uint16
+    assert len(Windows(text[:18], 6)) == 2, "the last has nothing to follow it"
     with pytest.raises(ValueError, match="a window of 20 tokens needs a longer"):
         Windows(text, 20)
 

@@ -17,7 +17,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tiny
 
-from decentjax import worker_mesh
+from decentjax import gossip, worker_mesh
 from train.__main__ import load_config
 from train.config import (
     ExchangeConfig,
@@ -27,14 +27,15 @@ from train.config import (
 )
 from train.config_json import differences
 from train.data.batches import feed, worker_steps
-from train.data.stdlib import read_stdlib
-from train.data.text import Windows
+from train.data.python_source import read_stdlib
+from train.data.token_files import Windows
 from train.models.gpt import GPTConfig
 from train.run.build import (
     build_optimizer,
     build_schedule,
     build_state,
     build_train_step,
+    optimizer_with,
     step_options,
 )
 from train.run.log import read_metrics
@@ -99,6 +100,8 @@ def test_a_run_leaves_its_config_metrics_and_checkpoints(finished):
     assert [row["step"] for row in rows if "loss" in row] == list(range(1, 13))
     measured = [row["step"] for row in rows if row.get("consensus_distance", -1) >= 0]
     assert measured == [5, 10, 12]
+    rates = [row["learning_rate"] for row in rows if "loss" in row]
+    assert rates[:3] == pytest.approx([0, 5e-4, 1e-3])
     evaluations = [row for row in rows if "mean_model" in row]
     assert [row["step"] for row in evaluations] == [6, 12]
     assert all(len(row["workers"]) == 4 for row in evaluations)
@@ -271,6 +274,10 @@ def test_a_wrong_command_line_gets_a_sentence(arguments, words):
 def test_differences_name_each_field():
     old, new = {"a": 1, "b": {"c": 2, "d": 3}}, {"a": 1, "b": {"c": 4, "d": 3}}
     assert differences(old, new) == ["b.c was 2 and is 4"]
+    assert differences({"a": 1}, {"e": 5}) == [
+        "a was 1 and is None",
+        "e was None and is 5",
+    ]
 
 
 def test_every_shipped_config_loads():
@@ -286,6 +293,8 @@ def test_batches_depend_on_seed_and_position_alone():
     resumed = feed(worker_steps(source, 4, 2, seed=5))
     resumed.set_step(7)
     np.testing.assert_array_equal(next(resumed).arrays, first[7])
+    resumed.set_step(2)
+    np.testing.assert_array_equal(next(resumed).arrays, first[2])
     assert first[0].shape == (4, 2, 4)
 
 
@@ -332,8 +341,7 @@ def test_the_count_model_counts(order):
 
 
 def test_weight_decay_spares_what_has_less_than_two_dims():
-    schedule = build_schedule(TINY.optimizer, TINY.num_steps)
-    optimizer = build_optimizer(TINY.optimizer, schedule)
+    optimizer = build_optimizer(TINY.optimizer, TINY.num_steps)
     params = {"kernel": np.ones((2, 2), np.float32), "scale": np.ones(2, np.float32)}
     state = optimizer.init(params)
     zeros = jax.tree.map(np.zeros_like, params)
@@ -360,7 +368,7 @@ def test_the_first_step_of_the_quickstart_is_golden():
     """
     config = load_config(ROOT / "configs" / "quickstart.py")
     task = config.task.build()
-    optimizer = build_optimizer(config.optimizer, lambda step: 1e-3)
+    optimizer = optimizer_with(config.optimizer, lambda step: 1e-3)
     batch = np.random.default_rng(0).integers(0, 128, (8, 4, 33), np.uint8)
     train_step = build_train_step(config, task, optimizer, mesh=None)
     state = build_state(config, task, optimizer, range(8))
@@ -408,6 +416,19 @@ def test_options_that_xla_does_not_know_are_refused_needed_or_not(option, reason
         return
     with pytest.raises(ValueError, match=f"^step.xla_options: .*{reason}"):
         step_options(config, mesh=None)
+
+
+def test_a_background_exchange_sends_the_dtype_of_the_config(monkeypatch):
+    made = {}
+    monkeypatch.setattr(gossip, "Background", lambda *args, **named: made.update(named))
+    config = dataclasses.replace(
+        TINY,
+        exchange=ExchangeConfig(where="background"),
+        step=dataclasses.replace(TINY.step, message_dtype="bfloat16"),
+    )
+    optimizer = build_optimizer(config.optimizer, lambda step: 1e-3)
+    build_train_step(config, config.task.build(), optimizer, worker_mesh(4))
+    assert made["message_dtype"] == "bfloat16"
 
 
 def test_a_background_exchange_takes_no_options_of_xla():

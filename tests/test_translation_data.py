@@ -14,7 +14,7 @@ from train.data import pairs as pairs_module
 from train.data.batches import feed
 from train.data.by_length import choose_shapes, length_steps, length_validation
 from train.data.files import new_folder
-from train.data.numbers import SIGNS, read_numbers
+from train.data.number_words import SIGNS, read_numbers
 from train.data.pairs import (
     Counts,
     Pairs,
@@ -433,6 +433,8 @@ def test_what_fills_no_step_goes_to_a_box_that_holds_it():
     batches = [steps[t].arrays for t in range(3)]
     seen = {int(i) for batch in batches for i in batch["source"][:, :, 0].flat}
     assert seen == {FIRST + i for i in range(len(lengths))}
+    more = numbered([(20, 5)] * 10 + [(5, 20)] * 10 + [(20, 20)])
+    assert choose_shapes(more, 2, **options).steps.tolist() == [1, 1, 2]
 
 
 def test_few_pairs_are_repeated_to_fill_a_step():

@@ -1,10 +1,10 @@
 """Every knob of a run, as frozen plain values.
 
-A config file holds one `config = Config(...)`. What is impossible is refused here, or
-where the value is used for the first time, before anything is compiled.
+A config file holds one `config = Config(...)`. Impossible values raise here, or where
+they are used for the first time, before anything is compiled.
 """
 
-from collections.abc import Callable
+import inspect
 from dataclasses import field
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ AnyTask = (
     StdlibTask | DigitsTask | NumbersTask | ImageNetTask | TranslationTask | TextTask
 )
 
+# The functions of `decentjax.topology` that a config can name; the only such list.
 TopologyName = Literal[
     "complete",
     "ring",
@@ -43,14 +44,14 @@ TopologyName = Literal[
 
 @checked
 class WorkersConfig:
-    """Who trains, and where.
+    """The workers and their placement.
 
     Args:
       num_workers: N; each has its own model and its own part of the data.
-      workers_per_node: consecutive workers that share a node; for topologies with
-        nodes.
+      workers_per_node: number of consecutive workers that share a node; used by
+        topologies with nodes.
       where: "simulate" puts all workers on one device as one batched program, "mesh"
-        gives each its own device. A job of several processes always has a mesh.
+        gives each its own device. A job of several processes always uses a mesh.
     """
 
     num_workers: int = 8
@@ -66,8 +67,8 @@ class DataConfig:
     """How the data is read.
 
     Args:
-      num_processes: that read and decode ahead, of each process that trains; 0 for a
-        thread of it.
+      num_processes: number of processes that read and decode ahead, per process that
+        trains; 0 uses a thread instead.
     """
 
     num_processes: int = 0
@@ -80,13 +81,15 @@ class DataConfig:
 class TopologyConfig:
     """Who averages with whom; see `decentjax.topology`.
 
+    The function takes the options that its signature names and ignores the others.
+
     Args:
-      name: the function there.
-      degree: peers, of ring_lattice and base_k.
-      group_size: workers in a group, of butterfly_groups.
-      period: matchings drawn, of random_matching.
-      seed: of random_matching.
-      between: the graph between the nodes, of hierarchical.
+      name: name of the function.
+      degree: number of peers, for ring_lattice and base_k.
+      group_size: number of workers in a group, for butterfly_groups.
+      period: number of matchings, for random_matching.
+      seed: seed of the matchings, for random_matching.
+      between: graph between the nodes, for hierarchical.
       factor: damping f in (0, 1], (1 - f) I + f W.
     """
 
@@ -95,45 +98,51 @@ class TopologyConfig:
     group_size: int = 2
     period: int = 8
     seed: int = 0
-    between: Literal[
-        "complete", "ring", "one_peer_ring", "one_peer_exponential", "hypercube"
-    ] = "ring"
+    between: TopologyName = "ring"
     factor: float = 1.0
 
     def build(self, workers: WorkersConfig) -> Topology:
-        """Returns the topology of these workers, or a ValueError that says why not."""
-        options: dict[str, dict[str, Any]] = {
-            "alternating_exponential_ring": _select(workers, "workers_per_node"),
-            "ring_lattice": _select(self, "degree"),
-            "butterfly_groups": _select(self, "group_size"),
-            "random_matching": _select(self, "period", "seed"),
-            "base_k": _select(self, "degree"),
-            "hierarchical": {
-                **_select(workers, "workers_per_node"),
-                "between": getattr(topologies, self.between),
-            },
-        }
-        make: Callable[..., Topology] = getattr(topologies, self.name)
-        topology = make(workers.num_workers, **options.get(self.name, {}))
+        """Returns the topology of these workers.
+
+        Raises:
+          ValueError: if the graph does not exist for them, with the reason.
+        """
+
+        def between(num_nodes: int) -> Topology:
+            return self._make(self.between, num_nodes)
+
+        nodes = {"workers_per_node": workers.workers_per_node, "between": between}
+        topology = self._make(self.name, workers.num_workers, **nodes)
         return (
             topology if self.factor == 1 else topologies.damped(topology, self.factor)
         )
 
+    def _make(self, name: str, num_workers: int, **nodes: Any) -> Topology:
+        function = getattr(topologies, name)
+        options = {**vars(self), **nodes}
+        _, *wanted = inspect.signature(function).parameters  # After num_workers.
+        if "workers_per_node" in wanted and not nodes:
+            raise ValueError(
+                f"topology.between must be a graph without nodes of its own, got {name}"
+            )
+        return function(num_workers, **{option: options[option] for option in wanted})
+
 
 @checked
 class StepConfig:
-    """What one step does.
+    """One training step.
 
     Args:
-      algorithm: "awc" averages the models beside the gradient, "atc" after the update,
-        "all_reduce" averages the gradients instead.
-      batch_per_worker: per worker and step, in the task's unit: windows, images, or
-        for translation tokens on each side.
-      num_micro_batches: parts of that batch, one after the other in memory.
-      message_dtype: of the models that are sent; None for their own.
-      xla_options: NAME=VALUE each, of XLA for steps that are compiled for a mesh, with
-        their exchange inside; "recommended" stands for those of `train.xla`. Those of
-        another platform, as xla_gpu_... on a TPU, are left out. Empty for XLA's own.
+      algorithm: "awc" averages the models while the gradient is computed, "atc" after
+        the update; "all_reduce" averages the gradients instead.
+      batch_per_worker: batch size per worker and step, in the task's unit: windows,
+        images, or for translation tokens on each side.
+      num_micro_batches: number of parts of that batch, computed one after the other.
+      message_dtype: dtype of the models that are sent; None keeps theirs.
+      xla_options: XLA options NAME=VALUE for steps compiled for a mesh with their
+        exchange inside; "recommended" stands for those of `train.xla`. Options of
+        another platform, such as xla_gpu_... on a TPU, are ignored. Empty for XLA's
+        defaults.
     """
 
     algorithm: Literal["awc", "atc", "all_reduce"] = "awc"
@@ -154,10 +163,10 @@ class ExchangeConfig:
     """Where the models are averaged.
 
     Args:
-      where: "in_step" makes the exchange a part of the compiled step, which hides it on
-        GPU and TPU; "background" runs it in a second thread, over the host's network,
-        which hides it on any; "auto" is "background" for "awc" in a job of several
-        processes on CPU, else "in_step".
+      where: "in_step" compiles the exchange into the step, which overlaps it on GPU and
+        TPU; "background" runs it in a second thread, over the host's network, which
+        overlaps it on any platform; "auto" is "background" for "awc" in a job of
+        several processes on CPU, else "in_step".
     """
 
     where: Literal["auto", "in_step", "background"] = "auto"
@@ -165,15 +174,15 @@ class ExchangeConfig:
 
 @checked
 class StragglerConfig:
-    """Delays that make some processes slow, to see what others notice.
+    """Delays that make some processes slow, to measure how far they spread.
 
     Args:
       kind: "none"; "fixed" delays the processes `who` at each step; "rotating" delays
-        process t mod P at step t; "random" delays each at each step by a draw from a
-        normal distribution, where that is positive.
-      who: processes, of "fixed".
+        process t mod P at step t; "random" delays each process at each step by a draw
+        from a normal distribution, clipped at 0.
+      who: numbers of the processes, for "fixed".
       seconds: the delay, or the mean of the draws.
-      deviation: their standard deviation, in seconds.
+      deviation: standard deviation of the draws, seconds.
     """
 
     kind: Literal["none", "fixed", "rotating", "random"] = "none"
@@ -192,14 +201,14 @@ class DistributedConfig:
     """How the processes of a job find each other.
 
     Args:
-      enabled: this process is one of several. Under Slurm and Open MPI no more is
-        needed, and `python -m train.launch` gives the rest.
-      coordinator: address and port of process 0, which listens there, and nowhere else.
+      enabled: whether this process is one of several. Slurm and Open MPI provide the
+        other fields, and so does `python -m train.launch`.
+      coordinator: HOST:PORT, the only address at which process 0 listens.
       num_processes: P.
-      process_id: 0 to P - 1.
-      start_seconds: how long to wait for all processes at the start.
-      timeout_seconds: how long an exchange on CPU, or a checkpoint, waits for a peer
-        before the job ends.
+      process_id: number of this process, 0 to P - 1.
+      start_seconds: longest wait for all processes at the start.
+      timeout_seconds: longest wait of an exchange on CPU, or of a checkpoint, for a
+        peer, before the job ends.
     """
 
     enabled: bool = False
@@ -215,7 +224,7 @@ class DistributedConfig:
         count, own = self.num_processes, self.process_id
         if not self.enabled:
             if (self.coordinator, count, own) != (None, None, None):
-                # Else each process would train a run of its own, all into one folder.
+                # Otherwise each process would train alone, all into one folder.
                 raise ValueError(
                     "distributed.coordinator, num_processes and process_id need "
                     "distributed.enabled"
@@ -232,21 +241,21 @@ class OptimizerConfig:
     """The local optimizer and its schedule: a linear warm-up, then the decay.
 
     Args:
-      name: "accum_adamw" and "adamw" take the weight decay, times the learning rate,
-        from the parameters; "accum_adam" and "adam" add it, times the parameters, to
-        the gradient.
-      learning_rate: at the peak.
-      initial_learning_rate: at the first step of the warm-up.
-      warmup_steps: steps up to the peak.
+      name: "accum_adamw" and "adamw" subtract weight decay times learning rate times
+        parameters from the parameters; "accum_adam" and "adam" add weight decay times
+        parameters to the gradient.
+      learning_rate: peak of the schedule.
+      initial_learning_rate: learning rate at the first step of the warm-up.
+      warmup_steps: number of steps up to the peak.
       decay: "cosine" down to the final learning rate at the last step, or
         "inverse_sqrt", the peak times sqrt(warmup_steps / step).
-      final_learning_rate: of "cosine".
-      accum_steps: steps per update of the moments, of accum_adamw and accum_adam.
-      b1: decay of the first moment.
-      b2: decay of the second moment.
-      eps: added outside the root.
-      weight_decay: on parameters of two dims or more.
-      clip_norm: largest global norm of a worker's gradient; None for any.
+      final_learning_rate: learning rate at the last step, for "cosine".
+      accum_steps: steps per update of the moments, for accum_adamw and accum_adam.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment.
+      eps: term added to the root of the second moment.
+      weight_decay: coefficient for parameters of two dims or more.
+      clip_norm: largest global norm of a worker's gradient; None does not clip.
     """
 
     name: Literal["accum_adamw", "accum_adam", "adamw", "adam"] = "accum_adamw"
@@ -292,12 +301,12 @@ class EvaluationConfig:
 
 @checked
 class CheckpointConfig:
-    """When everything is saved, and how much is kept.
+    """When the run is saved, and how much is kept.
 
     Args:
-      every_steps: steps between checkpoints; there is one before each evaluation too,
-        and one of the last step.
-      num_kept: newest checkpoints that stay on disk.
+      every_steps: steps between checkpoints; each evaluation and the last step have one
+        too.
+      num_kept: number of newest checkpoints that stay on disk.
     """
 
     every_steps: int = 500
@@ -309,14 +318,14 @@ class CheckpointConfig:
 
 @checked
 class LogConfig:
-    """What is written down, and when.
+    """What is logged, and when.
 
     Args:
-      every_steps: steps between rows of metrics.jsonl and moves of the progress line.
+      every_steps: steps between rows of metrics.jsonl and updates of the progress line.
       consensus_every_steps: steps between measurements of the consensus distance, which
         cost an all-reduce of the model.
-      timeline: write down when each process computes, waits and exchanges, which
-        `train.report` draws; it waits for each step's end.
+      timeline: whether to record when each process computes, waits and exchanges, which
+        `train.report` draws; the run then waits for the end of each step.
     """
 
     every_steps: int = 10
@@ -332,10 +341,10 @@ class Config:
     """A run.
 
     Args:
-      name: of the run, and of its folder under `runs`.
-      num_steps: steps per worker.
-      seed: of the initial model, the order of the data and all randomness in between.
+      name: name of the run, and of its folder under `runs`.
+      num_steps: number of steps per worker.
       task: data, model, loss and evaluation.
+      seed: seed of the initial model, the order of the data and all other randomness.
     """
 
     name: str
@@ -368,14 +377,14 @@ class Config:
             )
         if self.exchange.where == "background" and self.step.algorithm == "atc":
             raise ValueError(
-                "atc averages what the step has just made: there is nothing to hide it "
-                'behind; set exchange.where to "in_step"'
+                "atc averages the models that the step has just updated, so nothing "
+                'overlaps a background exchange; set exchange.where to "in_step"'
             )
-        self.topology.build(self.workers)
+        self.build_topology()
 
-
-def _select(config: Any, *names: str) -> dict[str, Any]:
-    return {name: getattr(config, name) for name in names}
+    def build_topology(self) -> Topology:
+        """Returns the topology of the run's workers."""
+        return self.topology.build(self.workers)
 
 
 def _check_at_least(config: Any, least: float, *names: str) -> None:

@@ -13,9 +13,9 @@ import tyro
 from train.cli import check_folder, command
 from train.data.by_length import choose_shapes
 from train.data.files import check_new, progress
-from train.data.imagenet import prepare_imagenet
+from train.data.imagenet_files import prepare_imagenet
 from train.data.pairs import Corpus, Lines, ParallelFiles, write_corpus
-from train.data.text import prepare_text
+from train.data.token_files import prepare_text
 from train.data.vocabulary import train_vocabulary
 from train.data.wmt14 import Pair, Wmt14
 from train.tasks.corpus import TranslationTask

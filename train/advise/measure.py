@@ -43,7 +43,6 @@ from train.run.build import (
     build_lone_step,
     build_mesh,
     build_optimizer,
-    build_schedule,
     build_state,
     in_background,
 )
@@ -275,8 +274,7 @@ def _overlap(config: Config, mesh: Mesh) -> Overlap:
 
 
 def _optimizer(config: Config) -> Any:
-    schedule = build_schedule(config.optimizer, config.num_steps)
-    return build_optimizer(config.optimizer, schedule)
+    return build_optimizer(config.optimizer, config.num_steps)
 
 
 def _seconds(function: Callable[[Any], Any], models: Any) -> float:

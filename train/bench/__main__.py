@@ -1,39 +1,42 @@
-"""Speed, side by side: `python -m train.bench {race,gpu,step,data,model}`."""
+"""Speed, side by side: `python -m train.bench NAME [--option value ...]`."""
 
 import importlib
 import sys
+import typing
 
 import tyro
 
 from train.cli import command, show_usage
 
-# Module, and the class of its options. What one needs, the others may do without.
+# Module with `main(options) -> int`, and what it measures. Imported by name, as each
+# bench may do without what another one needs.
 BENCHES = {
-    "race": ("race.race", "Race"),
-    "gpu": ("gpu.gpu", "GpuBench"),
-    "step": ("step", "StepBench"),
-    "data": ("data", "DataBench"),
-    "model": ("model.model", "ModelBench"),
+    "race": ("race.race", "step times on emulated clusters, beside DDP and Decent-DP"),
+    "gpu": (
+        "gpu.gpu",
+        "a train step on one GPU, with and without the library",
+    ),
+    "step": ("overhead", "a step of one worker, beside plain optax"),
+    "data": ("input", "reading batches, beside training with them"),
+    "model": ("model.model", "predicted step times, beside measured ones"),
 }
-USAGE = """usage: python -m train.bench {race,gpu,step,data,model} [--option value ...]
+USAGE = """usage: python -m train.bench {names} [--option value ...]
        python -m train.bench NAME --help
 
-  race   step times on emulated clusters, beside PyTorch DDP and Decent-DP
-  gpu    a train step on one GPU, without and with the library around it
-  step   a step of one worker, beside plain optax
-  data   reading batches, beside training with them
-  model  predicted step times, beside measured ones"""
+{benches}"""
 
 
 @command()
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in BENCHES:
-        show_usage(USAGE, arguments)
+        benches = (f"  {name:7}{what}" for name, (_, what) in BENCHES.items())
+        names = "{" + ",".join(BENCHES) + "}"
+        show_usage(USAGE.format(names=names, benches="\n".join(benches)), arguments)
     name, *options = arguments
-    file, options_class = BENCHES[name]
-    module = importlib.import_module(f"train.bench.{file}")
-    kind, prog = getattr(module, options_class), f"python -m train.bench {name}"
-    return module.main(tyro.cli(kind, prog=prog, args=options))
+    run = importlib.import_module(f"train.bench.{BENCHES[name][0]}").main
+    # The options are the fields of the class that `main` takes.
+    kind, _ = typing.get_type_hints(run).values()
+    return run(tyro.cli(kind, prog=f"python -m train.bench {name}", args=options))
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ def meet(config: Config) -> list[str]:
     Raises:
       ValueError: if they differ, on all processes.
     """
-    topology = config.topology.build(config.workers)
+    topology = config.build_topology()
     facts = {
         "config": _shared(config),
         "topology": hashlib.sha256(repr(topology).encode()).hexdigest()[:12],

@@ -1,14 +1,12 @@
-"""Attention, by cuDNN's fused kernel where there is one.
+"""Attention, by cuDNN's fused kernel where it is available.
 
 Shapes: B sequences, T queries, S keys and values, H heads, K width of a head.
 """
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 
-Implementation = Literal["auto", "xla", "cudnn"]
+from train.models.sizes import Implementation
 
 
 def attend(
@@ -24,16 +22,17 @@ def attend(
       q_BxTxHxK: queries.
       k_BxSxHxK: keys.
       v_BxSxHxK: values.
-      lengths_B: how many keys of each sequence count, int32; None lets query t see keys
-        0 to t.
-      implementation: of jax.nn.dot_product_attention; "auto" takes cuDNN on a GPU in
-        bfloat16, else XLA.
+      lengths_B: number of keys of each sequence that are attended to, int32; None for
+        the causal mask, in which query t attends to keys 0 to t.
+      implementation: implementation of jax.nn.dot_product_attention; "auto" is cuDNN on
+        a GPU in bfloat16, else XLA.
     """
     if implementation == "auto":
         fused = jax.default_backend() == "gpu" and q_BxTxHxK.dtype == jnp.bfloat16
         implementation = "cudnn" if fused else "xla"
     num_queries = q_BxTxHxK.shape[1]
     if implementation == "cudnn":
+        # The keys of the padding are masked: they come last.
         q_BxTxHxK, k_BxSxHxK, v_BxSxHxK = map(_even, (q_BxTxHxK, k_BxSxHxK, v_BxSxHxK))
     out_BxTxHxK = jax.nn.dot_product_attention(
         q_BxTxHxK,
@@ -46,19 +45,7 @@ def attend(
     return out_BxTxHxK[:, :num_queries]
 
 
-def check_attention(implementation: Implementation, compute_dtype: str) -> None:
-    """Refuses what cuDNN's kernel cannot do.
-
-    Raises:
-      ValueError: if it is to compute in float32.
-    """
-    if implementation == "cudnn" and compute_dtype != "bfloat16":
-        raise ValueError(
-            f'attention = "cudnn" needs compute_dtype = "bfloat16", got {compute_dtype}'
-        )
-
-
 def _even(x_BxTxHxK: jax.Array) -> jax.Array:
-    """With one more of zeros after an odd number, which cuDNN has no gradient for."""
+    """Pads to an even length, as cuDNN has no gradient for odd ones."""
     odd = x_BxTxHxK.shape[1] % 2
     return jnp.pad(x_BxTxHxK, ((0, 0), (0, odd), (0, 0), (0, 0)))

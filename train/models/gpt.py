@@ -13,7 +13,13 @@ import jax.numpy as jnp
 from flax import nnx
 
 from train.fields import checked
-from train.models.attention import Implementation, attend, check_attention
+from train.models.attention import attend
+from train.models.sizes import (
+    Implementation,
+    check_attention,
+    check_dropout,
+    check_positive,
+)
 
 
 @checked
@@ -22,18 +28,19 @@ class GPTConfig:
 
     Args:
       vocabulary: V, number of tokens.
-      context: T, the longest sequence, in tokens.
-      num_layers: blocks.
+      context: T, length of the longest sequence, in tokens.
+      num_layers: number of blocks.
       num_heads: H; divides the width.
       width: D.
-      dropout: probability, on what is added to the stream.
-      init_std: of weights at the start; those into the stream get it over
-        sqrt(2 num_layers). GPT-2 has 0.02, a narrow model learns faster from more.
-      compute_dtype: of activations; parameters are float32.
-      attention: "cudnn", cuDNN's fused kernel, "xla", or "auto": the first on a GPU in
-        bfloat16.
-      remat: recompute each block's activations in the backward pass instead of keeping
-        them.
+      dropout: probability of dropout in what is added to the residual stream.
+      init_std: standard deviation of the initial weights; divided by
+        sqrt(2 num_layers) for those whose output is added to the residual stream. GPT-2
+        has 0.02; a narrow model learns faster with more.
+      compute_dtype: dtype of activations; parameters are float32.
+      attention: "cudnn" for cuDNN's fused kernel, "xla", or "auto": the first on a GPU
+        in bfloat16.
+      remat: whether the backward pass recomputes each block's activations instead of
+        keeping them.
     """
 
     vocabulary: int = 256
@@ -48,11 +55,9 @@ class GPTConfig:
     remat: bool = False
 
     def __post_init__(self):
-        for name in ("vocabulary", "context", "num_layers", "num_heads", "width"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        sizes = ("vocabulary", "context", "num_layers", "num_heads", "width")
+        check_positive(self, *sizes)
+        check_dropout(self.dropout)
         if self.width % self.num_heads:
             raise ValueError(
                 f"width = {self.width} must be a multiple of num_heads, "
@@ -78,7 +83,7 @@ class GPT(nnx.Module):
         self.tokens = embed(config.vocabulary)
         self.positions = embed(config.context)
         self.blocks = nnx.List(
-            [Block(config, rngs=rngs) for _ in range(config.num_layers)]
+            [GPTBlock(config, rngs=rngs) for _ in range(config.num_layers)]
         )
         self.norm = _layer_norm(config, rngs)
 
@@ -91,14 +96,14 @@ class GPT(nnx.Module):
             )
         positions_T = jnp.arange(tokens_BxT.shape[1])
         x_BxTxD = self.tokens(tokens_BxT) + self.positions(positions_T)[None]
-        call = nnx.remat(Block.__call__) if self.remat else Block.__call__
+        call = nnx.remat(GPTBlock.__call__) if self.remat else GPTBlock.__call__
         for block in self.blocks:
             x_BxTxD = call(block, x_BxTxD, rngs)
         return self.tokens.attend(self.norm(x_BxTxD)).astype(jnp.float32)
 
 
-class Block(nnx.Module):
-    """Attention, then a two-layer perceptron, each added to the stream."""
+class GPTBlock(nnx.Module):
+    """Attention, then a two-layer perceptron, each added to the residual stream."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width = config.width

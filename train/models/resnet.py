@@ -1,4 +1,4 @@
-"""ResNet: convolutions with batch norm, added to a shortcut.
+"""ResNet: convolutions with batch norm, added to a shortcut connection.
 
 Shapes: B images, H height, W width, C channels, N classes.
 
@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from train.fields import checked
+from train.models.sizes import check_positive
 
 _NUM_BLOCKS = {8: (1, 1, 1), 18: (2, 2, 2, 2), 20: (3, 3, 3), 50: (3, 4, 6, 3)}
 
@@ -28,22 +29,22 @@ class ResNetConfig:
     from a 1x1 convolution (option B).
 
     Args:
-      depth: layers with weights. 18 and 50 are the networks for ImageNet, with four
-        stages of basic and of bottleneck blocks; 20 the one for CIFAR, with three, and
-        8 the same with a block a stage.
+      depth: number of layers with weights. 18 and 50 are the networks for ImageNet,
+        with four stages of basic and of bottleneck blocks; 20 is the network for CIFAR,
+        with three stages, and 8 has one block per stage.
       num_classes: N.
       width: channels of the first stage; each later stage has twice as many.
       stem: "imagenet" divides height and width by four (a 7x7 convolution and a pool,
         2 each), "small" keeps them (a 3x3 convolution).
       in_channels: C of the images.
-      zero_init: start with each block as its shortcut: the last scale is zero.
+      zero_init: whether each block is its shortcut at first: its last scale is zero.
       convolution: "matmul" multiplies the shifted images, side by side, by the kernel.
         It is for models under `jax.vmap`, where "xla" becomes a grouped convolution:
         for 32 models of depth 8, with 4 images of 8x8 each, loss and gradient took
         21 ms instead of 45 on two CPU cores, and at depth 20 74 ms instead of 116.
-      compute_dtype: of activations; parameters and statistics are float32.
-      remat: recompute each block's activations in the backward pass instead of keeping
-        them.
+      compute_dtype: dtype of activations; parameters and statistics are float32.
+      remat: whether the backward pass recomputes each block's activations instead of
+        keeping them.
     """
 
     depth: Literal[8, 18, 20, 50] = 20
@@ -57,20 +58,18 @@ class ResNetConfig:
     remat: bool = False
 
     def __post_init__(self):
-        for name in ("num_classes", "width", "in_channels"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_positive(self, "num_classes", "width", "in_channels")
 
 
 class ResNet(nnx.Module):
     """Logits of the classes, float32 [B, N], from images [B, H, W, C].
 
-    With `train` the norms take the mean and variance of the batch and move their
-    running ones (`nnx.BatchStat`) a tenth of the way; without, they use the running
-    ones. Unlike torch's, the running variance is that of the batch itself, not n/(n-1)
-    times it. To move them under `jax.grad`, copy the variables into its trace:
-    `model = nnx.merge(graph, params, stats, copy=True)`; afterwards
-    `nnx.state(model, nnx.BatchStat)` holds the moved ones.
+    With `train` the norms use the mean and variance of the batch, and move their
+    running statistics (`nnx.BatchStat`) a tenth of the way towards them; without, they
+    use the running ones. Unlike torch's, the running variance is that of the batch
+    itself, not n/(n-1) times it. To update the statistics under `jax.grad`, copy the
+    variables into its trace, `model = nnx.merge(graph, params, stats, copy=True)`, and
+    read them from `nnx.state(model, nnx.BatchStat)`.
     """
 
     def __init__(self, config: ResNetConfig, *, rngs: nnx.Rngs):
@@ -85,10 +84,10 @@ class ResNet(nnx.Module):
             for i in range(num_blocks):
                 stride = 2 if stage and i == 0 else 1
                 width = config.width * 2**stage
-                block = Block(channels, width, stride, config, rngs=rngs)
+                block = ResidualBlock(channels, width, stride, config, rngs=rngs)
                 self.blocks.append(block)
                 channels = block.out_channels
-        # Variance 1 / (3 channels), as torch starts a linear layer.
+        # Variance 1 / (3 channels), as torch initialises a linear layer.
         self.head = nnx.Linear(
             channels,
             config.num_classes,
@@ -101,7 +100,7 @@ class ResNet(nnx.Module):
         x_BxHxWxC = jax.nn.relu(self.stem(images_BxHxWxC, train))
         if self.config.stem == "imagenet":
             x_BxHxWxC = _max_pool(x_BxHxWxC)
-        call = Block.__call__
+        call = ResidualBlock.__call__
         if self.config.remat:
             call = nnx.remat(call, static_argnums=2)
         for block in self.blocks:
@@ -110,7 +109,7 @@ class ResNet(nnx.Module):
         return self.head(pooled_BxC).astype(jnp.float32)
 
 
-class Block(nnx.Module):
+class ResidualBlock(nnx.Module):
     """Two 3x3 convolutions, or at depth 50 a 1x1, a 3x3 and a 1x1, and a shortcut."""
 
     def __init__(
@@ -136,6 +135,7 @@ class Block(nnx.Module):
         if config.zero_init:
             scale = self.layers[-1].norm.scale
             scale[...] = jnp.zeros_like(scale[...])
+        # Option B of the paper for ImageNet's networks, option A for CIFAR's.
         convolved = config.depth in (18, 50) and (stride > 1 or in_channels != channels)
         self.shortcut = (
             NormedConv(in_channels, channels, 1, stride, config, rngs)
@@ -153,6 +153,7 @@ class Block(nnx.Module):
     def _short(self, x_BxHxWxC: jax.Array, train: bool) -> jax.Array:
         if self.shortcut is not None:
             return self.shortcut(x_BxHxWxC, train)
+        # Option A: every second pixel, and zeros for the channels it has not.
         more = self.out_channels - x_BxHxWxC.shape[-1]
         fewer = x_BxHxWxC[:, :: self.stride, :: self.stride]
         return jnp.pad(fewer, ((0, 0), (0, 0), (0, 0), (0, more)))
@@ -196,7 +197,7 @@ class NormedConv(nnx.Module):
 
 
 def _max_pool(x_BxHxWxC: jax.Array) -> jax.Array:
-    """The largest of 3x3 at every second place, the outside left out."""
+    """The maximum over 3x3 pixels, at every second pixel."""
     window, strides = (1, 3, 3, 1), (1, 2, 2, 1)
     padding = ((0, 0), (1, 1), (1, 1), (0, 0))
     return jax.lax.reduce_window(
@@ -209,6 +210,8 @@ def _conv_as_matmul(images_BxHxWxC, kernel_KxKxCxD, strides, padding, **_):
 
     out[b, h, w, d] = sum_ijc images[b, s h + i - p, s w + j - p, c] kernel[i, j, c, d]
     """
+    # Patch (i, j) is the image shifted by (i, j), at every `strides`-th pixel: with a
+    # 3x3 kernel and 8x8 pixels, padded to 10x10, nine images of 8x8, side by side.
     padded = jnp.pad(images_BxHxWxC, ((0, 0), *padding, (0, 0)))
     (rows, columns), (down, right) = kernel_KxKxCxD.shape[:2], strides
     height, width = padded.shape[1] - rows + 1, padded.shape[2] - columns + 1

@@ -16,11 +16,17 @@ import numpy as np
 from flax import nnx
 
 from train.fields import checked
-from train.models.attention import Implementation, attend, check_attention
+from train.models.attention import attend
+from train.models.sizes import (
+    Implementation,
+    check_attention,
+    check_dropout,
+    check_positive,
+)
 
 _XAVIER = nnx.initializers.xavier_uniform()
 
-Pair = tuple[jax.Array, jax.Array]
+KeysValues = tuple[jax.Array, jax.Array]
 """Keys and values, both [B, L, H, K]."""
 
 
@@ -29,19 +35,19 @@ class TransformerConfig:
     """Sizes of a Transformer.
 
     Args:
-      vocabulary: V, number of tokens, of source and target together. Token 0 pads.
-      context: the longest source or target, in tokens.
-      num_layers: of the encoder, and of the decoder.
+      vocabulary: V, number of tokens of source and target together; token 0 is padding.
+      context: length of the longest source or target, in tokens.
+      num_layers: number of layers of the encoder, and of the decoder.
       num_heads: H; divides the width.
       width: D; even.
       hidden: width inside the perceptron of a layer.
-      dropout: probability, on embeddings, inside perceptrons and on what is added to
-        the stream.
-      compute_dtype: of activations; parameters are float32.
-      attention: "cudnn", cuDNN's fused kernel, "xla", or "auto": the first on a GPU in
-        bfloat16.
-      remat: recompute each layer's activations in the backward pass instead of keeping
-        them.
+      dropout: probability of dropout in embeddings, in perceptrons and in what is added
+        to the residual stream.
+      compute_dtype: dtype of activations; parameters are float32.
+      attention: "cudnn" for cuDNN's fused kernel, "xla", or "auto": the first on a GPU
+        in bfloat16.
+      remat: whether the backward pass recomputes each layer's activations instead of
+        keeping them.
     """
 
     vocabulary: int = 256
@@ -57,11 +63,8 @@ class TransformerConfig:
 
     def __post_init__(self):
         sizes = ("vocabulary", "context", "num_layers", "num_heads", "width", "hidden")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        check_positive(self, *sizes)
+        check_dropout(self.dropout)
         if self.width % 2 or self.width % self.num_heads:
             raise ValueError(
                 f"width = {self.width} must be even and a multiple of num_heads, "
@@ -70,19 +73,19 @@ class TransformerConfig:
         check_attention(self.attention, self.compute_dtype)
 
 
-class Cache(NamedTuple):
-    """What decoding keeps of the tokens so far and of the source; all lead with B."""
+class DecodingCache(NamedTuple):
+    """Keys and values of the tokens so far and of the source, B first."""
 
-    own: tuple[Pair, ...]  # one a layer, [B, L, H, K], zero from the position on
-    source: tuple[Pair, ...]  # one a layer, [B, S, H, K]
+    own: tuple[KeysValues, ...]  # per layer, [B, L, H, K], zero from the position on
+    source: tuple[KeysValues, ...]  # per layer, [B, S, H, K]
     source_lengths: jax.Array  # [B]
 
 
 class Transformer(nnx.Module):
     """Logits of the next target token, float32 [B, T, V], from both sentences.
 
-    Padding, token 0, comes last in a sentence. In the source nothing attends to it; in
-    the target the causal mask hides it from the tokens before.
+    Padding, token 0, comes last in a sentence. In the source no token attends to it; in
+    the target the causal mask hides it from all real tokens.
     """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
@@ -114,7 +117,7 @@ class Transformer(nnx.Module):
     def encode(
         self, source_BxS: jax.Array, *, rngs: nnx.Rngs | None = None
     ) -> jax.Array:
-        """The memory, [B, S, D]."""
+        """Returns the memory, [B, S, D]."""
         lengths_B = _lengths(source_BxS)
         x_BxSxD = self._embed(source_BxS, 0, rngs)
         layer_call = self._recomputed(EncoderLayer.__call__)
@@ -130,7 +133,7 @@ class Transformer(nnx.Module):
         *,
         rngs: nnx.Rngs | None = None,
     ) -> jax.Array:
-        """Logits, float32 [B, T, V]; those at t follow target tokens 0 to t."""
+        """Returns logits, float32 [B, T, V]; those at t follow target tokens 0 to t."""
         lengths_B = _lengths(source_BxS)
         x_BxTxD = self._embed(target_BxT, 0, rngs)
         layer_call = self._recomputed(DecoderLayer.__call__)
@@ -140,22 +143,27 @@ class Transformer(nnx.Module):
 
     def start_cache(
         self, memory_BxSxD: jax.Array, source_BxS: jax.Array, length: int
-    ) -> Cache:
-        """A cache without tokens, for up to `length` of them."""
+    ) -> DecodingCache:
+        """Returns an empty cache of up to `length` tokens."""
         self._check_length(length)
         source = tuple(
             layer.cross_attention.keys_values(memory_BxSxD) for layer in self.decoder
         )
         shape = (source_BxS.shape[0], length, *source[0][0].shape[2:])
         own = jax.tree.map(lambda x: jnp.zeros(shape, x.dtype), source)
-        return Cache(own, source, _lengths(source_BxS))
+        return DecodingCache(own, source, _lengths(source_BxS))
 
     def decode_next(
-        self, token_B: jax.Array, position: jax.Array | int, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
-        """Logits, float32 [B, V], after the token at `position`, and the cache with it.
+        self, token_B: jax.Array, position: jax.Array | int, cache: DecodingCache
+    ) -> tuple[jax.Array, DecodingCache]:
+        """Returns logits, float32 [B, V], and the cache with one more token.
 
-        They are `decode`'s at this position, for the work of one token.
+        They equal `decode`'s at this position, for the work of one token.
+
+        Args:
+          token_B: token at `position`.
+          position: number of tokens in the cache.
+          cache: keys and values of the tokens before.
         """
         seen_B = jnp.full_like(cache.source_lengths, position + 1)
         x_Bx1xD = self._embed(token_B[:, None], position, None)
@@ -242,15 +250,21 @@ class DecoderLayer(nnx.Module):
     def transform(
         self,
         x_BxTxD: jax.Array,
-        own: Pair,
+        own: KeysValues,
         seen_B: jax.Array | None,
-        source: Pair,
+        source: KeysValues,
         source_lengths_B: jax.Array,
         rngs: nnx.Rngs | None,
     ) -> jax.Array:
-        """The layer, given the keys and values to attend to.
+        """Applies the layer to given keys and values.
 
-        Of its own, each token sees the first so many, or else those up to itself.
+        Args:
+          x_BxTxD: input.
+          own: keys and values of the target.
+          seen_B: number of those that each token attends to; None for the causal mask.
+          source: keys and values of the source.
+          source_lengths_B: number of source tokens.
+          rngs: keys of the dropout; None for no dropout.
         """
         added = self.attention(x_BxTxD, own, seen_B)
         x_BxTxD = self.attention_norm(x_BxTxD + _drop(self.dropout, added, rngs))
@@ -264,7 +278,7 @@ class Attention(nnx.Module):
     """Attention of several heads to given keys and values."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        # Xavier's variance for the [3 D, D] matrix in which torch keeps these three.
+        # Xavier's variance of the [3 D, D] matrix in which torch stacks these three.
         init = nnx.initializers.variance_scaling(0.5, "fan_in", "uniform")
         width = config.width
         self.num_heads = config.num_heads
@@ -275,13 +289,13 @@ class Attention(nnx.Module):
         self.out = _linear(width, width, config, rngs)
 
     def __call__(
-        self, x_BxTxD: jax.Array, attended: Pair, lengths_B: jax.Array | None
+        self, x_BxTxD: jax.Array, attended: KeysValues, lengths_B: jax.Array | None
     ) -> jax.Array:
         q_BxTxHxK = self._heads(self.query(x_BxTxD))
         out_BxTxHxK = attend(q_BxTxHxK, *attended, lengths_B, self.implementation)
         return self.out(out_BxTxHxK.reshape(x_BxTxD.shape))
 
-    def keys_values(self, x_BxSxD: jax.Array) -> Pair:
+    def keys_values(self, x_BxSxD: jax.Array) -> KeysValues:
         return self._heads(self.key(x_BxSxD)), self._heads(self.value(x_BxSxD))
 
     def _heads(self, x_BxTxD: jax.Array) -> jax.Array:
@@ -301,7 +315,7 @@ class Perceptron(nnx.Module):
 
 
 def _waves(context: int, width: int) -> np.ndarray:
-    """Sines and cosines of the positions, [context, D] (section 3.5 of the paper).
+    """Positional encoding, [context, D] (section 3.5 of the paper).
 
     at(t, 2i) = sin(t / 10000^(2i / D)), at(t, 2i + 1) = cos(t / 10000^(2i / D))
     """
@@ -314,7 +328,7 @@ def _lengths(source_BxS: jax.Array) -> jax.Array:
     return jnp.count_nonzero(source_BxS, axis=1)
 
 
-def _insert(kept: Pair, new: Pair, position: jax.Array | int) -> Pair:
+def _insert(kept: KeysValues, new: KeysValues, position: jax.Array | int) -> KeysValues:
     keys, values = (
         jax.lax.dynamic_update_slice_in_dim(old, one, position, axis=1)
         for old, one in zip(kept, new, strict=True)

@@ -13,6 +13,7 @@ import tyro
 
 from train.cli import command, load_config, show_usage
 from train.config import Config
+from train.plugins import reveal_cuda_plugin
 from train.preflight.compile import prepare
 from train.preflight.preflight_report import report
 
@@ -75,6 +76,7 @@ def main(arguments: list[str]) -> int:
 if __name__ == "__main__":
     # The compiler warns for each program that it finds no GPU.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    reveal_cuda_plugin()
     jax.config.update("jax_platforms", "cpu")
     # A compiler without a device reads no program from a cache.
     jax.config.update("jax_enable_compilation_cache", False)

@@ -22,7 +22,7 @@ from train.config import Config
 from train.network import GBIT
 from train.preflight import targets
 from train.preflight.targets import Gpu, Target
-from train.run.build import build_in_step, build_optimizer, build_schedule, build_state
+from train.run.build import build_in_step, build_optimizer, build_state
 from train.xla import COMPILE_ONLY, read_options
 
 Options = Mapping[str, str | bool | bytes]
@@ -142,8 +142,7 @@ class Preflight:
         self.network = network
         self.mesh = mesh
         self._task = config.task.build()
-        schedule = build_schedule(config.optimizer, config.num_steps)
-        self._optimizer = build_optimizer(config.optimizer, schedule)
+        self._optimizer = build_optimizer(config.optimizer, config.num_steps)
         workers = range(config.workers.num_workers)
         build = functools.partial(
             build_state, config, self._task, self._optimizer, workers

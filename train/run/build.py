@@ -59,32 +59,48 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     )
 
 
+# Each optimizer from its schedule, its keywords for the moments, `accum_steps`, and the
+# keywords of the weight decay; a list, as one flat chain is what checkpoints hold.
+OPTIMIZERS: dict[str, Callable[..., list[optax.GradientTransformation]]] = {
+    "accum_adamw": lambda rate, moments, accum, decay: [
+        accum_adamw(rate, **moments, **accum, **decay)
+    ],
+    "accum_adam": lambda rate, moments, accum, decay: [
+        optax.add_decayed_weights(**decay),
+        accum_adam(rate, **moments, **accum),
+    ],
+    "adamw": lambda rate, moments, _, decay: [optax.adamw(rate, **moments, **decay)],
+    "adam": lambda rate, moments, _, decay: [
+        optax.add_decayed_weights(**decay),
+        optax.adam(rate, **moments),
+    ],
+}
+
+
 def build_optimizer(
+    config: OptimizerConfig, num_steps: int
+) -> optax.GradientTransformation:
+    """Returns the config's optimizer with its schedule over a run of `num_steps`."""
+    return optimizer_with(config, build_schedule(config, num_steps))
+
+
+def optimizer_with(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Watches and clips the worker's gradient, decays, and steps."""
+    """Watches and clips the worker's gradient, decays the weights, and steps."""
     moments = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
-    if config.name.startswith("accum"):
-        moments["accum_steps"] = config.accum_steps
-    make: Callable[..., optax.GradientTransformation] = {
-        "accum_adamw": accum_adamw,
-        "accum_adam": accum_adam,
-        "adamw": optax.adamw,
-        "adam": optax.adam,
-    }[config.name]
-    # Not on biases, norms and the like.
-    decay: dict[str, Any] = {
-        "weight_decay": config.weight_decay,
-        "mask": lambda params: jax.tree.map(lambda x: x.ndim >= 2, params),
-    }
-    steps = (
-        [make(schedule, **moments, **decay)]
-        if config.name.endswith("w")
-        else [optax.add_decayed_weights(**decay), make(schedule, **moments)]
-    )
+    accum = {"accum_steps": config.accum_steps}
+    decay = {"weight_decay": config.weight_decay, "mask": _has_two_dims}
+    steps = OPTIMIZERS[config.name](schedule, moments, accum, decay)
     if config.clip_norm is not None:
         steps = [optax.clip_by_global_norm(config.clip_norm), *steps]
+    # Watched before clipping, which would spread a NaN of one leaf to all.
     return optax.chain(watch_gradients(), *steps)
+
+
+def _has_two_dims(params: Any) -> Any:
+    """The mask of kernels and embeddings: biases and norms are not decayed."""
+    return jax.tree.map(lambda x: x.ndim >= 2, params)
 
 
 def build_mesh(config: Config) -> Mesh | None:
@@ -103,17 +119,17 @@ def build_state(
     workers: Sequence[int],
     model: tuple[Any, Any] | None = None,
 ) -> WorkerState:
-    """The rows of these workers; all start from one model.
+    """Returns the stacked initial state of some workers; all start from one model.
 
     Args:
-      config: of the run.
-      task: that is trained.
-      optimizer: initialised for each worker.
-      workers: the numbers of those to make.
-      model: params and model state to start from; by default drawn from the seed.
+      config: config of the run.
+      task: the trained task.
+      optimizer: optimizer whose state each worker has.
+      workers: numbers of the workers, ascending.
+      model: initial params and model state; by default drawn from the config's seed.
 
     Raises:
-      ValueError: if the model is not one of this task.
+      ValueError: if the model does not fit the task.
     """
 
     @jax.jit
@@ -129,7 +145,7 @@ def build_state(
 
 
 def _check_same_kind(model: Any, wanted: Any) -> None:
-    """Refuses a model with other leaves, shapes or dtypes, and names the first."""
+    """Raises if leaves, shapes or dtypes differ, with the first that does."""
     got, want = (
         {
             jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
@@ -141,8 +157,8 @@ def _check_same_kind(model: Any, wanted: Any) -> None:
     if wrong:
         name = wrong[0]
         raise ValueError(
-            f"the model to start from is another one: in {len(wrong)} parameters, such "
-            f"as {name}, wanted {want.get(name)}, got {got.get(name)}"
+            f"the model to start from does not fit: {len(wrong)} parameters differ, "
+            f"such as {name}, wanted {want.get(name)}, got {got.get(name)}"
         )
 
 

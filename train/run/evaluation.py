@@ -10,7 +10,7 @@ import numpy as np
 from decentjax import mean_model
 from train.config import Config
 from train.config_json import read_config
-from train.run.build import build_optimizer, build_schedule, build_state
+from train.run.build import build_optimizer, build_state
 from train.run.checkpoint import read_models
 from train.tasks.task import Task, Totals
 
@@ -65,8 +65,7 @@ def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
         raise ValueError(f"{run_dir} holds no run: it has no config.json")
     config = read_config(path)
     task = config.task.build()
-    schedule = build_schedule(config.optimizer, config.num_steps)
-    optimizer = build_optimizer(config.optimizer, schedule)
+    optimizer = build_optimizer(config.optimizer, config.num_steps)
     workers = range(config.workers.num_workers)
     state = jax.eval_shape(lambda: build_state(config, task, optimizer, workers))
     shapes = {"params": state.params, "model_state": state.model_state}

@@ -51,10 +51,3 @@ def lock(run_dir: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
         yield
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file that is whole, or as it was before."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
-    part.replace(path)

@@ -11,7 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from train.run.folder import write_whole, writing
+from train.run.folder import writing
+from train.tables import write_whole
 
 METRICS = "metrics.jsonl"
 # Without a terminal there is no line to redraw, so one is printed every so often.

@@ -25,7 +25,7 @@ from decentjax.step import Metrics
 from decentjax.topology import complete
 from train.config import Config
 from train.data.batches import feed
-from train.run.build import ORDERS, build_optimizer, build_schedule, build_state
+from train.run.build import ORDERS, build_optimizer, build_state
 from train.run.evaluation import ratios
 from train.tasks.task import Task
 
@@ -102,8 +102,7 @@ def _train_together(
     config: Config, seeds: range, report: Callable[[int, str], None]
 ) -> SeedsOutcome:
     task = config.task.build()
-    schedule = build_schedule(config.optimizer, config.num_steps)
-    optimizer = build_optimizer(config.optimizer, schedule)
+    optimizer = build_optimizer(config.optimizer, config.num_steps)
     num_workers = config.workers.num_workers
     everybody = range(num_workers)
     train_step = _build_step(config, task, optimizer)

@@ -1,7 +1,7 @@
-"""Images and their classes, told apart by a ResNet: what the tasks on images share."""
+"""Classification of images by a ResNet: the part that the image tasks share."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,20 +12,21 @@ from flax import nnx
 
 from decentjax import LossFn
 from train.models.resnet import ResNet, ResNetConfig
-from train.tasks.task import Totals
+from train.tasks.task import Headline, StepsFn, Task, Totals
 
 
 class Classifier(NamedTuple):
     """A ResNet as functions of its parameters and batch statistics.
 
-    A batch is {"image": [B, H, W, C], "label": int32 [B]}; images with the label -1
-    fill a batch up and count for nothing.
+    A batch is {"image": [B, H, W, C], "label": int32 [B]}. Images with the label -1
+    fill up a batch, and no score counts them.
 
     Args:
-      init: key to (params, batch statistics).
-      loss_fn: cross-entropy with smoothed labels.
+      init: maps a key to (params, batch statistics).
+      loss_fn: cross-entropy with smoothed labels, and the statistics of the batch.
       score_fn: loss without smoothing, top-1 and top-5, with the running statistics.
-      logits: (params, batch statistics, images) to float32 [B, classes], likewise.
+      logits: maps (params, batch statistics, images) to float32 [B, classes], with the
+        running statistics.
     """
 
     init: Callable[[jax.Array], tuple[Any, Any]]
@@ -39,7 +40,13 @@ def classifier(
     label_smoothing: float,
     normalise: Callable[[jax.Array], jax.Array] = lambda images: images,
 ) -> Classifier:
-    """Returns the functions of a ResNet that sees normalised images."""
+    """Returns the functions of a ResNet.
+
+    Args:
+      config: sizes of the ResNet.
+      label_smoothing: share of the target that is spread evenly over all classes.
+      normalise: maps images to the model's input.
+    """
 
     def model(rngs: nnx.Rngs) -> ResNet:
         return ResNet(config, rngs=rngs)
@@ -56,6 +63,7 @@ def classifier(
 
     def loss_fn(params, model_state, batch, key):
         del key
+        # A copy, because the norms may write only variables of the current trace.
         net = nnx.merge(graph, params, model_state, copy=True)
         logits = net(normalise(batch["image"]), train=True)
         labels = optax.smooth_labels(
@@ -76,18 +84,44 @@ def classifier(
     return Classifier(init, loss_fn, score_fn, logits)
 
 
-def image_shapes(
-    rows: int, size: int, channels: int, dtype: np.typing.DTypeLike
-) -> dict[str, jax.ShapeDtypeStruct]:
-    """A batch of square images, as shapes."""
-    return {
-        "image": jax.ShapeDtypeStruct((rows, size, size, channels), dtype),
-        "label": jax.ShapeDtypeStruct((rows,), np.int32),
-    }
+def image_task(
+    model: Classifier,
+    *,
+    image: jax.ShapeDtypeStruct,
+    steps: StepsFn,
+    validation: Callable[[], Iterable[Any]],
+    sample: Callable[[Any, Any], str],
+    baselines: Callable[[], dict[str, float]] = dict,
+) -> Task:
+    """Returns a task on images.
+
+    Args:
+      model: functions of the model.
+      image: one image of the training data, [H, W, C].
+      steps: see `Task`, as the others.
+    """
+
+    def batch_shape(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
+        return {
+            "image": jax.ShapeDtypeStruct((rows, *image.shape), image.dtype),
+            "label": jax.ShapeDtypeStruct((rows,), np.int32),
+        }
+
+    return Task(
+        batch_shape=batch_shape,
+        steps=steps,
+        init=model.init,
+        loss_fn=model.loss_fn,
+        validation=validation,
+        score_fn=model.score_fn,
+        headline=Headline("top_1", better="higher"),
+        sample=sample,
+        baselines=baselines,
+    )
 
 
 def scores(logits: jax.Array, labels: jax.Array) -> Totals:
-    """Sums up the loss and the hits of logits [B, C]; labels -1 do not count."""
+    """Returns sums of loss and hits of logits [B, C], without those of the label -1."""
     counted = labels >= 0
     labels = jnp.maximum(labels, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)

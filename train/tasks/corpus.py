@@ -1,4 +1,4 @@
-"""Translation of a corpus in a folder: WMT14's news, or anybody's own pairs."""
+"""Translation of a prepared corpus: WMT14's news, or sentence pairs of your own."""
 
 import dataclasses
 from pathlib import Path
@@ -12,14 +12,14 @@ from train.tasks.translation import DecodingConfig, translation
 
 @checked
 class TranslationTask:
-    """Translation of a corpus that `python -m train.prepare` has made.
+    """Translation of a corpus that `python -m train.prepare` has prepared.
 
     Args:
       data: folder of the corpus.
       model: sizes of the Transformer.
-      decoding: how translations are searched for.
-      label_smoothing: share of the target that all tokens have alike.
-      num_shapes: of batches, at the most; each is compiled once per exchange.
+      decoding: options of the beam search.
+      label_smoothing: share of the target that is spread evenly over all tokens.
+      num_shapes: largest number of batch shapes; each is compiled once per exchange.
     """
 
     data: str

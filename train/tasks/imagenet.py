@@ -1,4 +1,4 @@
-"""ImageNet-1K and a ResNet: crops of 176 pixels to learn from, 224 to be judged by."""
+"""ImageNet-1K and a ResNet, with training crops of 176 pixels, evaluated on 224."""
 
 import functools
 from pathlib import Path
@@ -8,32 +8,32 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from train.data.imagenet import Validation, imagenet_steps, open_imagenet
+from train.data.imagenet_files import Validation, imagenet_steps, open_imagenet
 from train.fields import checked
 from train.models.resnet import ResNetConfig
-from train.tasks.classification import classifier, image_shapes
-from train.tasks.task import Headline, Task
+from train.tasks.classification import classifier, image_task
+from train.tasks.task import Task
 
 NUM_CLASSES = 1000
 NUM_SAMPLES = 8
-# Of the training images: mean and standard deviation of red, green and blue, of 255.
+# Mean and standard deviation of red, green and blue of the training images, 0 to 255.
 MEAN = np.array([123.675, 116.28, 103.53], np.float32)
 DEVIATION = np.array([58.395, 57.12, 57.375], np.float32)
 
 
 @checked
 class ImageNetTask:
-    """Which of 1,000 things is it? 1.28 million images to learn from, 50,000 held out.
+    """Classification into 1,000 classes: 1.28 million training images, 50,000 held out.
 
     Args:
       model: sizes of the ResNet.
       data: folder of tfds's data sets; by default TFDS_DATA_DIR in the environment, or
         ~/tensorflow_datasets.
-      label_smoothing: share of the target that all classes have alike.
-      train_size: of the random crops, in pixels.
-      eval_size: of the middles of the held-out images, in pixels.
-      eval_rows: held-out images at a time.
-      eval_processes: that decode them; 0 for a thread.
+      label_smoothing: share of the target that is spread evenly over all classes.
+      train_size: side of the random crops, in pixels.
+      eval_size: side of the center crops of the held-out images, in pixels.
+      eval_rows: held-out images per batch.
+      eval_processes: number of processes that decode them; 0 for a thread.
     """
 
     model: ResNetConfig
@@ -61,29 +61,24 @@ class ImageNetTask:
 
         def sample(params: Any, model_state: Any) -> str:
             few = next(iter(validation(NUM_SAMPLES, num_processes=0)))
-            taken_for = model.logits(params, model_state, few["image"]).argmax(1)
-            pairs = zip(few["label"], np.asarray(taken_for), strict=True)
-            return "\n".join(f"class {a}, taken for {b}" for a, b in pairs if a >= 0)
+            predicted = model.logits(params, model_state, few["image"]).argmax(1)
+            pairs = zip(few["label"], np.asarray(predicted), strict=True)
+            return "\n".join(
+                f"class {a}, classified as {b}" for a, b in pairs if a >= 0
+            )
 
-        return Task(
-            batch_shape=functools.partial(
-                image_shapes, size=self.train_size, channels=3, dtype=np.uint8
-            ),
+        return image_task(
+            model,
+            image=jax.ShapeDtypeStruct((self.train_size, self.train_size, 3), np.uint8),
             steps=functools.partial(imagenet_steps, root, size=self.train_size),
-            init=model.init,
-            loss_fn=model.loss_fn,
             validation=functools.partial(
                 validation, self.eval_rows, self.eval_processes
             ),
-            score_fn=model.score_fn,
-            headline=Headline("top_1", better="higher"),
-            baselines=dict,
             sample=sample,
         )
 
 
 def normalise(images: jax.Array) -> jax.Array:
-    """uint8 [B, H, W, 3] to float32 of mean about 0 and standard deviation about 1."""
-    return (images.astype(jnp.float32) - MEAN[None, None, None]) / DEVIATION[
-        None, None, None
-    ]
+    """Maps uint8 [B, H, W, 3] to float32 of mean about 0 and deviation about 1."""
+    mean, deviation = (x[None, None, None] for x in (MEAN, DEVIATION))
+    return (images.astype(jnp.float32) - mean) / deviation

@@ -1,8 +1,8 @@
-"""Next-token prediction by a GPT: what the tasks on text share."""
+"""Next-token prediction by a GPT: the part that the tasks on text share."""
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import grain
 import jax
@@ -13,49 +13,121 @@ from flax import nnx
 
 from decentjax import LossFn
 from train.models.gpt import GPT, GPTConfig
+from train.tasks.task import Headline, StepsFn, Task, Totals
+
+TEMPERATURE = 0.7
 
 
 class Language(NamedTuple):
     """A GPT as functions of its parameters.
 
     Args:
-      init: key to (params, ()).
+      init: maps a key to (params, ()).
       loss_fn: mean nats per token of windows [B, T + 1] of token ids.
-      nats: (params, windows) to the sum of the nats and the number of tokens.
-      go_on: (params, tokens, how many, number of tokens known to the text) to the
-        tokens and that many more, drawn at temperature 0.7, always the same.
+      nats: maps (params, windows) to the sum of the nats and the number of tokens.
+      extend: maps (params, tokens, length, known) to the tokens and `length` more,
+        drawn from the first `known` ids at a temperature of 0.7 with a fixed key.
     """
 
     init: Callable[[jax.Array], tuple[Any, tuple[()]]]
     loss_fn: LossFn
     nats: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
-    go_on: Callable[[Any, Sequence[int], int, int], list[int]]
+    extend: Callable[[Any, Sequence[int], int, int], list[int]]
+
+
+class Codec(Protocol):
+    """Text to token ids and back, as by `train.data.vocabulary.Vocabulary`."""
+
+    def __len__(self) -> int: ...
+
+    def encode(self, lines: Sequence[str]) -> list[list[int]]: ...
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]: ...
 
 
 def language(config: GPTConfig) -> Language:
+    """Returns the functions of a GPT."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
     logits = functools.partial(_logits, graph)
     return Language(
         init=lambda key: (nnx.state(GPT(config, rngs=nnx.Rngs(key))), ()),
         loss_fn=functools.partial(_loss_fn, logits),
         nats=functools.partial(_nats, logits),
-        go_on=functools.partial(_go_on, _next_token(logits), config.context),
+        extend=functools.partial(_extend, _next_token(logits), config.context),
     )
 
 
-def window_shape(
-    rows: int, context: int, dtype: np.typing.DTypeLike
-) -> jax.ShapeDtypeStruct:
-    """A worker's batch, as a shape."""
-    return jax.ShapeDtypeStruct((rows, context + 1), dtype)
+def language_task(
+    config: GPTConfig,
+    *,
+    dtype: np.typing.DTypeLike,
+    steps: StepsFn,
+    validation: Callable[[], list[np.ndarray]],
+    score: str,
+    codec: Callable[[], Codec],
+    prompt: str,
+    length: int,
+    unit: Callable[[jax.Array], jax.Array] = lambda nats: nats,
+    baselines: Callable[[], dict[str, float]] = dict,
+) -> Task:
+    """Returns a task on text.
+
+    Args:
+      config: sizes of the GPT.
+      dtype: type of the token ids in the data.
+      steps: see `Task`.
+      validation: see `Task`.
+      score: name of the loss among the scores.
+      codec: returns the codec of the text; FileNotFoundError where it is missing.
+      prompt: beginning of the sample.
+      length: number of tokens that are generated.
+      unit: maps nats to the unit of the score.
+      baselines: see `Task`.
+    """
+    model = language(config)
+
+    def score_fn(params: Any, model_state: Any, windows: jax.Array) -> Totals:
+        del model_state
+        nats, count = model.nats(params, windows)
+        return {score: (unit(nats), count)}
+
+    def generate(params: Any, model_state: Any, lines: Sequence[str]) -> list[str]:
+        del model_state
+        text = codec()
+        prompts = text.encode(lines)
+        return text.decode(
+            [model.extend(params, p, length, len(text)) for p in prompts]
+        )
+
+    def sample(params: Any, model_state: Any) -> str:
+        try:
+            return generate(params, model_state, [prompt])[0]
+        except FileNotFoundError as error:
+            return f"none, as {error}"
+
+    return Task(
+        batch_shape=lambda rows: jax.ShapeDtypeStruct(
+            (rows, config.context + 1), dtype
+        ),
+        steps=steps,
+        init=model.init,
+        loss_fn=model.loss_fn,
+        validation=validation,
+        score_fn=score_fn,
+        headline=Headline(score, better="lower"),
+        sample=sample,
+        baselines=baselines,
+        generate=generate,
+    )
 
 
 def spread(
     windows: grain.sources.RandomAccessDataSource, count: int, rows: int
 ) -> list[np.ndarray]:
-    """Returns `count` of the windows, evenly spread, in batches of some `rows`."""
+    """Returns `count` of the windows, evenly spread, in batches of about `rows`."""
     chosen = np.linspace(0, len(windows) - 1, count).astype(int)
     stacked = np.stack([windows[i] for i in chosen])
+    # Of at most two different shapes, as each shape is compiled.
     return np.array_split(stacked, -(-count // rows))
 
 
@@ -81,17 +153,17 @@ def _nats(logits, params: Any, windows: jax.Array) -> tuple[jax.Array, jax.Array
 
 
 def _next_token(logits):
-    """(params, window, length, key, known tokens) to the next token, compiled."""
+    """(params, window, length, key, known) to the next token, compiled."""
 
     @functools.partial(jax.jit, static_argnums=4)
     def next_token(params, window, length, key, known):
-        scores = logits(params, window[None])[0, length - 1] / 0.7
+        scores = logits(params, window[None])[0, length - 1] / TEMPERATURE
         return jax.random.categorical(key, scores[:known])
 
     return next_token
 
 
-def _go_on(
+def _extend(
     next_token,
     context: int,
     params: Any,
@@ -100,6 +172,8 @@ def _go_on(
     known: int,
 ) -> list[int]:
     text = list(tokens)
+    # Of one shape from the first token on, so that the model is compiled once; what
+    # the window holds behind the text is hidden by the causal mask.
     window = np.zeros(context, np.int32)
     for key in jax.random.split(jax.random.key(0), length):
         tail = text[-context:]

@@ -9,8 +9,8 @@ import numpy as np
 def meteor(translations: Sequence[str], references: Sequence[str]) -> dict[str, float]:
     """Returns {"meteor": mean over the sentences}, or {} without nltk or WordNet.
 
-    The extra `meteor`, then `python -m nltk.downloader wordnet`. Words are what stands
-    between spaces. Source: Banerjee and Lavie (2005).
+    Install the extra `meteor`, then run `python -m nltk.downloader wordnet`. Words are
+    separated by spaces. Source: Banerjee and Lavie (2005).
     """
     try:
         wordnet = import_module("nltk.corpus").wordnet

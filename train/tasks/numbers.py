@@ -1,8 +1,8 @@
-"""Number words from English into German: WMT14's task in small."""
+"""Translation of number words from English into German: WMT14's task in small."""
 
 import dataclasses
 
-from train.data.numbers import read_numbers
+from train.data.number_words import read_numbers
 from train.fields import checked
 from train.models.transformer import TransformerConfig
 from train.tasks.task import Task
@@ -11,17 +11,17 @@ from train.tasks.translation import DecodingConfig, translation
 
 @checked
 class NumbersTask:
-    """Translation of number words; no number of the test set is among those to learn.
+    """Translation of number words; no number of the test set is in the training set.
 
     "nine hundred and ninety-nine" is "neunhundertneunundneunzig": units come before
     tens, and words grow together.
 
     Args:
       model: sizes of the Transformer.
-      num_train: numbers to learn from.
-      decoding: how translations are searched for.
-      label_smoothing: share of the target that all tokens have alike.
-      num_shapes: of batches, at the most; each is compiled once per exchange.
+      num_train: number of training pairs.
+      decoding: options of the beam search.
+      label_smoothing: share of the target that is spread evenly over all tokens.
+      num_shapes: largest number of batch shapes; each is compiled once per exchange.
     """
 
     model: TransformerConfig

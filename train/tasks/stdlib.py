@@ -3,19 +3,20 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from train.data.batches import worker_steps
-from train.data.stdlib import read_stdlib
-from train.data.text import Windows
+from train.data.python_source import read_stdlib
+from train.data.token_files import Windows
 from train.fields import checked
 from train.models.gpt import GPTConfig
-from train.tasks.language import language, spread, window_shape
-from train.tasks.task import Headline, Task, Totals
+from train.tasks.language import language_task, spread
+from train.tasks.task import Task
+
+EVAL_ROWS = 64
+SMOOTHING = 0.1  # Added to each count of the baselines.
 
 
 @checked
@@ -24,9 +25,9 @@ class StdlibTask:
 
     Args:
       model: sizes of the GPT; its context is the window of the data, in bytes.
-      num_eval_windows: held-out windows that an evaluation reads, evenly spread.
-      sample_prompt: what the sample at the end goes on from.
-      sample_bytes: length of that sample.
+      num_eval_windows: number of held-out windows of an evaluation, evenly spread.
+      sample_prompt: beginning of the sample.
+      sample_bytes: length of what is generated after a prompt, in bytes.
     """
 
     model: GPTConfig = dataclasses.field(default_factory=GPTConfig)
@@ -48,43 +49,41 @@ class StdlibTask:
     def build(self) -> Task:
         train, held_out = read_stdlib()
         context = self.model.context
-        model = language(self.model)
-        validation = spread(Windows(held_out, context), self.num_eval_windows, rows=64)
-
-        def score_fn(params: Any, model_state: Any, windows: jax.Array) -> Totals:
-            del model_state
-            nats, count = model.nats(params, windows)
-            return {"bits_per_byte": (nats / jnp.log(2), count)}
-
-        def generate(params: Any, model_state: Any, lines: Sequence[str]) -> list[str]:
-            del model_state
-            prompts = [list(line.encode()) for line in lines]
-            texts = [model.go_on(params, p, self.sample_bytes, 256) for p in prompts]
-            return [bytes(text).decode(errors="replace") for text in texts]
+        windows = spread(Windows(held_out, context), self.num_eval_windows, EVAL_ROWS)
 
         def baselines() -> dict[str, float]:
-            windows = np.concatenate(validation)
             return {
-                f"order-{order} count model": count_model(train, windows, order)
+                f"order-{order} count model": count_model(
+                    train, np.concatenate(windows), order
+                )
                 for order in (1, 2)
             }
 
-        return Task(
-            batch_shape=functools.partial(
-                window_shape, context=context, dtype=np.uint8
-            ),
+        return language_task(
+            self.model,
+            dtype=np.uint8,
             steps=functools.partial(worker_steps, Windows(train, context)),
-            init=model.init,
-            loss_fn=model.loss_fn,
-            validation=lambda: validation,
-            score_fn=score_fn,
-            headline=Headline("bits_per_byte", better="lower"),
+            validation=lambda: windows,
+            score="bits_per_byte",
+            unit=lambda nats: nats / jnp.log(2),
+            codec=Bytes,
+            prompt=self.sample_prompt,
+            length=self.sample_bytes,
             baselines=baselines,
-            sample=lambda params, model_state: generate(
-                params, model_state, [self.sample_prompt]
-            )[0],
-            generate=generate,
         )
+
+
+class Bytes:
+    """The bytes of a text as its tokens."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def encode(self, lines: Sequence[str]) -> list[list[int]]:
+        return [list(line.encode()) for line in lines]
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return [bytes(row).decode(errors="replace") for row in rows]
 
 
 def count_model(train: np.ndarray, windows: np.ndarray, order: int) -> float:
@@ -94,21 +93,21 @@ def count_model(train: np.ndarray, windows: np.ndarray, order: int) -> float:
     training bytes, averaged over the windows' bytes that have k bytes before them.
 
     Args:
-      train: uint8 [bytes].
-      windows: uint8 [windows, T + 1].
+      train: training bytes, uint8 [bytes].
+      windows: held-out bytes, uint8 [windows, T + 1].
       order: k.
     """
-    ones = 0.1
     counts = np.bincount(
         _keys(train[None], order).ravel(), minlength=256 ** (order + 1)
     )
     keys = _keys(windows, order)
     totals = counts.reshape(-1, 256).sum(1)[keys // 256]
-    return float(-np.log2((counts[keys] + ones) / (totals + 256 * ones)).mean())
+    p = (counts[keys] + SMOOTHING) / (totals + 256 * SMOOTHING)
+    return float(-np.log2(p).mean())
 
 
 def _keys(windows: np.ndarray, order: int) -> np.ndarray:
-    """Each byte with the `order` bytes before it, as one number."""
+    """Each byte with the `order` bytes before it, as one number to the base 256."""
     length = windows.shape[1] - order
     columns = (windows[:, k : k + length].astype(np.int64) for k in range(order + 1))
     return functools.reduce(lambda key, column: key * 256 + column, columns)

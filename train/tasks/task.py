@@ -1,4 +1,4 @@
-"""What a task is: data, model, loss and evaluation, brought together."""
+"""A task: data, model, loss and evaluation as functions."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple, Protocol
@@ -15,8 +15,8 @@ Totals = dict[str, tuple[jax.Array, jax.Array]]
 class StepsFn(Protocol):
     """The batches of all steps; element t is step t's, with the rows of `workers`.
 
-    A worker has a multiple of `multiple_of` examples in each, to be cut into so many
-    parts.
+    Each worker's batch has a multiple of `multiple_of` examples, so that it can be cut
+    into that number of micro-batches.
     """
 
     def __call__(
@@ -31,11 +31,11 @@ class StepsFn(Protocol):
 
 
 class Headline(NamedTuple):
-    """The score to show.
+    """The main score of a task.
 
     Args:
-      name: among the scores.
-      better: which way.
+      name: name among the scores.
+      better: which values are better.
     """
 
     name: str
@@ -46,20 +46,19 @@ class Task(NamedTuple):
     """The functions that a run needs of its task.
 
     Args:
-      batch_shape: batch_per_worker to a worker's batch as shapes, [examples, ...]; it
-        needs no data. Where steps differ in shape, it is a typical one.
-      steps: training data; it is read from here on.
-      init: key to (params, model_state) of one model.
+      batch_shape: maps batch_per_worker to a worker's batch as shapes, [examples, ...],
+        without reading data. A typical shape, where steps differ in shape.
+      steps: training data; the first call reads it.
+      init: maps a key to (params, model_state) of one model.
       loss_fn: see `decentjax.LossFn`.
-      validation: to batches to evaluate on, of few shapes; they may be gone through
-        again.
-      score_fn: (params, model_state, batch) to what each score sums up, and over how
-        many; a pure function. A score is the sum of the first over that of the second.
-      headline: the score to show.
-      baselines: that score of simpler models, by name.
-      sample: (params, model_state) of one model to text that shows what it does.
-      generate: (params, model_state, lines) to what the model makes of each line.
-      judge: (params, model_state) to scores of what it generates.
+      validation: returns the held-out batches, of few shapes; can be iterated again.
+      score_fn: maps (params, model_state, batch) to (sum, count) of each score; pure. A
+        score is the sum over all batches divided by the count over all batches.
+      headline: main score.
+      sample: maps (params, model_state) of one model to text that shows what it does.
+      baselines: returns the main score of simpler models, by name.
+      generate: maps (params, model_state, lines) to the model's output for each line.
+      judge: maps (params, model_state) to scores of the model's output.
     """
 
     batch_shape: Callable[[int], Any]
@@ -69,7 +68,7 @@ class Task(NamedTuple):
     validation: Callable[[], Iterable[Any]]
     score_fn: Callable[[Any, Any, Any], Totals]
     headline: Headline
-    baselines: Callable[[], dict[str, float]]
     sample: Callable[[Any, Any], str]
+    baselines: Callable[[], dict[str, float]] = dict
     generate: Callable[[Any, Any, Sequence[str]], list[str]] | None = None
     judge: Callable[[Any, Any], dict[str, float]] | None = None

@@ -1,4 +1,4 @@
-"""Sentences in another language, by a Transformer: what the translation tasks share."""
+"""Translation by a Transformer: the part that the translation tasks share."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ from train.data.pairs import Corpus
 from train.data.vocabulary import END, START
 from train.fields import checked
 from train.models.beam import beam_search
+from train.models.sizes import check_positive
 from train.models.transformer import Transformer, TransformerConfig
 from train.tasks.meteor import meteor
 from train.tasks.task import Headline, Task, Totals
@@ -30,13 +31,13 @@ TYPICAL_LENGTH = 32
 
 @checked
 class DecodingConfig:
-    """How a translation is searched for.
+    """Options of the beam search.
 
     Args:
-      beams: partial translations that are kept.
+      beams: number of partial translations that are kept.
       length_penalty: power of the length that the score is divided by.
-      extra_tokens: a translation is no longer than its source and so many tokens.
-      rows: sentences at a time.
+      extra_tokens: tokens that a translation may have more than its source.
+      rows: sentences per batch.
     """
 
     beams: int = 4
@@ -45,9 +46,7 @@ class DecodingConfig:
     rows: int = 32
 
     def __post_init__(self):
-        for name in ("beams", "extra_tokens", "rows"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        check_positive(self, "beams", "extra_tokens", "rows")
         if self.length_penalty < 0:
             raise ValueError(
                 f"length_penalty must not be negative, got {self.length_penalty}"
@@ -61,10 +60,17 @@ def translation(
     label_smoothing: float,
     num_shapes: int,
 ) -> Task:
-    """Returns the task of the corpus that is read when it is needed.
+    """Returns the task of a corpus.
 
     The loss is the mean over a worker's target tokens of the cross-entropy with
     smoothed labels; the held-out loss, in nats per target token, is without smoothing.
+
+    Args:
+      read: returns the corpus; called once, when the data is first used.
+      model: sizes of the Transformer.
+      decoding: options of the beam search.
+      label_smoothing: share of the target that is spread evenly over all tokens.
+      num_shapes: largest number of batch shapes.
     """
 
     @functools.cache
@@ -116,7 +122,6 @@ def translation(
         validation=lambda: length_validation(corpus().validation, decoding.rows),
         score_fn=functools.partial(_score_fn, graph),
         headline=Headline("loss", better="lower"),
-        baselines=dict,
         sample=sample,
         generate=generate,
         judge=judge,
@@ -124,9 +129,9 @@ def translation(
 
 
 def quality(translations: Sequence[str], references: Sequence[str]) -> dict[str, float]:
-    """Returns BLEU and chrF as sacrebleu computes them, METEOR where it can be had.
+    """Returns BLEU and chrF by sacrebleu, METEOR where it is available.
 
-    And the share of the translations that are the very references.
+    Also the share of the translations that equal their references.
     """
     exact = [a == b for a, b in zip(translations, references, strict=True)]
     return {
@@ -144,14 +149,14 @@ def _losses(
     batch: Any,
     rngs: nnx.Rngs | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Nats of each target token, and which are there, both [B, T]."""
+    """Nats of each target token, and which of them are no padding, both [B, T]."""
     tokens = batch["target"]
     logits = nnx.merge(graph, params)(batch["source"], tokens[:, :-1], rngs=rngs)
     wanted = tokens[:, 1:]
     own = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
-    # Against labels that are all alike, without an array of them.
-    alike = jax.nn.logsumexp(logits, axis=-1) - logits.mean(-1)
-    return (1 - smoothing) * own + smoothing * alike, wanted > 0
+    # The cross-entropy with the uniform distribution, without a [B, T, V] array of it.
+    uniform = jax.nn.logsumexp(logits, axis=-1) - logits.mean(-1)
+    return (1 - smoothing) * own + smoothing * uniform, wanted > 0
 
 
 def _loss_fn(
@@ -177,14 +182,14 @@ def _check_fit(
 ) -> None:
     for split in ("train", "validation", "test"):
         if len(getattr(corpus, split)) == 0:
-            raise ValueError(f"the corpus has no {split} pairs: prepare it anew")
+            raise ValueError(f"the corpus has no {split} pairs: prepare it again")
     largest = max(
         int(side.tokens.max()) for side in (corpus.train.source, corpus.train.target)
     )
     if largest >= len(corpus.vocabulary):
         raise ValueError(
             f"the corpus has a token {largest}, and its vocabulary "
-            f"{len(corpus.vocabulary)} tokens: prepare it anew"
+            f"{len(corpus.vocabulary)} tokens: prepare it again"
         )
     if model.vocabulary < len(corpus.vocabulary):
         raise ValueError(
@@ -213,11 +218,11 @@ def _translate(
     config: DecodingConfig,
     lines: Sequence[str],
 ) -> list[str]:
-    """Returns the translations; lines longer than the corpus's longest are cut."""
+    """The translations; lines that are longer than the corpus's longest are cut."""
     rows = corpus.vocabulary.encode(lines)
     rows = [[*row[: corpus.max_tokens - 1], END] for row in rows]
     found: dict[int, list[int]] = {}
-    # Long ones first: what needs most memory fails at once, if at all.
+    # The longest first: if the memory does not suffice, the first batch fails.
     order = sorted(range(len(rows)), key=lambda i: -len(rows[i]))
     for start in range(0, len(order), config.rows):
         chosen = order[start : start + config.rows]

@@ -1,7 +1,8 @@
-"""What a step costs on one GPU: beside plain optax, and against what the GPU can do.
+"""What a step costs on one GPU: beside plain optax, and against the GPU's limits.
 
-One process has all contestants take turns; then several share the GPU, and exchange
-their models over the host while it computes. This one starts them, and sums up.
+One process measures all steps in turns; then several processes share the GPU, and
+exchange their models over the host while it computes. This process starts them, and
+writes the results.
 """
 
 import dataclasses
@@ -12,15 +13,15 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
-from train.bench.work import machine
 from train.job.processes import Process, run_job
 from train.launch import check_port
+from train.tables import machine, markdown, to_json, write_json
 
 PLAIN = "AdamW, plain optax"
 OURS = "AdamW, decentralized step"
 ACCUM = "AccumAdamW, decentralized step"
 UPDATE, COPY = "AccumAdamW's update alone", "copy"
-# Of several processes.
+# Measured in several processes.
 SHARED = COMPUTE, EXCHANGE, BOTH = ("computing", "exchanging", "both at once")
 
 Seconds = dict[str, float]
@@ -31,13 +32,13 @@ class GpuBench:
     """Measures a train step on one GPU, without and with the library around it.
 
     Args:
-      config: whose model, batch, accum_steps and options of XLA are used; its batch is
-        computed as one.
+      config: config whose model, batch, accum_steps and options of XLA are used; its
+        batch is computed as one.
       batch: examples in a step; by default the config's.
-      processes: that share the GPU in the second part, a worker each, with so many
-        parts of the batch; 0 leaves it out.
-      rounds: turns of each contestant.
-      steps: measured in a turn.
+      processes: number of processes that share the GPU in the second part, a worker
+        each; they share the batch. 0 leaves the second part out.
+      rounds: number of turns of each step.
+      steps: steps measured in a turn.
       device: "cpu" only shows that it runs.
       out: folder for gpu.json and gpu.md.
     """
@@ -58,37 +59,35 @@ class GpuBench:
                 raise ValueError(f"{name} must be at least {value}, got {given}")
         if self.processes == 1:
             raise ValueError(
-                "a process alone exchanges nothing: take 2 processes or more, or 0"
+                "one process has no peer to exchange with: processes must be 0, or 2 "
+                "or more, got 1"
             )
         if self.processes and sys.platform != "linux":
             raise ValueError("several processes as one job need Linux: --processes 0")
         if not self.config.is_file():
             raise ValueError(f"there is no config file {self.config}")
 
-    def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self), default=str)
-
     @classmethod
     def from_json(cls, text: str) -> "GpuBench":
+        """Returns the options that `to_json` has written."""
         given = json.loads(text)
-        return cls(
-            **{**given, "config": Path(given["config"]), "out": Path(given["out"])}
-        )
+        paths = {name: Path(given[name]) for name in ("config", "out")}
+        return cls(**{**given, **paths})
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
-    """What was measured in one process.
+class GpuTiming:
+    """The measurements of one process.
 
     Args:
-      device: as the driver says it.
-      tokens: in a step.
-      flops: of the matmuls in a step.
-      peak: FLOP/s of the device in bfloat16; None where the device is not known.
-      copied_bytes: that the copy reads and writes.
-      update_bytes: that AccumAdamW's update must move, in the mean.
-      compiled_bytes: that it moves as compiled.
-      seconds: median of each contestant's rounds.
+      device: name of the device, from its driver.
+      tokens: tokens in a step.
+      flops: FLOPs of the matmuls in a step.
+      peak: FLOP/s of the device in bfloat16; None for an unknown device.
+      copied_bytes: bytes that the copy reads and writes.
+      update_bytes: bytes that AccumAdamW's update must move, mean over the steps.
+      compiled_bytes: bytes that the compiled update moves.
+      seconds: seconds per step by name, median of the rounds.
     """
 
     device: str
@@ -103,14 +102,13 @@ class Result:
 
 def main(bench: GpuBench) -> int:
     bench.out.mkdir(parents=True, exist_ok=True)
-    # Here jax never starts: the device's memory is theirs.
-    argv = [sys.executable, "-m", "train.bench.gpu.gpu_alone", bench.to_json()]
+    # jax never starts in this process, as it would take the device's memory.
+    argv = [sys.executable, "-m", "train.bench.gpu.gpu_alone", to_json(bench)]
     code = subprocess.run(argv, env={**os.environ, **_platform(bench)}).returncode
     if code:
         return code
-    path = bench.out / "alone.json"
-    result = Result(**json.loads(path.read_text()))
-    path.unlink()
+    (result,) = _take_json(bench.out / "alone.json")
+    result = GpuTiming(**result)
     _write(bench, result, {})
     if bench.processes:
         code, shared = _shared(bench)
@@ -122,40 +120,40 @@ def main(bench: GpuBench) -> int:
     return 0
 
 
-def table(bench: GpuBench, result: Result, shared: Seconds) -> str:
-    """Returns Markdown: the steps, the update, and the processes that share."""
+def table(bench: GpuBench, result: GpuTiming, shared: Seconds) -> str:
+    """Returns Markdown: the steps, the update, and the processes that share the GPU."""
     seconds = result.seconds
-    head = f"{result.device}, {bench.config.stem}"
-    lines = [
-        f"| {head} | ms/step | tokens/s | share of peak FLOP/s | / plain optax |",
-        "|---" * 5 + "|",
+    head = [
+        f"{result.device}, {bench.config.stem}",
+        "ms/step",
+        "tokens/s",
+        "share of peak FLOP/s",
+        "/ plain optax",
     ]
-    for name in (PLAIN, OURS, ACCUM):
-        per_second = 1 / seconds[name]
-        cells = [
+    rows = [
+        [
             name,
             f"{1e3 * seconds[name]:.2f}",
-            f"{result.tokens * per_second:.4g}",
-            f"{result.flops * per_second / result.peak:.1%}" if result.peak else "",
+            f"{result.tokens / seconds[name]:.4g}",
+            f"{result.flops / seconds[name] / result.peak:.1%}" if result.peak else "",
             f"{seconds[name] / seconds[PLAIN]:.3f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        for name in (PLAIN, OURS, ACCUM)
+    ]
     bandwidth = result.copied_bytes / seconds[COPY]
     share = result.update_bytes / bandwidth / seconds[UPDATE]
     most = result.update_bytes / result.compiled_bytes
-    lines += [
-        "",
+    update = (
         f"{UPDATE} takes {1e3 * seconds[UPDATE]:.3g} ms. It must move "
         f"{result.update_bytes / 1e9:.3g} GB, and a copy moves {bandwidth / 1e9:.4g} "
-        f"GB/s: {share:.1%} of that limit, of at most {most:.0%} as it is compiled.",
-    ]
-    if shared:
-        lines += ["", shared_sentence(bench.processes, shared)]
-    return "\n".join(lines)
+        f"GB/s: {share:.1%} of that limit, of at most {most:.0%} as compiled."
+    )
+    last = ["", shared_sentence(bench.processes, shared)] if shared else []
+    return "\n".join([markdown(head, rows), "", update, *last])
 
 
 def shared_sentence(processes: int, seconds: Seconds) -> str:
-    """What the processes on one device say of the exchange over the host."""
+    """Returns how much of the exchange over the host the processes hide."""
     compute, exchange, both = (seconds[name] for name in SHARED)
     hidden = (compute + exchange - both) / exchange
     most = min(compute / exchange, 1)
@@ -167,43 +165,50 @@ def shared_sentence(processes: int, seconds: Seconds) -> str:
     )
 
 
+def slowest(each: list[Seconds]) -> Seconds:
+    """Returns the longest seconds of all processes, by name."""
+    return {name: max(seconds[name] for seconds in each) for name in SHARED}
+
+
 def _shared(bench: GpuBench) -> tuple[int, Seconds]:
-    """Runs the processes that share the device; returns their code and the slowest."""
+    """Runs the processes that share the device: their exit code, and the slowest."""
     threads = max(2, (os.cpu_count() or 1) // bench.processes)
     env = {
         **_platform(bench),
         "JAX_LOCAL_DEVICE_IDS": "0",
         "NPROC": str(threads),
+        # Else the first process takes most of the device's memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
     module = [sys.executable, "-m", "train.bench.gpu.gpu_shared"]
-    given = [*module, bench.to_json(), str(check_port(0))]
+    given = [*module, to_json(bench), str(check_port(0))]
     ranks = [str(rank) for rank in range(bench.processes)]
     code = run_job([Process(rank, [*given, rank], env) for rank in ranks])
     if code:
         return code, {}
-    paths = [bench.out / f"shared.{rank}.json" for rank in ranks]
-    each = [json.loads(path.read_text()) for path in paths]
+    return 0, slowest(
+        _take_json(*(bench.out / f"shared.{rank}.json" for rank in ranks))
+    )
+
+
+def _take_json(*paths: Path) -> list[Any]:
+    """The values of files, which are removed."""
+    values = [json.loads(path.read_text()) for path in paths]
     for path in paths:
         path.unlink()
-    return 0, slowest(each)
-
-
-def slowest(each: list[Seconds]) -> Seconds:
-    """The longest that any process took, by name."""
-    return {name: max(seconds[name] for seconds in each) for name in SHARED}
+    return values
 
 
 def _platform(bench: GpuBench) -> dict[str, str]:
     return {"JAX_PLATFORMS": "cpu"} if bench.device == "cpu" else {}
 
 
-def _write(bench: GpuBench, result: Result, shared: Seconds) -> None:
-    facts: dict[str, Any] = {
-        "bench": json.loads(bench.to_json()),
+def _write(bench: GpuBench, result: GpuTiming, shared: Seconds) -> None:
+    facts = {
+        "bench": bench,
         "machine": machine("jax"),
         **dataclasses.asdict(result),
         "shared": shared,
     }
-    (bench.out / "gpu.json").write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(bench.out / "gpu.json", facts)
     (bench.out / "gpu.md").write_text(table(bench, result, shared) + "\n")

@@ -1,13 +1,9 @@
-"""All contestants of one process on one GPU. Started by `train.bench.gpu.gpu`."""
+"""All steps of one process on one GPU. Started by `train.bench.gpu.gpu`."""
 
 import contextlib
-import dataclasses
 import functools
-import json
 import sys
-import time
 from collections.abc import Iterator
-from statistics import median
 from typing import Any
 
 import jax
@@ -15,13 +11,15 @@ import jax.numpy as jnp
 import optax
 from rich.console import Console
 
-from decentjax import accum_adamw, overlap, place, worker_mesh
-from train.bench.gpu.gpu import ACCUM, COPY, OURS, PLAIN, UPDATE, GpuBench, Result
-from train.bench.work import Contestant
+from decentjax import accum_adamw, overlap
+from train.bench.gpu.gpu import ACCUM, COPY, OURS, PLAIN, UPDATE, GpuBench, GpuTiming
+from train.bench.runner import Runner
+from train.bench.train_steps import for_workers, in_turns, our_step, plain_step
 from train.cli import load_config
-from train.config import Config, ExchangeConfig, TopologyConfig, WorkersConfig
+from train.config import Config, TopologyName
 from train.preflight.targets import GPUS
-from train.run.build import build_in_step, build_state, step_options
+from train.run.build import build_state
+from train.tables import write_json
 from train.tasks.task import Task
 
 
@@ -33,12 +31,12 @@ def main(options: str) -> None:
             result = measure(bench, console)
     except ValueError as error:
         raise SystemExit(f"error: {error}") from error
-    (bench.out / "alone.json").write_text(json.dumps(dataclasses.asdict(result)))
+    write_json(bench.out / "alone.json", result)
 
 
 @contextlib.contextmanager
 def explained() -> Iterator[None]:
-    """Says what to do where the device's memory does not suffice."""
+    """A context that turns a lack of device memory into advice."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
@@ -48,11 +46,11 @@ def explained() -> Iterator[None]:
         raise ValueError(f"take a smaller --batch: {first}") from error
 
 
-def measure(bench: GpuBench, console: Console) -> Result:
-    """Has the contestants take turns.
+def measure(bench: GpuBench, console: Console) -> GpuTiming:
+    """Measures all steps in turns.
 
     Raises:
-      ValueError: if there is no such device.
+      ValueError: if jax finds no such device.
     """
     device = _device(bench.device)
     config = of_workers(bench, 1, "complete")
@@ -63,7 +61,7 @@ def measure(bench: GpuBench, console: Console) -> Result:
     plain, flops = plain_step(config, task, adamw, batch)
     update, update_bytes, compiled_bytes = update_step(config, task)
     copy, copied_bytes = copy_step(task)
-    contestants = {
+    runners = {
         PLAIN: plain,
         OURS: our_step(config, task, adamw, batch),
         ACCUM: our_step(config, task, accum, batch),
@@ -71,7 +69,7 @@ def measure(bench: GpuBench, console: Console) -> Result:
         COPY: copy,
     }
     known = {gpu.name: gpu.flops_per_second["bf16"] for gpu in GPUS.values()}
-    return Result(
+    return GpuTiming(
         device=device.device_kind,
         tokens=batch.shape[0] * (batch.shape[1] - 1),
         flops=flops,
@@ -79,94 +77,31 @@ def measure(bench: GpuBench, console: Console) -> Result:
         copied_bytes=copied_bytes,
         update_bytes=update_bytes,
         compiled_bytes=compiled_bytes,
-        seconds=in_turns(contestants, bench.rounds, bench.steps, console),
+        seconds=in_turns(runners, bench.rounds, bench.steps, console),
     )
 
 
-def of_workers(bench: GpuBench, num_workers: int, topology: Any) -> Config:
-    """The bench's config for so many workers, which share its batch."""
+def of_workers(bench: GpuBench, num_workers: int, topology: TopologyName) -> Config:
+    """Returns the bench's config for some workers, which share its batch."""
     config = load_config(bench.config)
     batch = bench.batch or config.step.batch_per_worker
-    return dataclasses.replace(
-        config,
-        workers=WorkersConfig(num_workers=num_workers),
-        topology=TopologyConfig(name=topology),
-        exchange=ExchangeConfig(where="in_step"),
-        step=dataclasses.replace(
-            config.step,
-            algorithm="awc",
-            batch_per_worker=max(1, batch // num_workers),
-            num_micro_batches=1,
-        ),
-    )
+    return for_workers(config, num_workers, topology, batch)
 
 
 def first_batch(config: Config, task: Task) -> Any:
-    """The batch of step 0 of one worker, each leaf [examples, ...]."""
+    """Returns the batch of step 0 of one worker, each leaf [examples, ...]."""
     steps = task.steps(1, config.step.batch_per_worker, config.seed, workers=[0])
     batch = steps[0]
-    assert batch is not None  # As it is where a data set filters.
+    assert batch is not None  # Only data sets that filter have gaps.
     return jax.tree.map(lambda x: x[0], batch.arrays)
 
 
-def plain_step(
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    batch: Any,
-) -> tuple[Contestant, float]:
-    """A step as anybody writes it with optax, and its FLOPs."""
-
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def step(params, opt_state, model_state, batch, key):
-        grads, (model_state, _) = jax.grad(task.loss_fn, has_aux=True)(
-            params, model_state, batch, key
-        )
-        updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, model_state
-
-    worker = build_state(config, task, optimizer, [0])
-    state = jax.tree.map(lambda x: x[0], worker[:3])
-    batch, key = jax.device_put((batch, jax.random.key(1)))
-    compiled = step.lower(*state, batch, key).compile()
-    flops = sum(overlap.read(compiled).work.flops.values())
-
-    def run():
-        nonlocal state
-        state = step(*state, batch, key)
-        return state
-
-    return Contestant(run), flops
-
-
-def our_step(
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    batch: Any,
-) -> Contestant:
-    """The trainer's compiled step, of one worker alone."""
-    mesh = worker_mesh(1, jax.local_devices())
-    train_step = build_in_step(
-        config, task, optimizer, mesh, step_options(config, mesh)
-    )
-    state = build_state(config, task, optimizer, [0])
-    stacked = jax.tree.map(lambda x: x[None], batch)
-    state, stacked = place((state, stacked), mesh)
-
-    def run():
-        nonlocal state
-        state, _ = train_step(state, stacked, 0)
-        return state
-
-    return Contestant(run)
-
-
-def update_step(config: Config, task: Task) -> tuple[Contestant, float, float]:
-    """AccumAdamW alone, the bytes that it must move in the mean, and as compiled.
+def update_step(config: Config, task: Task) -> tuple[Runner, float, float]:
+    """Returns AccumAdamW alone, the bytes that it must move, and the bytes it moves.
 
     It reads model, gradient, two moments and the sum of gradients, and writes model and
-    sum; once in `accum_steps` steps it writes the moments too, as compiled always.
+    sum: 7 models. Once in `accum_steps` steps it must write the two moments too; the
+    compiled program writes them at each step.
     """
     accum_steps = config.optimizer.accum_steps
     optimizer = accum_adamw(1e-4, accum_steps=accum_steps)
@@ -188,11 +123,11 @@ def update_step(config: Config, task: Task) -> tuple[Contestant, float, float]:
         return params
 
     must_move = (7 + 2 / accum_steps) * model_bytes
-    return Contestant(run), must_move, overlap.read(compiled).work.num_bytes
+    return Runner(run), must_move, overlap.read(compiled).work.num_bytes
 
 
-def copy_step(task: Task) -> tuple[Contestant, float]:
-    """A copy of as much as model, two moments and sum, and the bytes that it moves."""
+def copy_step(task: Task) -> tuple[Runner, float]:
+    """Returns a copy of four models' size, and the bytes that it moves."""
     params, _ = jax.eval_shape(task.init, jax.random.key(0))
     size = 4 * sum(x.size for x in jax.tree.leaves(params))
     array = jnp.zeros(size, jnp.float32)
@@ -203,35 +138,7 @@ def copy_step(task: Task) -> tuple[Contestant, float]:
         array = negate(array)
         return array
 
-    return Contestant(run), 2.0 * array.nbytes
-
-
-def in_turns(
-    contestants: dict[str, Contestant], rounds: int, steps: int, console: Console
-) -> dict[str, float]:
-    """Median seconds of a step, of rounds in which each has its turn."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for name, contestant in contestants.items():
-        with console.status(f"compiling: {name}"):
-            jax.block_until_ready(contestant.step())
-            contestant.rest()
-    for number in range(rounds):
-        with console.status(f"round {number + 1} of {rounds}"):
-            for name, contestant in contestants.items():
-                seconds[name].append(_turn(contestant, steps))
-    return {name: median(values) for name, values in seconds.items()}
-
-
-def _turn(contestant: Contestant, steps: int) -> float:
-    # One step more: processes meet in it, and its exchange hides behind the next.
-    jax.block_until_ready(contestant.step())
-    start = time.monotonic()
-    for _ in range(steps - 1):
-        contestant.step()
-    jax.block_until_ready(contestant.step())
-    seconds = (time.monotonic() - start) / steps
-    contestant.rest()
-    return seconds
+    return Runner(run), 2.0 * array.nbytes
 
 
 def _device(kind: str) -> Any:

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import json
 import sys
 from typing import Any
 
@@ -25,11 +24,13 @@ from decentjax import (
 from decentjax.gossip import Adapt, Background, host_mesh
 from decentjax.step import Metrics
 from train.bench.gpu.gpu import BOTH, COMPUTE, EXCHANGE, GpuBench
-from train.bench.gpu.gpu_alone import explained, first_batch, in_turns, of_workers
-from train.bench.work import Contestant
+from train.bench.gpu.gpu_alone import explained, first_batch, of_workers
+from train.bench.runner import Runner
+from train.bench.train_steps import in_turns
 from train.config import Config, DistributedConfig
 from train.job.distributed import fail_stop, start
 from train.run.build import build_state
+from train.tables import write_json
 from train.tasks.task import Task
 
 
@@ -45,44 +46,51 @@ def main(options: str, port: str, rank: str) -> None:
     with fail_stop(), explained():
         start(job, bench.processes)
         seconds = measure(bench)
-        (bench.out / f"shared.{rank}.json").write_text(json.dumps(seconds))
+        write_json(bench.out / f"shared.{rank}.json", seconds)
 
 
 def measure(bench: GpuBench) -> dict[str, float]:
-    """Has the contestants take turns, in all processes at once."""
+    """Measures what the processes do, in turns, in all processes at once."""
     config = of_workers(bench, bench.processes, "one_peer_exponential")
     task = config.task.build()
     with contextlib.ExitStack() as stack:
-        shared = contestants(config, task, optax.adamw(1e-4), stack)
+        shared = runners(config, task, optax.adamw(1e-4), stack)
         return in_turns(shared, bench.rounds, bench.steps, Console(quiet=True))
 
 
-def contestants(
+def runners(
     config: Config,
     task: Task,
     optimizer: optax.GradientTransformation,
     stack: contextlib.ExitStack,
-) -> dict[str, Contestant]:
-    """The step without messages, messages without it, and both; the stack ends them."""
+) -> dict[str, Runner]:
+    """Returns the step without messages, messages without the step, and both.
+
+    Args:
+      config: config of all workers.
+      task: its task.
+      optimizer: local optimizer.
+      stack: closes their threads.
+    """
     step = functools.partial(adapt, loss_fn=task.loss_fn, optimizer=optimizer)
     alone = worker_mesh(1, jax.local_devices())
-    everybody = worker_mesh(config.workers.num_workers)
-    graph, nobody = config.topology.build(config.workers), topology.complete(1)
+    all_workers = worker_mesh(config.workers.num_workers)
+    graph, no_peers = config.topology.build(config.workers), topology.complete(1)
 
     def background(local: Adapt, graph: Topology, mesh: Mesh) -> Background:
-        # One lowering for all: where it is measured, they could differ.
-        host = host_mesh(mesh) if mesh is everybody else None
+        # One lowering for all three, as measuring could choose different ones.
+        host = host_mesh(mesh) if mesh is all_workers else None
         made = Background(local, graph, mesh, lowering=Lowering(), exchange_mesh=host)
         return stack.enter_context(made)
 
     batch = first_batch(config, task)
-    contestant = functools.partial(_contestant, config, task, batch)
+    runner = functools.partial(_runner, config, task, batch)
     return {
-        COMPUTE: contestant(optimizer, alone, background(step, nobody, alone)),
-        EXCHANGE: contestant(
-            optax.identity(), everybody, background(_nothing, graph, everybody)
+        COMPUTE: runner(optimizer, alone, background(step, no_peers, alone)),
+        EXCHANGE: runner(
+            optax.identity(), all_workers, background(_nothing, graph, all_workers)
         ),
-        BOTH: contestant(optimizer, everybody, background(step, graph, everybody)),
+        BOTH: runner(optimizer, all_workers, background(step, graph, all_workers)),
     }
 
 
@@ -92,14 +100,14 @@ def _nothing(state: WorkerState, batch: Any, mixed: Any) -> tuple[WorkerState, M
     return state._replace(params=mixed), {}
 
 
-def _contestant(
+def _runner(
     config: Config,
     task: Task,
     batch: Any,
     optimizer: optax.GradientTransformation,
     mesh: Mesh,
     train_step: Background,
-) -> Contestant:
+) -> Runner:
     workers = local_workers(mesh)
     rows = build_state(config, task, optimizer, workers)
     stacked = jax.tree.map(lambda x: np.stack([x] * len(workers)), batch)
@@ -112,7 +120,7 @@ def _contestant(
         t += 1
         return state
 
-    return Contestant(run, train_step.settle)
+    return Runner(run, train_step.settle)
 
 
 if __name__ == "__main__":

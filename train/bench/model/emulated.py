@@ -4,9 +4,8 @@ Compute is a pause of known length, as on an accelerator whose host is idle, so 
 number of cores of this machine does not matter.
 """
 
-import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,38 +15,26 @@ from rich.console import Console
 from decentjax import Topology, runtime
 from decentjax.analysis import ring_all_reduce
 from decentjax.runtime import Cluster, Job
+from train.bench.race.contestants import (
+    AER,
+    ALL_REDUCE,
+    BACKGROUND,
+    COMPUTE,
+    EXCHANGE,
+    EXPONENTIAL,
+    NODES,
+    RING,
+    Contestant,
+)
 from train.bench.race.graphs import INSIDE, graph_of
-from train.bench.race.race import AER, ALL_REDUCE, EXPONENTIAL, NODES, RING, Team
-from train.bench.work import Turn, Work
+from train.bench.race.team import Team
+from train.bench.race.turns import Load, Turn
 from train.job.namespaces import EmulatedCluster, Worker, in_cluster, parse_rate
 from train.network import ClusterSpec
 
 # Share of the payload in a full Ethernet frame with TCP's headers and timestamps.
 PAYLOAD = 1448 / 1514
 PERIODS = 4  # Simulated periods of the stragglers' turns; the first is left out.
-
-
-class Scheme(NamedTuple):
-    """A way to average, as it is named, run and simulated.
-
-    Args:
-      name: name in tables.
-      contestant: name of the race's contestant that runs it.
-      graph: function of the numbers of workers and of workers per node that returns the
-        topology; None for all-reduce.
-    """
-
-    name: str
-    contestant: str
-    graph: Callable[[int, int], Topology] | None
-
-    def topology(self, num_workers: int, workers_per_node: int) -> Topology | None:
-        """Returns the topology, None for all-reduce.
-
-        Raises:
-          ValueError: if the topology does not exist for this number of workers.
-        """
-        return None if self.graph is None else self.graph(num_workers, workers_per_node)
 
 
 class Comparison(NamedTuple):
@@ -79,7 +66,7 @@ class Emulation(NamedTuple):
 
     Args:
       cluster: emulated cluster.
-      work: work of each worker.
+      load: computing of each worker in a step.
       pause: seconds that a worker sleeps in each step.
       straggler: seconds by which worker t mod N is late at step t, in separate turns.
       steps: number of measured steps per turn.
@@ -87,7 +74,7 @@ class Emulation(NamedTuple):
     """
 
     cluster: EmulatedCluster
-    work: Work
+    load: Load
     pause: float
     straggler: float
     steps: int
@@ -120,20 +107,27 @@ def run(emulation: Emulation) -> list[Comparison]:
     return rows
 
 
-def schemes(workers_per_node: int) -> tuple[Scheme, ...]:
-    """Returns the schemes to compare on nodes of that many workers."""
-    ring = RING if workers_per_node == 1 else NODES
-    graphs = {name: functools.partial(graph_of, name) for name in (ring, AER)}
-    graphs[EXPONENTIAL] = functools.partial(graph_of, EXPONENTIAL)
-    return (
-        Scheme(ALL_REDUCE, ALL_REDUCE, None),
-        *(Scheme(n, f"in the background: {n}", graph) for n, graph in graphs.items()),
-    )
+def schemes(workers_per_node: int) -> tuple[Contestant, ...]:
+    """Returns the contestants of the race to compare, on nodes of that many workers."""
+    graphs = (RING if workers_per_node == 1 else NODES, AER, EXPONENTIAL)
+    return (Contestant(ALL_REDUCE), *(Contestant(BACKGROUND, g) for g in graphs))
+
+
+def topology_of(
+    contestant: Contestant, num_workers: int, per_node: int
+) -> Topology | None:
+    """Returns the topology of a contestant, None for all-reduce.
+
+    Raises:
+      ValueError: if the topology does not exist for this number of workers.
+    """
+    graph = contestant.graph
+    return None if graph is None else graph_of(graph, num_workers, per_node)
 
 
 def predict(
     cluster: Cluster,
-    work: Work,
+    load: Load,
     compute: float,
     straggler: float,
     topology: Topology | None,
@@ -142,14 +136,14 @@ def predict(
 
     Args:
       cluster: nodes, workers and links.
-      work: work of each worker.
+      load: computing of each worker in a step.
       compute: seconds of compute per step.
       straggler: seconds by which worker t mod N is late at step t.
       topology: the exchanges, or None for all-reduce.
     """
     num_workers = cluster.num_workers
     job = Job(
-        model_bytes=work.model_bytes,
+        model_bytes=load.model_bytes,
         compute=runtime.trace(compute + straggler * np.eye(num_workers)),
         forward_share=1.0,  # The whole gradient is computed before any of it is sent.
     )
@@ -159,7 +153,7 @@ def predict(
     # Leaves are sent one by one, as soon as they are updated: a bucket for each layer.
     period = num_workers * topology.period
     times = runtime.background(
-        cluster, job, topology, PERIODS * period, num_buckets=work.layers
+        cluster, job, topology, PERIODS * period, num_buckets=load.layers
     )
     return times.seconds_per_step(period)
 
@@ -167,19 +161,19 @@ def predict(
 def _rows(emulation: Emulation, worker: Worker) -> Iterator[Comparison]:
     """Runs the workers' turns, in the cluster's switch."""
     console = Console(soft_wrap=True, highlight=False)
-    cluster, rate, work = emulation.cluster, emulation.cluster.rate, emulation.work
-    team = Team("jax", work, emulation.out, cluster, worker)
+    cluster, rate, load = emulation.cluster, emulation.cluster.rate, emulation.load
+    team = Team("jax", load, emulation.out, cluster, worker)
 
-    def take(contestant: str, warmup: int, straggler: float = 0.0) -> float:
+    def take(contestant: Contestant, warmup: int, straggler: float = 0.0) -> float:
         turn = Turn(contestant, warmup, emulation.steps, straggler, emulation.pause)
         return team.take(turn)
 
-    compute = take("compute alone", 5)
+    compute = take(Contestant(COMPUTE), 5)
     inside = np.inf
     if cluster.workers_per_node > 1:
         share, _ = ring_all_reduce(cluster.workers_per_node)
-        turn = Turn(f"exchange alone: {INSIDE}", 5, emulation.steps)
-        inside = share * work.model_bytes / team.take(turn)
+        turn = Turn(Contestant(EXCHANGE, INSIDE), 5, emulation.steps)
+        inside = share * load.model_bytes / team.take(turn)
     bits = parse_rate(rate)
     assert bits is not None
     modelled = ClusterSpec(
@@ -190,16 +184,19 @@ def _rows(emulation: Emulation, worker: Worker) -> Iterator[Comparison]:
     ).runtime_cluster()
     # All predictions come before the first measurement.
     predictions = [
-        (scheme, late, predict(modelled, work, compute, late, topology))
+        (scheme, late, predict(modelled, load, compute, late, topology))
         for scheme in schemes(cluster.workers_per_node)
-        for topology in [scheme.topology(cluster.num_workers, cluster.workers_per_node)]
+        for topology in [
+            topology_of(scheme, cluster.num_workers, cluster.workers_per_node)
+        ]
         for late in dict.fromkeys((0.0, emulation.straggler))
     ]
     for scheme, late, predicted in predictions:
-        measured = take(scheme.contestant, 3 if late else 6, late)
-        row = Comparison(emulation.name, rate, late, scheme.name, predicted, measured)
+        name = scheme.graph or scheme.scheme
+        measured = take(scheme, 3 if late else 6, late)
+        row = Comparison(emulation.name, rate, late, name, predicted, measured)
         console.print(
-            f"{row.cluster}, {rate}, late by {late:g} s, {scheme.name}: predicted "
+            f"{row.cluster}, {rate}, late by {late:g} s, {name}: predicted "
             f"{predicted:.3f} s, measured {measured:.3f} s"
         )
         yield row

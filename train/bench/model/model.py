@@ -9,7 +9,7 @@ from rich.console import Console
 
 from train.bench.model import emulated, imbalance, model_report, published, simulator
 from train.bench.race.race import check_clusters
-from train.bench.work import Work
+from train.bench.race.turns import Load
 from train.job.namespaces import EmulatedCluster, parse_rate
 
 Part = Literal["emulated", "published", "imbalance", "simulator"]
@@ -35,8 +35,8 @@ class ModelBench:
     parts: tuple[Part, ...] = ("emulated", "published", "imbalance", "simulator")
     clusters: tuple[str, ...] = ("4x1", "4x2")
     rates: tuple[str, ...] = ("100mbit", "200mbit", "400mbit")
-    work: Work = dataclasses.field(
-        default_factory=lambda: Work(layers=4, width=768, batch=16)
+    work: Load = dataclasses.field(
+        default_factory=lambda: Load(layers=4, width=768, batch=16)
     )
     pause: float = 0.4
     straggler: float = 0.4
@@ -48,7 +48,9 @@ class ModelBench:
         for emulation in emulations(self):
             cluster = emulation.cluster
             for scheme in emulated.schemes(cluster.workers_per_node):
-                scheme.topology(cluster.num_workers, cluster.workers_per_node)
+                emulated.topology_of(
+                    scheme, cluster.num_workers, cluster.workers_per_node
+                )
         for rate in self.rates:
             if parse_rate(rate) is None:
                 raise ValueError("the model needs rates, such as 200mbit")

@@ -15,7 +15,7 @@ from rich.console import Console
 
 from train.bench.model import emulated, imbalance, published, simulator
 from train.bench.model.published import EXP, FITTED, SCHEMES, SGP, Line
-from train.bench.work import machine
+from train.tables import machine
 
 ORDERED = 1.1  # Emulated schemes whose times differ by a larger factor have an order.
 MARKERS = ("o", "s", "^", "D", "v")

@@ -1,20 +1,27 @@
-"""The graphs of the race, by the names that its contestants have."""
+"""The topologies of the race's graphs."""
 
 from collections.abc import Callable
 
-from decentjax import Topology, topology
-from train.bench.race.race import AER, COMPLETE, EXPONENTIAL, NODES, RING
+from decentjax import topology
+from decentjax.topology import Topology
+from train.bench.race.contestants import (
+    AER,
+    COMPLETE,
+    EXPONENTIAL,
+    INSIDE,
+    NODES,
+    RING,
+    Graph,
+)
 
-INSIDE = "inside nodes"
 
-
-def graph_of(name: str, num_workers: int, per_node: int) -> Topology:
-    """Returns the topology of this name.
+def graph_of(graph: Graph, num_workers: int, per_node: int) -> Topology:
+    """Returns the topology of a graph.
 
     Raises:
-      ValueError: if it cannot have so many workers.
+      ValueError: if the graph is not defined for this number of workers.
     """
-    make: dict[str, Callable[[int], Topology]] = {
+    make: dict[Graph, Callable[[int], Topology]] = {
         RING: ring,
         AER: lambda n: topology.alternating_exponential_ring(n, per_node),
         NODES: lambda n: topology.hierarchical(n, per_node, ring),
@@ -22,11 +29,11 @@ def graph_of(name: str, num_workers: int, per_node: int) -> Topology:
         EXPONENTIAL: topology.one_peer_exponential,
         COMPLETE: topology.complete,
     }
-    return make[name](num_workers)
+    return make[graph](num_workers)
 
 
 def ring(num_workers: int) -> Topology:
-    """A ring of pairs, or for an odd number one whose workers hear both neighbours."""
+    """A ring in alternating pairs; with both neighbours at once for an odd number."""
     if num_workers % 2 and num_workers > 1:
         return topology.ring(num_workers)
     return topology.one_peer_ring(num_workers)

@@ -1,4 +1,4 @@
-"""A worker of the race: PyTorch's contestants. Started by `train.bench.race.race`."""
+"""A worker of the race: PyTorch's contestants. Started by `train.bench.race.team`."""
 
 import functools
 import os
@@ -8,36 +8,45 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from train.bench.work import Contestant, Work, serve
+from train.bench.race.contestants import (
+    DDP,
+    DECENT_DP,
+    DECENT_DP_GRAPHS,
+    Contestant,
+)
+from train.bench.race.turns import Load, serve
+from train.bench.runner import Runner
 
 
 def main(layers: int, width: int, batch: int, per_node: int, answers: int) -> None:
     del per_node  # Decent-DP reads LOCAL_WORLD_SIZE.
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
-    work = Work(layers=layers, width=width, batch=batch)
-    make = functools.partial(_contestant, work)
+    load = Load(layers=layers, width=width, batch=batch)
+    make = functools.partial(_runner, load)
     serve(answers, dist.get_rank(), dist.get_world_size(), make)
     os._exit(0)  # Decent-DP's threads do not end.
 
 
-def _contestant(work: Work, name: str) -> Contestant:
+def _runner(load: Load, contestant: Contestant) -> Runner:
     torch.manual_seed(0)
     layers: list[nn.Module] = []
-    for _ in range(work.layers):
-        layers += [nn.Linear(work.width, work.width, bias=False), nn.Tanh()]
+    for _ in range(load.layers):
+        layers += [nn.Linear(load.width, load.width, bias=False), nn.Tanh()]
     model: nn.Module = nn.Sequential(*layers)
-    inputs = torch.randn(work.batch, work.width)
-    what, _, topology = name.partition(": ")
+    inputs = torch.randn(load.batch, load.width)
     optimizer = None
-    if what == "Decent-DP":
+    if contestant.scheme == DECENT_DP:
+        # Imported here, as the other contestants do without it.
         from decent_dp.ddp import DecentralizedDataParallel
         from decent_dp.optim import optim_fn_adam
 
         adam = functools.partial(optim_fn_adam, lr=1e-4)
+        assert contestant.graph is not None
+        topology = DECENT_DP_GRAPHS[contestant.graph]
         model = DecentralizedDataParallel(model, adam, topology=topology)
     else:
-        if what == "PyTorch DDP":
+        if contestant.scheme == DDP:
             model = nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 
@@ -49,7 +58,7 @@ def _contestant(work: Work, name: str) -> Contestant:
         if optimizer is not None:
             optimizer.step()
 
-    return Contestant(step)
+    return Runner(step)
 
 
 if __name__ == "__main__":

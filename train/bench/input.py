@@ -1,8 +1,7 @@
-"""Is the input faster than the model? Each alone, side by side."""
+"""The rate of the input pipeline beside that of the model, each measured alone."""
 
 import contextlib
 import dataclasses
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -12,12 +11,13 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from train.bench.work import machine
 from train.cli import load_config
 from train.config import Config
 from train.data.batches import Feed, feed
 from train.data.vocabulary import PAD
-from train.run.build import build_in_step, build_optimizer, build_schedule, build_state
+from train.run.build import build_in_step, build_optimizer, build_state
+from train.tables import machine, markdown, write_json
+from train.tasks.task import Task
 
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
@@ -27,9 +27,9 @@ class DataBench:
     """Measures the input pipeline alone, and the simulated train step alone.
 
     Args:
-      configs: of the runs.
-      steps: measured of each; the step runs through as many before.
-      processes: that read ahead; by default those of the config.
+      configs: configs of the runs.
+      steps: number of steps measured; the model trains on them once before.
+      processes: number of processes that read ahead; by default that of the config.
       out: folder for data.json and data.md.
     """
 
@@ -49,18 +49,18 @@ class DataBench:
             raise ValueError(f"processes must be at least 0, got {self.processes}")
 
 
-class Result(NamedTuple):
-    """What was measured of a config; a step is that of all its workers.
+class InputTiming(NamedTuple):
+    """The measurements of a config; a step is that of all its workers.
 
     Args:
-      name: of the config.
-      examples: in a step: images, windows or pairs.
+      name: name of the config.
+      examples: examples of a step: images, windows or pairs.
       filled: share of the tokens of a step that are not padding, or 1.
       read: seconds per step of the input alone.
       trained: seconds per step of the model alone.
-      shapes: of the batches that came.
-      exchanges: of the topology, different ones.
-      compiled: programs of the train step that XLA compiled, in all steps together.
+      shapes: number of different shapes of the batches.
+      exchanges: number of different exchanges of the topology.
+      compiled: number of programs of the train step that XLA compiled.
     """
 
     name: str
@@ -79,20 +79,21 @@ def main(bench: DataBench) -> int:
     for path in bench.configs:
         with console.status(f"{path.stem} ({len(results) + 1}/{len(bench.configs)})"):
             results.append(measure(load_config(path), bench.steps, bench.processes))
-    bench.out.mkdir(parents=True, exist_ok=True)
-    facts = {
-        "machine": machine("jax"),
-        "steps": bench.steps,
-        "results": [result._asdict() for result in results],
-    }
-    (bench.out / "data.json").write_text(json.dumps(facts, indent=1) + "\n")
+    facts = {"machine": machine("jax"), "steps": bench.steps, "results": results}
+    write_json(bench.out / "data.json", facts)
     (bench.out / "data.md").write_text(table(results) + "\n")
     print(table(results))
     return 0
 
 
-def measure(config: Config, steps: int, processes: int | None) -> Result:
-    """Reads so many steps, then trains on them twice: the first time it compiles."""
+def measure(config: Config, steps: int, processes: int | None) -> InputTiming:
+    """Reads the batches of some steps, then trains on them.
+
+    Args:
+      config: config of a run.
+      steps: number of steps.
+      processes: number of processes that read ahead; None for that of the config.
+    """
     task = config.task.build()
     num_workers = config.workers.num_workers
     made = task.steps(
@@ -104,23 +105,9 @@ def measure(config: Config, steps: int, processes: int | None) -> Result:
     )
     count = config.data.num_processes if processes is None else processes
     batches, read = _timed(feed(made, count), steps)
-    schedule = build_schedule(config.optimizer, config.num_steps)
-    optimizer = build_optimizer(config.optimizer, schedule)
-    train_step = build_in_step(config, task, optimizer, mesh=None)
-    state = build_state(config, task, optimizer, range(num_workers))
-    placed = [jax.device_put(batch) for batch in batches]
-    with count_compiled() as compiled:
-        for t, batch in enumerate(placed):
-            state, _ = train_step(state, batch, t)
-        jax.block_until_ready(state)
-        start = time.monotonic()
-        for t, batch in enumerate(placed):
-            state, _ = train_step(state, batch, t)
-        jax.block_until_ready(state)
-        trained = (time.monotonic() - start) / steps
-        num_compiled = compiled()
+    trained, compiled = _train(config, task, batches)
     topology = config.topology.build(config.workers)
-    return Result(
+    return InputTiming(
         name=config.name,
         examples=float(np.mean([_examples(batch) for batch in batches])),
         filled=_filled(batches),
@@ -128,13 +115,13 @@ def measure(config: Config, steps: int, processes: int | None) -> Result:
         trained=trained,
         shapes=len({str(jax.tree.map(np.shape, batch)) for batch in batches}),
         exchanges=len(set(topology)) if config.step.algorithm != "all_reduce" else 1,
-        compiled=num_compiled,
+        compiled=compiled,
     )
 
 
 @contextlib.contextmanager
 def count_compiled() -> Iterator[Callable[[], int]]:
-    """A context whose value says how many programs XLA has compiled in it."""
+    """A context that counts the programs that XLA compiles in it."""
     count = 0
 
     def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
@@ -149,7 +136,7 @@ def count_compiled() -> Iterator[Callable[[], int]]:
         jax.monitoring.unregister_event_duration_listener(listen)
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[InputTiming]) -> str:
     """Returns Markdown: examples per second of input and model, and programs."""
     head = [
         "",
@@ -160,29 +147,46 @@ def table(results: Sequence[Result]) -> str:
         "compiled",
         "shapes x exchanges",
     ]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-    for result in results:
-        cells = [
+    rows = [
+        [
             result.name,
             f"{result.examples / result.read:.4g}",
             f"{result.examples / result.trained:.4g}",
             f"{result.trained / result.read:.1f}",
             f"{result.filled:.1%}",
-            str(result.compiled),
+            result.compiled,
             f"{result.shapes} x {result.exchanges}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        for result in results
+    ]
+    return markdown(head, rows)
 
 
 def _timed(batches: Feed, steps: int) -> tuple[list[Any], float]:
-    """The arrays of so many steps, and seconds for each of all but the first."""
-    arrays = [next(batches).arrays]
+    """The arrays of some steps, and the seconds per step."""
+    next(batches)  # Starts the processes, which takes seconds.
     start = time.monotonic()
-    arrays += [next(batches).arrays for _ in range(steps)]
+    arrays = [next(batches).arrays for _ in range(steps)]
     seconds = (time.monotonic() - start) / steps
     batches.close()
-    return arrays[1:], seconds
+    return arrays, seconds
+
+
+def _train(config: Config, task: Task, batches: list[Any]) -> tuple[float, int]:
+    """Seconds per step, and the number of programs compiled in all steps together."""
+    optimizer = build_optimizer(config.optimizer, config.num_steps)
+    train_step = build_in_step(config, task, optimizer, mesh=None)
+    state = build_state(config, task, optimizer, range(config.workers.num_workers))
+    placed = [jax.device_put(batch) for batch in batches]
+    start = 0.0
+    with count_compiled() as compiled:
+        for _ in range(2):  # The first time it compiles; the second counts.
+            jax.block_until_ready(state)
+            start = time.monotonic()
+            for t, batch in enumerate(placed):
+                state, _ = train_step(state, batch, t)
+        jax.block_until_ready(state)
+        return (time.monotonic() - start) / len(batches), compiled()
 
 
 def _examples(batch: Any) -> int:

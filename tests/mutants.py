@@ -1,0 +1,1676 @@
+"""Deliberate bugs, each of which a test has to notice: `python tests/mutants.py`.
+
+A bug that slips says that nothing looks at what it changes. What a careless change of
+the code would break stands here: arguments swapped, a check dropped, a sum for a mean.
+"""
+
+import argparse
+import contextlib
+import os
+import queue
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+FAILED = 1  # pytest's code where tests ran, and one failed.
+
+
+class Mutant(NamedTuple):
+    """A bug.
+
+    Args:
+      path: of the file.
+      old: what stands in it, exactly once.
+      new: what stands there instead.
+      tests: that notice it, as arguments of pytest.
+    """
+
+    path: str
+    old: str
+    new: str
+    tests: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {' '.join(self.old.split())[:60]}"
+
+    def is_found(self) -> bool:
+        path = ROOT / self.path
+        return path.is_file() and path.read_text().count(self.old) == 1
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", default="", help="regular expression of bugs to try")
+    parser.add_argument("--jobs", type=int, default=1, help="bugs tried at a time")
+    parser.add_argument("--limit", type=float, default=150, help="seconds for each")
+    parser.add_argument("--check", action="store_true", help="look for snippets alone")
+    parser.add_argument("--intact", action="store_true", help="run without the bugs")
+    parser.add_argument("--stay", action="store_true", help="keep copies and outputs")
+    options = parser.parse_args()
+    mutants = [m for m in MUTANTS if re.search(options.only, f"{m} {m.tests}")]
+    lost = [mutant for mutant in mutants if not mutant.is_found()]
+    for mutant in lost:
+        print(f"the snippet is not found once  {mutant}")
+    if lost or options.check:
+        print(f"{len(mutants) - len(lost)} of {len(mutants)} snippets are found once")
+        return bool(lost)
+
+    # A shell has its background jobs ignore Ctrl-C, and tests' processes would too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    start, folder = time.monotonic(), Path(tempfile.mkdtemp(prefix="mutants"))
+    trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    for number in range(options.jobs):
+        trees.put(copy(folder / str(number)))
+
+    def tried(mutant: Mutant) -> bool:
+        begin, tree = time.monotonic(), trees.get()
+        code = run(mutant, tree, options.limit, options.intact)
+        trees.put(tree)
+        is_noticed = code is None or code == FAILED or code < 0
+        word = "noticed" if is_noticed else "SLIPPED" if code == 0 else "NO TEST RAN"
+        how = " as it hangs" if code is None else " as it crashes" * (code < 0)
+        seconds = time.monotonic() - begin
+        print(f"{word}{how}  {seconds:.0f} s  {mutant}", flush=True)
+        return is_noticed if not options.intact else code == 0
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        good = sum(pool.map(tried, mutants))
+    if options.stay:
+        print(f"copies and outputs are in {folder}")
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
+    what = "pass without their bugs" if options.intact else "noticed"
+    seconds = time.monotonic() - start
+    print(f"{good} of {len(mutants)} {what}, in {seconds:.0f} s")
+    return good < len(mutants)
+
+
+def copy(tree: Path) -> Path:
+    """Copies what git knows, as it is in the working tree."""
+    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
+    for name in filter(None, listed.split("\0")):
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, tree / name)
+    return tree
+
+
+def run(mutant: Mutant, tree: Path, limit: float, is_intact: bool) -> int | None:
+    """Returns pytest's exit code on the tree with the bug, None where it hangs."""
+    path = tree / mutant.path
+    text = path.read_text()
+    if not is_intact:
+        path.write_text(text.replace(mutant.old, mutant.new))
+    env = {
+        "PYTHONPATH": f"{tree}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
+        # A bug that is made and mended within a second would be taken for the other.
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "JAX_COMPILATION_CACHE_DIR": str(tree.parent / "cache"),
+    }
+    options = ("-xq", "-p", "no:cacheprovider", f"--basetemp={tree}.tmp")
+    command = (sys.executable, "-m", "pytest", *options, *shlex.split(mutant.tests))
+    with open(f"{tree}.txt", "a") as output:
+        process = subprocess.Popen(
+            command, cwd=tree, env=os.environ | env, stdout=output, stderr=output
+        )
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            end_all(tree)
+            process.wait()
+            path.write_text(text)
+
+
+def end_all(tree: Path) -> None:
+    """Ends what a bug may have left behind, in whatever session: it knows the tree."""
+    for path in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (
+                f"PYTHONPATH={tree}{os.pathsep}".encode()
+                in (path / "environ").read_bytes()
+            ):
+                os.kill(int(path.name), signal.SIGKILL)
+
+
+MUTANTS = [
+    Mutant(
+        "decentjax/exchange.py",
+        "abs(sum(self.weights) - 1) > 1e-9",
+        "abs(sum(self.weights) - 1) > 1e-1",
+        "tests/test_topology.py -k an_error_says",
+    ),
+    Mutant(
+        "decentjax/exchange.py",
+        "self.exchanges[step % self.period]",
+        "self.exchanges[min(step, self.period - 1)]",
+        "tests/test_topology.py -k take_turns_for_ever",
+    ),
+    Mutant(
+        "decentjax/exchange.py",
+        "(1 - exchange.factor) * values + exchange.factor * spread",
+        "(1 - exchange.factor) * values + spread",
+        "tests/test_topology.py -k damping_moves",
+    ),
+    Mutant(
+        "decentjax/exchange.py",
+        "np.stack(np.nonzero(edges.T))",
+        "np.stack(np.nonzero(edges))",
+        "tests/test_analysis.py -k who_sends_to_more",
+    ),
+    Mutant(
+        "decentjax/topology.py",
+        "_circulant(num_workers, [0, -hop])",
+        "_circulant(num_workers, [0, hop])",
+        "tests/test_topology.py -k is_the_one_of_its_paper",
+    ),
+    Mutant(
+        "decentjax/topology.py",
+        "steps[1 - counter % 2].append",
+        "steps[counter % 2].append",
+        "tests/test_topology.py -k keeps_the_order_of_decent_dp",
+    ),
+    Mutant(
+        "decentjax/topology.py",
+        "(step * active + r) % bits",
+        "(step + r) % bits",
+        "tests/test_topology.py -k butterfly_groups_are_those",
+    ),
+    Mutant(
+        "decentjax/topology.py",
+        "exchange.factor * factor)",
+        "factor)",
+        "tests/test_topology.py -k damping_twice",
+    ),
+    Mutant(
+        "decentjax/topology.py",
+        "exchange.workers_per_node != 1 or exchange.factor != 1",
+        "exchange.workers_per_node != 1 and exchange.factor != 1",
+        "tests/test_topology.py -k an_error_says",
+    ),
+    Mutant(
+        "decentjax/topology.py",
+        "matrix.sum(1 - turn % 2, keepdims=True)",
+        "matrix.sum(1, keepdims=True)",
+        "tests/test_topology.py -k from_matrix",
+    ),
+    Mutant(
+        "decentjax/_base_k.py",
+        "part.shape[1] / (part.size + len(later))",
+        "part.shape[1] / part.size",
+        "tests/test_topology.py -k base_k_is_exact",
+    ),
+    Mutant(
+        "decentjax/_base_k.py",
+        "min(_simple_base(workers, base), product, key=len)",
+        "product",
+        "tests/test_topology.py -k base_k_has_the_period",
+    ),
+    Mutant(
+        "decentjax/_birkhoff.py",
+        "np.where(unsent[rows, columns], columns, -1)",
+        "columns",
+        "tests/test_matching.py -k edge_colouring",
+    ),
+    Mutant(
+        "decentjax/_birkhoff.py",
+        "residual = np.array(matrix, np.float64)",
+        "residual = np.asarray(matrix, np.float64)",
+        "tests/test_matching.py -k leaves_its_argument_alone",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "own + exchange.factor * (mixed.astype(own.dtype) - own)",
+        "mixed.astype(own.dtype)",
+        "tests/test_mixing.py -k each_worker_gets",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "[model - sent.astype(dtype) for model in models]",
+        "[model - x.astype(dtype) for model in models]",
+        "tests/test_mixing.py -k models_that_agree_stay",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "jnp.finfo(dtype).nexp >= 8",
+        "jnp.finfo(message_dtype).nexp >= 5",
+        "tests/test_mixing.py -k without_the_range_of_float32",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "sum_over_all(x.astype(sum_dtype(x)), axis_name)",
+        "sum_over_all(x, axis_name)",
+        "tests/test_mixing.py -k global_mean_of_bfloat16",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "jnp.sqrt(sum_over_all(squares, axis_name) / num_workers)",
+        "jnp.sqrt(sum_over_all(squares, axis_name))",
+        "tests/test_mixing.py -k consensus_distance_is_the_root",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "difference = jnp.abs(x - mean)",
+        "difference = x - mean",
+        "tests/test_mixing.py -k counts_imaginary_parts",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "for receiver, sender in enumerate(sources)",
+        "for sender, receiver in enumerate(sources)",
+        "tests/test_mixing.py -k each_worker_gets",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "max(1, piece_bytes // x.dtype.itemsize)",
+        "max(1, piece_bytes)",
+        "tests/test_mixing.py -k pieces_are_no_larger",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "jnp.asarray(of_nodes, dtype)[node]",
+        "of_nodes[0]",
+        "tests/test_mixing.py -k each_worker_gets",
+    ),
+    Mutant(
+        "decentjax/_collectives.py",
+        ".at[receivers].set(x[senders])",
+        ".at[senders].set(x[receivers])",
+        "tests/test_mixing.py -k devices_and_simulation_agree",
+    ),
+    Mutant(
+        "decentjax/_collectives.py",
+        "np.argsort(np.array(groups).ravel())",
+        "np.array(groups).ravel()",
+        "tests/test_mixing.py -k devices_and_simulation_agree",
+    ),
+    Mutant(
+        "decentjax/_collectives.py",
+        "    if number & (number - 1) == 0:",
+        "    if number:",
+        'tests/test_mixing.py -k "to_no_side"',
+    ),
+    Mutant(
+        "decentjax/_collectives.py",
+        "jnp.moveaxis(pieces, dim, 0).astype(dtype)",
+        "jnp.moveaxis(pieces, dim, 0)",
+        'tests/test_mixing.py -k "summed_in_float32 or rounded_once"',
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "descend(optimizer, grads, state.opt_state, mixed)",
+        "descend(optimizer, grads, state.opt_state, state.params)",
+        "tests/test_step.py -k adapt_sends_nothing",
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "        grads = reduce_gradients(grads)",
+        "        pass",
+        "tests/test_step.py -k all_reduce_keeps_its_replicas",
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "lambda x: x.mean(0), metrics",
+        "lambda x: x.sum(0), metrics",
+        "tests/test_step.py -k micro_batches_give",
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "(s / num_micro_batches).astype(x.dtype)",
+        "s.astype(x.dtype)",
+        "tests/test_step.py -k micro_batches_give",
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "jnp.zeros_like(x, sum_dtype(x))",
+        "jnp.zeros_like(x)",
+        "tests/test_step.py -k micro_batches_of_narrow_params",
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "jax.random.split(step_key, num_micro_batches)",
+        "jnp.stack([step_key] * num_micro_batches)",
+        "tests/test_step.py -k keys_of_their_own",
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "keys[jnp.asarray(workers)]",
+        "keys[: len(workers)]",
+        "tests/test_step.py -k some_workers_start",
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "if any(map(is_decentralized, ",
+        "if not any(map(is_decentralized, ",
+        "tests/test_step.py -k of_one_worker_a_step_is_plain",
+    ),
+    Mutant(
+        "decentjax/placement.py",
+        "self._steps[step % len(self._steps)](state, batch)",
+        "self._steps[0](state, batch)",
+        "tests/test_step.py -k follows_the_dense",
+    ),
+    Mutant(
+        "decentjax/placement.py",
+        "            donate_argnums=0,",
+        "",
+        "tests/test_step.py -k gives_up_the_buffers",
+    ),
+    Mutant(
+        "decentjax/placement.py",
+        "if state.key.is_deleted():",
+        "if False:",
+        "tests/test_step.py -k a_state_that_was_given_up",
+    ),
+    Mutant(
+        "decentjax/placement.py",
+        "            return x[0]",
+        "            return x[-1]",
+        "tests/test_step.py -k from_worker_zero",
+    ),
+    Mutant(
+        "decentjax/placement.py",
+        "Mesh(devices[:num_workers], (AXIS,))",
+        "Mesh(devices[-num_workers:], (AXIS,))",
+        "tests/test_step.py -k a_worker_mesh_takes",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "(count + accum_steps - 1) // accum_steps",
+        "(count + accum_steps) // accum_steps",
+        "tests/test_optim.py -k accum_adam_is_the_papers_loop",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "b + g.astype(b.dtype) / accum_steps",
+        "b + g.astype(b.dtype)",
+        "tests/test_optim.py -k accum_adam_is_the_papers_loop",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "update_moment_per_elem_norm(acc, state.nu, b2, 2)",
+        "update_moment_per_elem_norm(acc, state.nu, b1, 2)",
+        "tests/test_optim.py -k accum_adam_is_the_papers_loop",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "            optax.tree.zeros_like(acc),",
+        "            acc,",
+        "tests/test_optim.py -k accum_adam_is_the_papers_loop",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "optax.add_decayed_weights(weight_decay, mask)",
+        "optax.add_decayed_weights(weight_decay)",
+        "tests/test_optim.py -k accum_adamw",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "optax.apply_updates(mixed, update)",
+        "optax.apply_updates(params, update)",
+        "tests/test_optim.py -k follows_the_dense_recursion",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "if _in_conditional(axis_name):",
+        "if False:",
+        "tests/test_optim.py -k around_it_a_wrapper",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "DecentralizeState(state.count + 1, worker.opt_state)",
+        "DecentralizeState(state.count, worker.opt_state)",
+        "tests/test_optim.py -k the_state_counts",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "(mix_once, topology[step])",
+        "(mix_once, topology[0])",
+        "tests/test_optim.py -k wraps_around",
+    ),
+    Mutant(
+        "decentjax/analysis.py",
+        "2 * (1 - 1 / len(group)) * model",
+        "2 * model",
+        "tests/test_analysis.py -k one_exchange_sends",
+    ),
+    Mutant(
+        "decentjax/analysis.py",
+        "product = matrix @ product",
+        "product = product @ matrix",
+        "tests/test_analysis.py -k multiplies_its_matrices",
+    ),
+    Mutant(
+        "decentjax/analysis.py",
+        "return step + 1 if distance",
+        "return step if distance",
+        "tests/test_analysis.py -k is_exact_after_so_many",
+    ),
+    Mutant(
+        "decentjax/analysis.py",
+        "receiver * local + place, size / local, count)",
+        "receiver * local + place, size, count)",
+        "tests/test_analysis.py -k alternating_exponential_ring",
+    ),
+    Mutant(
+        "decentjax/gossip/background.py",
+        "self._sent_for != step or list",
+        "list",
+        "tests/test_gossip.py -k a_step_out_of_turn",
+    ),
+    Mutant(
+        "decentjax/gossip/background.py",
+        "enabled = jnp.result_type(float) == jnp.float64",
+        "enabled = False",
+        "tests/test_gossip.py -k double_precision_holds",
+    ),
+    Mutant(
+        "decentjax/gossip/background.py",
+        "cpus[process].pop(0) for",
+        "cpus[process].pop() for",
+        "tests/test_gossip.py -k host_mesh_has_a_cpu",
+    ),
+    Mutant(
+        "decentjax/gossip/background.py",
+        "            _check_rows(leaves, self._topology.num_workers)",
+        "",
+        "tests/test_gossip.py -k rows_that_are_missing",
+    ),
+    Mutant(
+        "decentjax/gossip/all_reduce.py",
+        "jax.block_until_ready(self._mean(grads))",
+        "jax.block_until_ready(grads)",
+        "tests/test_gossip.py -k all_reduce_gives_the_numbers",
+    ),
+    Mutant(
+        "decentjax/gossip/background.py",
+        "        check_not_donated(state)\n        plan",
+        "        plan",
+        "tests/test_gossip.py -k a_state_that_was_given_up",
+    ),
+    Mutant(
+        "decentjax/gossip/background.py",
+        "        self._engine.__exit__(*error)",
+        "        pass",
+        "tests/test_gossip.py -k a_closed_train_step",
+    ),
+    Mutant(
+        "decentjax/gossip/engine.py",
+        "        future.set_running_or_notify_cancel()",
+        "",
+        "tests/test_engine.py -k cannot_be_cancelled",
+    ),
+    Mutant(
+        "decentjax/gossip/engine.py",
+        "            del task, future, function, args",
+        "",
+        "tests/test_engine.py -k keeps_no_array_alive",
+    ),
+    Mutant(
+        "decentjax/gossip/engine.py",
+        "self._end(CLOSING_SECONDS if kind is None else FAILING_SECONDS)",
+        "self._end(CLOSING_SECONDS)",
+        "tests/test_engine.py -k after_an_error_nobody_waits",
+    ),
+    Mutant(
+        "decentjax/gossip/engine.py",
+        "            if self._closed:\n                raise",
+        "            if False:\n                raise",
+        "tests/test_engine.py -k nothing_can_follow",
+    ),
+    Mutant(
+        "decentjax/gossip/engine.py",
+        "                future.set_exception(self._error)\n                continue",
+        "                pass",
+        "tests/test_engine.py -k reaches_all_futures",
+    ),
+    Mutant(
+        "decentjax/gossip/engine.py",
+        "is_last = not self._users[self._engine]",
+        "is_last = True",
+        "tests/test_engine.py -k waits_for_its_work_and_ends_no_other",
+    ),
+    Mutant(
+        "decentjax/gossip/engine.py",
+        "engine is None or engine.failed or",
+        "engine is None or",
+        "tests/test_engine.py -k no_newcomer",
+    ),
+    Mutant(
+        "decentjax/gossip/engine.py",
+        "self._users[self._engine] -= not self._closed",
+        "self._users[self._engine] -= 1",
+        "tests/test_engine.py -k shared",
+    ),
+    Mutant(
+        "decentjax/gossip/cut.py",
+        "                if equation.effects:",
+        "                if False:",
+        "tests/test_cut.py -k side_effects_of_the_mixed",
+    ),
+    Mutant(
+        "decentjax/gossip/cut.py",
+        "with equation.ctx.manager:",
+        "if equation.ctx:",
+        "tests/test_cut.py -k noted_for_the_compiler",
+    ),
+    Mutant(
+        "decentjax/gossip/stages.py",
+        "    if group:\n        yield",
+        "    if False:\n        yield",
+        "tests/test_gossip.py -k where_groups_of_leaves_end",
+    ),
+    Mutant(
+        "decentjax/gossip/tuning.py",
+        "int(np.argmin(slowest",
+        "int(np.argmax(slowest",
+        "tests/test_tuning.py -k found_by_all_workers",
+    ),
+    Mutant(
+        "decentjax/gossip/tuning.py",
+        "if size is None or size < num_bytes]",
+        "]",
+        "tests/test_tuning.py -k no_pieces",
+    ),
+    Mutant(
+        "decentjax/gossip/tuning.py",
+        " and message_dtype is None:",
+        ":",
+        "tests/test_tuning.py -k narrow_messages_too",
+    ),
+    Mutant(
+        "decentjax/runtime/schemes.py",
+        "end = max(end, float(ready.max())) + seconds",
+        "end = float(ready.max()) + seconds",
+        "tests/test_runtime.py -k a_step_of_all_reduce_has_its_closed_form",
+    ),
+    Mutant(
+        "decentjax/runtime/schemes.py",
+        "if (step + 1) % sync_every == 0:",
+        "if step % sync_every == 0:",
+        'tests/test_runtime.py -k "sync"',
+    ),
+    Mutant(
+        "decentjax/runtime/schemes.py",
+        "ready = start if hidden else computed",
+        "ready = computed if hidden else start",
+        "tests/test_runtime.py -k exchange_has_its_closed_form",
+    ),
+    Mutant(
+        "decentjax/runtime/schemes.py",
+        "finish(stages, job.model_bytes / num_buckets, begun, free)",
+        "finish(stages, job.model_bytes, begun, free)",
+        "tests/test_runtime.py -k buckets_are_updated",
+    ),
+    Mutant(
+        "decentjax/runtime/schemes.py",
+        "seconds / (len(self.start) - skipped)",
+        "seconds / len(self.start)",
+        "tests/test_runtime.py -k seconds_per_step",
+    ),
+    Mutant(
+        "decentjax/runtime/cluster.py",
+        "share_sent / min(rates)",
+        "share_sent / max(rates)",
+        "tests/test_runtime.py -k a_step_of_all_reduce_has_its_closed_form",
+    ),
+    Mutant(
+        "decentjax/runtime/cluster.py",
+        "2 * (1 - 1 / size) / local, 2",
+        "2 * (1 - 1 / size), 2",
+        "tests/test_runtime.py -k what_traffic_counts",
+    ),
+    Mutant(
+        "decentjax/runtime/cluster.py",
+        "sent + stage.rounds * kind.latency",
+        "sent + kind.latency",
+        "tests/test_runtime.py -k latencies_count_once",
+    ),
+    Mutant(
+        "decentjax/runtime/cluster.py",
+        "between_latency=self.between_latency * factor",
+        "between_latency=self.between_latency / factor",
+        "tests/test_advise.py -k as_long_as_it_was_measured",
+    ),
+    Mutant(
+        "decentjax/runtime/sharing.py",
+        "np.minimum(overlap, seconds[second])",
+        "overlap",
+        "tests/test_runtime.py -k two_on_a_card",
+    ),
+    Mutant(
+        "decentjax/runtime/sharing.py",
+        "end = clock + shortest * count",
+        "end = clock + shortest",
+        "tests/test_runtime.py -k share_their_card",
+    ),
+    Mutant(
+        "decentjax/runtime/compute_times.py",
+        "random.gamma(sigma**-2, seconds * sigma**2, num_workers)",
+        "random.gamma(sigma**-2, seconds * sigma, num_workers)",
+        "tests/test_runtime.py -k mean_and_deviation",
+    ),
+    Mutant(
+        "decentjax/runtime/compute_times.py",
+        "times[late] += seconds",
+        "times[late] = seconds",
+        'tests/test_runtime.py tests/test_advise.py -k "so_much or asked_for"',
+    ),
+    Mutant(
+        "decentjax/runtime/ratios.py",
+        "float(drawn.var()) / mean**2",
+        "float(drawn.var()) / mean",
+        "tests/test_runtime.py -k three_ratios",
+    ),
+    Mutant(
+        "decentjax/runtime/job.py",
+        "default_rng((seed, step))",
+        "default_rng(seed)",
+        "tests/test_runtime.py -k draws_differ",
+    ),
+    Mutant(
+        "decentjax/overlap/hlo.py",
+        "BITS.get(self.dtype, 8) / 8",
+        "BITS.get(self.dtype, 8)",
+        "tests/test_overlap.py -k bytes_are_those_of_the_whole",
+    ),
+    Mutant(
+        "decentjax/overlap/hlo.py",
+        ".transpose(order)",
+        "",
+        "tests/test_overlap.py -k groups_run_along",
+    ),
+    Mutant(
+        "decentjax/overlap/schedule.py",
+        'passes = 2 if kind == "all-reduce" else 1',
+        "passes = 1",
+        "tests/test_overlap.py -k bytes_are_those_of_the_whole",
+    ),
+    Mutant(
+        "decentjax/overlap/schedule.py",
+        "repeats = 1 / len(bodies)",
+        "repeats = 1.0",
+        "tests/test_overlap.py -k each_branch",
+    ),
+    Mutant(
+        "decentjax/overlap/schedule.py",
+        "is_start and '\"is_sync\":true' not in instruction.attributes",
+        "is_start",
+        "tests/test_overlap.py -k a_start_that_blocks",
+    ),
+    Mutant(
+        "decentjax/overlap/schedule.py",
+        "made -= sum(operands)",
+        "made -= 0",
+        "tests/test_overlap.py -k larger_side",
+    ),
+    Mutant(
+        "decentjax/overlap/schedule.py",
+        "        self.unpaired += [ops[at].name for places in "
+        "started.values() for at in places]",
+        "",
+        "tests/test_overlap.py -k what_has_no_end",
+    ),
+    Mutant(
+        "decentjax/overlap/work.py",
+        "2.0 * math.prod(dot.arrays[0].dims) * inner",
+        "math.prod(dot.arrays[0].dims) * inner",
+        "tests/test_overlap.py -k flops_are_those_of_the_matmuls",
+    ),
+    Mutant(
+        "decentjax/overlap/work.py",
+        "Work(flops, 2 * operands[1].num_bytes)",
+        "Work(flops, 2 * operands[0].num_bytes)",
+        "tests/test_overlap.py -k bytes_are_those_that_are_read",
+    ),
+    Mutant(
+        "decentjax/overlap/estimate.py",
+        "            link /= self.links_per_node",
+        "            pass",
+        "tests/test_overlap.py -k a_device_alone_has_one",
+    ),
+    Mutant(
+        "decentjax/overlap/estimate.py",
+        "max(compute, moving, self.least_seconds)",
+        "max(compute + moving, self.least_seconds)",
+        "tests/test_overlap.py -k longer_of_computing_and_moving",
+    ),
+    Mutant(
+        "decentjax/overlap/estimate.py",
+        "            self._network = network",
+        "",
+        "tests/test_overlap.py -k after_a_conditional",
+    ),
+    Mutant(
+        "train/config.py",
+        "self.optimizer.warmup_steps >= self.num_steps",
+        "self.optimizer.warmup_steps > self.num_steps",
+        "tests/test_train.py -k an_impossible_config",
+    ),
+    Mutant(
+        "train/config.py",
+        "(self.coordinator, count, own) != (None, None, None)",
+        "False",
+        "tests/test_distributed.py -k a_place_in_a_job",
+    ),
+    Mutant(
+        "train/config.py",
+        "topologies.damped(topology, self.factor)",
+        "topology",
+        "tests/test_train.py -k an_impossible_config",
+    ),
+    Mutant(
+        "train/fields.py",
+        "    if isinstance(value, bool):  # Which is an int, for Python.",
+        "    if False:",
+        "tests/test_cli.py -k no_field_holds",
+    ),
+    Mutant(
+        "train/fields.py",
+        "isinstance(value, int) and abs(value) <= LARGEST_INT",
+        "isinstance(value, int)",
+        "tests/test_cli.py -k numbers_that_jax_would_cut",
+    ),
+    Mutant(
+        "train/config_json.py",
+        "return tuple(x) if isinstance(x, list) else x",
+        "return x",
+        'tests/test_cli.py tests/test_tasks.py -k "config and comes_back or '
+        'read_as_it_was"',
+    ),
+    Mutant(
+        "train/config_json.py",
+        "for key in {**old, **new}:",
+        "for key in old:",
+        "tests/test_train.py -k differences_name",
+    ),
+    Mutant(
+        "train/cli.py",
+        "INTERRUPTED, CLOSED = 130, 141",
+        "INTERRUPTED, CLOSED = 1, 1",
+        "tests/test_cli.py -k ctrl_c",
+    ),
+    Mutant(
+        "train/cli.py",
+        "                sys.stdout.flush()  # Here",
+        "                pass  # Here",
+        'tests/test_cli.py -k "closed or full_output"',
+    ),
+    Mutant(
+        "train/cli.py",
+        'if name.partition(".")[0] in OURS:',
+        "if False:",
+        "tests/test_cli.py -k a_bug_of_ours",
+    ),
+    Mutant(
+        "train/cli.py",
+        "except BaseException as error:  # sys.exit()",
+        "except Exception as error:  # sys.exit()",
+        "tests/test_cli.py -k a_config_that_ends",
+    ),
+    Mutant(
+        "train/cli.py",
+        "    raise SystemExit(2)",
+        "    raise SystemExit(0)",
+        "tests/test_cli.py -k ends_with_code_2",
+    ),
+    Mutant(
+        "train/run/build.py",
+        "loss_fn=poison_gradient(task.loss_fn)",
+        "loss_fn=task.loss_fn",
+        'tests/test_resume.py -k "named_and_never_saved and loss"',
+    ),
+    Mutant(
+        "train/run/build.py",
+        "optax.chain(watch_gradients(), *steps)",
+        "optax.chain(*steps, watch_gradients())",
+        'tests/test_resume.py -k "named_and_never_saved and gradient"',
+    ),
+    Mutant(
+        "train/run/build.py",
+        "x.ndim >= 2",
+        "x.ndim >= 1",
+        "tests/test_train.py -k weight_decay_spares",
+    ),
+    Mutant(
+        "train/run/build.py",
+        "decay_steps=num_steps",
+        "decay_steps=num_steps - config.warmup_steps",
+        "tests/test_train.py -k the_schedule_warms_up",
+    ),
+    Mutant(
+        "train/run/build.py",
+        "    _check_same_kind(model, jax.eval_shape(task.init, model_key))",
+        "",
+        "tests/test_resume.py -k another_model_is_no_begin",
+    ),
+    Mutant(
+        "train/run/build.py",
+        "if config.clip_norm is not None:",
+        "if config.clip_norm is None:",
+        "tests/test_tasks.py -k without_a_clip_norm",
+    ),
+    Mutant(
+        "train/run/build.py",
+        "        message_dtype=config.step.message_dtype,\n        exchange_mesh",
+        "        exchange_mesh",
+        "tests/test_train.py -k dtype_of_the_config",
+    ),
+    Mutant(
+        "train/run/build.py",
+        "mix, axis_name=AXIS, message_dtype=config.step.message_dtype",
+        "mix, axis_name=AXIS",
+        "tests/test_preflight.py -k half_precision_message",
+    ),
+    Mutant(
+        "train/run/finite.py",
+        "is_first = (state.step == 0) & wrong.any()",
+        "is_first = wrong.any()",
+        'tests/test_resume.py -k "named_and_never_saved and batch"',
+    ),
+    Mutant(
+        "train/run/finite.py",
+        "jnp.isfinite(x).all() for x in leaves",
+        "jnp.isfinite(x).any() for x in leaves",
+        "tests/test_resume.py -k one_number",
+    ),
+    Mutant(
+        "train/run/finite.py",
+        "jnp.where(is_first, jnp.argmax(wrong), state.leaf)",
+        "jnp.where(is_first, jnp.argmin(wrong), state.leaf)",
+        'tests/test_resume.py -k "named_and_never_saved and gradient"',
+    ),
+    Mutant(
+        "train/run/finite.py",
+        "rows |= {first + i: row",
+        "rows |= {i: row",
+        "tests/test_resume.py -k on_a_mesh_the_worker",
+    ),
+    Mutant(
+        "train/run/stop.py",
+        "            signal.signal(own, signal.SIG_DFL)",
+        "            pass",
+        "tests/test_stop.py -k others_are_the_kernels",
+    ),
+    Mutant(
+        "train/run/stop.py",
+        "if signal.getsignal(s) != signal.SIG_IGN",
+        "if s",
+        "tests/test_stop.py -k ignored_stays",
+    ),
+    Mutant(
+        "train/run/stop.py",
+        "            signal.signal(number, handler)",
+        "            pass",
+        "tests/test_stop.py -k others_are_the_kernels",
+    ),
+    Mutant(
+        "train/run/folder.py",
+        "            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "            pass",
+        "tests/test_stop.py -k is_locked_until",
+    ),
+    Mutant(
+        "train/run/folder.py",
+        "    part.write_text(text)\n    part.replace(path)",
+        "    path.write_text(text)",
+        "tests/test_stop.py -k whole_or_as_it_was",
+    ),
+    Mutant(
+        "train/run/folder.py",
+        '        raise SaveError(f"{path} could not be written: '
+        '{error.strerror}") from error',
+        "        pass",
+        "tests/test_stop.py -k rows_that_cannot",
+    ),
+    Mutant(
+        "train/run/log.py",
+        'if row["step"] <= start]',
+        'if row["step"] < start]',
+        "tests/test_resume.py -k goes_on_with_its_own_config",
+    ),
+    Mutant(
+        "train/run/log.py",
+        "[_row(line) for line in lines]",
+        "list(iter(map(_row, lines).__next__, None))",
+        "tests/test_resume.py -k broken_rows",
+    ),
+    Mutant(
+        "train/run/log.py",
+        "self._seconds_before + time",
+        "time",
+        "tests/test_resume.py -k goes_on_with_its_own_config",
+    ),
+    Mutant(
+        "train/run/log.py",
+        "self.closed = self.quiet = True",
+        "self.quiet = True",
+        "tests/test_stop.py -k output_that_is_closed",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "        tools.checkpoints.check()",
+        "",
+        "tests/test_resume.py -k failed_save",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "        if log.closed:\n            stop.ask()",
+        "",
+        "tests/test_stop.py -k output_that_is_closed",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "end = stop.poll() or step == config.num_steps",
+        "end = stop.poll()",
+        "tests/test_train.py -k leaves_its_config",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "save = end or evaluate or step",
+        "save = end or step",
+        "tests/test_resume.py -k evaluated_is_saved",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "            check_gradients(state)",
+        "",
+        'tests/test_resume.py -k "named_and_never_saved and gradient"',
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "            tools.check(state, step)",
+        "",
+        "tests/test_resume.py -k of_finite_gradients",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "        if stop.poll():\n            raise _Stopped",
+        "        if False:\n            raise _Stopped",
+        'tests/test_stop.py -k "signal_in_an_evaluation and 15"',
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "float(learning_rate(step - 1))",
+        "float(learning_rate(step))",
+        "tests/test_train.py -k leaves_its_config",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "step % num_processes == process",
+        "step % num_processes != process",
+        "tests/test_distributed.py -k a_rotating_straggler",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "skipped, self._skipped = self._skipped * jax.process_count(), 0",
+        "skipped = self._skipped * jax.process_count()",
+        "tests/test_resume.py -k skipped_is_in",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "if path.is_symlink() or not path.is_dir():",
+        "if not path.is_dir():",
+        "tests/test_resume.py -k strays",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "    if path.name != str(step):",
+        "    if False:",
+        "tests/test_resume.py -k strays",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "exist_ok=True)\n            self._drop_unfinished()",
+        "exist_ok=True)",
+        "tests/test_resume.py -k half_written",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "[: -self._num_kept]",
+        "[self._num_kept :]",
+        "tests/test_train.py -k leaves_its_config",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "        waiting.join(seconds)",
+        "",
+        "tests/test_resume.py -k after_an_error_the_last",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "        if kind is None:\n            self.wait()\n            return",
+        "        if kind is None:\n            return",
+        "tests/test_train.py -k leaves_its_config",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "            self._writer.check_for_errors()",
+        "            pass",
+        "tests/test_resume.py -k failed_save",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "    if wanted.shape != got.shape:",
+        "    if False:",
+        "tests/test_evaluate.py -k checkpoint_of_another_model",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "list(found.steps)[::-1]",
+        "list(found.steps)",
+        "tests/test_resume.py -k goes_on_with_its_own_config",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "if other > step]",
+        "if other >= step]",
+        "tests/test_resume.py -k from_an_earlier_step",
+    ),
+    Mutant(
+        "train/run/resume.py",
+        "    if refused:",
+        "    if False:",
+        "tests/test_resume.py -k what_trains_otherwise",
+    ),
+    Mutant(
+        "train/run/resume.py",
+        '    "task.num_eval_windows",',
+        "",
+        "tests/test_train.py -k resumes_to_nothing",
+    ),
+    Mutant(
+        "train/run/resume.py",
+        "            check(restored, step)",
+        "",
+        "tests/test_resume.py -k not_gone_on_with",
+    ),
+    Mutant(
+        "train/run/resume.py",
+        "    if found.steps:",
+        "    if False:",
+        "tests/test_resume.py -k a_folder_with_a_run",
+    ),
+    Mutant(
+        "train/run/resume.py",
+        "make_state(trained.mean())",
+        "make_state(trained.worker(0))",
+        "tests/test_resume.py -k begins_with_the_mean_model",
+    ),
+    Mutant(
+        "train/run/resume.py",
+        "if jax.process_count() > 1 or step == steps[-1]:",
+        "if jax.process_count() > 1:",
+        "tests/test_resume.py -k where_all_are_broken",
+    ),
+    Mutant(
+        "train/run/resume.py",
+        'if now["num_steps"] > saved["num_steps"]:',
+        'if now["num_steps"] != saved["num_steps"]:',
+        "tests/test_resume.py -k a_shorter_run",
+    ),
+    Mutant(
+        "train/run/evaluation.py",
+        "if not 0 <= number < num_workers:",
+        "if not 0 <= number <= num_workers:",
+        "tests/test_evaluate.py -k bad_input",
+    ),
+    Mutant(
+        "train/__main__.py",
+        "raise SystemExit(FAILED) from error",
+        "raise SystemExit(1) from error",
+        "tests/test_resume.py -k ends_with_its_own_code",
+    ),
+    Mutant(
+        "train/__main__.py",
+        "if outcome.step < config.num_steps:",
+        "if outcome.step <= config.num_steps:",
+        "tests/test_resume.py -k the_command_line_goes_on",
+    ),
+    Mutant(
+        "train/report.py",
+        "run.evaluations()[-1:]:",
+        "run.evaluations()[:1]:",
+        "tests/test_report.py -k a_page_of_two_runs",
+    ),
+    Mutant(
+        "train/report.py",
+        '    if not rows:\n        raise ValueError(f"{run_dir} has no rows',
+        '    if False:\n        raise ValueError(f"{run_dir} has no rows',
+        "tests/test_report.py -k a_folder_without_a_run",
+    ),
+    Mutant(
+        "train/report.py",
+        "return [row[against] for row in rows], [",
+        'return [row["step"] for row in rows], [',
+        "tests/test_report.py -k a_curve_is_over",
+    ),
+    Mutant(
+        "train/compare.py",
+        "if is_whole and {name: found.get(name) for name in wanted} == wanted:",
+        "if is_whole:",
+        "tests/test_compare.py -k written_kept",
+    ),
+    Mutant(
+        "train/compare.py",
+        '"lower" if "loss" in score else "higher"',
+        '"higher" if "loss" in score else "lower"',
+        "tests/test_compare.py -k lower_training_loss",
+    ),
+    Mutant(
+        "train/compare_report.py",
+        "np.arange(len(order), 0, -1)",
+        "np.arange(1, len(order) + 1)",
+        "tests/test_compare.py -k p_values_are_corrected",
+    ),
+    Mutant(
+        "train/compare_report.py",
+        "is_paired = a.draws == b.draws",
+        "is_paired = True",
+        "tests/test_compare.py -k tested_in_pairs",
+    ),
+    Mutant(
+        "train/compare_report.py",
+        "(test.difference > 0) == (headline",
+        "(test.difference > 0) != (headline",
+        "tests/test_compare.py -k a_clear_difference",
+    ),
+    Mutant(
+        "train/compare_report.py",
+        "np.std(values, ddof=1)",
+        "np.std(values)",
+        "tests/test_compare.py -k two_standard_deviations",
+    ),
+    Mutant(
+        "train/run/seeds.py",
+        "train_step(state, batch, step - 1)",
+        "train_step(state, batch, step)",
+        "tests/test_compare.py -k seeds_together",
+    ),
+    Mutant(
+        "train/run/seeds.py",
+        "10 * step > 9 * config.num_steps",
+        "10 * step >= 9 * config.num_steps",
+        "tests/test_compare.py -k last_tenth",
+    ),
+    Mutant(
+        "train/run/seeds.py",
+        "if not np.isfinite(values).all():",
+        "if False:",
+        "tests/test_compare.py -k a_loss_that_is_not_finite",
+    ),
+    Mutant(
+        "train/run/timeline.py",
+        "if span.step < start]",
+        "if span.step <= start]",
+        "tests/test_report.py -k dropped_from_the_timelines",
+    ),
+    Mutant(
+        "train/run/timeline.py",
+        '"ts": (span.start - start) * 1e6',
+        '"ts": (span.start - start) * 1e3',
+        "tests/test_report.py -k a_timeline_of_any_length",
+    ),
+    Mutant(
+        "train/run/timeline.py",
+        "(sent, sent + exchange)",
+        "(start, start + exchange)",
+        "tests/test_report.py -k simulated_exchanges_begin",
+    ),
+    Mutant(
+        "train/data/batches.py",
+        "(first + worker) * self._batch_per_worker",
+        "first * self._batch_per_worker",
+        "tests/test_train.py -k workers_share_no_example",
+    ),
+    Mutant(
+        "train/data/batches.py",
+        "default_rng((self._seed, place))",
+        "default_rng(place)",
+        "tests/test_batches.py -k draws_are_fixed",
+    ),
+    Mutant(
+        "train/data/batches.py",
+        "self._examples[place + num_bad]",
+        "self._examples[place]",
+        "tests/test_batches.py -k for_each_unreadable",
+    ),
+    Mutant(
+        "train/data/batches.py",
+        "int(np.random.SeedSequence(seed).generate_state(1)[0])",
+        "seed",
+        "tests/test_batches.py -k seeds_in_a_row",
+    ),
+    Mutant(
+        "train/data/batches.py",
+        "        self.close()\n        self._next_step = step",
+        "        self._next_step = step",
+        "tests/test_train.py -k depend_on_seed",
+    ),
+    Mutant(
+        "train/data/by_length.py",
+        "        waiting[above] += rest",
+        "",
+        "tests/test_translation_data.py -k what_fills_no_step",
+    ),
+    Mutant(
+        "train/data/by_length.py",
+        "filled[np.arange(len(rows)), lengths] = END",
+        "pass",
+        "tests/test_translation_data.py -k each_pass_gives",
+    ),
+    Mutant(
+        "train/data/by_length.py",
+        "steps[-1] = -(-waiting[-1] // pairs_per_step[-1])",
+        "steps[-1] = waiting[-1] // pairs_per_step[-1]",
+        'tests/test_translation_data.py -k "few_pairs or each_pass_gives"',
+    ),
+    Mutant(
+        "train/data/text.py",
+        "(len(self._text) - 1) // self._length",
+        "len(self._text) // self._length",
+        "tests/test_text_data.py -k windows_have",
+    ),
+    Mutant(
+        "train/data/text.py",
+        "if largest >= vocabulary:",
+        "if largest > vocabulary:",
+        "tests/test_text_data.py -k token_that_the_model_does_not_know",
+    ),
+    Mutant(
+        "train/data/text.py",
+        "np.array([*row, between], np.uint16)",
+        "np.array(row, np.uint16)",
+        "tests/test_text_data.py -k all_documents",
+    ),
+    Mutant(
+        "train/data/images.py",
+        "crop[:, ::-1] if",
+        "crop[::-1] if",
+        "tests/test_image_data.py -k the_random_crop",
+    ),
+    Mutant(
+        "train/data/digits.py",
+        "random.integers(0, 3)",
+        "random.integers(0, 2)",
+        "tests/test_image_data.py -k a_shifted_digit",
+    ),
+    Mutant(
+        "train/data/imagenet.py",
+        "np.full(self._rows, NO_LABEL, np.int32)",
+        "np.zeros(self._rows, np.int32)",
+        "tests/test_image_data.py -k validation_has_each_image",
+    ),
+    Mutant(
+        "train/data/files.py",
+        "    if size % width:",
+        "    if False:",
+        "tests/test_text_data.py -k missing_or_cut_off",
+    ),
+    Mutant(
+        "train/data/files.py",
+        "    finally:\n        shutil",
+        "    except KeyError:\n        shutil",
+        "tests/test_text_data.py -k leaves_nothing",
+    ),
+    Mutant(
+        "train/data/pairs.py",
+        "side[: max_tokens - 1] for side in pair",
+        "side[:max_tokens] for side in pair",
+        'tests/test_translation_data.py -k "corpus"',
+    ),
+    Mutant(
+        "train/data/pairs.py",
+        "(part.offsets[1:] + ends[side])",
+        "part.offsets[1:]",
+        "tests/test_translation_data.py -k same_in_memory",
+    ),
+    Mutant(
+        "train/models/resnet.py",
+        "stride = 2 if stage and i == 0 else 1",
+        "stride = 2 if i == 0 else 1",
+        "tests/test_resnet.py -k logits_are_those_of_the_peers",
+    ),
+    Mutant(
+        "train/models/resnet.py",
+        "        if config.zero_init:",
+        "        if False:",
+        "tests/test_resnet.py -k zero_init",
+    ),
+    Mutant(
+        "train/models/resnet.py",
+        "use_running_average=not train",
+        "use_running_average=train",
+        "tests/test_resnet.py -k running_statistics",
+    ),
+    Mutant(
+        "train/models/gpt.py",
+        "config.init_std / (2 * config.num_layers) ** 0.5",
+        "config.init_std",
+        "tests/test_train.py -k golden",
+    ),
+    Mutant(
+        "train/models/gpt.py",
+        "approximate=True",
+        "approximate=False",
+        "tests/test_gpt.py -k of_transformers",
+    ),
+    Mutant(
+        "train/models/gpt.py",
+        "        q, k, v = (",
+        "        k, q, v = (",
+        "tests/test_gpt.py -k equations",
+    ),
+    Mutant(
+        "train/models/transformer.py",
+        "self.tokens(tokens_BxT) * width**0.5",
+        "self.tokens(tokens_BxT)",
+        "tests/test_transformer.py -k logits_are_those_of_torch",
+    ),
+    Mutant(
+        "train/models/transformer.py",
+        "[np.sin(angles), np.cos(angles)]",
+        "[np.cos(angles), np.sin(angles)]",
+        "tests/test_transformer.py -k logits_are_those_of_torch",
+    ),
+    Mutant(
+        "train/models/transformer.py",
+        "jnp.full_like(cache.source_lengths, position + 1)",
+        "jnp.full_like(cache.source_lengths, position)",
+        "tests/test_transformer.py -k token_by_token",
+    ),
+    Mutant(
+        "train/models/beam.py",
+        "ended.scores / penalty_of(position + 1)",
+        "ended.scores / penalty_of(position)",
+        "tests/test_beam.py -k exhaustive",
+    ),
+    Mutant(
+        "train/models/beam.py",
+        "jax.tree.map(lambda leaf: leaf[parent_N], cache)",
+        "cache",
+        "tests/test_beam.py -k few_beams",
+    ),
+    Mutant(
+        "train/models/beam.py",
+        "state.running.scores.max(axis=1) / penalty_of(max_length_B)",
+        "state.running.scores.max(axis=1)",
+        "tests/test_beam.py -k the_penalty_prefers",
+    ),
+    Mutant(
+        "train/models/attention.py",
+        "is_causal=lengths_B is None",
+        "is_causal=False",
+        "tests/test_attention.py -k causal",
+    ),
+    Mutant(
+        "train/tasks/translation.py",
+        "jnp.mean(nats, where=there)",
+        "jnp.mean(nats)",
+        "tests/test_tasks.py -k notice_of_padding",
+    ),
+    Mutant(
+        "train/tasks/translation.py",
+        "model.context < corpus.max_tokens + decoding.extra_tokens",
+        "model.context < corpus.max_tokens",
+        "tests/test_tasks.py -k does_not_fit_the_corpus",
+    ),
+    Mutant(
+        "train/tasks/classification.py",
+        "jnp.sum, where=counted",
+        "jnp.sum",
+        "tests/test_tasks.py -k scores_count_hits",
+    ),
+    Mutant(
+        "train/tasks/classification.py",
+        "min(5, logits.shape[1])",
+        "min(4, logits.shape[1])",
+        "tests/test_tasks.py -k first_five",
+    ),
+    Mutant(
+        "train/tasks/stdlib.py",
+        "nats / jnp.log(2)",
+        "nats",
+        "tests/test_tasks.py -k of_bytes",
+    ),
+    Mutant(
+        "train/tasks/language.py",
+        "scores[:known]",
+        "scores",
+        "tests/test_language.py -k a_text_goes_on",
+    ),
+    Mutant(
+        "train/advise/quantities.py",
+        "1e3**n / 8 for",
+        "1e3**n for",
+        "tests/test_advise.py -k read_in_its_unit",
+    ),
+    Mutant(
+        "train/advise/setting.py",
+        "self.cluster.slowed(wanted / alone)",
+        "self.cluster.slowed(alone / wanted)",
+        "tests/test_advise.py -k as_long_as_it_was_measured",
+    ),
+    Mutant(
+        "train/advise/compare.py",
+        "speed_up=baseline.step / row.step",
+        "speed_up=row.step / baseline.step",
+        "tests/test_advise.py -k exposed_and_waited_for",
+    ),
+    Mutant(
+        "train/advise/compare.py",
+        "key=lambda row: (row.to_consensus, row.step)",
+        "key=lambda row: row.step",
+        "tests/test_advise.py -k agrees_soonest_is_advised",
+    ),
+    Mutant(
+        "train/advise/compare.py",
+        "skipped = period * math.ceil(num_steps / 10 / period)",
+        "skipped = 0",
+        "tests/test_advise.py -k mean_over_whole_periods",
+    ),
+    Mutant(
+        "train/advise/measure.py",
+        "max(gather(median(seconds[1:])))",
+        "min(gather(median(seconds[1:])))",
+        "tests/test_advise_measure.py -k the_slowest_process",
+    ),
+    Mutant(
+        "train/advise/measure.py",
+        "part * network.model_bytes / max(of_inside - short, 1e-9)",
+        "network.model_bytes / max(of_inside - short, 1e-9)",
+        "tests/test_advise_measure.py -k a_network_is_measured",
+    ),
+    Mutant(
+        "train/preflight/report.py",
+        "return 0 if passed else 1",
+        "return 0",
+        "tests/test_preflight.py -k too_little_overlap_is_a_code",
+    ),
+    Mutant(
+        "train/preflight/report.py",
+        "min(finding.schedule.covered(AXIS) for finding in found)",
+        "max(finding.schedule.covered(AXIS) for finding in found)",
+        "tests/test_preflight.py -k that_of_the_worst_exchange",
+    ),
+    Mutant(
+        "train/preflight/report.py",
+        "is_covered and covered >= (require_overlap or 0)",
+        "covered >= (require_overlap or 0)",
+        "tests/test_preflight.py -k never_covered",
+    ),
+    Mutant(
+        "train/preflight/tune.py",
+        "int(np.argmax(sent))",
+        "int(np.argmin(sent))",
+        "tests/test_preflight.py -k busiest_step_is",
+    ),
+    Mutant(
+        "train/job/distributed.py",
+        "            os._exit(FAILED)",
+        "            os._exit(0)",
+        "tests/test_distributed.py -k a_process_that_fails",
+    ),
+    Mutant(
+        "train/job/distributed.py",
+        "                time.sleep(1)",
+        "                pass",
+        "tests/test_distributed.py -k says_why_and_ends",
+    ),
+    Mutant(
+        "train/job/distributed.py",
+        "needed = 2 if count == 1 else 8 * count",
+        "needed = 2",
+        "tests/test_distributed.py -k threads_to_wait",
+    ),
+    Mutant(
+        "train/job/distributed.py",
+        "max(given, needed)",
+        "given",
+        "tests/test_distributed.py -k threads_to_wait",
+    ),
+    Mutant(
+        "train/job/distributed.py",
+        "result(self._timeout_seconds)",
+        "result()",
+        "tests/test_distributed.py -k hold_up_nobody",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "return 128 - returncode, f",
+        "return -returncode, f",
+        "tests/test_launch.py -k a_killed_process_gives",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)",
+        "",
+        "tests/test_launch.py -k leaves_no_child",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "            stderr=subprocess.STDOUT,",
+        "            stderr=subprocess.DEVNULL,",
+        "tests/test_launch.py -k standard_error_is_merged",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "send(next(first, signal.SIGKILL))",
+        "send(signal.SIGTERM)",
+        "tests/test_launch.py -k a_second_signal",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "child.popen.wait() and failed is None",
+        "child.popen.wait()",
+        'tests/test_launch.py -k "others_may_end or first_failure"',
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "            self._output.print(self._printed(self.unprinted))",
+        "            pass",
+        "tests/test_launch.py -k a_last_line",
+    ),
+    Mutant(
+        "train/job/rendezvous.py",
+        " or number in came:",
+        ":",
+        "tests/test_job.py -k who_does_not_belong",
+    ),
+    Mutant(
+        "train/job/rendezvous.py",
+        "            elif not sees:",
+        "            elif False:",
+        "tests/test_job.py -k who_does_not_belong",
+    ),
+    Mutant(
+        "train/job/rendezvous.py",
+        "came = {i: other for i, other in came.items() if other is not guest}",
+        "pass",
+        "tests/test_job.py -k may_come_again",
+    ),
+    Mutant(
+        "train/job/rendezvous.py",
+        "server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)",
+        "pass",
+        "tests/test_job.py -k until_the_coordinator_listens",
+    ),
+    Mutant(
+        "train/job/rendezvous.py",
+        "        server.settimeout(GREETING_SECONDS)",
+        "",
+        "tests/test_job.py -k says_nothing",
+    ),
+    Mutant(
+        "train/emulate.py",
+        "local_rank, node = divmod(rank, cluster.nodes)",
+        "node, local_rank = divmod(rank, cluster.nodes)",
+        "tests/test_emulate.py -k cyclic_workers",
+    ),
+    Mutant(
+        "train/emulate.py",
+        "round(rate / 8)",
+        "round(rate)",
+        "tests/test_emulate.py -k a_link_has_its_rate",
+    ),
+    Mutant(
+        "train/launch.py",
+        "given.get(name, value) for",
+        "value for",
+        "tests/test_launch.py -k what_the_user_has_set",
+    ),
+    Mutant(
+        "train/launch.py",
+        '"JAX_LOCAL_DEVICE_IDS"] = str(process_id)',
+        '"JAX_LOCAL_DEVICE_IDS"] = str(num_processes)',
+        "tests/test_launch.py -k share_of_cores",
+    ),
+    Mutant(
+        "train/bench/race/race.py",
+        "nodes.bit_count() == 1",
+        "nodes > 1",
+        "tests/test_bench.py -k a_graph_races",
+    ),
+    Mutant(
+        "train/bench/race/race.py",
+        "return median(self.rounds)",
+        "return fmean(self.rounds)",
+        "tests/test_bench.py -k the_table_compares",
+    ),
+    Mutant(
+        "train/bench/work.py",
+        "seconds[turn.warmup :]",
+        "seconds",
+        "tests/test_bench.py -k written_down",
+    ),
+    Mutant(
+        "train/bench/work.py",
+        "4 * self.layers",
+        "self.layers",
+        "tests/test_bench.py -k bytes_over_rate",
+    ),
+    Mutant(
+        "train/bench/model/published.py",
+        "cards * self.between * 1e9 / 8",
+        "cards * self.between * 1e9",
+        "tests/test_bench_model.py -k at_the_least",
+    ),
+    Mutant(
+        "train/bench/model/published.py",
+        "(1 + CLOSE) * self.measured[fast]",
+        "self.measured[fast]",
+        "tests/test_bench_model.py -k which_order",
+    ),
+]
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+"""The load of a worker of the race, and the protocol by which it takes its turns.
+
+The driver writes a `Turn` per line to a worker's standard input; the worker answers
+with the seconds of each step. Imports neither jax nor torch, because the workers of
+both use it.
+"""
+
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from train.bench.race.contestants import Contestant
+from train.bench.runner import Runner
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Load:
+    """An MLP of tanh layers without biases, mean square as loss, Adam, all in float32.
+
+    Args:
+      layers: number of layers of the MLP.
+      width: width of each layer.
+      batch: examples per worker and step.
+    """
+
+    layers: int = 6
+    width: int = 1024
+    batch: int = 128
+
+    def __post_init__(self):
+        for name, size in dataclasses.asdict(self).items():
+            if size < 1:
+                raise ValueError(f"work.{name} must be at least 1, got {size}")
+
+    @property
+    def model_bytes(self) -> int:
+        return 4 * self.layers * self.width**2
+
+
+class Turn(NamedTuple):
+    """A turn of all workers.
+
+    Args:
+      contestant: contestant whose turn it is.
+      warmup: number of steps before the measurement.
+      steps: number of steps that are measured.
+      straggler: delay of worker t mod N at step t, in seconds.
+      pause: seconds that every worker sleeps in each step, as a host does while its
+        accelerator computes.
+    """
+
+    contestant: Contestant
+    warmup: int
+    steps: int
+    straggler: float = 0.0
+    pause: float = 0.0
+
+
+def serve(
+    answers: int, rank: int, num_workers: int, make: Callable[[Contestant], Runner]
+) -> None:
+    """Takes turns until the driver closes standard input.
+
+    Args:
+      answers: file descriptor for the answers, one JSON line per turn.
+      rank: this worker, 0 to N - 1.
+      num_workers: N.
+      make: builds the runner of a contestant, at its first turn.
+    """
+    runners: dict[Contestant, Runner] = {}
+    with os.fdopen(answers, "w", buffering=1) as file:
+        for turn in _turns():
+            # The delay is the turn's: with and without it the same program runs.
+            contestant = turn.contestant._replace(straggler=False)
+            if contestant not in runners:
+                runners[contestant] = make(contestant)
+            seconds = _take(turn, runners[contestant], rank, num_workers)
+            file.write(json.dumps(seconds) + "\n")
+
+
+def _take(turn: Turn, runner: Runner, rank: int, num_workers: int) -> list[float]:
+    """Seconds of each measured step."""
+    seconds = []
+    for t in range(turn.warmup + turn.steps):
+        start = time.monotonic()
+        late = turn.straggler if t % num_workers == rank else 0.0
+        if late + turn.pause:
+            time.sleep(late + turn.pause)
+        runner.step()
+        seconds.append(time.monotonic() - start)
+    runner.finish()
+    return seconds[turn.warmup :]
+
+
+def _turns() -> Iterator[Turn]:
+    with os.fdopen(0) as standard_input:
+        for line in standard_input:
+            contestant, *numbers = json.loads(line)
+            yield Turn(Contestant(*contestant), *numbers)

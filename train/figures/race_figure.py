@@ -1,0 +1,46 @@
+"""Step times of the race, drawn."""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from matplotlib.figure import Figure
+
+
+class Bar(NamedTuple):
+    """The step time of a contestant.
+
+    Args:
+      name: name of the contestant.
+      seconds: seconds per step.
+      extent: smallest and largest seconds per step of the rounds.
+      limit: seconds per step that the contestant could reach; None for no limit.
+      colour: colour of the bar.
+    """
+
+    name: str
+    seconds: float
+    extent: tuple[float, float]
+    limit: float | None
+    colour: str
+
+
+def draw_race(clusters: Mapping[str, Sequence[Bar]]) -> Figure:
+    """Draws a bar for each contestant, and its limit.
+
+    Args:
+      clusters: the bars of each cluster, by title.
+    """
+    figure = Figure(figsize=(8, 3.6 * len(clusters)), layout="constrained")
+    all_axes = figure.subplots(len(clusters), sharex=True, squeeze=False)[:, 0]
+    for axes, (title, bars) in zip(all_axes, clusters.items(), strict=True):
+        for place, bar in enumerate(bars):
+            axes.barh(place, bar.seconds, color=bar.colour)
+            axes.plot(bar.extent, [place, place], color="black", linewidth=1)
+            if bar.limit is not None:
+                ends = [place - 0.4, place + 0.4]
+                axes.plot([bar.limit, bar.limit], ends, color="tab:red")
+        axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
+        axes.invert_yaxis()
+        axes.set(title=title)
+    all_axes[-1].set_xlabel("s/step; in red the limit")
+    return figure

@@ -1,0 +1,162 @@
+"""What a run measures of itself: metrics, consensus distance, scores, and their log."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from decentjax import AXIS, WorkerState, consensus_distance, mean_model, over_workers
+from decentjax.step import Metrics
+from train.config import Config
+from train.job.distributed import MetricMeans, gather
+from train.run.build import build_schedule
+from train.run.evaluation import build_score
+from train.run.log import Log, NoLog
+from train.run.stop import Stop
+from train.tasks.task import Task
+
+
+class Observer:
+    """Measures a run and logs the means over all processes; a context.
+
+    Args:
+      config: config of the run.
+      run_dir: folder of the run.
+      task: the trained task.
+      mesh: mesh of the workers, None where they are simulated.
+      start: number of steps already done.
+    """
+
+    def __init__(
+        self, config: Config, run_dir: Path, task: Task, mesh: Mesh | None, start: int
+    ):
+        self.log: Log | NoLog = NoLog()
+        if jax.process_index() == 0:
+            self.log = Log(run_dir, config.num_steps, start, task.headline.name)
+        self.mean = build_mean(mesh)
+        self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
+        self._consensus = build_consensus(mesh)
+        self._score = build_score(task)
+        self._means = MetricMeans(config.distributed.timeout_seconds)
+        self._step, self._time = start, time.monotonic()
+
+    def __enter__(self) -> "Observer":
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self._means)
+            stack.enter_context(self.log)
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._stack.__exit__(*error)
+
+    def measure(
+        self,
+        step: int,
+        metrics: Metrics,
+        num_skipped: int,
+        settled: WorkerState | None = None,
+    ) -> None:
+        """Measures the workers of this process, for a row of the log.
+
+        Args:
+          step: number of steps done.
+          metrics: metrics of the step, of each worker.
+          num_skipped: number of examples skipped since the last row.
+          settled: state whose consensus distance to measure, with no exchange on its
+            way: the measurement is a collective of its own.
+        """
+        values = {name: local_mean(x) for name, x in metrics.items()}
+        if settled is not None:
+            values["consensus_distance"] = self._consensus(settled)
+        values["learning_rate"] = float(self._schedule(step - 1))
+        now = time.monotonic()
+        rate = (step - self._step) / max(now - self._time, 1e-9)
+        self._step, self._time = step, now
+        values["steps_per_second"] = rate
+        # Times the processes, as the log has the mean over them.
+        values["skipped_examples"] = num_skipped * jax.process_count()
+        self._means.put(step, values)
+
+    def flush(self, step: int) -> None:
+        """Waits until the rows of all processes have reached process 0; a collective.
+
+        Raises:
+          ValueError: if process 0 does not answer.
+        """
+        self._means.flush()
+        gather(step)
+
+    def write_rows(self) -> None:
+        """Logs the rows that all processes have measured by now."""
+        for step, values in self._means.rows():
+            self.log.metrics(step, values)
+
+    def evaluate(self, step: int, state: WorkerState, stop: Stop) -> None:
+        """Logs the scores of the mean model and of each worker's; none if stopped."""
+        rows = local_rows((state.params, state.model_state))
+        numbers, models = zip(*rows, strict=True)
+
+        def check_stop() -> None:
+            if stop.poll():
+                raise _Stopped
+
+        try:
+            of_mean, *of_workers = self._score([self.mean(state), *models], check_stop)
+        except _Stopped:
+            return
+        own = list(zip(numbers, of_workers, strict=True))
+        of_all = sorted(pair for pairs in gather(own) for pair in pairs)
+        self.log.evaluation(step, of_mean, [scores for _, scores in of_all])
+
+
+def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:
+    """The consensus distance of a stacked state, over the workers of this process."""
+
+    def of_worker(params: Any) -> jax.Array:
+        return consensus_distance(params, AXIS)
+
+    distances = jax.jit(over_workers(of_worker, mesh))
+    return lambda state: local_mean(distances(state.params))
+
+
+def build_mean(mesh: Mesh | None) -> Callable[[WorkerState], tuple[Any, Any]]:
+    """The params and model state of the mean model, in every process."""
+    everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    mean = jax.jit(mean_model, out_shardings=everywhere)
+
+    def of_state(state: WorkerState) -> tuple[Any, Any]:
+        models = mean((state.params, state.model_state))
+        return jax.tree.map(lambda x: x.addressable_data(0), models)
+
+    return of_state
+
+
+def local_mean(x: jax.Array) -> float:
+    """The mean over the workers of this process."""
+    return float(np.mean([np.mean(shard.data) for shard in x.addressable_shards]))
+
+
+def local_rows(stacked: Any) -> Iterator[tuple[int, Any]]:
+    """The rows of the workers of this process, with the workers' numbers."""
+    leaves, structure = jax.tree.flatten(stacked)
+    for shards in zip(*(leaf.addressable_shards for leaf in leaves), strict=True):
+        # A shard has rows `start` to `stop` of all; without a mesh `start` is None.
+        first = shards[0].index[0].start or 0
+        rows = [shard.data for shard in shards]
+        for row in range(len(rows[0])):
+            yield first + row, jax.tree.unflatten(structure, _row(rows, row))
+
+
+@jax.jit  # One program for all rows and leaves, and not one for each leaf.
+def _row(stacked: list[jax.Array], row: int) -> list[jax.Array]:
+    return [x[row] for x in stacked]
+
+
+class _Stopped(Exception):  # noqa: N818
+    """A signal has come during an evaluation."""

@@ -1,0 +1,66 @@
+"""How results are written: tables as Markdown, and facts as JSON."""
+
+import dataclasses
+import json
+import math
+import os
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+
+def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Returns a table in Markdown, without a newline at its end."""
+    lines = [f"| {' | '.join(map(str, cells))} |" for cells in (header, *rows)]
+    lines.insert(1, "|---" * len(header) + "|")
+    return "\n".join(lines)
+
+
+def to_json(facts: Any) -> str:
+    """Returns facts as JSON text, with a newline at its end.
+
+    Args:
+      facts: nested dicts, dataclasses, named tuples, sequences and plain values. Paths
+        and types become strings; a number that is not finite becomes null.
+    """
+    return json.dumps(_plain(facts), indent=2, default=str) + "\n"
+
+
+def write_json(path: Path, facts: Any) -> None:
+    """Writes facts as JSON, see `to_json`, and makes the folder where it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, to_json(facts))
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file so that readers see all of the new text, or the old one."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(text)
+    part.replace(path)
+
+
+def machine(*packages: str) -> str:
+    """Returns this machine's cores and architecture, and the versions of packages."""
+    versions = [f"{name} {version(name)}" for name in packages]
+    cores = f"{os.cpu_count()} cores"
+    python = f"Python {platform.python_version()}"
+    return ", ".join([cores, platform.machine(), python, *versions])
+
+
+def _plain(value: Any) -> Any:
+    """The value with dataclasses and named tuples as dicts, which json has not."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Not `asdict`, which would leave named tuples inside as they are.
+        fields = dataclasses.fields(value)
+        return {field.name: _plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: _plain(x) for name, x in zip(value._fields, value, strict=True)}  # type: ignore[attr-defined]
+    if isinstance(value, Mapping):
+        return {name: _plain(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None  # JSON has no infinity.
+    return value
