@@ -57,7 +57,7 @@ def look(setting: Setting, steps: int, seed: int, out: Path) -> int:
         draw_steps,
         progress,
         say,
-        write_json,
+        write_advice,
     )
 
     console = Console(width=140, soft_wrap=True, markup=False, highlight=False)
@@ -65,7 +65,7 @@ def look(setting: Setting, steps: int, seed: int, out: Path) -> int:
     shown = functools.partial(progress, title="simulating", console=console)
     found = compare(setting, steps, seed, shown)
     say(found, console)
-    write_json(out / "advice.json", found)
+    write_advice(out / "advice.json", found)
     baseline, *rows = found.rows
     choice, other, _ = found.advice
     drawn = other if choice is baseline else choice

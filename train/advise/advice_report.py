@@ -1,10 +1,9 @@
 """The advice as tables, sentences, figures and JSON."""
 
 import dataclasses
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import numpy as np
 from matplotlib import colormaps
@@ -20,6 +19,7 @@ from train.advise.setting import Setting
 from train.figures.timeline_figure import draw_timelines
 from train.network import duration
 from train.run.timeline import spans_of
+from train.tables import write_json
 
 T = TypeVar("T")
 GAMMAS = np.geomspace(0.03, 10, 11)
@@ -99,24 +99,21 @@ def say(found: Findings, console: Console) -> None:
     console.print(f"  python -m train CONFIG.py {workers} {choice.flags}")
 
 
-def write_json(path: Path, found: Findings) -> None:
+def write_advice(path: Path, found: Findings) -> None:
     """Writes what `say` prints."""
     setting, advice = found.setting, found.advice
-    facts: dict[str, Any] = {
-        "cluster": dataclasses.asdict(setting.cluster),
+    facts = {
+        "cluster": setting.cluster,
         "model_bytes": setting.job.model_bytes,
         "overlap": setting.overlap,
         "facts": setting.facts,
         "gamma": found.gamma,
         "sigma": found.sigma,
-        "rows": [row._asdict() for row in found.rows],
+        "rows": found.rows,
         "does_not_fit": found.unfit,
         "advice": {"choice": advice.choice.name, "reason": advice.reason},
     }
-    # JSON has no infinity, the rate inside nodes of one worker.
-    for name, value in facts["cluster"].items():
-        facts["cluster"][name] = None if value == np.inf else value
-    path.write_text(json.dumps(facts, indent=1) + "\n")
+    write_json(path, facts)
 
 
 def speed_ups(setting: Setting, topology: Topology, console: Console) -> np.ndarray:

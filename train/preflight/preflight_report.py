@@ -1,7 +1,5 @@
 """Reports on the compiled steps of a run: tables, a verdict, JSON, a figure."""
 
-import dataclasses
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from decentjax.overlap import Collective, Span
 from train.preflight.compile import Finding, Preflight, inspect, with_all_reduce
 from train.preflight.targets import Gpu
 from train.preflight.tune import Tuning, tuned
+from train.tables import write_json
 from train.xla import as_arguments
 
 MEMORY_SHARE = 0.75  # XLA's default share of a GPU's memory.
@@ -64,7 +63,15 @@ def report(
     if tune and isinstance(preflight.target, Gpu) and workers.num_workers > 1:
         tunings = {run.config.step.algorithm: advice(run, console) for run in runs}
     if out is not None:
-        out.write_text(json.dumps(_as_json(preflight, tunings, rows), indent=2) + "\n")
+        facts = {
+            "config": preflight.config,
+            "target": preflight.target.name,
+            "memory_bytes": preflight.target.memory_bytes,
+            "xla_options": preflight.options,
+            "tuning": tunings,
+            "steps": [row.as_dict() for row in rows],
+        }
+        write_json(out, facts)
         console.print(f"json      {out}")
     if figure is not None:
         draw(rows, preflight).savefig(figure, bbox_inches="tight")
@@ -238,16 +245,3 @@ def _collectives(found: list[Finding]) -> Table:
             f"{sum(c.num_bytes for c in collectives) / 1e6:.1f}",
         )
     return table
-
-
-def _as_json(
-    preflight: Preflight, tunings: dict[str, Tuning], rows: list[Finding]
-) -> dict[str, Any]:
-    return {
-        "config": dataclasses.asdict(preflight.config),
-        "target": preflight.target.name,
-        "memory_bytes": preflight.target.memory_bytes,
-        "xla_options": dict(preflight.options),
-        "tuning": {name: tuning._asdict() for name, tuning in tunings.items()},
-        "steps": [row.as_dict() for row in rows],
-    }

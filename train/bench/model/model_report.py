@@ -1,8 +1,6 @@
 """Tables and figure of the runtime model's comparisons."""
 
-import dataclasses
 import itertools
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -15,7 +13,7 @@ from rich.console import Console
 
 from train.bench.model import emulated, imbalance, published, simulator
 from train.bench.model.published import EXP, FITTED, SCHEMES, SGP, Line
-from train.tables import machine
+from train.tables import machine, markdown, write_json
 
 ORDERED = 1.1  # Emulated schemes whose times differ by a larger factor have an order.
 MARKERS = ("o", "s", "^", "D", "v")
@@ -44,15 +42,8 @@ def write(bench: Any, results: Results, console: Console) -> None:
     text = "\n\n".join(table(rows) for table, rows in parts if rows)
     console.print(text)
     (bench.out / "model.md").write_text(text + "\n")
-    facts = {
-        "bench": json.loads(json.dumps(dataclasses.asdict(bench), default=str)),
-        "machine": machine("jax"),
-        **{
-            part: [row._asdict() for row in rows]
-            for part, rows in results._asdict().items()
-        },
-    }
-    (bench.out / "model.json").write_text(json.dumps(facts, indent=1) + "\n")
+    facts = {"bench": bench, "machine": machine("jax"), **results._asdict()}
+    write_json(bench.out / "model.json", facts)
     draw(results, bench.out / "model.svg")
     console.print(f"\n{bench.out / 'model.json'}  model.md  model.svg")
 
@@ -64,7 +55,7 @@ def emulated_table(rows: list[emulated.Comparison]) -> str:
     for row in rows:
         cells = settings.setdefault((row.cluster, row.rate, row.straggler), {})
         cells[row.scheme] = f"{row.predicted:.3f} / {row.measured:.3f}"
-    table = _markdown(
+    table = markdown(
         ["predicted / measured, s", *schemes],
         [
             [
@@ -101,7 +92,7 @@ def published_table(lines: list[Line]) -> str:
     few = [scheme for scheme in SCHEMES if scheme != SGP]
     return "\n".join(
         [
-            _markdown(head, rows),
+            markdown(head, rows),
             "",
             f"- Fitted speed-up of AER over all-reduce within 15 %: {close} of "
             f"{len(lines)}.",
@@ -116,7 +107,7 @@ def published_table(lines: list[Line]) -> str:
 
 def imbalance_table(lines: list[imbalance.ImbalanceRow]) -> str:
     """Returns Markdown: throughputs, and WAGMA's over each."""
-    return _markdown(
+    return markdown(
         ["predicted / published", "1000 images/s", "WAGMA over it"],
         [
             [
@@ -131,7 +122,7 @@ def imbalance_table(lines: list[imbalance.ImbalanceRow]) -> str:
 
 def simulator_table(rows: list[simulator.SimulationTime]) -> str:
     """Returns Markdown: seconds of each simulation."""
-    return _markdown(
+    return markdown(
         ["simulated", "workers", f"s for {simulator.STEPS} steps"],
         [[row.scheme, f"{row.num_workers:,}", f"{row.seconds:.1f}"] for row in rows],
     )
@@ -232,9 +223,3 @@ def _ordered(
         == (fast.cluster, fast.rate, fast.straggler)
         and slow.measured > ORDERED * fast.measured
     ]
-
-
-def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    rule = "|---" * len(head) + "|"
-    first, *others = (f"| {' | '.join(cells)} |" for cells in [head, *rows])
-    return "\n".join([first, rule, *others])
