@@ -14,6 +14,8 @@ from record_peers import numbers
 from train.models.beam import Sentences, beam_search
 from train.models.transformer import Transformer, TransformerConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 FIRST, END, VOCABULARY, LENGTH = 1, 2, 3, 4
 
 

@@ -19,6 +19,8 @@ from train.bench.overhead import OURS, PLAIN, StepBench, of_one_worker
 from train.bench.runner import Runner
 from train.tasks.numbers import NumbersTask
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 TINY_FILE = Path(tiny.__file__)
 QUIET = Console(quiet=True)
 

@@ -9,6 +9,8 @@ from record_peers import SIZES, SMALL_TRANSFORMER, SOURCE, TARGET, numbers, reco
 
 from train.models.transformer import Transformer, TransformerConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 WIDTH = 16
 
 
@@ -133,7 +135,12 @@ def test_no_target_token_sees_a_later_one_and_all_see_the_source():
 def test_decoding_token_by_token_is_decoding_at_once(dtype):
     model, (source, target) = make(compute_dtype=dtype), inputs()
     expected = run(model, source, target)
-    cache = model.start_cache(model.encode(source), source, length=6)
+
+    @nnx.jit
+    def start(model):
+        return model.start_cache(model.encode(source), source, length=6)
+
+    cache = start(model)
     decode_next = nnx.jit(Transformer.decode_next)
     for position in range(4):
         logits, cache = decode_next(
@@ -209,7 +216,12 @@ def test_two_models_under_vmap_are_each_as_alone():
 
 def test_matrices_start_with_the_variance_of_torch():
     config = TransformerConfig(num_layers=1, width=64, hidden=192)
-    model = Transformer(config, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def start() -> Transformer:
+        return Transformer(config, rngs=nnx.Rngs(0))
+
+    model = start()
     layer = model.encoder[0]
     for variable, deviation in (
         (model.tokens.embedding, 64**-0.5),
