@@ -167,7 +167,7 @@ def test_a_folder_takes_its_name_when_all_is_written(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["x"]
     assert (tmp_path / "x" / "file").read_text() == "all"
     with (
-        pytest.raises(FileExistsError, match="there already"),
+        pytest.raises(FileExistsError, match="already exists"),
         new_folder(tmp_path / "x"),
     ):
         pass
