@@ -194,7 +194,7 @@ def test_bytes_over_rate_are_those_of_the_busiest_link(
         ((DECENT_DP, COMPLETE), {1, 2, 3, 4, 5, 6}),
     ],
 )
-def test_a_graph_races_on_the_numbers_of_nodes_it_is_defined_for(contestant, numbers):
+def test_a_graph_races_where_it_is_defined(contestant, numbers):
     found = Contestant(*contestant)
     assert {nodes for nodes in range(1, 7) if found.exists(nodes)} == numbers
     for nodes in numbers if found.scheme == IN_STEP else ():

@@ -27,7 +27,7 @@ def gpt_and_params():
     return functools.partial(nnx.jit(GPT.__call__), gpt), params
 
 
-def test_nats_are_summed_over_all_tokens_but_the_first_of_a_window(gpt_and_params):
+def test_nats_are_summed_over_all_tokens_but_the_first(gpt_and_params):
     gpt, params = gpt_and_params
     windows = np.random.default_rng(0).integers(0, 11, (3, 7), np.uint8)
     logits = np.asarray(gpt(jnp.asarray(windows[:, :-1], jnp.int32)), np.float64)

@@ -160,7 +160,7 @@ def assert_close(one, other, tolerance):
 
 
 @pytest.mark.parametrize("change", [{"remat": True}, {"convolution": "matmul"}])
-def test_options_of_speed_change_no_loss_gradient_or_statistic(change):
+def test_options_of_speed_change_no_results(change):
     inputs = jnp.asarray(np.random.default_rng(0).random((4, 12, 14, 2), "f"))
     results = []
     for changes in ({}, change):
@@ -257,7 +257,7 @@ def test_zero_init_starts_each_block_as_its_shortcut(depth, channels):
         assert np.array_equal(out, inputs) == zero_init
 
 
-def test_kernels_start_with_the_variance_that_keeps_that_of_the_gradients():
+def test_kernels_start_with_the_variance_of_he():
     layer = NormedConv(8, 32, 3, 1, config(), nnx.Rngs(0))
     deviation = layer.conv.kernel[...].std()
     np.testing.assert_allclose(deviation, (2 / (9 * 32)) ** 0.5, rtol=0.05)

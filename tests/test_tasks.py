@@ -99,7 +99,7 @@ def softmax_log(logits):
         (NumbersTask(model=NUMBERS, num_train=300), 256),
     ],
 )
-def test_a_batch_has_the_promised_structure_and_is_of_all_workers(task, batch):
+def test_a_batch_has_the_promised_structure(task, batch):
     made = task.build()
     promised = made.batch_shape(batch)
     came = made.steps(5, batch, 0, range(5))[0].arrays
@@ -226,7 +226,7 @@ def test_the_nearest_neighbour_is_the_nearest():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_of_a_translation_is_smoothed_and_ignores_padding(smoothing):
+def test_the_translation_loss_is_smoothed_and_ignores_padding(smoothing):
     task = toy(
         model=dataclasses.replace(TRANSFORMER, dropout=0.0), label_smoothing=smoothing
     )
@@ -257,7 +257,7 @@ def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary():
     assert float(loss) == pytest.approx(np.log(300), rel=1e-5)
 
 
-def test_a_held_out_score_is_the_mean_over_all_tokens_of_all_batches():
+def test_a_held_out_score_is_the_mean_over_all_tokens():
     task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
     params, _ = model_of(task)
     nats, count, score_fn = 0.0, 0, jax.jit(task.score_fn)
@@ -301,7 +301,7 @@ def test_a_model_learns_to_translate_what_it_has_seen():
     assert "six\n  -> sechs\n     sechs" in shown
 
 
-def test_quality_is_that_of_sacrebleu_and_the_share_of_exact_lines():
+def test_quality_is_sacrebleus_and_the_share_of_exact_lines():
     made = ["the cat sat on the mat today", "a dog", "b"]
     wanted = ["the cat sat on the mat", "a dog", "c"]
     got = quality(made, wanted)
@@ -336,7 +336,7 @@ def test_a_translation_is_validated_on_the_validation_set():
         StdlibTask(model=GPTConfig(context=8, width=16, dropout=0.5)).build(),
     ],
 )
-def test_dropout_differs_from_step_to_step_and_spares_evaluations(task):
+def test_dropout_differs_by_step_and_spares_evaluations(task):
     model = model_of(task)
     batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
     loss_fn, score_fn = jax.jit(task.loss_fn), jax.jit(task.score_fn)
@@ -366,7 +366,7 @@ def test_a_model_that_does_not_fit_the_corpus_is_refused(changes, message):
         toy(**changes).steps(2, 64, 0, range(2))
 
 
-def test_a_corpus_of_another_vocabulary_is_refused_with_both_numbers():
+def test_a_corpus_of_another_vocabulary_is_refused():
     whole = corpus()
     known = len(whole.vocabulary)
     source = ragged([[5, known], *[[5, 6]] * (len(whole.train) - 1)])
@@ -380,12 +380,12 @@ def test_a_corpus_of_another_vocabulary_is_refused_with_both_numbers():
         task.steps(2, 64, 0, range(2))
 
 
-def test_micro_batches_that_do_not_divide_the_rows_are_refused():
+def test_micro_batches_must_divide_the_rows():
     with pytest.raises(ValueError, match="16"):
         toy().steps(2, 64, 0, range(2), multiple_of=16)
 
 
-def test_text_tokens_out_of_range_are_refused_with_both_numbers(tmp_path):
+def test_text_tokens_out_of_range_are_refused(tmp_path):
     files = [tmp_path / f"{i}.txt" for i in range(8)]
     for i, file in enumerate(files):
         file.write_text(f"words and words and word {i}\n" * 50)
@@ -441,7 +441,7 @@ def test_a_config_of_another_task_or_version_is_refused():
 
 
 @pytest.mark.parametrize("step", [0, 1, 5, 10, 11, 40, 1000])
-def test_the_inverse_square_root_rises_linearly_and_then_decays(step):
+def test_the_inverse_square_root_schedule_rises_then_decays(step):
     config = OptimizerConfig(
         learning_rate=2.0,
         initial_learning_rate=0.5,

@@ -48,8 +48,8 @@ def _open(pair: Pair, split: str, data_dir: Path | None) -> Any:
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise FileNotFoundError(
             f"WMT14 {pair} is missing, and TFDS cannot download it ({reason}). Run "
-            "this once with a network connection, or copy TFDS's folder from a machine that "
-            "has the data, and give its path by --data-dir"
+            "this once with a network connection, or copy TFDS's folder from a machine "
+            "that has the data, and give its path by --data-dir"
         ) from error
 
 
