@@ -15,8 +15,9 @@ from test_train import TINY
 from decentjax import runtime, topology
 from train.config import LogConfig, OptimizerConfig
 from train.config_json import to_json
+from train.figures.run_figure import draw_exchange
 from train.figures.timeline_figure import draw_timelines
-from train.report import draw_exchange, write_report
+from train.report import write_report
 from train.run.log import METRICS, read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
