@@ -132,7 +132,7 @@ def meet(place: Place, run_dir: Path | None, seconds: float = 60) -> str:
             with socket.socket() as coordinator:
                 for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # As gRPC.
                     coordinator.setsockopt(socket.SOL_SOCKET, option, 1)
-                coordinator.settimeout(LONG)
+                coordinator.settimeout(seconds)
                 coordinator.bind((host, int(port)))
                 coordinator.listen()
                 for _ in range(place.num_processes - 1):
