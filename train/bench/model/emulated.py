@@ -14,19 +14,8 @@ from rich.console import Console
 
 from decentjax import runtime
 from decentjax.runtime import Cluster, Job
-from train.bench.race.contestants import (
-    AER,
-    ALL_REDUCE,
-    BACKGROUND,
-    COMPUTE,
-    EXCHANGE,
-    EXPONENTIAL,
-    NODES,
-    RING,
-    Contestant,
-    Graph,
-)
-from train.bench.race.graphs import INSIDE, graph_of
+from train.bench.race.contestants import Contestant, Graph, Scheme
+from train.bench.race.graphs import graph_of
 from train.bench.race.team import Team
 from train.bench.race.turns import Load, Turn
 from train.job import namespaces
@@ -108,8 +97,8 @@ def run(course: Course) -> list[Row]:
 def schemes(workers_per_node: int) -> tuple[str, ...]:
     """Returns what is compared on nodes of so many workers."""
     if workers_per_node == 1:
-        return ALL_REDUCE, RING, AER, EXPONENTIAL
-    return ALL_REDUCE, NODES, AER, EXPONENTIAL
+        return Scheme.ALL_REDUCE, Graph.RING, Graph.AER, Graph.EXPONENTIAL
+    return Scheme.ALL_REDUCE, Graph.NODES, Graph.AER, Graph.EXPONENTIAL
 
 
 def predict(
@@ -132,7 +121,7 @@ def predict(
         compute=runtime.trace(trace),
         forward_share=1.0,
     )
-    if scheme == ALL_REDUCE:
+    if scheme == Scheme.ALL_REDUCE:
         times = runtime.all_reduce(cluster, job, PERIODS * num_workers)
         return times.seconds_per_step(num_workers)
     graph = graph_of(Graph(scheme), num_workers, cluster.workers_per_node)
@@ -154,10 +143,10 @@ def _rows(course: Course, worker: Worker) -> Iterator[Row]:
         steps = course.steps
         return team.take(Turn(contestant, warmup, steps, straggler, course.pause))
 
-    compute = take(Contestant(COMPUTE), 5)
+    compute = take(Contestant(Scheme.COMPUTE), 5)
     inside = np.inf
     if cluster.workers_per_node > 1:
-        turn = Turn(Contestant(EXCHANGE, INSIDE), 5, course.steps)
+        turn = Turn(Contestant(Scheme.EXCHANGE, Graph.INSIDE), 5, course.steps)
         share = 2 * (1 - 1 / cluster.workers_per_node)
         inside = share * course.work.model_bytes / team.take(turn)
     bits = parse_rate(rate)
@@ -175,8 +164,9 @@ def _rows(course: Course, worker: Worker) -> Iterator[Row]:
         for late in dict.fromkeys((0.0, course.straggler))
     ]
     for scheme, late, predicted in predictions:
-        gossip = Contestant(BACKGROUND, Graph(scheme))
-        contestant = Contestant(ALL_REDUCE) if scheme == ALL_REDUCE else gossip
+        contestant = Contestant(Scheme.ALL_REDUCE)
+        if scheme != Scheme.ALL_REDUCE:
+            contestant = Contestant(Scheme.BACKGROUND, Graph(scheme))
         measured = take(contestant, 3 if late else 6, late)
         row = Row(course.name, rate, late, scheme, predicted, measured)
         console.print(

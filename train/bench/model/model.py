@@ -8,7 +8,7 @@ from typing import Literal
 from rich.console import Console
 
 from train.bench.model import emulated, imbalance, model_report, published, simulator
-from train.bench.race.contestants import ALL_REDUCE, Graph
+from train.bench.race.contestants import Graph, Scheme
 from train.bench.race.graphs import graph_of
 from train.bench.race.race import check_clusters
 from train.bench.race.turns import Load
@@ -50,7 +50,7 @@ class ModelBench:
         for course in courses(self):
             per_node = course.cluster.workers_per_node
             for scheme in emulated.schemes(per_node):
-                if scheme != ALL_REDUCE:
+                if scheme != Scheme.ALL_REDUCE:
                     graph_of(Graph(scheme), course.cluster.num_workers, per_node)
         for rate in self.rates:
             if parse_rate(rate) is None:
