@@ -15,23 +15,7 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_emulate import needs_root, processes_with
 
 from train.bench.__main__ import main as bench_main
-from train.bench.race.contestants import (
-    AER,
-    ALL_REDUCE,
-    BACKGROUND,
-    COMPLETE,
-    COMPUTE,
-    DDP,
-    DECENT_DP,
-    EXCHANGE,
-    EXPONENTIAL,
-    IN_STEP,
-    NODES,
-    RING,
-    TORCH_COMPUTE,
-    Contestant,
-    all_contestants,
-)
+from train.bench.race.contestants import Contestant, Graph, Scheme, all_contestants
 from train.bench.race.graphs import graph_of
 from train.bench.race.race_report import Timing, bars, link_seconds, table
 from train.bench.race.turns import Load
@@ -158,19 +142,24 @@ def worker(marker: str, rank: int) -> int:
 @pytest.mark.parametrize(
     ("contestant", "nodes", "per_node", "models"),
     [
-        ((COMPUTE,), 4, 1, None),
-        ((TORCH_COMPUTE,), 4, 1, None),
-        ((ALL_REDUCE,), 4, 1, 2 * 3 / 4),
-        ((DDP,), 4, 2, 2 * 7 / 8),
-        ((EXCHANGE, RING), 4, 1, 1),
-        ((IN_STEP, RING), 3, 1, 2),  # To both neighbours, as there are no pairs.
-        ((IN_STEP, NODES), 3, 2, 2),
-        ((DECENT_DP, EXPONENTIAL), 4, 1, 1),
-        ((IN_STEP, COMPLETE), 4, 1, 2 * 3 / 4),
-        ((BACKGROUND, NODES), 4, 2, 1),
+        ((Scheme.COMPUTE,), 4, 1, None),
+        ((Scheme.TORCH_COMPUTE,), 4, 1, None),
+        ((Scheme.ALL_REDUCE,), 4, 1, 2 * 3 / 4),
+        ((Scheme.DDP,), 4, 2, 2 * 7 / 8),
+        ((Scheme.EXCHANGE, Graph.RING), 4, 1, 1),
+        (
+            (Scheme.IN_STEP, Graph.RING),
+            3,
+            1,
+            2,
+        ),  # To both neighbours, as there are no pairs.
+        ((Scheme.IN_STEP, Graph.NODES), 3, 2, 2),
+        ((Scheme.DECENT_DP, Graph.EXPONENTIAL), 4, 1, 1),
+        ((Scheme.IN_STEP, Graph.COMPLETE), 4, 1, 2 * 3 / 4),
+        ((Scheme.BACKGROUND, Graph.NODES), 4, 2, 1),
         # A node's link is busy every other step.
-        ((BACKGROUND, AER), 4, 2, 1 / 2),
-        ((DECENT_DP, AER), 4, 2, 1 / 2),
+        ((Scheme.BACKGROUND, Graph.AER), 4, 2, 1 / 2),
+        ((Scheme.DECENT_DP, Graph.AER), 4, 2, 1 / 2),
     ],
 )
 def test_bytes_over_rate_are_those_of_the_busiest_link(
@@ -184,20 +173,20 @@ def test_bytes_over_rate_are_those_of_the_busiest_link(
 @pytest.mark.parametrize(
     ("contestant", "numbers"),
     [
-        ((COMPUTE,), {1, 2, 3, 4, 5, 6}),
-        ((IN_STEP, RING), {1, 2, 3, 4, 5, 6}),
-        ((IN_STEP, EXPONENTIAL), {1, 2, 3, 4, 5, 6}),
-        ((IN_STEP, AER), {1, 2, 4}),
-        ((DECENT_DP, RING), {2, 4, 6}),
-        ((DECENT_DP, EXPONENTIAL), {1, 2, 4}),
-        ((DECENT_DP, AER), {1, 2, 4}),
-        ((DECENT_DP, COMPLETE), {1, 2, 3, 4, 5, 6}),
+        ((Scheme.COMPUTE,), {1, 2, 3, 4, 5, 6}),
+        ((Scheme.IN_STEP, Graph.RING), {1, 2, 3, 4, 5, 6}),
+        ((Scheme.IN_STEP, Graph.EXPONENTIAL), {1, 2, 3, 4, 5, 6}),
+        ((Scheme.IN_STEP, Graph.AER), {1, 2, 4}),
+        ((Scheme.DECENT_DP, Graph.RING), {2, 4, 6}),
+        ((Scheme.DECENT_DP, Graph.EXPONENTIAL), {1, 2, 4}),
+        ((Scheme.DECENT_DP, Graph.AER), {1, 2, 4}),
+        ((Scheme.DECENT_DP, Graph.COMPLETE), {1, 2, 3, 4, 5, 6}),
     ],
 )
 def test_a_graph_races_where_it_is_defined(contestant, numbers):
     found = Contestant(*contestant)
     assert {nodes for nodes in range(1, 7) if found.exists(nodes)} == numbers
-    for nodes in numbers if found.scheme == IN_STEP else ():
+    for nodes in numbers if found.scheme == Scheme.IN_STEP else ():
         assert graph_of(found.graph, 2 * nodes, 2).num_workers == 2 * nodes
 
 
@@ -216,18 +205,18 @@ def test_contestants_have_the_names_that_only_matches():
     assert alone[-3:] == [
         f"Decent-DP: {x}" for x in ("ring", "one-peer-exp", "complete")
     ]
-    late = Contestant(DECENT_DP, RING, straggler=True)
+    late = Contestant(Scheme.DECENT_DP, Graph.RING, straggler=True)
     assert str(late) == "Decent-DP: ring with a straggler"
 
 
-ON_RING = Contestant(BACKGROUND, RING)
+ON_RING = Contestant(Scheme.BACKGROUND, Graph.RING)
 TIMINGS = [
-    Timing(Contestant(COMPUTE), [1.0]),
-    Timing(Contestant(ALL_REDUCE), [3.0]),
-    Timing(Contestant(EXCHANGE, RING), [2.0]),
+    Timing(Contestant(Scheme.COMPUTE), [1.0]),
+    Timing(Contestant(Scheme.ALL_REDUCE), [3.0]),
+    Timing(Contestant(Scheme.EXCHANGE, Graph.RING), [2.0]),
     Timing(ON_RING, [2.3, 2.1, 2.2]),
-    Timing(Contestant(DDP), [2.0]),
-    Timing(Contestant(DECENT_DP, RING), [4.4]),
+    Timing(Contestant(Scheme.DDP), [2.0]),
+    Timing(Contestant(Scheme.DECENT_DP, Graph.RING), [4.4]),
     Timing(ON_RING._replace(straggler=True), [2.45]),
 ]
 
@@ -240,7 +229,7 @@ serve(1, 1, 2, lambda contestant: Runner(lambda: None))
 
 
 def test_warmup_does_not_count_and_each_worker_is_late_in_turn():
-    alone = (COMPUTE, None, False)
+    alone = (Scheme.COMPUTE, None, False)
     turns = [(alone, 2, 3, 0.0, 0.0), (alone, 0, 4, 0.2, 0.0)]
     answers = subprocess.check_output(
         [sys.executable, "-c", SERVING],

@@ -35,8 +35,7 @@ from train.bench.model.model_report import (
     write,
 )
 from train.bench.model.published import AER, ALL_REDUCE, EXP, SGP, Fit, Line
-from train.bench.race.contestants import AER as ALTERNATING
-from train.bench.race.contestants import EXPONENTIAL, INSIDE, NODES, RING
+from train.bench.race.contestants import Graph
 from train.bench.race.graphs import graph_of
 from train.bench.race.turns import Load
 
@@ -67,26 +66,26 @@ def test_emulated_steps_are_compute_or_bytes_over_rate():
         assert step == pytest.approx(compute + 2 * 3 / 4 * 4 / 8)
         # One sends a model to a peer in each step, or in every second one.
         crossing = max(compute, 0.5)
-        wanted = {RING: crossing, EXPONENTIAL: crossing}
-        wanted[ALTERNATING] = (crossing + compute) / 2
+        wanted = {Graph.RING: crossing, Graph.EXPONENTIAL: crossing}
+        wanted[Graph.AER] = (crossing + compute) / 2
         for scheme, seconds in wanted.items():
             step = predicted(cluster(4), compute, 0.0, scheme)
             assert step == pytest.approx(seconds)
     # A node sends 1, 2 and 2 models for its two workers; or one, in two halves.
-    for scheme, seconds in ((EXPONENTIAL, (0.5 + 1 + 1) / 3), (NODES, 0.5)):
+    for scheme, seconds in ((Graph.EXPONENTIAL, (0.5 + 1 + 1) / 3), (Graph.NODES, 0.5)):
         step = predicted(cluster(4, 2), 0.1, 0.0, scheme)
         assert step == pytest.approx(seconds)
 
 
 def test_inside_nodes_nothing_is_sent_between_them():
-    (matrix,) = matrices(graph_of(INSIDE, 6, 3))
+    (matrix,) = matrices(graph_of(Graph.INSIDE, 6, 3))
     np.testing.assert_allclose(matrix, np.kron(np.eye(2), np.ones((3, 3)) / 3))
 
 
 def test_only_all_reduce_passes_on_the_whole_delay():
     late = predicted(cluster(4), 1.0, 0.3, "all-reduce")
     assert late == pytest.approx(1.3 + 0.75)
-    apart = predicted(cluster(4), 1.0, 0.3, RING)
+    apart = predicted(cluster(4), 1.0, 0.3, Graph.RING)
     assert 1.0 + 0.3 / 4 <= apart < 1.2
 
 

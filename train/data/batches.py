@@ -1,5 +1,6 @@
 """Batches of workers, each from its own shard, determined by (seed, step)."""
 
+import dataclasses
 import functools
 import logging
 import multiprocessing
@@ -177,35 +178,27 @@ def _close(readers: list[grain.DatasetIterator[Batch]]) -> None:
         readers.pop().close()
 
 
+@dataclasses.dataclass(frozen=True)
 class _Steps:
     """Step t stacks the blocks t * N + w of the workers w."""
 
-    def __init__(
-        self,
-        examples: grain.MapDataset,
-        num_workers: int,
-        batch_per_worker: int,
-        seed: int,
-        workers: Sequence[int],
-        transform: Callable[[Any, np.random.Generator], Any] | None,
-    ):
-        self._examples = examples
-        self._num_workers = num_workers
-        self._batch_per_worker = batch_per_worker
-        self._seed = seed
-        self._workers = workers
-        self._transform = transform
+    examples: grain.MapDataset
+    num_workers: int
+    batch_per_worker: int
+    seed: int
+    workers: Sequence[int]
+    transform: Callable[[Any, np.random.Generator], Any] | None
 
     def __len__(self) -> int:
-        return len(self._examples) // (self._num_workers * self._batch_per_worker)
+        return len(self.examples) // (self.num_workers * self.batch_per_worker)
 
     def __getitem__(self, index: int) -> Batch:
-        first = int(index) * self._num_workers
+        first = int(index) * self.num_workers
         rows, skipped = [], 0
-        for worker in self._workers:
-            start = (first + worker) * self._batch_per_worker
+        for worker in self.workers:
+            start = (first + worker) * self.batch_per_worker
             examples = []
-            for place in range(start, start + self._batch_per_worker):
+            for place in range(start, start + self.batch_per_worker):
                 example, num_bad = self._read(place)
                 examples.append(example)
                 skipped += num_bad
@@ -217,10 +210,10 @@ class _Steps:
         error = None
         for num_bad in range(MOST_UNREADABLE):
             try:
-                example = self._examples[place + num_bad]
-                if self._transform is not None:
-                    random = np.random.default_rng((self._seed, place))
-                    example = self._transform(example, random)
+                example = self.examples[place + num_bad]
+                if self.transform is not None:
+                    random = np.random.default_rng((self.seed, place))
+                    example = self.transform(example, random)
                 return example, num_bad
             except Unreadable as unreadable:
                 error = unreadable

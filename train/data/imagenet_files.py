@@ -6,11 +6,12 @@ reading needs TensorFlow.
 """
 
 import contextlib
+import dataclasses
 import functools
 import io
 import os
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,7 @@ NO_LABEL = -1
 
 
 def imagenet_steps(
-    root: Path | None,
-    num_workers: int,
-    batch_per_worker: int,
-    seed: int,
-    workers: Sequence[int] | None = None,
-    size: int = 176,
-    multiple_of: int = 1,
+    root: Path | None, *args: Any, size: int = 176, **options: Any
 ) -> grain.MapDataset[Batch]:
     """Returns the training batches of all steps, random crops.
 
@@ -44,25 +39,15 @@ def imagenet_steps(
 
     Args:
       root: folder of the prepared data; see `open_imagenet`.
-      num_workers: N.
-      batch_per_worker: B.
-      seed: seed of the order and of the crops.
-      workers: workers whose rows are read; by default all.
+      args: num_workers, batch_per_worker and seed, see `worker_steps`.
       size: side of the crops, in pixels.
-      multiple_of: see `worker_steps`.
+      options: workers and multiple_of, see `worker_steps`.
 
     Raises:
       FileNotFoundError: if the data is missing.
     """
-    return worker_steps(
-        open_imagenet("train", root),
-        num_workers,
-        batch_per_worker,
-        seed,
-        workers,
-        functools.partial(training_example, size=size),
-        multiple_of,
-    )
+    crop = functools.partial(training_example, size=size)
+    return worker_steps(open_imagenet("train", root), *args, transform=crop, **options)
 
 
 def open_imagenet(
@@ -153,28 +138,25 @@ class Validation:
                 yield batch.arrays
 
 
+@dataclasses.dataclass(frozen=True)
 class _ValidationBatches:
-    def __init__(
-        self,
-        source: grain.sources.RandomAccessDataSource[dict[str, Any]],
-        rows: int,
-        size: int,
-    ):
-        self._source, self._rows, self._size = source, rows, size
+    source: grain.sources.RandomAccessDataSource[dict[str, Any]]
+    rows: int
+    size: int
 
     def __len__(self) -> int:
-        return -(-len(self._source) // self._rows)
+        return -(-len(self.source) // self.rows)
 
     def __getitem__(self, index: int) -> Batch:
-        start = int(index) * self._rows
-        pixels = np.zeros((self._rows, self._size, self._size, 3), np.uint8)
-        labels = np.full(self._rows, NO_LABEL, np.int32)
-        places = range(start, min(start + self._rows, len(self._source)))
+        start = int(index) * self.rows
+        pixels = np.zeros((self.rows, self.size, self.size, 3), np.uint8)
+        labels = np.full(self.rows, NO_LABEL, np.int32)
+        places = range(start, min(start + self.rows, len(self.source)))
         for row, place in enumerate(places):
             try:
                 example = _labelled(
-                    self._source[place],
-                    lambda image: images.center_crop(image, self._size),
+                    self.source[place],
+                    lambda image: images.center_crop(image, self.size),
                 )
             except Unreadable as error:
                 say_once(f"not evaluated: {error}")

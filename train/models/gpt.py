@@ -14,12 +14,7 @@ from flax import nnx
 
 from train.fields import checked
 from train.models.attention import attend
-from train.models.sizes import (
-    Implementation,
-    check_attention,
-    check_dropout,
-    check_positive,
-)
+from train.models.sizes import Implementation, check_attention, check_sizes
 
 
 @checked
@@ -56,8 +51,7 @@ class GPTConfig:
 
     def __post_init__(self):
         sizes = ("vocabulary", "context", "num_layers", "num_heads", "width")
-        check_positive(self, *sizes)
-        check_dropout(self.dropout)
+        check_sizes(self, *sizes)
         if self.width % self.num_heads:
             raise ValueError(
                 f"width = {self.width} must be a multiple of num_heads, "

@@ -12,10 +12,11 @@ def check_positive(config: Any, *names: str) -> None:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
 
 
-def check_dropout(dropout: float) -> None:
-    """Raises a ValueError if dropout is no probability below 1."""
-    if not 0 <= dropout < 1:
-        raise ValueError(f"dropout must be in [0, 1), got {dropout}")
+def check_sizes(config: Any, *names: str) -> None:
+    """Raises a ValueError if a size is not positive, or dropout no probability."""
+    check_positive(config, *names)
+    if not 0 <= config.dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {config.dropout}")
 
 
 def check_attention(implementation: Implementation, compute_dtype: str) -> None:

@@ -17,12 +17,7 @@ from flax import nnx
 
 from train.fields import checked
 from train.models.attention import attend
-from train.models.sizes import (
-    Implementation,
-    check_attention,
-    check_dropout,
-    check_positive,
-)
+from train.models.sizes import Implementation, check_attention, check_sizes
 
 _XAVIER = nnx.initializers.xavier_uniform()
 
@@ -63,8 +58,7 @@ class TransformerConfig:
 
     def __post_init__(self):
         sizes = ("vocabulary", "context", "num_layers", "num_heads", "width", "hidden")
-        check_positive(self, *sizes)
-        check_dropout(self.dropout)
+        check_sizes(self, *sizes)
         if self.width % 2 or self.width % self.num_heads:
             raise ValueError(
                 f"width = {self.width} must be even and a multiple of num_heads, "

@@ -1,7 +1,7 @@
 """Classification of images by a ResNet: the part that the image tasks share."""
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -12,7 +12,7 @@ from flax import nnx
 
 from decentjax import LossFn
 from train.models.resnet import ResNet, ResNetConfig
-from train.tasks.task import Headline, StepsFn, Task, Totals
+from train.tasks.task import Headline, Task, Totals
 
 
 class Classifier(NamedTuple):
@@ -84,21 +84,13 @@ def classifier(
     return Classifier(init, loss_fn, score_fn, logits)
 
 
-def image_task(
-    model: Classifier,
-    *,
-    image: jax.ShapeDtypeStruct,
-    steps: StepsFn,
-    validation: Callable[[], Iterable[Any]],
-    sample: Callable[[Any, Any], str],
-    baselines: Callable[[], dict[str, float]] = dict,
-) -> Task:
+def image_task(model: Classifier, image: jax.ShapeDtypeStruct, **parts: Any) -> Task:
     """Returns a task on images.
 
     Args:
       model: functions of the model.
       image: one image of the training data, [H, W, C].
-      steps: see `Task`, as the others.
+      parts: steps, validation, sample and baselines of the `Task`.
     """
 
     def batch_shape(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -109,14 +101,11 @@ def image_task(
 
     return Task(
         batch_shape=batch_shape,
-        steps=steps,
         init=model.init,
         loss_fn=model.loss_fn,
-        validation=validation,
         score_fn=model.score_fn,
         headline=Headline("top_1", better="higher"),
-        sample=sample,
-        baselines=baselines,
+        **parts,
     )
 
 

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import grain
 import jax
@@ -12,8 +12,9 @@ import optax
 from flax import nnx
 
 from decentjax import LossFn
+from train.data.vocabulary import Vocabulary
 from train.models.gpt import GPT, GPTConfig
-from train.tasks.task import Headline, StepsFn, Task, Totals
+from train.tasks.task import Headline, Task, Totals
 
 TEMPERATURE = 0.7
 
@@ -35,14 +36,17 @@ class Language(NamedTuple):
     extend: Callable[[Any, Sequence[int], int, int], list[int]]
 
 
-class Codec(Protocol):
-    """Text to token ids and back, as by `train.data.vocabulary.Vocabulary`."""
+class Bytes:
+    """The bytes of a text as its tokens, with the methods of a `Vocabulary`."""
 
-    def __len__(self) -> int: ...
+    def __len__(self) -> int:
+        return 256
 
-    def encode(self, lines: Sequence[str]) -> list[list[int]]: ...
+    def encode(self, lines: Sequence[str]) -> list[list[int]]:
+        return [list(line.encode()) for line in lines]
 
-    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]: ...
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return [bytes(row).decode(errors="replace") for row in rows]
 
 
 def language(config: GPTConfig) -> Language:
@@ -61,28 +65,24 @@ def language_task(
     config: GPTConfig,
     *,
     dtype: np.typing.DTypeLike,
-    steps: StepsFn,
-    validation: Callable[[], list[np.ndarray]],
     score: str,
-    codec: Callable[[], Codec],
+    vocabulary: Callable[[], Vocabulary | Bytes],
     prompt: str,
     length: int,
     unit: Callable[[jax.Array], jax.Array] = lambda nats: nats,
-    baselines: Callable[[], dict[str, float]] = dict,
+    **parts: Any,
 ) -> Task:
     """Returns a task on text.
 
     Args:
       config: sizes of the GPT.
       dtype: type of the token ids in the data.
-      steps: see `Task`.
-      validation: see `Task`.
       score: name of the loss among the scores.
-      codec: returns the codec of the text; FileNotFoundError where it is missing.
+      vocabulary: returns the tokens of the text; FileNotFoundError if it is missing.
       prompt: beginning of the sample.
       length: number of tokens that are generated.
       unit: maps nats to the unit of the score.
-      baselines: see `Task`.
+      parts: steps, validation and baselines of the `Task`.
     """
     model = language(config)
 
@@ -93,7 +93,7 @@ def language_task(
 
     def generate(params: Any, model_state: Any, lines: Sequence[str]) -> list[str]:
         del model_state
-        text = codec()
+        text = vocabulary()
         prompts = text.encode(lines)
         return text.decode(
             [model.extend(params, p, length, len(text)) for p in prompts]
@@ -109,15 +109,13 @@ def language_task(
         batch_shape=lambda rows: jax.ShapeDtypeStruct(
             (rows, config.context + 1), dtype
         ),
-        steps=steps,
         init=model.init,
         loss_fn=model.loss_fn,
-        validation=validation,
         score_fn=score_fn,
         headline=Headline(score, better="lower"),
         sample=sample,
-        baselines=baselines,
         generate=generate,
+        **parts,
     )
 
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +11,7 @@ from train.data.python_source import read_stdlib
 from train.data.token_files import Windows
 from train.fields import checked
 from train.models.gpt import GPTConfig
-from train.tasks.language import language_task, spread
+from train.tasks.language import Bytes, language_task, spread
 from train.tasks.task import Task
 
 EVAL_ROWS = 64
@@ -66,24 +65,11 @@ class StdlibTask:
             validation=lambda: windows,
             score="bits_per_byte",
             unit=lambda nats: nats / jnp.log(2),
-            codec=Bytes,
+            vocabulary=Bytes,
             prompt=self.sample_prompt,
             length=self.sample_bytes,
             baselines=baselines,
         )
-
-
-class Bytes:
-    """The bytes of a text as its tokens."""
-
-    def __len__(self) -> int:
-        return 256
-
-    def encode(self, lines: Sequence[str]) -> list[list[int]]:
-        return [list(line.encode()) for line in lines]
-
-    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        return [bytes(row).decode(errors="replace") for row in rows]
 
 
 def count_model(train: np.ndarray, windows: np.ndarray, order: int) -> float:

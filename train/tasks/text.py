@@ -66,7 +66,7 @@ class TextTask:
             steps=steps,
             validation=validation,
             score="loss",
-            codec=lambda: load_vocabulary(folder / "vocabulary.json"),
+            vocabulary=lambda: load_vocabulary(folder / "vocabulary.json"),
             prompt=self.sample_prompt,
             length=self.sample_tokens,
         )

@@ -15,18 +15,8 @@ from rich.console import Console
 from decentjax import Topology, runtime
 from decentjax.analysis import ring_all_reduce
 from decentjax.runtime import Cluster, Job
-from train.bench.race.contestants import (
-    AER,
-    ALL_REDUCE,
-    BACKGROUND,
-    COMPUTE,
-    EXCHANGE,
-    EXPONENTIAL,
-    NODES,
-    RING,
-    Contestant,
-)
-from train.bench.race.graphs import INSIDE, graph_of
+from train.bench.race.contestants import Contestant, Graph, Scheme
+from train.bench.race.graphs import graph_of
 from train.bench.race.team import Team
 from train.bench.race.turns import Load, Turn
 from train.job.namespaces import EmulatedCluster, Worker, in_cluster, parse_rate
@@ -109,8 +99,15 @@ def run(emulation: Emulation) -> list[Comparison]:
 
 def schemes(workers_per_node: int) -> tuple[Contestant, ...]:
     """Returns the contestants of the race to compare, on nodes of that many workers."""
-    graphs = (RING if workers_per_node == 1 else NODES, AER, EXPONENTIAL)
-    return (Contestant(ALL_REDUCE), *(Contestant(BACKGROUND, g) for g in graphs))
+    graphs = (
+        Graph.RING if workers_per_node == 1 else Graph.NODES,
+        Graph.AER,
+        Graph.EXPONENTIAL,
+    )
+    return (
+        Contestant(Scheme.ALL_REDUCE),
+        *(Contestant(Scheme.BACKGROUND, g) for g in graphs),
+    )
 
 
 def topology_of(
@@ -168,11 +165,11 @@ def _rows(emulation: Emulation, worker: Worker) -> Iterator[Comparison]:
         turn = Turn(contestant, warmup, emulation.steps, straggler, emulation.pause)
         return team.take(turn)
 
-    compute = take(Contestant(COMPUTE), 5)
+    compute = take(Contestant(Scheme.COMPUTE), 5)
     inside = np.inf
     if cluster.workers_per_node > 1:
         share, _ = ring_all_reduce(cluster.workers_per_node)
-        turn = Turn(Contestant(EXCHANGE, INSIDE), 5, emulation.steps)
+        turn = Turn(Contestant(Scheme.EXCHANGE, Graph.INSIDE), 5, emulation.steps)
         inside = share * load.model_bytes / team.take(turn)
     bits = parse_rate(rate)
     assert bits is not None

@@ -3,33 +3,42 @@
 Imports neither jax nor torch, because the workers of both use it.
 """
 
-from typing import NamedTuple, NewType
+from enum import StrEnum
+from typing import NamedTuple
 
-Scheme = NewType("Scheme", str)
-COMPUTE = Scheme("compute alone")
-ALL_REDUCE = Scheme("all-reduce")
-EXCHANGE = Scheme("exchange alone")
-IN_STEP = Scheme("in the step")
-BACKGROUND = Scheme("in the background")
-TORCH_COMPUTE = Scheme("PyTorch alone")
-DDP = Scheme("PyTorch DDP")
-DECENT_DP = Scheme("Decent-DP")
+
+class Scheme(StrEnum):
+    """The work of a step."""
+
+    COMPUTE = "compute alone"
+    ALL_REDUCE = "all-reduce"
+    EXCHANGE = "exchange alone"
+    IN_STEP = "in the step"
+    BACKGROUND = "in the background"
+    TORCH_COMPUTE = "PyTorch alone"
+    DDP = "PyTorch DDP"
+    DECENT_DP = "Decent-DP"
+
+
+class Graph(StrEnum):
+    """The graph on which models are averaged."""
+
+    RING = "ring"
+    AER = "alternating exponential ring"
+    NODES = "ring between nodes"
+    INSIDE = "inside nodes"
+    EXPONENTIAL = "one-peer exponential"
+    COMPLETE = "complete"
+
+
 # Schemes whose workers run torch; all others run jax.
-TORCH = (TORCH_COMPUTE, DDP, DECENT_DP)
-
-Graph = NewType("Graph", str)
-RING = Graph("ring")
-AER = Graph("alternating exponential ring")
-NODES = Graph("ring between nodes")
-INSIDE = Graph("inside nodes")
-EXPONENTIAL = Graph("one-peer exponential")
-COMPLETE = Graph("complete")
+TORCH = (Scheme.TORCH_COMPUTE, Scheme.DDP, Scheme.DECENT_DP)
 # Decent-DP's names of the graphs that it has.
 DECENT_DP_GRAPHS = {
-    RING: "ring",
-    AER: "alternating-exp-ring",
-    EXPONENTIAL: "one-peer-exp",
-    COMPLETE: "complete",
+    Graph.RING: "ring",
+    Graph.AER: "alternating-exp-ring",
+    Graph.EXPONENTIAL: "one-peer-exp",
+    Graph.COMPLETE: "complete",
 }
 
 
@@ -54,22 +63,22 @@ class Contestant(NamedTuple):
     @property
     def is_gossip(self) -> bool:
         """Whether it is a step of decentjax that averages models with peers."""
-        return self.scheme in (IN_STEP, BACKGROUND)
+        return self.scheme in (Scheme.IN_STEP, Scheme.BACKGROUND)
 
     def __str__(self) -> str:
         late = " with a straggler" if self.straggler else ""
         if self.graph is None:
             return self.scheme + late
-        decent_dp = self.scheme == DECENT_DP
+        decent_dp = self.scheme == Scheme.DECENT_DP
         graph = DECENT_DP_GRAPHS[self.graph] if decent_dp else self.graph
         return f"{self.scheme}: {graph}{late}"
 
     def exists(self, num_nodes: int) -> bool:
         """Whether its graph is defined for this number of nodes."""
         # Decent-DP pairs the workers of a ring, and its one-peer-exp is a hypercube.
-        if self.graph == AER or self[:2] == (DECENT_DP, EXPONENTIAL):
+        if self.graph == Graph.AER or self[:2] == (Scheme.DECENT_DP, Graph.EXPONENTIAL):
             return num_nodes.bit_count() == 1
-        return self[:2] != (DECENT_DP, RING) or num_nodes % 2 == 0
+        return self[:2] != (Scheme.DECENT_DP, Graph.RING) or num_nodes % 2 == 0
 
 
 def all_contestants(workers_per_node: int, peers: bool) -> list[Contestant]:
@@ -79,22 +88,24 @@ def all_contestants(workers_per_node: int, peers: bool) -> list[Contestant]:
       workers_per_node: L; it decides which graphs are compared.
       peers: whether PyTorch and Decent-DP take part.
     """
-    first = [AER, NODES] if workers_per_node > 1 else [RING, EXPONENTIAL]
-    graphs = [*first, COMPLETE]
-    found = [Contestant(COMPUTE), Contestant(ALL_REDUCE)]
+    one_level, two_levels = (Graph.RING, Graph.EXPONENTIAL), (Graph.AER, Graph.NODES)
+    graphs = [*(two_levels if workers_per_node > 1 else one_level), Graph.COMPLETE]
+    found = [Contestant(Scheme.COMPUTE), Contestant(Scheme.ALL_REDUCE)]
     found += [
         Contestant(scheme, graph)
         for graph in graphs
-        for scheme in (EXCHANGE, IN_STEP, BACKGROUND)
+        for scheme in (Scheme.EXCHANGE, Scheme.IN_STEP, Scheme.BACKGROUND)
     ]
     if peers:
-        found += [Contestant(TORCH_COMPUTE), Contestant(DDP)]
-        found += [Contestant(DECENT_DP, x) for x in graphs if x in DECENT_DP_GRAPHS]
+        found += [Contestant(Scheme.TORCH_COMPUTE), Contestant(Scheme.DDP)]
+        theirs = [graph for graph in graphs if graph in DECENT_DP_GRAPHS]
+        found += [Contestant(Scheme.DECENT_DP, graph) for graph in theirs]
     return found
 
 
 def delayed(workers_per_node: int) -> list[Contestant]:
     """Returns the contestants that also run with a straggler."""
-    graph = RING if workers_per_node == 1 else AER
-    on_graph = [Contestant(BACKGROUND, graph), Contestant(DECENT_DP, graph)]
-    return [Contestant(ALL_REDUCE), Contestant(DDP), *on_graph]
+    graph = Graph.RING if workers_per_node == 1 else Graph.AER
+    alone = [Contestant(Scheme.ALL_REDUCE), Contestant(Scheme.DDP)]
+    on_graph = (Scheme.BACKGROUND, Scheme.DECENT_DP)
+    return alone + [Contestant(scheme, graph) for scheme in on_graph]

@@ -4,15 +4,7 @@ from collections.abc import Callable
 
 from decentjax import topology
 from decentjax.topology import Topology
-from train.bench.race.contestants import (
-    AER,
-    COMPLETE,
-    EXPONENTIAL,
-    INSIDE,
-    NODES,
-    RING,
-    Graph,
-)
+from train.bench.race.contestants import Graph
 
 
 def graph_of(graph: Graph, num_workers: int, per_node: int) -> Topology:
@@ -22,12 +14,12 @@ def graph_of(graph: Graph, num_workers: int, per_node: int) -> Topology:
       ValueError: if the graph is not defined for this number of workers.
     """
     make: dict[Graph, Callable[[int], Topology]] = {
-        RING: ring,
-        AER: lambda n: topology.alternating_exponential_ring(n, per_node),
-        NODES: lambda n: topology.hierarchical(n, per_node, ring),
-        INSIDE: lambda n: topology.hierarchical(n, per_node, topology.alone),
-        EXPONENTIAL: topology.one_peer_exponential,
-        COMPLETE: topology.complete,
+        Graph.RING: ring,
+        Graph.AER: lambda n: topology.alternating_exponential_ring(n, per_node),
+        Graph.NODES: lambda n: topology.hierarchical(n, per_node, ring),
+        Graph.INSIDE: lambda n: topology.hierarchical(n, per_node, topology.alone),
+        Graph.EXPONENTIAL: topology.one_peer_exponential,
+        Graph.COMPLETE: topology.complete,
     }
     return make[graph](num_workers)
 

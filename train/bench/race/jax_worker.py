@@ -25,14 +25,7 @@ from decentjax import (
     place,
     worker_mesh,
 )
-from train.bench.race.contestants import (
-    BACKGROUND,
-    COMPLETE,
-    COMPUTE,
-    EXCHANGE,
-    IN_STEP,
-    Contestant,
-)
+from train.bench.race.contestants import Contestant, Graph, Scheme
 from train.bench.race.graphs import graph_of
 from train.bench.race.turns import Load, serve
 from train.bench.runner import Runner
@@ -53,18 +46,18 @@ def _runner(
     load: Load, num_workers: int, per_node: int, contestant: Contestant
 ) -> Runner:
     scheme = contestant.scheme
-    alone = scheme == COMPUTE
+    alone = scheme == Scheme.COMPUTE
     mesh = worker_mesh(1, jax.local_devices()) if alone else worker_mesh(num_workers)
-    graph = graph_of(contestant.graph or COMPLETE, mesh.shape[AXIS], per_node)
+    graph = graph_of(contestant.graph or Graph.COMPLETE, mesh.shape[AXIS], per_node)
     optimizer = optax.adam(1e-4)
     state, batch = _start(load, optimizer, mesh)
-    if scheme == EXCHANGE:
+    if scheme == Scheme.EXCHANGE:
         return _exchanges(state.params, graph, mesh, load)
     local = functools.partial(adapt, loss_fn=_loss_fn, optimizer=optimizer)
-    if scheme == BACKGROUND:
+    if scheme == Scheme.BACKGROUND:
         train_step = gossip.Background(local, graph, mesh)
         return _steps(train_step, state, batch, train_step.settle)
-    if scheme in (IN_STEP, COMPUTE):
+    if scheme in (Scheme.IN_STEP, Scheme.COMPUTE):
         train_step = on_mesh(functools.partial(awc_step, adapt=local), graph, mesh)
     else:
         train_step = on_mesh(

@@ -4,16 +4,7 @@ from statistics import median
 from typing import NamedTuple
 
 from decentjax import analysis
-from train.bench.race.contestants import (
-    ALL_REDUCE,
-    COMPLETE,
-    COMPUTE,
-    DDP,
-    DECENT_DP,
-    EXCHANGE,
-    TORCH_COMPUTE,
-    Contestant,
-)
+from train.bench.race.contestants import Contestant, Graph, Scheme
 from train.bench.race.graphs import graph_of
 from train.figures.race_figure import Bar
 from train.job.namespaces import EmulatedCluster, parse_rate
@@ -41,8 +32,8 @@ def link_seconds(
 ) -> float | None:
     """Returns bytes over rate: the seconds of a step that the busiest link needs."""
     # Both average all gradients, which sends as much as the mean of all models.
-    flat = contestant.scheme in (ALL_REDUCE, DDP)
-    graph = COMPLETE if flat else contestant.graph
+    flat = contestant.scheme in (Scheme.ALL_REDUCE, Scheme.DDP)
+    graph = Graph.COMPLETE if flat else contestant.graph
     if graph is None:
         return None
     per_node, rate = cluster.workers_per_node, parse_rate(cluster.rate)
@@ -68,19 +59,19 @@ def table(
       straggler: delay in the turns with a straggler, in seconds.
     """
     seconds = {x.contestant: x.seconds for x in timings}
-    ddp = seconds.get(Contestant(DDP))
+    ddp = seconds.get(Contestant(Scheme.DDP))
     rows = []
     for timing in timings:
         contestant = timing.contestant
         if contestant.straggler:
             continue
-        peer = seconds.get(Contestant(DECENT_DP, contestant.graph))
+        peer = seconds.get(Contestant(Scheme.DECENT_DP, contestant.graph))
         gossip = contestant.is_gossip
         references = (
             limit(contestant, seconds),
             link_seconds(contestant, cluster, model_bytes),
             peer if gossip else None,
-            ddp if gossip or contestant.scheme == ALL_REDUCE else None,
+            ddp if gossip or contestant.scheme == Scheme.ALL_REDUCE else None,
         )
         low, high = min(timing.rounds), max(timing.rounds)
         rows.append(
@@ -122,7 +113,7 @@ def bars(timings: list[Timing]) -> list[Bar]:
 
 def limit(contestant: Contestant, seconds: dict[Contestant, float]) -> float | None:
     """Returns the larger of compute alone and the same exchange alone."""
-    parts = [Contestant(COMPUTE), Contestant(EXCHANGE, contestant.graph)]
+    parts = [Contestant(Scheme.COMPUTE), Contestant(Scheme.EXCHANGE, contestant.graph)]
     if not contestant.is_gossip or any(part not in seconds for part in parts):
         return None
     return max(seconds[part] for part in parts)
@@ -143,7 +134,11 @@ def _straggler_rows(
 
 
 def _colour(contestant: Contestant) -> str:
-    if contestant.is_gossip or contestant.scheme == ALL_REDUCE:
+    if contestant.is_gossip or contestant.scheme == Scheme.ALL_REDUCE:
         return "tab:blue"
-    measures_a_part = contestant.scheme in (COMPUTE, EXCHANGE, TORCH_COMPUTE)
+    measures_a_part = contestant.scheme in (
+        Scheme.COMPUTE,
+        Scheme.EXCHANGE,
+        Scheme.TORCH_COMPUTE,
+    )
     return "0.75" if measures_a_part else "tab:orange"

@@ -8,12 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from train.bench.race.contestants import (
-    DDP,
-    DECENT_DP,
-    DECENT_DP_GRAPHS,
-    Contestant,
-)
+from train.bench.race.contestants import DECENT_DP_GRAPHS, Contestant, Scheme
 from train.bench.race.turns import Load, serve
 from train.bench.runner import Runner
 
@@ -36,7 +31,7 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
     model: nn.Module = nn.Sequential(*layers)
     inputs = torch.randn(load.batch, load.width)
     optimizer = None
-    if contestant.scheme == DECENT_DP:
+    if contestant.scheme == Scheme.DECENT_DP:
         # Imported here, as the other contestants do without it.
         from decent_dp.ddp import DecentralizedDataParallel
         from decent_dp.optim import optim_fn_adam
@@ -46,7 +41,7 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
         topology = DECENT_DP_GRAPHS[contestant.graph]
         model = DecentralizedDataParallel(model, adam, topology=topology)
     else:
-        if contestant.scheme == DDP:
+        if contestant.scheme == Scheme.DDP:
             model = nn.parallel.DistributedDataParallel(model)
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-4)
 
