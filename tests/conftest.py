@@ -24,6 +24,15 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # An xdist worker has its par
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
+import pytest
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="module")
+def quick_compile():
+    """Compiles in half the time, for models whose numbers have a tolerance anyway."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)

@@ -78,7 +78,7 @@ def order(seed, count):
 
 
 @pytest.mark.parametrize("num_workers", WORKERS)
-def test_in_a_pass_no_example_comes_twice_and_what_is_left_out_fills_no_step(
+def test_no_example_comes_twice_in_a_pass(
     num_workers,
 ):
     steps = worker_steps(Numbers(), num_workers, 3, seed=1)
@@ -124,7 +124,7 @@ def test_a_worker_alone_gets_its_row_and_reads_no_other(num_workers):
 
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("where", ["source", "transform"])
-def test_for_each_unreadable_example_stands_the_next_readable_one(num_workers, where):
+def test_the_next_readable_example_replaces_an_unreadable_one(num_workers, where):
     if where == "source":
         steps = worker_steps(Numbers(BROKEN), num_workers, 3, seed=7, transform=draw)
     else:
@@ -158,7 +158,7 @@ def test_too_few_examples_for_a_step_are_refused():
         worker_steps(Numbers(), 3, 16, seed=0)
 
 
-def test_draws_are_fixed_by_the_seed_and_differ_from_pass_to_pass():
+def test_draws_are_fixed_by_the_seed_and_differ_by_pass():
     def draws(seed):
         steps = worker_steps(Numbers(), 1, NUM_EXAMPLES, seed, transform=draw)
         return [steps[t].arrays["draw"] for t in range(2)]
@@ -167,7 +167,7 @@ def test_draws_are_fixed_by_the_seed_and_differ_from_pass_to_pass():
     assert len(set(np.ravel([draws(3), draws(4)]).tolist())) == 4 * NUM_EXAMPLES
 
 
-def test_processes_give_what_a_thread_gives_and_touch_no_device():
+def test_processes_read_as_a_thread_does_and_touch_no_device():
     steps = worker_steps(Numbers(BROKEN), 3, 5, seed=2, transform=see_process)
     batches, alone = feed(steps, num_processes=2), feed(steps)
     seen = [next(batches) for _ in range(7)]

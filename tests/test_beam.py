@@ -14,6 +14,8 @@ from record_peers import numbers
 from train.models.beam import Sentences, beam_search
 from train.models.transformer import Transformer, TransformerConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 FIRST, END, VOCABULARY, LENGTH = 1, 2, 3, 4
 
 
@@ -139,7 +141,7 @@ def test_one_beam_is_greedy_decoding():
         assert tuple(tokens.tolist()) == greedy + (0,) * (LENGTH - len(greedy))
 
 
-def test_the_penalty_prefers_a_longer_sentence_that_is_less_likely_at_first():
+def test_the_penalty_prefers_longer_sentences():
     # Both sentences that end early are likelier than what the running beam is then.
     table = np.log(np.full((1, LENGTH, 5, VOCABULARY), [0.98, 0.01, 0.01]))
     table[:, 0] = np.log([0.5, 0.05, 0.45])
@@ -184,7 +186,7 @@ def positions_visited(logits: list[list[float]], beams: int) -> list[int]:
     return visited
 
 
-def test_the_search_stops_when_no_beam_can_beat_the_worst_finished():
+def test_the_search_stops_when_no_beam_can_win():
     sure, unsure = [0.0, 0.0, 9.0], [1.0, 1.0, 1.0]
     assert positions_visited([sure] * 6, beams=1) == [0]
     assert positions_visited([sure] * 6, beams=2) == [0, 1]
@@ -204,7 +206,7 @@ def small_transformer() -> Transformer:
     return model
 
 
-def test_the_scores_of_a_transformers_sentences_are_those_of_decoding_them():
+def test_scores_are_those_of_decoding_by_the_transformer():
     model, beams, max_lengths = small_transformer(), 3, np.array([6, 4])
     sources = jnp.repeat(jnp.array([[3, 4, 5, 6], [7, 8, 0, 0]]), beams, axis=0)
 

@@ -105,6 +105,7 @@ def test_bad_input_gets_a_sentence_before_anything_runs(
     assert not (tmp_path / "race").exists()
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_race_is_written_down_and_drawn(tmp_path):
     only = f"^({'|'.join(OURS)})$"
@@ -193,7 +194,7 @@ def test_bytes_over_rate_are_those_of_the_busiest_link(
         ((DECENT_DP, COMPLETE), {1, 2, 3, 4, 5, 6}),
     ],
 )
-def test_a_graph_races_on_the_numbers_of_nodes_it_is_defined_for(contestant, numbers):
+def test_a_graph_races_where_it_is_defined(contestant, numbers):
     found = Contestant(*contestant)
     assert {nodes for nodes in range(1, 7) if found.exists(nodes)} == numbers
     for nodes in numbers if found.scheme == IN_STEP else ():

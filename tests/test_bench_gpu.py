@@ -99,6 +99,7 @@ def test_a_folder_that_cannot_be_gets_a_sentence():
     assert "Traceback" not in result.stderr
 
 
+@pytest.mark.slow
 def test_a_run_on_a_cpu_measures_steps_and_processes(tmp_path):
     options = f"--device cpu --config {TINY} --rounds 1 --steps 1 --out {tmp_path}"
     result = bench(*options.split())
@@ -163,7 +164,7 @@ def test_each_turn_begins_with_a_step_that_does_not_count():
 
 
 def test_our_step_is_the_plain_step_and_that_is_optax():
-    """One worker alone has nobody to average with."""
+    """One worker has no peer to average with."""
     config = of_workers(GpuBench(config=TINY, batch=3), 1, "complete")
     model = dataclasses.replace(tiny.config.task.model, dropout=0.0)
     task = dataclasses.replace(tiny.config.task, model=model).build()

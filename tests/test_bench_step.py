@@ -19,6 +19,8 @@ from train.bench.overhead import OURS, PLAIN, StepBench, of_one_worker
 from train.bench.runner import Runner
 from train.tasks.numbers import NumbersTask
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 TINY_FILE = Path(tiny.__file__)
 QUIET = Console(quiet=True)
 
@@ -68,7 +70,7 @@ def test_the_input_is_measured_and_written_down(tmp_path, capsys):
     assert (tmp_path / "data.md").read_text() in capsys.readouterr().out
 
 
-def test_a_step_of_one_worker_is_measured_beside_plain_optax(tmp_path, capsys):
+def test_a_step_is_measured_beside_plain_optax(tmp_path, capsys):
     bench = StepBench(
         configs=(TINY_FILE,), batches=(2,), rounds=1, steps=1, out=tmp_path
     )

@@ -1,5 +1,7 @@
 """The GPT, against a forward pass written in float64 NumPy, and its properties."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +10,8 @@ from flax import nnx
 from record_peers import SMALL_GPT, TOKENS, numbers, recorded
 
 from train.models.gpt import GPT, GPTConfig
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
 def numpy_gpt(model: GPT, tokens: np.ndarray) -> np.ndarray:
@@ -47,14 +51,29 @@ def numpy_gpt(model: GPT, tokens: np.ndarray) -> np.ndarray:
 
 def make(**changes) -> GPT:
     sizes = {"vocabulary": 11, "context": 6, "num_layers": 2, "num_heads": 2}
-    return GPT(GPTConfig(**{**sizes, "width": 8, **changes}), rngs=nnx.Rngs(0))
+    config = GPTConfig(**{**sizes, "width": 8, **changes})
+    model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
+    nnx.update(model, initial(config))
+    return model
+
+
+@functools.cache
+def initial(config: GPTConfig) -> nnx.State:
+    """The parameters at the start, compiled at once."""
+    return jax.jit(lambda: nnx.state(GPT(config, rngs=nnx.Rngs(0)), nnx.Param))()
+
+
+@nnx.jit
+def run(model: GPT, tokens: jax.Array, key=None) -> jax.Array:
+    rngs = None if key is None else nnx.Rngs(dropout=jax.random.key(key))
+    return model(tokens, rngs=rngs)
 
 
 @pytest.mark.parametrize("length", [1, 4, 6])
 def test_the_forward_pass_is_that_of_the_equations(length):
     model = make(init_std=0.5)
     tokens = np.random.default_rng(length).integers(0, 11, (3, length))
-    logits = model(jnp.asarray(tokens))
+    logits = run(model, jnp.asarray(tokens))
     np.testing.assert_allclose(logits, numpy_gpt(model, tokens), atol=2e-4)
 
 
@@ -79,7 +98,7 @@ def copy_of_transformers(model: GPT):
 def test_the_logits_are_those_of_transformers():
     model = make(**SMALL_GPT, width=16)
     copy_of_transformers(model)
-    logits = model(jnp.asarray(TOKENS))
+    logits = run(model, jnp.asarray(TOKENS))
     np.testing.assert_allclose(logits, recorded("gpt"), rtol=1e-4, atol=1e-4)
 
 
@@ -97,18 +116,19 @@ def test_no_token_sees_a_later_one():
     model = make(init_std=0.5)
     tokens = jnp.arange(6)[None]
     changed = tokens.at[0, 4].set(10)
-    np.testing.assert_array_equal(model(tokens)[0, :4], model(changed)[0, :4])
-    assert not np.array_equal(model(tokens)[0, 4:], model(changed)[0, 4:])
+    plain, other = run(model, tokens), run(model, changed)
+    np.testing.assert_array_equal(plain[0, :4], other[0, :4])
+    assert not np.array_equal(plain[0, 4:], other[0, 4:])
 
 
 def test_dropout_acts_only_with_a_key_and_repeats_with_it():
     model, tokens = make(dropout=0.5), jnp.arange(6)[None]
-    plain = model(tokens)
-    one, same, other = (model(tokens, rngs=nnx.Rngs(dropout=k)) for k in (1, 1, 2))
+    plain = run(model, tokens)
+    one, same, other = (run(model, tokens, key) for key in (1, 1, 2))
     np.testing.assert_array_equal(one, same)
     assert not np.array_equal(one, other)
     assert not np.array_equal(one, plain)
-    np.testing.assert_array_equal(plain, model(tokens))
+    np.testing.assert_array_equal(plain, run(model, tokens))
 
 
 def test_remat_changes_neither_loss_nor_gradients():
@@ -132,9 +152,9 @@ def test_remat_changes_neither_loss_nor_gradients():
 
 def test_bfloat16_computes_the_same_to_its_precision():
     tokens = jnp.arange(6)[None]
-    narrow = make(compute_dtype="bfloat16")(tokens)
+    narrow = run(make(compute_dtype="bfloat16"), tokens)
     assert narrow.dtype == jnp.float32
-    np.testing.assert_allclose(narrow, make()(tokens), atol=2e-3)
+    np.testing.assert_allclose(narrow, run(make(), tokens), atol=2e-3)
 
 
 def test_a_sequence_longer_than_the_context_is_refused():

@@ -94,7 +94,7 @@ def test_a_truncated_image_is_unreadable(kind, share):
             crop(data[: int(share * len(data))])
 
 
-def test_a_corrupted_image_is_read_or_unreadable_and_nothing_else():
+def test_a_corrupted_image_is_read_or_unreadable():
     random = np.random.default_rng(0)
     outcomes = collections.Counter()
     for kind in ("JPEG", "PNG"):
@@ -125,9 +125,7 @@ def shares_and_ratios(width, height):
 @pytest.mark.parametrize(
     ("width", "height"), [(500, 375), (375, 500), (64, 64), (301, 47)]
 )
-def test_a_drawn_box_lies_in_the_image_and_has_the_asked_for_area_and_ratio(
-    width, height
-):
+def test_a_drawn_box_has_the_distribution_of_area_and_ratio(width, height):
     random = np.random.default_rng(1)
     boxes = [images.draw_box(width, height, random) for _ in range(2000)]
     for left, top, box_width, box_height in boxes:
@@ -183,9 +181,7 @@ def test_the_center_crop_is_that_of_the_scaled_image(width, height):
 
 @pytest.mark.parametrize(("width", "height"), [(500, 375), (1300, 900)])
 @pytest.mark.parametrize("kind", ["JPEG", "PNG"])
-def test_the_random_crop_is_pillows_crop_scaled_and_mirrored_half_the_time(
-    kind, width, height
-):
+def test_the_random_crop_is_pillows_and_mirrored_half_the_time(kind, width, height):
     image = picture(width=width, height=height)
     data = encoded(image, kind, **({"quality": 95} if kind == "JPEG" else {}))
     whole = Image.fromarray(images.decode(data))
@@ -210,7 +206,7 @@ def test_the_random_crop_is_pillows_crop_scaled_and_mirrored_half_the_time(
     assert 5 <= mirrored <= 19
 
 
-def test_a_jpeg_is_decoded_at_the_smallest_scale_that_has_the_crops_pixels(
+def test_a_jpeg_is_decoded_at_the_smallest_sufficient_scale(
     monkeypatch,
 ):
     decoded = []
@@ -264,7 +260,7 @@ def root(tmp_path_factory):
     return root
 
 
-def test_the_prepared_images_are_the_files_of_the_archives_with_their_labels(root):
+def test_prepared_images_are_those_of_the_archives(root):
     files = {name: data for synset in SYNSETS for name, data in train_files(synset)}
     source = open_imagenet("train", root)
     examples = {source[i]["file_name"].decode(): source[i] for i in range(len(source))}
@@ -322,9 +318,7 @@ def test_processes_give_the_crops_that_a_thread_gives(root):
     assert sum(batch.skipped for batch in seen) > 0
 
 
-def test_a_pass_has_each_readable_image_once_and_another_in_the_brokens_place(
-    root, caplog
-):
+def test_a_pass_has_each_readable_image_and_no_broken_one(root, caplog):
     say_once.cache_clear()
     labels, skipped = collections.Counter(), 0
     steps = imagenet_steps(root, 7, 2, seed=1, size=8)  # A step is a pass.
@@ -339,7 +333,7 @@ def test_a_pass_has_each_readable_image_once_and_another_in_the_brokens_place(
     assert said.startswith(f"skipped: {BROKEN_FILE}: ")
 
 
-def test_crops_differ_from_pass_to_pass_and_are_fixed_by_the_seed(root):
+def test_crops_are_fixed_by_the_seed_and_differ_by_pass(root):
     one, same, other = (
         imagenet_steps(root, 1, 14, seed, size=8)[0].arrays["image"]
         for seed in (0, 0, 1)
@@ -354,9 +348,7 @@ def test_crops_differ_from_pass_to_pass_and_are_fixed_by_the_seed(root):
 
 
 @pytest.mark.parametrize(("rows", "num_processes"), [(2, 0), (3, 1), (7, 0), (10, 0)])
-def test_validation_has_each_image_once_in_batches_of_one_shape(
-    root, rows, num_processes
-):
+def test_validation_has_each_image_once_in_one_shape(root, rows, num_processes):
     source = open_imagenet("validation", root)
     validation = Validation(source, rows, num_processes, size=16)
     for _ in range(2):
@@ -378,7 +370,7 @@ def test_validation_has_each_image_once_in_batches_of_one_shape(
     assert not multiprocessing.active_children()
 
 
-def test_examples_that_are_decoded_already_go_the_same_way():
+def test_decoded_examples_are_cropped_likewise():
     with tfds.testing.mock_data(num_examples=10):
         source = tfds.data_source("imagenet2012", split="train")
         steps = worker_steps(

@@ -86,7 +86,7 @@ def test_an_existing_folder_is_refused_before_any_work(pairs, tmp_path):
         ["wmt14"],
     ):
         message = failed(*kind, "--out", out)
-        assert message.startswith(f"error: {out} is there already")
+        assert message.startswith(f"error: {out} already exists")
     assert (out / "mine").read_text() == "dear"
 
 

@@ -1,6 +1,7 @@
 """The tasks: losses and scores against NumPy, shapes, and what bad input gets."""
 
 import dataclasses
+import functools
 import json
 
 import jax
@@ -36,6 +37,8 @@ from train.tasks.stdlib import StdlibTask
 from train.tasks.text import TextTask
 from train.tasks.translation import DecodingConfig, quality, translation
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 NET = ResNetConfig(depth=8, width=4, in_channels=1, convolution="matmul")
 TRANSFORMER = TransformerConfig(
     vocabulary=300, context=64, num_layers=1, num_heads=2, width=16, hidden=32
@@ -49,6 +52,7 @@ LINES = [
 ]
 
 
+@functools.cache
 def corpus():
     words = [line for pair in LINES for line in pair]
     return make_corpus(
@@ -60,6 +64,7 @@ def corpus():
     )
 
 
+@functools.cache
 def toy(**changes):
     options = dict(
         model=TRANSFORMER,
@@ -70,8 +75,14 @@ def toy(**changes):
     return translation(corpus, **{**options, **changes})
 
 
+@functools.cache
+def digits(smoothing=0.1):
+    return DigitsTask(model=NET, label_smoothing=smoothing).build()
+
+
+@functools.cache
 def model_of(task):
-    return task.init(jax.random.key(0))
+    return jax.jit(task.init)(jax.random.key(0))
 
 
 def softmax_log(logits):
@@ -88,7 +99,7 @@ def softmax_log(logits):
         (NumbersTask(model=NUMBERS, num_train=300), 256),
     ],
 )
-def test_a_batch_has_the_promised_structure_and_is_of_all_workers(task, batch):
+def test_a_batch_has_the_promised_structure(task, batch):
     made = task.build()
     promised = made.batch_shape(batch)
     came = made.steps(5, batch, 0, range(5))[0].arrays
@@ -126,12 +137,12 @@ def test_scores_count_hits_among_the_first_and_the_first_five():
 
 
 def test_an_image_is_judged_alike_whatever_stands_beside_it():
-    task = DigitsTask(model=NET).build()
-    model = model_of(task)
+    task = digits()
+    model, score_fn = model_of(task), jax.jit(task.score_fn)
     (held_out,) = task.validation()
-    whole = task.score_fn(*model, jax.tree.map(lambda x: x[:3], held_out))
+    whole = score_fn(*model, jax.tree.map(lambda x: x[:3], held_out))
     alone = [
-        task.score_fn(*model, jax.tree.map(lambda x, i=i: x[i : i + 1], held_out))
+        score_fn(*model, jax.tree.map(lambda x, i=i: x[i : i + 1], held_out))
         for i in range(3)
     ]
     total = sum(float(part["loss"][0]) for part in alone)
@@ -139,7 +150,7 @@ def test_an_image_is_judged_alike_whatever_stands_beside_it():
 
 
 def test_digits_are_learned_from_all_but_those_held_out():
-    task = DigitsTask(model=NET).build()
+    task = digits()
     train, held_out = read_digits()
     labels = task.steps(1, len(train), 0, [0])[0].arrays["label"][0]
     assert sorted(labels) == sorted(train.labels)
@@ -147,7 +158,7 @@ def test_digits_are_learned_from_all_but_those_held_out():
     np.testing.assert_array_equal(batch["image"], held_out.images)
 
 
-def test_the_digits_that_are_drawn_are_those_taken_for_others():
+def test_the_digits_that_are_drawn_are_those_misclassified():
     _, held_out = read_digits()
     logits = np.eye(10, dtype=np.float32)[held_out.labels]
     assert draw_wrong(jnp.asarray(logits), held_out) == "0 of 359 wrong"
@@ -160,20 +171,20 @@ def test_the_digits_that_are_drawn_are_those_taken_for_others():
 
 
 def test_images_are_normalised_to_learn_from_and_to_be_judged():
-    (batch,) = DigitsTask(model=NET).build().validation()
+    (batch,) = digits().validation()
     batch = jax.tree.map(lambda x: x[:4], batch)
     doubled = {**batch, "image": 2 * batch["image"]}
     plain, halving = classifier(NET, 0.1), classifier(NET, 0.1, lambda x: x / 2)
-    model = plain.init(jax.random.key(0))
+    model = model_of(plain)
     for name in ("loss_fn", "score_fn"):
         key = [jax.random.key(1)] * (name == "loss_fn")
-        wanted = getattr(plain, name)(*model, batch, *key)
-        got = getattr(halving, name)(*model, doubled, *key)
+        wanted = jax.jit(getattr(plain, name))(*model, batch, *key)
+        got = jax.jit(getattr(halving, name))(*model, doubled, *key)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
-def test_a_model_that_has_lost_all_numbers_gets_nothing_right_but_by_chance():
+def test_a_model_of_nan_gets_nothing_right_but_by_chance():
     logits = jnp.full((20, 10), jnp.nan)
     got = scores(logits, jnp.full(20, 7))
     assert float(got["top_1"][0]) == 0
@@ -181,39 +192,22 @@ def test_a_model_that_has_lost_all_numbers_gets_nothing_right_but_by_chance():
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_of_images_is_that_of_smoothed_labels(smoothing):
-    task = DigitsTask(model=NET, label_smoothing=smoothing).build()
-    batch = task.steps(1, 6, 0, [0])[0].arrays
-    batch = jax.tree.map(lambda x: x[0], batch)
+    task, plain = digits(smoothing), jax.jit(digits(0.0).loss_fn)
+    batch = jax.tree.map(lambda x: x[0], task.steps(1, 6, 0, [0])[0].arrays)
     params, statistics = model_of(task)
-    loss, (moved, metrics) = task.loss_fn(params, statistics, batch, jax.random.key(1))
-    wanted = np.full((6, 10), smoothing / 10)
-    wanted[np.arange(6), batch["label"]] += 1 - smoothing
-    # The zero-initialised branches leave something to learn from, yet not nothing.
-    grads = jax.grad(lambda p: task.loss_fn(p, statistics, batch, None)[0])(params)
+    value_and_grad = jax.jit(jax.value_and_grad(task.loss_fn, has_aux=True))
+    (loss, (moved, metrics)), grads = value_and_grad(params, statistics, batch, None)
+    # The branches that start at zero leave a gradient to learn from.
     assert float(optax.tree.norm(grads)) > 0
     assert metrics == {}
     before, after = jax.tree.leaves(statistics), jax.tree.leaves(moved)
     assert any(not np.array_equal(a, b) for a, b in zip(before, after, strict=True))
-    # Logits in training mode come out of the same loss with one-hot labels alone.
+    # The mean of the losses of all ten classes is the part of the smoothing.
     ones = [
-        float(
-            DigitsTask(model=NET, label_smoothing=0.0)
-            .build()
-            .loss_fn(
-                params,
-                statistics,
-                {**batch, "label": np.full(6, label, np.int32)},
-                None,
-            )[0]
-        )
-        for label in range(10)
+        plain(params, statistics, {**batch, "label": np.full(6, k, np.int32)}, None)[0]
+        for k in range(10)
     ]
-    # The mean over classes of those losses is the part of the smoothing.
-    own = float(
-        DigitsTask(model=NET, label_smoothing=0.0)
-        .build()
-        .loss_fn(params, statistics, batch, None)[0]
-    )
+    own, _ = plain(params, statistics, batch, None)
     expected = (1 - smoothing) * own + smoothing * np.mean(ones)
     np.testing.assert_allclose(loss, expected, rtol=1e-5)
 
@@ -232,21 +226,19 @@ def test_the_nearest_neighbour_is_the_nearest():
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_the_loss_of_a_translation_is_smoothed_and_takes_no_notice_of_padding(
-    smoothing,
-):
+def test_the_translation_loss_is_smoothed_and_ignores_padding(smoothing):
     task = toy(
         model=dataclasses.replace(TRANSFORMER, dropout=0.0), label_smoothing=smoothing
     )
     params, _ = model_of(task)
     batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
-    loss, _ = task.loss_fn(params, (), batch, jax.random.key(0))
+    loss_fn = jax.jit(task.loss_fn)
+    loss, _ = loss_fn(params, (), batch, jax.random.key(0))
     longer = {name: np.pad(x, ((0, 1), (0, 2))) for name, x in batch.items()}
-    np.testing.assert_allclose(
-        task.loss_fn(params, (), longer, jax.random.key(0))[0], loss, rtol=1e-5
-    )
+    of_longer, _ = loss_fn(params, (), longer, jax.random.key(0))
+    np.testing.assert_allclose(of_longer, loss, rtol=1e-5)
     # Without smoothing it is what is evaluated.
-    total, count = task.score_fn(params, (), batch)["loss"]
+    total, count = jax.jit(task.score_fn)(params, (), batch)["loss"]
     assert int(count) == (batch["target"][:, 1:] > 0).sum()
     if smoothing == 0:
         np.testing.assert_allclose(loss, total / count, rtol=1e-6)
@@ -261,7 +253,7 @@ def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary():
     (score,) = build_score(task)([(nothing, ())])
     assert score["loss"] == pytest.approx(np.log(300), rel=1e-5)
     batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
-    loss, _ = task.loss_fn(nothing, (), batch, jax.random.key(0))
+    loss, _ = jax.jit(task.loss_fn)(nothing, (), batch, jax.random.key(0))
     assert float(loss) == pytest.approx(np.log(300), rel=1e-5)
 
 
@@ -273,12 +265,12 @@ def test_of_bytes_a_uniform_model_loses_eight_bits():
     assert score == {"bits_per_byte": pytest.approx(8)}
 
 
-def test_a_held_out_score_is_the_mean_over_all_tokens_of_all_batches():
+def test_a_held_out_score_is_the_mean_over_all_tokens():
     task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
     params, _ = model_of(task)
-    nats, count = 0.0, 0
+    nats, count, score_fn = 0.0, 0, jax.jit(task.score_fn)
     for batch in task.validation():
-        total, some = task.score_fn(params, (), batch)["loss"]
+        total, some = score_fn(params, (), batch)["loss"]
         nats, count = nats + float(total), count + int(some)
     data = corpus()
     assert count == sum(len(data.validation.target[i]) + 1 for i in range(3))
@@ -317,7 +309,7 @@ def test_a_model_learns_to_translate_what_it_has_seen():
     assert "six\n  -> sechs\n     sechs" in shown
 
 
-def test_quality_is_that_of_sacrebleu_and_the_share_of_exact_lines():
+def test_quality_is_sacrebleus_and_the_share_of_exact_lines():
     made = ["the cat sat on the mat today", "a dog", "b"]
     wanted = ["the cat sat on the mat", "a dog", "c"]
     got = quality(made, wanted)
@@ -352,13 +344,14 @@ def test_a_translation_is_validated_on_the_validation_set():
         StdlibTask(model=GPTConfig(context=8, width=16, dropout=0.5)).build(),
     ],
 )
-def test_what_is_dropped_is_drawn_anew_for_each_step_and_nothing_in_an_evaluation(task):
+def test_dropout_differs_by_step_and_spares_evaluations(task):
     model = model_of(task)
     batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
-    losses = {float(task.loss_fn(*model, batch, jax.random.key(k))[0]) for k in (1, 2)}
+    loss_fn, score_fn = jax.jit(task.loss_fn), jax.jit(task.score_fn)
+    losses = {float(loss_fn(*model, batch, jax.random.key(k))[0]) for k in (1, 2)}
     assert len(losses) == 2
     scored = task.validation()[0]
-    totals = [task.score_fn(*model, scored) for _ in range(2)]
+    totals = [score_fn(*model, scored) for _ in range(2)]
     (name,) = totals[0]
     assert float(totals[0][name][0]) == float(totals[1][name][0])
 
@@ -376,14 +369,12 @@ def test_what_is_dropped_is_drawn_anew_for_each_step_and_nothing_in_an_evaluatio
         ),
     ],
 )
-def test_a_model_that_does_not_fit_the_corpus_is_refused_before_step_0(
-    changes, message
-):
+def test_a_model_that_does_not_fit_the_corpus_is_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         toy(**changes).steps(2, 64, 0, range(2))
 
 
-def test_a_corpus_of_another_vocabulary_is_refused_with_both_numbers():
+def test_a_corpus_of_another_vocabulary_is_refused():
     whole = corpus()
     known = len(whole.vocabulary)
     source = ragged([[5, known], *[[5, 6]] * (len(whole.train) - 1)])
@@ -397,12 +388,12 @@ def test_a_corpus_of_another_vocabulary_is_refused_with_both_numbers():
         task.steps(2, 64, 0, range(2))
 
 
-def test_micro_batches_that_do_not_divide_the_rows_are_refused_before_step_0():
+def test_micro_batches_must_divide_the_rows():
     with pytest.raises(ValueError, match="16"):
         toy().steps(2, 64, 0, range(2), multiple_of=16)
 
 
-def test_text_tokens_out_of_range_are_refused_with_both_numbers(tmp_path):
+def test_text_tokens_out_of_range_are_refused(tmp_path):
     files = [tmp_path / f"{i}.txt" for i in range(8)]
     for i, file in enumerate(files):
         file.write_text(f"words and words and word {i}\n" * 50)
@@ -458,7 +449,7 @@ def test_a_config_of_another_task_or_version_is_refused():
 
 
 @pytest.mark.parametrize("step", [0, 1, 5, 10, 11, 40, 1000])
-def test_the_inverse_square_root_rises_linearly_and_then_decays(step):
+def test_the_inverse_square_root_schedule_rises_then_decays(step):
     config = OptimizerConfig(
         learning_rate=2.0,
         initial_learning_rate=0.5,

@@ -86,7 +86,7 @@ def test_a_text_that_cannot_be_prepared_leaves_nothing(files, tmp_path):
     prepare_text([files], out, 280, held_out_share=0.3)
     with pytest.raises(ValueError, match=r"280 tokens, more than the 279"):
         prepare_text([files], tmp_path / "x", 279, out / "vocabulary.json")
-    with pytest.raises(FileExistsError, match="there already"):
+    with pytest.raises(FileExistsError, match="already exists"):
         prepare_text([files], out, 280)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["files", "out"]
 

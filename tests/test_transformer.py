@@ -9,6 +9,8 @@ from record_peers import SIZES, SMALL_TRANSFORMER, SOURCE, TARGET, numbers, reco
 
 from train.models.transformer import Transformer, TransformerConfig
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 WIDTH = 16
 
 
@@ -107,7 +109,7 @@ def test_padding_changes_no_logits_of_real_tokens():
     assert not np.allclose(run(model, changed, target)[1], plain[1], atol=1e-3)
 
 
-def test_a_source_of_padding_alone_gives_finite_logits_and_gradients():
+def test_a_source_of_padding_alone_gives_finite_gradients():
     model, (_, target) = make(num_layers=1), inputs()
     graph, params = nnx.split(model, nnx.Param)
 
@@ -119,7 +121,7 @@ def test_a_source_of_padding_alone_gives_finite_logits_and_gradients():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(gradients))
 
 
-def test_no_target_token_sees_a_later_one_and_all_see_the_source():
+def test_target_tokens_see_the_source_and_earlier_ones():
     model, (source, target) = make(), inputs()
     plain = run(model, source, target)
     later = run(model, source, target.at[:, 2].set(10))
@@ -133,7 +135,12 @@ def test_no_target_token_sees_a_later_one_and_all_see_the_source():
 def test_decoding_token_by_token_is_decoding_at_once(dtype):
     model, (source, target) = make(compute_dtype=dtype), inputs()
     expected = run(model, source, target)
-    cache = model.start_cache(model.encode(source), source, length=6)
+
+    @nnx.jit
+    def start(model):
+        return model.start_cache(model.encode(source), source, length=6)
+
+    cache = start(model)
     decode_next = nnx.jit(Transformer.decode_next)
     for position in range(4):
         logits, cache = decode_next(
@@ -177,7 +184,7 @@ def test_dropout_acts_only_with_a_key_and_repeats_with_it():
     np.testing.assert_array_equal(plain, run(make(), *some))
 
 
-def test_dropout_is_where_torch_has_it_but_on_attention_weights():
+def test_dropout_is_where_torch_has_it_but_for_attention():
     model, rngs = make(dropout=0.5), nnx.Rngs(dropout=1)
     nnx.jit(lambda model, rngs: model(*inputs(), rngs=rngs))(model, rngs)
     embeddings, encoder_layer, decoder_layer, num_layers = 2, 3, 4, 2
@@ -209,7 +216,12 @@ def test_two_models_under_vmap_are_each_as_alone():
 
 def test_matrices_start_with_the_variance_of_torch():
     config = TransformerConfig(num_layers=1, width=64, hidden=192)
-    model = Transformer(config, rngs=nnx.Rngs(0))
+
+    @nnx.jit
+    def start() -> Transformer:
+        return Transformer(config, rngs=nnx.Rngs(0))
+
+    model = start()
     layer = model.encoder[0]
     for variable, deviation in (
         (model.tokens.embedding, 64**-0.5),

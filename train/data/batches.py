@@ -1,4 +1,4 @@
-"""Batches for workers, each from its own shard, fixed by (seed, step)."""
+"""Batches of workers, each from its own shard, determined by (seed, step)."""
 
 import functools
 import logging
@@ -18,11 +18,11 @@ MOST_UNREADABLE = 100
 
 
 class Batch(NamedTuple):
-    """What workers train on in one step.
+    """The batch of one step.
 
     Args:
-      arrays: a pytree, [workers, B, ...].
-      skipped: examples that could not be read; others stand in their place.
+      arrays: pytree of arrays, [workers, B, ...].
+      skipped: number of unreadable examples, which were replaced by others.
     """
 
     arrays: Any
@@ -32,7 +32,7 @@ class Batch(NamedTuple):
 class Unreadable(ValueError):  # noqa: N818
     """An example that cannot be read.
 
-    Raised by a source or a transform, the example is skipped, and counted.
+    A source or a transform raises it; the example is then skipped and counted.
     """
 
 
@@ -47,22 +47,23 @@ def worker_steps(
 ) -> grain.MapDataset[Batch]:
     """Returns the batches of all steps, a row for each worker; element t is step t's.
 
-    In each pass over the data the examples are shuffled anew and dealt out in blocks of
-    B: block t * N + w goes to worker w at step t, so no two workers see one example in
-    the same pass. In the place of an example that cannot be read comes the next one,
-    which has a place of its own besides.
+    Each pass over the data shuffles the examples again and cuts them into blocks of B:
+    block t * N + w goes to worker w at step t, so no two workers see one example in the
+    same pass. An unreadable example is replaced by the next one in the order, which
+    keeps its own place too.
 
     Args:
-      source: examples of one shape, or of one after `transform`.
+      source: examples, of one shape after `transform`.
       num_workers: N.
       batch_per_worker: B.
-      seed: of the shuffles, and of `transform`; not negative.
-      workers: whose rows; by default all, [N, B, ...]. Nothing else is read.
-      transform: of an example, with randomness fixed by seed and place in the order.
-      multiple_of: what B must be a multiple of: the number of micro-batches.
+      seed: seed of the shuffles and of `transform`; not negative.
+      workers: workers whose rows are read; by default all, [N, B, ...].
+      transform: maps an example and a generator, seeded by the seed and the place in
+        the order, to an example.
+      multiple_of: number of micro-batches, which must divide B.
 
     Raises:
-      ValueError: if the data does not fill one step, or B is no such multiple.
+      ValueError: if the data does not fill one step, or B is not such a multiple.
     """
     if batch_per_worker % multiple_of:
         raise ValueError(
@@ -74,7 +75,7 @@ def worker_steps(
             f"{num_workers} workers with batches of {batch_per_worker} need "
             f"{num_workers * batch_per_worker} examples, the data has {len(source)}"
         )
-    # Grain shuffles pass p by seed + p, so seeds in a row would share their passes.
+    # Grain shuffles pass p by seed + p, so consecutive seeds would share their passes.
     shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
     examples = grain.MapDataset.source(source).shuffle(seed=shuffle_seed).repeat()
     mine = range(num_workers) if workers is None else workers
@@ -86,8 +87,8 @@ def worker_steps(
 class Feed:
     """An iterator over steps that reads ahead; see `feed`.
 
-    Its position is the next step, whatever the number of processes. Grain's own depends
-    on that number, and with another one would go on somewhere else, in silence.
+    Its position is the next step, for any number of processes. Grain's own position
+    depends on that number, and with another one would silently be another step.
     """
 
     def __init__(self, steps: grain.MapDataset[Batch], num_processes: int):
@@ -95,7 +96,7 @@ class Feed:
         self._num_processes = num_processes
         self._next_step = 0
         self._readers: list[grain.DatasetIterator[Batch]] = []  # One or none.
-        # Python takes apart at its end what closing needs, so before.
+        # At exit Python clears modules that closing needs; a finalizer runs before.
         weakref.finalize(self, _close, self._readers)
 
     def __iter__(self) -> "Feed":
@@ -110,10 +111,10 @@ class Feed:
         return batch
 
     def set_step(self, step: int) -> None:
-        """Goes on with a step: the position is the number of steps done.
+        """Sets the next step.
 
         Raises:
-          ValueError: there is no such step.
+          ValueError: if there is no such step.
         """
         if type(step) is not int or not 0 <= step < len(self._steps):
             raise ValueError(
@@ -124,7 +125,7 @@ class Feed:
         self._next_step = step
 
     def close(self) -> None:
-        """Ends the processes. The next step starts them again."""
+        """Ends the reading processes; the next step starts them again."""
         _close(self._readers)
 
 
@@ -132,9 +133,10 @@ def feed(steps: grain.MapDataset[Batch], num_processes: int = 0) -> Feed:
     """Returns an iterator over the steps.
 
     Args:
-      steps: element t is step t's, as of `worker_steps`.
-      num_processes: that read ahead; 0 for a thread of this one. They import the main
-        module anew, so a script must keep its work behind `if __name__ == "__main__"`.
+      steps: batches of all steps, as of `worker_steps`.
+      num_processes: number of processes that read ahead; 0 for a thread of this one.
+        They import the main module again, so a script must keep its work behind
+        `if __name__ == "__main__"`.
     """
     return Feed(steps, num_processes)
 
@@ -142,22 +144,22 @@ def feed(steps: grain.MapDataset[Batch], num_processes: int = 0) -> Feed:
 def _reader(
     steps: grain.MapDataset[Batch], num_processes: int
 ) -> grain.DatasetIterator[Batch]:
-    # A step of images is large, so few of them wait.
+    # A batch of images is large, so few are kept in memory.
     read = grain.ReadOptions(num_threads=1, prefetch_buffer_size=2)
     dataset = steps.to_iter_dataset(read)
     if num_processes == 0:
         return iter(dataset)
-    # Grain has its settings from absl, which refuses before a command line is parsed.
+    # Grain reads its settings from absl, which raises before it has parsed flags.
     absl.flags.FLAGS.mark_as_parsed()
     options = grain.multiprocessing.MultiprocessingOptions(num_workers=num_processes)
     return iter(dataset.mp_prefetch(options, worker_init_fn=_end_with_parent))
 
 
 def _end_with_parent(index: int, count: int) -> None:
-    """In a reading process: ends it as soon as its parent has ended, even if killed.
+    """Ends a reading process as soon as its parent has ended, even if killed.
 
-    Not by the kernel's signal, which comes when the thread ends that has started the
-    process; here a thread waits for the pipe that only the parent holds open.
+    The kernel's signal for this comes when the thread ends that started the process,
+    which may be earlier; so a thread waits for a pipe that only the parent holds open.
     """
     del index, count
     parent = multiprocessing.parent_process()
@@ -176,7 +178,7 @@ def _close(readers: list[grain.DatasetIterator[Batch]]) -> None:
 
 
 class _Steps:
-    """Step t stacks the blocks t * N + w of some workers w."""
+    """Step t stacks the blocks t * N + w of the workers w."""
 
     def __init__(
         self,
@@ -211,7 +213,7 @@ class _Steps:
         return Batch(_stack(rows), skipped)
 
     def _read(self, place: int) -> tuple[Any, int]:
-        """The first example from this place on that can be read."""
+        """The first readable example from this place on, and how many were not."""
         error = None
         for num_bad in range(MOST_UNREADABLE):
             try:

@@ -1,4 +1,4 @@
-"""Batches of sentence pairs by length: few shapes, and little of them padding."""
+"""Batches of sentence pairs by length: few shapes, and little padding."""
 
 import sys
 from collections.abc import Sequence
@@ -13,13 +13,13 @@ from train.data.vocabulary import END, PAD, START
 
 
 class Shapes(NamedTuple):
-    """The shapes of batches, and how a pass goes through them.
+    """The shapes of batches, and the number of steps of each in a pass.
 
     Args:
-      boxes: int [shapes, 2]: widths S and T of source and target, each with `</s>`.
-      rows: int [shapes]: B, pairs of each worker.
-      steps: int [shapes]: in a pass.
-      efficiency: share of a pass's tokens that are not padding, nor there again.
+      boxes: widths S and T of source and target, each with `</s>`, int [shapes, 2].
+      rows: B, pairs per worker, int [shapes].
+      steps: steps in a pass, int [shapes].
+      efficiency: share of a pass's tokens that are neither padding nor repeated.
     """
 
     boxes: np.ndarray
@@ -35,21 +35,23 @@ def choose_shapes(
     num_shapes: int = 16,
     multiple_of: int = 1,
 ) -> Shapes:
-    """Returns the shapes that pad these pairs least, as far as found.
+    """Returns shapes that pad these pairs little, by a greedy local search.
 
-    A box S x T holds the pairs of no more tokens than that, and a pair goes into the
-    cheapest, of least S + T, that holds it. The first box holds all pairs; then comes
-    each time the box that saves most; then each is taken out and the best put in its
-    place, as long as that saves something.
+    A box S x T holds the pairs of at most S and T tokens, and a pair goes into the
+    cheapest box, of least S + T, that holds it. The first box holds all pairs; then the
+    box that saves most padding is added, again and again; then each box is replaced by
+    the best one, as long as that saves padding.
 
-    What does not fill a step of its box goes up into the next one that holds it, so a
-    box of few pairs has no step, and only the last step of the largest is filled up.
+    Pairs that do not fill a step of their box move to the next box that holds them, so
+    a box of few pairs has no step, and only the last step of the largest is filled up.
 
     Args:
+      pairs: training pairs.
       num_workers: N.
-      tokens_per_worker: most tokens of a side, so B = tokens_per_worker // max(S, T).
-      num_shapes: most boxes.
-      multiple_of: what B is to be a multiple of.
+      tokens_per_worker: largest number of tokens of a worker's source or target, so
+        that B = tokens_per_worker // max(S, T).
+      num_shapes: largest number of boxes.
+      multiple_of: number of micro-batches, which divides B.
 
     Raises:
       ValueError: if there are no pairs, or the longest sentence has too many tokens.
@@ -94,15 +96,19 @@ def length_steps(
     """Returns the batches of all steps, a row for each worker; element t is step t's.
 
     "source" is int32 [W, B, S], with `</s>` at its end; "target" is [W, B, T + 1], from
-    `<s>` to `</s>`. Both are padded with 0. In each pass the pairs of a shape are
-    shuffled anew and dealt out in blocks of B, so no two workers see one pair in the
-    same pass, but those that fill up the last step of the largest shape. The order of
-    the shapes is fixed by the pass alone, and the same for all seeds.
+    `<s>` to `</s>`. Both are padded with 0. Each pass shuffles the pairs of a shape
+    again and cuts them into blocks of B, so no two workers see one pair in the same
+    pass, except those that fill up the last step of the largest shape. The order of the
+    shapes depends on the pass alone, and is the same for all seeds.
 
     Args:
-      seed: of the shuffles.
-      workers: whose rows; by default all. Nothing else is read.
-      num_workers: see `choose_shapes`; as are the others.
+      pairs: training pairs.
+      num_workers: N.
+      tokens_per_worker: see `choose_shapes`.
+      seed: seed of the shuffles.
+      workers: workers whose rows are read; by default all.
+      num_shapes: see `choose_shapes`.
+      multiple_of: see `choose_shapes`.
 
     Raises:
       ValueError: see `choose_shapes`.
@@ -117,13 +123,14 @@ def length_steps(
 def length_validation(
     pairs: Pairs, rows: int, num_shapes: int = 4
 ) -> list[dict[str, np.ndarray]]:
-    """Returns batches that hold each pair once, as in `length_steps` but of one model.
+    """Returns batches that hold each pair once, without a dim of workers.
 
-    The last batch of a shape is filled up with rows of padding alone.
+    The last batch of a shape is filled up with rows of padding.
 
     Args:
+      pairs: held-out pairs.
       rows: B, the same in all batches.
-      num_shapes: most shapes.
+      num_shapes: largest number of shapes.
     """
     if rows < 1:
         raise ValueError(f"rows must be at least 1, got {rows}")
@@ -162,7 +169,7 @@ class _Steps:
         self._pass: tuple[int, np.ndarray, list[np.ndarray]] = (-1, np.array([]), [])
 
     def __getstate__(self):
-        empty = (-1, np.array([]), [])  # Another process draws its own again.
+        empty = (-1, np.array([]), [])  # Large; another process draws it again.
         return self.__dict__ | {"_pass": empty}
 
     def __len__(self) -> int:
@@ -186,6 +193,7 @@ class _Steps:
     def _draw(self, number: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """The shape of each step of a pass, and the pairs of each shape in order."""
         boxes, rows, steps, _ = self._shapes
+        # Without the seed: runs of several seeds train as one program, of one shape.
         order = np.random.default_rng(number).permutation(
             np.repeat(np.arange(len(steps)), steps)
         )
@@ -208,13 +216,14 @@ def _widths(pairs: Pairs) -> np.ndarray:
 
 
 def _count(widths: np.ndarray) -> np.ndarray:
-    """Entry (s, t) is how many pairs have s and t tokens."""
+    """Entry (s, t) is the number of pairs of s and t tokens."""
     size = widths.max(0) + 1
+    # One number s (max T + 1) + t per pair, which bincount then counts.
     return np.bincount(widths @ [size[1], 1], minlength=size.prod()).reshape(size)
 
 
 def _search(counts: np.ndarray, num_shapes: int) -> np.ndarray:
-    """Boxes in which little is padding, cheapest first; the last holds all pairs."""
+    """Boxes with little padding, the cheapest first; the last holds all pairs."""
     boxes = np.array([counts.shape]) - 1
     saved = 1
     while len(boxes) < num_shapes and saved > 0:
@@ -233,15 +242,16 @@ def _search(counts: np.ndarray, num_shapes: int) -> np.ndarray:
 
 
 def _best_box(boxes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, int]:
-    """The box to add that saves most, and how many tokens it saves.
+    """The box whose addition saves most, and the number of tokens it saves.
 
     S x T saves sum_k max(0, S_k + T_k - S - T) n_k(S, T), where n_k counts the pairs of
-    no more than S and T tokens that are now in box k.
+    at most S and T tokens that are now in box k.
     """
     now = _cheapest(boxes, counts.shape)
     cost = np.add.outer(*map(np.arange, counts.shape))
     saved = np.zeros(counts.shape, np.int64)
     for k, box in enumerate(boxes):
+        # Summed along both axes: entry (S, T) is n_k(S, T).
         inside = np.where(now == k, counts, 0).cumsum(0).cumsum(1)
         saved += np.maximum(box.sum() - cost, 0) * inside
     best = np.unravel_index(saved.argmax(), saved.shape)
@@ -251,18 +261,19 @@ def _best_box(boxes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, int]:
 def _cheapest(boxes: np.ndarray, size: tuple[int, ...]) -> np.ndarray:
     """Entry (s, t) is the number of the cheapest box that holds such a pair."""
     table = np.zeros(size, np.int64)
+    # The most expensive first, so that cheaper boxes overwrite it where they hold.
     for k in np.argsort(-boxes.sum(1), kind="stable"):
         table[: boxes[k, 0] + 1, : boxes[k, 1] + 1] = k
     return table
 
 
 def _padded(boxes: np.ndarray, counts: np.ndarray) -> int:
-    """Tokens of all pairs, padding among them."""
+    """Number of tokens of all pairs, with padding."""
     return int((boxes.sum(1)[_cheapest(boxes, counts.shape)] * counts).sum())
 
 
 def _above(boxes: np.ndarray) -> list[int]:
-    """For each box but the last, the cheapest after it that holds all that it holds."""
+    """For each box but the last, the cheapest later one that holds all its pairs."""
     return [
         k + 1 + int((boxes[k + 1 :] >= boxes[k]).all(1).argmax())
         for k in range(len(boxes) - 1)
@@ -270,7 +281,7 @@ def _above(boxes: np.ndarray) -> list[int]:
 
 
 def _members(boxes: np.ndarray, widths: np.ndarray) -> list[np.ndarray]:
-    """The pairs of each box, their numbers."""
+    """The indices of the pairs of each box."""
     if len(boxes) == 0:
         return []
     table = _cheapest(boxes, tuple(widths.max(0) + 1)).astype(np.uint16)

@@ -1,4 +1,4 @@
-"""Handwritten digits that come with scikit-learn: real images on every machine."""
+"""Handwritten digits that come with scikit-learn: real images without a download."""
 
 import dataclasses
 import functools
@@ -11,13 +11,13 @@ SPLIT_SEED = 0
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Digits:
-    """Images of digits and what they show: a random-access source for grain.
+    """Images of digits and their labels: a random-access source for grain.
 
     Example i is {"image": float32 [8, 8, 1], "label": int32 []}.
 
     Args:
-      images: float32 [n, 8, 8, 1], from 0, paper, to 1, ink.
-      labels: int32 [n], 0 to 9.
+      images: images from 0, paper, to 1, ink, float32 [n, 8, 8, 1].
+      labels: classes 0 to 9, int32 [n].
     """
 
     images: np.ndarray
@@ -32,13 +32,13 @@ class Digits:
 
 @functools.cache
 def read_digits() -> tuple[Digits, Digits]:
-    """Returns 1,438 digits to train on and 359 held out, the same ones each time.
+    """Returns 1,438 training digits and 359 held-out ones, always the same.
 
     A fifth of each class is held out. Source: Alpaydin and Kaynak, "Optical Recognition
     of Handwritten Digits", UCI Machine Learning Repository, 1998; its test set.
 
     Raises:
-      ModuleNotFoundError: without scikit-learn.
+      ModuleNotFoundError: if scikit-learn is not installed.
     """
     try:
         from sklearn.datasets import load_digits
@@ -48,7 +48,7 @@ def read_digits() -> tuple[Digits, Digits]:
             "pip install scikit-learn"
         ) from error
     pixels, labels = load_digits(return_X_y=True)
-    # Counted in sixteenths: each is the number of set pixels in a 4 x 4 block.
+    # Each value is the number of set pixels in a 4 x 4 block, 0 to 16.
     images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
     labels = labels.astype(np.int32)
     held_out = _choose_held_out(labels)
@@ -62,13 +62,13 @@ def read_digits() -> tuple[Digits, Digits]:
 def shift_digits(
     example: dict[str, np.ndarray], random: np.random.Generator
 ) -> dict[str, np.ndarray]:
-    """Moves the image sideways by up to one pixel, with paper coming in.
+    """Shifts the image sideways by up to one pixel, and fills up with paper.
 
-    Sideways alone: the digits touch the upper and the lower edge, and would lose ink.
+    Only sideways: the digits touch the upper and the lower edge, and would lose ink.
 
     Args:
-      example: "image" [8, 8, 1] and whatever else.
-      random: draws the move.
+      example: "image", [8, 8, 1], and other values, which are kept.
+      random: generator of the shift.
     """
     image = example["image"]
     start = random.integers(0, 3)

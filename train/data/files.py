@@ -1,4 +1,4 @@
-"""Folders that are whole or not there, arrays that stay in their files, progress."""
+"""Folders that appear when they are complete, memory-mapped arrays, progress."""
 
 import contextlib
 import mmap
@@ -15,12 +15,12 @@ from rich.progress import track
 
 @contextlib.contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Gives a hidden folder beside `folder`, which takes its name when all is written.
+    """A context whose value is a hidden folder, renamed to `folder` at its end.
 
-    So an interruption leaves no folder that is half done.
+    So an interruption leaves no incomplete folder.
 
     Raises:
-      FileExistsError: if `folder` is there already, and not empty.
+      FileExistsError: if `folder` already exists and is not empty.
     """
     check_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -35,39 +35,39 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 def check_new(folder: Path) -> None:
-    """Raises a FileExistsError if there is something in the folder, or in its place."""
+    """Raises a FileExistsError if the folder is not empty, or its path is taken."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise FileExistsError(f"{folder} is there already: remove it, or name another")
+        raise FileExistsError(f"{folder} already exists: remove it, or choose another")
 
 
 class MappedArray(np.memmap):
-    """A file as an array, which goes to other processes as the file's name."""
+    """A file as an array, pickled as the name of the file."""
 
     def __reduce_ex__(self, protocol):
         if isinstance(self.base, mmap.mmap):
             return map_array, (self.filename, self.dtype)
-        return np.array(self).__reduce_ex__(protocol)  # A part of one.
+        return np.array(self).__reduce_ex__(protocol)  # A slice of one.
 
 
 def map_array(path: Path, dtype: np.typing.DTypeLike) -> np.ndarray:
-    """Returns the numbers in a file, [numbers], which are read when they are used.
+    """Returns the numbers in a file, memory-mapped, [numbers].
 
     Raises:
-      ValueError: if the file does not hold whole numbers of this type.
+      ValueError: if the size of the file is no multiple of the dtype's.
     """
     size, width = Path(path).stat().st_size, np.dtype(dtype).itemsize
     if size % width:
         raise ValueError(
-            f"{path} has {size} bytes, which are no whole {np.dtype(dtype)} numbers: "
+            f"{path} has {size} bytes, which is no multiple of {np.dtype(dtype)}: "
             "it was cut off, or is another kind of file"
         )
     if size == 0:
-        return np.zeros(0, dtype)  # What is empty cannot be mapped.
+        return np.zeros(0, dtype)  # An empty file cannot be mapped.
     return MappedArray(path, dtype, mode="r")
 
 
 def progress(items: Iterable, what: str) -> Iterable:
-    """Returns the items, and shows on a terminal how many are done."""
+    """Returns the items, and shows the progress on a terminal."""
     console = Console(stderr=True)
     return track(
         items,

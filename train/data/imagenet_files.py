@@ -1,8 +1,8 @@
 """ImageNet, the classification data of ILSVRC 2012, prepared and read by tfds.
 
 Source: Russakovsky et al., "ImageNet Large Scale Visual Recognition Challenge", 2015.
-The images lie on disk as they were encoded; who trains decodes them. Neither preparing
-nor reading needs TensorFlow.
+The images stay encoded on disk, and are decoded while training. Neither preparing nor
+reading needs TensorFlow.
 """
 
 import contextlib
@@ -43,16 +43,16 @@ def imagenet_steps(
     A batch is {"image": uint8 [N, B, size, size, 3], "label": int32 [N, B]}.
 
     Args:
-      root: of the prepared data; see `open_imagenet`.
+      root: folder of the prepared data; see `open_imagenet`.
       num_workers: N.
       batch_per_worker: B.
-      seed: of the order and of the crops.
-      workers: whose rows; by default all.
-      size: of the crops, in pixels.
-      multiple_of: as in `worker_steps`.
+      seed: seed of the order and of the crops.
+      workers: workers whose rows are read; by default all.
+      size: side of the crops, in pixels.
+      multiple_of: see `worker_steps`.
 
     Raises:
-      FileNotFoundError: if the data is not there.
+      FileNotFoundError: if the data is missing.
     """
     return worker_steps(
         open_imagenet("train", root),
@@ -74,11 +74,11 @@ def open_imagenet(
 
     Args:
       split: "train" or "validation".
-      root: of the prepared data; by default the environment variable TFDS_DATA_DIR, or
-        ~/tensorflow_datasets.
+      root: folder of the prepared data; by default the environment variable
+        TFDS_DATA_DIR, or ~/tensorflow_datasets.
 
     Raises:
-      FileNotFoundError: if the data is not there; nothing is downloaded.
+      FileNotFoundError: if the data is missing; nothing is downloaded.
     """
     folder = (root or _default_root()) / NAME / VERSION
     out = "" if root is None else f" --out {root}"
@@ -102,8 +102,8 @@ def training_example(
 
     Args:
       example: "image", encoded or uint8 [H, W, 3], "label" and "file_name".
-      random: draws the crop.
-      size: of the crop, in pixels.
+      random: generator of the crop.
+      size: side of the crop, in pixels.
 
     Raises:
       Unreadable: if the image cannot be decoded.
@@ -114,20 +114,20 @@ def training_example(
 
 
 class Validation:
-    """Batches to evaluate on, the middles of the images in their order; re-iterable.
+    """Held-out batches, center crops of the images in their order; re-iterable.
 
     A batch is {"image": uint8 [rows, size, size, 3], "label": int32 [rows]}. The label
-    is -1 where an image cannot be read, and in what fills the last batch: not to be
-    counted.
+    is -1, which no score counts, for an unreadable image, and in the rows that fill up
+    the last batch.
 
     Args:
-      source: of `open_imagenet`.
-      rows: images in a batch.
-      num_processes: that decode; 0 for a thread of this one.
-      size: of the crops, in pixels.
+      source: held-out images, see `open_imagenet`.
+      rows: images per batch.
+      num_processes: number of processes that decode; 0 for a thread of this one.
+      size: side of the crops, in pixels.
 
     Attributes:
-      num_unreadable: images, of those seen by the newest pass.
+      num_unreadable: number of unreadable images in the latest pass.
     """
 
     def __init__(
@@ -185,14 +185,14 @@ class _ValidationBatches:
 
 
 def prepare_imagenet(archives: Path, root: Path | None = None) -> Path:
-    """Writes the images of the downloaded archives as tfds keeps them; returns where.
+    """Writes the images of the archives in tfds's format, and returns the folder.
 
-    Takes about 300 GB on disk while it works, and half of that in the end. What is
-    there already is left as it is.
+    Needs about 300 GB on disk meanwhile, and half of that in the end. Data that was
+    prepared before is left unchanged.
 
     Args:
-      archives: folder with the two archives from image-net.org.
-      root: where to; by default as in `open_imagenet`.
+      archives: folder of the two archives from image-net.org.
+      root: folder to write to; by default as in `open_imagenet`.
 
     Raises:
       FileNotFoundError: if an archive is missing.
@@ -214,7 +214,7 @@ def prepare_imagenet(archives: Path, root: Path | None = None) -> Path:
 
 
 def _builder_class(archives: Path) -> Any:
-    """The builder of tfds, less what it asks of TensorFlow: files and conversions."""
+    """tfds's builder, without TensorFlow for reading files and converting images."""
     import tensorflow_datasets as tfds
     from tensorflow_datasets.datasets.imagenet2012 import imagenet2012_dataset_builder
 

@@ -1,7 +1,7 @@
-"""Crops of images, straight from their encoded bytes, for training and evaluation.
+"""Crops of images from their encoded bytes, for training and evaluation.
 
-Decoding is most of the work of feeding a network. For training a large JPEG is decoded
-at the smallest scale that still has a pixel for each one wanted, and always only the
+Decoding is most of the work of an input pipeline. For training, a large JPEG is decoded
+at the smallest scale at which the crop still has as many pixels as are wanted; only the
 crop is resampled.
 """
 
@@ -19,7 +19,7 @@ from train.data.batches import Unreadable
 AREA_SHARE = (0.08, 1.0)
 ASPECT_RATIO = (3 / 4, 4 / 3)
 MAX_DRAWS = 10
-# What Pillow raises for a broken file.
+# The errors that Pillow raises for a broken file.
 BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
 
@@ -39,8 +39,8 @@ def random_resized_crop(
 
     Args:
       image: JPEG or PNG bytes, or decoded, uint8 [H, W, 3].
-      size: of the square, in pixels.
-      random: draws the part.
+      size: side of the square, in pixels.
+      random: generator of the part.
 
     Returns:
       uint8 [size, size, 3].
@@ -61,8 +61,8 @@ def center_crop(
 
     Args:
       image: JPEG or PNG bytes, or decoded, uint8 [H, W, 3].
-      size: of the middle, a square, in pixels; at most `shorter_side`.
-      shorter_side: in pixels.
+      size: side of the middle, a square, in pixels; at most `shorter_side`.
+      shorter_side: length of the shorter side before the crop, in pixels.
 
     Returns:
       uint8 [size, size, 3].
@@ -75,7 +75,7 @@ def center_crop(
 
 
 def decode(image: bytes | np.ndarray) -> np.ndarray:
-    """Returns the whole image, uint8 [H, W, 3], as it lies in the file.
+    """Returns the whole image, uint8 [H, W, 3], in the orientation of its pixels.
 
     Grayscale, CMYK and palettes become RGB, transparency is dropped. An orientation in
     the EXIF data is ignored, as ImageNet's published accuracies do.
@@ -91,7 +91,7 @@ def decode(image: bytes | np.ndarray) -> np.ndarray:
 
 
 def to_jpeg(image: bytes) -> bytes:
-    """Returns an image of another kind, as PNG or CMYK, as an RGB JPEG.
+    """Returns an image in another format, such as PNG or CMYK, as an RGB JPEG.
 
     Raises:
       Unreadable: if the bytes cannot be decoded.
@@ -105,10 +105,10 @@ def to_jpeg(image: bytes) -> bytes:
 def draw_box(width: int, height: int, random: np.random.Generator) -> Box:
     """Draws a part of an image: its share of the area first, then its aspect ratio.
 
-    The share is uniform, the ratio is so in its logarithm. Ten draws that do not fit
-    make it the largest part in the middle whose ratio is allowed. Source:
-    torchvision's RandomResizedCrop; Szegedy et al., "Going Deeper with Convolutions",
-    2015, section 6.
+    The share is uniform, the ratio log-uniform. After ten draws that do not fit it is
+    the largest part in the middle with an allowed ratio. Source: torchvision's
+    RandomResizedCrop; Szegedy et al., "Going Deeper with Convolutions", 2015,
+    section 6.
     """
     lowest, highest = ASPECT_RATIO
     for _ in range(MAX_DRAWS):
@@ -167,7 +167,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 @contextmanager
 def _open(image: bytes | np.ndarray) -> Iterator[Image.Image]:
-    """An image that is decoded only when its pixels are asked for."""
+    """An image that is decoded when its pixels are first read."""
     if isinstance(image, np.ndarray):
         yield Image.fromarray(image)
         return

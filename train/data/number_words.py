@@ -1,4 +1,4 @@
-"""Numbers in words, English and German: a translation task on any machine."""
+"""Numbers in words, English and German: a translation task without a download."""
 
 import functools
 
@@ -12,7 +12,7 @@ from train.data.vocabulary import train_vocabulary
 SIGNS = (("plus", "plus"), ("minus", "minus"), ("times", "mal"))
 TERMS = 3
 BELOW = 1000
-HELD_OUT = 100  # Numbers, of validation and test each.
+HELD_OUT = 100  # Numbers of the validation set, and of the test set.
 
 
 @functools.cache
@@ -23,17 +23,17 @@ def read_numbers(
     vocabulary: int = 384,
     seed: int = 0,
 ) -> Corpus:
-    """Returns sums of three numbers below a thousand in English, to be said in German.
+    """Returns sums of three numbers below a thousand in English and in German.
 
     "four plus twenty-one times six" is "vier plus einundzwanzig mal sechs". No number
-    of the validation or the test set is in another.
+    of the validation or the test set is in another set.
 
     Args:
-      num_train: pairs to train on.
-      num_validation: pairs held out.
-      num_test: pairs held out, to measure BLEU on.
-      vocabulary: most tokens, learned on the training lines.
-      seed: of the draw.
+      num_train: number of training pairs.
+      num_validation: number of validation pairs.
+      num_test: number of test pairs, for BLEU.
+      vocabulary: largest number of tokens, learned from the training lines.
+      seed: seed of the draw.
     """
     random = np.random.default_rng(seed)
     numbers = np.split(random.permutation(BELOW), [HELD_OUT, 2 * HELD_OUT])
@@ -50,7 +50,7 @@ def read_numbers(
 def _sums(
     numbers: np.ndarray, count: int, random: np.random.Generator
 ) -> list[tuple[str, str]]:
-    """So many sums of some numbers, in both languages."""
+    """`count` sums of some numbers, in both languages."""
     say = Num2Word_EN().to_cardinal, Num2Word_DE().to_cardinal
     words = {n: tuple(speak(n) for speak in say) for n in numbers.tolist()}
     terms = random.choice(numbers, (count, TERMS)).tolist()

@@ -1,4 +1,4 @@
-"""Sentence pairs as token ids, in memory or in files, however many there are."""
+"""Sentence pairs as token ids, in memory or in memory-mapped files."""
 
 import dataclasses
 import json
@@ -17,16 +17,17 @@ PAIRS_AT_ONCE = 10_000
 SIDES = ("source", "target")
 SPLITS = ("train", "validation", "test")
 
-Lines = Iterable[tuple[str, str]]  # Source and target, each pair.
+Lines = Iterable[tuple[str, str]]  # Source and target of each pair.
 
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """Rows of tokens, of any lengths, end to end.
+    """Rows of tokens of different lengths, one after the other.
 
     Args:
-      tokens: uint16 [tokens].
-      offsets: int64 [rows + 1]; row i is `tokens[offsets[i] : offsets[i + 1]]`.
+      tokens: tokens of all rows, uint16 [tokens].
+      offsets: starts of the rows, int64 [rows + 1]; row i is
+        `tokens[offsets[i] : offsets[i + 1]]`.
     """
 
     tokens: np.ndarray
@@ -39,12 +40,12 @@ class Ragged:
         return self.tokens[self.offsets[row] : self.offsets[row + 1]]
 
     def lengths(self) -> np.ndarray:
-        """Returns how many tokens each row has, int64 [rows]."""
+        """Returns the number of tokens of each row, int64 [rows]."""
         return np.diff(np.asarray(self.offsets))
 
 
 def ragged(rows: Sequence[Sequence[int]]) -> Ragged:
-    """Returns rows of token ids, end to end, in memory."""
+    """Returns rows of token ids in memory."""
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int64)
     tokens = np.fromiter(chain.from_iterable(rows), np.uint16, offsets[-1])
     return Ragged(tokens, offsets)
@@ -62,12 +63,12 @@ class Pairs:
 
 
 class Counts(NamedTuple):
-    """What became of the pairs of a split.
+    """Numbers of pairs of a split.
 
     Args:
-      pairs: there now.
-      empty: with nothing on one side or both.
-      too_long: of more than `max_tokens` on one side or both.
+      pairs: number of pairs in the corpus.
+      empty: number of pairs with an empty side.
+      too_long: number of pairs with a side of more than `max_tokens`.
     """
 
     pairs: int
@@ -79,14 +80,17 @@ class Counts(NamedTuple):
 class Corpus:
     """The data of a translation task.
 
-    Empty and too long pairs are left out of `train`. The other two are complete: there
-    a long sentence is cut. BLEU is measured on `test_lines`, which are whole.
+    `train` has no empty or too long pairs. `validation` and `test` have all pairs, with
+    long sentences cut. BLEU is measured on `test_lines`, which are not cut.
 
     Args:
-      vocabulary: of both languages.
-      max_tokens: of a sentence, its `</s>` among them.
-      test_lines: source and target of each pair of the test set, as they came.
-      counts: by split.
+      vocabulary: tokens of both languages.
+      max_tokens: largest number of tokens of a sentence, with its `</s>`.
+      train: training pairs.
+      validation: validation pairs.
+      test: test pairs.
+      test_lines: text of source and target of each test pair.
+      counts: numbers of pairs, by split.
     """
 
     vocabulary: Vocabulary
@@ -138,11 +142,15 @@ def write_corpus(
     """Writes a corpus into a new folder, a part at a time, and returns it.
 
     Args:
-      train: source and target of each pair; gone through once.
-      max_tokens: of a sentence, its `</s>` among them (paper: 156).
+      folder: new folder.
+      vocabulary: tokens of both languages.
+      train: source and target of each training pair; iterated once.
+      validation: likewise of the validation set.
+      test: likewise of the test set.
+      max_tokens: largest number of tokens of a sentence, with its `</s>` (paper: 156).
 
     Raises:
-      FileExistsError: if there is something in the folder already.
+      FileExistsError: if the folder already exists and is not empty.
       ValueError: if no training pair is left.
     """
     _check(vocabulary, max_tokens)
@@ -165,8 +173,8 @@ def read_corpus(folder: Path, vocabulary: int = 37120) -> Corpus:
     """Returns a corpus that `write_corpus` wrote; its tokens stay in the files.
 
     Raises:
-      FileNotFoundError: if there is none.
-      ValueError: if a file of it is broken.
+      FileNotFoundError: if there is no corpus.
+      ValueError: if one of its files is broken.
     """
     if not (folder / "corpus.json").is_file():
         raise FileNotFoundError(
@@ -187,10 +195,10 @@ def read_corpus(folder: Path, vocabulary: int = 37120) -> Corpus:
 
 @dataclasses.dataclass(frozen=True)
 class ParallelFiles:
-    """Pairs of lines of two text files; may be gone through again.
+    """Pairs of lines of two text files; re-iterable.
 
     Raises:
-      ValueError: if one has more lines than the other.
+      ValueError: if the files have different numbers of lines.
     """
 
     source: Path
@@ -239,7 +247,7 @@ def _check_some_left(counts: Counts) -> None:
 def _encode(
     vocabulary: Vocabulary, lines: Lines, max_tokens: int, cut: bool
 ) -> Iterator[_Chunk]:
-    """What is empty or too long is left out, or else cut; `</s>` will take a place."""
+    """Leaves empty and too long pairs out, or cuts them, with space for `</s>`."""
     for chunk in in_chunks(lines, PAIRS_AT_ONCE):
         sources, targets = (
             vocabulary.encode([line.strip() for line in side])
@@ -285,6 +293,7 @@ def _open(folder: Path, split: str) -> list[Ragged]:
     sides = []
     for tokens, offsets in _paths(folder, split):
         side = Ragged(map_array(tokens, np.uint16), map_array(offsets, np.int64))
+        # An interrupted copy is noticed here, and not by a wrong batch.
         if not len(side.offsets) or side.offsets[-1] != len(side.tokens):
             raise ValueError(f"{tokens} and {offsets.name} do not belong together")
         sides.append(side)
@@ -310,7 +319,7 @@ def _read_json(path: Path) -> Any:
 
 
 def _lines(path: Path) -> Iterator[str]:
-    """Lines end at a newline alone: str.splitlines ends them at U+2028 and more."""
+    """Lines that end at a newline only: str.splitlines splits at U+2028 too."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             try:

@@ -1,4 +1,4 @@
-"""The Python standard library's own source: real text that is on every machine."""
+"""The Python standard library's own source: real text without a download."""
 
 import functools
 import sysconfig
@@ -7,19 +7,19 @@ from pathlib import Path
 
 import numpy as np
 
-# Tests and generated tables would be most of the bytes, and little of the language.
+# Tests and generated tables would be most of the bytes, and are untypical.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 HELD_OUT_SHARE = 20
 
 
 @functools.cache
 def read_stdlib() -> tuple[np.ndarray, np.ndarray]:
-    """Returns the bytes to train on and the bytes held out, uint8.
+    """Returns the training bytes and the held-out bytes, uint8.
 
-    About every twentieth file is held out, chosen by a checksum of its name.
+    About one in twenty files is held out, chosen by a checksum of its name.
 
     Raises:
-      FileNotFoundError: where this Python came without its library's source.
+      FileNotFoundError: if this Python has no source of its library.
     """
     root = Path(sysconfig.get_path("stdlib"))
     files = sorted(

@@ -1,4 +1,4 @@
-"""Text as one long row of tokens: nanoGPT's train.bin and val.bin."""
+"""Text as one sequence of tokens: nanoGPT's train.bin and val.bin."""
 
 import contextlib
 import json
@@ -25,10 +25,10 @@ DOCUMENTS_AT_ONCE = 256
 
 
 class Windows:
-    """Windows of a text, end to end: a random-access source for grain.
+    """Adjacent windows of a text: a random-access source for grain.
 
     Window i is `text[i * length : (i + 1) * length + 1]`, of the text's dtype: `length`
-    inputs, and the same moved on by one as targets.
+    inputs, and the same shifted by one as targets.
     """
 
     def __init__(self, text: np.ndarray, length: int):
@@ -48,18 +48,18 @@ class Windows:
 
 
 class Text(NamedTuple):
-    """Tokens to train on and tokens held out, uint16, each [tokens]; in their files."""
+    """Training tokens and held-out tokens, memory-mapped uint16, each [tokens]."""
 
     train: np.ndarray
     held_out: np.ndarray
 
 
 def read_tokens(folder: Path) -> Text:
-    """Returns the tokens of a folder's train.bin and val.bin, as nanoGPT writes them.
+    """Returns the tokens of a folder's train.bin and val.bin, in nanoGPT's format.
 
     Raises:
-      FileNotFoundError: if one is missing.
-      ValueError: if one was cut off.
+      FileNotFoundError: if a file is missing.
+      ValueError: if a file was cut off.
     """
     for name in FILES:
         if not (folder / name).is_file():
@@ -74,13 +74,14 @@ def read_tokens(folder: Path) -> Text:
 def check_tokens(folder: Path, vocabulary: int) -> None:
     """Checks that a model knows all tokens of `read_tokens`.
 
-    The largest is looked for once, and remembered in a file beside them.
+    The largest token is searched for once, and kept in a file beside them.
 
     Args:
-      vocabulary: of the model, so that the largest token it knows is one less.
+      folder: folder of the two files.
+      vocabulary: number of tokens of the model.
 
     Raises:
-      ValueError: if there is a larger one.
+      ValueError: if a token is not below `vocabulary`.
     """
     for name, tokens in zip(FILES, read_tokens(folder), strict=True):
         largest = _largest(folder / name, tokens)
@@ -93,14 +94,14 @@ def check_tokens(folder: Path, vocabulary: int) -> None:
 
 
 class Prepared(NamedTuple):
-    """What `prepare_text` made.
+    """The result of `prepare_text`.
 
     Args:
-      vocabulary: tokens that there are.
-      train_tokens: in train.bin.
-      held_out_tokens: in val.bin.
-      documents: in both.
-      skipped: files that could not be read, or are not UTF-8, and why.
+      vocabulary: number of tokens of the vocabulary.
+      train_tokens: number of tokens in train.bin.
+      held_out_tokens: number of tokens in val.bin.
+      documents: number of documents in both.
+      skipped: the reason for each file that is unreadable or not UTF-8.
     """
 
     vocabulary: int
@@ -119,24 +120,23 @@ def prepare_text(
 ) -> Prepared:
     """Writes train.bin, val.bin and vocabulary.json of text files into a new folder.
 
-    A file, which is read whole, holds a document, or several with <|endoftext|> between
-    them; without the empty lines around it, and with that token after it, as nanoGPT
-    writes it. Which are held out depends on their checksums, so that a document that
-    comes twice is not on both sides.
+    A file, which is read as a whole, holds a document, or several separated by
+    <|endoftext|>. A document is written without the empty lines around it, and with
+    that token at its end, as by nanoGPT. Its checksum decides whether it is held out,
+    so that equal documents are on the same side.
 
     Args:
-      files: files, and folders all of whose files are meant.
-      vocabulary: most tokens, <|endoftext|> among them, of a byte-level BPE learned on
-        what is not held out; or those that a given tokenizer may have.
-      tokenizer: a JSON file of one that is to be used instead; it must know
-        <|endoftext|>.
-      held_out_share: of the documents.
+      files: text files, and folders of text files.
+      out: new folder.
+      vocabulary: largest number of tokens, with <|endoftext|>, of a byte-level BPE
+        learned from the training documents, or of the given tokenizer.
+      tokenizer: JSON file of a tokenizer to use instead; it must have <|endoftext|>.
+      held_out_share: share of the documents that is held out.
 
     Raises:
-      FileExistsError: if there is something in the folder already.
-      FileNotFoundError: if one of the files is not there at all.
-      ValueError: if no document is held out, or none is not; and where the tokenizer
-        does not fit.
+      FileExistsError: if `out` already exists and is not empty.
+      FileNotFoundError: if a file does not exist.
+      ValueError: if one side has no document, or the tokenizer does not fit.
     """
     reader = _Reader(_all_files(files), held_out_share)
     with new_folder(out) as unfinished:
@@ -159,7 +159,7 @@ def prepare_text(
 
 
 class _Reader:
-    """Goes through all documents, and says of each whether it is held out."""
+    """Iterates over all documents, and decides which ones are held out."""
 
     def __init__(self, files: list[Path], held_out_share: float):
         self.files = files
@@ -228,7 +228,7 @@ def _write(folder: Path, reader: _Reader, vocabulary: Vocabulary) -> _Totals:
 
 
 def _largest(path: Path, tokens: np.ndarray) -> int:
-    """The largest token of a file, from what is remembered if that is of this file."""
+    """The largest token of a file, from the file beside it if that is up to date."""
     memory = path.with_suffix(".largest.json")
     stat = path.stat()
     known = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
@@ -237,7 +237,7 @@ def _largest(path: Path, tokens: np.ndarray) -> int:
         if remembered | known == remembered:
             return remembered["largest"]
     except (OSError, ValueError, KeyError, TypeError):
-        pass  # Not there, or not ours.
+        pass  # It does not exist, or is another program's.
     largest = max(
         (
             int(tokens[start : start + TOKENS_AT_ONCE].max())

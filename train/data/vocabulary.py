@@ -1,4 +1,4 @@
-"""Byte-level BPE: any text to token ids, and exactly back."""
+"""Byte-level BPE, which maps any text to token ids, and back to the same text."""
 
 import itertools
 from collections.abc import Iterable, Sequence
@@ -12,10 +12,10 @@ LINES_AT_ONCE = 1000
 
 
 class Vocabulary:
-    """Tokens, and how text falls into them.
+    """A tokenizer and its tokens.
 
-    What a special token is called means nothing in a text: "<s>" there is three
-    characters, and comes back.
+    The names of special tokens have no meaning in a text: "<s>" there is three
+    characters, and is decoded to them.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -36,13 +36,13 @@ class Vocabulary:
         return [encoding.ids for encoding in encodings]
 
     def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        """Returns the line of each row of token ids; special ones are left out."""
+        """Returns the line of each row of token ids, without special ones."""
         return self._tokenizer.decode_batch(
             [list(map(int, row)) for row in rows], skip_special_tokens=True
         )
 
     def special(self, name: str) -> int:
-        """Returns the id of a special token, or a ValueError if there is none."""
+        """Returns the id of a special token; ValueError if there is none."""
         number = self._tokenizer.token_to_id(name)
         if number is None:
             raise ValueError(f"the vocabulary has no token {name}")
@@ -55,16 +55,17 @@ class Vocabulary:
 def train_vocabulary(
     lines: Iterable[str], size: int, special: Sequence[str] = SPECIAL
 ) -> Vocabulary:
-    """Returns the byte-level BPE of some lines; the same lines give the same one.
+    """Returns the byte-level BPE of some lines, which is deterministic.
 
-    Pairs of tokens that are seen once are not merged, so few lines give fewer tokens.
+    Pairs of tokens that occur once are not merged, so few lines give fewer tokens.
 
     Args:
-      size: most tokens: the special ones, 256 bytes, and merges.
-      special: tokens 0, 1, ... that no text holds.
+      lines: text to learn from.
+      size: largest number of tokens: the special ones, 256 bytes, and merges.
+      special: names of the tokens 0, 1, ..., which no text holds.
 
     Raises:
-      ValueError: if the size does not hold special tokens and bytes.
+      ValueError: if the size is too small for special tokens and bytes.
     """
     if size < 256 + len(special):
         raise ValueError(
@@ -90,7 +91,7 @@ def load_vocabulary(path: Path) -> Vocabulary:
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: if it is none of a tokenizer.
+      ValueError: if it is not the file of a tokenizer.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no vocabulary {path}")

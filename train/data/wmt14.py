@@ -1,4 +1,4 @@
-"""WMT 2014: the sentence pairs of the paper's translation task, by TFDS."""
+"""WMT 2014, the sentence pairs of the paper's translation task, from TFDS."""
 
 import importlib
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ Pair = Literal["de-en", "fr-en"]
 
 
 class Wmt14:
-    """A split's pairs of English and the other language; may be gone through again.
+    """A split's pairs of English and the other language; re-iterable.
 
     Args:
-      pair: languages, as TFDS calls it.
+      pair: languages, in TFDS's notation.
       split: "train", "validation" or "test" (newstest2014).
-      data_dir: where TFDS keeps its data; by default where it always does.
+      data_dir: folder of TFDS's data; by default TFDS's own default.
 
     Raises:
-      FileNotFoundError: if TFDS neither has the data nor can get it.
+      FileNotFoundError: if TFDS has no data and cannot download it.
     """
 
     def __init__(self, pair: Pair, split: str, data_dir: Path | None = None):
@@ -35,7 +35,7 @@ class Wmt14:
 
 def _open(pair: Pair, split: str, data_dir: Path | None) -> Any:
     try:
-        # Imported here, as it takes a second, and nothing else of the program needs it.
+        # Imported here, as it takes a second, and only this data needs it.
         tfds = importlib.import_module("tensorflow_datasets")
         importlib.import_module("tensorflow_datasets.translate.wmt14")
         return tfds.data_source(
@@ -44,12 +44,12 @@ def _open(pair: Pair, split: str, data_dir: Path | None) -> Any:
             data_dir=data_dir,
             builder_kwargs={"file_format": "array_record"},  # Needs no TensorFlow.
         )
-    except Exception as error:  # Of any of the libraries below it.
+    except Exception as error:  # TFDS passes on errors of many libraries.
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise FileNotFoundError(
-            f"WMT14 {pair} is not there, and TFDS cannot get it ({reason}). Run this "
-            "once where there is a network, or copy the folder of a TFDS that has it "
-            "and name that by --data-dir"
+            f"WMT14 {pair} is missing, and TFDS cannot download it ({reason}). Run "
+            "this once with a network connection, or copy TFDS's folder from a machine "
+            "that has the data, and give its path by --data-dir"
         ) from error
 
 

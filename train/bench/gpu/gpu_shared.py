@@ -22,7 +22,6 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.gossip import Adapt, Background, host_mesh
-from decentjax.step import Metrics
 from train.bench.gpu.gpu import BOTH, COMPUTE, EXCHANGE, GpuBench
 from train.bench.gpu.gpu_alone import explained, first_batch, of_workers
 from train.bench.runner import Runner
@@ -94,7 +93,7 @@ def runners(
     }
 
 
-def _nothing(state: WorkerState, batch: Any, mixed: Any) -> tuple[WorkerState, Metrics]:
+def _nothing(state: WorkerState, batch: Any, mixed: Any) -> tuple[WorkerState, dict]:
     """A step that only exchanges."""
     del batch
     return state._replace(params=mixed), {}
