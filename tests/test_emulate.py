@@ -213,8 +213,8 @@ def test_the_environment_is_that_of_srun_and_torchrun():
 
 def test_cyclic_workers_know_their_place():
     cluster = EmulatedCluster(nodes=4, workers_per_node=2, distribution="cyclic")
-    env = environment(cluster, 5)
-    assert (env["SLURM_NODEID"], env["SLURM_LOCALID"], env["LOCAL_RANK"]) == (*"111",)
+    env = environment(cluster, 6)
+    assert (env["SLURM_NODEID"], env["SLURM_LOCALID"], env["LOCAL_RANK"]) == (*"211",)
 
 
 def test_one_node_is_a_list_without_brackets():
