@@ -57,6 +57,8 @@ def main() -> int:
     parser.add_argument("--stay", action="store_true", help="keep copies and outputs")
     options = parser.parse_args()
     mutants = [m for m in MUTANTS if re.search(options.only, f"{m} {m.tests}")]
+    if options.intact:  # Each command once.
+        mutants = list({mutant.tests: mutant for mutant in mutants}.values())
     lost = [mutant for mutant in mutants if not mutant.is_found()]
     for mutant in lost:
         print(f"the snippet is not found once  {mutant}")
@@ -1644,13 +1646,13 @@ MUTANTS = [
         "train/bench/race/race.py",
         "return median(self.rounds)",
         "return fmean(self.rounds)",
-        "tests/test_bench.py -k the_table_compares",
+        "tests/test_bench.py -k the_median_of_its_rounds",
     ),
     Mutant(
         "train/bench/work.py",
         "seconds[turn.warmup :]",
         "seconds",
-        "tests/test_bench.py -k written_down",
+        "tests/test_bench.py -k warmup_does_not",
     ),
     Mutant(
         "train/bench/work.py",

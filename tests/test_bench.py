@@ -232,6 +232,29 @@ TIMINGS = [
 ]
 
 
+SERVING = """
+from train.bench.work import Contestant, serve
+serve(1, 1, 2, lambda name: Contestant(lambda: None))
+"""
+
+
+def test_warmup_does_not_count_and_each_worker_is_late_in_turn():
+    turns = [("a", 2, 3, 0.0, 0.0), ("a", 0, 4, 0.2, 0.0)]
+    answers = subprocess.check_output(
+        [sys.executable, "-c", SERVING],
+        input="".join(json.dumps(turn) + "\n" for turn in turns),
+        cwd=ROOT,
+        text=True,
+    )
+    measured, late = map(json.loads, answers.splitlines())
+    assert len(measured) == 3
+    assert [seconds > 0.2 for seconds in late] == [False, True, False, True]
+
+
+def test_the_seconds_of_a_row_are_the_median_of_its_rounds():
+    assert Row("a", [1.0, 9.0, 2.0]).seconds == 2.0
+
+
 def test_the_table_compares_the_medians():
     cluster = EmulatedCluster(nodes=4, rate=RATE)
     lines = table(cluster, TIMINGS, MODEL_BYTES, straggler=0.5).splitlines()

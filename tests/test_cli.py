@@ -33,7 +33,7 @@ from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
 from train.models.transformer import TransformerConfig
 from train.prepare import main as prepare_main
-from train.report import read_run
+from train.run.history import read_history
 from train.tasks.corpus import TranslationTask
 from train.tasks.digits import DigitsTask
 from train.tasks.imagenet import ImageNetTask
@@ -240,7 +240,7 @@ def test_a_broken_config_of_a_run_is_a_sentence_with_its_name(text, message, tmp
         read_config(path)
     if not message.startswith(":"):  # The report has no need of the others.
         with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{message}"):
-            read_run(tmp_path)
+            read_history(tmp_path)
 
 
 def test_a_config_of_a_run_is_read_as_it_was():

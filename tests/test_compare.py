@@ -11,7 +11,7 @@ import tiny
 from scipy import stats
 
 from train.compare import compare
-from train.compare_report import Entry, holm, statements, table
+from train.comparison import Entry, holm, statements, table
 from train.config import LogConfig, TopologyConfig, WorkersConfig
 from train.run.log import read_metrics
 from train.run.loop import train
@@ -247,7 +247,7 @@ def test_what_the_seeds_do_not_show_is_not_said(a, b, draws, words):
 
 def test_one_seed_or_one_config_is_not_tested():
     (text,) = statements([entry("a", [1.0]), entry("b", [2.0])], LOWER)
-    assert text == "One seed says nothing about the spread: no pair was tested."
+    assert text == "One seed has no spread: no pair was tested."
     assert statements([entry("a", [1.0, 2.0])], LOWER) == []
 
 

@@ -91,7 +91,7 @@ def test_batch_statistics_are_read_too(tmp_path):
     assert len(wanted) > 0
     for got, want in zip(jax.tree.leaves(statistics), wanted, strict=True):
         np.testing.assert_array_equal(got, want)
-    with pytest.raises(ValueError, match="make no text"):
+    with pytest.raises(ValueError, match="generate no text"):
         generate(tmp_path / "digits", ("a",))
 
 

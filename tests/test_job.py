@@ -132,7 +132,7 @@ def meet(place: Place, run_dir: Path | None, seconds: float = 60) -> str:
             with socket.socket() as coordinator:
                 for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):  # As gRPC.
                     coordinator.setsockopt(socket.SOL_SOCKET, option, 1)
-                coordinator.settimeout(LONG)
+                coordinator.settimeout(seconds)
                 coordinator.bind((host, int(port)))
                 coordinator.listen()
                 for _ in range(place.num_processes - 1):
@@ -191,7 +191,7 @@ def test_who_does_not_belong_is_refused_and_who_is_missing_is_named(tmp_path):
 
 def test_a_process_that_has_left_may_come_again(tmp_path):
     address = free_address()
-    thread, ends = in_thread(Place(address, 3, 0), tmp_path)
+    thread, ends = in_thread(Place(address, 3, 0), tmp_path, 20)
     host, port = address.split(":")
     for _ in range(2):
         deadline = time.monotonic() + LONG
@@ -204,7 +204,7 @@ def test_a_process_that_has_left_may_come_again(tmp_path):
         guest.recv(1000)
         guest.sendall(b'{"process": 1, "of": 3, "sees": true}\n')
         guest.close()
-    others = [in_thread(Place(address, 3, i), tmp_path) for i in (1, 2)]
+    others = [in_thread(Place(address, 3, i), tmp_path, 20) for i in (1, 2)]
     for other, other_ends in [(thread, ends), *others]:
         other.join(LONG)
         assert other_ends == [address]

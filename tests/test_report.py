@@ -15,8 +15,10 @@ from test_train import TINY
 from decentjax import runtime, topology
 from train.config import LogConfig, OptimizerConfig
 from train.config_json import to_json
+from train.figures.run_figure import draw_exchange
 from train.figures.timeline_figure import draw_timelines
-from train.report import draw_exchange, read_run, write_report
+from train.report import write_report
+from train.run.history import read_history
 from train.run.log import METRICS, read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
@@ -75,7 +77,7 @@ def test_a_page_of_two_runs_compares_them_and_needs_nothing_else(tmp_path):
 
 
 def test_a_curve_is_over_steps_or_seconds(tmp_path):
-    run = read_run(make_run(tmp_path / "run", 3.0))
+    run = read_history(make_run(tmp_path / "run", 3.0))
     assert run.curve("loss", "step") == ([1, 2, 3], [3.0, 1.5, 1.0])
     assert run.curve("loss", "seconds") == ([0.5, 1.0, 1.5], [3.0, 1.5, 1.0])
 

@@ -24,11 +24,14 @@ from rich.progress import (
 )
 
 from train.cli import command, load_config, show_usage
-from train.compare_report import Entry, draw, statements, table
+from train.comparison import Entry, statements, table
 from train.config import Config
 from train.config_json import to_json
+from train.figures.comparison_figure import draw_comparison
+from train.figures.style import save_svg
 from train.run.resume import with_field
 from train.run.seeds import SeedsOutcome, draws_of, train_seeds
+from train.tables import write_whole
 from train.tasks.task import Headline
 
 SECONDS_BETWEEN = 20.0
@@ -46,24 +49,24 @@ def compare(
     """Trains each config with several seeds and compares the mean models.
 
     All workers and all seeds of a config are simulated as one program, on one device.
-    What is done is kept in the folder: run again, it goes on with the first config that
-    is missing.
+    The folder keeps the results of each config: a second call trains only what is
+    missing.
 
     Args:
-      configs: files, or one with `vary`.
-      seeds: how many; each is an initial model and an order of the data. Three show
-        large differences alone.
-      first_seed: of them.
-      at_once: seeds that are trained together, where not all fit into the device's
-        memory; by default all.
-      vary: a field and its values, as "optimizer.accum-steps 1 2 4": each config with
-        each of them.
-      score: that is tested for differences, as "training_loss"; by default the headline
-        of the task.
+      configs: config files.
+      seeds: number of seeds; each is an initial model and an order of the data. Three
+        show only large differences.
+      first_seed: the first seed.
+      at_once: number of seeds trained together, if the device's memory cannot hold all;
+        by default all.
+      vary: a field and its values, such as "optimizer.accum-steps 1 2 4"; each config
+        is trained with each value.
+      score: score that is tested for differences, such as "training_loss"; by default
+        the headline of the task.
       out: folder for all results, the table and the figure.
 
     Raises:
-      ValueError: if there is nothing to compare, or a value is none of that field.
+      ValueError: if there is nothing to compare, or the field cannot hold a value.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
@@ -78,7 +81,7 @@ def compare(
     headlines = {config.task.build().headline for config in chosen}
     if len(headlines) > 1:
         raise ValueError(
-            "configs of one task can be compared, got headline scores "
+            "only configs of one task can be compared, got headline scores "
             f"{sorted(headline.name for headline in headlines)}"
         )
     out.mkdir(parents=True, exist_ok=True)
@@ -87,8 +90,19 @@ def compare(
     headline = _headline(headlines.pop(), score, entries[0])
     text = "\n\n".join([table(entries), *statements(entries, headline)])
     (out / "compare.md").write_text(text + "\n")
-    draw(entries, headline, out / "compare.svg")
+    _draw(entries, headline, out / "compare.svg")
     print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")
+
+
+def _draw(entries: list[Entry], headline: Headline, path: Path) -> None:
+    where = "" if headline.name == "training_loss" else "held-out "
+    score = headline.name.replace("_", " ")
+    figure = draw_comparison(
+        {entry.name: entry.outcome.losses for entry in entries},
+        {entry.name: entry.scores()[headline.name] for entry in entries},
+        f"{where}{score} ({headline.better} is better; a dot for each seed)",
+    )
+    save_svg(figure, path)
 
 
 def _headline(own: Headline, score: str | None, entry: Entry) -> Headline:
@@ -115,19 +129,19 @@ def _with(config: Config, field: str, value: str) -> Config:
     """The config with one field set, as on the command line of `train`."""
     changed = with_field(config, field, value, prog=f"--vary {field}")
     name = f"{config.name}-{field.rpartition('.')[2]}-{value}"
-    # A name is a file's, too.
+    # The name of a config is part of a file's name too.
     name = "".join(c if c.isalnum() or c == "-" else "_" for c in name)
     return dataclasses.replace(changed, name=name)
 
 
 def _entry(config: Config, seeds: range, at_once: int | None, out: Path) -> Entry:
-    """What is in the folder from an earlier time, or trained now."""
+    """The results of a config, from the folder or trained now."""
     path = out / f"{config.name}.json"
     wanted = {"config": json.loads(to_json(config)), "seeds": list(seeds)}
     draws = draws_of(config, seeds)
     if path.exists():
         found = json.loads(path.read_text())
-        # An earlier version may have kept other results.
+        # Another version of this program may have kept other results.
         is_whole = found.get("outcome", {}).keys() == set(SeedsOutcome._fields)
         if is_whole and {name: found.get(name) for name in wanted} == wanted:
             print(f"{config.name}: from {path}")
@@ -135,15 +149,14 @@ def _entry(config: Config, seeds: range, at_once: int | None, out: Path) -> Entr
     groups = math.ceil(len(seeds) / (at_once or len(seeds)))
     with _progress(config.name, groups * config.num_steps) as report:
         outcome = train_seeds(config, seeds, report, at_once)
-    made = json.dumps({**wanted, "outcome": outcome._asdict()}, indent=1)
-    path.with_suffix(".part").write_text(made + "\n")
-    path.with_suffix(".part").replace(path)
-    return Entry(config.name, SeedsOutcome(**json.loads(made)["outcome"]), draws)
+    # Plain json, which has NaN, and not `to_json`: a later call reads it back.
+    write_whole(path, json.dumps({**wanted, "outcome": outcome._asdict()}, indent=2))
+    return Entry(config.name, outcome, draws)
 
 
 @contextlib.contextmanager
 def _progress(name: str, num_steps: int) -> Iterator[Callable[[int, str], None]]:
-    """A line that moves, or without a terminal one every so often."""
+    """A progress bar, or without a terminal a line every SECONDS_BETWEEN."""
     console = Console()
     if not console.is_terminal:
         last = time.monotonic()

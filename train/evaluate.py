@@ -1,10 +1,9 @@
 """Scores of a finished run: `python -m train.evaluate RUN [--workers 0 5]`.
 
-Of the mean model and of single workers: held-out loss, and what the task counts besides
-(top-1 and top-5, or BLEU and chrF of what beam search makes of the test set).
+The held-out loss of the mean model and of single workers, and the task's own scores:
+top-1 and top-5, or BLEU and chrF of the test set as beam search translates it.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from train.cli import command
 from train.run.evaluation import Model, build_score, read_trained
+from train.tables import write_json
 
 SHOWN_WORKERS = 4
 
@@ -29,8 +29,9 @@ def evaluate(
 
     Args:
       run: folder of the run.
-      workers: to look at beside the mean model; by default four, evenly spread.
-      step: of the checkpoint; by default the newest.
+      workers: numbers of the workers to evaluate beside the mean model; by default
+        four, evenly spread.
+      step: step of the checkpoint; by default the newest.
     """
     trained = read_trained(run, step)
     num_workers = trained.config.workers.num_workers
@@ -48,8 +49,7 @@ def evaluate(
         for number, (name, model) in enumerate(models.items()):
             with console.status(f"{name} generates ({number + 1} of {len(models)})"):
                 results[name] |= trained.task.judge(*model)
-    written = {"step": trained.step, "scores": results}
-    (run / "evaluation.json").write_text(json.dumps(written, indent=2) + "\n")
+    write_json(run / "evaluation.json", {"step": trained.step, "scores": results})
     console.print(_table(f"{run}, step {trained.step}", results))
     return results
 

@@ -1,7 +1,7 @@
-"""What a trained model makes of a text: `python -m train.generate RUN TEXT [TEXT ...]`.
+"""Text from a trained model: `python -m train.generate RUN TEXT [TEXT ...]`.
 
-A model of translation translates each text, a language model goes on from it. Without a
-text, each line of the standard input is one.
+A translation model translates each text, a language model continues it. Without a text,
+each line of the standard input is one.
 """
 
 import sys
@@ -21,23 +21,23 @@ def generate(
     worker: int | None = None,
     step: int | None = None,
 ) -> None:
-    """Prints what the model of a run makes of each text, a line for each.
+    """Prints the translation or continuation of each text, a line for each.
 
     Args:
       run: folder of the run.
-      texts: by default the lines of the standard input.
-      worker: whose model; by default the mean model.
-      step: of the checkpoint; by default the newest.
+      texts: texts to translate or continue; by default the lines of the standard input.
+      worker: number of the worker whose model is used; by default the mean model.
+      step: step of the checkpoint; by default the newest.
 
     Raises:
-      ValueError: if the run's models make no text.
+      ValueError: if the run's models generate no text.
     """
     trained = read_trained(run, step)
     if trained.task.generate is None:
-        raise ValueError(f"the models of {run} make no text")
+        raise ValueError(f"the models of {run} generate no text")
     lines = texts or tuple(line.rstrip("\n") for line in sys.stdin)
     if not all(lines):
-        raise ValueError("a text is empty: give the model something to begin with")
+        raise ValueError("a text is empty: the model needs a first word")
     model = trained.mean() if worker is None else trained.worker(worker)
     params, model_state = jax.device_put(model)
     for text in trained.task.generate(params, model_state, lines):

@@ -6,104 +6,41 @@
 import base64
 import dataclasses
 import html
-import io
-import itertools
 import json
-import math
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
 import tyro
-from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from decentjax import analysis
-from decentjax.topology import Exchange, Topology, matrices
+from decentjax.topology import Topology
 from train.cli import command, show_usage
-from train.config import TopologyConfig, WorkersConfig
-from train.config_json import differences, read_fields
-from train.figures.timeline_figure import draw_timelines
-from train.run.log import METRICS, read_metrics
-from train.run.timeline import (
-    Span,
-    median_step_seconds,
-    middle_steps,
-    read_timelines,
-    write_trace,
+from train.config_json import differences
+from train.figures.run_figure import (
+    draw_consensus,
+    draw_evaluations,
+    draw_losses,
+    draw_topology,
 )
+from train.figures.style import save_svg, to_svg, words
+from train.figures.timeline_figure import draw_timelines
+from train.run.history import History, read_history
+from train.run.timeline import median_step_seconds, middle_steps, write_trace
 
 MAX_DRAWN_WORKERS = 64
 DRAWN_STEPS = 4
 NOTES = {"init_from", "changed"}
-X_AXES = {"step": "step", "seconds": "time [s]"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What is known of a run from its folder.
-
-    Args:
-      name: of the folder.
-      config: as in config.json.
-      rows: as in metrics.jsonl.
-      spans: as in timeline.*.jsonl, of the processes that recorded any.
-      folder: of the run.
-    """
-
-    name: str
-    config: dict[str, Any]
-    rows: list[dict[str, Any]]
-    spans: list[Span]
-    folder: Path
-
-    def curve(self, field: str, against: str) -> tuple[list[float], list[float]]:
-        """A field of the training rows, against "step" or "seconds"."""
-        rows = [row for row in self.rows if field in row]
-        return [row[against] for row in rows], [row[field] for row in rows]
-
-    def evaluations(self) -> list[dict[str, Any]]:
-        return [row for row in self.rows if "mean_model" in row]
-
-    def topology(self) -> Topology:
-        try:
-            topology = TopologyConfig(**self.config["topology"])
-            return topology.build(WorkersConfig(**self.config["workers"]))
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"{self.folder} has the config of another version: {error}"
-            ) from error
-
-
-def read_run(run_dir: Path) -> Run:
-    """Reads a run's folder.
-
-    Raises:
-      ValueError: if the folder holds no run.
-    """
-    config = run_dir / "config.json"
-    if not config.exists():
-        raise ValueError(f"{run_dir} holds no run: it has no config.json")
-    rows = read_metrics(run_dir)
-    if not rows:
-        raise ValueError(f"{run_dir} has no rows in {METRICS} yet")
-    return Run(
-        name=run_dir.resolve().name,
-        config=read_fields(config),
-        rows=rows,
-        spans=read_timelines(run_dir),
-        folder=run_dir,
-    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Section:
-    """A part of the page.
+    """A section of the page.
 
     Args:
-      title: its heading.
-      figure: drawn below the heading.
+      title: heading, plain text.
+      figure: figure below the heading, if any.
       text: HTML below the figure.
     """
 
@@ -119,18 +56,18 @@ class Section:
 def write_report(
     run_dirs: list[Path], out: Path, figures_dir: Path | None = None
 ) -> Path:
-    """Writes the page of the runs to `out`, and returns it.
+    """Writes the page of the runs to `out`, and returns that path.
 
     Args:
-      run_dirs: folders of runs.
-      out: the page.
-      figures_dir: where each figure goes as an SVG file, besides.
+      run_dirs: folders of the runs.
+      out: file of the page.
+      figures_dir: folder for each figure as an SVG file too, if any.
     """
-    runs = [read_run(run_dir) for run_dir in run_dirs]
+    runs = [read_history(run_dir) for run_dir in run_dirs]
     sections = [
-        Section("Loss", _curves_figure(runs)),
-        Section("Results", _evaluation_figure(runs), _results_table(runs)),
-        Section("Consensus distance and learning rate", _side_figure(runs)),
+        Section("Loss", draw_losses(runs)),
+        Section("Results", draw_evaluations(runs), _results_table(runs)),
+        Section("Consensus distance and learning rate", draw_consensus(runs)),
         *_timeline_sections(runs),
         *(_topology_section(run) for run in runs),
         _configs_section(runs),
@@ -139,105 +76,15 @@ def write_report(
     body = "\n".join(section.html() for section in sections)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(PAGE.format(title=title, body=body))
-    if figures_dir is not None:
-        figures_dir.mkdir(parents=True, exist_ok=True)
-        for section in sections:
-            if section.figure is not None:
-                name = section.title.lower().replace(":", "").replace(" ", "_")
-                (figures_dir / f"{name}.svg").write_bytes(_svg(section.figure))
+    for section in sections:
+        if figures_dir is not None and section.figure is not None:
+            name = section.title.lower().replace(":", "").replace(" ", "_")
+            save_svg(section.figure, figures_dir / f"{name}.svg")
     return out
 
 
-def draw_exchange(axes: Axes, exchange: Exchange) -> None:
-    """Draws who hears from whom: workers on a circle, nodes side by side."""
-    places = _places(exchange)
-    matrix = matrices(Topology("", (exchange,)))[0]
-    for i, j in itertools.combinations(range(exchange.num_workers), 2):
-        weight = max(matrix[i, j], matrix[j, i])
-        if weight > 0:
-            same_node = i // exchange.workers_per_node == j // exchange.workers_per_node
-            inside = same_node and exchange.workers_per_node > 1
-            axes.plot(
-                *zip(places[i], places[j], strict=True),
-                color="0.7" if inside else "tab:blue",
-                linewidth=0.5 + 3 * weight,
-                zorder=1,
-            )
-    axes.scatter(*zip(*places, strict=True), s=60, color="black", zorder=2)
-    for number, (x, y) in enumerate(places):
-        axes.text(x, y, str(number), color="white", size=6, ha="center", va="center")
-    axes.set_aspect("equal")
-    axes.margins(0.15)
-    axes.axis("off")
-
-
-def _places(exchange: Exchange) -> list[tuple[float, float]]:
-    """Workers around their node's centre, nodes around the origin."""
-    nodes, local = exchange.num_nodes, exchange.workers_per_node
-    centres = _circle(nodes, radius=1.0)
-    if local == 1:
-        return centres
-    spread = _circle(local, radius=0.6 * math.sin(math.pi / max(nodes, 2)))
-    return [(x + dx, y + dy) for x, y in centres for dx, dy in spread]
-
-
-def _circle(count: int, radius: float) -> list[tuple[float, float]]:
-    angles = (math.pi / 2 - 2 * math.pi * k / count for k in range(count))
-    return [(radius * math.cos(a), radius * math.sin(a)) for a in angles]
-
-
-def _curves_figure(runs: list[Run]) -> Figure:
-    figure, axes = _figure(2)
-    for axis, (against, label) in zip(axes, X_AXES.items(), strict=True):
-        for number, run in enumerate(runs):
-            x, losses = run.curve("loss", against)
-            axis.plot(x, losses, color=f"C{number}", alpha=0.25)
-            axis.plot(x, _running_mean(losses), color=f"C{number}", label=run.name)
-        axis.set(xlabel=label, ylabel="training loss, and its running mean")
-    axes[0].legend()
-    return figure
-
-
-def _evaluation_figure(runs: list[Run]) -> Figure | None:
-    if not any(run.evaluations() for run in runs):
-        return None
-    figure, axes = _figure(2)
-    for axis, (against, label) in zip(axes, X_AXES.items(), strict=True):
-        for number, run in enumerate(runs):
-            _draw_evaluations(axis, run, against, f"C{number}")
-        axis.set(xlabel=label)
-    axes[0].legend()
-    return figure
-
-
-def _draw_evaluations(axis: Axes, run: Run, against: str, color: str) -> None:
-    """A line for the mean model, a band from the best to the worst worker."""
-    rows = run.evaluations()
-    if not rows:
-        return
-    name = next(iter(rows[0]["mean_model"]))
-    x = [row[against] for row in rows]
-    mean = [row["mean_model"][name] for row in rows]
-    workers = [[scores[name] for scores in row["workers"]] for row in rows]
-    axis.plot(x, mean, marker="o", color=color, label=run.name)
-    low, high = map(min, workers), map(max, workers)
-    axis.fill_between(x, list(low), list(high), color=color, alpha=0.25)
-    axis.set_ylabel(f"held-out {name.replace('_', ' ')} (band: workers)")
-
-
-def _side_figure(runs: list[Run]) -> Figure:
-    figure, (consensus, rate) = _figure(2)
-    for run in runs:
-        consensus.plot(*run.curve("consensus_distance", "step"), label=run.name)
-        rate.plot(*run.curve("learning_rate", "step"), label=run.name)
-    consensus.set(xlabel="step", ylabel="consensus distance")
-    rate.set(xlabel="step", ylabel="learning rate")
-    consensus.legend()
-    return figure
-
-
-def _timeline_sections(runs: list[Run]) -> list[Section]:
-    """One picture of all runs with a timeline, on one scale of time, and the traces."""
+def _timeline_sections(runs: list[History]) -> list[Section]:
+    """One figure of all runs with a timeline, on one scale of time, and the traces."""
     runs = [run for run in runs if run.spans]
     if not runs:
         return []
@@ -253,23 +100,18 @@ def _timeline_sections(runs: list[Run]) -> list[Section]:
         trace = write_trace(run.spans, run.folder / "trace.json")
         traces.append(f"<li><code>{html.escape(str(trace))}</code></li>")
     text = (
-        "<p>Each row is a process; above, what it computes, below, what travels. "
-        "Perfetto (ui.perfetto.dev) opens the whole runs:</p>"
+        "<p>Each row is a process: its computation above, its messages below. Perfetto "
+        "(ui.perfetto.dev) opens the traces of the whole runs:</p>"
         f"<ul>{''.join(traces)}</ul>"
     )
     return [Section("Timeline", figure, text)]
 
 
-def _topology_section(run: Run) -> Section:
+def _topology_section(run: History) -> Section:
     topology = run.topology()
     title = f"Topology of {run.name}: {topology.name}"
-    if topology.num_workers > MAX_DRAWN_WORKERS:
-        return Section(title, None, _topology_facts(topology))
-    drawn = min(topology.period, 6)
-    figure, axes = _figure(drawn, width=2.6, height=2.8)
-    for step, axis in enumerate(axes):
-        draw_exchange(axis, topology[step])
-        axis.set_title(f"exchange {step + 1} of {topology.period}")
+    drawable = topology.num_workers <= MAX_DRAWN_WORKERS
+    figure = draw_topology(topology) if drawable else None
     return Section(title, figure, _topology_facts(topology))
 
 
@@ -291,7 +133,7 @@ def _topology_facts(topology: Topology) -> str:
     return _table(["", ""], [[key, str(value)] for key, value in facts.items()])
 
 
-def _results_table(runs: list[Run]) -> str:
+def _results_table(runs: list[History]) -> str:
     rows = []
     for run in runs:
         steps, losses = run.curve("loss", "step")
@@ -302,13 +144,13 @@ def _results_table(runs: list[Run]) -> str:
             for name, value in evaluation["mean_model"].items():
                 scores = [worker[name] for worker in evaluation["workers"]]
                 spread = f"{min(scores):.3f} to {max(scores):.3f}"
-                row.append(f"{name.replace('_', ' ')} {value:.3f} ({spread})")
+                row.append(f"{words(name)} {value:.3f} ({spread})")
         rows.append(row)
     heads = ["run", "steps", "training loss", "steps/s (median)"]
     return _table([*heads, "mean model (single workers)"], rows)
 
 
-def _configs_section(runs: list[Run]) -> Section:
+def _configs_section(runs: list[History]) -> Section:
     lines = []
     for run in runs[1:]:
         phrases = differences(runs[0].config, run.config)
@@ -326,8 +168,8 @@ def _configs_section(runs: list[Run]) -> Section:
     return Section("Config", None, "\n".join(lines))
 
 
-def _note(run: Run, row: dict[str, Any]) -> str:
-    """What the log says of how a run began, or went on in another way."""
+def _note(run: History, row: dict[str, Any]) -> str:
+    """How a run began, or what changed when it resumed."""
     if "init_from" in row:
         text = f"began with the model of {row['init_from']}, step {row['init_step']}"
     else:
@@ -335,29 +177,9 @@ def _note(run: Run, row: dict[str, Any]) -> str:
     return f"<p>{html.escape(f'{run.name}: {text}')}</p>"
 
 
-def _running_mean(values: list[float]) -> list[float]:
-    """The mean of each value and those just before, a fortieth of all."""
-    window = max(1, len(values) // 40)
-    ends = range(1, len(values) + 1)
-    return [float(np.mean(values[max(0, end - window) : end])) for end in ends]
-
-
-def _figure(columns: int, width: float = 5.0, height: float = 3.4):
-    figure = Figure(figsize=(width * columns, height), layout="constrained")
-    axes = figure.subplots(1, columns, squeeze=False)[0]
-    return figure, axes
-
-
 def _image(title: str, figure: Figure) -> str:
-    data = base64.b64encode(_svg(figure)).decode()
+    data = base64.b64encode(to_svg(figure)).decode()
     return f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{data}">'
-
-
-def _svg(figure: Figure) -> bytes:
-    buffer = io.BytesIO()
-    with matplotlib.rc_context({"svg.hashsalt": "decentjax"}):
-        figure.savefig(buffer, format="svg", metadata={"Date": None})
-    return buffer.getvalue()
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:
@@ -387,12 +209,12 @@ def main(
     out: Path | None = None,
     figures: Path | None = None,
 ) -> None:
-    """Writes one HTML page with the figures of one run, or of several compared.
+    """Writes an HTML page with the figures of one run, or of several compared.
 
     Args:
       runs: folders of runs.
-      out: the page; by default report.html in the first run's folder.
-      figures: a folder for each figure as an SVG file, besides.
+      out: file of the page; by default report.html in the first run's folder.
+      figures: folder for each figure as an SVG file too.
     """
     if not runs:
         show_usage("usage: python -m train.report RUN [RUN ...] [--out FILE]", [])

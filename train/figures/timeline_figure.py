@@ -1,4 +1,4 @@
-"""Timelines, drawn."""
+"""Figures of timelines: what each process or worker did, and when."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,6 +6,7 @@ import matplotlib.patches
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from train.figures.style import grid
 from train.run.timeline import MEANINGS, Span
 
 COLOURS = {
@@ -23,34 +24,25 @@ def draw_timelines(
     """Draws timelines below each other, on one scale of time.
 
     Args:
-      timelines: the spans of each, by title.
-      seconds: the width of the picture.
-      row: what a row is.
+      timelines: the spans of each timeline, by title.
+      seconds: width of the time axis, seconds.
+      row: label of the rows, such as "worker".
     """
     rows = [len({span.process for span in spans}) for spans in timelines.values()]
     height = sum(0.45 * count + 1.1 for count in rows)
-    figure = Figure(figsize=(10, height), layout="constrained")
-    all_axes = figure.subplots(len(rows), 1, squeeze=False, height_ratios=rows)[:, 0]
-    for axes, (title, spans) in zip(all_axes, timelines.items(), strict=True):
+    figure, all_axes = grid(len(rows), 1, 10, height, height_ratios=rows)
+    for axes, (title, spans) in zip(all_axes[:, 0], timelines.items(), strict=True):
         _draw_timeline(axes, spans, seconds, row)
         axes.set_title(title, loc="left")
     return figure
 
 
-def _draw_timeline(
-    axes: Axes, spans: Sequence[Span], seconds: float, row: str = "process"
-) -> None:
-    """Draws processes as rows: compute above, what travels below.
-
-    Args:
-      axes: to draw on.
-      spans: of one run, as from `middle_steps`.
-      seconds: the width of the picture.
-      row: what a row is.
-    """
+def _draw_timeline(axes: Axes, spans: Sequence[Span], seconds: float, row: str) -> None:
+    """Draws a row for each process: compute in its upper half, exchanges below."""
     start = min(span.start for span in spans)
     processes = sorted({span.process for span in spans})
     for span in spans:
+        # Exchanges have a lane of their own, as they overlap with the compute.
         travels = span.activity == "exchange"
         axes.broken_barh(
             [(span.start - start, span.end - span.start)],

@@ -1,15 +1,15 @@
-"""The table, the statements and the figure of a comparison.
+"""What a comparison found: its table, and which differences are significant.
 
 Which test: seed k gives all configs of one task and one number of workers the same
 initial model and the same order of the data, so the scores of two such configs come in
 pairs. The paired t-test keeps its error rate whatever the correlation of the pairs;
-Welch's assumes that there is none. Simulated with three seeds at the level of 5 %,
-without a true difference, Welch's test finds one in 1.4 % of all cases where the
-correlation is 0.5 and in 7.4 % where it is -0.5, the paired test in 5 % of both. The
-price is power: with three seeds the paired test has 2 degrees of freedom, Welch's up
-to 4, and below a correlation of 0.5 Welch's test finds more true differences. More
-seeds mend that; another test would not be honest. An error pooled over all configs has
-more degrees of freedom, but assumes equal spreads, and those of configs differ tenfold.
+Welch's assumes zero correlation. In simulations with three seeds at the 5 % level and
+no true difference, Welch's test finds one in 1.4 % of all cases at a correlation of 0.5
+and in 7.4 % at -0.5, the paired test in 5 % of both. The paired test has less power:
+with three seeds it has 2 degrees of freedom, Welch's up to 4, and below a correlation
+of 0.5 Welch's test finds more true differences. The remedy is more seeds. An error
+pooled over all configs has more degrees of freedom, but assumes equal spreads, and
+those of configs differ tenfold.
 
 Sources: Zimmerman (1997), A note on interpretation of the paired-samples t test; de
 Winter (2013), Using the Student's t-test with extremely small sample sizes; Boik
@@ -19,14 +19,13 @@ Winter (2013), Using the Student's t-test with extremely small sample sizes; Boi
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 from scipy import stats
 
 from train.run.seeds import SeedsOutcome
+from train.tables import markdown
 from train.tasks.task import Headline
 
 LEVEL = 0.05
@@ -36,10 +35,10 @@ class Entry(NamedTuple):
     """A config that has been trained.
 
     Args:
-      name: of the config.
-      outcome: of all its seeds.
-      draws: what the initial models and the order of the data depend on; the seeds of
-        two configs pair where it is the same.
+      name: name of the config.
+      outcome: results of all its seeds.
+      draws: what initial models and order of the data depend on; the seeds of two
+        configs with equal draws pair.
     """
 
     name: str
@@ -47,9 +46,9 @@ class Entry(NamedTuple):
     draws: Hashable
 
     def scores(self) -> dict[str, list[float]]:
-        """Of the mean models at the end, one for each seed.
+        """Final scores of the mean model of each seed, and its training loss.
 
-        And the training loss, the mean over the last tenth of the steps.
+        The training loss is the mean over the last tenth of the steps.
         """
         outcome = self.outcome
         _, scores = outcome.evaluations[-1]
@@ -64,20 +63,19 @@ def table(entries: Sequence[Entry]) -> str:
     """Returns a Markdown table: means over the seeds +- two standard deviations."""
     names = list(entries[0].scores())
     head = ["", *names, f"{names[0]} of workers", "consensus distance", "seconds"]
-    head = [name.replace("_", " ") for name in head]
-    lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
+    rows = []
     for entry in entries:
         scores, outcome = entry.scores(), entry.outcome
         of_workers = np.array(outcome.workers[names[0]])
-        cells = [
+        row = [
             entry.name,
             *(_spread(scores[name]) for name in names),
             f"{of_workers.min():.4f} to {of_workers.max():.4f}",
             f"{np.mean(outcome.consensus_distance):.2g}",
             f"{outcome.seconds:.0f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append(row)
+    return markdown([name.replace("_", " ") for name in head], rows)
 
 
 def statements(entries: Sequence[Entry], headline: Headline) -> list[str]:
@@ -90,7 +88,7 @@ def statements(entries: Sequence[Entry], headline: Headline) -> list[str]:
     if not pairs:
         return []
     if len(headline_scores := entries[0].scores()[headline.name]) < 2:
-        return ["One seed says nothing about the spread: no pair was tested."]
+        return ["One seed has no spread: no pair was tested."]
     tested = [_test(a, b, headline.name) for a, b in pairs]
     p_values = holm([result.p_value for result in tested])
     method = (
@@ -119,7 +117,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
 
 
 class _Test(NamedTuple):
-    """Of two configs: the difference of the means, its 95 % interval, and p."""
+    """The difference of two configs' means, its 95 % interval, and its p-value."""
 
     difference: float
     interval: tuple[float, float]
@@ -133,7 +131,7 @@ def _test(a: Entry, b: Entry, name: str) -> _Test:
     difference = float(x.mean() - y.mean())
     kind = "paired" if is_paired else "Welch's"
     if (np.ptp(x - y) if is_paired else np.ptp(x) + np.ptp(y)) == 0:
-        # Without a spread there is nothing to judge a difference by.
+        # Without a spread t is infinite or undefined: no difference is significant.
         return _Test(difference, (-math.inf, math.inf), 1.0, kind)
     result: Any = (
         stats.ttest_rel(x, y) if is_paired else stats.ttest_ind(x, y, equal_var=False)
@@ -159,32 +157,6 @@ def _statement(
         f"{better.name} is better than {worse.name} in {headline.name} by "
         f"{abs(test.difference):.4f} (95 % interval {low:.4f} to {high:.4f}, {found})."
     )
-
-
-def draw(entries: Sequence[Entry], headline: Headline, path: Path) -> None:
-    """Draws the training losses over the steps, and the scores of all seeds."""
-    height = max(3.4, 0.4 * len(entries) + 1.2)
-    figure = Figure(figsize=(10, height), layout="constrained")
-    curves, ends = figure.subplots(1, 2)
-    for number, entry in enumerate(entries):
-        steps, losses = zip(*entry.outcome.losses, strict=True)
-        values = np.array(losses)
-        color = f"C{number}"
-        curves.plot(steps, values.mean(1), color=color, label=entry.name)
-        curves.fill_between(
-            steps, values.min(1), values.max(1), color=color, alpha=0.25, linewidth=0
-        )
-        scores = entry.scores()[headline.name]
-        ends.plot(scores, [number] * len(scores), "o", color=color, alpha=0.5)
-        ends.plot(np.mean(scores), number, "|", color="black", markersize=16)
-    curves.set(xlabel="step", ylabel="training loss (band: seeds)")
-    curves.legend()
-    ends.set_yticks(range(len(entries)), [entry.name for entry in entries])
-    ends.set_ylim(len(entries) - 0.5, -0.5)
-    better = f"{headline.better} is better; a dot for each seed"
-    where = "" if headline.name == "training_loss" else "held-out "
-    ends.set_xlabel(f"{where}{headline.name.replace('_', ' ')} ({better})")
-    figure.savefig(path)
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -1,0 +1,40 @@
+"""The figure of a comparison: training losses, and the scores of all seeds."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from train.figures.style import grid
+
+Curve = Sequence[tuple[int, Sequence[float]]]
+
+
+def draw_comparison(
+    curves: Mapping[str, Curve], scores: Mapping[str, Sequence[float]], label: str
+) -> Figure:
+    """Draws training losses by step, and a dot for the score of each seed.
+
+    Args:
+      curves: rows (step, loss of each seed) of each config, by its name.
+      scores: final score of each seed of each config, by its name.
+      label: label of the scores' axis.
+    """
+    figure, ((left, right),) = grid(1, 2, 10, max(3.4, 0.4 * len(curves) + 1.2))
+    for number, (name, rows) in enumerate(curves.items()):
+        steps, losses = zip(*rows, strict=True)
+        values = np.array(losses)
+        color = f"C{number}"
+        left.plot(steps, values.mean(1), color=color, label=name)
+        left.fill_between(
+            steps, values.min(1), values.max(1), color=color, alpha=0.25, linewidth=0
+        )
+        ends = scores[name]
+        right.plot(ends, [number] * len(ends), "o", color=color, alpha=0.5)
+        right.plot(np.mean(ends), number, "|", color="black", markersize=16)
+    left.set(xlabel="step", ylabel="training loss (band: seeds)")
+    left.legend()
+    right.set_yticks(range(len(curves)), list(curves))
+    right.set_ylim(len(curves) - 0.5, -0.5)  # The first config at the top.
+    right.set_xlabel(label)
+    return figure

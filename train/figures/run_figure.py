@@ -1,0 +1,124 @@
+"""Figures of runs: losses, scores, consensus distance, and who hears from whom."""
+
+import itertools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from decentjax.topology import Exchange, Topology, matrices
+from train.figures.style import grid, words
+from train.run.history import History
+
+X_AXES = {"step": "step", "seconds": "time [s]"}
+MAX_DRAWN_EXCHANGES = 6
+
+
+def draw_losses(runs: Sequence[History]) -> Figure:
+    """Draws training losses and their running means, by step and by time."""
+    figure, axes = grid(1, 2, 10, 3.4)
+    for axis, (against, label) in zip(axes[0], X_AXES.items(), strict=True):
+        for number, run in enumerate(runs):
+            x, losses = run.curve("loss", against)
+            axis.plot(x, losses, color=f"C{number}", alpha=0.25)
+            axis.plot(x, _running_mean(losses), color=f"C{number}", label=run.name)
+        axis.set(xlabel=label, ylabel="training loss, and its running mean")
+    axes[0, 0].legend()
+    return figure
+
+
+def draw_evaluations(runs: Sequence[History]) -> Figure | None:
+    """Draws held-out scores by step and by time; None where no run has any."""
+    if not any(run.evaluations() for run in runs):
+        return None
+    figure, axes = grid(1, 2, 10, 3.4)
+    for axis, (against, label) in zip(axes[0], X_AXES.items(), strict=True):
+        for number, run in enumerate(runs):
+            if run.evaluations():
+                _draw_scores(axis, run, against, f"C{number}")
+        axis.set(xlabel=label)
+    axes[0, 0].legend()
+    return figure
+
+
+def draw_consensus(runs: Sequence[History]) -> Figure:
+    """Draws consensus distance and learning rate by step."""
+    figure, ((consensus, rate),) = grid(1, 2, 10, 3.4)
+    for run in runs:
+        consensus.plot(*run.curve("consensus_distance", "step"), label=run.name)
+        rate.plot(*run.curve("learning_rate", "step"), label=run.name)
+    consensus.set(xlabel="step", ylabel="consensus distance")
+    rate.set(xlabel="step", ylabel="learning rate")
+    consensus.legend()
+    return figure
+
+
+def draw_topology(topology: Topology) -> Figure:
+    """Draws the first exchanges of a topology side by side."""
+    num_drawn = min(topology.period, MAX_DRAWN_EXCHANGES)
+    figure, axes = grid(1, num_drawn, 2.6 * num_drawn, 2.8)
+    for step, axis in enumerate(axes[0]):
+        draw_exchange(axis, topology[step])
+        axis.set_title(f"exchange {step + 1} of {topology.period}")
+    return figure
+
+
+def draw_exchange(axes: Axes, exchange: Exchange) -> None:
+    """Draws who hears from whom: workers on a circle, nodes side by side."""
+    places = _places(exchange)
+    matrix = matrices(Topology("", (exchange,)))[0]
+    for i, j in itertools.combinations(range(exchange.num_workers), 2):
+        weight = max(matrix[i, j], matrix[j, i])
+        if weight > 0:
+            same_node = i // exchange.workers_per_node == j // exchange.workers_per_node
+            inside = same_node and exchange.workers_per_node > 1
+            axes.plot(
+                *zip(places[i], places[j], strict=True),
+                color="0.7" if inside else "tab:blue",
+                linewidth=0.5 + 3 * weight,
+                zorder=1,
+            )
+    axes.scatter(*zip(*places, strict=True), s=60, color="black", zorder=2)
+    for number, (x, y) in enumerate(places):
+        axes.text(x, y, str(number), color="white", size=6, ha="center", va="center")
+    axes.set_aspect("equal")
+    axes.margins(0.15)
+    axes.axis("off")
+
+
+def _draw_scores(axis: Axes, run: History, against: str, color: str) -> None:
+    """A line for the mean model, a band from the best to the worst worker."""
+    rows = run.evaluations()
+    name = next(iter(rows[0]["mean_model"]))
+    x = [row[against] for row in rows]
+    mean = [row["mean_model"][name] for row in rows]
+    workers = [[scores[name] for scores in row["workers"]] for row in rows]
+    axis.plot(x, mean, marker="o", color=color, label=run.name)
+    low, high = map(min, workers), map(max, workers)
+    axis.fill_between(x, list(low), list(high), color=color, alpha=0.25)
+    axis.set_ylabel(f"held-out {words(name)} (band: workers)")
+
+
+def _places(exchange: Exchange) -> list[tuple[float, float]]:
+    """Workers around their node's centre, nodes around the origin."""
+    nodes, local = exchange.num_nodes, exchange.workers_per_node
+    centres = _circle(nodes, radius=1.0)
+    if local == 1:
+        return centres
+    # Half the distance of two centres is sin(pi / nodes): at 0.6 of it no nodes meet.
+    spread = _circle(local, radius=0.6 * math.sin(math.pi / max(nodes, 2)))
+    return [(x + dx, y + dy) for x, y in centres for dx, dy in spread]
+
+
+def _circle(count: int, radius: float) -> list[tuple[float, float]]:
+    angles = (math.pi / 2 - 2 * math.pi * k / count for k in range(count))
+    return [(radius * math.cos(a), radius * math.sin(a)) for a in angles]
+
+
+def _running_mean(values: list[float]) -> list[float]:
+    """The mean of each value and those just before it, a fortieth of all."""
+    window = max(1, len(values) // 40)
+    ends = range(1, len(values) + 1)
+    return [float(np.mean(values[max(0, end - window) : end])) for end in ends]

@@ -1,0 +1,44 @@
+"""The layout that all figures share, and SVG files that repeat byte for byte."""
+
+import io
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from matplotlib.figure import Figure
+
+
+def grid(
+    rows: int, columns: int, width: float, height: float, **options: Any
+) -> tuple[Figure, Any]:
+    """Returns a figure and its axes, [rows, columns].
+
+    Args:
+      rows: number of rows.
+      columns: number of columns.
+      width: width of the figure, inches.
+      height: height of the figure, inches.
+      **options: of `Figure.subplots`.
+    """
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, figure.subplots(rows, columns, squeeze=False, **options)
+
+
+def to_svg(figure: Figure) -> bytes:
+    """Returns the figure as SVG without a date; the same figure has the same bytes."""
+    buffer = io.BytesIO()
+    # Without a salt the ids of clip paths would be random.
+    with matplotlib.rc_context({"svg.hashsalt": "decentjax"}):
+        figure.savefig(buffer, format="svg", metadata={"Date": None})
+    return buffer.getvalue()
+
+
+def save_svg(figure: Figure, path: Path) -> None:
+    """Writes the figure as SVG, see `to_svg`, and makes the folder if it is missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(to_svg(figure))
+
+
+def words(name: str) -> str:
+    """A field's name as a label: "consensus_distance" as "consensus distance"."""
+    return name.replace("_", " ")
