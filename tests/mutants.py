@@ -1620,8 +1620,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/job/namespaces.py",
-        "round(rate / 8)",
-        "round(rate)",
+        "rate=round(rate)",
+        "rate=round(8 * rate)",
         "tests/test_emulate.py -k a_link_has_its_rate",
     ),
     Mutant(

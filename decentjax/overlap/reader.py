@@ -76,15 +76,15 @@ def read(
             f"the program runs on {module.num_devices} devices, the axes {axes} have "
             f"{math.prod(axes.values())}"
         )
-    reader = _Reader(module, axes)
+    walk = _Walk(module, axes)
     place = _Place(1, False, False)
-    ops = reader.ops(module.entry, place) + reader.ops_of_the_rest(place)
+    ops = walk.ops(module.entry, place) + walk.ops_of_the_rest(place)
     return Schedule(
         ops,
-        tuple(reader.collectives),
+        tuple(walk.collectives),
         module.num_devices,
-        tuple(reader.uncounted),
-        tuple(reader.unpaired),
+        tuple(walk.uncounted),
+        tuple(walk.unpaired),
     )
 
 
@@ -96,7 +96,7 @@ class _Place(NamedTuple):
     in_loop: bool
 
 
-class _Reader:
+class _Walk:
     """Walks the computations of a program and collects its collectives.
 
     Each collective is recorded as blocking first, and `_end` changes that, so none is

@@ -23,6 +23,7 @@ from train.job.processes import (
     hold_stop_signals,
     pass_stop_signals_to,
 )
+from train.network import GBIT
 from train.network import rate as bytes_per_second
 
 if sys.platform != "linux":
@@ -38,7 +39,7 @@ INTERFACE = "eth0"  # The name in each node.
 BURST_SECONDS = 0.01  # Size of the token bucket, as time at the link's rate ...
 MIN_BURST_BYTES = 2**15  # ... but at least a few packets, or a slow link sends none.
 QUEUE_SECONDS = 0.4  # Size of the queue, as time at the link's rate.
-MIN_RATE, MAX_RATE = 1e3, 32e9  # Bits per second that the token bucket can count.
+MIN_RATE, MAX_RATE = 1e-6 * GBIT, 32 * GBIT  # What the token bucket can count.
 
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000  # <linux/sched.h>
 _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
@@ -153,7 +154,7 @@ def environment(cluster: EmulatedCluster, rank: int) -> dict[str, str]:
 
 
 def parse_rate(rate: str) -> float | None:
-    """Returns bits per second, or None if there is no limit.
+    """Returns bytes per second, or None if there is no limit.
 
     Raises:
       ValueError: if it is no rate, or the kernel's token bucket cannot count it.
@@ -161,14 +162,14 @@ def parse_rate(rate: str) -> float | None:
     if rate == "none":
         return None
     try:
-        bits = 8 * bytes_per_second("rate", rate)
+        parsed = bytes_per_second("rate", rate)
     except ValueError:
-        bits = 0
-    if not MIN_RATE <= bits <= MAX_RATE:
+        parsed = 0
+    if not MIN_RATE <= parsed <= MAX_RATE:
         raise ValueError(
             f"rate must be like 200mbit, from 1kbit to 32gbit, or none, got {rate!r}"
         )
-    return bits
+    return parsed
 
 
 def _run_in_switch(cluster: EmulatedCluster, job: Callable[[Worker], int]) -> None:
@@ -246,13 +247,12 @@ def _name_nodes(cluster: EmulatedCluster) -> None:
 
 
 def _limit(ip: IPRoute, index: int, rate: float | None) -> None:
-    """Limits what an interface sends to a rate in bits per second."""
+    """Limits what an interface sends to a rate in bytes per second."""
     if rate is None:
         return
-    num_bytes = round(rate / 8)
-    burst = max(MIN_BURST_BYTES, round(num_bytes * BURST_SECONDS))
+    burst = max(MIN_BURST_BYTES, round(rate * BURST_SECONDS))
     queue = f"{QUEUE_SECONDS * 1000:.0f}ms"
-    ip.tc("add", "tbf", index, rate=num_bytes, burst=burst, latency=queue)
+    ip.tc("add", "tbf", index, rate=round(rate), burst=burst, latency=queue)
 
 
 def _keep(kind: str) -> str:

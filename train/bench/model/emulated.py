@@ -171,12 +171,12 @@ def _rows(emulation: Emulation, worker: Worker) -> Iterator[Comparison]:
         share, _ = ring_all_reduce(cluster.workers_per_node)
         turn = Turn(Contestant(Scheme.EXCHANGE, Graph.INSIDE), 5, emulation.steps)
         inside = share * load.model_bytes / team.take(turn)
-    bits = parse_rate(rate)
-    assert bits is not None
+    limit = parse_rate(rate)
+    assert limit is not None
     modelled = ClusterSpec(
         num_nodes=cluster.nodes,
         workers_per_node=cluster.workers_per_node,
-        between=bits / 8 * PAYLOAD,
+        between=limit * PAYLOAD,
         inside=inside,
     ).runtime_cluster()
     # All predictions come before the first measurement.

@@ -41,7 +41,7 @@ def link_seconds(
     topology = graph_of(graph, cluster.num_workers, per_node)
     sent = [x.node_bytes for x in analysis.traffic(topology, model_bytes, per_node)]
     # Over a period, as each node's link is idle in steps of its own.
-    return max(map(sum, zip(*sent, strict=True))) / len(sent) * 8 / rate
+    return max(map(sum, zip(*sent, strict=True))) / len(sent) / rate
 
 
 def table(
