@@ -112,32 +112,6 @@ class Log:
             file.write(json.dumps({"seconds": round(seconds, 3), **row}) + "\n")
 
 
-class NoLog:
-    """The log of a process other than process 0: nothing."""
-
-    closed = False
-
-    def __enter__(self) -> "NoLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def note(self, step: int, **facts: Any) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        pass
-
-    def evaluation(
-        self, step: int, mean: dict[str, float], workers: list[dict[str, float]]
-    ) -> None:
-        pass
-
-
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's metrics.jsonl, none where there is no such file.
 
