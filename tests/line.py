@@ -1,4 +1,4 @@
-"""A straight line through points: compiled in a second, for how runs begin and end.
+"""A straight line through points: compiled in a second, for how runs start and end.
 
 `python -m train tests/line.py`
 """
@@ -7,6 +7,7 @@ import dataclasses
 import time
 from typing import Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -30,14 +31,16 @@ class Line(StdlibTask):
     """Fits y = w x + b.
 
     Args:
-      poison_step: the step in which a worker's batch is not a number, 0 for none.
-      poison_worker: whose.
-      poison: what of it: "gradient" of one leaf, "loss" alone, or "batch".
-      step_seconds: that the data of a step takes.
-      eval_seconds: that each of ten batches of an evaluation takes.
+      noise: deviation of a term that each worker's key adds to the gradient of b.
+      poison_step: step whose batch is not a number for one worker, 0 for none.
+      poison_worker: number of that worker.
+      poison: what becomes NaN: the "gradient" of one leaf, the "loss" or the "batch".
+      step_seconds: seconds that the data of a step takes.
+      eval_seconds: seconds that each of ten batches of an evaluation takes.
       eval_fails: whether an evaluation raises an error.
     """
 
+    noise: float = 0.0
     poison_step: int = 0
     poison_worker: int = 2
     poison: Literal["batch", "gradient", "loss"] = "batch"
@@ -56,7 +59,6 @@ class Line(StdlibTask):
             return batch
 
         def loss_fn(params, model_state, batch, key):
-            del key
             x, y, spoilt = batch[:, 0], batch[:, 1], jnp.mean(batch[:, 2])
             loss = jnp.mean((params["w"] * x + params["b"] - y) ** 2)
             more = {
@@ -67,7 +69,10 @@ class Line(StdlibTask):
                     jnp.abs(jnp.where(spoilt == 0, 1, 0 * params["w"]))
                 ),
             }
-            return loss + more[self.poison], (model_state, {})
+            loss += more[self.poison]
+            if self.noise and key is not None:
+                loss += self.noise * jax.random.normal(key) * params["b"]
+            return loss, (model_state, {})
 
         def score_fn(params, model_state, batch):
             loss, _ = loss_fn(params, model_state, batch, None)

@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 import jax
+import job_line
 import numpy as np
 import pytest
-import tiny
 from scipy import stats
 
 from train.compare import compare
@@ -18,8 +18,8 @@ from train.run.loop import train
 from train.run.seeds import SeedsOutcome, draws_of, train_seeds
 from train.tasks.task import Headline
 
-TINY = dataclasses.replace(tiny.config, num_steps=6)
-TINY_FILE = Path(tiny.__file__)
+LINE = dataclasses.replace(job_line.config, num_steps=6)
+LINE_FILE = Path(job_line.__file__)
 LOWER = Headline("loss", better="lower")
 
 
@@ -47,12 +47,12 @@ def nobody(step: int, words: str) -> None:
 @pytest.mark.parametrize("algorithm", ["awc", "atc", "all_reduce"])
 def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
     config = dataclasses.replace(
-        TINY,
-        step=dataclasses.replace(TINY.step, algorithm=algorithm),
+        LINE,
+        step=dataclasses.replace(LINE.step, algorithm=algorithm),
         # Workers and their mean are to be far apart, and no period makes them one.
         workers=WorkersConfig(num_workers=5),
         topology=TopologyConfig(name="one_peer_exponential"),
-        optimizer=dataclasses.replace(TINY.optimizer, learning_rate=0.1),
+        optimizer=dataclasses.replace(LINE.optimizer, learning_rate=0.1),
     )
     every_2 = dataclasses.replace(config, log=LogConfig(every_steps=2))
     together = train_seeds(every_2, range(3, 5), nobody)
@@ -83,8 +83,8 @@ def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
 
 def test_seeds_a_few_at_once_are_those_of_all_at_once():
     steps = []
-    some = train_seeds(TINY, range(3), lambda step, words: steps.append(step), 2)
-    whole = train_seeds(TINY, range(3), nobody)
+    some = train_seeds(LINE, range(3), lambda step, words: steps.append(step), 2)
+    whole = train_seeds(LINE, range(3), nobody)
     assert steps == list(range(1, 13))
     names = set(SeedsOutcome._fields) - {"seconds"}
     for a, b in (
@@ -98,17 +98,17 @@ def test_seeds_a_few_at_once_are_those_of_all_at_once():
 
 
 def test_a_loss_that_is_not_finite_ends_the_seeds():
-    optimizer = dataclasses.replace(TINY.optimizer, learning_rate=1e30, warmup_steps=0)
-    config = dataclasses.replace(TINY, optimizer=optimizer)
+    optimizer = dataclasses.replace(LINE.optimizer, learning_rate=1e30, warmup_steps=0)
+    config = dataclasses.replace(LINE, optimizer=optimizer)
     with pytest.raises(FloatingPointError, match="after step"):
         train_seeds(config, range(1), nobody)
 
 
 def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     options = dict(seeds=2, vary=("optimizer.accum-steps", "1", "2"), out=tmp_path)
-    compare((TINY_FILE,), **options)
+    compare((LINE_FILE,), **options)
     first = capsys.readouterr().out
-    names = ["tiny-accum-steps-1", "tiny-accum-steps-2"]
+    names = ["job_line-accum-steps-1", "job_line-accum-steps-2"]
     for name in names:
         kept = json.loads((tmp_path / f"{name}.json").read_text())
         assert kept["config"]["optimizer"]["accum_steps"] == int(name[-1])
@@ -116,34 +116,38 @@ def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     assert "<svg" in (tmp_path / "compare.svg").read_text()
     assert (tmp_path / "compare.md").read_text() in first
     assert ", paired)" in first
-    compare((TINY_FILE,), **options)
+    compare((LINE_FILE,), **options)
     again = capsys.readouterr().out
     assert all(f"{name}: from {tmp_path / name}.json" in again for name in names)
-    compare((TINY_FILE,), **options, score="training_loss")
+    compare((LINE_FILE,), **options, score="training_loss")
     assert "training_loss" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="no score bleu; there are: bits_per_byte, tr"):
-        compare((TINY_FILE,), **options, score="bleu")
+    with pytest.raises(ValueError, match="no score bleu; there are: loss, training_l"):
+        compare((LINE_FILE,), **options, score="bleu")
     capsys.readouterr()
     # What an earlier version kept, with other results, is trained again.
     path = tmp_path / f"{names[0]}.json"
     kept = json.loads(path.read_text())
     del kept["outcome"]["training_loss"]
     path.write_text(json.dumps(kept))
-    compare((TINY_FILE,), **options)
+    compare((LINE_FILE,), **options)
     again = capsys.readouterr().out
     assert [f"{name}: from" in again for name in names] == [False, True]
-    compare((TINY_FILE,), **{**options, "first_seed": 1})
+    compare((LINE_FILE,), **{**options, "first_seed": 1})
     assert f"from {tmp_path}" not in capsys.readouterr().out
 
 
 def test_the_lower_training_loss_is_the_better(tmp_path, capsys):
     compare(
-        (TINY_FILE,),
-        vary=("optimizer.learning-rate", "1e-6", "0.05"),
+        (LINE_FILE,),
+        seeds=6,
+        vary=("optimizer.learning-rate", "1e-6", "0.5"),
         score="training_loss",
         out=tmp_path,
     )
-    better = "tiny-learning-rate-0_05 is better than tiny-learning-rate-1e-6 in trainin"
+    better = (
+        "job_line-learning-rate-0_5 is better than job_line-learning-rate-1e-6 in "
+        "trainin"
+    )
     assert better in capsys.readouterr().out
 
 
@@ -151,10 +155,10 @@ def test_the_lower_training_loss_is_the_better(tmp_path, capsys):
     ("configs", "options", "message"),
     [
         ((), {}, "give a config file"),
-        ((TINY_FILE,), {"seeds": 0}, "seeds must be at least 1, got 0"),
-        ((TINY_FILE,), {"at_once": 0}, "at_once must be at least 1, got 0"),
-        ((TINY_FILE, TINY_FILE), {}, "each config needs a name of its own"),
-        ((TINY_FILE,), {"vary": ("topology.name",)}, "needs a field and its values"),
+        ((LINE_FILE,), {"seeds": 0}, "seeds must be at least 1, got 0"),
+        ((LINE_FILE,), {"at_once": 0}, "at_once must be at least 1, got 0"),
+        ((LINE_FILE, LINE_FILE), {}, "each config needs a name of its own"),
+        ((LINE_FILE,), {"vary": ("topology.name",)}, "needs a field and its values"),
     ],
 )
 def test_nothing_to_compare_gets_a_sentence(configs, options, message, tmp_path):
@@ -166,7 +170,7 @@ def test_nothing_to_compare_gets_a_sentence(configs, options, message, tmp_path)
 @pytest.mark.parametrize("vary", [("topology.name", "pentagram"), ("no.such", "1")])
 def test_a_field_or_value_that_is_none_is_named(vary, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        compare((TINY_FILE,), vary=vary, out=tmp_path)
+        compare((LINE_FILE,), vary=vary, out=tmp_path)
     assert vary[0 if vary[0] == "no.such" else 1] in capsys.readouterr().err
 
 
@@ -254,12 +258,12 @@ def test_one_seed_or_one_config_is_not_tested():
 def test_configs_of_one_task_start_and_read_alike_seed_by_seed():
     """All losses at a learning rate of nothing: of the initial model, in data order."""
     optimizer = dataclasses.replace(
-        TINY.optimizer, learning_rate=1e-30, final_learning_rate=1e-30
+        LINE.optimizer, learning_rate=1e-30, final_learning_rate=1e-30
     )
-    still = dataclasses.replace(TINY, optimizer=optimizer)
+    still = dataclasses.replace(LINE, optimizer=optimizer)
     other = dataclasses.replace(
         still,
-        step=dataclasses.replace(TINY.step, algorithm="all_reduce"),
+        step=dataclasses.replace(LINE.step, algorithm="all_reduce"),
         optimizer=dataclasses.replace(optimizer, name="adamw"),
     )
     losses = np.array([v for _, v in train_seeds(still, range(2), nobody).losses])
@@ -280,10 +284,10 @@ def test_configs_of_one_task_start_and_read_alike_seed_by_seed():
     ],
 )
 def test_seeds_pair_where_model_and_data_are_the_same(section, changes, pairs):
-    changed = dataclasses.replace(getattr(TINY, section), **changes)
-    other = dataclasses.replace(TINY, **{section: changed})
-    assert (draws_of(other, range(3)) == draws_of(TINY, range(3))) == pairs
-    assert draws_of(TINY, range(1, 4)) != draws_of(TINY, range(3))
+    changed = dataclasses.replace(getattr(LINE, section), **changes)
+    other = dataclasses.replace(LINE, **{section: changed})
+    assert (draws_of(other, range(3)) == draws_of(LINE, range(3))) == pairs
+    assert draws_of(LINE, range(1, 4)) != draws_of(LINE, range(3))
 
 
 def test_the_table_has_means_and_two_standard_deviations():
@@ -297,7 +301,7 @@ def test_the_table_has_means_and_two_standard_deviations():
 
 
 def test_the_training_loss_is_of_the_last_tenth_however_coarse_the_log():
-    config = dataclasses.replace(TINY, num_steps=11)
+    config = dataclasses.replace(LINE, num_steps=11)
     fine, coarse = (
         train_seeds(
             dataclasses.replace(config, log=LogConfig(every_steps=k)), range(2), nobody

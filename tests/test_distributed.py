@@ -1,4 +1,4 @@
-"""Several processes as one run: their numbers, their end, their deaths."""
+"""Several processes as one run: their numbers, their end, their failures."""
 
 import contextlib
 import dataclasses
@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -16,9 +17,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import job_line
 import numpy as np
 import pytest
-import tiny
+import tiny_numbers
+from jax._src.distributed import global_state
 
 from train.config import (
     DistributedConfig,
@@ -31,13 +34,13 @@ from train.launch import check_port
 from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
-from train.run.straggler import delay_seconds
+from train.run.straggler import check_processes, delay_seconds
 from train.run.timeline import read_timelines
 
 ROOT = Path(__file__).parent.parent
-TINY = tiny.config
+LINE = job_line.config
 TRAIN = [sys.executable, "-m", "train"]
-CONFIG = "tests/tiny.py"
+CONFIG = "tests/job_line.py"
 # Longer than any wait here should be, so that a hang is a failure.
 LONG = 200
 # The tests' own devices and threads are no matter of the processes.
@@ -109,7 +112,7 @@ def of_run(run_dir: Path) -> dict[int, int]:
     return found
 
 
-def arrays(run_dir: Path, config=TINY) -> list[np.ndarray]:
+def arrays(run_dir: Path, config=LINE) -> list[np.ndarray]:
     """The newest saved state, which must be that after the last step."""
     outcome = train(config, run_dir, Resume())
     assert outcome.step == config.num_steps
@@ -139,7 +142,7 @@ OPTIONS = {
 
 
 def configured(name: str):
-    return dataclasses.replace(TINY, **OPTIONS[name])
+    return dataclasses.replace(LINE, **OPTIONS[name])
 
 
 @pytest.fixture(scope="module")
@@ -200,49 +203,45 @@ def test_in_the_step_and_in_the_background_the_numbers_are_the_same(runs):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
 
 
-def test_a_run_of_processes_goes_on_as_simulated_workers(runs, tmp_path):
-    run_dir = tmp_path / "run"
-    slowly = "--straggler.kind fixed --straggler.seconds 0.5"
-    with launch(2, run_dir, *slowly.split()) as job:
-        read_until(job, "step 6/12")
-        job.send_signal(signal.SIGINT)
-        assert "everything is saved, go on with: python -m train --resume" in ended(job)
-    outcome = train(TINY, run_dir, Resume())
-    assert outcome.step == 12
-    np.testing.assert_allclose(losses(run_dir), losses(runs("awc", 0)), rtol=1e-4)
-
-
 @pytest.mark.parametrize("who", ["launcher", 0, 1])
 def test_a_signal_to_one_ends_all_after_the_same_step(who, runs, tmp_path):
-    """And what goes on from there is, bit for bit, as if it had never stopped."""
+    """A job that resumes there is, bit for bit, as if it had never stopped.
+
+    Simulated workers can resume there too.
+    """
+    run_dir = tmp_path / "run"
     slowly = "--straggler.kind rotating --straggler.seconds 0.5"
-    with launch(2, tmp_path, *slowly.split()) as job:
+    with launch(2, run_dir, *slowly.split()) as job:
         read_until(job, "step 6/12")
         if who == "launcher":
-            job.send_signal(signal.SIGTERM)
+            job.send_signal(signal.SIGINT)
         else:
-            os.kill(of_run(tmp_path)[who], signal.SIGTERM)
+            os.kill(of_run(run_dir)[who], signal.SIGTERM)
         output = ended(job)
-    saved = max(int(path.name) for path in (tmp_path / "checkpoints").iterdir())
+    saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
     assert 6 < saved < 12
     assert f"stopped after step {saved} of 12; everything is saved" in output
-    assert [row["step"] for row in read_metrics(tmp_path) if "loss" in row] == list(
+    assert [row["step"] for row in read_metrics(run_dir) if "loss" in row] == list(
         range(1, saved + 1)
     )
-    with relaunch(2, tmp_path) as job:
-        ended(job)
     wanted = runs("awc", 2)
-    assert losses(tmp_path) == losses(wanted)
-    assert all(map(np.array_equal, arrays(tmp_path), arrays(wanted)))
+    if who == "launcher":
+        simulated = shutil.copytree(run_dir, tmp_path / "simulated")
+        assert train(LINE, simulated, Resume()).step == 12
+        np.testing.assert_allclose(losses(simulated), losses(wanted), rtol=1e-4)
+    with relaunch(2, run_dir, "--config-file", CONFIG) as job:
+        ended(job)
+    assert losses(run_dir) == losses(wanted)
+    assert all(map(np.array_equal, arrays(run_dir), arrays(wanted)))
 
 
+@pytest.mark.slow  # It compiles a transformer for several shapes.
 def test_batches_of_several_shapes_train_in_processes_as_in_one(tmp_path):
+    """Of a transformer, and what comes after the last step."""
     job, alone = tmp_path / "job", tmp_path / "alone"
-    config = "tests/tiny_numbers.py"
-    with launch(2, job, config=config) as process:
+    with launch(2, job, config="tests/tiny_numbers.py") as process:
         assert "exact match" in ended(process)
-    with started(*TRAIN, config, "--run-dir", str(alone)) as process:
-        ended(process)
+    train(tiny_numbers.config, alone)
     np.testing.assert_allclose(losses(job), losses(alone), rtol=1e-4)
 
 
@@ -252,8 +251,8 @@ import os
 import time
 from pathlib import Path
 
-from train.__main__ import load_config
-from train.tasks.stdlib import StdlibTask
+from tests.job_line import config as line
+from tests.line import Line
 
 
 def sample(params, model_state):
@@ -261,27 +260,25 @@ def sample(params, model_state):
     end = time.monotonic() + 60
     while time.monotonic() < end:
         if launched.read_text().split() == [str(os.getpid())]:
-            return "the others have gone home"
+            return "the others have ended"
         time.sleep(0.05)
     return "the others wait"
 
 
-class Task(StdlibTask):
+class Task(Line):
     def build(self):
         return super().build()._replace(sample=sample)
 
 
-tiny = load_config(Path("tests/tiny.py"))
-task = Task(model=tiny.task.model, num_eval_windows=8, sample_bytes=4)
-config = dataclasses.replace(tiny, task=task)
+config = dataclasses.replace(line, task=Task())
 """
 
 
-def test_nobody_waits_while_process_0_looks_at_what_came_out(tmp_path):
+def test_the_others_end_while_process_0_shows_the_results(tmp_path):
     path = tmp_path / "alone.py"
     path.write_text(SAYS_WHEN_ALONE)
     with launch(2, tmp_path / "run", config=str(path)) as job:
-        assert "the others have gone home" in ended(job)
+        assert "the others have ended" in ended(job)
 
 
 SLOW_START = """
@@ -289,20 +286,18 @@ import dataclasses
 import time
 from pathlib import Path
 
-from train.__main__ import load_config
-from train.tasks.stdlib import StdlibTask
+from tests.job_line import config as line
+from tests.line import Line
 
 
-class Task(StdlibTask):
+class Task(Line):
     def build(self):
         print("starting up", flush=True)
         time.sleep(2)
         return super().build()
 
 
-tiny = load_config(Path("tests/tiny.py"))
-task = Task(model=tiny.task.model, num_eval_windows=8, sample_bytes=4)
-config = dataclasses.replace(tiny, task=task)
+config = dataclasses.replace(line, task=Task())
 """
 
 
@@ -328,7 +323,7 @@ def test_a_checkpoint_does_not_disturb_the_count_of_steps(monkeypatch, tmp_path)
     monkeypatch.setattr(
         "jax.experimental.multihost_utils.reached_preemption_sync_point", asked.append
     )
-    train(dataclasses.replace(TINY, num_steps=6), tmp_path)
+    train(dataclasses.replace(LINE, num_steps=6), tmp_path)
     assert (tmp_path / "checkpoints" / "5").is_dir()
     assert asked == []
 
@@ -378,7 +373,7 @@ ENDLESS = (
 
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_that_hangs_is_given_up(who, tmp_path):
-    options = "--num-steps 100000 --distributed.timeout-seconds 15"
+    options = "--num-steps 100000 --distributed.timeout-seconds 10"
     with launch(2, tmp_path, *options.split()) as job:
         read_until(job, "step 6/100000")
         os.kill(of_run(tmp_path)[who], signal.SIGSTOP)
@@ -395,8 +390,8 @@ from pathlib import Path
 
 import jax
 
-from train.__main__ import load_config
-from train.tasks.stdlib import StdlibTask
+from tests.job_line import config as line
+from tests.line import Line
 
 
 def read(step, batch):
@@ -405,16 +400,14 @@ def read(step, batch):
     return batch
 
 
-class Task(StdlibTask):
+class Task(Line):
     def build(self):
         task = super().build()
         steps = lambda *args, **kw: task.steps(*args, **kw).map_with_index(read)
         return task._replace(steps=steps)
 
 
-tiny = load_config(Path("tests/tiny.py"))
-task = Task(model=tiny.task.model, num_eval_windows=8, sample_bytes=4)
-config = dataclasses.replace(tiny, task=task)
+config = dataclasses.replace(line, task=Task())
 """
 
 
@@ -440,7 +433,7 @@ def test_a_loss_that_is_not_finite_ends_all_with_a_sentence(tmp_path):
     assert "Traceback" not in output
 
 
-def test_metrics_for_a_process_0_that_hangs_hold_up_nobody(monkeypatch):
+def test_metrics_do_not_wait_for_a_process_0_that_hangs(monkeypatch):
     answers = threading.Event()
 
     class Client:
@@ -458,46 +451,42 @@ def test_metrics_for_a_process_0_that_hangs_hold_up_nobody(monkeypatch):
 
 
 STOPPING = """
-import sys, time
+import os, sys, time
 
-from jax._src.distributed import global_state
 from train.job.distributed import fail_stop
+from jax._src.distributed import global_state
 
 time.sleep = lambda seconds: print("waited", file=sys.stderr)
-global_state.process_id, global_state.num_processes = map(int, sys.argv[1:3])
-with fail_stop():
-    raise {"interrupt": KeyboardInterrupt, "value": ValueError("no")}[sys.argv[3]]
+for case in sys.argv[1:]:
+    number, processes, error = case.split()
+    if not (child := os.fork()):
+        global_state.process_id = int(number)
+        global_state.num_processes = int(processes)
+        if error == "unheard":
+            reader, writer = os.pipe()
+            os.close(reader)
+            os.dup2(writer, 1)
+            os.dup2(writer, 2)
+        with fail_stop():
+            raise KeyboardInterrupt if error == "interrupt" else ValueError(error)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    print("code", code, file=sys.stderr, flush=True)
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "lines"),
-    [
+def test_a_process_that_fails_says_why_and_ends():
+    cases = {
         # The coordinator goes last, for the others to say what they have met.
-        ("0 2 value", ["error: process 0: no", "waited"]),
-        ("1 2 value", ["error: process 1: no"]),
-        ("0 1 value", ["error: process 0: no"]),
-        ("0 1 interrupt", ["error: process 0: interrupted"]),
-    ],
-)
-def test_a_process_that_fails_says_why_and_ends(arguments, lines):
-    command = [sys.executable, "-c", STOPPING, *arguments.split()]
+        "0 2 no": ["error: process 0: no", "waited"],
+        "1 2 no": ["error: process 1: no"],
+        "0 1 no": ["error: process 0: no"],
+        "0 1 interrupt": ["error: process 0: interrupted"],
+        "0 1 unheard": [],  # By a reader that has gone.
+    }
+    command = [sys.executable, "-W", "ignore", "-c", STOPPING, *cases]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert process.returncode == 70
-    # Plugins of jax may have said something before.
-    assert process.stderr.splitlines()[-len(lines) :] == lines
-    assert "Traceback" not in process.stderr
-
-
-def test_a_process_that_fails_ends_even_where_nobody_listens():
-    reader, writer = os.pipe()
-    os.close(reader)
-    command = [sys.executable, "-c", STOPPING, "0", "1", "value"]
-    try:
-        process = subprocess.run(command, cwd=ROOT, stdout=writer, stderr=writer)
-    finally:
-        os.close(writer)
-    assert process.returncode == 70
+    lines = [line for said in cases.values() for line in (*said, "code 70")]
+    assert process.stderr.splitlines() == lines
 
 
 def free_address() -> str:
@@ -516,123 +505,105 @@ def by_hand(
     return started(*TRAIN, CONFIG, *place.split(), *options, **env)
 
 
-@pytest.mark.parametrize(
-    ("options", "phrase"),
-    [
-        ("--seed 1", "seed was 0 and is 1"),
-        ("--topology.name complete", "topology.name was "),
-    ],
-)
-def test_processes_with_other_configs_do_not_begin(options, phrase, tmp_path):
-    _assert_refused(tmp_path, phrase, *options.split())
+def test_processes_that_differ_do_not_begin(tmp_path):
+    """In a field, in the topology, or in the version of a package.
 
-
-def test_processes_with_other_versions_do_not_begin(tmp_path):
-    """Python takes the first description of a package that it finds."""
+    Python takes the first description of a package that it finds.
+    """
     package = tmp_path / "packages" / "flax-0.0.1.dist-info"
     package.mkdir(parents=True)
     (package / "METADATA").write_text("Name: flax\nVersion: 0.0.1\n")
-    phrase = "versions.flax was "
-    _assert_refused(tmp_path / "run", phrase, PYTHONPATH=str(package.parent))
-
-
-def _assert_refused(run_dir: Path, phrase: str, *options: str, **env: str) -> None:
-    address = free_address()
+    address, run_dir = free_address(), tmp_path / "run"
+    other = ("--seed", "1", "--topology.name", "complete")
+    env = {"PYTHONPATH": str(package.parent)}
     with (
         by_hand(0, 2, address, run_dir) as first,
-        by_hand(1, 2, address, run_dir, *options, **env) as second,
+        by_hand(1, 2, address, run_dir, *other, **env) as second,
     ):
         for process in (first, second):
             output, _ = process.communicate(timeout=LONG)
             assert process.returncode == 70
-            sentence = "the processes differ: process 1 against process 0: "
-            assert sentence in output
-            assert phrase in output
+            assert "the processes differ: process 1 against process 0: " in output
+            phrases = "seed was 0 and is 1", "topology.name was ", "versions.flax was "
+            assert all(map(output.__contains__, (*phrases, "topology was ")))
             assert "Traceback" not in output
     assert not (run_dir / "checkpoints").exists()
 
 
-def test_a_peer_that_does_not_come_is_missed(tmp_path):
-    with by_hand(
-        0, 2, free_address(), tmp_path, "--distributed.start-seconds", "4"
-    ) as process:
-        output, _ = process.communicate(timeout=LONG)
-    assert process.returncode == 70
-    assert "error: process 0: not all processes have come to 127.0.0.1:" in output
-    assert "missing 1 of 2" in output
-    assert "Traceback" not in output
+def start_alone(monkeypatch, run_dir: Path | None, **place) -> None:
+    """What a process does to join its job, here."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    monkeypatch.setattr(global_state, "process_id", None)
+    fields = {"enabled": True, "start_seconds": 3, "num_processes": 2, **place}
+    start(DistributedConfig(**fields), num_workers=4, run_dir=run_dir)
 
 
-def test_a_coordinator_that_does_not_answer_is_missed(tmp_path):
-    with by_hand(
-        1, 2, free_address(), tmp_path, "--distributed.start-seconds", "4"
-    ) as process:
-        output, _ = process.communicate(timeout=LONG)
-    assert process.returncode == 70
-    assert "error: process 1: process 0 has not come to 127.0.0.1:" in output
-    assert "Traceback" not in output
+def test_a_peer_that_does_not_come_is_missed(monkeypatch, tmp_path):
+    message = r"not all processes have come to 127.0.0.1:.* missing 1 of 2"
+    with pytest.raises(ValueError, match=message):
+        start_alone(monkeypatch, tmp_path, coordinator=free_address(), process_id=0)
 
 
-def test_a_port_in_use_is_refused(tmp_path):
+def test_a_coordinator_that_does_not_answer_is_missed(monkeypatch, tmp_path):
+    message = "process 0 has not come to 127.0.0.1:"
+    with pytest.raises(ValueError, match=message):
+        start_alone(monkeypatch, tmp_path, coordinator=free_address(), process_id=1)
+    assert global_state.process_id == 1, "the number that the error is said with"
+
+
+def test_a_port_in_use_is_refused(monkeypatch, tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        with by_hand(0, 2, address, tmp_path) as process:
-            output, _ = process.communicate(timeout=LONG)
-    assert process.returncode == 70
-    assert f"process 0 cannot listen at {address} ([Errno 98] Address al" in output
-
-
-ALONE = "--distributed.num-processes 1 --distributed.process-id 0"
+        message = rf"process 0 cannot listen at {address} \(\[Errno 98\] Address al"
+        with pytest.raises(ValueError, match=message):
+            start_alone(monkeypatch, tmp_path, coordinator=address, process_id=0)
 
 
 @pytest.mark.parametrize(
-    ("options", "sentence"),
+    ("place", "sentence"),
     [
-        ("", "cannot find the other processes: "),
-        ("--distributed.coordinator 127.0.0.1:1", "give distributed.num_processes and"),
+        ({"coordinator": "127.0.0.1:1"}, "give distributed.num_processes and"),
         (
-            f"--distributed.coordinator 127.0.0.1 {ALONE}",
-            "process 0 cannot listen at 127.0.0.1 (an address is HOST:PORT",
+            {"coordinator": "127.0.0.1", "process_id": 0},
+            r"process 0 cannot listen at 127.0.0.1 \(an address is HOST:PORT",
         ),
         (
-            f"--distributed.coordinator 127.0.0.1:0 {ALONE}",
-            "127.0.0.1:0 (an address is HOST:PORT, with a port from 1 to 65535)",
+            {"coordinator": "127.0.0.1:0", "process_id": 0},
+            r"127.0.0.1:0 \(an address is HOST:PORT, with a port from 1 to 65535\)",
         ),
-        (
-            "--distributed.num-processes 2 --distributed.process-id 2",
-            "distributed.process_id must be from 0 to 1, got 2",
-        ),
+        ({"process_id": 2}, "distributed.process_id must be from 0 to 1, got 2"),
     ],
 )
-def test_a_job_that_cannot_be_gets_a_sentence(options, sentence, tmp_path):
+def test_an_impossible_place_gets_a_sentence(place, sentence, monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match=sentence):
+        start_alone(monkeypatch, tmp_path, **place)
+
+
+def test_a_process_without_a_job_gets_a_sentence(tmp_path):
     command = [*TRAIN, CONFIG, "--run-dir", str(tmp_path), "--distributed.enabled"]
-    # A box around the sentence would break it into lines.
-    with started(*command, *options.split(), COLUMNS="200") as process:
+    with started(*command) as process:
         output, _ = process.communicate(timeout=LONG)
-    assert process.returncode not in (0, -signal.SIGKILL)
-    assert sentence in output
+    assert process.returncode == 70
+    assert "error: process 0: cannot find the other processes: " in output
     assert "Traceback" not in output
 
 
-@pytest.mark.parametrize(
-    ("processes", "options", "sentence"),
-    [
-        (3, "", "4 workers cannot be dealt out evenly to 3 processes"),
-        (
-            2,
-            "--straggler.kind fixed --straggler.who 0 2",
-            "straggler.who has process 2, and there are 2",
-        ),
-    ],
-)
-def test_processes_that_do_not_fit_the_config_get_a_sentence(
-    processes, options, sentence, tmp_path
-):
-    with launch(processes, tmp_path, *options.split()) as job:
+def test_workers_that_do_not_divide_get_a_sentence(tmp_path):
+    with launch(3, tmp_path) as job:
         output, _ = job.communicate(timeout=LONG)
     assert job.returncode == 70
-    assert sentence in output
+    assert "4 workers cannot be dealt out evenly to 3 processes" in output
     assert "Traceback" not in output
+
+
+def test_a_straggler_must_be_a_process_of_the_job(monkeypatch, tmp_path):
+    config = StragglerConfig(kind="fixed", who=(0, 2))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(ValueError, match="has process 2, and there are 2"):
+        check_processes(config)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="has process 2, and there are 1"):
+        train(dataclasses.replace(LINE, straggler=config), tmp_path)
 
 
 def test_all_that_a_run_does_beside_its_steps_meets_no_exchange(runs, tmp_path):

@@ -356,7 +356,7 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         server.bind((address, 0))
         server.listen()
         port = server.getsockname()[1]
-        with pytest.raises(ValueError, match=f"port {port} cannot be had: Address al"):
+        with pytest.raises(ValueError, match=f"port {port} is unavailable: Address al"):
             check_port(port)
 
 

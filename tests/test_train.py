@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import jax
+import job_line
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
@@ -43,7 +44,7 @@ from train.run.loop import train
 from train.run.resume import Resume
 from train.tasks.stdlib import StdlibTask, count_model
 
-TINY = tiny.config
+TINY, LINE = tiny.config, job_line.config
 ROOT = Path(__file__).parent.parent
 GOLDEN_LOSSES = [
     6.065403,
@@ -115,10 +116,10 @@ def test_a_run_repeats_itself_bit_for_bit(finished, tmp_path):
     assert same(train(TINY, tmp_path / "again").state, outcome.state)
 
 
-def test_another_seed_is_another_run(finished, tmp_path):
-    run_dir, _ = finished
-    train(dataclasses.replace(TINY, seed=1), tmp_path / "other")
-    assert losses(tmp_path / "other") != losses(run_dir)
+def test_another_seed_is_another_run(tmp_path):
+    for seed in (0, 1):
+        train(dataclasses.replace(LINE, seed=seed), tmp_path / str(seed))
+    assert losses(tmp_path / "0") != losses(tmp_path / "1")
 
 
 def test_a_mesh_trains_as_the_simulation_does(finished, tmp_path):
@@ -169,21 +170,22 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize(
-    ("number", "step"),
-    [(signal.SIGTERM, random.randrange(1, 100)), (signal.SIGKILL, 90)],
-    ids=["SIGTERM at a random step", "SIGKILL"],
-)
-def test_a_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path, number, step):
+def test_a_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
+    """After SIGTERM at a random step, and again after SIGKILL."""
     run_dir = tmp_path / "stopped"
-    process = start(*SMALL_RUN, "--run-dir", run_dir)
-    wait_for_step(run_dir, step, process)
-    process.send_signal(number)
-    output = finish(process, returncode=0 if number == signal.SIGTERM else -number)
-    stopped_after = read_metrics(run_dir)[-1]["step"]
-    assert step <= stopped_after < 300, "the signal came too late to test anything"
-    if number == signal.SIGTERM:
-        assert f"stopped after step {stopped_after} of 300" in output
+    for number, step, command in [
+        (signal.SIGTERM, random.randrange(1, 100), SMALL_RUN),
+        (signal.SIGKILL, 190, ["--resume", run_dir]),
+    ]:
+        options = ["--run-dir", run_dir] if command is SMALL_RUN else []
+        process = start(*command, *options)
+        wait_for_step(run_dir, step, process)
+        process.send_signal(number)
+        output = finish(process, returncode=0 if number == signal.SIGTERM else -number)
+        stopped_after = read_metrics(run_dir)[-1]["step"]
+        assert step <= stopped_after < 300, "the signal came too late to test anything"
+        if number == signal.SIGTERM:
+            assert f"stopped after step {stopped_after} of 300" in output
     finish(start("--resume", run_dir))
     assert losses(run_dir) == losses(uninterrupted)
     assert scores(run_dir)[-1] == scores(uninterrupted)[-1]
@@ -210,8 +212,8 @@ def test_a_finished_run_resumes_to_nothing_to_do(finished, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
-    optimizer = dataclasses.replace(TINY.optimizer, learning_rate=1e30)
-    config = dataclasses.replace(TINY, optimizer=optimizer)
+    optimizer = dataclasses.replace(LINE.optimizer, learning_rate=1e30)
+    config = dataclasses.replace(LINE, optimizer=optimizer)
     with pytest.raises(FloatingPointError, match="is not finite at step"):
         train(config, tmp_path / "nan")
     assert not list((tmp_path / "nan" / "checkpoints").glob("[0-9]*"))

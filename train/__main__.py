@@ -1,6 +1,6 @@
-"""Trains what a config file says: `python -m train configs/NAME.py [--field value]`.
+"""Trains a config: `python -m train configs/NAME.py [--field value]`.
 
-And goes on with it: `python -m train --resume runs/NAME`.
+`python -m train --resume runs/NAME` resumes its run.
 """
 
 import argparse
@@ -13,7 +13,14 @@ from typing import Annotated
 import jax
 import tyro
 
-from train.cli import SaveError, check_folder, command, load_config, show_usage
+from train.cli import (
+    FAILED,
+    SaveError,
+    check_folder,
+    command,
+    load_config,
+    show_usage,
+)
 from train.config import Config
 from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
 from train.run.log import read_metrics
@@ -25,7 +32,6 @@ usage: python -m train CONFIG.py [--run-dir RUN] [--init-from RUN] [--field valu
        python -m train CONFIG.py --help
        python -m train --resume RUN [--step STEP] [--change FIELD=VALUE ...]
 configs: {configs}"""
-FAILED = 70  # A run that has begun and cannot go on, EX_SOFTWARE.
 
 
 def main(arguments: list[str]) -> None:
@@ -60,7 +66,7 @@ def _begin(path: Path, options: list[str]) -> None:
 
         Args:
           run_dir: folder of the run; by default runs/NAME.
-          init_from: folder of another run, whose mean model all workers begin with.
+          init_from: folder of another run, whose mean model all workers start from.
         """
         run_here(config, run_dir or Path("runs") / config.name, init_from=init_from)
 
@@ -68,13 +74,13 @@ def _begin(path: Path, options: list[str]) -> None:
 
 
 def _resume(run_dir: Path, options: list[str]) -> None:
-    """Trains on in the folder of a run."""
+    """Resumes the run of a folder."""
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--step", default="")
     before.add_argument("--config-file", type=Path)
     known, _ = before.parse_known_args(options)
     like = None if known.config_file is None else load_config(known.config_file)
-    # What is no number is refused below, with all other options.
+    # A step that is no number raises below, with all other options.
     step = int(known.step) if known.step.isdecimal() else None
     default = saved_config(run_dir, step, like)
 
@@ -84,13 +90,13 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
         config_file: Path | None = None,
     ) -> None:
-        """Goes on with a run, with its own config.
+        """Resumes a run with its own config.
 
         Args:
-          step: of the checkpoint; by default the newest that can be read. Newer ones
-            are moved to RUN/set_aside.
-          change: FIELD=VALUE that trains in another way from here on.
-          config_file: where the class of its task is, if it is one of your own.
+          step: step of the checkpoint; by default the newest that can be read. Newer
+            ones are moved to RUN/set_aside.
+          change: FIELD=VALUE that changes the training from here on.
+          config_file: file with the class of the task, if it is one of your own.
         """
         del config_file
         changed, fields = with_changes(config, change)
@@ -129,7 +135,7 @@ def run_here(
 def _train(
     config: Config, run_dir: Path, resume: Resume | None, init_from: Path | None
 ) -> None:
-    """Trains; the first process says what came out."""
+    """Trains; process 0 shows the results."""
     outcome = train(config, run_dir, resume, init_from)
     leave()
     if jax.process_index() == 0:
@@ -137,8 +143,8 @@ def _train(
 
 
 def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
-    """Says what came out, and draws it."""
-    from train.report import write_report  # The other processes draw nothing.
+    """Writes the report and prints the results."""
+    from train.report import write_report  # Only process 0 needs matplotlib.
 
     report = write_report([run_dir], run_dir / "report.html")
     if outcome.step < config.num_steps:
@@ -163,7 +169,7 @@ def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
     for name, score in task.baselines().items():
         print(f"  {name:24}{score:.3f}")
     if task.judge is not None:
-        print("\nwhat the mean model makes of the test set")
+        print("\ntest scores of the mean model")
         for name, score in task.judge(*outcome.mean).items():
             print(f"  {name.replace('_', ' '):24}{score:.3f}")
     sample = textwrap.indent(task.sample(*outcome.mean), "  ")

@@ -1,8 +1,8 @@
 """What all commands share: how they read a file of Python, and how they end.
 
-An exit code is 0 where all went well, 1 where what was asked for cannot be done, 2 for
-a wrong command line, 130 after Ctrl-C, 141 where the output was closed; that of a
-process of a job is `train.job.distributed.FAILED`.
+The exit code is 0 for success, 1 for an error, 2 for a wrong command line, 70 for a run
+or a process of a job that failed after its start, 130 after Ctrl-C, and 141 where the
+output was closed.
 """
 
 import contextlib
@@ -20,20 +20,21 @@ from typing import TYPE_CHECKING, Any, NoReturn
 if TYPE_CHECKING:
     from train.config import Config
 
-# As a shell has them: 128 and the number of the signal.
+# Of the signals SIGINT and SIGPIPE, 128 and their number, as shells have it.
 INTERRUPTED, CLOSED = 130, 141
+FAILED = 70  # A run or a process of a job that began and failed, EX_SOFTWARE.
 OURS = ("decentjax", "train")
 
 
 class SaveError(Exception):
-    """Something of a run could not be written; what was written before is intact."""
+    """A file of a run could not be written; earlier files are intact."""
 
 
 @contextlib.contextmanager
 def command() -> Iterator[None]:
-    """What the `main` of a command runs in: it ends with a sentence and an exit code.
+    """Runs a command: its errors end it with a sentence and an exit code.
 
-    Only bugs of ours keep their traceback.
+    Only bugs of this project keep their traceback.
     """
     try:
         try:
@@ -56,7 +57,7 @@ def command() -> Iterator[None]:
 
 
 def end_interrupted_imports() -> None:
-    """Has Ctrl-C end the process as `command` does, also before `main` runs."""
+    """Makes Ctrl-C end the process as in `command`, also during the imports."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
         if not issubclass(kind, KeyboardInterrupt):
@@ -68,10 +69,10 @@ def end_interrupted_imports() -> None:
 
 
 def sentence(error: BaseException) -> str | None:
-    """Returns what an error says to a user, or None for a bug of ours."""
+    """Returns an error's message for users, or None for a bug of this project."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
-    if "RESOURCE_EXHAUSTED" in str(error):  # jax's, or tensorstore's: pages.
+    if "RESOURCE_EXHAUSTED" in str(error):  # Pages of jax's or tensorstore's text.
         return _exhausted(str(error))
     if isinstance(error, OSError):
         if error.errno is None:
@@ -90,7 +91,7 @@ def sentence(error: BaseException) -> str | None:
 
 
 def show_usage(usage: str, arguments: list[str]) -> NoReturn:
-    """Prints how a command is used: asked for, or as the command line was wrong."""
+    """Prints the usage, with code 0 if --help asks for it, else with code 2."""
     if "--help" in arguments or "-h" in arguments:
         print(usage)
         raise SystemExit(0)
@@ -102,20 +103,25 @@ def load_config(path: Path) -> "Config":
     """Returns the `config` of a config file, a file of Python.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: it holds no config; where it fails itself, with the line.
+      FileNotFoundError: if there is no such file.
+      ValueError: if it defines no config, or raises an error, with the line.
     """
-    from train.config import Config  # It takes seconds, and not all commands need it.
+    from train.config import Config  # Takes seconds, and not all commands need it.
 
     return load_value(path, "config", Config)
 
 
 def load_value(path: Path, name: str, kind: Any) -> Any:
-    """Returns what a file of Python calls `name`, of one kind or of several.
+    """Returns the variable `name` of a file of Python.
+
+    Args:
+      path: the file.
+      name: name of the variable.
+      kind: class of its value, or a union of classes.
 
     Raises:
-      FileNotFoundError: there is no such file.
-      ValueError: that is no `kind`, or the file fails, with the line where it does.
+      FileNotFoundError: if there is no such file.
+      ValueError: if its value is no `kind`, or the file raises an error, with the line.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no {name} file {path}")
@@ -125,12 +131,12 @@ def load_value(path: Path, name: str, kind: Any) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Where a class of the file is looked for.
+    sys.modules[spec.name] = module  # Where pickle looks for a class of the file.
     try:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # sys.exit() too: it is not the end of a run.
+    except BaseException as error:  # Also sys.exit(), which must not end the command.
         what = f"{type(error).__name__}: {_text(error)}"
         raise ValueError(f"{path}{_line(path, error)}: {what}") from error
     value = getattr(module, name, None)
@@ -142,15 +148,15 @@ def load_value(path: Path, name: str, kind: Any) -> Any:
 
 
 def check_folder(path: Path) -> None:
-    """Refuses addresses of another kind, which `Path` takes for folders here.
+    """Raises for URLs, which `Path` would take for folders of this machine.
 
     Raises:
-      ValueError: it is like gs://bucket/run.
+      ValueError: if the path is like gs://bucket/run.
     """
     if found := re.match(r"(\w+):/", str(path)):
         raise ValueError(
             f"a folder must be in a file system of this machine, got {path}: "
-            f"mount what {found[1]}:// stands for, and give the path"
+            f"mount the storage behind {found[1]}:// and give its path"
         )
 
 
@@ -159,7 +165,7 @@ def _text(error: BaseException) -> str:
 
 
 def _line(path: Path, error: BaseException) -> str:
-    """The last line of the file that the error has come through."""
+    """The innermost line of the file in the error's traceback."""
     if isinstance(error, SyntaxError) and error.filename == str(path):
         return f", line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
@@ -168,15 +174,15 @@ def _line(path: Path, error: BaseException) -> str:
 
 
 def _exhausted(text: str) -> str:
-    """The reason among the many words of such an error."""
+    """The reason within a long RESOURCE_EXHAUSTED error."""
     file = re.search(r'file "([^"]+)"', text)
     full = re.search(r"No space left on device|Disk quota exceeded", text)
     return f"{full[0]}: {file[1]!r}" if full and file else text.partition("\n")[0]
 
 
 def _is_closed_output(error: BaseException) -> bool:
-    """Whether it comes of a reader of the output that has gone, as `| head` does."""
-    if isinstance(error, SystemExit):  # By which rich ends the process then.
+    """Whether the reader of the output has closed it, as `| head` does."""
+    if isinstance(error, SystemExit):  # rich ends the process so, with code 1.
         return error.code == 1 and isinstance(error.__context__, BrokenPipeError)
     return isinstance(error, BrokenPipeError) and (
         _is_closed(sys.stdout) or _is_closed(sys.stderr)
@@ -193,7 +199,10 @@ def _is_closed(stream: object) -> bool:
 
 
 def _drop_output() -> None:
-    """Has Python flush at exit, which sets the exit code, into a file that is open."""
+    """Redirects closed outputs to /dev/null.
+
+    Else Python's flush at exit would fail, and change the exit code to 120.
+    """
     for stream in filter(None, (sys.stdout, sys.stderr)):
         try:
             stream.flush()

@@ -1,4 +1,4 @@
-"""Configs as JSON text, and what two of them differ in."""
+"""Configs as JSON text, and the differences of two configs."""
 
 import dataclasses
 import json
@@ -11,21 +11,21 @@ from train.config import AnyTask, Config
 
 
 def to_json(config: Config) -> str:
-    """Returns the resolved config as JSON text."""
+    """Returns the resolved config as JSON text, with the class of its task."""
     fields = dataclasses.asdict(config)
     fields["task"] = {"kind": type(config.task).__name__, **fields["task"]}
     return json.dumps(fields, indent=2) + "\n"
 
 
 def from_fields(fields: dict[str, Any], own_tasks: Sequence[type] = ()) -> Config:
-    """Returns the config that `to_json` has written, of what JSON makes of that.
+    """Returns the config that `to_json` has written.
 
     Args:
-      fields: of the config.
-      own_tasks: classes that are not of `train.tasks`.
+      fields: fields of the config, as JSON has them.
+      own_tasks: task classes beside those of `train.tasks`.
 
     Raises:
-      ValueError: if its task is not one of those, or it is one of another version.
+      ValueError: if its task is unknown, or another version has written it.
     """
     task = fields.get("task")
     kind = task.get("kind") if isinstance(task, dict) else task
@@ -54,10 +54,10 @@ def read_config(path: Path) -> Config:
 
 
 def read_fields(path: Path) -> dict[str, Any]:
-    """Returns what a run's config.json holds, as JSON has it.
+    """Returns the fields of a run's config.json, as JSON has them.
 
     Raises:
-      ValueError: if that is no object, with the file's name.
+      ValueError: if the file holds no JSON object, with its name.
     """
     try:
         fields = json.loads(path.read_text())
@@ -72,7 +72,7 @@ def read_fields(path: Path) -> dict[str, Any]:
 def differences(
     old: dict[str, Any], new: dict[str, Any], prefix: str = ""
 ) -> list[str]:
-    """Returns what differs between two configs as dicts, a phrase for each field."""
+    """Returns a phrase for each field in which two configs, as dicts, differ."""
     phrases = []
     for key in {**old, **new}:
         before, after = old.get(key), new.get(key)

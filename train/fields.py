@@ -1,6 +1,6 @@
-"""Classes of frozen values whose fields hold what their annotations say.
+"""Frozen dataclasses whose values are checked against their annotations.
 
-A config file is Python, where nothing else would notice `num_steps="12"`.
+A config file is Python, which would accept `num_steps="12"`.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeVar, Union
 
 T = TypeVar("T")
 
-# Steps are counted, and seeds are used, in 32 bits: jax would drop the others.
+# Steps and seeds are int32 in jax, which would silently drop higher bits.
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = 3.4e38  # A float32's.
 WORDS = {
@@ -28,9 +28,9 @@ WORDS = {
     kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,)
 )
 def checked(kind: type[T]) -> type[T]:
-    """Makes a class a frozen dataclass that refuses values of another type.
+    """Makes a class a frozen dataclass that raises for values of another type.
 
-    Its own `__post_init__` runs after that check.
+    The class's own `__post_init__` runs after that check.
     """
     check_values = getattr(kind, "__post_init__", None)
 
@@ -47,7 +47,7 @@ def check_types(config: Any) -> None:
     """Compares all fields of a dataclass with their annotations.
 
     Raises:
-      ValueError: if one holds something else.
+      ValueError: if a field holds a value of another type.
     """
     hints = _hints(type(config))
     for field in dataclasses.fields(config):
@@ -74,7 +74,7 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, one) for one in inner)
     if kind is tuple:
         return isinstance(value, tuple) and all(_fits(x, inner[0]) for x in value)
-    if isinstance(value, bool):  # Which is an int, for Python.
+    if isinstance(value, bool):  # bool is a subclass of int.
         return hint is bool
     if hint is int:
         return isinstance(value, int) and abs(value) <= LARGEST_INT
@@ -95,7 +95,7 @@ def _words(hint: Any) -> str:
 
 
 def _nearest(value: Any, hint: Any) -> str | None:
-    """The name that was probably meant, where one of some names is wanted."""
+    """The name that was probably meant, if the annotation lists names."""
     kinds = [
         x for x in (hint, *typing.get_args(hint)) if typing.get_origin(x) is Literal
     ]

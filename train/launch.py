@@ -1,8 +1,8 @@
 """Runs `train` as several processes on this machine, as torchrun does for PyTorch.
 
-`python -m train.launch --processes N CONFIG.py [--field value ...]`, `--resume RUN` in
-the place of the config, or with `--module train.advise --measure CONFIG.py` what such
-processes would gain.
+`python -m train.launch --processes N CONFIG.py [--field value ...]`; `--resume RUN` in
+place of the config resumes a run, and `--module train.advise --measure CONFIG.py`
+measures what these processes gain from decentralized training.
 """
 
 import os
@@ -33,13 +33,12 @@ def main(arguments: list[str]) -> int:
     ) -> tuple[int, int, str]:
         """Runs `python -m train CONFIG.py ...` as several processes on this machine.
 
-        Each takes a GPU of its own, where there are any. All other arguments are those
-        of the module.
+        Each uses one GPU, if there are any. All other arguments are the module's.
 
         Args:
-          processes: how many.
-          port: where they find each other on this machine; by default one that is free.
-          module: what they run: train.advise takes --measure CONFIG.py.
+          processes: number of processes.
+          port: port on this machine where they find each other; by default a free one.
+          module: module that they run; train.advise takes --measure CONFIG.py.
         """
         return processes, port, module
 
@@ -74,7 +73,7 @@ def main(arguments: list[str]) -> int:
 def command_line(
     arguments: Sequence[str], num_processes: int, process_id: int, port: int
 ) -> list[str]:
-    """Returns the command of one process; `arguments` are a module and its own."""
+    """Returns the command of one process; `arguments` begin with its module."""
     return [
         *(sys.executable, "-m", *arguments, "--distributed.enabled"),
         *("--distributed.coordinator", f"127.0.0.1:{port}"),
@@ -86,11 +85,12 @@ def command_line(
 def environment(
     num_processes: int, process_id: int, given: Mapping[str, str]
 ) -> dict[str, str]:
-    """Returns a process's share of the machine's cores and GPUs; what is given stays.
+    """Returns the variables that give a process its share of cores and GPUs.
 
-    A job of several processes takes one GPU each.
+    Each process of a job of several uses one GPU. Variables that are already in
+    `given` keep their values.
     """
-    # One thread sends, beside those that compute.
+    # One thread more than the share of cores, for the one that sends.
     threads = max(1, (os.cpu_count() or 1) // num_processes) + 1
     share = {"NPROC": str(threads)}
     if num_processes > 1:
@@ -99,22 +99,22 @@ def environment(
 
 
 def check_port(port: int) -> int:
-    """Returns the port where it is free on this machine, or some free one for 0.
+    """Returns the port if it is free on this machine, or a free one for 0.
 
     jax's coordinator would share a port in use, and so end the job that has it.
 
     Raises:
-      ValueError: the port is in use, or is none.
+      ValueError: if the port is in use, or is no port number.
     """
     if not 0 <= port < 2**16:
         raise ValueError(f"port must be from 0 to {2**16 - 1}, got {port}")
     with socket.socket() as probe:
-        # Connections of an earlier job that are still winding down are no obstacle.
+        # Else closed connections of an earlier job would block the port for a minute.
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
-            raise ValueError(f"port {port} cannot be had: {error.strerror}") from error
+            raise ValueError(f"port {port} is unavailable: {error.strerror}") from error
         return probe.getsockname()[1]
 
 

@@ -1,4 +1,4 @@
-"""Makes data ready for training: `python -m train.prepare KIND ... --out FOLDER`.
+"""Prepares data for training: `python -m train.prepare KIND ... --out FOLDER`.
 
 Kinds are wmt14, pairs, text and imagenet.
 """
@@ -20,21 +20,22 @@ from train.data.vocabulary import train_vocabulary
 from train.data.wmt14 import Pair, Wmt14
 from train.tasks.corpus import TranslationTask
 
-# Of the paper's batches: 25,000 tokens, on 16 workers.
+# The paper's batches: 25,000 tokens on 16 workers.
 WORKERS = 16
 TOKENS_PER_WORKER = 25_000 // WORKERS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareWmt14:
-    """Gets WMT14, English to German or French, and turns it into tokens.
+    """Downloads WMT14, English to German or French, and tokenizes it.
 
     Args:
       out: new folder.
-      pair: languages, as TFDS calls it.
-      vocabulary: most tokens, learned on both languages of the training pairs.
-      max_tokens: of a sentence; longer training pairs are left out.
-      data_dir: where TFDS keeps its data; by default where it always does.
+      pair: languages, as TFDS names them.
+      vocabulary: largest number of tokens, learned on both languages of the training
+        pairs.
+      max_tokens: longest sentence, tokens; longer training pairs are left out.
+      data_dir: folder of TFDS's data; by default TFDS's own default.
     """
 
     out: Path
@@ -54,15 +55,15 @@ class PrepareWmt14:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PreparePairs:
-    """Turns text files of your own, a sentence a line, into tokens.
+    """Tokenizes your own text files, a sentence per line.
 
     Args:
       out: new folder.
-      train: two files, source and target, line by line.
-      validation: two files.
-      test: two files, which BLEU is measured on.
-      vocabulary: most tokens, learned on both training files.
-      max_tokens: of a sentence; longer training pairs are left out.
+      train: two files, source and target, whose lines correspond.
+      validation: two files for the held-out loss.
+      test: two files for BLEU.
+      vocabulary: largest number of tokens, learned on both training files.
+      max_tokens: longest sentence, tokens; longer training pairs are left out.
     """
 
     out: Path
@@ -81,15 +82,15 @@ class PreparePairs:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareText:
-    """Turns text files into tokens for a language model: train.bin and val.bin.
+    """Tokenizes text files for a language model, into train.bin and val.bin.
 
     Args:
-      files: UTF-8, with documents that are separated by <|endoftext|> or are a file
-        each; of a folder, all in it.
+      files: UTF-8 files, or folders of them; a file is one document, or several that
+        <|endoftext|> separates.
       out: new folder.
-      vocabulary: most tokens, learned on the files, or of the tokenizer.
-      tokenizer: a tokenizer's JSON file, as that of GPT-2, to use instead of learning.
-      held_out_share: of the documents, for val.bin.
+      vocabulary: largest number of tokens, learned on the files or of the tokenizer.
+      tokenizer: JSON file of a tokenizer, such as GPT-2's, to use instead of learning.
+      held_out_share: share of the documents that go to val.bin.
     """
 
     files: tyro.conf.Positional[tuple[Path, ...]]
@@ -119,11 +120,11 @@ class PrepareText:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PrepareImageNet:
-    """Turns the archives of ImageNet-1K into files that can be read from anywhere in.
+    """Converts the archives of ImageNet-1K into files with random access.
 
     Args:
       archives: folder with ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar.
-      out: folder of tfds's data sets; by default TFDS_DATA_DIR in the environment, or
+      out: folder of TFDS's data sets; by default TFDS_DATA_DIR in the environment, or
         ~/tensorflow_datasets.
     """
 

@@ -1,4 +1,4 @@
-"""Options of XLA: those that the trainer takes by default, and their arguments."""
+"""Options of XLA: the recommended ones, and how arguments are read."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,7 +6,7 @@ import jax
 
 PLATFORMS = ("cpu", "gpu", "tpu")
 
-# Kernels are not tuned where there is no GPU.
+# Without a GPU there is nothing to tune kernels on.
 COMPILE_ONLY = {"xla_gpu_autotune_level": "0"}
 
 THRESHOLDS = (
@@ -17,10 +17,10 @@ THRESHOLDS = (
 
 ALL_REDUCE_THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes"
 
-# XLA joins messages up to 30 MB and more. Then the last ones have too little beside
-# them, and the 22 MB of a pair become one message that blocks, as `python -m
+# XLA combines messages up to 30 MB and more. Then little compute is left beside the
+# last ones, and the 22 MB of a pair become one message that blocks; shown by `python -m
 # train.preflight configs/timeline.py --exchange.where in_step --target h100 --nodes 16
-# --gpus-per-node 8` shows where it tries no option.
+# --gpus-per-node 8` without options.
 RECOMMENDED = dict.fromkeys(THRESHOLDS, "2500000")
 
 
@@ -33,12 +33,12 @@ def read_options(arguments: Sequence[str], platform: str) -> dict[str, str]:
     """Reads "recommended", and options of the form NAME=VALUE.
 
     Args:
-      arguments: as in the config.
-      platform: "cpu", "gpu" or "tpu"; options of another, xla_gpu_... for a GPU, are
-        left out, so that one config serves all.
+      arguments: `step.xla_options` of the config.
+      platform: "cpu", "gpu" or "tpu"; options of another platform, such as xla_gpu_...,
+        are left out, so that one config serves all.
 
     Raises:
-      ValueError: if one has another form.
+      ValueError: if an argument has another form.
     """
     options = _given(arguments)
     if "recommended" in arguments:
@@ -50,17 +50,17 @@ def read_options(arguments: Sequence[str], platform: str) -> dict[str, str]:
 
 
 def check_options(arguments: Sequence[str], platform: str) -> None:
-    """Compiles a program of nothing with options, whatever the job compiles.
+    """Checks options by compiling an empty program with them.
 
-    On CPU and GPU XLA knows the options of both. Those of TPUs can be checked on a TPU
-    alone, and there no others; they pass.
+    On CPU and GPU XLA knows the options of both. TPU options can be checked only on a
+    TPU, which knows no others; unchecked options pass.
 
     Args:
-      arguments: as in the config; those recommended are known.
-      platform: that the job is on.
+      arguments: `step.xla_options` of the config; the recommended ones are known.
+      platform: platform of the job.
 
     Raises:
-      ValueError: if XLA does not know one, or cannot read its value.
+      ValueError: if XLA does not know an option, or cannot read its value.
     """
     unknown = ("xla_cpu_", "xla_gpu_") if platform == "tpu" else "xla_tpu_"
     options = {
@@ -82,7 +82,7 @@ def check_options(arguments: Sequence[str], platform: str) -> None:
 
 
 def _given(arguments: Sequence[str]) -> dict[str, str]:
-    """The options that are spelled out."""
+    """The options other than "recommended"."""
     options = {}
     for argument in arguments:
         name, separator, value = argument.partition("=")

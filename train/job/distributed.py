@@ -1,6 +1,6 @@
-"""A job of several processes: how it begins, agrees, and ends where one of them fails.
+"""A job of several processes: how it starts, agrees, and ends when one of them fails.
 
-Nothing here knows what is trained.
+Nothing here depends on what is trained.
 """
 
 import collections
@@ -30,12 +30,11 @@ from jax.sharding import Mesh
 import decentjax
 from decentjax import worker_mesh
 from decentjax.gossip import Engine
-from train.cli import sentence
+from train.cli import FAILED, sentence
 from train.config import Config, DistributedConfig
 from train.config_json import differences, to_json
 from train.job.rendezvous import Place, rendezvous
 
-FAILED = 70  # The exit code of a process that ended on an error, EX_SOFTWARE.
 MONTH_SECONDS = 30 * 24 * 3600
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -45,24 +44,24 @@ def start(
 ) -> None:
     """Joins the processes of the job; before anything has used a device.
 
-    jax's coordinator ends a job whose processes send it no heartbeat, and judges that
-    by the wall clock: measured with jax 0.10.2 and 0.12.0, a clock set ahead by more
-    than the limit, 100 s, ends the job within 2 s, and one set back does so whatever
-    the limit. Where jax is told to use CPUs alone (JAX_PLATFORMS=cpu), the limit is a
-    month, as collectives that find no peer end by their own limit. On GPU it stays: we
-    know of nothing else that notices a machine that vanishes with its connections open.
+    jax's coordinator ends a job whose processes send it no heartbeat, and measures that
+    by the wall clock: with jax 0.10.2 and 0.12.0, a clock set ahead by more than the
+    limit, 100 s, ends the job within 2 s, and a clock set back does so at any limit.
+    With CPUs only (JAX_PLATFORMS=cpu) the limit is a month, as collectives without a
+    peer end by their own limit. On GPU it stays at 100 s: nothing else that we know
+    detects a machine that vanishes with its connections open.
 
     Args:
-      config: the place of this process, or None where jax finds it.
-      num_workers: of the job.
+      config: place of this process, with None for what jax finds itself.
+      num_workers: number of workers of the job.
       run_dir: folder of the run, which all processes must see.
 
     Raises:
-      ValueError: if there is no job to join, its address is that of another, not all
-        processes come or see the folder, or the workers cannot be dealt out.
+      ValueError: if there is no job to join, another job uses its address, processes
+        are missing or do not see the folder, or the workers do not divide among them.
     """
     timeout = config.timeout_seconds
-    # Else a process that hangs would keep all others waiting for half an hour.
+    # By default a process that hangs keeps all others waiting for half an hour.
     flag = f"--xla_cpu_collective_timeout_seconds={timeout}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     place = _place(config)
@@ -84,11 +83,11 @@ def start(
 
 
 def provide_cpu_devices(count: int) -> None:
-    """Lets the CPU appear as `count` devices; other platforms take no notice.
+    """Makes the CPU appear as `count` devices; other platforms ignore it.
 
     XLA runs the devices of a CPU mesh on one pool of threads, where a collective holds
-    its thread until every device has come: with too few threads they wait for ever. A
-    device alone needs one to exchange while another computes.
+    its thread until every device has arrived: with too few threads they deadlock. A
+    single device needs a thread to exchange while another computes.
     """
     needed = 2 if count == 1 else 8 * count
     given = int(os.environ.get("NPROC", os.cpu_count() or 1))
@@ -97,10 +96,10 @@ def provide_cpu_devices(count: int) -> None:
 
 
 def leave() -> None:
-    """Ends the job for all of its processes, so that nobody waits for process 0.
+    """Ends the job for all of its processes; a collective, and the last.
 
-    It has what came out to score and to draw, which may take longer than jax would
-    have the others wait for it. A collective, and the last.
+    Process 0 then scores and draws the results, for longer than jax would let the other
+    processes wait for it at their exit.
     """
     if jax.process_count() > 1:
         distributed.shutdown()
@@ -108,7 +107,7 @@ def leave() -> None:
 
 @contextlib.contextmanager
 def fail_stop() -> Iterator[None]:
-    """Ends the process at once where it fails, so that its peers notice and end too.
+    """Ends a process that fails at once, so that its peers notice and end too.
 
     An ordinary exit would wait for peers that wait for this process.
     """
@@ -124,7 +123,7 @@ def fail_stop() -> Iterator[None]:
             sys.stdout.flush()
             if job.process_id == 0 and job.num_processes > 1:
                 # The coordinator ends with this process, and jax then aborts all
-                # others: they shall first say what they have met.
+                # others; this leaves them time to print their own errors first.
                 time.sleep(1)
         finally:
             os._exit(FAILED)
@@ -149,23 +148,23 @@ def meet(config: Config) -> list[str]:
             **{package: version(package) for package in PACKAGES},
         },
     }
-    everybody = _all_gather({"host": socket.gethostname(), "facts": facts})
+    gathered = _all_gather({"host": socket.gethostname(), "facts": facts})
     phrases = [
         f"process {number} against process 0: {phrase}"
-        for number, one in enumerate(everybody)
-        for phrase in differences(everybody[0]["facts"], one["facts"])
+        for number, one in enumerate(gathered)
+        for phrase in differences(gathered[0]["facts"], one["facts"])
     ]
     if phrases:
         raise ValueError("the processes differ: " + "; ".join(phrases))
-    return [one["host"] for one in everybody]
+    return [one["host"] for one in gathered]
 
 
 def job_mesh(config: Config, hosts: list[str]) -> Mesh:
-    """A mesh of all devices, where the workers of a node stand side by side.
+    """A mesh of all devices, in which the workers of a node are consecutive.
 
     Args:
-      config: of the run.
-      hosts: of the processes, as `meet` returns them.
+      config: config of the run.
+      hosts: host name of each process, as `meet` returns them.
 
     Raises:
       ValueError: if the workers do not fit the devices, or the nodes.
@@ -193,11 +192,11 @@ def job_mesh(config: Config, hosts: list[str]) -> Mesh:
 
 
 class MetricMeans:
-    """Means of metrics over the processes, for process 0, which waits for nobody.
+    """Means of metrics over the processes, collected by process 0 without waiting.
 
-    They go through the coordinator, not by a collective, which could meet an exchange
-    on its way; and from a second thread, as the coordinator of a process 0 that hangs
-    never answers. A context that ends the thread.
+    The values go through the coordinator: a collective could interleave with an
+    exchange of another thread and deadlock. A second thread sends them, as the
+    coordinator of a process 0 that hangs never answers. A context that ends the thread.
     """
 
     def __init__(self, timeout_seconds: float):
@@ -212,7 +211,7 @@ class MetricMeans:
         self._engine.__exit__(*error)
 
     def put(self, step: int, values: dict[str, float]) -> None:
-        """Hands over what this process has measured, after rising numbers of steps."""
+        """Sends the values of this process; `step` must rise from call to call."""
         if jax.process_index() == 0:
             self._own.append((step, values))
             return
@@ -220,12 +219,13 @@ class MetricMeans:
         self._engine.submit(_client().key_value_set, key, json.dumps(values))
 
     def flush(self) -> None:
-        """Waits until all that was put has come to process 0.
+        """Waits until process 0 has all values of this process.
 
         Raises:
-          ValueError: it does not answer.
+          ValueError: if it does not answer.
         """
         try:
+            # Queued last, so its result comes once all values are sent.
             self._engine.submit(int).result(self._timeout_seconds)
         except TimeoutError as error:
             raise ValueError(
@@ -233,7 +233,10 @@ class MetricMeans:
             ) from error
 
     def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
-        """Yields step and means, in order, of what has come from all; to process 0."""
+        """Yields step and means of the steps that all processes have sent, in order.
+
+        Only process 0 has any.
+        """
         while self._own:
             step, values = self._own[0]
             rows = [values, *_others(f"metrics/{step}/")]
@@ -249,6 +252,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def _all_gather(value: Any) -> list[Any]:
+    # Collectives need equal shapes: sizes first, then texts padded to the largest.
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array([text.size]))[:, 0]
     padded = np.zeros(max(sizes), np.uint8)
@@ -263,7 +267,7 @@ def _client() -> Any:
 
 
 def _others(folder: str) -> list[Any]:
-    """The values that processes have left there; taken away where all have."""
+    """The values of the other processes; deleted once all have sent theirs."""
     if jax.process_count() == 1:
         return []
     pairs = _client().key_value_dir_get(folder)
@@ -273,14 +277,14 @@ def _others(folder: str) -> list[Any]:
 
 
 def _shared(config: Config) -> dict[str, Any]:
-    """What has to be the same in all processes."""
+    """The part of the config that all processes must share."""
     shared = json.loads(to_json(config))
     del shared["distributed"]["process_id"]
     return shared
 
 
 def _explain(error: BaseException) -> str:
-    """A sentence where the error is foreseen, else a traceback."""
+    """A sentence for an expected error, else a traceback."""
     if lost := _lost_peer(error):
         return f"lost a peer: {lost}"
     if isinstance(error, SystemExit):
@@ -290,7 +294,7 @@ def _explain(error: BaseException) -> str:
 
 
 def _lost_peer(error: BaseException) -> str | None:
-    """What such an error says of it; of jax's errors some are a ValueError."""
+    """The message of an error that a lost peer causes; some are a ValueError."""
     if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
         return None
     found = re.search(r"(Gloo|gloo|[Cc]oordination service).*", str(error))
@@ -309,8 +313,8 @@ def _place(config: DistributedConfig) -> Place:
         if config.process_id == 0:
             _check_name(config.coordinator)
         return Place(*given)
-    # jax finds them too, but says so only once it has joined. Private, and the same in
-    # jax 0.10.2 and 0.12.0. The devices are left for jax to find.
+    # jax detects them too, but only while it joins, which is too late for `rendezvous`.
+    # Private, with one signature in jax 0.10.2 and 0.12.0. jax detects the devices.
     find: Any = ClusterEnv.auto_detect_unset_distributed_params
     given = (os.environ.get("JAX_COORDINATOR_ADDRESS"), *given[1:])
     try:
@@ -327,9 +331,9 @@ def _place(config: DistributedConfig) -> Place:
 
 
 def _check_name(address: str) -> None:
-    """Refuses a name that means this machine alone, where no other could reach it."""
+    """Raises for a name that is a loopback address here: no other could reach it."""
     host = address.rpartition(":")[0]
-    with contextlib.suppress(OSError):  # An unknown name is refused where it is used.
+    with contextlib.suppress(OSError):  # An unknown name raises where it is used.
         own = socket.gethostbyname(host)
         if own.startswith("127.") and host not in ("localhost", own):
             raise ValueError(

@@ -1,6 +1,6 @@
-"""Several processes as one job: one output, one exit code, and nobody left behind.
+"""Several processes as one job: one output, one exit code, and no process left over.
 
-Linux alone: pidfds tell who ended first, and children die with their launcher.
+Linux only: pidfds show which process ended first, and children die with the launcher.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-GRACE_SECONDS = 5.0  # After a failure the others notice closed sockets and end.
+GRACE_SECONDS = 5.0  # After a failure, for the others to notice closed sockets.
 TERM_SECONDS = 2.0  # From SIGTERM to SIGKILL for those that did not.
 # A terminal that closes sends SIGHUP, which nohup asks us to ignore.
 _HANGUP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
@@ -29,9 +29,9 @@ class Process(NamedTuple):
     """One process of a job.
 
     Args:
-      name: its number, such as "3"; stands before each line that it prints.
+      name: its number, such as "3", printed before each of its lines.
       argv: program and arguments.
-      env: what its environment has besides ours.
+      env: environment variables in addition to those of this process.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Process(NamedTuple):
 def run_job(processes: Sequence[Process]) -> int:
     """Runs all processes to their end and returns one exit code for them.
 
-    That is 0 where all ended with 0, else that of the process that failed first, 128 +
-    the signal where one killed it. The others then have 5 s to end by themselves, and
-    from SIGTERM 2 s to SIGKILL. Our first SIGINT, SIGTERM or SIGHUP reaches all as
-    SIGTERM, for them to save and end, the second as SIGKILL. An output that is closed,
-    as by `| head`, is such a signal too; the code is then 141, as SIGPIPE gives it.
+    The code is 0 if all ended with 0, else that of the process that failed first: 128 +
+    the signal if one killed it. The others then have 5 s to end by themselves, and
+    2 s from SIGTERM to SIGKILL. The first SIGINT, SIGTERM or SIGHUP reaches all as
+    SIGTERM, for them to save and end, the second as SIGKILL. A closed output, as after
+    `| head`, counts as such a signal; the code is then 141, as for SIGPIPE.
 
     Raises:
-      OSError: a program cannot be started; those that were are killed.
+      OSError: if a program cannot be started; those already started are killed.
     """
     children: list[_Child] = []
     output = _Output()
@@ -92,9 +92,9 @@ def describe_exit(returncode: int) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def pass_stop_signals_to(send: Callable[[int], None]) -> Iterator[None]:
-    """Calls send(SIGTERM) at our first stop signal, and send(SIGKILL) at others.
+    """Calls send(SIGTERM) at the first stop signal, and send(SIGKILL) at the next.
 
-    Children have sessions of their own, where a terminal's Ctrl-C does not come.
+    Children have sessions of their own, which a terminal's Ctrl-C does not reach.
     """
     first = iter([signal.SIGTERM])
 
@@ -120,10 +120,10 @@ def hold_stop_signals() -> Iterator[None]:
 
 
 def die_with_parent(parent_lives: Callable[[], bool]) -> None:
-    """Has the kernel kill this process as soon as its parent dies.
+    """Makes the kernel kill this process as soon as its parent dies.
 
-    A launcher that gets SIGKILL cannot stop its children, and they would train on, or
-    wait for each other, with nobody to see it.
+    A launcher that gets SIGKILL cannot stop its children, which would train on unseen,
+    or wait for each other forever.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if not parent_lives():  # It died before the kernel knew.
@@ -131,11 +131,11 @@ def die_with_parent(parent_lives: Callable[[], bool]) -> None:
 
 
 class _Output:
-    """Our standard output, until it is closed: then what is printed goes nowhere.
+    """The standard output; once it is closed, what is printed is dropped.
 
     Attributes:
-      closed: whether it is.
-      stops: whether the processes are still to be stopped when it closes.
+      closed: whether it is closed.
+      stops: whether the processes must still be stopped when it closes.
     """
 
     def __init__(self):
@@ -145,7 +145,7 @@ class _Output:
         try:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
-        except OSError:  # A pipe that is not read, or a terminal that has gone.
+        except OSError:  # A pipe without a reader, or a terminal that has closed.
             self.closed = True
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, sys.stdout.fileno())
@@ -163,7 +163,7 @@ class _Child:
         self.unprinted = b""
         self.popen = subprocess.Popen(
             process.argv,
-            # Python would keep lines back, and lose them where it is killed.
+            # Else Python buffers lines, and loses them when it is killed.
             env={"PYTHONUNBUFFERED": "1", **os.environ, **process.env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -188,7 +188,7 @@ class _Child:
         return data != b""
 
     def close(self) -> None:
-        """Prints what is left, and kills the process where it still runs."""
+        """Kills the process if it still runs, and prints the rest of its output."""
         self.popen.kill()
         self.popen.wait()
         if self.unprinted:
@@ -197,7 +197,7 @@ class _Child:
         os.close(self.pidfd)
 
     def _printed(self, line: bytes) -> bytes:
-        if b"[Gloo] Rank" in line:  # Each connection says so, once for each process.
+        if b"[Gloo] Rank" in line:  # Gloo prints one for each pair of processes.
             return b""
         text = _visible(line).rstrip(b"\r")
         return b"[%b] %b\n" % (self.name.encode(), text)
@@ -209,7 +209,7 @@ def _begin(launcher: int) -> None:
 
 
 def _visible(line: bytes) -> bytes:
-    """Returns what a terminal shows of a line in which progress wrote over itself."""
+    """Returns what a terminal shows of a line that progress has overwritten."""
     return line[line.rfind(b"\r", 0, -1) + 1 :]
 
 
@@ -231,7 +231,7 @@ def _wait_for_all(
             child = key.data
             more = child.print_lines()
             if key.fileobj == child.pidfd:
-                # A grandchild may hold the pipe for ever: its end is not waited for.
+                # A grandchild may hold the pipe open forever: do not wait for its end.
                 selector.unregister(child.pidfd)
                 running.remove(child)
                 if child.popen.wait() and failed is None:

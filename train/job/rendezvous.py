@@ -1,9 +1,9 @@
 """Where the processes of a job meet before jax's coordinator listens at that address.
 
-jax's coordinator shares a port with another that already listens there, and takes any
-process that connects for one of its own, so a second job at the same address ends the
-first. Here process 0 claims the port alone, and the others show that they belong to its
-job before they speak to the coordinator.
+jax's coordinator shares a port with another that already listens there, and accepts any
+process that connects, so a second job at the same address ends the first. Here process
+0 claims the port exclusively, and the others prove that they belong to its job before
+they connect to the coordinator.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-GREETING_SECONDS = 10.0  # Process 0 greets at once; other programs may say nothing.
+GREETING_SECONDS = 10.0  # Process 0 greets at once; another program may be silent.
 MAX_BYTES = 1024  # Of a message.
 
 
@@ -43,13 +43,13 @@ def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[s
     No other job can claim the port before the context ends.
 
     Args:
-      place: of this process.
-      run_dir: folder of the run, which all processes must see, under whatever path.
-      seconds: how long to wait.
+      place: place of this process.
+      run_dir: folder of the run, which all processes must see, under any path.
+      seconds: longest wait.
 
     Raises:
-      ValueError: the port is in use, a process is missing, or this one is of another
-        job or sees another folder.
+      ValueError: if the port is in use, a process is missing, or this one belongs to
+        another job or sees another folder.
     """
     deadline = time.monotonic() + seconds
     if place.process_id > 0:
@@ -90,7 +90,7 @@ def _host(
     seconds: float,
     deadline: float,
 ) -> None:
-    """Process 0: greets all that connect, judges them, and waits for all of its job."""
+    """Process 0: greets and checks all that connect, and waits for all of its job."""
     came: dict[int, socket.socket] = {}
     refused: list[str] = []
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
@@ -108,25 +108,25 @@ def _host(
                     continue
                 guest: Any = key.fileobj
                 number = _admitted(guest, place, came, refused)
-                if number is None:  # It has left, or is refused.
+                if number is None:  # It has disconnected, or is refused.
                     came = {i: other for i, other in came.items() if other is not guest}
                     selector.unregister(guest)
                     guest.close()
                 else:
                     came[number] = guest
-        # Bound but deaf, our socket keeps the port: jax's coordinator may share it, as
-        # both allow that, and the claim of another job, which does not, still fails.
+        # Bound but no longer listening, this socket keeps the port: jax's coordinator
+        # can share it, as both set SO_REUSEPORT; another job's claim still fails.
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         server.shutdown(socket.SHUT_RDWR)
-        for guest in came.values():  # Who now connects reaches the coordinator alone.
+        for guest in came.values():  # From here on only the coordinator listens.
             _send(guest, {"refused": None})
 
 
 def _admitted(
     guest: Any, place: Place, came: dict[int, socket.socket], refused: list[str]
 ) -> int | None:
-    """The number of a process of this job that says hello; others get a refusal."""
+    """The number of a process that belongs to this job; others get a refusal."""
     message = _parsed(_received(guest))
     match message:
         case {"process": int(number), "of": int(count), "sees": bool(sees)}:
@@ -148,7 +148,7 @@ def _admitted(
 
 
 def _join(place: Place, run_dir: Path | None, seconds: float, deadline: float) -> None:
-    """Another process: shows process 0 that it is of its job, and waits for all."""
+    """Another process: proves to process 0 that it is of its job, and waits for all."""
     address = place.address
     with _connected(address, deadline, seconds) as server:
         server.settimeout(GREETING_SECONDS)
@@ -174,17 +174,17 @@ def _join(place: Place, run_dir: Path | None, seconds: float, deadline: float) -
                     f"process 0 at {address} has ended, or not all processes have "
                     f"come within {seconds} s"
                 )
-    # The coordinator may need a moment, and gRPC would wait a second to try again.
+    # Wait until the coordinator listens: gRPC would retry only after a second.
     _connected(address, deadline, seconds).close()
 
 
 def _connected(address: str, deadline: float, seconds: float) -> socket.socket:
-    """A connection, as soon as the address can be reached."""
+    """A connection, once the address can be reached."""
     while True:
         try:
             left = max(0.1, deadline - time.monotonic())
             connection = socket.create_connection(_split(address), timeout=left)
-            # Where nothing listens, the kernel may join a connection to itself.
+            # Without a listener the kernel may connect a socket to itself.
             if connection.getsockname() != connection.getpeername():
                 return connection
             connection.close()
@@ -218,7 +218,7 @@ def _missing(
 
 @contextlib.contextmanager
 def _token(run_dir: Path | None) -> Iterator[str | None]:
-    """The name of a new file in the folder, by which others know that they see it."""
+    """The name of a new file in the folder, which others must find there."""
     if run_dir is None:
         yield None
         return
@@ -244,12 +244,12 @@ def _sees(run_dir: Path | None, token: str | None, deadline: float) -> bool:
 
 
 def _send(connection: socket.socket, message: dict[str, Any]) -> None:
-    with contextlib.suppress(OSError):  # It has left, as reading will show.
+    with contextlib.suppress(OSError):  # Disconnected, as the next read will show.
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _received(connection: socket.socket) -> bytes:
-    """A line, or what has come of it where the rest does not come in time."""
+    """A line, or its part that arrives in time."""
     line = b""
     with contextlib.suppress(OSError):
         while not line.endswith(b"\n") and len(line) < MAX_BYTES:

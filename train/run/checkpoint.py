@@ -1,4 +1,4 @@
-"""Checkpoints of everything that a run needs to go on as if it had never stopped.
+"""Checkpoints of everything that a run needs to resume bit for bit.
 
 RUN/checkpoints/STEP has two parts: `state`, the replicas, optimizer states, model
 states and random keys of all workers, and `run`, the step and the config. The step is
@@ -30,8 +30,8 @@ from train.config_json import to_json
 _args: Any = ocp.args
 
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # As orbax names what it is still writing.
-FAILING_SECONDS = 2.0  # After an error in a job: the peers are to learn of it soon.
-# What a file system answers where nothing can be written any more.
+FAILING_SECONDS = 2.0  # After an error in a job, so that the peers learn of it soon.
+# Errors of a file system that explain why nothing can be written.
 REASONS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 
 
@@ -39,8 +39,8 @@ class Found(NamedTuple):
     """The checkpoints in a run's folder.
 
     Args:
-      steps: the step and the folder of each, oldest first.
-      skipped: why something else in their folder is no checkpoint, by its name.
+      steps: folder of each checkpoint by its step, oldest first.
+      skipped: why anything else in RUN/checkpoints is no checkpoint, by its name.
     """
 
     steps: dict[int, Path]
@@ -48,9 +48,9 @@ class Found(NamedTuple):
 
 
 def find_checkpoints(run_dir: Path) -> Found:
-    """Returns the checkpoints of a run; each says itself which step it is of.
+    """Returns the checkpoints of a run, whose files hold the step of each.
 
-    So a copy under another number, a link or an empty folder is none.
+    A copy under another number, a link or an empty folder is no checkpoint.
     """
     steps, skipped = {}, {}
     folder = run_dir / "checkpoints"
@@ -64,7 +64,7 @@ def find_checkpoints(run_dir: Path) -> Found:
 
 
 def choose(found: Found, run_dir: Path, step: int | None = None) -> list[int]:
-    """Returns the step that was asked for, or all, the newest first.
+    """Returns the given step, or by default all, newest first.
 
     Raises:
       ValueError: if there is no such checkpoint, or none at all.
@@ -82,10 +82,9 @@ def choose(found: Found, run_dir: Path, step: int | None = None) -> list[int]:
 
 
 def set_aside(run_dir: Path, step: int) -> list[str]:
-    """Moves what is in the way of a run that goes on from `step` to RUN/set_aside.
+    """Moves newer checkpoints than `step` to RUN/set_aside, and returns their names.
 
-    That are newer checkpoints, and what has a step's name but is none. Returns the
-    names.
+    And anything else whose name is a number, as a later save could not replace it.
     """
     found = find_checkpoints(run_dir)
     names = [str(other) for other in found.steps if other > step]
@@ -100,7 +99,7 @@ def set_aside(run_dir: Path, step: int) -> list[str]:
 
 
 def saved_fields(path: Path) -> dict[str, Any]:
-    """Returns the config, as JSON has it, that a checkpoint was made with."""
+    """Returns the fields of the config that a checkpoint was made with."""
     return _read_run(path)["config"]
 
 
@@ -108,9 +107,9 @@ class Checkpoints:
     """Writes the checkpoints of a run in the background; a context that waits for them.
 
     Args:
-      run_dir: of the run.
-      num_kept: newest checkpoints that stay on disk.
-      peer_seconds: in a job, how long all processes may take to write their parts.
+      run_dir: folder of the run.
+      num_kept: number of newest checkpoints that stay on disk.
+      peer_seconds: longest wait, in a job, for all processes to write their parts.
     """
 
     def __init__(self, run_dir: Path, num_kept: int, peer_seconds: int):
@@ -134,21 +133,21 @@ class Checkpoints:
         if kind is None:
             self.wait()
             return
-        # A peer may be lost, without whom no checkpoint gets whole.
+        # If a peer is lost, no checkpoint gets complete: do not wait for long.
         seconds = FAILING_SECONDS if jax.process_count() > 1 else None
         waiting = threading.Thread(target=self._try_to_wait, daemon=True)
         waiting.start()
         waiting.join(seconds)
 
     def _try_to_wait(self) -> None:
-        with contextlib.suppress(SaveError):  # The error before says why.
+        with contextlib.suppress(SaveError):  # The error that ended the run is shown.
             self.wait()
 
     def save(self, step: int, state: WorkerState, config: Config) -> None:
-        """Starts to save `step`, the number of steps done; returns before it is done.
+        """Starts to save the state after `step` steps, and returns before it is saved.
 
         Raises:
-          SaveError: if this one cannot be written, or the one before could not.
+          SaveError: if this checkpoint cannot be written, or the last one was not.
         """
         self.wait()
         self._step = step
@@ -169,10 +168,10 @@ class Checkpoints:
             self._writer.check_for_errors()
 
     def wait(self) -> None:
-        """Waits until all is on disk, and drops what is older than the newest few.
+        """Waits until all is on disk, and removes the oldest checkpoints.
 
         Raises:
-          SaveError: if it could not be written.
+          SaveError: if the newest checkpoint could not be written.
         """
         with self._explained():
             self._writer.wait_until_finished()
@@ -185,7 +184,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turns whatever goes wrong in writing into one sentence."""
+        """Turns any error in writing into a SaveError of one sentence."""
         try:
             yield
         except Exception as error:
@@ -197,7 +196,7 @@ class Checkpoints:
             ) from error
 
     def _drop_unfinished(self) -> None:
-        """Removes what an earlier process, or a failure, has left half written."""
+        """Removes incomplete checkpoints of an earlier process, or of a failure."""
         for _ in range(20):  # After a failure orbax's other threads still write.
             unfinished = list(self._folder.glob(UNFINISHED))
             for path in unfinished:
@@ -211,8 +210,8 @@ def restore(path: Path, state: WorkerState) -> WorkerState:
     """Returns the state of a checkpoint.
 
     Args:
-      path: of the checkpoint.
-      state: a state of the same run, for its structure and its placement.
+      path: folder of the checkpoint.
+      state: any state of the same run, for structure and placement.
     """
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
@@ -222,12 +221,12 @@ def restore(path: Path, state: WorkerState) -> WorkerState:
 
 
 def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[int, Any]:
-    """Returns the models of all workers from a run's folder, and nothing else of it.
+    """Returns the models of all workers from a run's folder, without optimizer state.
 
     Args:
-      run_dir: of the run.
-      models: {"params": ..., "model_state": ...}, stacked, as shapes.
-      step: of the checkpoint; by default the newest.
+      run_dir: folder of the run.
+      models: shapes of {"params": ..., "model_state": ...}, stacked.
+      step: step of the checkpoint; by default the newest.
 
     Returns:
       The step, and the models as NumPy arrays, [N, ...].
@@ -238,7 +237,7 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
     found = find_checkpoints(run_dir)
     step = choose(found, run_dir, step)[0]
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-    # Not the optimizer's state, which is the larger part.
+    # A partial restore: the optimizer's state would double the memory, or more.
     with ocp.PyTreeCheckpointer() as reader:
         restored = reader.restore(
             (found.steps[step] / "state").absolute(),
@@ -261,10 +260,10 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
 
 
 def _step_of(path: Path) -> int:
-    """Returns the step that the checkpoint in a folder says it is of.
+    """Returns the step that the files of a checkpoint hold.
 
     Raises:
-      ValueError: if it is no checkpoint, with the reason.
+      ValueError: if the folder is no checkpoint, with the reason.
     """
     if path.is_symlink() or not path.is_dir():
         raise ValueError("is not a folder")
@@ -277,9 +276,9 @@ def _step_of(path: Path) -> int:
 
 
 def _read_run(path: Path) -> dict[str, Any]:
-    """What a checkpoint says of itself."""
+    """The step and the config in a checkpoint."""
     try:
-        # Not by orbax, with which all processes of a job would have to read.
+        # Not by orbax, whose reads are collectives in a job.
         run = json.loads((path / "run" / "metadata").read_text())
         if {"step", "config"} <= run.keys():
             return run
@@ -289,12 +288,12 @@ def _read_run(path: Path) -> dict[str, Any]:
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Its threads log pages for an error, which a SaveError says in one sentence."""
+    """Orbax's threads log pages for an error, which a SaveError tells in a sentence."""
     return "orbax" not in record.pathname + record.getMessage()
 
 
 def _reason(error: Exception) -> str:
-    """What the file system said, in a few words, where it is known."""
+    """The file system's reason in a few words, if there is one."""
     if isinstance(error, TimeoutError):
         return "lost a peer: not all processes have written their parts in time"
     text = str(error)

@@ -18,12 +18,12 @@ Model = tuple[Any, Any]
 
 
 class TrainedRun(NamedTuple):
-    """What a run's folder holds, to be evaluated.
+    """The models of a run.
 
     Args:
-      config: of the run.
-      task: that was trained.
-      step: of the checkpoint.
+      config: config of the run.
+      task: the trained task.
+      step: step of the checkpoint.
       models: params and model state of all workers, NumPy, [N, ...].
     """
 
@@ -55,7 +55,7 @@ def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
 
     Args:
       run_dir: folder of the run.
-      step: of the checkpoint; by default the newest.
+      step: step of the checkpoint; by default the newest.
 
     Raises:
       ValueError: if the folder holds no run, or no such checkpoint.
@@ -74,9 +74,9 @@ def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
 
 
 class Score(Protocol):
-    """The scores of each of some models, by name; `after_batch` may end it by raising.
+    """Returns the scores of each model by name, in one pass over the held-out data.
 
-    The held-out data is gone through once for all of them.
+    `after_batch` is called after each batch, and may end the pass by raising.
     """
 
     def __call__(
@@ -85,7 +85,7 @@ class Score(Protocol):
 
 
 def build_score(task: Task) -> Score:
-    """Returns the function of some models to their scores on the held-out data."""
+    """Returns the function that scores models on the held-out data of a task."""
     score_fn = jax.jit(task.score_fn)
     batches = task.validation()
 
@@ -94,7 +94,7 @@ def build_score(task: Task) -> Score:
     ) -> list[dict[str, float]]:
         parts = []
         for batch in batches:
-            # One batch at a time: what is read ahead must not pile up on the device.
+            # Waits for each batch, else batches would queue up in the device's memory.
             parts.append(jax.device_get([score_fn(*model, batch) for model in models]))
             after_batch()
         return [
@@ -106,7 +106,7 @@ def build_score(task: Task) -> Score:
 
 
 def ratios(parts: Sequence[Totals]) -> dict[str, np.ndarray]:
-    """Returns the scores that sums over some batches come to, in the sums' shape."""
+    """Returns the ratio of the summed totals of some batches, by score."""
     return {
         name: np.divide(*np.sum([part[name] for part in parts], axis=0))
         for name in parts[0]

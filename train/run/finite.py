@@ -1,4 +1,4 @@
-"""Numbers that are no longer finite: noticed where they begin, and never saved."""
+"""Detects numbers that are not finite, where they first appear, before a save."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -23,10 +23,10 @@ class WatchState(NamedTuple):
 
 
 def watch_gradients() -> optax.GradientTransformation:
-    """Notes the first step, and its first leaf, whose gradient is not finite.
+    """Records the first step whose gradient is not finite, and its first such leaf.
 
-    A leaf counts as finite where the sum of its squares is, which clipping by the
-    global norm computes anyway. The updates pass through as they are.
+    A leaf counts as finite if the sum of its squares is, which clipping by the global
+    norm computes anyway. The updates pass unchanged.
     """
 
     def init_fn(params):
@@ -47,7 +47,7 @@ def watch_gradients() -> optax.GradientTransformation:
 
 
 def poison_gradient(loss_fn: LossFn) -> LossFn:
-    """The same loss, but where it is not finite its gradient is not finite either."""
+    """The same loss; where it is not finite, its gradient is not finite either."""
 
     def poisoned(params, model_state, batch, key):
         loss, rest = loss_fn(params, model_state, batch, key)
@@ -58,9 +58,9 @@ def poison_gradient(loss_fn: LossFn) -> LossFn:
 
 
 def check_gradients(state: WorkerState) -> None:
-    """Raises where a gradient that `watch_gradients` has seen was not finite.
+    """Raises if a gradient that `watch_gradients` has seen was not finite.
 
-    It reads two numbers of each worker of this process.
+    It reads two numbers per worker of this process.
 
     Raises:
       FloatingPointError: with the first such step, its workers and its first leaf.
@@ -81,9 +81,9 @@ def check_gradients(state: WorkerState) -> None:
 
 
 def build_check(mesh: Mesh | None) -> Check:
-    """Returns the check of a whole state, for what is about to be saved.
+    """Returns a check of the whole state, for use before each save.
 
-    It raises a FloatingPointError with the step, the workers and the first leaf.
+    The check raises a FloatingPointError with step, workers and the first leaf.
     """
 
     def of_worker(leaves: list[jax.Array]) -> jax.Array:

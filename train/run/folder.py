@@ -1,4 +1,4 @@
-"""The folder of a run: one job at a time writes to it, and its files are whole."""
+"""The folder of a run, which one job at a time may write."""
 
 import contextlib
 import fcntl
@@ -23,9 +23,9 @@ def writing(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def lock(run_dir: Path) -> Iterator[None]:
-    """Makes the folder, and keeps every other job out of it; process 0 does it for all.
+    """Makes the folder and locks it against other jobs; process 0 does it for all.
 
-    The kernel gives the lock free when the process ends, however it does.
+    The kernel releases the lock when the process ends, in whatever way.
 
     Raises:
       ValueError: if another job trains in that folder, or it is a file.

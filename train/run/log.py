@@ -15,7 +15,7 @@ from train.run.folder import writing
 from train.tables import write_whole
 
 METRICS = "metrics.jsonl"
-# Without a terminal there is no line to redraw, so one is printed every so often.
+# Between the lines that are printed where there is no terminal to redraw one.
 SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -23,10 +23,10 @@ class Log:
     """A context that records rows of metrics and shows the newest.
 
     Args:
-      run_dir: where metrics.jsonl and the TensorBoard events lie.
-      num_steps: of the whole run.
-      start: steps done by what is resumed; later rows in metrics.jsonl are dropped.
-      headline: the score that an evaluation shows.
+      run_dir: folder of metrics.jsonl and the TensorBoard events.
+      num_steps: number of steps of the whole run.
+      start: number of steps already done; later rows in metrics.jsonl are removed.
+      headline: name of the score that an evaluation shows.
     """
 
     def __init__(self, run_dir: Path, num_steps: int, start: int, headline: str):
@@ -61,11 +61,11 @@ class Log:
 
     @property
     def closed(self) -> bool:
-        """Whether what is printed reaches no reader any more, as after `| head`."""
+        """Whether the output has lost its reader, as after `| head`."""
         return self._console.closed
 
     def note(self, step: int, **facts: Any) -> None:
-        """Records that the run begins or goes on in another way from a step on."""
+        """Records how the run started, or what changed when it resumed."""
         self._write({"step": step, **facts})
 
     def say(self, text: str) -> None:
@@ -112,32 +112,6 @@ class Log:
             file.write(json.dumps({"seconds": round(seconds, 3), **row}) + "\n")
 
 
-class NoLog:
-    """The log of a process that leaves it to process 0."""
-
-    closed = False
-
-    def __enter__(self) -> "NoLog":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def note(self, step: int, **facts: Any) -> None:
-        pass
-
-    def say(self, text: str) -> None:
-        pass
-
-    def metrics(self, step: int, values: dict[str, float]) -> None:
-        pass
-
-    def evaluation(
-        self, step: int, mean: dict[str, float], workers: list[dict[str, float]]
-    ) -> None:
-        pass
-
-
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's metrics.jsonl, none where there is no such file.
 
@@ -169,12 +143,12 @@ def warn(text: str) -> None:
 class _Events:
     """Scalars for TensorBoard.
 
-    Written at once: the writer that tensorboardX offers has a thread of its own, which
-    waits for ever after an error, as on a full disk.
+    Written at once: tensorboardX's own writer has a thread, which waits forever after
+    an error, as on a full disk.
     """
 
     def __init__(self, folder: Path, start: int):
-        # Where torch is installed this takes seconds, and process 0 alone needs it.
+        # Where torch is installed this takes seconds, and only process 0 needs it.
         from tensorboardX import event_file_writer, summary
         from tensorboardX.proto import event_pb2
 
@@ -183,7 +157,7 @@ class _Events:
         messages: Any = event_pb2  # Its classes are made at run time.
         self._make_event, self._make_scalar = messages.Event, summary.scalar
         self._writer = event_file_writer.EventsWriter(str(folder / "events"))
-        # What an earlier process wrote of later steps is no longer shown.
+        # Hides what an earlier process wrote of later steps.
         started = messages.SessionLog(status=messages.SessionLog.START)
         self._write(start + 1, session_log=started)
 
@@ -203,7 +177,7 @@ class _Events:
 
 
 class _Output(Console):
-    """A console that falls silent where its output is closed, or its disk is full."""
+    """A console that goes quiet where its output is closed, or its disk is full."""
 
     closed = False
 
@@ -215,12 +189,12 @@ class _Output(Console):
 
     def on_broken_pipe(self) -> None:
         self.closed = self.quiet = True
-        # Python writes what is left when it ends, and would complain once more.
+        # Else Python's flush at exit would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _row(line: str) -> dict[str, Any] | None:
-    """A row of metrics.jsonl, None where the line holds none."""
+    """A row of metrics.jsonl, None for a broken line."""
     try:
         row = json.loads(line)
     except (json.JSONDecodeError, RecursionError):

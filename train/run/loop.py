@@ -120,7 +120,7 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
         state, metrics = train_step(state, batch, step)
         step += 1
         checkpoints.check()
-        if observer.log.closed:
+        if observer.log is not None and observer.log.closed:
             stop.ask()
         end = stop.poll() or step == config.num_steps
         evaluate = not stop.stopped and (
@@ -183,9 +183,10 @@ def _prepare(
     peer_seconds = config.distributed.timeout_seconds
     checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept, peer_seconds)
     stack.enter_context(checkpoints)
-    if begin.facts:
+    options = as_arguments(step_options(config, mesh))  # Checked by every process.
+    if observer.log is not None and begin.facts:
         observer.log.note(begin.step, **begin.facts)
-    if options := as_arguments(step_options(config, mesh)):
+    if observer.log is not None and options:
         observer.log.say(f"options of XLA: {options} (without: --step.xla-options)")
     parts = Parts(train_step, batches, check, observer, checkpoints, stop, record)
     return begin, parts

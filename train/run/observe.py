@@ -16,7 +16,7 @@ from train.config import Config
 from train.job.distributed import MetricMeans, gather
 from train.run.build import build_schedule
 from train.run.evaluation import build_score
-from train.run.log import Log, NoLog
+from train.run.log import Log
 from train.run.stop import Stop
 from train.tasks.task import Task
 
@@ -35,7 +35,7 @@ class Observer:
     def __init__(
         self, config: Config, run_dir: Path, task: Task, mesh: Mesh | None, start: int
     ):
-        self.log: Log | NoLog = NoLog()
+        self.log = None  # Process 0 keeps the log of all.
         if jax.process_index() == 0:
             self.log = Log(run_dir, config.num_steps, start, task.headline.name)
         self.mean = build_mean(mesh)
@@ -48,7 +48,8 @@ class Observer:
     def __enter__(self) -> "Observer":
         with contextlib.ExitStack() as stack:
             stack.enter_context(self._means)
-            stack.enter_context(self.log)
+            if self.log is not None:
+                stack.enter_context(self.log)
             self._stack = stack.pop_all()
         return self
 
@@ -94,8 +95,9 @@ class Observer:
 
     def write_rows(self) -> None:
         """Logs the rows that all processes have measured by now."""
-        for step, values in self._means.rows():
-            self.log.metrics(step, values)
+        if self.log is not None:
+            for step, values in self._means.rows():
+                self.log.metrics(step, values)
 
     def evaluate(self, step: int, state: WorkerState, stop: Stop) -> None:
         """Logs the scores of the mean model and of each worker's; none if stopped."""
@@ -112,7 +114,8 @@ class Observer:
             return
         own = list(zip(numbers, of_workers, strict=True))
         of_all = sorted(pair for pairs in gather(own) for pair in pairs)
-        self.log.evaluation(step, of_mean, [scores for _, scores in of_all])
+        if self.log is not None:
+            self.log.evaluation(step, of_mean, [scores for _, scores in of_all])
 
 
 def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:

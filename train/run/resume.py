@@ -1,4 +1,4 @@
-"""How a run begins, or goes on: from which config and which state.
+"""How a run starts or resumes: from which config and which state.
 
 `python -m train --resume RUN` takes the config from the run's newest checkpoint.
 """
@@ -20,7 +20,7 @@ from train.run.evaluation import read_trained
 from train.run.finite import Check
 from train.run.log import warn
 
-# These decide when and how a run looks at itself and where it runs, not what it trains.
+# These decide what a run measures and where it runs, not what it trains.
 FREE = (
     "task.data",
     "task.decoding",
@@ -43,12 +43,12 @@ FREE = (
 
 
 class Resume(NamedTuple):
-    """How a run goes on.
+    """How a run resumes.
 
     Args:
-      step: of the checkpoint; by default the newest that can be read.
-      changes: fields, as "optimizer.learning_rate", that train in another way from here
-        on.
+      step: step of the checkpoint; by default the newest that can be read.
+      changes: names of fields, such as "optimizer.learning_rate", that may differ from
+        the checkpoint's.
     """
 
     step: int | None = None
@@ -56,12 +56,12 @@ class Resume(NamedTuple):
 
 
 def saved_config(run_dir: Path, step: int | None, like: Config | None = None) -> Config:
-    """Returns the config of a run's checkpoint, for its processes of today.
+    """Returns the config of a run's checkpoint, without the place in its old job.
 
     Args:
-      run_dir: of the run.
-      step: of the checkpoint; by default the newest.
-      like: a config of the same task, where that is a class of the user's own.
+      run_dir: folder of the run.
+      step: step of the checkpoint; by default the newest.
+      like: config with the same task class, if that is the user's own.
 
     Raises:
       ValueError: if there is no such checkpoint.
@@ -76,7 +76,7 @@ def saved_config(run_dir: Path, step: int | None, like: Config | None = None) ->
             f"{path}: {error}; where the task is a class of your own, give the config "
             "file that has it with --config-file"
         ) from error
-    # Where the processes found each other is no longer true.
+    # The addresses of the processes are no longer true.
     given = config.distributed
     distributed = DistributedConfig(
         start_seconds=given.start_seconds, timeout_seconds=given.timeout_seconds
@@ -117,12 +117,12 @@ def with_field(config: Config, field: str, value: str, prog: str) -> Config:
 
 
 def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[str]:
-    """Returns what trains in another way than at a checkpoint, a phrase for each field.
+    """Returns a phrase for each field that trains differently than at a checkpoint.
 
-    More steps may be asked for; all else has to be named in `resume.changes`.
+    `num_steps` may grow; any other such field must be named in `resume.changes`.
 
     Raises:
-      ValueError: if something else differs, or the run is past its end.
+      ValueError: if another field differs, or the run is past its end.
     """
     if config.num_steps < step:
         raise ValueError(
@@ -143,12 +143,12 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
 
 
 class Begin(NamedTuple):
-    """From where a run trains on.
+    """Where a run starts or resumes.
 
     Args:
-      step: steps done.
-      state: of all workers.
-      facts: what the log has to say of it.
+      step: number of steps done.
+      state: state of all workers.
+      facts: facts for the log.
     """
 
     step: int
@@ -161,16 +161,16 @@ def begin_new(
     make_state: Callable[..., WorkerState],
     init_from: Path | None,
 ) -> Begin:
-    """Begins a run.
+    """Starts a run.
 
     Args:
-      run_dir: its folder.
-      make_state: the state of all workers, of a model if one is given.
-      init_from: folder of another run, whose mean model all workers begin with.
+      run_dir: folder of the run.
+      make_state: makes the state of all workers, from a model if one is given.
+      init_from: folder of another run, whose mean model all workers start from.
 
     Raises:
-      ValueError: if there is a run in the folder, or the other run's model is not one
-        of this config.
+      ValueError: if the folder already holds a run, or the other run's model does not
+        fit the config.
     """
     found = find_checkpoints(run_dir)
     if found.steps:
@@ -189,13 +189,13 @@ def begin_new(
 def begin_again(
     config: Config, run_dir: Path, state: WorkerState, resume: Resume, check: Check
 ) -> Begin:
-    """Goes on from a checkpoint, the newest that can be read if none is named.
+    """Resumes from a checkpoint, by default the newest that can be read.
 
     Args:
-      config: of the run.
-      run_dir: its folder.
-      state: a state of the run, for its structure and placement.
-      resume: how it goes on.
+      config: config of the run.
+      run_dir: folder of the run.
+      state: any state of the run, for structure and placement.
+      resume: how the run resumes.
       check: raises where a state is not finite.
 
     Raises:
@@ -212,7 +212,7 @@ def begin_again(
             check(restored, step)
         except Exception as error:
             why = f"the checkpoint of step {step} of {run_dir} cannot be used: {error}"
-            # In a job the others may have read it, and would wait.
+            # In a job other processes may have read it, and would go on from there.
             if jax.process_count() > 1 or step == steps[-1]:
                 raise ValueError(
                     f"{why}; steps {list(found.steps)} are there"

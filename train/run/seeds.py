@@ -31,16 +31,16 @@ from train.tasks.task import Task
 
 
 class SeedsOutcome(NamedTuple):
-    """What K seeds of a run have come to.
+    """The results of K seeds of a run.
 
     Args:
-      seconds: of training, compilation included.
-      losses: (step, mean training loss of each seed since the row before) rows.
-      training_loss: of each seed, the mean over the last tenth of the steps.
-      evaluations: (step, scores by name of the mean model of each seed) rows.
-      judged: scores by name of what each mean model generates, at the end.
-      workers: scores by name of each worker's model, [K, N], at the end.
-      consensus_distance: of each seed, at the end.
+      seconds: seconds of training, compilation included.
+      losses: rows (step, mean training loss of each seed since the last row).
+      training_loss: mean over the last tenth of the steps, [K].
+      evaluations: rows (step, scores of the mean model of each seed by name).
+      judged: final scores of what each mean model generates, by name.
+      workers: final scores of each worker's model by name, [K, N].
+      consensus_distance: final consensus distance, [K].
     """
 
     seconds: float
@@ -61,10 +61,10 @@ def train_seeds(
     """Trains with each seed, all workers of all seeds batched on one device.
 
     Args:
-      config: of the run, but for its seed.
-      seeds: K of them.
-      report: told the steps done and a few words, as it goes on.
-      at_once: so many seeds fit into the device's memory together; by default all.
+      config: config of the run, whose own seed is ignored.
+      seeds: the K seeds.
+      report: called with the number of steps done and a few words, for a progress line.
+      at_once: number of seeds that fit into the device's memory; by default all.
 
     Raises:
       ValueError: if the shapes of a step differ between the seeds.
@@ -84,10 +84,10 @@ def train_seeds(
 
 
 def draws_of(config: Config, seeds: range) -> Hashable:
-    """Returns what initial models and data depend on, of those that each seed draws.
+    """Returns what the initial models and the order of the data depend on.
 
-    Where it is the same for two configs, seed k trains both from one initial model on
-    one order of the data.
+    If it is equal for two configs, seed k trains both from one initial model on one
+    order of the data.
     """
     return (
         tuple(seeds),
@@ -104,10 +104,10 @@ def _train_together(
     task = config.task.build()
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     num_workers = config.workers.num_workers
-    everybody = range(num_workers)
+    workers = range(num_workers)
     train_step = _build_step(config, task, optimizer)
     states = [
-        build_state(dataclasses.replace(config, seed=seed), task, optimizer, everybody)
+        build_state(dataclasses.replace(config, seed=seed), task, optimizer, workers)
         for seed in seeds
     ]
     state = jax.tree.map(lambda *rows: jnp.stack(rows), *states)
@@ -117,13 +117,13 @@ def _train_together(
                 num_workers,
                 config.step.batch_per_worker,
                 seed,
-                everybody,
+                workers,
                 multiple_of=config.step.num_micro_batches,
             )
         )
         for seed in seeds
     ]
-    means, workers = _build_scores(task)
+    score_means, score_workers = _build_scores(task)
     start, losses, evaluations = time.monotonic(), [], []
     recent, last_tenth = [], []
     for step in range(1, config.num_steps + 1):
@@ -141,7 +141,7 @@ def _train_together(
             report(step, f"loss {values.mean():.4f}")
             recent = []
         if end or step % config.evaluation.every_steps == 0:
-            scores = means(state)
+            scores = score_means(state)
             evaluations.append((step, scores))
     distance = jax.jit(jax.vmap(over_workers(_distance)))(state.params)
     return SeedsOutcome(
@@ -150,13 +150,13 @@ def _train_together(
         np.mean(last_tenth, axis=(0, 2)).tolist(),
         evaluations,
         _judge(task, state),
-        workers(state),
+        score_workers(state),
         np.mean(distance, axis=1).tolist(),
     )
 
 
 def _join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
-    """The outcome of the seeds of both."""
+    """The results of the seeds of both."""
 
     def joined(x: dict[str, list], y: dict[str, list]) -> dict[str, list]:
         return {name: x[name] + y[name] for name in x}
@@ -237,7 +237,7 @@ def _build_scores(task: Task) -> tuple[Scores, Scores]:
 
 
 def _judge(task: Task, state: WorkerState) -> dict[str, list[float]]:
-    """What the task's judge says of the mean model of each seed."""
+    """The scores of the task's judge for the mean model of each seed."""
     if task.judge is None:
         return {}
     models = jax.jit(jax.vmap(mean_model))((state.params, state.model_state))
@@ -252,10 +252,10 @@ def _distance(params: Any) -> jax.Array:
 
 
 def _stack_rows(*rows: np.ndarray) -> np.ndarray:
-    """The rows of all seeds.
+    """Stacks the rows of all seeds.
 
     Raises:
-      ValueError: if they are not of one shape.
+      ValueError: if their shapes differ.
     """
     shapes = {row.shape for row in rows}
     if len(shapes) > 1:

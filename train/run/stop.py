@@ -1,4 +1,4 @@
-"""What ends a run from outside, and when: signals, and output that is closed."""
+"""How signals, and an output that is closed, end a run."""
 
 import os
 import signal
@@ -10,17 +10,17 @@ from train.job.processes import STOP_SIGNALS
 
 
 class Stop:
-    """A context in which the first stop signal asks the loop to end, with all saved.
+    """A context in which the first stop signal ends the loop, with all saved.
 
-    The second one ends the process at once, as the kernel does. In a job of several
-    processes jax receives SIGTERM, and all agree on when to stop.
+    The second one ends the process at once, by the kernel's default. In a job of
+    several processes jax receives SIGTERM, and all processes agree on the last step.
     """
 
     def __init__(self):
         self._asked = self._stopped = False
         self._in_job = jax.process_count() > 1
         own = set(STOP_SIGNALS) - ({signal.SIGTERM} if self._in_job else set())
-        # What is ignored, as SIGHUP under nohup, stays so.
+        # Signals that are ignored, as SIGHUP under nohup, stay ignored.
         self._signals = [s for s in own if signal.getsignal(s) != signal.SIG_IGN]
         self._polls = 0
 
@@ -42,13 +42,13 @@ class Stop:
         if self._stopped or not self._in_job:
             self._stopped = self._asked or self._stopped
         else:
-            # jax takes a job that starts up to be at 0, whatever the step of its run.
+            # jax counts from 0 in each job, also where the run resumes at a later step.
             self._polls += 1
             self._stopped = multihost_utils.reached_preemption_sync_point(self._polls)
         return self._stopped
 
     def ask(self) -> None:
-        """Does what the first signal does."""
+        """Ends the loop as the first signal does."""
         if self._asked:
             return
         self._asked = True

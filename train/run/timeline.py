@@ -1,4 +1,4 @@
-"""When each process computed, waited and exchanged: written down and read."""
+"""When each process computed, waited and exchanged: recorded, and read back."""
 
 import itertools
 import json
@@ -21,14 +21,14 @@ FILES = "timeline.*.jsonl"
 
 
 class Span(NamedTuple):
-    """What a process did for a while.
+    """One activity of a process.
 
     Args:
-      process: its number.
+      process: number of the process.
       activity: a key of `MEANINGS`.
-      step: for which step.
-      start: in seconds since the epoch.
-      end: likewise.
+      step: step that it belongs to.
+      start: seconds since the epoch.
+      end: seconds since the epoch.
     """
 
     process: int
@@ -57,26 +57,27 @@ class Timeline:
         self._file.close()
 
     def record(self, activity: str, step: int, start: float, end: float) -> None:
-        """Takes note of an activity, with times of `time.monotonic()`."""
+        """Records an activity, with times of `time.monotonic()`."""
+        # Microseconds since the epoch, which the processes of a job share.
         times = round(start + self._epoch, 6), round(end + self._epoch, 6)
         with self._lock:
             self._file.write(json.dumps([self._process, activity, step, *times]) + "\n")
 
 
 def drop_spans(run_dir: Path, start: int) -> None:
-    """Drops what a run that goes on from step `start` will do again."""
+    """Removes the spans that a run which resumes at step `start` will redo."""
     for path in run_dir.glob(FILES):
         spans = [span for span in _read(path) if span.step < start]
         path.write_text("".join(json.dumps(span) + "\n" for span in spans))
 
 
 def read_timelines(run_dir: Path) -> list[Span]:
-    """Returns the spans of all processes of a run, none where it recorded none."""
+    """Returns the recorded spans of all processes of a run."""
     return [span for path in sorted(run_dir.glob(FILES)) for span in _read(path)]
 
 
 def spans_of(times: Times, num_workers: int) -> list[Span]:
-    """Returns what the first workers of a simulation do, as if they had recorded it."""
+    """Returns the spans of the first workers of a simulation."""
     spans = []
     for step, worker in itertools.product(range(len(times.start)), range(num_workers)):
         start, compute, waiting, exposed, sent, exchange = (
@@ -95,7 +96,7 @@ def spans_of(times: Times, num_workers: int) -> list[Span]:
 
 
 def middle_steps(spans: Sequence[Span], seconds: float) -> list[Span]:
-    """Returns the spans within so many seconds from the middle of the run on."""
+    """Returns the spans of some seconds, from the middle step of the run on."""
     steps = sorted({span.step for span in spans})
     first = steps[len(steps) // 2]
     start = min(span.start for span in spans if span.step == first)
@@ -103,9 +104,9 @@ def middle_steps(spans: Sequence[Span], seconds: float) -> list[Span]:
 
 
 def median_step_seconds(spans: Sequence[Span]) -> float:
-    """Returns the median time from the start of a step to that of the next.
+    """Returns the median seconds between the starts of consecutive steps.
 
-    From the start of the last it is to the end.
+    The last step counts up to the end of the run.
     """
     starts: dict[int, float] = {}
     own = [span for span in spans if span.process == spans[0].process]
@@ -141,6 +142,6 @@ def write_trace(spans: Sequence[Span], path: Path) -> Path:
 
 
 def _read(path: Path) -> list[Span]:
-    """The spans of a process, but for a last one that was cut off in writing."""
+    """The spans of a process, without a last line that was cut off."""
     lines = path.read_text().splitlines()
     return [Span(*json.loads(line)) for line in lines if line.endswith("]")]
