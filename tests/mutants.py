@@ -772,7 +772,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/fields.py",
-        "    if isinstance(value, bool):  # Which is an int, for Python.",
+        "    if isinstance(value, bool):  # bool is a subclass of int.",
         "    if False:",
         "tests/test_cli.py -k no_field_holds",
     ),
@@ -966,8 +966,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/loop.py",
-        "        if observer.log is not None and observer.log.closed:\n            stop.ask()",
-        "",
+        "observer.log is not None and observer.log.closed",
+        "False",
         "tests/test_stop.py -k output_that_is_closed",
     ),
     Mutant(
