@@ -78,7 +78,8 @@ def main() -> int:
         code = run(mutant, tree, options.limit, options.intact)
         trees.put(tree)
         is_noticed = code is None or code == FAILED or code < 0
-        word = "noticed" if is_noticed else "SLIPPED" if code == 0 else "NO TEST RAN"
+        words = ("FAILS", "passes") if options.intact else ("noticed", "SLIPPED")
+        word = "NO TEST RAN" if code and not is_noticed else words[not is_noticed]
         how = " as it hangs" if code is None else " as it crashes" * (code < 0)
         seconds = time.monotonic() - begin
         print(f"{word}{how}  {seconds:.0f} s  {mutant}", flush=True)
@@ -97,11 +98,13 @@ def main() -> int:
 
 
 def copy(tree: Path) -> Path:
-    """Copies what git knows, as it is in the working tree."""
-    listed = subprocess.check_output(["git", "ls-files", "-z"], cwd=ROOT, text=True)
-    for name in filter(None, listed.split("\0")):
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, tree / name)
+    """Copies the working tree, but for what git ignores."""
+    command = ["git", "ls-files", "-coz", "--exclude-standard"]
+    listed = subprocess.check_output(command, cwd=ROOT, text=True)
+    for name in set(listed.split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
     return tree
 
 
@@ -135,12 +138,10 @@ def run(mutant: Mutant, tree: Path, limit: float, is_intact: bool) -> int | None
 
 def end_all(tree: Path) -> None:
     """Ends what a bug may have left behind, in whatever session: it knows the tree."""
+    mark = f"PYTHONPATH={tree}{os.pathsep}".encode()
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if (
-                f"PYTHONPATH={tree}{os.pathsep}".encode()
-                in (path / "environ").read_bytes()
-            ):
+            if mark in (path / "environ").read_bytes():
                 os.kill(int(path.name), signal.SIGKILL)
 
 
