@@ -854,7 +854,7 @@ MUTANTS = [
         "train/run/build.py",
         "    _check_same_kind(model, jax.eval_shape(task.init, model_key))",
         "",
-        "tests/test_resume.py -k ",
+        "tests/test_resume.py -k begins_with_the_mean_model",
     ),
     Mutant(
         "train/run/build.py",
