@@ -912,6 +912,12 @@ MUTANTS = [
     ),
     Mutant(
         "train/stop.py",
+        "({signal.SIGTERM} if self._in_job else set())",
+        "set()",
+        "tests/test_distributed.py -k a_signal_to_one",
+    ),
+    Mutant(
+        "train/stop.py",
         "            signal.signal(number, handler)",
         "            pass",
         "tests/test_stop.py -k others_are_the_kernels",
@@ -982,6 +988,12 @@ MUTANTS = [
         "save = end or evaluate or step",
         "save = end or step",
         "tests/test_resume.py -k evaluated_is_saved",
+    ),
+    Mutant(
+        "train/loop.py",
+        "            tools.train_step.settle()\n            tools.check",
+        "            tools.check",
+        "tests/test_resume.py -k is_settled_checked",
     ),
     Mutant(
         "train/loop.py",
@@ -1546,6 +1558,18 @@ MUTANTS = [
         "result(self._timeout_seconds)",
         "result()",
         "tests/test_distributed.py -k hold_up_nobody",
+    ),
+    Mutant(
+        "train/distributed.py",
+        "float(np.mean([row[k] for row in rows]))",
+        "float(np.sum([row[k] for row in rows]))",
+        "tests/test_distributed.py -k processes_train_as",
+    ),
+    Mutant(
+        "train/distributed.py",
+        "    if phrases:",
+        "    if False:",
+        'tests/test_distributed.py -k "other_configs and seed"',
     ),
     Mutant(
         "train/processes.py",

@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import line
@@ -21,10 +22,11 @@ from train.checkpoint import Checkpoints, find_checkpoints, read_models
 from train.cli import SaveError
 from train.evaluation import read_trained
 from train.finite import build_check
-from train.log import read_metrics
-from train.loop import train
+from train.log import NoLog, read_metrics
+from train.loop import Tools, run_steps, train
 from train.report import write_report
 from train.resume import Resume, saved_config, with_changes
+from train.stop import Stop
 
 LINE = line.config
 
@@ -178,6 +180,33 @@ def test_a_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     with pytest.raises(SaveError, match="no space left on device"):
         train(dataclasses.replace(LINE, checkpoint=checkpoint), tmp_path)
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_what_is_saved_is_settled_checked_and_written_down():
+    """Settled, as of a model on its way nothing is known yet."""
+    state, done = WorkerState({}, (), (), ()), []
+
+    def note(name, result=None):
+        return lambda *_: done.append(name) or result
+
+    train_step = note("step", (state, {}))
+    train_step.settle = note("settle")
+    tools = Tools(
+        train_step=train_step,
+        batches=iter([None]),
+        measure=note("measure"),
+        check=note("check"),
+        evaluate=note("evaluate"),
+        checkpoints=SimpleNamespace(check=lambda: None, save=note("save")),
+        means=SimpleNamespace(put=note("put"), flush=note("flush"), rows=lambda: []),
+        log=NoLog(),
+        stop=Stop(),
+        record=None,
+    )
+    config = dataclasses.replace(LINE, num_steps=1)
+    assert run_steps(config, 0, state, None, tools) == (1, state)
+    order = "step measure put settle check flush save evaluate"
+    assert done == order.split()
 
 
 def test_what_is_evaluated_is_saved_before(tmp_path):
