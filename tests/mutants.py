@@ -912,6 +912,12 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/stop.py",
+        "({signal.SIGTERM} if self._in_job else set())",
+        "set()",
+        "tests/test_distributed.py -k a_signal_to_one",
+    ),
+    Mutant(
+        "train/run/stop.py",
         "            signal.signal(number, handler)",
         "            pass",
         "tests/test_stop.py -k others_are_the_kernels",
@@ -982,6 +988,12 @@ MUTANTS = [
         "save = end or evaluate or step",
         "save = end or step",
         "tests/test_resume.py -k evaluated_is_saved",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "            train_step.settle()\n            check",
+        "            check",
+        "tests/test_resume.py -k is_settled_checked",
     ),
     Mutant(
         "train/run/loop.py",
@@ -1546,6 +1558,18 @@ MUTANTS = [
         "result(self._timeout_seconds)",
         "result()",
         "tests/test_distributed.py -k do_not_wait_for_a_process_0",
+    ),
+    Mutant(
+        "train/job/distributed.py",
+        "float(np.mean([row[k] for row in rows]))",
+        "float(np.sum([row[k] for row in rows]))",
+        "tests/test_distributed.py -k processes_train_as",
+    ),
+    Mutant(
+        "train/job/distributed.py",
+        "    if phrases:",
+        "    if False:",
+        'tests/test_distributed.py -k "other_configs and seed"',
     ),
     Mutant(
         "train/job/processes.py",

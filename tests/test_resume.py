@@ -7,6 +7,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import job_line
@@ -25,8 +26,9 @@ from train.run.checkpoint import Checkpoints, find_checkpoints, read_models
 from train.run.evaluation import read_trained
 from train.run.finite import build_check
 from train.run.log import read_metrics
-from train.run.loop import train
-from train.run.resume import Resume, saved_config, with_changes
+from train.run.loop import Parts, run_steps, train
+from train.run.resume import Begin, Resume, saved_config, with_changes
+from train.run.stop import Stop
 
 LINE = line.config
 
@@ -180,6 +182,35 @@ def test_a_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
     with pytest.raises(SaveError, match="no space left on device"):
         train(dataclasses.replace(LINE, checkpoint=checkpoint), tmp_path)
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+
+
+def test_what_is_saved_is_settled_checked_and_written_down():
+    """Settled first: a model in an exchange is not known to be finite yet."""
+    state, done = WorkerState({}, (), (), ()), []
+
+    def note(name, result=None):
+        return lambda *_: done.append(name) or result
+
+    class Batches:
+        __next__ = take_skipped = lambda self: 0
+
+    train_step = note("step", (state, {}))
+    train_step.settle = note("settle")
+    names = "measure", "flush", "write_rows", "evaluate"
+    parts = Parts(
+        train_step=train_step,
+        batches=Batches(),
+        check=note("check"),
+        observer=SimpleNamespace(log=None, **{name: note(name) for name in names}),
+        checkpoints=SimpleNamespace(check=lambda: None, save=note("save")),
+        stop=Stop(),
+        record=None,
+    )
+    config = dataclasses.replace(LINE, num_steps=1)
+    assert run_steps(config, Begin(0, state, None), parts) == (1, state)
+    # The last step is settled once more, to measure the consensus distance.
+    order = "step settle measure settle check flush write_rows save evaluate"
+    assert done == order.split()
 
 
 def test_what_is_evaluated_is_saved_before(tmp_path):
