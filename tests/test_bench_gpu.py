@@ -194,6 +194,7 @@ def test_our_step_is_the_plain_step_and_that_is_optax():
         np.testing.assert_allclose(other, right, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_the_processes_do_is_a_step_an_exchange_and_both():
     """Here as four workers of one process, with the same examples and other dropout."""
     config = of_workers(GpuBench(config=TINY, batch=8), 4, "one_peer_exponential")

@@ -168,6 +168,7 @@ def runs(tmp_path_factory):
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "processes"),
     [
@@ -203,6 +204,7 @@ def test_in_the_step_and_in_the_background_the_numbers_are_the_same(runs):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", ["launcher", 0, 1])
 def test_a_signal_to_one_ends_all_after_the_same_step(who, runs, tmp_path):
     """A job that resumes there is, bit for bit, as if it had never stopped.
@@ -301,6 +303,7 @@ config = dataclasses.replace(line, task=Task())
 """
 
 
+@pytest.mark.slow
 def test_a_signal_during_the_start_ends_all_after_one_step(tmp_path):
     """Of a run that begins, and of one that goes on."""
     path = tmp_path / "slow.py"
@@ -371,6 +374,7 @@ ENDLESS = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_that_hangs_is_given_up(who, tmp_path):
     options = "--num-steps 100000 --distributed.timeout-seconds 10"
@@ -606,6 +610,7 @@ def test_a_straggler_must_be_a_process_of_the_job(monkeypatch, tmp_path):
         train(dataclasses.replace(LINE, straggler=config), tmp_path)
 
 
+@pytest.mark.slow
 def test_all_that_a_run_does_beside_its_steps_meets_no_exchange(runs, tmp_path):
     """Evaluations, checkpoints and rows after each step, while some are late."""
     options = (

@@ -66,6 +66,7 @@ def listens(port: int) -> set[str]:
 ENDLESS = ["--num-steps", "100000", "--checkpoint.every-steps", "100000"]
 
 
+@pytest.mark.slow
 def test_a_second_job_at_the_same_address_leaves_the_first_alone(tmp_path):
     """Whether it is given by hand, or derived from job ids 4096 apart."""
     port = 65535 - os.getpid() % 4096  # As jax derives it from the job's id.
@@ -96,6 +97,7 @@ def test_a_second_job_at_the_same_address_leaves_the_first_alone(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
+@pytest.mark.slow
 def test_a_job_that_begins_is_not_disturbed_by_others(tmp_path):
     """Neither by another job's processes, nor by garbage, nor by silence."""
     address = free_address()
@@ -239,6 +241,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_leaves_no_reading_process(tmp_path):
     """Which the kernel does not kill with the trainer."""
     command = f"-m train.launch --processes 1 {CONFIG} --run-dir {tmp_path}"

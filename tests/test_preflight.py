@@ -80,6 +80,7 @@ def refused(*options: str) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("nodes", [16, 126])
 def test_what_ships_hides_its_busiest_exchange(name, nodes):
@@ -215,6 +216,7 @@ def tuned_to(config, monkeypatch, *candidates) -> tuple[Tuning, str]:
     return tuning, printed.get()
 
 
+@pytest.mark.slow
 def test_options_that_do_not_help_are_not_kept(monkeypatch):
     """Of so small a model all messages are joined already."""
     tuning, text = tuned_to(tiny.config, monkeypatch, {"xla_gpu_autotune_level": "0"})
@@ -222,6 +224,7 @@ def test_options_that_do_not_help_are_not_kept(monkeypatch):
     assert "no options are better than those of the run" in text
 
 
+@pytest.mark.slow
 def test_options_that_help_are_kept(monkeypatch):
     """Nine messages of 60 us each become one, though it hides behind nothing."""
     one, joined = ({ALL_REDUCE_THRESHOLD: size} for size in ("1", "100000000"))
@@ -250,6 +253,7 @@ def test_a_profile_that_saves_enough_is_advised(monkeypatch):
         assert ("JAX_ENABLE_PGLE=true" in text) == is_worth_it
 
 
+@pytest.mark.slow
 def test_a_profile_of_times_starts_messages_in_time():
     """XLA guesses that a message takes as long as five matmuls; these take longer."""
     config = dataclasses.replace(

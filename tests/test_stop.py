@@ -64,6 +64,7 @@ def steps(run_dir: Path) -> list[int]:
     return list(find_checkpoints(run_dir).steps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_an_evaluation_ends_it_and_all_is_saved(number, tmp_path):
     """At the last step, where each batch of the evaluation takes a while."""
@@ -78,6 +79,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_all_is_saved(number, tmp_path):
     assert steps(tmp_path) == [15, 20]
 
 
+@pytest.mark.slow
 def test_an_evaluation_that_fails_loses_nothing(tmp_path):
     with training(tmp_path, "--task.eval-fails") as process:
         _, errors = process.communicate(timeout=LONG)
@@ -86,6 +88,7 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path):
     assert steps(tmp_path) == [15, 20]
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path):
     with training(tmp_path, "--task.eval-seconds=100") as process:
         read_until(process, "evaluating")
@@ -130,6 +133,7 @@ def test_under_nohup_the_end_of_the_terminal_is_ignored(tmp_path):
     assert f"go on with: python -m train --resume {tmp_path}" in output
 
 
+@pytest.mark.slow
 def test_output_that_is_closed_ends_the_run_with_all_saved(tmp_path):
     reader, writer = os.pipe()
     with training(tmp_path, *SLOWLY, "--num-steps=1000", stdout=writer) as process:
@@ -142,6 +146,7 @@ def test_output_that_is_closed_ends_the_run_with_all_saved(tmp_path):
     assert steps(tmp_path)[-1] == read_metrics(tmp_path)[-1]["step"] < 1000
 
 
+@pytest.mark.slow
 def test_two_runs_never_share_a_folder(tmp_path):
     with training(tmp_path, *SLOWLY) as process:
         wait_for(tmp_path, 3, process)

@@ -428,7 +428,7 @@ def test_a_background_exchange_sends_the_dtype_of_the_config(monkeypatch):
         exchange=ExchangeConfig(where="background"),
         step=dataclasses.replace(TINY.step, message_dtype="bfloat16"),
     )
-    optimizer = build_optimizer(config.optimizer, lambda step: 1e-3)
+    optimizer = build_optimizer(config.optimizer, config.num_steps)
     build_train_step(config, config.task.build(), optimizer, worker_mesh(4))
     assert made["message_dtype"] == "bfloat16"
 
