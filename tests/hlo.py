@@ -230,7 +230,8 @@ def _replica_groups(line: str, num_devices: int) -> tuple[tuple[int, ...], ...]:
     _, axes, inside = value.replace("[", "{").split("{")
     sizes = dict(axis.split("=") for axis in axes.strip("]} ").split(","))
     names = inside.strip("}").replace(" ", "").split(",")
-    devices = np.arange(num_devices).reshape([int(size) for size in sizes.values()])
+    shape = [int(size) for size in sizes.values()]  # All devices of the program.
+    devices = np.arange(np.prod(shape)).reshape(shape)
     places = [list(sizes).index(name) for name in names]
     devices = np.moveaxis(devices, places, range(-len(names), 0))
     return _as_groups(devices.reshape(-1, np.prod([int(sizes[n]) for n in names])))
