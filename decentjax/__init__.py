@@ -88,6 +88,7 @@ __all__ = [
     "worker_mesh",
 ]
 
+_MODULES = ("analysis", "gossip", "overlap", "runtime", "topology")
 # The modules of the core, each before those that import it: the first needs no jax.
 _CORE = ("exchange", "mixing", "step", "placement", "optim")
 
@@ -97,12 +98,12 @@ def __getattr__(name: str) -> Any:
 
     So `decentjax.topology` needs no jax, and does not wait for its import.
     """
+    if name in _MODULES:
+        return _import(name)
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    for module in map(_import, _CORE):
-        if hasattr(module, name):
-            return globals().setdefault(name, getattr(module, name))
-    return _import(name)
+    module = next(x for x in map(_import, _CORE) if hasattr(x, name))
+    return globals().setdefault(name, getattr(module, name))
 
 
 def _import(module: str) -> Any:

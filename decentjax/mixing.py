@@ -87,13 +87,13 @@ def mix(
     workers has levels: reduce-scatter inside the node, `ppermute` of the pieces between
     nodes, all-gather inside, so that a peer node costs one model on the node's link.
 
-    The differences are mixed, `x_i + sum_j W_ij (x_j - x_i)`, except where all weights
-    are powers of two or sums have one order, so that rounding moves the mean of all
-    models in no preferred direction. With a `message_dtype` it is
-    `x_i + sum_j W_ij (q_j - q_i)`, with `q = x` rounded to that dtype: a worker keeps
-    the bits that its messages drop, and models that agree stay unchanged. A mean over a
-    group is rounded a second time, on its way back. Inside a node the leaf's own dtype
-    is sent.
+    The differences are mixed, `x_i + sum_j W_ij (x_j - x_i)`, so that rounding moves
+    the mean of all models in no preferred direction. The exceptions are weights that
+    are all powers of two, and means over groups, which all members get from one sum.
+    With a `message_dtype` it is `x_i + sum_j W_ij (q_j - q_i)`, with `q = x` rounded to
+    that dtype: a worker keeps the bits that its messages drop, and models that agree
+    stay unchanged. A mean over a group is rounded a second time, on its way back.
+    Inside a node the leaf's own dtype is sent.
 
     The result does not depend on a gradient. Do not differentiate through it.
 
@@ -333,8 +333,8 @@ def _weighted(
             ],
         )
     total, weight = functools.reduce(jnp.add, arrays), distinct.pop()
-    # The caller adds this to x. XLA may fuse that sum with a product, which rounds once
-    # instead of twice, on a mesh and not simulated; it never fuses it with a division.
+    # The caller adds this to x. XLA may fuse that sum with a product, which then rounds
+    # once, in one program and not in another; it never fuses it with a division.
     number = round(1 / weight)
     is_whole = math.isclose(1, number * weight)
     return divided(total, number) if is_whole else weight * total

@@ -404,6 +404,6 @@ def _in_conditional(axis_name: AxisName) -> bool:
         traced_for = frame.debug_info.traced_for if frame is not None else None
         if traced_for in ("cond", "switch"):
             return True
-        # The trace of jax.shard_map has no parent; no conditional is around it.
+        # The chain of traces ends at jax.shard_map, outside all conditionals.
         trace = getattr(trace, "parent_trace", None)
     return False

@@ -100,9 +100,9 @@ def awc_step(
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
     # The barrier has two effects. GPU compilers let a message arrive just before its
-    # first use: without the barrier that is the update of one leaf, and the last
-    # updates overlap the backward pass. And a sum that is fused with the update may be
-    # contracted, which rounds differently from an exchange in a program of its own.
+    # first use: with the barrier that is before the first update, so the last messages
+    # overlap the backward pass too. And without it a sum that is fused with the update
+    # may be contracted, which rounds differently from an exchange in its own program.
     mixed = lax.optimization_barrier(mix(state.params, exchange))
     return adapt(state, batch, mixed)
 

@@ -147,6 +147,12 @@ def end_all(tree: Path) -> None:
 
 MUTANTS = [
     Mutant(
+        "decentjax/__init__.py",
+        "        return _import(name)",
+        "        return [*map(_import, _CORE), _import(name)][-1]",
+        "tests/test_topology.py -k import_no_jax",
+    ),
+    Mutant(
         "decentjax/exchange.py",
         "abs(sum(self.weights) - 1) > 1e-9",
         "abs(sum(self.weights) - 1) > 1e-1",

@@ -751,8 +751,8 @@ def test_there_is_no_schedule_without_workers(make, n):
 
 
 def test_topologies_and_their_costs_import_no_jax():
-    modules = "decentjax.topology", "decentjax.analysis", "decentjax.runtime"
-    program = f"import sys, {', '.join(modules)}; print('jax' in sys.modules)"
+    names = "Exchange, Topology, analysis, runtime, topology"
+    program = f"import sys; from decentjax import {names}; print('jax' in sys.modules)"
     env = os.environ | {"PYTHONPATH": str(pathlib.Path(decentjax.__file__).parents[1])}
     run = [sys.executable, "-c", program]
     result = subprocess.run(run, env=env, capture_output=True, text=True, check=True)

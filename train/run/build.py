@@ -236,8 +236,8 @@ def build_lone_step(
 ) -> TrainStep:
     """The compiled step of workers who exchange nothing."""
     step = functools.partial(awc_step, adapt=bind_adapt(config, task, optimizer))
-    nobody = alone(mesh.shape[AXIS])
-    return on_mesh(step, nobody, mesh, step_options(config, mesh))
+    options = step_options(config, mesh)
+    return on_mesh(step, alone(mesh.shape[AXIS]), mesh, options)
 
 
 def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:
