@@ -19,7 +19,9 @@ import train.launch
 from train.__main__ import main as train_main
 from train.advise.__main__ import main as advise_main
 from train.bench.__main__ import main as bench_main
-from train.cli import command, load_config, sentence
+from train.cli.command import command, sentence
+from train.cli.config_json import from_fields, read_config, to_json
+from train.cli.load import load_config
 from train.config import (
     Config,
     OptimizerConfig,
@@ -28,7 +30,6 @@ from train.config import (
     TopologyConfig,
     WorkersConfig,
 )
-from train.config_json import from_fields, read_config, to_json
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
 from train.models.transformer import TransformerConfig
@@ -350,14 +351,14 @@ def test_a_command_whose_output_is_closed_ends_quietly():
 
 HELP = ("-m", "train.launch", "--help")
 PRINTING = """
-from train.cli import command
+from train.cli.command import command
 with command():
     print("a")  # Which Python keeps until the end.
 """
 # rich ends the process by itself, with another code.
 SPEAKING = """
 from rich.console import Console
-from train.cli import command
+from train.cli.command import command
 with command():
     for _ in range(10_000):
         Console().print("a")
@@ -374,7 +375,7 @@ def test_a_full_output_is_a_sentence():
 
 QUIET = """
 import os, sys
-from train import plugins
+from train.cli import plugins
 
 def hidden_on(device, platforms):
     plugins.reveal_cuda_plugin()

@@ -11,8 +11,8 @@ import pytest
 from scipy import stats
 
 from train.compare import compare
-from train.comparison import Entry, holm, statements, table
 from train.config import LogConfig, TopologyConfig, WorkersConfig
+from train.run.comparison import Entry, holm, statements, table
 from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.seeds import SeedsOutcome, draws_of, train_seeds

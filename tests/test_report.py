@@ -13,8 +13,8 @@ from matplotlib.figure import Figure
 from test_train import TINY
 
 from decentjax import runtime, topology
+from train.cli.config_json import to_json
 from train.config import LogConfig, OptimizerConfig
-from train.config_json import to_json
 from train.figures.run_figure import draw_exchange
 from train.figures.timeline_figure import draw_timelines
 from train.report import write_report

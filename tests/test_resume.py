@@ -18,9 +18,9 @@ import pytest
 import tiny
 
 from decentjax import WorkerState
-from train import config_json
 from train.__main__ import main
-from train.cli import SaveError
+from train.cli import config_json
+from train.cli.command import SaveError
 from train.report import write_report
 from train.run.checkpoint import Checkpoints, find_checkpoints, read_models
 from train.run.evaluation import read_trained

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from train.cli import SaveError
+from train.cli.command import SaveError
+from train.cli.tables import write_whole
 from train.run.checkpoint import find_checkpoints
 from train.run.folder import lock
 from train.run.log import Log, read_metrics
 from train.run.stop import Stop
-from train.tables import write_whole
 
 ROOT = Path(__file__).parent.parent
 LONG = 120  # No process here takes so long, but for one that hangs.

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 
-from train.tables import machine, markdown, to_json, write_json, write_whole
+from train.cli.tables import machine, markdown, to_json, write_json, write_whole
 
 
 class Point(NamedTuple):

@@ -12,13 +12,13 @@ import pytest
 import sacrebleu
 import tiny
 
+from train.cli.config_json import from_fields, to_json
 from train.config import (
     Config,
     OptimizerConfig,
     StepConfig,
     TopologyConfig,
 )
-from train.config_json import from_fields, to_json
 from train.data.digit_images import read_digits
 from train.data.number_words import read_numbers
 from train.data.pairs import make_corpus, ragged

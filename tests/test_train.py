@@ -20,13 +20,13 @@ import tiny
 
 from decentjax import gossip, worker_mesh
 from train.__main__ import load_config
+from train.cli.config_json import differences
 from train.config import (
     ExchangeConfig,
     OptimizerConfig,
     TopologyConfig,
     WorkersConfig,
 )
-from train.config_json import differences
 from train.data.batches import feed, worker_steps
 from train.data.python_source import read_stdlib
 from train.data.token_files import Windows

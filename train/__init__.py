@@ -3,8 +3,8 @@
 import sys
 from importlib.util import find_spec
 
-from train.cli import end_interrupted_imports
-from train.plugins import hide_cuda_plugin
+from train.cli.command import end_interrupted_imports
+from train.cli.plugins import hide_cuda_plugin
 
 hide_cuda_plugin()  # Before the first import of jax.
 if not all(map(find_spec, ("flax", "grain", "orbax", "rich", "tyro"))):

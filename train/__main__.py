@@ -13,14 +13,8 @@ from typing import Annotated
 import jax
 import tyro
 
-from train.cli import (
-    FAILED,
-    SaveError,
-    check_folder,
-    command,
-    load_config,
-    show_usage,
-)
+from train.cli.command import FAILED, SaveError, command, show_usage
+from train.cli.load import check_folder, load_config
 from train.config import Config
 from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
 from train.run.log import read_metrics

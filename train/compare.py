@@ -23,15 +23,16 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from train.cli import command, load_config, show_usage
-from train.comparison import Entry, statements, table
+from train.cli.command import command, show_usage
+from train.cli.config_json import to_json
+from train.cli.load import load_config
+from train.cli.tables import write_whole
 from train.config import Config
-from train.config_json import to_json
 from train.figures.comparison_figure import draw_comparison
 from train.figures.style import save_svg
+from train.run.comparison import Entry, statements, table
 from train.run.resume import with_field
 from train.run.seeds import SeedsOutcome, draws_of, train_seeds
-from train.tables import write_whole
 from train.tasks.task import Headline
 
 SECONDS_BETWEEN = 20.0

@@ -7,7 +7,7 @@ import sys
 
 import tyro
 
-from train.cli import command, show_usage
+from train.cli.command import command, show_usage
 from train.job.namespaces import EmulatedCluster, Worker, in_cluster
 from train.job.processes import run_job
 

@@ -13,9 +13,9 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from train.cli import command
+from train.cli.command import command
+from train.cli.tables import write_json
 from train.run.evaluation import Model, build_score, read_trained
-from train.tables import write_json
 
 SHOWN_WORKERS = 4
 

@@ -11,7 +11,7 @@ from typing import Annotated
 import jax
 import tyro
 
-from train.cli import command
+from train.cli.command import command
 from train.run.evaluation import read_trained
 
 

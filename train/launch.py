@@ -13,7 +13,7 @@ from typing import Literal
 
 import tyro
 
-from train.cli import command, show_usage
+from train.cli.command import command, show_usage
 from train.job.processes import Process, run_job
 
 USAGE = (

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import tyro
 
-from train.cli import check_folder, command
+from train.cli.command import command
+from train.cli.load import check_folder
 from train.data.by_length import choose_shapes
 from train.data.files import check_new, progress
 from train.data.imagenet_files import prepare_imagenet

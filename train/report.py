@@ -16,8 +16,8 @@ from matplotlib.figure import Figure
 
 from decentjax import analysis
 from decentjax.topology import Topology
-from train.cli import command, show_usage
-from train.config_json import differences
+from train.cli.command import command, show_usage
+from train.cli.config_json import differences
 from train.figures.run_figure import (
     draw_consensus,
     draw_evaluations,

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from train.advise.rank import compare
 from train.advise.setting import Flags, Setting
-from train.cli import command, load_config, show_usage
+from train.cli.command import command, show_usage
+from train.cli.load import load_config
 from train.config import Config
 from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
 

@@ -16,10 +16,10 @@ from rich.table import Table
 from decentjax import Topology, runtime
 from train.advise.rank import Findings, Prediction
 from train.advise.setting import Setting
+from train.cli.tables import write_json
 from train.figures.timeline_figure import draw_timelines
 from train.network import duration
 from train.run.timeline import spans_of
-from train.tables import write_json
 
 T = TypeVar("T")
 GAMMAS = np.geomspace(0.03, 10, 11)

@@ -6,7 +6,7 @@ import typing
 
 import tyro
 
-from train.cli import command, show_usage
+from train.cli.command import command, show_usage
 
 # Module with `main(options) -> int`, and what it measures. Imported by name, as each
 # bench may do without what another one needs.

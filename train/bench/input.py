@@ -11,12 +11,12 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from train.cli import load_config
+from train.cli.load import load_config
+from train.cli.tables import machine, markdown, write_json
 from train.config import Config
 from train.data.batches import Feed, feed
 from train.data.vocabulary import PAD
 from train.run.build import build_in_step, build_optimizer, build_state
-from train.tables import machine, markdown, write_json
 from train.tasks.task import Task
 
 COMPILED = "/jax/core/compile/backend_compile_duration"

@@ -10,9 +10,9 @@ import optax
 from rich.console import Console
 
 from train.bench.train_steps import for_workers, in_turns, our_step, plain_step
-from train.cli import load_config
+from train.cli.load import load_config
+from train.cli.tables import machine, markdown, write_json
 from train.config import Config
-from train.tables import machine, markdown, write_json
 
 PLAIN, OURS = "plain optax", "one worker's step"
 

@@ -30,9 +30,9 @@ from jax.sharding import Mesh
 import decentjax
 from decentjax import worker_mesh
 from decentjax.gossip import Engine
-from train.cli import FAILED, sentence
+from train.cli.command import FAILED, sentence
+from train.cli.config_json import differences, to_json
 from train.config import Config, DistributedConfig
-from train.config_json import differences, to_json
 from train.job.rendezvous import Place, rendezvous
 
 MONTH_SECONDS = 30 * 24 * 3600

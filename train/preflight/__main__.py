@@ -11,9 +11,10 @@ from typing import Annotated
 import jax
 import tyro
 
-from train.cli import command, load_config, show_usage
+from train.cli.command import command, show_usage
+from train.cli.load import load_config
+from train.cli.plugins import reveal_cuda_plugin
 from train.config import Config
-from train.plugins import reveal_cuda_plugin
 from train.preflight.compile import prepare
 from train.preflight.preflight_report import report
 

@@ -12,10 +12,10 @@ from rich.table import Table
 
 from decentjax import AXIS
 from decentjax.overlap import Collective, Span
+from train.cli.tables import write_json
 from train.preflight.compile import Finding, Preflight, inspect, with_all_reduce
 from train.preflight.targets import Gpu
 from train.preflight.tune import Tuning, tuned
-from train.tables import write_json
 from train.xla import as_arguments
 
 MEMORY_SHARE = 0.75  # XLA's default share of a GPU's memory.

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 from decentjax.overlap import Accelerator, Network
-from train.cli import load_value
+from train.cli.load import load_value
 from train.network import ClusterSpec
 
 

@@ -22,9 +22,9 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decentjax import WorkerState
-from train.cli import SaveError
+from train.cli.command import SaveError
+from train.cli.config_json import to_json
 from train.config import Config
-from train.config_json import to_json
 
 # Its dataclasses hide their fields from type checkers.
 _args: Any = ocp.args

@@ -8,8 +8,8 @@ import jax
 import numpy as np
 
 from decentjax import mean_model
+from train.cli.config_json import read_config
 from train.config import Config
-from train.config_json import read_config
 from train.run.build import build_optimizer, build_state
 from train.run.checkpoint import read_models
 from train.tasks.task import Task, Totals

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import jax
 
-from train.cli import SaveError
+from train.cli.command import SaveError
 
 
 @contextlib.contextmanager

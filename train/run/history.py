@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from decentjax.topology import Topology
+from train.cli.config_json import read_fields
 from train.config import TopologyConfig, WorkersConfig
-from train.config_json import read_fields
 from train.run.log import METRICS, read_metrics
 from train.run.timeline import Span, read_timelines
 

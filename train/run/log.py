@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
+from train.cli.tables import write_whole
 from train.run.folder import writing
-from train.tables import write_whole
 
 METRICS = "metrics.jsonl"
 # Between the lines that are printed where there is no terminal to redraw one.

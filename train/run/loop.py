@@ -10,8 +10,9 @@ from jax.sharding import Mesh
 
 from decentjax import WorkerState, local_workers, place
 from decentjax.gossip import Record
+from train.cli.config_json import to_json
+from train.cli.tables import write_whole
 from train.config import Config
-from train.config_json import to_json
 from train.data.batches import feed
 from train.job.distributed import gather
 from train.run.build import (
@@ -31,7 +32,6 @@ from train.run.resume import Begin, Resume, begin_again, begin_new
 from train.run.stop import Stop
 from train.run.straggler import check_processes, delay
 from train.run.timeline import Timeline, drop_spans
-from train.tables import write_whole
 from train.tasks.task import Task
 from train.xla import as_arguments
 

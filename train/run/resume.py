@@ -13,8 +13,8 @@ import jax
 import tyro
 
 from decentjax import WorkerState
+from train.cli.config_json import differences, from_fields, to_json
 from train.config import Config, DistributedConfig
-from train.config_json import differences, from_fields, to_json
 from train.run.checkpoint import choose, find_checkpoints, restore, saved_fields
 from train.run.evaluation import read_trained
 from train.run.finite import Check

@@ -13,9 +13,9 @@ import sys
 from pathlib import Path
 from typing import Any, Literal
 
+from train.cli.tables import machine, markdown, to_json, write_json
 from train.job.processes import Process, run_job
 from train.launch import check_port
-from train.tables import machine, markdown, to_json, write_json
 
 PLAIN = "AdamW, plain optax"
 OURS = "AdamW, decentralized step"

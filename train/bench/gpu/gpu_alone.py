@@ -15,11 +15,11 @@ from decentjax import accum_adamw, overlap
 from train.bench.gpu.gpu import ACCUM, COPY, OURS, PLAIN, UPDATE, GpuBench, GpuTiming
 from train.bench.runner import Runner
 from train.bench.train_steps import for_workers, in_turns, our_step, plain_step
-from train.cli import load_config
+from train.cli.load import load_config
+from train.cli.tables import write_json
 from train.config import Config, TopologyName
 from train.preflight.targets import GPUS
 from train.run.build import build_state
-from train.tables import write_json
 from train.tasks.task import Task
 
 

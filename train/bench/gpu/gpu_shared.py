@@ -26,10 +26,10 @@ from train.bench.gpu.gpu import BOTH, COMPUTE, EXCHANGE, GpuBench
 from train.bench.gpu.gpu_alone import explained, first_batch, of_workers
 from train.bench.runner import Runner
 from train.bench.train_steps import in_turns
+from train.cli.tables import write_json
 from train.config import Config, DistributedConfig
 from train.job.distributed import fail_stop, start
 from train.run.build import build_state
-from train.tables import write_json
 from train.tasks.task import Task
 
 

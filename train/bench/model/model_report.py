@@ -13,7 +13,7 @@ from rich.console import Console
 
 from train.bench.model import emulated, imbalance, published, simulator
 from train.bench.model.published import EXP, FITTED, SCHEMES, SGP, Line
-from train.tables import machine, markdown, write_json
+from train.cli.tables import machine, markdown, write_json
 
 ORDERED = 1.1  # Emulated schemes whose times differ by a larger factor have an order.
 MARKERS = ("o", "s", "^", "D", "v")

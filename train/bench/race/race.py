@@ -19,9 +19,9 @@ from train.bench.race.contestants import Contestant, all_contestants, delayed
 from train.bench.race.race_report import Timing, bars, table
 from train.bench.race.team import Team
 from train.bench.race.turns import Load, Turn
+from train.cli.tables import machine, write_json
 from train.figures.race_figure import draw_race
 from train.job.namespaces import EmulatedCluster, Worker, in_cluster, parse_rate
-from train.tables import machine, write_json
 
 # The first turn compiles, and makes all messages of a period.
 FIRST_WARMUP, WARMUP = 5, 1

@@ -6,9 +6,9 @@ from typing import NamedTuple
 from decentjax import analysis
 from train.bench.race.contestants import Contestant, Graph, Scheme
 from train.bench.race.graphs import graph_of
+from train.cli.tables import markdown
 from train.figures.race_figure import Bar
 from train.job.namespaces import EmulatedCluster, parse_rate
-from train.tables import markdown
 
 
 class Timing(NamedTuple):

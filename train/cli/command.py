@@ -1,4 +1,4 @@
-"""What all commands share: how they read a file of Python, and how they end.
+"""How a command ends: its exit code, and its error as a sentence.
 
 The exit code is 0 for success, 1 for an error, 2 for a wrong command line, 70 for a run
 or a process of a job that failed after its start, 130 after Ctrl-C, and 141 where the
@@ -6,19 +6,12 @@ output was closed.
 """
 
 import contextlib
-import importlib.util
 import os
 import re
 import select
 import sys
-import traceback
-import typing
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from train.config import Config
+from typing import Any, NoReturn
 
 # Of the signals SIGINT and SIGPIPE, 128 and their number, as shells have it.
 INTERRUPTED, CLOSED = 130, 141
@@ -97,80 +90,6 @@ def show_usage(usage: str, arguments: list[str]) -> NoReturn:
         raise SystemExit(0)
     print(usage, file=sys.stderr)
     raise SystemExit(2)
-
-
-def load_config(path: Path) -> "Config":
-    """Returns the `config` of a config file, a file of Python.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      ValueError: if it defines no config, or raises an error, with the line.
-    """
-    from train.config import Config  # Takes seconds, and not all commands need it.
-
-    return load_value(path, "config", Config)
-
-
-def load_value(path: Path, name: str, kind: Any) -> Any:
-    """Returns the variable `name` of a file of Python.
-
-    Args:
-      path: the file.
-      name: name of the variable.
-      kind: class of its value, or a union of classes.
-
-    Raises:
-      FileNotFoundError: if there is no such file.
-      ValueError: if its value is no `kind`, or the file raises an error, with the line.
-    """
-    if not path.is_file():
-        raise FileNotFoundError(f"there is no {name} file {path}")
-    if path.suffix != ".py":
-        raise ValueError(f"a {name} file is Python, NAME.py, got {path}")
-    spec = importlib.util.spec_from_file_location(f"{name} of {path.stem}", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Where pickle looks for a class of the file.
-    try:
-        spec.loader.exec_module(module)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # Also sys.exit(), which must not end the command.
-        what = f"{type(error).__name__}: {_text(error)}"
-        raise ValueError(f"{path}{_line(path, error)}: {what}") from error
-    value = getattr(module, name, None)
-    if not isinstance(value, kind):
-        kinds = typing.get_args(kind) or (kind,)
-        wanted = " or ".join(f"`{name} = {one.__name__}(...)`" for one in kinds)
-        raise ValueError(f"{path} must define {wanted}, got {value!r}")
-    return value
-
-
-def check_folder(path: Path) -> None:
-    """Raises for URLs, which `Path` would take for folders of this machine.
-
-    Raises:
-      ValueError: if the path is like gs://bucket/run.
-    """
-    if found := re.match(r"(\w+):/", str(path)):
-        raise ValueError(
-            f"a folder must be in a file system of this machine, got {path}: "
-            f"mount the storage behind {found[1]}:// and give its path"
-        )
-
-
-def _text(error: BaseException) -> str:
-    return error.msg if isinstance(error, SyntaxError) else str(error)
-
-
-def _line(path: Path, error: BaseException) -> str:
-    """The innermost line of the file in the error's traceback."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
-        return f", line {error.lineno}"
-    frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
-    return f", line {lines[-1]}" if lines else ""
 
 
 def _exhausted(text: str) -> str:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
+from train.cli.tables import markdown
 from train.run.seeds import SeedsOutcome
-from train.tables import markdown
 from train.tasks.task import Headline
 
 LEVEL = 0.05
