@@ -1140,7 +1140,7 @@ MUTANTS = [
         "tests/test_resume.py -k a_shorter_run",
     ),
     Mutant(
-        "train/run/evaluation.py",
+        "train/run/scores.py",
         "if not 0 <= number < num_workers:",
         "if not 0 <= number <= num_workers:",
         "tests/test_evaluate.py -k bad_input",
@@ -1483,8 +1483,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/advise/rank.py",
-        "speed_up=baseline.step / row.step",
-        "speed_up=row.step / baseline.step",
+        "all_reduce_step / step,",
+        "step / all_reduce_step,",
         "tests/test_advise.py -k exposed_and_waited_for",
     ),
     Mutant(

@@ -23,10 +23,9 @@ from train.advise import advice_report, rank
 from train.advise.rank import (
     Prediction,
     advise,
-    all_reduce_row,
     candidates,
     fitting,
-    topology_row,
+    predict,
 )
 from train.advise.setting import Flags, Setting
 from train.config import TopologyConfig, WorkersConfig
@@ -377,7 +376,7 @@ def test_a_step_of_all_reduce_has_its_closed_form(nodes, between, forward_share)
 
 def test_latencies_and_the_rate_inside_count_in_an_all_reduce():
     asked = flags(between_latency="1ms", inside_latency="3ms", inside="1gbit")
-    row = all_reduce_row(asked.setting(), 1, 0)
+    row = predict(asked.setting(), 1, 0)
     wanted = 2 * 15 / 16 * MODEL / (1e9 / 8) + 2 * 15 * 3e-3
     assert row.exchange == pytest.approx(wanted)
 
@@ -545,10 +544,10 @@ def test_a_step_is_the_mean_over_whole_periods():
 def test_the_seed_decides_what_is_drawn():
     setting = flags(distribution="gamma").setting()
     config, made = fitting(16, 4)[0][0]
-    first, again, other = (all_reduce_row(setting, 5, seed) for seed in (0, 0, 1))
+    first, again, other = (predict(setting, 5, seed) for seed in (0, 0, 1))
     assert first == again
     assert first.step != other.step
-    rows = [topology_row(setting, config, made, first, 5, seed) for seed in (0, 0, 1)]
+    rows = [predict(setting, 5, seed, config, made) for seed in (0, 0, 1)]
     assert rows[0] == rows[1]
     assert rows[0].step != rows[2].step
     found = rank.compare(setting, 5, 3)
@@ -624,10 +623,9 @@ def test_a_step_that_waits_takes_the_measured_time():
     assert setting.exchange_seconds(None) == 0.4
     whole = setting.simulate(None, 4, 0).start
     np.testing.assert_allclose(np.diff(whole, axis=0), 0.401)
-    baseline = all_reduce_row(setting, 4, 0)
-    row = topology_row(
-        setting, TopologyConfig(name="exponential"), made, baseline, 4, 0
-    )
+    baseline = predict(setting, 4, 0)
+    config = TopologyConfig(name="exponential")
+    row = predict(setting, 4, 0, config, made, baseline.step)
     assert row.exchange == 0.3
     assert row.omega == pytest.approx(0.3 / 0.4)
     assert row.speed_up == pytest.approx(0.401 / 0.3)
@@ -812,7 +810,7 @@ def test_the_flags_of_a_row_train_with_what_was_simulated(
 def test_the_flags_of_all_reduce_train_with_it(num_workers):
     """Even where the topology that the config has does not fit the workers."""
     setting = flags(nodes=num_workers, workers_per_node=1).setting()
-    row = all_reduce_row(setting, 1, 0)
+    row = predict(setting, 1, 0)
     workers = ["--workers.num-workers", str(num_workers)]
     workers += ["--workers.workers-per-node", "1"]
     config = trained_with(TINY_FILE, *workers, *shlex.split(row.flags))
@@ -935,7 +933,7 @@ def test_for_one_worker_nothing_is_drawn(tmp_path, capsys):
     assert program.main([*one, "--out", str(tmp_path)]) == 0
     assert "There is one worker" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["advice.json"]
-    # Inside its node it has nobody to send to, at a rate that is no number in JSON.
+    # Inside its node it has no peer, and sends at a rate that is no number in JSON.
     assert advice_in(tmp_path)["cluster"]["inside_bytes_per_second"] is None
 
 

@@ -23,8 +23,8 @@ from train.config import ExchangeConfig, TopologyConfig, WorkersConfig
 
 ROOT = Path(__file__).parent.parent
 TINY_FILE = Path(tiny.__file__)
-# The tests' own devices and threads are no matter of the processes, which compile
-# sooner if nobody asks how fast they are then.
+# Without the tests' own devices and threads, and without optimization, as the speed of
+# the compiled programs is not tested.
 ENV = {k: v for k, v in os.environ.items() if k != "NPROC"}
 ENV |= {"XLA_FLAGS": "--xla_backend_optimization_level=0"}
 
@@ -43,7 +43,7 @@ class FakeNetwork:
 
     Args:
       truth: the cluster.
-      model_bytes: that an exchange sends.
+      model_bytes: bytes of the model that an exchange sends.
     """
 
     def __init__(self, truth: Cluster, model_bytes: float):
@@ -198,7 +198,7 @@ def test_compute_times_are_those_of_each_process(monkeypatch):
 
 def test_an_all_reduce_is_a_mean_over_all_devices(monkeypatch):
     config = on_mesh(4, 1)
-    network = measure._Exchanges.of(config, config.task.build(), worker_mesh(4))
+    network = measure._Exchanges(config, config.task.build(), worker_mesh(4))
     seen = []
     monkeypatch.setattr(measure, "_seconds", lambda *given: seen.append(given))
     network.all_reduce()
@@ -214,7 +214,7 @@ def test_narrow_messages_are_half_as_large():
     config = on_mesh(2, 1)
     step = dataclasses.replace(config.step, message_dtype="bfloat16")
     narrow = dataclasses.replace(config, step=step)
-    network = measure._Exchanges.of(narrow, config.task.build(), worker_mesh(2))
+    network = measure._Exchanges(narrow, config.task.build(), worker_mesh(2))
     assert network.model_bytes == sent_bytes() / 2
     assert network.message_dtype == "bfloat16"
 

@@ -40,7 +40,7 @@ def entry(name, scores, draws=None) -> Entry:
     return Entry(name, outcome(scores), draws)
 
 
-def nobody(step: int, words: str) -> None:
+def ignore(step: int, words: str) -> None:
     del step, words
 
 
@@ -55,7 +55,7 @@ def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
         optimizer=dataclasses.replace(LINE.optimizer, learning_rate=0.1),
     )
     every_2 = dataclasses.replace(config, log=LogConfig(every_steps=2))
-    together = train_seeds(every_2, range(3, 5), nobody)
+    together = train_seeds(every_2, range(3, 5), ignore)
     for k, seed in enumerate((3, 4)):
         alone = tmp_path / f"{algorithm}{seed}"
         train(dataclasses.replace(config, seed=seed), alone)
@@ -84,7 +84,7 @@ def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
 def test_seeds_a_few_at_once_are_those_of_all_at_once():
     steps = []
     some = train_seeds(LINE, range(3), lambda step, words: steps.append(step), 2)
-    whole = train_seeds(LINE, range(3), nobody)
+    whole = train_seeds(LINE, range(3), ignore)
     assert steps == list(range(1, 13))
     names = set(SeedsOutcome._fields) - {"seconds"}
     for a, b in (
@@ -101,7 +101,7 @@ def test_a_loss_that_is_not_finite_ends_the_seeds():
     optimizer = dataclasses.replace(LINE.optimizer, learning_rate=1e30, warmup_steps=0)
     config = dataclasses.replace(LINE, optimizer=optimizer)
     with pytest.raises(FloatingPointError, match="after step"):
-        train_seeds(config, range(1), nobody)
+        train_seeds(config, range(1), ignore)
 
 
 def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
@@ -266,9 +266,9 @@ def test_configs_of_one_task_start_and_read_alike_seed_by_seed():
         step=dataclasses.replace(LINE.step, algorithm="all_reduce"),
         optimizer=dataclasses.replace(optimizer, name="adamw"),
     )
-    losses = np.array([v for _, v in train_seeds(still, range(2), nobody).losses])
+    losses = np.array([v for _, v in train_seeds(still, range(2), ignore).losses])
     assert (losses[:, 0] != losses[:, 1]).all()
-    got = [values for _, values in train_seeds(other, range(2), nobody).losses]
+    got = [values for _, values in train_seeds(other, range(2), ignore).losses]
     np.testing.assert_allclose(got, losses, rtol=1e-6)
 
 
@@ -304,7 +304,7 @@ def test_the_training_loss_is_of_the_last_tenth_however_coarse_the_log():
     config = dataclasses.replace(LINE, num_steps=11)
     fine, coarse = (
         train_seeds(
-            dataclasses.replace(config, log=LogConfig(every_steps=k)), range(2), nobody
+            dataclasses.replace(config, log=LogConfig(every_steps=k)), range(2), ignore
         )
         for k in (1, 100)
     )
@@ -314,5 +314,5 @@ def test_the_training_loss_is_of_the_last_tenth_however_coarse_the_log():
         got = Entry("a", run, None).scores()["training_loss"]
         np.testing.assert_allclose(got, np.mean(losses[-2:], axis=0), rtol=1e-6)
     ten = dataclasses.replace(config, num_steps=10, log=LogConfig(every_steps=1))
-    one = train_seeds(ten, range(1), nobody)
+    one = train_seeds(ten, range(1), ignore)
     np.testing.assert_allclose(one.training_loss, one.losses[-1][1], rtol=1e-6)

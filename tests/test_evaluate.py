@@ -16,9 +16,9 @@ from train.evaluate import evaluate
 from train.generate import generate
 from train.models.resnet import ResNetConfig
 from train.run.checkpoint import read_models
-from train.run.evaluation import read_trained
 from train.run.log import read_metrics
 from train.run.loop import train
+from train.run.scores import read_trained
 from train.tasks.digits import DigitsTask
 
 ROOT = Path(__file__).parent.parent

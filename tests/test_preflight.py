@@ -58,11 +58,12 @@ def compile_once(monkeypatch):
     monkeypatch.setattr("train.preflight.compile.COMPILE_ONLY", fast)
     find = Preflight.find
 
-    def find_once(run, name, step, graph, t, options):
-        depends_on = run.config, run.target, run.network, graph.name, t, options
+    def find_once(run, name, t, options):
+        graph = run.topology.name
+        depends_on = run.config, run.target, run.network, graph, t, options
         key = str(depends_on)
         if key not in FOUND:
-            FOUND[key] = find(run, name, step, graph, t, options)
+            FOUND[key] = find(run, name, t, options)
         return dataclasses.replace(FOUND[key], name=name)
 
     monkeypatch.setattr(Preflight, "find", find_once)
@@ -91,8 +92,7 @@ def test_what_ships_hides_its_busiest_exchange(name, nodes):
         config = dataclasses.replace(config, topology=HIERARCHY)
     run = prepare(config, "h100", nodes, 8)
     assert run.options.items() >= RECOMMENDED.items()
-    step, graph = run.step()
-    finding = run.find("", step, graph, busiest_step(graph, 8), run.options)
+    finding = run.find("", busiest_step(run.topology, 8), run.options)
     assert finding.schedule.num_devices == nodes * 8
     assert finding.schedule.covered(AXIS) >= 0.95
     assert finding.warnings() == []
@@ -109,8 +109,7 @@ def test_the_busiest_step_is_the_first_that_crosses_nodes():
 def test_memory_holds_the_state_and_the_activations():
     step = StepConfig(batch_per_worker=512)
     run = prepare(dataclasses.replace(tiny.config, step=step), "h100", 2, 2)
-    train_step, graph = run.step()
-    finding = run.find("", train_step, graph, 0, {})
+    finding = run.find("", 0, {})
     leaves = jax.tree.leaves(run.state)
     state = sum(x.size * x.dtype.itemsize for x in leaves) / 4
     logits = 4 * 512 * 8 * 256
@@ -266,10 +265,9 @@ def test_a_profile_of_times_starts_messages_in_time():
         step=StepConfig(batch_per_worker=16),
     )
     run = prepare(config, "h100", 4, 1, between_gbit=200)
-    step, graph = run.step()
-    plain = run.find("", step, graph, 0, run.options)
+    plain = run.find("", 0, run.options)
     times = profile(plain.schedule, run.target.accelerator(), run.network)
-    profiled = run.find("", step, graph, 0, {**run.options, "fdo_profile": times})
+    profiled = run.find("", 0, {**run.options, "fdo_profile": times})
     assert profiled.estimate.step < 0.9 * plain.estimate.step
 
 
@@ -426,8 +424,7 @@ def test_a_permute_of_tpus_has_one_link_and_a_mean_has_all():
 
 def test_memory_beyond_the_share_of_xla_is_warned_of(capsys):
     run = prepare(tiny.config, "h100", 1, 1)
-    step, graph = run.step()
-    finding = run.find("step", step, graph, 0, {})
+    finding = run.find("step", 0, {})
     have = GPUS["h100"].memory_bytes
     printed = []
     for share in (0.7, 0.85, 0.97):
@@ -472,8 +469,7 @@ def test_a_half_precision_message_needs_half_the_bytes():
             step=StepConfig(batch_per_worker=2, message_dtype=dtype),
         )
         run = prepare(config, "h100", 2, 2)
-        step, graph = run.step()
-        finding = run.find("", step, graph, 0, {})
+        finding = run.find("", 0, {})
         assert finding.warnings() == []
         sent = finding.schedule.sent_bytes()
         assert finding.needed_bytes == pytest.approx(sent, rel=0.01)

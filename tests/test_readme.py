@@ -39,7 +39,7 @@ MODULES = {
     "test": {"hypothesis", "importlinter", "pyright", "pytest", "ruff"},
 }
 
-# Runs commands in one process, where some packages are not to be had. Each is as good
+# Runs commands in one process, where some packages are unavailable. Each is as good
 # as alone: it ends while it reads its options.
 RUN_ALL = """
 import contextlib, io, json, runpy, sys
@@ -69,7 +69,7 @@ class Command(NamedTuple):
 
     Args:
       line: as it stands there, on one line.
-      extras: that the text around it names, or "train".
+      extras: extras that the text around it names, or "train".
     """
 
     line: str
@@ -80,8 +80,8 @@ class Asked(NamedTuple):
     """How a program is asked for help, and what that must then name.
 
     Args:
-      words: after `python -m`.
-      options: of the command.
+      words: arguments after `python -m`.
+      options: options that the help must name.
     """
 
     words: tuple[str, ...]
@@ -350,7 +350,7 @@ class Link(NamedTuple):
     """A link to a file of the repository.
 
     Args:
-      path: from the root.
+      path: path from the root of the repository.
       heading: as the site calls it, or "".
     """
 

@@ -23,11 +23,11 @@ from train.cli import config_json
 from train.cli.command import SaveError
 from train.report import write_report
 from train.run.checkpoint import Checkpoints, find_checkpoints, read_models
-from train.run.evaluation import read_trained
 from train.run.finite import build_check
 from train.run.log import read_metrics
 from train.run.loop import Parts, run_steps, train
 from train.run.resume import Begin, Resume, saved_config, with_changes
+from train.run.scores import read_trained
 from train.run.stop import Stop
 
 LINE = line.config

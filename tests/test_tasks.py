@@ -28,7 +28,7 @@ from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
 from train.models.transformer import TransformerConfig
 from train.run.build import build_schedule, optimizer_with
-from train.run.evaluation import build_score
+from train.run.scores import build_score
 from train.tasks.classification import classifier, scores
 from train.tasks.digits import DigitsTask, draw_wrong, nearest_neighbour
 from train.tasks.imagenet import ImageNetTask

@@ -6,15 +6,14 @@
 import argparse
 import sys
 import textwrap
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import tyro
 
 from train.cli.command import FAILED, SaveError, command, show_usage
 from train.cli.load import check_folder, load_config
+from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.config import Config
 from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
 from train.run.log import read_metrics
@@ -46,13 +45,14 @@ def main(arguments: list[str]) -> None:
 def _begin(path: Path, options: list[str]) -> None:
     """Trains a config from its first step."""
     default = load_config(path)
+    # tyro would only call it an unknown option.
     if "--resume" in options:
         raise ValueError(
             f"a run brings its own config: python -m train --resume runs/{default.name}"
         )
 
     def run(
-        config: Annotated[Config, tyro.conf.arg(name="")] = default,
+        config: ConfigArgument = default,
         run_dir: Path | None = None,
         init_from: Path | None = None,
     ) -> None:
@@ -64,11 +64,12 @@ def _begin(path: Path, options: list[str]) -> None:
         """
         run_here(config, run_dir or Path("runs") / config.name, init_from=init_from)
 
-    _call(run, f"python -m train {path}", options)
+    tyro.cli(run, prog=f"python -m train {path}", args=options, config=AS_OPTIONS)
 
 
 def _resume(run_dir: Path, options: list[str]) -> None:
     """Resumes the run of a folder."""
+    # The two options on which the config depends, read before tyro can know its fields.
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--step", default="")
     before.add_argument("--config-file", type=Path)
@@ -79,7 +80,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
     default = saved_config(run_dir, step, like)
 
     def run(
-        config: Annotated[Config, tyro.conf.arg(name="")] = default,
+        config: ConfigArgument = default,
         step: int | None = None,
         change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
         config_file: Path | None = None,
@@ -96,16 +97,8 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         changed, fields = with_changes(config, change)
         run_here(changed, run_dir, Resume(step, fields))
 
-    _call(run, f"python -m train --resume {run_dir}", options)
-
-
-def _call(function: Callable[..., None], prog: str, options: list[str]) -> None:
-    tyro.cli(
-        function,
-        prog=prog,
-        args=options,
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
-    )
+    prog = f"python -m train --resume {run_dir}"
+    tyro.cli(run, prog=prog, args=options, config=AS_OPTIONS)
 
 
 def run_here(
@@ -115,6 +108,7 @@ def run_here(
     init_from: Path | None = None,
 ) -> None:
     """Trains, alone or as one process of a job."""
+    # Before the job starts, whose other processes would wait for this one.
     check_folder(run_dir)
     if config.distributed.enabled:
         with fail_stop():
@@ -131,6 +125,7 @@ def _train(
 ) -> None:
     """Trains; process 0 shows the results."""
     outcome = train(config, run_dir, resume, init_from)
+    # Process 0 draws and scores for longer than jax lets its peers wait at their exit.
     leave()
     if jax.process_index() == 0:
         finish(outcome, config, run_dir)
@@ -149,6 +144,7 @@ def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
         return
     task, headline = outcome.task, outcome.task.headline.name
     rows = [row for row in read_metrics(run_dir) if "mean_model" in row]
+    # A signal between the last step and its evaluation stops the run there.
     if not rows or rows[-1]["step"] < outcome.step:
         print(
             f"stopped before the evaluation; all {outcome.step} steps are saved: "

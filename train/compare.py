@@ -29,7 +29,7 @@ from train.cli.load import load_config
 from train.cli.tables import write_whole
 from train.config import Config
 from train.figures.comparison_figure import draw_comparison
-from train.figures.style import save_svg
+from train.figures.style import save_svg, words
 from train.run.comparison import Entry, statements, table
 from train.run.resume import with_field
 from train.run.seeds import SeedsOutcome, draws_of, train_seeds
@@ -79,6 +79,7 @@ def compare(
     names = [config.name for config in chosen]
     if len(set(names)) < len(names):
         raise ValueError(f"each config needs a name of its own, got {names}")
+    # Before hours of training: a table needs one score that all of them have.
     headlines = {config.task.build().headline for config in chosen}
     if len(headlines) > 1:
         raise ValueError(
@@ -91,19 +92,15 @@ def compare(
     headline = _headline(headlines.pop(), score, entries[0])
     text = "\n\n".join([table(entries), *statements(entries, headline)])
     (out / "compare.md").write_text(text + "\n")
-    _draw(entries, headline, out / "compare.svg")
-    print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")
-
-
-def _draw(entries: list[Entry], headline: Headline, path: Path) -> None:
     where = "" if headline.name == "training_loss" else "held-out "
-    score = headline.name.replace("_", " ")
     figure = draw_comparison(
         {entry.name: entry.outcome.losses for entry in entries},
         {entry.name: entry.scores()[headline.name] for entry in entries},
-        f"{where}{score} ({headline.better} is better; a dot for each seed)",
+        f"{where}{words(headline.name)} ({headline.better} is better; "
+        "a dot for each seed)",
     )
-    save_svg(figure, path)
+    save_svg(figure, out / "compare.svg")
+    print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")
 
 
 def _headline(own: Headline, score: str | None, entry: Entry) -> Headline:
@@ -138,6 +135,7 @@ def _with(config: Config, field: str, value: str) -> Config:
 def _entry(config: Config, seeds: range, at_once: int | None, out: Path) -> Entry:
     """The results of a config, from the folder or trained now."""
     path = out / f"{config.name}.json"
+    # Through JSON, as the file that is compared with it: tuples are lists there.
     wanted = {"config": json.loads(to_json(config)), "seeds": list(seeds)}
     draws = draws_of(config, seeds)
     if path.exists():
@@ -148,6 +146,7 @@ def _entry(config: Config, seeds: range, at_once: int | None, out: Path) -> Entr
             print(f"{config.name}: from {path}")
             return Entry(config.name, SeedsOutcome(**found["outcome"]), draws)
     groups = math.ceil(len(seeds) / (at_once or len(seeds)))
+    # Each group of seeds takes all the steps.
     with _progress(config.name, groups * config.num_steps) as report:
         outcome = train_seeds(config, seeds, report, at_once)
     # Plain json, which has NaN, and not `to_json`: a later call reads it back.
@@ -178,6 +177,7 @@ def _progress(name: str, num_steps: int) -> Iterator[Callable[[int, str], None]]
         TextColumn("{task.fields[words]}"),
         console=console,
     ) as progress:
+        # `words` is a field of its own, which the last column shows.
         bar = progress.add_task(name, total=num_steps, words="")
         yield lambda step, words: progress.update(bar, completed=step, words=words)
 

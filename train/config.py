@@ -109,6 +109,7 @@ class TopologyConfig:
         """
 
         def between(num_nodes: int) -> Topology:
+            # A graph of nodes: it gets neither workers per node nor a graph between.
             return self._make(self.between, num_nodes)
 
         nodes = {"workers_per_node": workers.workers_per_node, "between": between}
@@ -121,6 +122,7 @@ class TopologyConfig:
         function = getattr(topologies, name)
         options = {**vars(self), **nodes}
         _, *wanted = inspect.signature(function).parameters  # After num_workers.
+        # A hierarchy of hierarchies has no meaning here.
         if "workers_per_node" in wanted and not nodes:
             raise ValueError(
                 f"topology.between must be a graph without nodes of its own, got {name}"
@@ -153,6 +155,7 @@ class StepConfig:
 
     def __post_init__(self):
         _check_at_least(self, 1, "batch_per_worker", "num_micro_batches")
+        # For its errors: any platform reads the same forms.
         read_options(self.xla_options, platform="cpu")
         if self.algorithm == "all_reduce" and self.message_dtype is not None:
             raise ValueError("all_reduce sends gradients: leave message_dtype at None")
@@ -366,10 +369,12 @@ class Config:
     def __post_init__(self):
         _check_at_least(self, 1, "num_steps")
         _check_at_least(self, 0, "seed")
+        # It is the name of a folder, in which `..` or `/` would lead elsewhere.
         if not self.name or not all(c.isalnum() or c in "_-" for c in self.name):
             raise ValueError(
                 f"name must be letters, digits, '_' and '-', got {self.name!r}"
             )
+        # The decay begins after the warm-up and needs a step of its own.
         if self.optimizer.warmup_steps >= self.num_steps:
             raise ValueError(
                 f"warmup_steps = {self.optimizer.warmup_steps} must be less than "
@@ -380,11 +385,8 @@ class Config:
                 "atc averages the models that the step has just updated, so nothing "
                 'overlaps a background exchange; set exchange.where to "in_step"'
             )
-        self.build_topology()
-
-    def build_topology(self) -> Topology:
-        """Returns the topology of the run's workers."""
-        return self.topology.build(self.workers)
+        # Raises for workers to whom the topology does not apply.
+        self.topology.build(self.workers)
 
 
 def _check_at_least(config: Any, least: float, *names: str) -> None:

@@ -19,6 +19,7 @@ USAGE = (
 
 @command()
 def main(arguments: list[str]) -> int:
+    # What follows the first -- is the command's, even another --.
     end = arguments.index("--") if "--" in arguments else len(arguments)
     own, argv = arguments[:end], arguments[end + 1 :]
     if not argv and "--help" not in own:

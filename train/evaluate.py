@@ -11,11 +11,10 @@ import jax
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.table import Table
 
 from train.cli.command import command
-from train.cli.tables import write_json
-from train.run.evaluation import Model, build_score, read_trained
+from train.cli.tables import aligned, write_json
+from train.run.scores import Model, build_score, read_trained
 
 SHOWN_WORKERS = 4
 
@@ -40,6 +39,7 @@ def evaluate(
         workers = tuple(spread.astype(int).tolist())
     chosen = {"mean model": trained.mean()}
     chosen |= {f"worker {number}": trained.worker(number) for number in workers}
+    # Once, as each batch of the held-out data needs all of them.
     models: dict[str, Model] = jax.device_put(chosen)
     console = Console()
     with console.status(f"{len(models)} models on the held-out data"):
@@ -50,16 +50,14 @@ def evaluate(
             with console.status(f"{name} generates ({number + 1} of {len(models)})"):
                 results[name] |= trained.task.judge(*model)
     write_json(run / "evaluation.json", {"step": trained.step, "scores": results})
-    console.print(_table(f"{run}, step {trained.step}", results))
-    return results
-
-
-def _table(title: str, results: dict[str, dict[str, float]]) -> Table:
     names = list(next(iter(results.values())))
-    table = Table("", *names, title=title)
-    for model, scores in results.items():
-        table.add_row(model, *(f"{scores[name]:.4f}" for name in names))
-    return table
+    rows = [
+        [model, *(f"{of_model[name]:.4f}" for name in names)]
+        for model, of_model in results.items()
+    ]
+    title = f"{run}, step {trained.step}"
+    console.print(aligned(["", *names], rows, title=title))
+    return results
 
 
 if __name__ == "__main__":

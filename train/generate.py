@@ -12,7 +12,7 @@ import jax
 import tyro
 
 from train.cli.command import command
-from train.run.evaluation import read_trained
+from train.run.scores import read_trained
 
 
 def generate(
@@ -36,6 +36,7 @@ def generate(
     if trained.task.generate is None:
         raise ValueError(f"the models of {run} generate no text")
     lines = texts or tuple(line.rstrip("\n") for line in sys.stdin)
+    # The first token is read from the text: an empty one has none to continue.
     if not all(lines):
         raise ValueError("a text is empty: the model needs a first word")
     model = trained.mean() if worker is None else trained.worker(worker)

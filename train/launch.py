@@ -44,6 +44,7 @@ def main(arguments: list[str]) -> int:
 
     if not arguments:
         show_usage(USAGE, arguments)
+    # All other arguments are fields of the config, which the processes read.
     (num_processes, port, module), rest = tyro.cli(
         run,
         prog="python -m train.launch",
@@ -115,6 +116,7 @@ def check_port(port: int) -> int:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             raise ValueError(f"port {port} is unavailable: {error.strerror}") from error
+        # Free again from here on: another program could still take it before process 0.
         return probe.getsockname()[1]
 
 

@@ -3,9 +3,8 @@
 Kinds are wmt14, pairs, text and imagenet.
 """
 
-import dataclasses
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import tyro
@@ -26,8 +25,14 @@ WORKERS = 16
 TOKENS_PER_WORKER = 25_000 // WORKERS
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrepareWmt14:
+def wmt14(
+    *,
+    out: Path,
+    pair: Pair = "de-en",
+    vocabulary: int = 37120,
+    max_tokens: int = 156,
+    data_dir: Path | None = None,
+) -> None:
     """Downloads WMT14, English to German or French, and tokenizes it.
 
     Args:
@@ -38,24 +43,22 @@ class PrepareWmt14:
       max_tokens: longest sentence, tokens; longer training pairs are left out.
       data_dir: folder of TFDS's data; by default TFDS's own default.
     """
-
-    out: Path
-    pair: Pair = "de-en"
-    vocabulary: int = 37120
-    max_tokens: int = 156
-    data_dir: Path | None = None
-
-    def run(self) -> None:
-        check_new(self.out)
-        train, validation, test = (
-            Wmt14(self.pair, split, self.data_dir)
-            for split in ("train", "validation", "test")
-        )
-        _prepare(self, train, validation, test)
+    check_folder(out, data_dir)
+    check_new(out)  # First: an error should not cost a download.
+    splits = "train", "validation", "test"
+    lines = {split: Wmt14(pair, split, data_dir) for split in splits}
+    _tokenize(lines, out, vocabulary, max_tokens)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PreparePairs:
+def pairs(
+    *,
+    out: Path,
+    train: tuple[Path, Path],
+    validation: tuple[Path, Path],
+    test: tuple[Path, Path],
+    vocabulary: int = 37120,
+    max_tokens: int = 156,
+) -> None:
     """Tokenizes your own text files, a sentence per line.
 
     Args:
@@ -66,23 +69,21 @@ class PreparePairs:
       vocabulary: largest number of tokens, learned on both training files.
       max_tokens: longest sentence, tokens; longer training pairs are left out.
     """
-
-    out: Path
-    train: tuple[Path, Path]
-    validation: tuple[Path, Path]
-    test: tuple[Path, Path]
-    vocabulary: int = 37120
-    max_tokens: int = 156
-
-    def run(self) -> None:
-        check_new(self.out)
-        files = (self.train, self.validation, self.test)
-        train, validation, test = (ParallelFiles(*pair) for pair in files)
-        _prepare(self, train, validation, test)
+    check_folder(out, *train, *validation, *test)
+    check_new(out)
+    files = {"train": train, "validation": validation, "test": test}
+    lines = {split: ParallelFiles(*two) for split, two in files.items()}
+    _tokenize(lines, out, vocabulary, max_tokens)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrepareText:
+def text(
+    *,
+    files: tyro.conf.Positional[tuple[Path, ...]],
+    out: Path,
+    vocabulary: int = 50257,
+    tokenizer: Path | None = None,
+    held_out_share: float = 0.005,
+) -> None:
     """Tokenizes text files for a language model, into train.bin and val.bin.
 
     Args:
@@ -93,34 +94,24 @@ class PrepareText:
       tokenizer: JSON file of a tokenizer, such as GPT-2's, to use instead of learning.
       held_out_share: share of the documents that go to val.bin.
     """
-
-    files: tyro.conf.Positional[tuple[Path, ...]]
-    out: Path
-    vocabulary: int = 50257
-    tokenizer: Path | None = None
-    held_out_share: float = 0.005
-
-    def run(self) -> None:
-        if not self.files:
-            raise ValueError("give text files, or folders of them")
-        if missing := [path for path in self.files if not path.exists()]:
-            raise ValueError(f"there is no file or folder {missing[0]}")
-        made = prepare_text(
-            self.files, self.out, self.vocabulary, self.tokenizer, self.held_out_share
-        )
-        print(f"{self.out}")
-        print(f"  documents        {made.documents:,}")
-        print(f"  training tokens  {made.train_tokens:,}")
-        print(f"  held-out tokens  {made.held_out_tokens:,}")
-        print(f"  vocabulary       {made.vocabulary:,}")
-        if made.skipped:
-            print(f"  skipped files    {len(made.skipped):,}")
-        for path, reason in made.skipped.items():
-            print(f"    {path}: {reason}")
+    check_folder(out, tokenizer, *files)
+    if not files:
+        raise ValueError("give text files, or folders of them")
+    if missing := [path for path in files if not path.exists()]:
+        raise ValueError(f"there is no file or folder {missing[0]}")
+    made = prepare_text(files, out, vocabulary, tokenizer, held_out_share)
+    print(f"{out}")
+    print(f"  documents        {made.documents:,}")
+    print(f"  training tokens  {made.train_tokens:,}")
+    print(f"  held-out tokens  {made.held_out_tokens:,}")
+    print(f"  vocabulary       {made.vocabulary:,}")
+    if made.skipped:
+        print(f"  skipped files    {len(made.skipped):,}")
+    for path, reason in made.skipped.items():
+        print(f"    {path}: {reason}")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class PrepareImageNet:
+def imagenet(*, archives: Path, out: Path | None = None) -> None:
     """Converts the archives of ImageNet-1K into files with random access.
 
     Args:
@@ -128,47 +119,27 @@ class PrepareImageNet:
       out: folder of TFDS's data sets; by default TFDS_DATA_DIR in the environment, or
         ~/tensorflow_datasets.
     """
-
-    archives: Path
-    out: Path | None = None
-
-    def run(self) -> None:
-        print(prepare_imagenet(self.archives, self.out))
-
-
-KINDS = {
-    "wmt14": PrepareWmt14,
-    "pairs": PreparePairs,
-    "text": PrepareText,
-    "imagenet": PrepareImageNet,
-}
+    check_folder(archives, out)
+    print(prepare_imagenet(archives, out))
 
 
 @command()
 def main(arguments: list[str]) -> None:
-    kind = tyro.extras.subcommand_cli_from_dict(
-        KINDS, prog="python -m train.prepare", args=arguments
+    kinds = {kind.__name__: kind for kind in (wmt14, pairs, text, imagenet)}
+    tyro.extras.subcommand_cli_from_dict(
+        kinds, prog="python -m train.prepare", args=arguments
     )
-    for path in vars(kind).values():
-        if isinstance(path, Path):
-            check_folder(path)
-    kind.run()
 
 
-def _prepare(
-    to: PrepareWmt14 | PreparePairs, train: Lines, validation: Lines, test: Lines
+def _tokenize(
+    lines: Mapping[str, Lines], out: Path, vocabulary: int, max_tokens: int
 ) -> None:
-    shown: Iterable = progress(train, "learning a vocabulary")
-    lines = (line.strip() for pair in shown for line in pair)
-    corpus = write_corpus(
-        to.out,
-        train_vocabulary(lines, to.vocabulary),
-        train=train,
-        validation=validation,
-        test=test,
-        max_tokens=to.max_tokens,
-    )
-    print(_describe(corpus, to.out))
+    """Learns a vocabulary, and writes the corpus of the three splits."""
+    shown: Iterable = progress(lines["train"], "learning a vocabulary")
+    texts = (line.strip() for pair in shown for line in pair)
+    tokenizer = train_vocabulary(texts, vocabulary)
+    corpus = write_corpus(out, tokenizer, **lines, max_tokens=max_tokens)
+    print(_describe(corpus, out))
 
 
 def _describe(corpus: Corpus, out: Path) -> str:
@@ -181,6 +152,7 @@ def _describe(corpus: Corpus, out: Path) -> str:
             f"{len(pairs.target.tokens):,} tokens; {left}: {counts.too_long:,} too "
             f"long, {counts.empty:,} empty"
         )
+    # A batch must hold the longest sentence.
     tokens = max(TOKENS_PER_WORKER, corpus.max_tokens)
     shapes = choose_shapes(corpus.train, WORKERS, tokens, TranslationTask.num_shapes)
     rows.append(

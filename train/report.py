@@ -49,8 +49,12 @@ class Section:
     text: str = ""
 
     def html(self) -> str:
-        image = "" if self.figure is None else _image(self.title, self.figure)
-        return f"<h2>{html.escape(self.title)}</h2>\n{image}\n{self.text}"
+        title, image = html.escape(self.title), ""
+        if self.figure is not None:
+            # Inside the page, so that it is one file that can be sent.
+            data = base64.b64encode(to_svg(self.figure)).decode()
+            image = f'<img alt="{title}" src="data:image/svg+xml;base64,{data}">'
+        return f"<h2>{title}</h2>\n{image}\n{self.text}"
 
 
 def write_report(
@@ -89,20 +93,19 @@ def _timeline_sections(runs: list[History]) -> list[Section]:
     if not runs:
         return []
     medians = [median_step_seconds(run.spans) for run in runs]
+    # One scale for all runs: the slower one then looks slower.
     seconds = DRAWN_STEPS * max(medians)
     timelines = {
         f"{run.name}: {median:.3g} s/step": middle_steps(run.spans, seconds)
         for run, median in zip(runs, medians, strict=True)
     }
     figure = draw_timelines(timelines, seconds)
-    traces = []
-    for run in runs:
-        trace = write_trace(run.spans, run.folder / "trace.json")
-        traces.append(f"<li><code>{html.escape(str(trace))}</code></li>")
+    traces = [write_trace(run.spans, run.folder / "trace.json") for run in runs]
+    items = [f"<li><code>{html.escape(str(trace))}</code></li>" for trace in traces]
     text = (
         "<p>Each row is a process: its computation above, its messages below. Perfetto "
         "(ui.perfetto.dev) opens the traces of the whole runs:</p>"
-        f"<ul>{''.join(traces)}</ul>"
+        f"<ul>{''.join(items)}</ul>"
     )
     return [Section("Timeline", figure, text)]
 
@@ -110,16 +113,16 @@ def _timeline_sections(runs: list[History]) -> list[Section]:
 def _topology_section(run: History) -> Section:
     topology = run.topology()
     title = f"Topology of {run.name}: {topology.name}"
+    # Numbers of more workers would cover each other.
     drawable = topology.num_workers <= MAX_DRAWN_WORKERS
     figure = draw_topology(topology) if drawable else None
     return Section(title, figure, _topology_facts(topology))
 
 
 def _topology_facts(topology: Topology) -> str:
-    traffic = analysis.traffic(topology, model_bytes=1.0)
-    by_worker, by_node = zip(
-        *((t.worker_bytes, t.node_bytes) for t in traffic), strict=True
-    )
+    traffic = analysis.traffic(topology, model_bytes=1.0)  # In models.
+    by_worker = [t.worker_bytes for t in traffic]
+    by_node = [t.node_bytes for t in traffic]
     exact = analysis.exact_after(topology)
     facts = {
         "workers": topology.num_workers,
@@ -139,6 +142,7 @@ def _results_table(runs: list[History]) -> str:
         steps, losses = run.curve("loss", "step")
         _, rates = run.curve("steps_per_second", "step")
         row = [run.name, f"{steps[-1]:g}", f"{losses[-1]:.4f}"]
+        # The first rate includes compiling, which a mean would show.
         row.append(f"{sorted(rates)[len(rates) // 2]:.1f}")
         for evaluation in run.evaluations()[-1:]:
             for name, value in evaluation["mean_model"].items():
@@ -175,11 +179,6 @@ def _note(run: History, row: dict[str, Any]) -> str:
     else:
         text = f"from step {row['step']} on {', '.join(row['changed'])}"
     return f"<p>{html.escape(f'{run.name}: {text}')}</p>"
-
-
-def _image(title: str, figure: Figure) -> str:
-    data = base64.b64encode(to_svg(figure)).decode()
-    return f'<img alt="{html.escape(title)}" src="data:image/svg+xml;base64,{data}">'
 
 
 def _table(heads: list[str], rows: list[list[str]]) -> str:

@@ -18,6 +18,7 @@ from train.advise.rank import compare
 from train.advise.setting import Flags, Setting
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
+from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.config import Config
 from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
 
@@ -53,34 +54,32 @@ def main(arguments: list[str]) -> int:
 def look(setting: Setting, steps: int, seed: int, out: Path) -> int:
     """Compares the topologies, and prints, writes and draws the result."""
     # Imports matplotlib, which takes a while: not for --help.
-    from train.advise.advice_report import (
-        draw_map,
-        draw_steps,
-        progress,
-        say,
-        write_advice,
-    )
+    from train.advise import advice_report
 
     console = Console(width=140, soft_wrap=True, markup=False, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
+    progress = advice_report.progress
     shown = functools.partial(progress, title="simulating", console=console)
     found = compare(setting, steps, seed, shown)
-    say(found, console)
-    write_advice(out / "advice.json", found)
+    advice_report.say(found, console)
+    advice_report.write_advice(out / "advice.json", found)
     baseline, *rows = found.rows
     choice, other, _ = found.advice
+    # With all-reduce as the choice, the best topology shows why.
     drawn = other if choice is baseline else choice
     if drawn is None:
         console.print(f"\n{out / 'advice.json'}")
         return 0
     topology = found.topologies[rows.index(drawn)]
-    draw_steps(out / "steps.svg", setting, drawn, topology)
-    draw_map(out / "map.svg", found, drawn, topology, console)
+    advice_report.draw_steps(out / "steps.svg", setting, drawn, topology)
+    advice_report.draw_map(out / "map.svg", found, drawn, topology, console)
     console.print(f"\n{out / 'advice.json'}  map.svg  steps.svg")
     return 0
 
 
 def _measured(arguments: list[str]) -> int:
+    # The options are fields of the file's config, so the file is read first, wherever
+    # its name stands.
     place = arguments.index(MEASURE)
     rest = arguments[:place] + arguments[place + 2 :]
     following = arguments[place + 1 : place + 2]
@@ -93,7 +92,7 @@ def _measured(arguments: list[str]) -> int:
     default = load_config(path)
 
     def run(
-        config: Annotated[Config, tyro.conf.arg(name="")] = default,
+        config: ConfigArgument = default,
         measured_steps: int = 30,
         steps: int = 300,
         out: Path = Path("runs/advice"),
@@ -111,9 +110,8 @@ def _measured(arguments: list[str]) -> int:
                 "steps and measured_steps must be positive, got "
                 f"{steps} and {measured_steps}"
             )
-        out.mkdir(
-            parents=True, exist_ok=True
-        )  # An error here should not cost a measurement.
+        # First: an error should not cost a measurement.
+        out.mkdir(parents=True, exist_ok=True)
         if config.distributed.enabled:
             with fail_stop():
                 start(config.distributed, config.workers.num_workers)
@@ -121,15 +119,12 @@ def _measured(arguments: list[str]) -> int:
         provide_cpu_devices(config.workers.num_workers)
         return _here(config, measured_steps, steps, out)
 
-    return tyro.cli(
-        run,
-        prog=f"python -m train.advise --measure {path}",
-        args=rest,
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
-    )
+    prog = f"python -m train.advise --measure {path}"
+    return tyro.cli(run, prog=prog, args=rest, config=AS_OPTIONS)
 
 
 def _here(config: Config, measured_steps: int, steps: int, out: Path) -> int:
+    # Imports the trainer, which a prediction from flags does not need.
     from train.advise.measure import measure
 
     setting = measure(config, measured_steps)

@@ -1,14 +1,12 @@
 """The advice as tables, sentences, figures and JSON."""
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -16,7 +14,9 @@ from rich.table import Table
 from decentjax import Topology, runtime
 from train.advise.rank import Findings, Prediction
 from train.advise.setting import Setting
-from train.cli.tables import write_json
+from train.cli.tables import aligned, write_json
+from train.figures.advice_figure import draw_speed_ups
+from train.figures.style import save_svg
 from train.figures.timeline_figure import draw_timelines
 from train.network import duration
 from train.run.timeline import spans_of
@@ -26,20 +26,20 @@ GAMMAS = np.geomspace(0.03, 10, 11)
 SIGMAS = np.linspace(0, 0.4, 7)
 DRAWN_STEPS, DRAWN_WORKERS = 10, 8
 MAP_STEPS, MAP_SKIPPED = 72, 12  # Simulated steps of each point.
-LEVELS = (0.8, 0.95, 1.05, 1.2, 1.5, 2, 3, 5)
-COLOURS = (0.15, 0.35, 0.5, 0.6, 0.68, 0.76, 0.84, 0.92, 1.0)  # White: no difference.
 
 
 def progress(items: Sequence[T], title: str, console: Console) -> Iterable[T]:
     """Shows the progress of an iteration, on a terminal."""
+    # In a file or a pipe a bar would be many lines of control characters.
     hidden = not console.is_terminal
     return track(items, title, console=console, transient=True, disable=hidden)
 
 
-def times_table(rows: Sequence[Prediction], choice: Prediction) -> Table:
+def times_table(rows: Sequence[Prediction], choice: str) -> Table:
     """Returns the table of step times."""
-    cells = {
-        row.name: [
+    cells = [
+        [
+            row.name,
             f"{1e3 * row.step:.1f}",
             f"{1e3 * row.compute:.1f}",
             f"{1e3 * row.exposed:.1f}",
@@ -47,15 +47,16 @@ def times_table(rows: Sequence[Prediction], choice: Prediction) -> Table:
             f"{row.speed_up:.2f}x",
         ]
         for row in rows
-    }
-    heads = ["step", "compute", "exposed", "waiting", "speed-up"]
-    return _table("time per step, ms", heads, cells, choice.name)
+    ]
+    heads = ["", "step", "compute", "exposed", "waiting", "speed-up"]
+    return aligned(heads, cells, bold=choice, title="time per step, ms")
 
 
-def traffic_table(rows: Sequence[Prediction], choice: Prediction) -> Table:
+def traffic_table(rows: Sequence[Prediction], choice: str) -> Table:
     """Returns the table of traffic and consensus."""
-    cells = {
-        row.name: [
+    cells = [
+        [
+            row.name,
             f"{row.messages:.4g}",
             f"{row.worker_bytes / 1e6:.4g}",
             f"{row.node_bytes / 1e6:.4g}",
@@ -66,11 +67,11 @@ def traffic_table(rows: Sequence[Prediction], choice: Prediction) -> Table:
             "" if row.exact_after is None else str(row.exact_after),
         ]
         for row in rows
-    }
-    heads = ["messages", "MB of worker", "MB of card", "exchange, ms", "omega"]
+    ]
+    heads = ["", "messages", "MB of worker", "MB of card", "exchange, ms", "omega"]
     heads += ["factor per step", "per second", "exact after"]
     title = "traffic per step of the busiest worker and card, and consensus"
-    return _table(title, heads, cells, choice.name)
+    return aligned(heads, cells, bold=choice, title=title)
 
 
 def say(found: Findings, console: Console) -> None:
@@ -85,8 +86,8 @@ def say(found: Findings, console: Console) -> None:
     for fact in setting.facts:
         console.print(fact)
     choice = found.advice.choice
-    tables = times_table(found.rows, choice), traffic_table(found.rows, choice)
-    console.print("", tables[0], "", tables[1], sep="\n")
+    for table in (times_table, traffic_table):
+        console.print("", table(found.rows, choice.name), sep="\n")
     if found.unfit:
         console.print("\ndoes not fit")
         for name, reason in found.unfit.items():
@@ -123,18 +124,20 @@ def speed_ups(setting: Setting, topology: Topology, console: Console) -> np.ndar
     deviations.
     """
     whole = setting.exchange_seconds(None)
-    table = np.empty((len(SIGMAS), len(GAMMAS)))
-    points = [(i, j) for i in range(len(SIGMAS)) for j in range(len(GAMMAS))]
-    for i, j in progress(points, "drawing the map", console):
-        compute = runtime.gamma(whole / GAMMAS[j], SIGMAS[i])
-        job = dataclasses.replace(setting.job, compute=compute)
+    ratios = []
+    points = list(itertools.product(SIGMAS, GAMMAS))
+    for sigma, gamma in progress(points, "drawing the map", console):
+        # gamma is whole over compute, so this compute time has the wanted gamma.
+        job = dataclasses.replace(
+            setting.job, compute=runtime.gamma(whole / gamma, sigma)
+        )
         point = dataclasses.replace(setting, job=job)
-        both = [
+        instead, step = (
             point.simulate(scheme, MAP_STEPS, 0).seconds_per_step(MAP_SKIPPED)
             for scheme in (None, topology)
-        ]
-        table[i, j] = both[0] / both[1]
-    return table
+        )
+        ratios.append(instead / step)
+    return np.reshape(ratios, (len(SIGMAS), len(GAMMAS)))
 
 
 def draw_map(
@@ -142,32 +145,15 @@ def draw_map(
 ) -> None:
     """Draws a topology's speed-up over gamma and sigma, and the setting's point."""
     cluster = found.setting.cluster
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    axes: Axes = figure.subplots()
-    table = speed_ups(found.setting, topology, console)
-    colours = colormaps["RdBu"](COLOURS)
-    filled = axes.contourf(
-        GAMMAS, SIGMAS, table, levels=LEVELS, colors=colours, extend="both"
-    )
-    lines = axes.contour(
-        GAMMAS, SIGMAS, table, levels=LEVELS, colors="black", linewidths=0.5
-    )
-    axes.clabel(lines, fmt="%gx", fontsize=8)
-    figure.colorbar(filled, label="speed-up over all-reduce", format="%gx")
-    axes.plot(found.gamma, found.sigma, "k*", markersize=14, clip_on=False)
-    axes.annotate(
-        f"you: {row.speed_up:.2f}x",
+    figure = draw_speed_ups(
+        GAMMAS,
+        SIGMAS,
+        speed_ups(found.setting, topology, console),
         (found.gamma, found.sigma),
-        xytext=(8, 8),
-        textcoords="offset points",
+        row.speed_up,
+        f"{row.name} on {cluster.num_nodes} nodes x {cluster.workers_per_node}",
     )
-    axes.set(
-        xscale="log",
-        xlabel="gamma: time of an all-reduce over compute time",
-        ylabel="sigma: deviation of the compute time over its mean",
-        title=f"{row.name} on {cluster.num_nodes} nodes x {cluster.workers_per_node}",
-    )
-    figure.savefig(path)
+    save_svg(figure, path)
 
 
 def draw_steps(
@@ -175,6 +161,7 @@ def draw_steps(
 ) -> None:
     """Draws a few steps of a few workers: all-reduce above, the topology below."""
     drawn = min(DRAWN_WORKERS, setting.cluster.num_workers)
+    # Both on one scale of time, that of the slower one.
     timelines, seconds = {}, 0.0
     for name, scheme in (("all-reduce", None), (row.name, topology)):
         times = setting.simulate(scheme, DRAWN_STEPS, 0)
@@ -182,22 +169,11 @@ def draw_steps(
         title = f"{name}: {DRAWN_STEPS} steps in {duration(end)}"
         timelines[title] = spans_of(times, drawn)
         seconds = max(seconds, end)
-    draw_timelines(timelines, seconds, "worker").savefig(path)
-
-
-def _table(
-    title: str, heads: list[str], cells: dict[str, list[str]], choice: str
-) -> Table:
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
-    table.add_column("", no_wrap=True)
-    for head in heads:
-        table.add_column(head, justify="right")
-    for name, row in cells.items():
-        table.add_row(name, *row, style="bold" if name == choice else None)
-    return table
+    save_svg(draw_timelines(timelines, seconds, "worker"), path)
 
 
 def _factor(factor: float | None) -> str:
     if factor is None:
         return "?"
+    # Three digits would show 0.9999 as 1, which never reaches consensus.
     return f"1 - {1 - factor:.1g}" if 0.9995 <= factor < 1 else f"{factor:.3g}"

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -82,11 +82,12 @@ def measure(config: Config, num_steps: int) -> Setting:
     console = Console(quiet=jax.process_index() > 0, soft_wrap=True)
     with console.status(f"computing {num_steps} steps"):
         trace = _compute_times(config, task, mesh, num_steps)
-    exchanges = _Exchanges.of(config, task, mesh)
+    exchanges = _Exchanges(config, task, mesh)
     with console.status("sending"):
         cluster = _cluster(config, exchanges)
     measured: dict[Topology | None, float] = {None: exchanges.all_reduce()}
     for _, topology in track(fit, "exchanging", console=console, transient=True):
+        # `track` shows its bar on a terminal alone.
         if not console.is_terminal:
             console.print(f"exchanging: {topology.name}")
         measured[topology] = float(np.mean([exchanges.exchange(e) for e in topology]))
@@ -126,45 +127,30 @@ def _facts(trace: np.ndarray, cluster: Cluster) -> tuple[str, ...]:
     return steps, f"messages {', '.join(messages)}; exchanges as below"
 
 
-class _Exchanges(NamedTuple):
+class _Exchanges:
     """Measures exchanges as training would run them, each once.
 
     Args:
+      config: config of the run.
+      task: task of the run, built.
       mesh: mesh of the models.
-      exchange_mesh: mesh whose devices exchange them.
-      models: stacked leaves.
-      message_dtype: dtype of messages.
-      model_bytes: bytes of a model in messages.
-      in_background: whether a second thread exchanges.
-      known: seconds of the exchanges measured so far.
     """
 
-    mesh: Mesh
-    exchange_mesh: Mesh
-    models: list[jax.Array]
-    message_dtype: Any
-    model_bytes: float
-    in_background: bool
-    known: dict[Exchange, float]
-
-    @classmethod
-    def of(cls, config: Config, task: Task, mesh: Mesh) -> "_Exchanges":
-        over_host = in_background(config, mesh) and jax.default_backend() != "cpu"
-        exchange_mesh = host_mesh(mesh) if over_host else mesh
-        optimizer = _optimizer(config)
-        state = build_state(config, task, optimizer, local_workers(mesh))
+    def __init__(self, config: Config, task: Task, mesh: Mesh):
+        self.mesh = mesh
+        self.in_background = in_background(config, mesh)
+        # A second thread on an accelerator's hosts sends over the host's own network.
+        over_host = self.in_background and jax.default_backend() != "cpu"
+        self.exchange_mesh = host_mesh(mesh) if over_host else mesh
+        self.message_dtype = config.step.message_dtype
+        state = build_state(config, task, _optimizer(config), local_workers(mesh))
         rows = jax.tree.map(np.asarray, jax.tree.leaves(state.params))
-        dtype = config.step.message_dtype
-        sizes = [x.size // len(x) * jnp.dtype(dtype or x.dtype).itemsize for x in rows]
-        return cls(
-            mesh,
-            exchange_mesh,
-            place(rows, mesh),
-            dtype,
-            float(sum(sizes)),
-            in_background(config, mesh),
-            {},
-        )
+        self.models = place(rows, mesh)
+        dtypes = [jnp.dtype(self.message_dtype or x.dtype) for x in rows]
+        sizes = [x[0].size * d.itemsize for x, d in zip(rows, dtypes, strict=True)]
+        self.model_bytes = float(sum(sizes))
+        # Topologies can have exchanges in common.
+        self._known: dict[Exchange, float] = {}
 
     def all_reduce(self) -> float:
         """Returns the seconds of a mean over all workers."""
@@ -173,24 +159,20 @@ class _Exchanges(NamedTuple):
 
     def exchange(self, exchange: Exchange) -> float:
         """Returns the seconds of an exchange, sent as in training."""
-        if exchange not in self.known:
-            mix = self._mix(exchange)
-            run = functools.partial(
-                mix_elsewhere, mix, mesh=self.mesh, exchange_mesh=self.exchange_mesh
-            )
-            self.known[exchange] = _seconds(run, self.models)
-        return self.known[exchange]
+        if exchange not in self._known:
+            meshes = {"mesh": self.mesh, "exchange_mesh": self.exchange_mesh}
+            run = functools.partial(mix_elsewhere, self._mix(exchange), **meshes)
+            self._known[exchange] = _seconds(run, self.models)
+        return self._known[exchange]
 
     def _mix(self, exchange: Exchange) -> Mix:
         if not self.in_background:
             mesh, dtype = self.exchange_mesh, self.message_dtype
             return compiled_mix(exchange, Lowering(), mesh, dtype)
-        return fastest_mixes(
-            Topology("measured", (exchange,)),
-            self.exchange_mesh,
-            int(self.model_bytes),
-            self.message_dtype,
-        )[exchange]
+        one = Topology("measured", (exchange,))
+        num_bytes = int(self.model_bytes)
+        mixes = fastest_mixes(one, self.exchange_mesh, num_bytes, self.message_dtype)
+        return mixes[exchange]
 
     def latency(self, exchange: Exchange) -> float:
         """Returns the seconds of an exchange of a few bytes."""
@@ -245,11 +227,13 @@ def _cluster(config: Config, exchanges: _Exchanges) -> Cluster:
     if local > 1:
         mean = hierarchical(exchanges.mesh.size, local, alone)[0]
         short, of_inside = exchanges.latency(mean), exchanges.exchange(mean)
+        # Noise can make the tiny exchange the slower one; the rate is then very high.
         inside = share * exchanges.model_bytes / max(of_inside - short, 1e-9)
         inside_latency = short / rounds
     if num_nodes > 1:
         # Each node sends to the next one. With local > 1 the exchange has a mean inside
         # nodes before and after, whose time is known by now.
+        # 3 nodes: node i takes half of node (0, 1, 2)[i] and half of node (2, 0, 1)[i].
         itself = tuple(range(num_nodes))
         shifted = itself[-1:] + itself[:-1]
         shift = Exchange(Permutations((itself, shifted), (0.5, 0.5)), local)
@@ -281,8 +265,10 @@ def _seconds(function: Callable[[Any], Any], models: Any) -> float:
     """Returns the median over the repeats, of the slowest process."""
     seconds = []
     for _ in range(REPEATS + 1):
+        # A barrier: the exchange of a process that starts late would look slow.
         gather(None)
         start = time.monotonic()
         jax.block_until_ready(function(models))
         seconds.append(time.monotonic() - start)
+    # An exchange is done when the slowest process has it.
     return max(gather(median(seconds[1:])))

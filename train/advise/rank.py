@@ -1,5 +1,6 @@
 """All-reduce beside each topology: step times, traffic, and which one to choose."""
 
+import functools
 import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,8 @@ MOST_WORKERS = 4096  # Some graphs are built as an N x N matrix.
 MOST_FOR_CONSENSUS = 1024  # The norm of such a matrix takes longer still.
 WORTH = 1.05  # Smallest speed-up for which decentralized training is advised.
 AS_FAST = 1.02  # Topologies within that factor of the fastest: consensus decides.
+# A config has a topology too, which must fit the workers; this one fits any.
+ALL_REDUCE = "--step.algorithm all_reduce --topology.name complete"
 
 
 class Prediction(NamedTuple):
@@ -131,11 +134,9 @@ def compare(
         raise ValueError(f"seed must be at least 0, got {seed}")
     cluster = setting.cluster
     fit, unfit = fitting(cluster.num_workers, cluster.workers_per_node, setting.own)
-    baseline = all_reduce_row(setting, num_steps, seed)
-    rows = [
-        topology_row(setting, config, topology, baseline, num_steps, seed)
-        for config, topology in progress(fit)
-    ]
+    row = functools.partial(predict, setting, num_steps, seed)
+    baseline = row()
+    rows = [row(config, topology, baseline.step) for config, topology in progress(fit)]
     gamma, _, variance = setting.ratios(None, num_steps, seed)
     return Findings(
         setting=setting,
@@ -150,6 +151,7 @@ def compare(
 
 def candidates(num_workers: int, workers_per_node: int) -> list[TopologyConfig]:
     """Returns the topologies to compare, whether they fit the workers or not."""
+    # About the root of N, a power of two: N = 32 has half of 5 bits, so groups of 4.
     root = 2 ** max(1, round(math.log2(num_workers) / 2))
     configs = [
         TopologyConfig(name="ring"),
@@ -199,30 +201,64 @@ def fitting(
     return fit, unfit
 
 
-def all_reduce_row(setting: Setting, num_steps: int, seed: int) -> Prediction:
-    """Returns the row to which all others are compared."""
-    topology = topologies.complete(setting.cluster.num_workers)
-    # A config has a topology too, which must fit the workers; this one fits any.
-    flags = "--step.algorithm all_reduce --topology.name complete"
-    return _row(setting, None, topology, num_steps, seed)._replace(
-        name="all-reduce", flags=flags
-    )
-
-
-def topology_row(
+def predict(
     setting: Setting,
-    config: TopologyConfig,
-    topology: Topology,
-    baseline: Prediction,
     num_steps: int,
     seed: int,
+    config: TopologyConfig | None = None,
+    topology: Topology | None = None,
+    all_reduce_step: float | None = None,
 ) -> Prediction:
-    """Returns the row of a topology."""
-    row = _row(setting, topology, topology, num_steps, seed)
-    return row._replace(
-        name=_name(config),
-        flags=_flags(config, setting.overlap),
-        speed_up=baseline.step / row.step,
+    """Returns the row of a topology, or that of all-reduce, which has none.
+
+    Args:
+      setting: the question.
+      num_steps: number of simulated steps that count.
+      seed: seed of the compute times.
+      config: config of the topology, for its name and options.
+      topology: the topology.
+      all_reduce_step: seconds of a step of all-reduce, for the speed-up.
+    """
+    cluster, job = setting.cluster, setting.job
+    # All-reduce sends and agrees as one exchange in which all average with all.
+    sends = topology or topologies.complete(cluster.num_workers)
+    # Whole periods. The first tenth is left out: all workers start at the same time
+    # there, and it takes some steps until their lateness has spread.
+    period = sends.period
+    skipped = period * math.ceil(num_steps / 10 / period)
+    total = skipped + period * math.ceil(num_steps / period)
+    times = setting.simulate(topology, total, seed)
+    step = times.seconds_per_step(skipped)
+    parts = (times.compute, times.exposed, times.waiting)
+    compute, exposed, waiting = (float(x[skipped:].mean()) for x in parts)
+    sent = analysis.traffic(sends, job.model_bytes, cluster.workers_per_node)
+    # The mean over the period first: each exchange may have another busiest worker.
+    messages, worker_bytes, node_bytes = (
+        float(np.mean([getattr(x, name) for x in sent], axis=0).max())
+        for name in ("messages", "worker_bytes", "node_bytes")
+    )
+    factor = exact_after = None
+    if cluster.num_workers <= MOST_FOR_CONSENSUS:
+        exact_after = analysis.exact_after(sends)
+        exact = exact_after is not None
+        # Rounding would leave 1e-17 of an exact mean, whose logarithm is finite.
+        factor = 0.0 if exact else analysis.consensus_factor(sends) ** (1 / period)
+    return Prediction(
+        name="all-reduce" if config is None else _name(config),
+        flags=ALL_REDUCE if config is None else _flags(config, setting.overlap),
+        step=step,
+        compute=compute,
+        exposed=exposed,
+        waiting=waiting,
+        speed_up=1.0 if all_reduce_step is None else all_reduce_step / step,
+        messages=messages,
+        worker_bytes=worker_bytes,
+        node_bytes=node_bytes,
+        consensus_factor=factor,
+        consensus_factor_per_second=None if factor is None else factor ** (1 / step),
+        exact_after=exact_after,
+        exchange=setting.exchange_seconds(topology),
+        omega=setting.ratios(topology, num_steps, seed).omega,
     )
 
 
@@ -230,10 +266,12 @@ def advise(baseline: Prediction, rows: list[Prediction]) -> Advice:
     """Returns the choice: of the fastest topologies the one nearest to consensus."""
     if not any(row.messages for row in rows):
         return Advice(baseline, None, "There is one worker, and nothing to average.")
+    # Fast because it sends too little to train one model.
     rows = [row for row in rows if row.reaches_consensus]
     fastest = min(rows, key=lambda row: row.step)
     if fastest.speed_up < WORTH:
         return Advice(baseline, fastest, _why_stay(baseline, fastest))
+    # Differences this small are noise of the simulation.
     near = [
         row
         for row in rows
@@ -241,48 +279,6 @@ def advise(baseline: Prediction, rows: list[Prediction]) -> Advice:
     ]
     best = min(near, key=lambda row: (row.to_consensus, row.step))
     return Advice(best, baseline, _why_go(baseline, best, len(near)))
-
-
-def _row(
-    setting: Setting,
-    simulated: Topology | None,
-    topology: Topology,
-    num_steps: int,
-    seed: int,
-) -> Prediction:
-    cluster, job = setting.cluster, setting.job
-    # Whole periods. The first tenth is left out: all workers start at the same time
-    # there, and it takes some steps until their lateness has spread.
-    period = topology.period
-    skipped = period * math.ceil(num_steps / 10 / period)
-    total = skipped + period * math.ceil(num_steps / period)
-    times = setting.simulate(simulated, total, seed)
-    step = times.seconds_per_step(skipped)
-    parts = (times.compute, times.exposed, times.waiting)
-    compute, exposed, waiting = (float(x[skipped:].mean()) for x in parts)
-    sent = analysis.traffic(topology, job.model_bytes, cluster.workers_per_node)
-    factor = exact_after = None
-    if cluster.num_workers <= MOST_FOR_CONSENSUS:
-        factor = analysis.consensus_factor(topology) ** (1 / period)
-        exact_after = analysis.exact_after(topology)
-        factor = 0.0 if exact_after is not None else factor
-    return Prediction(
-        name="",
-        flags="",
-        step=step,
-        compute=compute,
-        exposed=exposed,
-        waiting=waiting,
-        speed_up=1.0,
-        messages=float(np.mean([x.messages for x in sent], axis=0).max()),
-        worker_bytes=float(np.mean([x.worker_bytes for x in sent], axis=0).max()),
-        node_bytes=float(np.mean([x.node_bytes for x in sent], axis=0).max()),
-        consensus_factor=factor,
-        consensus_factor_per_second=None if factor is None else factor ** (1 / step),
-        exact_after=exact_after,
-        exchange=setting.exchange_seconds(simulated),
-        omega=setting.ratios(simulated, num_steps, seed).omega,
-    )
 
 
 def _why_go(baseline: Prediction, best: Prediction, num_near: int) -> str:

@@ -57,7 +57,9 @@ class Setting:
     def simulate(self, topology: Topology | None, num_steps: int, seed: int) -> Times:
         """Simulates averaging with the topology; with None, all-reduce."""
         cluster, job = self.cluster, self.job
+        # Only the messages are slowed down: what overlaps them is still simulated.
         predicted = self._predicted_seconds(topology)
+        # A worker alone sends nothing, which no factor makes longer.
         if topology in self.measured and predicted:
             cluster = cluster.slowed(self.measured[topology] / predicted)
         if topology is None:
@@ -130,6 +132,7 @@ class Flags:
             num_nodes=self.nodes,
             workers_per_node=self.workers_per_node,
             between=rate("between", self.between),
+            # A worker alone in its node sends nothing inside it.
             inside=math.inf if self.inside is None else rate("inside", self.inside),
             between_latency=seconds("between_latency", self.between_latency),
             inside_latency=seconds("inside_latency", self.inside_latency),
@@ -149,6 +152,7 @@ class Flags:
         else:
             compute = getattr(runtime, self.distribution)(mean, self.sigma)
         late_by = seconds("late_by", self.late_by)
+        # One of the two alone would silently have no effect.
         if (self.late_workers == 0) != (late_by == 0):
             raise ValueError(
                 "late_workers and late_by need each other, got "

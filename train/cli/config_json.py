@@ -13,6 +13,7 @@ from train.config import AnyTask, Config
 def to_json(config: Config) -> str:
     """Returns the resolved config as JSON text, with the class of its task."""
     fields = dataclasses.asdict(config)
+    # Which of the union's classes it is: fields alone do not say that.
     fields["task"] = {"kind": type(config.task).__name__, **fields["task"]}
     return json.dumps(fields, indent=2) + "\n"
 
@@ -61,6 +62,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     """
     try:
         fields = json.loads(path.read_text())
+    # Thousands of nested brackets are a RecursionError of json.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON of a config: {error}") from error
     if not isinstance(fields, dict):
@@ -74,6 +76,7 @@ def differences(
 ) -> list[str]:
     """Returns a phrase for each field in which two configs, as dicts, differ."""
     phrases = []
+    # Fields of either config: a version may have added one or removed one.
     for key in {**old, **new}:
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
@@ -85,6 +88,7 @@ def differences(
 
 def _make(kind: Any, fields: dict[str, Any]) -> Any:
     """A dataclass, with those inside it, from its fields as JSON has them."""
+    # JSON has lists and objects where a config has tuples, which hash, and dataclasses.
     hints = typing.get_type_hints(kind)
 
     def value(name: str, x: Any) -> Any:

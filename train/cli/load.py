@@ -50,8 +50,9 @@ def load_value(path: Path, name: str, kind: Any) -> Any:
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # Also sys.exit(), which must not end the command.
-        what = f"{type(error).__name__}: {_text(error)}"
-        raise ValueError(f"{path}{_line(path, error)}: {what}") from error
+        text = error.msg if isinstance(error, SyntaxError) else error
+        where = f"{path}{_line(path, error)}"
+        raise ValueError(f"{where}: {type(error).__name__}: {text}") from error
     value = getattr(module, name, None)
     if not isinstance(value, kind):
         kinds = typing.get_args(kind) or (kind,)
@@ -60,21 +61,18 @@ def load_value(path: Path, name: str, kind: Any) -> Any:
     return value
 
 
-def check_folder(path: Path) -> None:
+def check_folder(*paths: Path | None) -> None:
     """Raises for URLs, which `Path` would take for folders of this machine.
 
     Raises:
-      ValueError: if the path is like gs://bucket/run.
+      ValueError: if a path is like gs://bucket/run.
     """
-    if found := re.match(r"(\w+):/", str(path)):
-        raise ValueError(
-            f"a folder must be in a file system of this machine, got {path}: "
-            f"mount the storage behind {found[1]}:// and give its path"
-        )
-
-
-def _text(error: BaseException) -> str:
-    return error.msg if isinstance(error, SyntaxError) else str(error)
+    for path in paths:
+        if found := re.match(r"(\w+):/", str(path)):  # `Path` has made one / of two.
+            raise ValueError(
+                f"a folder must be in a file system of this machine, got {path}: "
+                f"mount the storage behind {found[1]}:// and give its path"
+            )
 
 
 def _line(path: Path, error: BaseException) -> str:

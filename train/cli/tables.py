@@ -1,4 +1,4 @@
-"""How results are written: tables as Markdown, and facts as JSON."""
+"""How results are shown and written: tables, and facts as JSON."""
 
 import dataclasses
 import json
@@ -10,12 +10,40 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rich.table import Table
+
 
 def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Returns a table in Markdown, without a newline at its end."""
     lines = [f"| {' | '.join(map(str, cells))} |" for cells in (header, *rows)]
     lines.insert(1, "|---" * len(header) + "|")
     return "\n".join(lines)
+
+
+def aligned(
+    heads: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    num_left: int = 1,
+    bold: str | None = None,
+    title: str | None = None,
+) -> Table:
+    """Returns a table for the terminal: text on the left, numbers aligned right.
+
+    Args:
+      heads: heads of the columns.
+      rows: cells of each row.
+      num_left: number of columns of text; those after them are numbers.
+      bold: first cell of the row that is printed in bold, if any.
+      title: title of the table, if any.
+    """
+    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    for column, head in enumerate(heads):
+        # A cut name would select nothing when it is copied to a command line.
+        is_text = column < num_left
+        table.add_column(head, justify="left" if is_text else "right", no_wrap=is_text)
+    for row in rows:
+        table.add_row(*row, style="bold" if row[0] == bold else None)
+    return table
 
 
 def to_json(facts: Any) -> str:

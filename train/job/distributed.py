@@ -138,7 +138,7 @@ def meet(config: Config) -> list[str]:
     Raises:
       ValueError: if they differ, on all processes.
     """
-    topology = config.build_topology()
+    topology = config.topology.build(config.workers)
     facts = {
         "config": _shared(config),
         "topology": hashlib.sha256(repr(topology).encode()).hexdigest()[:12],

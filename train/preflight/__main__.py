@@ -6,15 +6,14 @@
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
 
 import jax
 import tyro
 
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
+from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.plugins import reveal_cuda_plugin
-from train.config import Config
 from train.preflight.compile import prepare
 from train.preflight.preflight_report import report
 
@@ -32,7 +31,7 @@ def main(arguments: list[str]) -> int:
         default = load_config(path)
 
         def run(
-            config: Annotated[Config, tyro.conf.arg(name="")] = default,
+            config: ConfigArgument = default,
             *,
             target: str,
             nodes: int,
@@ -64,12 +63,9 @@ def main(arguments: list[str]) -> int:
             preflight = prepare(config, target, nodes, gpus_per_node, between_gbit)
             return report(preflight, tune, require_overlap, out, figure)
 
-        return tyro.cli(
-            run,
-            prog=f"python -m train.preflight {path}",
-            args=arguments[1:],
-            config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
-        )
+        prog = f"python -m train.preflight {path}"
+        return tyro.cli(run, prog=prog, args=arguments[1:], config=AS_OPTIONS)
+    # The compiler refuses: a name of a TPU slice, or an option of XLA, is wrong.
     except jax.errors.JaxRuntimeError as error:
         raise SystemExit(f"error: {error}") from error
 

@@ -1,7 +1,6 @@
 """Compiles the train steps of a run for a cluster, and reads their schedules."""
 
 import dataclasses
-import functools
 import math
 import os
 import time
@@ -15,9 +14,9 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from rich.console import Console
 
-from decentjax import AXIS, TrainStep, analysis, overlap
+from decentjax import AXIS, analysis, overlap
 from decentjax.overlap import Estimate, Schedule
-from decentjax.topology import Topology, complete
+from decentjax.topology import complete
 from train.config import Config
 from train.network import GBIT
 from train.preflight import targets
@@ -26,6 +25,9 @@ from train.run.build import build_in_step, build_optimizer, build_state
 from train.xla import COMPILE_ONLY, read_options
 
 Options = Mapping[str, str | bool | bytes]
+# Of a collective's fields: its groups would be a list of all devices for each.
+WRITTEN = ("name", "kind", "axes", "num_bytes", "calls", "start", "end")
+WRITTEN += ("in_conditional", "in_loop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,6 +72,7 @@ class Finding:
                 f"{self.needed_bytes / 1e6:.1f} MB; the largest is {largest.kind} "
                 f"{largest.name} ({largest.op_name})"
             )
+        # Seen too little: bytes that were not found would count as covered.
         if not self.sends_all:
             found.append(
                 f"{sent / 1e6:.1f} MB leave a worker, the exchange needs "
@@ -102,18 +105,10 @@ class Finding:
             "compile_seconds": self.compile_seconds,
             "warnings": self.warnings(),
             "collectives": [
-                {
-                    "name": c.name,
-                    "kind": c.kind,
-                    "axes": c.axes,
-                    "num_bytes": c.num_bytes,
-                    "calls": c.calls,
-                    "start": c.start,
-                    "end": c.end,
+                {name: getattr(c, name) for name in WRITTEN}
+                | {
                     "flops_beside": sum(c.beside.flops.values()),
                     "bytes_beside": c.beside.num_bytes,
-                    "in_conditional": c.in_conditional,
-                    "in_loop": c.in_loop,
                 }
                 for c in self.schedule.collectives
             ],
@@ -137,22 +132,27 @@ class Preflight:
         mesh: Mesh,
         network: overlap.Network,
     ):
-        self.config = config
-        self.target = target
-        self.network = network
-        self.mesh = mesh
-        self._task = config.task.build()
-        self._optimizer = build_optimizer(config.optimizer, config.num_steps)
+        self.config, self.target = config, target
+        self.mesh, self.network = mesh, network
+        task = config.task.build()
+        optimizer = build_optimizer(config.optimizer, config.num_steps)
+        self.train_step = build_in_step(config, task, optimizer, mesh)
         workers = range(config.workers.num_workers)
-        build = functools.partial(
-            build_state, config, self._task, self._optimizer, workers
+        self.topology = (
+            complete(len(workers))
+            if config.step.algorithm == "all_reduce"
+            else config.topology.build(config.workers)
         )
-        self.state = self._placed(jax.eval_shape(build))
-        batch = self._task.batch_shape(config.step.batch_per_worker)
-        self._batch = self._placed(
-            jax.tree.map(
-                lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype), batch
-            )
+        state = jax.eval_shape(lambda: build_state(config, task, optimizer, workers))
+        batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype),
+            task.batch_shape(config.step.batch_per_worker),
+        )
+        # Shapes alone: the devices are descriptions, which hold no arrays.
+        sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+        self.state, self._batch = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+            (state, batch),
         )
 
     @property
@@ -160,25 +160,12 @@ class Preflight:
         """The options of XLA with which the trainer would run."""
         return read_options(self.config.step.xla_options, self.target.platform)
 
-    def step(self) -> tuple[TrainStep, Topology]:
-        """Returns the run's train step, and the exchanges that it compiles."""
-        step = build_in_step(self.config, self._task, self._optimizer, self.mesh)
-        if self.config.step.algorithm == "all_reduce":
-            return step, complete(self.config.workers.num_workers)
-        return step, self.config.topology.build(self.config.workers)
-
-    def find(
-        self,
-        name: str,
-        step: TrainStep,
-        topology: Topology,
-        t: int,
-        options: Options,
-    ) -> Finding:
+    def find(self, name: str, t: int, options: Options) -> Finding:
         """Compiles step t with options of XLA, and reads its schedule."""
-        lowered = step.lower(self.state, self._batch, t)
+        lowered = self.train_step.lower(self.state, self._batch, t)
         start = time.monotonic()
         needed = COMPILE_ONLY if isinstance(self.target, Gpu) else {}
+        # The run's own options last, as they win.
         every: Any = {**needed, **options}
         compiled = lowered.compile(every)
         seconds = time.monotonic() - start
@@ -188,36 +175,27 @@ class Preflight:
             schedule,
             overlap.estimate(schedule, self.target.accelerator(), self.network),
             _peak_memory(compiled),
-            self._needed_bytes(topology, t),
+            self._needed_bytes(t),
             seconds,
         )
 
-    def _needed_bytes(self, topology: Topology, t: int) -> float:
+    def _needed_bytes(self, t: int) -> float:
         """Returns the bytes that the exchange of step t sends per worker.
 
         Only floats are mixed. With nodes the means inside a node keep the floats' own
         dtype, so `message_dtype` does not apply.
         """
-        in_levels = topology[t].workers_per_node > 1
+        in_levels = self.topology[t].workers_per_node > 1
         dtype = None if in_levels else self.config.step.message_dtype
-        floats = [
-            x
+        stacked = sum(
+            x.size * np.dtype(dtype or x.dtype).itemsize
             for x in jax.tree.leaves(self.state.params)
             if jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
-        stacked = sum(x.size * np.dtype(dtype or x.dtype).itemsize for x in floats)
-        sent = analysis.traffic(
-            topology,
-            stacked / self.config.workers.num_workers,
-            self.config.workers.workers_per_node,
         )
-        return float(sent[t % topology.period].worker_bytes.mean())
-
-    def _placed(self, tree: Any) -> Any:
-        sharding = NamedSharding(self.mesh, PartitionSpec(AXIS))
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), tree
-        )
+        workers = self.config.workers
+        model_bytes = stacked / workers.num_workers
+        sent = analysis.traffic(self.topology, model_bytes, workers.workers_per_node)
+        return float(sent[t % self.topology.period].worker_bytes.mean())
 
 
 def prepare(
@@ -255,6 +233,7 @@ def prepare(
         num_workers=nodes * devices_per_node,
         workers_per_node=devices_per_node,
     )
+    # Builds the topology again, and raises if these workers have none.
     config = dataclasses.replace(config, workers=workers)
     target = targets.find(target_name)
     mesh = Mesh(_devices(target, nodes, devices_per_node), (AXIS,))
@@ -270,62 +249,59 @@ def prepare(
 
 def inspect(preflight: Preflight, options: Options, console: Console) -> list[Finding]:
     """Compiles every distinct exchange of the run, with options of XLA."""
-    step, topology = preflight.step()
     # The first step of each exchange: a later one of the same exchange compiles alike.
-    turns = {exchange: t for t, exchange in reversed(list(enumerate(topology)))}
+    turns = {e: t for t, e in reversed(list(enumerate(preflight.topology)))}
     found = []
     for number, t in enumerate(sorted(turns.values()), start=1):
         name = preflight.config.step.algorithm
         if name != "all_reduce":
             name = f"{name} {number}/{len(turns)}"
         with console.status(f"compiling {name}"):
-            found.append(preflight.find(name, step, topology, t, options))
+            found.append(preflight.find(name, t, options))
         console.print(f"compiled {name} in {found[-1].compile_seconds:.1f} s")
     return found
 
 
-def with_all_reduce(preflight: Preflight) -> Preflight | None:
-    """Returns the same run with all-reduce, or None if it has all-reduce already."""
+def with_all_reduce(preflight: Preflight) -> Preflight:
+    """Returns the same run with all-reduce."""
     config = preflight.config
-    if config.step.algorithm == "all_reduce":
-        return None
     step = dataclasses.replace(config.step, algorithm="all_reduce", message_dtype=None)
     config = dataclasses.replace(config, step=step)
     return Preflight(config, preflight.target, preflight.mesh, preflight.network)
 
 
 def _devices(target: Target, nodes: int, devices_per_node: int) -> np.ndarray:
-    count = nodes * devices_per_node
-    if isinstance(target, Gpu):
-        _need("jax_cuda12_plugin", "'decentjax[preflight]'")
-        description = topologies.get_topology_desc(
-            platform="cuda",
-            target_config=target.config(),
-            topology=f"{nodes} x {devices_per_node} x 1",
-        )
-        return np.array(description.devices)
-    _need("libtpu", "libtpu")
-    # libtpu would query the cloud's metadata server for the slice that it is on.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    description = topologies.get_topology_desc(
-        platform="tpu", topology_name=target.name
+    is_gpu = isinstance(target, Gpu)
+    module, package = (
+        ("jax_cuda12_plugin", "'decentjax[preflight]'")
+        if is_gpu
+        else ("libtpu", "libtpu")
     )
-    if len(description.devices) != count:
-        raise ValueError(
-            f"{target.name} has {len(description.devices)} chips, not "
-            f"{nodes} nodes x {devices_per_node} = {count}"
-        )
-    return np.array(description.devices)
-
-
-def _need(module: str, package: str) -> None:
     try:
         __import__(module)
     except ImportError as error:
         raise ModuleNotFoundError(
             f"no compiler for this target: pip install {package}"
         ) from error
+    if is_gpu:
+        shape = f"{nodes} x {devices_per_node} x 1"
+        devices = topologies.get_topology_desc(
+            platform="cuda", target_config=target.config(), topology=shape
+        ).devices
+        return np.array(devices)
+    # libtpu would query the cloud's metadata server for the slice that it is on.
+    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
+    devices = topologies.get_topology_desc(
+        platform="tpu", topology_name=target.name
+    ).devices
+    count = nodes * devices_per_node
+    if len(devices) != count:
+        raise ValueError(
+            f"{target.name} has {len(devices)} chips, not "
+            f"{nodes} nodes x {devices_per_node} = {count}"
+        )
+    return np.array(devices)
 
 
 def _peak_memory(compiled: jax.stages.Compiled) -> int:
@@ -333,6 +309,7 @@ def _peak_memory(compiled: jax.stages.Compiled) -> int:
     return (
         stats.argument_size_in_bytes
         + stats.output_size_in_bytes
+        # Donated arguments are outputs too, and take their bytes once.
         - stats.alias_size_in_bytes
         + stats.temp_size_in_bytes
         + stats.generated_code_size_in_bytes

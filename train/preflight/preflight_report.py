@@ -1,18 +1,16 @@
 """Reports on the compiled steps of a run: tables, a verdict, JSON, a figure."""
 
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from matplotlib.axes import Axes
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
 from decentjax import AXIS
-from decentjax.overlap import Collective, Span
-from train.cli.tables import write_json
+from decentjax.overlap import Collective
+from train.cli.tables import aligned, write_json
+from train.figures.schedule_figure import draw_schedules
 from train.preflight.compile import Finding, Preflight, inspect, with_all_reduce
 from train.preflight.targets import Gpu
 from train.preflight.tune import Tuning, tuned
@@ -20,7 +18,6 @@ from train.xla import as_arguments
 
 MEMORY_SHARE = 0.75  # XLA's default share of a GPU's memory.
 MOST_MEMORY = 0.95  # The driver needs the rest.
-COLOURS = {False: "tab:blue", True: "tab:gray"}
 
 
 def report(
@@ -44,22 +41,20 @@ def report(
     Raises:
       ValueError: if `require_overlap` is no share, or a file cannot be written.
     """
+    # Compiling takes minutes, after which a wrong name of a file would be late.
     _check(require_overlap, out, figure)
     console = Console(width=120, soft_wrap=True, markup=False, highlight=False)
     workers = preflight.config.workers
-    console.print(
-        f"{preflight.config.name} on {workers.num_workers} x {preflight.target.name}, "
-        f"{workers.workers_per_node} per node"
-    )
-    found = inspect(preflight, preflight.options, console)
-    baseline = with_all_reduce(preflight)
-    runs = [preflight] if baseline is None else [preflight, baseline]
-    rows = list(found)
-    if baseline is not None:
-        rows += inspect(baseline, baseline.options, console)
-    console.print(_table(rows), _collectives(found), "", sep="\n")
+    console.print(f"{_title(preflight)}, {workers.workers_per_node} per node")
+    runs = [preflight]
+    if preflight.config.step.algorithm != "all_reduce":
+        runs.append(with_all_reduce(preflight))
+    found, *others = (inspect(run, run.options, console) for run in runs)
+    rows = sum(others, found)
+    console.print(_steps(rows), _collectives(found), "", sep="\n")
     passed = verdict(preflight, found, require_overlap, console)
     tunings: dict[str, Tuning] = {}
+    # The candidates are options for GPUs, and one worker sends nothing.
     if tune and isinstance(preflight.target, Gpu) and workers.num_workers > 1:
         tunings = {run.config.step.algorithm: advice(run, console) for run in runs}
     if out is not None:
@@ -85,18 +80,18 @@ def draw(rows: list[Finding], preflight: Preflight) -> Figure:
     shown = [row for row in rows if row.name == "all_reduce"]
     if decentralized:
         shown.append(max(decentralized, key=lambda row: row.estimate.step))
-    figure = Figure(figsize=(10, 1.6 * len(shown) + 0.6), layout="constrained")
-    axes: Any = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
-    for each, row in zip(axes, shown, strict=True):
-        _draw_lanes(each, row)
-    axes[-1].set_xlabel("time [ms]")
-    workers = preflight.config.workers
-    figure.suptitle(
-        f"{preflight.config.name} on {workers.num_workers} x {preflight.target.name}, "
-        "as compiled",
-        fontsize="medium",
-    )
-    return figure
+    steps = {}
+    for row in shown:
+        spans, estimate = row.estimate.spans, row.estimate
+        heading = (
+            f"{row.name}: {row.schedule.covered(AXIS):.0%} covered, "
+            f"{1e3 * estimate.exposed:.2g} of {1e3 * estimate.step:.3g} ms exposed"
+        )
+        steps[heading] = {
+            "messages": [(s.start, s.end) for s in spans if s.is_message],
+            "work": [(s.start, s.end) for s in spans if not s.is_message],
+        }
+    return draw_schedules(steps, f"{_title(preflight)}, as compiled")
 
 
 def verdict(
@@ -122,7 +117,9 @@ def verdict(
             "XLA_CLIENT_MEM_FRACTION="
             f"{min(MOST_MEMORY, needed / have + 0.05):.2f} in the environment"
         )
+    # The worst exchange: it delays every period of the topology.
     covered = min(finding.schedule.covered(AXIS) for finding in found)
+    # Bytes that were not found may be exposed.
     is_covered = all(finding.sends_all for finding in found)
     is_covered = is_covered and covered >= (require_overlap or 0)
     if require_overlap is not None and not is_covered:
@@ -175,56 +172,30 @@ def _check(
         )
 
 
-def _draw_lanes(axes: Axes, row: Finding) -> None:
-    for is_message in (False, True):
-        lane = [s for s in row.estimate.spans if s.is_message == is_message]
-        axes.broken_barh(
-            [(1e3 * start, 1e3 * (end - start)) for start, end in _joined(lane)],
-            (0.0 if is_message else 1.0, 0.9),
-            facecolors=COLOURS[is_message],
-        )
-    axes.set_yticks([0.45, 1.45], ["messages", "work"])
-    axes.set_title(
-        f"{row.name}: {row.schedule.covered(AXIS):.0%} covered, "
-        f"{1e3 * row.estimate.exposed:.2g} of {1e3 * row.estimate.step:.3g} ms exposed",
-        loc="left",
-        fontsize="small",
-    )
+def _title(preflight: Preflight) -> str:
+    num_workers = preflight.config.workers.num_workers
+    return f"{preflight.config.name} on {num_workers} x {preflight.target.name}"
 
 
-def _joined(spans: Iterable[Span]) -> list[tuple[float, float]]:
-    """Returns start and end of spans, joined where they touch or overlap."""
-    joined: list[tuple[float, float]] = []
-    for span in spans:
-        if joined and span.start <= joined[-1][1]:
-            joined[-1] = (joined[-1][0], max(joined[-1][1], span.end))
-        else:
-            joined.append((span.start, span.end))
-    return joined
-
-
-def _table(rows: list[Finding]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("step")
-    for name in (
-        *("sent [MB]", "covered", "work [ms]", "messages [ms]", "step [ms]"),
-        *("exposed [ms]", "step / limit", "memory [GB]"),
-    ):
-        table.add_column(name, justify="right")
-    for row in rows:
-        estimate = row.estimate
-        table.add_row(
+def _steps(rows: list[Finding]) -> Table:
+    """Returns the table of the compiled steps."""
+    heads = ["step", "sent [MB]", "covered", "work [ms]", "messages [ms]", "step [ms]"]
+    heads += ["exposed [ms]", "step / limit", "memory [GB]"]
+    cells = [
+        [
             row.name,
             f"{row.schedule.sent_bytes() / 1e6:.1f}",
             f"{row.schedule.covered(AXIS):.1%}",
-            f"{1e3 * estimate.compute:.3g}",
-            f"{1e3 * estimate.communication:.3g}",
-            f"{1e3 * estimate.step:.3g}",
-            f"{1e3 * estimate.exposed:.3g}",
-            f"{estimate.step / estimate.limit:.3f}",
+            f"{1e3 * row.estimate.compute:.3g}",
+            f"{1e3 * row.estimate.communication:.3g}",
+            f"{1e3 * row.estimate.step:.3g}",
+            f"{1e3 * row.estimate.exposed:.3g}",
+            f"{row.estimate.step / row.estimate.limit:.3f}",
             f"{row.memory_bytes / 1e9:.1f}",
-        )
-    return table
+        ]
+        for row in rows
+    ]
+    return aligned(heads, cells)
 
 
 def _collectives(found: list[Finding]) -> Table:
@@ -233,15 +204,14 @@ def _collectives(found: list[Finding]) -> Table:
     for finding in found:
         for c in finding.schedule.collectives:
             groups.setdefault((c.kind, ", ".join(c.axes)), []).append(c)
-    table = Table(box=None, pad_edge=False)
-    for name in ("collectives", "along", "number", "covered", "arrays [MB]"):
-        table.add_column(name, justify="left" if name == "along" else "right")
-    for (kind, axes), collectives in sorted(groups.items()):
-        table.add_row(
-            kind,
-            axes,
+    cells = [
+        [
+            *names,
             str(len(collectives)),
             str(sum(c.is_covered for c in collectives)),
             f"{sum(c.num_bytes for c in collectives) / 1e6:.1f}",
-        )
-    return table
+        ]
+        for names, collectives in sorted(groups.items())
+    ]
+    heads = ["collectives", "along", "number", "covered", "arrays [MB]"]
+    return aligned(heads, cells, num_left=2)

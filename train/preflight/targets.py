@@ -8,7 +8,7 @@ for T4 and A40 PCIe inside, 50 Gbit/s between): `--between-gbit` sets another ra
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import ClassVar
 
 from decentjax.overlap import Accelerator, Network
 from train.cli.load import load_value
@@ -38,6 +38,8 @@ class Gpu:
       links_per_node: number of these links.
     """
 
+    platform: ClassVar = "gpu"
+
     name: str
     capability: tuple[int, int]
     cores: int
@@ -53,10 +55,6 @@ class Gpu:
     inside_bytes_per_second: float
     between_bytes_per_second: float
     links_per_node: int
-
-    @property
-    def platform(self) -> Literal["gpu"]:
-        return "gpu"
 
     def accelerator(self) -> Accelerator:
         return Accelerator(self.flops_per_second, self.memory_bytes_per_second)
@@ -74,6 +72,7 @@ class Gpu:
 
     def config(self) -> str:
         """XLA's GpuTargetConfigProto, as text."""
+        # What has no field here is the same for all GPUs from capability 7.5 on.
         major, minor = self.capability
         return f"""
             gpu_device_info {{
@@ -116,6 +115,8 @@ class Tpu:
       links_per_chip: number of links per chip.
     """
 
+    platform: ClassVar = "tpu"
+
     name: str
     memory_bytes: int
     memory_bytes_per_second: float
@@ -123,16 +124,13 @@ class Tpu:
     chip_bytes_per_second: float
     links_per_chip: int
 
-    @property
-    def platform(self) -> Literal["tpu"]:
-        return "tpu"
-
     def accelerator(self) -> Accelerator:
         return Accelerator(self.flops_per_second, self.memory_bytes_per_second)
 
     def cluster(self, num_nodes: int, devices_per_node: int) -> ClusterSpec:
         """Each chip counts as a node, whichever host it is attached to."""
         return ClusterSpec(
+            # All links are between chips, so none are inside a node.
             num_nodes=num_nodes * devices_per_node,
             links_per_node=self.links_per_chip,
             between=self.chip_bytes_per_second,
@@ -218,28 +216,24 @@ H100 = Gpu(
     between_bytes_per_second=400e9,
     links_per_node=8,
 )
+# The same chip with another memory, as the A100 with 80 GB.
 H200 = dataclasses.replace(
     H100,
     name="NVIDIA H200",
     memory_bytes=151397597184,
     memory_bytes_per_second=4800e9,
 )
-B200 = Gpu(
+B200 = dataclasses.replace(
+    H100,
     name="NVIDIA B200",
     capability=(10, 0),
     cores=148,
-    fpus_per_core=128,
-    threads_per_core=2048,
-    shared_memory_per_core=233472,
-    shared_memory_optin=232448,
     l2_bytes=132644864,
     clock_ghz=1.965,
     memory_bytes=191514411008,
     memory_bytes_per_second=7672e9,
     flops_per_second={"bf16": 2250e12, "f16": 2250e12, "f32": 1125e12, "f64": 37e12},
     inside_bytes_per_second=900e9,
-    between_bytes_per_second=400e9,
-    links_per_node=8,
 )
 GPUS = {
     "t4": T4,
@@ -284,6 +278,7 @@ def find(name: str) -> Target:
       FileNotFoundError: if the file does not exist.
       ValueError: if the name is unknown, or the file defines no target.
     """
+    # "v5e:4x8": the generation has speeds, libtpu reads all of the name.
     generation, _, shape = name.partition(":")
     if name in GPUS:
         return GPUS[name]

@@ -12,6 +12,7 @@ from decentjax.topology import Topology
 from train.preflight.compile import Finding, Options, Preflight
 from train.xla import ALL_REDUCE_THRESHOLD, THRESHOLDS
 
+# Bytes up to which messages are joined; with 1 byte none are.
 SIZES = ("2500000", "10000000", "100000000", "1")
 LIMIT = "xla_gpu_experimental_parallel_collective_overlap_limit"
 CANDIDATES: list[Options] = [
@@ -52,19 +53,19 @@ def tuned(preflight: Preflight, console: Console) -> Tuning:
     makes the step shorter. Finally XLA gets the estimated times as a profile, as it
     would get measured ones with `JAX_ENABLE_PGLE=true`.
     """
-    step, topology = preflight.step()
-    t = busiest_step(topology, preflight.config.workers.workers_per_node)
+    t = busiest_step(preflight.topology, preflight.config.workers.workers_per_node)
     speeds = preflight.target.accelerator()
 
     def tried(name: str, options: Options) -> Trial:
         with console.status("trying options of XLA"):
-            found = preflight.find("", step, topology, t, options)
+            found = preflight.find("", t, options)
         console.print(f"  {name:64}{_summary(found)}")
         return Trial(options, found)
 
     def profiled(name: str, trial: Trial) -> Trial:
         times = profile(trial.finding.schedule, speeds, preflight.network)
         options = {**trial.options, "fdo_profile": times}
+        # Named by XLA's ops, so it fits this program alone and is not kept.
         found = tried(f"{name}, with a profile of its times", options)
         return found._replace(options=trial.options)
 
@@ -76,6 +77,7 @@ def tuned(preflight: Preflight, console: Console) -> Tuning:
             # Messages that are not found in a program take no time in its estimate, so
             # such a program must not win.
             is_whole = found.finding.sends_all
+            # Less than 0.1 % is no reason for another option.
             is_better = is_whole and found.seconds < 0.999 * best.seconds
             best = found if is_better else best
     shortest = profiled("as configured", configured)

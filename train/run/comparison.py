@@ -50,13 +50,9 @@ class Entry(NamedTuple):
 
         The training loss is the mean over the last tenth of the steps.
         """
-        outcome = self.outcome
-        _, scores = outcome.evaluations[-1]
-        return {
-            **scores,
-            **outcome.judged,
-            "training_loss": outcome.training_loss,
-        }
+        _, scores = self.outcome.evaluations[-1]
+        last = {"training_loss": self.outcome.training_loss}
+        return scores | self.outcome.judged | last
 
 
 def table(entries: Sequence[Entry]) -> str:
@@ -87,6 +83,7 @@ def statements(entries: Sequence[Entry], headline: Headline) -> list[str]:
     pairs = list(itertools.combinations(entries, 2))
     if not pairs:
         return []
+    # Without a spread there is no error to compare a difference with.
     if len(headline_scores := entries[0].scores()[headline.name]) < 2:
         return ["One seed has no spread: no pair was tested."]
     tested = [_test(a, b, headline.name) for a, b in pairs]
@@ -110,6 +107,7 @@ def holm(p_values: Sequence[float]) -> list[float]:
     Source: Holm (1979), A simple sequentially rejective multiple test procedure.
     """
     order = np.argsort(p_values)
+    # m = 3: the smallest times 3, the next times 2, the largest times 1.
     scaled = np.array(p_values)[order] * np.arange(len(order), 0, -1)
     corrected = np.empty(len(order))
     corrected[order] = np.minimum(np.maximum.accumulate(scaled), 1)
@@ -152,6 +150,7 @@ def _statement(
         )
     first_is_better = (test.difference > 0) == (headline.better == "higher")
     better, worse = (a, b) if first_is_better else (b, a)
+    # Of one sign: an interval with 0 inside would not be significant.
     low, high = sorted(abs(bound) for bound in test.interval)
     return (
         f"{better.name} is better than {worse.name} in {headline.name} by "

@@ -15,8 +15,8 @@ from decentjax.step import Metrics
 from train.config import Config
 from train.job.distributed import MetricMeans, gather
 from train.run.build import build_schedule
-from train.run.evaluation import build_score
 from train.run.log import Log
+from train.run.scores import build_score
 from train.run.stop import Stop
 from train.tasks.task import Task
 

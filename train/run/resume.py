@@ -14,11 +14,12 @@ import tyro
 
 from decentjax import WorkerState
 from train.cli.config_json import differences, from_fields, to_json
+from train.cli.options import AS_OPTIONS
 from train.config import Config, DistributedConfig
 from train.run.checkpoint import choose, find_checkpoints, restore, saved_fields
-from train.run.evaluation import read_trained
 from train.run.finite import Check
 from train.run.log import warn
+from train.run.scores import read_trained
 
 # These decide what a run measures and where it runs, not what it trains.
 FREE = (
@@ -112,7 +113,7 @@ def with_field(config: Config, field: str, value: str, prog: str) -> Config:
         default=config,
         args=[f"--{field}", *value.split()],
         prog=prog,
-        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff),
+        config=AS_OPTIONS,
     )
 
 

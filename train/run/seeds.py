@@ -26,7 +26,7 @@ from decentjax.topology import complete
 from train.config import Config
 from train.data.batches import feed
 from train.run.build import ORDERS, build_optimizer, build_state
-from train.run.evaluation import ratios
+from train.run.scores import ratios
 from train.tasks.task import Task
 
 

@@ -67,6 +67,7 @@ def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
     task = config.task.build()
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     workers = range(config.workers.num_workers)
+    # Shapes alone: the checkpoint's arrays are read into them, without the optimizer's.
     state = jax.eval_shape(lambda: build_state(config, task, optimizer, workers))
     shapes = {"params": state.params, "model_state": state.model_state}
     step, models = read_models(run_dir, shapes, step)
@@ -108,6 +109,7 @@ def build_score(task: Task) -> Score:
 def ratios(parts: Sequence[Totals]) -> dict[str, np.ndarray]:
     """Returns the ratio of the summed totals of some batches, by score."""
     return {
+        # Sums first: a mean of ratios would overrate a last batch that is smaller.
         name: np.divide(*np.sum([part[name] for part in parts], axis=0))
         for name in parts[0]
     }
