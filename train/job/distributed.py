@@ -65,6 +65,11 @@ def start(
     flag = f"--xla_cpu_collective_timeout_seconds={timeout}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     place = _place(config)
+    if num_workers % place.num_processes:
+        raise ValueError(
+            f"{num_workers} workers cannot be dealt out evenly to "
+            f"{place.num_processes} processes; change workers.num_workers"
+        )
     # `fail_stop` prints it; jax sets it only where the start succeeds.
     internals.global_state.process_id = place.process_id
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
@@ -74,11 +79,6 @@ def start(
             initialization_timeout=config.start_seconds,
             heartbeat_timeout_seconds=heartbeats,
             coordinator_bind_address=listen_at,
-        )
-    if num_workers % place.num_processes:
-        raise ValueError(
-            f"{num_workers} workers cannot be dealt out evenly to "
-            f"{place.num_processes} processes; change workers.num_workers"
         )
     provide_cpu_devices(num_workers // place.num_processes)
 
