@@ -5,6 +5,9 @@ draws from every worker's random key.
 """
 
 import dataclasses
+import os
+import time
+from pathlib import Path
 
 from tests.line import Line
 from tests.line import config as line
@@ -17,11 +20,32 @@ from train.config import (
     WorkersConfig,
 )
 
+
+class JobLine(Line):
+    """Its sample says whether the other processes of a launched job have ended."""
+
+    def build(self):
+        return super().build()._replace(sample=sample)
+
+
+def sample(params, model_state):
+    parent = Path(f"/proc/{os.getppid()}")
+    if b"train.launch" not in (parent / "cmdline").read_bytes():
+        return "there are no others"
+    children = parent / "task" / parent.name / "children"
+    end = time.monotonic() + 60
+    while time.monotonic() < end:
+        if children.read_text().split() == [str(os.getpid())]:
+            return "the others have ended"
+        time.sleep(0.05)
+    return "the others wait"
+
+
 config = dataclasses.replace(
     line,
     name="job_line",
     num_steps=12,
-    task=Line(noise=0.5),
+    task=JobLine(noise=0.5),
     workers=WorkersConfig(num_workers=4, workers_per_node=2),
     topology=TopologyConfig(),
     step=StepConfig(batch_per_worker=2),

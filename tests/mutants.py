@@ -840,8 +840,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/build.py",
-        "optax.chain(watch_gradients(), *steps)",
-        "optax.chain(*steps, watch_gradients())",
+        "optax.chain(*steps, make(schedule, **named))",
+        "optax.chain(*steps[1:], make(schedule, **named), steps[0])",
         'tests/test_resume.py -k "named_and_never_saved and gradient"',
     ),
     Mutant(
@@ -876,7 +876,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/build.py",
-        "mix, axis_name=AXIS, message_dtype=config.step.message_dtype",
+        "mix, axis_name=AXIS, message_dtype=dtype",
         "mix, axis_name=AXIS",
         "tests/test_preflight.py -k half_precision_message",
     ),
@@ -1033,8 +1033,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/loop.py",
-        "skipped, self._skipped = self._skipped, 0",
-        "skipped = self._skipped",
+        "            num_skipped = 0\n",
+        "",
         "tests/test_resume.py -k skipped_is_in",
     ),
     Mutant(
@@ -1575,7 +1575,7 @@ MUTANTS = [
         "train/job/distributed.py",
         "    if phrases:",
         "    if False:",
-        'tests/test_distributed.py -k "other_configs and seed"',
+        "tests/test_distributed.py -k processes_that_differ",
     ),
     Mutant(
         "train/job/processes.py",

@@ -31,6 +31,7 @@ from train.config import (
 )
 from train.job.distributed import MetricMeans, provide_cpu_devices, start
 from train.launch import check_port
+from train.run.checkpoint import find_checkpoints
 from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
@@ -162,21 +163,20 @@ def runs(tmp_path_factory):
             f"--exchange.where {config.exchange.where}"
         )
         with launch(processes, run_dir, *options.split()) as job:
-            ended(job)
+            (run_dir / "output.txt").write_text(ended(job))
         return run_dir
 
     return run
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "processes"),
     [
         ("awc", 2),
-        ("awc", 4),
-        ("in_step", 4),
-        ("all_reduce", 2),
-        ("all_reduce_in_thread", 2),
+        pytest.param("awc", 4, marks=pytest.mark.slow),
+        ("in_step", 2),
+        pytest.param("all_reduce", 2, marks=pytest.mark.slow),
+        pytest.param("all_reduce_in_thread", 2, marks=pytest.mark.slow),
     ],
 )
 def test_processes_train_as_simulated_workers_do(runs, name, processes):
@@ -199,42 +199,48 @@ def scores_of(row: dict) -> list[dict[str, float]]:
 
 def test_in_the_step_and_in_the_background_the_numbers_are_the_same(runs):
     """In every worker's state; two programs round in two ways."""
-    pairs = zip(arrays(runs("awc", 4)), arrays(runs("in_step", 4)), strict=True)
+    pairs = zip(arrays(runs("awc", 2)), arrays(runs("in_step", 2)), strict=True)
     for got, wanted in pairs:
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("who", ["launcher", 0, 1])
-def test_a_signal_to_one_ends_all_after_the_same_step(who, runs, tmp_path):
-    """A job that resumes there is, bit for bit, as if it had never stopped.
+def test_a_signal_to_one_ends_all_after_the_same_step(runs, tmp_path):
+    """To the launcher, to process 0, and to process 1, of one run that resumes twice.
 
-    Simulated workers can resume there too.
+    Resumed to its end it is, bit for bit, as if it had never stopped. Simulated workers
+    can resume it too.
     """
-    run_dir = tmp_path / "run"
-    slowly = "--straggler.kind rotating --straggler.seconds 0.5"
-    with launch(2, run_dir, *slowly.split()) as job:
-        read_until(job, "step 6/12")
+    run_dir, simulated, saved = tmp_path / "run", tmp_path / "simulated", 0
+    # Half a second a step, and a line of output after each.
+    options = "--straggler.kind rotating --straggler.seconds 0.5"
+    options = (*options.split(), "--evaluation.every-steps", "1")
+    for who in ("launcher", 0, 1):
         if who == "launcher":
-            job.send_signal(signal.SIGINT)
+            start_job = launch(2, run_dir, *options)
         else:
-            os.kill(of_run(run_dir)[who], signal.SIGTERM)
-        output = ended(job)
-    saved = max(int(path.name) for path in (run_dir / "checkpoints").iterdir())
-    assert 6 < saved < 12
-    assert f"stopped after step {saved} of 12; everything is saved" in output
-    assert [row["step"] for row in read_metrics(run_dir) if "loss" in row] == list(
-        range(1, saved + 1)
-    )
+            start_job = relaunch(2, run_dir, "--config-file", CONFIG)
+        with start_job as job:
+            read_until(job, f"step {saved + 1}/12")
+            if who == "launcher":
+                job.send_signal(signal.SIGINT)
+            else:
+                os.kill(of_run(run_dir)[who], signal.SIGTERM)
+            output = ended(job)
+        before, saved = saved, max(find_checkpoints(run_dir).steps)
+        assert before < saved < 12
+        assert f"stopped after step {saved} of 12; everything is saved" in output
+        rows = [row["step"] for row in read_metrics(run_dir) if "loss" in row]
+        assert rows == list(range(1, saved + 1))
+        if who == "launcher":
+            shutil.copytree(run_dir, simulated)
     wanted = runs("awc", 2)
-    if who == "launcher":
-        simulated = shutil.copytree(run_dir, tmp_path / "simulated")
-        assert train(LINE, simulated, Resume()).step == 12
-        np.testing.assert_allclose(losses(simulated), losses(wanted), rtol=1e-4)
-    with relaunch(2, run_dir, "--config-file", CONFIG) as job:
+    with relaunch(2, run_dir, "--config-file", CONFIG, "--straggler.kind=none") as job:
         ended(job)
     assert losses(run_dir) == losses(wanted)
     assert all(map(np.array_equal, arrays(run_dir), arrays(wanted)))
+    assert train(LINE, simulated, Resume()).step == 12
+    np.testing.assert_allclose(losses(simulated), losses(wanted), rtol=1e-4)
 
 
 @pytest.mark.slow  # It compiles a transformer for several shapes.
@@ -247,40 +253,10 @@ def test_batches_of_several_shapes_train_in_processes_as_in_one(tmp_path):
     np.testing.assert_allclose(losses(job), losses(alone), rtol=1e-4)
 
 
-SAYS_WHEN_ALONE = """
-import dataclasses
-import os
-import time
-from pathlib import Path
-
-from tests.job_line import config as line
-from tests.line import Line
-
-
-def sample(params, model_state):
-    launched = Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children")
-    end = time.monotonic() + 60
-    while time.monotonic() < end:
-        if launched.read_text().split() == [str(os.getpid())]:
-            return "the others have ended"
-        time.sleep(0.05)
-    return "the others wait"
-
-
-class Task(Line):
-    def build(self):
-        return super().build()._replace(sample=sample)
-
-
-config = dataclasses.replace(line, task=Task())
-"""
-
-
-def test_the_others_end_while_process_0_shows_the_results(tmp_path):
-    path = tmp_path / "alone.py"
-    path.write_text(SAYS_WHEN_ALONE)
-    with launch(2, tmp_path / "run", config=str(path)) as job:
-        assert "the others have ended" in ended(job)
+def test_the_others_end_while_process_0_shows_the_results(runs):
+    output = (runs("awc", 2) / "output.txt").read_text()
+    assert "sample of the mean model" in output
+    assert "the others have ended" in output
 
 
 SLOW_START = """
@@ -583,21 +559,16 @@ def test_an_impossible_place_gets_a_sentence(place, sentence, monkeypatch, tmp_p
         start_alone(monkeypatch, tmp_path, **place)
 
 
-def test_a_process_without_a_job_gets_a_sentence(tmp_path):
-    command = [*TRAIN, CONFIG, "--run-dir", str(tmp_path), "--distributed.enabled"]
-    with started(*command) as process:
-        output, _ = process.communicate(timeout=LONG)
-    assert process.returncode == 70
-    assert "error: process 0: cannot find the other processes: " in output
-    assert "Traceback" not in output
+def test_a_process_without_a_job_gets_a_sentence(monkeypatch, tmp_path):
+    with pytest.raises(ValueError, match="cannot find the other processes: "):
+        start_alone(monkeypatch, tmp_path, num_processes=None)
 
 
-def test_workers_that_do_not_divide_get_a_sentence(tmp_path):
-    with launch(3, tmp_path) as job:
-        output, _ = job.communicate(timeout=LONG)
-    assert job.returncode == 70
-    assert "4 workers cannot be dealt out evenly to 3 processes" in output
-    assert "Traceback" not in output
+def test_workers_that_do_not_divide_get_a_sentence(monkeypatch, tmp_path):
+    place = {"coordinator": free_address(), "process_id": 0, "num_processes": 3}
+    message = "4 workers cannot be dealt out evenly to 3 processes"
+    with pytest.raises(ValueError, match=message):
+        start_alone(monkeypatch, tmp_path, **place)
 
 
 def test_a_straggler_must_be_a_process_of_the_job(monkeypatch, tmp_path):

@@ -15,15 +15,15 @@ import line
 import numpy as np
 import orbax.checkpoint as ocp
 import pytest
-import tiny
 
 from decentjax import WorkerState
 from train.__main__ import main
 from train.cli import config_json
 from train.cli.command import SaveError
+from train.data.batches import Batch
 from train.report import write_report
 from train.run.checkpoint import Checkpoints, find_checkpoints, read_models
-from train.run.finite import build_check
+from train.run.finite import WatchState, build_check
 from train.run.log import read_metrics
 from train.run.loop import Parts, run_steps, train
 from train.run.resume import Begin, Resume, saved_config, with_changes
@@ -72,8 +72,8 @@ def test_what_is_not_finite_is_named_and_never_saved(poison, leaf, tmp_path):
     """Though the next look at a number is at step 20, and the next save at 10."""
     log = dataclasses.replace(LINE.log, every_steps=20)
     message = (
-        rf"worker 2 is not finite at step 9, in params\['{leaf}'\]; go on from step 5, "
-        r"which is finite: python -m train --resume .* "
+        rf"worker 2 is not finite at step 9, in params\['{leaf}'\]; resume from step "
+        r"5, which is finite: python -m train --resume .* "
         r"--change optimizer.learning-rate=0.05"
     )
     with pytest.raises(FloatingPointError, match=message):
@@ -186,20 +186,19 @@ def test_a_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
 
 def test_what_is_saved_is_settled_checked_and_written_down():
     """Settled first: a model in an exchange is not known to be finite yet."""
-    state, done = WorkerState({}, (), (), ()), []
+    zeros = jax.numpy.zeros(1, int)
+    state, done = WorkerState({}, (WatchState(zeros, zeros, zeros),), (), ()), []
 
     def note(name, result=None):
         return lambda *_: done.append(name) or result
-
-    class Batches:
-        __next__ = take_skipped = lambda self: 0
 
     train_step = note("step", (state, {}))
     train_step.settle = note("settle")
     names = "measure", "flush", "write_rows", "evaluate"
     parts = Parts(
         train_step=train_step,
-        batches=Batches(),
+        batches=iter([Batch(np.zeros(1))]),
+        put=lambda arrays: arrays,
         check=note("check"),
         observer=SimpleNamespace(log=None, **{name: note(name) for name in names}),
         checkpoints=SimpleNamespace(check=lambda: None, save=note("save")),
@@ -404,8 +403,9 @@ def test_a_run_begins_with_the_mean_model_of_another(tmp_path, monkeypatch):
     (row,) = (r for r in read_metrics(tmp_path / "second") if "init_from" in r)
     assert (row["step"], row["init_step"]) == (0, 3)
 
+    grown = dataclasses.replace(config, task=Growing())
     with pytest.raises(ValueError, match="the model to start from does not fit"):
-        train(tiny.config, tmp_path / "third", init_from=tmp_path / "first")
+        train(grown, tmp_path / "third", init_from=tmp_path / "first")
 
 
 def test_a_folder_with_a_run_is_not_overwritten(run_dir):

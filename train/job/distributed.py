@@ -52,9 +52,9 @@ def start(
     detects a machine that vanishes with its connections open.
 
     Args:
-      config: place of this process, with None for what jax finds itself.
+      config: place of this process; None where jax finds it.
       num_workers: number of workers of the job.
-      run_dir: folder of the run, which all processes must see.
+      run_dir: folder of the run, visible to all processes.
 
     Raises:
       ValueError: if there is no job to join, another job uses its address, processes
@@ -65,7 +65,13 @@ def start(
     flag = f"--xla_cpu_collective_timeout_seconds={timeout}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     place = _place(config)
-    internals.global_state.process_id = place.process_id  # For an error before jax.
+    if num_workers % place.num_processes:
+        raise ValueError(
+            f"{num_workers} workers cannot be dealt out evenly to "
+            f"{place.num_processes} processes; change workers.num_workers"
+        )
+    # `fail_stop` prints it; jax sets it only where the start succeeds.
+    internals.global_state.process_id = place.process_id
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
     with rendezvous(place, run_dir, config.start_seconds) as listen_at:
         distributed.initialize(
@@ -73,11 +79,6 @@ def start(
             initialization_timeout=config.start_seconds,
             heartbeat_timeout_seconds=heartbeats,
             coordinator_bind_address=listen_at,
-        )
-    if num_workers % place.num_processes:
-        raise ValueError(
-            f"{num_workers} workers cannot be dealt out evenly to "
-            f"{place.num_processes} processes; change workers.num_workers"
         )
     provide_cpu_devices(num_workers // place.num_processes)
 
@@ -96,11 +97,9 @@ def provide_cpu_devices(count: int) -> None:
 
 
 def leave() -> None:
-    """Ends the job for all of its processes; a collective, and the last.
-
-    Process 0 then scores and draws the results, for longer than jax would let the other
-    processes wait for it at their exit.
-    """
+    """Ends the job for all of its processes; a collective, and the last."""
+    # Process 0 scores and draws the results afterwards, for longer than the others may
+    # wait for it: jax's own barrier at exit fails after five minutes.
     if jax.process_count() > 1:
         distributed.shutdown()
 
@@ -126,6 +125,8 @@ def fail_stop() -> Iterator[None]:
                 # others; this leaves them time to print their own errors first.
                 time.sleep(1)
         finally:
+            # No atexit handlers, where jax waits for the others, and no join of threads
+            # that hang in a collective; the kernel closes the sockets at once.
             os._exit(FAILED)
 
 
@@ -138,9 +139,11 @@ def meet(config: Config) -> list[str]:
     Raises:
       ValueError: if they differ, on all processes.
     """
+    fields = json.loads(to_json(config))
+    del fields["distributed"]["process_id"]  # The only field in which they may differ.
     topology = config.topology.build(config.workers)
     facts = {
-        "config": _shared(config),
+        "config": fields,
         "topology": hashlib.sha256(repr(topology).encode()).hexdigest()[:12],
         "versions": {
             "python": platform.python_version(),
@@ -148,7 +151,7 @@ def meet(config: Config) -> list[str]:
             **{package: version(package) for package in PACKAGES},
         },
     }
-    gathered = _all_gather({"host": socket.gethostname(), "facts": facts})
+    gathered = gather({"host": socket.gethostname(), "facts": facts})
     phrases = [
         f"process {number} against process 0: {phrase}"
         for number, one in enumerate(gathered)
@@ -177,6 +180,8 @@ def job_mesh(config: Config, hosts: list[str]) -> Mesh:
             f"workers.num_workers to {len(devices)}, got {workers.num_workers}"
         )
     first_on_host = {host: hosts.index(host) for host in hosts}
+    # A node's processes need not have consecutive numbers, as with srun's cyclic
+    # distribution: hosts A, B, A, B give the order of processes 0, 2, 1, 3.
     devices = sorted(
         devices,
         key=lambda d: (first_on_host[hosts[d.process_index]], d.process_index, d.id),
@@ -194,10 +199,12 @@ def job_mesh(config: Config, hosts: list[str]) -> Mesh:
 class MetricMeans:
     """Means of metrics over the processes, collected by process 0 without waiting.
 
-    The values go through the coordinator: a collective could interleave with an
-    exchange of another thread and deadlock. A second thread sends them, as the
-    coordinator of a process 0 that hangs never answers. A context that ends the thread.
+    A context that ends the thread, which sends the values.
     """
+
+    # The values go through the coordinator's key-value store: a collective here could
+    # interleave with an exchange of another thread and deadlock. The thread is there as
+    # the coordinator never answers where process 0 hangs.
 
     def __init__(self, timeout_seconds: float):
         self._own: collections.deque[tuple[int, dict[str, float]]] = collections.deque()
@@ -225,7 +232,7 @@ class MetricMeans:
           ValueError: if it does not answer.
         """
         try:
-            # Queued last, so its result comes once all values are sent.
+            # Queued last: its result is set once all values are sent.
             self._engine.submit(int).result(self._timeout_seconds)
         except TimeoutError as error:
             raise ValueError(
@@ -239,19 +246,21 @@ class MetricMeans:
         """
         while self._own:
             step, values = self._own[0]
-            rows = [values, *_others(f"metrics/{step}/")]
-            if len(rows) < jax.process_count():
+            folder, num_others = f"metrics/{step}/", jax.process_count() - 1
+            others = _client().key_value_dir_get(folder) if num_others else []
+            if len(others) < num_others:
                 return
             self._own.popleft()
+            if num_others:  # The coordinator keeps them in memory until it ends.
+                _client().key_value_delete(folder)
+            rows = [values, *(json.loads(text) for _, text in others)]
             yield step, {k: float(np.mean([row[k] for row in rows])) for k in values}
 
 
 def gather(value: Any) -> list[Any]:
     """Returns the JSON values of all processes, on each. A collective."""
-    return _all_gather(value) if jax.process_count() > 1 else [value]
-
-
-def _all_gather(value: Any) -> list[Any]:
+    if jax.process_count() == 1:
+        return [value]
     # Collectives need equal shapes: sizes first, then texts padded to the largest.
     text = np.frombuffer(json.dumps(value).encode(), np.uint8)
     sizes = multihost_utils.process_allgather(np.array([text.size]))[:, 0]
@@ -266,39 +275,17 @@ def _client() -> Any:
     return internals.global_state.client
 
 
-def _others(folder: str) -> list[Any]:
-    """The values of the other processes; deleted once all have sent theirs."""
-    if jax.process_count() == 1:
-        return []
-    pairs = _client().key_value_dir_get(folder)
-    if len(pairs) == jax.process_count() - 1:
-        _client().key_value_delete(folder)
-    return [json.loads(value) for _, value in pairs]
-
-
-def _shared(config: Config) -> dict[str, Any]:
-    """The part of the config that all processes must share."""
-    shared = json.loads(to_json(config))
-    del shared["distributed"]["process_id"]
-    return shared
-
-
 def _explain(error: BaseException) -> str:
     """A sentence for an expected error, else a traceback."""
-    if lost := _lost_peer(error):
-        return f"lost a peer: {lost}"
+    # What a lost peer causes has no class of its own: jax raises some as a ValueError.
+    if isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+        lost = re.search(r"([Gg]loo|[Cc]oordination service).*", str(error))
+        if lost:
+            return f"lost a peer: {lost[0]}"
     if isinstance(error, SystemExit):
         return str(error)
     trace = "failed:\n" + "".join(traceback.format_exception(error)).rstrip()
     return sentence(error) or trace
-
-
-def _lost_peer(error: BaseException) -> str | None:
-    """The message of an error that a lost peer causes; some are a ValueError."""
-    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
-        return None
-    found = re.search(r"(Gloo|gloo|[Cc]oordination service).*", str(error))
-    return found and found[0]
 
 
 def _place(config: DistributedConfig) -> Place:

@@ -131,7 +131,6 @@ def environment(cluster: EmulatedCluster, rank: int) -> dict[str, str]:
         node, local_rank = divmod(rank, cluster.workers_per_node)
     else:
         local_rank, node = divmod(rank, cluster.nodes)
-    threads = str(cluster.threads_per_worker)
     nodes = "node0" if cluster.nodes == 1 else f"node[0-{cluster.nodes - 1}]"
     return {
         "SLURM_JOB_ID": "1",  # jax's port is 61440 + 1, free in a new network.
@@ -149,7 +148,7 @@ def environment(cluster: EmulatedCluster, rank: int) -> dict[str, str]:
         "LOCAL_RANK": str(local_rank),
         "GLOO_SOCKET_IFNAME": INTERFACE,
         "NPROC": str(cluster.threads_per_worker + 1),  # One more thread sends messages.
-        "OMP_NUM_THREADS": threads,
+        "OMP_NUM_THREADS": str(cluster.threads_per_worker),
     }
 
 
@@ -174,7 +173,9 @@ def parse_rate(rate: str) -> float | None:
 
 def _run_in_switch(cluster: EmulatedCluster, job: Callable[[Worker], int]) -> None:
     """Runs as pid 1 of the cluster: the kernel ends all others when it ends."""
-    signal.signal(signal.SIGTERM, _stop)
+    # The kernel ignores signals without a handler for a first process, as this one is.
+    # SystemExit lets `finally` blocks end the workers before.
+    signal.signal(signal.SIGTERM, lambda signum, _: sys.exit(128 + signum))
     os.setsid()  # Ctrl-C arrives once, as the launcher's signal, not twice.
     launcher = multiprocessing.parent_process()
     assert launcher is not None
@@ -193,10 +194,6 @@ def _run_in_switch(cluster: EmulatedCluster, job: Callable[[Worker], int]) -> No
         return Process(str(rank), [*entry, *argv], env)
 
     raise SystemExit(job(worker))
-
-
-def _stop(signum, frame):
-    raise SystemExit(128 + signum)
 
 
 def _build(cluster: EmulatedCluster) -> list[list[str]]:

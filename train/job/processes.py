@@ -82,7 +82,7 @@ def run_job(processes: Sequence[Process]) -> int:
 
 
 def describe_exit(returncode: int) -> tuple[int, str]:
-    """Returns the exit code that a shell would give, and words for people."""
+    """Returns the exit code that a shell would give, and a phrase that describes it."""
     if returncode >= 0:
         return returncode, f"with exit code {returncode}"
     names = {signum.value: signum.name for signum in signal.Signals}
@@ -96,7 +96,7 @@ def pass_stop_signals_to(send: Callable[[int], None]) -> Iterator[None]:
 
     Children have sessions of their own, which a terminal's Ctrl-C does not reach.
     """
-    first = iter([signal.SIGTERM])
+    first = iter([signal.SIGTERM])  # Empty from the second signal on.
 
     def pass_on(signum, frame):
         send(next(first, signal.SIGKILL))
@@ -120,11 +120,9 @@ def hold_stop_signals() -> Iterator[None]:
 
 
 def die_with_parent(parent_lives: Callable[[], bool]) -> None:
-    """Makes the kernel kill this process as soon as its parent dies.
-
-    A launcher that gets SIGKILL cannot stop its children, which would train on unseen,
-    or wait for each other forever.
-    """
+    """Makes the kernel kill this process as soon as its parent dies."""
+    # A launcher that gets SIGKILL cannot stop its children, which would go on training
+    # or wait for each other forever.
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if not parent_lives():  # It died before the kernel knew.
         os._exit(1)
@@ -163,17 +161,20 @@ class _Child:
         self.unprinted = b""
         self.popen = subprocess.Popen(
             process.argv,
-            # Else Python buffers lines, and loses them when it is killed.
+            # Without it Python buffers lines, and loses them when it is killed.
             env={"PYTHONUNBUFFERED": "1", **os.environ, **process.env},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             bufsize=0,
+            # Ctrl-C reaches this process alone, which decides what its children get.
             start_new_session=True,
             preexec_fn=functools.partial(_begin, os.getpid()),
         )
         assert self.popen.stdout is not None
         self.pipe = self.popen.stdout
+        # Readable once the process ends, so one `select` waits for output and ends, and
+        # shows which process ended first.
         self.pidfd = os.pidfd_open(self.popen.pid)
         os.set_blocking(self.pipe.fileno(), False)
         selector.register(self.pipe, selectors.EVENT_READ, self)
@@ -204,6 +205,7 @@ class _Child:
 
 
 def _begin(launcher: int) -> None:
+    # A child inherits the mask of `hold_stop_signals`, and keeps it through exec.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(lambda: os.getppid() == launcher)
 
@@ -231,7 +233,7 @@ def _wait_for_all(
             child = key.data
             more = child.print_lines()
             if key.fileobj == child.pidfd:
-                # A grandchild may hold the pipe open forever: do not wait for its end.
+                # A grandchild may hold the pipe open forever: its end is not awaited.
                 selector.unregister(child.pidfd)
                 running.remove(child)
                 if child.popen.wait() and failed is None:

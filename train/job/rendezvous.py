@@ -19,16 +19,32 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GREETING_SECONDS = 10.0  # Process 0 greets at once; another program may be silent.
-MAX_BYTES = 1024  # Of a message.
+MAX_BYTES = 1024  # Largest message.
+
+
+class Wait(NamedTuple):
+    """The longest wait for the processes of a job.
+
+    Args:
+      seconds: its length, for messages.
+      end: its end, by `time.monotonic()`.
+    """
+
+    seconds: float
+    end: float
+
+    def left(self) -> float:
+        """Seconds until its end; a little after it, so that a call tries once."""
+        return max(0.1, self.end - time.monotonic())
 
 
 class Place(NamedTuple):
     """The place of a process in its job.
 
     Args:
-      address: of process 0, "host:port".
-      num_processes: of the job.
-      process_id: of this process.
+      address: address of process 0, "host:port".
+      num_processes: number of processes of the job.
+      process_id: number of this process.
     """
 
     address: str
@@ -51,14 +67,14 @@ def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[s
       ValueError: if the port is in use, a process is missing, or this one belongs to
         another job or sees another folder.
     """
-    deadline = time.monotonic() + seconds
+    wait = Wait(seconds, time.monotonic() + seconds)
     if place.process_id > 0:
-        _join(place, run_dir, seconds, deadline)
+        _join(place, run_dir, wait)
         yield place.address
         return
     with _claim(place.address) as server:
         with _token(run_dir) as token:
-            _host(server, place, token, seconds, deadline)
+            _host(server, place, token, wait)
         host, port = server.getsockname()[:2]
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
@@ -83,22 +99,16 @@ def _claim(address: str) -> socket.socket:
         ) from error
 
 
-def _host(
-    server: socket.socket,
-    place: Place,
-    token: str | None,
-    seconds: float,
-    deadline: float,
-) -> None:
+def _host(server: socket.socket, place: Place, token: str | None, wait: Wait) -> None:
     """Process 0: greets and checks all that connect, and waits for all of its job."""
     came: dict[int, socket.socket] = {}
     refused: list[str] = []
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         while len(came) < place.num_processes - 1:
-            ready = selector.select(max(0.0, deadline - time.monotonic()))
-            if time.monotonic() >= deadline:
-                raise ValueError(_missing(place, server, came, refused, seconds))
+            ready = selector.select(wait.left())
+            if time.monotonic() >= wait.end:
+                raise ValueError(_missing(place, server, came, refused, wait))
             for key, _ in ready:
                 if key.fileobj is server:
                     guest = stack.enter_context(server.accept()[0])
@@ -107,6 +117,8 @@ def _host(
                     selector.register(guest, selectors.EVENT_READ)
                     continue
                 guest: Any = key.fileobj
+                # What it sends is read without waiting: a program that connects and
+                # says nothing must not keep the others out.
                 number = _admitted(guest, place, came, refused)
                 if number is None:  # It has disconnected, or is refused.
                     came = {i: other for i, other in came.items() if other is not guest}
@@ -127,8 +139,7 @@ def _admitted(
     guest: Any, place: Place, came: dict[int, socket.socket], refused: list[str]
 ) -> int | None:
     """The number of a process that belongs to this job; others get a refusal."""
-    message = _parsed(_received(guest))
-    match message:
+    match _receive(guest):
         case {"process": int(number), "of": int(count), "sees": bool(sees)}:
             if count != place.num_processes:
                 why = f"it is one of {count} processes, here {place.num_processes} meet"
@@ -147,12 +158,12 @@ def _admitted(
     return None
 
 
-def _join(place: Place, run_dir: Path | None, seconds: float, deadline: float) -> None:
+def _join(place: Place, run_dir: Path | None, wait: Wait) -> None:
     """Another process: proves to process 0 that it is of its job, and waits for all."""
     address = place.address
-    with _connected(address, deadline, seconds) as server:
+    with _connected(address, wait) as server:
         server.settimeout(GREETING_SECONDS)
-        match _parsed(_received(server)):
+        match _receive(server):
             case {"rendezvous": int(), "token": str() | None as token}:
                 pass
             case _:
@@ -160,11 +171,12 @@ def _join(place: Place, run_dir: Path | None, seconds: float, deadline: float) -
                     f"{address} is in use by another program, such as the coordinator "
                     "of a job that runs: choose another port"
                 )
-        sees = _sees(run_dir, token, min(deadline, time.monotonic() + seconds / 10))
+        # A tenth of the wait leaves process 0 time to hear from this process.
+        sees = _sees(run_dir, token, time.monotonic() + wait.seconds / 10)
         hello = {"process": place.process_id, "of": place.num_processes, "sees": sees}
         _send(server, hello)
-        server.settimeout(max(0.1, deadline - time.monotonic()))
-        match _parsed(_received(server)):
+        server.settimeout(wait.left())
+        match _receive(server):
             case {"refused": None}:
                 pass
             case {"refused": str(why)}:
@@ -172,28 +184,28 @@ def _join(place: Place, run_dir: Path | None, seconds: float, deadline: float) -
             case _:
                 raise ValueError(
                     f"process 0 at {address} has ended, or not all processes have "
-                    f"come within {seconds} s"
+                    f"come within {wait.seconds} s"
                 )
     # Wait until the coordinator listens: gRPC would retry only after a second.
-    _connected(address, deadline, seconds).close()
+    _connected(address, wait).close()
 
 
-def _connected(address: str, deadline: float, seconds: float) -> socket.socket:
+def _connected(address: str, wait: Wait) -> socket.socket:
     """A connection, once the address can be reached."""
     while True:
         try:
-            left = max(0.1, deadline - time.monotonic())
-            connection = socket.create_connection(_split(address), timeout=left)
-            # Without a listener the kernel may connect a socket to itself.
+            connection = socket.create_connection(_split(address), wait.left())
+            # Without a listener the kernel may connect a socket to itself: a port of
+            # the ephemeral range can be drawn as the port of this end too.
             if connection.getsockname() != connection.getpeername():
                 return connection
             connection.close()
         except OSError as error:
-            if time.monotonic() > deadline:
+            if time.monotonic() > wait.end:
                 raise ValueError(
-                    f"process 0 has not come to {address} within {seconds} s ({error}):"
-                    " is it started, with the same coordinator, and can others reach "
-                    "it?"
+                    f"process 0 has not come to {address} within {wait.seconds} s "
+                    f"({error}): is it started, with the same coordinator, and can "
+                    "others reach it?"
                 ) from error
             time.sleep(0.1)
 
@@ -203,16 +215,16 @@ def _missing(
     server: socket.socket,
     came: dict[int, socket.socket],
     refused: list[str],
-    seconds: float,
+    wait: Wait,
 ) -> str:
     missing = [str(i) for i in range(1, place.num_processes) if i not in came]
     host = server.getsockname()[0]
     alone = f"; {host} is this machine alone" if _is_loopback(host) else ""
     return (
-        f"not all processes have come to {place.address} within {seconds} s, missing "
-        f"{', '.join(missing)} of {place.num_processes}: are all of them started, with "
-        "the same coordinator and number of processes, and can they reach it?"
-        + "; ".join([alone, *refused])
+        f"not all processes have come to {place.address} within {wait.seconds} s, "
+        f"missing {', '.join(missing)} of {place.num_processes}: are all of them "
+        "started, with the same coordinator and number of processes, and can they "
+        "reach it?" + "; ".join([alone, *refused])
     )
 
 
@@ -248,18 +260,15 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
         connection.sendall(json.dumps(message).encode() + b"\n")
 
 
-def _received(connection: socket.socket) -> bytes:
-    """A line, or its part that arrives in time."""
+def _receive(connection: socket.socket) -> Any:
+    """The message in a line; None for anything else, or if it does not come in time."""
     line = b""
     with contextlib.suppress(OSError):
         while not line.endswith(b"\n") and len(line) < MAX_BYTES:
             if not (data := connection.recv(MAX_BYTES)):
                 break
             line += data
-    return line
-
-
-def _parsed(line: bytes) -> Any:
+    # Any program may have sent it: deep brackets exhaust the parser's stack.
     try:
         return json.loads(line)
     except (ValueError, RecursionError):

@@ -1,10 +1,12 @@
 """From a config to what runs: mesh, initial state, optimizer, train step."""
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
+import grain
 import jax
 import jax.numpy as jnp
 import optax
@@ -31,6 +33,7 @@ from decentjax.gossip import Record, host_mesh
 from decentjax.step import Metrics
 from decentjax.topology import alone, complete
 from train.config import Config, OptimizerConfig
+from train.data.batches import Batch
 from train.job.distributed import job_mesh, meet
 from train.run.finite import poison_gradient, watch_gradients
 from train.tasks.task import Task
@@ -53,27 +56,33 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     return optax.join_schedules(
         [
             optax.linear_schedule(config.initial_learning_rate, peak, warmup),
+            # `join_schedules` counts `past` from the end of the warm-up, and below 0
+            # during it, where the root would be of a negative number.
             lambda past: peak * jnp.sqrt(warmup / (warmup + jnp.maximum(past, 0))),
         ],
         boundaries=[warmup],
     )
 
 
-# Each optimizer from its schedule, its keywords for the moments, `accum_steps`, and the
-# keywords of the weight decay; a list, as one flat chain is what checkpoints hold.
-OPTIMIZERS: dict[str, Callable[..., list[optax.GradientTransformation]]] = {
-    "accum_adamw": lambda rate, moments, accum, decay: [
-        accum_adamw(rate, **moments, **accum, **decay)
-    ],
-    "accum_adam": lambda rate, moments, accum, decay: [
-        optax.add_decayed_weights(**decay),
-        accum_adam(rate, **moments, **accum),
-    ],
-    "adamw": lambda rate, moments, _, decay: [optax.adamw(rate, **moments, **decay)],
-    "adam": lambda rate, moments, _, decay: [
-        optax.add_decayed_weights(**decay),
-        optax.adam(rate, **moments),
-    ],
+class Kind(NamedTuple):
+    """A kind of optimizer.
+
+    Args:
+      make: function of the schedule and the keywords of the moments.
+      accumulates: whether it takes `accum_steps`.
+      decouples: whether it decays the weights itself, apart from the gradient.
+    """
+
+    make: Callable[..., optax.GradientTransformation]
+    accumulates: bool
+    decouples: bool
+
+
+OPTIMIZERS = {
+    "accum_adamw": Kind(accum_adamw, accumulates=True, decouples=True),
+    "accum_adam": Kind(accum_adam, accumulates=True, decouples=False),
+    "adamw": Kind(optax.adamw, accumulates=False, decouples=True),
+    "adam": Kind(optax.adam, accumulates=False, decouples=False),
 }
 
 
@@ -88,14 +97,21 @@ def optimizer_with(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
     """Watches and clips the worker's gradient, decays the weights, and steps."""
-    moments = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
-    accum = {"accum_steps": config.accum_steps}
-    decay = {"weight_decay": config.weight_decay, "mask": _has_two_dims}
-    steps = OPTIMIZERS[config.name](schedule, moments, accum, decay)
+    make, accumulates, decouples = OPTIMIZERS[config.name]
+    named: dict[str, Any] = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
+    if accumulates:
+        named["accum_steps"] = config.accum_steps
+    # One flat chain: a checkpoint stores the optimizer state in the chain's order.
+    # The watch comes first, as clipping would spread a NaN of one leaf to all.
+    steps = [watch_gradients()]
     if config.clip_norm is not None:
-        steps = [optax.clip_by_global_norm(config.clip_norm), *steps]
-    # Watched before clipping, which would spread a NaN of one leaf to all.
-    return optax.chain(watch_gradients(), *steps)
+        steps.append(optax.clip_by_global_norm(config.clip_norm))
+    decay = {"weight_decay": config.weight_decay, "mask": _has_two_dims}
+    if decouples:
+        named |= decay
+    else:
+        steps.append(optax.add_decayed_weights(**decay))
+    return optax.chain(*steps, make(schedule, **named))
 
 
 def _has_two_dims(params: Any) -> Any:
@@ -132,6 +148,7 @@ def build_state(
       ValueError: if the model does not fit the task.
     """
 
+    # One program: without jit each leaf would be a dispatch, and exist twice.
     @jax.jit
     def stack(params, model_state, key):
         num_workers = config.workers.num_workers
@@ -162,19 +179,42 @@ def _check_same_kind(model: Any, wanted: Any) -> None:
         )
 
 
-class LoopStep(Protocol):
-    """A context; a call does one step and returns the state [N, ...] and metrics."""
+class InStep(contextlib.nullcontext):
+    """A compiled step with its exchange inside, as a context like `Background`."""
+
+    def __init__(self, train_step: TrainStep, record: Record | None):
+        super().__init__(self)
+        self._train_step, self._record = train_step, record
 
     def __call__(
         self, state: WorkerState, batch: Any, step: int
-    ) -> tuple[WorkerState, Metrics]: ...
+    ) -> tuple[WorkerState, Metrics]:
+        start = time.monotonic()
+        result = self._train_step(state, batch, step)
+        if self._record is not None:
+            # The call returns before the step is done; only a timeline waits for it.
+            jax.block_until_ready(result)
+            self._record("step", step, start, time.monotonic())
+        return result
 
     def settle(self) -> None:
-        """Waits for what is on its way, before any other collective."""
+        """Does nothing: no message is on its way between two steps."""
 
-    def __enter__(self) -> "LoopStep": ...
 
-    def __exit__(self, *error: Any) -> None: ...
+LoopStep = InStep | gossip.Background | gossip.AllReduce
+
+
+def build_steps(
+    config: Config, task: Task, workers: Sequence[int]
+) -> grain.MapDataset[Batch]:
+    """The batches of all steps, with the rows of some workers."""
+    return task.steps(
+        config.workers.num_workers,
+        config.step.batch_per_worker,
+        config.seed,
+        workers,
+        multiple_of=config.step.num_micro_batches,
+    )
 
 
 def build_train_step(
@@ -184,10 +224,10 @@ def build_train_step(
     mesh: Mesh | None,
     record: Record | None = None,
 ) -> LoopStep:
-    """The step of the config's algorithm, with its exchange where the config says."""
+    """The step of the config's algorithm, with its exchange inside or in a thread."""
     if not in_background(config, mesh):
         step = build_in_step(config, task, optimizer, mesh, step_options(config, mesh))
-        return _InStep(step, record)
+        return InStep(step, record)
     if mesh is None:
         raise ValueError(
             'simulated workers send nothing: exchange.where = "background" needs '
@@ -196,6 +236,8 @@ def build_train_step(
     local = bind_adapt(config, task, optimizer)
     if config.step.algorithm == "all_reduce":
         return gossip.AllReduce(local, mesh, record)
+    # Two programs run at once on CPUs, but one after the other on a GPU: there the
+    # models are exchanged through the host's memory.
     exchange_mesh = None if jax.default_backend() == "cpu" else host_mesh(mesh)
     return gossip.Background(
         local,
@@ -221,11 +263,8 @@ def build_in_step(
         step = functools.partial(all_reduce_step, adapt=local)
     else:
         topology = config.topology.build(config.workers)
-        mixing = functools.partial(
-            mix, axis_name=AXIS, message_dtype=config.step.message_dtype
-        )
         order = ORDERS[config.step.algorithm]
-        step = functools.partial(order, adapt=local, mix=mixing)
+        step = functools.partial(order, adapt=local, mix=bind_mix(config))
     if mesh is None:
         return simulate(step, topology)
     return on_mesh(step, topology, mesh, compiler_options)
@@ -256,44 +295,25 @@ def in_background(config: Config, mesh: Mesh | None) -> bool:
     """Whether the exchange runs in a second thread."""
     if config.exchange.where != "auto":
         return config.exchange.where == "background"
+    # XLA's CPU backend does not overlap collectives with compute; a GPU's does, and
+    # simulated workers send nothing. atc and all_reduce have nothing to overlap with.
     on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
     return mesh is not None and on_cpus and config.step.algorithm == "awc"
-
-
-class _InStep:
-    """A compiled step that holds its own exchange: nothing is on its way between."""
-
-    def __init__(self, train_step: TrainStep, record: Record | None):
-        self._train_step = train_step
-        self._record = record
-
-    def __call__(
-        self, state: WorkerState, batch: Any, step: int
-    ) -> tuple[WorkerState, Metrics]:
-        start = time.monotonic()
-        result = self._train_step(state, batch, step)
-        if self._record is not None:
-            jax.block_until_ready(result)
-            self._record("step", step, start, time.monotonic())
-        return result
-
-    def settle(self) -> None:
-        pass
-
-    def __enter__(self) -> "_InStep":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        pass
 
 
 def bind_adapt(
     config: Config, task: Task, optimizer: optax.GradientTransformation
 ) -> Callable[..., tuple[WorkerState, Metrics]]:
-    """The local update; a loss that is not finite makes its gradient so too."""
+    """The local update, in which a loss that is not finite poisons its gradient."""
     return functools.partial(
         adapt,
         loss_fn=poison_gradient(task.loss_fn),
         optimizer=optimizer,
         num_micro_batches=config.step.num_micro_batches,
     )
+
+
+def bind_mix(config: Config) -> Callable[..., Any]:
+    """The mixing of one worker's params, with the dtype of the config's messages."""
+    dtype = config.step.message_dtype
+    return functools.partial(mix, axis_name=AXIS, message_dtype=dtype)

@@ -40,7 +40,7 @@ class Found(NamedTuple):
 
     Args:
       steps: folder of each checkpoint by its step, oldest first.
-      skipped: why anything else in RUN/checkpoints is no checkpoint, by its name.
+      skipped: reason why anything else in RUN/checkpoints is no checkpoint, by name.
     """
 
     steps: dict[int, Path]
@@ -54,6 +54,7 @@ def find_checkpoints(run_dir: Path) -> Found:
     """
     steps, skipped = {}, {}
     folder = run_dir / "checkpoints"
+    # By length and then by name: 5, 10, 100.
     paths = [path for path in folder.glob("*") if not path.match(UNFINISHED)]
     for path in sorted(paths, key=lambda path: (len(path.name), path.name)):
         try:
@@ -84,7 +85,7 @@ def choose(found: Found, run_dir: Path, step: int | None = None) -> list[int]:
 def set_aside(run_dir: Path, step: int) -> list[str]:
     """Moves newer checkpoints than `step` to RUN/set_aside, and returns their names.
 
-    And anything else whose name is a number, as a later save could not replace it.
+    Also anything else whose name is a number, as a later save could not replace it.
     """
     found = find_checkpoints(run_dir)
     names = [str(other) for other in found.steps if other > step]
@@ -119,7 +120,7 @@ class Checkpoints:
             ocp.CompositeCheckpointHandler(),
             timeout_secs=peer_seconds if jax.process_count() > 1 else None,
         )
-        self._step = 0
+        self._step = 0  # Step of the newest save, for its error.
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_of_orbax)
         if jax.process_index() == 0:
@@ -133,7 +134,8 @@ class Checkpoints:
         if kind is None:
             self.wait()
             return
-        # If a peer is lost, no checkpoint gets complete: do not wait for long.
+        # A lost peer never writes its part, so in a job the wait is short. The thread
+        # is a daemon: Python would wait for any other at its exit.
         seconds = FAILING_SECONDS if jax.process_count() > 1 else None
         waiting = threading.Thread(target=self._try_to_wait, daemon=True)
         waiting.start()
@@ -151,6 +153,8 @@ class Checkpoints:
         """
         self.wait()
         self._step = step
+        # Orbax copies the state to the host before `save` returns: the next step
+        # donates, and so overwrites, these arrays.
         with self._explained():
             self._writer.save(
                 self._folder / str(step),
@@ -175,6 +179,7 @@ class Checkpoints:
         """
         with self._explained():
             self._writer.wait_until_finished()
+        # Only once the newest is complete: until then the oldest may be the only one.
         if jax.process_index() == 0:
             for old in list(self._saved())[: -self._num_kept]:
                 shutil.rmtree(self._folder / str(old))
@@ -213,11 +218,8 @@ def restore(path: Path, state: WorkerState) -> WorkerState:
       path: folder of the checkpoint.
       state: any state of the same run, for structure and placement.
     """
-    abstract = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
-    )
     with ocp.StandardCheckpointer() as reader:
-        return reader.restore((path / "state").absolute(), abstract)
+        return reader.restore((path / "state").absolute(), state)
 
 
 def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[int, Any]:
@@ -278,7 +280,7 @@ def _step_of(path: Path) -> int:
 def _read_run(path: Path) -> dict[str, Any]:
     """The step and the config in a checkpoint."""
     try:
-        # Not by orbax, whose reads are collectives in a job.
+        # Not by orbax, whose reads are collectives in a job: any process reads this.
         run = json.loads((path / "run" / "metadata").read_text())
         if {"step", "config"} <= run.keys():
             return run
@@ -288,7 +290,7 @@ def _read_run(path: Path) -> dict[str, Any]:
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
-    """Orbax's threads log pages for an error, which a SaveError tells in a sentence."""
+    """A filter of orbax's threads, which log a traceback for what is a SaveError."""
     return "orbax" not in record.pathname + record.getMessage()
 
 
@@ -296,6 +298,7 @@ def _reason(error: Exception) -> str:
     """The file system's reason in a few words, if there is one."""
     if isinstance(error, TimeoutError):
         return "lost a peer: not all processes have written their parts in time"
+    # Errors of tensorstore are ValueErrors that quote the system's message.
     text = str(error)
     for reason in map(os.strerror, REASONS):
         if reason in text:

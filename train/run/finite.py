@@ -51,6 +51,8 @@ def poison_gradient(loss_fn: LossFn) -> LossFn:
 
     def poisoned(params, model_state, batch, key):
         loss, rest = loss_fn(params, model_state, batch, key)
+        # A loss may be NaN where its derivative is finite: d/dp of (p + NaN) is 1. As a
+        # constant, the factor multiplies the gradient by 1 or NaN and adds no term.
         factor = jnp.where(jnp.isfinite(loss), 1, jnp.nan).astype(loss.dtype)
         return loss * jax.lax.stop_gradient(factor), rest
 
@@ -65,18 +67,16 @@ def check_gradients(state: WorkerState) -> None:
     Raises:
       FloatingPointError: with the first such step, its workers and its first leaf.
     """
-    found = []
-    for watch in _watches(state.opt_state):
-        steps, leaves = _rows(watch.step), _rows(watch.leaf)
-        found += [(steps[i], i, leaves[i]) for i in steps if steps[i] > 0]
-    if not found:
+    (watch,) = (x for x in state.opt_state if isinstance(x, WatchState))
+    steps = {worker: step for worker, step in _rows(watch.step).items() if step > 0}
+    if not steps:
         return
-    step, _, leaf = min(found)
-    workers = [worker for other, worker, _ in found if other == step]
-    names = _names(state.params, "params")
+    first = min(steps.values())
+    workers = sorted(worker for worker, step in steps.items() if step == first)
+    leaf = int(_rows(watch.leaf)[workers[0]])
     raise FloatingPointError(
-        f"the gradient of {_say(workers)} is not finite at step {step}, in "
-        f"{names[int(leaf)]}"
+        f"the gradient of {_say(workers)} is not finite at step {first}, in "
+        f"{_names(state.params, 'params')[leaf]}"
     )
 
 
@@ -108,13 +108,6 @@ def build_check(mesh: Mesh | None) -> Check:
         )
 
     return check
-
-
-def _watches(opt_state: Any) -> list[WatchState]:
-    def is_watch(x: Any) -> bool:
-        return isinstance(x, WatchState)
-
-    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_watch) if is_watch(x)]
 
 
 def _rows(stacked: jax.Array) -> dict[int, np.ndarray]:

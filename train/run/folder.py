@@ -25,7 +25,7 @@ def writing(path: Path) -> Iterator[None]:
 def lock(run_dir: Path) -> Iterator[None]:
     """Makes the folder and locks it against other jobs; process 0 does it for all.
 
-    The kernel releases the lock when the process ends, in whatever way.
+    The kernel releases the lock when the process ends, even if it is killed.
 
     Raises:
       ValueError: if another job trains in that folder, or it is a file.
@@ -36,6 +36,7 @@ def lock(run_dir: Path) -> Iterator[None]:
     if run_dir.is_file():
         raise ValueError(f"{run_dir} is a file: a run needs a folder of its own")
     run_dir.mkdir(parents=True, exist_ok=True)
+    # Appended to: "w" would erase the name of the holder before the lock is tried.
     with (run_dir / "lock").open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""A run as its folder tells it, without its models."""
+"""A run as recorded in its folder, without its models."""
 
 import dataclasses
 from pathlib import Path
@@ -40,6 +40,7 @@ class History:
         return [row for row in self.rows if "mean_model" in row]
 
     def topology(self) -> Topology:
+        # Not `from_fields`, which would refuse other fields of an older version.
         try:
             topology = TopologyConfig(**self.config["topology"])
             return topology.build(WorkersConfig(**self.config["workers"]))

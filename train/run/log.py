@@ -1,4 +1,4 @@
-"""What a run says while it runs: a progress line, metrics.jsonl, TensorBoard events."""
+"""The output of a run: a progress line, metrics.jsonl and TensorBoard events."""
 
 import json
 import os
@@ -30,6 +30,7 @@ class Log:
     """
 
     def __init__(self, run_dir: Path, num_steps: int, start: int, headline: str):
+        # A killed run has rows of steps after its newest checkpoint, to be done again.
         rows = [row for row in read_metrics(run_dir) if row["step"] <= start]
         self._path = run_dir / METRICS
         write_rows(self._path, rows)
@@ -108,6 +109,7 @@ class Log:
 
     def _write(self, row: dict[str, Any]) -> None:
         seconds = self._seconds_before + time.monotonic() - self._start
+        # Closed after each row, so that a run that is killed loses none.
         with writing(self._path), self._path.open("a") as file:
             file.write(json.dumps({"seconds": round(seconds, 3), **row}) + "\n")
 
@@ -189,7 +191,7 @@ class _Output(Console):
 
     def on_broken_pipe(self) -> None:
         self.closed = self.quiet = True
-        # Else Python's flush at exit would fail again.
+        # Python flushes the descriptor at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

@@ -1,7 +1,8 @@
 """A run, from the first step to the last, in reading order."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,20 +14,21 @@ from decentjax.gossip import Record
 from train.cli.config_json import to_json
 from train.cli.tables import write_whole
 from train.config import Config
-from train.data.batches import feed
-from train.job.distributed import gather
+from train.data.batches import Batch, feed
+from train.job.distributed import MetricMeans, gather
 from train.run.build import (
     LoopStep,
     build_mesh,
     build_optimizer,
     build_state,
+    build_steps,
     build_train_step,
     step_options,
 )
 from train.run.checkpoint import Checkpoints, find_checkpoints, set_aside
 from train.run.finite import Check, build_check, check_gradients
 from train.run.folder import lock
-from train.run.log import warn
+from train.run.log import Log, warn
 from train.run.observe import Observer
 from train.run.resume import Begin, Resume, begin_again, begin_new
 from train.run.stop import Stop
@@ -56,17 +58,19 @@ class Parts(NamedTuple):
     """The parts of the loop, made for one run.
 
     Args:
-      train_step: does a step.
+      train_step: function of a step.
       batches: batches of all steps, from the first on.
-      check: raises where a state is not finite.
-      observer: measures and logs.
-      checkpoints: writes checkpoints in the background.
-      stop: tells after every step whether the run is to end.
-      record: writes the timeline, if the run has one.
+      put: function that places the arrays of a batch on the devices.
+      check: function that raises where a state is not finite.
+      observer: measurements and their log.
+      checkpoints: writer of the checkpoints, in the background.
+      stop: state of the signals that end the run.
+      record: writer of the timeline, if the run has one.
     """
 
     train_step: LoopStep
-    batches: "_Batches"
+    batches: Iterator[Batch]
+    put: Callable[[Any], Any]
     check: Check
     observer: Observer
     checkpoints: Checkpoints
@@ -112,14 +116,16 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
 
     A state is saved before it is evaluated, and only once it is known to be finite.
     """
-    train_step, batches, check, observer, checkpoints, stop, record = parts
-    step, state = begin.step, begin.state
+    train_step, batches, put, check, observer, checkpoints, stop, record = parts
+    step, state, num_skipped = begin.step, begin.state, 0
     while step < config.num_steps and not stop.stopped:
         batch = next(batches)
+        arrays, num_skipped = put(batch.arrays), num_skipped + batch.skipped
         delay(config.straggler, step, record)
-        state, metrics = train_step(state, batch, step)
+        state, metrics = train_step(state, arrays, step)
         step += 1
         checkpoints.check()
+        # Asked before the poll, so that the run ends after this step, and not the next.
         if observer.log is not None and observer.log.closed:
             stop.ask()
         end = stop.poll() or step == config.num_steps
@@ -129,11 +135,17 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
         save = end or evaluate or step % config.checkpoint.every_steps == 0
         if save or step % config.log.every_steps == 0:
             check_gradients(state)
+            # The consensus distance is a collective: an exchange that is still on its
+            # way could meet it in another order on a peer, and both would wait forever.
             settled = None
             if end or step % config.log.consensus_every_steps == 0:
                 train_step.settle()
                 settled = state
-            observer.measure(step, metrics, batches.take_skipped(), settled)
+            observer.measure(step, metrics, num_skipped, settled)
+            num_skipped = 0
+        # The order of a save: an exchange may still bring a NaN, so it ends before the
+        # check; the flush is a collective, after which process 0 has the rows of all
+        # processes, so metrics.jsonl is complete up to each checkpoint.
         if save:
             train_step.settle()
             check(state, step)
@@ -157,10 +169,12 @@ def _prepare(
 ) -> tuple[Begin, Parts]:
     """Makes the state to start from and the parts of the loop, entered in `stack`."""
     optimizer = build_optimizer(config.optimizer, config.num_steps)
-    mine = range(config.workers.num_workers) if mesh is None else local_workers(mesh)
+    mine, put = range(config.workers.num_workers), lambda tree: tree
+    if mesh is not None:
+        mine, put = local_workers(mesh), functools.partial(place, mesh=mesh)
 
     def make_state(model: tuple[Any, Any] | None = None) -> WorkerState:
-        return _placed(build_state(config, task, optimizer, mine, model), mesh)
+        return put(build_state(config, task, optimizer, mine, model))
 
     check = build_check(mesh)
     if resume is None:
@@ -175,8 +189,15 @@ def _prepare(
         record = stack.enter_context(Timeline(run_dir, jax.process_index())).record
     # Contexts end in the reverse order: first the checkpoints, which save what is still
     # in memory, then the exchange, and only then the log, which shows their errors.
-    observer = stack.enter_context(Observer(config, run_dir, task, mesh, begin.step))
-    batches = stack.enter_context(_Batches(config, task, mine, mesh, begin.step))
+    means = stack.enter_context(MetricMeans(config.distributed.timeout_seconds))
+    log = None
+    if jax.process_index() == 0:
+        log = Log(run_dir, config.num_steps, begin.step, task.headline.name)
+        stack.enter_context(log)
+    observer = Observer(config, task, mesh, begin.step, means, log)
+    batches = feed(build_steps(config, task, mine), config.data.num_processes)
+    batches.set_step(begin.step)
+    stack.enter_context(contextlib.closing(batches))
     train_step = build_train_step(config, task, optimizer, mesh, record)
     stack.enter_context(train_step)
     stop = stack.enter_context(Stop())
@@ -184,24 +205,25 @@ def _prepare(
     checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept, peer_seconds)
     stack.enter_context(checkpoints)
     options = as_arguments(step_options(config, mesh))  # Checked by every process.
-    if observer.log is not None and begin.facts:
-        observer.log.note(begin.step, **begin.facts)
-    if observer.log is not None and options:
-        observer.log.say(f"options of XLA: {options} (without: --step.xla-options)")
-    parts = Parts(train_step, batches, check, observer, checkpoints, stop, record)
-    return begin, parts
+    if log is not None and begin.facts:
+        log.note(begin.step, **begin.facts)
+    if log is not None and options:
+        log.say(f"options of XLA: {options} (without: --step.xla-options)")
+    return begin, Parts(
+        train_step, batches, put, check, observer, checkpoints, stop, record
+    )
 
 
 @contextlib.contextmanager
 def _advice(config: Config, run_dir: Path) -> Iterator[None]:
-    """Adds to an error about numbers that are not finite how to go on."""
+    """Adds advice on how to resume to an error about numbers that are not finite."""
     try:
         yield
     except FloatingPointError as error:
         smaller = f"optimizer.learning-rate={config.optimizer.learning_rate / 2:g}"
         steps = find_checkpoints(run_dir).steps
         how = (
-            f"go on from step {max(steps)}, which is finite: python -m train --resume "
+            f"resume from step {max(steps)}, which is finite: python -m train --resume "
             f"{run_dir} --change {smaller}"
             if steps
             else f"nothing has been saved yet: begin again with --{smaller}"
@@ -215,46 +237,3 @@ def _prepare_folder(config: Config, run_dir: Path, step: int) -> None:
         warn(f"moved {run_dir}/checkpoints/{name} to {run_dir / 'set_aside'}")
     write_whole(run_dir / "config.json", to_json(config))
     drop_spans(run_dir, step)
-
-
-def _placed(tree: Any, mesh: Mesh | None) -> Any:
-    return tree if mesh is None else place(tree, mesh)
-
-
-class _Batches:
-    """The batches of a run, placed, and a count of the examples skipped for them."""
-
-    def __init__(
-        self,
-        config: Config,
-        task: Task,
-        workers: Sequence[int],
-        mesh: Mesh | None,
-        start: int,
-    ):
-        steps = task.steps(
-            config.workers.num_workers,
-            config.step.batch_per_worker,
-            config.seed,
-            workers,
-            multiple_of=config.step.num_micro_batches,
-        )
-        self._batches = feed(steps, config.data.num_processes)
-        self._mesh, self._skipped = mesh, 0
-        self._batches.set_step(start)
-
-    def __enter__(self) -> "_Batches":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._batches.close()
-
-    def __next__(self) -> Any:
-        batch = next(self._batches)
-        self._skipped += batch.skipped
-        return _placed(batch.arrays, self._mesh)
-
-    def take_skipped(self) -> int:
-        """Returns the number of examples skipped since the last call."""
-        skipped, self._skipped = self._skipped, 0
-        return skipped

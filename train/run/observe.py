@@ -1,9 +1,8 @@
 """What a run measures of itself: metrics, consensus distance, scores, and their log."""
 
-import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,39 +21,32 @@ from train.tasks.task import Task
 
 
 class Observer:
-    """Measures a run and logs the means over all processes; a context.
+    """Measures a run and logs the means over all processes.
 
     Args:
       config: config of the run.
-      run_dir: folder of the run.
       task: the trained task.
       mesh: mesh of the workers, None where they are simulated.
       start: number of steps already done.
+      means: metrics on their way to process 0.
+      log: log of all processes; None but in process 0.
     """
 
     def __init__(
-        self, config: Config, run_dir: Path, task: Task, mesh: Mesh | None, start: int
+        self,
+        config: Config,
+        task: Task,
+        mesh: Mesh | None,
+        start: int,
+        means: MetricMeans,
+        log: Log | None,
     ):
-        self.log = None  # Process 0 keeps the log of all.
-        if jax.process_index() == 0:
-            self.log = Log(run_dir, config.num_steps, start, task.headline.name)
+        self.log, self._means = log, means
         self.mean = build_mean(mesh)
         self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
         self._consensus = build_consensus(mesh)
         self._score = build_score(task)
-        self._means = MetricMeans(config.distributed.timeout_seconds)
         self._step, self._time = start, time.monotonic()
-
-    def __enter__(self) -> "Observer":
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._means)
-            if self.log is not None:
-                stack.enter_context(self.log)
-            self._stack = stack.pop_all()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._stack.__exit__(*error)
 
     def measure(
         self,
@@ -78,8 +70,8 @@ class Observer:
         values["learning_rate"] = float(self._schedule(step - 1))
         now = time.monotonic()
         rate = (step - self._step) / max(now - self._time, 1e-9)
-        self._step, self._time = step, now
         values["steps_per_second"] = rate
+        self._step, self._time = step, now
         # Times the processes, as the log has the mean over them.
         values["skipped_examples"] = num_skipped * jax.process_count()
         self._means.put(step, values)
@@ -104,6 +96,8 @@ class Observer:
         rows = local_rows((state.params, state.model_state))
         numbers, models = zip(*rows, strict=True)
 
+        # Raised out of the pass over the data: an evaluation may take minutes, and a
+        # job scheduler kills what still runs a while after its signal.
         def check_stop() -> None:
             if stop.poll():
                 raise _Stopped
@@ -120,10 +114,7 @@ class Observer:
 
 def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:
     """The consensus distance of a stacked state, over the workers of this process."""
-
-    def of_worker(params: Any) -> jax.Array:
-        return consensus_distance(params, AXIS)
-
+    of_worker = functools.partial(consensus_distance, axis_name=AXIS)
     distances = jax.jit(over_workers(of_worker, mesh))
     return lambda state: local_mean(distances(state.params))
 
@@ -131,6 +122,7 @@ def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:
 def build_mean(mesh: Mesh | None) -> Callable[[WorkerState], tuple[Any, Any]]:
     """The params and model state of the mean model, in every process."""
     everywhere = None if mesh is None else NamedSharding(mesh, PartitionSpec())
+    # Replicated, so each process has the whole mean in any of its devices.
     mean = jax.jit(mean_model, out_shardings=everywhere)
 
     def of_state(state: WorkerState) -> tuple[Any, Any]:
@@ -147,6 +139,7 @@ def local_mean(x: jax.Array) -> float:
 
 def local_rows(stacked: Any) -> Iterator[tuple[int, Any]]:
     """The rows of the workers of this process, with the workers' numbers."""
+    # Row by row, as a leaf [N, ...] of a job has most of its rows in other processes.
     leaves, structure = jax.tree.flatten(stacked)
     for shards in zip(*(leaf.addressable_shards for leaf in leaves), strict=True):
         # A shard has rows `start` to `stop` of all; without a mesh `start` is None.

@@ -130,6 +130,7 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
             f"{path} has done {step} steps, more than num_steps = {config.num_steps}: "
             "give a larger --num-steps, or an earlier --step"
         )
+    # Both from JSON, where a tuple is a list.
     saved, now = saved_fields(path), json.loads(to_json(config))
     allowed = FREE + resume.changes
     if now["num_steps"] > saved["num_steps"]:
@@ -206,6 +207,8 @@ def begin_again(
     steps = choose(found, run_dir, resume.step)
     for name, reason in found.skipped.items():
         warn(f"left out {run_dir}/checkpoints/{name}: it {reason}")
+    # Newest first. A disk that was full or a process that was killed can leave a
+    # checkpoint that looks complete; the one before it is the next best.
     for step in steps:
         changed = what_changed(found.steps[step], step, config, resume)
         try:
@@ -213,15 +216,15 @@ def begin_again(
             check(restored, step)
         except Exception as error:
             why = f"the checkpoint of step {step} of {run_dir} cannot be used: {error}"
-            # In a job other processes may have read it, and would go on from there.
+            # In a job other processes may have read it, and would resume from it.
             if jax.process_count() > 1 or step == steps[-1]:
                 raise ValueError(
                     f"{why}; steps {list(found.steps)} are there"
                 ) from error
             warn(why)
-            continue
-        facts = {"resumed": step, "changed": changed} if changed else {}
-        return Begin(step, restored, facts)
+        else:
+            facts = {"resumed": step, "changed": changed} if changed else {}
+            return Begin(step, restored, facts)
     raise AssertionError("choose returns at least one step")
 
 

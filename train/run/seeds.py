@@ -18,14 +18,19 @@ from decentjax import (
     all_reduce_step,
     consensus_distance,
     mean_model,
-    mix,
     over_workers,
 )
 from decentjax.step import Metrics
 from decentjax.topology import complete
 from train.config import Config
 from train.data.batches import feed
-from train.run.build import ORDERS, build_optimizer, build_state
+from train.run.build import (
+    ORDERS,
+    bind_mix,
+    build_optimizer,
+    build_state,
+    build_steps,
+)
 from train.run.scores import ratios
 from train.tasks.task import Task
 
@@ -63,7 +68,7 @@ def train_seeds(
     Args:
       config: config of the run, whose own seed is ignored.
       seeds: the K seeds.
-      report: called with the number of steps done and a few words, for a progress line.
+      report: function of the number of steps done and a phrase, for a progress line.
       at_once: number of seeds that fit into the device's memory; by default all.
 
     Raises:
@@ -103,47 +108,34 @@ def _train_together(
 ) -> SeedsOutcome:
     task = config.task.build()
     optimizer = build_optimizer(config.optimizer, config.num_steps)
-    num_workers = config.workers.num_workers
-    workers = range(num_workers)
+    workers = range(config.workers.num_workers)
     train_step = _build_step(config, task, optimizer)
-    states = [
-        build_state(dataclasses.replace(config, seed=seed), task, optimizer, workers)
-        for seed in seeds
-    ]
+    configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
+    states = [build_state(one, task, optimizer, workers) for one in configs]
     state = jax.tree.map(lambda *rows: jnp.stack(rows), *states)
-    batches = [
-        feed(
-            task.steps(
-                num_workers,
-                config.step.batch_per_worker,
-                seed,
-                workers,
-                multiple_of=config.step.num_micro_batches,
-            )
-        )
-        for seed in seeds
-    ]
+    batches = [feed(build_steps(one, task, workers)) for one in configs]
     score_means, score_workers = _build_scores(task)
     start, losses, evaluations = time.monotonic(), [], []
     recent, last_tenth = [], []
     for step in range(1, config.num_steps + 1):
         batch = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
         state, metrics = train_step(state, batch, step - 1)
+        # Arrays on the device: their values would make each step wait for the last.
         recent.append(metrics["loss"])
         if 10 * step > 9 * config.num_steps:  # At least the last step.
             last_tenth.append(metrics["loss"])
         end = step == config.num_steps
         if end or step % config.log.every_steps == 0:
-            values = np.mean(recent, axis=(0, 2))
+            values = np.mean(recent, axis=(0, 2))  # Over steps and workers.
             if not np.isfinite(values).all():
                 raise FloatingPointError(f"the loss is {values} after step {step}")
             losses.append((step, values.tolist()))
             report(step, f"loss {values.mean():.4f}")
             recent = []
         if end or step % config.evaluation.every_steps == 0:
-            scores = score_means(state)
-            evaluations.append((step, scores))
-    distance = jax.jit(jax.vmap(over_workers(_distance)))(state.params)
+            evaluations.append((step, score_means(state)))
+    of_worker = functools.partial(consensus_distance, axis_name=AXIS)
+    distance = jax.jit(jax.vmap(over_workers(of_worker)))(state.params)
     return SeedsOutcome(
         time.monotonic() - start,
         losses,
@@ -180,9 +172,10 @@ def _build_step(
 ) -> Callable[[WorkerState, Any, int], tuple[WorkerState, Metrics]]:
     """The step of the config's algorithm over [K, N, ...], in few programs.
 
-    Nothing is to be hidden here, so the exchange is a program of its own, and the rest
-    is compiled once and not once for each exchange.
+    There is nothing to overlap, so the exchange is a separate program, and the rest is
+    compiled once and not once for each exchange.
     """
+    # The outer axis has no name: K seeds of N workers each never mix.
     over_all = lambda function: jax.vmap(over_workers(function))  # noqa: E731
     local = functools.partial(
         adapt,
@@ -196,9 +189,7 @@ def _build_step(
         alone = jax.jit(over_all(one), donate_argnums=0)
         return lambda state, batch, step: alone(state, batch)
     topology = config.topology.build(config.workers)
-    mixing = functools.partial(
-        mix, axis_name=AXIS, message_dtype=config.step.message_dtype
-    )
+    mixing = bind_mix(config)
     mixes = {
         exchange: jax.jit(over_all(functools.partial(mixing, exchange=exchange)))
         for exchange in topology
@@ -241,14 +232,11 @@ def _judge(task: Task, state: WorkerState) -> dict[str, list[float]]:
     if task.judge is None:
         return {}
     models = jax.jit(jax.vmap(mean_model))((state.params, state.model_state))
+    # The judge takes one model: row k of each leaf [K, ...] is the model of seed k.
     structure = jax.tree.structure(models)
     rows = zip(*jax.tree.leaves(models), strict=True)
     judged = [task.judge(*jax.tree.unflatten(structure, row)) for row in rows]
     return {name: [scores[name] for scores in judged] for name in judged[0]}
-
-
-def _distance(params: Any) -> jax.Array:
-    return consensus_distance(params, AXIS)
 
 
 def _stack_rows(*rows: np.ndarray) -> np.ndarray:

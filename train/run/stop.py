@@ -17,7 +17,8 @@ class Stop:
     """
 
     def __init__(self):
-        self._asked = self._stopped = False
+        self.stopped = False  # What the last `poll` returned.
+        self._asked = False
         self._in_job = jax.process_count() > 1
         own = set(STOP_SIGNALS) - ({signal.SIGTERM} if self._in_job else set())
         # Signals that are ignored, as SIGHUP under nohup, stay ignored.
@@ -32,20 +33,17 @@ class Stop:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    @property
-    def stopped(self) -> bool:
-        """Whether the last `poll` found that the run is to end."""
-        return self._stopped
-
     def poll(self) -> bool:
         """Whether the run is to end now; all processes call it equally often."""
-        if self._stopped or not self._in_job:
-            self._stopped = self._asked or self._stopped
-        else:
+        if not self._in_job:
+            self.stopped = self._asked
+        elif not self.stopped:
             # jax counts from 0 in each job, also where the run resumes at a later step.
+            # Its service picks a step that no process has passed, and all get True at
+            # that one: a process that ended alone would leave its peers in an exchange.
             self._polls += 1
-            self._stopped = multihost_utils.reached_preemption_sync_point(self._polls)
-        return self._stopped
+            self.stopped = multihost_utils.reached_preemption_sync_point(self._polls)
+        return self.stopped
 
     def ask(self) -> None:
         """Ends the loop as the first signal does."""
@@ -53,10 +51,13 @@ class Stop:
             return
         self._asked = True
         if self._in_job:
+            # jax's own handler of SIGTERM, in C++, tells the coordinator.
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _receive(self, number: int, frame: object) -> None:
         del number, frame
+        # The second signal ends the process by the kernel, even where Python runs no
+        # handler, as inside a compiled program.
         for own in self._signals:
             signal.signal(own, signal.SIG_DFL)
         self.ask()

@@ -27,7 +27,7 @@ def delay_seconds(
     if config.kind == "rotating":
         return config.seconds * (step % num_processes == process)
     if config.kind == "random":
-        # Seeded by both numbers, so that a run which resumes meets the same delays.
+        # Seeded by both numbers, so that a run which resumes has the same delays.
         draws = np.random.default_rng((process, step))
         return max(0.0, draws.normal(config.seconds, config.deviation))
     return 0.0
@@ -36,6 +36,7 @@ def delay_seconds(
 def delay(config: StragglerConfig, step: int, record: Record | None) -> None:
     """Sleeps if this process is to be late at this step."""
     process, num_processes = jax.process_index(), jax.process_count()
+    # Before the step's compute, and so before its exchange: peers wait for a message.
     seconds = delay_seconds(config, process, num_processes, step)
     if seconds > 0:
         start = time.monotonic()

@@ -47,6 +47,7 @@ class Timeline:
     def __init__(self, run_dir: Path, process: int):
         self._file = (run_dir / f"timeline.{process}.jsonl").open("a", buffering=1)
         self._process = process
+        # Read once: a wall clock that is set during the run does not shift its spans.
         self._epoch = time.time() - time.monotonic()
         self._lock = threading.Lock()
 
@@ -60,6 +61,7 @@ class Timeline:
         """Records an activity, with times of `time.monotonic()`."""
         # Microseconds since the epoch, which the processes of a job share.
         times = round(start + self._epoch, 6), round(end + self._epoch, 6)
+        # Also called in the thread that exchanges; lines must not mix.
         with self._lock:
             self._file.write(json.dumps([self._process, activity, step, *times]) + "\n")
 
@@ -97,6 +99,7 @@ def spans_of(times: Times, num_workers: int) -> list[Span]:
 
 def middle_steps(spans: Sequence[Span], seconds: float) -> list[Span]:
     """Returns the spans of some seconds, from the middle step of the run on."""
+    # The middle: the first steps compile, and the last ones evaluate and save.
     steps = sorted({span.step for span in spans})
     first = steps[len(steps) // 2]
     start = min(span.start for span in spans if span.step == first)
@@ -130,9 +133,11 @@ def write_trace(spans: Sequence[Span], path: Path) -> Path:
             {
                 "ph": "X",
                 "pid": span.process,
+                # A thread has a row of its own: exchanges overlap compute in time.
                 "tid": int(span.activity == "exchange"),
                 "name": f"{span.activity} {span.step}",
                 "cat": span.activity,
+                # Microseconds, as the format has them.
                 "ts": (span.start - start) * 1e6,
                 "dur": (span.end - span.start) * 1e6,
             }
