@@ -598,8 +598,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/runtime/schemes.py",
-        "end = max(end, float(ready.max())) + seconds",
-        "end = float(ready.max()) + seconds",
+        "end = max(end, slowest) + seconds",
+        "end = slowest + seconds",
         "tests/test_runtime.py -k a_step_of_all_reduce_has_its_closed_form",
     ),
     Mutant(
@@ -610,8 +610,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/runtime/schemes.py",
-        "ready = start if hidden else computed",
-        "ready = computed if hidden else start",
+        "ready = start if hidden else start + compute",
+        "ready = start + compute if hidden else start",
         "tests/test_runtime.py -k exchange_has_its_closed_form",
     ),
     Mutant(
@@ -664,8 +664,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/runtime/compute_times.py",
-        "random.gamma(sigma**-2, seconds * sigma**2, num_workers)",
-        "random.gamma(sigma**-2, seconds * sigma, num_workers)",
+        "sigma**-2, seconds * sigma**2, num_workers",
+        "sigma**-2, seconds * sigma, num_workers",
         "tests/test_runtime.py -k mean_and_deviation",
     ),
     Mutant(
