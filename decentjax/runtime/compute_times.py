@@ -16,7 +16,7 @@ def constant(seconds: float) -> Compute:
 
 
 def normal(seconds: float, sigma: float) -> Compute:
-    """Draws from a normal of mean `seconds`, deviation `sigma * seconds`, at least 0."""
+    """Draws from a normal of mean `seconds`, deviation `sigma * seconds`, clipped."""
     _check_mean(seconds, sigma)
     return lambda step, num_workers, random: np.maximum(
         random.normal(seconds, sigma * seconds, num_workers), 0
