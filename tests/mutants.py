@@ -508,7 +508,7 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/background.py",
-        "        self._engine.__exit__(*error)",
+        "        self._engine._end(seconds)",
         "        pass",
         "tests/test_gossip.py -k a_closed_train_step",
     ),

@@ -177,8 +177,8 @@ class _Player:
         """Returns the seconds of work alone, and the time at the end of the ops."""
         compute = 0.0
         for op in ops:
-            # A start costs the device no time. A blocking collective starts and is waited
-            # for in the same op.
+            # A start costs the device no time. A blocking collective starts and ends in
+            # the same op.
             if op.starts is not None:
                 start = max(now, self._network)
                 self._network = start + self._seconds[op.starts]
