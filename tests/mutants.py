@@ -508,7 +508,7 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/background.py",
-        "        self._engine.__exit__(*error)",
+        "        self._engine._end(seconds)",
         "        pass",
         "tests/test_gossip.py -k a_closed_train_step",
     ),
@@ -598,8 +598,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/runtime/schemes.py",
-        "end = max(end, float(ready.max())) + seconds",
-        "end = float(ready.max()) + seconds",
+        "end = max(end, slowest) + seconds",
+        "end = slowest + seconds",
         "tests/test_runtime.py -k a_step_of_all_reduce_has_its_closed_form",
     ),
     Mutant(
@@ -610,8 +610,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/runtime/schemes.py",
-        "ready = start if hidden else computed",
-        "ready = computed if hidden else start",
+        "ready = start if hidden else start + compute",
+        "ready = start + compute if hidden else start",
         "tests/test_runtime.py -k exchange_has_its_closed_form",
     ),
     Mutant(
@@ -664,8 +664,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/runtime/compute_times.py",
-        "random.gamma(sigma**-2, seconds * sigma**2, num_workers)",
-        "random.gamma(sigma**-2, seconds * sigma, num_workers)",
+        "sigma**-2, seconds * sigma**2, num_workers",
+        "sigma**-2, seconds * sigma, num_workers",
         "tests/test_runtime.py -k mean_and_deviation",
     ),
     Mutant(
@@ -724,15 +724,14 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/overlap/reader.py",
-        "        self.unpaired += [ops[at].name for places in "
-        "started.values() for at in places]",
-        "",
+        "                self.unpaired.add(number)",
+        "                pass",
         "tests/test_overlap.py -k what_has_no_end",
     ),
     Mutant(
         "decentjax/overlap/work.py",
-        "2.0 * math.prod(dot.arrays[0].dims) * inner",
-        "math.prod(dot.arrays[0].dims) * inner",
+        "2.0 * math.prod(made.dims) * inner",
+        "math.prod(made.dims) * inner",
         "tests/test_overlap.py -k flops_are_those_of_the_matmuls",
     ),
     Mutant(

@@ -12,7 +12,7 @@ from decentjax import runtime, topology
 from decentjax.analysis import traffic
 from decentjax.exchange import matrices
 from decentjax.runtime import Cluster, Job, Times
-from decentjax.runtime.cluster import plan
+from decentjax.runtime.cluster import plans
 from decentjax.runtime.sharing import share, slots
 
 CLUSTER = Cluster(num_nodes=4, workers_per_node=4, between_bytes_per_second=10.0)
@@ -311,9 +311,10 @@ def test_what_is_sent_is_received_and_is_what_traffic_counts(made, per_node):
         workers_per_node=per_node,
         between_bytes_per_second=10.0,
     )
-    for exchange, counted in zip(made, traffic(made, 1.0, per_node), strict=True):
+    counts = traffic(made, 1.0, per_node)
+    for legs, counted in zip(plans(cluster, made), counts, strict=True):
         sent = 0.0
-        for leg in plan(cluster, exchange):
+        for leg in legs:
             for kind in leg.kinds:
                 for table in (kind.sending, kind.receiving):
                     used = np.sort(table[table >= 0]).tolist()

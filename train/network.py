@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from decentjax import overlap, runtime
 
 GBIT = 1e9 / 8  # Bytes per second of 1 Gbit/s.
+# As tc writes them: bit is 1/8 byte per second, and each prefix a factor of 1000.
 RATES = {f"{prefix}bit": 1e3**n / 8 for n, prefix in enumerate(("", *"kmgt"))}
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
 COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -48,6 +49,7 @@ class ClusterSpec:
         Raises:
           ValueError: if a number is out of its range.
         """
+        # Not at the top: the emulator, which forks, needs the parser alone.
         from decentjax.runtime import Cluster
 
         return Cluster(

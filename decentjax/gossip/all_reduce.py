@@ -8,13 +8,14 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from decentjax.gossip.engine import Closing
 from decentjax.gossip.record import Record, ignore
 from decentjax.mixing import global_mean
 from decentjax.placement import check_not_donated, over_workers
 from decentjax.step import AXIS, Metrics, WorkerState
 
 
-class AllReduce:
+class AllReduce(Closing):
     """`on_mesh(all_reduce_step)` in three programs: gradient, mean, update.
 
     The baseline in the same pieces as `Background`, to record when it computes and when
@@ -46,6 +47,8 @@ class AllReduce:
 
         mean = functools.partial(global_mean, axis_name=AXIS)
         self._record = record or ignore
+        # The params are donated to the update alone, which needs them after the mean;
+        # the gradients to the mean, which then takes no memory of its own.
         self._gradients = jax.jit(over_workers(gradients, mesh), donate_argnums=2)
         self._mean = jax.jit(over_workers(mean, mesh), donate_argnums=0)
         self._update = jax.jit(over_workers(update, mesh), donate_argnums=(0, 1))
@@ -72,8 +75,5 @@ class AllReduce:
     def settle(self) -> None:
         """Returns at once: between two steps nothing is under way."""
 
-    def __enter__(self) -> "AllReduce":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        """Does nothing; a context as `Background` is."""
+    def _end(self, seconds: float) -> None:
+        del seconds

@@ -26,7 +26,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from decentjax.exchange import Topology, check_topology
-from decentjax.gossip.engine import SharedEngine
+from decentjax.gossip.engine import Closing, SharedEngine
 from decentjax.gossip.record import Record, ignore
 from decentjax.gossip.stages import Leaves, Plan, Stage, make_plan
 from decentjax.gossip.tuning import Mix, Mixes, compiled_mix, fastest_mixes
@@ -35,7 +35,7 @@ from decentjax.placement import check_not_donated
 from decentjax.step import AXIS, Adapt, Metrics, WorkerState
 
 
-class Background:
+class Background(Closing):
     """`on_mesh(awc_step)` with its exchange in a second thread; a context that ends it.
 
     The call of a step waits for the exchange of this step, which the call before it
@@ -140,11 +140,13 @@ class Background:
             )
             for stage in plan.groups:
                 self._send(stage.leaves, [models[i] for i in stage.leaves], step)
-        # From here on `_send` is for the next step; `arriving` is for this one.
+        # From here on `_send` is for the next step; `arriving` is for this one. If this
+        # call raises, `_sent` is incomplete, and the next call sends its own models.
         self._sent, self._sent_for = [], step + 1
         arriving, self._arriving = self._arriving, collections.deque()
 
         start = time.monotonic()
+        # Donates all but the params, which the thread still reads.
         values = plan.early(state.params, state[1:], batch)
         # The record says when the computing was done, not when it was dispatched.
         jax.block_until_ready(values)
@@ -154,6 +156,7 @@ class Background:
         for stage in plan.groups:
             self._await(stage, arriving, mixed, step)
             outputs.update(stage.compute(mixed, values))
+            # Without waiting for the outputs: the thread does, in `_exchange`.
             self._send(stage.leaves, [outputs[i] for i in stage.leaves], step + 1)
         if plan.rest.outputs:
             self._await(plan.rest, arriving, mixed, step)
@@ -165,15 +168,8 @@ class Background:
         """Waits for the exchange under way; call it before any other collective."""
         self._engine.settle()
 
-    def close(self) -> None:
-        """Leaves the thread, and ends it after its last user; see `Engine.close`."""
-        self._engine.close()
-
-    def __enter__(self) -> "Background":
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._engine.__exit__(*error)
+    def _end(self, seconds: float) -> None:
+        self._engine._end(seconds)
 
     def _send(self, leaves: Leaves, models: list[jax.Array], step: int) -> None:
         """Queues the exchange of some leaves, for the given step."""
@@ -199,12 +195,15 @@ class Background:
         return self._engine.submit(call)
 
     def _plan(self, state: WorkerState, batch: Any) -> Plan:
-        """The plan for arrays of these shapes, made when they are first seen."""
+        """Returns the plan for arrays of these shapes, made when first seen."""
+        # As `jax.jit` does: a last, shorter batch is another program.
         leaves, structure = jax.tree.flatten((state, batch))
         kind = structure, tuple((x.shape, x.dtype) for x in leaves)
         if kind not in self._plans:
             _check_rows(leaves, self._topology.num_workers)
             plan = make_plan(self._adapt, state, batch, self._mesh)
+            # In the thread, as the measurement is collective: after the exchanges of
+            # other users, and in all processes in the same place.
             if not self._plans:
                 self._mixes = self._submit(self._lower, state.params).result()
             self._plans[kind] = plan
@@ -222,6 +221,8 @@ class Background:
 
     def _exchange(self, models: list[jax.Array], step: int) -> list[jax.Array]:
         """Runs in the thread: sends, receives and averages."""
+        # The update that returns these models may still be computing: the record says
+        # how long messages take, not how long the thread waits for the update.
         jax.block_until_ready(models)
         start = time.monotonic()
         mix_models = self._mixes[self._topology[step]]
@@ -245,7 +246,7 @@ class Background:
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """A mesh of CPU devices, one for each device of the mesh, in the same process.
+    """Returns a mesh of CPU devices, one per device of the mesh, in the same process.
 
     Exchanges on it use the memory and the network of the host.
 
@@ -304,12 +305,13 @@ def _check_rows(leaves: Sequence[jax.Array], num_workers: int) -> None:
 
 
 def _moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:
-    """A stacked array on the devices of another mesh, worker by worker."""
+    """Returns a stacked array on the devices of another mesh, worker by worker."""
     if source == target:
         return x
     devices = target.devices.ravel()
     parts = [
         # Through NumPy: between the clients of GPU and CPU there is no direct copy.
+        # A shard is one row; the slice of a single worker has no start.
         jax.device_put(np.asarray(shard.data), devices[shard.index[0].start or 0])
         for shard in x.addressable_shards
     ]

@@ -66,6 +66,8 @@ class Cut:
         self._early_equations, self._late_equations = [], []
         for equation in jaxpr.eqns:
             if late.intersection(_variables(equation.invars)):
+                # `part` drops equations that its outputs do not need, and evaluates
+                # some in several parts: a print would be lost or repeated.
                 if equation.effects:
                     raise ValueError(
                         f"{equation.primitive} has side effects and uses the mixed "
@@ -102,6 +104,7 @@ class Cut:
         A value that two parts need, such as a norm over all updates, both compute.
         """
         wanted = [self._outputs[number] for number in outputs]
+        # Backwards, as an equation is needed only if a later one uses its results.
         needed = set(_variables(wanted))
         equations = []
         for equation in reversed(self._late_equations):

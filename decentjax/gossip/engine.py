@@ -1,18 +1,44 @@
 """A second thread that calls queued functions in order; one for a whole process."""
 
+import abc
 import collections
 import contextlib
 import queue
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 CLOSING_SECONDS = 10.0
 FAILING_SECONDS = 1.0  # After an error, so that peers learn of it soon.
 
 
-class Engine:
+class Closing(abc.ABC):
+    """A context that is closed soon after an error, and else after its work is done."""
+
+    @abc.abstractmethod
+    def settle(self) -> None:
+        """Waits until nothing is under way."""
+
+    @abc.abstractmethod
+    def _end(self, seconds: float) -> None:
+        """Ends the work, and waits at most this long for it."""
+
+    def close(self) -> None:
+        """Ends the thread after the queued calls, or leaves it to its other users.
+
+        Waits at most 10 s, and then abandons a message that a lost peer never sends.
+        """
+        self._end(CLOSING_SECONDS)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self._end(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
+
+
+class Engine(Closing):
     """A thread that calls queued functions in order; a context that ends it.
 
     An error in the thread is raised, as itself, by the future of the call that failed,
@@ -26,7 +52,7 @@ class Engine:
         # `submit` must not put a call behind the None that ends the thread: its future
         # would never be done.
         self._lock = threading.Lock()
-        # A daemon: else Python waits at exit for a message that never comes.
+        # A daemon: otherwise Python waits at exit for a message that never comes.
         self._thread = threading.Thread(
             target=self._run, name="decentjax.gossip", daemon=True
         )
@@ -42,7 +68,7 @@ class Engine:
           RuntimeError: if the engine is closed.
         """
         future: Future = Future()
-        future.set_running_or_notify_cancel()
+        future.set_running_or_notify_cancel()  # A running future has no `cancel`.
         with self._lock:
             if self._error is not None:
                 raise self._error
@@ -54,19 +80,6 @@ class Engine:
     def settle(self) -> None:
         """Waits until all queued calls are done."""
         self.submit(int).result()
-
-    def close(self) -> None:
-        """Ends the thread after the queued calls.
-
-        Waits at most 10 s, and then abandons a message that a lost peer never sends.
-        """
-        self._end(CLOSING_SECONDS)
-
-    def __enter__(self) -> "Engine":
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._end(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
 
     @property
     def failed(self) -> bool:
@@ -82,19 +95,22 @@ class Engine:
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             future, function, args = task
+            # A call after the failed one would send while the peers expect the failed
+            # message: no later call may run.
             if self._error is not None:
                 future.set_exception(self._error)
                 continue
             try:
                 future.set_result(function(*args))
+            # KeyboardInterrupt too: a future that stays open would block its waiter.
             except BaseException as error:
                 self._error = error
                 future.set_exception(error)
-            # Else a waiting thread's variables would keep the last model in memory.
+            # Otherwise these variables keep the last model in memory while it waits.
             del task, future, function, args
 
 
-class SharedEngine:
+class SharedEngine(Closing):
     """The engine shared by all exchanges of this process; a context that leaves it.
 
     Collectives of several processes are matched by the order in which they start.
@@ -127,23 +143,15 @@ class SharedEngine:
         """Waits until all queued calls are done, those of other users too."""
         self.submit(int).result()
 
-    def close(self) -> None:
-        """Leaves the engine after the queued calls, as `Engine.close`."""
-        self._leave(CLOSING_SECONDS)
-
-    def __enter__(self) -> "SharedEngine":
-        return self
-
-    def __exit__(self, kind: object, *_: object) -> None:
-        self._leave(CLOSING_SECONDS if kind is None else FAILING_SECONDS)
-
-    def _leave(self, seconds: float) -> None:
+    def _end(self, seconds: float) -> None:
         with self._lock:
+            # Once per user, however often it closes.
             self._users[self._engine] -= not self._closed
             self._closed = True
             is_last = not self._users[self._engine]
             if is_last:
                 del self._users[self._engine]
+        # Outside the lock, so that a new user need not wait for the end of this one.
         if is_last:
             self._engine._end(seconds)
         else:

@@ -66,10 +66,13 @@ class Plan(NamedTuple):
 
 
 def make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> Plan:
-    of_worker = _of_worker((state, batch))
+    of_worker = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state, batch)
+    )
     try:
         cut = Cut(adapt, of_worker, of_worker[0].params)
     except NameError as error:
+        # What jax raises for a collective outside of shard_map: it has no own class.
         if "unbound axis" not in str(error):
             raise
         raise ValueError(
@@ -89,6 +92,7 @@ def make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> Plan:
     # At most some 64 groups: each costs one or two calls in every step.
     group_bytes = max(GROUP_BYTES, sum(sizes) // 64)
     return Plan(
+        # The params are not donated: the thread is still sending them.
         early=jax.jit(over_workers(early, mesh), donate_argnums=1),
         finished=cut.finished,
         groups=[stage(leaves) for leaves in _groups(sizes, group_bytes)],
@@ -108,8 +112,3 @@ def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[Leaves]:
             group, total = [], 0
     if group:
         yield tuple(group)
-
-
-def _of_worker(stacked: Any) -> Any:
-    """The shapes of one row."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), stacked)

@@ -75,7 +75,10 @@ def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
     seconds = []
     for option in options:
         mix_models = compiled_mix(*option, mesh)
+        # The first call compiles, and opens connections.
         seconds.append(min([_seconds(mix_models, models) for _ in range(3)][1:]))
+    # Each process has clocks of its own. All must choose the same option, or they would
+    # wait for messages of different collectives: so the maximum over workers decides.
     table = np.tile(np.array(seconds, np.float32), (num_workers, 1))
     stacked = jax.make_array_from_callback(table.shape, sharding, table.__getitem__)
     slowest = jax.jit(over_workers(lambda x: lax.pmax(x, AXIS), mesh))(stacked)

@@ -6,6 +6,7 @@ not: the schedule shows that overlap is possible, and with the speeds of an acce
 and its network, how long a step takes.
 """
 
+import collections
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -45,6 +46,7 @@ class Accelerator:
 
     def _rate(self, dtype: str) -> float:
         rates = self.flops_per_second
+        # Narrow types without a rate of their own run on the same units as the fastest.
         narrow = dtype.startswith("f8") or dtype in ("s8", "u8", "s4", "u4")
         return rates.get(dtype, (max if narrow else min)(rates.values()))
 
@@ -73,14 +75,16 @@ class Network:
     def seconds(self, collective: Collective) -> float:
         """Returns the duration of one call: the busiest link, and the latencies."""
         # Bytes by sending device inside and between nodes, and by sending node.
-        inside, outside, between = {}, {}, {}
+        inside, outside, between = (collections.defaultdict(float) for _ in range(3))
         for sender, receiver, num_bytes in links(collective):
             node = sender // self.devices_per_node
             if node == receiver // self.devices_per_node:
-                inside[sender] = inside.get(sender, 0) + num_bytes
+                inside[sender] += num_bytes
             else:
-                outside[sender] = outside.get(sender, 0) + num_bytes
-                between[node] = between.get(node, 0) + num_bytes
+                outside[sender] += num_bytes
+                between[node] += num_bytes
+        # A node's links together carry what all its devices send, and one link what one
+        # device sends; collectives on rings spread a device's bytes over all links.
         link = self.between_bytes_per_second
         if collective.kind in ONE_TO_ONE:
             link /= self.links_per_node
@@ -173,6 +177,8 @@ class _Player:
         """Returns the seconds of work alone, and the time at the end of the ops."""
         compute = 0.0
         for op in ops:
+            # A start costs the device no time. A blocking collective starts and ends in
+            # the same op.
             if op.starts is not None:
                 start = max(now, self._network)
                 self._network = start + self._seconds[op.starts]
@@ -199,7 +205,10 @@ class _Player:
         return result
 
     def _loop(self, op: Op, now: float) -> tuple[float, float]:
-        """Plays two trips: the first may wait for earlier messages, others do not."""
+        """Plays two trips: the first may wait for earlier messages, others do not.
+
+        With trips of 7 s and 5 s, six trips end after 7 + 5 x 5 = 32 s.
+        """
         (body,) = op.bodies
         seconds, first = self.play(body, now)
         if op.repeats == 1:
@@ -214,6 +223,8 @@ class _Player:
         network, compute, end = self._network, 0.0, now
         for body in op.bodies:
             seconds, last = self.play(body, now)
+            # The other branches do not find the messages of this one on the network.
+            # What it leaves there after its end is neglected.
             self._network = network
             compute += op.repeats * seconds
             end += op.repeats * (last - now)

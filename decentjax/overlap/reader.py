@@ -7,7 +7,6 @@ is not known here can only make the result worse, never better.
 import dataclasses
 import itertools
 import math
-import re
 from collections.abc import Container, Mapping
 from typing import Any, NamedTuple
 
@@ -15,8 +14,8 @@ import jax
 import numpy as np
 
 from decentjax.overlap import hlo
-from decentjax.overlap.hlo import Computation, Instruction, Module
-from decentjax.overlap.schedule import Collective, Op, Schedule, add_up
+from decentjax.overlap.hlo import Array, Computation, Instruction, Module
+from decentjax.overlap.schedule import Collective, Op, Schedule
 from decentjax.overlap.work import NOTHING, work_of
 
 KINDS = (
@@ -29,22 +28,12 @@ KINDS = (
     "reduce-scatter",
 )
 
-NESTING = ("async-start", "call", "call-start", "conditional", "while")
+CONTEXT = Array("u32", ())  # Context that the result of a start may include.
 
-# They forward a value: the result of a start may reach its end through them.
-PASSING = {
-    "add-dependency",
-    "async-update",
-    "bitcast",
-    "copy",
-    "copy-done",
-    "copy-start",
-    "domain",
-    "get-tuple-element",
-    "opt-barrier",
-    "reshape",
-    "tuple",
-}
+NESTING = ("async", "call", "conditional", "while")
+
+# The result of a start may reach its end through them.
+PASSING = hlo.FORWARDING | {"async-update", "copy", "reshape"}
 
 
 def read(
@@ -79,12 +68,13 @@ def read(
     walk = _Walk(module, axes)
     place = _Place(1, False, False)
     ops = walk.ops(module.entry, place) + walk.ops_of_the_rest(place)
+    unpaired = [walk.collectives[number].name for number in sorted(walk.unpaired)]
     return Schedule(
         ops,
         tuple(walk.collectives),
         module.num_devices,
         tuple(walk.uncounted),
-        tuple(walk.unpaired),
+        tuple(unpaired),
     )
 
 
@@ -108,7 +98,9 @@ class _Walk:
         self._axes = axes
         self.collectives: list[Collective] = []
         self.uncounted: list[str] = []
-        self.unpaired: list[str] = []
+        # Indices in `collectives`; names would be ambiguous, as a computation that two
+        # instructions call is walked twice.
+        self.unpaired: set[int] = set()
 
     def ops(self, computation: Computation, place: _Place) -> tuple[Op, ...]:
         ops: list[Op] = []
@@ -117,15 +109,14 @@ class _Walk:
         started: dict[str, list[int]] = {}
         for instruction in computation.instructions.values():
             name, opcode = instruction.name, instruction.opcode
-            if found := self._collectives_of(computation, instruction):
-                places = [self._block(*each, ops, place) for each in found]
+            if places := self._block(computation, instruction, ops, place):
                 if _is_asynchronous(instruction):
                     started[name] = places
             elif opcode.endswith("-done"):
                 start = _start_of(computation, instruction, started)
                 for at in started.pop(start, ()):
                     self._end(at, name, ops)
-            elif opcode in NESTING:
+            elif instruction.kind in NESTING:
                 ops.append(self._nested(instruction, place))
             elif opcode != "async-update":
                 if opcode in ("send", "recv"):
@@ -134,7 +125,6 @@ class _Walk:
                 work = work_of(self._module, computation, instruction)
                 if work != NOTHING:
                     ops.append(Op(name, work))
-        self.unpaired += [ops[at].name for places in started.values() for at in places]
         return tuple(ops)
 
     def ops_of_the_rest(self, place: _Place) -> tuple[Op, ...]:
@@ -144,13 +134,12 @@ class _Walk:
         """
         ops: list[Op] = []
         seen = {collective.name for collective in self.collectives}
+        first = len(self.collectives)
         for computation in self._module.computations.values():
             for instruction in computation.instructions.values():
-                for each in self._collectives_of(computation, instruction):
-                    if each[1].name not in seen:
-                        seen.add(each[1].name)
-                        self.unpaired.append(each[1].name)
-                        self._block(*each, ops, place)
+                if instruction.kind in KINDS and instruction.name not in seen:
+                    self._block(computation, instruction, ops, place)
+        self.unpaired.update(range(first, len(self.collectives)))
         return tuple(ops)
 
     def _block_inside(
@@ -159,87 +148,91 @@ class _Walk:
         """Adds the collectives inside a fusion, or an unknown opcode, as blocking."""
         for body in self._module.called(instruction):
             for inner in body.instructions.values():
-                found = self._collectives_of(body, inner)
-                places = [self._block(*each, ops, place) for each in found]
-                if _is_asynchronous(inner):
-                    self.unpaired += [ops[at].name for at in places]
-                if not found:
+                if not self._block(body, inner, ops, place):
                     self._block_inside(inner, ops, place)
 
     def _nested(self, instruction: Instruction, place: _Place) -> Op:
         bodies = self._module.called(instruction)
         repeats = 1.0
         if instruction.opcode == "conditional":
+            # Which branch runs is unknown: each counts as often as the others.
             repeats = 1 / len(bodies)
             place = place._replace(in_conditional=True)
         if instruction.opcode == "while":
-            trips = hlo.trip_count(instruction)
-            if trips is None:
+            trips = instruction.find(r'known_trip_count":\{"n":"(\d+)"')
+            if not trips:
                 self.uncounted.append(instruction.name)
-            repeats = 1 if trips is None else trips
+            repeats = int(trips or 1)
             place = place._replace(in_loop=True)
         place = place._replace(calls=place.calls * repeats)
         inside = tuple(self.ops(body, place) for body in bodies)
         if instruction.opcode == "while":  # Body and condition run in turn: one body.
             inside = (tuple(itertools.chain(*inside)),)
-        work = add_up(op.work for body in inside for op in body).times(repeats)
-        return Op(instruction.name, work, bodies=inside, repeats=repeats)
-
-    def _collectives_of(
-        self, computation: Computation, instruction: Instruction
-    ) -> list[tuple[Computation, Instruction]]:
-        """Returns the collectives that an instruction is or starts, by computation."""
-        if instruction.opcode.removesuffix("-start") in KINDS:
-            return [(computation, instruction)]
-        if instruction.opcode != "async-start":
-            return []
-        return [
-            (body, inner)
-            for body in self._module.called(instruction)
-            for inner in body.instructions.values()
-            if inner.opcode in KINDS
-        ]
+        work = sum((op.work for body in inside for op in body), NOTHING)
+        return Op(instruction.name, work.times(repeats), bodies=inside, repeats=repeats)
 
     def _block(
         self,
         computation: Computation,
-        collective: Instruction,
+        instruction: Instruction,
         ops: list[Op],
         place: _Place,
-    ) -> int:
-        """Adds a blocking collective as one op, and returns the op's index."""
-        at, number = len(ops), len(self.collectives)
-        ops.append(Op(collective.name, NOTHING, starts=number, ends=number))
-        groups = hlo.groups(collective.attributes, self._module.num_devices)
-        op_name = re.search(r'op_name="([^"]*)"', collective.attributes)
-        self.collectives.append(
-            Collective(
-                name=collective.name,
-                kind=collective.opcode.removesuffix("-start"),
-                axes=_axes_along(groups, self._axes),
-                groups=groups,
-                num_bytes=_num_bytes(computation, collective),
-                calls=place.calls,
-                start=at,
-                end=at,
-                beside=NOTHING,
-                in_conditional=place.in_conditional,
-                in_loop=place.in_loop,
-                op_name=op_name[1] if op_name else "",
+    ) -> list[int]:
+        """Adds each collective that an instruction is or starts as one blocking op.
+
+        Returns:
+          The indices of the ops; empty if the instruction is no collective.
+        """
+        first = len(ops)
+        for body, collective in self._collectives_of(computation, instruction):
+            at, number = len(ops), len(self.collectives)
+            ops.append(Op(collective.name, NOTHING, starts=number, ends=number))
+            groups = hlo.groups(collective, self._module.num_devices)
+            self.collectives.append(
+                Collective(
+                    name=collective.name,
+                    kind=collective.kind,
+                    axes=_axes_along(groups, self._axes),
+                    groups=groups,
+                    num_bytes=_num_bytes(body, collective),
+                    start=at,
+                    end=at,
+                    beside=NOTHING,
+                    op_name=collective.find(r'op_name="([^"]*)"'),
+                    **place._asdict(),
+                )
             )
+            if _is_asynchronous(instruction):
+                self.unpaired.add(number)
+        return list(range(first, len(ops)))
+
+    def _collectives_of(
+        self, computation: Computation, instruction: Instruction
+    ) -> list[tuple[Computation, Instruction]]:
+        if instruction.kind in KINDS:
+            return [(computation, instruction)]
+        # An async-start wraps a collective that has no start of its own.
+        wrapped = (
+            self._module.called(instruction) if instruction.kind == "async" else []
         )
-        return at
+        return [
+            (body, inner)
+            for body in wrapped
+            for inner in body.instructions.values()
+            if inner.opcode in KINDS
+        ]
 
     def _end(self, at: int, name: str, ops: list[Op]) -> None:
         """Ends the collective that starts at an index here, with an op of its own."""
         number = ops[at].starts
         assert number is not None
-        beside = add_up(op.work for op in ops[at + 1 :])
+        beside = sum((op.work for op in ops[at + 1 :]), NOTHING)
         ops[at] = dataclasses.replace(ops[at], ends=None)
         ops.append(Op(name, NOTHING, ends=number))
         self.collectives[number] = dataclasses.replace(
             self.collectives[number], end=len(ops) - 1, beside=beside
         )
+        self.unpaired.remove(number)
 
 
 def _is_asynchronous(instruction: Instruction) -> bool:
@@ -272,7 +265,7 @@ def _start_of(
     if not operands or not (is_end or value.opcode in PASSING):
         return ""
     if value.opcode == "get-tuple-element":
-        path = hlo.tuple_index(value), *path
+        path = int(value.find(r"\bindex=(\d+)")), *path
     if value.opcode == "tuple":
         return _start_of(computation, operands[path[0]], starts, path[1:])
     return _start_of(computation, operands[0], starts, path)
@@ -281,7 +274,8 @@ def _start_of(
 def _num_bytes(computation: Computation, collective: Instruction) -> float:
     """Returns the bytes of the larger of a collective's inputs and outputs."""
     operands = [operand.num_bytes for operand in computation.operands(collective)]
-    made = sum(array.num_bytes for array in collective.arrays if array != hlo.CONTEXT)
+    # A start on a GPU also returns contexts, which are no data.
+    made = sum(array.num_bytes for array in collective.arrays if array != CONTEXT)
     if collective.opcode.endswith("-start"):
         made -= sum(operands)  # The result of most starts includes their inputs.
     if collective.opcode.startswith("ragged-all-to-all"):
@@ -292,10 +286,8 @@ def _num_bytes(computation: Computation, collective: Instruction) -> float:
 def _axes_of(compiled: jax.stages.Compiled) -> dict[str, int] | None:
     """Returns the axes of the arguments' mesh, None if they are on none."""
     shardings: Any = jax.tree.leaves(compiled.input_shardings)
-    for sharding in shardings:
-        if isinstance(sharding, jax.sharding.NamedSharding):
-            return dict(sharding.mesh.shape)
-    return None
+    named = [s for s in shardings if isinstance(s, jax.sharding.NamedSharding)]
+    return dict(named[0].mesh.shape) if named else None
 
 
 def _axes_along(

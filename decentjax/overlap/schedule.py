@@ -1,9 +1,7 @@
 """The schedule of a compiled step: its collectives, and what runs beside each."""
 
 import dataclasses
-import functools
 import itertools
-from collections.abc import Iterable
 from typing import NamedTuple
 
 from decentjax.overlap.work import NOTHING, Work
@@ -92,7 +90,7 @@ class Schedule:
 
     @property
     def work(self) -> Work:
-        return add_up(op.work for op in self.ops)
+        return sum((op.work for op in self.ops), NOTHING)
 
     def sent_bytes(self, axis: str | None = None) -> float:
         """Returns the bytes per step and device, along one mesh axis or all axes."""
@@ -146,11 +144,9 @@ def links(collective: Collective) -> list[Link]:
         found = [
             Link(sender, receiver, passes * (1 - 1 / len(group)) * num_bytes)
             for group in collective.groups
+            # Each sends to the next, the last to the first.
             for sender, receiver in zip(group, [*group[1:], group[0]], strict=True)
         ]
+    # A device keeps its own part: a permute may pair it with itself, and so does a ring
+    # of one member.
     return [link for link in found if link.sender != link.receiver]
-
-
-def add_up(works: Iterable[Work]) -> Work:
-    """Returns the sum of works."""
-    return functools.reduce(lambda total, work: total + work, works, NOTHING)

@@ -6,31 +6,24 @@ unavailable for programs compiled for a GPU that is not present.
 """
 
 import dataclasses
-import json
 import math
 import re
 
 import numpy as np
 
+from decentjax.overlap import hlo
 from decentjax.overlap.hlo import Array, Computation, Instruction, Module
 
 # They move no data, or data that counts for another instruction.
-FREE = {
-    "add-dependency",
+FREE = hlo.FORWARDING | {
     "after-all",
-    "bitcast",
     "constant",
-    "copy-done",
-    "copy-start",
-    "domain",
-    "get-tuple-element",
     "iota",
-    "opt-barrier",
     "parameter",
     "partition-id",
     "replica-id",
-    "tuple",
 }
+SLICING = "dynamic-slice", "slice", "gather"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,11 +57,12 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
     """Returns the work of one instruction; that of a loop is in its body."""
     if instruction.opcode in FREE:
         return NOTHING
-    if instruction.opcode.removesuffix("-start") == "fusion":
-        return _work_of_fusion(module, computation, instruction)
+    if instruction.kind == "fusion":
+        return _work_of_fusion(module, instruction)
     operands = computation.operands(instruction)
     flops = _flops(instruction, operands)
-    if instruction.opcode in ("dynamic-slice", "slice", "gather"):
+    # A slice is read and written, whatever the size of the array around it.
+    if instruction.opcode in SLICING:
         return Work(flops, 2 * instruction.num_bytes)
     if instruction.opcode == "dynamic-update-slice":
         return Work(flops, 2 * operands[1].num_bytes)
@@ -79,32 +73,27 @@ def work_of(module: Module, computation: Computation, instruction: Instruction) 
     return Work(flops, read + sum(array.num_bytes for array in made))
 
 
-def _work_of_fusion(
-    module: Module, computation: Computation, fusion: Instruction
-) -> Work:
+def _work_of_fusion(module: Module, fusion: Instruction) -> Work:
     """Returns the matmuls inside, and the bytes of operands or of their slices."""
     (body,) = module.called(fusion)
+    inside = body.instructions.values()
     users: dict[str, list[Instruction]] = {name: [] for name in body.instructions}
-    flops = NOTHING
-    for instruction in body.instructions.values():
+    for instruction in inside:
         for name in instruction.operands:
             users[name].append(instruction)
-        if instruction.called and instruction.opcode == "fusion":
-            flops += _work_of_fusion(module, body, instruction)
-        else:
-            flops += Work(_flops(instruction, body.operands(instruction)), 0)
-    num_bytes = _written(body, body.instructions[body.root])
-    parameters = [i for i in body.instructions.values() if i.opcode == "parameter"]
-    for parameter in parameters:
-        num_bytes += _read(parameter, users)
-    return Work(flops.flops, num_bytes)
+    # Values between the instructions of a fusion stay in registers: only the FLOPs of
+    # these count, and the bytes of what the fusion reads and writes.
+    flops = sum((work_of(module, body, each) for each in inside), NOTHING).flops
+    read = sum(_read(each, users) for each in inside if each.opcode == "parameter")
+    return Work(flops, _written(body, body.root) + read)
 
 
 def _read(array: Instruction, users: dict[str, list[Instruction]]) -> float:
+    """Returns the bytes that the users read: those of slices, or the whole array."""
     slices = 0.0
     for user in users[array.name]:
         is_first = user.operands[0] == array.name
-        if is_first and user.opcode in ("dynamic-slice", "slice", "gather"):
+        if is_first and user.opcode in SLICING:
             slices += user.num_bytes
         elif user.opcode == "bitcast":
             slices += _read(user, users)
@@ -114,6 +103,7 @@ def _read(array: Instruction, users: dict[str, list[Instruction]]) -> float:
 
 
 def _written(body: Computation, root: Instruction) -> float:
+    """Returns the bytes that a fusion writes: an update in place only its slice."""
     if root.opcode == "tuple":
         return sum(_written(body, made) for made in body.operands(root))
     if root.opcode == "bitcast":
@@ -125,86 +115,57 @@ def _written(body: Computation, root: Instruction) -> float:
 
 def _flops(instruction: Instruction, operands: list[Instruction]) -> dict[str, float]:
     """Returns `2 x outputs x inputs per output` of a matmul or a convolution."""
-    attributes = instruction.attributes
-    if instruction.opcode == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", attributes)
-        return _dot_flops(instruction, operands, _numbers(contracted[1]))  # pyright: ignore
-    if instruction.opcode == "convolution":
-        image, kernel = (operand.arrays[0] for operand in operands[:2])
-        return _convolution_flops(attributes, image, kernel, instruction.arrays[0])
-    if instruction.opcode.removesuffix("-start") != "custom-call":
-        return {}
-    target = re.search(r'custom_call_target="([^"]*)"', attributes)
-    name = target[1] if target else ""
-    if name.startswith("__cublas"):
-        listed = re.search(r'lhs_contracting_dimensions":(\[[^\]]*\])', attributes)
-        dims = map(int, json.loads(listed[1]) if listed else [])
-        return _dot_flops(instruction, operands, list(dims))
-    if name.startswith("__cudnn$conv"):
+    target = instruction.find(r'custom_call_target="([^"]*)"')
+    if instruction.opcode == "dot" or target.startswith("__cublas"):
+        # HLO writes lhs_contracting_dims={1}, the configuration of cuBLAS
+        # "lhs_contracting_dimensions":["1"].
+        dims = instruction.find(r'lhs_contracting_dim(?:s=\{|ensions":\[)([^\]}]*)')
+        lhs, made = operands[0].arrays[0], instruction.arrays[0]
+        inner = math.prod(lhs.dims[int(dim)] for dim in re.findall(r"\d+", dims))
+        return {lhs.dtype: 2.0 * math.prod(made.dims) * inner}
+    if instruction.opcode == "convolution" or target.startswith("__cudnn$conv"):
         first, second = (operand.arrays[0] for operand in operands[:2])
         made = instruction.arrays[0]
         # The attributes describe the forward convolution, also for the backward ones.
         image, kernel, output = {
             "__cudnn$convBackwardInput": (made, second, first),
             "__cudnn$convBackwardFilter": (first, made, second),
-        }.get(name, (first, second, made))
-        return _convolution_flops(attributes, image, kernel, output)
+        }.get(target, (first, second, made))
+        return _convolution_flops(instruction, image, kernel, output)
     return {}
 
 
-def _dot_flops(
-    dot: Instruction, operands: list[Instruction], contracted: list[int]
-) -> dict[str, float]:
-    lhs = operands[0].arrays[0]
-    inner = math.prod(lhs.dims[dim] for dim in contracted)
-    return {lhs.dtype: 2.0 * math.prod(dot.arrays[0].dims) * inner}
-
-
 def _convolution_flops(
-    attributes: str, image: Array, kernel: Array, output: Array
+    instruction: Instruction, image: Array, kernel: Array, output: Array
 ) -> dict[str, float]:
     """Counts no FLOPs for positions of the window in padding or dilation."""
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", attributes)
-    assert labels is not None
-    of_image, of_kernel, of_output = labels.groups()
-    inputs = kernel.dims[of_kernel.index("i")]
-    outputs = [
-        size
-        for size, label in zip(output.dims, of_output, strict=True)
-        if label in "bf"
+    # Such as b01f_01io->b01f: b is the batch, f the features, i and o those of the
+    # kernel, and numbers are dims of space.
+    labels = re.split("_|->", instruction.find(r"dim_labels=([\w\->]+)"))
+    sizes = [
+        dict(zip(letters, array.dims, strict=True))
+        for letters, array in zip(labels, (image, kernel, output), strict=True)
     ]
-    flops = 2.0 * math.prod(outputs) * inputs
-    for dim in range(len(of_kernel) - 2):
-        flops *= _window_places(
-            attributes,
-            dim,
-            image.dims[of_image.index(str(dim))],
-            kernel.dims[of_kernel.index(str(dim))],
-            output.dims[of_output.index(str(dim))],
-        )
+    flops = 2.0 * sizes[2]["b"] * sizes[2]["f"] * sizes[1]["i"]
+    for dim in range(len(kernel.dims) - 2):
+        flops *= _window_places(instruction, dim, *(of[str(dim)] for of in sizes))
     return {kernel.dtype: flops}
 
 
 def _window_places(
-    attributes: str, dim: int, image: int, kernel: int, output: int
+    instruction: Instruction, dim: int, image: int, kernel: int, output: int
 ) -> int:
     """Returns the pairs of output and window position that hit the image, in a dim."""
-    low = _window(attributes, "pad", dim, "0_0").partition("_")[0]
-    stride, image_dilation, kernel_dilation = (
-        int(_window(attributes, name, dim, "1"))
-        for name in ("stride", "lhs_dilate", "rhs_dilate")
-    )
-    starts = np.arange(output)[:, None] * stride - int(low)
-    places = starts + np.arange(kernel) * kernel_dilation
-    inside = (places >= 0) & (places <= (image - 1) * image_dilation)
-    return int(np.sum(inside & (places % image_dilation == 0)))
 
+    def window(name: str, default: int) -> int:
+        # Of `window={size=3x3 pad=1_1x2_2}`: 3 or, of low and high padding, the low.
+        values = instruction.find(rf"window={{[^}}]*\b{name}=([^ }}]*)")
+        return int(values.split("x")[dim].split("_")[0]) if values else default
 
-def _window(attributes: str, name: str, dim: int, default: str) -> str:
-    """Returns a dim's value of `window={size=3x3 pad=1_1x1_1}`: 3, or 1_1."""
-    found = re.search(rf"window={{[^}}]*\b{name}=([^ }}]*)", attributes)
-    return found[1].split("x")[dim] if found else default
-
-
-def _numbers(text: str) -> list[int]:
-    return [int(number) for number in re.findall(r"\d+", text)]
+    # Output o reads at o * stride - pad + k * dilation, of an image with holes between
+    # its pixels if it is dilated itself, as in the gradient of a strided convolution.
+    starts = np.arange(output)[:, None] * window("stride", 1) - window("pad", 0)
+    places = starts + np.arange(kernel) * window("rhs_dilate", 1)
+    holes = window("lhs_dilate", 1)
+    inside = (places >= 0) & (places <= (image - 1) * holes)
+    return int(np.sum(inside & (places % holes == 0)))

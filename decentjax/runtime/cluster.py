@@ -10,8 +10,10 @@ from typing import NamedTuple
 import numpy as np
 
 from decentjax.analysis import Transfer, ring_all_reduce, stages
-from decentjax.exchange import Exchange, Topology
+from decentjax.exchange import Topology
 from decentjax.runtime.sharing import share, slots
+
+LATENCIES = "between_latency", "inside_latency"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,17 +43,10 @@ class Cluster:
     inside_latency: float = 0.0
 
     def __post_init__(self):
-        for name in ("num_nodes", "workers_per_node"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("between_bytes_per_second", "inside_bytes_per_second"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        for name in ("between_latency", "inside_latency"):
-            if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(
-                    f"{name} must be finite and not negative, got {getattr(self, name)}"
-                )
+        numbers = dataclasses.asdict(self)
+        latencies = {name: numbers.pop(name) for name in LATENCIES}
+        check_positive(**numbers)
+        check_not_negative(**latencies)
 
     @property
     def num_workers(self) -> int:
@@ -108,6 +103,8 @@ def all_reduce_seconds(cluster: Cluster, num_bytes: float) -> float:
     card, and the rounds, each with the latency of its slowest message.
     """
     share, rounds = ring_all_reduce(cluster.num_workers)
+    # Worker i sends to i + 1. Of the L workers of a node only the last sends to another
+    # node, so a card carries the bytes of one worker, and the slowest link decides.
     rates, latencies = [math.inf], [0.0]
     if cluster.num_nodes > 1:
         rates.append(cluster.between_bytes_per_second)
@@ -124,26 +121,17 @@ def exchange_seconds(cluster: Cluster, topology: Topology, num_bytes: float) -> 
     Raises:
       ValueError: if the topology has another number of workers.
     """
-    ready = np.zeros(cluster.num_workers)
+    ready, free = np.zeros(cluster.num_workers), np.zeros(cluster.num_nodes)
     ends = [
-        finish(legs, num_bytes, ready, idle(cluster)).max()
+        # A copy of `free`, which `finish` updates: the exchanges do not meet.
+        finish(legs, num_bytes, ready, free.copy()).max()
         for legs in plans(cluster, topology)
     ]
     return float(np.mean(ends))
 
 
-def idle(cluster: Cluster) -> np.ndarray:
-    """Returns when each card becomes free, [nodes], at the start of a simulation."""
-    return np.zeros(cluster.num_nodes)
-
-
-def plan(cluster: Cluster, exchange: Exchange) -> tuple[Leg, ...]:
-    """Returns the transfers of an exchange on the cards of a cluster."""
-    return tuple(Leg(t, _kinds(cluster, t)) for t in stages(exchange))
-
-
 def plans(cluster: Cluster, topology: Topology) -> list[tuple[Leg, ...]]:
-    """Returns the plan of each exchange of a topology.
+    """Returns the transfers of each exchange of a topology on a cluster's cards.
 
     Raises:
       ValueError: if the topology has another number of workers.
@@ -153,7 +141,10 @@ def plans(cluster: Cluster, topology: Topology) -> list[tuple[Leg, ...]]:
             f"{topology.name} has {topology.num_workers} workers, the cluster has "
             f"{cluster.num_workers}"
         )
-    return [plan(cluster, exchange) for exchange in topology]
+    return [
+        tuple(Leg(transfer, _kinds(cluster, transfer)) for transfer in stages(exchange))
+        for exchange in topology
+    ]
 
 
 def finish(
@@ -185,33 +176,41 @@ def meet(legs: tuple[Leg, ...], ready: np.ndarray) -> np.ndarray:
 def _kinds(cluster: Cluster, transfer: Transfer) -> tuple[Messages, ...]:
     workers = np.stack([transfer.senders, transfer.receivers])
     nodes = workers // cluster.workers_per_node
-    crossing = nodes[0] != nodes[1]
-    inside, between = np.flatnonzero(~crossing), np.flatnonzero(crossing)
-    nowhere = np.empty((0, len(inside)), int)
-    # Inside a node each worker has a link of its own; between nodes they share a card.
-    kinds = (
-        Messages(
-            chosen=inside,
-            sending=slots(workers[0, inside]),
-            receiving=slots(workers[1, inside]),
-            cards=nowhere,
-            rate=cluster.inside_bytes_per_second,
-            latency=cluster.inside_latency,
-        ),
-        Messages(
-            chosen=between,
-            sending=slots(nodes[0, between]),
-            receiving=slots(nodes[1, between]),
-            cards=nodes[:, between],
-            rate=cluster.between_bytes_per_second,
-            latency=cluster.between_latency,
-        ),
-    )
-    return tuple(kind for kind in kinds if len(kind.chosen))
+    crosses = nodes[0] != nodes[1]
+    inside = cluster.inside_bytes_per_second, cluster.inside_latency
+    between = cluster.between_bytes_per_second, cluster.between_latency
+    kinds = []
+    # Inside a node each worker has a link of its own, and no card carries its message,
+    # hence no row of `nodes`; between nodes all workers of a node share its card.
+    for is_kind, links, cards, speeds in (
+        (~crosses, workers, nodes[:0], inside),
+        (crosses, nodes, nodes, between),
+    ):
+        if is_kind.any():
+            sending, receiving = map(slots, links[:, is_kind])
+            chosen = np.flatnonzero(is_kind)
+            kinds.append(
+                Messages(chosen, sending, receiving, cards[:, is_kind], *speeds)
+            )
+    return tuple(kinds)
+
+
+def check_positive(**numbers: float) -> None:
+    """Raises ValueError with the name of a number that is not positive, or is nan."""
+    for name, number in numbers.items():
+        if not number > 0:
+            raise ValueError(f"{name} must be positive, got {number}")
+
+
+def check_not_negative(**numbers: float) -> None:
+    """Raises ValueError with the name of a number outside [0, inf), or nan."""
+    for name, number in numbers.items():
+        if not 0 <= number < math.inf:
+            raise ValueError(f"{name} must be finite and not negative, got {number}")
 
 
 def _after(leg: Leg, ready: np.ndarray, arrived: np.ndarray) -> np.ndarray:
-    """When each worker is done with all its groups, [N]; groups are done at [G]."""
+    """Returns when a worker is done with all its groups, [N], from their ends, [G]."""
     done = np.array(ready)
     for members in leg.transfer.groups:
         # A worker may be in several groups: plain indexing would keep the last alone.
@@ -222,21 +221,24 @@ def _after(leg: Leg, ready: np.ndarray, arrived: np.ndarray) -> np.ndarray:
 def _deliver(
     leg: Leg, num_bytes: float, begun: np.ndarray, free: np.ndarray
 ) -> np.ndarray:
-    """When all messages of a group have arrived, at both ends, [G].
+    """Returns when all messages of a group have arrived, at both ends, [G].
 
     A card shares its rate among the messages that it sends, and among those that it
     receives, after those of earlier exchanges.
     """
     part, rounds = leg.transfer.part, leg.transfer.rounds
-    # Message m belongs to group m % G.
+    # Message m belongs to group m % G: with G = 2 and 4 messages, `tile` makes
+    # [a, b, a, b] of begun = [a, b]; the reshape at the end restores the columns.
     starts = np.tile(begun, len(leg.transfer.senders) // len(begun))
     arrived = np.array(starts)
     for kind in leg.kinds:
+        # Cards are first come, first served between exchanges, and shared within one.
         first = np.maximum(starts[kind.chosen], free[kind.cards].max(0, initial=0))
         seconds = np.full(len(first), part * num_bytes / kind.rate)
         both = (
             share(first, seconds, table) for table in (kind.sending, kind.receiving)
         )
+        # A message moves at the rate of the busier of its two cards.
         sent = np.maximum(*both)
         for cards in kind.cards:
             np.maximum.at(free, cards, sent)

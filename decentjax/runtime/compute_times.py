@@ -10,46 +10,40 @@ Compute = Callable[[int, int, np.random.Generator], np.ndarray]
 
 
 def constant(seconds: float) -> Compute:
-    """The same time for every worker and step."""
+    """Returns the same time for every worker and step."""
     _check_mean(seconds)
     return lambda step, num_workers, random: np.full(num_workers, seconds)
 
 
 def normal(seconds: float, sigma: float) -> Compute:
-    """Normal with mean `seconds` and deviation `sigma * seconds`, clipped at 0."""
+    """Draws from a normal of mean `seconds`, deviation `sigma * seconds`, clipped."""
     _check_mean(seconds, sigma)
-
-    def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
-        del step
-        return np.maximum(random.normal(seconds, sigma * seconds, num_workers), 0)
-
-    return draw
+    return lambda step, num_workers, random: np.maximum(
+        random.normal(seconds, sigma * seconds, num_workers), 0
+    )
 
 
 def gamma(seconds: float, sigma: float) -> Compute:
-    """Gamma with mean `seconds` and deviation `sigma * seconds`."""
+    """Draws from a gamma of mean `seconds` and deviation `sigma * seconds`."""
     _check_mean(seconds, sigma)
     if sigma == 0:
-        return constant(seconds)
-
-    def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
-        del step
-        return random.gamma(sigma**-2, seconds * sigma**2, num_workers)
-
-    return draw
+        return constant(seconds)  # The shape, 1 / sigma^2, would be infinite.
+    # Shape k and scale s have the mean k s and the variance k s^2.
+    return lambda step, num_workers, random: random.gamma(
+        sigma**-2, seconds * sigma**2, num_workers
+    )
 
 
 def log_normal(seconds: float, sigma: float) -> Compute:
-    """Log-normal with mean `seconds` and deviation `sigma * seconds`."""
+    """Draws from a log-normal of mean `seconds`, deviation `sigma * seconds`."""
     _check_mean(seconds, sigma)
+    # If the logarithm has the mean m and the variance v, the mean is exp(m + v / 2) and
+    # the squared relative deviation exp(v) - 1.
     variance = math.log1p(sigma**2)
     middle = math.log(seconds) - variance / 2
-
-    def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
-        del step
-        return random.lognormal(middle, math.sqrt(variance), num_workers)
-
-    return draw
+    return lambda step, num_workers, random: random.lognormal(
+        middle, math.sqrt(variance), num_workers
+    )
 
 
 def delayed(compute: Compute, count: int, seconds: float) -> Compute:
@@ -62,6 +56,7 @@ def delayed(compute: Compute, count: int, seconds: float) -> Compute:
     def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
         times = compute(step, num_workers, random)
         late = random.choice(num_workers, min(count, num_workers), replace=False)
+        # In place: every `Compute` returns an array of its own.
         times[late] += seconds
         return times
 
@@ -69,7 +64,7 @@ def delayed(compute: Compute, count: int, seconds: float) -> Compute:
 
 
 def trace(seconds: np.ndarray) -> Compute:
-    """Measured times, [T, N], repeated after the last step."""
+    """Repeats measured times in seconds, [T, N], after their last step."""
     seconds = np.array(seconds, float)
     if seconds.ndim != 2 or not seconds.size or not (seconds >= 0).all():
         raise ValueError(
@@ -83,6 +78,7 @@ def trace(seconds: np.ndarray) -> Compute:
                 f"the trace has {seconds.shape[1]} workers, the cluster has "
                 f"{num_workers}"
             )
+        # A copy, as `delayed` adds to it in place.
         return seconds[step % len(seconds)].copy()
 
     return draw

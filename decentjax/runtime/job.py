@@ -42,7 +42,8 @@ class Job:
         Raises:
           ValueError: if `compute` returns another shape, or negative times.
         """
-        # A generator per step: step t draws the same however many steps are simulated.
+        # A generator per step: step t has the same times in a simulation of any length,
+        # and in every scheme.
         times = self.compute(step, num_workers, np.random.default_rng((seed, step)))
         if times.shape != (num_workers,) or not (times >= 0).all():
             raise ValueError(f"compute times must be [N] and not negative, got {times}")

@@ -4,13 +4,17 @@ Source: gamma, omega and sigma^2 are those of From Promise to Practice (ICLR 202
 equations are our own reconstruction, as the paper's are not public.
 """
 
-import math
 from typing import NamedTuple
 
 import numpy as np
 
 from decentjax.exchange import Topology
-from decentjax.runtime.cluster import Cluster, all_reduce_seconds, exchange_seconds
+from decentjax.runtime.cluster import (
+    Cluster,
+    all_reduce_seconds,
+    check_not_negative,
+    exchange_seconds,
+)
 from decentjax.runtime.job import Job
 
 
@@ -53,7 +57,7 @@ def ratios(
 def ratios_of(
     all_reduce: float, exchange: float, mean: float, variance: float
 ) -> Ratios:
-    """Returns gamma, omega and sigma^2 from times that are known.
+    """Returns gamma, omega and sigma^2 from known times.
 
     Args:
       all_reduce: seconds of an all-reduce.
@@ -91,12 +95,14 @@ def all_reduce_without_stragglers(
     Raises:
       ValueError: if a number is out of its range.
     """
-    _check_ratios(gamma=gamma)
+    check_not_negative(gamma=gamma)
     if not 0 <= forward_share <= 1 or num_buckets < 1:
         raise ValueError(
             "forward_share must be in [0, 1] and num_buckets positive, got "
             f"{forward_share} and {num_buckets}"
         )
+    # Two bounds: the last bucket is sent after the whole backward pass, or the network
+    # never pauses after the first bucket.
     in_backward = (1 - forward_share) / num_buckets
     return max(1 + gamma / num_buckets, forward_share + in_backward + gamma)
 
@@ -109,11 +115,5 @@ def exchange_without_stragglers(gamma: float, omega: float) -> float:
     Raises:
       ValueError: if a number is out of its range.
     """
-    _check_ratios(gamma=gamma, omega=omega)
+    check_not_negative(gamma=gamma, omega=omega)
     return max(1.0, omega * gamma)
-
-
-def _check_ratios(**numbers: float) -> None:
-    for name, number in numbers.items():
-        if not 0 <= number < math.inf:
-            raise ValueError(f"{name} must be finite and not negative, got {number}")

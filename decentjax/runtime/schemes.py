@@ -7,7 +7,7 @@ Source: our own reconstruction of the runtime model of From Promise to Practice 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -16,12 +16,20 @@ from decentjax.exchange import Topology
 from decentjax.runtime.cluster import (
     Cluster,
     all_reduce_seconds,
+    check_positive,
     finish,
-    idle,
     meet,
     plans,
 )
 from decentjax.runtime.job import Job
+
+Instants = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
+Scheme = Callable[[int, np.ndarray, np.ndarray], Instants]
+"""Maps (step, starts [N], compute times [N]) to four instants of each worker, [N].
+
+They are: ready for the exchange that the step needs; everything received; parameters
+updated if messages took no time; parameters updated.
+"""
 
 
 class Times(NamedTuple):
@@ -77,24 +85,21 @@ def all_reduce(
       seed: seed of the compute times.
       num_buckets: number of buckets, B; with 1 nothing overlaps.
     """
-    _check_positive(num_steps=num_steps, num_buckets=num_buckets)
+    check_positive(num_buckets=num_buckets)
     seconds = all_reduce_seconds(cluster, job.model_bytes) / num_buckets
-    start, rows = np.zeros(cluster.num_workers), []
-    for step in range(num_steps):
-        compute = job.draw(step, cluster.num_workers, seed)
+    # The share of the backward pass after which each bucket is ready, [B, 1].
+    shares = np.arange(1, num_buckets + 1)[:, None] / num_buckets
+
+    def scheme(step: int, start: np.ndarray, compute: np.ndarray) -> Instants:
         first = start + job.forward_share * compute
-        ready, end = start, -math.inf
-        for bucket in range(1, num_buckets + 1):
-            share_done = bucket / num_buckets
-            ready = first + (1 - job.forward_share) * share_done * compute
-            end = max(end, float(ready.max())) + seconds
-        # Not negative but for rounding: the last bucket is ready when compute ends.
-        waiting = np.maximum(ready.max() - (start + compute), 0)
-        exposed = np.full_like(start, end - ready.max())
-        sent = first + (1 - job.forward_share) / num_buckets * compute
-        rows.append((start, compute, waiting, exposed, sent, end - sent))
-        start = np.full_like(start, end)
-    return _stacked(rows)
+        ready = first + (1 - job.forward_share) * shares * compute
+        end = -math.inf
+        for slowest in ready.max(1):
+            end = max(end, slowest) + seconds
+        done = np.full_like(start, end)
+        return ready[0], done, np.full_like(start, ready[-1].max()), done
+
+    return _simulate(cluster, job, num_steps, seed, scheme)
 
 
 def in_step(
@@ -123,19 +128,19 @@ def in_step(
     Raises:
       ValueError: if the topology has another number of workers.
     """
-    _check_positive(num_steps=num_steps)
     planned = plans(cluster, topology)
-    start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
-    for step in range(num_steps):
-        compute = job.draw(step, cluster.num_workers, seed)
-        computed = start + compute
-        ready = start if hidden else computed
+    free = np.zeros(cluster.num_nodes)
+
+    def scheme(step: int, start: np.ndarray, compute: np.ndarray) -> Instants:
+        # Mixed are the models of the start of the step or, if not hidden, those after
+        # the local update.
+        ready = start if hidden else start + compute
         legs = planned[step % topology.period]
         met = meet(legs, ready)
         done = finish(legs, job.model_bytes, ready, free)
-        rows.append(_row(start, compute, met, done, ready))
-        start = np.maximum(computed, done)
-    return _stacked(rows)
+        return ready, done, met, done
+
+    return _simulate(cluster, job, num_steps, seed, scheme)
 
 
 def background(
@@ -170,27 +175,26 @@ def background(
 
     Source: the code of From Promise to Practice (ICLR 2025), Decent-DP.
     """
-    _check_positive(num_steps=num_steps, num_buckets=num_buckets)
+    check_positive(num_buckets=num_buckets)
     planned = plans(cluster, topology)
-    start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
+    free = np.zeros(cluster.num_nodes)
     updated = np.zeros((num_buckets, cluster.num_workers))
-    for step in range(num_steps):
+
+    def scheme(step: int, start: np.ndarray, compute: np.ndarray) -> Instants:
+        nonlocal updated
         legs = planned[step % topology.period]
-        met, done = [], [np.zeros(cluster.num_workers)]
-        for ready in updated:
+        sent, met, done = updated, [], [np.zeros(cluster.num_workers)]
+        for ready in sent:
             met.append(meet(legs, ready))
+            # One thread sends: a bucket starts after the exchange of the bucket before.
             begun = np.maximum(ready, done[-1])
             done.append(finish(legs, job.model_bytes / num_buckets, begun, free))
-        compute = job.draw(step, cluster.num_workers, seed)
-        sent = updated[0]
         updated = _update(job, start, compute, done[1:])
-        computed = start + compute
-        waited = np.maximum(_update(job, start, compute, met)[-1], computed)
-        end = np.maximum(updated[-1], computed)  # The former, but for rounding.
-        parts = compute, waited - computed, np.maximum(end - waited, 0)
-        rows.append((start, *parts, sent, done[-1] - sent))
-        start = end
-    return _stacked(rows)
+        # Step t needs the exchange that started inside step t - 1: `sent` may be before
+        # `start`, and only what is left of it at the end of the compute is exposed.
+        return sent[0], done[-1], _update(job, start, compute, met)[-1], updated[-1]
+
+    return _simulate(cluster, job, num_steps, seed, scheme)
 
 
 def wait_avoiding(
@@ -220,51 +224,46 @@ def wait_avoiding(
 
     Source: Li et al., WAGMA-SGD (2020), section 3.
     """
-    _check_positive(num_steps=num_steps, sync_every=sync_every)
+    check_positive(sync_every=sync_every)
     planned = plans(cluster, topology)
     whole = all_reduce_seconds(cluster, job.model_bytes)
-    start, free, rows = np.zeros(cluster.num_workers), idle(cluster), []
-    for step in range(num_steps):
-        compute = job.draw(step, cluster.num_workers, seed)
+    free = np.zeros(cluster.num_nodes)
+
+    def scheme(step: int, start: np.ndarray, compute: np.ndarray) -> Instants:
         computed = start + compute
         if (step + 1) % sync_every == 0:
             met = np.full_like(start, computed.max())
             done = met + whole
         else:
+            # The fastest worker triggers the exchange; all others join at once.
             met = np.full_like(start, computed.min())
             legs = planned[step % topology.period]
             done = finish(legs, job.model_bytes, met, free)
-        end = np.maximum(computed, done)
-        rows.append(_row(start, compute, met, end, computed))
-        start = end
-    return _stacked(rows)
+        # A late worker has its own model, and receives the sum, at the later moment.
+        return computed, np.maximum(computed, done), met, done
+
+    return _simulate(cluster, job, num_steps, seed, scheme)
 
 
-def _stacked(rows: Sequence[Sequence[np.ndarray]]) -> Times:
-    """Returns the times of all steps, [T, N], from those of each."""
-    return Times(*map(np.stack, zip(*rows, strict=True)))
-
-
-def _row(
-    start: np.ndarray,
-    compute: np.ndarray,
-    met: np.ndarray,
-    done: np.ndarray,
-    ready: np.ndarray,
+def _simulate(
+    cluster: Cluster, job: Job, num_steps: int, seed: int, scheme: Scheme
 ) -> Times:
-    """Returns one step of `Times`, [N].
-
-    Args:
-      start: start of the step.
-      compute: duration of the compute.
-      met: time at which the exchange would be done if messages took no time.
-      done: time at which the exchange is done.
-      ready: time at which the worker is ready for it.
-    """
-    computed = start + compute
-    waiting = np.maximum(met - computed, 0)
-    exposed = np.maximum(done - computed, 0) - waiting
-    return Times(start, compute, waiting, exposed, ready, done - ready)
+    """Plays steps one after the other, each from the ends of the one before."""
+    check_positive(num_steps=num_steps)
+    start, rows = np.zeros(cluster.num_workers), []
+    for step in range(num_steps):
+        compute = job.draw(step, cluster.num_workers, seed)
+        sent, received, met, done = scheme(step, start, compute)
+        computed = start + compute
+        # A scheme may add up the same durations in another order than `start + compute`
+        # does; the maxima keep rounding errors from becoming negative durations.
+        waited = np.maximum(met, computed)
+        end = np.maximum(done, computed)
+        exposed = np.maximum(end - waited, 0)
+        row = start, compute, waited - computed, exposed, sent, received - sent
+        rows.append(row)
+        start = end
+    return Times(*map(np.stack, zip(*rows, strict=True)))
 
 
 def _update(
@@ -278,9 +277,3 @@ def _update(
         moment = np.maximum(moment + part, exchanged)
         moments.append(moment)
     return np.stack(moments)
-
-
-def _check_positive(**numbers: int) -> None:
-    for name, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{name} must be positive, got {number}")
