@@ -14,6 +14,8 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
+from decentjax import topology
+from decentjax.analysis import stages
 from decentjax.exchange import matrices
 from decentjax.runtime import Cluster
 from train.bench.model.emulated import Comparison
@@ -211,6 +213,13 @@ def test_the_simulator_is_timed_with_each_scheme():
     assert [row.num_workers for row in rows] == [48, 48, 48, 32, 32]
     assert all(row.seconds > 0 for row in rows)
     assert "| ring between nodes | 48 |" in simulator_table(rows)
+
+
+def test_what_100_000_workers_send_needs_no_matrix_of_them():
+    """Of 75 GiB; the bench simulates as many."""
+    (sent,) = stages(topology.ring(100_000).exchanges[0])
+    assert sent.groups.shape == (2, 2 * 100_000)
+    assert set((sent.receivers - sent.senders)[2:-2].tolist()) == {1, -1}
 
 
 def test_every_cluster_runs_at_every_rate():
