@@ -11,7 +11,7 @@ import optax
 from rich.console import Console
 
 from decentjax import overlap, place, worker_mesh
-from train.bench.runner import Runner
+from train.bench.runner import Runner, repeat
 from train.config import (
     Config,
     ExchangeConfig,
@@ -74,12 +74,7 @@ def plain_step(
     compiled = step.lower(*state, batch, key).compile()
     flops = sum(overlap.read(compiled).work.flops.values())
 
-    def run():
-        nonlocal state
-        state = step(*state, batch, key)
-        return state
-
-    return Runner(run), flops
+    return repeat(lambda state, _: step(*state, batch, key), state), flops
 
 
 def our_step(
@@ -91,13 +86,7 @@ def our_step(
     train_step = build_in_step(config, task, optimizer, mesh, options)
     state = build_state(config, task, optimizer, [0])
     state, stacked = place((state, jax.tree.map(lambda x: x[None], batch)), mesh)
-
-    def run():
-        nonlocal state
-        state, _ = train_step(state, stacked, 0)
-        return state
-
-    return Runner(run)
+    return repeat(lambda state, t: train_step(state, stacked, t)[0], state)
 
 
 def in_turns(

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from decentjax import accum_adamw, overlap
 from train.bench.gpu.gpu import ACCUM, COPY, OURS, PLAIN, UPDATE, GpuBench, GpuTiming
-from train.bench.runner import Runner
+from train.bench.runner import Runner, repeat
 from train.bench.train_steps import for_workers, in_turns, our_step, plain_step
 from train.cli.load import load_config
 from train.cli.tables import write_json
@@ -116,14 +116,9 @@ def update_step(config: Config, task: Task) -> tuple[Runner, float, float]:
     grads = jax.tree.map(jnp.ones_like, params)
     model_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     compiled = step.lower(params, opt_state, grads).compile()
-
-    def run():
-        nonlocal params, opt_state
-        params, opt_state = step(params, opt_state, grads)
-        return params
-
+    runner = repeat(lambda state, _: step(*state, grads), (params, opt_state))
     must_move = (7 + 2 / accum_steps) * model_bytes
-    return Runner(run), must_move, overlap.read(compiled).work.num_bytes
+    return runner, must_move, overlap.read(compiled).work.num_bytes
 
 
 def copy_step(task: Task) -> tuple[Runner, float]:
@@ -131,14 +126,10 @@ def copy_step(task: Task) -> tuple[Runner, float]:
     params, _ = jax.eval_shape(task.init, jax.random.key(0))
     size = 4 * sum(x.size for x in jax.tree.leaves(params))
     array = jnp.zeros(size, jnp.float32)
+    # XLA would drop a copy; a negation moves the same bytes, and donation makes it
+    # write in place, so that no second array of four models is needed.
     negate = jax.jit(jnp.negative, donate_argnums=0)
-
-    def run():
-        nonlocal array
-        array = negate(array)
-        return array
-
-    return Runner(run), 2.0 * array.nbytes
+    return repeat(lambda array, _: negate(array), array), 2.0 * array.nbytes
 
 
 def _device(kind: str) -> Any:
