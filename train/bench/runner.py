@@ -4,6 +4,10 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 
+def nothing() -> None:
+    """The end of a turn whose steps leave nothing in flight."""
+
+
 class Runner(NamedTuple):
     """Something that takes its turn in each round of a bench.
 
@@ -13,13 +17,13 @@ class Runner(NamedTuple):
     """
 
     step: Callable[[], Any]
-    finish: Callable[[], Any] = lambda: None
+    finish: Callable[[], Any] = nothing
 
 
 def repeat(
     step: Callable[[Any, int], Any],
     state: Any,
-    finish: Callable[[], Any] = lambda: None,
+    finish: Callable[[], Any] = nothing,
 ) -> Runner:
     """Returns a runner whose step t replaces the state by step(state, t).
 

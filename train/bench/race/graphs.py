@@ -7,8 +7,8 @@ from decentjax.topology import Topology
 from train.bench.race.contestants import Graph
 
 
-def graph_of(graph: Graph, num_workers: int, per_node: int) -> Topology:
-    """Returns the topology of a graph.
+def graph_of(graph: Graph | None, num_workers: int, per_node: int) -> Topology:
+    """Returns the topology of a graph; None stands for all-reduce, which is complete.
 
     Raises:
       ValueError: if the graph is not defined for this number of workers.
@@ -21,7 +21,7 @@ def graph_of(graph: Graph, num_workers: int, per_node: int) -> Topology:
         Graph.EXPONENTIAL: topology.one_peer_exponential,
         Graph.COMPLETE: topology.complete,
     }
-    return make[graph](num_workers)
+    return make[graph or Graph.COMPLETE](num_workers)
 
 
 def ring(num_workers: int) -> Topology:

@@ -4,7 +4,7 @@ from statistics import median
 from typing import NamedTuple
 
 from decentjax import analysis
-from train.bench.race.contestants import Contestant, Graph, Scheme
+from train.bench.race.contestants import Contestant, Scheme
 from train.bench.race.graphs import graph_of
 from train.cli.tables import markdown
 from train.figures.race_figure import Bar
@@ -33,12 +33,11 @@ def link_seconds(
     """Returns bytes over rate: the seconds of a step that the busiest link needs."""
     # Both average all gradients, which sends as much as the mean of all models.
     flat = contestant.scheme in (Scheme.ALL_REDUCE, Scheme.DDP)
-    graph = Graph.COMPLETE if flat else contestant.graph
-    if graph is None:
+    if contestant.graph is None and not flat:
         return None
     per_node, rate = cluster.workers_per_node, parse_rate(cluster.rate)
     assert rate is not None
-    topology = graph_of(graph, cluster.num_workers, per_node)
+    topology = graph_of(contestant.graph, cluster.num_workers, per_node)
     sent = [x.node_bytes for x in analysis.traffic(topology, model_bytes, per_node)]
     # Over a period, as each node's link is idle in steps of its own.
     return max(map(sum, zip(*sent, strict=True))) / len(sent) / rate
