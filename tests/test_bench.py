@@ -17,8 +17,13 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_emulate import needs_root, processes_with
 
 from train.bench.__main__ import main as bench_main
-from train.bench.race.contestants import Contestant, Graph, Scheme, all_contestants
-from train.bench.race.graphs import graph_of
+from train.bench.race.contestants import (
+    Contestant,
+    Graph,
+    Scheme,
+    all_contestants,
+    graph_of,
+)
 from train.bench.race.race_report import Timing, bars, link_seconds, table
 from train.bench.race.turns import Load, Turn, serve
 from train.bench.runner import Runner

@@ -34,8 +34,7 @@ from train.bench.model.model_report import (
     write,
 )
 from train.bench.model.published import AER, ALL_REDUCE, EXP, SGP, Fit, Line
-from train.bench.race.contestants import Graph
-from train.bench.race.graphs import graph_of
+from train.bench.race.contestants import Graph, graph_of
 from train.bench.race.team import cluster_name
 from train.bench.race.turns import Load
 
@@ -144,7 +143,7 @@ def test_a_fit_finds_what_made_the_measurements(monkeypatch):
     wanted = {n: published.predict(A40, known, n, 4) for n in A40.rows}
 
     def fitted_to(all_reduce: float) -> dict[int, dict[str, float]]:
-        """Steps of a fit where an all-reduce's were so many times as long."""
+        """Steps of a fit to all-reduces that take `all_reduce` times as long."""
         rows = {}
         for num_workers, times in wanted.items():
             changed = {**times, ALL_REDUCE: all_reduce * times[ALL_REDUCE]}
@@ -168,7 +167,7 @@ def test_what_a_card_can_carry_at_the_least_is_bytes_over_rate(monkeypatch):
     model = 1e3 * published.MODEL_BYTES / (25e9 / 8)
     # In 2 of 4 steps all four workers of a node send a model to another node.
     assert found[16].at_least[EXP] == pytest.approx(4 * model * 2 / 4)
-    # 1, 2, 4 and 4 of them, where each sends so many places on.
+    # 1, 2, 4 and 4 of them, as workers send 1, 2, 4 and 8 places further.
     assert found[16].at_least[SGP] == pytest.approx((1 + 2 + 4 + 4) / 4 * model)
     assert found[8].predicted[AER] == pytest.approx(40 + 600 / 8, rel=0.05)
     assert found[32].two_cards[EXP] < 0.7 * found[32].predicted[EXP]

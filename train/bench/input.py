@@ -20,6 +20,8 @@ from train.data.vocabulary import PAD
 from train.run.build import build_in_step, build_optimizer, build_state
 from train.tasks.task import Task
 
+# The event that jax records once for each program that XLA compiles, also where the
+# program comes from the persistent cache.
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -110,6 +112,7 @@ def measure(config: Config, steps: int, processes: int | None) -> InputTiming:
         filled=_filled(batches),
         read=read,
         trained=trained,
+        # XLA compiles a step for each pair of a shape and an exchange.
         shapes=len({str(jax.tree.map(np.shape, batch)) for batch in batches}),
         exchanges=(
             1 if step.algorithm == "all_reduce" else len(set(config.build_topology()))
@@ -176,6 +179,7 @@ def _train(config: Config, task: Task, batches: list[Any]) -> tuple[float, int]:
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     train_step = build_in_step(config, task, optimizer, mesh=None)
     state = build_state(config, task, optimizer, range(config.workers.num_workers))
+    # On the device before the clock starts: this measures the model alone.
     placed = [jax.device_put(batch) for batch in batches]
     start = 0.0
     with count_compiled() as compiled:

@@ -80,8 +80,10 @@ def of_one_worker(config: Config, batch: int, compute_dtype: str) -> Config:
 def measure(config: Config, bench: StepBench, console: Console) -> dict[str, float]:
     """Returns the median seconds of both steps."""
     task = config.task.build()
+    # The task's own shapes: for translation the batch is one of tokens, not of pairs.
     shapes = task.batch_shape(config.step.batch_per_worker)
     batch = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
+    # A constant rate: the schedule and the clipping of the config are left out of both.
     adam = optax.adamw(1e-4)
     plain, _ = plain_step(config, task, adam, batch)
     runners = {PLAIN: plain, OURS: our_step(config, task, adam, batch)}

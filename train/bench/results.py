@@ -16,6 +16,7 @@ def check_at_least(options: Any, **least: float) -> None:
     """
     for name, value in least.items():
         given = getattr(options, name)
+        # Not `given < value`, which is False for NaN.
         if given is not None and not given >= value:
             raise ValueError(f"{name} must be at least {value}, got {given}")
 

@@ -29,7 +29,7 @@ def repeat(
 
     It alone holds the state, so a step may donate it.
     """
-    t = 0
+    t = 0  # Counts on through all turns, so a topology goes on where it was.
 
     def run() -> Any:
         nonlocal state, t

@@ -37,12 +37,13 @@ def draw_race(clusters: Mapping[str, Sequence[Bar]]) -> Figure:
     for axes, (title, bars) in zip(all_axes[:, 0], clusters.items(), strict=True):
         for place, bar in enumerate(bars):
             axes.barh(place, bar.seconds, color=bar.colour)
+            # A thin line from the fastest to the slowest round.
             axes.plot(bar.extent, [place, place], color="black", linewidth=1)
             if bar.limit is not None:
                 ends = [place - 0.4, place + 0.4]
                 axes.plot([bar.limit, bar.limit], ends, color="tab:red")
         axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
-        axes.invert_yaxis()
+        axes.invert_yaxis()  # The first contestant at the top.
         axes.set(title=title)
     all_axes[-1, 0].set_xlabel("s/step; in red the limit")
     return figure

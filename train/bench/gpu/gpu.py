@@ -134,6 +134,8 @@ def table(bench: GpuBench, result: GpuTiming, shared: Seconds) -> str:
         ]
         for name in (PLAIN, OURS, ACCUM)
     ]
+    # The update does a few FLOPs for each byte, so the memory limits it. A copy shows
+    # the rate that the device reaches, which is less than its data sheet's.
     bandwidth = result.copied_bytes / seconds[COPY]
     share = result.update_bytes / bandwidth / seconds[UPDATE]
     most = result.update_bytes / result.compiled_bytes
@@ -149,6 +151,7 @@ def table(bench: GpuBench, result: GpuTiming, shared: Seconds) -> str:
 def shared_sentence(processes: int, seconds: Seconds) -> str:
     """Returns how much of the exchange over the host the processes hide."""
     compute, exchange, both = (seconds[name] for name in SHARED)
+    # 30 ms and 40 ms alone, 50 ms together: 20 of the 40 ms are hidden, of at most 30.
     hidden = (compute + exchange - both) / exchange
     most = min(compute / exchange, 1)
     return (

@@ -15,6 +15,7 @@ from decentjax import accum_adamw, overlap
 from train.bench.gpu.gpu import ACCUM, COPY, OURS, PLAIN, UPDATE, GpuBench, GpuTiming
 from train.bench.runner import Runner, repeat
 from train.bench.train_steps import for_workers, in_turns, our_step, plain_step
+from train.cli.command import command
 from train.cli.load import load_config
 from train.cli.tables import write_json
 from train.config import Config, TopologyName
@@ -23,15 +24,11 @@ from train.run.build import build_state
 from train.tasks.task import Task
 
 
+@command()
 def main(options: str) -> None:
     bench = GpuBench.from_json(options)
-    console = Console(soft_wrap=True, markup=False, highlight=False)
-    try:
-        with explained():
-            result = measure(bench, console)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
-    write_json(bench.out / "alone.json", result)
+    with explained():
+        write_json(bench.out / "alone.json", measure(bench))
 
 
 @contextlib.contextmanager
@@ -46,7 +43,7 @@ def explained() -> Iterator[None]:
         raise ValueError(f"take a smaller --batch: {first}") from error
 
 
-def measure(bench: GpuBench, console: Console) -> GpuTiming:
+def measure(bench: GpuBench) -> GpuTiming:
     """Measures all steps in turns.
 
     Raises:
@@ -68,16 +65,18 @@ def measure(bench: GpuBench, console: Console) -> GpuTiming:
         UPDATE: update,
         COPY: copy,
     }
+    # By the driver's name of the device, as `preflight` knows GPUs by it.
     known = {gpu.name: gpu.flops_per_second["bf16"] for gpu in GPUS.values()}
     return GpuTiming(
         device=device.device_kind,
+        # Windows of text [examples, context + 1]: the last token is only predicted.
         tokens=batch.shape[0] * (batch.shape[1] - 1),
         flops=flops,
         peak=known.get(device.device_kind),
         copied_bytes=copied_bytes,
         update_bytes=update_bytes,
         compiled_bytes=compiled_bytes,
-        seconds=in_turns(runners, bench.rounds, bench.steps, console),
+        seconds=in_turns(runners, bench.rounds, bench.steps, Console()),
     )
 
 

@@ -41,6 +41,7 @@ def main(options: str, port: str, rank: str) -> None:
         process_id=int(rank),
         timeout_seconds=120,
     )
+    # fail_stop outside: its peers would wait in a collective for one that has failed.
     with fail_stop(), explained():
         start(job, bench.processes)
         seconds = measure(bench)
@@ -53,6 +54,7 @@ def measure(bench: GpuBench) -> dict[str, float]:
     task = config.task.build()
     with contextlib.ExitStack() as stack:
         shared = runners(config, task, optax.adamw(1e-4), stack)
+        # Quiet, as the lines of all processes go to one terminal.
         return in_turns(shared, bench.rounds, bench.steps, Console(quiet=True))
 
 
@@ -68,7 +70,7 @@ def runners(
       config: config of all workers.
       task: its task.
       optimizer: local optimizer.
-      stack: closes their threads.
+      stack: stack of contexts that closes the threads of the exchanges.
     """
     batch = first_batch(config, task)
     alone = worker_mesh(1, jax.local_devices())

@@ -13,8 +13,7 @@ import numpy as np
 from decentjax import runtime
 from decentjax.analysis import ring_all_reduce
 from decentjax.runtime import Cluster, Job
-from train.bench.race.contestants import Contestant, Graph, Scheme
-from train.bench.race.graphs import graph_of
+from train.bench.race.contestants import Contestant, Graph, Scheme, graph_of
 from train.bench.race.team import Team, cluster_name, measure_in
 from train.bench.race.turns import Load, Turn
 from train.job.namespaces import EmulatedCluster, Worker, parse_rate

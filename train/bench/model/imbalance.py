@@ -78,6 +78,7 @@ def _throughputs(num_workers: int, ideal: float) -> dict[str, float]:
     simulated: dict[str, Times] = {
         "all-reduce": runtime.all_reduce(cluster, job, STEPS),
         "local SGD": runtime.all_reduce(cluster, job, STEPS, num_buckets=1),
+        # Both send after the step, so nothing hides their messages.
         "D-PSGD": runtime.in_step(cluster, job, ring, STEPS, hidden=False),
         "SGP": runtime.in_step(cluster, job, exponential, STEPS, hidden=False),
         WAGMA: runtime.wait_avoiding(cluster, job, groups, STEPS, SYNC_EVERY),

@@ -8,8 +8,7 @@ from typing import Literal
 from rich.console import Console
 
 from train.bench.model import emulated, imbalance, model_report, published, simulator
-from train.bench.race.contestants import Contestant, Scheme
-from train.bench.race.graphs import graph_of
+from train.bench.race.contestants import Contestant, Scheme, graph_of
 from train.bench.race.team import cluster_name, parse_cluster
 from train.bench.race.turns import Load, Turn
 from train.bench.results import check_at_least
@@ -74,6 +73,7 @@ def main(bench: ModelBench) -> int:
 
 
 def _emulated(bench: ModelBench) -> list[emulated.Comparison]:
+    # The team's first turn: it compiles in its warm-up.
     turn = Turn(
         Contestant(Scheme.COMPUTE),
         warmup=5,

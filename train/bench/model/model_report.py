@@ -83,6 +83,7 @@ def published_table(lines: list[Line]) -> str:
         cells.append(f"{predicted:.2f} / {measured:.2f} ({error})")
         cells.append(f"{line.two_cards[EXP]:.1f}")
         rows.append([_place(line), *cells])
+    # The ratio of two ratios, either way: 15 % too fast or too slow.
     logs = [abs(np.log(np.divide(*line.speed_ups()))) for line in lines]
     close = sum(log < np.log(1.15) for log in logs)
     few = [scheme for scheme in SCHEMES if scheme != SGP]
@@ -96,7 +97,11 @@ def published_table(lines: list[Line]) -> str:
             f"- Order without SGP: {_order(lines, few, two_cards=False)}",
             f"- Order without SGP, two cards: {_order(lines, few, two_cards=True)}",
             f"- Measured faster than bytes over rate: {_too_fast(lines)}.",
-            *(f"- Fitted to {name}: {text}." for name, text in _fits(lines).items()),
+            *(
+                f"- Fitted to {name}: compute {1e3 * x.fixed:.1f} ms + {x.shared:.3g} s"
+                f" / N, sigma {x.sigma:.3f}."
+                for name, x in {line.cluster: line.fitted for line in lines}.items()
+            ),
         ]
     )
 
@@ -149,6 +154,7 @@ def _settings(
 ) -> dict[tuple[str, str, float], dict[str, emulated.Comparison]]:
     """The rows by cluster, rate and straggler, then by scheme."""
     settings = {}
+    # A cell is missing where a graph runs on other clusters only.
     for row in rows:
         cells = settings.setdefault((row.cluster, row.rate, row.straggler), {})
         cells[row.scheme] = row
@@ -159,6 +165,7 @@ def _panels(results: Results) -> list[Panel]:
     emulations: dict[str, list[tuple[float, float]]] = {}
     for row in results.emulated:
         emulations.setdefault(row.scheme, []).append((row.measured, row.predicted))
+    # No schemes where the part was not requested, so that the legend has none.
     fig_6 = {
         scheme: [(x.measured[scheme], x.predicted[scheme]) for x in results.published]
         for scheme in SCHEMES
@@ -189,14 +196,6 @@ def _too_fast(lines: list[Line]) -> str:
         if line.measured[name] < line.at_least[name]
     )
     return "; ".join(found) or "none"
-
-
-def _fits(lines: list[Line]) -> dict[str, str]:
-    return {
-        line.cluster: f"compute {1e3 * line.fitted.fixed:.1f} ms + "
-        f"{line.fitted.shared:.3g} s / N, sigma {line.fitted.sigma:.3f}"
-        for line in lines
-    }
 
 
 def _place(line: Line) -> str:

@@ -15,7 +15,7 @@ MODEL_BYTES = 4 * 63_145_984  # Transformer base in float32, by configs/wmt14_de
 ALL_REDUCE, SGP, EXP, AER = "AllReduce", "SGP(Exp)", "Decent(Exp)", "Decent(AER)"
 SCHEMES = (ALL_REDUCE, SGP, EXP, AER)
 FITTED = (ALL_REDUCE, AER)
-FIT_STEPS, STEPS = 60, 400
+FIT_STEPS, STEPS = 60, 400  # A fit simulates each row up to 200 times.
 CLOSE = 0.05  # Schemes measured within that share of each other have no order.
 
 
@@ -141,10 +141,11 @@ class Line(NamedTuple):
 def fit(published: Published) -> Fit:
     """Fits AER's steps and speed-ups over all-reduce, by least squares of logs."""
     smallest = min(published.rows)
-    # Nelder-Mead moves by parts of the start, so its numbers are of the order of one.
+    # The unit of the search is AER's step, so that one start fits all clusters.
     scale = published.measured(smallest)[AER] / 1e3
 
     def of(point: np.ndarray) -> Fit:
+        # The search is unbounded; these three cannot be negative.
         fixed, shared, sigma = map(float, np.abs(point))
         return Fit(fixed * scale, shared * scale * smallest, sigma)
 
@@ -154,9 +155,11 @@ def fit(published: Published) -> Fit:
             measured = published.measured(num_workers)
             found = predict(published, of(point), num_workers, FIT_STEPS, FITTED)
             logs = {name: np.log(x / measured[name]) for name, x in found.items()}
+            # AER's time, and the speed-up: all-reduce's error relative to AER's.
             total += logs[AER] ** 2 + (logs[ALL_REDUCE] - logs[AER]) ** 2
         return float(total)
 
+    # At the smallest number of workers fixed + shared are AER's whole step at first.
     start = np.array([0.3, 0.7, 0.1])
     corners = [start, [0.1, 0.9, 0.1], [0.3, 0.6, 0.1], [0.3, 0.7, 0.2]]
     options = {"maxfev": 200, "fatol": 1e-5, "initial_simplex": corners}
@@ -200,6 +203,7 @@ def _line(published: Published, fitted: Fit, num_workers: int) -> Line:
     at_least = {}
     for name, graph in _pairs(num_workers).items():
         sent = analysis.traffic(graph, MODEL_BYTES, published.workers_per_node)
+        # Over a period, as each node's card is idle in steps of its own.
         busiest = np.mean([x.node_bytes for x in sent], axis=0).max()
         at_least[name] = 1e3 * float(busiest) / (published.between * GBIT)
     return Line(

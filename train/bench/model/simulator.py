@@ -6,8 +6,7 @@ from typing import NamedTuple
 
 from decentjax import runtime, topology
 from decentjax.runtime import Cluster, Job
-from train.bench.race.contestants import Graph
-from train.bench.race.graphs import graph_of
+from train.bench.race.contestants import Graph, graph_of
 
 STEPS = 100
 PER_NODE = 8
@@ -32,6 +31,7 @@ def rows(even: int = EVEN, power_of_two: int = POWER_OF_TWO) -> list[SimulationT
     """Simulates each scheme once, with these numbers of workers."""
     job = Job(model_bytes=2.6e8, compute=runtime.gamma(0.065, 0.1))
     graphs = {
+        # To both neighbours at once; the race's ring sends to one.
         "ring": topology.ring(even),
         Graph.NODES: graph_of(Graph.NODES, even, PER_NODE),
         Graph.EXPONENTIAL: graph_of(Graph.EXPONENTIAL, power_of_two, PER_NODE),

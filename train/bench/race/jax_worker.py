@@ -24,8 +24,7 @@ from decentjax import (
     place,
     worker_mesh,
 )
-from train.bench.race.contestants import Contestant, Scheme
-from train.bench.race.graphs import graph_of
+from train.bench.race.contestants import Contestant, Scheme, graph_of
 from train.bench.race.turns import Load, serve
 from train.bench.runner import Runner, nothing, repeat
 from train.config import DistributedConfig
@@ -34,6 +33,7 @@ from train.job.distributed import fail_stop, start
 
 def main() -> None:
     num_workers = int(os.environ["WORLD_SIZE"])
+    # A worker that fails ends at once, which closes its connection to the driver.
     with fail_stop():
         start(DistributedConfig(enabled=True, timeout_seconds=120), num_workers)
         serve(Connection(0), _runner)
@@ -43,6 +43,7 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
     num_workers, scheme = jax.process_count(), contestant.scheme
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     alone = scheme == Scheme.COMPUTE
+    # Compute alone is a mesh of one worker in each process: nothing is sent.
     mesh = worker_mesh(1, jax.local_devices()) if alone else worker_mesh(num_workers)
     graph = graph_of(contestant.graph, mesh.shape[AXIS], per_node)
     optimizer = optax.adam(1e-4)
@@ -82,6 +83,8 @@ def _start(
     load: Load, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[WorkerState, jax.Array]:
     """The state and the batch, on the mesh's devices of this process."""
+    # The same draws on each worker, as all start from one model; divided by the root of
+    # the width, so that activations do not grow from layer to layer.
     draws = np.random.default_rng(0)
     shape = (load.width, load.width)
     weights = [

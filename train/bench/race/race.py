@@ -72,6 +72,7 @@ class Race:
 
 
 def main(race: Race) -> int:
+    # Found, not imported: `in_cluster` forks, and torch starts threads.
     peers = find_spec("torch") is not None and find_spec("decent_dp") is not None
     if not peers:
         print("PyTorch and Decent-DP do not take part: pip install -e '.[peers]'")
@@ -137,6 +138,7 @@ def run(
     if race.straggler:
         late = [x for x in delayed(cluster.workers_per_node) if x in contestants]
         turns += [x._replace(straggler=True) for x in late]
+    # Those with a straggler come after the others, so their programs are compiled.
     rounds: dict[Contestant, list[float]] = {x: [] for x in turns}
     size = f"{cluster.nodes} nodes x {cluster.workers_per_node}"
     console = Console(soft_wrap=True, highlight=False)

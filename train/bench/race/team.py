@@ -1,14 +1,16 @@
 """The driver's side of the race's workers."""
 
+import contextlib
 import os
 import pickle
 import re
+import selectors
 import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
@@ -72,6 +74,8 @@ class Team:
         self._logs: list[Path] = []
         self._popens: list[subprocess.Popen] = []
         self._workers: list[Connection] = []
+        # Kept over all turns, as epoll then holds events in the order of their arrival.
+        self._selector = selectors.DefaultSelector()
         argv = [sys.executable, "-m", f"train.bench.race.{kind}_worker"]
         for rank in range(cluster.num_workers):
             process = worker(rank, argv)
@@ -93,6 +97,7 @@ class Team:
             self._logs.append(log)
             self._popens.append(popen)
             self._workers.append(ours)
+            self._selector.register(ours, selectors.EVENT_READ, rank)
 
     def take(self, turn: Turn) -> float:
         """Returns the mean seconds of a step, over steps and workers.
@@ -100,22 +105,20 @@ class Team:
         Raises:
           SystemExit: if a worker dies; the others end with the cluster.
         """
-        means = []
-        worker: Any = None
-        try:
-            for worker in self._workers:
+        for worker in self._workers:
+            # The selector reports a worker that has died.
+            with contextlib.suppress(ConnectionError):
                 worker.send(turn)
-            # In the order of arrival: if a worker dies, the others wait for it in a
-            # collective and never answer.
-            missing = list(self._workers)
-            while missing:
-                ready: Any = wait(missing)
-                for worker in ready:
+        means = []
+        while len(means) < len(self._workers):
+            # In the order of events: if a worker dies, the others wait for it in a
+            # collective that fails later, and never answer.
+            for key, _ in self._selector.select():
+                worker: Any = key.fileobj
+                try:
                     means.append(fmean(worker.recv()))
-                    missing.remove(worker)
-        except (EOFError, ConnectionError) as error:
-            rank = self._workers.index(worker)
-            raise self._death(rank, turn) from error
+                except (EOFError, ConnectionError) as error:
+                    raise self._death(key.data, turn) from error
         return fmean(means)
 
     def _death(self, rank: int, turn: Turn) -> SystemExit:
@@ -127,7 +130,8 @@ class Team:
         )
 
     def close(self) -> None:
-        # First all, then wait: torch's workers end only together.
+        # First all of them, then wait: jax's processes wait for each other at exit.
+        self._selector.close()
         for worker in self._workers:
             worker.close()
         for popen in self._popens:

@@ -36,6 +36,7 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
         adam = functools.partial(optim_fn_adam, lr=1e-4)
         assert contestant.graph is not None
         topology = DECENT_DP_GRAPHS[contestant.graph]
+        # It steps its optimizers itself, in hooks of the backward pass.
         model = DecentralizedDataParallel(model, adam, topology=topology)
     else:
         if contestant.scheme == Scheme.DDP:

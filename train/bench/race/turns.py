@@ -70,7 +70,9 @@ def serve(driver: Connection, make: Callable[[Load, Contestant], Runner]) -> Non
     rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     load: Load = driver.recv()
     runners: dict[Contestant, Runner] = {}
-    with driver, contextlib.suppress(EOFError):
+    # The connection closes with the process, not here: a worker that fails because its
+    # peer has died must not look as if it had died first.
+    with contextlib.suppress(EOFError):
         while True:
             turn: Turn = driver.recv()
             # The delay is the turn's: with and without it the same program runs.
@@ -85,6 +87,7 @@ def _take(turn: Turn, runner: Runner, rank: int, num_workers: int) -> list[float
     seconds = []
     for t in range(turn.warmup + turn.steps):
         start = time.monotonic()
+        # N = 4: worker 0 is late at steps 0, 4, ..., worker 1 at steps 1, 5, ...
         late = turn.straggler if t % num_workers == rank else 0.0
         if late + turn.pause:
             time.sleep(late + turn.pause)
