@@ -172,8 +172,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/exchange.py",
-        "np.stack(np.nonzero(edges.T))",
-        "np.stack(np.nonzero(edges))",
+        "np.broadcast_arrays(sources, np.arange(between.size))",
+        "np.broadcast_arrays(np.arange(between.size), sources)",
         "tests/test_analysis.py -k who_sends_to_more",
     ),
     Mutant(

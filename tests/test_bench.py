@@ -6,7 +6,9 @@ import signal
 import subprocess
 import sys
 import uuid
+from multiprocessing import Pipe
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -15,10 +17,16 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_emulate import needs_root, processes_with
 
 from train.bench.__main__ import main as bench_main
-from train.bench.race.contestants import Contestant, Graph, Scheme, all_contestants
-from train.bench.race.graphs import graph_of
+from train.bench.race.contestants import (
+    Contestant,
+    Graph,
+    Scheme,
+    all_contestants,
+    graph_of,
+)
 from train.bench.race.race_report import Timing, bars, link_seconds, table
-from train.bench.race.turns import Load
+from train.bench.race.turns import Load, Turn, serve
+from train.bench.runner import Runner
 from train.figures.race_figure import draw_race
 from train.job.namespaces import EmulatedCluster
 
@@ -59,7 +67,7 @@ def race(*options: str, **env: str) -> subprocess.Popen[str]:
         ("--clusters=4", "a cluster is written as 4x2, got '4'"),
         ("--clusters 2x1 0x2", "a cluster is written as 4x2, got '0x2'"),
         ("--clusters 2x1 255x1", "nodes must be between 1 and 254, got 255"),
-        ("--rate=none", "the race needs a rate, such as 200mbit"),
+        ("--rate=none", "a bench of clusters needs a rate, such as 200mbit"),
         ("--rate=fast", "rate must be like 200mbit"),
         ("--rounds=0", "rounds must be at least 1, got 0"),
         ("--steps=0", "steps must be at least 1, got 0"),
@@ -221,23 +229,27 @@ TIMINGS = [
 ]
 
 
-SERVING = """
-from train.bench.race.turns import serve
-from train.bench.runner import Runner
-serve(1, 1, 2, lambda contestant: Runner(lambda: None))
-"""
+def test_warmup_does_not_count_and_each_worker_is_late_in_turn(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    load, alone = Load(), Contestant(Scheme.COMPUTE)
+    made = []
 
+    def make(*what) -> Runner:
+        made.append(what)
+        return Runner(lambda: None)
 
-def test_warmup_does_not_count_and_each_worker_is_late_in_turn():
-    alone = (Scheme.COMPUTE, None, False)
-    turns = [(alone, 2, 3, 0.0, 0.0), (alone, 0, 4, 0.2, 0.0)]
-    answers = subprocess.check_output(
-        [sys.executable, "-c", SERVING],
-        input="".join(json.dumps(turn) + "\n" for turn in turns),
-        cwd=ROOT,
-        text=True,
-    )
-    measured, late = map(json.loads, answers.splitlines())
+    driver, worker = Pipe()
+    driver.send(load)
+    driver.send(Turn(alone, warmup=2, steps=3))
+    late = alone._replace(straggler=True)
+    driver.send(Turn(late, warmup=0, steps=4, straggler=0.2))
+    server = Thread(target=serve, args=(worker, make))
+    server.start()
+    measured, late = driver.recv(), driver.recv()
+    driver.close()  # Ends it.
+    server.join()
+    assert made == [(load, alone)]
     assert len(measured) == 3
     assert [seconds > 0.2 for seconds in late] == [False, True, False, True]
 

@@ -7,36 +7,35 @@ import sys
 
 import numpy as np
 import pytest
-from rich.console import Console
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
 from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
+from decentjax import topology
+from decentjax.analysis import stages
 from decentjax.exchange import matrices
 from decentjax.runtime import Cluster
 from train.bench.model.emulated import Comparison
 from train.bench.model.model import (
     ModelBench,
     emulated,
-    emulations,
     imbalance,
     published,
     simulator,
 )
 from train.bench.model.model_report import (
     Results,
+    compare_orders,
     emulated_table,
-    misordered,
-    num_ordered,
     published_table,
     simulator_table,
     write,
 )
 from train.bench.model.published import AER, ALL_REDUCE, EXP, SGP, Fit, Line
-from train.bench.race.contestants import Graph
-from train.bench.race.graphs import graph_of
+from train.bench.race.contestants import Graph, graph_of
+from train.bench.race.team import cluster_name
 from train.bench.race.turns import Load
 
 MODEL = [sys.executable, "-m", "train.bench", "model"]
@@ -55,9 +54,8 @@ def cluster(num_nodes: int, per_node: int = 1) -> Cluster:
 def predicted(cluster: Cluster, compute: float, straggler: float, name: str) -> float:
     """The seconds of a step of the contestant on that graph."""
     per_node = cluster.workers_per_node
-    named = {x.graph or x.scheme: x for x in emulated.schemes(per_node)}
-    topology = emulated.topology_of(named[name], cluster.num_workers, per_node)
-    return emulated.predict(cluster, WORK, compute, straggler, topology)
+    named = {x.graph or x.scheme: x for x in emulated.contestants(per_node)}
+    return emulated.predict(cluster, WORK, named[name], compute, straggler)
 
 
 def test_emulated_steps_are_compute_or_bytes_over_rate():
@@ -98,8 +96,8 @@ def row(
 def test_schemes_have_an_order_if_they_differ_by_a_tenth():
     rows = [row("a", 1.0, 2.0), row("b", 1.5, 1.0), row("c", 3.0, 2.1)]
     rows += [row("a", 1.0, 9.0, "2mbit")]
-    assert num_ordered(rows) == 2  # a and c over b; c and a are too close.
-    assert misordered(rows) == ["a over b (4x1, 1mbit, late by 0 s)"]
+    # Two have an order, a and c over b; c and a are too close.
+    assert compare_orders(rows) == (2, ["a over b (4x1, 1mbit, late by 0 s)"])
     table = emulated_table(rows)
     assert "| 4x1, 1mbit | 1.000 / 2.000 | 1.500 / 1.000 | 3.000 / 2.100 |" in table
     assert "4 settings: median error 50.0%, largest 88.9%" in table
@@ -145,7 +143,7 @@ def test_a_fit_finds_what_made_the_measurements(monkeypatch):
     wanted = {n: published.predict(A40, known, n, 4) for n in A40.rows}
 
     def fitted_to(all_reduce: float) -> dict[int, dict[str, float]]:
-        """Steps of a fit where an all-reduce's were so many times as long."""
+        """Steps of a fit to all-reduces that take `all_reduce` times as long."""
         rows = {}
         for num_workers, times in wanted.items():
             changed = {**times, ALL_REDUCE: all_reduce * times[ALL_REDUCE]}
@@ -169,7 +167,7 @@ def test_what_a_card_can_carry_at_the_least_is_bytes_over_rate(monkeypatch):
     model = 1e3 * published.MODEL_BYTES / (25e9 / 8)
     # In 2 of 4 steps all four workers of a node send a model to another node.
     assert found[16].at_least[EXP] == pytest.approx(4 * model * 2 / 4)
-    # 1, 2, 4 and 4 of them, where each sends so many places on.
+    # 1, 2, 4 and 4 of them, as workers send 1, 2, 4 and 8 places further.
     assert found[16].at_least[SGP] == pytest.approx((1 + 2 + 4 + 4) / 4 * model)
     assert found[8].predicted[AER] == pytest.approx(40 + 600 / 8, rel=0.05)
     assert found[32].two_cards[EXP] < 0.7 * found[32].predicted[EXP]
@@ -195,7 +193,7 @@ def test_everything_is_written_down_and_drawn(tmp_path):
     bench = ModelBench(out=tmp_path)
     rows = [row("a", 1.0, 2.0), row("b", 1.5, 1.0)]
     results = Results(rows, [line((4.0, 2.0, 3.0, 2.0), (4.0, 3.0, 2.0, 1.9))], [], [])
-    write(bench, results, Console(quiet=True))
+    assert write(bench, results).endswith("model.json  model.md  model.svg")
     facts = json.loads((tmp_path / "model.json").read_text())
     assert facts["emulated"][0] == row("a", 1.0, 2.0)._asdict()
     assert facts["published"][0]["predicted"][ALL_REDUCE] == 4.0
@@ -213,11 +211,17 @@ def test_the_simulator_is_timed_with_each_scheme():
     assert "| ring between nodes | 48 |" in simulator_table(rows)
 
 
+def test_what_100_000_workers_send_needs_no_matrix_of_them():
+    """Of 75 GiB; the bench simulates as many."""
+    (sent,) = stages(topology.ring(100_000).exchanges[0])
+    assert sent.groups.shape == (2, 2 * 100_000)
+    assert set((sent.receivers - sent.senders)[2:-2].tolist()) == {1, -1}
+
+
 def test_every_cluster_runs_at_every_rate():
     bench = ModelBench(clusters=("4x1", "2x2"), rates=("1mbit", "2mbit"))
-    made = [(each.name, each.cluster.rate) for each in emulations(bench)]
+    made = [(cluster_name(x), x.rate) for x in bench.emulated_clusters()]
     assert made == [(c, r) for c in ("4x1", "2x2") for r in ("1mbit", "2mbit")]
-    assert {each.load for each in emulations(bench)} == {bench.work}
 
 
 @pytest.mark.parametrize(
@@ -225,7 +229,7 @@ def test_every_cluster_runs_at_every_rate():
     [
         ({"clusters": ("4",)}, "a cluster is written as 4x2, got '4'"),
         ({"clusters": ("3x1",)}, "to be a power of two, got 3"),
-        ({"rates": ("none",)}, "the model needs rates, such as 200mbit"),
+        ({"rates": ("none",)}, "a bench of clusters needs a rate, such as 200mbit"),
         ({"rates": ("fast",)}, "rate must be like 200mbit"),
         ({"pause": -1.0}, "pause must be at least 0, got -1.0"),
         ({"straggler": float("nan")}, "straggler must be at least 0, got nan"),

@@ -11,14 +11,17 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from train.bench.results import check_at_least, write_results
 from train.cli.load import load_config
-from train.cli.tables import machine, markdown, write_json
+from train.cli.tables import markdown
 from train.config import Config
 from train.data.batches import Feed, feed
 from train.data.vocabulary import PAD
 from train.run.build import build_in_step, build_optimizer, build_state
 from train.tasks.task import Task
 
+# The event that jax records once for each program that XLA compiles, also where the
+# program comes from the persistent cache.
 COMPILED = "/jax/core/compile/backend_compile_duration"
 
 
@@ -43,10 +46,7 @@ class DataBench:
     out: Path = Path("runs/data")
 
     def __post_init__(self):
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
-        if self.processes is not None and self.processes < 0:
-            raise ValueError(f"processes must be at least 0, got {self.processes}")
+        check_at_least(self, steps=1, processes=0)
 
 
 class InputTiming(NamedTuple):
@@ -79,10 +79,8 @@ def main(bench: DataBench) -> int:
     for path in bench.configs:
         with console.status(f"{path.stem} ({len(results) + 1}/{len(bench.configs)})"):
             results.append(measure(load_config(path), bench.steps, bench.processes))
-    facts = {"machine": machine("jax"), "steps": bench.steps, "results": results}
-    write_json(bench.out / "data.json", facts)
-    (bench.out / "data.md").write_text(table(results) + "\n")
-    print(table(results))
+    facts = {"steps": bench.steps, "results": results}
+    print(write_results(bench.out, "data", facts, table(results)))
     return 0
 
 
@@ -95,26 +93,30 @@ def measure(config: Config, steps: int, processes: int | None) -> InputTiming:
       processes: number of processes that read ahead; None for that of the config.
     """
     task = config.task.build()
-    num_workers = config.workers.num_workers
+    num_workers, step = config.workers.num_workers, config.step
     made = task.steps(
         num_workers,
-        config.step.batch_per_worker,
+        step.batch_per_worker,
         config.seed,
         range(num_workers),
-        multiple_of=config.step.num_micro_batches,
+        multiple_of=step.num_micro_batches,
     )
     count = config.data.num_processes if processes is None else processes
     batches, read = _timed(feed(made, count), steps)
     trained, compiled = _train(config, task, batches)
-    topology = config.topology.build(config.workers)
+    # Each leaf has the shape [workers, examples, ...].
+    examples = [np.prod(jax.tree.leaves(batch)[0].shape[:2]) for batch in batches]
     return InputTiming(
         name=config.name,
-        examples=float(np.mean([_examples(batch) for batch in batches])),
+        examples=float(np.mean(examples)),
         filled=_filled(batches),
         read=read,
         trained=trained,
+        # XLA compiles a step for each pair of a shape and an exchange.
         shapes=len({str(jax.tree.map(np.shape, batch)) for batch in batches}),
-        exchanges=len(set(topology)) if config.step.algorithm != "all_reduce" else 1,
+        exchanges=(
+            1 if step.algorithm == "all_reduce" else len(set(config.build_topology()))
+        ),
         compiled=compiled,
     )
 
@@ -177,6 +179,7 @@ def _train(config: Config, task: Task, batches: list[Any]) -> tuple[float, int]:
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     train_step = build_in_step(config, task, optimizer, mesh=None)
     state = build_state(config, task, optimizer, range(config.workers.num_workers))
+    # On the device before the clock starts: this measures the model alone.
     placed = [jax.device_put(batch) for batch in batches]
     start = 0.0
     with count_compiled() as compiled:
@@ -189,12 +192,8 @@ def _train(config: Config, task: Task, batches: list[Any]) -> tuple[float, int]:
         return (time.monotonic() - start) / len(batches), compiled()
 
 
-def _examples(batch: Any) -> int:
-    return int(np.prod(jax.tree.leaves(batch)[0].shape[:2]))
-
-
 def _filled(batches: Sequence[Any]) -> float:
     if not (isinstance(batches[0], dict) and "source" in batches[0]):
-        return 1.0
+        return 1.0  # Only pairs of sentences are padded.
     sides = [batch[side] for batch in batches for side in ("source", "target")]
     return sum(int((side != PAD).sum()) for side in sides) / sum(s.size for s in sides)

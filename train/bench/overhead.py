@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import optax
 from rich.console import Console
 
+from train.bench.results import check_at_least, write_results
 from train.bench.train_steps import for_workers, in_turns, our_step, plain_step
 from train.cli.load import load_config
-from train.cli.tables import machine, markdown, write_json
+from train.cli.tables import markdown
 from train.config import Config
 
 PLAIN, OURS = "plain optax", "one worker's step"
@@ -50,8 +51,9 @@ class StepBench:
                 f"each config needs a batch: {len(self.configs)} configs and "
                 f"{len(self.batches)} batches"
             )
-        if min(self.rounds, self.steps, *self.batches) < 1:
-            raise ValueError("rounds, steps and batches must be at least 1")
+        check_at_least(self, rounds=1, steps=1)
+        if min(self.batches) < 1:
+            raise ValueError(f"batches must be at least 1, got {self.batches}")
 
 
 def main(bench: StepBench) -> int:
@@ -62,10 +64,8 @@ def main(bench: StepBench) -> int:
         console.print(name)
         config = of_one_worker(load_config(path), batch, bench.compute_dtype)
         seconds[name] = measure(config, bench, console)
-    facts = {"machine": machine("jax"), "bench": bench, "seconds": seconds}
-    write_json(bench.out / "step.json", facts)
-    (bench.out / "step.md").write_text(table(seconds) + "\n")
-    print(table(seconds))
+    facts = {"bench": bench, "seconds": seconds}
+    print(write_results(bench.out, "step", facts, table(seconds)))
     return 0
 
 
@@ -80,8 +80,10 @@ def of_one_worker(config: Config, batch: int, compute_dtype: str) -> Config:
 def measure(config: Config, bench: StepBench, console: Console) -> dict[str, float]:
     """Returns the median seconds of both steps."""
     task = config.task.build()
+    # The task's own shapes: for translation the batch is one of tokens, not of pairs.
     shapes = task.batch_shape(config.step.batch_per_worker)
     batch = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), shapes)
+    # A constant rate: the schedule and the clipping of the config are left out of both.
     adam = optax.adamw(1e-4)
     plain, _ = plain_step(config, task, adam, batch)
     runners = {PLAIN: plain, OURS: our_step(config, task, adam, batch)}

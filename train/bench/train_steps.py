@@ -11,7 +11,7 @@ import optax
 from rich.console import Console
 
 from decentjax import overlap, place, worker_mesh
-from train.bench.runner import Runner
+from train.bench.runner import Runner, repeat
 from train.config import (
     Config,
     ExchangeConfig,
@@ -69,17 +69,14 @@ def plain_step(
         return optax.apply_updates(params, updates), opt_state, model_state
 
     worker = build_state(config, task, optimizer, [0])
+    # Params, optimizer state and model state, without the axis of workers [1, ...].
     state = jax.tree.map(lambda x: x[0], worker[:3])
     batch, key = jax.device_put((batch, jax.random.key(1)))
+    # Compiled to read the FLOPs of its matmuls; the steps themselves go through jit.
     compiled = step.lower(*state, batch, key).compile()
     flops = sum(overlap.read(compiled).work.flops.values())
 
-    def run():
-        nonlocal state
-        state = step(*state, batch, key)
-        return state
-
-    return Runner(run), flops
+    return repeat(lambda state, _: step(*state, batch, key), state), flops
 
 
 def our_step(
@@ -89,15 +86,10 @@ def our_step(
     mesh = worker_mesh(1, jax.local_devices())
     options = step_options(config, mesh)
     train_step = build_in_step(config, task, optimizer, mesh, options)
+    # A state of its own: each step donates, and so deletes, the state that it is given.
     state = build_state(config, task, optimizer, [0])
     state, stacked = place((state, jax.tree.map(lambda x: x[None], batch)), mesh)
-
-    def run():
-        nonlocal state
-        state, _ = train_step(state, stacked, 0)
-        return state
-
-    return Runner(run)
+    return repeat(lambda state, t: train_step(state, stacked, t)[0], state)
 
 
 def in_turns(
@@ -106,7 +98,7 @@ def in_turns(
     """Returns the median seconds of a step of each runner.
 
     Args:
-      runners: by name.
+      runners: runner of each step, by name.
       rounds: number of turns of each runner.
       steps: steps measured in a turn.
       console: shows the progress.
@@ -116,6 +108,7 @@ def in_turns(
         with console.status(f"compiling: {name}"):
             jax.block_until_ready(runner.step())
             runner.finish()
+    # In turns, so that a slow drift of the machine's speed reaches all alike.
     for number in range(rounds):
         with console.status(f"round {number + 1} of {rounds}"):
             for name, runner in runners.items():

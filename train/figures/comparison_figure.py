@@ -26,6 +26,7 @@ def draw_comparison(
         values = np.array(losses)
         color = f"C{number}"
         left.plot(steps, values.mean(1), color=color, label=name)
+        # The band spans all seeds: a deviation of three says little.
         left.fill_between(
             steps, values.min(1), values.max(1), color=color, alpha=0.25, linewidth=0
         )

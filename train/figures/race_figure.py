@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 from matplotlib.figure import Figure
 
+from train.figures.style import grid
+
 
 class Bar(NamedTuple):
     """The step time of a contestant.
@@ -30,17 +32,18 @@ def draw_race(clusters: Mapping[str, Sequence[Bar]]) -> Figure:
     Args:
       clusters: the bars of each cluster, by title.
     """
-    figure = Figure(figsize=(8, 3.6 * len(clusters)), layout="constrained")
-    all_axes = figure.subplots(len(clusters), sharex=True, squeeze=False)[:, 0]
-    for axes, (title, bars) in zip(all_axes, clusters.items(), strict=True):
+    height = 3.6 * len(clusters)
+    figure, all_axes = grid(len(clusters), 1, 8, height, sharex=True)
+    for axes, (title, bars) in zip(all_axes[:, 0], clusters.items(), strict=True):
         for place, bar in enumerate(bars):
             axes.barh(place, bar.seconds, color=bar.colour)
+            # A thin line from the fastest to the slowest round.
             axes.plot(bar.extent, [place, place], color="black", linewidth=1)
             if bar.limit is not None:
                 ends = [place - 0.4, place + 0.4]
                 axes.plot([bar.limit, bar.limit], ends, color="tab:red")
         axes.set_yticks(range(len(bars)), [bar.name for bar in bars])
-        axes.invert_yaxis()
+        axes.invert_yaxis()  # The first contestant at the top.
         axes.set(title=title)
-    all_axes[-1].set_xlabel("s/step; in red the limit")
+    all_axes[-1, 0].set_xlabel("s/step; in red the limit")
     return figure

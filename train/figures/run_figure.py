@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -13,34 +13,19 @@ from train.figures.style import grid, words
 from train.run.history import History
 
 X_AXES = {"step": "step", "seconds": "time [s]"}
-MAX_DRAWN_EXCHANGES = 6
+MAX_DRAWN_EXCHANGES = 6  # More would be too small on a page.
 
 
 def draw_losses(runs: Sequence[History]) -> Figure:
     """Draws training losses and their running means, by step and by time."""
-    figure, axes = grid(1, 2, 10, 3.4)
-    for axis, (against, label) in zip(axes[0], X_AXES.items(), strict=True):
-        for number, run in enumerate(runs):
-            x, losses = run.curve("loss", against)
-            axis.plot(x, losses, color=f"C{number}", alpha=0.25)
-            axis.plot(x, _running_mean(losses), color=f"C{number}", label=run.name)
-        axis.set(xlabel=label, ylabel="training loss, and its running mean")
-    axes[0, 0].legend()
-    return figure
+    return _by_step_and_time(runs, _draw_losses)
 
 
 def draw_evaluations(runs: Sequence[History]) -> Figure | None:
     """Draws held-out scores by step and by time; None where no run has any."""
     if not any(run.evaluations() for run in runs):
         return None
-    figure, axes = grid(1, 2, 10, 3.4)
-    for axis, (against, label) in zip(axes[0], X_AXES.items(), strict=True):
-        for number, run in enumerate(runs):
-            if run.evaluations():
-                _draw_scores(axis, run, against, f"C{number}")
-        axis.set(xlabel=label)
-    axes[0, 0].legend()
-    return figure
+    return _by_step_and_time(runs, _draw_scores)
 
 
 def draw_consensus(runs: Sequence[History]) -> Figure:
@@ -68,6 +53,7 @@ def draw_topology(topology: Topology) -> Figure:
 def draw_exchange(axes: Axes, exchange: Exchange) -> None:
     """Draws who hears from whom: workers on a circle, nodes side by side."""
     places = _places(exchange)
+    # W[i, j] is the weight of j's model in i's: an edge is drawn once, by the larger.
     matrix = matrices(Topology("", (exchange,)))[0]
     for i, j in itertools.combinations(range(exchange.num_workers), 2):
         weight = max(matrix[i, j], matrix[j, i])
@@ -88,9 +74,31 @@ def draw_exchange(axes: Axes, exchange: Exchange) -> None:
     axes.axis("off")
 
 
+def _by_step_and_time(
+    runs: Sequence[History], draw: Callable[[Axes, History, str, str], None]
+) -> Figure:
+    """Calls draw(axes, run, "step" or "seconds", color) for each run, on two axes."""
+    figure, axes = grid(1, 2, 10, 3.4)
+    for axis, (against, label) in zip(axes[0], X_AXES.items(), strict=True):
+        for number, run in enumerate(runs):
+            draw(axis, run, against, f"C{number}")
+        axis.set_xlabel(label)
+    axes[0, 0].legend()
+    return figure
+
+
+def _draw_losses(axis: Axes, run: History, against: str, color: str) -> None:
+    x, losses = run.curve("loss", against)
+    axis.plot(x, losses, color=color, alpha=0.25)
+    axis.plot(x, _running_mean(losses), color=color, label=run.name)
+    axis.set_ylabel("training loss, and its running mean")
+
+
 def _draw_scores(axis: Axes, run: History, against: str, color: str) -> None:
     """A line for the mean model, a band from the best to the worst worker."""
     rows = run.evaluations()
+    if not rows:  # It keeps its color, as in the figure of the losses.
+        return
     name = next(iter(rows[0]["mean_model"]))
     x = [row[against] for row in rows]
     mean = [row["mean_model"][name] for row in rows]
@@ -113,6 +121,7 @@ def _places(exchange: Exchange) -> list[tuple[float, float]]:
 
 
 def _circle(count: int, radius: float) -> list[tuple[float, float]]:
+    # From the top, clockwise.
     angles = (math.pi / 2 - 2 * math.pi * k / count for k in range(count))
     return [(radius * math.cos(a), radius * math.sin(a)) for a in angles]
 
@@ -120,5 +129,6 @@ def _circle(count: int, radius: float) -> list[tuple[float, float]]:
 def _running_mean(values: list[float]) -> list[float]:
     """The mean of each value and those just before it, a fortieth of all."""
     window = max(1, len(values) // 40)
+    # The window is shorter at the start, so the mean begins with the first value.
     ends = range(1, len(values) + 1)
     return [float(np.mean(values[max(0, end - window) : end])) for end in ends]

@@ -29,6 +29,7 @@ def draw_timelines(
       row: label of the rows, such as "worker".
     """
     rows = [len({span.process for span in spans}) for spans in timelines.values()]
+    # Inches: each row, and for each timeline its title, ticks and label.
     height = sum(0.45 * count + 1.1 for count in rows)
     figure, all_axes = grid(len(rows), 1, 10, height, height_ratios=rows)
     for axes, (title, spans) in zip(all_axes[:, 0], timelines.items(), strict=True):
@@ -53,6 +54,7 @@ def _draw_timeline(axes: Axes, spans: Sequence[Span], seconds: float, row: str) 
         )
     axes.set_xlim(0, seconds)
     axes.set_yticks([p + 0.4 for p in processes], [str(p) for p in processes])
+    # The larger limit first: process 0 is at the top.
     axes.set_ylim(max(processes) + 1, min(processes) - 0.1)
     axes.set(xlabel="time [s]", ylabel=row)
     drawn = [a for a in COLOURS if any(span.activity == a for span in spans)]

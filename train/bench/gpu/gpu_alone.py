@@ -13,8 +13,9 @@ from rich.console import Console
 
 from decentjax import accum_adamw, overlap
 from train.bench.gpu.gpu import ACCUM, COPY, OURS, PLAIN, UPDATE, GpuBench, GpuTiming
-from train.bench.runner import Runner
+from train.bench.runner import Runner, repeat
 from train.bench.train_steps import for_workers, in_turns, our_step, plain_step
+from train.cli.command import command
 from train.cli.load import load_config
 from train.cli.tables import write_json
 from train.config import Config, TopologyName
@@ -23,15 +24,11 @@ from train.run.build import build_state
 from train.tasks.task import Task
 
 
+@command()
 def main(options: str) -> None:
     bench = GpuBench.from_json(options)
-    console = Console(soft_wrap=True, markup=False, highlight=False)
-    try:
-        with explained():
-            result = measure(bench, console)
-    except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
-    write_json(bench.out / "alone.json", result)
+    with explained():
+        write_json(bench.out / "alone.json", measure(bench))
 
 
 @contextlib.contextmanager
@@ -46,7 +43,7 @@ def explained() -> Iterator[None]:
         raise ValueError(f"take a smaller --batch: {first}") from error
 
 
-def measure(bench: GpuBench, console: Console) -> GpuTiming:
+def measure(bench: GpuBench) -> GpuTiming:
     """Measures all steps in turns.
 
     Raises:
@@ -68,16 +65,18 @@ def measure(bench: GpuBench, console: Console) -> GpuTiming:
         UPDATE: update,
         COPY: copy,
     }
+    # By the driver's name of the device, as `preflight` knows GPUs by it.
     known = {gpu.name: gpu.flops_per_second["bf16"] for gpu in GPUS.values()}
     return GpuTiming(
         device=device.device_kind,
+        # Windows of text [examples, context + 1]: the last token is only predicted.
         tokens=batch.shape[0] * (batch.shape[1] - 1),
         flops=flops,
         peak=known.get(device.device_kind),
         copied_bytes=copied_bytes,
         update_bytes=update_bytes,
         compiled_bytes=compiled_bytes,
-        seconds=in_turns(runners, bench.rounds, bench.steps, console),
+        seconds=in_turns(runners, bench.rounds, bench.steps, Console()),
     )
 
 
@@ -116,14 +115,9 @@ def update_step(config: Config, task: Task) -> tuple[Runner, float, float]:
     grads = jax.tree.map(jnp.ones_like, params)
     model_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
     compiled = step.lower(params, opt_state, grads).compile()
-
-    def run():
-        nonlocal params, opt_state
-        params, opt_state = step(params, opt_state, grads)
-        return params
-
+    runner = repeat(lambda state, _: step(*state, grads), (params, opt_state))
     must_move = (7 + 2 / accum_steps) * model_bytes
-    return Runner(run), must_move, overlap.read(compiled).work.num_bytes
+    return runner, must_move, overlap.read(compiled).work.num_bytes
 
 
 def copy_step(task: Task) -> tuple[Runner, float]:
@@ -131,14 +125,10 @@ def copy_step(task: Task) -> tuple[Runner, float]:
     params, _ = jax.eval_shape(task.init, jax.random.key(0))
     size = 4 * sum(x.size for x in jax.tree.leaves(params))
     array = jnp.zeros(size, jnp.float32)
+    # XLA would drop a copy; a negation moves the same bytes, and donation makes it
+    # write in place, so that no second array of four models is needed.
     negate = jax.jit(jnp.negative, donate_argnums=0)
-
-    def run():
-        nonlocal array
-        array = negate(array)
-        return array
-
-    return Runner(run), 2.0 * array.nbytes
+    return repeat(lambda array, _: negate(array), array), 2.0 * array.nbytes
 
 
 def _device(kind: str) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from jax.sharding import Mesh
 from rich.console import Console
 
 from decentjax import (
@@ -24,7 +23,7 @@ from decentjax import (
 from decentjax.gossip import Adapt, Background, host_mesh
 from train.bench.gpu.gpu import BOTH, COMPUTE, EXCHANGE, GpuBench
 from train.bench.gpu.gpu_alone import explained, first_batch, of_workers
-from train.bench.runner import Runner
+from train.bench.runner import Runner, repeat
 from train.bench.train_steps import in_turns
 from train.cli.tables import write_json
 from train.config import Config, DistributedConfig
@@ -42,6 +41,7 @@ def main(options: str, port: str, rank: str) -> None:
         process_id=int(rank),
         timeout_seconds=120,
     )
+    # fail_stop outside: its peers would wait in a collective for one that has failed.
     with fail_stop(), explained():
         start(job, bench.processes)
         seconds = measure(bench)
@@ -54,6 +54,7 @@ def measure(bench: GpuBench) -> dict[str, float]:
     task = config.task.build()
     with contextlib.ExitStack() as stack:
         shared = runners(config, task, optax.adamw(1e-4), stack)
+        # Quiet, as the lines of all processes go to one terminal.
         return in_turns(shared, bench.rounds, bench.steps, Console(quiet=True))
 
 
@@ -69,27 +70,36 @@ def runners(
       config: config of all workers.
       task: its task.
       optimizer: local optimizer.
-      stack: closes their threads.
+      stack: stack of contexts that closes the threads of the exchanges.
     """
-    step = functools.partial(adapt, loss_fn=task.loss_fn, optimizer=optimizer)
+    batch = first_batch(config, task)
     alone = worker_mesh(1, jax.local_devices())
     all_workers = worker_mesh(config.workers.num_workers)
-    graph, no_peers = config.topology.build(config.workers), topology.complete(1)
+    graph, no_peers = config.build_topology(), topology.complete(1)
 
-    def background(local: Adapt, graph: Topology, mesh: Mesh) -> Background:
+    def runner(
+        optimizer: optax.GradientTransformation, local: Adapt, graph: Topology
+    ) -> Runner:
+        mesh = alone if graph is no_peers else all_workers
+        workers = local_workers(mesh)
+        rows = build_state(config, task, optimizer, workers)
+        stacked = jax.tree.map(lambda x: np.stack([x] * len(workers)), batch)
+        state, stacked = place((rows, stacked), mesh)
+        host = None if graph is no_peers else host_mesh(mesh)
         # One lowering for all three, as measuring could choose different ones.
-        host = host_mesh(mesh) if mesh is all_workers else None
-        made = Background(local, graph, mesh, lowering=Lowering(), exchange_mesh=host)
-        return stack.enter_context(made)
+        train_step = stack.enter_context(
+            Background(local, graph, mesh, lowering=Lowering(), exchange_mesh=host)
+        )
+        return repeat(
+            lambda state, t: train_step(state, stacked, t)[0], state, train_step.settle
+        )
 
-    batch = first_batch(config, task)
-    runner = functools.partial(_runner, config, task, batch)
+    step = functools.partial(adapt, loss_fn=task.loss_fn, optimizer=optimizer)
     return {
-        COMPUTE: runner(optimizer, alone, background(step, no_peers, alone)),
-        EXCHANGE: runner(
-            optax.identity(), all_workers, background(_nothing, graph, all_workers)
-        ),
-        BOTH: runner(optimizer, all_workers, background(step, graph, all_workers)),
+        COMPUTE: runner(optimizer, step, no_peers),
+        # Without moments: they are not exchanged, and the memory holds three states.
+        EXCHANGE: runner(optax.identity(), _nothing, graph),
+        BOTH: runner(optimizer, step, graph),
     }
 
 
@@ -97,29 +107,6 @@ def _nothing(state: WorkerState, batch: Any, mixed: Any) -> tuple[WorkerState, d
     """A step that only exchanges."""
     del batch
     return state._replace(params=mixed), {}
-
-
-def _runner(
-    config: Config,
-    task: Task,
-    batch: Any,
-    optimizer: optax.GradientTransformation,
-    mesh: Mesh,
-    train_step: Background,
-) -> Runner:
-    workers = local_workers(mesh)
-    rows = build_state(config, task, optimizer, workers)
-    stacked = jax.tree.map(lambda x: np.stack([x] * len(workers)), batch)
-    state, stacked = place((rows, stacked), mesh)
-    t = 0
-
-    def run() -> WorkerState:
-        nonlocal state, t
-        state, _ = train_step(state, stacked, t)
-        t += 1
-        return state
-
-    return Runner(run, train_step.settle)
 
 
 if __name__ == "__main__":

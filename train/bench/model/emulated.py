@@ -4,22 +4,19 @@ Compute is a pause of known length, as on an accelerator whose host is idle, so 
 number of cores of this machine does not matter.
 """
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from rich.console import Console
 
-from decentjax import Topology, runtime
+from decentjax import runtime
 from decentjax.analysis import ring_all_reduce
 from decentjax.runtime import Cluster, Job
-from train.bench.race.contestants import Contestant, Graph, Scheme
-from train.bench.race.graphs import graph_of
-from train.bench.race.team import Team
+from train.bench.race.contestants import Contestant, Graph, Scheme, graph_of
+from train.bench.race.team import Team, cluster_name, measure_in
 from train.bench.race.turns import Load, Turn
-from train.job.namespaces import EmulatedCluster, Worker, in_cluster, parse_rate
+from train.job.namespaces import EmulatedCluster, Worker, parse_rate
 from train.network import ClusterSpec
 
 # Share of the payload in a full Ethernet frame with TCP's headers and timestamps.
@@ -51,102 +48,67 @@ class Comparison(NamedTuple):
         return abs(self.predicted / self.measured - 1)
 
 
-class Emulation(NamedTuple):
-    """A cluster, and what runs on it.
+def run(
+    cluster: EmulatedCluster, load: Load, turn: Turn, out: Path
+) -> list[Comparison]:
+    """Predicts and measures the contestants on one emulated cluster.
 
     Args:
       cluster: emulated cluster.
       load: computing of each worker in a step.
-      pause: seconds that a worker sleeps in each step.
-      straggler: seconds by which worker t mod N is late at step t, in separate turns.
-      steps: number of measured steps per turn.
+      turn: turn of compute alone; its steps and pause are those of all turns, and its
+        straggler that of additional turns.
       out: folder for the workers' output.
-    """
-
-    cluster: EmulatedCluster
-    load: Load
-    pause: float
-    straggler: float
-    steps: int
-    out: Path
-
-    @property
-    def name(self) -> str:
-        return f"{self.cluster.nodes}x{self.cluster.workers_per_node}"
-
-
-def run(emulation: Emulation) -> list[Comparison]:
-    """Predicts and measures the schemes on one emulated cluster.
 
     Raises:
       SystemExit: if a worker dies.
       PermissionError: if this process may not create namespaces.
     """
-    # The job runs in a fork, which hands its results back in a file.
-    path = emulation.out / "rows.json"
 
-    def job(worker: Worker) -> int:
-        path.write_text(json.dumps(list(_rows(emulation, worker))))
-        return 0
+    def measure(worker: Worker) -> list[Comparison]:
+        team = Team("jax", load, out, cluster, worker)
+        rows = list(_rows(cluster, load, turn, team))
+        team.close()
+        return rows
 
-    code = in_cluster(emulation.cluster, job)
-    if code:
-        raise SystemExit(code)
-    rows = [Comparison(*row) for row in json.loads(path.read_text())]
-    path.unlink()
-    return rows
+    return measure_in(cluster, measure)
 
 
-def schemes(workers_per_node: int) -> tuple[Contestant, ...]:
+def contestants(workers_per_node: int) -> tuple[Contestant, ...]:
     """Returns the contestants of the race to compare, on nodes of that many workers."""
-    graphs = (
-        Graph.RING if workers_per_node == 1 else Graph.NODES,
-        Graph.AER,
-        Graph.EXPONENTIAL,
-    )
-    return (
-        Contestant(Scheme.ALL_REDUCE),
-        *(Contestant(Scheme.BACKGROUND, g) for g in graphs),
-    )
-
-
-def topology_of(
-    contestant: Contestant, num_workers: int, per_node: int
-) -> Topology | None:
-    """Returns the topology of a contestant, None for all-reduce.
-
-    Raises:
-      ValueError: if the topology does not exist for this number of workers.
-    """
-    graph = contestant.graph
-    return None if graph is None else graph_of(graph, num_workers, per_node)
+    ring = Graph.RING if workers_per_node == 1 else Graph.NODES
+    graphs = (ring, Graph.AER, Graph.EXPONENTIAL)
+    in_background = (Contestant(Scheme.BACKGROUND, graph) for graph in graphs)
+    return (Contestant(Scheme.ALL_REDUCE), *in_background)
 
 
 def predict(
     cluster: Cluster,
     load: Load,
+    contestant: Contestant,
     compute: float,
     straggler: float,
-    topology: Topology | None,
 ) -> float:
     """Returns the seconds of a step.
 
     Args:
       cluster: nodes, workers and links.
       load: computing of each worker in a step.
+      contestant: one of `contestants`.
       compute: seconds of compute per step.
       straggler: seconds by which worker t mod N is late at step t.
-      topology: the exchanges, or None for all-reduce.
     """
     num_workers = cluster.num_workers
     job = Job(
         model_bytes=load.model_bytes,
+        # Row t mod N of the identity: worker t mod N is late at step t.
         compute=runtime.trace(compute + straggler * np.eye(num_workers)),
         forward_share=1.0,  # The whole gradient is computed before any of it is sent.
     )
-    if topology is None:
+    if contestant.scheme == Scheme.ALL_REDUCE:
         times = runtime.all_reduce(cluster, job, PERIODS * num_workers)
         return times.seconds_per_step(num_workers)
+    topology = graph_of(contestant.graph, num_workers, cluster.workers_per_node)
     # Leaves are sent one by one, as soon as they are updated: a bucket for each layer.
     period = num_workers * topology.period
     times = runtime.background(
@@ -155,46 +117,48 @@ def predict(
     return times.seconds_per_step(period)
 
 
-def _rows(emulation: Emulation, worker: Worker) -> Iterator[Comparison]:
+def _rows(
+    cluster: EmulatedCluster, load: Load, turn: Turn, team: Team
+) -> Iterator[Comparison]:
     """Runs the workers' turns, in the cluster's switch."""
-    console = Console(soft_wrap=True, highlight=False)
-    cluster, rate, load = emulation.cluster, emulation.cluster.rate, emulation.load
-    team = Team("jax", load, emulation.out, cluster, worker)
-
-    def take(contestant: Contestant, warmup: int, straggler: float = 0.0) -> float:
-        turn = Turn(contestant, warmup, emulation.steps, straggler, emulation.pause)
-        return team.take(turn)
-
-    compute = take(Contestant(Scheme.COMPUTE), 5)
-    inside = np.inf
-    if cluster.workers_per_node > 1:
-        share, _ = ring_all_reduce(cluster.workers_per_node)
-        turn = Turn(Contestant(Scheme.EXCHANGE, Graph.INSIDE), 5, emulation.steps)
-        inside = share * load.model_bytes / team.take(turn)
-    limit = parse_rate(rate)
-    assert limit is not None
-    modelled = ClusterSpec(
-        num_nodes=cluster.nodes,
-        workers_per_node=cluster.workers_per_node,
-        between=limit * PAYLOAD,
-        inside=inside,
-    ).runtime_cluster()
+    modelled = _model_of(cluster, load, turn, team)
+    compute = team.take(turn._replace(straggler=0.0))
     # All predictions come before the first measurement.
     predictions = [
-        (scheme, late, predict(modelled, load, compute, late, topology))
-        for scheme in schemes(cluster.workers_per_node)
-        for topology in [
-            topology_of(scheme, cluster.num_workers, cluster.workers_per_node)
-        ]
-        for late in dict.fromkeys((0.0, emulation.straggler))
+        (contestant, late, predict(modelled, load, contestant, compute, late))
+        for contestant in contestants(cluster.workers_per_node)
+        for late in dict.fromkeys((0.0, turn.straggler))
     ]
-    for scheme, late, predicted in predictions:
-        name = scheme.graph or scheme.scheme
-        measured = take(scheme, 3 if late else 6, late)
-        row = Comparison(emulation.name, rate, late, name, predicted, measured)
-        console.print(
-            f"{row.cluster}, {rate}, late by {late:g} s, {name}: predicted "
-            f"{predicted:.3f} s, measured {measured:.3f} s"
+    for contestant, late, predicted in predictions:
+        # The first turn of a contestant compiles, and makes a period's messages.
+        warmup = 3 if late else 6
+        measured = team.take(
+            turn._replace(contestant=contestant, warmup=warmup, straggler=late)
         )
-        yield row
-    team.close()
+        name = contestant.graph or contestant.scheme
+        print(
+            f"{cluster_name(cluster)}, {cluster.rate}, late by {late:g} s, {name}: "
+            f"predicted {predicted:.3f} s, measured {measured:.3f} s",
+            flush=True,
+        )
+        yield Comparison(
+            cluster_name(cluster), cluster.rate, late, name, predicted, measured
+        )
+
+
+def _model_of(cluster: EmulatedCluster, load: Load, turn: Turn, team: Team) -> Cluster:
+    """The cluster of the simulator; the rate inside a node is measured."""
+    per_node, rate = cluster.workers_per_node, parse_rate(cluster.rate)
+    assert rate is not None
+    inside = np.inf
+    if per_node > 1:
+        share, _ = ring_all_reduce(per_node)
+        alone = Contestant(Scheme.EXCHANGE, Graph.INSIDE)
+        seconds = team.take(Turn(alone, turn.warmup, turn.steps))
+        inside = share * load.model_bytes / seconds
+    return ClusterSpec(
+        num_nodes=cluster.nodes,
+        workers_per_node=per_node,
+        between=rate * PAYLOAD,
+        inside=inside,
+    ).runtime_cluster()

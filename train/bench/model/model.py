@@ -1,16 +1,18 @@
 """The runtime model against measurements: emulated clusters, and published ones."""
 
 import dataclasses
-import re
+import itertools
 from pathlib import Path
 from typing import Literal
 
 from rich.console import Console
 
 from train.bench.model import emulated, imbalance, model_report, published, simulator
-from train.bench.race.race import check_clusters
-from train.bench.race.turns import Load
-from train.job.namespaces import EmulatedCluster, parse_rate
+from train.bench.race.contestants import Contestant, Scheme, graph_of
+from train.bench.race.team import cluster_name, parse_cluster
+from train.bench.race.turns import Load, Turn
+from train.bench.results import check_at_least
+from train.job.namespaces import EmulatedCluster
 
 Part = Literal["emulated", "published", "imbalance", "simulator"]
 
@@ -44,69 +46,52 @@ class ModelBench:
     out: Path = Path("runs/model")
 
     def __post_init__(self):
-        check_clusters(self.clusters)
-        for emulation in emulations(self):
-            cluster = emulation.cluster
-            for scheme in emulated.schemes(cluster.workers_per_node):
-                emulated.topology_of(
-                    scheme, cluster.num_workers, cluster.workers_per_node
-                )
-        for rate in self.rates:
-            if parse_rate(rate) is None:
-                raise ValueError("the model needs rates, such as 200mbit")
-        for name in ("pause", "straggler"):
-            if not getattr(self, name) >= 0:
-                raise ValueError(
-                    f"{name} must be at least 0, got {getattr(self, name)}"
-                )
-        if self.steps < 1:
-            raise ValueError(f"steps must be at least 1, got {self.steps}")
+        check_at_least(self, pause=0, straggler=0, steps=1)
+        for x in self.emulated_clusters():
+            # Raises if a graph does not exist for the cluster.
+            for contestant in emulated.contestants(x.workers_per_node):
+                graph_of(contestant.graph, x.num_workers, x.workers_per_node)
+
+    def emulated_clusters(self) -> list[EmulatedCluster]:
+        """Returns each cluster at each rate."""
+        pairs = itertools.product(self.clusters, self.rates)
+        return list(itertools.starmap(parse_cluster, pairs))
 
 
 def main(bench: ModelBench) -> int:
     """Predicts, measures, prints, writes and draws."""
     bench.out.mkdir(parents=True, exist_ok=True)
-    console = Console(soft_wrap=True, markup=False, highlight=False)
-    results = model_report.Results(
-        emulated=_emulated(bench, console) if "emulated" in bench.parts else [],
-        published=_published(console) if "published" in bench.parts else [],
-        imbalance=imbalance.lines() if "imbalance" in bench.parts else [],
-        simulator=simulator.rows() if "simulator" in bench.parts else [],
-    )
-    model_report.write(bench, results, console)
+    parts = {
+        "emulated": _emulated,
+        "published": _published,
+        "imbalance": lambda _: imbalance.lines(),
+        "simulator": lambda _: simulator.rows(),
+    }
+    rows = (run(bench) if x in bench.parts else [] for x, run in parts.items())
+    print(model_report.write(bench, model_report.Results(*rows)))
     return 0
 
 
-def emulations(bench: ModelBench) -> list[emulated.Emulation]:
-    """Returns the emulations, in their order."""
-    return [
-        emulated.Emulation(
-            EmulatedCluster(
-                nodes=int(nodes), workers_per_node=int(per_node), rate=rate
-            ),
-            bench.work,
-            bench.pause,
-            bench.straggler,
-            bench.steps,
-            bench.out,
-        )
-        for nodes, per_node in (re.findall(r"\d+", name) for name in bench.clusters)
-        for rate in bench.rates
-    ]
-
-
-def _emulated(bench: ModelBench, console: Console) -> list[emulated.Comparison]:
-    rows, all_emulations = [], emulations(bench)
-    for number, emulation in enumerate(all_emulations):
-        of = f"{number + 1} of {len(all_emulations)}"
-        console.print(f"{emulation.name} at {emulation.cluster.rate}, {of}")
-        rows += emulated.run(emulation)
+def _emulated(bench: ModelBench) -> list[emulated.Comparison]:
+    # The team's first turn: it compiles in its warm-up.
+    turn = Turn(
+        Contestant(Scheme.COMPUTE),
+        warmup=5,
+        steps=bench.steps,
+        straggler=bench.straggler,
+        pause=bench.pause,
+    )
+    rows, clusters = [], bench.emulated_clusters()
+    for number, cluster in enumerate(clusters, 1):
+        of = f"{number} of {len(clusters)}"
+        print(f"{cluster_name(cluster)} at {cluster.rate}, {of}", flush=True)
+        rows += emulated.run(cluster, bench.work, turn, bench.out)
     return rows
 
 
-def _published(console: Console) -> list[published.Line]:
+def _published(_: ModelBench) -> list[published.Line]:
     lines = []
     for measured in published.PUBLISHED:
-        with console.status(f"fitting {measured.name}"):
+        with Console().status(f"fitting {measured.name}"):
             lines += published.lines(measured)
     return lines

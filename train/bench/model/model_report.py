@@ -2,21 +2,19 @@
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from rich.console import Console
 
 from train.bench.model import emulated, imbalance, published, simulator
 from train.bench.model.published import EXP, FITTED, SCHEMES, SGP, Line
-from train.cli.tables import machine, markdown, write_json
+from train.bench.results import write_results
+from train.cli.tables import markdown
+from train.figures.model_figure import Panel, draw_predictions
+from train.figures.style import to_svg
 
 ORDERED = 1.1  # Emulated schemes whose times differ by a larger factor have an order.
-MARKERS = ("o", "s", "^", "D", "v")
 
 
 class Results(NamedTuple):
@@ -35,41 +33,39 @@ class Results(NamedTuple):
     simulator: list[simulator.SimulationTime]
 
 
-def write(bench: Any, results: Results, console: Console) -> None:
-    """Prints the tables, and writes them, the figure and JSON."""
+def write(bench: Any, results: Results) -> str:
+    """Writes the tables, the figure and JSON, and returns what `main` prints."""
     tables = emulated_table, published_table, imbalance_table, simulator_table
     parts: Any = zip(tables, results, strict=True)
     text = "\n\n".join(table(rows) for table, rows in parts if rows)
-    console.print(text)
-    (bench.out / "model.md").write_text(text + "\n")
-    facts = {"bench": bench, "machine": machine("jax"), **results._asdict()}
-    write_json(bench.out / "model.json", facts)
-    draw(results, bench.out / "model.svg")
-    console.print(f"\n{bench.out / 'model.json'}  model.md  model.svg")
+    facts = {"bench": bench, **results._asdict()}
+    figure = draw_predictions(_panels(results))
+    return write_results(bench.out, "model", facts, text, to_svg(figure))
 
 
 def emulated_table(rows: list[emulated.Comparison]) -> str:
     """Returns Markdown: predicted and measured seconds, and what they say."""
     schemes = list(dict.fromkeys(row.scheme for row in rows))
-    settings: dict[tuple[str, str, float], dict[str, str]] = {}
-    for row in rows:
-        cells = settings.setdefault((row.cluster, row.rate, row.straggler), {})
-        cells[row.scheme] = f"{row.predicted:.3f} / {row.measured:.3f}"
     table = markdown(
         ["predicted / measured, s", *schemes],
         [
             [
                 f"{cluster}, {rate}" + (f", late by {late:g} s" if late else ""),
-                *(cells.get(scheme, "") for scheme in schemes),
+                *(
+                    f"{cells[x].predicted:.3f} / {cells[x].measured:.3f}"
+                    if x in cells
+                    else ""
+                    for x in schemes
+                ),
             ]
-            for (cluster, rate, late), cells in settings.items()
+            for (cluster, rate, late), cells in _settings(rows).items()
         ],
     )
     errors = [row.error for row in rows]
-    wrong = misordered(rows)
+    num_ordered, wrong = compare_orders(rows)
     return (
         f"{table}\n\n{len(rows)} settings: median error {median(errors):.1%}, largest "
-        f"{max(errors):.1%}. Of {num_ordered(rows)} pairs of schemes in one setting "
+        f"{max(errors):.1%}. Of {num_ordered} pairs of schemes in one setting "
         f"that differ by more than {ORDERED - 1:.0%}, {len(wrong)} were predicted in "
         f"the other order{': ' if wrong else ''}{'; '.join(wrong)}."
     )
@@ -87,6 +83,7 @@ def published_table(lines: list[Line]) -> str:
         cells.append(f"{predicted:.2f} / {measured:.2f} ({error})")
         cells.append(f"{line.two_cards[EXP]:.1f}")
         rows.append([_place(line), *cells])
+    # The ratio of two ratios, either way: 15 % too fast or too slow.
     logs = [abs(np.log(np.divide(*line.speed_ups()))) for line in lines]
     close = sum(log < np.log(1.15) for log in logs)
     few = [scheme for scheme in SCHEMES if scheme != SGP]
@@ -100,7 +97,11 @@ def published_table(lines: list[Line]) -> str:
             f"- Order without SGP: {_order(lines, few, two_cards=False)}",
             f"- Order without SGP, two cards: {_order(lines, few, two_cards=True)}",
             f"- Measured faster than bytes over rate: {_too_fast(lines)}.",
-            *(f"- Fitted to {name}: {text}." for name, text in _fits(lines).items()),
+            *(
+                f"- Fitted to {name}: compute {1e3 * x.fixed:.1f} ms + {x.shared:.3g} s"
+                f" / N, sigma {x.sigma:.3f}."
+                for name, x in {line.cluster: line.fitted for line in lines}.items()
+            ),
         ]
     )
 
@@ -128,56 +129,52 @@ def simulator_table(rows: list[simulator.SimulationTime]) -> str:
     )
 
 
-def misordered(rows: list[emulated.Comparison]) -> list[str]:
-    """Returns the pairs of schemes in one setting with the wrong predicted order."""
-    return [
+def compare_orders(rows: list[emulated.Comparison]) -> tuple[int, list[str]]:
+    """Returns the number of pairs of schemes in one setting that have an order.
+
+    And those of them whose predicted order is not the measured one.
+    """
+    pairs = [
+        (slow, fast)
+        for setting in _settings(rows).values()
+        for slow, fast in itertools.permutations(setting.values(), 2)
+        if slow.measured > ORDERED * fast.measured
+    ]
+    wrong = [
         f"{slow.scheme} over {fast.scheme} ({slow.cluster}, {slow.rate}, late by "
         f"{slow.straggler:g} s)"
-        for slow, fast in _ordered(rows)
+        for slow, fast in pairs
         if slow.predicted <= fast.predicted
     ]
+    return len(pairs), wrong
 
 
-def num_ordered(rows: list[emulated.Comparison]) -> int:
-    """Returns the number of pairs of schemes in one setting that have an order."""
-    return len(_ordered(rows))
+def _settings(
+    rows: list[emulated.Comparison],
+) -> dict[tuple[str, str, float], dict[str, emulated.Comparison]]:
+    """The rows by cluster, rate and straggler, then by scheme."""
+    settings = {}
+    # A cell is missing where a graph runs on other clusters only.
+    for row in rows:
+        cells = settings.setdefault((row.cluster, row.rate, row.straggler), {})
+        cells[row.scheme] = row
+    return settings
 
 
-def draw(results: Results, path: Path) -> None:
-    """Draws predicted over measured times."""
-    figure = Figure(figsize=(11, 4.6), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    by_scheme: dict[str, list[tuple[float, float]]] = {}
+def _panels(results: Results) -> list[Panel]:
+    emulations: dict[str, list[tuple[float, float]]] = {}
     for row in results.emulated:
-        by_scheme.setdefault(row.scheme, []).append((row.measured, row.predicted))
-    _scatter(left, by_scheme, "emulated clusters", "s", 0.1)
-    published_pairs = {
+        emulations.setdefault(row.scheme, []).append((row.measured, row.predicted))
+    # No schemes where the part was not requested, so that the legend has none.
+    fig_6 = {
         scheme: [(x.measured[scheme], x.predicted[scheme]) for x in results.published]
         for scheme in SCHEMES
         if results.published
     }
-    _scatter(right, published_pairs, "paper 1, Fig 6, one card", "ms", 0.15)
-    figure.savefig(path)
-
-
-def _scatter(
-    axes: Axes,
-    pairs: dict[str, list[tuple[float, float]]],
-    title: str,
-    unit: str,
-    band: float,
-) -> None:
-    for marker, (name, points) in zip(MARKERS, pairs.items(), strict=False):
-        axes.plot(*zip(*points, strict=True), marker, label=name, alpha=0.7)
-    times = [x for points in pairs.values() for point in points for x in point]
-    if times:
-        ends = np.array([0.9 * min(times), 1.1 * max(times)])
-        axes.plot(ends, ends, color="0.5", linewidth=0.8)
-        axes.fill_between(ends, ends * (1 - band), ends * (1 + band), color="0.92")
-        axes.set(xscale="log", yscale="log")
-        axes.legend(frameon=False)
-    axes.set_title(f"{title} (band: {band:.0%})", loc="left")
-    axes.set(xlabel=f"measured, {unit} per step", ylabel="predicted")
+    return [
+        Panel("emulated clusters", "s", 0.1, emulations),
+        Panel("paper 1, Fig 6, one card", "ms", 0.15, fig_6),
+    ]
 
 
 def _order(lines: list[Line], schemes: Sequence[str], two_cards: bool) -> str:
@@ -201,25 +198,5 @@ def _too_fast(lines: list[Line]) -> str:
     return "; ".join(found) or "none"
 
 
-def _fits(lines: list[Line]) -> dict[str, str]:
-    return {
-        line.cluster: f"compute {1e3 * line.fitted.fixed:.1f} ms + "
-        f"{line.fitted.shared:.3g} s / N, sigma {line.fitted.sigma:.3f}"
-        for line in lines
-    }
-
-
 def _place(line: Line) -> str:
     return f"{line.cluster}, N = {line.num_workers}"
-
-
-def _ordered(
-    rows: list[emulated.Comparison],
-) -> list[tuple[emulated.Comparison, emulated.Comparison]]:
-    return [
-        (slow, fast)
-        for slow, fast in itertools.permutations(rows, 2)
-        if (slow.cluster, slow.rate, slow.straggler)
-        == (fast.cluster, fast.rate, fast.straggler)
-        and slow.measured > ORDERED * fast.measured
-    ]

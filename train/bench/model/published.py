@@ -1,5 +1,6 @@
 """The runtime model against the step times that paper 1 published."""
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ MODEL_BYTES = 4 * 63_145_984  # Transformer base in float32, by configs/wmt14_de
 ALL_REDUCE, SGP, EXP, AER = "AllReduce", "SGP(Exp)", "Decent(Exp)", "Decent(AER)"
 SCHEMES = (ALL_REDUCE, SGP, EXP, AER)
 FITTED = (ALL_REDUCE, AER)
-FIT_STEPS, STEPS = 60, 400
+FIT_STEPS, STEPS = 60, 400  # A fit simulates each row up to 200 times.
 CLOSE = 0.05  # Schemes measured within that share of each other have no order.
 
 
@@ -38,6 +39,9 @@ class Published(NamedTuple):
     inside: float
     rows: dict[int, tuple[float, float, float, float]]
 
+    def measured(self, num_workers: int) -> dict[str, float]:
+        return dict(zip(SCHEMES, self.rows[num_workers], strict=True))
+
     def cluster(self, num_workers: int, cards: int = 1) -> Cluster:
         return ClusterSpec(
             num_nodes=num_workers // self.workers_per_node,
@@ -48,40 +52,26 @@ class Published(NamedTuple):
         ).runtime_cluster()
 
 
+# Columns as in SCHEMES.
+T4 = {
+    16: (372.5, 425.5, 314.8, 312.3),
+    32: (225.5, 292.4, 178.8, 178.8),
+    64: (167.3, 235.5, 123.1, 122.2),
+}
+A100 = {
+    8: (73.0, 69.4, 63.4, 61.7),
+    16: (54.8, 53.0, 46.8, 45.8),
+    32: (51.5, 50.7, 44.7, 43.7),
+}
+A40 = {
+    8: (166.1, 150.5, 122.8, 122.0),
+    16: (195.5, 99.9, 97.4, 78.9),
+    32: (188.5, 112.4, 110.8, 67.9),
+}
 PUBLISHED = (
-    Published(
-        "8 x T4, 100 Gbit/s",
-        8,
-        100,
-        64,
-        {
-            16: (372.5, 425.5, 314.8, 312.3),
-            32: (225.5, 292.4, 178.8, 178.8),
-            64: (167.3, 235.5, 123.1, 122.2),
-        },
-    ),
-    Published(
-        "4 x A100, 100 Gbit/s",
-        4,
-        100,
-        1600,
-        {
-            8: (73.0, 69.4, 63.4, 61.7),
-            16: (54.8, 53.0, 46.8, 45.8),
-            32: (51.5, 50.7, 44.7, 43.7),
-        },
-    ),
-    Published(
-        "4 x A40, 25 Gbit/s",
-        4,
-        25,
-        128,
-        {
-            8: (166.1, 150.5, 122.8, 122.0),
-            16: (195.5, 99.9, 97.4, 78.9),
-            32: (188.5, 112.4, 110.8, 67.9),
-        },
-    ),
+    Published("8 x T4, 100 Gbit/s", 8, 100, 64, T4),
+    Published("4 x A100, 100 Gbit/s", 4, 100, 1600, A100),
+    Published("4 x A40, 25 Gbit/s", 4, 25, 128, A40),
 )
 
 
@@ -142,8 +132,7 @@ class Line(NamedTuple):
         times = {**self.predicted, **instead}
         return [
             f"{slow} over {fast}"
-            for slow in schemes
-            for fast in schemes
+            for slow, fast in itertools.permutations(schemes, 2)
             if self.measured[slow] > (1 + CLOSE) * self.measured[fast]
             and times[slow] <= times[fast]
         ]
@@ -152,21 +141,25 @@ class Line(NamedTuple):
 def fit(published: Published) -> Fit:
     """Fits AER's steps and speed-ups over all-reduce, by least squares of logs."""
     smallest = min(published.rows)
-    scale = published.rows[smallest][SCHEMES.index(AER)] / 1e3
+    # The unit of the search is AER's step, so that one start fits all clusters.
+    scale = published.measured(smallest)[AER] / 1e3
 
     def of(point: np.ndarray) -> Fit:
+        # The search is unbounded; these three cannot be negative.
         fixed, shared, sigma = map(float, np.abs(point))
         return Fit(fixed * scale, shared * scale * smallest, sigma)
 
     def error(point: np.ndarray) -> float:
         total = 0.0
-        for num_workers, times in published.rows.items():
-            measured: dict[str, float] = dict(zip(SCHEMES, times, strict=True))
+        for num_workers in published.rows:
+            measured = published.measured(num_workers)
             found = predict(published, of(point), num_workers, FIT_STEPS, FITTED)
             logs = {name: np.log(x / measured[name]) for name, x in found.items()}
+            # AER's time, and the speed-up: all-reduce's error relative to AER's.
             total += logs[AER] ** 2 + (logs[ALL_REDUCE] - logs[AER]) ** 2
         return float(total)
 
+    # At the smallest number of workers fixed + shared are AER's whole step at first.
     start = np.array([0.3, 0.7, 0.1])
     corners = [start, [0.1, 0.9, 0.1], [0.3, 0.6, 0.1], [0.3, 0.7, 0.2]]
     options = {"maxfev": 200, "fatol": 1e-5, "initial_simplex": corners}
@@ -210,13 +203,14 @@ def _line(published: Published, fitted: Fit, num_workers: int) -> Line:
     at_least = {}
     for name, graph in _pairs(num_workers).items():
         sent = analysis.traffic(graph, MODEL_BYTES, published.workers_per_node)
+        # Over a period, as each node's card is idle in steps of its own.
         busiest = np.mean([x.node_bytes for x in sent], axis=0).max()
         at_least[name] = 1e3 * float(busiest) / (published.between * GBIT)
     return Line(
         cluster=published.name,
         num_workers=num_workers,
         fitted=fitted,
-        measured=dict(zip(SCHEMES, published.rows[num_workers], strict=True)),
+        measured=published.measured(num_workers),
         predicted=predict(published, fitted, num_workers, STEPS),
         two_cards=predict(published, fitted, num_workers, STEPS, (EXP,), 2),
         at_least=at_least,

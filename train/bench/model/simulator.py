@@ -2,11 +2,11 @@
 
 import functools
 import time
-from collections.abc import Callable
 from typing import NamedTuple
 
 from decentjax import runtime, topology
-from decentjax.runtime import Cluster, Job, Times
+from decentjax.runtime import Cluster, Job
+from train.bench.race.contestants import Graph, graph_of
 
 STEPS = 100
 PER_NODE = 8
@@ -29,36 +29,28 @@ class SimulationTime(NamedTuple):
 
 def rows(even: int = EVEN, power_of_two: int = POWER_OF_TWO) -> list[SimulationTime]:
     """Simulates each scheme once, with these numbers of workers."""
-    graphs = {
-        "ring": topology.ring(even),
-        "ring between nodes": topology.hierarchical(
-            even, PER_NODE, topology.one_peer_ring
-        ),
-        "one-peer exponential": topology.one_peer_exponential(power_of_two),
-        "alternating exponential ring": topology.alternating_exponential_ring(
-            power_of_two, PER_NODE
-        ),
-    }
     job = Job(model_bytes=2.6e8, compute=runtime.gamma(0.065, 0.1))
-    all_reduce = functools.partial(runtime.all_reduce, job=job, num_steps=STEPS)
-    found = [_timed("all-reduce", even, all_reduce)]
-    for name, graph in graphs.items():
-        in_step = functools.partial(
-            runtime.in_step, job=job, topology=graph, num_steps=STEPS
+    graphs = {
+        # To both neighbours at once; the race's ring sends to one.
+        "ring": topology.ring(even),
+        Graph.NODES: graph_of(Graph.NODES, even, PER_NODE),
+        Graph.EXPONENTIAL: graph_of(Graph.EXPONENTIAL, power_of_two, PER_NODE),
+        Graph.AER: graph_of(Graph.AER, power_of_two, PER_NODE),
+    }
+    simulations = {
+        name: (graph.num_workers, functools.partial(runtime.in_step, topology=graph))
+        for name, graph in graphs.items()
+    }
+    found = []
+    all_reduce = {"all-reduce": (even, runtime.all_reduce)}
+    for name, (num_workers, simulate) in {**all_reduce, **simulations}.items():
+        cluster = Cluster(
+            num_nodes=num_workers // PER_NODE,
+            workers_per_node=PER_NODE,
+            between_bytes_per_second=12.5e9,
+            inside_bytes_per_second=1e11,
         )
-        found.append(_timed(name, graph.num_workers, in_step))
+        start = time.monotonic()
+        simulate(cluster, job, num_steps=STEPS)
+        found.append(SimulationTime(name, num_workers, time.monotonic() - start))
     return found
-
-
-def _timed(
-    scheme: str, num_workers: int, simulate: Callable[[Cluster], Times]
-) -> SimulationTime:
-    cluster = Cluster(
-        num_nodes=num_workers // PER_NODE,
-        workers_per_node=PER_NODE,
-        between_bytes_per_second=12.5e9,
-        inside_bytes_per_second=1e11,
-    )
-    start = time.monotonic()
-    simulate(cluster)
-    return SimulationTime(scheme, num_workers, time.monotonic() - start)

@@ -1,10 +1,15 @@
 """The contestants of the race as values: a scheme, and the graph that it averages on.
 
-Imports neither jax nor torch, because the workers of both use it.
+Imports neither jax nor torch, because the workers of both use it; the topologies need
+NumPy alone.
 """
 
+from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
+
+from decentjax import topology
+from decentjax.topology import Topology
 
 
 class Scheme(StrEnum):
@@ -88,6 +93,8 @@ def all_contestants(workers_per_node: int, peers: bool) -> list[Contestant]:
       workers_per_node: L; it decides which graphs are compared.
       peers: whether PyTorch and Decent-DP take part.
     """
+    # The mean inside each node costs nothing on the links, so nodes of several workers
+    # use the graphs that have it.
     one_level, two_levels = (Graph.RING, Graph.EXPONENTIAL), (Graph.AER, Graph.NODES)
     graphs = [*(two_levels if workers_per_node > 1 else one_level), Graph.COMPLETE]
     found = [Contestant(Scheme.COMPUTE), Contestant(Scheme.ALL_REDUCE)]
@@ -105,7 +112,32 @@ def all_contestants(workers_per_node: int, peers: bool) -> list[Contestant]:
 
 def delayed(workers_per_node: int) -> list[Contestant]:
     """Returns the contestants that also run with a straggler."""
+    # Each a graph that Decent-DP has too, so that both are delayed.
     graph = Graph.RING if workers_per_node == 1 else Graph.AER
     alone = [Contestant(Scheme.ALL_REDUCE), Contestant(Scheme.DDP)]
     on_graph = (Scheme.BACKGROUND, Scheme.DECENT_DP)
     return alone + [Contestant(scheme, graph) for scheme in on_graph]
+
+
+def graph_of(graph: Graph | None, num_workers: int, per_node: int) -> Topology:
+    """Returns the topology of a graph; None stands for all-reduce, which is complete.
+
+    Raises:
+      ValueError: if the graph is not defined for this number of workers.
+    """
+    make: dict[Graph, Callable[[int], Topology]] = {
+        Graph.RING: ring,
+        Graph.AER: lambda n: topology.alternating_exponential_ring(n, per_node),
+        Graph.NODES: lambda n: topology.hierarchical(n, per_node, ring),
+        Graph.INSIDE: lambda n: topology.hierarchical(n, per_node, topology.alone),
+        Graph.EXPONENTIAL: topology.one_peer_exponential,
+        Graph.COMPLETE: topology.complete,
+    }
+    return make[graph or Graph.COMPLETE](num_workers)
+
+
+def ring(num_workers: int) -> Topology:
+    """A ring in alternating pairs; with both neighbours at once for an odd number."""
+    if num_workers % 2 and num_workers > 1:
+        return topology.ring(num_workers)
+    return topology.one_peer_ring(num_workers)

@@ -2,7 +2,7 @@
 
 import functools
 import os
-import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 import jax
@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from decentjax import (
     AXIS,
-    Topology,
     WorkerState,
     adapt,
     all_reduce_step,
@@ -25,45 +24,53 @@ from decentjax import (
     place,
     worker_mesh,
 )
-from train.bench.race.contestants import Contestant, Graph, Scheme
-from train.bench.race.graphs import graph_of
+from train.bench.race.contestants import Contestant, Scheme, graph_of
 from train.bench.race.turns import Load, serve
-from train.bench.runner import Runner
+from train.bench.runner import Runner, nothing, repeat
 from train.config import DistributedConfig
 from train.job.distributed import fail_stop, start
 
 
-def main(layers: int, width: int, batch: int, per_node: int, answers: int) -> None:
-    num_workers = int(os.environ["SLURM_NTASKS"])
-    load = Load(layers=layers, width=width, batch=batch)
+def main() -> None:
+    num_workers = int(os.environ["WORLD_SIZE"])
+    # A worker that fails ends at once, which closes its connection to the driver.
     with fail_stop():
         start(DistributedConfig(enabled=True, timeout_seconds=120), num_workers)
-        make = functools.partial(_runner, load, num_workers, per_node)
-        serve(answers, jax.process_index(), num_workers, make)
+        serve(Connection(0), _runner)
 
 
-def _runner(
-    load: Load, num_workers: int, per_node: int, contestant: Contestant
-) -> Runner:
-    scheme = contestant.scheme
+def _runner(load: Load, contestant: Contestant) -> Runner:
+    num_workers, scheme = jax.process_count(), contestant.scheme
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     alone = scheme == Scheme.COMPUTE
+    # Compute alone is a mesh of one worker in each process: nothing is sent.
     mesh = worker_mesh(1, jax.local_devices()) if alone else worker_mesh(num_workers)
-    graph = graph_of(contestant.graph or Graph.COMPLETE, mesh.shape[AXIS], per_node)
+    graph = graph_of(contestant.graph, mesh.shape[AXIS], per_node)
     optimizer = optax.adam(1e-4)
     state, batch = _start(load, optimizer, mesh)
     if scheme == Scheme.EXCHANGE:
-        return _exchanges(state.params, graph, mesh, load)
+        mixes = gossip.fastest_mixes(graph, mesh, load.model_bytes)
+
+        def exchange(params: Any, t: int) -> Any:
+            # A leaf at a time, as `Background` sends them, so that this is its limit.
+            mix = mixes[graph[t]]
+            return [jax.block_until_ready(mix([leaf])[0]) for leaf in params]
+
+        return repeat(exchange, state.params)
     local = functools.partial(adapt, loss_fn=_loss_fn, optimizer=optimizer)
     if scheme == Scheme.BACKGROUND:
         train_step = gossip.Background(local, graph, mesh)
-        return _steps(train_step, state, batch, train_step.settle)
-    if scheme in (Scheme.IN_STEP, Scheme.COMPUTE):
-        train_step = on_mesh(functools.partial(awc_step, adapt=local), graph, mesh)
+        finish = train_step.settle
     else:
-        train_step = on_mesh(
-            functools.partial(all_reduce_step, adapt=local), graph, mesh
-        )
-    return _steps(train_step, state, batch)
+        order = all_reduce_step if scheme == Scheme.ALL_REDUCE else awc_step
+        train_step = on_mesh(functools.partial(order, adapt=local), graph, mesh)
+        finish = nothing
+
+    def step(state: WorkerState, t: int) -> WorkerState:
+        # The time of a step ends with its result, not with its dispatch.
+        return jax.block_until_ready(train_step(state, batch, t)[0])
+
+    return repeat(step, state, finish)
 
 
 def _loss_fn(params: Any, model_state: Any, batch: jax.Array, key: jax.Array):
@@ -76,6 +83,8 @@ def _start(
     load: Load, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> tuple[WorkerState, jax.Array]:
     """The state and the batch, on the mesh's devices of this process."""
+    # The same draws on each worker, as all start from one model; divided by the root of
+    # the width, so that activations do not grow from layer to layer.
     draws = np.random.default_rng(0)
     shape = (load.width, load.width)
     weights = [
@@ -88,31 +97,5 @@ def _start(
     return place((state, np.stack([inputs] * count)), mesh)
 
 
-def _exchanges(params: Any, graph: Topology, mesh: Mesh, load: Load) -> Runner:
-    """Averages of the models, one leaf after the other, without a step."""
-    mixes = gossip.fastest_mixes(graph, mesh, load.model_bytes)
-    t = 0
-
-    def step():
-        nonlocal params, t
-        mix = mixes[graph[t]]
-        params = [jax.block_until_ready(mix([leaf])[0]) for leaf in params]
-        t += 1
-
-    return Runner(step)
-
-
-def _steps(train_step, state: WorkerState, batch: jax.Array, *finish) -> Runner:
-    t = 0
-
-    def step():
-        nonlocal state, t
-        state, _ = train_step(state, batch, t)
-        jax.block_until_ready(state)
-        t += 1
-
-    return Runner(step, *finish)
-
-
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

@@ -6,9 +6,9 @@ all of them.
 """
 
 import dataclasses
-import json
+import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,11 +17,14 @@ from rich.progress import track
 
 from train.bench.race.contestants import Contestant, all_contestants, delayed
 from train.bench.race.race_report import Timing, bars, table
-from train.bench.race.team import Team
+from train.bench.race.team import Team, cluster_name, measure_in, parse_cluster
 from train.bench.race.turns import Load, Turn
-from train.cli.tables import machine, write_json
+from train.bench.results import check_at_least, write_results
 from train.figures.race_figure import draw_race
-from train.job.namespaces import EmulatedCluster, Worker, in_cluster, parse_rate
+from train.figures.style import to_svg
+from train.job.namespaces import EmulatedCluster, Worker
+
+Results = list[tuple[EmulatedCluster, list[Timing]]]
 
 # The first turn compiles, and makes all messages of a period.
 FIRST_WARMUP, WARMUP = 5, 1
@@ -57,16 +60,9 @@ class Race:
     out: Path = Path("runs/race")
 
     def __post_init__(self):
-        check_clusters(self.clusters)
-        if parse_rate(self.rate) is None:
-            raise ValueError("the race needs a rate, such as 200mbit")
-        for name in ("rounds", "steps"):
-            if getattr(self, name) < 1:
-                raise ValueError(
-                    f"{name} must be at least 1, got {getattr(self, name)}"
-                )
-        if not self.straggler >= 0:
-            raise ValueError(f"straggler must be at least 0, got {self.straggler}")
+        check_at_least(self, rounds=1, steps=1, straggler=0)
+        for name in self.clusters:
+            parse_cluster(name, self.rate)
         try:
             re.compile(self.only)
         except re.error as error:
@@ -74,54 +70,23 @@ class Race:
                 f"only must be a regular expression, got {self.only!r}: {error}"
             ) from error
 
-    def cluster(self, name: str) -> EmulatedCluster:
-        """Returns one of the emulated clusters."""
-        nodes, workers_per_node = map(int, name.split("x"))
-        return EmulatedCluster(
-            nodes=nodes, workers_per_node=workers_per_node, rate=self.rate
-        )
-
-
-def check_clusters(names: Sequence[str]) -> None:
-    """Raises a ValueError if one is not written as NODESxWORKERS_PER_NODE."""
-    for name in names:
-        if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", name):
-            raise ValueError(f"a cluster is written as 4x2, got {name!r}")
-
 
 def main(race: Race) -> int:
+    # Found, not imported: `in_cluster` forks, and torch starts threads.
     peers = find_spec("torch") is not None and find_spec("decent_dp") is not None
     if not peers:
         print("PyTorch and Decent-DP do not take part: pip install -e '.[peers]'")
     # All are selected first, so that a mistake in the last cluster is reported at once.
-    clusters = {name: race.cluster(name) for name in race.clusters}
-    chosen = {name: select(race, x, peers) for name, x in clusters.items()}
+    clusters = [parse_cluster(name, race.rate) for name in race.clusters]
+    chosen = [select(race, cluster, peers) for cluster in clusters]
     race.out.mkdir(parents=True, exist_ok=True)
-    results: dict[str, list[Timing]] = {}
-    for name, cluster in clusters.items():
-        path = race.out / f"{name}.json"
-
-        def job(
-            worker: Worker,
-            name: str = name,
-            cluster: EmulatedCluster = cluster,
-            path: Path = path,
-        ) -> int:
-            timings = run(race, cluster, chosen[name], worker)
-            path.write_text(json.dumps(timings))
-            return 0
-
-        code = in_cluster(cluster, job)
-        if code:
-            return code
-        results[name] = [
-            Timing(Contestant(*contestant), rounds)
-            for contestant, rounds in json.loads(path.read_text())
-        ]
-        path.unlink()
-        # After each cluster, as the next one may fail.
-        _write_json(race, results)
-    _report(race, results)
+    results: Results = []
+    text = ""
+    for cluster, contestants in zip(clusters, chosen, strict=True):
+        measure = functools.partial(run, race, cluster, contestants)
+        results.append((cluster, measure_in(cluster, measure)))
+        text = _write(race, results)  # After each cluster, as the next one may fail.
+    print(text)
     return 0
 
 
@@ -136,7 +101,7 @@ def select(race: Race, cluster: EmulatedCluster, peers: bool) -> list[Contestant
     Raises:
       ValueError: if `race.only` matches none.
     """
-    name = f"{cluster.nodes}x{cluster.workers_per_node}"
+    name = cluster_name(cluster)
     every = all_contestants(cluster.workers_per_node, peers)
     possible = [x for x in every if x.exists(cluster.nodes)]
     left_out = ", ".join(str(x) for x in every if x not in possible)
@@ -173,6 +138,7 @@ def run(
     if race.straggler:
         late = [x for x in delayed(cluster.workers_per_node) if x in contestants]
         turns += [x._replace(straggler=True) for x in late]
+    # Those with a straggler come after the others, so their programs are compiled.
     rounds: dict[Contestant, list[float]] = {x: [] for x in turns}
     size = f"{cluster.nodes} nodes x {cluster.workers_per_node}"
     console = Console(soft_wrap=True, highlight=False)
@@ -191,26 +157,19 @@ def run(
     return [Timing(*each) for each in rounds.items()]
 
 
-def _write_json(race: Race, results: Mapping[str, Sequence[Timing]]) -> None:
-    clusters = {
-        name: [{"name": str(x.contestant), "rounds": x.rounds} for x in timings]
-        for name, timings in results.items()
+def _write(race: Race, results: Results) -> str:
+    rounds = {
+        cluster_name(cluster): [
+            {"name": str(x.contestant), "rounds": x.rounds} for x in timings
+        ]
+        for cluster, timings in results
     }
-    facts = {"race": race, "machine": machine(), "clusters": clusters}
-    write_json(race.out / "race.json", facts)
-
-
-def _report(race: Race, results: Mapping[str, list[Timing]]) -> None:
-    model_bytes = race.work.model_bytes
-    text = "\n\n".join(
-        table(race.cluster(name), timings, model_bytes, race.straggler)
-        for name, timings in results.items()
-    )
-    (race.out / "race.md").write_text(text + "\n")
+    # As "4 nodes x 2 workers, 200mbit".
     drawn = {
-        f"{name.replace('x', ' nodes x ')} workers, {race.rate}": bars(timings)
-        for name, timings in results.items()
+        f"{cluster_name(x).replace('x', ' nodes x ')} workers, {x.rate}": bars(timings)
+        for x, timings in results
     }
-    draw_race(drawn).savefig(race.out / "race.svg", metadata={"Date": None})
-    Console(soft_wrap=True).print(text, markup=False, highlight=False)
-    print(f"\n{race.out / 'race.json'}  race.md  race.svg")
+    tables = (table(*x, race.work.model_bytes, race.straggler) for x in results)
+    facts = {"race": race, "clusters": rounds}
+    text = "\n\n".join(tables)
+    return write_results(race.out, "race", facts, text, to_svg(draw_race(drawn)))

@@ -4,8 +4,7 @@ from statistics import median
 from typing import NamedTuple
 
 from decentjax import analysis
-from train.bench.race.contestants import Contestant, Graph, Scheme
-from train.bench.race.graphs import graph_of
+from train.bench.race.contestants import Contestant, Scheme, graph_of
 from train.cli.tables import markdown
 from train.figures.race_figure import Bar
 from train.job.namespaces import EmulatedCluster, parse_rate
@@ -33,12 +32,11 @@ def link_seconds(
     """Returns bytes over rate: the seconds of a step that the busiest link needs."""
     # Both average all gradients, which sends as much as the mean of all models.
     flat = contestant.scheme in (Scheme.ALL_REDUCE, Scheme.DDP)
-    graph = Graph.COMPLETE if flat else contestant.graph
-    if graph is None:
+    if contestant.graph is None and not flat:
         return None
     per_node, rate = cluster.workers_per_node, parse_rate(cluster.rate)
     assert rate is not None
-    topology = graph_of(graph, cluster.num_workers, per_node)
+    topology = graph_of(contestant.graph, cluster.num_workers, per_node)
     sent = [x.node_bytes for x in analysis.traffic(topology, model_bytes, per_node)]
     # Over a period, as each node's link is idle in steps of its own.
     return max(map(sum, zip(*sent, strict=True))) / len(sent) / rate
@@ -65,6 +63,7 @@ def table(
         contestant = timing.contestant
         if contestant.straggler:
             continue
+        # The same graph by Decent-DP, and DDP for all that train a model.
         peer = seconds.get(Contestant(Scheme.DECENT_DP, contestant.graph))
         gossip = contestant.is_gossip
         references = (
@@ -89,10 +88,17 @@ def table(
         "/ Decent-DP",
         "/ DDP",
     ]
-    late = _straggler_rows(seconds, straggler)
+    late_rows = []
+    for contestant, late in seconds.items():
+        if contestant.straggler:
+            plain = contestant._replace(straggler=False)
+            # Late by 0.5 s at each step, but each worker in 1 of N steps: without
+            # barriers a step takes 0.5 s / N longer, with them the whole 0.5 s.
+            share = f"{(late - seconds[plain]) / straggler:.0%}"
+            late_rows.append([plain, f"{late:.3f}", f"{seconds[plain]:.3f}", share])
     late_head = [f"worker t mod N late by {straggler:g} s", "s/step", "without"]
-    late_table = ["", markdown([*late_head, "passed on"], late)] if late else []
-    return "\n".join([markdown(head, rows), *late_table])
+    tables = [markdown(head, rows), markdown([*late_head, "passed on"], late_rows)]
+    return "\n\n".join(tables[: 2 if late_rows else 1])
 
 
 def bars(timings: list[Timing]) -> list[Bar]:
@@ -119,26 +125,8 @@ def limit(contestant: Contestant, seconds: dict[Contestant, float]) -> float | N
     return max(seconds[part] for part in parts)
 
 
-def _straggler_rows(
-    seconds: dict[Contestant, float], straggler: float
-) -> list[list[str]]:
-    rows = []
-    for contestant, late in seconds.items():
-        if contestant.straggler:
-            plain = contestant._replace(straggler=False)
-            share = (late - seconds[plain]) / straggler
-            rows.append(
-                [str(plain), f"{late:.3f}", f"{seconds[plain]:.3f}", f"{share:.0%}"]
-            )
-    return rows
-
-
 def _colour(contestant: Contestant) -> str:
-    if contestant.is_gossip or contestant.scheme == Scheme.ALL_REDUCE:
-        return "tab:blue"
-    measures_a_part = contestant.scheme in (
-        Scheme.COMPUTE,
-        Scheme.EXCHANGE,
-        Scheme.TORCH_COMPUTE,
-    )
-    return "0.75" if measures_a_part else "tab:orange"
+    parts_of_a_step = (Scheme.COMPUTE, Scheme.EXCHANGE, Scheme.TORCH_COMPUTE)
+    if contestant.scheme in parts_of_a_step:
+        return "0.75"
+    return "tab:blue" if contestant.team == "jax" else "tab:orange"

@@ -1,17 +1,64 @@
 """The driver's side of the race's workers."""
 
-import dataclasses
-import json
+import contextlib
 import os
+import pickle
+import re
 import selectors
 import subprocess
 import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 from train.bench.race.turns import Load, Turn
-from train.job.namespaces import EmulatedCluster, Worker
+from train.job.namespaces import EmulatedCluster, Worker, in_cluster, parse_rate
+
+T = TypeVar("T")
+
+
+def parse_cluster(name: str, rate: str) -> EmulatedCluster:
+    """Returns the emulated cluster NODESxWORKERS_PER_NODE, with links of that rate.
+
+    Raises:
+      ValueError: if the name or the rate is written in another way.
+    """
+    if not re.fullmatch(r"[1-9]\d*x[1-9]\d*", name):
+        raise ValueError(f"a cluster is written as 4x2, got {name!r}")
+    if parse_rate(rate) is None:
+        raise ValueError(f"a bench of clusters needs a rate, such as 200mbit: {rate!r}")
+    nodes, workers_per_node = map(int, name.split("x"))
+    return EmulatedCluster(nodes=nodes, workers_per_node=workers_per_node, rate=rate)
+
+
+def cluster_name(cluster: EmulatedCluster) -> str:
+    """Returns what `parse_cluster` takes."""
+    return f"{cluster.nodes}x{cluster.workers_per_node}"
+
+
+def measure_in(cluster: EmulatedCluster, measure: Callable[[Worker], T]) -> T:
+    """Returns measure(worker), which runs in the cluster's switch; see `in_cluster`.
+
+    Raises:
+      SystemExit: if it fails.
+      PermissionError: if this process may not create namespaces.
+    """
+    # The switch is a fork of this process, and shares its open files.
+    with tempfile.TemporaryFile() as file:
+
+        def job(worker: Worker) -> int:
+            pickle.dump(measure(worker), file)
+            file.flush()  # The fork ends without closing it.
+            return 0
+
+        if code := in_cluster(cluster, job):
+            raise SystemExit(code)
+        file.seek(0)
+        return pickle.load(file)
 
 
 class Team:
@@ -25,27 +72,32 @@ class Team:
     ):
         self._kind = kind
         self._logs: list[Path] = []
-        self._workers: list[tuple[subprocess.Popen, Any]] = []
+        self._popens: list[subprocess.Popen] = []
+        self._workers: list[Connection] = []
+        # Kept over all turns, as epoll then holds events in the order of their arrival.
+        self._selector = selectors.DefaultSelector()
+        argv = [sys.executable, "-m", f"train.bench.race.{kind}_worker"]
         for rank in range(cluster.num_workers):
-            reader, writer = os.pipe()
-            sizes = (*dataclasses.astuple(load), cluster.workers_per_node, writer)
-            module = ["-m", f"train.bench.race.{kind}_worker"]
-            process = worker(rank, [sys.executable, *module, *map(str, sizes)])
-            log = f"{kind}.{cluster.nodes}x{cluster.workers_per_node}.{rank}.txt"
-            self._logs.append(out / log)
-            with self._logs[-1].open("w") as output:
+            process = worker(rank, argv)
+            log = out / f"{kind}.{cluster_name(cluster)}.{rank}.txt"
+            ours, theirs = Pipe()
+            ours.send(load)
+            with log.open("w") as output:
                 popen = subprocess.Popen(
                     process.argv,
                     env={**os.environ, **process.env},
-                    stdin=subprocess.PIPE,
+                    # A socket, which `serve` reads and also writes: jax and gloo print
+                    # to standard output.
+                    stdin=theirs.fileno(),
                     stdout=output,
                     stderr=subprocess.STDOUT,
-                    pass_fds=[writer],
-                    text=True,
                 )
             # Only the worker holds this end now, so its death ends the answers.
-            os.close(writer)
-            self._workers.append((popen, os.fdopen(reader)))
+            theirs.close()
+            self._logs.append(log)
+            self._popens.append(popen)
+            self._workers.append(ours)
+            self._selector.register(ours, selectors.EVENT_READ, rank)
 
     def take(self, turn: Turn) -> float:
         """Returns the mean seconds of a step, over steps and workers.
@@ -53,26 +105,20 @@ class Team:
         Raises:
           SystemExit: if a worker dies; the others end with the cluster.
         """
-        for rank, (popen, _) in enumerate(self._workers):
-            assert popen.stdin is not None
-            try:
-                popen.stdin.write(json.dumps(turn) + "\n")
-                popen.stdin.flush()
-            except BrokenPipeError as error:
-                raise self._death(rank, turn) from error
+        for worker in self._workers:
+            # The selector reports a worker that has died.
+            with contextlib.suppress(ConnectionError):
+                worker.send(turn)
         means = []
-        # In the order of arrival: the others wait for a dead worker, and never answer.
-        with selectors.DefaultSelector() as selector:
-            for rank, (_, answers) in enumerate(self._workers):
-                selector.register(answers, selectors.EVENT_READ, (rank, answers))
-            while selector.get_map():
-                for key, _ in selector.select():
-                    rank, answers = key.data
-                    line = answers.readline()
-                    if not line.endswith("\n"):
-                        raise self._death(rank, turn)
-                    selector.unregister(answers)
-                    means.append(fmean(json.loads(line)))
+        while len(means) < len(self._workers):
+            # In the order of events: if a worker dies, the others wait for it in a
+            # collective that fails later, and never answer.
+            for key, _ in self._selector.select():
+                worker: Any = key.fileobj
+                try:
+                    means.append(fmean(worker.recv()))
+                except (EOFError, ConnectionError) as error:
+                    raise self._death(key.data, turn) from error
         return fmean(means)
 
     def _death(self, rank: int, turn: Turn) -> SystemExit:
@@ -84,9 +130,9 @@ class Team:
         )
 
     def close(self) -> None:
-        for popen, _ in self._workers:
-            assert popen.stdin is not None
-            popen.stdin.close()
-        for popen, answers in self._workers:
+        # First all of them, then wait: jax's processes wait for each other at exit.
+        self._selector.close()
+        for worker in self._workers:
+            worker.close()
+        for popen in self._popens:
             popen.wait()
-            answers.close()

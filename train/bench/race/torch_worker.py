@@ -2,7 +2,7 @@
 
 import functools
 import os
-import sys
+from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -13,13 +13,10 @@ from train.bench.race.turns import Load, serve
 from train.bench.runner import Runner
 
 
-def main(layers: int, width: int, batch: int, per_node: int, answers: int) -> None:
-    del per_node  # Decent-DP reads LOCAL_WORLD_SIZE.
+def main() -> None:
     torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
     dist.init_process_group("gloo")
-    load = Load(layers=layers, width=width, batch=batch)
-    make = functools.partial(_runner, load)
-    serve(answers, dist.get_rank(), dist.get_world_size(), make)
+    serve(Connection(0), _runner)
     os._exit(0)  # Decent-DP's threads do not end.
 
 
@@ -39,6 +36,7 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
         adam = functools.partial(optim_fn_adam, lr=1e-4)
         assert contestant.graph is not None
         topology = DECENT_DP_GRAPHS[contestant.graph]
+        # It steps its optimizers itself, in hooks of the backward pass.
         model = DecentralizedDataParallel(model, adam, topology=topology)
     else:
         if contestant.scheme == Scheme.DDP:
@@ -57,4 +55,4 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()

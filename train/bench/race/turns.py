@@ -1,15 +1,16 @@
 """The load of a worker of the race, and the protocol by which it takes its turns.
 
-The driver writes a `Turn` per line to a worker's standard input; the worker answers
-with the seconds of each step. Imports neither jax nor torch, because the workers of
-both use it.
+A worker's standard input is a socket to the driver, which sends the `Load` and then a
+`Turn` at a time; the worker answers each with the seconds of its steps. Imports neither
+jax nor torch, because the workers of both use it.
 """
 
+import contextlib
 import dataclasses
-import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from multiprocessing.connection import Connection
 from typing import NamedTuple
 
 from train.bench.race.contestants import Contestant
@@ -59,26 +60,26 @@ class Turn(NamedTuple):
     pause: float = 0.0
 
 
-def serve(
-    answers: int, rank: int, num_workers: int, make: Callable[[Contestant], Runner]
-) -> None:
-    """Takes turns until the driver closes standard input.
+def serve(driver: Connection, make: Callable[[Load, Contestant], Runner]) -> None:
+    """Takes turns until the driver closes the connection.
 
     Args:
-      answers: file descriptor for the answers, one JSON line per turn.
-      rank: this worker, 0 to N - 1.
-      num_workers: N.
-      make: builds the runner of a contestant, at its first turn.
+      driver: connection to the driver, `Connection(0)` in a worker of a team.
+      make: function that builds the runner of a contestant, at its first turn.
     """
+    rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    load: Load = driver.recv()
     runners: dict[Contestant, Runner] = {}
-    with os.fdopen(answers, "w", buffering=1) as file:
-        for turn in _turns():
+    # The connection closes with the process, not here: a worker that fails because its
+    # peer has died must not look as if it had died first.
+    with contextlib.suppress(EOFError):
+        while True:
+            turn: Turn = driver.recv()
             # The delay is the turn's: with and without it the same program runs.
             contestant = turn.contestant._replace(straggler=False)
             if contestant not in runners:
-                runners[contestant] = make(contestant)
-            seconds = _take(turn, runners[contestant], rank, num_workers)
-            file.write(json.dumps(seconds) + "\n")
+                runners[contestant] = make(load, contestant)
+            driver.send(_take(turn, runners[contestant], rank, num_workers))
 
 
 def _take(turn: Turn, runner: Runner, rank: int, num_workers: int) -> list[float]:
@@ -86,6 +87,7 @@ def _take(turn: Turn, runner: Runner, rank: int, num_workers: int) -> list[float
     seconds = []
     for t in range(turn.warmup + turn.steps):
         start = time.monotonic()
+        # N = 4: worker 0 is late at steps 0, 4, ..., worker 1 at steps 1, 5, ...
         late = turn.straggler if t % num_workers == rank else 0.0
         if late + turn.pause:
             time.sleep(late + turn.pause)
@@ -93,10 +95,3 @@ def _take(turn: Turn, runner: Runner, rank: int, num_workers: int) -> list[float
         seconds.append(time.monotonic() - start)
     runner.finish()
     return seconds[turn.warmup :]
-
-
-def _turns() -> Iterator[Turn]:
-    with os.fdopen(0) as standard_input:
-        for line in standard_input:
-            contestant, *numbers = json.loads(line)
-            yield Turn(Contestant(*contestant), *numbers)
