@@ -181,6 +181,7 @@ def positions_visited(logits: list[list[float]], beams: int) -> list[int]:
         max_length_B=jnp.array([6]),
         length=6,
         beams=beams,
+        penalty=0.6,
     )
     jax.block_until_ready(found)
     jax.effects_barrier()
@@ -221,6 +222,7 @@ def test_scores_are_those_of_decoding_by_the_transformer():
             max_length_B=jnp.asarray(max_lengths),
             length=6,
             beams=beams,
+            penalty=0.6,
         )
 
     tokens, scores = map(np.asarray, nnx.jit(find)(model))

@@ -19,6 +19,7 @@ from train.data.batches import Unreadable
 AREA_SHARE = (0.08, 1.0)
 ASPECT_RATIO = (3 / 4, 4 / 3)
 MAX_DRAWS = 10
+SHORTER_SIDE = 256  # In pixels, of an image before its center is cropped.
 # The errors that Pillow raises for a broken file.
 BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
@@ -54,13 +55,12 @@ def random_resized_crop(
     return crop[:, ::-1] if random.random() < 0.5 else crop
 
 
-def center_crop(image: bytes, size: int, shorter_side: int = 256) -> np.ndarray:
-    """Returns the middle of an image whose shorter side is scaled to `shorter_side`.
+def center_crop(image: bytes, size: int) -> np.ndarray:
+    """Returns the middle of an image whose shorter side is scaled to 256 pixels.
 
     Args:
       image: JPEG or PNG bytes.
-      size: side of the middle, a square, in pixels; at most `shorter_side`.
-      shorter_side: length of the shorter side before the crop, in pixels.
+      size: side of the middle, a square, in pixels; at most 256.
 
     Returns:
       uint8 [size, size, 3].
@@ -69,7 +69,7 @@ def center_crop(image: bytes, size: int, shorter_side: int = 256) -> np.ndarray:
       Unreadable: if the bytes cannot be decoded.
     """
     with _open(image) as opened:
-        return _resample(opened, _center(*opened.size, size, shorter_side), size)
+        return _resample(opened, _center(*opened.size, size), size)
 
 
 def decode(image: bytes) -> np.ndarray:
@@ -123,10 +123,10 @@ def draw_box(width: int, height: int, random: np.random.Generator) -> Box:
     return Box(left, top, box_width, box_height)
 
 
-def _center(width: int, height: int, size: int, shorter_side: int) -> Box:
+def _center(width: int, height: int, size: int) -> Box:
     """The part that becomes the middle, its corner on a whole pixel after scaling."""
     shorter = min(width, height)
-    scaled = (shorter_side * width // shorter, shorter_side * height // shorter)
+    scaled = (SHORTER_SIDE * width // shorter, SHORTER_SIDE * height // shorter)
     left, top = (round((length - size) / 2) for length in scaled)
     across, down = width / scaled[0], height / scaled[1]
     return Box(left * across, top * down, size * across, size * down)

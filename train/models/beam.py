@@ -50,8 +50,8 @@ def beam_search(
     end_token: int,
     max_length_B: jax.Array,
     length: int,
-    beams: int = 4,
-    penalty: float = 0.6,
+    beams: int,
+    penalty: float,
 ) -> Sentences:
     """Searches each sentence's likeliest continuations of `first_token`.
 

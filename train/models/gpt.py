@@ -102,14 +102,24 @@ class GPTBlock(nnx.Module):
         # Each block adds two terms to the residual stream: the sum of all 2 num_layers
         # has the deviation init_std.
         residual_std = config.init_std / (2 * config.num_layers) ** 0.5
+        inner, residual = (
+            functools.partial(
+                nnx.Linear,
+                use_bias=False,
+                kernel_init=nnx.initializers.normal(std),
+                dtype=config.compute_dtype,
+                rngs=rngs,
+            )
+            for std in (config.init_std, residual_std)
+        )
         self.num_heads = config.num_heads
         self.implementation: Implementation = config.attention
         self.attention_norm = _layer_norm(config, rngs)
-        self.qkv = _linear(width, 3 * width, config.init_std, config, rngs)
-        self.out = _linear(width, width, residual_std, config, rngs)
+        self.qkv = inner(width, 3 * width)
+        self.out = residual(width, width)
         self.mlp_norm = _layer_norm(config, rngs)
-        self.up = _linear(width, 4 * width, config.init_std, config, rngs)
-        self.down = _linear(4 * width, width, residual_std, config, rngs)
+        self.up = inner(width, 4 * width)
+        self.down = residual(4 * width, width)
         self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x_BxTxD: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
@@ -128,19 +138,6 @@ class GPTBlock(nnx.Module):
         )
         out_BxTxHxK = attend(q, k, v, None, self.implementation)
         return out_BxTxHxK.reshape(x_BxTxD.shape)
-
-
-def _linear(
-    in_size: int, out_size: int, std: float, config: GPTConfig, rngs: nnx.Rngs
-) -> nnx.Linear:
-    return nnx.Linear(
-        in_size,
-        out_size,
-        use_bias=False,
-        kernel_init=nnx.initializers.normal(std),
-        dtype=config.compute_dtype,
-        rngs=rngs,
-    )
 
 
 def _layer_norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -13,7 +13,7 @@ import sacrebleu
 from flax import nnx
 
 from train.data.by_length import length_steps, length_validation
-from train.data.pairs import Corpus
+from train.data.pairs import SPLITS, Corpus
 from train.data.vocabulary import END, START
 from train.fields import checked
 from train.models.beam import beam_search
@@ -171,7 +171,7 @@ def _check_fit(
     corpus: Corpus, model: TransformerConfig, decoding: DecodingConfig
 ) -> Corpus:
     """The corpus, if the model has its tokens and holds its longest translation."""
-    for split in ("train", "validation", "test"):
+    for split in SPLITS:
         if len(getattr(corpus, split)) == 0:
             raise ValueError(f"the corpus has no {split} pairs: prepare it again")
     # Jax raises nothing for an index beyond the embedding.
