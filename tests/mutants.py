@@ -1248,8 +1248,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/data/batches.py",
-        "(first + worker) * self.batch_per_worker",
-        "first * self.batch_per_worker",
+        "int(index) * self.num_workers + worker for",
+        "int(index) * self.num_workers for",
         "tests/test_train.py -k workers_share_no_example",
     ),
     Mutant(
@@ -1327,7 +1327,7 @@ MUTANTS = [
     Mutant(
         "train/data/imagenet_files.py",
         "np.full(self.rows, NO_LABEL, np.int32)",
-        "np.zeros(self._rows, np.int32)",
+        "np.zeros(self.rows, np.int32)",
         "tests/test_image_data.py -k validation_has_each_image",
     ),
     Mutant(
@@ -1350,8 +1350,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/data/pairs.py",
-        "(part.offsets[1:] + ends[side])",
-        "part.offsets[1:]",
+        "(parts[side].offsets[1:] + ends[side])",
+        "parts[side].offsets[1:]",
         "tests/test_translation_data.py -k same_in_memory",
     ),
     Mutant(
@@ -1362,8 +1362,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/models/resnet.py",
-        "        if config.zero_init:",
-        "        if False:",
+        "scale[...] = jnp.zeros_like(scale[...])",
+        "pass",
         "tests/test_resnet.py -k zero_init",
     ),
     Mutant(
@@ -1464,8 +1464,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/tasks/language.py",
-        "scores[:known]",
-        "scores",
+        "logits[:known]",
+        "logits",
         "tests/test_language.py -k a_text_is_continued",
     ),
     Mutant(

@@ -13,6 +13,7 @@ from record_peers import numbers
 
 from train.models.beam import Sentences, beam_search
 from train.models.transformer import Transformer, TransformerConfig
+from train.tasks.translation import DecodingConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -180,6 +181,7 @@ def positions_visited(logits: list[list[float]], beams: int) -> list[int]:
         max_length_B=jnp.array([6]),
         length=6,
         beams=beams,
+        penalty=0.6,
     )
     jax.block_until_ready(found)
     jax.effects_barrier()
@@ -220,6 +222,7 @@ def test_scores_are_those_of_decoding_by_the_transformer():
             max_length_B=jnp.asarray(max_lengths),
             length=6,
             beams=beams,
+            penalty=0.6,
         )
 
     tokens, scores = map(np.asarray, nnx.jit(find)(model))
@@ -240,6 +243,6 @@ def test_scores_are_those_of_decoding_by_the_transformer():
 
 def test_impossible_options_are_refused():
     with pytest.raises(ValueError, match="beams must be positive, got 0"):
-        search(tables(1), [4], beams=0)
-    with pytest.raises(ValueError, match=r"penalty must not be negative, got -1"):
-        search(tables(1), [4], beams=1, penalty=-1)
+        DecodingConfig(beams=0)
+    with pytest.raises(ValueError, match="length_penalty must not be negative, got -1"):
+        DecodingConfig(length_penalty=-1)

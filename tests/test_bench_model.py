@@ -140,7 +140,8 @@ def test_a_row_of_fig_6_says_which_order_is_wrong():
 def test_a_fit_finds_what_made_the_measurements(monkeypatch):
     monkeypatch.setattr(published, "FIT_STEPS", 4)
     known, both = Fit(0.03, 0.9, 0.1), published.FITTED
-    wanted = {n: published.predict(A40, known, n, 4) for n in A40.rows}
+    # Without its 32 workers, whose steps take as long to simulate as all others.
+    wanted = {n: published.predict(A40, known, n, 4) for n in (8, 16)}
 
     def fitted_to(all_reduce: float) -> dict[int, dict[str, float]]:
         """Steps of a fit to all-reduces that take `all_reduce` times as long."""

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from train.models.gpt import GPT, GPTConfig
-from train.tasks.language import language, spread
+from train.tasks.language import language_task, spread
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -18,10 +18,34 @@ CONFIG = GPTConfig(
 )
 
 
+class Numbers(int):
+    """That many tokens, each its own text."""
+
+    __len__ = int.__int__
+
+    def encode(self, rows):
+        return rows
+
+    decode = encode
+
+
+def task(known=9, length=40):
+    return language_task(
+        CONFIG,
+        dtype=np.uint8,
+        score="loss",
+        vocabulary=lambda: Numbers(known),
+        prompt="",
+        length=length,
+        steps=None,
+        validation=None,
+    )
+
+
 @pytest.fixture(scope="module")
 def gpt_and_params():
     """A compiled GPT, a function of tokens, and the parameters that it has."""
-    params, _ = jax.jit(language(CONFIG).init)(jax.random.key(0))
+    params, _ = jax.jit(task().init)(jax.random.key(0))
     gpt = nnx.eval_shape(lambda: GPT(CONFIG, rngs=nnx.Rngs(1)))
     nnx.update(gpt, params)
     return functools.partial(nnx.jit(GPT.__call__), gpt), params
@@ -33,7 +57,7 @@ def test_nats_are_summed_over_all_tokens_but_the_first(gpt_and_params):
     logits = np.asarray(gpt(jnp.asarray(windows[:, :-1], jnp.int32)), np.float64)
     chances = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     own = np.take_along_axis(chances, windows[:, 1:, None].astype(int), axis=-1)
-    nats, count = jax.jit(language(CONFIG).nats)(params, jnp.asarray(windows))
+    nats, count = jax.jit(task().score_fn)(params, (), jnp.asarray(windows))["loss"]
     np.testing.assert_allclose(nats, -np.log(own).sum(), rtol=1e-5)
     assert int(count) == 18
 
@@ -44,9 +68,9 @@ def test_a_text_is_continued_from_its_last_tokens(gpt_and_params):
     for key in jax.random.split(jax.random.key(0), 40):
         logits = gpt(jnp.array([text[-CONFIG.context :]]))[0, -1]
         text.append(int(jax.random.categorical(key, logits[:9] / 0.7)))
-    extend = language(CONFIG).extend
-    assert extend(params, [3, 1, 4], 40, 9) == text
-    assert set(extend(params, [3], 40, 2)) == {0, 1, 3}
+    assert task().generate(params, (), [[3, 1, 4]]) == [text]
+    (few,) = task(known=2).generate(params, (), [[3]])
+    assert set(few) == {0, 1, 3}
 
 
 def test_windows_are_spread_from_the_first_to_the_last():

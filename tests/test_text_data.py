@@ -121,8 +121,7 @@ def test_tokens_that_are_missing_or_cut_off_are_named(tmp_path):
         read_tokens(tmp_path)
 
 
-def test_a_token_that_the_model_does_not_know_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(text_module, "TOKENS_AT_ONCE", 4)
+def test_a_token_that_the_model_does_not_know_is_named(tmp_path):
     write_tokens(tmp_path, [3, 9, 1, 4, 4, 17, 2, 2, 0], [5])
     check_tokens(tmp_path, 18)
     with pytest.raises(

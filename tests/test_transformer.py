@@ -233,8 +233,10 @@ def test_matrices_start_with_the_variance_of_torch():
 
 
 def test_impossible_sizes_and_lengths_are_refused():
-    with pytest.raises(ValueError, match="width = 6 must be even and a multiple"):
+    with pytest.raises(ValueError, match="width = 6 must be a multiple of num_heads"):
         make(width=6, num_heads=4)
+    with pytest.raises(ValueError, match="width must be even, got 3"):
+        make(width=3, num_heads=1)
     with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\), got 1"):
         make(dropout=1)
     with pytest.raises(ValueError, match="hidden must be positive, got 0"):

@@ -69,9 +69,7 @@ def test_names_of_special_tokens_have_no_meaning_in_a_text(vocabulary):
 
 def test_the_same_lines_give_the_same_vocabulary(vocabulary, tmp_path):
     again = train_vocabulary(iter(LINES * 3), 300)
-    for number, bpe in enumerate(
-        [vocabulary, again, pickle.loads(pickle.dumps(again))]
-    ):
+    for number, bpe in enumerate([vocabulary, again]):
         bpe.save(tmp_path / f"{number}.json")
     texts = {path.read_text() for path in tmp_path.iterdir()}
     assert len(texts) == 1
@@ -457,9 +455,6 @@ def test_validation_holds_each_pair_once(num_rows):
         seen += itertools.chain(*numbers_of(one_worker))
     assert sorted(seen) == list(range(len(LENGTHS)))
     assert len({batch["source"].shape for batch in batches}) <= 3
-    assert length_validation(Pairs(ragged([]), ragged([])), num_rows) == []
-    with pytest.raises(ValueError, match="at least 1, got 0"):
-        length_validation(numbered(LENGTHS), 0)
 
 
 def test_numbers_are_said_in_german_and_held_out_ones_are_new():

@@ -193,17 +193,16 @@ class _Steps:
         return len(self.examples) // (self.num_workers * self.batch_per_worker)
 
     def __getitem__(self, index: int) -> Batch:
-        first = int(index) * self.num_workers
-        rows, skipped = [], 0
-        for worker in self.workers:
-            start = (first + worker) * self.batch_per_worker
-            examples = []
-            for place in range(start, start + self.batch_per_worker):
-                example, num_bad = self._read(place)
-                examples.append(example)
-                skipped += num_bad
-            rows.append(_stack(examples))
-        return Batch(_stack(rows), skipped)
+        # N = 3, B = 2: at step 1 worker 2 has block 5, the places 10 and 11.
+        blocks = [int(index) * self.num_workers + worker for worker in self.workers]
+        size = self.batch_per_worker
+        read = [self._read(block * size + i) for block in blocks for i in range(size)]
+        examples, skipped = zip(*read, strict=True)
+
+        def stack(*leaves: Any) -> np.ndarray:
+            return np.stack(leaves).reshape(len(blocks), size, *np.shape(leaves[0]))
+
+        return Batch(jax.tree.map(stack, *examples), sum(skipped))
 
     def _read(self, place: int) -> tuple[Any, int]:
         """The first readable example from this place on, and how many were not."""
@@ -212,6 +211,8 @@ class _Steps:
             try:
                 example = self.examples[place + num_bad]
                 if self.transform is not None:
+                    # Of the place and not of the process, so that any number of
+                    # processes draws the same.
                     random = np.random.default_rng((self.seed, place))
                     example = self.transform(example, random)
                 return example, num_bad
@@ -227,7 +228,3 @@ class _Steps:
 def say_once(warning: str) -> None:
     """Logs a warning, unless this process already has."""
     logging.getLogger(__name__).warning(warning)
-
-
-def _stack(trees: Sequence[Any]) -> Any:
-    return jax.tree.map(lambda *leaves: np.stack(leaves), *trees)

@@ -1,5 +1,6 @@
 """Batches of sentence pairs by length: few shapes, and little padding."""
 
+import dataclasses
 import sys
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -10,6 +11,8 @@ import numpy as np
 from train.data.batches import Batch
 from train.data.pairs import Pairs, Ragged
 from train.data.vocabulary import END, PAD, START
+
+NO_PASS: tuple[int, np.ndarray, list[np.ndarray]] = (-1, np.array([]), [])
 
 
 class Shapes(NamedTuple):
@@ -79,6 +82,7 @@ def choose_shapes(
     for k, above in enumerate(_above(boxes)):
         steps[k], rest = divmod(waiting[k], pairs_per_step[k])
         waiting[above] += rest
+    # Rounded up: the pairs that are left over have no larger box to go to.
     steps[-1] = -(-waiting[-1] // pairs_per_step[-1])
     in_all = (steps * pairs_per_step * boxes.sum(1)).sum()
     return Shapes(boxes, rows, steps, float(widths.sum() / in_all))
@@ -117,7 +121,7 @@ def length_steps(
         pairs, num_workers, tokens_per_worker, num_shapes, multiple_of
     )
     mine = range(num_workers) if workers is None else workers
-    return grain.MapDataset.source(_Steps(pairs, shapes, num_workers, seed, mine))
+    return grain.MapDataset.source(_LengthSteps(pairs, shapes, num_workers, seed, mine))
 
 
 def length_validation(
@@ -132,75 +136,67 @@ def length_validation(
       rows: B, the same in all batches.
       num_shapes: largest number of shapes.
     """
-    if rows < 1:
-        raise ValueError(f"rows must be at least 1, got {rows}")
     widths = _widths(pairs)
-    boxes = _search(_count(widths), num_shapes) if len(pairs) else np.zeros((0, 2), int)
+    boxes = _search(_count(widths), num_shapes)
     batches = []
     for box, members in zip(boxes, _members(boxes, widths), strict=True):
         for start in range(0, len(members), rows):
             batch = _pad(pairs, members[start : start + rows], box)
-            batches.append(
-                {
-                    side: np.pad(array, ((0, rows - len(array)), (0, 0)))
-                    for side, array in batch.items()
-                }
-            )
+            missing = ((0, rows - len(batch["source"])), (0, 0))
+            batches.append({k: np.pad(side, missing) for k, side in batch.items()})
     return batches
 
 
-class _Steps:
+@dataclasses.dataclass(eq=False)
+class _LengthSteps:
     """Step t is the j-th of its shape in its pass: blocks j * N + w of that shape."""
 
-    def __init__(
-        self,
-        pairs: Pairs,
-        shapes: Shapes,
-        num_workers: int,
-        seed: int,
-        workers: Sequence[int],
-    ):
-        self._pairs = pairs
-        self._shapes = shapes
-        self._num_workers = num_workers
-        self._seed = seed
-        self._workers = workers
-        self._members = _members(shapes.boxes, _widths(pairs))
-        self._pass: tuple[int, np.ndarray, list[np.ndarray]] = (-1, np.array([]), [])
+    pairs: Pairs
+    shapes: Shapes
+    num_workers: int
+    seed: int
+    workers: Sequence[int]
+
+    def __post_init__(self):
+        self._members = _members(self.shapes.boxes, _widths(self.pairs))
+        # The pass read last, as steps are mostly read in turn: its number, the shape of
+        # each step, and the pairs of each shape.
+        self._pass = NO_PASS
 
     def __getstate__(self):
-        empty = (-1, np.array([]), [])  # Large; another process draws it again.
-        return self.__dict__ | {"_pass": empty}
+        return self.__dict__ | {"_pass": NO_PASS}  # Large; to be drawn again there.
 
     def __len__(self) -> int:
         return sys.maxsize
 
     def __getitem__(self, index: int) -> Batch:
-        number, place = divmod(int(index), int(self._shapes.steps.sum()))
+        number, place = divmod(int(index), int(self.shapes.steps.sum()))
         if self._pass[0] != number:
             self._pass = (number, *self._draw(number))
         _, order, dealt = self._pass
         shape = order[place]
-        rows = int(self._shapes.rows[shape])
-        block = np.count_nonzero(order[:place] == shape) * self._num_workers
-        starts = (block + np.array(self._workers)) * rows
+        rows = int(self.shapes.rows[shape])
+        # N = 2, B = 3: the second step of a shape has its blocks 2 and 3, and worker 1
+        # the pairs 9, 10 and 11 of that shape.
+        block = np.count_nonzero(order[:place] == shape) * self.num_workers
+        starts = (block + np.array(self.workers)) * rows
         chosen = dealt[shape][starts[:, None] + np.arange(rows)]
-        batch = _pad(self._pairs, chosen.ravel(), self._shapes.boxes[shape])
+        batch = _pad(self.pairs, chosen.ravel(), self.shapes.boxes[shape])
         return Batch(
             {side: array.reshape(*chosen.shape, -1) for side, array in batch.items()}
         )
 
     def _draw(self, number: int) -> tuple[np.ndarray, list[np.ndarray]]:
         """The shape of each step of a pass, and the pairs of each shape in order."""
-        boxes, rows, steps, _ = self._shapes
+        boxes, rows, steps, _ = self.shapes
         # Without the seed: runs of several seeds train as one program, of one shape.
         order = np.random.default_rng(number).permutation(
             np.repeat(np.arange(len(steps)), steps)
         )
-        random = np.random.default_rng((self._seed, number))
+        random = np.random.default_rng((self.seed, number))
         waiting = [[members] for members in self._members]
         dealt = []
-        places = steps * rows * self._num_workers
+        places = steps * rows * self.num_workers
         for k, above in enumerate(_above(boxes)):
             pairs = random.permutation(np.concatenate(waiting[k]))
             dealt.append(pairs[: places[k]])
@@ -224,6 +220,8 @@ def _count(widths: np.ndarray) -> np.ndarray:
 
 def _search(counts: np.ndarray, num_shapes: int) -> np.ndarray:
     """Boxes with little padding, the cheapest first; the last holds all pairs."""
+    # The box of the longest source and the longest target, which stays as it is: any
+    # other may be replaced, because this one holds all pairs.
     boxes = np.array([counts.shape]) - 1
     saved = 1
     while len(boxes) < num_shapes and saved > 0:
@@ -247,6 +245,7 @@ def _best_box(boxes: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, int]:
     S x T saves sum_k max(0, S_k + T_k - S - T) n_k(S, T), where n_k counts the pairs of
     at most S and T tokens that are now in box k.
     """
+    # Costs of all S x T at once: entry (S, T) of each table stands for that box.
     now = _cheapest(boxes, counts.shape)
     cost = np.add.outer(*map(np.arange, counts.shape))
     saved = np.zeros(counts.shape, np.int64)
@@ -282,8 +281,7 @@ def _above(boxes: np.ndarray) -> list[int]:
 
 def _members(boxes: np.ndarray, widths: np.ndarray) -> list[np.ndarray]:
     """The indices of the pairs of each box."""
-    if len(boxes) == 0:
-        return []
+    # Narrow types, as WMT14 has up to 36 million pairs.
     table = _cheapest(boxes, tuple(widths.max(0) + 1)).astype(np.uint16)
     box = table[widths[:, 0], widths[:, 1]]
     order = np.argsort(box, kind="stable").astype(np.int32)

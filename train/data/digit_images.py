@@ -1,41 +1,24 @@
 """Handwritten digits that come with scikit-learn: real images without a download."""
 
-import dataclasses
 import functools
+from typing import Any
 
 import numpy as np
 
 HELD_OUT_SHARE = 0.2
 SPLIT_SEED = 0
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
-class Digits:
-    """Images of digits and their labels: a random-access source for grain.
-
-    Example i is {"image": float32 [8, 8, 1], "label": int32 []}.
-
-    Args:
-      images: images from 0, paper, to 1, ink, float32 [n, 8, 8, 1].
-      labels: classes 0 to 9, int32 [n].
-    """
-
-    images: np.ndarray
-    labels: np.ndarray
-
-    def __len__(self) -> int:
-        return len(self.labels)
-
-    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        return {"image": self.images[index], "label": self.labels[index]}
+# A structured array is a random-access source for grain, and its columns are arrays.
+DIGIT = np.dtype([("image", np.float32, (8, 8, 1)), ("label", np.int32)])
 
 
 @functools.cache
-def read_digits() -> tuple[Digits, Digits]:
+def read_digits() -> tuple[Any, Any]:
     """Returns 1,438 training digits and 359 held-out ones, always the same.
 
-    A fifth of each class is held out. Source: Alpaydin and Kaynak, "Optical Recognition
-    of Handwritten Digits", UCI Machine Learning Repository, 1998; its test set.
+    Both are structured arrays of {"image": float32 [8, 8, 1], "label": int32}, images
+    from 0, paper, to 1, ink. A fifth of each class is held out. Source: Alpaydin and
+    Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning
+    Repository, 1998; its test set.
 
     Raises:
       ModuleNotFoundError: if scikit-learn is not installed.
@@ -48,34 +31,27 @@ def read_digits() -> tuple[Digits, Digits]:
             "pip install scikit-learn"
         ) from error
     pixels, labels = load_digits(return_X_y=True)
+    digits = np.empty(len(labels), DIGIT)
     # Each value is the number of set pixels in a 4 x 4 block, 0 to 16.
-    images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8, 1)
-    labels = labels.astype(np.int32)
-    held_out = _choose_held_out(labels)
-    train, test = (
-        Digits(images=images[chosen], labels=labels[chosen])
-        for chosen in (~held_out, held_out)
-    )
-    return train, test
+    digits["image"] = pixels.reshape(-1, 8, 8, 1) / 16
+    digits["label"] = labels
+    held_out = _choose_held_out(digits["label"])
+    return digits[~held_out], digits[held_out]
 
 
-def shift_digits(
-    example: dict[str, np.ndarray], random: np.random.Generator
-) -> dict[str, np.ndarray]:
-    """Shifts the image sideways by up to one pixel, and fills up with paper.
+def shift_digits(digit: np.void, random: np.random.Generator) -> dict[str, np.ndarray]:
+    """Returns the digit with its image shifted sideways by up to one pixel.
 
-    Only sideways: the digits touch the upper and the lower edge, and would lose ink.
+    Paper fills the column that the shift empties. Only sideways: the digits touch the
+    upper and the lower edge, and would lose ink.
 
     Args:
-      example: "image", [8, 8, 1], and other values, which are kept.
+      digit: "image", [8, 8, 1], and "label".
       random: generator of the shift.
     """
-    image = example["image"]
-    start = random.integers(0, 3)
-    height, width, channels = image.shape
-    wide = np.zeros((height, width + 2, channels), image.dtype)
-    wide[:, 1:-1] = image
-    return {**example, "image": wide[:, start : start + width]}
+    image, start = digit["image"], random.integers(0, 3)
+    wide = np.pad(image, ((0, 0), (1, 1), (0, 0)))
+    return {"image": wide[:, start : start + image.shape[1]], "label": digit["label"]}
 
 
 def _choose_held_out(labels: np.ndarray) -> np.ndarray:

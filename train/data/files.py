@@ -24,6 +24,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     check_new(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
+    # Beside it, because renaming is atomic within one file system only.
     unfinished = folder.parent / f".{folder.name}.{os.getpid()}"
     shutil.rmtree(unfinished, ignore_errors=True)
     unfinished.mkdir()
@@ -44,6 +45,7 @@ class MappedArray(np.memmap):
     """A file as an array, pickled as the name of the file."""
 
     def __reduce_ex__(self, protocol):
+        # NumPy would pickle the numbers, gigabytes for each reading process.
         if isinstance(self.base, mmap.mmap):
             return map_array, (self.filename, self.dtype)
         return np.array(self).__reduce_ex__(protocol)  # A slice of one.

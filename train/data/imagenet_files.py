@@ -28,10 +28,13 @@ ARCHIVES = {
     "validation": "ILSVRC2012_img_val.tar",
 }
 NO_LABEL = -1
+# Crops to train on are smaller: objects look larger in them, as large as in the center
+# crops of evaluation (Touvron et al., 2019, arXiv:1906.06423).
+TRAIN_SIZE = 176
 
 
 def imagenet_steps(
-    root: Path | None, *args: Any, size: int = 176, **options: Any
+    root: Path | None, *args: Any, size: int = TRAIN_SIZE, **options: Any
 ) -> grain.MapDataset[Batch]:
     """Returns the training batches of all steps, random crops.
 
@@ -73,6 +76,7 @@ def open_imagenet(
             f"{' and '.join(ARCHIVES.values())} from https://image-net.org into a "
             f"folder and run `python -m train.prepare imagenet --archives FOLDER{out}`"
         )
+    # Imported here and below, as it takes seconds and no other data needs it.
     import tensorflow_datasets as tfds
 
     builder: Any = tfds.builder_from_directory(folder)
@@ -86,18 +90,18 @@ def training_example(
     """Returns a random crop, {"image": uint8 [size, size, 3], "label": int32 []}.
 
     Args:
-      example: "image", encoded or uint8 [H, W, 3], "label" and "file_name".
+      example: "image", encoded, "label" and "file_name".
       random: generator of the crop.
       size: side of the crop, in pixels.
 
     Raises:
       Unreadable: if the image cannot be decoded.
     """
-    return _labelled(
-        example, lambda image: images.random_resized_crop(image, size, random)
-    )
+    crop = functools.partial(images.random_resized_crop, size=size, random=random)
+    return _labelled(example, crop)
 
 
+@dataclasses.dataclass(frozen=True)
 class Validation:
     """Held-out batches, center crops of the images in their order; re-iterable.
 
@@ -110,66 +114,43 @@ class Validation:
       rows: images per batch.
       num_processes: number of processes that decode; 0 for a thread of this one.
       size: side of the crops, in pixels.
-
-    Attributes:
-      num_unreadable: number of unreadable images in the latest pass.
     """
 
-    def __init__(
-        self,
-        source: grain.sources.RandomAccessDataSource[dict[str, Any]],
-        rows: int,
-        num_processes: int = 0,
-        size: int = 224,
-    ):
-        self._batches = _ValidationBatches(source, rows, size)
-        self._num_processes = num_processes
-        self.num_unreadable = 0
-
-    def __len__(self) -> int:
-        return len(self._batches)
-
-    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
-        self.num_unreadable = 0
-        batches = feed(grain.MapDataset.source(self._batches), self._num_processes)
-        with contextlib.closing(batches):
-            for batch in batches:
-                self.num_unreadable += batch.skipped
-                yield batch.arrays
-
-
-@dataclasses.dataclass(frozen=True)
-class _ValidationBatches:
     source: grain.sources.RandomAccessDataSource[dict[str, Any]]
     rows: int
-    size: int
+    num_processes: int = 0
+    size: int = 224
 
     def __len__(self) -> int:
         return -(-len(self.source) // self.rows)
+
+    def __iter__(self) -> Iterator[dict[str, np.ndarray]]:
+        # Closed even if the caller stops early: its processes would go on.
+        with contextlib.closing(
+            feed(grain.MapDataset.source(self), self.num_processes)
+        ) as batches:
+            for batch in batches:
+                yield batch.arrays
 
     def __getitem__(self, index: int) -> Batch:
         start = int(index) * self.rows
         pixels = np.zeros((self.rows, self.size, self.size, 3), np.uint8)
         labels = np.full(self.rows, NO_LABEL, np.int32)
-        places = range(start, min(start + self.rows, len(self.source)))
-        for row, place in enumerate(places):
+        crop = functools.partial(images.center_crop, size=self.size)
+        for row, place in enumerate(range(len(self.source))[start : start + self.rows]):
             try:
-                example = _labelled(
-                    self.source[place],
-                    lambda image: images.center_crop(image, self.size),
-                )
+                example = _labelled(self.source[place], crop)
             except Unreadable as error:
                 say_once(f"not evaluated: {error}")
                 continue
             pixels[row], labels[row] = example["image"], example["label"]
-        skipped = len(places) - int(np.sum(labels != NO_LABEL))
-        return Batch({"image": pixels, "label": labels}, skipped)
+        return Batch({"image": pixels, "label": labels})
 
 
 def prepare_imagenet(archives: Path, root: Path | None = None) -> Path:
     """Writes the images of the archives in tfds's format, and returns the folder.
 
-    Needs about 300 GB on disk meanwhile, and half of that in the end. Data that was
+    Needs about 300 GB on disk while it runs, half of which remain used. Data that was
     prepared before is left unchanged.
 
     Args:
@@ -208,6 +189,7 @@ def _builder_class(archives: Path) -> Any:
         name = NAME
 
         def _split_generators(self, dl_manager: Any) -> dict[str, Any]:
+            # Instead of the manager's archives, which are read by TensorFlow.
             del dl_manager
             labels = _validation_labels(archives / ARCHIVES["validation"])
             return {
@@ -216,6 +198,7 @@ def _builder_class(archives: Path) -> Any:
             }
 
         def _fix_image(self, image_fname: str, image: Any) -> Any:
+            # The builder's own conversion to JPEG runs in TensorFlow.
             known = imagenet2012_dataset_builder
             if image_fname in {*known.CMYK_IMAGES, *known.PNG_IMAGES}:
                 return io.BytesIO(images.to_jpeg(image.read()))
@@ -235,7 +218,7 @@ def _validation_labels(archive: Path) -> dict[str, str]:
 
 
 def _labelled(
-    example: dict[str, Any], crop: Callable[[bytes | np.ndarray], np.ndarray]
+    example: dict[str, Any], crop: Callable[[bytes], np.ndarray]
 ) -> dict[str, Any]:
     try:
         image = crop(example["image"])

@@ -19,6 +19,7 @@ from train.data.batches import Unreadable
 AREA_SHARE = (0.08, 1.0)
 ASPECT_RATIO = (3 / 4, 4 / 3)
 MAX_DRAWS = 10
+SHORTER_SIDE = 256  # In pixels, of an image before its center is cropped.
 # The errors that Pillow raises for a broken file.
 BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
@@ -33,12 +34,12 @@ class Box(NamedTuple):
 
 
 def random_resized_crop(
-    image: bytes | np.ndarray, size: int, random: np.random.Generator
+    image: bytes, size: int, random: np.random.Generator
 ) -> np.ndarray:
     """Returns a random part of an image, scaled to a square, half the time mirrored.
 
     Args:
-      image: JPEG or PNG bytes, or decoded, uint8 [H, W, 3].
+      image: JPEG or PNG bytes.
       size: side of the square, in pixels.
       random: generator of the part.
 
@@ -54,15 +55,12 @@ def random_resized_crop(
     return crop[:, ::-1] if random.random() < 0.5 else crop
 
 
-def center_crop(
-    image: bytes | np.ndarray, size: int, shorter_side: int = 256
-) -> np.ndarray:
-    """Returns the middle of an image whose shorter side is scaled to `shorter_side`.
+def center_crop(image: bytes, size: int) -> np.ndarray:
+    """Returns the middle of an image whose shorter side is scaled to 256 pixels.
 
     Args:
-      image: JPEG or PNG bytes, or decoded, uint8 [H, W, 3].
-      size: side of the middle, a square, in pixels; at most `shorter_side`.
-      shorter_side: length of the shorter side before the crop, in pixels.
+      image: JPEG or PNG bytes.
+      size: side of the middle, a square, in pixels; at most 256.
 
     Returns:
       uint8 [size, size, 3].
@@ -71,17 +69,17 @@ def center_crop(
       Unreadable: if the bytes cannot be decoded.
     """
     with _open(image) as opened:
-        return _resample(opened, _center(*opened.size, size, shorter_side), size)
+        return _resample(opened, _center(*opened.size, size), size)
 
 
-def decode(image: bytes | np.ndarray) -> np.ndarray:
+def decode(image: bytes) -> np.ndarray:
     """Returns the whole image, uint8 [H, W, 3], in the orientation of its pixels.
 
     Grayscale, CMYK and palettes become RGB, transparency is dropped. An orientation in
     the EXIF data is ignored, as ImageNet's published accuracies do.
 
     Args:
-      image: JPEG or PNG bytes, or decoded, uint8 [H, W, 3].
+      image: JPEG or PNG bytes.
 
     Raises:
       Unreadable: if the bytes cannot be decoded.
@@ -97,8 +95,7 @@ def to_jpeg(image: bytes) -> bytes:
       Unreadable: if the bytes cannot be decoded.
     """
     encoded = io.BytesIO()
-    with _open(image) as opened:
-        _rgb(opened).save(encoded, "JPEG", quality=100)
+    Image.fromarray(decode(image)).save(encoded, "JPEG", quality=100)
     return encoded.getvalue()
 
 
@@ -126,10 +123,10 @@ def draw_box(width: int, height: int, random: np.random.Generator) -> Box:
     return Box(left, top, box_width, box_height)
 
 
-def _center(width: int, height: int, size: int, shorter_side: int) -> Box:
+def _center(width: int, height: int, size: int) -> Box:
     """The part that becomes the middle, its corner on a whole pixel after scaling."""
     shorter = min(width, height)
-    scaled = (shorter_side * width // shorter, shorter_side * height // shorter)
+    scaled = (SHORTER_SIDE * width // shorter, SHORTER_SIDE * height // shorter)
     left, top = (round((length - size) / 2) for length in scaled)
     across, down = width / scaled[0], height / scaled[1]
     return Box(left * across, top * down, size * across, size * down)
@@ -141,7 +138,9 @@ def _resample(
     """The part of an image, scaled to a square."""
     scale = 1.0
     if draft:
-        # The decoder takes the smallest of its scales that is at least this large.
+        # The decoder takes the smallest of its scales, 1, 1/2, 1/4 and 1/8, that is at
+        # least this large. 1,600 pixels wide, a box of 600 that becomes 130: wanted are
+        # 347, so it decodes 400.
         wanted = (
             math.ceil(image.width * size / box.width),
             math.ceil(image.height * size / box.height),
@@ -149,6 +148,7 @@ def _resample(
         full_width = image.width
         drafted = image.draft(None, wanted)
         scale = 1.0 if drafted is None else drafted[1][2] / full_width
+    # Floats may exceed the edge by a rounding error, and Pillow raises for that.
     corners = (
         box.left * scale,
         box.top * scale,
@@ -160,17 +160,15 @@ def _resample(
 
 
 def _rgb(image: Image.Image) -> Image.Image:
+    # Pillow warns if a palette with transparency becomes RGB at once.
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")
     return image.convert("RGB")
 
 
 @contextmanager
-def _open(image: bytes | np.ndarray) -> Iterator[Image.Image]:
+def _open(image: bytes) -> Iterator[Image.Image]:
     """An image that is decoded when its pixels are first read."""
-    if isinstance(image, np.ndarray):
-        yield Image.fromarray(image)
-        return
     try:
         with Image.open(io.BytesIO(image), formats=("JPEG", "PNG")) as opened:
             yield opened

@@ -36,6 +36,7 @@ def read_numbers(
       seed: seed of the draw.
     """
     random = np.random.default_rng(seed)
+    # Split before sums are drawn, so that no held-out number is in a training sum.
     numbers = np.split(random.permutation(BELOW), [HELD_OUT, 2 * HELD_OUT])
     validation, test, train = (
         _sums(some, count, random)

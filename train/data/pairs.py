@@ -3,7 +3,6 @@
 import dataclasses
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +12,7 @@ import numpy as np
 from train.data.files import map_array, new_folder, progress
 from train.data.vocabulary import Vocabulary, in_chunks, load_vocabulary
 
-PAIRS_AT_ONCE = 10_000
+PAIRS_AT_ONCE = 10_000  # Few for the memory, enough for all cores of the tokenizer.
 SIDES = ("source", "target")
 SPLITS = ("train", "validation", "test")
 
@@ -112,19 +111,16 @@ def make_corpus(
 ) -> Corpus:
     """Returns a corpus in memory; see `write_corpus`."""
     _check(vocabulary, max_tokens)
-    test = list(test)
+    lines = dict(zip(SPLITS, map(list, (train, validation, test)), strict=True))
     pairs, counts = {}, {}
-    for split, lines in zip(SPLITS, (train, validation, test), strict=True):
-        chunks = list(_encode(vocabulary, lines, max_tokens, cut=split != "train"))
-        sides = zip(*(chunk[:2] for chunk in chunks), strict=True)
-        source, target = [list(chain(*rows)) for rows in sides] or [[], []]
-        pairs[split] = Pairs(ragged(source), ragged(target))
-        counts[split] = _add(chunk.counts for chunk in chunks)
+    for split, some in lines.items():
+        encoded = _encode(vocabulary, some, max_tokens, cut=split != "train")
+        pairs[split], counts[split] = encoded
     _check_some_left(counts["train"])
     return Corpus(
         vocabulary=vocabulary,
         max_tokens=max_tokens,
-        test_lines=test,
+        test_lines=lines["test"],
         counts=counts,
         **pairs,
     )
@@ -145,8 +141,8 @@ def write_corpus(
       folder: new folder.
       vocabulary: tokens of both languages.
       train: source and target of each training pair; iterated once.
-      validation: likewise of the validation set.
-      test: likewise of the test set.
+      validation: source and target of each validation pair.
+      test: source and target of each test pair.
       max_tokens: largest number of tokens of a sentence, with its `</s>` (paper: 156).
 
     Raises:
@@ -154,12 +150,15 @@ def write_corpus(
       ValueError: if no training pair is left.
     """
     _check(vocabulary, max_tokens)
-    test = list(test)
+    test = list(test)  # Read twice: for its tokens, and as the references of BLEU.
     with new_folder(folder) as unfinished:
         counts = {}
         for split, lines in zip(SPLITS, (train, validation, test), strict=True):
             shown = progress(lines, f"encoding {split} pairs")
-            chunks = _encode(vocabulary, shown, max_tokens, cut=split != "train")
+            chunks = (
+                _encode(vocabulary, chunk, max_tokens, cut=split != "train")
+                for chunk in in_chunks(shown, PAIRS_AT_ONCE)
+            )
             counts[split] = _write(unfinished, split, chunks)
         _check_some_left(counts["train"])
         vocabulary.save(unfinished / "vocabulary.json")
@@ -205,6 +204,7 @@ class ParallelFiles:
     target: Path
 
     def __post_init__(self):
+        # Now, and not after hours of encoding.
         num_source, num_target = (
             sum(1 for _ in _lines(file)) for file in (self.source, self.target)
         )
@@ -216,12 +216,6 @@ class ParallelFiles:
 
     def __iter__(self) -> Iterator[tuple[str, str]]:
         return zip(_lines(self.source), _lines(self.target), strict=True)
-
-
-class _Chunk(NamedTuple):
-    source: list[list[int]]
-    target: list[list[int]]
-    counts: Counts
 
 
 def _check(vocabulary: Vocabulary, max_tokens: int) -> None:
@@ -245,48 +239,40 @@ def _check_some_left(counts: Counts) -> None:
 
 
 def _encode(
-    vocabulary: Vocabulary, lines: Lines, max_tokens: int, cut: bool
-) -> Iterator[_Chunk]:
+    vocabulary: Vocabulary, lines: list[tuple[str, str]], max_tokens: int, cut: bool
+) -> tuple[Pairs, Counts]:
     """Leaves empty and too long pairs out, or cuts them, with space for `</s>`."""
-    for chunk in in_chunks(lines, PAIRS_AT_ONCE):
-        sources, targets = (
-            vocabulary.encode([line.strip() for line in side])
-            for side in zip(*chunk, strict=True)
-        )
-        kept, empty, too_long = [], 0, 0
-        for pair in zip(sources, targets, strict=True):
-            lengths = [len(side) for side in pair]
-            empty += min(lengths) == 0
-            too_long += max(lengths) >= max_tokens
-            if cut or (min(lengths) > 0 and max(lengths) < max_tokens):
-                kept.append([side[: max_tokens - 1] for side in pair])
-        source, target = zip(*kept, strict=True) if kept else ((), ())
-        yield _Chunk(list(source), list(target), Counts(len(kept), empty, too_long))
+    sides = (
+        vocabulary.encode([pair[side].strip() for pair in lines]) for side in (0, 1)
+    )
+    kept, empty, too_long = [], 0, 0
+    # A side of exactly max_tokens - 1 is not too long: `</s>` is its last token.
+    for pair in zip(*sides, strict=True):
+        shorter, longer = sorted(map(len, pair))
+        empty += shorter == 0
+        too_long += longer >= max_tokens
+        if cut or (shorter > 0 and longer < max_tokens):
+            kept.append([side[: max_tokens - 1] for side in pair])
+    pairs = Pairs(*(ragged([pair[side] for pair in kept]) for side in (0, 1)))
+    return pairs, Counts(len(kept), empty, too_long)
 
 
-def _add(counts: Iterable[Counts]) -> Counts:
-    return Counts(*map(sum, zip(Counts(0, 0, 0), *counts, strict=True)))
-
-
-def _write(folder: Path, split: str, chunks: Iterable[_Chunk]) -> Counts:
-    counts = []
-    with ExitStack() as stack:
-        files = [
-            [stack.enter_context(path.open("wb")) for path in paths]
-            for paths in _paths(folder, split)
-        ]
-        ends = [0, 0]
-        for _, offsets in files:
-            np.zeros(1, np.int64).tofile(offsets)
-        for chunk in chunks:
-            counts.append(chunk.counts)
-            for side, rows in enumerate(chunk[:2]):
-                tokens, offsets = files[side]
-                part = ragged(rows)
-                part.tokens.tofile(tokens)
-                (part.offsets[1:] + ends[side]).tofile(offsets)
-                ends[side] += int(part.offsets[-1])
-    return _add(counts)
+def _write(folder: Path, split: str, chunks: Iterable[tuple[Pairs, Counts]]) -> Counts:
+    total, ends = np.zeros(3, int), [0, 0]
+    for tokens, offsets in _paths(folder, split):
+        tokens.touch()  # A split without pairs has its files too.
+        np.zeros(1, np.int64).tofile(offsets)
+    for pairs, counts in chunks:
+        total += counts
+        parts = (pairs.source, pairs.target)
+        for side, (tokens, offsets) in enumerate(_paths(folder, split)):
+            with tokens.open("ab") as file:
+                parts[side].tokens.tofile(file)
+            # The first offset of a part is the last one of the part before.
+            with offsets.open("ab") as file:
+                (parts[side].offsets[1:] + ends[side]).tofile(file)
+            ends[side] += len(parts[side].tokens)
+    return Counts(*total.tolist())
 
 
 def _open(folder: Path, split: str) -> list[Ragged]:

@@ -9,7 +9,7 @@ import numpy as np
 
 # Tests and generated tables would be most of the bytes, and are untypical.
 LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
-HELD_OUT_SHARE = 20
+FILES_PER_HELD_OUT = 20
 
 
 @functools.cache
@@ -28,16 +28,14 @@ def read_stdlib() -> tuple[np.ndarray, np.ndarray]:
         if not LEFT_OUT.intersection(path.relative_to(root).parts)
         and not path.name.startswith("_sysconfigdata")
     )
-    parts: dict[bool, list[bytes]] = {True: [], False: []}
+    parts: tuple[list[bytes], list[bytes]] = ([], [])  # Training and held-out.
     for path in files:
         name = path.relative_to(root).as_posix().encode()
-        parts[zlib.crc32(name) % HELD_OUT_SHARE == 0].append(path.read_bytes())
-    if not (parts[True] and parts[False]):
+        parts[zlib.crc32(name) % FILES_PER_HELD_OUT == 0].append(path.read_bytes())
+    if not all(parts):
         raise FileNotFoundError(
             f"no Python source to train on in {root}: this Python came without its "
             "library's .py files; use another one, as from python.org or your system"
         )
-    train, held_out = (
-        np.frombuffer(b"".join(parts[held]), np.uint8) for held in (False, True)
-    )
+    train, held_out = (np.frombuffer(b"".join(part), np.uint8) for part in parts)
     return train, held_out

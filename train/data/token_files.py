@@ -1,9 +1,10 @@
 """Text as one sequence of tokens: nanoGPT's train.bin and val.bin."""
 
 import contextlib
+import functools
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -20,8 +21,10 @@ from train.data.vocabulary import (
 
 SEPARATOR = "<|endoftext|>"
 FILES = ("train.bin", "val.bin")
-TOKENS_AT_ONCE = 2**24
 DOCUMENTS_AT_ONCE = 256
+
+Documents = Callable[[str], Iterator[tuple[str, bool]]]
+"""Maps what is shown as progress to all documents, and whether they are held out."""
 
 
 class Windows:
@@ -74,7 +77,7 @@ def read_tokens(folder: Path) -> Text:
 def check_tokens(folder: Path, vocabulary: int) -> None:
     """Checks that a model knows all tokens of `read_tokens`.
 
-    The largest token is searched for once, and kept in a file beside them.
+    The largest token is searched for once, and kept in another file of the folder.
 
     Args:
       folder: folder of the two files.
@@ -138,51 +141,40 @@ def prepare_text(
       FileNotFoundError: if a file does not exist.
       ValueError: if one side has no document, or the tokenizer does not fit.
     """
-    reader = _Reader(_all_files(files), held_out_share)
+    paths, skipped = _all_files(files), {}
+    documents = functools.partial(_documents, paths, held_out_share, skipped)
     with new_folder(out) as unfinished:
-        bpe = _vocabulary(reader, vocabulary, tokenizer)
-        totals = _write(unfinished, reader, bpe)
+        bpe = _vocabulary(documents, vocabulary, tokenizer)
+        num_documents, num_tokens = _write(unfinished, documents, bpe)
         bpe.save(unfinished / "vocabulary.json")
-        if 0 in totals.documents:
+        if 0 in num_documents:
             raise ValueError(
-                f"{totals.documents[0]} documents are to train on and "
-                f"{totals.documents[1]} are held out, of {len(reader.files)} files: "
-                f"give more, or another held_out_share than {held_out_share}"
+                f"{num_documents[0]} documents are to train on and {num_documents[1]} "
+                f"are held out, of {len(paths)} files: give more, or another "
+                f"held_out_share than {held_out_share}"
             )
+    train_tokens, held_out_tokens = num_tokens
     return Prepared(
-        vocabulary=len(bpe),
-        train_tokens=totals.tokens[0],
-        held_out_tokens=totals.tokens[1],
-        documents=sum(totals.documents),
-        skipped=reader.skipped,
+        len(bpe), train_tokens, held_out_tokens, sum(num_documents), skipped
     )
 
 
-class _Reader:
-    """Iterates over all documents, and decides which ones are held out."""
-
-    def __init__(self, files: list[Path], held_out_share: float):
-        self.files = files
-        self.skipped: dict[str, str] = {}
-        self._share = held_out_share
-
-    def documents(self, what: str) -> Iterator[tuple[str, bool]]:
-        for path in progress(self.files, what):
-            try:
-                text = path.read_bytes().decode()
-            except (OSError, UnicodeDecodeError) as error:
-                self.skipped[str(path)] = str(error)
-                continue
-            for document in text.split(SEPARATOR):
-                document = document.strip("\r\n")
-                if document:
-                    checksum = zlib.crc32(document.encode())
-                    yield document, checksum < self._share * 2**32
-
-
-class _Totals(NamedTuple):
-    documents: list[int]
-    tokens: list[int]
+def _documents(
+    paths: list[Path], held_out_share: float, skipped: dict[str, str], what: str
+) -> Iterator[tuple[str, bool]]:
+    """All documents, and whether they are held out; adds to the skipped files."""
+    for path in progress(paths, what):
+        try:
+            text = path.read_bytes().decode()
+        except (OSError, UnicodeDecodeError) as error:
+            skipped[str(path)] = str(error)
+            continue
+        for document in text.split(SEPARATOR):
+            document = document.strip("\r\n")
+            if document:
+                # A checksum is a number below 2^32, as good as uniform.
+                checksum = zlib.crc32(document.encode())
+                yield document, checksum < held_out_share * 2**32
 
 
 def _all_files(paths: Sequence[Path]) -> list[Path]:
@@ -195,40 +187,43 @@ def _all_files(paths: Sequence[Path]) -> list[Path]:
     return files
 
 
-def _vocabulary(reader: _Reader, size: int, tokenizer: Path | None) -> Vocabulary:
+def _vocabulary(documents: Documents, size: int, tokenizer: Path | None) -> Vocabulary:
     if tokenizer is not None:
         vocabulary = load_vocabulary(tokenizer)
     else:
-        documents = reader.documents("learning a vocabulary")
-        seen = (document for document, held_out in documents if not held_out)
+        # Held-out text must be new to the tokenizer too.
+        read = documents("learning a vocabulary")
+        seen = (document for document, held_out in read if not held_out)
         vocabulary = train_vocabulary(seen, size, special=[SEPARATOR])
     if len(vocabulary) > min(size, 2**16):
         raise ValueError(
             f"the tokenizer has {len(vocabulary)} tokens, more than the {size} of "
             f"--vocabulary or the {2**16} that 16 bits hold"
         )
-    vocabulary.special(SEPARATOR)
+    vocabulary.special(SEPARATOR)  # Raises before hours of encoding, and not after.
     return vocabulary
 
 
-def _write(folder: Path, reader: _Reader, vocabulary: Vocabulary) -> _Totals:
-    totals = _Totals([0, 0], [0, 0])
+def _write(
+    folder: Path, documents: Documents, vocabulary: Vocabulary
+) -> tuple[list[int], list[int]]:
+    """The numbers of documents and of tokens of the two files."""
+    num_documents, num_tokens = [0, 0], [0, 0]
     between = vocabulary.special(SEPARATOR)
     with ExitStack() as stack:
         files = [stack.enter_context((folder / name).open("wb")) for name in FILES]
-        documents = reader.documents("encoding documents")
-        for chunk in in_chunks(documents, DOCUMENTS_AT_ONCE):
+        # In chunks, which the tokenizer encodes on all cores.
+        for chunk in in_chunks(documents("encoding documents"), DOCUMENTS_AT_ONCE):
             texts, sides = zip(*chunk, strict=True)
-            rows = vocabulary.encode(texts)
-            for row, side in zip(rows, sides, strict=True):
+            for row, side in zip(vocabulary.encode(texts), sides, strict=True):
                 np.array([*row, between], np.uint16).tofile(files[side])
-                totals.documents[side] += 1
-                totals.tokens[side] += len(row) + 1
-    return totals
+                num_documents[side] += 1
+                num_tokens[side] += len(row) + 1
+    return num_documents, num_tokens
 
 
 def _largest(path: Path, tokens: np.ndarray) -> int:
-    """The largest token of a file, from the file beside it if that is up to date."""
+    """The largest token of a file, kept in another file until this one changes."""
     memory = path.with_suffix(".largest.json")
     stat = path.stat()
     known = {"size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
@@ -238,13 +233,7 @@ def _largest(path: Path, tokens: np.ndarray) -> int:
             return remembered["largest"]
     except (OSError, ValueError, KeyError, TypeError):
         pass  # It does not exist, or is another program's.
-    largest = max(
-        (
-            int(tokens[start : start + TOKENS_AT_ONCE].max())
-            for start in range(0, len(tokens), TOKENS_AT_ONCE)
-        ),
-        default=0,
-    )
+    largest = int(tokens.max(initial=0))
     with contextlib.suppress(OSError):  # The folder may be read-only.
         memory.write_text(json.dumps({**known, "largest": largest}))
     return largest

@@ -19,14 +19,12 @@ class Vocabulary:
     """
 
     def __init__(self, tokenizer: Tokenizer):
+        # Against its name: text that looks like a special token is encoded as text.
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
 
     def __len__(self) -> int:
         return self._tokenizer.get_vocab_size()
-
-    def __reduce__(self):
-        return _read, (self._tokenizer.to_str(),)
 
     def encode(self, lines: Sequence[str]) -> list[list[int]]:
         """Returns the token ids of each line, without special ones."""
@@ -79,6 +77,7 @@ def train_vocabulary(
         vocab_size=size,
         min_frequency=2,
         special_tokens=list(special),
+        # All bytes, also those that no line has, so that any text can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -96,7 +95,7 @@ def load_vocabulary(path: Path) -> Vocabulary:
     if not path.is_file():
         raise FileNotFoundError(f"there is no vocabulary {path}")
     try:
-        return _read(path.read_text(encoding="utf-8"))
+        return Vocabulary(Tokenizer.from_str(path.read_text(encoding="utf-8")))
     except Exception as error:  # The library raises nothing narrower.
         raise ValueError(
             f"{path} is not the JSON file of a tokenizer ({error})"
@@ -105,9 +104,6 @@ def load_vocabulary(path: Path) -> Vocabulary:
 
 def in_chunks(items: Iterable, size: int) -> Iterable[list]:
     """Returns the items in lists of `size`, the last one shorter."""
+    # An empty list ends it: what `iter` with a second argument waits for.
     iterator = iter(items)
     return iter(lambda: list(itertools.islice(iterator, size)), [])
-
-
-def _read(text: str) -> Vocabulary:
-    return Vocabulary(Tokenizer.from_str(text))

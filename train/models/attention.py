@@ -27,6 +27,7 @@ def attend(
       implementation: implementation of jax.nn.dot_product_attention; "auto" is cuDNN on
         a GPU in bfloat16, else XLA.
     """
+    # Chosen here, as jax takes XLA where no implementation is named.
     if implementation == "auto":
         fused = jax.default_backend() == "gpu" and q_BxTxHxK.dtype == jnp.bfloat16
         implementation = "cudnn" if fused else "xla"

@@ -50,8 +50,8 @@ def beam_search(
     end_token: int,
     max_length_B: jax.Array,
     length: int,
-    beams: int = 4,
-    penalty: float = 0.6,
+    beams: int,
+    penalty: float,
 ) -> Sentences:
     """Searches each sentence's likeliest continuations of `first_token`.
 
@@ -78,15 +78,7 @@ def beam_search(
       length: L, at least every `max_length_B`, and at most what the cache holds.
       beams: R.
       penalty: exponent of the length penalty; a larger one prefers longer sentences.
-
-    Raises:
-      ValueError: if `beams` is less than 1, or `penalty` negative.
     """
-    if beams < 1:
-        raise ValueError(f"beams must be positive, got {beams}")
-    if penalty < 0:
-        raise ValueError(f"penalty must not be negative, got {penalty}")
-    max_length_B = jnp.minimum(max_length_B, length)
     search = _Search(next_logits, first_token, end_token, max_length_B, penalty)
     num_sentences = max_length_B.shape[0]
     none = Sentences(

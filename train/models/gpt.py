@@ -14,7 +14,7 @@ from flax import nnx
 
 from train.fields import checked
 from train.models.attention import attend
-from train.models.sizes import Implementation, check_attention, check_sizes
+from train.models.sizes import Implementation, check_transformer
 
 
 @checked
@@ -50,20 +50,17 @@ class GPTConfig:
     remat: bool = False
 
     def __post_init__(self):
-        sizes = ("vocabulary", "context", "num_layers", "num_heads", "width")
-        check_sizes(self, *sizes)
-        if self.width % self.num_heads:
-            raise ValueError(
-                f"width = {self.width} must be a multiple of num_heads, "
-                f"got {self.num_heads}"
-            )
-        check_attention(self.attention, self.compute_dtype)
+        check_transformer(
+            self, "vocabulary", "context", "num_layers", "num_heads", "width"
+        )
 
 
 class GPT(nnx.Module):
     """Logits of the next token, float32 [B, T, V], from tokens [B, T]."""
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
+        # Tokens are embedded and predicted by one matrix, so its scale is that of the
+        # logits at first, too.
         init = nnx.initializers.normal(config.init_std)
         embed = functools.partial(
             nnx.Embed,
@@ -93,6 +90,7 @@ class GPT(nnx.Module):
         call = nnx.remat(GPTBlock.__call__) if self.remat else GPTBlock.__call__
         for block in self.blocks:
             x_BxTxD = call(block, x_BxTxD, rngs)
+        # bfloat16 has too few digits for the sum of exponentials in the loss.
         return self.tokens.attend(self.norm(x_BxTxD)).astype(jnp.float32)
 
 
@@ -101,21 +99,34 @@ class GPTBlock(nnx.Module):
 
     def __init__(self, config: GPTConfig, *, rngs: nnx.Rngs):
         width = config.width
+        # Each block adds two terms to the residual stream: the sum of all 2 num_layers
+        # has the deviation init_std.
         residual_std = config.init_std / (2 * config.num_layers) ** 0.5
+        inner, residual = (
+            functools.partial(
+                nnx.Linear,
+                use_bias=False,
+                kernel_init=nnx.initializers.normal(std),
+                dtype=config.compute_dtype,
+                rngs=rngs,
+            )
+            for std in (config.init_std, residual_std)
+        )
         self.num_heads = config.num_heads
         self.implementation: Implementation = config.attention
         self.attention_norm = _layer_norm(config, rngs)
-        self.qkv = _linear(width, 3 * width, config.init_std, config, rngs)
-        self.out = _linear(width, width, residual_std, config, rngs)
+        self.qkv = inner(width, 3 * width)
+        self.out = residual(width, width)
         self.mlp_norm = _layer_norm(config, rngs)
-        self.up = _linear(width, 4 * width, config.init_std, config, rngs)
-        self.down = _linear(4 * width, width, residual_std, config, rngs)
-        self.dropout = nnx.Dropout(config.dropout, deterministic=config.dropout == 0)
+        self.up = inner(width, 4 * width)
+        self.down = residual(4 * width, width)
+        self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x_BxTxD: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
         deterministic = rngs is None
         attended = self.out(self._attend(self.attention_norm(x_BxTxD)))
         x_BxTxD += self.dropout(attended, deterministic=deterministic, rngs=rngs)
+        # By tanh, as in GPT-2.
         hidden = jax.nn.gelu(self.up(self.mlp_norm(x_BxTxD)), approximate=True)
         out = self.down(hidden)
         return x_BxTxD + self.dropout(out, deterministic=deterministic, rngs=rngs)
@@ -127,19 +138,6 @@ class GPTBlock(nnx.Module):
         )
         out_BxTxHxK = attend(q, k, v, None, self.implementation)
         return out_BxTxHxK.reshape(x_BxTxD.shape)
-
-
-def _linear(
-    in_size: int, out_size: int, std: float, config: GPTConfig, rngs: nnx.Rngs
-) -> nnx.Linear:
-    return nnx.Linear(
-        in_size,
-        out_size,
-        use_bias=False,
-        kernel_init=nnx.initializers.normal(std),
-        dtype=config.compute_dtype,
-        rngs=rngs,
-    )
 
 
 def _layer_norm(config: GPTConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:

@@ -6,7 +6,7 @@ Sources: He et al. (2016), arXiv:1512.03385; the bottleneck has its stride in th
 convolution, as Goyal et al. (2017), arXiv:1706.02677, and torchvision have it.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,6 @@ class ResNetConfig:
       stem: "imagenet" divides height and width by four (a 7x7 convolution and a pool,
         2 each), "small" keeps them (a 3x3 convolution).
       in_channels: C of the images.
-      zero_init: whether each block is its shortcut at first: its last scale is zero.
       convolution: "matmul" multiplies the shifted images, side by side, by the kernel.
         It is for models under `jax.vmap`, where "xla" becomes a grouped convolution:
         for 32 models of depth 8, with 4 images of 8x8 each, loss and gradient took
@@ -52,7 +51,6 @@ class ResNetConfig:
     width: int = 16
     stem: Literal["imagenet", "small"] = "small"
     in_channels: int = 3
-    zero_init: bool = True
     convolution: Literal["xla", "matmul"] = "xla"
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     remat: bool = False
@@ -99,12 +97,14 @@ class ResNet(nnx.Module):
     def __call__(self, images_BxHxWxC: jax.Array, train: bool) -> jax.Array:
         x_BxHxWxC = jax.nn.relu(self.stem(images_BxHxWxC, train))
         if self.config.stem == "imagenet":
-            x_BxHxWxC = _max_pool(x_BxHxWxC)
+            padding: Any = ((1, 1), (1, 1))  # Flax takes pairs, which its types forbid.
+            x_BxHxWxC = nnx.max_pool(x_BxHxWxC, (3, 3), (2, 2), padding)
         call = ResidualBlock.__call__
         if self.config.remat:
             call = nnx.remat(call, static_argnums=2)
         for block in self.blocks:
             x_BxHxWxC = call(block, x_BxHxWxC, train)
+        # bfloat16 has too few digits for a sum over all pixels.
         pooled_BxC = x_BxHxWxC.astype(jnp.float32).mean((1, 2))
         return self.head(pooled_BxC).astype(jnp.float32)
 
@@ -132,9 +132,10 @@ class ResidualBlock(nnx.Module):
         for out, size, step in layers:
             self.layers.append(NormedConv(channels, out, size, step, config, rngs))
             channels = out
-        if config.zero_init:
-            scale = self.layers[-1].norm.scale
-            scale[...] = jnp.zeros_like(scale[...])
+        # Each block is its shortcut at first, so that a deep network starts as a
+        # shallow one (Goyal et al., section 5.1).
+        scale = self.layers[-1].norm.scale
+        scale[...] = jnp.zeros_like(scale[...])
         # Option B of the paper for ImageNet's networks, option A for CIFAR's.
         convolved = config.depth in (18, 50) and (stride > 1 or in_channels != channels)
         self.shortcut = (
@@ -153,7 +154,7 @@ class ResidualBlock(nnx.Module):
     def _short(self, x_BxHxWxC: jax.Array, train: bool) -> jax.Array:
         if self.shortcut is not None:
             return self.shortcut(x_BxHxWxC, train)
-        # Option A: every second pixel, and zeros for the channels it has not.
+        # Option A: every second pixel, and zeros for the channels that are missing.
         more = self.out_channels - x_BxHxWxC.shape[-1]
         fewer = x_BxHxWxC[:, :: self.stride, :: self.stride]
         return jnp.pad(fewer, ((0, 0), (0, 0), (0, 0), (0, more)))
@@ -192,17 +193,9 @@ class NormedConv(nnx.Module):
         self.dtype = config.compute_dtype
 
     def __call__(self, x_BxHxWxC: jax.Array, train: bool) -> jax.Array:
+        # The norm is in float32 at any dtype: its statistics move by small steps.
         out = self.norm(self.conv(x_BxHxWxC), use_running_average=not train)
         return out.astype(self.dtype)
-
-
-def _max_pool(x_BxHxWxC: jax.Array) -> jax.Array:
-    """The maximum over 3x3 pixels, at every second pixel."""
-    window, strides = (1, 3, 3, 1), (1, 2, 2, 1)
-    padding = ((0, 0), (1, 1), (1, 1), (0, 0))
-    return jax.lax.reduce_window(
-        x_BxHxWxC, -jnp.inf, jax.lax.max, window, strides, padding
-    )
 
 
 def _conv_as_matmul(images_BxHxWxC, kernel_KxKxCxD, strides, padding, **_):

@@ -12,16 +12,24 @@ def check_positive(config: Any, *names: str) -> None:
             raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
 
 
-def check_sizes(config: Any, *names: str) -> None:
-    """Raises a ValueError if a size is not positive, or dropout no probability."""
+def check_transformer(config: Any, *names: str) -> None:
+    """Raises a ValueError if the sizes of a GPT or a Transformer are impossible.
+
+    Args:
+      config: its config.
+      names: names of the sizes that must be positive.
+    """
     check_positive(config, *names)
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {config.dropout}")
-
-
-def check_attention(implementation: Implementation, compute_dtype: str) -> None:
-    """Raises a ValueError if cuDNN's kernel is to compute in float32: it cannot."""
-    if implementation == "cudnn" and compute_dtype != "bfloat16":
+    if config.width % config.num_heads:
         raise ValueError(
-            f'attention = "cudnn" needs compute_dtype = "bfloat16", got {compute_dtype}'
+            f"width = {config.width} must be a multiple of num_heads, "
+            f"got {config.num_heads}"
+        )
+    # cuDNN has no kernel for float32.
+    if config.attention == "cudnn" and config.compute_dtype != "bfloat16":
+        raise ValueError(
+            'attention = "cudnn" needs compute_dtype = "bfloat16", '
+            f"got {config.compute_dtype}"
         )

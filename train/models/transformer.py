@@ -8,6 +8,7 @@ Source: Vaswani et al. (2017), arXiv:1706.03762, computed as by torch's
 Unlike there, no attention weight is dropped: `jax.nn.dot_product_attention` cannot.
 """
 
+import functools
 from typing import Literal, NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from flax import nnx
 
 from train.fields import checked
 from train.models.attention import attend
-from train.models.sizes import Implementation, check_attention, check_sizes
+from train.models.sizes import Implementation, check_transformer
 
 _XAVIER = nnx.initializers.xavier_uniform()
 
@@ -58,13 +59,9 @@ class TransformerConfig:
 
     def __post_init__(self):
         sizes = ("vocabulary", "context", "num_layers", "num_heads", "width", "hidden")
-        check_sizes(self, *sizes)
-        if self.width % 2 or self.width % self.num_heads:
-            raise ValueError(
-                f"width = {self.width} must be even and a multiple of num_heads, "
-                f"got {self.num_heads}"
-            )
-        check_attention(self.attention, self.compute_dtype)
+        check_transformer(self, *sizes)
+        if self.width % 2:  # A sine and a cosine for each rate.
+            raise ValueError(f"width must be even, got {self.width}")
 
 
 class DecodingCache(NamedTuple):
@@ -84,6 +81,7 @@ class Transformer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.config = config
+        # One matrix for source, target and prediction, so one vocabulary of both.
         self.tokens = nnx.Embed(
             config.vocabulary,
             config.width,
@@ -91,7 +89,7 @@ class Transformer(nnx.Module):
             dtype=config.compute_dtype,
             rngs=rngs,
         )
-        self.dropout = _dropout(config)
+        self.dropout = nnx.Dropout(config.dropout)
         layers = range(config.num_layers)
         self.encoder = nnx.List([EncoderLayer(config, rngs=rngs) for _ in layers])
         self.encoder_norm = _layer_norm(config, rngs)
@@ -128,6 +126,7 @@ class Transformer(nnx.Module):
         rngs: nnx.Rngs | None = None,
     ) -> jax.Array:
         """Returns logits, float32 [B, T, V]; those at t follow target tokens 0 to t."""
+        # Of the source alone: the causal mask hides the padding of the target.
         lengths_B = _lengths(source_BxS)
         x_BxTxD = self._embed(target_BxT, 0, rngs)
         layer_call = self._recomputed(DecoderLayer.__call__)
@@ -143,6 +142,8 @@ class Transformer(nnx.Module):
         source = tuple(
             layer.cross_attention.keys_values(memory_BxSxD) for layer in self.decoder
         )
+        # H and K as the keys of the source have them; the source is encoded once, and
+        # its keys and values serve all target tokens.
         shape = (source_BxS.shape[0], length, *source[0][0].shape[2:])
         own = jax.tree.map(lambda x: jnp.zeros(shape, x.dtype), source)
         return DecodingCache(own, source, _lengths(source_BxS))
@@ -159,13 +160,17 @@ class Transformer(nnx.Module):
           position: number of tokens in the cache.
           cache: keys and values of the tokens before.
         """
+        # Behind the position the cache holds zeros, which no token may attend to.
         seen_B = jnp.full_like(cache.source_lengths, position + 1)
         x_Bx1xD = self._embed(token_B[:, None], position, None)
+        insert = functools.partial(
+            jax.lax.dynamic_update_slice_in_dim, start_index=position, axis=1
+        )
         own = []
         for layer, kept, source in zip(
             self.decoder, cache.own, cache.source, strict=True
         ):
-            kept = _insert(kept, layer.attention.keys_values(x_Bx1xD), position)
+            kept = jax.tree.map(insert, kept, layer.attention.keys_values(x_Bx1xD))
             x_Bx1xD = layer.transform(
                 x_Bx1xD, kept, seen_B, source, cache.source_lengths, None
             )
@@ -177,7 +182,9 @@ class Transformer(nnx.Module):
     ) -> jax.Array:
         length, width = tokens_BxT.shape[1], self.config.width
         self._check_length(length)
+        # The rows of the embedding, of norm about 1, become as large as the waves.
         x_BxTxD = self.tokens(tokens_BxT) * width**0.5
+        # Sliced in the program, as `start` is an array while decoding.
         waves_TxD = jax.lax.dynamic_slice_in_dim(
             jnp.asarray(_waves(self.config.context, width), x_BxTxD.dtype),
             start,
@@ -206,7 +213,7 @@ class EncoderLayer(nnx.Module):
         self.attention_norm = _layer_norm(config, rngs)
         self.mlp = Perceptron(config, rngs=rngs)
         self.mlp_norm = _layer_norm(config, rngs)
-        self.dropout = _dropout(config)
+        self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(
         self, x_BxSxD: jax.Array, lengths_B: jax.Array, rngs: nnx.Rngs | None
@@ -228,7 +235,7 @@ class DecoderLayer(nnx.Module):
         self.cross_norm = _layer_norm(config, rngs)
         self.mlp = Perceptron(config, rngs=rngs)
         self.mlp_norm = _layer_norm(config, rngs)
-        self.dropout = _dropout(config)
+        self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(
         self,
@@ -302,7 +309,7 @@ class Perceptron(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.up = _linear(config.width, config.hidden, config, rngs)
         self.down = _linear(config.hidden, config.width, config, rngs)
-        self.dropout = _dropout(config)
+        self.dropout = nnx.Dropout(config.dropout)
 
     def __call__(self, x_BxTxD: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:
         return self.down(_drop(self.dropout, jax.nn.relu(self.up(x_BxTxD)), rngs))
@@ -322,14 +329,6 @@ def _lengths(source_BxS: jax.Array) -> jax.Array:
     return jnp.count_nonzero(source_BxS, axis=1)
 
 
-def _insert(kept: KeysValues, new: KeysValues, position: jax.Array | int) -> KeysValues:
-    keys, values = (
-        jax.lax.dynamic_update_slice_in_dim(old, one, position, axis=1)
-        for old, one in zip(kept, new, strict=True)
-    )
-    return keys, values
-
-
 def _linear(
     in_size: int,
     out_size: int,
@@ -343,13 +342,10 @@ def _linear(
 
 
 def _layer_norm(config: TransformerConfig, rngs: nnx.Rngs) -> nnx.LayerNorm:
+    # The epsilon is torch's; flax's default is a tenth of it.
     return nnx.LayerNorm(
         config.width, epsilon=1e-5, dtype=config.compute_dtype, rngs=rngs
     )
-
-
-def _dropout(config: TransformerConfig) -> nnx.Dropout:
-    return nnx.Dropout(config.dropout, deterministic=config.dropout == 0)
 
 
 def _drop(dropout: nnx.Dropout, x: jax.Array, rngs: nnx.Rngs | None) -> jax.Array:

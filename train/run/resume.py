@@ -27,7 +27,6 @@ FREE = (
     "task.decoding",
     "task.eval_processes",
     "task.eval_rows",
-    "task.eval_size",
     "task.num_eval_windows",
     "task.sample_bytes",
     "task.sample_prompt",

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,56 +10,40 @@ import numpy as np
 import optax
 from flax import nnx
 
-from decentjax import LossFn
 from train.models.resnet import ResNet, ResNetConfig
 from train.tasks.task import Headline, Task, Totals
 
 
-class Classifier(NamedTuple):
-    """A ResNet as functions of its parameters and batch statistics.
-
-    A batch is {"image": [B, H, W, C], "label": int32 [B]}. Images with the label -1
-    fill up a batch, and no score counts them.
-
-    Args:
-      init: maps a key to (params, batch statistics).
-      loss_fn: cross-entropy with smoothed labels, and the statistics of the batch.
-      score_fn: loss without smoothing, top-1 and top-5, with the running statistics.
-      logits: maps (params, batch statistics, images) to float32 [B, classes], with the
-        running statistics.
-    """
-
-    init: Callable[[jax.Array], tuple[Any, Any]]
-    loss_fn: LossFn
-    score_fn: Callable[[Any, Any, Any], Totals]
-    logits: Callable[[Any, Any, jax.Array | np.ndarray], jax.Array]
-
-
-def classifier(
+def image_task(
     config: ResNetConfig,
     label_smoothing: float,
+    *,
+    image: jax.ShapeDtypeStruct,
+    sample: Callable[[Callable[[np.ndarray], jax.Array]], str],
     normalise: Callable[[jax.Array], jax.Array] = lambda images: images,
-) -> Classifier:
-    """Returns the functions of a ResNet.
+    **parts: Any,
+) -> Task:
+    """Returns a task on images.
+
+    A batch is {"image": [B, H, W, C], "label": int32 [B]}. Images with the label -1
+    fill up a batch, and no score counts them. The model state is the running statistics
+    of the batch norms.
 
     Args:
       config: sizes of the ResNet.
       label_smoothing: share of the target that is spread evenly over all classes.
+      image: one image of the training data, [H, W, C].
+      sample: maps a trained model, itself a map from images to float32 logits
+        [B, classes], to the text of the `Task`'s sample.
       normalise: maps images to the model's input.
+      parts: steps, validation and baselines of the `Task`.
     """
-
-    def model(rngs: nnx.Rngs) -> ResNet:
-        return ResNet(config, rngs=rngs)
-
-    graph = nnx.split(
-        nnx.eval_shape(lambda: model(nnx.Rngs(0))), nnx.Param, nnx.BatchStat
-    )[0]
+    # Of shapes alone: initial parameters are computed by `init`, and not here.
+    graph = nnx.graphdef(nnx.eval_shape(lambda: ResNet(config, rngs=nnx.Rngs(0))))
 
     def init(key: jax.Array) -> tuple[Any, Any]:
-        _, params, statistics = nnx.split(
-            model(nnx.Rngs(key)), nnx.Param, nnx.BatchStat
-        )
-        return params, statistics
+        net = ResNet(config, rngs=nnx.Rngs(key))
+        return nnx.state(net, nnx.Param), nnx.state(net, nnx.BatchStat)
 
     def loss_fn(params, model_state, batch, key):
         del key
@@ -72,39 +56,22 @@ def classifier(
         loss = optax.softmax_cross_entropy(logits, labels).mean()
         return loss, (nnx.state(net, nnx.BatchStat), {})
 
-    def logits(
-        params: Any, model_state: Any, images: jax.Array | np.ndarray
-    ) -> jax.Array:
+    def classify(params: Any, model_state: Any, images: Any) -> jax.Array:
         net = nnx.merge(graph, params, model_state)
         return net(normalise(jnp.asarray(images)), train=False)
 
-    def score_fn(params: Any, model_state: Any, batch: Any) -> Totals:
-        return scores(logits(params, model_state, batch["image"]), batch["label"])
-
-    return Classifier(init, loss_fn, score_fn, logits)
-
-
-def image_task(model: Classifier, image: jax.ShapeDtypeStruct, **parts: Any) -> Task:
-    """Returns a task on images.
-
-    Args:
-      model: functions of the model.
-      image: one image of the training data, [H, W, C].
-      parts: steps, validation, sample and baselines of the `Task`.
-    """
-
-    def batch_shape(rows: int) -> dict[str, jax.ShapeDtypeStruct]:
-        return {
+    return Task(
+        batch_shape=lambda rows: {
             "image": jax.ShapeDtypeStruct((rows, *image.shape), image.dtype),
             "label": jax.ShapeDtypeStruct((rows,), np.int32),
-        }
-
-    return Task(
-        batch_shape=batch_shape,
-        init=model.init,
-        loss_fn=model.loss_fn,
-        score_fn=model.score_fn,
+        },
+        init=init,
+        loss_fn=loss_fn,
+        score_fn=lambda params, model_state, batch: scores(
+            classify(params, model_state, batch["image"]), batch["label"]
+        ),
         headline=Headline("top_1", better="higher"),
+        sample=lambda *model: sample(functools.partial(classify, *model)),
         **parts,
     )
 
@@ -112,6 +79,7 @@ def image_task(model: Classifier, image: jax.ShapeDtypeStruct, **parts: Any) -> 
 def scores(logits: jax.Array, labels: jax.Array) -> Totals:
     """Returns sums of loss and hits of logits [B, C], without those of the label -1."""
     counted = labels >= 0
+    # Any class will do for the rows that are not counted; -1 would be no index.
     labels = jnp.maximum(labels, 0)
     losses = optax.softmax_cross_entropy_with_integer_labels(logits, labels)
     _, best = jax.lax.top_k(logits, min(5, logits.shape[1]))

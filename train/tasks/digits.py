@@ -1,4 +1,4 @@
-"""Handwritten digits, classified by a small ResNet: ImageNet's task in small."""
+"""Handwritten digits and a small ResNet: a small version of ImageNet's task."""
 
 import functools
 
@@ -7,10 +7,10 @@ import numpy as np
 from scipy.spatial import KDTree
 
 from train.data.batches import worker_steps
-from train.data.digit_images import Digits, read_digits, shift_digits
+from train.data.digit_images import read_digits, shift_digits
 from train.fields import checked
 from train.models.resnet import ResNetConfig
-from train.tasks.classification import classifier, image_task
+from train.tasks.classification import image_task
 from train.tasks.task import Task
 
 NUM_DRAWN = 3
@@ -30,37 +30,36 @@ class DigitsTask:
 
     def build(self) -> Task:
         train, held_out = read_digits()
-        model = classifier(self.model, self.label_smoothing)
         return image_task(
-            model,
-            image=jax.ShapeDtypeStruct(train.images.shape[1:], np.float32),
+            self.model,
+            self.label_smoothing,
+            image=jax.ShapeDtypeStruct((8, 8, 1), np.float32),
             steps=functools.partial(worker_steps, train, transform=shift_digits),
-            validation=lambda: [{"image": held_out.images, "label": held_out.labels}],
-            sample=lambda params, model_state: draw_wrong(
-                model.logits(params, model_state, held_out.images), held_out
-            ),
+            validation=lambda: [{x: held_out[x] for x in ("image", "label")}],
+            sample=lambda classify: draw_wrong(classify(held_out["image"]), held_out),
             baselines=lambda: {"nearest neighbour": nearest_neighbour(train, held_out)},
         )
 
 
-def draw_wrong(logits: jax.Array, digits: Digits) -> str:
+def draw_wrong(logits: jax.Array, digits: np.ndarray) -> str:
     """Returns the number of misclassified digits, and drawings of the first few."""
     predicted = np.argmax(logits, axis=1)
-    places = np.flatnonzero(predicted != digits.labels)
+    places = np.flatnonzero(predicted != digits["label"])
     drawings = [
-        f"a {digits.labels[i]}, classified as {predicted[i]}\n{_draw(digits.images[i])}"
-        for i in places[:NUM_DRAWN]
+        f"a {digit['label']}, classified as {guess}\n{_draw(digit['image'])}"
+        for digit, guess in zip(digits[places], predicted[places], strict=True)
     ]
-    return "\n".join([f"{len(places)} of {len(digits)} wrong", *drawings])
+    return "\n".join([f"{len(places)} of {len(digits)} wrong", *drawings[:NUM_DRAWN]])
 
 
-def nearest_neighbour(train: Digits, held_out: Digits) -> float:
+def nearest_neighbour(train: np.ndarray, held_out: np.ndarray) -> float:
     """Returns the share of held-out images whose nearest image has their class."""
-    known, asked = (x.images.reshape(len(x), -1) for x in (train, held_out))
+    known, asked = (x["image"].reshape(len(x), -1) for x in (train, held_out))
     _, nearest = KDTree(known).query(asked)
-    return float((train.labels[nearest] == held_out.labels).mean())
+    return float((train["label"][nearest] == held_out["label"]).mean())
 
 
 def _draw(image: np.ndarray) -> str:
+    # Nine shades, from paper, 0, to ink, 1, and so 8 steps between them.
     shades = np.array(list(" .:-=+*#@"))[(image[..., 0] * 8).astype(int)]
     return "\n".join(" ".join(row).rstrip() for row in shades)

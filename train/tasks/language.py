@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import jax
@@ -11,29 +11,11 @@ import numpy as np
 import optax
 from flax import nnx
 
-from decentjax import LossFn
 from train.data.vocabulary import Vocabulary
 from train.models.gpt import GPT, GPTConfig
 from train.tasks.task import Headline, Task, Totals
 
 TEMPERATURE = 0.7
-
-
-class Language(NamedTuple):
-    """A GPT as functions of its parameters.
-
-    Args:
-      init: maps a key to (params, ()).
-      loss_fn: mean nats per token of windows [B, T + 1] of token ids.
-      nats: maps (params, windows) to the sum of the nats and the number of tokens.
-      extend: maps (params, tokens, length, known) to the tokens and `length` more,
-        drawn from the first `known` ids at a temperature of 0.7 with a fixed key.
-    """
-
-    init: Callable[[jax.Array], tuple[Any, tuple[()]]]
-    loss_fn: LossFn
-    nats: Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
-    extend: Callable[[Any, Sequence[int], int, int], list[int]]
 
 
 class Bytes:
@@ -49,16 +31,13 @@ class Bytes:
         return [bytes(row).decode(errors="replace") for row in rows]
 
 
-def language(config: GPTConfig) -> Language:
-    """Returns the functions of a GPT."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
-    logits = functools.partial(_logits, graph)
-    return Language(
-        init=lambda key: (nnx.state(GPT(config, rngs=nnx.Rngs(key))), ()),
-        loss_fn=functools.partial(_loss_fn, logits),
-        nats=functools.partial(_nats, logits),
-        extend=functools.partial(_extend, _next_token(logits), config.context),
-    )
+def check_sample(prompt: str, length: int) -> None:
+    """Raises a ValueError if there is nothing to continue, or a negative length."""
+    if not prompt or length < 0:
+        raise ValueError(
+            "sample_prompt must not be empty, and the length of the sample not "
+            f"negative, got {prompt!r} and {length}"
+        )
 
 
 def language_task(
@@ -72,7 +51,7 @@ def language_task(
     unit: Callable[[jax.Array], jax.Array] = lambda nats: nats,
     **parts: Any,
 ) -> Task:
-    """Returns a task on text.
+    """Returns a task on text; a batch is windows [B, T + 1] of token ids.
 
     Args:
       config: sizes of the GPT.
@@ -80,24 +59,31 @@ def language_task(
       score: name of the loss among the scores.
       vocabulary: returns the tokens of the text; FileNotFoundError if it is missing.
       prompt: beginning of the sample.
-      length: number of tokens that are generated.
+      length: number of tokens that are generated after a prompt, drawn at a
+        temperature of 0.7 with a fixed key.
       unit: maps nats to the unit of the score.
       parts: steps, validation and baselines of the `Task`.
     """
-    model = language(config)
+    graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
+    losses = functools.partial(_losses, graph)
+    next_token = jax.jit(functools.partial(_next_token, graph), static_argnames="known")
 
-    def score_fn(params: Any, model_state: Any, windows: jax.Array) -> Totals:
-        del model_state
-        nats, count = model.nats(params, windows)
-        return {score: (unit(nats), count)}
+    def loss_fn(params, model_state, batch, key):
+        nats = losses(params, batch, rngs=nnx.Rngs(dropout=key))
+        return nats.mean(), (model_state, {})
 
-    def generate(params: Any, model_state: Any, lines: Sequence[str]) -> list[str]:
-        del model_state
+    def score_fn(params: Any, _: Any, windows: jax.Array) -> Totals:
+        nats = losses(params, windows)
+        # Sum and count, not a mean: the last batch may have fewer windows.
+        return {score: (unit(nats.sum()), jnp.asarray(nats.size))}
+
+    def generate(params: Any, _: Any, lines: Sequence[str]) -> list[str]:
         text = vocabulary()
-        prompts = text.encode(lines)
-        return text.decode(
-            [model.extend(params, p, length, len(text)) for p in prompts]
-        )
+        # Not more ids than the text has: a model's vocabulary may be padded to a number
+        # that suits the hardware, 50,257 to 50,304.
+        draw = functools.partial(next_token, params, known=len(text))
+        rows = text.encode(lines)
+        return text.decode([_extend(draw, config.context, row, length) for row in rows])
 
     def sample(params: Any, model_state: Any) -> str:
         try:
@@ -109,8 +95,8 @@ def language_task(
         batch_shape=lambda rows: jax.ShapeDtypeStruct(
             (rows, config.context + 1), dtype
         ),
-        init=model.init,
-        loss_fn=model.loss_fn,
+        init=lambda key: (nnx.state(GPT(config, rngs=nnx.Rngs(key))), ()),
+        loss_fn=loss_fn,
         score_fn=score_fn,
         headline=Headline(score, better="lower"),
         sample=sample,
@@ -129,45 +115,22 @@ def spread(
     return np.array_split(stacked, -(-count // rows))
 
 
-def _logits(graph, params: Any, tokens: jax.Array, rngs: nnx.Rngs | None = None):
-    return nnx.merge(graph, params)(tokens, rngs=rngs)
-
-
-def _losses(logits, params: Any, windows: jax.Array, rngs: nnx.Rngs | None = None):
+def _losses(graph, params: Any, windows: jax.Array, rngs: nnx.Rngs | None = None):
     """Nats of each token but the first, [B, T], of windows [B, T + 1]."""
+    # From the 8 or 16 bits of the data, which embeddings and losses do not take.
     tokens = windows.astype(jnp.int32)
-    scores = logits(params, tokens[:, :-1], rngs=rngs)
-    return optax.softmax_cross_entropy_with_integer_labels(scores, tokens[:, 1:])
+    logits = nnx.merge(graph, params)(tokens[:, :-1], rngs=rngs)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
 
 
-def _loss_fn(logits, params: Any, model_state: Any, batch: jax.Array, key: jax.Array):
-    losses = _losses(logits, params, batch, nnx.Rngs(dropout=key))
-    return losses.mean(), (model_state, {})
-
-
-def _nats(logits, params: Any, windows: jax.Array) -> tuple[jax.Array, jax.Array]:
-    losses = _losses(logits, params, windows)
-    return losses.sum(), jnp.asarray(losses.size)
-
-
-def _next_token(logits):
-    """(params, window, length, key, known) to the next token, compiled."""
-
-    @functools.partial(jax.jit, static_argnums=4)
-    def next_token(params, window, length, key, known):
-        scores = logits(params, window[None])[0, length - 1] / TEMPERATURE
-        return jax.random.categorical(key, scores[:known])
-
-    return next_token
+def _next_token(graph, params, window, length, key, known: int) -> jax.Array:
+    """Token drawn after the first `length` of a window [T], from the ids < `known`."""
+    logits = nnx.merge(graph, params)(window[None])[0, length - 1] / TEMPERATURE
+    return jax.random.categorical(key, logits[:known])
 
 
 def _extend(
-    next_token,
-    context: int,
-    params: Any,
-    tokens: Sequence[int],
-    length: int,
-    known: int,
+    draw: Callable[..., jax.Array], context: int, tokens: Sequence[int], length: int
 ) -> list[int]:
     text = list(tokens)
     # Of one shape from the first token on, so that the model is compiled once; what
@@ -176,5 +139,5 @@ def _extend(
     for key in jax.random.split(jax.random.key(0), length):
         tail = text[-context:]
         window[: len(tail)] = tail
-        text.append(int(next_token(params, window, len(tail), key, known)))
+        text.append(int(draw(window, len(tail), key)))
     return text

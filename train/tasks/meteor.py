@@ -12,6 +12,7 @@ def meteor(translations: Sequence[str], references: Sequence[str]) -> dict[str, 
     Install the extra `meteor`, then run `python -m nltk.downloader wordnet`. Words are
     separated by spaces. Source: Banerjee and Lavie (2005).
     """
+    # Both are optional: nltk is an extra, and WordNet a download of its own.
     try:
         wordnet = import_module("nltk.corpus").wordnet
         wordnet.ensure_loaded()

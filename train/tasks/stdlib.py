@@ -11,7 +11,8 @@ from train.data.python_source import read_stdlib
 from train.data.token_files import Windows
 from train.fields import checked
 from train.models.gpt import GPTConfig
-from train.tasks.language import Bytes, language_task, spread
+from train.models.sizes import check_positive
+from train.tasks.language import Bytes, check_sample, language_task, spread
 from train.tasks.task import Task
 
 EVAL_ROWS = 64
@@ -35,15 +36,13 @@ class StdlibTask:
     sample_bytes: int = 240
 
     def __post_init__(self):
+        # More is allowed: configs/gpt2_small.py has GPT-2's, for its full size.
         if self.model.vocabulary < 256:
             raise ValueError(
                 f"bytes need a vocabulary of 256, got {self.model.vocabulary}"
             )
-        if self.num_eval_windows < 1 or not self.sample_prompt or self.sample_bytes < 0:
-            raise ValueError(
-                "num_eval_windows must be positive, sample_prompt not empty and "
-                "sample_bytes not negative"
-            )
+        check_positive(self, "num_eval_windows")
+        check_sample(self.sample_prompt, self.sample_bytes)
 
     def build(self) -> Task:
         train, held_out = read_stdlib()
@@ -83,6 +82,7 @@ def count_model(train: np.ndarray, windows: np.ndarray, order: int) -> float:
       windows: held-out bytes, uint8 [windows, T + 1].
       order: k.
     """
+    # Order 1: key 256 a + b is byte b after byte a, so keys // 256 is what precedes.
     counts = np.bincount(
         _keys(train[None], order).ravel(), minlength=256 ** (order + 1)
     )

@@ -9,6 +9,7 @@ import jax
 from decentjax import LossFn
 from train.data.batches import Batch
 
+# Sum and count of each score. Batches differ in size, so only their sums may be added.
 Totals = dict[str, tuple[jax.Array, jax.Array]]
 
 

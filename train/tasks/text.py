@@ -12,7 +12,8 @@ from train.data.token_files import Windows, check_tokens, read_tokens
 from train.data.vocabulary import load_vocabulary
 from train.fields import checked
 from train.models.gpt import GPTConfig
-from train.tasks.language import language_task, spread
+from train.models.sizes import check_positive
+from train.tasks.language import check_sample, language_task, spread
 from train.tasks.task import Task
 
 
@@ -37,22 +38,19 @@ class TextTask:
     sample_tokens: int = 100
 
     def __post_init__(self):
-        if self.num_eval_windows < 1 or self.eval_rows < 1 or self.sample_tokens < 0:
-            raise ValueError(
-                "num_eval_windows and eval_rows must be positive, and sample_tokens "
-                "not negative"
-            )
-        if not self.sample_prompt:
-            raise ValueError("sample_prompt must not be empty")
+        check_positive(self, "num_eval_windows", "eval_rows")
+        check_sample(self.sample_prompt, self.sample_tokens)
 
     def build(self) -> Task:
         folder, context = Path(self.data), self.model.context
 
+        # Reads when it is called, as a task is also built where its data is missing.
         def steps(*args: Any, **options: Any) -> grain.MapDataset[Batch]:
             check_tokens(folder, self.model.vocabulary)
             train, _ = read_tokens(folder)
             return worker_steps(Windows(train, context), *args, **options)
 
+        # Kept, as each evaluation of a run scores the same windows.
         @functools.cache
         def validation() -> list[np.ndarray]:
             _, held_out = read_tokens(folder)

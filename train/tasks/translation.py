@@ -1,10 +1,10 @@
 """Translation by a Transformer: the part that the translation tasks share."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,9 +12,8 @@ import optax
 import sacrebleu
 from flax import nnx
 
-from train.data.batches import Batch
 from train.data.by_length import length_steps, length_validation
-from train.data.pairs import Corpus
+from train.data.pairs import SPLITS, Corpus
 from train.data.vocabulary import END, START
 from train.fields import checked
 from train.models.beam import beam_search
@@ -26,7 +25,7 @@ from train.tasks.task import Headline, Task, Totals
 # Sources are padded to a multiple of this, so that few shapes are compiled.
 LENGTH_STEP = 16
 NUM_SAMPLES = 4
-TYPICAL_LENGTH = 32
+TYPICAL_LENGTH = 32  # About the mean of WMT14's sentences, in tokens.
 
 
 @checked
@@ -53,13 +52,24 @@ class DecodingConfig:
             )
 
 
-def translation(
-    read: Callable[[], Corpus],
-    model: TransformerConfig,
-    decoding: DecodingConfig,
-    label_smoothing: float,
-    num_shapes: int,
-) -> Task:
+@checked
+class TranslationOptions:
+    """The options that the translation tasks share.
+
+    Args:
+      model: sizes of the Transformer.
+      decoding: options of the beam search.
+      label_smoothing: share of the target that is spread evenly over all tokens.
+      num_shapes: largest number of batch shapes; each is compiled once per exchange.
+    """
+
+    model: TransformerConfig
+    decoding: DecodingConfig = dataclasses.field(default_factory=DecodingConfig)
+    label_smoothing: float = 0.1
+    num_shapes: int = 32
+
+
+def translation(read: Callable[[], Corpus], options: TranslationOptions) -> Task:
     """Returns the task of a corpus.
 
     The loss is the mean over a worker's target tokens of the cross-entropy with
@@ -67,58 +77,37 @@ def translation(
 
     Args:
       read: returns the corpus; called once, when the data is first used.
-      model: sizes of the Transformer.
-      decoding: options of the beam search.
-      label_smoothing: share of the target that is spread evenly over all tokens.
-      num_shapes: largest number of batch shapes.
+      options: options of the task.
     """
-
-    @functools.cache
-    def corpus() -> Corpus:
-        found = read()
-        _check_fit(found, model, decoding)
-        return found
-
-    def make(rngs: nnx.Rngs) -> Transformer:
-        return Transformer(model, rngs=rngs)
-
-    graph = nnx.graphdef(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+    model, decoding = options.model, options.decoding
+    # Read when first used, as a task is also built where its data is missing.
+    corpus = functools.cache(lambda: _check_fit(read(), model, decoding))
+    graph = nnx.graphdef(nnx.eval_shape(lambda: Transformer(model, rngs=nnx.Rngs(0))))
     search = jax.jit(functools.partial(_search, graph, decoding))
 
     def translate(params: Any, lines: Sequence[str]) -> list[str]:
         return _translate(functools.partial(search, params), corpus(), decoding, lines)
 
-    def steps(*args: Any, **options: Any) -> grain.MapDataset[Batch]:
-        return length_steps(corpus().train, *args, num_shapes=num_shapes, **options)
-
-    def judge(params: Any, model_state: Any) -> dict[str, float]:
-        del model_state
+    def judge(params: Any, _: Any) -> dict[str, float]:
         sources, references = zip(*corpus().test_lines, strict=True)
         return quality(translate(params, sources), references)
 
-    def generate(params: Any, model_state: Any, lines: Sequence[str]) -> list[str]:
-        del model_state
-        most = corpus().max_tokens
-        for line, tokens in zip(lines, corpus().vocabulary.encode(lines), strict=True):
-            if len(tokens) >= most:
-                raise ValueError(
-                    f"a line must be shorter than {most} tokens, got {len(tokens)}: "
-                    f"{line[:40]}..."
-                )
+    def generate(params: Any, _: Any, lines: Sequence[str]) -> list[str]:
+        _check_lengths(corpus(), lines)
         return translate(params, lines)
 
-    def sample(params: Any, model_state: Any) -> str:
-        del model_state
+    def sample(params: Any, _: Any) -> str:
         sources, references = zip(*corpus().test_lines[:NUM_SAMPLES], strict=True)
-        made = translate(params, sources)
-        shown = zip(sources, made, references, strict=True)
+        shown = zip(sources, translate(params, sources), references, strict=True)
         return "\n".join(f"{s}\n  -> {t}\n     {r}" for s, t, r in shown)
 
     return Task(
         batch_shape=_typical_batch,
-        steps=steps,
-        init=lambda key: (nnx.state(make(nnx.Rngs(key))), ()),
-        loss_fn=functools.partial(_loss_fn, graph, label_smoothing),
+        steps=lambda *args, **kwargs: length_steps(
+            corpus().train, *args, num_shapes=options.num_shapes, **kwargs
+        ),
+        init=lambda key: (nnx.state(Transformer(model, rngs=nnx.Rngs(key))), ()),
+        loss_fn=functools.partial(_loss_fn, graph, options.label_smoothing),
         validation=lambda: length_validation(corpus().validation, decoding.rows),
         score_fn=functools.partial(_score_fn, graph),
         headline=Headline("loss", better="lower"),
@@ -153,6 +142,7 @@ def _losses(
     tokens = batch["target"]
     logits = nnx.merge(graph, params)(batch["source"], tokens[:, :-1], rngs=rngs)
     wanted = tokens[:, 1:]
+    # Labels (1 - s) one-hot + s / V give the loss (1 - s) own + s uniform.
     own = optax.softmax_cross_entropy_with_integer_labels(logits, wanted)
     # The cross-entropy with the uniform distribution, without a [B, T, V] array of it.
     uniform = jax.nn.logsumexp(logits, axis=-1) - logits.mean(-1)
@@ -179,10 +169,12 @@ def _score_fn(graph: Any, params: Any, model_state: Any, batch: Any) -> Totals:
 
 def _check_fit(
     corpus: Corpus, model: TransformerConfig, decoding: DecodingConfig
-) -> None:
-    for split in ("train", "validation", "test"):
+) -> Corpus:
+    """The corpus, if the model has its tokens and holds its longest translation."""
+    for split in SPLITS:
         if len(getattr(corpus, split)) == 0:
             raise ValueError(f"the corpus has no {split} pairs: prepare it again")
+    # Jax raises nothing for an index beyond the embedding.
     largest = max(
         int(side.tokens.max()) for side in (corpus.train.source, corpus.train.target)
     )
@@ -202,6 +194,16 @@ def _check_fit(
             f"{corpus.max_tokens} + {decoding.extra_tokens} tokens: set "
             "--task.model.context"
         )
+    return corpus
+
+
+def _check_lengths(corpus: Corpus, lines: Sequence[str]) -> None:
+    for line, tokens in zip(lines, corpus.vocabulary.encode(lines), strict=True):
+        if len(tokens) >= corpus.max_tokens:
+            raise ValueError(
+                f"a line must be shorter than {corpus.max_tokens} tokens, got "
+                f"{len(tokens)}: {line[:40]}..."
+            )
 
 
 def _typical_batch(tokens: int) -> dict[str, jax.ShapeDtypeStruct]:
@@ -230,8 +232,8 @@ def _translate(
         source = np.zeros((config.rows, min(length, corpus.max_tokens)), np.int32)
         for row, i in zip(source, chosen, strict=False):
             row[: len(rows[i])] = rows[i]
-        made = np.asarray(search(source))[: len(chosen)].tolist()
-        found |= zip(chosen, map(_before_end, made), strict=True)
+        # Decoding drops `</s>` and the zeros after it, which are special tokens.
+        found |= zip(chosen, np.asarray(search(source)).tolist(), strict=False)
     return corpus.vocabulary.decode([found[i] for i in range(len(rows))])
 
 
@@ -241,6 +243,7 @@ def _search(
     """Token ids of the best translations, [B, S + extra tokens]."""
     model = nnx.merge(graph, params)
     length = source_BxS.shape[1] + config.extra_tokens
+    # Encoded before it is repeated: the beams of a sentence have one memory.
     memory, source = (
         jnp.repeat(x, config.beams, axis=0)
         for x in (model.encode(source_BxS), source_BxS)
@@ -256,7 +259,3 @@ def _search(
         penalty=config.length_penalty,
     )
     return found.tokens[:, 0]
-
-
-def _before_end(tokens: list[int]) -> list[int]:
-    return tokens[: tokens.index(END)] if END in tokens else tokens
