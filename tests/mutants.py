@@ -184,8 +184,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/topology.py",
-        "steps[1 - counter % 2].append",
-        "steps[counter % 2].append",
+        "(of_bit[1::2], of_bit[::2])",
+        "(of_bit[::2], of_bit[1::2])",
         "tests/test_topology.py -k keeps_the_order_of_decent_dp",
     ),
     Mutant(
@@ -196,8 +196,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/topology.py",
-        "exchange.factor * factor)",
-        "factor)",
+        "factor=e.factor * factor",
+        "factor=factor",
         "tests/test_topology.py -k damping_twice",
     ),
     Mutant(
@@ -214,8 +214,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/_base_k.py",
-        "part.shape[1] / (part.size + len(later))",
-        "part.shape[1] / part.size",
+        "block_size / (len(part) + len(later))",
+        "block_size / len(part)",
         "tests/test_topology.py -k base_k_is_exact",
     ),
     Mutant(
@@ -454,8 +454,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/analysis.py",
-        "product = matrix @ product",
-        "product = product @ matrix",
+        "product = apply(exchange, product)",
+        "product = product @ apply(exchange, np.eye(len(product)))",
         "tests/test_analysis.py -k multiplies_its_matrices",
     ),
     Mutant(

@@ -14,8 +14,8 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
-from decentjax.exchange import matrices
 from decentjax.runtime import Cluster
+from decentjax.topology import matrices
 from train.bench.model.emulated import Comparison
 from train.bench.model.model import (
     ModelBench,
