@@ -112,6 +112,7 @@ def exact_after(topology: Topology) -> int | None:
     values = np.random.default_rng(0).standard_normal((topology.num_workers, 8))
     values -= values.mean(0)
     distance = np.abs(values).max()
+    # One worker is its own mean.
     if distance == 0:
         return 0
     for step in range(max(2 * topology.period, topology.num_workers)):
@@ -170,5 +171,7 @@ def _ring(groups: np.ndarray, part: float, rounds: int) -> Transfer:
     if len(groups) == 1:
         none = np.empty(0, int)
         return Transfer(groups, none, none, 0.0, 0)
+    # Groups (0, 1) and (2, 3) are the columns of [[0, 2], [1, 3]]; rolled by a row, it
+    # says that 0 sends to 1, 2 to 3, 1 to 0 and 3 to 2.
     receivers = np.roll(groups, -1, axis=0).ravel()
     return Transfer(groups, groups.ravel(), receivers, part, rounds)
