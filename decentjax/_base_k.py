@@ -6,6 +6,7 @@ Source: Takezawa et al. (2023), Beyond Exponential Graph: Communication-Efficien
 Topologies for Decentralized Learning via Finite-time Convergence.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -41,27 +42,29 @@ def _simple_base(workers: np.ndarray, base: int) -> list[Edges]:
     mean of each block, and that of the parts to come, is the mean over both; each block
     averages inside while the next parts go on.
     """
-    parts = []
-    start = 0
-    while start < len(workers):
-        power = int(math.log(len(workers) - start + 0.5, base))
-        digit = (len(workers) - start) // base**power
-        size = digit * base**power
-        parts.append(workers[start : start + size].reshape(digit, base**power))
-        start += size
-    rounds = _side_by_side(*(_factor_means(part.ravel(), base) for part in parts))
+    means: list[list[Edges]] = []
     tails: list[list[Edges]] = []
-    for number, part in enumerate(parts[:-1]):
-        later = np.concatenate([p.ravel() for p in parts[number + 1 :]])
-        weight = part.shape[1] / (part.size + len(later))
-        meeting = [
-            (int(i), int(j), weight)
-            for block in part
-            for i, j in zip(later, block, strict=False)
-        ]
-        inside = _side_by_side(*(_factor_means(block, base) for block in part))
-        tails.append([[]] * number + [meeting, *inside])
-    return rounds + _side_by_side(*tails)
+    later = workers
+    while len(later):
+        # N = 17, base 3: parts of 9, 2 * 3 and 2 workers. The half keeps the logarithm
+        # of a power of the base from being rounded down to the power before.
+        block_size = base ** int(math.log(len(later) + 0.5, base))
+        part, later = np.split(later, [len(later) // block_size * block_size])
+        blocks = part.reshape(-1, block_size)
+        means.append(_factor_means(part, base))
+        if len(later):
+            weight = block_size / (len(part) + len(later))
+            # There are fewer workers to come than in one block; the others rest.
+            meeting = [
+                (i, j, weight)
+                for block in blocks.tolist()
+                for i, j in zip(later.tolist(), block, strict=False)
+            ]
+            inside = _side_by_side(*(_factor_means(block, base) for block in blocks))
+            # Part p meets in the p-th exchange after the means, when the parts before
+            # it have met it.
+            tails.append([[]] * len(tails) + [meeting, *inside])
+    return _side_by_side(*means) + _side_by_side(*tails)
 
 
 def _factor_means(workers: np.ndarray, base: int) -> list[Edges]:
@@ -69,13 +72,14 @@ def _factor_means(workers: np.ndarray, base: int) -> list[Edges]:
     rounds, size, stride = [], len(workers), 1
     while size > 1:
         factor = max(f for f in range(2, base + 1) if size % f == 0)
+        # 12 workers, base 3: threes (0, 1, 2), ..., then pairs (0, 3), ..., (6, 9), ...
+        # with stride 3, then pairs (0, 6), ... with stride 6.
         groups = workers.reshape(-1, factor, stride).swapaxes(1, 2).reshape(-1, factor)
         rounds.append(
             [
-                (int(group[a]), int(group[b]), 1 / factor)
-                for group in groups
-                for a in range(factor)
-                for b in range(a)
+                (i, j, 1 / factor)
+                for group in groups.tolist()
+                for i, j in itertools.combinations(group, 2)
             ]
         )
         size, stride = size // factor, stride * factor
@@ -84,13 +88,5 @@ def _factor_means(workers: np.ndarray, base: int) -> list[Edges]:
 
 def _side_by_side(*schedules: list[Edges]) -> list[Edges]:
     """Runs schedules of disjoint workers side by side."""
-    longest = max(map(len, schedules), default=0)
-    return [
-        [
-            edge
-            for schedule in schedules
-            if step < len(schedule)
-            for edge in schedule[step]
-        ]
-        for step in range(longest)
-    ]
+    steps = itertools.zip_longest(*schedules, fillvalue=[])
+    return [list(itertools.chain(*edges)) for edges in steps]

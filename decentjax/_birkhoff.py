@@ -22,16 +22,15 @@ def birkhoff(matrix: np.ndarray) -> tuple[list[tuple[int, ...]], list[float]]:
     Source: Birkhoff (1946), Tres observaciones sobre el algebra lineal.
     """
     residual = np.array(matrix, np.float64)
-    negligible = 1e-14
+    rows = np.arange(len(residual))
     sources, weights = [], []
-    columns = _perfect_matching(residual > negligible)
-    while columns is not None:
-        rows = np.arange(len(columns))
+    # Each turn empties at least one entry, so this ends. What rounding leaves of an
+    # entry, below 1e-14, is no edge.
+    while (columns := _perfect_matching(residual > 1e-14)) is not None:
         weight = residual[rows, columns].min()
         residual[rows, columns] -= weight
         sources.append(tuple(columns.tolist()))
         weights.append(float(weight))
-        columns = _perfect_matching(residual > negligible)
     total = sum(weights)
     return sources, [weight / total for weight in weights]
 
@@ -52,19 +51,20 @@ def edge_colouring(edges: np.ndarray) -> list[np.ndarray]:
     """
     copies = edges.astype(int)
     degree = max(copies.sum(0).max(), copies.sum(1).max())
-    # Filling up to a regular graph leaves a perfect matching in every round.
-    missing_in, missing_out = degree - copies.sum(1), degree - copies.sum(0)
-    receivers = np.repeat(np.arange(len(edges)), missing_in)
-    senders = np.repeat(np.arange(len(edges)), missing_out)
+    rows = np.arange(len(edges))
+    # A regular graph has a perfect matching (Hall), and without it is regular again. So
+    # dummy edges fill up each row and column to the degree; several may be parallel.
+    receivers = np.repeat(rows, degree - copies.sum(1))
+    senders = np.repeat(rows, degree - copies.sum(0))
     np.add.at(copies, (receivers, senders), 1)
 
     unsent = edges.copy()
-    rows = np.arange(len(edges))
     rounds = []
     for _ in range(degree):
         columns = _perfect_matching(copies > 0)
         assert columns is not None, "a regular bipartite graph has a perfect matching"
         copies[rows, columns] -= 1
+        # A dummy parallel to an edge that was sent already sends nothing either.
         rounds.append(np.where(unsent[rows, columns], columns, -1))
         unsent[rows, columns] = False
     return rounds

@@ -15,7 +15,7 @@ from jax import lax
 from jax.custom_batching import custom_vmap
 
 AxisName = str | tuple[str, ...]
-Members = tuple[tuple[int, ...], ...]
+Members = Sequence[Sequence[int]]
 
 
 def permute(
@@ -39,25 +39,17 @@ def permute(
     return _collective(on_mesh, stacked, x, axis_name)
 
 
-def sum_over_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """Returns the sum over all workers, in the dtype of x."""
-
-    def on_mesh(x: jax.Array) -> jax.Array:
-        return lax.psum(x, axis_name)
-
-    def stacked(x: jax.Array) -> jax.Array:
-        return jnp.broadcast_to(_sum_in_order(x), x.shape)
-
-    return _collective(on_mesh, stacked, x, axis_name)
-
-
-def sum_over_groups(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array:
-    """Returns the sum over the worker's group, in the dtype of x."""
+def sum_over(
+    x: jax.Array, axis_name: AxisName, groups: Members | None = None
+) -> jax.Array:
+    """Returns the sum over all workers, or over the worker's group, in x's dtype."""
 
     def on_mesh(x: jax.Array) -> jax.Array:
         return lax.psum(x, axis_name, axis_index_groups=groups)
 
     def stacked(x: jax.Array) -> jax.Array:
+        if groups is None:
+            return jnp.broadcast_to(_sum_in_order(x), x.shape)
         total = _sum_in_order(_by_group(x, groups).swapaxes(0, 1))[:, None]
         return _by_worker(jnp.repeat(total, len(groups[0]), axis=1), groups)
 
@@ -67,6 +59,7 @@ def sum_over_groups(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.A
 def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array:
     """The sum over the group, a piece for each member, shape [ceil(x.size / S)]."""
     size, dtype = len(groups[0]), sum_dtype(x)
+    # Zeros at the end give each member a piece of one size; all_gather drops them.
     flat = jnp.pad(x.ravel(), (0, -x.size % size))
 
     def on_mesh(flat: jax.Array) -> jax.Array:
@@ -87,12 +80,15 @@ def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Ar
         )
 
     def by_all_to_all(flat: jax.Array) -> jax.Array:
+        # The last dim, since another vmap, as over seeds, puts its own in front.
         dim = flat.ndim - 1
         pieces = flat.reshape(*flat.shape[:-1], size, -1)
         pieces = lax.all_to_all(pieces, axis_name, dim, dim, axis_index_groups=groups)
         return _sum_in_order(jnp.moveaxis(pieces, dim, 0).astype(dtype))
 
     def stacked(flat: jax.Array) -> jax.Array:
+        # [members, groups, ..., S * piece] summed to [groups, ..., S * piece], and then
+        # piece m to member m: [groups, members, ..., piece].
         total = _sum_in_order(_by_group(flat.astype(dtype), groups).swapaxes(0, 1))
         pieces = total.reshape(*total.shape[:-1], size, -1)
         return _by_worker(jnp.moveaxis(pieces, -2, 1), groups)
@@ -145,6 +141,8 @@ def _collective(
 ) -> jax.Array:
     """`on_mesh` of one worker's array, or `stacked` of all workers' arrays."""
 
+    # The index is an argument since only arguments of custom_vmap say whether they are
+    # batched: it is the one value that the vmap over the workers alone batches.
     @custom_vmap
     def collective(x, index):
         del index
@@ -153,8 +151,7 @@ def _collective(
     @collective.def_vmap
     def _(size, in_batched, x, index):
         x_batched, index_batched = in_batched
-        # Only the vmap over the workers batches the index; any other one, as over
-        # seeds, is a further dim of x.
+        # Under any other vmap, as over seeds, x has a further dim.
         if not index_batched:
             return collective(x, index), True
         if not x_batched:
@@ -171,6 +168,7 @@ def _by_group(x: jax.Array, groups: Members) -> jax.Array:
 
 def _by_worker(x: jax.Array, groups: Members) -> jax.Array:
     """[groups, members, ...] to [N, ...]."""
+    # Groups (0, 2) and (1, 3) list the workers 0, 2, 1, 3: worker 1 is in place 2.
     order = np.argsort(np.array(groups).ravel())
     return x.reshape(-1, *x.shape[2:])[order]
 

@@ -10,8 +10,9 @@ from decentjax.exchange import (
     Groups,
     Topology,
     apply,
-    matrices,
+    count_nodes,
     messages_of,
+    workers_of,
 )
 
 
@@ -60,11 +61,11 @@ def stages(exchange: Exchange) -> tuple[Transfer, ...]:
     """
     local, between = exchange.workers_per_node, exchange.between
     if isinstance(between, Groups):
-        groups = _workers_of(np.array(between.members).T, local)
+        groups = workers_of(np.array(between.members).T, local)
         share, rounds = ring_all_reduce(len(groups))
         middle = _ring(groups, share / local, rounds)
     else:
-        pairs = _workers_of(messages_of(between), local)
+        pairs = workers_of(messages_of(between), local)
         middle = Transfer(pairs, pairs[0], pairs[1], 1 / local, 1)
     if local == 1:
         return (middle,)
@@ -111,6 +112,7 @@ def exact_after(topology: Topology) -> int | None:
     values = np.random.default_rng(0).standard_normal((topology.num_workers, 8))
     values -= values.mean(0)
     distance = np.abs(values).max()
+    # One worker is its own mean.
     if distance == 0:
         return 0
     for step in range(max(2 * topology.period, topology.num_workers)):
@@ -126,8 +128,6 @@ def traffic(
 ) -> list[Traffic]:
     """Returns what each exchange of the topology sends.
 
-    The bytes and messages are those of `stages`.
-
     Args:
       topology: the exchanges.
       model_bytes: size of the mixed leaves, in bytes.
@@ -139,11 +139,7 @@ def traffic(
     """
     if workers_per_node is None:
         workers_per_node = topology[0].workers_per_node
-    if workers_per_node < 1 or topology.num_workers % workers_per_node:
-        raise ValueError(
-            f"num_workers = {topology.num_workers} must be a multiple of "
-            f"workers_per_node, got {workers_per_node}"
-        )
+    count_nodes(topology.num_workers, workers_per_node)  # Raises.
     return [
         _exchange_traffic(exchange, model_bytes, workers_per_node)
         for exchange in topology
@@ -152,8 +148,8 @@ def traffic(
 
 def _period_product(topology: Topology) -> np.ndarray:
     product = np.eye(topology.num_workers)
-    for matrix in matrices(topology):
-        product = matrix @ product
+    for exchange in topology:
+        product = apply(exchange, product)
     return product
 
 
@@ -175,15 +171,7 @@ def _ring(groups: np.ndarray, part: float, rounds: int) -> Transfer:
     if len(groups) == 1:
         none = np.empty(0, int)
         return Transfer(groups, none, none, 0.0, 0)
+    # Groups (0, 1) and (2, 3) are the columns of [[0, 2], [1, 3]]; rolled by a row, it
+    # says that 0 sends to 1, 2 to 3, 1 to 0 and 3 to 2.
     receivers = np.roll(groups, -1, axis=0).ravel()
     return Transfer(groups, groups.ravel(), receivers, part, rounds)
-
-
-def _workers_of(nodes: np.ndarray, local: int) -> np.ndarray:
-    """Returns the workers of nodes, [S, G] to [S, G * local].
-
-    A worker meets those at its own place in other nodes: of nodes 0 and 2 with 2
-    workers each, 0 meets 4 and 1 meets 5.
-    """
-    places = np.arange(local)
-    return (nodes[:, :, None] * local + places).reshape(len(nodes), -1)

@@ -32,6 +32,7 @@ class Permutations:
     weights: tuple[float, ...]
 
     def __post_init__(self):
+        # Lists would make an exchange unhashable, and no static argument of a jit.
         object.__setattr__(self, "sources", tuple(map(tuple, self.sources)))
         object.__setattr__(self, "weights", tuple(self.weights))
         if len(self.sources) != len(self.weights) or not self.sources:
@@ -145,6 +146,7 @@ class Topology:
     def period(self) -> int:
         return len(self.exchanges)
 
+    # With __getitem__ alone Python would iterate for ever: every index has an exchange.
     def __getitem__(self, step: int) -> Exchange:
         return self.exchanges[step % self.period]
 
@@ -162,13 +164,28 @@ def check_topology(topology: Any) -> None:
         )
 
 
-def matrices(topology: Topology) -> np.ndarray:
-    """Returns the mixing matrices, float64, shape [period, N, N].
+def count_nodes(num_workers: int, workers_per_node: int) -> int:
+    """Returns `num_workers / workers_per_node`.
 
-    Row i says what worker i ends up with: `x_i <- sum_j W[i, j] x_j`.
+    Raises:
+      ValueError: if that is no whole number.
     """
-    identity = np.eye(topology.num_workers)
-    return np.stack([apply(exchange, identity) for exchange in topology])
+    if workers_per_node < 1 or num_workers % workers_per_node:
+        raise ValueError(
+            f"num_workers = {num_workers} must be a multiple of workers_per_node, "
+            f"got {workers_per_node}"
+        )
+    return num_workers // workers_per_node
+
+
+def workers_of(nodes: np.ndarray, workers_per_node: int) -> np.ndarray:
+    """Returns the workers of nodes, int [S, G] to [S, G * workers_per_node].
+
+    A worker meets those at its own place in other nodes: of nodes 0 and 2 with 2
+    workers each, 0 meets 4 and 1 meets 5, so [[0], [2]] becomes [[0, 1], [4, 5]].
+    """
+    places = np.arange(workers_per_node)
+    return (nodes[:, :, None] * workers_per_node + places).reshape(len(nodes), -1)
 
 
 def apply(exchange: Exchange, values: np.ndarray) -> np.ndarray:
@@ -211,6 +228,7 @@ def messages_of(between: Permutations) -> np.ndarray:
     return np.unique(pairs[:, pairs[0] != pairs[1]], axis=1)
 
 
+# Asked for every leaf of every trace, and again by the tuning of messages.
 @functools.lru_cache(maxsize=256)
 def rounds_of(between: Permutations) -> tuple[tuple[float, ...], tuple[Round, ...]]:
     """Returns the weight of each worker's own model, and the rounds of messages.
@@ -222,13 +240,14 @@ def rounds_of(between: Permutations) -> tuple[tuple[float, ...], tuple[Round, ..
     edges = _edges(matrix)
     if not edges.any():
         return own, ()
-    # The permutations as given are such rounds, unless they overlap or send in vain.
-    moving = [s for s in between.sources if any(i != j for i, j in enumerate(s))]
-    rounds = [np.where(np.equal(s, np.arange(len(s))), -1, s) for s in moving]
+    # The given permutations are such rounds, unless two of them share an edge, or an
+    # edge has weight 0. N = 3: (1, 2, 0) and (1, 0, 2) both send from 1 to 0.
+    rows = np.arange(between.size)
+    given = [np.where(np.equal(s, rows), -1, s) for s in between.sources]
+    rounds = [sources for sources in given if (sources >= 0).any()]
     needed = max(edges.sum(0).max(), edges.sum(1).max())
     if len(rounds) != needed or sum((r >= 0).sum() for r in rounds) != edges.sum():
         rounds = edge_colouring(edges)
-    rows = np.arange(between.size)
     return own, tuple(
         Round(
             tuple(sources.tolist()),

@@ -26,10 +26,9 @@ from decentjax._collectives import (
     permute,
     reduce_scatter,
     sum_dtype,
-    sum_over_all,
-    sum_over_groups,
+    sum_over,
 )
-from decentjax.exchange import Exchange, Permutations, rounds_of
+from decentjax.exchange import Exchange, Permutations, rounds_of, workers_of
 
 Tree = TypeVar("Tree")
 
@@ -123,15 +122,6 @@ def mix(
             "mix takes one Exchange, as in topology[step], got "
             f"{type(exchange).__name__}"
         )
-    if shards is not None:
-        of_shard = functools.partial(
-            mix,
-            exchange=exchange,
-            axis_name=axis_name,
-            message_dtype=message_dtype,
-            lowering=lowering,
-        )
-        return _on_shards(of_shard, shards)(params)
     _check_leaves(params)
     size = lax.axis_size(axis_name)
     if size != exchange.num_workers:
@@ -144,7 +134,8 @@ def mix(
         dtype = _message_dtype(x, message_dtype)
         return _mix_leaf(x, _Mixing(exchange, axis_name, dtype, lowering))
 
-    return _map_floats(mix_leaf, params)
+    mix_leaves = functools.partial(_map_floats, mix_leaf)
+    return (mix_leaves if shards is None else _on_shards(mix_leaves, shards))(params)
 
 
 def global_mean(params: Tree, axis_name: AxisName) -> Tree:
@@ -157,11 +148,7 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
     """
     _check_leaves(params)
 
-    def mean(x: jax.Array) -> jax.Array:
-        total = sum_over_all(x.astype(sum_dtype(x)), axis_name)
-        return divided(total, lax.axis_size(axis_name)).astype(x.dtype)
-
-    return _map_floats(mean, params)
+    return _map_floats(lambda x: _mean(x, axis_name).astype(x.dtype), params)
 
 
 def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
@@ -175,15 +162,19 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
       A float32 scalar, the same on every worker.
     """
     _check_leaves(params)
-    num_workers = lax.axis_size(axis_name)
     squares = jnp.zeros((), jnp.float32)
     for x in map(jnp.asarray, jax.tree.leaves(params)):
         if _is_float(x):
-            x = x.astype(sum_dtype(x))
-            mean = divided(sum_over_all(x, axis_name), num_workers)
-            difference = jnp.abs(x - mean)
+            # The absolute value: of a complex number, the square would be complex.
+            difference = jnp.abs(x.astype(sum_dtype(x)) - _mean(x, axis_name))
             squares += jnp.sum(jnp.square(difference)).astype(jnp.float32)
-    return jnp.sqrt(sum_over_all(squares, axis_name) / num_workers)
+    return jnp.sqrt(sum_over(squares, axis_name) / lax.axis_size(axis_name))
+
+
+def _mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """The mean over all workers, in the dtype of sums."""
+    total = sum_over(x.astype(sum_dtype(x)), axis_name)
+    return divided(total, lax.axis_size(axis_name))
 
 
 def _on_shards(function: Callable[[Tree], Tree], shards: Any) -> Callable[[Tree], Tree]:
@@ -229,10 +220,11 @@ def _mix_leaf(x: jax.Array, how: _Mixing) -> jax.Array:
         # Three levels. Inside a node of L workers each holds 1/L of the node's mean,
         # which it averages with the same piece of other nodes.
         local = exchange.workers_per_node
-        nodes = _as_members(np.arange(exchange.num_workers).reshape(-1, local))
+        nodes = np.arange(exchange.num_workers).reshape(-1, local).tolist()
         piece = divided(reduce_scatter(x, nodes, how.axis_name), local)
         piece = _average_between(piece, how).astype(x.dtype)
         mixed = all_gather(piece, nodes, how.axis_name, x.shape)
+    # W = (1 - f) I + f B: f of the way from the own model to the mixed one.
     if exchange.factor != 1:
         own = x.astype(sum_dtype(x))
         mixed = own + exchange.factor * (mixed.astype(own.dtype) - own)
@@ -246,13 +238,11 @@ def _average_between(x: jax.Array, how: _Mixing) -> jax.Array:
         permuted = functools.partial(_permuted, between=between, how=how)
         return _in_pieces(permuted, x, how.lowering.piece_bytes)
     sent = _rounded(x, how.message_dtype)
-    # Worker `node * L + place`: for each group of nodes, L groups of workers.
-    nodes = np.array(between.members)[:, None]
-    places = np.arange(per_node)[:, None]
-    groups = (nodes * per_node + places).reshape(-1, nodes.shape[-1])
-    mean = _group_mean(sent, _as_members(groups), how)
+    groups = workers_of(np.array(between.members).T, per_node).T.tolist()
+    mean = _group_mean(sent, groups, how)
     if sent.dtype == x.dtype:
         return mean
+    # The worker's own model comes back with all bits; only its move is rounded.
     dtype = sum_dtype(x)
     return x.astype(dtype) + (mean.astype(dtype) - sent.astype(dtype))
 
@@ -274,9 +264,9 @@ def _group_mean(x: jax.Array, groups: Members, how: _Mixing) -> jax.Array:
     # A sum in a narrow dtype would be rounded at every hop: scatter adds in float32.
     if x.dtype == sum_dtype(x):
         if len(groups) == 1:
-            return divided(sum_over_all(x, how.axis_name), size)
+            return divided(sum_over(x, how.axis_name), size)
         if how.lowering.groups == "sum":
-            return divided(sum_over_groups(x, groups, how.axis_name), size)
+            return divided(sum_over(x, how.axis_name, groups), size)
     piece = divided(reduce_scatter(x, groups, how.axis_name), size)
     return all_gather(piece.astype(x.dtype), groups, how.axis_name, x.shape)
 
@@ -287,6 +277,8 @@ def _in_pieces(
     """The elementwise function of x, piece after piece where x is long."""
     if piece_bytes is None or x.nbytes <= piece_bytes:
         return function(x)
+    # lax.map sends one piece after the other, in one program for all of them; a loop
+    # in Python would be unrolled into as many messages to compile.
     size = max(1, piece_bytes // x.dtype.itemsize)
     pieces = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(-1, size)
     return lax.map(function, pieces).ravel()[: x.size].reshape(x.shape)
@@ -306,10 +298,11 @@ def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
         return x
     sent = _rounded(x, how.message_dtype)
     dtype = sum_dtype(x)
-    models = [
-        permute(sent, _pairs(round_.sources, per_node), how.axis_name).astype(dtype)
-        for round_ in rounds
-    ]
+    models = []
+    for round_ in rounds:
+        messages = [(j, i) for i, j in enumerate(round_.sources) if j >= 0]
+        pairs = workers_of(np.array(messages).T, per_node).T.tolist()
+        models.append(permute(sent, pairs, how.axis_name).astype(dtype))
     weights = [round_.weights for round_ in rounds]
     node = lax.axis_index(how.axis_name) // per_node
     if sent.dtype == x.dtype and all(map(_is_power_of_two, {*own}.union(*weights))):
@@ -323,6 +316,8 @@ def _weighted(
 ) -> jax.Array:
     """`sum_k weights[k][node] arrays[k]`."""
     distinct = {weight for of_nodes in weights for weight in of_nodes}
+    # Each worker reads its own weights from a constant, so that all workers of a mesh
+    # run one program.
     if len(distinct) > 1:
         dtype = arrays[0].dtype
         return functools.reduce(
@@ -342,21 +337,8 @@ def _weighted(
 
 def _is_power_of_two(weight: float) -> bool:
     """Whether a product with it is exact; zero counts."""
+    # frexp writes 2**k as 0.5 * 2**(k + 1), and zero as 0 * 2**0.
     return math.frexp(weight)[0] in (0, 0.5)
-
-
-def _pairs(sources: tuple[int, ...], workers_per_node: int) -> list[tuple[int, int]]:
-    """(sender, receiver) of all workers: the same place on both nodes."""
-    return [
-        (sender * workers_per_node + place, receiver * workers_per_node + place)
-        for receiver, sender in enumerate(sources)
-        if sender >= 0
-        for place in range(workers_per_node)
-    ]
-
-
-def _as_members(array: np.ndarray) -> Members:
-    return tuple(map(tuple, array.tolist()))
 
 
 def _is_float(x: jax.Array) -> bool:

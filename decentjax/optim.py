@@ -80,38 +80,30 @@ def scale_by_accum_adam(
     if isinstance(accum_steps, int) and accum_steps < 1:
         raise ValueError(f"accum_steps must be at least one, got {accum_steps}")
 
+    adam: Any = optax.scale_by_adam(b1, b2, eps, eps_root)
+
     def init_fn(params):
-        return ScaleByAccumAdamState(
-            count=jnp.zeros([], jnp.int32),
-            mu=optax.tree.zeros_like(params),
-            nu=optax.tree.zeros_like(params),
-            acc=jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params),
-        )
+        acc = jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params)
+        return ScaleByAccumAdamState(*adam.init(params), acc=acc)
 
     def update_fn(updates, state, params=None):
         del params
         count = jnp.asarray(optax.safe_increment(state.count))
         window = (count + accum_steps - 1) // accum_steps
-        mu = optax.tree.update_moment(updates, state.mu, b1, 1)
-        nu = optax.tree.update_moment_per_elem_norm(updates, state.nu, b2, 2)
-        mu_hat = optax.tree.bias_correction(mu, b1, window)
-        nu_hat = optax.tree.bias_correction(nu, b2, window)
-        direction = jax.tree.map(
-            lambda m, v: m / (jnp.sqrt(v + eps_root) + eps), mu_hat, nu_hat
-        )
-
+        # Adam as it stands after the last full window. s = 4: the steps 1 to 4 are each
+        # its first step, and the mean of their gradients then moves it on.
+        last = optax.ScaleByAdamState(window - 1, state.mu, state.nu)
+        direction, _ = adam.update(updates, last)
         acc = jax.tree.map(
             lambda b, g: b + g.astype(b.dtype) / accum_steps, state.acc, updates
         )
+        # The direction of the mean gradient is not used, so XLA does not compute it.
+        _, moved = adam.update(acc, last)
+        # A select, not a conditional: XLA fuses nothing across a branch.
         full = count % accum_steps == 0
-        moved = (
-            optax.tree.update_moment(acc, state.mu, b1, 1),
-            optax.tree.update_moment_per_elem_norm(acc, state.nu, b2, 2),
-            optax.tree.zeros_like(acc),
-        )
         mu, nu, acc = jax.tree.map(
             lambda new, old: jnp.where(full, new.astype(old.dtype), old),
-            moved,
+            (moved.mu, moved.nu, optax.tree.zeros_like(acc)),
             (state.mu, state.nu, acc),
         )
         return direction, ScaleByAccumAdamState(count, mu, nu, acc)
@@ -129,13 +121,10 @@ def accum_adam(
 ) -> optax.GradientTransformationExtraArgs:
     """AccumAdam: `scale_by_accum_adam`, times minus the learning rate.
 
+    The other arguments are those of `scale_by_accum_adam`.
+
     Args:
       learning_rate: number or schedule.
-      accum_steps: s, the number of steps per update of the moments.
-      b1: decay rate of the first moment, per window.
-      b2: decay rate of the second moment, per window.
-      eps: constant outside the root.
-      eps_root: constant inside the root.
 
     Source: From Promise to Practice (ICLR 2025), Algorithm 4.
     """
@@ -158,15 +147,10 @@ def accum_adamw(
     """AccumAdam with decoupled weight decay, `x <- x - lr (u + weight_decay x)`.
 
     The decay uses the params given to `update`: the mixed model in a decentralized
-    step.
+    step. The other arguments are those of `scale_by_accum_adam`.
 
     Args:
       learning_rate: number or schedule.
-      accum_steps: s, the number of steps per update of the moments.
-      b1: decay rate of the first moment, per window.
-      b2: decay rate of the second moment, per window.
-      eps: constant outside the root.
-      eps_root: constant inside the root.
       weight_decay: weight decay per step, a factor of the learning rate.
       mask: leaves to decay, as in `optax.adamw`; all by default.
 
@@ -257,14 +241,13 @@ def dadam(
 ) -> optax.GradientTransformationExtraArgs:
     """Decentralized Adam: `decentralize(optax.adam(...), topology, axis_name)`.
 
+    The released code has `eps`, outside the root; the paper `eps_root`, inside. The
+    other arguments are those of `optax.adam`.
+
     Args:
       learning_rate: number or schedule.
       topology: topology with as many workers as the axis.
       axis_name: mapped axis of the workers.
-      b1: decay rate of the first moment.
-      b2: decay rate of the second moment.
-      eps: constant outside the root, as in the released code.
-      eps_root: constant inside the root, as in the paper.
 
     Source: From Promise to Practice (ICLR 2025), Algorithm 1.
     """
@@ -285,14 +268,12 @@ def dadamw(
 ) -> optax.GradientTransformationExtraArgs:
     """Decentralized AdamW, with the decoupled weight decay of the mixed model.
 
+    The other arguments are those of `optax.adamw`.
+
     Args:
       learning_rate: number or schedule.
       topology: topology with as many workers as the axis.
       axis_name: mapped axis of the workers.
-      b1: decay rate of the first moment.
-      b2: decay rate of the second moment.
-      eps: constant outside the root.
-      eps_root: constant inside the root.
       weight_decay: weight decay per step, a factor of the learning rate.
       mask: leaves to decay, as in `optax.adamw`; all by default.
     """
@@ -311,6 +292,7 @@ def _in_order(
 ) -> optax.GradientTransformationExtraArgs:
     """`decentralize`, with `awc_step` or `atc_step` as the order."""
     check_topology(topology)
+    # optax.inject_hyperparams would turn bfloat16, as a callable, into a schedule.
     if isinstance(message_dtype, jax.Array):
         raise TypeError(
             "message_dtype must be a dtype, got an array: inject_hyperparams takes a "
@@ -322,6 +304,7 @@ def _in_order(
     def mix_in_turn(params, count):
         if topology.period == 1:
             return mix_once(params, topology[0])
+        # An exchange is static, so the traced count can only choose among branches.
         branches = [functools.partial(mix_once, exchange=e) for e in topology]
         return lax.switch(count % topology.period, branches, params)
 
@@ -329,30 +312,17 @@ def _in_order(
         return DecentralizeState(jnp.zeros([], jnp.int32), inner.init(params))
 
     def update_fn(updates, state, params=None, *, step=None, **extra_args):
-        if params is None:
-            raise ValueError("decentralize averages the models: pass params to update")
-        if step is not None and not isinstance(step, int):
-            raise TypeError(
-                "step is static, a Python int: make it a static argument of your jit, "
-                f"or leave it out; got {type(step).__name__}"
-            )
+        _check_arguments(params, step)
+        # A mask can leave nothing to average.
         if not jax.tree.leaves(params):
             return updates, state
-        if _in_conditional(axis_name):
-            raise ValueError(
-                "decentralize is called in a conditional, such as that of "
-                "optax.apply_if_finite or optax.MultiSteps: workers that take "
-                "different branches wait for each other for ever. Put the wrapper "
-                "inside, as decentralize(optax.apply_if_finite(inner, 5), ...); to "
-                "average every few steps, use a topology with exchanges of "
-                "topology.alone"
-            )
-        _check_dtypes(params)
+        _check_can_mix(params, axis_name)
 
         def adapt(worker, grads, mixed):
             update, opt_state = inner.update(
                 grads, worker.opt_state, mixed, **extra_args
             )
+            # Not of params: the optimizer's update is relative to the mixed model.
             target = optax.apply_updates(mixed, update)
             return worker._replace(params=target, opt_state=opt_state), update
 
@@ -378,7 +348,25 @@ def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Ar
     return target.astype(dtype) - params.astype(dtype)
 
 
-def _check_dtypes(params: Any) -> None:
+def _check_arguments(params: Any, step: Any) -> None:
+    if params is None:
+        raise ValueError("decentralize averages the models: pass params to update")
+    if step is not None and not isinstance(step, int):
+        raise TypeError(
+            "step is static, a Python int: make it a static argument of your jit, "
+            f"or leave it out; got {type(step).__name__}"
+        )
+
+
+def _check_can_mix(params: Any, axis_name: AxisName) -> None:
+    if _in_conditional(axis_name):
+        raise ValueError(
+            "decentralize is called in a conditional, such as that of "
+            "optax.apply_if_finite or optax.MultiSteps: workers that take different "
+            "branches wait for each other for ever. Put the wrapper inside, as "
+            "decentralize(optax.apply_if_finite(inner, 5), ...); to average every few "
+            "steps, use a topology with exchanges of topology.alone"
+        )
     for x in map(jnp.asarray, jax.tree.leaves(params)):
         if jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize == 1:
             raise TypeError(
@@ -391,9 +379,10 @@ def _in_conditional(axis_name: AxisName) -> bool:
     """Whether a branch is being traced that one worker may take and another not.
 
     A conditional around the mapped axis, where all workers take one branch, does not
-    count. jax has no public name for this; its traces know what they trace, and their
-    parent.
+    count.
     """
+    # jax has no public name for this. Its traces form a chain, innermost first: a vmap
+    # or shard_map has axis_data, a traced function a frame that says what it is for.
     axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
     trace = core.trace_ctx.trace
     while trace is not None:

@@ -167,6 +167,7 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
 def local_workers(mesh: Mesh) -> list[int]:
     """Returns the numbers of the workers of this process."""
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
+    # The first device of a worker's slice stands for the slice.
     first_devices = devices.reshape(len(devices), -1)[:, 0]
     return [
         number
@@ -245,6 +246,7 @@ def _in_turn(
     mesh: Mesh | None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
+    # By exchange: some topologies repeat one within a period, and it compiles once.
     steps = {
         exchange: jax.jit(
             over_workers(functools.partial(step, exchange=exchange), mesh),

@@ -1,6 +1,7 @@
 """Topologies: the graphs of the papers, as exchanges taken in turn.
 
-Each is a function of the number of workers. Nothing here imports jax.
+Each is a function of the number of workers. A config of `train` can name each function
+that takes `num_workers` and returns a `Topology`. Nothing here imports jax.
 """
 
 import dataclasses
@@ -11,48 +12,15 @@ import numpy as np
 
 from decentjax._base_k import Edges, base_k_rounds
 from decentjax._birkhoff import birkhoff
-from decentjax.exchange import (
-    Exchange,
-    Groups,
-    Permutations,
-    Topology,
-    apply,
-    matrices,
-)
 
-__all__ = [
-    "Exchange",
-    "Groups",
-    "Permutations",
-    "Topology",
-    "alone",
-    "alternating_exponential_ring",
-    "base_k",
-    "butterfly_groups",
-    "complete",
-    "damped",
-    "exponential",
-    "from_matrix",
-    "hierarchical",
-    "hypercube",
-    "matrices",
-    "one_peer_exponential",
-    "one_peer_ring",
-    "random_matching",
-    "ring",
-    "ring_lattice",
-    "star",
-    "torus",
-]
-
+# "as" makes a name public to type checkers, for all who import it from here.
+from decentjax.exchange import Exchange as Exchange
+from decentjax.exchange import Groups as Groups
+from decentjax.exchange import Permutations as Permutations
+from decentjax.exchange import Topology as Topology
+from decentjax.exchange import apply, count_nodes
 
 TOLERANCE = 1e-6  # Largest error of the sums and entries of a given matrix.
-
-
-def alone(num_workers: int) -> Topology:
-    """No worker sends anything; as `between` of `hierarchical`, only inside nodes."""
-    _check_positive(num_workers)
-    return _topology("alone", _identity(num_workers))
 
 
 def complete(num_workers: int) -> Topology:
@@ -68,27 +36,25 @@ def ring(num_workers: int) -> Topology:
 
 
 def one_peer_ring(num_workers: int) -> Topology:
-    """Averages with the right, then the left neighbour, 1/2 each, in alternation.
+    """Averages with the right, then the left neighbour, 1/2 each. N must be even.
 
-    Source: the topology "ring" of Decent-DP. Needs an even number of workers.
+    Source: the topology "ring" of Decent-DP.
     """
     _check_positive(num_workers)
     if num_workers == 1:
-        return _one_worker("one_peer_ring")
+        return _topology("one_peer_ring")
     if num_workers % 2:
         raise ValueError(f"one_peer_ring needs an even num_workers, got {num_workers}")
-    rounds = [
-        [(i, (i + 1) % num_workers) for i in range(first, num_workers, 2)]
-        for first in (0, 1)
-    ]
-    return _topology("one_peer_ring", *(_pairs(num_workers, p) for p in rounds))
+    edges = [(i, (i + 1) % num_workers) for i in range(num_workers)]
+    rounds = (_pairs(num_workers, half) for half in (edges[::2], edges[1::2]))
+    return _topology("one_peer_ring", *rounds)
 
 
 def exponential(num_workers: int) -> Topology:
     """Receives from the workers i - 1, i - 2, i - 4, ..., all weights equal."""
     _check_positive(num_workers)
-    hops = [2**r for r in range(_ceil_log2(num_workers))]
-    return _topology("exponential", _circulant(num_workers, [0, *(-h for h in hops)]))
+    shifts = [0, *(-hop for hop in _hops(num_workers))]
+    return _topology("exponential", _circulant(num_workers, shifts))
 
 
 def one_peer_exponential(num_workers: int) -> Topology:
@@ -99,10 +65,7 @@ def one_peer_exponential(num_workers: int) -> Topology:
     Source: Ying et al. (2021), Exponential Graph is Provably Efficient.
     """
     _check_positive(num_workers)
-    if num_workers == 1:
-        return _one_worker("one_peer_exponential")
-    hops = [2**r for r in range(_ceil_log2(num_workers))]
-    rounds = [_circulant(num_workers, [0, -hop]) for hop in hops]
+    rounds = [_circulant(num_workers, [0, -hop]) for hop in _hops(num_workers)]
     return _topology("one_peer_exponential", *rounds)
 
 
@@ -113,39 +76,29 @@ def hypercube(num_workers: int) -> Topology:
 
     Source: the topology "one-peer-exp" of Decent-DP.
     """
-    bits = _log2("hypercube", "num_workers", num_workers)
-    if num_workers == 1:
-        return _one_worker("hypercube")
-    rounds = [
-        [(i, i | 1 << bit) for i in range(num_workers) if not i & 1 << bit]
-        for bit in range(bits)
-    ]
-    return _topology("hypercube", *(_pairs(num_workers, p) for p in rounds))
+    _check_power_of_two("hypercube", "num_workers", num_workers)
+    bits = (_across(num_workers, hop) for hop in _hops(num_workers))
+    return _topology("hypercube", *(_pairs(num_workers, pairs) for pairs in bits))
 
 
 def alternating_exponential_ring(num_workers: int, workers_per_node: int) -> Topology:
     """Pairs of nodes average jointly while the other nodes average inside (AER).
 
-    The nodes of a pair differ in bit 0, 1, 2, ... of their number. Of each bit's pairs
-    one half exchanges in the first of two steps and the other half in the second, so
-    that a node uses its slow link every other step. Exact after one period, 2
-    log2(nodes). The number of nodes must be a power of two.
+    The nodes of a pair differ in bit 0, 1, 2, ... of their number. Half of each bit's
+    pairs exchange in the first of two steps and half in the second, so a node uses its
+    slow link every other step. Exact after 2 log2(nodes) exchanges; the number of nodes
+    must be a power of two.
 
     Source: From Promise to Practice (ICLR 2025), Fig 12; order as in Decent-DP.
     """
-    num_nodes = _num_nodes(num_workers, workers_per_node)
+    _check_positive(num_workers)
+    num_nodes = count_nodes(num_workers, workers_per_node)
     name = "alternating_exponential_ring"
-    bits = _log2(name, "num_workers / workers_per_node", num_nodes)
-    if num_nodes == 1:
-        return _topology(name, _identity(1), workers_per_node=workers_per_node)
-    halves, counter = [], 0
-    for bit in range(bits):
-        steps: tuple[list, list] = ([], [])
-        for node in range(num_nodes):
-            if not node & 1 << bit:
-                steps[1 - counter % 2].append((node, node | 1 << bit))
-                counter += 1
-        halves.extend(steps)
+    _check_power_of_two(name, "num_workers / workers_per_node", num_nodes)
+    # 8 nodes, bit 0: the pairs 0-1, 2-3, 4-5, 6-7; first 2-3 and 6-7, then the others.
+    # Two nodes have one pair: it rests in the first step.
+    pairs = [_across(num_nodes, hop) for hop in _hops(num_nodes)]
+    halves = [half for of_bit in pairs for half in (of_bit[1::2], of_bit[::2])]
     rounds = (_pairs(num_nodes, half) for half in halves)
     return _topology(name, *rounds, workers_per_node=workers_per_node)
 
@@ -157,7 +110,8 @@ def torus(num_workers: int) -> Topology:
     """
     _check_positive(num_workers)
     if num_workers == 1:
-        return _one_worker("torus")
+        return _topology("torus")
+    # The largest divisor up to the root has the fewest hops across: 12 is 3 x 4.
     divisors = range(2, math.isqrt(num_workers) + 1)
     rows = max((d for d in divisors if num_workers % d == 0), default=1)
     if rows == 1:
@@ -179,6 +133,7 @@ def star(num_workers: int) -> Topology:
     Source: Metropolis-Hastings weights, 1 / (1 + max(degree_i, degree_j)).
     """
     _check_positive(num_workers)
+    # Of these N permutations worker i keeps its model in N - 1, and worker 0 in one.
     swaps = [_swapped(num_workers, [(0, i)]) for i in range(1, num_workers)]
     sources = (tuple(range(num_workers)), *swaps)
     return _topology("star", Permutations(sources, (1 / num_workers,) * num_workers))
@@ -191,7 +146,7 @@ def ring_lattice(num_workers: int, degree: int) -> Topology:
     """
     _check_positive(num_workers)
     if num_workers == 1:
-        return _one_worker("ring_lattice")
+        return _topology("ring_lattice")
     if degree % 2 or not 2 <= degree < num_workers:
         raise ValueError(
             "ring_lattice needs an even degree from 2 to num_workers - 1 = "
@@ -207,25 +162,26 @@ def butterfly_groups(num_workers: int, group_size: int) -> Topology:
     These bits move up by log2(group_size) in each step and wrap around. Exact after
     ceil(log2 N / log2 S) exchanges. Both numbers must be powers of two.
 
-    Source: WAGMA-SGD (2021), Algorithm 1, with the mask `1 << shift` that the paper's
-    own example needs.
+    Source: WAGMA-SGD (2021), Algorithm 1, with the mask `1 << shift` of its example.
     """
-    bits = _log2("butterfly_groups", "num_workers", num_workers)
+    _check_power_of_two("butterfly_groups", "num_workers", num_workers)
     if num_workers == 1:
-        return _one_worker("butterfly_groups")
-    active = _log2("butterfly_groups", "group_size", group_size)
+        return _topology("butterfly_groups")
+    _check_power_of_two("butterfly_groups", "group_size", group_size)
     if not 2 <= group_size <= num_workers:
         raise ValueError(
             "butterfly_groups needs a group_size from 2 to num_workers = "
             f"{num_workers}, got {group_size}"
         )
+    bits, active = num_workers.bit_length() - 1, group_size.bit_length() - 1
     rounds = []
+    # N = 8, S = 4: the masks are 011, 101, 110, then 011 again; the groups of 011 are
+    # 0-3 and 4-7. A mask recurs when step * active is a multiple of bits.
     for step in range(bits // math.gcd(bits, active)):
         mask = sum(1 << (step * active + r) % bits for r in range(active))
-        groups: dict[int, list[int]] = {}
-        for i in range(num_workers):
-            groups.setdefault(i & ~mask, []).append(i)
-        rounds.append(Groups(tuple(map(tuple, groups.values()))))
+        order = sorted(range(num_workers), key=lambda i: i & ~mask)
+        groups = np.reshape(order, (-1, group_size)).tolist()
+        rounds.append(Groups(tuple(map(tuple, groups))))
     return _topology("butterfly_groups", *rounds)
 
 
@@ -252,8 +208,7 @@ def random_matching(num_workers: int, period: int, seed: int) -> Topology:
 def base_k(num_workers: int, degree: int) -> Topology:
     """The exact mean in finitely many exchanges for any N, with few peers in each.
 
-    A worker has at most `degree` peers in an exchange; at most 2 log_{degree+1}(N) + 2
-    exchanges make the mean exact.
+    At most 2 log_{degree+1}(N) + 2 exchanges make the mean exact.
 
     Args:
       num_workers: N.
@@ -264,7 +219,7 @@ def base_k(num_workers: int, degree: int) -> Topology:
     _check_positive(num_workers)
     if degree < 1:
         raise ValueError(f"base_k needs a degree of at least one, got {degree}")
-    rounds = base_k_rounds(num_workers, degree + 1) or [[]]
+    rounds = base_k_rounds(num_workers, degree + 1)
     return _topology("base_k", *(_from_edges(num_workers, edges) for edges in rounds))
 
 
@@ -278,7 +233,9 @@ def hierarchical(
       workers_per_node: number of consecutive workers that share a node.
       between: function from the number of nodes to their topology, such as `ring`.
     """
-    nodes = between(_num_nodes(num_workers, workers_per_node))
+    _check_positive(num_workers)
+    nodes = between(count_nodes(num_workers, workers_per_node))
+    # An exchange has one level of nodes, and one factor for all that it mixes.
     for exchange in nodes:
         if exchange.workers_per_node != 1 or exchange.factor != 1:
             raise ValueError(
@@ -290,21 +247,25 @@ def hierarchical(
     return _topology(name, *rounds, workers_per_node=workers_per_node)
 
 
+def alone(num_workers: int) -> Topology:
+    """No worker sends anything; as `between` of `hierarchical`, only inside nodes."""
+    _check_positive(num_workers)
+    return _topology("alone", _circulant(num_workers, [0]))
+
+
 def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Topology:
     """The topology whose only exchange has the given mixing matrix.
 
-    The exchange is doubly stochastic, has only edges of the given matrix, and equals it
-    to 1e-6 in each entry; to rounding, if the matrix is doubly stochastic to rounding.
-    To correct sums in float32, rows and columns are scaled in turn.
+    The exchange has only edges of the given matrix, and equals it to 1e-6 in each
+    entry. Rows and columns are scaled in turn, to correct sums in float32.
 
     Args:
-      matrix: float [N, N], doubly stochastic to 1e-6; row i says what worker i ends up
-        with.
+      matrix: float [N, N], doubly stochastic to 1e-6, as from `matrices`.
       name: name to print.
 
     Raises:
-      ValueError: if the matrix is not doubly stochastic, with the row or column; or if
-        no such exchange is within 1e-6 of it.
+      ValueError: if the matrix is not doubly stochastic, or no exchange is within 1e-6
+        of it.
 
     Source: Sinkhorn and Knopp (1967), Concerning nonnegative matrices and doubly
     stochastic matrices.
@@ -314,25 +275,25 @@ def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Top
 
 def damped(topology: Topology, factor: float) -> Topology:
     """Damps every exchange: W becomes (1 - factor) I + factor W."""
-    exchanges = (
-        dataclasses.replace(exchange, factor=exchange.factor * factor)
-        for exchange in topology
-    )
+    exchanges = [dataclasses.replace(e, factor=e.factor * factor) for e in topology]
     return Topology(f"damped({topology.name}, {factor:g})", tuple(exchanges))
+
+
+def matrices(topology: Topology) -> np.ndarray:
+    """Returns the mixing matrices, float64, shape [period, N, N].
+
+    Row i says what worker i ends up with: `x_i <- sum_j W[i, j] x_j`.
+    """
+    identity = np.eye(topology.num_workers)
+    return np.stack([apply(exchange, identity) for exchange in topology])
 
 
 def _topology(
     name: str, *rounds: Permutations | Groups, workers_per_node: int = 1
 ) -> Topology:
+    """The topology of these rounds; without any, that of one worker or node."""
+    rounds = rounds or (_circulant(1, [0]),)
     return Topology(name, tuple(Exchange(r, workers_per_node) for r in rounds))
-
-
-def _one_worker(name: str) -> Topology:
-    return _topology(name, _identity(1))
-
-
-def _identity(num_workers: int) -> Permutations:
-    return Permutations((tuple(range(num_workers)),), (1.0,))
 
 
 def _circulant(num_workers: int, shifts: Sequence[int]) -> Permutations:
@@ -356,7 +317,17 @@ def _swapped(num_workers: int, pairs: Sequence[tuple[int, int]]) -> tuple[int, .
     return tuple(sources)
 
 
-def _from_matrix(matrix: np.ndarray) -> Permutations:
+def _hops(num_workers: int) -> list[int]:
+    """1, 2, 4, ..., those below the number of workers."""
+    return [2**bit for bit in range((num_workers - 1).bit_length())]
+
+
+def _across(num_workers: int, hop: int) -> list[tuple[int, int]]:
+    """The pairs of workers whose numbers differ in the bit of value `hop` alone."""
+    return [(i, i | hop) for i in range(num_workers) if not i & hop]
+
+
+def _check_doubly_stochastic(matrix: np.ndarray) -> None:
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
         raise ValueError(f"a mixing matrix is square, got shape {matrix.shape}")
     wrong = np.argwhere(~(np.isfinite(matrix) & (matrix >= 0)))
@@ -374,6 +345,10 @@ def _from_matrix(matrix: np.ndarray) -> Permutations:
                 "a mixing matrix is doubly stochastic: each row and column sums to "
                 f"one, but {line} {worst} sums to {sums[worst]:.9g}"
             )
+
+
+def _from_matrix(matrix: np.ndarray) -> Permutations:
+    _check_doubly_stochastic(matrix)
     sources, weights = birkhoff(_scaled(matrix))
     made = Permutations(tuple(sources), tuple(weights))
     away = np.abs(apply(Exchange(made), np.eye(len(matrix))) - matrix)
@@ -389,11 +364,12 @@ def _from_matrix(matrix: np.ndarray) -> Permutations:
 
 def _scaled(matrix: np.ndarray) -> np.ndarray:
     """Rows and columns divided by their sums in turn, until these are one to 1e-12."""
+    # Converges geometrically, unless the weight of an edge has to go to 0: the check of
+    # the entries refuses what error is left then.
     for turn in range(200):
-        sums = matrix.sum(1 - turn % 2, keepdims=True)
         if np.abs(matrix.sum(0) - 1).max() < 1e-12 > np.abs(matrix.sum(1) - 1).max():
             break
-        matrix = matrix / sums
+        matrix = matrix / matrix.sum(1 - turn % 2, keepdims=True)
     return matrix
 
 
@@ -404,6 +380,8 @@ def _from_edges(num_workers: int, edges: Edges) -> Permutations | Groups:
         matrix[[i, j], [j, i]] += weight
         matrix[[i, j], [i, j]] -= weight
     matrix = np.where(matrix < 1e-12, 0, matrix)
+    # A symmetric projection with equally many entries in each row is a mean over
+    # groups. Of two workers it stays a swap, one message instead of two collectives.
     peers = (matrix > 0).sum(1)
     if peers.min() == peers.max() > 2 and np.allclose(matrix @ matrix, matrix):
         groups = {tuple(np.flatnonzero(row).tolist()) for row in matrix}
@@ -411,26 +389,11 @@ def _from_edges(num_workers: int, edges: Edges) -> Permutations | Groups:
     return _from_matrix(matrix)
 
 
-def _num_nodes(num_workers: int, workers_per_node: int) -> int:
-    _check_positive(num_workers)
-    if workers_per_node < 1 or num_workers % workers_per_node:
-        raise ValueError(
-            f"num_workers = {num_workers} must be a multiple of workers_per_node, "
-            f"got {workers_per_node}"
-        )
-    return num_workers // workers_per_node
-
-
 def _check_positive(num_workers: int) -> None:
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least one, got {num_workers}")
 
 
-def _ceil_log2(number: int) -> int:
-    return (number - 1).bit_length()
-
-
-def _log2(name: str, argument: str, number: int) -> int:
+def _check_power_of_two(name: str, argument: str, number: int) -> None:
     if number < 1 or number & (number - 1):
         raise ValueError(f"{name} needs {argument} to be a power of two, got {number}")
-    return number.bit_length() - 1

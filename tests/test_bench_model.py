@@ -15,8 +15,8 @@ from test_emulate import needs_root
 
 from decentjax import topology
 from decentjax.analysis import stages
-from decentjax.exchange import matrices
 from decentjax.runtime import Cluster
+from decentjax.topology import matrices
 from train.bench.model.emulated import Comparison
 from train.bench.model.model import (
     ModelBench,

@@ -27,7 +27,8 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from decentjax.exchange import matrices, rounds_of
+from decentjax.exchange import rounds_of
+from decentjax.topology import matrices
 
 ANY = (1, 2, 3, 5, 6, 7, 8, 12, 16)
 POWERS = (1, 2, 8, 16, 64)

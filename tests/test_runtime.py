@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 
 from decentjax import runtime, topology
 from decentjax.analysis import traffic
-from decentjax.exchange import matrices
 from decentjax.runtime import Cluster, Job, Times
 from decentjax.runtime.cluster import plans
 from decentjax.runtime.sharing import share, slots
+from decentjax.topology import matrices
 
 CLUSTER = Cluster(num_nodes=4, workers_per_node=4, between_bytes_per_second=10.0)
 JOB = Job(model_bytes=2.0, compute=runtime.normal(1.0, 0.3))

@@ -9,7 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 import oracles
@@ -21,6 +21,7 @@ import decentjax
 from decentjax import topology
 from decentjax.exchange import apply, rounds_of
 from decentjax.topology import Exchange, Groups, Permutations, Topology
+from train.config import TopologyName
 
 SIZES = (1, 2, 3, 5, 6, 7, 8, 12, 16, 64)
 
@@ -748,6 +749,12 @@ def test_there_is_no_graph_without_workers(graph, n):
 def test_there_is_no_schedule_without_workers(make, n):
     with pytest.raises(ValueError, match=f"at least one, got {n}"):
         make(n)
+
+
+def test_a_config_can_name_each_graph():
+    named = {graph.name.partition("(")[0] for graph in GRAPHS} - {"damped"}
+    named |= {"alone", "base_k", "random_matching"}
+    assert set(get_args(TopologyName)) == named
 
 
 def test_topologies_and_their_costs_import_no_jax():

@@ -6,7 +6,7 @@ they are used for the first time, before anything is compiled.
 
 import inspect
 from dataclasses import field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from decentjax import topology as topologies
 from decentjax.topology import Topology
@@ -23,23 +23,18 @@ AnyTask = (
     StdlibTask | DigitsTask | NumbersTask | ImageNetTask | TranslationTask | TextTask
 )
 
-# The functions of `decentjax.topology` that a config can name; the only such list.
-TopologyName = Literal[
-    "complete",
-    "ring",
-    "one_peer_ring",
-    "exponential",
-    "one_peer_exponential",
-    "hypercube",
-    "alternating_exponential_ring",
-    "torus",
-    "star",
-    "ring_lattice",
-    "butterfly_groups",
-    "random_matching",
-    "base_k",
-    "hierarchical",
-]
+
+def _graphs() -> tuple[str, ...]:
+    """The functions of `decentjax.topology` from a number of workers to a topology."""
+    graph = {"num_workers": int, "return": Topology}.items()
+    functions = filter(inspect.isfunction, vars(topologies).values())
+    return tuple(f.__name__ for f in functions if graph <= f.__annotations__.items())
+
+
+if TYPE_CHECKING:
+    TopologyName = str  # A type checker cannot call a function for the names.
+else:
+    TopologyName = Literal[_graphs()]
 
 
 @checked

@@ -115,7 +115,9 @@ def measure(config: Config, steps: int, processes: int | None) -> InputTiming:
         # XLA compiles a step for each pair of a shape and an exchange.
         shapes=len({str(jax.tree.map(np.shape, batch)) for batch in batches}),
         exchanges=(
-            1 if step.algorithm == "all_reduce" else len(set(config.build_topology()))
+            1
+            if step.algorithm == "all_reduce"
+            else len(set(config.topology.build(config.workers)))
         ),
         compiled=compiled,
     )

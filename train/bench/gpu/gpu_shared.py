@@ -75,7 +75,7 @@ def runners(
     batch = first_batch(config, task)
     alone = worker_mesh(1, jax.local_devices())
     all_workers = worker_mesh(config.workers.num_workers)
-    graph, no_peers = config.build_topology(), topology.complete(1)
+    graph, no_peers = config.topology.build(config.workers), topology.complete(1)
 
     def runner(
         optimizer: optax.GradientTransformation, local: Adapt, graph: Topology
