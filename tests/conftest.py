@@ -1,7 +1,9 @@
 """Eight simulated devices, one cache of compiled programs, and strictness."""
 
 import atexit
+import itertools
 import os
+import random
 import shutil
 import tempfile
 
@@ -36,3 +38,15 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Draws cases of the tests with the mark `draw`; the others are slow."""
+    drawn = [item for item in items if item.get_closest_marker("draw")]
+    for function, cases in itertools.groupby(drawn, lambda item: item.function):
+        cases = list(cases)
+        (one_in,) = cases[0].get_closest_marker("draw").args
+        # The name is the seed: all workers of xdist must collect the same tests.
+        draw = random.Random(function.__name__)
+        for case in draw.sample(cases, len(cases) - -(-len(cases) // one_in)):
+            case.add_marker(pytest.mark.slow)

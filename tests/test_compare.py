@@ -18,6 +18,8 @@ from train.run.loop import train
 from train.run.seeds import SeedsOutcome, draws_of, train_seeds
 from train.tasks.task import Headline
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 LINE = dataclasses.replace(job_line.config, num_steps=6)
 LINE_FILE = Path(job_line.__file__)
 LOWER = Headline("loss", better="lower")

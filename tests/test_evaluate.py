@@ -21,6 +21,8 @@ from train.run.loop import train
 from train.run.scores import read_trained
 from train.tasks.digits import DigitsTask
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 ROOT = Path(__file__).parent.parent
 
 

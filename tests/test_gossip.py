@@ -208,6 +208,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
 def test_the_numbers_are_those_of_awc_bit_for_bit(case):
     """State, keys and metrics after each of four steps."""
@@ -215,6 +216,7 @@ def test_the_numbers_are_those_of_awc_bit_for_bit(case):
         _assert_same(_run(train_step, case), _wanted(case))
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("case", ROUNDED.values(), ids=ROUNDED)
 def test_the_numbers_are_those_of_awc_to_rounding(case):
     with _in_background(case) as train_step:

@@ -197,6 +197,7 @@ def _rounds_in_one_place(exchange: Exchange, x: jax.Array) -> bool:
     return len(weights) == 1 and not sends_differences
 
 
+@pytest.mark.draw(3)
 @EITHER_WAY
 @pytest.mark.parametrize("graph", FIT_ON_THE_MESH)
 def test_each_worker_gets_its_row_of_the_matrix_times_all_models(graph, simulated):
@@ -205,6 +206,7 @@ def test_each_worker_gets_its_row_of_the_matrix_times_all_models(graph, simulate
         _assert_mixed(_mixed(exchange, simulated), before, exchange)
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("graph", LARGER_THAN_THE_MESH)
 def test_more_workers_than_devices_are_mixed_in_simulation(graph):
     for exchange in dict.fromkeys(graph):
@@ -212,6 +214,7 @@ def test_more_workers_than_devices_are_mixed_in_simulation(graph):
         _assert_mixed(_mix(before, exchange, simulated=True), before, exchange)
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("graph", FIT_ON_THE_MESH)
 def test_devices_and_simulation_agree(graph):
     """Bit for bit, but where a product that rounds is added to."""
@@ -225,6 +228,7 @@ def test_devices_and_simulation_agree(graph):
             np.testing.assert_allclose(_wide(x), _wide(y), rtol=0, atol=atol)
 
 
+@pytest.mark.draw(3)
 @EITHER_WAY
 @EACH_PATH
 def test_leaves_of_any_shape_are_mixed(exchange, simulated):
@@ -489,6 +493,7 @@ def test_float16_leaves_keep_their_whole_range(exchange, scale, simulated):
     np.testing.assert_allclose(_wide(after), wanted, rtol=0, atol=atol)
 
 
+@pytest.mark.draw(3)
 @EITHER_WAY
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @EACH_PATH
@@ -529,6 +534,7 @@ KEEPS_THE_MEAN = {
 }
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("graph", KEEPS_THE_MEAN.values(), ids=KEEPS_THE_MEAN)
 def test_the_mean_of_all_models_moves_to_no_side(graph):
     """Mixes of 10,000 numbers; in the end models agree, or noise keeps them apart.
@@ -816,6 +822,7 @@ def _adds_in_order(exchange: Exchange, lowering: Lowering) -> bool:
     return lowering.groups == "scatter" or in_pairs
 
 
+@pytest.mark.draw(3)
 @EITHER_WAY
 @pytest.mark.parametrize("lowering", LOWERINGS.values(), ids=LOWERINGS)
 @pytest.mark.parametrize("exchange", LOWERED.values(), ids=LOWERED)

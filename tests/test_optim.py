@@ -238,6 +238,7 @@ def _descend(optimizer, problem, num_steps, simulated, static_step=False):
     return np.asarray(run(problem.start, problem.optimum)).swapaxes(0, 1)
 
 
+@pytest.mark.draw(3)
 @EITHER_WAY
 @EACH_GRAPH
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
@@ -447,6 +448,7 @@ def test_of_one_worker_a_composition_is_that_of_the_inner_optimizer(make):
     _assert_close(got, wanted)
 
 
+@pytest.mark.draw(2)
 @EACH_COMPOSITION
 def test_a_composition_descends_the_same_on_devices_and_simulated(make):
     exact = topology.hypercube(4)
@@ -584,6 +586,7 @@ def _skipping(wrapper, matrices, start, optimum, hits):
     return x
 
 
+@pytest.mark.draw(3)
 @EACH_WRAPPER
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize(

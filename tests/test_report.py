@@ -31,6 +31,8 @@ from train.run.timeline import (
     spans_of,
 )
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 
 def make_run(run_dir, loss, **changes):
     run_dir.mkdir(parents=True)

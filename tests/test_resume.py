@@ -30,6 +30,8 @@ from train.run.resume import Begin, Resume, saved_config, with_changes
 from train.run.scores import read_trained
 from train.run.stop import Stop
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 LINE = line.config
 
 

@@ -124,6 +124,7 @@ def _recursion(step, graph, lr, num_steps):
     return models.reshape(num_steps, n, 3, 4)
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     ("step", "graph"),
     [
@@ -291,6 +292,7 @@ def _sharded_start(graph, optimizer):
     return mesh, state, optima
 
 
+@pytest.mark.draw(3)
 @EACH_STEP
 @pytest.mark.parametrize(
     "graph",
@@ -313,6 +315,7 @@ SHARDED = [
 ]
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("step", [awc_step, atc_step])
 @pytest.mark.parametrize("graph", SHARDED)
 def test_params_stay_sharded_over_the_other_axes_of_the_mesh(graph, step):
@@ -325,6 +328,7 @@ def test_params_stay_sharded_over_the_other_axes_of_the_mesh(graph, step):
     assert state.opt_state[0].mu["x"].sharding.spec == spec
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("step", [awc_step, atc_step])
 @pytest.mark.parametrize("graph", SHARDED)
 def test_mixing_shards_is_mixing_models(graph, step):
@@ -809,6 +813,7 @@ def test_a_loss_function_that_returns_something_else_is_refused(
         _noisy_run(step, 1, loss_fn=loss_fn, num_micro_batches=num_micro_batches)
 
 
+@pytest.mark.draw(3)
 @EITHER_WAY
 @EACH_STEP
 @pytest.mark.parametrize("num_micro_batches", [1, 2])

@@ -44,6 +44,8 @@ from train.run.loop import train
 from train.run.resume import Resume
 from train.tasks.stdlib import StdlibTask, count_model
 
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
 TINY, LINE = tiny.config, job_line.config
 ROOT = Path(__file__).parent.parent
 GOLDEN_LOSSES = [
@@ -173,6 +175,7 @@ def wait_for_step(run_dir: Path, step: int, process: subprocess.Popen) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_resumes_bit_for_bit(uninterrupted, tmp_path):
     """After SIGTERM at a random step, and again after SIGKILL."""
     run_dir = tmp_path / "stopped"
