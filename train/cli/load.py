@@ -8,6 +8,8 @@ import typing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import cloudpickle
+
 if TYPE_CHECKING:
     from train.config import Config
 
@@ -44,7 +46,10 @@ def load_value(path: Path, name: str, kind: Any) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # Where pickle looks for a class of the file.
+    # A class of the file is pickled with its code: the processes that read data cannot
+    # import this module.
+    sys.modules[spec.name] = module
+    cloudpickle.register_pickle_by_value(module)
     try:
         spec.loader.exec_module(module)
     except KeyboardInterrupt:
