@@ -102,6 +102,11 @@ class Exchange:
     factor: float = 1.0
 
     def __post_init__(self):
+        if not isinstance(self.between, Permutations | Groups):
+            raise TypeError(
+                "an Exchange is made of Permutations or Groups, got "
+                f"{type(self.between).__name__}"
+            )
         if self.workers_per_node < 1:
             raise ValueError(
                 f"workers_per_node must be positive, got {self.workers_per_node}"
@@ -131,6 +136,11 @@ class Topology:
     exchanges: tuple[Exchange, ...]
 
     def __post_init__(self):
+        kinds = {type(exchange).__name__ for exchange in self.exchanges} - {"Exchange"}
+        if kinds:
+            raise TypeError(
+                f"a Topology is made of Exchanges, got {', '.join(sorted(kinds))}"
+            )
         sizes = {exchange.num_workers for exchange in self.exchanges}
         if len(sizes) != 1:
             raise ValueError(

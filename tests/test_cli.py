@@ -122,8 +122,12 @@ def test_a_full_disk_and_memory_are_one_sentence():
         ),
     ],
 )
-def test_a_broken_config_file_is_a_sentence_with_its_line(text, message, tmp_path):
-    path = tmp_path / "broken.py"
+@pytest.mark.parametrize("folder", ["", "."])
+def test_a_broken_config_file_is_a_sentence_with_its_line(
+    folder, text, message, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    path = Path(folder or tmp_path) / "broken.py"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=f"^{re.escape(str(path))}.*{message}"):
         load_config(path)

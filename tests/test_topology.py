@@ -532,6 +532,19 @@ def test_lists_make_the_same_value():
     assert hash(Groups([[0, 1]])) == hash(Groups(((0, 1),)))
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Exchange(((0, 1),)), "Permutations or Groups, got tuple"),
+        (lambda: Topology("x", (Groups(((0, 1),)),)), "made of Exchanges, got Groups"),
+        (lambda: Topology("x", (topology.ring(2),)), "made of Exchanges, got Topology"),
+    ],
+)
+def test_parts_of_another_kind_are_refused(make, words):
+    with pytest.raises(TypeError, match=words):
+        make()
+
+
 def test_an_exchange_counts_its_workers_and_nodes():
     exchange = topology.hierarchical(12, 3, topology.ring)[0]
     assert (exchange.num_workers, exchange.num_nodes) == (12, 4)

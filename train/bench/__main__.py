@@ -29,7 +29,8 @@ USAGE = """usage: python -m train.bench {names} [--option value ...]
 @command()
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0] not in BENCHES:
-        benches = (f"  {name:7}{what}" for name, (_, what) in BENCHES.items())
+        width = max(map(len, BENCHES))
+        benches = (f"  {n:{width}}  {what}" for n, (_, what) in BENCHES.items())
         names = "{" + ",".join(BENCHES) + "}"
         show_usage(USAGE.format(names=names, benches="\n".join(benches)), arguments)
     name, *options = arguments

@@ -82,8 +82,9 @@ def check_folder(*paths: Path | None) -> None:
 
 def _line(path: Path, error: BaseException) -> str:
     """The innermost line of the file in the error's traceback."""
-    if isinstance(error, SyntaxError) and error.filename == str(path):
+    name = str(path.absolute())  # As the import system calls the file.
+    if isinstance(error, SyntaxError) and error.filename == name:
         return f", line {error.lineno}"
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+    lines = [frame.lineno for frame in frames if frame.filename == name]
     return f", line {lines[-1]}" if lines else ""
