@@ -92,6 +92,9 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path):
 def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path):
     with training(tmp_path, "--task.eval-seconds=100") as process:
         read_until(process, "evaluating")
+        # Just before its sleep a signal would not interrupt it: Python would handle
+        # both signals as one.
+        time.sleep(0.5)
         process.send_signal(signal.SIGINT)
         time.sleep(0.5)  # Else the kernel joins the two.
         process.send_signal(signal.SIGINT)
