@@ -31,6 +31,7 @@ from decentjax._collectives import (
 from decentjax.exchange import Exchange, Permutations, rounds_of, workers_of
 
 Tree = TypeVar("Tree")
+Weights = Sequence[float]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,6 +306,39 @@ def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
         models.append(permute(sent, pairs, how.axis_name).astype(dtype))
     weights = [round_.weights for round_ in rounds]
     node = lax.axis_index(how.axis_name) // per_node
+    return _combined(x, sent, models, own, weights, node)
+
+
+def mix_arrived(x: jax.Array, models: Sequence[jax.Array], weights: Weights):
+    """Averages one worker's leaf with those of peers: `x + sum_k weights[k] (y_k - x)`.
+
+    The numbers are those of `mix` where these are all models of its exchange.
+
+    Args:
+      x: leaf of the worker.
+      models: leaves of peers, of the same shape and dtype.
+      weights: weight of each peer; the rest of one is the worker's own.
+    """
+    if not models:
+        return x
+    dtype = sum_dtype(x)
+    wide = [model.astype(dtype) for model in models]
+    of_peers = [(weight,) for weight in weights]
+    node = jnp.zeros((), jnp.int32)
+    mixed = _combined(x, x, wide, (1 - sum(weights),), of_peers, node)
+    return mixed.astype(x.dtype)
+
+
+def _combined(
+    x: jax.Array,
+    sent: jax.Array,
+    models: Sequence[jax.Array],
+    own: Weights,
+    weights: Sequence[Weights],
+    node: jax.Array,
+) -> jax.Array:
+    """`x_i + sum_k weights[k][i] (models[k] - q_i)`, in the dtype of sums."""
+    dtype = sum_dtype(x)
     if sent.dtype == x.dtype and all(map(_is_power_of_two, {*own}.union(*weights))):
         return _weighted([x.astype(dtype), *models], [own, *weights], node)
     differences = [model - sent.astype(dtype) for model in models]
@@ -312,7 +346,7 @@ def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
 
 
 def _weighted(
-    arrays: Sequence[jax.Array], weights: Sequence[Sequence[float]], node: jax.Array
+    arrays: Sequence[jax.Array], weights: Sequence[Weights], node: jax.Array
 ) -> jax.Array:
     """`sum_k weights[k][node] arrays[k]`."""
     distinct = {weight for of_nodes in weights for weight in of_nodes}

@@ -15,7 +15,7 @@ the same order in all processes. `SharedEngine.submit` queues any other function
 
 import collections
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,16 +26,16 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from decentjax.exchange import Topology, check_topology
-from decentjax.gossip.engine import Closing, SharedEngine
-from decentjax.gossip.record import Record, ignore
-from decentjax.gossip.stages import Leaves, Plan, Stage, make_plan
+from decentjax.gossip.engine import SharedEngine
+from decentjax.gossip.record import Record
+from decentjax.gossip.staged import Arrival, Staged
+from decentjax.gossip.stages import Plan
 from decentjax.gossip.tuning import Mix, Mixes, compiled_mix, fastest_mixes
 from decentjax.mixing import Lowering
-from decentjax.placement import check_not_donated
-from decentjax.step import AXIS, Adapt, Metrics, WorkerState
+from decentjax.step import AXIS, Adapt
 
 
-class Background(Closing):
+class Background(Staged):
     """`on_mesh(awc_step)` with its exchange in a second thread; a context that ends it.
 
     The call of a step waits for the exchange of this step, which the call before it
@@ -99,70 +99,13 @@ class Background(Closing):
             )
         if exchange_mesh is not None:
             _check_same_places(exchange_mesh, mesh)
+        super().__init__(adapt, mesh, record)
         self._engine = SharedEngine()
-        self._adapt = adapt
         self._topology = topology
-        self._mesh = mesh
         self._exchange_mesh = exchange_mesh or mesh
         self._message_dtype = message_dtype
         self._lowering = lowering
-        self._record = record or ignore
-        self._plans: dict[Any, Plan] = {}
         self._mixes: Mixes = {}
-        self._sent: list[jax.Array] = []
-        self._sent_for = -1
-        self._arriving: collections.deque[tuple[Leaves, Future]] = collections.deque()
-
-    def __call__(
-        self, state: WorkerState, batch: Any, step: int
-    ) -> tuple[WorkerState, Metrics]:
-        """Returns the new state and metrics.
-
-        The state's buffers are donated, except for those of its params, which live
-        until the exchange is done.
-
-        Raises:
-          ValueError: if an array does not have a row for each worker, `adapt` cannot be
-            cut, or the state was donated to an earlier step.
-          BaseException: any error of the thread, as itself.
-        """
-        check_not_donated(state)
-        plan = self._plan(state, batch)
-        models = jax.tree.leaves(state.params)
-        # The call before has sent the params that it returned, for the step after it.
-        # Other arrays, or another step, are sent now; what is under way is dropped.
-        # Identity is a safe test: `_sent` keeps its arrays alive, so no id is reused.
-        if self._sent_for != step or list(map(id, models)) != list(map(id, self._sent)):
-            self._arriving.clear()
-            self._sent = []
-            models = jax.device_put(
-                models, NamedSharding(self._mesh, PartitionSpec(AXIS))
-            )
-            for stage in plan.groups:
-                self._send(stage.leaves, [models[i] for i in stage.leaves], step)
-        # From here on `_send` is for the next step; `arriving` is for this one. If this
-        # call raises, `_sent` is incomplete, and the next call sends its own models.
-        self._sent, self._sent_for = [], step + 1
-        arriving, self._arriving = self._arriving, collections.deque()
-
-        start = time.monotonic()
-        # Donates all but the params, which the thread still reads.
-        values = plan.early(state.params, state[1:], batch)
-        # The record says when the computing was done, not when it was dispatched.
-        jax.block_until_ready(values)
-        self._record("compute", step, start, time.monotonic())
-        outputs = dict(zip(plan.finished, values, strict=False))
-        mixed: dict[int, jax.Array] = {}
-        for stage in plan.groups:
-            self._await(stage, arriving, mixed, step)
-            outputs.update(stage.compute(mixed, values))
-            # Without waiting for the outputs: the thread does, in `_exchange`.
-            self._send(stage.leaves, [outputs[i] for i in stage.leaves], step + 1)
-        if plan.rest.outputs:
-            self._await(plan.rest, arriving, mixed, step)
-            outputs.update(plan.rest.compute(mixed, values))
-        leaves = [outputs[i] for i in range(plan.structure.num_leaves)]
-        return jax.tree.unflatten(plan.structure, leaves)
 
     def settle(self) -> None:
         """Waits for the exchange under way; call it before any other collective."""
@@ -171,15 +114,17 @@ class Background(Closing):
     def _end(self, seconds: float) -> None:
         self._engine._end(seconds)
 
-    def _send(self, leaves: Leaves, models: list[jax.Array], step: int) -> None:
-        """Queues the exchange of some leaves, for the given step."""
-        self._sent += models
+    def _start(self, params: Any, plan: Plan) -> None:
+        # In the thread, as the measurement is collective: after the exchanges of other
+        # users, and in all processes in the same place.
+        self._mixes = self._submit(self._lower, params).result()
+
+    def _carry(self, group: int, models: list[jax.Array], step: int) -> Arrival:
         if self._exchange_mesh != self._mesh:
             # The copy to the host starts now, while the thread sends earlier groups.
             for shard in (shard for x in models for shard in x.addressable_shards):
                 shard.data.copy_to_host_async()
-        future = self._submit(self._exchange, models, step)
-        self._arriving.append((leaves, future))
+        return self._submit(self._exchange, models, step).result
 
     def _submit(self, function: Callable, *args: Any) -> Future:
         """Queues a call in the thread, with the precision of the calling thread.
@@ -193,21 +138,6 @@ class Background(Closing):
                 return function(*args)
 
         return self._engine.submit(call)
-
-    def _plan(self, state: WorkerState, batch: Any) -> Plan:
-        """Returns the plan for arrays of these shapes, made when first seen."""
-        # As `jax.jit` does: a last, shorter batch is another program.
-        leaves, structure = jax.tree.flatten((state, batch))
-        kind = structure, tuple((x.shape, x.dtype) for x in leaves)
-        if kind not in self._plans:
-            _check_rows(leaves, self._topology.num_workers)
-            plan = make_plan(self._adapt, state, batch, self._mesh)
-            # In the thread, as the measurement is collective: after the exchanges of
-            # other users, and in all processes in the same place.
-            if not self._plans:
-                self._mixes = self._submit(self._lower, state.params).result()
-            self._plans[kind] = plan
-        return self._plans[kind]
 
     def _lower(self, params: Any) -> Mixes:
         mesh, dtype = self._exchange_mesh, self._message_dtype
@@ -229,20 +159,6 @@ class Background(Closing):
         mixed = mix_elsewhere(mix_models, models, self._mesh, self._exchange_mesh)
         self._record("exchange", step, start, time.monotonic())
         return mixed
-
-    def _await(
-        self,
-        stage: Stage,
-        arriving: collections.deque[tuple[Leaves, Future]],
-        mixed: dict[int, jax.Array],
-        step: int,
-    ) -> None:
-        """Waits for mixed leaves, which arrive in the order in which they were sent."""
-        start = time.monotonic()
-        while not mixed.keys() >= set(stage.part.awaits):
-            leaves, future = arriving.popleft()
-            mixed.update(zip(leaves, future.result(), strict=True))
-        self._record("wait", step, start, time.monotonic())
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
@@ -292,15 +208,6 @@ def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:
         raise ValueError(
             "exchange_mesh needs a device for each worker, in the worker's process: "
             f"wanted {wanted[0]} in processes {wanted[1]}, got {got[0]} in {got[1]}"
-        )
-
-
-def _check_rows(leaves: Sequence[jax.Array], num_workers: int) -> None:
-    rows = {x.shape[0] if x.shape else 0 for x in leaves}
-    if rows != {num_workers}:
-        raise ValueError(
-            f"stacked arrays have a row for each of the {num_workers} workers, got "
-            f"{sorted(rows)} rows; in a job of several processes, place them first"
         )
 
 

@@ -1,0 +1,55 @@
+"""Address books: where a worker's process can be reached, without a coordinator."""
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Protocol
+
+
+class Book(Protocol):
+    """Where workers leave their addresses, and find those of their peers.
+
+    An entry is one line of text: the address, as HOST:PORT, and after a space a token
+    that differs between two starts of the worker.
+    """
+
+    def write(self, worker: int, entry: str) -> None: ...
+
+    def read(self, worker: int) -> str | None: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Folder:
+    """A folder that all processes see, with a file per worker."""
+
+    path: Path
+
+    def write(self, worker: int, entry: str) -> None:
+        self.path.mkdir(parents=True, exist_ok=True)
+        # Renamed into place: a reader sees all of the entry, or the one before.
+        part = self.path / f".worker-{worker}.part"
+        part.write_text(entry)
+        part.replace(self.path / f"worker-{worker}")
+
+    def read(self, worker: int) -> str | None:
+        try:
+            return (self.path / f"worker-{worker}").read_text()
+        except FileNotFoundError:
+            return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Addresses:
+    """A fixed list, HOST:PORT of each worker; workers of one process share one."""
+
+    addresses: Sequence[str]
+
+    def write(self, worker: int, entry: str) -> None:
+        if entry.split()[0] != self.addresses[worker]:
+            raise ValueError(
+                f"worker {worker} listens at {entry.split()[0]}, and the list says "
+                f"{self.addresses[worker]}: bind it to the address of the list"
+            )
+
+    def read(self, worker: int) -> str | None:
+        return self.addresses[worker]

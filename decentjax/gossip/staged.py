@@ -1,0 +1,140 @@
+"""The step in stages that `Background` and `Peers` share; they differ in who carries.
+
+The gradient runs while messages fly. Then each group of leaves is updated as soon as
+its mixed leaves are there, and sent at once for the next step.
+"""
+
+import abc
+import collections
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from decentjax.gossip.engine import Closing
+from decentjax.gossip.record import Record, ignore
+from decentjax.gossip.stages import Leaves, Plan, Stage, make_plan
+from decentjax.placement import check_not_donated
+from decentjax.step import AXIS, Adapt, Metrics, WorkerState
+
+Arrival = Callable[[], list[jax.Array]]
+"""Waits for mixed leaves and returns them, stacked."""
+
+
+class Staged(Closing):
+    """A step whose exchange is carried beside it.
+
+    Args:
+      adapt: the local update, `decentjax.adapt` with its keywords bound.
+      mesh: mesh with the axis "workers" alone, of the workers in the stacked arrays.
+      record: function that is called with each activity of this process.
+    """
+
+    def __init__(self, adapt: Adapt, mesh: Mesh, record: Record | None):
+        self._adapt, self._mesh, self._record = adapt, mesh, record or ignore
+        self._plans: dict[Any, Plan] = {}
+        self._sent: list[jax.Array] = []
+        self._sent_for = -1
+        self._arriving: collections.deque[tuple[Leaves, Arrival]] = collections.deque()
+
+    @abc.abstractmethod
+    def _start(self, params: Any, plan: Plan) -> None:
+        """Prepares the carrying of models like these; before the first is sent."""
+
+    @abc.abstractmethod
+    def _carry(self, group: int, models: list[jax.Array], step: int) -> Arrival:
+        """Starts the exchange of a group of leaves for a step."""
+
+    def __call__(
+        self, state: WorkerState, batch: Any, step: int
+    ) -> tuple[WorkerState, Metrics]:
+        """Returns the new state and metrics.
+
+        The state's buffers are donated, except for those of its params, which live
+        until the exchange is done.
+
+        Raises:
+          ValueError: if an array does not have a row for each worker, `adapt` cannot be
+            cut, or the state was donated to an earlier step.
+          BaseException: any error of the thread, as itself.
+        """
+        check_not_donated(state)
+        plan = self._plan(state, batch)
+        models = jax.tree.leaves(state.params)
+        # The call before has sent the params that it returned, for the step after it.
+        # Other arrays, or another step, are sent now; what is under way is dropped.
+        # Identity is a safe test: `_sent` keeps its arrays alive, so no id is reused.
+        if self._sent_for != step or list(map(id, models)) != list(map(id, self._sent)):
+            self._arriving.clear()
+            self._sent = []
+            models = jax.device_put(
+                models, NamedSharding(self._mesh, PartitionSpec(AXIS))
+            )
+            for group, stage in enumerate(plan.groups):
+                self._send(group, stage.leaves, models, step)
+        # From here on `_send` is for the next step; `arriving` is for this one. If this
+        # call raises, `_sent` is incomplete, and the next call sends its own models.
+        self._sent, self._sent_for = [], step + 1
+        arriving, self._arriving = self._arriving, collections.deque()
+
+        start = time.monotonic()
+        # Donates all but the params, which the thread still reads.
+        values = plan.early(state.params, state[1:], batch)
+        # The record says when the computing was done, not when it was dispatched.
+        jax.block_until_ready(values)
+        self._record("compute", step, start, time.monotonic())
+        outputs = dict(zip(plan.finished, values, strict=False))
+        mixed: dict[int, jax.Array] = {}
+        for group, stage in enumerate(plan.groups):
+            self._await(stage, arriving, mixed, step)
+            outputs.update(stage.compute(mixed, values))
+            # Without waiting for the outputs, which may still be computing.
+            self._send(group, stage.leaves, outputs, step + 1)
+        if plan.rest.outputs:
+            self._await(plan.rest, arriving, mixed, step)
+            outputs.update(plan.rest.compute(mixed, values))
+        leaves = [outputs[i] for i in range(plan.structure.num_leaves)]
+        return jax.tree.unflatten(plan.structure, leaves)
+
+    def _send(self, group: int, leaves: Leaves, models: Any, step: int) -> None:
+        sent = [models[i] for i in leaves]
+        self._sent += sent
+        self._arriving.append((leaves, self._carry(group, sent, step)))
+
+    def _plan(self, state: WorkerState, batch: Any) -> Plan:
+        """Returns the plan for arrays of these shapes, made when first seen."""
+        # As `jax.jit` does: a last, shorter batch is another program.
+        leaves, structure = jax.tree.flatten((state, batch))
+        kind = structure, tuple((x.shape, x.dtype) for x in leaves)
+        if kind not in self._plans:
+            _check_rows(leaves, self._mesh.size)
+            plan = make_plan(self._adapt, state, batch, self._mesh)
+            if not self._plans:
+                self._start(state.params, plan)
+            self._plans[kind] = plan
+        return self._plans[kind]
+
+    def _await(
+        self,
+        stage: Stage,
+        arriving: collections.deque[tuple[Leaves, Arrival]],
+        mixed: dict[int, jax.Array],
+        step: int,
+    ) -> None:
+        """Waits for mixed leaves, which arrive in the order in which they were sent."""
+        start = time.monotonic()
+        while not mixed.keys() >= set(stage.part.awaits):
+            leaves, arrival = arriving.popleft()
+            mixed.update(zip(leaves, arrival(), strict=True))
+        self._record("wait", step, start, time.monotonic())
+
+
+def _check_rows(leaves: Sequence[jax.Array], num_workers: int) -> None:
+    rows = {x.shape[0] if x.shape else 0 for x in leaves}
+    if rows != {num_workers}:
+        raise ValueError(
+            f"stacked arrays have a row for each of the {num_workers} workers, got "
+            f"{sorted(rows)} rows; in a job of several processes, place them first"
+        )
