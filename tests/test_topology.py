@@ -532,6 +532,18 @@ def test_lists_make_the_same_value():
     assert hash(Groups([[0, 1]])) == hash(Groups(((0, 1),)))
 
 
+def test_from_matrix_corrects_the_sums_of_rows_and_of_columns():
+    draws = np.random.default_rng(0)
+    matrix = sum(0.25 * np.eye(6)[draws.permutation(6)] for _ in range(4))
+    rounded = matrix * (1 + 1e-7 * draws.standard_normal((6, 6)))
+    wanted = rounded
+    for _ in range(100):
+        wanted = wanted / wanted.sum(0)
+        wanted = wanted / wanted.sum(1)[:, None]
+    (got,) = topology.matrices(topology.from_matrix(rounded))
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-10)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
