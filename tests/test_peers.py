@@ -293,8 +293,8 @@ def read_until(process, step):
 def test_who_is_killed_delays_nobody_and_comes_back(tmp_path):
     workers = [spawn(tmp_path, worker) for worker in range(3)]
     try:
-        read_until(workers[0], 20)
-        read_until(workers[1], 20)
+        for worker in workers:
+            read_until(worker, 20)
         workers[0].kill()  # The first: there is nothing special about it.
         workers[2].send_signal(signal.SIGSTOP)
         times = [float(read_until(workers[1], step)[1]) for step in range(40, 100)]
@@ -303,7 +303,7 @@ def test_who_is_killed_delays_nobody_and_comes_back(tmp_path):
         workers[2].send_signal(signal.SIGCONT)
         workers.append(spawn(tmp_path, 0, JOIN="1"))
         step, _, seconds, mean = map(float, read_until(workers[3], 0))
-        assert step >= 99
+        assert step >= 20  # That of the peer that answered first.
         assert seconds < LONG
         # A model of its own would still be 0.
         assert mean > 0.1
