@@ -165,7 +165,7 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
     _check_leaves(params)
     squares = jnp.zeros((), jnp.float32)
     for x in map(jnp.asarray, jax.tree.leaves(params)):
-        if _is_float(x):
+        if is_mixed(x):
             # The absolute value: of a complex number, the square would be complex.
             difference = jnp.abs(x.astype(sum_dtype(x)) - _mean(x, axis_name))
             squares += jnp.sum(jnp.square(difference)).astype(jnp.float32)
@@ -309,17 +309,21 @@ def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
     return _combined(x, sent, models, own, weights, node)
 
 
-def mix_arrived(x: jax.Array, models: Sequence[jax.Array], weights: Weights):
-    """Averages one worker's leaf with those of peers: `x + sum_k weights[k] (y_k - x)`.
+def mix_arrived(
+    x: jax.Array, models: Sequence[jax.Array], weights: Weights
+) -> jax.Array:
+    """Averages a worker's leaf with what has come: `x + sum_k weights[k] (y_k - x)`.
 
-    The numbers are those of `mix` where these are all models of its exchange.
+    The numbers are those of `mix` where these are all models of its exchange. Else the
+    rows of W still sum to one, but its columns do not: the mean of all models moves
+    towards those that others receive more often.
 
     Args:
-      x: leaf of the worker.
+      x: leaf of the worker; one that is no float stays unchanged, as in `mix`.
       models: leaves of peers, of the same shape and dtype.
       weights: weight of each peer; the rest of one is the worker's own.
     """
-    if not models:
+    if not models or not is_mixed(x):
         return x
     dtype = sum_dtype(x)
     wide = [model.astype(dtype) for model in models]
@@ -327,6 +331,52 @@ def mix_arrived(x: jax.Array, models: Sequence[jax.Array], weights: Weights):
     node = jnp.zeros((), jnp.int32)
     mixed = _combined(x, x, wide, (1 - sum(weights),), of_peers, node)
     return mixed.astype(x.dtype)
+
+
+def mix_swapped(
+    x: jax.Array, sent: jax.Array, came: jax.Array, weight: float
+) -> jax.Array:
+    """Completes a swap with a peer, however late: `x + weight (came - sent)`.
+
+    The peer, with the same weight, adds the same difference with the other sign: the
+    mean of all models stays, whatever has happened between sending and receiving.
+
+    Args:
+      x: leaf of the worker.
+      sent: what it has sent to the peer in this swap.
+      came: what the peer has sent.
+      weight: weight of the peer, and of the worker at the peer.
+    """
+    dtype = sum_dtype(x)
+    difference = came.astype(dtype) - sent.astype(dtype)
+    return (x.astype(dtype) + weight * difference).astype(x.dtype)
+
+
+def mix_pushed(
+    x: jax.Array, models: Sequence[jax.Array], shares: jax.Array
+) -> jax.Array:
+    """Averages by the masses that came: `x + sum_k shares[k] (y_k - x)`.
+
+    Push-sum: a worker of mass m that keeps the part k of it and receives models y_j
+    with the masses u_j has the mass k + sum_j u_j afterwards, of which `shares` are the
+    u_j. The sum of mass times model stays, over workers and messages on their way; the
+    mean that is kept is therefore one with the masses as weights.
+
+    Args:
+      x: leaf of the worker.
+      models: leaves of peers.
+      shares: each model's part of the worker's new mass, [models].
+
+    Source: Kempe, Dobra, Gehrke: Gossip-Based Computation of Aggregate Information
+    (2003); Assran et al.: Stochastic Gradient Push (2019).
+    """
+    dtype = sum_dtype(x)
+    wide = x.astype(dtype)
+    terms = [
+        share.astype(dtype) * (model.astype(dtype) - wide)
+        for model, share in zip(models, shares, strict=True)
+    ]
+    return (wide + sum(terms)).astype(x.dtype)
 
 
 def _combined(
@@ -375,14 +425,15 @@ def _is_power_of_two(weight: float) -> bool:
     return math.frexp(weight)[0] in (0, 0.5)
 
 
-def _is_float(x: jax.Array) -> bool:
-    return jnp.issubdtype(x.dtype, jnp.inexact)
+def is_mixed(x: jax.Array) -> bool:
+    """Whether exchanges change a leaf; counters and empty leaves stay as they are."""
+    return jnp.issubdtype(x.dtype, jnp.inexact) and x.size > 0
 
 
 def _map_floats(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
     def leaf(x):
         x = jnp.asarray(x)
-        return function(x) if _is_float(x) and x.size else x
+        return function(x) if is_mixed(x) else x
 
     return jax.tree.map(leaf, tree)
 

@@ -69,6 +69,39 @@ def one_peer_exponential(num_workers: int) -> Topology:
     return _topology("one_peer_exponential", *rounds)
 
 
+def k_peer_exponential(num_workers: int, degree: int) -> Topology:
+    """Receives from `degree` of the workers i - 1, i - 2, i - 4, ..., in turn (SGP).
+
+    Exchange t has the hops `2^(t mod L), 2^((t + 1) mod L), ...` with L = ceil(log2 N),
+    all weights `1 / (degree + 1)`. Directed; with one peer `one_peer_exponential`.
+
+    SGP divides each model by a push-sum weight, `w <- W w` from `w = 1`. Where all
+    workers are in step it stays 1, as W is doubly stochastic: SGP is then `atc_step` on
+    this graph, and `awc_step` sends the same messages beside the gradient.
+
+    Args:
+      num_workers: N.
+      degree: number of peers in one exchange, from 1 to L.
+
+    Source: Assran et al. (2019), Stochastic Gradient Push.
+    """
+    _check_positive(num_workers)
+    if num_workers == 1:
+        return _topology("k_peer_exponential")
+    hops = _hops(num_workers)
+    if not 1 <= degree <= len(hops):
+        raise ValueError(
+            "k_peer_exponential needs a degree from 1 to log2(num_workers), rounded "
+            f"up: {len(hops)}, got {degree}"
+        )
+    # N = 16, two peers: the hops are 1 2, 2 4, 4 8, 8 1.
+    turned = (hops[step:] + hops[:step] for step in range(len(hops)))
+    shifts = ([0, *(-hop for hop in order[:degree])] for order in turned)
+    return _topology(
+        "k_peer_exponential", *(_circulant(num_workers, each) for each in shifts)
+    )
+
+
 def hypercube(num_workers: int) -> Topology:
     """Swaps with the worker whose number differs in bit 0, 1, 2, ..., 1/2 each.
 
@@ -156,31 +189,37 @@ def ring_lattice(num_workers: int, degree: int) -> Topology:
     return _topology("ring_lattice", _circulant(num_workers, shifts))
 
 
-def butterfly_groups(num_workers: int, group_size: int) -> Topology:
+def butterfly_groups(num_workers: int, group_size: int | None = None) -> Topology:
     """Means over groups of workers whose numbers differ in log2(group_size) bits.
 
-    These bits move up by log2(group_size) in each step and wrap around. Exact after
-    ceil(log2 N / log2 S) exchanges. Both numbers must be powers of two.
+    These bits move up by log2(group_size) in each step and wrap around. Any
+    ceil(log2 N / log2 S) consecutive exchanges are exact.
+
+    Args:
+      num_workers: N, a power of two.
+      group_size: S, a power of two from 2 to N; by default the smallest from sqrt(N)
+        on, with which two exchanges are exact. The paper has S = sqrt(N).
 
     Source: WAGMA-SGD (2021), Algorithm 1, with the mask `1 << shift` of its example.
     """
     _check_power_of_two("butterfly_groups", "num_workers", num_workers)
     if num_workers == 1:
         return _topology("butterfly_groups")
-    _check_power_of_two("butterfly_groups", "group_size", group_size)
-    if not 2 <= group_size <= num_workers:
+    size = 2 ** (num_workers.bit_length() // 2) if group_size is None else group_size
+    _check_power_of_two("butterfly_groups", "group_size", size)
+    if not 2 <= size <= num_workers:
         raise ValueError(
             "butterfly_groups needs a group_size from 2 to num_workers = "
-            f"{num_workers}, got {group_size}"
+            f"{num_workers}, got {size}"
         )
-    bits, active = num_workers.bit_length() - 1, group_size.bit_length() - 1
+    bits, active = num_workers.bit_length() - 1, size.bit_length() - 1
     rounds = []
     # N = 8, S = 4: the masks are 011, 101, 110, then 011 again; the groups of 011 are
     # 0-3 and 4-7. A mask recurs when step * active is a multiple of bits.
     for step in range(bits // math.gcd(bits, active)):
         mask = sum(1 << (step * active + r) % bits for r in range(active))
         order = sorted(range(num_workers), key=lambda i: i & ~mask)
-        groups = np.reshape(order, (-1, group_size)).tolist()
+        groups = np.reshape(order, (-1, size)).tolist()
         rounds.append(Groups(tuple(map(tuple, groups))))
     return _topology("butterfly_groups", *rounds)
 
@@ -277,6 +316,28 @@ def damped(topology: Topology, factor: float) -> Topology:
     """Damps every exchange: W becomes (1 - factor) I + factor W."""
     exchanges = [dataclasses.replace(e, factor=e.factor * factor) for e in topology]
     return Topology(f"damped({topology.name}, {factor:g})", tuple(exchanges))
+
+
+def with_mean_every(topology: Topology, period: int) -> Topology:
+    """Makes every `period`-th exchange the mean over all workers.
+
+    Exchange t is complete where (t + 1) mod period = 0, and `topology[t]` elsewhere.
+    Over `alone` this is local SGD, over `butterfly_groups` WAGMA-SGD.
+
+    Args:
+      topology: the other exchanges.
+      period: number of exchanges from one mean to the next, at least one.
+
+    Source: WAGMA-SGD (2021), Algorithm 2, where the period is tau.
+    """
+    if period < 1:
+        raise ValueError(f"with_mean_every needs a positive period, got {period}")
+    (mean,) = complete(topology.num_workers)
+    exchanges = tuple(
+        topology[step] if (step + 1) % period else mean
+        for step in range(math.lcm(topology.period, period))
+    )
+    return Topology(f"with_mean_every({topology.name}, {period})", exchanges)
 
 
 def matrices(topology: Topology) -> np.ndarray:

@@ -32,6 +32,20 @@ def one_peer_exponential(n):
     return np.stack([_neighbours(n, lambda i, hop=hop: [i, i - hop]) for hop in hops])
 
 
+def k_peer_exponential(n, degree):
+    """SGP's graph: at step t a worker sends to +2^t, +2^(t+1), ..., exponents mod L."""
+    if n == 1:
+        return np.eye(1)[None]
+    phases = int(np.ceil(np.log2(n)))
+    matrices = np.zeros((phases, n, n))
+    for t in range(phases):
+        for sender in range(n):
+            hops = [2 ** ((t + k) % phases) for k in range(degree)]
+            for receiver in (sender, *((sender + hop) % n for hop in hops)):
+                matrices[t, receiver, sender] += 1 / (degree + 1)
+    return matrices
+
+
 def hypercube(n):
     """Decent-DP's one-peer-exp: pairs differ in one bit."""
     hops = [2**r for r in range(n) if 2**r < n] or [0]
@@ -127,6 +141,16 @@ def damped(matrices, factor):
     return (1 - factor) * np.eye(matrices.shape[-1]) + factor * matrices
 
 
+def with_mean_every(matrices, period):
+    """Algorithm 2 of WAGMA: global where (t + 1) mod tau is 0."""
+    rounds = []
+    for t in range(len(matrices) * period):
+        is_global = (t + 1) % period == 0
+        everyone = np.full(matrices[0].shape, 1 / len(matrices[0]))
+        rounds.append(everyone if is_global else matrices[t % len(matrices)])
+    return np.stack(rounds)
+
+
 def group_means(n, groups):
     """The mixing matrix of means over disjoint groups that cover all workers."""
     matrix = np.zeros((n, n))
@@ -204,6 +228,56 @@ def all_reduce(x0, gradient, lr, num_steps):
         x = x - lr * gradient(x).mean(0, keepdims=True)
         models.append(x)
     return np.stack(models)
+
+
+def wagma_sgd(x0, gradient, lr, momentum, group_size, tau, num_steps, order):
+    """Algorithms 1 and 2 of WAGMA with mask = 1 << shift, and no worker stale.
+
+    Order "atc" is the paper's, "awc" that of its code, which averages the models from
+    before the update. `gradient` maps models [N, d] and t to [N, d]; else as `awc`.
+    """
+    x, speed, models = np.asarray(x0, np.float64), 0.0, []
+    for t in range(num_steps):
+        speed = momentum * speed + gradient(x, t)
+        update = -lr * speed
+        if order == "atc":
+            x = _wagma_average(x + update, t, group_size, tau)
+        else:
+            x = _wagma_average(x, t, group_size, tau) + update
+        models.append(x)
+    return np.stack(models)
+
+
+def _wagma_average(x, t, group_size, tau):
+    if (t + 1) % tau == 0:
+        return np.stack([sum(x) / len(x)] * len(x))
+    global_phases, group_phases = int(np.log2(len(x))), int(np.log2(group_size))
+    for r in range(group_phases):  # Recursive doubling: all sums grow by a partner's.
+        mask = 1 << (t * group_phases + r) % global_phases
+        x = np.stack([x[p] + x[p ^ mask] for p in range(len(x))])
+    return x / group_size
+
+
+def push_sum(x0, gradient, lr, degree, num_steps):
+    """SGP, message by message: the de-biased models, as `awc`, and weights [T, N].
+
+    `gradient` maps models [N, d] and t to [N, d].
+    """
+    x = np.asarray(x0, np.float64)
+    weight, models, weights = np.ones(len(x)), [], []
+    phases = int(np.ceil(np.log2(len(x))))
+    for t in range(num_steps):
+        x = x - lr * gradient(x / weight[:, None], t)
+        hops = [0, *(2 ** ((t + k) % phases) for k in range(degree))]
+        sent, sent_weight = x / len(hops), weight / len(hops)
+        x, weight = np.zeros_like(x), np.zeros_like(weight)
+        for sender in range(len(x)):
+            for hop in hops:
+                x[(sender + hop) % len(x)] += sent[sender]
+                weight[(sender + hop) % len(x)] += sent_weight[sender]
+        models.append(x / weight[:, None])
+        weights.append(weight)
+    return np.stack(models), np.stack(weights)
 
 
 def _neighbours(n, heard):

@@ -1,6 +1,8 @@
 """A worker that trains beside others it never waits for: FOLDER NUMBER N STEPS.
 
-It prints each step when it is done, and with JOIN begins where its peers are.
+It prints each step when it is done, and with JOIN begins where its peers are. With
+WAGMA it averages in groups of two, and in every tenth step over all. With STORE, an
+address, the book is that of a job under jax.distributed. WAY is a way of `Peers`.
 """
 
 import functools
@@ -14,7 +16,7 @@ import jax.numpy as jnp
 import optax
 
 from decentjax import adapt, init_state, topology, worker_mesh
-from decentjax.gossip import Folder, Peers
+from decentjax.gossip import Folder, Peers, Store, Wagma
 
 
 def loss_fn(params, model_state, batch, key):
@@ -22,19 +24,33 @@ def loss_fn(params, model_state, batch, key):
 
 
 folder, (worker, num_workers, num_steps) = sys.argv[1], map(int, sys.argv[2:5])
+book = Folder(Path(folder))
+if "STORE" in os.environ:
+    jax.distributed.initialize(os.environ["STORE"], num_workers, worker)
+    book = Store()
 optimizer = optax.sgd(0.01)
 local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
 graph = topology.ring(num_workers)
 key = jax.random.key(0)
 state = init_state(jnp.zeros(1000), optimizer, key, num_workers, workers=[worker])
 batch, first, began = jnp.full(1, float(worker)), 0, time.monotonic()
-with Peers(local, graph, Folder(Path(folder)), [worker], worker_mesh(1)) as peers:
+place = book, [worker], worker_mesh(1, jax.local_devices())
+mixed = []
+way = os.environ.get("WAY", "arrived")
+train_step = Peers(
+    local, graph, *place, way=way, used=lambda one: mixed.extend(one.models)
+)
+if "WAGMA" in os.environ:
+    sizes = {"group_size": 2, "period": 10, "patience": 0.5}
+    train_step = Wagma(local, num_workers, *place, **sizes)
+with train_step as peers:
     if "JOIN" in os.environ:
         state, first = peers.join(state, batch)
         assert first is not None
     for step in range(first, num_steps):
         state, _ = jax.block_until_ready(peers(state, batch, step))
         mean = float(state.params.mean())
-        print(step, time.monotonic(), time.monotonic() - began, mean, flush=True)
+        now = time.monotonic()
+        print(step, now, now - began, mean, len(mixed), flush=True)
         time.sleep(0.05)
 os._exit(0)

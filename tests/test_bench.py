@@ -38,6 +38,9 @@ OURS = (
     "exchange alone: ring",
     "in the step: ring",
     "in the background: ring",
+    "exchange alone, by peers: ring",
+    "by peers: ring",
+    "by peers, without waiting: ring",
 )
 TINY = (
     "--clusters 2x1 --steps 1 --work.layers 1 --work.width 8 --work.batch 2 "
@@ -106,7 +109,7 @@ def test_a_race_is_written_down_and_drawn(tmp_path):
         output, _ = process.communicate(timeout=300)
     assert process.returncode == 0, output
     facts = json.loads((tmp_path / "race.json").read_text())
-    late = [f"{name} with a straggler" for name in ("all-reduce", OURS[-1])]
+    late = [f"{name} with a straggler" for name in ("all-reduce", OURS[4], OURS[-1])]
     for cluster in ("2x1", "3x1"):
         rows = facts["clusters"][cluster]
         assert [row["name"] for row in rows] == [*OURS, *late]
@@ -155,6 +158,10 @@ def worker(marker: str, rank: int) -> int:
         ((Scheme.ALL_REDUCE,), 4, 1, 2 * 3 / 4),
         ((Scheme.DDP,), 4, 2, 2 * 7 / 8),
         ((Scheme.EXCHANGE, Graph.RING), 4, 1, 1),
+        ((Scheme.PEERS, Graph.RING), 4, 1, 1),
+        ((Scheme.PEERS_EXCHANGE, Graph.RING), 5, 1, 2),
+        # A newer model replaces one that was not sent.
+        ((Scheme.NO_WAIT, Graph.RING), 4, 1, None),
         (
             (Scheme.IN_STEP, Graph.RING),
             3,
@@ -210,6 +217,7 @@ def test_contestants_have_the_names_that_only_matches():
     assert {x.team for x in found[:-4]} == {"jax"}
     alone = [str(x) for x in all_contestants(workers_per_node=1, peers=True)]
     assert "in the step: one-peer exponential" in alone
+    assert alone[-8:-5] == list(OURS[-3:])
     assert alone[-3:] == [
         f"Decent-DP: {x}" for x in ("ring", "one-peer-exp", "complete")
     ]
@@ -223,6 +231,9 @@ TIMINGS = [
     Timing(Contestant(Scheme.ALL_REDUCE), [3.0]),
     Timing(Contestant(Scheme.EXCHANGE, Graph.RING), [2.0]),
     Timing(ON_RING, [2.3, 2.1, 2.2]),
+    Timing(Contestant(Scheme.PEERS_EXCHANGE, Graph.RING), [1.5]),
+    Timing(Contestant(Scheme.PEERS, Graph.RING), [1.8]),
+    Timing(Contestant(Scheme.NO_WAIT, Graph.RING), [1.2]),
     Timing(Contestant(Scheme.DDP), [2.0]),
     Timing(Contestant(Scheme.DECENT_DP, Graph.RING), [4.4]),
     Timing(ON_RING._replace(straggler=True), [2.45]),
@@ -251,7 +262,8 @@ def test_warmup_does_not_count_and_each_worker_is_late_in_turn(monkeypatch):
     server.join()
     assert made == [(load, alone)]
     assert len(measured) == 3
-    assert [seconds > 0.2 for seconds in late] == [False, True, False, True]
+    assert [step.delay for step in late] == [0.0, 0.2, 0.0, 0.2]
+    assert [step.seconds > 0.2 for step in late] == [False, True, False, True]
 
 
 def test_the_seconds_of_a_contestant_are_the_median_round():
@@ -269,6 +281,14 @@ def test_the_table_compares_the_medians():
     wanted = f"| in the background: ring | 2.200 (2.100 to 2.300) | {ratios} |"
     assert background == wanted
     assert late == "| in the background: ring | 2.450 | 2.200 | 50% |"
+    assert (
+        "| by peers: ring | 1.800 (1.800 to 1.800) | 1.20 | 45.00 | 0.41 | 0.90 |"
+        in (lines)
+    )
+    no_wait = (
+        "| by peers, without waiting: ring | 1.200 (1.200 to 1.200) | 1.20 |  |  |"
+    )
+    assert f"{no_wait}  |" in lines
     assert "| all-reduce | 3.000 (3.000 to 3.000) |  | 50.00 |  | 1.50 |" in lines
     assert "| compute alone | 1.000 (1.000 to 1.000) |  |  |  |  |" in lines
     assert "| worker t mod N late by 0.5 s | s/step | without | passed on |" in lines
@@ -285,4 +305,6 @@ def test_the_figure_has_a_bar_for_each_but_the_stragglers(tmp_path):
     colours = {bar.name: (bar.colour, bar.limit) for bar in bars(TIMINGS)}
     assert colours["compute alone"] == ("0.75", None)
     assert colours["in the background: ring"] == ("tab:blue", 2.0)
+    assert colours["exchange alone, by peers: ring"] == ("0.75", None)
+    assert colours["by peers, without waiting: ring"] == ("tab:blue", 1.0)
     assert colours["PyTorch DDP"] == ("tab:orange", None)

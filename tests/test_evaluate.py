@@ -69,7 +69,7 @@ def test_scores_are_those_of_the_last_evaluation_of_the_run(finished):
     for name, scores in wanted.items():
         assert results[name] == pytest.approx(scores, rel=1e-5)
     kept = json.loads((run_dir / "evaluation.json").read_text())
-    assert kept == {"step": 6, "scores": results}
+    assert kept == {"step": 6, "steps": [6], "scores": results}
 
 
 def test_by_default_four_workers_are_looked_at(finished):

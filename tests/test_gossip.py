@@ -182,6 +182,10 @@ GRAPHS = {
     "pairs": topology.butterfly_groups(4, 2),
     "nodes": topology.alternating_exponential_ring(4, 2),
     "everybody": topology.complete(4),
+    "means": topology.with_mean_every(topology.alone(4), 3),
+    "nodes_means": topology.with_mean_every(
+        topology.hierarchical(8, 2, topology.alone), 2
+    ),
 }
 OPTIMIZERS = {
     "sgd": optax.sgd(0.25, momentum=0.5),

@@ -21,10 +21,12 @@ from jax.sharding import Mesh
 
 from decentjax import AXIS, Topology, adapt, gossip, init_state, place, topology
 from decentjax.gossip import Folder, Peers
-from decentjax.gossip.links import Links
+from decentjax.gossip.links import Links, Said
+from decentjax.gossip.ways import WAYS, PushSum, Way
+from decentjax.mixing import mix_arrived
 
 # Longer than any wait here should be, so that a deadlock is a failure.
-LONG = 60.0
+LONG = 180.0
 STEPS = 6
 # Products with these numbers are exact, however XLA fuses them with a sum.
 OPTIMIZER = optax.sgd(0.125)
@@ -56,6 +58,7 @@ def run(
     patience=math.inf,
     delays=lambda worker, step: 0.0,
     binds=None,
+    way="arrived",
 ):
     """Trains each worker in a thread and on a device of its own.
 
@@ -74,6 +77,7 @@ def run(
             book,
             [worker],
             mesh,
+            way=way,
             patience=patience,
             bind=binds[worker] if binds else "127.0.0.1",
             used=used.append,
@@ -118,15 +122,17 @@ def in_background(graph):
     ],
     ids=lambda graph: f"{graph.name}-{graph.num_workers}",
 )
-def test_who_awaits_all_models_has_the_numbers_of_awc(graph, tmp_path):
+@pytest.mark.parametrize("way", WAYS)
+def test_who_awaits_all_models_has_the_numbers_of_awc(graph, way, tmp_path):
     wanted = in_background(graph)
-    for worker, (found, used) in enumerate(run(graph, Folder(tmp_path))):
+    for worker, (found, used) in enumerate(run(graph, Folder(tmp_path), way=way)):
         for got, want in zip(found, wanted, strict=True):
             for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
                 # Where weights differ, XLA may fuse a product with a sum, or not.
-                atol = 1e-6 if graph.name.startswith(("star", "damped")) else 0
+                differ = graph.name.startswith(("star", "damped"))
+                atol = 1e-6 if differ or way == "push_sum" else 0
                 np.testing.assert_allclose(x[0], y[worker], rtol=0, atol=atol)
-        assert all(step == one.step for one in used for _, step in one.models)
+        assert all(taken.step == one.step for one in used for taken in one.models)
 
 
 @pytest.mark.parametrize(
@@ -148,14 +154,14 @@ def test_what_was_mixed_is_what_was_recorded(graph, tmp_path):
     while waiting:
         left = []
         for one in waiting:
-            needed = [(one.worker, one.step), *one.models]
+            needed = [(one.worker, one.step), *(taken[:2] for taken in one.models)]
             if not all(key in versions for key in needed):
                 left.append(one)
                 continue
             own = versions[one.worker, one.step]
             weights = matrix[one.step % len(matrix)][one.worker]
             mixed = own + sum(
-                weights[j] * (versions[j, s] - own) for j, s in one.models
+                weights[j] * (versions[j, s] - own) for j, s, *_ in one.models
             )
             gradient = 2 * (own - rows[one.step, one.worker])
             versions[one.worker, one.step + 1] = mixed - 0.125 * gradient
@@ -165,6 +171,205 @@ def test_what_was_mixed_is_what_was_recorded(graph, tmp_path):
         got = found[-1]
         flat = np.append(got["matrix"].ravel(), got["scalar"])
         np.testing.assert_allclose(flat, versions[worker, STEPS], rtol=1e-5, atol=1e-6)
+
+
+STILL = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.0))
+
+
+def exchange_only(graph, book, way, num_steps):
+    """Exchanges scalar models, those of the workers' numbers, at random paces.
+
+    Returns:
+      The model and the mass of each worker, with no older one on its way.
+    """
+    num_workers = graph.num_workers
+
+    def work(worker):
+        draws = np.random.default_rng(worker)
+        mesh = Mesh(jax.devices()[worker : worker + 1], (AXIS,))
+        params, key = jnp.float32(worker), jax.random.key(0)
+        state = init_state(params, optax.sgd(0.0), key, num_workers, workers=[worker])
+        state, batch = place((state, jnp.zeros(1)), mesh)
+        peers = Peers(STILL, graph, book, [worker], mesh, way=way, patience=0.02)
+        with peers:
+            for step in range(num_steps):
+                time.sleep(draws.exponential(0.01))
+                state, _ = peers(state, batch, step)
+            # In step from here on, so that all that was open is completed.
+            same.wait(LONG)
+            peers._patience = 1.0
+            for step in range(num_steps, num_steps + 4 * graph.period):
+                state, _ = peers(state, batch, step)
+                same.wait(LONG)
+            ways[worker] = peers.way
+            return float(state.params[0])
+
+    ways: dict[int, Way] = {}
+    same = threading.Barrier(num_workers)
+    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
+        models = list(pool.map(work, range(num_workers), timeout=LONG))
+    return np.array(models), np.array([whole_mass(ways, i) for i in range(num_workers)])
+
+
+def whole_mass(ways, worker):
+    """The worker's mass, and its shares that are on their way with this very model."""
+    way = ways[worker]
+    if not isinstance(way, PushSum):
+        return 1.0
+    return way._masses[worker, 0] + sum(
+        push.mass
+        for peer, push in way._pushes[worker, 0].items()
+        if push.number >= ways[peer]._pulls[peer, 0][worker].number
+    )
+
+
+@pytest.mark.parametrize(
+    ("way", "graph"),
+    [
+        ("swaps", topology.random_matching(5, 4, 1)),
+        ("swaps", topology.ring(3)),
+        ("push_sum", topology.exponential(5)),
+        ("push_sum", topology.ring(4)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
+def test_the_mean_stays_however_late_messages_are(way, graph, tmp_path):
+    """And all models come to it."""
+    models, masses = exchange_only(graph, Folder(tmp_path), way, 40)
+    numbers = np.arange(graph.num_workers)
+    np.testing.assert_allclose(masses.sum(), graph.num_workers, rtol=1e-6)
+    np.testing.assert_allclose((masses * models).sum(), numbers.sum(), rtol=1e-5)
+    np.testing.assert_allclose(models, numbers.mean(), atol=0.02)
+
+
+def test_an_update_is_divided_by_the_mass(tmp_path):
+    mesh, graph = Mesh(jax.devices()[:2], (AXIS,)), topology.alone(2)
+    for way, factor in (("arrived", 1), ("push_sum", 4)):
+        state, batch = place((start(2), jnp.zeros(2)), mesh)
+        before = jax.device_get(state.params)
+        peers = Peers(LOCAL, graph, Folder(tmp_path / way), [0, 1], mesh, way=way)
+        with peers:
+            peers._plan(state, batch)
+            if way == "push_sum":
+                peers.way._masses[1, 0] = 0.25
+            state, _ = peers(state, batch, 0)
+        # The gradient of x**2, of workers 0 and 1.
+        for rate, row in ((0.125, 0), (0.125 * factor, 1)):
+            after = before["matrix"][row] * (1 - 2 * rate)
+            np.testing.assert_allclose(state.params["matrix"][row], after, atol=1e-6)
+
+
+def test_swaps_need_a_graph_that_is_symmetric(tmp_path):
+    mesh = Mesh(jax.devices()[:1], (AXIS,))
+    with pytest.raises(ValueError, match="exponential is not symmetric: swaps need"):
+        Peers(LOCAL, topology.exponential(5), Folder(tmp_path), [0], mesh, way="swaps")
+    with pytest.raises(ValueError, match="way must be one of arrived, swaps, push_sum"):
+        Peers(LOCAL, topology.ring(4), Folder(tmp_path), [0], mesh, way="swap")
+
+
+def test_a_worker_of_little_mass_keeps_most_of_it(tmp_path):
+    """Or its updates, which are divided by it, would grow without a bound."""
+    mesh, graph = Mesh(jax.devices()[:1], (AXIS,)), topology.ring(2)
+    first, second = (
+        Peers(STILL, graph, Folder(tmp_path), [i], mesh, way="push_sum") for i in (0, 1)
+    )
+    second._plan(start(2, 1), jnp.ones(1))  # It listens, and takes no step.
+    first._plan(start(2, 0), jnp.ones(1))
+    first.way._masses[0, 0] = 0.2
+    own, end = [jnp.ones((1, 2, 3)), jnp.ones(1)], time.monotonic() + LONG
+    push = first.way._pushes[0, 0]
+    while not push[1].mass and time.monotonic() < end:
+        first.way.send(0, 0, own, 0)
+    np.testing.assert_allclose(push[1].mass, 0.0002)
+    np.testing.assert_allclose(first.way._masses[0, 0], 0.1998)
+    first.close()
+    second.close()
+
+
+def test_mass_that_a_dead_worker_did_not_take_comes_back(tmp_path):
+    mesh, graph = Mesh(jax.devices()[:1], (AXIS,)), topology.ring(2)
+    first, second, third = (
+        Peers(STILL, graph, Folder(tmp_path), [i], mesh, way="push_sum")
+        for i in (0, 1, 1)
+    )
+    # They listen, and take no step.
+    second._plan(start(2, 1), jnp.ones(1))
+    first._plan(start(2, 0), jnp.ones(1))
+    own, end = [jnp.ones((1, 2, 3)), jnp.ones(1)], time.monotonic() + LONG
+    way = first.way
+
+    def push():
+        return way._pushes[0, 0][1]
+
+    while way._masses[0, 0] == 1 and time.monotonic() < end:
+        way.send(0, 0, own, 0)
+    before = push().life
+    assert push().mass > 0
+    second.close()
+    third._plan(start(2, 1), jnp.ones(1))
+    while push().life in (before, 0) and time.monotonic() < end:
+        way.send(0, 0, own, 0)
+    assert push().life != before
+    np.testing.assert_allclose(way._masses[0, 0] + push().mass, 1)
+    first.close()
+    third.close()
+
+
+@pytest.mark.parametrize(
+    ("way", "graph"),
+    [
+        ("arrived", topology.exponential(5)),
+        ("arrived", topology.star(3)),
+        ("swaps", topology.random_matching(5, 4, 1)),
+        ("swaps", topology.ring(4)),
+        ("push_sum", topology.exponential(5)),
+    ],
+    ids=lambda x: x if isinstance(x, str) else x.name,
+)
+def test_a_run_is_repeated_bit_for_bit_from_its_record(way, graph, tmp_path):
+    num_workers, rows = graph.num_workers, batches(graph.num_workers)
+
+    def delays(worker, step):
+        return 0.3 if (worker + step) % num_workers == 0 else 0.002
+
+    book = Folder(tmp_path)
+    results = run(graph, book, patience=0.1, delays=delays, way=way)
+    records = [one for _, used in results for one in used]
+    assert any(one.models for one in records)
+    states = gossip.replay(
+        LOCAL,
+        graph,
+        way,
+        [start(num_workers, worker) for worker in range(num_workers)],
+        lambda worker, step: rows[step, worker : worker + 1],
+        records,
+    )
+    for state, (found, _) in zip(states, results, strict=True):
+        jax.tree.map(np.testing.assert_array_equal, state.params, found[-1])
+
+
+def test_a_record_in_which_a_worker_came_back_is_not_repeated():
+    records = [gossip.Used(step, 0, 0, ()) for step in (0, 1, 5)]
+    words = "worker 0 goes from step 1 to 5: it came back there"
+    with pytest.raises(ValueError, match=words):
+        gossip.replay(
+            LOCAL,
+            topology.ring(2),
+            "arrived",
+            [start(2, 0), start(2, 1)],
+            lambda *_: np.ones(1, "f4"),
+            records,
+        )
+
+
+def test_a_record_that_is_not_whole_is_refused():
+    graph, taken = topology.ring(2), gossip.Taken(1, 3, 0)
+    states, records = [start(2, 0), start(2, 1)], [gossip.Used(0, 0, 0, (taken,))]
+    words = r"worker 0 needs at step 0 \[\(1, 3, 0\)\].*no recorded step makes"
+    with pytest.raises(ValueError, match=words):
+        gossip.replay(
+            LOCAL, graph, "arrived", states, lambda *_: np.ones(1, "f4"), records
+        )
 
 
 def test_a_list_of_addresses_is_a_book():
@@ -191,20 +396,57 @@ def test_an_older_message_is_taken_only_when_time_is_up(tmp_path):
     )
     # Of the first step, and soon of the second.
     publish = functools.partial(writer.publish, 1, 0, 0, [jnp.zeros(3)])
-    publish(0)
-    later = threading.Timer(0.5, publish, [1])
+    publish(Said(0))
+    later = threading.Timer(0.5, publish, [Said(1)])
     later.start()
     message = reader.wait(0, 1, 0, 1, time.monotonic() + LONG)
     later.join()
     assert message is not None
-    assert message.step == 1
-    publish(2)
+    assert message.said.step == 1
+    publish(Said(2))
     message = reader.wait(0, 1, 0, 3, time.monotonic() + 1)
     assert message is not None
-    assert message.step == 2
+    assert message.said.step == 2
 
 
-def test_nobody_waits_for_a_slow_worker(tmp_path):
+def two_links(folder):
+    """Links of workers 0 and 1, and the function by which 1 leaves arrays for 0."""
+    shape = [jax.ShapeDtypeStruct((3,), jnp.float32)]
+    reader, writer = (
+        Links(Folder(folder), 2, {worker: jax.devices()[0]}, [shape])
+        for worker in range(2)
+    )
+    return reader, functools.partial(writer.publish, 1, 0, 0, [jnp.zeros(3)])
+
+
+def test_a_peer_ahead_is_not_awaited_again(tmp_path):
+    """Who waits itself, for this worker: it leaves nothing more until then."""
+    reader, publish = two_links(tmp_path)
+    publish(Said(4))
+    late = time.monotonic() + LONG
+    first = reader.wait(0, 1, 0, 2, late)
+    assert first is not None
+    assert first.said.step == 4
+    assert [reader.wait(0, 1, 0, step, late) for step in (3, 4)] == [None, None]
+    assert time.monotonic() < late
+    late = time.monotonic() + 0.2
+    assert reader.wait(0, 1, 0, 5, late) is None
+    assert time.monotonic() >= late
+
+
+@pytest.mark.parametrize("num_missed", [1, 2, 3, 4])
+def test_who_came_late_misses_nothing_from_then_on(num_missed, tmp_path):
+    reader, publish = two_links(tmp_path)
+    for step in range(num_missed):
+        publish(Said(step))
+    for step in range(num_missed - 1, num_missed + 3):
+        message = reader.wait(0, 1, 0, step, time.monotonic() + 10)
+        assert message is not None
+        assert message.said.step == step
+        publish(Said(step + 1))
+
+
+def test_a_slow_worker_delays_no_other(tmp_path):
     """Whose peers do all their steps in less than one of its own."""
     ends = {}
 
@@ -221,7 +463,16 @@ def test_a_peer_of_another_config_is_refused_by_name(tmp_path):
     graph, mesh = topology.ring(2), Mesh(jax.devices()[:1], (AXIS,))
     found = []
     for worker, digest in enumerate(["this", "that"]):
-        peers = Peers(LOCAL, graph, Folder(tmp_path), [worker], mesh, digest=digest)
+        peers = Peers(
+            LOCAL,
+            graph,
+            Folder(tmp_path),
+            [worker],
+            mesh,
+            # Once it is refused the other is not awaited.
+            patience=0.0 if len(found) else 2.0,
+            digest=digest,
+        )
         state = start(2, worker)
         state, _ = peers(state, jnp.ones(1), 0)
         found.append((peers, state))
@@ -246,6 +497,38 @@ def test_a_number_is_one_workers(tmp_path):
                 other(start(2, 0), jnp.ones(1), 0)
 
 
+def test_only_floats_are_mixed(tmp_path):
+    """Counters and leaves without elements stay as they are."""
+    params = {
+        "count": jnp.int32(3),
+        "empty": jnp.zeros((0, 2)),
+        "narrow": jnp.ones(5, jnp.bfloat16),
+    }
+
+    def loss_fn(params, model_state, batch, key):
+        return (params["narrow"].astype("float32") ** 2).sum(), (model_state, {})
+
+    def local(state, batch, mixed):
+        return state._replace(params=mixed), {}
+
+    mesh, key = Mesh(jax.devices()[:2], (AXIS,)), jax.random.key(0)
+    state = init_state(params, OPTIMIZER, key, 2)
+    own = {"count": jnp.array([3, 8]), "narrow": jnp.array([[0.0], [1.0]])}
+    narrow = jnp.broadcast_to(own["narrow"], (2, 5)).astype("bfloat16")
+    state = state._replace(
+        params={**state.params, "count": own["count"], "narrow": narrow}
+    )
+    book = Folder(tmp_path)
+    graph = topology.hypercube(2)
+    with Peers(local, graph, book, [0, 1], mesh, patience=math.inf) as peers:
+        state, _ = peers(place(state, mesh), place(jnp.zeros(2), mesh), 0)
+    np.testing.assert_array_equal(state.params["count"], [3, 8])
+    assert state.params["empty"].shape == (2, 0, 2)
+    np.testing.assert_array_equal(state.params["narrow"].astype("float32"), 0.5)
+    count = mix_arrived(own["count"][:1], [own["count"][1:]], (0.5,))
+    np.testing.assert_array_equal(count, [3])
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -253,28 +536,44 @@ def test_a_number_is_one_workers(tmp_path):
         ({"topology": topology.hierarchical(4, 2, topology.ring)}, "groups or nodes"),
         ({"workers": [4]}, "different numbers from 0 to 3"),
         ({"workers": [0, 1]}, "of this process's 2 workers"),
+        ({"patience": -1.0}, "patience must not be negative"),
+        ({"patience": math.nan}, "patience must not be negative"),
     ],
 )
 def test_what_peers_cannot_do_is_refused(change, words, tmp_path):
     options = {"topology": topology.ring(4), "workers": [0], **change}
     mesh = Mesh(jax.devices()[:1], (AXIS,))
     with pytest.raises(ValueError, match=words):
-        Peers(LOCAL, options["topology"], Folder(tmp_path), options["workers"], mesh)
+        Peers(LOCAL, book=Folder(tmp_path), mesh=mesh, **options)
 
 
 @pytest.mark.parametrize(
-    "bind", ["no.such.host.invalid", "127.0.0.1:x", "127.0.0.1:70000"]
+    ("bind", "words"),
+    [
+        ("no.such.host.invalid", "cannot listen at"),
+        ("127.0.0.1:x", "bind must be HOST or HOST:PORT"),
+        ("127.0.0.1:70000", "cannot listen at"),
+        ("0.0.0.0", "an address at which peers reach this process"),
+        ("in use", "cannot listen at .* in use"),
+    ],
 )
-def test_an_address_that_is_none_is_refused(bind, tmp_path):
-    mesh = Mesh(jax.devices()[:1], (AXIS,))
-    peers = Peers(LOCAL, topology.ring(2), Folder(tmp_path), [0], mesh, bind=bind)
-    with pytest.raises(ValueError, match=r"bind must be|cannot listen at"):
-        peers(start(2, 0), jnp.ones(1), 0)
+def test_an_address_that_is_not_free_is_refused(bind, words, tmp_path):
+    mesh, taken = (
+        Mesh(jax.devices()[:1], (AXIS,)),
+        socket.create_server(("127.0.0.1", 0)),
+    )
+    with taken:
+        if bind == "in use":
+            bind = f"127.0.0.1:{taken.getsockname()[1]}"
+        peers = Peers(LOCAL, topology.ring(2), Folder(tmp_path), [0], mesh, bind=bind)
+        with pytest.raises(ValueError, match=words):
+            peers(start(2, 0), jnp.ones(1), 0)
 
 
-def spawn(folder, worker, **env):
+def spawn(folder, worker, count, **env):
     script = Path(__file__).with_name("peer_line.py")
-    command = [sys.executable, str(script), str(folder), str(worker), "3", "300"]
+    numbers = [str(worker), str(count), "300"]
+    command = [sys.executable, str(script), str(folder), *numbers]
     own = {name: text for name, text in os.environ.items() if name != "NPROC"}
     return subprocess.Popen(
         command, env={**own, **env}, stdout=subprocess.PIPE, text=True
@@ -290,8 +589,51 @@ def read_until(process, step):
     raise AssertionError("it has ended")
 
 
-def test_who_is_killed_delays_nobody_and_comes_back(tmp_path):
-    workers = [spawn(tmp_path, worker) for worker in range(3)]
+def test_a_job_under_jax_distributed_has_a_book(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        store = f"127.0.0.1:{probe.getsockname()[1]}"
+    workers = [spawn(tmp_path, worker, 2, STORE=store) for worker in range(2)]
+    try:
+        # Between 0 and 1, of whose batches each model without a peer is one.
+        mean = float(read_until(workers[1], 100)[3])
+        assert 0.3 < mean < 0.8
+    finally:
+        for process in workers:
+            process.kill()
+            process.communicate()
+
+
+def test_a_store_without_a_job_is_refused():
+    with pytest.raises(ValueError, match=r"Store needs jax.distributed.initialize"):
+        gossip.Store().read(0)
+
+
+@pytest.mark.parametrize("way", ["swaps", "push_sum"])
+def test_a_worker_that_comes_back_begins_anew(way, tmp_path):
+    """Models are exchanged in both directions after a restart."""
+    workers = [spawn(tmp_path, worker, 2, WAY=way) for worker in range(2)]
+    try:
+        for worker in workers:
+            read_until(worker, 20)
+        workers[0].kill()
+        before = int(read_until(workers[1], 40)[-1])
+        workers[0].communicate()
+        workers[0] = spawn(tmp_path, 0, 2, WAY=way, JOIN="1")
+        step = int(read_until(workers[0], 0)[0])
+        assert step >= 20
+        for worker, least in ((workers[0], 0), (workers[1], before)):
+            assert worker.stdout is not None
+            assert any(int(line.split()[-1]) > least + 10 for line in worker.stdout)
+    finally:
+        for process in workers:
+            process.kill()
+            process.communicate()
+
+
+@pytest.mark.parametrize("how", [{}, {"WAGMA": "0.5"}], ids=["peers", "wagma"])
+def test_a_killed_worker_delays_no_other_and_comes_back(how, tmp_path):
+    count = 4 if how else 3
+    workers = [spawn(tmp_path, worker, count, **how) for worker in range(count)]
     try:
         for worker in workers:
             read_until(worker, 20)
@@ -301,8 +643,8 @@ def test_who_is_killed_delays_nobody_and_comes_back(tmp_path):
         # It goes on alone, 0.05 s of sleep a step.
         assert np.median(np.diff(times)) < 0.5
         workers[2].send_signal(signal.SIGCONT)
-        workers.append(spawn(tmp_path, 0, JOIN="1"))
-        step, _, seconds, mean = map(float, read_until(workers[3], 0))
+        workers.append(spawn(tmp_path, 0, count, JOIN="1", **how))
+        step, _, seconds, mean, _ = map(float, read_until(workers[-1], 0))
         assert step >= 20  # That of the peer that answered first.
         assert seconds < LONG
         # A model of its own would still be 0.

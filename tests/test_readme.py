@@ -275,7 +275,7 @@ def test_a_code_block_runs_as_pasted(number, pasted):
     lines = output.splitlines()
     if "analysis.traffic" in block:
         rows = [f"| {' | '.join(line.split())} |" for line in lines]
-        assert len(rows) == 11
+        assert len(rows) == 12
         assert [row for row in rows if row not in PAGES[page]] == []
     if "runtime.all_reduce" in block:
         assert len(lines) == 5
@@ -284,8 +284,8 @@ def test_a_code_block_runs_as_pasted(number, pasted):
 
 def test_the_checks_of_blocks_are_of_some():
     blocks = [block for _, block in BLOCKS]
-    assert len(blocks) == 12
-    assert sum(word in block for word in CHECKS for block in blocks) == 5
+    assert len(blocks) == 13
+    assert sum(word in block for word in CHECKS for block in blocks) == 6
     for word in ("analysis.traffic", "runtime.all_reduce"):
         assert sum(word in block for block in blocks) == 1
 

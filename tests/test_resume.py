@@ -205,7 +205,8 @@ def test_what_is_saved_is_settled_checked_and_written_down():
         observer=SimpleNamespace(log=None, **{name: note(name) for name in names}),
         checkpoints=SimpleNamespace(check=lambda: None, save=note("save")),
         stop=Stop(),
-        record=None,
+        late=lambda step: None,
+        first=0,
     )
     config = dataclasses.replace(LINE, num_steps=1)
     assert run_steps(config, Begin(0, state, None), parts) == (1, state)

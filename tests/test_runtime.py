@@ -332,6 +332,92 @@ def test_no_card_carries_more_than_its_rate(made, simulate):
     assert (40 / made.period * carried / 10.0 <= times.end.max() + 1e-9).all()
 
 
+class TickByTick:
+    """Exchanges that wait for nobody, of whole seconds, one second after the other."""
+
+    def __init__(self, made, per_node, seconds):
+        self.per_node, self.seconds, self.made = per_node, seconds, made
+        self.edges = [np.argwhere(w * (1 - np.eye(len(w))) > 0) for w in matrices(made)]
+        self.busy, self.waiting, self.flying = {}, {}, []
+        self.there = {(i, j): [] for i, j in np.ndindex((made.num_workers,) * 2)}
+        self.mixed = []
+
+    def play(self):
+        ends = np.cumsum(self.seconds, 0)
+        for now in range(ends.max() + 1):
+            for arrival, edge, version in self.flying:
+                if arrival == now:
+                    self.there[edge].append(version)
+            for step, worker in np.argwhere(ends == now).tolist():
+                self.mix(worker, step)
+            for step, worker in np.argwhere(ends - self.seconds == now).tolist():
+                self.waiting |= {e: step for e in self.of_step(step) if e[1] == worker}
+            self.send(now)
+        return sorted(self.mixed)
+
+    def of_step(self, step):
+        return [(int(i), int(j)) for i, j in self.edges[step % self.made.period]]
+
+    def mix(self, worker, step):
+        for i, j in self.of_step(step):
+            if i == worker and self.there[i, j]:
+                self.mixed.append((step, i, j, max(self.there[i, j])))
+                self.there[i, j].clear()
+
+    def send(self, now):
+        """A model takes 2 s and 3 s more between nodes, and 1 s inside one."""
+        for i, j in list(self.waiting):
+            inside = i // self.per_node == j // self.per_node
+            ends = (i, j) if inside else (i // self.per_node, j // self.per_node)
+            cards = (inside, "in", ends[0]), (inside, "out", ends[1])
+            if all(self.busy.get(card, 0) <= now for card in cards):
+                end = now + (1 if inside else 2)
+                self.busy |= dict.fromkeys(cards, end)
+                late = 0 if inside else 3
+                self.flying.append((end + late, (i, j), self.waiting.pop((i, j))))
+
+
+@pytest.mark.parametrize("make", [topology.ring, topology.one_peer_exponential])
+@pytest.mark.parametrize(
+    ("num_nodes", "per_node"), [(1, 1), (2, 1), (3, 1), (5, 1), (3, 2), (1, 3)]
+)
+def test_peers_mix_what_a_tick_by_tick_loop_has(num_nodes, per_node, make):
+    num_workers = num_nodes * per_node
+    cluster = Cluster(
+        num_nodes=num_nodes,
+        workers_per_node=per_node,
+        between_bytes_per_second=1.0,
+        between_latency=3.0,
+        inside_bytes_per_second=2.0,
+    )
+    made = make(num_workers)
+    seconds = np.random.default_rng(num_workers).integers(1, 6, (40, num_workers))
+    job = Job(model_bytes=2.0, compute=runtime.trace(seconds))
+    times, mixed = runtime.peers(cluster, job, made, 40)
+    assert sorted(mixed) == TickByTick(made, per_node, seconds).play()
+    assert bool(mixed) == (num_workers > 1)
+    np.testing.assert_array_equal(times.end, np.cumsum(seconds, 0))
+    assert not any(x.any() for x in (times.waiting, times.exposed, times.exchange))
+
+
+def test_a_newer_model_replaces_one_that_waits():
+    cluster = Cluster(num_nodes=2, between_bytes_per_second=1.0)
+    job = Job(model_bytes=2.5, compute=runtime.constant(1.0))
+    _, mixed = runtime.peers(cluster, job, topology.ring(2), 8)
+    # Model 0 arrives at 2.5 s, in step 2. Then model 2 is sent, as 1 was replaced, and
+    # arrives at 5 s, as step 4 ends and model 5 replaces 4.
+    wanted = [(2, 0), (4, 2), (7, 5)]
+    assert mixed == [(t, i, 1 - i, v) for t, v in wanted for i in (0, 1)]
+
+
+def test_without_messages_peers_mix_the_models_of_the_step():
+    cluster = dataclasses.replace(CLUSTER, between_bytes_per_second=math.inf)
+    job = dataclasses.replace(JOB, compute=runtime.constant(0.25))
+    _, mixed = runtime.peers(cluster, job, topology.one_peer_exponential(16), 6)
+    assert len(mixed) == 6 * 16
+    assert all(x.version == x.step for x in mixed)
+
+
 def test_an_edge_of_weight_0_carries_nothing():
     weights = ((0, 1, 2, 3), 0.5), ((1, 2, 3, 0), 0.5), ((2, 3, 0, 1), 0.0)
     sources, shares = zip(*weights, strict=True)
@@ -498,6 +584,15 @@ def test_latencies_count_per_message_and_per_round():
             lambda: times_of(topology.ring(8)),
             "ring has 8 workers, the cluster has 16",
         ),
+        (
+            lambda: runtime.peers(CLUSTER, JOB, topology.ring(8), 3),
+            "ring has 8 workers, the cluster has 16",
+        ),
+        (
+            lambda: runtime.peers(CLUSTER, JOB, topology.complete(16), 3),
+            "peers need a topology of single workers, such as ring; got an exchange of",
+        ),
+        (lambda: runtime.peers(CLUSTER, JOB, EVERY[6], 3), "a topology of single work"),
         (lambda: times_of("all-reduce", num_steps=0), "num_steps must be positive"),
         (
             lambda: runtime.all_reduce(CLUSTER, JOB, 3, num_buckets=0),

@@ -44,6 +44,7 @@ GRAPHS = {
     "one_peer_exponential": topology.one_peer_exponential(6),
     "butterfly": topology.butterfly_groups(8, 4),
     "aer": topology.alternating_exponential_ring(8, 2),
+    "means": topology.with_mean_every(topology.hierarchical(8, 2, topology.alone), 2),
 }
 EACH_GRAPH = pytest.mark.parametrize("graph", GRAPHS.values(), ids=GRAPHS)
 CURVATURE = np.array([[0.5], [1], [2]], np.float32)  # powers of two: exact products

@@ -84,6 +84,19 @@ def _butterfly(group_size):
     )
 
 
+def _k_peer(degree):
+    def complaint(n):
+        if n > 1 and degree > (most := math.ceil(math.log2(n))):
+            return f"log2(num_workers), rounded up: {most}, got {degree}"
+
+    return Graph(
+        f"k_peer_exponential({degree})",
+        partial(topology.k_peer_exponential, degree=degree),
+        partial(oracles.k_peer_exponential, degree=degree),
+        complaint,
+    )
+
+
 def _aer(per_node):
     def complaint(n):
         return _not_a_multiple(n, per_node) or _not_a_power_of_two(
@@ -107,6 +120,21 @@ def _hierarchical(between, per_node):
         lambda n: topology.hierarchical(n, per_node, make),
         lambda n: oracles.hierarchical(oracle(n // per_node), per_node),
         partial(_not_a_multiple, per_node=per_node),
+    )
+
+
+def _with_mean_every(graph, period):
+    """The oracle has one exchange for each of both periods' product, not the lcm."""
+
+    def oracle(n):
+        matrices = oracles.with_mean_every(graph.oracle(n), period)
+        return matrices[: math.lcm(len(graph.oracle(n)), period)]
+
+    return Graph(
+        f"with_mean_every({graph.name},{period})",
+        lambda n: topology.with_mean_every(graph.make(n), period),
+        oracle,
+        graph.complaint,
     )
 
 
@@ -139,6 +167,17 @@ GRAPHS = [
         _hierarchical(between, per_node)
         for between in ("complete", "ring", "star", "one_peer_exponential")
         for per_node in (1, 2, 3)
+    ),
+    *map(_k_peer, (1, 2, 4)),
+    *(
+        _with_mean_every(graph, period)
+        for graph in (
+            Graph("alone", topology.alone, lambda n: np.eye(n)[None]),
+            _k_peer(2),
+            _butterfly(4),
+            _hierarchical("one_peer_exponential", 2),
+        )
+        for period in (1, 3, 10)
     ),
     _damped("ring", 0.25),
     _damped("complete", 0.5),
@@ -502,6 +541,29 @@ def test_from_matrix_takes_nested_lists():
     assert topology.matrices(graph).tolist() == [[[0.75, 0.25], [0.25, 0.75]]]
 
 
+@pytest.mark.parametrize(
+    ("n", "size"), [(2, 2), (4, 2), (8, 4), (16, 4), (32, 8), (64, 8), (256, 16)]
+)
+def test_groups_are_by_default_of_the_root_rounded_up(n, size):
+    graph = topology.butterfly_groups(n)
+    assert graph == topology.butterfly_groups(n, size)
+
+
+def test_one_directed_peer_or_all_are_the_exponential_graphs():
+    for n in (1, 2, 3, 5, 8, 13):
+        one = topology.k_peer_exponential(n, 1)
+        assert one.exchanges == topology.one_peer_exponential(n).exchanges
+        every = topology.k_peer_exponential(n, math.ceil(math.log2(n)))
+        for matrix in topology.matrices(every):
+            np.testing.assert_allclose(matrix, oracles.exponential(n)[0], atol=1e-15)
+
+
+def test_a_mean_at_every_exchange_is_the_complete_graph():
+    graph = topology.with_mean_every(topology.butterfly_groups(8, 4), 1)
+    assert set(graph) == set(topology.complete(8))
+    assert graph.name == "with_mean_every(butterfly_groups, 1)"
+
+
 def test_damping_twice_multiplies_the_factors():
     once = topology.damped(topology.ring(5), 0.25)
     twice = topology.damped(topology.damped(topology.ring(5), 0.5), 0.5)
@@ -671,6 +733,22 @@ REFUSED_GRAPHS = {
         lambda: topology.butterfly_groups(8, 1),
         "group_size from 2 to num_workers = 8, got 1",
     ),
+    "groups too large": (
+        lambda: topology.butterfly_groups(8, 16),
+        "group_size from 2 to num_workers = 8, got 16",
+    ),
+    "groups of six workers": (
+        lambda: topology.butterfly_groups(6),
+        "num_workers to be a power of two, got 6",
+    ),
+    "no directed peers": (
+        lambda: topology.k_peer_exponential(8, 0),
+        "degree from 1 to log2(num_workers), rounded up: 3, got 0",
+    ),
+    "a mean at no exchange": (
+        lambda: topology.with_mean_every(topology.ring(4), 0),
+        "with_mean_every needs a positive period, got 0",
+    ),
     "groups of three": (
         lambda: topology.butterfly_groups(8, 3),
         "group_size to be a power of two, got 3",
@@ -777,7 +855,10 @@ def test_there_is_no_schedule_without_workers(make, n):
 
 
 def test_a_config_can_name_each_graph():
-    named = {graph.name.partition("(")[0] for graph in GRAPHS} - {"damped"}
+    named = {graph.name.partition("(")[0] for graph in GRAPHS} - {
+        "damped",
+        "with_mean_every",
+    }
     named |= {"alone", "base_k", "random_matching"}
     assert set(get_args(TopologyName)) == named
 

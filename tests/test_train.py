@@ -18,7 +18,7 @@ import orbax.checkpoint as ocp
 import pytest
 import tiny
 
-from decentjax import gossip, worker_mesh
+from decentjax import gossip, topology, worker_mesh
 from train.__main__ import load_config, main
 from train.cli.config_json import differences
 from train.config import (
@@ -232,6 +232,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
         ("workers", WorkersConfig(num_workers=6, workers_per_node=2), "power of two"),
         ("topology", TopologyConfig(name="ring_lattice", degree=3), "even degree"),
         ("topology", TopologyConfig(factor=1.5), "factor must be"),
+        ("topology", TopologyConfig(mean_every=0), "positive period, got 0"),
         ("num_steps", 0, "num_steps must be at least 1, got 0"),
         ("seed", -1, "seed must be at least 0, got -1"),
         ("num_steps", 2, "warmup_steps = 2 must be less than num_steps = 2"),
@@ -249,6 +250,26 @@ def test_an_impossible_config_is_refused(field, value, message):
         (lambda: WorkersConfig(num_workers=0), "num_workers must be at least 1"),
         (lambda: OptimizerConfig(learning_rate=float("nan")), "learning_rate must"),
         (lambda: OptimizerConfig(b2=1.0), r"b2 must be in \[0, 1\), got 1.0"),
+        (
+            lambda: OptimizerConfig(momentum=1.0),
+            r"momentum must be in \[0, 1\), got 1.0",
+        ),
+        (
+            lambda: OptimizerConfig(decay="steps", warmup_steps=5, decay_steps=(5, 9)),
+            r"greater than warmup_steps = 5, got \(5, 9\)",
+        ),
+        (
+            lambda: OptimizerConfig(decay="steps", decay_steps=(90, 60)),
+            r"decay_steps must ascend and .*, got \(90, 60\)",
+        ),
+        (
+            lambda: OptimizerConfig(decay_steps=(60, 90)),
+            'decay_steps need decay = "steps", got decay = "cosine"',
+        ),
+        (
+            lambda: OptimizerConfig(decay="steps", decay_factor=0.0),
+            r"decay_factor must be in \(0, 1\], got 0.0",
+        ),
         (lambda: GPTConfig(width=10, num_heads=4), "multiple of num_heads"),
         (lambda: GPTConfig(dropout=1.0), "dropout must be"),
         (lambda: StdlibTask(model=GPTConfig(vocabulary=100)), "vocabulary of 256"),
@@ -369,6 +390,55 @@ def test_the_schedule_warms_up_and_decays():
     steps = np.array([0, 5, 10, 60, 110])
     cosine = 0.25 + 0.75 * 0.5
     np.testing.assert_allclose(schedule(steps), [0, 0.5, 1, cosine, 0.25], atol=1e-6)
+
+
+def test_the_rate_falls_at_each_of_the_steps_and_stays():
+    config = OptimizerConfig(
+        learning_rate=2.0,
+        warmup_steps=4,
+        decay="steps",
+        decay_steps=(30, 60),
+        decay_factor=0.25,
+    )
+    got = build_schedule(config, num_steps=90)(np.array([0, 2, 4, 29, 30, 59, 60, 89]))
+    np.testing.assert_allclose(got, [0, 1, 2, 2, 0.5, 0.5, 0.125, 0.125])
+
+
+def test_steps_of_the_rate_may_be_none_and_lie_beyond_the_run():
+    for steps in ((), (40,)):
+        config = OptimizerConfig(
+            learning_rate=2.0, warmup_steps=0, decay="steps", decay_steps=steps
+        )
+        rates = build_schedule(config, num_steps=30)(np.arange(30))
+        np.testing.assert_allclose(rates, 2.0)
+
+
+def test_a_config_has_a_mean_every_few_exchanges():
+    config = TopologyConfig(name="ring", factor=0.5, mean_every=3)
+    ring = topology.damped(topology.ring(5), 0.5)
+    assert config.build(WorkersConfig(num_workers=5)) == topology.with_mean_every(
+        ring, 3
+    )
+
+
+def test_sgd_has_momentum_and_decays_weights_by_the_gradient():
+    config = OptimizerConfig(
+        name="sgd", momentum=0.75, weight_decay=0.5, clip_norm=None
+    )
+    optimizer = optimizer_with(config, lambda step: 0.25)
+    params = {"kernel": np.full((2, 2), 8.0, np.float32), "scale": np.ones(2, "f")}
+    state = optimizer.init(params)
+    wanted = {name: np.float64(x) for name, x in params.items()}
+    speed = dict.fromkeys(wanted, 0.0)
+    for step in range(4):
+        grads = {name: np.full_like(x, step - 1) for name, x in params.items()}
+        updates, state = optimizer.update(grads, state, params)
+        params = jax.tree.map(np.add, params, updates)
+        for name, decay in (("kernel", 0.5), ("scale", 0.0)):
+            gradient = step - 1 + decay * wanted[name]
+            speed[name] = 0.75 * speed[name] + gradient
+            wanted[name] = wanted[name] - 0.25 * speed[name]
+            np.testing.assert_allclose(params[name], wanted[name], rtol=1e-6)
 
 
 def test_the_first_step_of_the_quickstart_is_golden():

@@ -16,6 +16,7 @@ from train.cli.load import check_folder, load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.config import Config
 from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
+from train.job.peers import start_peer
 from train.run.log import read_metrics
 from train.run.loop import Outcome, train
 from train.run.resume import Resume, saved_config, with_changes
@@ -110,6 +111,10 @@ def run_here(
     """Trains, alone or as one process of a job."""
     # Before the job starts, whose other processes would wait for this one.
     check_folder(run_dir)
+    if config.exchange.where == "peers":
+        start_peer(config)
+        finish_peer(train(config, run_dir, resume, init_from), config, run_dir)
+        return
     if config.distributed.enabled:
         with fail_stop():
             start(config.distributed, config.workers.num_workers, run_dir)
@@ -137,10 +142,7 @@ def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
 
     report = write_report([run_dir], run_dir / "report.html")
     if outcome.step < config.num_steps:
-        print(
-            f"stopped after step {outcome.step} of {config.num_steps}; everything is "
-            f"saved, go on with: python -m train --resume {run_dir}"
-        )
+        print(_stopped(outcome.step, config, run_dir))
         return
     task, headline = outcome.task, outcome.task.headline.name
     rows = [row for row in read_metrics(run_dir) if "mean_model" in row]
@@ -165,6 +167,25 @@ def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
     sample = textwrap.indent(task.sample(*outcome.mean), "  ")
     print(f"\nsample of the mean model\n{sample}")
     print(f"\nreport  {report}")
+
+
+def finish_peer(outcome: Outcome, config: Config, run_dir: Path) -> None:
+    """Prints how one process of peers has ended, and how to see all of them."""
+    if outcome.step == config.num_steps:
+        print(
+            f"all {outcome.step} steps are done and saved; once all processes are: "
+            f"python -m train.evaluate {run_dir} scores their mean model, and "
+            f"python -m train.report {run_dir} draws the run"
+        )
+    else:
+        print(_stopped(outcome.step, config, run_dir))
+
+
+def _stopped(step: int, config: Config, run_dir: Path) -> str:
+    return (
+        f"stopped after step {step} of {config.num_steps}; everything is saved, go on "
+        f"with: python -m train --resume {run_dir}"
+    )
 
 
 if __name__ == "__main__":

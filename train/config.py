@@ -5,11 +5,12 @@ they are used for the first time, before anything is compiled.
 """
 
 import inspect
+import itertools
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
 from decentjax import topology as topologies
-from decentjax.topology import Topology
+from decentjax.topology import Permutations, Topology
 from train.fields import checked
 from train.tasks.corpus import TranslationTask
 from train.tasks.digits import DigitsTask
@@ -80,21 +81,25 @@ class TopologyConfig:
 
     Args:
       name: name of the function.
-      degree: number of peers, for ring_lattice and base_k.
-      group_size: number of workers in a group, for butterfly_groups.
+      degree: number of peers, for ring_lattice, base_k and k_peer_exponential.
+      group_size: number of workers in a group, for butterfly_groups; None for about
+        the root of the number of workers.
       period: number of matchings, for random_matching.
       seed: seed of the matchings, for random_matching.
       between: graph between the nodes, for hierarchical.
       factor: damping f in (0, 1], (1 - f) I + f W.
+      mean_every: exchanges from one mean over all workers to the next, not damped; None
+        has none. With the name alone it is the period of local SGD.
     """
 
     name: TopologyName = "alternating_exponential_ring"
     degree: int = 2
-    group_size: int = 2
+    group_size: int | None = None
     period: int = 8
     seed: int = 0
     between: TopologyName = "ring"
     factor: float = 1.0
+    mean_every: int | None = None
 
     def build(self, workers: WorkersConfig) -> Topology:
         """Returns the topology of these workers.
@@ -109,9 +114,11 @@ class TopologyConfig:
 
         nodes = {"workers_per_node": workers.workers_per_node, "between": between}
         topology = self._make(self.name, workers.num_workers, **nodes)
-        return (
-            topology if self.factor == 1 else topologies.damped(topology, self.factor)
-        )
+        if self.factor != 1:
+            topology = topologies.damped(topology, self.factor)
+        if self.mean_every is not None:
+            topology = topologies.with_mean_every(topology, self.mean_every)
+        return topology
 
     def _make(self, name: str, num_workers: int, **nodes: Any) -> Topology:
         function = getattr(topologies, name)
@@ -163,11 +170,30 @@ class ExchangeConfig:
     Args:
       where: "in_step" compiles the exchange into the step, which overlaps it on GPU and
         TPU; "background" runs it in a second thread, over the host's network, which
-        overlaps it on any platform; "auto" is "background" for "awc" in a job of
-        several processes on CPU, else "in_step".
+        overlaps it on any platform; "peers" makes each process a run of its own, which
+        takes the models that have come from its peers; "auto" is "background" for "awc"
+        in a job of several processes on CPU, else "in_step".
+      way: how models of peers are used: "arrived" averages with what has come, "swaps"
+        swaps models in pairs whose mean stays, "push_sum" sends mass along, "wagma"
+        averages in the groups of the topology without waiting for who is late.
+      patience: longest time that a step waits for the models of peers, seconds; None
+        waits for all peers who live. For "wagma" it is the longest wait for a peer that
+        lives and is silent, and 0 stands for a minute.
+      bind: IP address, or name of a network interface, where a process of "peers"
+        listens. Whoever reaches it can read the models.
+      addresses: IP:PORT of each process of "peers"; by default they find each other
+        through files in the run's folder.
     """
 
-    where: Literal["auto", "in_step", "background"] = "auto"
+    where: Literal["auto", "in_step", "background", "peers"] = "auto"
+    way: Literal["arrived", "swaps", "push_sum", "wagma"] = "arrived"
+    patience: float | None = 0.0
+    bind: str = "127.0.0.1"
+    addresses: tuple[str, ...] = ()
+
+    def __post_init__(self):
+        if self.patience is not None:
+            _check_at_least(self, 0, "patience")
 
 
 @checked
@@ -201,7 +227,8 @@ class DistributedConfig:
     Args:
       enabled: whether this process is one of several. Slurm and Open MPI provide the
         other fields, and so does `python -m train.launch`.
-      coordinator: HOST:PORT, the only address at which process 0 listens.
+      coordinator: HOST:PORT, the only address at which process 0 listens; peers have
+        none.
       num_processes: P.
       process_id: number of this process, 0 to P - 1.
       start_seconds: longest wait for all processes at the start.
@@ -240,14 +267,18 @@ class OptimizerConfig:
 
     Args:
       name: "accum_adamw" and "adamw" subtract weight decay times learning rate times
-        parameters from the parameters; "accum_adam" and "adam" add weight decay times
-        parameters to the gradient.
+        parameters from the parameters; "accum_adam", "adam" and "sgd" add weight decay
+        times parameters to the gradient.
       learning_rate: peak of the schedule.
       initial_learning_rate: learning rate at the first step of the warm-up.
       warmup_steps: number of steps up to the peak.
-      decay: "cosine" down to the final learning rate at the last step, or
-        "inverse_sqrt", the peak times sqrt(warmup_steps / step).
+      decay: "cosine" down to the final learning rate at the last step; "inverse_sqrt",
+        the peak times sqrt(warmup_steps / step); "steps", the peak times `decay_factor`
+        once for each of the `decay_steps` reached.
       final_learning_rate: learning rate at the last step, for "cosine".
+      decay_steps: ascending steps, for "steps"; none keeps the peak.
+      decay_factor: factor at each of them, in (0, 1].
+      momentum: m in `v <- m v + gradient`, the direction of a step of "sgd".
       accum_steps: steps per update of the moments, for accum_adamw and accum_adam.
       b1: decay rate of the first moment.
       b2: decay rate of the second moment.
@@ -256,12 +287,15 @@ class OptimizerConfig:
       clip_norm: largest global norm of a worker's gradient; None does not clip.
     """
 
-    name: Literal["accum_adamw", "accum_adam", "adamw", "adam"] = "accum_adamw"
+    name: Literal["accum_adamw", "accum_adam", "adamw", "adam", "sgd"] = "accum_adamw"
     learning_rate: float = 1e-3
     initial_learning_rate: float = 0.0
     warmup_steps: int = 50
-    decay: Literal["cosine", "inverse_sqrt"] = "cosine"
+    decay: Literal["cosine", "inverse_sqrt", "steps"] = "cosine"
     final_learning_rate: float = 1e-4
+    decay_steps: tuple[int, ...] = ()
+    decay_factor: float = 0.1
+    momentum: float = 0.9
     accum_steps: int = 4
     b1: float = 0.9
     b2: float = 0.999
@@ -276,11 +310,27 @@ class OptimizerConfig:
         _check_at_least(self, 1, "accum_steps")
         if self.decay == "inverse_sqrt":
             _check_at_least(self, 1, "warmup_steps")
-        for name in ("b1", "b2"):
+        self._check_decay_steps()
+        for name in ("b1", "b2", "momentum"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
         if self.clip_norm is not None and not self.clip_norm > 0:
             raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
+
+    def _check_decay_steps(self) -> None:
+        if self.decay_steps and self.decay != "steps":
+            raise ValueError(
+                f'decay_steps need decay = "steps", got decay = "{self.decay}"'
+            )
+        # The decay begins after the warm-up.
+        ascending = (self.warmup_steps, *self.decay_steps)
+        if any(a >= b for a, b in itertools.pairwise(ascending)):
+            raise ValueError(
+                "decay_steps must ascend and be greater than warmup_steps = "
+                f"{self.warmup_steps}, got {self.decay_steps}"
+            )
+        if not 0 < self.decay_factor <= 1:
+            raise ValueError(f"decay_factor must be in (0, 1], got {self.decay_factor}")
 
 
 @checked
@@ -381,7 +431,41 @@ class Config:
                 'overlaps a background exchange; set exchange.where to "in_step"'
             )
         # Raises for workers to whom the topology does not apply.
-        self.topology.build(self.workers)
+        topology = self.topology.build(self.workers)
+        if self.exchange.where == "peers":
+            _check_peers(self.step, topology, self.exchange.way)
+        if self.exchange.way == "wagma" and (
+            self.topology.name != "butterfly_groups" or self.topology.mean_every is None
+        ):
+            raise ValueError(
+                'exchange.way = "wagma" needs topology.name = "butterfly_groups" and '
+                f"topology.mean_every, got {self.topology.name} and "
+                f"{self.topology.mean_every}"
+            )
+
+
+def _check_peers(step: StepConfig, topology: Topology, way: str) -> None:
+    """Raises a ValueError for what takes collectives between the processes."""
+    if step.algorithm == "all_reduce" or (step.algorithm == "atc" and way != "wagma"):
+        raise ValueError(
+            f"{step.algorithm} waits for all workers at each step, and peers wait for "
+            'none; set step.algorithm to "awc", or exchange.where to "auto"'
+        )
+    if step.message_dtype is not None:
+        raise ValueError(
+            "peers send models in their own dtype: leave step.message_dtype at None, "
+            f"got {step.message_dtype}"
+        )
+    if way == "wagma":
+        return
+    for exchange in topology:
+        pairs = isinstance(exchange.between, Permutations)
+        if exchange.workers_per_node > 1 or not pairs:
+            raise ValueError(
+                f"{topology.name} averages over groups or nodes, which takes "
+                "collectives; peers need a graph of single workers, such as ring, and "
+                "workers.workers_per_node = 1"
+            )
 
 
 def _check_at_least(config: Any, least: float, *names: str) -> None:

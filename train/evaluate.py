@@ -49,13 +49,16 @@ def evaluate(
         for number, (name, model) in enumerate(models.items()):
             with console.status(f"{name} generates ({number + 1} of {len(models)})"):
                 results[name] |= trained.task.judge(*model)
-    write_json(run / "evaluation.json", {"step": trained.step, "scores": results})
+    facts = {"step": trained.step, "steps": trained.steps, "scores": results}
+    write_json(run / "evaluation.json", facts)
     names = list(next(iter(results.values())))
     rows = [
         [model, *(f"{of_model[name]:.4f}" for name in names)]
         for model, of_model in results.items()
     ]
     title = f"{run}, step {trained.step}"
+    if len(set(trained.steps)) > 1:  # Of peers, which need not be at one step.
+        title = f"{run}, steps of the processes: {', '.join(map(str, trained.steps))}"
     console.print(aligned(["", *names], rows, title=title))
     return results
 

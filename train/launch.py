@@ -5,15 +5,19 @@ place of the config resumes a run, and `--module train.advise --measure CONFIG.p
 measures what these processes gain from decentralized training.
 """
 
+import argparse
+import functools
 import os
 import socket
 import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Literal
 
 import tyro
 
 from train.cli.command import command, show_usage
+from train.cli.load import load_config
 from train.job.processes import Process, run_job
 
 USAGE = (
@@ -67,8 +71,27 @@ def main(arguments: list[str]) -> int:
                 environment(num_processes, i, os.environ),
             )
             for i in range(num_processes)
-        ]
+        ],
+        functools.cache(lambda: are_peers(rest)),
     )
+
+
+def are_peers(arguments: Sequence[str]) -> bool:
+    """Whether `python -m train` with these arguments trains as one of several peers."""
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("--exchange.where", dest="where")
+    given, _ = options.parse_known_args(arguments)
+    if given.where is not None:
+        return given.where == "peers"
+    try:
+        if arguments[0] == "--resume":
+            from train.cli.config_json import read_fields  # Takes seconds.
+
+            fields = read_fields(Path(arguments[1]) / "config.json")
+            return fields["exchange"]["where"] == "peers"
+        return load_config(Path(arguments[0])).exchange.where == "peers"
+    except (OSError, ValueError, LookupError):  # The processes have said why.
+        return False
 
 
 def command_line(

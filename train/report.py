@@ -22,6 +22,7 @@ from train.figures.run_figure import (
     draw_consensus,
     draw_evaluations,
     draw_losses,
+    draw_mixed,
     draw_topology,
 )
 from train.figures.style import save_svg, to_svg, words
@@ -31,7 +32,7 @@ from train.run.timeline import median_step_seconds, middle_steps, write_trace
 
 MAX_DRAWN_WORKERS = 64
 DRAWN_STEPS = 4
-NOTES = {"init_from", "changed"}
+NOTES = {"init_from", "changed", "joined_after"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,10 +69,12 @@ def write_report(
       figures_dir: folder for each figure as an SVG file too, if any.
     """
     runs = [read_history(run_dir) for run_dir in run_dirs]
+    parts = [part for run in runs for part in run.parts()]
     sections = [
-        Section("Loss", draw_losses(runs)),
-        Section("Results", draw_evaluations(runs), _results_table(runs)),
-        Section("Consensus distance and learning rate", draw_consensus(runs)),
+        Section("Loss", draw_losses(parts)),
+        Section("Results", draw_evaluations(parts), _results_table(parts)),
+        Section("Consensus distance and learning rate", draw_consensus(parts)),
+        *_peers_sections(parts),
         *_timeline_sections(runs),
         *(_topology_section(run) for run in runs),
         _configs_section(runs),
@@ -85,6 +88,19 @@ def write_report(
             name = section.title.lower().replace(":", "").replace(" ", "_")
             save_svg(section.figure, figures_dir / f"{name}.svg")
     return out
+
+
+def _peers_sections(parts: list[History]) -> list[Section]:
+    """What the processes of peers have mixed."""
+    parts = [part for part in parts if part.curve("models_mixed", "step")[0]]
+    if not parts:
+        return []
+    text = (
+        "<p>Each process is a run of its own, and its scores are those of its own "
+        "workers; <code>python -m train.evaluate</code> scores the mean of all. Where "
+        "an age is negative, the model was of a later step than the worker's.</p>"
+    )
+    return [Section("Models of peers", draw_mixed(parts), text)]
 
 
 def _timeline_sections(runs: list[History]) -> list[Section]:
@@ -163,7 +179,10 @@ def _configs_section(runs: list[History]) -> Section:
             f"<p>{html.escape(run.name)}, against {html.escape(runs[0].name)}:</p>"
             f"<ul>{items}</ul>"
         )
-    lines += [_note(run, row) for run in runs for row in run.rows if NOTES & row.keys()]
+    parts = [part for run in runs for part in run.parts()]
+    lines += [
+        _note(one, row) for one in parts for row in one.rows if NOTES & row.keys()
+    ]
     config = html.escape(json.dumps(runs[0].config, indent=2))
     lines.append(
         f"<details><summary>{html.escape(runs[0].name)}/config.json</summary>"
@@ -176,6 +195,11 @@ def _note(run: History, row: dict[str, Any]) -> str:
     """How a run began, or what changed when it resumed."""
     if "init_from" in row:
         text = f"began with the model of {row['init_from']}, step {row['init_step']}"
+    elif "joined_after" in row:
+        text = (
+            f"came back from step {row['joined_after']}, and went on with a peer's "
+            f"model at step {row['step']}"
+        )
     else:
         text = f"from step {row['step']} on {', '.join(row['changed'])}"
     return f"<p>{html.escape(f'{run.name}: {text}')}</p>"

@@ -2,25 +2,40 @@
 
 from decentjax.gossip.all_reduce import AllReduce
 from decentjax.gossip.background import Background, host_mesh
-from decentjax.gossip.book import Addresses, Book, Folder
+from decentjax.gossip.book import Addresses, Book, Folder, Store
 from decentjax.gossip.engine import Engine, SharedEngine
-from decentjax.gossip.peers import Peers, Used
+from decentjax.gossip.means import Butterfly
+from decentjax.gossip.peers import Peers
 from decentjax.gossip.record import Record
+from decentjax.gossip.replay import replay, replay_wagma
 from decentjax.gossip.tuning import fastest_mixes
+from decentjax.gossip.wagma import Averaged, Wagma, averages
+from decentjax.gossip.ways import Arrived, PushSum, Swaps, Taken, Used
 from decentjax.step import Adapt
 
 __all__ = [
     "Adapt",
     "Addresses",
     "AllReduce",
+    "Arrived",
+    "Averaged",
     "Background",
     "Book",
+    "Butterfly",
     "Engine",
     "Folder",
     "Peers",
+    "PushSum",
     "Record",
     "SharedEngine",
+    "Store",
+    "Swaps",
+    "Taken",
     "Used",
+    "Wagma",
+    "averages",
     "fastest_mixes",
     "host_mesh",
+    "replay",
+    "replay_wagma",
 ]

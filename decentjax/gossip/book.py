@@ -1,9 +1,12 @@
 """Address books: where a worker's process can be reached, without a coordinator."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
+
+import jax
 
 
 class Book(Protocol):
@@ -53,3 +56,35 @@ class Addresses:
 
     def read(self, worker: int) -> str | None:
         return self.addresses[worker]
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """The key-value store of a job under `jax.distributed`.
+
+    It ends with the job's coordinator: after that no worker finds another.
+    """
+
+    prefix: str = "decentjax/peers"
+
+    def write(self, worker: int, entry: str) -> None:
+        key = f"{self.prefix}/{worker}"
+        self._client.key_value_set(key, entry, allow_overwrite=True)
+
+    def read(self, worker: int) -> str | None:
+        try:
+            return self._client.key_value_try_get(f"{self.prefix}/{worker}")
+        except jax.errors.JaxRuntimeError:  # Nothing is there.
+            return None
+
+    @functools.cached_property
+    def _client(self) -> Any:
+        # jax has no public face for its store.
+        from jax._src.distributed import global_state
+
+        if global_state.client is None:
+            raise ValueError(
+                "Store needs jax.distributed.initialize() before the first step; "
+                "without a job of several processes use Folder or Addresses"
+            )
+        return global_state.client

@@ -12,6 +12,7 @@ What the transport does, measured with jax 0.10.2 and 0.12, and relied on here:
   where no process listens stays open, and succeeds once one does.
 - Arrays of other shapes are an error at the reader. So are arrays that were donated
   after they had been left.
+- An array without elements never comes.
 - Two servers share a port without an error.
 - It has no authentication, so it belongs on a private network.
 """
@@ -21,7 +22,7 @@ import dataclasses
 import hashlib
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -37,17 +38,30 @@ PARALLEL_COPIES = 4
 POLL_SECONDS = 2e-4
 LOOK_UP_SECONDS = 0.2  # Between two looks into the book.
 GREET_SECONDS = 1.0  # For an answer of another worker of one's own number.
+# Of a `Said`, as bytes: an array of float64 would be one of float32 in jax.
+HEADER = np.dtype([("step", "<i4"), ("number", "<i4"), ("mass", "<f8"), ("to", "<i4")])
 
 
-class Message(NamedTuple):
-    """Arrays of a peer, and what it said of them.
+class Said(NamedTuple):
+    """What a worker says of the arrays that it leaves for a peer.
 
     Args:
-      step: the peer's step for which it left them.
-      arrays: the arrays, on the device of the worker that receives them.
+      step: the worker's step for which it leaves them.
+      number: number of the message, where each is answered before the next.
+      mass: share of the worker's mass that comes with them, for push-sum.
+      to: the life of the peer's process for which they are; 0 where it is not known.
     """
 
     step: int
+    number: int = 0
+    mass: float = 1.0
+    to: int = 0
+
+
+class Message(NamedTuple):
+    """Arrays of a peer, on the device of the worker that receives them."""
+
+    said: Said
     arrays: list[jax.Array]
 
 
@@ -55,8 +69,10 @@ class Message(NamedTuple):
 class _Edge:
     """Messages of a channel from a peer to a worker of this process."""
 
-    pulls: dict[int, list[Any]] | None = None  # By slot; None before the first.
+    pulls: dict[int, list[Any]] = dataclasses.field(default_factory=dict)  # By slot.
     messages: list[Message] = dataclasses.field(default_factory=list)
+    newest: tuple[int, int, int] = (-1, -1, 1)  # Its step, number and slot.
+    taken: int = -1  # Step of the newest message that `wait` has returned.
 
 
 @dataclasses.dataclass
@@ -67,7 +83,8 @@ class _Peer:
     link: Any = None
     greeting: Any = None  # An array under way, until it has been heard.
     is_known: bool = False
-    is_lost: bool = False  # It was known, and its process has died.
+    is_out: bool = False  # Its process has died, or it was refused: nothing awaits it.
+    life: int = 0  # Tells its process from the one before; 0 where it is not known.
     looked_up: float = float("-inf")
     edges: dict[tuple[int, int], _Edge] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(_Edge)
@@ -79,7 +96,7 @@ class Links:
 
     A peer counts once its greeting has come: its number, the number of workers, the
     digest and the shapes must be those that this process expects; `refused` names the
-    others. After an error, or where the book has another entry, a peer is greeted anew.
+    others. After an error, or where the book has another entry, it is greeted again.
 
     Args:
       book: where the addresses of the workers stand.
@@ -120,10 +137,13 @@ class Links:
         self._slots: dict[tuple[int, int, int], int] = collections.defaultdict(int)
         self._peers = {peer: _Peer() for peer in range(num_workers)}
         self._check_numbers()
-        # The time tells a worker's restart from the process before it.
-        self._entry = f"{self._server.address()} {time.time_ns()}"
+        # Tells a restart from the process before it; an int32, and not 0.
+        self._life = time.time_ns() // 10**6 % (2**31 - 1) + 1
+        self._entry = f"{self._server.address()} {self._life}"
         self._greetings = {
-            worker: jax.device_put(self._said_by(worker), device)
+            worker: jax.device_put(
+                np.array([*self._said_by(worker), self._life], np.int32), device
+            )
             for worker, device in self._devices.items()
         }
         for worker in self._devices:
@@ -137,13 +157,13 @@ class Links:
         peer: int,
         channel: int,
         arrays: Sequence[jax.Array],
-        step: int,
+        said: Said,
     ) -> None:
         """Leaves arrays for a peer, in place of those before; returns at once.
 
         Do not donate them before the next ones of this channel are left.
         """
-        header = jax.device_put(np.int32(step), self._devices[worker])
+        header = jax.device_put(_to_bytes(said), self._devices[worker])
         # In turn under two names: what is left at one step is not replaced before the
         # step after the next. Where both wait for each other, it was taken by then.
         slot = self._slots[worker, peer, channel]
@@ -156,13 +176,24 @@ class Links:
             self._greet(worker, peer)
             self._greet(worker, worker)
 
+    def ask(self, worker: int, peer: int, channel: int) -> None:
+        """Asks a peer for its next message, which flows as soon as it is left."""
+        if not self._is_known(peer):
+            return
+        edge = self._peers[peer].edges[worker, channel]
+        if not edge.pulls:
+            # Under the other name than the newest, which need not be the last to come.
+            slots = (1 - edge.newest[-1],) if edge.newest[0] >= 0 else (0, 1)
+            edge.pulls = {s: self._pull(peer, worker, channel, s) for s in slots}
+
     def wait(
         self, worker: int, peer: int, channel: int, step: int, deadline: float
     ) -> Message | None:
         """Returns the peer's message of a step, or a later one, if it comes in time.
 
-        At the deadline, or once the peer has died, it returns the newest that has come
-        since the last call, which is of an earlier step, or None.
+        At the deadline, once the peer has died or was refused, or where an earlier call
+        has returned a message of this step or later, it returns the newest that has
+        come since the last call, which is of an earlier step, or None.
 
         Args:
           worker: number of the worker that receives.
@@ -173,20 +204,83 @@ class Links:
         """
         while True:
             messages = self._arrived(worker, peer, channel)
-            fresh = [message for message in messages if message.step >= step]
+            known = self._peers[peer]
+            fresh = [message for message in messages if message.said.step >= step]
             if fresh:
                 # That of the step itself where peers keep step: a later one, which may
                 # have come too, is for the next call. Else the newest.
                 first = min(fresh, key=_step_of)
-                if first.step != step:
+                if first.said.step != step:
                     first = max(fresh, key=_step_of)
-                messages[:] = [m for m in messages if m.step > first.step]
+                messages[:] = [m for m in messages if m.said.step > first.said.step]
+                known.edges[worker, channel].taken = first.said.step
                 return first
-            if self._peers[peer].is_lost or time.monotonic() >= deadline:
+            self.ask(worker, peer, channel)
+            # A peer that is ahead may itself wait for this worker: what it has left for
+            # a later step was taken at an earlier one, and no more need come.
+            is_ahead = known.edges[worker, channel].taken >= step
+            if is_ahead or known.is_out or time.monotonic() >= deadline:
                 newest = max(messages, key=_step_of, default=None)
                 messages.clear()
                 return newest
             time.sleep(POLL_SECONDS)
+
+    def wait_for_number(
+        self, worker: int, peer: int, channel: int, said: Said, deadline: float
+    ) -> Message | None:
+        """Returns the peer's message of exactly one number, if it comes in time.
+
+        Messages of earlier numbers are dropped; once one of a later number is there,
+        it no longer waits.
+
+        Args:
+          worker: number of the worker that receives.
+          peer: number of the peer.
+          channel: channel of the message.
+          said: what the worker itself says on this channel: the number, and to which
+            life of the peer. With another life of either it returns None.
+          deadline: value of `time.monotonic` at which it no longer waits.
+        """
+        while True:
+            messages = self._arrived(worker, peer, channel)
+            # Looked at after what arrived, which is of the life that is known now.
+            if self._peers[peer].life != said.to:
+                return None
+            messages[:] = [
+                message
+                for message in messages
+                if message.said.to == self._life and message.said.number >= said.number
+            ]
+            for place, message in enumerate(messages):
+                if message.said.number == said.number:
+                    return messages.pop(place)
+            self._ask_for_all(worker, peer, channel)
+            if messages or time.monotonic() >= deadline:
+                return None
+            time.sleep(POLL_SECONDS)
+
+    def newest(self, worker: int, peer: int, channel: int) -> Message | None:
+        """Returns the newest message that is there, and leaves it there."""
+        self._ask_for_all(worker, peer, channel)
+        return max(self._arrived(worker, peer, channel), key=_step_of, default=None)
+
+    def newest_number(self, worker: int, peer: int, channel: int) -> int:
+        """Returns the highest number of a message that is there; -1 if none is."""
+        self._ask_for_all(worker, peer, channel)
+        messages = self._arrived(worker, peer, channel)
+        numbers = (m.said.number for m in messages if m.said.to == self._life)
+        return max(numbers, default=-1)
+
+    def meet(self, peers: Collection[int], deadline: float) -> None:
+        """Waits for peers who are starting too, so that the first step has them."""
+        while time.monotonic() < deadline:
+            if all(self._is_known(j) or self._peers[j].is_out for j in peers):
+                return
+            time.sleep(POLL_SECONDS)
+
+    def life_of(self, peer: int) -> int:
+        """Returns a number that changes when the peer's process does; 0 if unknown."""
+        return self._peers[peer].life if self._is_known(peer) else 0
 
     def alive(self) -> set[int]:
         """Returns the workers that have greeted and whose process has not died."""
@@ -194,7 +288,11 @@ class Links:
         return {peer for peer in others if self._is_known(peer)}
 
     def close(self) -> None:
-        """Ends the server; peers see this process as one that died."""
+        """Ends the server.
+
+        Peers notice the end of the process, and not this: while it lives, jax keeps the
+        connections, and pulls that are still open.
+        """
         self._peers.clear()
         del self._server
 
@@ -211,39 +309,41 @@ class Links:
         return self._peers[peer].is_known
 
     def _connect(self, peer: int, entry: str) -> None:
-        """Opens a link and asks for the peer's greeting; both wait for nobody."""
+        """Opens a link and asks for the peer's greeting; returns at once."""
         link = self._server.connect(entry.split()[0])
         reader = min(self._devices)
-        greeting = link.pull(
-            self._name(peer, reader), [self._spec(reader, self._said_by(peer))]
-        )
-        is_lost = self._peers[peer].is_lost
+        like = jax.ShapeDtypeStruct((len(self._said_by(peer)) + 1,), np.int32)
+        greeting = link.pull(self._name(peer, reader), [self._spec(reader, like)])
+        is_out = self._peers[peer].is_out
         self._peers[peer] = _Peer(
-            entry, link, greeting[0], is_lost=is_lost, looked_up=time.monotonic()
+            entry, link, greeting[0], is_out=is_out, looked_up=time.monotonic()
         )
 
     def _hear(self, peer: int) -> None:
         """Compares a greeting that has come with the one that is expected."""
         known = self._peers[peer]
         try:
-            said = np.asarray(known.greeting)
+            *said, life = np.asarray(known.greeting)
         except jax.errors.JaxRuntimeError:
             return self._lose(peer)
-        known.greeting = None
-        known.is_known = np.array_equal(said, self._said_by(peer))
-        known.is_lost = False
-        if not known.is_known:
-            what = (
-                f"it is worker {said[0]}"
-                if said[0] != peer
-                else "its config or its model differs"
-            )
-            self.refused[peer] = f"worker {peer} at {known.entry}: {what}"
+        if np.array_equal(said, self._said_by(peer)):
+            known.greeting, known.is_known, known.is_out = None, True, False
+            known.life = int(life)
+            self.refused.pop(peer, None)
+            return
+        what = "its config or its model differs"
+        if said[0] != peer:
+            what = f"it is worker {said[0]}"
+        self.refused[peer] = f"worker {peer} at {known.entry}: {what}"
+        known.is_out = True
+        # Asked again, as another process may follow at the same address.
+        assert known.entry is not None
+        self._connect(peer, known.entry)
 
     def _lose(self, peer: int) -> None:
         """Forgets a link that failed; the book is asked again."""
         entry = self._peers[peer].entry
-        self._peers[peer] = _Peer(entry, is_lost=True, looked_up=time.monotonic())
+        self._peers[peer] = _Peer(entry, is_out=True, looked_up=time.monotonic())
 
     def _greet(self, worker: int, peer: int) -> None:
         self._server.await_pull(self._name(worker, peer), [self._greetings[worker]])
@@ -251,13 +351,21 @@ class Links:
     def _said_by(self, worker: int) -> np.ndarray:
         return np.concatenate([np.array([worker], np.int32), self._digest])
 
+    def _ask_for_all(self, worker: int, peer: int, channel: int) -> None:
+        """Asks under both names: a peer that awaits an answer leaves nothing else.
+
+        What it has left for an earlier life of this process may stand under either.
+        """
+        if self._is_known(peer):
+            pulls = self._peers[peer].edges[worker, channel].pulls
+            for slot in {0, 1} - pulls.keys():
+                pulls[slot] = self._pull(peer, worker, channel, slot)
+
     def _arrived(self, worker: int, peer: int, channel: int) -> list[Message]:
         """What has come on an edge and was not yet returned."""
         if not self._is_known(peer):
             return []
         edge = self._peers[peer].edges[worker, channel]
-        if edge.pulls is None:
-            edge.pulls = {s: self._pull(peer, worker, channel, s) for s in (0, 1)}
         for slot in list(edge.pulls):
             if not all(x.is_ready() for x in edge.pulls[slot]):
                 continue
@@ -266,15 +374,13 @@ class Links:
             except jax.errors.JaxRuntimeError:  # The peer died.
                 self._lose(peer)
                 return []
-            edge.messages.append(Message(int(header), arrays))
-            # Asked for now, the next arrays flow as soon as the peer leaves them.
-            if 1 - slot not in edge.pulls:
-                pull = self._pull(peer, worker, channel, 1 - slot)
-                edge.pulls[1 - slot] = pull
+            said = _from_bytes(np.asarray(header))
+            edge.messages.append(Message(said, arrays))
+            edge.newest = max(edge.newest, (said.step, said.number, slot))
         return edge.messages
 
     def _pull(self, peer: int, worker: int, channel: int, slot: int) -> list[jax.Array]:
-        header = jax.ShapeDtypeStruct((), np.int32)
+        header = jax.ShapeDtypeStruct((HEADER.itemsize,), np.uint8)
         specs = [self._spec(worker, x) for x in (header, *self._channels[channel])]
         name = self._name(peer, worker, channel, slot)
         return self._peers[peer].link.pull(name, specs)
@@ -306,17 +412,35 @@ class Links:
 
 
 def _free_port(bind: str) -> tuple[str, int]:
-    """Returns host and port, 0 for any; two servers would share a port in silence."""
+    """Returns the IP address and the port, 0 for any, if they are free.
+
+    Two transfer servers would share a port, and neither would say so.
+    """
     host, _, port = bind.partition(":")
-    if not port.isdigit() and port:
+    if port and not port.isdigit():
         raise ValueError(f"bind must be HOST or HOST:PORT, got {bind!r}")
     with socket.socket() as probe:
+        # Else connections of a process that died would block its port for a minute.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind((host, int(port or 0)))
         except (OSError, OverflowError) as error:
             raise ValueError(f"cannot listen at {bind}: {error}") from error
-    return host, int(port or 0)
+        address = probe.getsockname()[0]
+    if address == "0.0.0.0":
+        raise ValueError(
+            f"bind must be an address at which peers reach this process, got {bind!r}"
+        )
+    return address, int(port or 0)
+
+
+def _to_bytes(said: Said) -> np.ndarray:
+    return np.frombuffer(np.array([tuple(said)], HEADER).tobytes(), np.uint8)
+
+
+def _from_bytes(header: np.ndarray) -> Said:
+    return Said(*np.frombuffer(header.tobytes(), HEADER).item())
 
 
 def _step_of(message: Message) -> int:
-    return message.step
+    return message.said.step

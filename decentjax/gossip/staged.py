@@ -35,6 +35,7 @@ class Staged(Closing):
     def __init__(self, adapt: Adapt, mesh: Mesh, record: Record | None):
         self._adapt, self._mesh, self._record = adapt, mesh, record or ignore
         self._plans: dict[Any, Plan] = {}
+        self._is_started = False
         self._sent: list[jax.Array] = []
         self._sent_for = -1
         self._arriving: collections.deque[tuple[Leaves, Arrival]] = collections.deque()
@@ -47,6 +48,13 @@ class Staged(Closing):
     def _carry(self, group: int, models: list[jax.Array], step: int) -> Arrival:
         """Starts the exchange of a group of leaves for a step."""
 
+    def _updated(
+        self, group: int, mixed: dict[int, jax.Array], new: dict[int, jax.Array]
+    ) -> dict[int, jax.Array]:
+        """The leaves of a group that are sent next, from those before the update."""
+        del group, mixed
+        return new
+
     def __call__(
         self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
@@ -58,7 +66,7 @@ class Staged(Closing):
         Raises:
           ValueError: if an array does not have a row for each worker, `adapt` cannot be
             cut, or the state was donated to an earlier step.
-          BaseException: any error of the thread, as itself.
+          BaseException: any error of an exchange, as itself.
         """
         check_not_donated(state)
         plan = self._plan(state, batch)
@@ -80,7 +88,7 @@ class Staged(Closing):
         arriving, self._arriving = self._arriving, collections.deque()
 
         start = time.monotonic()
-        # Donates all but the params, which the thread still reads.
+        # Donates all but the params, which are still being sent.
         values = plan.early(state.params, state[1:], batch)
         # The record says when the computing was done, not when it was dispatched.
         jax.block_until_ready(values)
@@ -89,7 +97,8 @@ class Staged(Closing):
         mixed: dict[int, jax.Array] = {}
         for group, stage in enumerate(plan.groups):
             self._await(stage, arriving, mixed, step)
-            outputs.update(stage.compute(mixed, values))
+            new = dict(stage.compute(mixed, values))
+            outputs.update(self._updated(group, mixed, new))
             # Without waiting for the outputs, which may still be computing.
             self._send(group, stage.leaves, outputs, step + 1)
         if plan.rest.outputs:
@@ -110,10 +119,10 @@ class Staged(Closing):
         kind = structure, tuple((x.shape, x.dtype) for x in leaves)
         if kind not in self._plans:
             _check_rows(leaves, self._mesh.size)
-            plan = make_plan(self._adapt, state, batch, self._mesh)
-            if not self._plans:
-                self._start(state.params, plan)
-            self._plans[kind] = plan
+            self._plans[kind] = make_plan(self._adapt, state, batch, self._mesh)
+        if not self._is_started:
+            self._start(state.params, self._plans[kind])
+            self._is_started = True
         return self._plans[kind]
 
     def _await(

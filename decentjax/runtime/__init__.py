@@ -19,10 +19,12 @@ from decentjax.runtime.ratios import (
     ratios,
 )
 from decentjax.runtime.schemes import (
+    Mixed,
     Times,
     all_reduce,
     background,
     in_step,
+    peers,
     wait_avoiding,
 )
 
@@ -30,6 +32,7 @@ __all__ = [
     "Cluster",
     "Compute",
     "Job",
+    "Mixed",
     "Ratios",
     "Times",
     "all_reduce",
@@ -45,6 +48,7 @@ __all__ = [
     "log_normal",
     "moments",
     "normal",
+    "peers",
     "ratios",
     "trace",
     "wait_avoiding",

@@ -136,11 +136,7 @@ def plans(cluster: Cluster, topology: Topology) -> list[tuple[Leg, ...]]:
     Raises:
       ValueError: if the topology has another number of workers.
     """
-    if topology.num_workers != cluster.num_workers:
-        raise ValueError(
-            f"{topology.name} has {topology.num_workers} workers, the cluster has "
-            f"{cluster.num_workers}"
-        )
+    check_size(cluster, topology)
     return [
         tuple(Leg(transfer, _kinds(cluster, transfer)) for transfer in stages(exchange))
         for exchange in topology
@@ -193,6 +189,15 @@ def _kinds(cluster: Cluster, transfer: Transfer) -> tuple[Messages, ...]:
                 Messages(chosen, sending, receiving, cards[:, is_kind], *speeds)
             )
     return tuple(kinds)
+
+
+def check_size(cluster: Cluster, topology: Topology) -> None:
+    """Raises a ValueError if a topology has another number of workers."""
+    if topology.num_workers != cluster.num_workers:
+        raise ValueError(
+            f"{topology.name} has {topology.num_workers} workers, the cluster has "
+            f"{cluster.num_workers}"
+        )
 
 
 def check_positive(**numbers: float) -> None:

@@ -110,6 +110,10 @@ def _measured(arguments: list[str]) -> int:
                 "steps and measured_steps must be positive, got "
                 f"{steps} and {measured_steps}"
             )
+        if config.exchange.where == "peers":
+            raise ValueError(
+                "peers share no job in which to measure: take --exchange.where auto"
+            )
         # First: an error should not cost a measurement.
         out.mkdir(parents=True, exist_ok=True)
         if config.distributed.enabled:

@@ -151,8 +151,6 @@ def compare(
 
 def candidates(num_workers: int, workers_per_node: int) -> list[TopologyConfig]:
     """Returns the topologies to compare, whether they fit the workers or not."""
-    # About the root of N, a power of two: N = 32 has half of 5 bits, so groups of 4.
-    root = 2 ** max(1, round(math.log2(num_workers) / 2))
     configs = [
         TopologyConfig(name="ring"),
         TopologyConfig(name="one_peer_ring"),
@@ -161,7 +159,7 @@ def candidates(num_workers: int, workers_per_node: int) -> list[TopologyConfig]:
         TopologyConfig(name="one_peer_exponential"),
         TopologyConfig(name="hypercube"),
         TopologyConfig(name="base_k", degree=1),
-        TopologyConfig(name="butterfly_groups", group_size=root),
+        TopologyConfig(name="butterfly_groups"),
         TopologyConfig(name="complete"),
     ]
     if workers_per_node > 1:
@@ -321,9 +319,14 @@ def _options(config: TopologyConfig) -> list[str]:
 
 
 def _name(config: TopologyConfig) -> str:
-    options = [str(getattr(config, option)) for option in _options(config)]
+    values = (getattr(config, option) for option in _options(config))
+    options = [str(value) for value in values if value is not None]
     name = f"{config.name} ({', '.join(options)})" if options else config.name
-    return name if config.factor == 1 else f"{name}, damped by {config.factor:g}"
+    if config.factor != 1:
+        name = f"{name}, damped by {config.factor:g}"
+    if config.mean_every is not None:
+        name = f"{name}, mean every {config.mean_every}"
+    return name
 
 
 def _flags(config: TopologyConfig, overlap: Overlap) -> str:
@@ -331,6 +334,6 @@ def _flags(config: TopologyConfig, overlap: Overlap) -> str:
     where = "background" if overlap == "background" else "in_step"
     options = [
         f"--topology.{option.replace('_', '-')} {getattr(config, option)}"
-        for option in ("name", *_options(config), "factor")
+        for option in ("name", *_options(config), "factor", "mean_every")
     ]
     return " ".join([f"--step.algorithm awc --exchange.where {where}", *options])

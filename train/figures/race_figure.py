@@ -32,8 +32,12 @@ def draw_race(clusters: Mapping[str, Sequence[Bar]]) -> Figure:
     Args:
       clusters: the bars of each cluster, by title.
     """
-    height = 3.6 * len(clusters)
-    figure, all_axes = grid(len(clusters), 1, 8, height, sharex=True)
+    counts = [len(bars) for bars in clusters.values()]
+    # Inches: each bar, and for each cluster its title and ticks.
+    height = sum(0.25 * count + 0.8 for count in counts)
+    figure, all_axes = grid(
+        len(counts), 1, 8, height, sharex=True, height_ratios=counts
+    )
     for axes, (title, bars) in zip(all_axes[:, 0], clusters.items(), strict=True):
         for place, bar in enumerate(bars):
             axes.barh(place, bar.seconds, color=bar.colour)

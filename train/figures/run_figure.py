@@ -40,6 +40,18 @@ def draw_consensus(runs: Sequence[History]) -> Figure:
     return figure
 
 
+def draw_mixed(runs: Sequence[History]) -> Figure:
+    """Draws how many models of peers were mixed, and their age, by step."""
+    figure, ((count, age),) = grid(1, 2, 10, 3.4)
+    for run in runs:
+        count.plot(*run.curve("models_mixed", "step"), label=run.name)
+        age.plot(*run.curve("models_age", "step"), label=run.name)
+    count.set(xlabel="step", ylabel="models mixed per worker and step")
+    age.set(xlabel="step", ylabel="age of the models mixed [steps]")
+    count.legend()
+    return figure
+
+
 def draw_topology(topology: Topology) -> Figure:
     """Draws the first exchanges of a topology side by side."""
     num_drawn = min(topology.period, MAX_DRAWN_EXCHANGES)

@@ -65,11 +65,7 @@ def start(
     flag = f"--xla_cpu_collective_timeout_seconds={timeout}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
     place = _place(config)
-    if num_workers % place.num_processes:
-        raise ValueError(
-            f"{num_workers} workers cannot be dealt out evenly to "
-            f"{place.num_processes} processes; change workers.num_workers"
-        )
+    count = workers_per_process(num_workers, place.num_processes)
     # `fail_stop` prints it; jax sets it only where the start succeeds.
     internals.global_state.process_id = place.process_id
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
@@ -80,7 +76,21 @@ def start(
             heartbeat_timeout_seconds=heartbeats,
             coordinator_bind_address=listen_at,
         )
-    provide_cpu_devices(num_workers // place.num_processes)
+    provide_cpu_devices(count)
+
+
+def workers_per_process(num_workers: int, num_processes: int) -> int:
+    """Returns the number of workers of each process.
+
+    Raises:
+      ValueError: if they do not divide.
+    """
+    if num_workers % num_processes:
+        raise ValueError(
+            f"{num_workers} workers cannot be dealt out evenly to "
+            f"{num_processes} processes; change workers.num_workers"
+        )
+    return num_workers // num_processes
 
 
 def provide_cpu_devices(count: int) -> None:
@@ -301,9 +311,18 @@ def _place(config: DistributedConfig) -> Place:
             _check_name(config.coordinator)
         return Place(*given)
     # jax detects them too, but only while it joins, which is too late for `rendezvous`.
+    return detect(os.environ.get("JAX_COORDINATOR_ADDRESS"), config)
+
+
+def detect(address: str | None, config: DistributedConfig) -> Place:
+    """Returns the place of this process, with what is not given from its environment.
+
+    Raises:
+      ValueError: if neither Slurm nor Open MPI says it.
+    """
+    given = address, config.num_processes, config.process_id
     # Private, with one signature in jax 0.10.2 and 0.12.0. jax detects the devices.
     find: Any = ClusterEnv.auto_detect_unset_distributed_params
-    given = (os.environ.get("JAX_COORDINATOR_ADDRESS"), *given[1:])
     try:
         *found, _ = find(*given, [], None, config.start_seconds)
         if None in found:

@@ -1,4 +1,4 @@
-"""Several processes as one job: one output, one exit code, and no process left over.
+"""Several processes from one launcher: one output, one exit code, and none left over.
 
 Linux only: pidfds show which process ended first, and children die with the launcher.
 """
@@ -8,6 +8,7 @@ import ctypes
 import functools
 import os
 import selectors
+import shlex
 import signal
 import subprocess
 import sys
@@ -39,14 +40,21 @@ class Process(NamedTuple):
     env: Mapping[str, str]
 
 
-def run_job(processes: Sequence[Process]) -> int:
+def run_job(
+    processes: Sequence[Process], are_peers: Callable[[], bool] = lambda: False
+) -> int:
     """Runs all processes to their end and returns one exit code for them.
 
     The code is 0 if all ended with 0, else that of the process that failed first: 128 +
     the signal if one killed it. The others then have 5 s to end by themselves, and
-    2 s from SIGTERM to SIGKILL. The first SIGINT, SIGTERM or SIGHUP reaches all as
-    SIGTERM, for them to save and end, the second as SIGKILL. A closed output, as after
-    `| head`, counts as such a signal; the code is then 141, as for SIGPIPE.
+    2 s from SIGTERM to SIGKILL; peers go on, and the command is printed that brings the
+    lost one back. The first SIGINT, SIGTERM or SIGHUP reaches all as SIGTERM, for them
+    to save and end, the second as SIGKILL. A closed output, as after `| head`, counts
+    as such a signal; the code is then 141, as for SIGPIPE.
+
+    Args:
+      processes: the processes.
+      are_peers: whether the others go on where one fails; asked when one has.
 
     Raises:
       OSError: if a program cannot be started; those already started are killed.
@@ -67,7 +75,7 @@ def run_job(processes: Sequence[Process]) -> int:
             with hold_stop_signals():
                 for process in processes:
                     children.append(_Child(process, selector, output))
-            failed = _wait_for_all(children, selector, output)
+            failed = _wait_for_all(children, selector, output, are_peers)
         finally:
             for child in children:
                 child.close()
@@ -75,7 +83,8 @@ def run_job(processes: Sequence[Process]) -> int:
         return 128 + signal.SIGPIPE
     if failed is None:
         return 0
-    others = "; the others were stopped" if len(children) > 1 else ""
+    stopped = len(children) > 1 and not are_peers()
+    others = "; the others were stopped" if stopped else ""
     code, how = describe_exit(failed.popen.returncode)
     print(f"error: process {failed.name} ended first, {how}{others}", file=sys.stderr)
     return code
@@ -156,7 +165,7 @@ class _Child:
     def __init__(
         self, process: Process, selector: selectors.BaseSelector, output: _Output
     ):
-        self.name = process.name
+        self.name, self.process = process.name, process
         self._output = output
         self.unprinted = b""
         self.popen = subprocess.Popen(
@@ -210,6 +219,21 @@ def _begin(launcher: int) -> None:
     die_with_parent(lambda: os.getppid() == launcher)
 
 
+def _say_how_to_return(child: _Child, others_run: bool) -> None:
+    """Prints the command that starts a process again whose peers go on."""
+    # One that cannot be carried out has said why, and would be no better off again.
+    if not others_run or child.popen.returncode in (1, 2):
+        return
+    _, how = describe_exit(child.popen.returncode)
+    env = [f"{name}={shlex.quote(x)}" for name, x in child.process.env.items()]
+    command = " ".join([*env, shlex.join(child.process.argv)])
+    print(
+        f"warning: process {child.name} ended, {how}; the others go on, and this "
+        f"command brings it back: {command}",
+        file=sys.stderr,
+    )
+
+
 def _visible(line: bytes) -> bytes:
     """Returns what a terminal shows of a line that progress has overwritten."""
     return line[line.rfind(b"\r", 0, -1) + 1 :]
@@ -221,7 +245,10 @@ def _send(children: Iterable[_Child], signum: int) -> None:
 
 
 def _wait_for_all(
-    children: Iterable[_Child], selector: selectors.BaseSelector, output: _Output
+    children: Iterable[_Child],
+    selector: selectors.BaseSelector,
+    output: _Output,
+    are_peers: Callable[[], bool],
 ) -> _Child | None:
     """Prints and waits until all have ended; returns the first that failed, if any."""
     running = set(children)
@@ -236,11 +263,15 @@ def _wait_for_all(
                 # A grandchild may hold the pipe open forever: its end is not awaited.
                 selector.unregister(child.pidfd)
                 running.remove(child)
-                if child.popen.wait() and failed is None:
-                    failed = child
+                if not child.popen.wait():
+                    continue
+                if are_peers():
+                    _say_how_to_return(child, bool(running))
+                elif failed is None:
                     term = time.monotonic() + GRACE_SECONDS
                     escalation += [(term, signal.SIGTERM)]
                     escalation += [(term + TERM_SECONDS, signal.SIGKILL)]
+                failed = failed or child
             elif not more:
                 selector.unregister(child.pipe)
         if output.closed and output.stops:

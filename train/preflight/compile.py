@@ -223,10 +223,10 @@ def prepare(
     for name, count in [("nodes", nodes), ("gpus-per-node", devices_per_node)]:
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
-    if config.exchange.where == "background":
+    if config.exchange.where in ("background", "peers"):
         raise ValueError(
-            "the background exchange is not part of the compiled step, so there is no "
-            "schedule to read: take --exchange.where in_step"
+            f'an exchange in "{config.exchange.where}" is not part of the compiled '
+            "step, so there is no schedule to read: take --exchange.where in_step"
         )
     workers = dataclasses.replace(
         config.workers,

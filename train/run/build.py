@@ -35,6 +35,7 @@ from decentjax.topology import alone, complete
 from train.config import Config, OptimizerConfig
 from train.data.batches import Batch
 from train.job.distributed import job_mesh, meet
+from train.job.peers import peer_place
 from train.run.finite import poison_gradient, watch_gradients
 from train.tasks.task import Task
 from train.xla import check_options, read_options
@@ -43,7 +44,7 @@ ORDERS = {"awc": awc_step, "atc": atc_step}
 
 
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """A linear warm-up, then a cosine or the inverse square root of the step."""
+    """A linear warm-up, then the config's decay."""
     if config.decay == "cosine":
         return optax.warmup_cosine_decay_schedule(
             init_value=config.initial_learning_rate,
@@ -53,36 +54,42 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
             end_value=config.final_learning_rate,
         )
     peak, warmup = config.learning_rate, config.warmup_steps
-    return optax.join_schedules(
-        [
-            optax.linear_schedule(config.initial_learning_rate, peak, warmup),
-            # `join_schedules` counts `past` from the end of the warm-up, and below 0
-            # during it, where the root would be of a negative number.
-            lambda past: peak * jnp.sqrt(warmup / (warmup + jnp.maximum(past, 0))),
-        ],
-        boundaries=[warmup],
-    )
+
+    # `join_schedules` counts `past` from the end of the warm-up, and below 0 during it,
+    # where the root would be of a negative number.
+    def inverse_sqrt(past):
+        return peak * jnp.sqrt(warmup / (warmup + jnp.maximum(past, 0)))
+
+    factors = {step - warmup: config.decay_factor for step in config.decay_steps}
+    after = {
+        "inverse_sqrt": inverse_sqrt,
+        "steps": optax.piecewise_constant_schedule(peak, factors),
+    }
+    rising = optax.linear_schedule(config.initial_learning_rate, peak, warmup)
+    return optax.join_schedules([rising, after[config.decay]], boundaries=[warmup])
 
 
 class Kind(NamedTuple):
     """A kind of optimizer.
 
     Args:
-      make: function of the schedule and the keywords of the moments.
-      accumulates: whether it takes `accum_steps`.
+      make: function of the schedule and the options.
+      options: fields of the config that it takes.
       decouples: whether it decays the weights itself, apart from the gradient.
     """
 
     make: Callable[..., optax.GradientTransformation]
-    accumulates: bool
+    options: tuple[str, ...]
     decouples: bool
 
 
+MOMENTS = ("b1", "b2", "eps")
 OPTIMIZERS = {
-    "accum_adamw": Kind(accum_adamw, accumulates=True, decouples=True),
-    "accum_adam": Kind(accum_adam, accumulates=True, decouples=False),
-    "adamw": Kind(optax.adamw, accumulates=False, decouples=True),
-    "adam": Kind(optax.adam, accumulates=False, decouples=False),
+    "accum_adamw": Kind(accum_adamw, (*MOMENTS, "accum_steps"), decouples=True),
+    "accum_adam": Kind(accum_adam, (*MOMENTS, "accum_steps"), decouples=False),
+    "adamw": Kind(optax.adamw, MOMENTS, decouples=True),
+    "adam": Kind(optax.adam, MOMENTS, decouples=False),
+    "sgd": Kind(optax.sgd, ("momentum",), decouples=False),
 }
 
 
@@ -97,10 +104,8 @@ def optimizer_with(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
     """Watches and clips the worker's gradient, decays the weights, and steps."""
-    make, accumulates, decouples = OPTIMIZERS[config.name]
-    named: dict[str, Any] = {"b1": config.b1, "b2": config.b2, "eps": config.eps}
-    if accumulates:
-        named["accum_steps"] = config.accum_steps
+    make, options, decouples = OPTIMIZERS[config.name]
+    named: dict[str, Any] = {option: getattr(config, option) for option in options}
     # One flat chain: a checkpoint stores the optimizer state in the chain's order.
     # The watch comes first, as clipping would spread a NaN of one leaf to all.
     steps = [watch_gradients()]
@@ -120,7 +125,9 @@ def _has_two_dims(params: Any) -> Any:
 
 
 def build_mesh(config: Config) -> Mesh | None:
-    """The devices of the workers; none where they are simulated."""
+    """The devices of the workers, of peers its own; none where they are simulated."""
+    if config.exchange.where == "peers":
+        return worker_mesh(len(peer_place(config).workers))
     if config.distributed.enabled:
         return job_mesh(config, meet(config))
     if config.workers.where == "mesh":
@@ -201,7 +208,8 @@ class InStep(contextlib.nullcontext):
         """Does nothing: no message is on its way between two steps."""
 
 
-LoopStep = InStep | gossip.Background | gossip.AllReduce
+LoopStep = InStep | gossip.Background | gossip.AllReduce | gossip.Peers | gossip.Wagma
+LocalUpdate = Callable[..., tuple[WorkerState, Metrics]]
 
 
 def build_steps(
@@ -286,7 +294,8 @@ def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:
       ValueError: if XLA does not know one, needed or not.
     """
     check_options(config.step.xla_options, jax.default_backend())
-    if mesh is None or in_background(config, mesh):
+    beside = config.exchange.where == "peers" or in_background(config, mesh)
+    if mesh is None or beside:
         return {}
     return read_options(config.step.xla_options, jax.default_backend())
 
@@ -303,7 +312,7 @@ def in_background(config: Config, mesh: Mesh | None) -> bool:
 
 def bind_adapt(
     config: Config, task: Task, optimizer: optax.GradientTransformation
-) -> Callable[..., tuple[WorkerState, Metrics]]:
+) -> LocalUpdate:
     """The local update, in which a loss that is not finite poisons its gradient."""
     return functools.partial(
         adapt,

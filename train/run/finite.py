@@ -59,28 +59,33 @@ def poison_gradient(loss_fn: LossFn) -> LossFn:
     return poisoned
 
 
-def check_gradients(state: WorkerState) -> None:
+def check_gradients(state: WorkerState, first_worker: int = 0) -> None:
     """Raises if a gradient that `watch_gradients` has seen was not finite.
 
     It reads two numbers per worker of this process.
+
+    Args:
+      state: state of the workers.
+      first_worker: number of the worker of the first row.
 
     Raises:
       FloatingPointError: with the first such step, its workers and its first leaf.
     """
     (watch,) = (x for x in state.opt_state if isinstance(x, WatchState))
-    steps = {worker: step for worker, step in _rows(watch.step).items() if step > 0}
+    rows = _rows(watch.step, first_worker)
+    steps = {worker: step for worker, step in rows.items() if step > 0}
     if not steps:
         return
     first = min(steps.values())
     workers = sorted(worker for worker, step in steps.items() if step == first)
-    leaf = int(_rows(watch.leaf)[workers[0]])
+    leaf = int(_rows(watch.leaf, first_worker)[workers[0]])
     raise FloatingPointError(
         f"the gradient of {_say(workers)} is not finite at step {first}, in "
         f"{_names(state.params, 'params')[leaf]}"
     )
 
 
-def build_check(mesh: Mesh | None) -> Check:
+def build_check(mesh: Mesh | None, first_worker: int = 0) -> Check:
     """Returns a check of the whole state, for use before each save.
 
     The check raises a FloatingPointError with step, workers and the first leaf.
@@ -96,7 +101,7 @@ def build_check(mesh: Mesh | None) -> Check:
         floats = [
             i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)
         ]
-        rows = _rows(finite([leaves[i] for i in floats]))
+        rows = _rows(finite([leaves[i] for i in floats]), first_worker)
         wrong = {worker: row for worker, row in rows.items() if not row.all()}
         if not wrong:
             return
@@ -110,11 +115,11 @@ def build_check(mesh: Mesh | None) -> Check:
     return check
 
 
-def _rows(stacked: jax.Array) -> dict[int, np.ndarray]:
+def _rows(stacked: jax.Array, first_worker: int) -> dict[int, np.ndarray]:
     """The rows of the workers of this process, by the worker's number."""
     rows = {}
     for shard in stacked.addressable_shards:
-        first = shard.index[0].start or 0
+        first = first_worker + (shard.index[0].start or 0)
         rows |= {first + i: row for i, row in enumerate(np.asarray(shard.data))}
     return rows
 

@@ -1,4 +1,7 @@
-"""The folder of a run, which one job at a time may write."""
+"""The folder of a run, which one job at a time may write.
+
+Peers, who share no job, have a folder each, RUN/process-K.
+"""
 
 import contextlib
 import fcntl
@@ -10,6 +13,12 @@ from pathlib import Path
 import jax
 
 from train.cli.command import SaveError
+
+
+def process_folders(run_dir: Path) -> list[Path]:
+    """Returns the folders of a run of peers, in the order of their numbers."""
+    folders = run_dir.glob("process-*")
+    return sorted(folders, key=lambda path: (len(path.name), path.name))
 
 
 @contextlib.contextmanager

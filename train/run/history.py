@@ -7,6 +7,7 @@ from typing import Any
 from decentjax.topology import Topology
 from train.cli.config_json import read_fields
 from train.config import TopologyConfig, WorkersConfig
+from train.run.folder import process_folders
 from train.run.log import METRICS, read_metrics
 from train.run.timeline import Span, read_timelines
 
@@ -20,16 +21,25 @@ class History:
       config: fields of config.json; those of another version are kept.
       rows: rows of metrics.jsonl.
       spans: spans of timeline.*.jsonl, of the processes that recorded any.
+      processes: of a run of peers, the history of each process, which has the rows.
     """
 
     folder: Path
     config: dict[str, Any]
     rows: list[dict[str, Any]]
     spans: list[Span]
+    processes: "tuple[History, ...]" = ()
 
     @property
     def name(self) -> str:
-        return self.folder.resolve().name
+        folder = self.folder.resolve()
+        # Of peers it is the run that has a name.
+        is_process = folder.name.startswith("process-")
+        return f"{folder.parent.name}/{folder.name}" if is_process else folder.name
+
+    def parts(self) -> "tuple[History, ...]":
+        """The processes of a run of peers, else the run itself."""
+        return self.processes or (self,)
 
     def curve(self, field: str, against: str) -> tuple[list[float], list[float]]:
         """A field of the training rows, against "step" or "seconds"."""
@@ -59,7 +69,11 @@ def read_history(run_dir: Path) -> History:
     config = run_dir / "config.json"
     if not config.exists():
         raise ValueError(f"{run_dir} holds no run: it has no config.json")
+    # A process that has only begun has no rows yet, and may have no config.
+    folders = [path for path in process_folders(run_dir) if read_metrics(path)]
+    processes = tuple(map(read_history, folders))
     rows = read_metrics(run_dir)
-    if not rows:
+    if not rows and not processes:
         raise ValueError(f"{run_dir} has no rows in {METRICS} yet")
-    return History(run_dir, read_fields(config), rows, read_timelines(run_dir))
+    spans = read_timelines(run_dir)
+    return History(run_dir, read_fields(config), rows, spans, processes)

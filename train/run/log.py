@@ -90,16 +90,17 @@ class Log:
             self._console.print(f"{text}  {left:.0f} s left", soft_wrap=True)
 
     def evaluation(
-        self, step: int, mean: dict[str, float], workers: list[dict[str, float]]
+        self, step: int, mean: dict[str, float], workers: dict[int, dict[str, float]]
     ) -> None:
-        """Records the scores of the mean model and of each worker's model."""
-        self._write({"step": step, "mean_model": mean, "workers": workers})
+        """Records the scores of the mean model and of each worker's, by its number."""
+        of_workers = list(workers.values())
+        self._write({"step": step, "mean_model": mean, "workers": of_workers})
         models = {"mean_model": mean}
-        models |= {f"worker_{number}": scores for number, scores in enumerate(workers)}
+        models |= {f"worker_{number}": scores for number, scores in workers.items()}
         for model, of_model in models.items():
             prefix = f"evaluation/{model}"
             self._events.add(step, {f"{prefix}/{k}": v for k, v in of_model.items()})
-        scores = [worker[self._headline] for worker in workers]
+        scores = [worker[self._headline] for worker in of_workers]
         self._console.print(
             f"step {step}/{self._num_steps}  held-out {self._headline} "
             f"{mean[self._headline]:.3f} (workers {min(scores):.3f} to "

@@ -10,14 +10,15 @@ import jax
 from jax.sharding import Mesh
 
 from decentjax import WorkerState, local_workers, place
-from decentjax.gossip import Record
 from train.cli.config_json import to_json
 from train.cli.tables import write_whole
 from train.config import Config
 from train.data.batches import Batch, feed
 from train.job.distributed import MetricMeans, gather
+from train.job.peers import process_place
 from train.run.build import (
     LoopStep,
+    bind_adapt,
     build_mesh,
     build_optimizer,
     build_state,
@@ -28,8 +29,9 @@ from train.run.build import (
 from train.run.checkpoint import Checkpoints, find_checkpoints, set_aside
 from train.run.finite import Check, build_check, check_gradients
 from train.run.folder import lock
-from train.run.log import Log, warn
+from train.run.log import METRICS, Log, warn
 from train.run.observe import Observer
+from train.run.peers import Watch, build_peers, join, own_folder, write_shared
 from train.run.resume import Begin, Resume, begin_again, begin_new
 from train.run.stop import Stop
 from train.run.straggler import check_processes, delay
@@ -65,7 +67,8 @@ class Parts(NamedTuple):
       observer: measurements and their log.
       checkpoints: writer of the checkpoints, in the background.
       stop: state of the signals that end the run.
-      record: writer of the timeline, if the run has one.
+      late: function that sleeps where this process is to be late at a step.
+      first: number of the worker of the first row of the arrays.
     """
 
     train_step: LoopStep
@@ -75,7 +78,8 @@ class Parts(NamedTuple):
     observer: Observer
     checkpoints: Checkpoints
     stop: Stop
-    record: Record | None
+    late: Callable[[int], None]
+    first: int
 
 
 def train(
@@ -87,6 +91,8 @@ def train(
     """Trains in `run_dir`, from the start or from a checkpoint there.
 
     In a job of several processes all of them call it, with one folder that all can see.
+    A process of peers that was started before goes on from its newest checkpoint.
+
     Ctrl-C, SIGTERM and SIGHUP end the run after the current step, with a checkpoint; a
     second signal ends it at once, and the earlier checkpoints stay intact.
 
@@ -101,12 +107,13 @@ def train(
       FloatingPointError: if a number is no longer finite; it is not saved.
       SaveError: if a checkpoint cannot be written.
     """
-    check_processes(config.straggler)
+    check_processes(config.straggler, process_place(config)[1])
     mesh = build_mesh(config)
+    folder = own_folder(config, run_dir)
     # The lock is taken first and released last: all else writes into the folder.
-    with lock(run_dir), _advice(config, run_dir), contextlib.ExitStack() as stack:
+    with lock(folder), _advice(config, folder), contextlib.ExitStack() as stack:
         task = config.task.build()
-        begin, parts = _prepare(config, run_dir, resume, init_from, task, mesh, stack)
+        begin, parts = _prepare(config, folder, resume, init_from, task, mesh, stack)
         step, state = run_steps(config, begin, parts)
     return Outcome(step, state, parts.observer.mean(state), task)
 
@@ -116,12 +123,12 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
 
     A state is saved before it is evaluated, and only once it is known to be finite.
     """
-    train_step, batches, put, check, observer, checkpoints, stop, record = parts
+    train_step, batches, put, check, observer, checkpoints, stop, late, first = parts
     step, state, num_skipped = begin.step, begin.state, 0
     while step < config.num_steps and not stop.stopped:
         batch = next(batches)
         arrays, num_skipped = put(batch.arrays), num_skipped + batch.skipped
-        delay(config.straggler, step, record)
+        late(step)
         state, metrics = train_step(state, arrays, step)
         step += 1
         checkpoints.check()
@@ -134,7 +141,7 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
         )
         save = end or evaluate or step % config.checkpoint.every_steps == 0
         if save or step % config.log.every_steps == 0:
-            check_gradients(state)
+            check_gradients(state, first)
             # The consensus distance is a collective: an exchange that is still on its
             # way could meet it in another order on a peer, and both would wait forever.
             settled = None
@@ -169,14 +176,22 @@ def _prepare(
 ) -> tuple[Begin, Parts]:
     """Makes the state to start from and the parts of the loop, entered in `stack`."""
     optimizer = build_optimizer(config.optimizer, config.num_steps)
+    watch = Watch(config) if config.exchange.where == "peers" else None
+    first = 0 if watch is None else watch.first_worker
     mine, put = range(config.workers.num_workers), lambda tree: tree
     if mesh is not None:
-        mine, put = local_workers(mesh), functools.partial(place, mesh=mesh)
+        mine = [first + number for number in local_workers(mesh)]
+        put = functools.partial(place, mesh=mesh)
 
     def make_state(model: tuple[Any, Any] | None = None) -> WorkerState:
         return put(build_state(config, task, optimizer, mine, model))
 
-    check = build_check(mesh)
+    check = build_check(mesh, first)
+    was_started = (run_dir / METRICS).exists()
+    if watch is not None:
+        # Started again, by whichever command, it goes on from where it was.
+        was_saved = bool(find_checkpoints(run_dir).steps)
+        resume = (resume or Resume()) if was_saved else None
     if resume is None:
         begin = begin_new(run_dir, make_state, init_from)
     else:
@@ -184,9 +199,10 @@ def _prepare(
     if jax.process_index() == 0:
         _prepare_folder(config, run_dir, begin.step)
     gather(begin.step)  # A barrier: process 0 drops old spans before others write new.
+    process, num_processes = process_place(config)
     record = None
     if config.log.timeline:
-        record = stack.enter_context(Timeline(run_dir, jax.process_index())).record
+        record = stack.enter_context(Timeline(run_dir, process)).record
     # Contexts end in the reverse order: first the checkpoints, which save what is still
     # in memory, then the exchange, and only then the log, which shows their errors.
     means = stack.enter_context(MetricMeans(config.distributed.timeout_seconds))
@@ -194,12 +210,25 @@ def _prepare(
     if jax.process_index() == 0:
         log = Log(run_dir, config.num_steps, begin.step, task.headline.name)
         stack.enter_context(log)
-    observer = Observer(config, task, mesh, begin.step, means, log)
     batches = feed(build_steps(config, task, mine), config.data.num_processes)
     batches.set_step(begin.step)
     stack.enter_context(contextlib.closing(batches))
-    train_step = build_train_step(config, task, optimizer, mesh, record)
-    stack.enter_context(train_step)
+    if watch is None:
+        train_step = build_train_step(config, task, optimizer, mesh, record)
+        stack.enter_context(train_step)
+    else:
+        assert mesh is not None
+        assert log is not None
+        local = bind_adapt(config, task, optimizer)
+        train_step = build_peers(config, local, mesh, run_dir, watch, record)
+        stack.enter_context(train_step)
+        # One that was started again begins where the others are.
+        if was_started and begin.step < config.num_steps:
+            arrays = put(next(batches).arrays)
+            begin = join(train_step, begin, arrays, config.num_steps - 1, log)
+            batches.set_step(begin.step)
+        stack.enter_context(watch.opened(run_dir, begin.step, train_step))
+    observer = Observer(config, task, mesh, begin.step, means, log, watch)
     stop = stack.enter_context(Stop())
     peer_seconds = config.distributed.timeout_seconds
     checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept, peer_seconds)
@@ -209,8 +238,11 @@ def _prepare(
         log.note(begin.step, **begin.facts)
     if log is not None and options:
         log.say(f"options of XLA: {options} (without: --step.xla-options)")
+    late = functools.partial(
+        delay, config.straggler, process, num_processes, record=record
+    )
     return begin, Parts(
-        train_step, batches, put, check, observer, checkpoints, stop, record
+        train_step, batches, put, check, observer, checkpoints, stop, late, first
     )
 
 
@@ -228,6 +260,9 @@ def _advice(config: Config, run_dir: Path) -> Iterator[None]:
             if steps
             else f"nothing has been saved yet: begin again with --{smaller}"
         )
+        if config.exchange.where == "peers":
+            # One of another learning rate would be refused by the others.
+            how = "started again, this process takes the model of a peer"
         raise FloatingPointError(f"{error}; {how}") from error
 
 
@@ -236,4 +271,6 @@ def _prepare_folder(config: Config, run_dir: Path, step: int) -> None:
     for name in set_aside(run_dir, step):
         warn(f"moved {run_dir}/checkpoints/{name} to {run_dir / 'set_aside'}")
     write_whole(run_dir / "config.json", to_json(config))
+    if config.exchange.where == "peers":
+        write_shared(config, run_dir)
     drop_spans(run_dir, step)

@@ -15,6 +15,7 @@ from train.config import Config
 from train.job.distributed import MetricMeans, gather
 from train.run.build import build_schedule
 from train.run.log import Log
+from train.run.peers import Watch
 from train.run.scores import build_score
 from train.run.stop import Stop
 from train.tasks.task import Task
@@ -30,6 +31,7 @@ class Observer:
       start: number of steps already done.
       means: metrics on their way to process 0.
       log: log of all processes; None but in process 0.
+      watch: what this process learns of its peers, if it has any.
     """
 
     def __init__(
@@ -40,8 +42,9 @@ class Observer:
         start: int,
         means: MetricMeans,
         log: Log | None,
+        watch: Watch | None = None,
     ):
-        self.log, self._means = log, means
+        self.log, self._means, self._watch = log, means, watch
         self.mean = build_mean(mesh)
         self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
         self._consensus = build_consensus(mesh)
@@ -65,7 +68,11 @@ class Observer:
             way: the measurement is a collective of its own.
         """
         values = {name: local_mean(x) for name, x in metrics.items()}
-        if settled is not None:
+        if self._watch is not None and self.log is not None:
+            values |= self._watch.values()
+            self._watch.say_changes(step, self.log)
+        # The workers of one process alone would seem closer than all are.
+        elif settled is not None:
             values["consensus_distance"] = self._consensus(settled)
         values["learning_rate"] = float(self._schedule(step - 1))
         now = time.monotonic()
@@ -106,10 +113,11 @@ class Observer:
             of_mean, *of_workers = self._score([self.mean(state), *models], check_stop)
         except _Stopped:
             return
-        own = list(zip(numbers, of_workers, strict=True))
+        first = 0 if self._watch is None else self._watch.first_worker
+        own = [(first + i, one) for i, one in zip(numbers, of_workers, strict=True)]
         of_all = sorted(pair for pairs in gather(own) for pair in pairs)
         if self.log is not None:
-            self.log.evaluation(step, of_mean, [scores for _, scores in of_all])
+            self.log.evaluation(step, of_mean, dict(of_all))
 
 
 def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:

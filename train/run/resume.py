@@ -13,11 +13,12 @@ import jax
 import tyro
 
 from decentjax import WorkerState
-from train.cli.config_json import differences, from_fields, to_json
+from train.cli.config_json import differences, from_fields, read_fields, to_json
 from train.cli.options import AS_OPTIONS
 from train.config import Config, DistributedConfig
 from train.run.checkpoint import choose, find_checkpoints, restore, saved_fields
 from train.run.finite import Check
+from train.run.folder import process_folders
 from train.run.log import warn
 from train.run.scores import read_trained
 
@@ -66,11 +67,10 @@ def saved_config(run_dir: Path, step: int | None, like: Config | None = None) ->
     Raises:
       ValueError: if there is no such checkpoint.
     """
-    found = find_checkpoints(run_dir)
-    path = found.steps[choose(found, run_dir, step)[0]]
     own = () if like is None else (type(like.task),)
+    path, fields = _saved(run_dir, step)
     try:
-        config = from_fields(saved_fields(path), own)
+        config = from_fields(fields, own)
     except ValueError as error:
         raise ValueError(
             f"{path}: {error}; where the task is a class of your own, give the config "
@@ -82,6 +82,17 @@ def saved_config(run_dir: Path, step: int | None, like: Config | None = None) ->
         start_seconds=given.start_seconds, timeout_seconds=given.timeout_seconds
     )
     return dataclasses.replace(config, distributed=distributed)
+
+
+def _saved(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
+    """The fields of a run's config, and where they are from."""
+    # Peers have one config, and may have checkpoints of different steps, or none.
+    path = run_dir / "config.json"
+    if process_folders(run_dir) and path.exists():
+        return path, read_fields(path)
+    found = find_checkpoints(run_dir)
+    path = found.steps[choose(found, run_dir, step)[0]]
+    return path, saved_fields(path)
 
 
 def with_changes(
@@ -134,13 +145,13 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
     allowed = FREE + resume.changes
     if now["num_steps"] > saved["num_steps"]:
         allowed += ("num_steps",)
-    refused = differences(_without(saved, allowed), _without(now, allowed))
+    refused = differences(without(saved, allowed), without(now, allowed))
     if refused:
         raise ValueError(
             f"{path} was trained otherwise: {', '.join(refused)}; to change what is "
             "trained, name it, as --change optimizer.learning-rate=1e-3"
         )
-    return differences(_without(saved, FREE), _without(now, FREE))
+    return differences(without(saved, FREE), without(now, FREE))
 
 
 class Begin(NamedTuple):
@@ -227,12 +238,12 @@ def begin_again(
     raise AssertionError("choose returns at least one step")
 
 
-def _without(
+def without(
     fields: dict[str, Any], names: Sequence[str], prefix: str = ""
 ) -> dict[str, Any]:
-    """The fields of a config but for those, named as "task.data"."""
+    """Returns the fields of a config but for those, named as "task.data"."""
     kept = {k: v for k, v in fields.items() if f"{prefix}{k}" not in names}
     return {
-        k: _without(v, names, f"{prefix}{k}.") if isinstance(v, dict) else v
+        k: without(v, names, f"{prefix}{k}.") if isinstance(v, dict) else v
         for k, v in kept.items()
     }

@@ -10,8 +10,10 @@ import numpy as np
 from decentjax import mean_model
 from train.cli.config_json import read_config
 from train.config import Config
+from train.job.distributed import workers_per_process
 from train.run.build import build_optimizer, build_state
 from train.run.checkpoint import read_models
+from train.run.folder import process_folders
 from train.tasks.task import Task, Totals
 
 Model = tuple[Any, Any]
@@ -23,14 +25,19 @@ class TrainedRun(NamedTuple):
     Args:
       config: config of the run.
       task: the trained task.
-      step: step of the checkpoint.
+      steps: step of the checkpoint; of peers, that of each process.
       models: params and model state of all workers, NumPy, [N, ...].
     """
 
     config: Config
     task: Task
-    step: int
+    steps: tuple[int, ...]
     models: Model
+
+    @property
+    def step(self) -> int:
+        """The step of the models; of peers, that of the process furthest behind."""
+        return min(self.steps)
 
     def mean(self) -> Model:
         """Params and model state of the mean model."""
@@ -55,7 +62,7 @@ def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
 
     Args:
       run_dir: folder of the run.
-      step: step of the checkpoint; by default the newest.
+      step: step of the checkpoint; by default the newest, of peers that of each.
 
     Raises:
       ValueError: if the folder holds no run, or no such checkpoint.
@@ -66,12 +73,19 @@ def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
     config = read_config(path)
     task = config.task.build()
     optimizer = build_optimizer(config.optimizer, config.num_steps)
-    workers = range(config.workers.num_workers)
+    folders, num_processes = [run_dir], 1
+    if process_folders(run_dir):
+        num_processes = config.distributed.num_processes or 1
+        folders = [run_dir / f"process-{i}" for i in range(num_processes)]
+    workers = range(workers_per_process(config.workers.num_workers, num_processes))
     # Shapes alone: the checkpoint's arrays are read into them, without the optimizer's.
     state = jax.eval_shape(lambda: build_state(config, task, optimizer, workers))
     shapes = {"params": state.params, "model_state": state.model_state}
-    step, models = read_models(run_dir, shapes, step)
-    return TrainedRun(config, task, step, (models["params"], models["model_state"]))
+    steps, parts = zip(
+        *(read_models(folder, shapes, step) for folder in folders), strict=True
+    )
+    models = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+    return TrainedRun(config, task, steps, (models["params"], models["model_state"]))
 
 
 class Score(Protocol):

@@ -2,19 +2,18 @@
 
 import time
 
-import jax
 import numpy as np
 
 from decentjax.gossip import Record
 from train.config import StragglerConfig
 
 
-def check_processes(config: StragglerConfig) -> None:
+def check_processes(config: StragglerConfig, num_processes: int) -> None:
     """Raises a ValueError if a process that is to be late does not exist."""
-    count = jax.process_count()
-    if config.kind == "fixed" and max(config.who, default=0) >= count:
+    if config.kind == "fixed" and max(config.who, default=0) >= num_processes:
         raise ValueError(
-            f"straggler.who has process {max(config.who)}, and there are {count}"
+            f"straggler.who has process {max(config.who)}, and there are "
+            f"{num_processes}"
         )
 
 
@@ -33,9 +32,14 @@ def delay_seconds(
     return 0.0
 
 
-def delay(config: StragglerConfig, step: int, record: Record | None) -> None:
+def delay(
+    config: StragglerConfig,
+    process: int,
+    num_processes: int,
+    step: int,
+    record: Record | None,
+) -> None:
     """Sleeps if this process is to be late at this step."""
-    process, num_processes = jax.process_index(), jax.process_count()
     # Before the step's compute, and so before its exchange: peers wait for a message.
     seconds = delay_seconds(config, process, num_processes, step)
     if seconds > 0:

@@ -75,7 +75,8 @@ def drop_spans(run_dir: Path, start: int) -> None:
 
 def read_timelines(run_dir: Path) -> list[Span]:
     """Returns the recorded spans of all processes of a run."""
-    return [span for path in sorted(run_dir.glob(FILES)) for span in _read(path)]
+    paths = [*run_dir.glob(FILES), *run_dir.glob(f"process-*/{FILES}")]  # Of peers.
+    return [span for path in sorted(paths) for span in _read(path)]
 
 
 def spans_of(times: Times, num_workers: int) -> list[Span]:

@@ -12,7 +12,7 @@ import numpy as np
 
 from decentjax import runtime
 from decentjax.analysis import ring_all_reduce
-from decentjax.runtime import Cluster, Job
+from decentjax.runtime import Cluster, Compute, Job, Times
 from train.bench.race.contestants import Contestant, Graph, Scheme, graph_of
 from train.bench.race.team import Team, cluster_name, measure_in
 from train.bench.race.turns import Load, Turn
@@ -99,29 +99,71 @@ def predict(
       straggler: seconds by which worker t mod N is late at step t.
     """
     num_workers = cluster.num_workers
-    job = Job(
-        model_bytes=load.model_bytes,
-        # Row t mod N of the identity: worker t mod N is late at step t.
-        compute=runtime.trace(compute + straggler * np.eye(num_workers)),
-        forward_share=1.0,  # The whole gradient is computed before any of it is sent.
-    )
-    if contestant.scheme == Scheme.ALL_REDUCE:
-        times = runtime.all_reduce(cluster, job, PERIODS * num_workers)
-        return times.seconds_per_step(num_workers)
-    topology = graph_of(contestant.graph, num_workers, cluster.workers_per_node)
-    # Leaves are sent one by one, as soon as they are updated: a bucket for each layer.
-    period = num_workers * topology.period
-    times = runtime.background(
-        cluster, job, topology, PERIODS * period, num_buckets=load.layers
-    )
+    graph = graph_of(contestant.graph, num_workers, cluster.workers_per_node)
+    period = num_workers * graph.period
+    # Row t mod N of the identity: worker t mod N is late at step t.
+    seconds = runtime.trace(compute + straggler * np.eye(num_workers))
+    times = simulate(cluster, load, contestant, seconds, PERIODS * period)
     return times.seconds_per_step(period)
+
+
+def simulate(
+    cluster: Cluster,
+    load: Load,
+    contestant: Contestant,
+    compute: Compute,
+    num_steps: int,
+) -> Times:
+    """Returns the simulated steps of a contestant.
+
+    Args:
+      cluster: nodes, workers and links.
+      load: computing of each worker in a step.
+      contestant: all-reduce, or one in the background or that does not wait.
+      compute: seconds of compute, with the delays.
+      num_steps: number of steps.
+    """
+    # The whole gradient is computed before any of it is sent.
+    job = Job(model_bytes=load.model_bytes, compute=compute, forward_share=1.0)
+    if contestant.scheme == Scheme.ALL_REDUCE:
+        return runtime.all_reduce(cluster, job, num_steps)
+    graph = graph_of(contestant.graph, cluster.num_workers, cluster.workers_per_node)
+    if contestant.scheme == Scheme.NO_WAIT:
+        return runtime.peers(cluster, job, graph, num_steps)[0]
+    # Leaves are sent one by one, as soon as they are updated: a bucket for each layer.
+    return runtime.background(cluster, job, graph, num_steps, num_buckets=load.layers)
+
+
+def model_of(cluster: EmulatedCluster, load: Load, turn: Turn, team: Team) -> Cluster:
+    """Returns the simulator's cluster; the rate inside a node is measured, by a turn.
+
+    Args:
+      cluster: emulated cluster.
+      load: computing of each worker in a step.
+      turn: turn whose numbers of steps that measurement has.
+      team: team that takes it.
+    """
+    per_node, rate = cluster.workers_per_node, parse_rate(cluster.rate)
+    assert rate is not None
+    inside = np.inf
+    if per_node > 1:
+        share, _ = ring_all_reduce(per_node)
+        alone = Contestant(Scheme.EXCHANGE, Graph.INSIDE)
+        seconds = team.take(Turn(alone, turn.warmup, turn.steps))
+        inside = share * load.model_bytes / seconds
+    return ClusterSpec(
+        num_nodes=cluster.nodes,
+        workers_per_node=per_node,
+        between=rate * PAYLOAD,
+        inside=inside,
+    ).runtime_cluster()
 
 
 def _rows(
     cluster: EmulatedCluster, load: Load, turn: Turn, team: Team
 ) -> Iterator[Comparison]:
     """Runs the workers' turns, in the cluster's switch."""
-    modelled = _model_of(cluster, load, turn, team)
+    modelled = model_of(cluster, load, turn, team)
     compute = team.take(turn._replace(straggler=0.0))
     # All predictions come before the first measurement.
     predictions = [
@@ -144,21 +186,3 @@ def _rows(
         yield Comparison(
             cluster_name(cluster), cluster.rate, late, name, predicted, measured
         )
-
-
-def _model_of(cluster: EmulatedCluster, load: Load, turn: Turn, team: Team) -> Cluster:
-    """The cluster of the simulator; the rate inside a node is measured."""
-    per_node, rate = cluster.workers_per_node, parse_rate(cluster.rate)
-    assert rate is not None
-    inside = np.inf
-    if per_node > 1:
-        share, _ = ring_all_reduce(per_node)
-        alone = Contestant(Scheme.EXCHANGE, Graph.INSIDE)
-        seconds = team.take(Turn(alone, turn.warmup, turn.steps))
-        inside = share * load.model_bytes / seconds
-    return ClusterSpec(
-        num_nodes=cluster.nodes,
-        workers_per_node=per_node,
-        between=rate * PAYLOAD,
-        inside=inside,
-    ).runtime_cluster()

@@ -73,7 +73,7 @@ def _throughputs(num_workers: int, ideal: float) -> dict[str, float]:
     cluster = Cluster(num_nodes=num_workers, between_bytes_per_second=BYTES_PER_SECOND)
     ring = topology.ring(num_workers)
     exponential = topology.one_peer_exponential(num_workers)
-    groups = topology.butterfly_groups(num_workers, round(num_workers**0.5))
+    groups = topology.butterfly_groups(num_workers)
     # Local SGD with a period of 1 averages the models after the step: one bucket.
     simulated: dict[str, Times] = {
         "all-reduce": runtime.all_reduce(cluster, job, STEPS),

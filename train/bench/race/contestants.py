@@ -20,6 +20,9 @@ class Scheme(StrEnum):
     EXCHANGE = "exchange alone"
     IN_STEP = "in the step"
     BACKGROUND = "in the background"
+    PEERS_EXCHANGE = "exchange alone, by peers"
+    PEERS = "by peers"
+    NO_WAIT = "by peers, without waiting"
     TORCH_COMPUTE = "PyTorch alone"
     DDP = "PyTorch DDP"
     DECENT_DP = "Decent-DP"
@@ -38,6 +41,8 @@ class Graph(StrEnum):
 
 # Schemes whose workers run torch; all others run jax.
 TORCH = (Scheme.TORCH_COMPUTE, Scheme.DDP, Scheme.DECENT_DP)
+# Schemes that exchange models without collectives: permutations of single workers.
+BY_PEERS = (Scheme.PEERS_EXCHANGE, Scheme.PEERS, Scheme.NO_WAIT)
 # Decent-DP's names of the graphs that it has.
 DECENT_DP_GRAPHS = {
     Graph.RING: "ring",
@@ -67,8 +72,8 @@ class Contestant(NamedTuple):
 
     @property
     def is_gossip(self) -> bool:
-        """Whether it is a step of decentjax that averages models with peers."""
-        return self.scheme in (Scheme.IN_STEP, Scheme.BACKGROUND)
+        """Whether it is a step of decentjax that waits for its peers' models."""
+        return self.scheme in (Scheme.IN_STEP, Scheme.BACKGROUND, Scheme.PEERS)
 
     def __str__(self) -> str:
         late = " with a straggler" if self.straggler else ""
@@ -103,6 +108,8 @@ def all_contestants(workers_per_node: int, peers: bool) -> list[Contestant]:
         for graph in graphs
         for scheme in (Scheme.EXCHANGE, Scheme.IN_STEP, Scheme.BACKGROUND)
     ]
+    if workers_per_node == 1:
+        found += [Contestant(scheme, Graph.RING) for scheme in BY_PEERS]
     if peers:
         found += [Contestant(Scheme.TORCH_COMPUTE), Contestant(Scheme.DDP)]
         theirs = [graph for graph in graphs if graph in DECENT_DP_GRAPHS]
@@ -115,7 +122,7 @@ def delayed(workers_per_node: int) -> list[Contestant]:
     # Each a graph that Decent-DP has too, so that both are delayed.
     graph = Graph.RING if workers_per_node == 1 else Graph.AER
     alone = [Contestant(Scheme.ALL_REDUCE), Contestant(Scheme.DDP)]
-    on_graph = (Scheme.BACKGROUND, Scheme.DECENT_DP)
+    on_graph = (Scheme.BACKGROUND, Scheme.NO_WAIT, Scheme.DECENT_DP)
     return alone + [Contestant(scheme, graph) for scheme in on_graph]
 
 

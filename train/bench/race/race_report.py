@@ -9,6 +9,13 @@ from train.cli.tables import markdown
 from train.figures.race_figure import Bar
 from train.job.namespaces import EmulatedCluster, parse_rate
 
+PARTS_OF_A_STEP = (
+    Scheme.COMPUTE,
+    Scheme.EXCHANGE,
+    Scheme.PEERS_EXCHANGE,
+    Scheme.TORCH_COMPUTE,
+)
+
 
 class Timing(NamedTuple):
     """Step times of a contestant.
@@ -32,7 +39,8 @@ def link_seconds(
     """Returns bytes over rate: the seconds of a step that the busiest link needs."""
     # Both average all gradients, which sends as much as the mean of all models.
     flat = contestant.scheme in (Scheme.ALL_REDUCE, Scheme.DDP)
-    if contestant.graph is None and not flat:
+    # Without waiting a newer model replaces one that the link has not carried.
+    if contestant.scheme == Scheme.NO_WAIT or not (contestant.graph or flat):
         return None
     per_node, rate = cluster.workers_per_node, parse_rate(cluster.rate)
     assert rate is not None
@@ -110,7 +118,7 @@ def bars(timings: list[Timing]) -> list[Bar]:
             timing.seconds,
             (min(timing.rounds), max(timing.rounds)),
             limit(timing.contestant, seconds),
-            _colour(timing.contestant),
+            colour(timing.contestant),
         )
         for timing in timings
         if not timing.contestant.straggler
@@ -118,15 +126,24 @@ def bars(timings: list[Timing]) -> list[Bar]:
 
 
 def limit(contestant: Contestant, seconds: dict[Contestant, float]) -> float | None:
-    """Returns the larger of compute alone and the same exchange alone."""
-    parts = [Contestant(Scheme.COMPUTE), Contestant(Scheme.EXCHANGE, contestant.graph)]
-    if not contestant.is_gossip or any(part not in seconds for part in parts):
+    """Returns the larger of compute alone and the same exchange alone.
+
+    That of a step that does not wait is compute alone.
+    """
+    parts = [Contestant(Scheme.COMPUTE)]
+    if contestant.is_gossip:
+        by_peers = contestant.scheme == Scheme.PEERS
+        alone = Scheme.PEERS_EXCHANGE if by_peers else Scheme.EXCHANGE
+        parts.append(Contestant(alone, contestant.graph))
+    elif contestant.scheme != Scheme.NO_WAIT:
+        return None
+    if any(part not in seconds for part in parts):
         return None
     return max(seconds[part] for part in parts)
 
 
-def _colour(contestant: Contestant) -> str:
-    parts_of_a_step = (Scheme.COMPUTE, Scheme.EXCHANGE, Scheme.TORCH_COMPUTE)
-    if contestant.scheme in parts_of_a_step:
+def colour(contestant: Contestant) -> str:
+    """Returns the colour of a contestant's bar: ours, theirs, or a part of a step."""
+    if contestant.scheme in PARTS_OF_A_STEP:
         return "0.75"
     return "tab:blue" if contestant.team == "jax" else "tab:orange"

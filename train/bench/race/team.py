@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from train.bench.race.turns import Load, Turn
+from train.bench.race.turns import Load, StepTime, Turn
 from train.job.namespaces import EmulatedCluster, Worker, in_cluster, parse_rate
 
 T = TypeVar("T")
@@ -71,6 +71,8 @@ class Team:
         self, kind: str, load: Load, out: Path, cluster: EmulatedCluster, worker: Worker
     ):
         self._kind = kind
+        # Where workers that exchange by peers find each other.
+        self._books = tempfile.TemporaryDirectory()
         self._logs: list[Path] = []
         self._popens: list[subprocess.Popen] = []
         self._workers: list[Connection] = []
@@ -85,7 +87,7 @@ class Team:
             with log.open("w") as output:
                 popen = subprocess.Popen(
                     process.argv,
-                    env={**os.environ, **process.env},
+                    env={**os.environ, **process.env, "BOOKS": self._books.name},
                     # A socket, which `serve` reads and also writes: jax and gloo print
                     # to standard output.
                     stdin=theirs.fileno(),
@@ -100,7 +102,11 @@ class Team:
             self._selector.register(ours, selectors.EVENT_READ, rank)
 
     def take(self, turn: Turn) -> float:
-        """Returns the mean seconds of a step, over steps and workers.
+        """Returns the mean seconds of a step, over steps and workers; see `times`."""
+        return fmean(x.seconds for steps in self.times(turn) for x in steps)
+
+    def times(self, turn: Turn) -> list[list[StepTime]]:
+        """Returns the measured steps of each worker, [N][T].
 
         Raises:
           SystemExit: if a worker dies; the others end with the cluster.
@@ -109,17 +115,17 @@ class Team:
             # The selector reports a worker that has died.
             with contextlib.suppress(ConnectionError):
                 worker.send(turn)
-        means = []
-        while len(means) < len(self._workers):
+        times: dict[int, list[StepTime]] = {}
+        while len(times) < len(self._workers):
             # In the order of events: if a worker dies, the others wait for it in a
             # collective that fails later, and never answer.
             for key, _ in self._selector.select():
                 worker: Any = key.fileobj
                 try:
-                    means.append(fmean(worker.recv()))
+                    times[key.data] = worker.recv()
                 except (EOFError, ConnectionError) as error:
                     raise self._death(key.data, turn) from error
-        return fmean(means)
+        return [steps for _, steps in sorted(times.items())]
 
     def _death(self, rank: int, turn: Turn) -> SystemExit:
         log = self._logs[rank]
@@ -136,3 +142,4 @@ class Team:
             worker.close()
         for popen in self._popens:
             popen.wait()
+        self._books.cleanup()

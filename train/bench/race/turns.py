@@ -1,7 +1,7 @@
 """The load of a worker of the race, and the protocol by which it takes its turns.
 
 A worker's standard input is a socket to the driver, which sends the `Load` and then a
-`Turn` at a time; the worker answers each with the seconds of its steps. Imports neither
+`Turn` at a time; the worker answers each with the times of its steps. Imports neither
 jax nor torch, because the workers of both use it.
 """
 
@@ -10,8 +10,11 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable
+from enum import StrEnum
 from multiprocessing.connection import Connection
 from typing import NamedTuple
+
+import numpy as np
 
 from train.bench.race.contestants import Contestant
 from train.bench.runner import Runner
@@ -41,6 +44,14 @@ class Load:
         return 4 * self.layers * self.width**2
 
 
+class Late(StrEnum):
+    """Which workers are late."""
+
+    ROTATING = "worker t mod N at step t"
+    RANDOM = "each worker at random"
+    ALWAYS = "worker 0 always"
+
+
 class Turn(NamedTuple):
     """A turn of all workers.
 
@@ -48,9 +59,10 @@ class Turn(NamedTuple):
       contestant: contestant whose turn it is.
       warmup: number of steps before the measurement.
       steps: number of steps that are measured.
-      straggler: delay of worker t mod N at step t, in seconds.
+      straggler: delay of a late worker, in seconds; its mean, if it is random.
       pause: seconds that every worker sleeps in each step, as a host does while its
         accelerator computes.
+      late: which workers are late.
     """
 
     contestant: Contestant
@@ -58,6 +70,37 @@ class Turn(NamedTuple):
     steps: int
     straggler: float = 0.0
     pause: float = 0.0
+    late: Late = Late.ROTATING
+
+    def delays(self, num_workers: int) -> np.ndarray:
+        """Returns the delay of each worker at each step, seconds, [T, N]."""
+        shape = self.warmup + self.steps, num_workers
+        if self.late == Late.RANDOM:
+            # Seeded: each worker draws the delays of all.
+            return np.random.default_rng(0).exponential(self.straggler, shape)
+        step, worker = np.indices(shape)
+        late = 0 if self.late == Late.ALWAYS else step % num_workers
+        return np.where(worker == late, self.straggler, 0.0)
+
+
+class StepTime(NamedTuple):
+    """When a worker was in a step, seconds of `time.monotonic()`.
+
+    Args:
+      start: start of the step, and of the delay.
+      delay: duration of the delay.
+      awake: end of the delay and of the pause.
+      end: end of the step.
+    """
+
+    start: float
+    delay: float
+    awake: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        return self.end - self.start
 
 
 def serve(driver: Connection, make: Callable[[Load, Contestant], Runner]) -> None:
@@ -82,16 +125,15 @@ def serve(driver: Connection, make: Callable[[Load, Contestant], Runner]) -> Non
             driver.send(_take(turn, runners[contestant], rank, num_workers))
 
 
-def _take(turn: Turn, runner: Runner, rank: int, num_workers: int) -> list[float]:
-    """Seconds of each measured step."""
-    seconds = []
-    for t in range(turn.warmup + turn.steps):
+def _take(turn: Turn, runner: Runner, rank: int, num_workers: int) -> list[StepTime]:
+    """The measured steps."""
+    times = []
+    for delay in turn.delays(num_workers)[:, rank].tolist():
         start = time.monotonic()
-        # N = 4: worker 0 is late at steps 0, 4, ..., worker 1 at steps 1, 5, ...
-        late = turn.straggler if t % num_workers == rank else 0.0
-        if late + turn.pause:
-            time.sleep(late + turn.pause)
+        if delay + turn.pause:
+            time.sleep(delay + turn.pause)
+        awake = time.monotonic()
         runner.step()
-        seconds.append(time.monotonic() - start)
+        times.append(StepTime(start, delay, awake, time.monotonic()))
     runner.finish()
-    return seconds[turn.warmup :]
+    return times[turn.warmup :]

@@ -1,0 +1,358 @@
+"""Means over groups of workers, which no worker that is late holds up.
+
+A thread of each process takes part in the exchanges of its workers' groups, with the
+newest model that they have offered, while they compute the next one.
+"""
+
+import dataclasses
+import functools
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decentjax.gossip.engine import Closing
+from decentjax.gossip.links import Links, Said
+from decentjax.gossip.rows import Rows
+
+IDLE_SECONDS = 1e-3  # Between two looks for a group that has begun.
+SUMS, FAREWELLS = 0, 1  # Channels of the links.
+
+
+@dataclasses.dataclass(frozen=True)
+class Butterfly:
+    """Who averages with whom: the butterfly groups of WAGMA-SGD.
+
+    In step t the members of a group differ in the `log2 S` bits from bit
+    `t log2 S mod log2 N` on; with each partner, one bit at a time, they add up sums. In
+    every `period`-th step all N workers are one group, and await each other.
+
+    Args:
+      num_workers: N, a power of two.
+      group_size: S, a power of two from 2 to N.
+      period: number of steps from one mean of all workers to the next.
+
+    Raises:
+      ValueError: if a number is not allowed.
+
+    Source: Li et al., WAGMA-SGD (2020), algorithm 1; its printed shift of the mask
+    accumulates, which does not give the groups of its own example.
+    """
+
+    num_workers: int
+    group_size: int
+    period: int
+
+    def __post_init__(self):
+        for name, number in (("N", self.num_workers), ("S", self.group_size)):
+            if number < 1 or number & (number - 1):
+                raise ValueError(
+                    f"groups need powers of two, got {name} = {number} with N = "
+                    f"{self.num_workers} workers in groups of S = {self.group_size}"
+                )
+        if self.group_size > self.num_workers:
+            raise ValueError(
+                f"a group of S = {self.group_size} has more members than there are "
+                f"workers, N = {self.num_workers}"
+            )
+        if self.period < 1:
+            raise ValueError(f"the period must be at least 1, got {self.period}")
+
+    def is_global(self, step: int) -> bool:
+        """Whether all workers are one group, and await each other."""
+        return (step + 1) % self.period == 0
+
+    def hops(self, step: int) -> list[int]:
+        """The distances to the partners of a step: partner = worker XOR hop."""
+        every = _log2(self.num_workers)
+        count = every if self.is_global(step) else _log2(self.group_size)
+        first = 0 if self.is_global(step) else step * count
+        return [1 << (first + r) % every for r in range(count)]
+
+    def partners(self, worker: int) -> list[int]:
+        """The partners of a worker in all steps."""
+        return [worker ^ 1 << bit for bit in range(_log2(self.num_workers))]
+
+
+class Sum(NamedTuple):
+    """A sum of models.
+
+    Args:
+      leaves: the leaves, [1, ...], in float32 at least.
+      steps: step of each worker's model in it, [N]; -1 for who is not in it.
+    """
+
+    leaves: Rows
+    steps: np.ndarray
+
+
+class Sums(NamedTuple):
+    """What the groups of a step have added up: a sum for each worker of the process."""
+
+    step: int
+    of_workers: dict[int, Sum]
+
+
+class Means(Protocol):
+    """What gives a worker its average: `GroupMeans`, or the record of a run."""
+
+    def offer(self, step: int, models: dict[int, Rows]) -> None: ...
+
+    def mean(self, step: int, own: dict[int, Rows]) -> tuple[dict[int, Rows], Sums]: ...
+
+
+class GroupMeans(Closing):
+    """Means over the groups of each step, with the newest models of those who are late.
+
+    The first worker of a group to offer its model of a step begins the exchange: its
+    message reaches its partner, whose thread takes part with the model that is offered
+    there, and so on along the butterfly. Who is late finds the sum when it comes, and
+    folds its model in.
+
+    Args:
+      links: links to all partners; channel 0 has the leaves of a `Sum`, channel 1
+        nothing.
+      groups: who averages with whom.
+      workers: numbers of the workers of this process.
+      patience: longest time that a step waits for partners who are alive and silent, in
+        seconds.
+    """
+
+    def __init__(
+        self, links: Links, groups: Butterfly, workers: Sequence[int], patience: float
+    ):
+        self._links, self._groups, self._workers = links, groups, tuple(workers)
+        self._patience = patience
+        self._changed = threading.Condition()
+        self._offered: Sums | None = None
+        self._found: Sums | None = None
+        self._error: BaseException | None = None
+        self._closing_at: float | None = None
+        self.alive: set[int] = set()  # As of the last exchange.
+        self._step = 0  # Of the groups whose exchange is next.
+        # The life of each partner that answers; who does not is asked, not awaited.
+        self._answering: dict[int, int] = {}
+        # The life of each partner who was told that it is not needed any more.
+        self._told: dict[tuple[int, int], int] = {}
+        self._others = sorted(
+            {j for i in workers for j in groups.partners(i)} - {*workers}
+        )
+        self._thread = threading.Thread(
+            target=self._run, name="decentjax.means", daemon=True
+        )
+
+    def offer(self, step: int, models: dict[int, Rows]) -> None:
+        """Offers the workers' models of a step, in place of those before."""
+        count = self._groups.num_workers
+        offered = {i: offered_by(i, count, step, rows) for i, rows in models.items()}
+        with self._changed:
+            first = self._offered is None
+            self._offered = Sums(step, offered)
+        if first:
+            self._step = step
+            partners = {*self._others, *self._workers}
+            self._links.meet(partners, time.monotonic() + self._patience)
+            self._answering = {j: self._links.life_of(j) for j in partners}
+            self._thread.start()
+
+    def mean(self, step: int, own: dict[int, Rows]) -> tuple[dict[int, Rows], Sums]:
+        """Waits for the groups of a step, or of a later one, and returns the means.
+
+        Args:
+          step: step of the models that were offered last.
+          own: these models.
+
+        Returns:
+          Each worker's mean: with all S models of its group in the sum, its own of this
+          step among them, `sum / S`; else `(sum + own) / (S + 1)`. And the sums.
+        """
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._error or (self._found and self._found.step >= step)
+            )
+            if self._error:
+                raise self._error
+            found = self._found
+        assert found is not None
+        means = {
+            i: mean_of(one, i, own[i], step) for i, one in found.of_workers.items()
+        }
+        return means, found
+
+    def ask(self, own: dict[int, Rows], seconds: float) -> tuple[int, dict[int, Rows]]:
+        """Waits for a mean of the partners', before the first model is offered.
+
+        Returns:
+          The newest step of which one has come, and a mean for each worker of which one
+          has.
+        """
+        deadline, step, means = time.monotonic() + seconds, -1, {}
+        while len(means) < len(own) and time.monotonic() < deadline:
+            for worker in own.keys() - means.keys():
+                for peer in self._links.alive() & {*self._groups.partners(worker)}:
+                    message = self._links.wait(worker, peer, SUMS, 0, deadline=0)
+                    if message is not None:
+                        steps, *leaves = message.arrays
+                        count = int((np.asarray(steps) >= 0).sum())
+                        means[worker] = _mean(own[worker], leaves, count)
+                        step = max(step, message.said.step)
+            time.sleep(IDLE_SECONDS)
+        return step, means
+
+    @property
+    def refused(self) -> dict[int, str]:
+        """Why a worker was left out, for each that was."""
+        return dict(self._links.refused)
+
+    def settle(self) -> None:
+        """Returns at once: nothing here is a collective."""
+
+    def _end(self, seconds: float) -> None:
+        with self._changed:
+            self._closing_at = time.monotonic() + seconds
+        if self._thread.is_alive():
+            # Longer only where it waits for a silent partner, which then is left.
+            self._thread.join(seconds + 1)
+        self._links.close()
+
+    def _run(self) -> None:
+        try:
+            while not self._is_over():
+                if self._is_due():
+                    self._exchange()
+                else:
+                    time.sleep(IDLE_SECONDS)
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        """Whether this process, or a partner, begins the next exchange."""
+        assert self._offered is not None
+        if self._offered.step >= self._step:
+            return True
+        if self._groups.is_global(self._step):
+            return False
+        return any(
+            self._links.newest_number(worker, peer, SUMS) >= self._step
+            for worker in self._workers
+            for peer in self._groups.partners(worker)
+        )
+
+    def _exchange(self) -> None:
+        """Adds up the sums of one step, one hop after the other."""
+        step = self._step
+        with self._changed:
+            assert self._offered is not None
+            sums = dict(self._offered.of_workers)
+        for hop in self._groups.hops(step):
+            lives = {i: self._links.life_of(i ^ hop) for i in self._workers}
+            for worker, life in lives.items():
+                if life:
+                    arrays = [_placed(sums[worker]), *sums[worker].leaves]
+                    said = Said(step, step, to=life)
+                    self._links.publish(worker, worker ^ hop, SUMS, arrays, said)
+            for worker, life in lives.items():
+                came = self._receive(worker, worker ^ hop, step, life)
+                if came is not None:
+                    sums[worker] = added(sums[worker], came)
+        self.alive = self._links.alive()
+        with self._changed:
+            self._found = Sums(step, sums)
+            self._changed.notify_all()
+        self._step = step + 1
+
+    def _receive(self, worker: int, peer: int, step: int, life: int) -> Sum | None:
+        """A partner's sum of this step, if it has one."""
+        if self._links.newest_number(worker, peer, SUMS) >= 0:
+            self._answering[peer] = life
+        answers = life and self._answering.get(peer) == life
+        deadline = time.monotonic() + self._patience if answers else 0.0
+        said = Said(step, step, to=life)
+        message = self._links.wait_for_number(worker, peer, SUMS, said, deadline)
+        if message is None:
+            if time.monotonic() >= deadline:
+                self._answering.pop(peer, None)
+            return None
+        steps, *leaves = message.arrays
+        return Sum(leaves, np.asarray(steps)[0])
+
+    def _is_over(self) -> bool:
+        """Whether the end is asked for, and no partner needs this process any more."""
+        if self._closing_at is None:
+            return False
+        if time.monotonic() >= self._closing_at:
+            return True
+        # All are told before one is awaited.
+        return all([self._has_left(i, j) for i in self._workers for j in self._others])
+
+    def _has_left(self, worker: int, peer: int) -> bool:
+        """Tells a partner that it is not needed; whether the same is known of it."""
+        life = self._links.life_of(peer)
+        if peer not in self._groups.partners(worker) or not life:
+            return True
+        if self._told.get((worker, peer)) != life:
+            self._told[worker, peer] = life
+            said = Said(self._step, to=life)
+            self._links.publish(worker, peer, FAREWELLS, [], said)
+        return self._links.newest_number(worker, peer, FAREWELLS) >= 0
+
+
+def mean_of(one: Sum, worker: int, own: Rows, step: int) -> Rows:
+    """The mean of a sum, into which a worker folds its model where it is not in it."""
+    count = int((one.steps >= 0).sum())
+    if one.steps[worker] == step:
+        return _mean(own, one.leaves, count)
+    return _mean_with(own, one.leaves, count + 1)
+
+
+def offered_by(worker: int, num_workers: int, step: int, rows: Rows) -> Sum:
+    """The sum of one worker's model alone."""
+    steps = np.full(num_workers, -1, np.int32)
+    steps[worker] = step
+    return Sum(_widened(rows), steps)
+
+
+def added(one: Sum, other: Sum) -> Sum:
+    """The sum of two sums of different workers' models."""
+    return Sum(_added(one.leaves, other.leaves), np.maximum(one.steps, other.steps))
+
+
+def _log2(power: int) -> int:
+    return power.bit_length() - 1
+
+
+def _placed(one: Sum) -> jax.Array:
+    (device,) = one.leaves[0].devices()
+    return jax.device_put(one.steps[None], device)
+
+
+def wide_dtype(x: jax.Array) -> np.dtype:
+    """The dtype in which leaves are added up and sent."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+@jax.jit
+def _widened(rows: Rows) -> Rows:
+    return [x.astype(wide_dtype(x)) for x in rows]
+
+
+@jax.jit
+def _added(one: Rows, other: Rows) -> Rows:
+    return [x + y for x, y in zip(one, other, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _mean(own: Rows, sums: Rows, count: int) -> Rows:
+    return [(s / count).astype(x.dtype) for x, s in zip(own, sums, strict=True)]
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _mean_with(own: Rows, sums: Rows, count: int) -> Rows:
+    together = [s + x.astype(s.dtype) for x, s in zip(own, sums, strict=True)]
+    return _mean(own, together, count)

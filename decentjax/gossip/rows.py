@@ -1,0 +1,50 @@
+"""The leaves that travel: between stacked arrays on a mesh and rows of one worker."""
+
+from collections.abc import Sequence
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from decentjax.mixing import is_mixed
+from decentjax.step import AXIS
+
+Rows = list[jax.Array]
+"""Leaves of one worker, [1, ...] each."""
+
+
+def rows_of(leaves: Sequence[jax.Array]) -> list[Rows]:
+    """The leaves that are mixed, of each worker of this process, on its device."""
+    of_leaves = []
+    for leaf in filter(is_mixed, leaves):
+        shards = sorted(leaf.addressable_shards, key=lambda s: s.index[0].start or 0)
+        of_leaves.append([shard.data for shard in shards])
+    return [list(rows) for rows in zip(*of_leaves, strict=True)]
+
+
+def with_rows(
+    leaves: Sequence[jax.Array], rows: Sequence[Rows], mesh: Mesh
+) -> list[jax.Array]:
+    """The leaves, with those that are mixed from the rows of all workers."""
+    of_leaves = iter(list(zip(*rows, strict=True)))
+    place = NamedSharding(mesh, PartitionSpec(AXIS))
+    return [
+        jax.make_array_from_single_device_arrays(x.shape, place, next(of_leaves))
+        if is_mixed(x)
+        else x
+        for x in leaves
+    ]
+
+
+def check_workers(workers: Sequence[int], num_workers: int, mesh: Mesh) -> None:
+    """Raises a ValueError where these are not the workers of a mesh of their own."""
+    if dict(mesh.shape) != {AXIS: len(workers)}:
+        raise ValueError(
+            f'peers need a mesh with the axis "{AXIS}" alone, of this process\'s '
+            f"{len(workers)} workers, got {dict(mesh.shape)}"
+        )
+    strangers = [i for i in workers if not 0 <= i < num_workers]
+    if strangers or len(set(workers)) < len(workers):
+        raise ValueError(
+            f"workers must be different numbers from 0 to {num_workers - 1}, "
+            f"got {list(workers)}"
+        )

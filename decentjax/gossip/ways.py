@@ -1,0 +1,416 @@
+"""What is sent to peers, and how what has come from them is used.
+
+Each way sends the models of a step, one leaf group after the other, and mixes them with
+what has arrived once the step's gradient is there. They differ in what they do to the
+mean of all models, which each class states.
+"""
+
+import abc
+import collections
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from decentjax.exchange import Exchange, Permutations, Topology, rounds_of
+from decentjax.gossip.links import Links, Message, Said
+from decentjax.gossip.rows import Rows
+from decentjax.mixing import mix_arrived, mix_pushed, mix_swapped
+
+LEAST_MASS = 1 / 8  # Below it a worker gives little away.
+LITTLE = 1e-3
+
+
+class Taken(NamedTuple):
+    """A model of a peer that a worker has mixed.
+
+    Args:
+      peer: number of the peer.
+      step: the peer's step for which it sent the model.
+      sent: the worker's own step whose model the peer has got for it, in a swap; else
+        the step in which it is mixed.
+      share: part of the worker's new mass, for push-sum.
+    """
+
+    peer: int
+    step: int
+    sent: int
+    share: float = 0.0
+
+
+class Used(NamedTuple):
+    """Which versions of whose models a worker has mixed; it can be repeated from that.
+
+    Args:
+      step: step of the worker.
+      worker: number of the worker.
+      group: number of the leaf group.
+      models: the models, in the order in which they were added.
+      mass: mass of the worker afterwards.
+    """
+
+    step: int
+    worker: int
+    group: int
+    models: tuple[Taken, ...]
+    mass: float = 1.0
+
+
+Models = dict[tuple[int, int], Rows]
+"""Leaves of a group, by worker and step: what a worker has before the step."""
+
+
+class Way(abc.ABC):
+    """A way to use the models of peers.
+
+    Args:
+      links: links to the peers.
+      topology: topology whose exchanges are taken in turn.
+      num_groups: number of leaf groups.
+    """
+
+    # Whether each leaf group has a second channel, for answers without arrays.
+    answers = False
+
+    def __init__(self, links: Links, topology: Topology, num_groups: int):
+        self._links, self._topology, self._num_groups = links, topology, num_groups
+
+    @staticmethod
+    def check(topology: Topology) -> None:
+        """Raises a ValueError if the graph does not allow this way."""
+        del topology
+
+    @abc.abstractmethod
+    def send(self, worker: int, group: int, own: Rows, step: int) -> None:
+        """Leaves a worker's leaves for its peers of the step; returns at once."""
+
+    def ask(self, worker: int, step: int) -> None:
+        """Asks the peers of a step for their models, once those of the step before are
+        used: messages of two steps would share a card, and come late both.
+        """
+        for peer, _ in senders(self._topology[step], worker):
+            for group in range(self._num_groups):
+                self._links.ask(worker, peer, group)
+
+    @abc.abstractmethod
+    def take(
+        self, worker: int, group: int, own: Rows, step: int, deadline: float
+    ) -> tuple[Used, Models]:
+        """Returns what is to be mixed in a step: the record, and the models in it."""
+
+    @staticmethod
+    @abc.abstractmethod
+    def combine(topology: Topology, used: Used, models: Models) -> Rows:
+        """Returns the mixed leaves, which follow from record and models alone."""
+
+
+class Arrived(Way):
+    """Takes the newest model of each peer that has come: `mix_arrived`.
+
+    Rows of W sum to one and columns need not, so the mean of all models moves towards
+    the models that others receive more often. Any graph will do.
+    """
+
+    def send(self, worker: int, group: int, own: Rows, step: int) -> None:
+        for peer, _ in receivers(self._topology[step], worker):
+            self._links.publish(worker, peer, group, own, Said(step))
+
+    def take(
+        self, worker: int, group: int, own: Rows, step: int, deadline: float
+    ) -> tuple[Used, Models]:
+        taken, models = [], {(worker, step): own}
+        for peer, _ in senders(self._topology[step], worker):
+            message = self._links.wait(worker, peer, group, step, deadline)
+            if message is not None:
+                taken.append(Taken(peer, message.said.step, step))
+                models[peer, message.said.step] = message.arrays
+        return Used(step, worker, group, tuple(taken)), models
+
+    @staticmethod
+    def combine(topology: Topology, used: Used, models: Models) -> Rows:
+        return _average(topology, used, models)
+
+
+@dataclasses.dataclass
+class _Swap:
+    """The swaps of a leaf group with one peer, one at a time.
+
+    Args:
+      life: life of the peer's process; with another one the count begins at 0.
+      number: number of the swap that is open, or comes next.
+      sent: the leaves that were sent, while the swap is open.
+      step: the step for which they were sent.
+    """
+
+    life: int = 0
+    number: int = 0
+    sent: Rows | None = None
+    step: int = 0
+
+
+class Swaps(Way):
+    """Swaps models with the peers of the step, one swap at a time: `mix_swapped`.
+
+    Both sides of a swap move by the same difference, with opposite signs, so the mean
+    of all models stays, however late one of them is. A peer whose last swap is still
+    open is left out. The graph must be symmetric; with random pairs this is AD-PSGD
+    (Lian et al., 2018) without its atomic averaging.
+    """
+
+    def __init__(self, links: Links, topology: Topology, num_groups: int):
+        super().__init__(links, topology, num_groups)
+        self._swaps: dict[tuple[int, int], dict[int, _Swap]] = collections.defaultdict(
+            lambda: collections.defaultdict(_Swap)
+        )
+
+    @staticmethod
+    def check(topology: Topology) -> None:
+        for exchange in topology:
+            for worker in range(exchange.num_workers):
+                if set(senders(exchange, worker)) != set(receivers(exchange, worker)):
+                    raise ValueError(
+                        f"{topology.name} is not symmetric: swaps need a graph in "
+                        "which each worker receives from those to whom it sends, with "
+                        "the same weight, such as ring or random_matching"
+                    )
+
+    def send(self, worker: int, group: int, own: Rows, step: int) -> None:
+        for peer, _ in senders(self._topology[step], worker):
+            life = self._links.life_of(peer)
+            swap = self._swaps[worker, group][peer]
+            if swap.life != life:
+                # What was swapped with the process before may be lost.
+                swap = self._swaps[worker, group][peer] = _Swap(life)
+            if life and swap.sent is None:
+                swap.sent, swap.step = own, step
+                said = Said(step, swap.number, to=life)
+                self._links.publish(worker, peer, group, own, said)
+
+    def take(
+        self, worker: int, group: int, own: Rows, step: int, deadline: float
+    ) -> tuple[Used, Models]:
+        taken, models = [], {(worker, step): own}
+        for peer, swap in self._swaps[worker, group].items():
+            if swap.sent is None:
+                continue
+            # Only the swaps that this step began are awaited.
+            late = deadline if swap.step == step else 0.0
+            mine = Said(0, swap.number, to=swap.life)
+            message = self._links.wait_for_number(worker, peer, group, mine, late)
+            if message is not None:
+                taken.append(Taken(peer, message.said.step, swap.step))
+                models[peer, message.said.step] = message.arrays
+                models[worker, swap.step] = swap.sent
+                swap.sent, swap.number = None, swap.number + 1
+        return Used(step, worker, group, tuple(taken)), models
+
+    @staticmethod
+    def combine(topology: Topology, used: Used, models: Models) -> Rows:
+        mixed = _average(topology, used, models)
+        for one in used.models:
+            if one.sent != used.step:
+                weights = dict(senders(topology[one.sent], used.worker))
+                sent = models[used.worker, one.sent]
+                came = models[one.peer, one.step]
+                mixed = _mix_swapped(mixed, sent, came, weights[one.peer])
+        return mixed
+
+
+@dataclasses.dataclass
+class _Pushes:
+    """Messages of a leaf group to a peer, one at a time.
+
+    Args:
+      life: life of the peer's process; with another one the count begins at 0.
+      number: number of the message that is unanswered, or comes next.
+      mass: the mass in that message; 0 where none is unanswered.
+    """
+
+    life: int = 0
+    number: int = 0
+    mass: float = 0.0
+
+
+@dataclasses.dataclass
+class _Pulls:
+    """Messages of a leaf group from a peer: the number of the next one."""
+
+    life: int = 0
+    number: int = 0
+
+
+class PushSum(Way):
+    """Sends a share of its mass with its model, and averages by mass: `mix_pushed`.
+
+    A worker of mass m sends `W_ji m` of it to peer j, and keeps the rest. The sum of
+    mass times model stays, over workers and messages on their way, on any graph, also a
+    directed one whose workers do not keep step: this is SGP (Assran et al., 2019). An
+    update is divided by the worker's mass, so that each counts as much in that sum.
+
+    A message is answered before the next one on its edge, so no mass is lost or counted
+    twice. What is sent to a process that dies is taken back; a restarted one has mass
+    one. A worker that would keep less than 1/8 sends a thousandth of its mass.
+    """
+
+    answers = True
+
+    def __init__(self, links: Links, topology: Topology, num_groups: int):
+        super().__init__(links, topology, num_groups)
+        self._masses: dict[tuple[int, int], float] = collections.defaultdict(lambda: 1)
+        self._pushes: dict[tuple[int, int], dict[int, _Pushes]] = (
+            collections.defaultdict(lambda: collections.defaultdict(_Pushes))
+        )
+        self._pulls: dict[tuple[int, int], dict[int, _Pulls]] = collections.defaultdict(
+            lambda: collections.defaultdict(_Pulls)
+        )
+
+    def send(self, worker: int, group: int, own: Rows, step: int) -> None:
+        mass = self._masses[worker, group]
+        for peer, weight in receivers(self._topology[step], worker):
+            push = self._settled(worker, group, peer, deadline=0)
+            if not push.life or push.mass:
+                continue
+            share = weight * mass
+            # Without a bound a worker whose own sources are silent would give all away,
+            # and its updates, divided by its mass, would grow without one.
+            if self._masses[worker, group] - share < LEAST_MASS:
+                share = LITTLE * mass
+            kept = self._masses[worker, group] - share
+            push.mass, self._masses[worker, group] = share, kept
+            said = Said(step, push.number, share, to=push.life)
+            self._links.publish(worker, peer, group, own, said)
+
+    def take(
+        self, worker: int, group: int, own: Rows, step: int, deadline: float
+    ) -> tuple[Used, Models]:
+        messages = {}
+        # Only from the peers of the step: one that is ahead has sent for the next.
+        for peer, _ in senders(self._topology[step], worker):
+            message = self._pull(worker, group, peer, step, deadline)
+            if message is not None:
+                messages[peer] = message
+        for peer, _ in receivers(self._topology[step], worker):
+            self._settled(worker, group, peer, deadline)
+        mass = self._masses[worker, group]
+        mass += sum(message.said.mass for message in messages.values())
+        self._masses[worker, group] = mass
+        taken, models = [], {(worker, step): own}
+        for peer, (said, arrays) in messages.items():
+            taken.append(Taken(peer, said.step, step, said.mass / mass))
+            models[peer, said.step] = arrays
+        return Used(step, worker, group, tuple(taken), mass), models
+
+    @staticmethod
+    def combine(topology: Topology, used: Used, models: Models) -> Rows:
+        shares = np.array([one.share for one in used.models], np.float32)
+        came = [models[one.peer, one.step] for one in used.models]
+        return _mix_pushed(models[used.worker, used.step], came, shares)
+
+    def _pull(
+        self, worker: int, group: int, peer: int, step: int, deadline: float
+    ) -> Message | None:
+        """The peer's next message, if it comes in time, which is then answered."""
+        pulls, life = self._pulls[worker, group], self._links.life_of(peer)
+        if pulls[peer].life != life:
+            pulls[peer] = _Pulls(life)
+        answer = Said(step, pulls[peer].number, to=life)
+        message = self._links.wait_for_number(worker, peer, group, answer, deadline)
+        if message is not None:
+            pulls[peer].number += 1
+            self._links.publish(worker, peer, self._num_groups + group, [], answer)
+        return message
+
+    def _settled(self, worker: int, group: int, peer: int, deadline: float) -> _Pushes:
+        """The pushes to a peer, after a look for the answer to the last."""
+        pushes, answers = self._pushes[worker, group], self._num_groups + group
+        push = pushes[peer]
+        if push.mass:
+            mine = Said(0, push.number, to=push.life)
+            if self._links.wait_for_number(worker, peer, answers, mine, deadline):
+                push.number, push.mass = push.number + 1, 0.0
+        life = self._links.life_of(peer)
+        if push.life != life:
+            self._masses[worker, group] += push.mass
+            push = pushes[peer] = _Pushes(life)
+        return push
+
+
+WAYS: dict[str, type[Way]] = {
+    "arrived": Arrived,
+    "swaps": Swaps,
+    "push_sum": PushSum,
+}
+
+
+@functools.lru_cache(maxsize=4096)
+def senders(exchange: Exchange, worker: int) -> tuple[tuple[int, float], ...]:
+    """Returns the peers from which a worker receives, and their weights."""
+    assert isinstance(exchange.between, Permutations)
+    _, rounds = rounds_of(exchange.between)
+    return tuple(
+        (one.sources[worker], exchange.factor * one.weights[worker])
+        for one in rounds
+        if one.sources[worker] >= 0
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def receivers(exchange: Exchange, worker: int) -> tuple[tuple[int, float], ...]:
+    """Returns the peers to which a worker sends, and its weight at each of them."""
+    everyone = range(exchange.num_workers)
+    return tuple(
+        (i, weight)
+        for i in everyone
+        for j, weight in senders(exchange, i)
+        if j == worker
+    )
+
+
+def sources(topology: Topology, worker: int) -> list[int]:
+    """Returns the peers from which a worker receives at some step, ascending."""
+    return sorted({j for exchange in topology for j, _ in senders(exchange, worker)})
+
+
+def _average(topology: Topology, used: Used, models: Models) -> Rows:
+    """The mean with the peers of the step, by the weights of its exchange."""
+    own = models[used.worker, used.step]
+    came = {
+        one.peer: models[one.peer, one.step]
+        for one in used.models
+        if one.sent == used.step
+    }
+    exchange = senders(topology[used.step], used.worker)
+    # In place of a model that has not come the worker's own leaves it as it is: one
+    # program, and not one for each choice of those that have.
+    chosen = [came.get(peer, own) for peer, _ in exchange]
+    return _mix_arrived(own, chosen, tuple(weight for _, weight in exchange))
+
+
+@functools.partial(jax.jit, static_argnums=2)
+def _mix_arrived(own: Rows, models: list[Rows], weights: tuple[float, ...]) -> Rows:
+    return [
+        mix_arrived(x, list(of_leaf), weights)
+        for x, of_leaf in zip(own, _by_leaf(models, own), strict=True)
+    ]
+
+
+@functools.partial(jax.jit, static_argnums=3)
+def _mix_swapped(own: Rows, sent: Rows, came: Rows, weight: float) -> Rows:
+    return [
+        mix_swapped(*leaves, weight) for leaves in zip(own, sent, came, strict=True)
+    ]
+
+
+@jax.jit
+def _mix_pushed(own: Rows, models: list[Rows], shares: Any) -> Rows:
+    return [
+        mix_pushed(x, list(of_leaf), shares)
+        for x, of_leaf in zip(own, _by_leaf(models, own), strict=True)
+    ]
+
+
+def _by_leaf(models: Sequence[Rows], own: Rows) -> Sequence[Sequence[jax.Array]]:
+    return list(zip(*models, strict=True)) if models else [()] * len(own)

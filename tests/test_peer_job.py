@@ -1,0 +1,540 @@
+"""Training as processes that wait for nobody: real processes, signals and sockets."""
+
+import dataclasses
+import functools
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import job_line
+import line
+import numpy as np
+import pytest
+import tiny
+from test_distributed import ENV, LONG, ROOT, ended, launch, relaunch, started
+from test_emulate import needs_root
+from test_launch import RUN_JOB, SAVE, read_pids, wait_until
+from test_launch import start as launcher
+from test_resume import Growing
+
+from decentjax.gossip import Taken, Used
+from train.config import (
+    Config,
+    DistributedConfig,
+    ExchangeConfig,
+    StepConfig,
+    StragglerConfig,
+    TopologyConfig,
+    WorkersConfig,
+)
+from train.evaluate import evaluate
+from train.job.peers import address_of, peer_place, process_place
+from train.launch import are_peers, check_port
+from train.replay import replay
+from train.report import write_report
+from train.run import peers
+from train.run.build import build_optimizer
+from train.run.checkpoint import find_checkpoints, read_models
+from train.run.log import read_metrics
+from train.run.loop import train
+from train.run.scores import read_trained
+
+RING = ("--exchange.where", "peers", "--topology.name", "ring")
+
+
+def as_process(number: int, count: int, config: Config = line.config, **changes):
+    """A config of one process of several peers."""
+    job = DistributedConfig(enabled=True, num_processes=count, process_id=number)
+    exchange = ExchangeConfig(where="peers")
+    changes = {"distributed": job, "exchange": exchange, **changes}
+    return dataclasses.replace(config, **changes)
+
+
+def used(run_dir: Path, number: int) -> list[list[int]]:
+    """Rows [step, worker, group, peer, version] of the models that a process mixed."""
+    path = run_dir / f"process-{number}" / "used.csv"
+    lines = path.read_text().splitlines()[1:] if path.exists() else []
+    rows = [one.split(",") for one in lines]
+    # The last row may not be written to its end yet.
+    mixed = [row[:3] + row[4:6] for row in rows if len(row) == 8 and row[4]]
+    return [list(map(int, row)) for row in mixed]
+
+
+def last_step(run_dir: Path, number: int) -> int:
+    """The newest step at which a process has mixed a model."""
+    return max((row[0] for row in used(run_dir, number)), default=-1)
+
+
+def alive(run_dir: Path, number: int) -> list[tuple[int, ...]]:
+    """The peers of a process, each time that they changed."""
+    rows = read_metrics(run_dir / f"process-{number}")
+    return [tuple(row["alive"]) for row in rows if "alive" in row]
+
+
+def process_id(run_dir: Path, number: int) -> int:
+    """The operating system's number of a process, from its lock."""
+    return int((run_dir / f"process-{number}" / "lock").read_text().split()[1])
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """Two processes of two workers, which wait for all who live, and their output."""
+    run_dir = tmp_path_factory.mktemp("runs") / "line"
+    options = [*RING, "--exchange.patience", "None", "--log.timeline"]
+    with launch(2, run_dir, *options) as job:
+        return run_dir, ended(job)
+
+
+def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
+    run_dir, output = finished
+    for number in (0, 1):
+        assert f"[{number}] all 12 steps are done and saved" in output
+    ring = TopologyConfig(name="ring")
+    config = dataclasses.replace(job_line.config, topology=ring)
+    wanted = train(config, tmp_path / "simulated").state.params
+    shapes = {"params": jax.tree.map(lambda x: x[:2], wanted), "model_state": ()}
+    for number in (0, 1):
+        _, got = read_models(run_dir / f"process-{number}", shapes)
+        for name, x in got["params"].items():
+            own = wanted[name][2 * number : 2 * number + 2]
+            np.testing.assert_allclose(x, own, rtol=0, atol=1e-6)
+    rows = used(run_dir, 0) + used(run_dir, 1)
+    # Each of four workers takes the models of two, each of the step itself.
+    assert {(step, i, j) for step, i, _, j, _ in rows} == {
+        (step, i, j) for step in range(12) for i in range(4) for j in (i ^ 1, 3 - i)
+    }
+    assert all(step == version for step, *_, version in rows)
+
+
+PUSH_SUM = [*RING, "--exchange.way", "push_sum"]
+WAGMA = ["--exchange.where", "peers", "--exchange.way", "wagma", "--step.algorithm"]
+WAGMA += ["atc", "--topology.name", "butterfly_groups", "--topology.mean-every", "8"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [PUSH_SUM, WAGMA], ids=["push_sum", "wagma"])
+def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
+    way, tmp_path, capsys
+):
+    command = ["-m", "train.launch", "--processes", "2", "configs/quickstart.py", *way]
+    command += ["--num-steps", "60"]
+    command += ["--workers.num-workers", "4", "--workers.workers-per-node", "1"]
+    command += ["--straggler.kind", "rotating", "--straggler.seconds", "0.05"]
+    command = [sys.executable, *command, "--run-dir", str(tmp_path)]
+    subprocess.run(command, check=True, cwd=Path(__file__).parent.parent)
+    differences = replay(tmp_path)
+    assert list(differences) == [0, 1, 2, 3]
+    assert max(differences.values()) < 1e-5
+    ages = [row.get("models_age", 0) for row in read_metrics(tmp_path / "process-0")]
+    assert max(ages) > 0  # Models of other steps were mixed.
+    assert "greatest difference" in capsys.readouterr().out
+    # A model that nobody has made, and a step that nobody has recorded.
+    path = tmp_path / "process-0" / "used.csv"
+    head, *rows = path.read_text().splitlines()
+    path.write_text("\n".join([head, *(r for r in rows if not r.startswith("7,"))]))
+    with pytest.raises(ValueError, match="goes from step 6 to 8: it came back there"):
+        replay(tmp_path)
+
+
+def test_only_a_run_of_peers_is_repeated(tmp_path):
+    with pytest.raises(ValueError, match="holds no run of peers"):
+        replay(tmp_path)
+
+
+def test_a_page_draws_the_processes_of_a_run(finished):
+    run_dir, _ = finished
+    page = write_report([run_dir], run_dir / "report.html").read_text()
+    assert "<h2>Models of peers</h2>" in page
+    assert page.count("<h2>Topology of") == 1
+    assert page.count("<td>line/process-") == 2
+    trace = json.loads((run_dir / "trace.json").read_text())["traceEvents"]
+    assert {event["pid"] for event in trace} == {0, 1}
+
+
+def test_a_log_says_what_was_mixed_and_who_is_alive(finished):
+    run_dir, _ = finished
+    rows = read_metrics(run_dir / "process-1")
+    of_steps = [row for row in rows if "loss" in row]
+    assert [row["models_mixed"] for row in of_steps] == 12 * [2]
+    assert [row["models_age"] for row in of_steps] == 12 * [0]
+    assert not any("consensus_distance" in row for row in rows)
+    assert next(row["alive"] for row in rows if "alive" in row) == [0, 1]
+
+
+def test_all_processes_share_one_config(finished):
+    run_dir, _ = finished
+    job = json.loads((run_dir / "config.json").read_text())["distributed"]
+    assert job["process_id"] is None
+    assert job["num_processes"] == 2
+    with pytest.raises(ValueError, match="is a run of 2 processes, got 4"):
+        train(as_process(0, 4), run_dir)
+    with pytest.raises(ValueError, match="holds a run of peers: go on with"):
+        train(line.config, run_dir)
+
+
+def test_an_evaluation_has_the_workers_of_all_processes(
+    tmp_path, capsys, quick_compile
+):
+    """Which need not be at one step."""
+    own = dataclasses.replace(tiny.config, workers=line.config.workers)
+    for number, num_steps in ((0, 4), (1, 5)):
+        config = as_process(number, 2, own, num_steps=num_steps)
+        outcome = train(config, tmp_path)
+    capsys.readouterr()
+    trained = read_trained(tmp_path)
+    assert (trained.step, trained.steps) == (4, (4, 5))
+    last = jax.tree.leaves(outcome.state.params)
+    for x, y in zip(jax.tree.leaves(trained.models[0]), last, strict=True):
+        assert x.shape[0] == 4
+        np.testing.assert_array_equal(x[2:], y)
+    results = evaluate(tmp_path, workers=(2, 3))
+    assert "steps of the processes: 4, 5" in " ".join(capsys.readouterr().out.split())
+    row = read_metrics(tmp_path / "process-1")[-1]
+    for number, scores in zip((2, 3), row["workers"], strict=True):
+        assert results[f"worker {number}"] == pytest.approx(scores, rel=1e-5)
+    facts = json.loads((tmp_path / "evaluation.json").read_text())
+    assert facts["steps"] == [4, 5]
+    events = (tmp_path / "process-1" / "tensorboard").iterdir()
+    assert b"evaluation/worker_3/" in b"".join(path.read_bytes() for path in events)
+
+
+OPTIONS = f"""
+    {shlex.join(RING)} --workers.num-workers 3 --task.step-seconds 0.03
+    --checkpoint.every-steps 40 --evaluation.every-steps 1000000 --log.every-steps 10
+""".split()
+ENDLESS = ["--num-steps", "1000000"]
+
+
+@pytest.mark.slow
+def test_a_killed_process_comes_back_and_no_other_waits(tmp_path):
+    """By the command that the launcher prints. Process 0: it is like the others."""
+    options = (*OPTIONS, *ENDLESS)
+    with launch(3, tmp_path, *options, config="tests/line.py") as job:
+        wait_until(lambda: len(used(tmp_path, 0)) > 200)
+        os.kill(process_id(tmp_path, 0), signal.SIGKILL)
+        assert job.stdout is not None
+        told = "process 0 ended, killed by SIGKILL; .* brings it back: (.*)"
+        (command,) = next(filter(None, (re.findall(told, x) for x in job.stdout)))
+        before = used(tmp_path, 0)
+        killed_at = before[-1][0]
+        wait_until(lambda: all(last_step(tmp_path, i) > killed_at + 20 for i in (1, 2)))
+        with started("sh", "-c", f"exec env {command}") as again:
+            wait_until(lambda: len(used(tmp_path, 0)) > len(before) + 50)
+            wait_until(
+                lambda: {alive(tmp_path, i)[-1] for i in (1, 2)} == {(0, 1), (0, 2)}
+            )
+            again.terminate()
+            output = ended(again)
+        job.terminate()
+        rest, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert "error: process 0 ended first, killed by SIGKILL\n" in rest
+    for number in (1, 2):
+        assert re.search(rf"\[{number}\] stopped after step \d+ of 1000000", rest)
+        seen = alive(tmp_path, number)
+        assert seen.index((3 - number,)) > 0  # While process 0 was away.
+    (joined,) = map(
+        int, re.findall(r"goes on with a peer's model at step (\d+)", output)
+    )
+    assert "stopped after step" in output
+    # What it did before it was killed stays known, and it goes on with the peers' step.
+    rows = used(tmp_path, 0)
+    assert rows[: len(before)] == before
+    assert killed_at < joined <= rows[len(before)][0]
+    row = next(x for x in read_metrics(tmp_path / "process-0") if "joined_after" in x)
+    assert row["step"] == joined
+    assert row["joined_after"] % 40 == 0
+
+
+@pytest.mark.slow
+def test_a_stopped_run_of_peers_is_saved_and_goes_on(tmp_path):
+    ports = [check_port(0), check_port(0)]
+    addresses = [f"127.0.0.1:{port}" for port in ports]
+    options = [*OPTIONS, "--num-steps", "300", "--exchange.addresses", *addresses]
+    options += ["--workers.num-workers", "4", "--checkpoint.every-steps", "1000"]
+    with launch(2, tmp_path, *options, config="tests/line.py") as job:
+        wait_until(lambda: all(len(used(tmp_path, i)) > 200 for i in (0, 1)))
+        job.terminate()
+        output = ended(job)
+    assert not (tmp_path / "peers").exists()
+    for number in (0, 1):
+        assert re.search(rf"\[{number}\] stopped after step \d+ of 300", output)
+    stopped = [max(find_checkpoints(tmp_path / f"process-{i}").steps) for i in (0, 1)]
+    with relaunch(2, tmp_path, "--config-file", "tests/line.py") as job:
+        output = ended(job)
+    for number, step in enumerate(stopped):
+        assert f"[{number}] asks its peers for a model" in output
+        assert f"[{number}] all 300 steps are done" in output
+        assert used(tmp_path, number)[0][0] < step <= last_step(tmp_path, number)
+
+
+@pytest.mark.slow
+def test_a_peer_of_another_config_is_named(tmp_path):
+    def process(number: int, *options: str):
+        place = f"--distributed.process-id {number} --distributed.num-processes 3"
+        run = ("-m", "train", "tests/line.py", "--run-dir", str(tmp_path))
+        own = ("--distributed.enabled", *place.split(), *OPTIONS, *options)
+        own += ("--num-steps", "200")
+        return started(sys.executable, *run, *own)
+
+    with process(0) as first, process(1, "--optimizer.learning-rate", "0.2") as second:
+        for own, other in ((first, 1), (second, 0)):
+            output = ended(own)
+            found = re.findall(f"warning: refused worker {other} at .*", output)
+            assert len(found) == 1
+            assert "its config or its model differs" in found[0]
+
+
+@pytest.mark.slow
+@needs_root
+def test_in_an_emulated_cluster_a_process_listens_in_its_node(tmp_path):
+    emulate = (
+        sys.executable,
+        "-m",
+        "train.emulate",
+        "--nodes",
+        "2",
+        "--rate",
+        "100mbit",
+    )
+    run = (sys.executable, "-m", "train", "tests/line.py", "--run-dir", str(tmp_path))
+    options = (*RING, "--workers.num-workers", "2", "--exchange.bind", "eth0")
+    options += ("--exchange.patience", "None", "--distributed.enabled")
+    with started(*emulate, "--", *run, *options) as job:
+        output = ended(job)
+    for number in (0, 1):
+        assert f"[{number}] all 20 steps are done" in output
+        address = (tmp_path / "peers" / f"worker-{number}").read_text()
+        assert address.startswith(f"10.77.0.{number + 1}:")
+        assert {peer for *_, peer, _ in used(tmp_path, number)} == {1 - number}
+
+
+def test_a_process_alone_trains_and_when_started_again_goes_on(
+    tmp_path, monkeypatch, capsys
+):
+    """By the same command: it takes its newest checkpoint."""
+    monkeypatch.setattr(peers, "JOIN_SECONDS", 0.2)
+    config = as_process(1, 4, num_steps=9)
+    wanted = train(config, tmp_path).state
+    assert "asks its peers" not in capsys.readouterr().out
+    shutil.rmtree(find_checkpoints(tmp_path / "process-1").steps[9])
+    again = train(config, tmp_path).state
+    output = capsys.readouterr().out
+    assert "no peer has answered: goes on with its own model of step 5" in output
+    for x, y in zip(*map(jax.tree.leaves, (again.params, wanted.params)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    # It is at its end already.
+    assert train(config, tmp_path).step == 9
+    assert "asks its peers" not in capsys.readouterr().out
+
+
+def test_what_was_used_stays_known_up_to_the_step_where_a_run_goes_on(tmp_path):
+    watch = peers.Watch(as_process(1, 2))
+    begun = functools.partial(watch.opened, tmp_path, peers=None)
+    with begun(0):
+        for step in (4, 5, 6):
+            models = (Taken(1, step - 2, step), Taken(3, step, step, 0.5))
+            watch.add(Used(step, 2, 0, models, 1.5))
+        watch.add(Used(6, 2, 1, ()))
+    assert watch.values() == {"models_mixed": 1.5, "models_age": 1}
+    assert watch.values() == {"models_mixed": 0}
+    with begun(6):
+        watch.add(Used(6, 3, 0, ()))
+    assert (tmp_path / "used.csv").read_text().splitlines() == [
+        "step,worker,group,mass,peer,version,sent,share",
+        *("4,2,0,1.5,1,2,4,0.0", "4,2,0,1.5,3,4,4,0.5"),
+        *("5,2,0,1.5,1,3,5,0.0", "5,2,0,1.5,3,5,5,0.5"),
+        "6,3,0,1.0,,,,",
+    ]
+
+
+RUN_PEERS = RUN_JOB.replace("run_job(processes)", "run_job(processes, lambda: True)")
+
+
+def test_peers_go_on_where_one_fails():
+    lives = "import time; time.sleep(1); print('done')"
+    codes = ("import os; os.kill(os.getpid(), 9)", lives, "raise SystemExit(1)")
+    with launcher(*codes, program=RUN_PEERS) as job:
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode in (1, 128 + signal.SIGKILL)
+    hint, done, end = sorted(out.decode().splitlines(), key=lambda x: "error" in x)
+    # One that cannot be carried out has said why, and would be no better off again.
+    command = shlex.join([sys.executable, "-c", codes[0]])
+    assert hint == (
+        "warning: process 0 ended, killed by SIGKILL; the others go on, and this "
+        f"command brings it back: ME=0 {command}"
+    )
+    assert done == "[1] done"
+    assert re.fullmatch("error: process [02] ended first, [a-zA-Z0-9 ]+", end)
+
+
+def test_stopped_peers_end_as_any_job():
+    with launcher(SAVE, SAVE, program=RUN_PEERS) as job:
+        read_pids(job, 2)
+        job.terminate()
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 0
+    assert sorted(out.splitlines()) == [b"[0] saved", b"[1] saved"]
+
+
+def test_an_error_names_the_worker_by_its_number_among_all(tmp_path):
+    task = dataclasses.replace(line.config.task, poison_step=3, poison_worker=1)
+    with pytest.raises(FloatingPointError, match="gradient of worker 3 is not finite"):
+        train(as_process(1, 2, task=task), tmp_path)
+    checkpoint = dataclasses.replace(line.config.checkpoint, every_steps=1)
+    config = as_process(1, 2, task=Growing(), checkpoint=checkpoint)
+    with pytest.raises(FloatingPointError, match="state of workers 2, 3 is not finite"):
+        train(config, tmp_path / "growing")
+
+
+def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
+    optimizer = build_optimizer(line.config.optimizer, 20)
+    state = jax.vmap(optimizer.init)({"w": np.zeros(2)})
+    moved = peers._at_step(state, 7)
+
+    def counts_steps(x):
+        return "count" in getattr(x, "_fields", ())
+
+    found = filter(counts_steps, jax.tree.leaves(moved, is_leaf=counts_steps))
+    counts = {type(x).__name__: x.count.tolist() for x in found}
+    # The moments are its own, and so is the count of their steps.
+    assert counts == {
+        "WatchState": [7, 7],
+        "ScaleByScheduleState": [7, 7],
+        "ScaleByAdamState": [0, 0],
+    }
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"step": StepConfig(algorithm="atc")}, "atc waits for all workers"),
+        ({"step": StepConfig(algorithm="all_reduce")}, "all_reduce waits for all"),
+        ({"step": StepConfig(message_dtype="bfloat16")}, "in their own dtype"),
+        (
+            {"topology": TopologyConfig(name="complete")},
+            "averages over groups or nodes, which takes collectives",
+        ),
+        (
+            {
+                "topology": TopologyConfig(name="hierarchical"),
+                "workers": WorkersConfig(num_workers=4, workers_per_node=2),
+            },
+            "averages over groups or nodes, which takes collectives",
+        ),
+    ],
+)
+def test_what_takes_collectives_is_refused_at_once(changes, words):
+    with pytest.raises(ValueError, match=words):
+        as_process(0, 2, **changes)
+
+
+def test_groups_without_a_mean_of_all_are_refused():
+    exchange = ExchangeConfig(where="peers", way="wagma")
+    for topology in (
+        TopologyConfig(name="ring"),
+        TopologyConfig(name="butterfly_groups"),
+    ):
+        words = 'needs topology.name = "butterfly_groups" and topology.mean_every'
+        with pytest.raises(ValueError, match=words):
+            as_process(0, 2, exchange=exchange, topology=topology)
+
+
+def test_a_patience_is_not_negative():
+    with pytest.raises(ValueError, match="patience must be at least 0, got -1"):
+        ExchangeConfig(where="peers", patience=-1.0)
+
+
+def test_peers_are_several_processes(tmp_path):
+    config = as_process(0, 2, distributed=DistributedConfig())
+    with pytest.raises(ValueError, match="is for several processes: start them with"):
+        train(config, tmp_path)
+    with pytest.raises(ValueError, match="4 workers cannot be dealt out evenly to 3"):
+        train(as_process(0, 3), tmp_path)
+    one = dataclasses.replace(as_process(0, 2).exchange, addresses=("127.0.0.1:1",))
+    with pytest.raises(ValueError, match="one for each of 2 processes, got 1"):
+        train(as_process(0, 2, exchange=one), tmp_path)
+    straggler = StragglerConfig(kind="fixed", who=(2,))
+    with pytest.raises(ValueError, match="has process 2, and there are 2"):
+        train(as_process(0, 2, straggler=straggler), tmp_path)
+
+
+def test_a_run_of_another_kind_keeps_its_folder(tmp_path):
+    train(dataclasses.replace(line.config, num_steps=2), tmp_path)
+    with pytest.raises(ValueError, match="holds a run without peers: choose another"):
+        train(as_process(0, 2), tmp_path)
+
+
+def test_the_place_is_slurms_where_it_is_not_given(monkeypatch):
+    config = as_process(0, 2, distributed=DistributedConfig(enabled=True))
+    given = {"JOB_ID": 7, "STEP_NODELIST": "localhost", "NTASKS": 4, "PROCID": 3}
+    for name, value in {**given, "LOCALID": 3}.items():
+        monkeypatch.setenv(f"SLURM_{name}", str(value))
+    assert peer_place(config) == (3, 4, range(3, 4))
+    assert process_place(config) == (3, 4)
+    assert process_place(line.config) == (0, 1)
+
+
+def test_one_late_process_is_late_by_its_number_among_peers(tmp_path):
+    straggler = StragglerConfig(kind="fixed", who=(1,), seconds=0.01)
+    for number, late in ((0, False), (1, True)):
+        config = as_process(number, 2, num_steps=5, straggler=straggler)
+        log = dataclasses.replace(config.log, timeline=True)
+        train(dataclasses.replace(config, log=log), tmp_path)
+        path = tmp_path / f"process-{number}" / f"timeline.{number}.jsonl"
+        spans = [json.loads(text) for text in path.read_text().splitlines()]
+        assert sum(span[1] == "delay" for span in spans) == 5 * late
+        assert {span[0] for span in spans} == {number}
+
+
+def test_peers_share_what_is_trained_and_not_where_and_how_patiently():
+    own = peers.digest(as_process(0, 2))
+    patient = ExchangeConfig(where="peers", patience=3.0, bind="lo")
+    assert peers.digest(as_process(1, 2, exchange=patient)) == own
+    assert peers.digest(as_process(0, 2, seed=1)) != own
+    assert peers.digest(as_process(0, 2, exchange=ExchangeConfig())) != own
+
+
+def test_an_interface_has_an_address():
+    assert address_of("lo") == "127.0.0.1"
+    assert address_of("10.1.2.3:40") == "10.1.2.3:40"
+
+
+def test_the_launcher_knows_peers_by_option_config_or_run(finished, tmp_path):
+    run_dir, _ = finished
+    config = "tests/line.py"
+    assert are_peers([config, "--exchange.where", "peers"])
+    assert are_peers([config, "--exchange.where=peers", "--seed", "1"])
+    assert are_peers(["--resume", str(run_dir)])
+    assert not are_peers(["--resume", str(run_dir), "--exchange.where", "auto"])
+    assert not are_peers([config])
+    assert not are_peers(["--resume", str(tmp_path)])
+    assert not are_peers(["--measure", config])
+    own = tmp_path / "peers.py"
+    own.write_text(
+        "import dataclasses\nfrom tests.line import config\n"
+        "from train.config import ExchangeConfig\n"
+        "config = dataclasses.replace(config, exchange=ExchangeConfig(where='peers'))\n"
+    )
+    assert are_peers([str(own)])
+
+
+def test_the_devices_given_to_a_process_are_those_it_uses():
+    code = (
+        "import jax\nfrom train.job.peers import start_peer\n"
+        "from tests.test_peer_job import as_process\n"
+        "start_peer(as_process(0, 2))\n"
+        "print(len(jax.devices()), jax.config.read('jax_cuda_visible_devices'))"
+    )
+    env = {**ENV, "JAX_LOCAL_DEVICE_IDS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["2", "1"], done.stderr

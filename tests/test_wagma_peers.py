@@ -1,0 +1,281 @@
+"""WAGMA-SGD from peer to peer: what it computes, and who waits for whom."""
+
+import concurrent.futures
+import functools
+import math
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+
+from decentjax import AXIS, adapt, init_state, place, topology
+from decentjax.gossip import Butterfly, Folder, Wagma, averages, replay_wagma
+
+LONG = 180.0
+RATE = 0.125
+
+
+def loss_fn(params, model_state, batch, key):
+    loss = sum(((x - batch) ** 2).sum() for x in jax.tree.leaves(params))
+    return loss, (model_state, {})
+
+
+LOCAL = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(RATE))
+
+
+def batches(num_workers, num_steps):
+    draws = np.random.default_rng(num_workers)
+    return draws.standard_normal((num_steps, num_workers)).astype("float32")
+
+
+def start(num_workers, worker):
+    params, key = {"matrix": jnp.arange(3.0), "scalar": jnp.ones(())}, jax.random.key(0)
+    return init_state(params, optax.sgd(RATE), key, num_workers, workers=[worker])
+
+
+def flat(state):
+    params = jax.device_get(state.params)
+    return np.append(params["matrix"].ravel(), params["scalar"])
+
+
+def run(path, num_workers, num_steps, delays=lambda worker, step: 0.0, **options):
+    """Trains each worker in a thread and on a device of its own.
+
+    Returns:
+      The params of each worker after each step [N, T, 4], and what it has averaged.
+    """
+
+    def work(worker):
+        mesh = Mesh(jax.devices()[worker : worker + 1], (AXIS,))
+        state, used, found = place(start(num_workers, worker), mesh), [], []
+        with Wagma(
+            LOCAL,
+            num_workers,
+            Folder(path),
+            [worker],
+            mesh,
+            used=used.append,
+            **options,
+        ) as train_step:
+            for step, row in enumerate(batches(num_workers, num_steps)):
+                time.sleep(delays(worker, step))
+                batch = place(row[worker : worker + 1], mesh)
+                state, _ = train_step(state, batch, step)
+                found.append(flat(state))
+        return np.array(found), used
+
+    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
+        return list(pool.map(work, range(num_workers), timeout=LONG))
+
+
+def repeated(num_workers, num_steps, records, order):
+    """The same run in float64, from the record of whose models were averaged when.
+
+    Returns:
+      The model of each worker before each step, and what it offered in it.
+    """
+    rows = batches(num_workers, num_steps).astype(np.float64)
+    models, offered, updates = {}, {}, {}
+
+    def reach(worker, step, model):
+        models[worker, step] = offered[worker, step] = model
+        if step < num_steps:
+            updates[worker, step] = -RATE * 2 * (model - rows[step, worker])
+            if order == "atc":
+                offered[worker, step] = model + updates[worker, step]
+
+    for worker in range(num_workers):
+        reach(worker, 0, np.append(np.arange(3.0), 1))
+    waiting = list(records)
+    while waiting:
+        left = []
+        for one in waiting:
+            key = one.worker, one.step
+            members = {*one.models, key}
+            if not all(member in offered for member in members):
+                left.append(one)
+                continue
+            mixed = np.mean([offered[member] for member in members], 0)
+            update = updates[key] if order == "awc" else 0
+            reach(one.worker, one.step + 1, mixed + update)
+        assert len(left) < len(waiting), "a model was averaged before it was there"
+        waiting = left
+    return models, offered
+
+
+@pytest.mark.parametrize("order", ["atc", "awc"])
+@pytest.mark.parametrize("sizes", [(4, 2, 4), (8, 4, 3), (2, 2, 5), (4, 1, 3)])
+def test_what_was_averaged_is_what_was_recorded(sizes, order, tmp_path):
+    """With workers that are late in turn."""
+    num_workers, group_size, period = sizes
+    steps = 9
+
+    def delays(worker, step):
+        return 0.1 if (worker + step) % num_workers == 0 else 0.002
+
+    options = {"group_size": group_size, "period": period, "order": order}
+    results = run(tmp_path, num_workers, steps, delays, **options)
+    records = [one for _, used in results for one in used]
+    wanted, _ = repeated(num_workers, steps, records, order)
+    for worker, (found, _) in enumerate(results):
+        want = [wanted[worker, step + 1] for step in range(steps)]
+        np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+    # And the same programs repeat it to the last bit.
+    rows = batches(num_workers, steps)
+    states = replay_wagma(
+        LOCAL,
+        Butterfly(*sizes),
+        order,
+        [start(num_workers, worker) for worker in range(num_workers)],
+        lambda worker, step: rows[step, worker : worker + 1],
+        records,
+    )
+    for state, (found, _) in zip(states, results, strict=True):
+        np.testing.assert_array_equal(flat(state), found[-1])
+
+
+def test_a_mean_of_all_has_every_model_of_its_step(tmp_path):
+    """However late, and whatever came before; so all are equal after it."""
+    draws = np.random.default_rng(0).exponential(0.02, (8, 8))
+    results = run(
+        tmp_path, 8, 8, lambda worker, step: draws[step, worker], group_size=2, period=4
+    )
+    for step in (3, 7):
+        everyone = tuple((worker, step) for worker in range(8))
+        for found, used in results:
+            assert used[step].models == everyone
+            np.testing.assert_array_equal(found[step], results[0][0][step])
+    oldest = min(
+        at - one.groups for _, used in results for one in used for _, at in one.models
+    )
+    assert oldest > -4
+
+
+def test_a_mean_of_all_in_every_step_gives_the_numbers_of_one_model(tmp_path):
+    results = run(tmp_path, 4, 4, group_size=2, period=1)
+    rows, model = batches(4, 4).astype(np.float64), np.append(np.arange(3.0), 1)
+    for step in range(4):
+        model = np.mean([model - RATE * 2 * (model - x) for x in rows[step]], 0)
+        for found, _ in results:
+            np.testing.assert_allclose(found[step], model, rtol=1e-5, atol=1e-6)
+
+
+def test_a_late_worker_delays_no_other(tmp_path):
+    """Whose peers do all their steps in less than one of its own."""
+    ends = {}
+
+    def delays(worker, step):
+        ends[worker, step] = time.monotonic()
+        return 2.0 if worker == 0 and step == 2 else 0.0
+
+    results = run(tmp_path, 4, 9, delays, group_size=2, period=100)
+    assert all(ends[worker, 8] < ends[0, 2] + 2.0 for worker in (1, 2, 3))
+    late = results[0][1][2]
+    assert late.groups > late.step
+    assert (0, late.step) not in late.models
+
+
+def test_who_is_done_stays_until_its_partners_are(tmp_path):
+    """It takes part in their groups, and they may still be taking its last model."""
+    mesh = Mesh(jax.devices()[:1], (AXIS,))
+    first, second = (
+        Wagma(LOCAL, 2, Folder(tmp_path), [i], mesh, group_size=2, period=4)
+        for i in (0, 1)
+    )
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        steps = [
+            pool.submit(one, start(2, i), jnp.ones(1), 0)
+            for i, one in enumerate((first, second))
+        ]
+        for step in steps:
+            step.result(LONG)
+        closing = pool.submit(first.close)
+        with pytest.raises(concurrent.futures.TimeoutError):
+            closing.result(0.5)
+        second.close()
+        closing.result(LONG)
+
+
+def test_a_simulation_averages_what_was_there():
+    """Of 4 workers in pairs, worker 3 is late; in step 2 all wait for it."""
+    ready = np.array([[1, 1, 1, 5], [2, 2, 2, 6], [3, 3, 3, 9], [10, 11, 11, 11]])
+    records = averages(Butterfly(4, 2, 3), ready)
+    found = {(one.step, one.worker): one.models for one in records}
+    assert found[0, 0] == found[0, 1] == ((0, 0), (1, 0))
+    assert found[0, 3] == ((2, 0),)
+    assert found[1, 0] == ((0, 1), (2, 1))
+    assert found[1, 1] == found[1, 3] == ((1, 1),)
+    assert found[2, 3] == tuple((worker, 2) for worker in range(4))
+    assert found[3, 2] == found[3, 0] == ((0, 3), (2, 2))
+    # And it runs: the models are those of these averages.
+    rows = batches(4, 4)
+    states = replay_wagma(
+        LOCAL,
+        Butterfly(4, 2, 3),
+        "atc",
+        [start(4, worker) for worker in range(4)],
+        lambda worker, step: rows[step, worker : worker + 1],
+        records,
+    )
+    wanted, _ = repeated(4, 4, records, "atc")
+    for worker, state in enumerate(states):
+        np.testing.assert_allclose(flat(state), wanted[worker, 4], rtol=1e-5)
+
+
+@pytest.mark.parametrize("order", ["atc", "awc"])
+def test_a_repeated_run_drops_the_models_that_it_has_used(order):
+    """Of 40 steps it keeps no more than of the first ten."""
+    groups, rows, counts = Butterfly(4, 2, 5), batches(4, 40), []
+
+    def batch(worker, step):
+        if worker == 0:
+            counts.append(len(jax.live_arrays()))
+        return rows[step, worker : worker + 1]
+
+    records = averages(groups, np.arange(40.0)[:, None] + np.zeros(4))
+    states = [start(4, worker) for worker in range(4)]
+    replay_wagma(LOCAL, groups, order, states, batch, records)
+    assert max(counts[30:]) <= max(counts[:11]) + 5
+
+
+@pytest.mark.parametrize(
+    ("num_workers", "group_size"),
+    [(n, 2**s) for n in (1, 2, 4, 8, 16, 64) for s in range(n.bit_length())],
+)
+def test_partners_are_members_of_the_butterflys_groups(num_workers, group_size):
+    if group_size == 1:
+        return  # Alone.
+    groups = Butterfly(num_workers, group_size, 1000)
+    graph = topology.butterfly_groups(num_workers, group_size)
+    for step in range(2 * graph.period):
+        members = {0}
+        for hop in groups.hops(step):
+            members |= {member ^ hop for member in members}
+        wanted = {frozenset(group) for group in graph[step].between.members}
+        got = {frozenset(i ^ j for j in members) for i in range(num_workers)}
+        assert got == wanted
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"num_workers": 6}, "powers of two, got N = 6"),
+        ({"group_size": 3}, "powers of two, got S = 3"),
+        ({"group_size": 0}, "powers of two, got S = 0"),
+        ({"group_size": 8}, "a group of S = 8 has more members than .* N = 4"),
+        ({"period": 0}, "period must be at least 1, got 0"),
+        ({"patience": 0.0}, "patience must be positive, got 0"),
+        ({"patience": math.nan}, "patience must be positive"),
+        ({"order": "cta"}, 'order must be "atc" or "awc"'),
+        ({"workers": [4]}, "different numbers from 0 to 3"),
+    ],
+)
+def test_what_groups_cannot_do_is_refused(change, words, tmp_path):
+    options = {"num_workers": 4, "workers": [0], "group_size": 2, "period": 4, **change}
+    mesh = Mesh(jax.devices()[:1], (AXIS,))
+    with pytest.raises(ValueError, match=words):
+        Wagma(LOCAL, book=Folder(tmp_path), mesh=mesh, **options)

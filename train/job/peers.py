@@ -1,0 +1,76 @@
+"""The place of a process among peers, which have no coordinator and no job."""
+
+import fcntl
+import os
+import socket
+import struct
+from typing import NamedTuple
+
+import jax
+
+from train.config import Config
+from train.job.distributed import detect, provide_cpu_devices, workers_per_process
+
+_SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the address of an interface.
+
+
+class PeerPlace(NamedTuple):
+    """The place of a process.
+
+    Args:
+      process: its number.
+      num_processes: number of all processes.
+      workers: numbers of its workers.
+    """
+
+    process: int
+    num_processes: int
+    workers: range
+
+
+def peer_place(config: Config) -> PeerPlace:
+    """Returns the place of this process, as given or as Slurm or Open MPI have it.
+
+    Raises:
+      ValueError: if it has no place, or the workers do not divide among the processes.
+    """
+    if not config.distributed.enabled:
+        raise ValueError(
+            'exchange.where = "peers" is for several processes: start them with '
+            "`python -m train.launch`, or each with --distributed.enabled"
+        )
+    place = detect("unused", config.distributed)  # Peers have no coordinator.
+    count = workers_per_process(config.workers.num_workers, place.num_processes)
+    own = range(place.process_id * count, (place.process_id + 1) * count)
+    return PeerPlace(place.process_id, place.num_processes, own)
+
+
+def process_place(config: Config) -> tuple[int, int]:
+    """Returns the number of this process, and the number of all."""
+    if config.exchange.where == "peers":
+        return peer_place(config)[:2]
+    return jax.process_index(), jax.process_count()
+
+
+def start_peer(config: Config) -> None:
+    """Gives this process the devices of its workers; before anything has used one."""
+    provide_cpu_devices(len(peer_place(config).workers))
+    # In a job `jax.distributed` does the same.
+    if devices := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+        jax.config.update("jax_cuda_visible_devices", devices)
+        jax.config.update("jax_rocm_visible_devices", devices)
+
+
+def address_of(bind: str) -> str:
+    """Returns the address of a network interface; other texts are addresses already."""
+    if bind not in (name for _, name in socket.if_nameindex()):
+        return bind
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        name = struct.pack("256s", bind.encode())
+        try:
+            found = fcntl.ioctl(probe, _SIOCGIFADDR, name)
+        except OSError as error:
+            raise ValueError(
+                f"cannot listen at the interface {bind}: {error.strerror}"
+            ) from error
+    return socket.inet_ntoa(found[20:24])

@@ -1,0 +1,296 @@
+"""A run of peers: each process trains in a folder of its own, and waits for no other.
+
+RUN/process-K is the folder of process K, with its own lock, log and checkpoints;
+RUN/peers has the addresses of the workers, RUN/config.json what all processes share.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh
+
+from decentjax import gossip
+from decentjax.topology import butterfly_groups, matrices
+from train.cli.config_json import read_fields, to_json
+from train.config import Config
+from train.job.peers import address_of, peer_place
+from train.run.build import LocalUpdate
+from train.run.checkpoint import find_checkpoints
+from train.run.finite import WatchState
+from train.run.folder import process_folders, writing
+from train.run.log import Log, warn
+from train.run.resume import FREE, Begin, without
+
+JOIN_SECONDS = 5.0  # For a peer's model, before a process goes on from its own.
+USED = "used.csv"
+# As in `gossip.Used` and `gossip.Taken`; the last four are empty where none has come.
+COLUMNS = ("step", "worker", "group", "mass", "peer", "version", "sent", "share")
+SILENT_SECONDS = 60.0  # Of a member of a group, before others no longer await it.
+PeerStep = gossip.Peers | gossip.Wagma
+# Fields of `exchange` in which peers may differ.
+OWN = ("patience", "bind", "addresses")
+
+
+def own_folder(config: Config, run_dir: Path) -> Path:
+    """Returns the folder into which this process writes.
+
+    Raises:
+      ValueError: if the run's folder holds a run of another kind.
+    """
+    if config.exchange.where != "peers":
+        if process_folders(run_dir):
+            raise ValueError(
+                f"{run_dir} holds a run of peers: go on with --exchange.where peers, "
+                "or choose another folder with --run-dir"
+            )
+        return run_dir
+    if find_checkpoints(run_dir).steps:
+        raise ValueError(
+            f"{run_dir} holds a run without peers: choose another folder with "
+            f"--run-dir, and its model with --init-from {run_dir}"
+        )
+    place, path = peer_place(config), run_dir / "config.json"
+    if path.exists():
+        count = read_fields(path)["distributed"]["num_processes"]
+        if count != place.num_processes:
+            raise ValueError(
+                f"{run_dir} is a run of {count} processes, got {place.num_processes}: "
+                "start as many, or choose another folder with --run-dir"
+            )
+    return run_dir / f"process-{place.process}"
+
+
+def write_shared(config: Config, folder: Path) -> None:
+    """Writes RUN/config.json; each process does, and all write the same."""
+    count = peer_place(config).num_processes
+    job = dataclasses.replace(config.distributed, process_id=None, num_processes=count)
+    shared = dataclasses.replace(config, distributed=job)
+    # Renamed from a name of its own: others may write theirs at the same time.
+    part = folder / ".config.json.part"
+    part.write_text(to_json(shared))
+    part.replace(folder.parent / "config.json")
+
+
+def build_peers(
+    config: Config,
+    local: LocalUpdate,
+    mesh: Mesh,
+    folder: Path,
+    watch: "Watch",
+    record: gossip.Record | None,
+) -> PeerStep:
+    """The step of a process that exchanges models with its peers."""
+    exchange, place = config.exchange, peer_place(config)
+    bind, book = address_of(exchange.bind), gossip.Folder(folder.parent / "peers")
+    if exchange.addresses:
+        if len(exchange.addresses) != place.num_processes:
+            raise ValueError(
+                f"exchange.addresses must have one for each of {place.num_processes} "
+                f"processes, got {len(exchange.addresses)}"
+            )
+        bind = exchange.addresses[place.process]
+        # The workers of a process share its address.
+        book = gossip.Addresses([x for x in exchange.addresses for _ in place.workers])
+    patience = math.inf if exchange.patience is None else exchange.patience
+    options = {"digest": digest(config), "bind": bind, "record": record}
+    if exchange.way == "wagma":
+        groups = wagma_groups(config)
+        return gossip.Wagma(
+            local,
+            groups.num_workers,
+            book,
+            place.workers,
+            mesh,
+            group_size=groups.group_size,
+            period=groups.period,
+            order="atc" if config.step.algorithm == "atc" else "awc",
+            patience=patience or SILENT_SECONDS,
+            used=lambda one: watch.add(_as_used(one)),
+            **options,
+        )
+    return gossip.Peers(
+        local,
+        config.topology.build(config.workers),
+        book,
+        place.workers,
+        mesh,
+        way=exchange.way,
+        patience=patience,
+        used=watch.add,
+        **options,
+    )
+
+
+def wagma_groups(config: Config) -> gossip.Butterfly:
+    """Who averages with whom in a run with `exchange.way = "wagma"`."""
+    num_workers, period = config.workers.num_workers, config.topology.mean_every
+    graph = butterfly_groups(num_workers, config.topology.group_size)
+    size = np.count_nonzero(matrices(graph)[0, 0])
+    assert period is not None
+    return gossip.Butterfly(num_workers, int(size), period)
+
+
+def digest(config: Config) -> str:
+    """Returns a text of what all peers must share: what is trained, and by whom."""
+    fields = json.loads(to_json(config))
+    exchange = {k: v for k, v in fields["exchange"].items() if k not in OWN}
+    return json.dumps({**without(fields, FREE), "exchange": exchange}, sort_keys=True)
+
+
+def join(peers: PeerStep, begin: Begin, batch: Any, last: int, log: Log) -> Begin:
+    """Returns where a process that was started again goes on: where its peers are.
+
+    Args:
+      peers: the step.
+      begin: its own checkpoint.
+      batch: batch of any step.
+      last: latest step at which it can go on.
+      log: log of this process.
+    """
+    log.say(f"asks its peers for a model, for up to {JOIN_SECONDS:g} s")
+    state, step = peers.join(begin.state, batch, JOIN_SECONDS)
+    if step is None or step <= begin.step:
+        why = "no peer has answered" if step is None else "its peers are no further"
+        log.say(f"{why}: goes on with its own model of step {begin.step}")
+        return begin
+    step = min(step, last)
+    log.say(f"goes on with a peer's model at step {step}")
+    log.note(step, joined_after=begin.step)
+    state = state._replace(opt_state=_at_step(state.opt_state, step))
+    return begin._replace(step=step, state=state)
+
+
+class Watch:
+    """What a process learns of its peers: for its log, and to repeat the run.
+
+    Args:
+      config: config of the run.
+    """
+
+    def __init__(self, config: Config):
+        self._workers = peer_place(config).workers
+        self._senders = _senders(config, self._workers)
+        self._records: list[gossip.Used] = []
+        self._alive: set[int] | None = None
+        self._refused: set[str] = set()
+
+    @property
+    def first_worker(self) -> int:
+        """Number of the first worker of this process."""
+        return self._workers.start
+
+    @contextlib.contextmanager
+    def opened(self, folder: Path, start: int, peers: PeerStep) -> Iterator[None]:
+        """Writes a table of what is used; rows of steps to be redone are dropped."""
+        self._peers, self._path = peers, folder / USED
+        with writing(self._path):
+            rows = self._path.read_text().splitlines() if self._path.exists() else []
+            kept = [row for row in rows[1:] if int(row.split(",")[0]) < start]
+            head = ",".join(COLUMNS)
+            self._path.write_text("".join(f"{row}\n" for row in [head, *kept]))
+            # By line: what a process did that is killed stays known.
+            self._file = self._path.open("a", buffering=1)
+        with self._file:
+            yield
+
+    def add(self, used: gossip.Used) -> None:
+        """Records which models a worker has mixed."""
+        self._records.append(used)
+        own = (used.step, used.worker, used.group, used.mass)
+        rows = [(*own, *taken) for taken in used.models] or [(*own, "", "", "", "")]
+        with writing(self._path):
+            self._file.writelines(f"{','.join(map(str, row))}\n" for row in rows)
+
+    def values(self) -> dict[str, float]:
+        """Returns values for a row of the log, of the steps since the last."""
+        records, self._records = self._records, []
+        ages = [one.step - model.step for one in records for model in one.models]
+        # By worker, step and group of leaves; a model is mixed group by group.
+        values = {"models_mixed": len(ages) / max(1, len(records))}
+        return values | ({"models_age": float(np.mean(ages))} if ages else {})
+
+    def say_changes(self, step: int, log: Log) -> None:
+        """Logs which peers have come, ended or died, and those that were refused."""
+        alive = self._peers.alive() & self._senders
+        if alive != self._alive:
+            self._alive = alive
+            log.note(step, alive=sorted(alive))
+            gone = self._senders - alive
+            log.say(
+                f"step {step}: takes models of {_say(alive)}"
+                + (f", without {_say(gone)}" if gone else "")
+            )
+        for why in set(self._peers.refused.values()) - self._refused:
+            self._refused.add(why)
+            warn(f"refused {why}; start it with this run's config, or in another run")
+
+
+def read_used(folder: Path) -> list[gossip.Used]:
+    """Reads the record that a process has left in its folder.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    path = folder / USED
+    if not path.exists():
+        raise ValueError(f"{folder} has no {USED}: it is no process of a run of peers")
+    found: dict[tuple[int, ...], gossip.Used] = {}
+    for line in path.read_text().splitlines()[1:]:
+        values = line.split(",")
+        if len(values) < len(COLUMNS):
+            break  # The process was killed while it wrote.
+        step, worker, group = key = tuple(map(int, values[:3]))
+        one = found.get(key, gossip.Used(step, worker, group, (), float(values[3])))
+        if values[4]:
+            peer, version, sent = map(int, values[4:7])
+            taken = gossip.Taken(peer, version, sent, float(values[7]))
+            one = one._replace(models=(*one.models, taken))
+        found[key] = one
+    return list(found.values())
+
+
+def _as_used(one: gossip.Averaged) -> gossip.Used:
+    """The table's form of an average, with its groups' step for a group of leaves."""
+    models = tuple(gossip.Taken(i, step, one.step) for i, step in one.models)
+    return gossip.Used(one.step, one.worker, one.groups, models)
+
+
+def as_averaged(used: gossip.Used) -> gossip.Averaged:
+    """An average, from the table's form."""
+    models = tuple((taken.peer, taken.step) for taken in used.models)
+    return gossip.Averaged(used.step, used.worker, used.group, models)
+
+
+def _senders(config: Config, workers: Iterable[int]) -> set[int]:
+    """The workers of other processes from which these receive."""
+    graph = matrices(config.topology.build(config.workers))
+    found = {int(j) for w in graph for i in workers for j in np.flatnonzero(w[i])}
+    return found - set(workers)
+
+
+def _at_step(opt_state: Any, step: int) -> Any:
+    """The optimizer's state with the schedule, and the count of steps, at a step."""
+    counting = optax.ScaleByScheduleState | WatchState
+
+    def moved(x: Any) -> Any:
+        if not isinstance(x, counting):
+            return x
+        # Placed as it was.
+        count = np.full(x.count.shape, step, x.count.dtype)
+        return x._replace(count=jax.device_put(count, x.count.sharding))
+
+    return jax.tree.map(moved, opt_state, is_leaf=lambda x: isinstance(x, counting))
+
+
+def _say(workers: set[int]) -> str:
+    numbers = sorted(workers)
+    some = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"workers {some}" if numbers else "none"
