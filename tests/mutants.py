@@ -550,8 +550,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "self._slots[worker, peer, channel] = 1 - slot",
-        "pass",
+        "self._left[worker, peer, channel] = life, 1 - slot",
+        "self._left[worker, peer, channel] = life, slot",
         "tests/test_peers.py -k numbers_of_awc",
     ),
     Mutant(
@@ -568,26 +568,26 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "            self._greet(worker, worker)",
-        "            pass",
+        "for target in (peer, worker):",
+        "for target in (peer,):",
         "tests/test_peers.py -k number_is_one",
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "if is_ahead or known.is_out or time.monotonic() >= deadline:",
+        "if is_ahead or has_died or time.monotonic() >= deadline:",
         "if False:",
         "tests/test_peers.py -k slow_worker",
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "slots = (1 - edge.newest[-1],)",
-        "slots = (0,)",
+        "slots = {1 - edge.newest[-1]} if",
+        "slots = {0} if",
         "tests/test_peers.py -k came_late",
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "if is_ahead or known.is_out or",
-        "if known.is_out or",
+        "if is_ahead or has_died or",
+        "if has_died or",
         "tests/test_peers.py -k peer_ahead",
     ),
     Mutant(
@@ -730,9 +730,9 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "if message.said.to == self._life and message",
-        "if message",
-        "tests/test_peers.py -k begins_anew",
+        "return (2 * place + slot) << 31 | life",
+        "return (2 * place + slot) << 31",
+        "tests/test_peers.py -k not_lost",
     ),
     Mutant(
         "decentjax/gossip/peers.py",

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 
 from decentjax import AXIS, Topology, adapt, gossip, init_state, place, topology
 from decentjax.gossip import Folder, Peers
-from decentjax.gossip.links import Links, Said
+from decentjax.gossip.links import LOOK_UP_SECONDS, Links, Said
 from decentjax.gossip.ways import WAYS, PushSum, Way
 from decentjax.mixing import mix_arrived
 
@@ -388,14 +388,39 @@ def test_an_address_other_than_that_of_the_list_is_refused():
         Peers(LOCAL, topology.ring(2), book, [0], mesh)(start(2, 0), jnp.ones(1), 0)
 
 
-def test_an_older_message_is_taken_only_when_time_is_up(tmp_path):
+def two_links(folder):
+    """Links of workers 0 and 1, and the function by which 1 leaves arrays for 0."""
     shape = [jax.ShapeDtypeStruct((3,), jnp.float32)]
     reader, writer = (
-        Links(Folder(tmp_path), 2, {worker: jax.devices()[0]}, [shape])
+        Links(Folder(folder), 2, {worker: jax.devices()[0]}, [shape])
         for worker in range(2)
     )
+    writer.meet([0], time.monotonic() + LONG)
+    return reader, functools.partial(writer.publish, 1, 0, 0, [jnp.zeros(3)])
+
+
+def test_a_message_is_not_lost_to_a_process_that_has_ended(tmp_path):
+    """Whose pulls stay open, as where it was killed."""
+    first, publish = two_links(tmp_path)
+    writer = publish.func.__self__
+    before = writer.life_of(0)
+    assert first.wait(0, 1, 0, 0, time.monotonic() + 1) is None
+    first.close()
+    shape = [jax.ShapeDtypeStruct((3,), jnp.float32)]
+    second = Links(Folder(tmp_path), 2, {0: jax.devices()[0]}, [shape])
+    end = time.monotonic() + LONG
+    while writer.life_of(0) in (0, before) and time.monotonic() < end:
+        time.sleep(0.01)
+    second.meet([1], end)
+    publish(Said(7))
+    message = second.wait(0, 1, 0, 7, time.monotonic() + 10)
+    assert message is not None
+    assert message.said.step == 7
+
+
+def test_an_older_message_is_taken_only_when_time_is_up(tmp_path):
+    reader, publish = two_links(tmp_path)
     # Of the first step, and soon of the second.
-    publish = functools.partial(writer.publish, 1, 0, 0, [jnp.zeros(3)])
     publish(Said(0))
     later = threading.Timer(0.5, publish, [Said(1)])
     later.start()
@@ -407,16 +432,6 @@ def test_an_older_message_is_taken_only_when_time_is_up(tmp_path):
     message = reader.wait(0, 1, 0, 3, time.monotonic() + 1)
     assert message is not None
     assert message.said.step == 2
-
-
-def two_links(folder):
-    """Links of workers 0 and 1, and the function by which 1 leaves arrays for 0."""
-    shape = [jax.ShapeDtypeStruct((3,), jnp.float32)]
-    reader, writer = (
-        Links(Folder(folder), 2, {worker: jax.devices()[0]}, [shape])
-        for worker in range(2)
-    )
-    return reader, functools.partial(writer.publish, 1, 0, 0, [jnp.zeros(3)])
 
 
 def test_a_peer_ahead_is_not_awaited_again(tmp_path):
@@ -492,6 +507,7 @@ def test_a_number_is_one_workers(tmp_path):
     with first:
         state = start(2, 0)
         for step, other in enumerate((second, third)):
+            time.sleep(LOOK_UP_SECONDS)  # As each of its greetings is taken once.
             state, _ = first(state, jnp.ones(1), step)
             with pytest.raises(ValueError, match="worker 0 is running already, at"):
                 other(start(2, 0), jnp.ones(1), 0)
@@ -572,7 +588,7 @@ def test_an_address_that_is_not_free_is_refused(bind, words, tmp_path):
 
 def spawn(folder, worker, count, **env):
     script = Path(__file__).with_name("peer_line.py")
-    numbers = [str(worker), str(count), "300"]
+    numbers = [str(worker), str(count), "3000"]
     command = [sys.executable, str(script), str(folder), *numbers]
     own = {name: text for name, text in os.environ.items() if name != "NPROC"}
     return subprocess.Popen(
@@ -587,6 +603,12 @@ def read_until(process, step):
         if int(line.split()[0]) >= step:
             return line.split()
     raise AssertionError("it has ended")
+
+
+def count_after(process, num_steps):
+    """How many models a worker has mixed, this many steps from now."""
+    step = int(read_until(process, 0)[0])
+    return int(read_until(process, step + num_steps)[-1])
 
 
 def test_a_job_under_jax_distributed_has_a_book(tmp_path):
@@ -622,8 +644,7 @@ def test_a_worker_that_comes_back_begins_anew(way, tmp_path):
         step = int(read_until(workers[0], 0)[0])
         assert step >= 20
         for worker, least in ((workers[0], 0), (workers[1], before)):
-            assert worker.stdout is not None
-            assert any(int(line.split()[-1]) > least + 10 for line in worker.stdout)
+            assert count_after(worker, 150) > least + 10
     finally:
         for process in workers:
             process.kill()

@@ -7,7 +7,8 @@ nothing here waits, unless it is asked to, and then with a deadline.
 
 What the transport does, measured with jax 0.10.2 and 0.12, and relied on here:
 - Arrays left again under one name replace those before: memory stays bounded.
-- A pull takes what was left once; the next pull waits for the next arrays.
+- A pull takes what was left once; the next pull waits for the next arrays. A pull of a
+  process that has died takes it too: so what is left for a peer is named by its life.
 - A pull from a process that has died fails within a second. A pull from an address
   where no process listens stays open, and succeeds once one does.
 - Arrays of other shapes are an error at the reader. So are arrays that were donated
@@ -39,7 +40,7 @@ POLL_SECONDS = 2e-4
 LOOK_UP_SECONDS = 0.2  # Between two looks into the book.
 GREET_SECONDS = 1.0  # For an answer of another worker of one's own number.
 # Of a `Said`, as bytes: an array of float64 would be one of float32 in jax.
-HEADER = np.dtype([("step", "<i4"), ("number", "<i4"), ("mass", "<f8"), ("to", "<i4")])
+HEADER = np.dtype([("step", "<i4"), ("number", "<i4"), ("mass", "<f8")])
 
 
 class Said(NamedTuple):
@@ -49,13 +50,11 @@ class Said(NamedTuple):
       step: the worker's step for which it leaves them.
       number: number of the message, where each is answered before the next.
       mass: share of the worker's mass that comes with them, for push-sum.
-      to: the life of the peer's process for which they are; 0 where it is not known.
     """
 
     step: int
     number: int = 0
     mass: float = 1.0
-    to: int = 0
 
 
 class Message(NamedTuple):
@@ -134,8 +133,10 @@ class Links:
             transfer_size=TRANSFER_BYTES,
             max_num_parallel_copies=PARALLEL_COPIES,
         )
-        self._slots: dict[tuple[int, int, int], int] = collections.defaultdict(int)
+        # Life and slot of what was left last, by worker, peer and channel.
+        self._left: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._peers = {peer: _Peer() for peer in range(num_workers)}
+        self._greetings: dict[int, jax.Array] = {}
         self._check_numbers()
         # Tells a restart from the process before it; an int32, and not 0.
         self._life = time.time_ns() // 10**6 % (2**31 - 1) + 1
@@ -146,9 +147,9 @@ class Links:
             )
             for worker, device in self._devices.items()
         }
+        for peer in self._peers:
+            self._greet(peer)
         for worker in self._devices:
-            for peer in self._peers:
-                self._greet(worker, peer)
             book.write(worker, self._entry)
 
     def publish(
@@ -161,20 +162,23 @@ class Links:
     ) -> None:
         """Leaves arrays for a peer, in place of those before; returns at once.
 
-        Do not donate them before the next ones of this channel are left.
+        Nothing is left for a peer that is not known. Do not donate the arrays before
+        the next ones of this channel are left.
         """
+        life = self.life_of(peer)
+        if not life:
+            return
+        before, slot = self._left.get((worker, peer, channel), (life, 0))
         header = jax.device_put(_to_bytes(said), self._devices[worker])
+        if before != life:  # Frees the arrays that no process will take.
+            for old in (0, 1):
+                name = self._name(worker, peer, before, channel, old)
+                self._server.await_pull(name, [header])
         # In turn under two names: what is left at one step is not replaced before the
         # step after the next. Where both wait for each other, it was taken by then.
-        slot = self._slots[worker, peer, channel]
-        self._slots[worker, peer, channel] = 1 - slot
-        name = self._name(worker, peer, channel, slot)
+        self._left[worker, peer, channel] = life, 1 - slot
+        name = self._name(worker, peer, life, channel, slot)
         self._server.await_pull(name, [header, *arrays])
-        # A greeting is taken once: a peer that was restarted needs another, and so does
-        # a second process that wants this worker's number.
-        if channel == 0:
-            self._greet(worker, peer)
-            self._greet(worker, worker)
 
     def ask(self, worker: int, peer: int, channel: int) -> None:
         """Asks a peer for its next message, which flows as soon as it is left."""
@@ -183,17 +187,17 @@ class Links:
         edge = self._peers[peer].edges[worker, channel]
         if not edge.pulls:
             # Under the other name than the newest, which need not be the last to come.
-            slots = (1 - edge.newest[-1],) if edge.newest[0] >= 0 else (0, 1)
-            edge.pulls = {s: self._pull(peer, worker, channel, s) for s in slots}
+            slots = {1 - edge.newest[-1]} if edge.newest[0] >= 0 else {0, 1}
+            self._pull(worker, peer, channel, slots)
 
     def wait(
         self, worker: int, peer: int, channel: int, step: int, deadline: float
     ) -> Message | None:
         """Returns the peer's message of a step, or a later one, if it comes in time.
 
-        At the deadline, once the peer has died or was refused, or where an earlier call
-        has returned a message of this step or later, it returns the newest that has
-        come since the last call, which is of an earlier step, or None.
+        At the deadline, once the peer's process has died or was refused, or where an
+        earlier call has returned a message of this step or later, it returns the newest
+        that has come since the last call, which is of an earlier step, or None.
 
         Args:
           worker: number of the worker that receives.
@@ -202,6 +206,7 @@ class Links:
           step: the first step that is not too old.
           deadline: value of `time.monotonic` at which it no longer waits.
         """
+        life = self.life_of(peer)
         while True:
             messages = self._arrived(worker, peer, channel)
             known = self._peers[peer]
@@ -219,14 +224,21 @@ class Links:
             # A peer that is ahead may itself wait for this worker: what it has left for
             # a later step was taken at an earlier one, and no more need come.
             is_ahead = known.edges[worker, channel].taken >= step
-            if is_ahead or known.is_out or time.monotonic() >= deadline:
+            has_died = known.is_out or (life and known.life != life)
+            if is_ahead or has_died or time.monotonic() >= deadline:
                 newest = max(messages, key=_step_of, default=None)
                 messages.clear()
                 return newest
             time.sleep(POLL_SECONDS)
 
     def wait_for_number(
-        self, worker: int, peer: int, channel: int, said: Said, deadline: float
+        self,
+        worker: int,
+        peer: int,
+        channel: int,
+        number: int,
+        life: int,
+        deadline: float,
     ) -> Message | None:
         """Returns the peer's message of exactly one number, if it comes in time.
 
@@ -237,22 +249,18 @@ class Links:
           worker: number of the worker that receives.
           peer: number of the peer.
           channel: channel of the message.
-          said: what the worker itself says on this channel: the number, and to which
-            life of the peer. With another life of either it returns None.
+          number: number of the message.
+          life: that of the peer's process; where it is another one, this returns None.
           deadline: value of `time.monotonic` at which it no longer waits.
         """
         while True:
             messages = self._arrived(worker, peer, channel)
             # Looked at after what arrived, which is of the life that is known now.
-            if self._peers[peer].life != said.to:
+            if self._peers[peer].life != life:
                 return None
-            messages[:] = [
-                message
-                for message in messages
-                if message.said.to == self._life and message.said.number >= said.number
-            ]
+            messages[:] = [m for m in messages if m.said.number >= number]
             for place, message in enumerate(messages):
-                if message.said.number == said.number:
+                if message.said.number == number:
                     return messages.pop(place)
             self._ask_for_all(worker, peer, channel)
             if messages or time.monotonic() >= deadline:
@@ -268,8 +276,7 @@ class Links:
         """Returns the highest number of a message that is there; -1 if none is."""
         self._ask_for_all(worker, peer, channel)
         messages = self._arrived(worker, peer, channel)
-        numbers = (m.said.number for m in messages if m.said.to == self._life)
-        return max(numbers, default=-1)
+        return max((message.said.number for message in messages), default=-1)
 
     def meet(self, peers: Collection[int], deadline: float) -> None:
         """Waits for peers who are starting too, so that the first step has them."""
@@ -300,6 +307,7 @@ class Links:
         known, now = self._peers[peer], time.monotonic()
         if now - known.looked_up >= LOOK_UP_SECONDS:
             known.looked_up = now
+            self._greet(peer)
             entry = self._book.read(peer)
             if entry is not None and (entry != known.entry or known.link is None):
                 self._connect(peer, entry)
@@ -345,21 +353,23 @@ class Links:
         entry = self._peers[peer].entry
         self._peers[peer] = _Peer(entry, is_out=True, looked_up=time.monotonic())
 
-    def _greet(self, worker: int, peer: int) -> None:
-        self._server.await_pull(self._name(worker, peer), [self._greetings[worker]])
+    def _greet(self, peer: int) -> None:
+        """Leaves greetings, for a peer and whoever else wants a number of this process.
+
+        Again and again, as each is taken once, maybe by a process that has died.
+        """
+        for worker, greeting in self._greetings.items():
+            for target in (peer, worker):
+                self._server.await_pull(self._name(worker, target), [greeting])
 
     def _said_by(self, worker: int) -> np.ndarray:
         return np.concatenate([np.array([worker], np.int32), self._digest])
 
     def _ask_for_all(self, worker: int, peer: int, channel: int) -> None:
-        """Asks under both names: a peer that awaits an answer leaves nothing else.
-
-        What it has left for an earlier life of this process may stand under either.
-        """
+        """Asks under both names: a peer that awaits an answer leaves nothing else."""
         if self._is_known(peer):
             pulls = self._peers[peer].edges[worker, channel].pulls
-            for slot in {0, 1} - pulls.keys():
-                pulls[slot] = self._pull(peer, worker, channel, slot)
+            self._pull(worker, peer, channel, {0, 1} - pulls.keys())
 
     def _arrived(self, worker: int, peer: int, channel: int) -> list[Message]:
         """What has come on an edge and was not yet returned."""
@@ -379,20 +389,25 @@ class Links:
             edge.newest = max(edge.newest, (said.step, said.number, slot))
         return edge.messages
 
-    def _pull(self, peer: int, worker: int, channel: int, slot: int) -> list[jax.Array]:
+    def _pull(self, worker: int, peer: int, channel: int, slots: set[int]) -> None:
+        known = self._peers[peer]
         header = jax.ShapeDtypeStruct((HEADER.itemsize,), np.uint8)
         specs = [self._spec(worker, x) for x in (header, *self._channels[channel])]
-        name = self._name(peer, worker, channel, slot)
-        return self._peers[peer].link.pull(name, specs)
+        for slot in slots:
+            name = self._name(peer, worker, self._life, channel, slot)
+            known.edges[worker, channel].pulls[slot] = known.link.pull(name, specs)
 
     def _spec(self, worker: int, x: Any) -> jax.ShapeDtypeStruct:
         place = SingleDeviceSharding(self._devices[worker])
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    def _name(self, source: int, target: int, channel: int = -1, slot: int = 0) -> int:
-        """The number under which a worker leaves a message for another."""
+    def _name(
+        self, source: int, target: int, life: int = 0, channel: int = -1, slot: int = 0
+    ) -> int:
+        """The number under which a worker leaves a message for a life of another."""
         edge = source * self._num_workers + target
-        return 2 * (edge * (len(self._channels) + 1) + channel + 1) + slot
+        place = edge * (len(self._channels) + 1) + channel + 1
+        return (2 * place + slot) << 31 | life
 
     def _check_numbers(self) -> None:
         """Raises where another process answers as a worker of this one."""

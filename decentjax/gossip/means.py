@@ -252,11 +252,10 @@ class GroupMeans(Closing):
             sums = dict(self._offered.of_workers)
         for hop in self._groups.hops(step):
             lives = {i: self._links.life_of(i ^ hop) for i in self._workers}
-            for worker, life in lives.items():
-                if life:
-                    arrays = [_placed(sums[worker]), *sums[worker].leaves]
-                    said = Said(step, step, to=life)
-                    self._links.publish(worker, worker ^ hop, SUMS, arrays, said)
+            for worker in self._workers:
+                arrays = [_placed(sums[worker]), *sums[worker].leaves]
+                said = Said(step, step)
+                self._links.publish(worker, worker ^ hop, SUMS, arrays, said)
             for worker, life in lives.items():
                 came = self._receive(worker, worker ^ hop, step, life)
                 if came is not None:
@@ -273,8 +272,7 @@ class GroupMeans(Closing):
             self._answering[peer] = life
         answers = life and self._answering.get(peer) == life
         deadline = time.monotonic() + self._patience if answers else 0.0
-        said = Said(step, step, to=life)
-        message = self._links.wait_for_number(worker, peer, SUMS, said, deadline)
+        message = self._links.wait_for_number(worker, peer, SUMS, step, life, deadline)
         if message is None:
             if time.monotonic() >= deadline:
                 self._answering.pop(peer, None)
@@ -298,8 +296,7 @@ class GroupMeans(Closing):
             return True
         if self._told.get((worker, peer)) != life:
             self._told[worker, peer] = life
-            said = Said(self._step, to=life)
-            self._links.publish(worker, peer, FAREWELLS, [], said)
+            self._links.publish(worker, peer, FAREWELLS, [], Said(self._step))
         return self._links.newest_number(worker, peer, FAREWELLS) >= 0
 
 

@@ -21,7 +21,7 @@ from decentjax.gossip.record import Record
 from decentjax.gossip.rows import Rows, check_workers, rows_of, with_rows
 from decentjax.gossip.staged import Arrival, Staged
 from decentjax.gossip.stages import Plan
-from decentjax.gossip.ways import WAYS, Used, Way, sources
+from decentjax.gossip.ways import WAYS, Used, Way, neighbors
 from decentjax.mixing import is_mixed
 from decentjax.placement import place
 from decentjax.step import Adapt, WorkerState
@@ -171,7 +171,7 @@ class Peers(Staged):
         links = Links(self._book, num_workers, devices, channels, digest, self._bind)
         self._way = self._make_way(links, self._topology, num_groups)
         self._links = links
-        graph = {j for i in self._workers for j in sources(self._topology, i)}
+        graph = {j for i in self._workers for j in neighbors(self._topology, i)}
         links.meet(graph, time.monotonic() + self._patience)
 
     def _carry(self, group: int, models: list[jax.Array], step: int) -> Arrival:
@@ -206,7 +206,7 @@ class Peers(Staged):
         self, worker: int, num_groups: int, deadline: float
     ) -> list[Message]:
         """The model of the first peer that answers, group by group; else nothing."""
-        peers = set(sources(self._topology, worker))
+        peers = neighbors(self._topology, worker)
         while time.monotonic() < deadline:
             for peer in sorted(peers & self.links.alive()):
                 # Left where they are, as a swap may yet be completed by them.

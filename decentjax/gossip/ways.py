@@ -186,7 +186,7 @@ class Swaps(Way):
                 swap = self._swaps[worker, group][peer] = _Swap(life)
             if life and swap.sent is None:
                 swap.sent, swap.step = own, step
-                said = Said(step, swap.number, to=life)
+                said = Said(step, swap.number)
                 self._links.publish(worker, peer, group, own, said)
 
     def take(
@@ -198,8 +198,9 @@ class Swaps(Way):
                 continue
             # Only the swaps that this step began are awaited.
             late = deadline if swap.step == step else 0.0
-            mine = Said(0, swap.number, to=swap.life)
-            message = self._links.wait_for_number(worker, peer, group, mine, late)
+            message = self._links.wait_for_number(
+                worker, peer, group, swap.number, swap.life, late
+            )
             if message is not None:
                 taken.append(Taken(peer, message.said.step, swap.step))
                 models[peer, message.said.step] = message.arrays
@@ -280,7 +281,7 @@ class PushSum(Way):
                 share = LITTLE * mass
             kept = self._masses[worker, group] - share
             push.mass, self._masses[worker, group] = share, kept
-            said = Said(step, push.number, share, to=push.life)
+            said = Said(step, push.number, share)
             self._links.publish(worker, peer, group, own, said)
 
     def take(
@@ -316,10 +317,13 @@ class PushSum(Way):
         pulls, life = self._pulls[worker, group], self._links.life_of(peer)
         if pulls[peer].life != life:
             pulls[peer] = _Pulls(life)
-        answer = Said(step, pulls[peer].number, to=life)
-        message = self._links.wait_for_number(worker, peer, group, answer, deadline)
+        number = pulls[peer].number
+        message = self._links.wait_for_number(
+            worker, peer, group, number, life, deadline
+        )
         if message is not None:
             pulls[peer].number += 1
+            answer = Said(step, number)
             self._links.publish(worker, peer, self._num_groups + group, [], answer)
         return message
 
@@ -327,10 +331,10 @@ class PushSum(Way):
         """The pushes to a peer, after a look for the answer to the last."""
         pushes, answers = self._pushes[worker, group], self._num_groups + group
         push = pushes[peer]
-        if push.mass:
-            mine = Said(0, push.number, to=push.life)
-            if self._links.wait_for_number(worker, peer, answers, mine, deadline):
-                push.number, push.mass = push.number + 1, 0.0
+        if push.mass and self._links.wait_for_number(
+            worker, peer, answers, push.number, push.life, deadline
+        ):
+            push.number, push.mass = push.number + 1, 0.0
         life = self._links.life_of(peer)
         if push.life != life:
             self._masses[worker, group] += push.mass
@@ -369,9 +373,14 @@ def receivers(exchange: Exchange, worker: int) -> tuple[tuple[int, float], ...]:
     )
 
 
-def sources(topology: Topology, worker: int) -> list[int]:
-    """Returns the peers from which a worker receives at some step, ascending."""
-    return sorted({j for exchange in topology for j, _ in senders(exchange, worker)})
+def neighbors(topology: Topology, worker: int) -> set[int]:
+    """Returns the peers with whom a worker exchanges models at some step."""
+    return {
+        j
+        for exchange in topology
+        for peers in (senders, receivers)
+        for j, _ in peers(exchange, worker)
+    }
 
 
 def _average(topology: Topology, used: Used, models: Models) -> Rows:
