@@ -294,7 +294,7 @@ def test_seeds_pair_where_model_and_data_are_the_same(section, changes, pairs):
 
 def test_the_table_has_means_and_two_standard_deviations():
     made = outcome([1.0, 3.0], judged={"bleu": [10.0, 10.0]})
-    text = table([Entry("a", made, None)])
+    text = table([Entry("a", made, None)], {})
     row = (
         "| a | 2.0000 ± 2.8284 | 10.0000 ± 0.0000 | 2.0000 ± 2.8284 | 1.0000 to 4.0000"
     )

@@ -9,10 +9,11 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 import tyro
 from rich.console import Console
 from rich.progress import (
@@ -30,12 +31,15 @@ from train.cli.tables import write_whole
 from train.config import Config
 from train.figures.comparison_figure import draw_comparison
 from train.figures.style import save_svg, words
+from train.run.clock import Clock
 from train.run.comparison import Entry, statements, table
+from train.run.replayed import train_by_clock
 from train.run.resume import with_field
 from train.run.seeds import SeedsOutcome, draws_of, train_seeds
 from train.tasks.task import Headline
 
 SECONDS_BETWEEN = 20.0
+NO_CLOCK = Clock()
 
 
 def compare(
@@ -45,6 +49,7 @@ def compare(
     at_once: int | None = None,
     vary: tuple[str, ...] = (),
     score: str | None = None,
+    clock: Clock = NO_CLOCK,
     out: Path = Path("runs/compare"),
 ) -> None:
     """Trains each config with several seeds and compares the mean models.
@@ -52,6 +57,10 @@ def compare(
     All workers and all seeds of a config are simulated as one program, on one device.
     The folder keeps the results of each config: a second call trains only what is
     missing.
+
+    With a clock, steps take the time that they would on a cluster, whose workers may be
+    late: the table has the simulated seconds, and the figure is over them. Configs of
+    peers need one, since what a worker mixes depends on who is late.
 
     Args:
       configs: config files.
@@ -64,6 +73,7 @@ def compare(
         is trained with each value.
       score: score that is tested for differences, such as "training_loss"; by default
         the headline of the task.
+      clock: how long workers compute, in simulated time.
       out: folder for all results, the table and the figure.
 
     Raises:
@@ -86,16 +96,26 @@ def compare(
             "only configs of one task can be compared, got headline scores "
             f"{sorted(headline.name for headline in headlines)}"
         )
-    out.mkdir(parents=True, exist_ok=True)
     numbers = range(first_seed, first_seed + seeds)
-    entries = [_entry(config, numbers, at_once, out) for config in chosen]
+    ends = {config.name: _ends(config, numbers, clock) for config in chosen}
+    out.mkdir(parents=True, exist_ok=True)
+    entries = [_entry(config, numbers, at_once, out, clock) for config in chosen]
     headline = _headline(headlines.pop(), score, entries[0])
-    text = "\n\n".join([table(entries), *statements(entries, headline)])
+    seconds = {name: of_steps[-1] for name, of_steps in ends.items()}
+    parts = [table(entries, seconds if clock.runs else {})]
+    text = "\n\n".join([*parts, *statements(entries, headline)])
     (out / "compare.md").write_text(text + "\n")
     where = "" if headline.name == "training_loss" else "held-out "
     figure = draw_comparison(
-        {entry.name: entry.outcome.losses for entry in entries},
+        {
+            entry.name: [
+                (ends[entry.name][step], losses)
+                for step, losses in entry.outcome.losses
+            ]
+            for entry in entries
+        },
         {entry.name: entry.scores()[headline.name] for entry in entries},
+        "seconds, simulated" if clock.runs else "step",
         f"{where}{words(headline.name)} ({headline.better} is better; "
         "a dot for each seed)",
     )
@@ -132,11 +152,24 @@ def _with(config: Config, field: str, value: str) -> Config:
     return dataclasses.replace(changed, name=name)
 
 
-def _entry(config: Config, seeds: range, at_once: int | None, out: Path) -> Entry:
+def _ends(config: Config, seeds: range, clock: Clock) -> Sequence[float]:
+    """When each number of steps is done, [T + 1], or without a clock the number."""
+    if not clock.runs and config.exchange.where != "peers":
+        return range(config.num_steps + 1)
+    runs = [clock.run(config, seed).times for seed in seeds]
+    return [0.0, *np.mean([times.end for times in runs], axis=(0, 2)).tolist()]
+
+
+def _entry(
+    config: Config, seeds: range, at_once: int | None, out: Path, clock: Clock
+) -> Entry:
     """The results of a config, from the folder or trained now."""
     path = out / f"{config.name}.json"
     # Through JSON, as the file that is compared with it: tuples are lists there.
     wanted = {"config": json.loads(to_json(config)), "seeds": list(seeds)}
+    is_late = config.exchange.where == "peers"
+    if is_late:
+        wanted["clock"] = clock.facts()
     draws = draws_of(config, seeds)
     if path.exists():
         found = json.loads(path.read_text())
@@ -148,7 +181,10 @@ def _entry(config: Config, seeds: range, at_once: int | None, out: Path) -> Entr
     groups = math.ceil(len(seeds) / (at_once or len(seeds)))
     # Each group of seeds takes all the steps.
     with _progress(config.name, groups * config.num_steps) as report:
-        outcome = train_seeds(config, seeds, report, at_once)
+        if is_late:
+            outcome = train_by_clock(config, seeds, report, clock)
+        else:
+            outcome = train_seeds(config, seeds, report, at_once)
     # Plain json, which has NaN, and not `to_json`: a later call reads it back.
     write_whole(path, json.dumps({**wanted, "outcome": outcome._asdict()}, indent=2))
     return Entry(config.name, outcome, draws)

@@ -14,12 +14,11 @@ import tyro
 from rich.console import Console
 from rich.progress import Progress
 
-from decentjax import gossip
 from train.cli.command import command
 from train.cli.tables import aligned
-from train.run.build import bind_adapt, build_optimizer, build_state, build_steps
 from train.run.folder import process_folders
-from train.run.peers import as_averaged, read_used, wagma_groups
+from train.run.peers import read_used
+from train.run.replayed import repeat
 from train.run.scores import read_trained
 
 
@@ -41,10 +40,7 @@ def replay(run: Annotated[Path, tyro.conf.Positional]) -> dict[int, float]:
             f"{run} holds no run of peers: they are those with --exchange.where peers"
         )
     trained, records = read_trained(run), [read_used(folder) for folder in folders]
-    config, task = trained.config, trained.task
-    optimizer = build_optimizer(config.optimizer, config.num_steps)
-    workers = range(config.workers.num_workers)
-    rows = [build_steps(config, task, [worker]) for worker in workers]
+    num_workers = trained.config.workers.num_workers
     # A process that was killed has recorded more than it has saved.
     used = [
         one
@@ -54,28 +50,15 @@ def replay(run: Annotated[Path, tyro.conf.Positional]) -> dict[int, float]:
     ]
     with Progress(transient=True) as progress:
         count = len({(one.worker, one.step) for one in used})
-        bar = progress.add_task(f"steps of {len(workers)} workers", total=count)
-
-        def batches(worker: int, step: int) -> object:
-            progress.advance(bar)
-            batch = rows[worker][step]
-            assert batch is not None
-            return batch.arrays
-
-        local = bind_adapt(config, task, optimizer)
-        start = [build_state(config, task, optimizer, [worker]) for worker in workers]
-        if config.exchange.way == "wagma":
-            groups, order = wagma_groups(config), config.step.algorithm
-            averaged = map(as_averaged, used)
-            states = gossip.replay_wagma(local, groups, order, start, batches, averaged)
-        else:
-            graph, way = config.topology.build(config.workers), config.exchange.way
-            states = gossip.replay(local, graph, way, start, batches, used)
+        bar = progress.add_task(f"steps of {num_workers} workers", total=count)
+        states = repeat(
+            trained.config, trained.task, used, lambda *_: progress.advance(bar)
+        )
     differences = {
         worker: _difference(state.params, trained.worker(worker)[0])
         for worker, state in enumerate(states)
     }
-    per_process = len(workers) // len(folders)
+    per_process = num_workers // len(folders)
     table = [
         [str(worker), str(trained.steps[worker // per_process]), f"{difference:.3g}"]
         for worker, difference in differences.items()

@@ -22,10 +22,11 @@ from decentjax.gossip.stages import Plan
 from decentjax.gossip.wagma import Averaged, Wagma
 from decentjax.gossip.ways import WAYS, Used
 from decentjax.placement import worker_mesh
-from decentjax.step import Adapt, WorkerState
+from decentjax.step import Adapt, Metrics, WorkerState
 
 Batches = Callable[[int, int], Any]
 """(worker, step) to the worker's batch, stacked, [1, ...]."""
+Observe = Callable[[int, int, Metrics], None]
 
 
 def replay(
@@ -35,6 +36,7 @@ def replay(
     states: Sequence[WorkerState],
     batches: Batches,
     records: Iterable[Used],
+    observe: Observe = lambda *_: None,
 ) -> list[WorkerState]:
     """Repeats a run of `Peers`, one worker after the other, on one device.
 
@@ -45,6 +47,7 @@ def replay(
       states: the state of each worker at the first step, stacked, [1, ...].
       batches: the batch of a worker at a step.
       records: what all workers have used, for each group of leaves, or once for all.
+      observe: function that is called with worker, step and metrics of each step.
 
     Returns:
       The state of each worker after its last recorded step.
@@ -77,7 +80,8 @@ def replay(
     def begin(worker: int, step: int) -> Callable[[], None]:
         def finish() -> None:
             batch = batches(worker, step)
-            states[worker], _ = steps[worker](states[worker], batch, step)
+            states[worker], metrics = steps[worker](states[worker], batch, step)
+            observe(worker, step, metrics)
             for used in of_steps[worker, step]:
                 _drop(_mixed(used), uses, versions)
 
@@ -98,6 +102,7 @@ def replay_wagma(
     states: Sequence[WorkerState],
     batches: Batches,
     records: Iterable[Averaged],
+    observe: Observe = lambda *_: None,
 ) -> list[WorkerState]:
     """Repeats a run of `Wagma`, one worker after the other, on one device.
 
@@ -108,6 +113,7 @@ def replay_wagma(
       states: the state of each worker at the first step, stacked, [1, ...].
       batches: the batch of a worker at a step.
       records: what all workers have averaged.
+      observe: function that is called with worker, step and metrics of each step.
 
     Returns:
       The state of each worker after its last recorded step.
@@ -139,7 +145,8 @@ def replay_wagma(
         finish = steps[worker].begin(states[worker], batches(worker, step), step)
 
         def set_state() -> None:
-            states[worker], _ = finish()
+            states[worker], metrics = finish()
+            observe(worker, step, metrics)
             own = worker, step
             _drop({*of_steps[own].models, own}, uses, offered)
 

@@ -7,17 +7,21 @@ from matplotlib.figure import Figure
 
 from train.figures.style import grid
 
-Curve = Sequence[tuple[int, Sequence[float]]]
+Curve = Sequence[tuple[float, Sequence[float]]]
 
 
 def draw_comparison(
-    curves: Mapping[str, Curve], scores: Mapping[str, Sequence[float]], label: str
+    curves: Mapping[str, Curve],
+    scores: Mapping[str, Sequence[float]],
+    progress: str,
+    label: str,
 ) -> Figure:
-    """Draws training losses by step, and a dot for the score of each seed.
+    """Draws training losses by step or time, and a dot for the score of each seed.
 
     Args:
-      curves: rows (step, loss of each seed) of each config, by its name.
+      curves: rows (step or time, loss of each seed) of each config, by its name.
       scores: final score of each seed of each config, by its name.
+      progress: label of the axis of steps or times.
       label: label of the scores' axis.
     """
     figure, ((left, right),) = grid(1, 2, 10, max(3.4, 0.4 * len(curves) + 1.2))
@@ -33,7 +37,7 @@ def draw_comparison(
         ends = scores[name]
         right.plot(ends, [number] * len(ends), "o", color=color, alpha=0.5)
         right.plot(np.mean(ends), number, "|", color="black", markersize=16)
-    left.set(xlabel="step", ylabel="training loss (band: seeds)")
+    left.set(xlabel=progress, ylabel="training loss (band: seeds)")
     left.legend()
     right.set_yticks(range(len(curves)), list(curves))
     right.set_ylim(len(curves) - 0.5, -0.5)  # The first config at the top.

@@ -18,7 +18,7 @@ Winter (2013), Using the Student's t-test with extremely small sample sizes; Boi
 
 import itertools
 import math
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -55,10 +55,16 @@ class Entry(NamedTuple):
         return scores | self.outcome.judged | last
 
 
-def table(entries: Sequence[Entry]) -> str:
-    """Returns a Markdown table: means over the seeds +- two standard deviations."""
+def table(entries: Sequence[Entry], simulated: Mapping[str, float]) -> str:
+    """Returns a Markdown table: means over the seeds +- two standard deviations.
+
+    Args:
+      entries: the configs.
+      simulated: simulated seconds of each run, by its name; empty without a clock.
+    """
     names = list(entries[0].scores())
     head = ["", *names, f"{names[0]} of workers", "consensus distance", "seconds"]
+    head += ["simulated seconds"] if simulated else []
     rows = []
     for entry in entries:
         scores, outcome = entry.scores(), entry.outcome
@@ -69,6 +75,7 @@ def table(entries: Sequence[Entry]) -> str:
             f"{of_workers.min():.4f} to {of_workers.max():.4f}",
             f"{np.mean(outcome.consensus_distance):.2g}",
             f"{outcome.seconds:.0f}",
+            *([f"{simulated[entry.name]:.1f}"] if simulated else []),
         ]
         rows.append(row)
     return markdown([name.replace("_", " ") for name in head], rows)

@@ -113,7 +113,7 @@ def build_peers(
             period=groups.period,
             order="atc" if config.step.algorithm == "atc" else "awc",
             patience=patience or SILENT_SECONDS,
-            used=lambda one: watch.add(_as_used(one)),
+            used=lambda one: watch.add(as_used(one)),
             **options,
         )
     return gossip.Peers(
@@ -257,7 +257,7 @@ def read_used(folder: Path) -> list[gossip.Used]:
     return list(found.values())
 
 
-def _as_used(one: gossip.Averaged) -> gossip.Used:
+def as_used(one: gossip.Averaged) -> gossip.Used:
     """The table's form of an average, with its groups' step for a group of leaves."""
     models = tuple(gossip.Taken(i, step, one.step) for i, step in one.models)
     return gossip.Used(one.step, one.worker, one.groups, models)

@@ -85,7 +85,7 @@ def train_seeds(
 
         some = seeds[start : start + size]
         outcomes.append(_train_together(config, some, report_all))
-    return functools.reduce(_join, outcomes)
+    return functools.reduce(join, outcomes)
 
 
 def draws_of(config: Config, seeds: range) -> Hashable:
@@ -114,7 +114,7 @@ def _train_together(
     states = [build_state(one, task, optimizer, workers) for one in configs]
     state = jax.tree.map(lambda *rows: jnp.stack(rows), *states)
     batches = [feed(build_steps(one, task, workers)) for one in configs]
-    score_means, score_workers = _build_scores(task)
+    score_means, score_workers = build_scores(task)
     start, losses, evaluations = time.monotonic(), [], []
     recent, last_tenth = [], []
     for step in range(1, config.num_steps + 1):
@@ -141,13 +141,13 @@ def _train_together(
         losses,
         np.mean(last_tenth, axis=(0, 2)).tolist(),
         evaluations,
-        _judge(task, state),
+        judge(task, state),
         score_workers(state),
         np.mean(distance, axis=1).tolist(),
     )
 
 
-def _join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
+def join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
     """The results of the seeds of both."""
 
     def joined(x: dict[str, list], y: dict[str, list]) -> dict[str, list]:
@@ -205,7 +205,7 @@ def _build_step(
 Scores = Callable[[WorkerState], dict[str, Any]]
 
 
-def _build_scores(task: Task) -> tuple[Scores, Scores]:
+def build_scores(task: Task) -> tuple[Scores, Scores]:
     """The scores of the mean models, [K], and of all workers' models, [K, N]."""
     batches = task.validation()
 
@@ -227,7 +227,7 @@ def _build_scores(task: Task) -> tuple[Scores, Scores]:
     return over(models=1, mean=True), over(models=2, mean=False)
 
 
-def _judge(task: Task, state: WorkerState) -> dict[str, list[float]]:
+def judge(task: Task, state: WorkerState) -> dict[str, list[float]]:
     """The scores of the task's judge for the mean model of each seed."""
     if task.judge is None:
         return {}

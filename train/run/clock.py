@@ -1,0 +1,140 @@
+"""When each worker of a simulated run would be done with each step."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from decentjax import gossip, runtime
+from decentjax.topology import butterfly_groups
+from train.config import Config
+from train.network import rate, seconds
+from train.run.peers import as_used, wagma_groups
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clock:
+    """How long workers compute, and how fast their messages are.
+
+    Args:
+      compute: mean time of a step's forward and backward pass, such as 390ms.
+      sigma: standard deviation of that time, over the mean, of a gamma distribution.
+      late_workers: number of workers, drawn at random in each step, that are late.
+      late_by: delay of the late workers, such as 320ms.
+      trace: file with measured times in place of these, seconds of each step and
+        worker [T, N], saved by NumPy; repeated after its last step.
+      between: rate of a node to the other nodes, such as 25gbit; without one messages
+        take no time.
+    """
+
+    compute: str | None = None
+    sigma: float = 0.05
+    late_workers: int = 0
+    late_by: str = "0s"
+    trace: Path | None = None
+    between: str | None = None
+
+    @property
+    def runs(self) -> bool:
+        """Whether there is a clock at all."""
+        return self.compute is not None or self.trace is not None
+
+    def facts(self) -> dict[str, object]:
+        """Returns the fields, as JSON has them; of a trace the times themselves."""
+        times = None if self.trace is None else np.load(self.trace).tolist()
+        return {**vars(self), "trace": times}
+
+    def run(self, config: Config, seed: int) -> "Timed":
+        """Simulates the times of a run.
+
+        Args:
+          config: config of the run.
+          seed: seed of the compute times.
+
+        Raises:
+          ValueError: if there is no clock, or no model of the time of such a run.
+        """
+        cluster, job = self._cluster(config), self._job(_model_bytes(config))
+        count, exchange = config.num_steps, config.exchange
+        if config.step.algorithm == "all_reduce":
+            return Timed(runtime.all_reduce(cluster, job, count, seed))
+        graph = config.topology.build(config.workers)
+        if exchange.where == "background":
+            return Timed(runtime.background(cluster, job, graph, count, seed))
+        if exchange.where != "peers":
+            hidden = config.step.algorithm == "awc"
+            return Timed(runtime.in_step(cluster, job, graph, count, seed, hidden))
+        if exchange.way == "arrived":
+            times, mixed = runtime.peers(cluster, job, graph, count, seed)
+            return Timed(times, _used(mixed, count, config.workers.num_workers))
+        if exchange.way != "wagma" or config.step.algorithm != "atc":
+            raise ValueError(
+                "of peers, those with exchange.way = arrived, or wagma with "
+                f"step.algorithm = atc, have a clock; got {exchange.way} with "
+                f"{config.step.algorithm}"
+            )
+        groups = wagma_groups(config)
+        inner = butterfly_groups(groups.num_workers, groups.group_size)
+        times = runtime.wait_avoiding(cluster, job, inner, count, groups.period, seed)
+        averaged = gossip.averages(groups, times.start + times.compute)
+        return Timed(times, [as_used(one) for one in averaged])
+
+    def _cluster(self, config: Config) -> runtime.Cluster:
+        workers = config.workers
+        between = math.inf if self.between is None else rate("between", self.between)
+        return runtime.Cluster(
+            num_nodes=workers.num_workers // workers.workers_per_node,
+            workers_per_node=workers.workers_per_node,
+            between_bytes_per_second=between,
+        )
+
+    def _job(self, model_bytes: int) -> runtime.Job:
+        if self.trace is not None:
+            compute = runtime.trace(np.load(self.trace))
+        elif self.compute is not None:
+            compute = runtime.gamma(seconds("compute", self.compute), self.sigma)
+        else:
+            raise ValueError(
+                "what a worker of a run of peers mixes depends on when it is done: "
+                "give --clock.compute, such as 100ms, or --clock.trace"
+            )
+        late_by = seconds("late_by", self.late_by)
+        compute = runtime.delayed(compute, self.late_workers, late_by)
+        return runtime.Job(model_bytes=model_bytes, compute=compute)
+
+
+class Timed(NamedTuple):
+    """A simulated run.
+
+    Args:
+      times: when each worker does what.
+      records: for a run of peers, what each worker mixes at each step.
+    """
+
+    times: runtime.Times
+    records: Sequence[gossip.Used] = ()
+
+
+def _model_bytes(config: Config) -> int:
+    params, _ = jax.eval_shape(config.task.build().init, jax.random.key(0))
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
+
+
+def _used(
+    mixed: list[runtime.Mixed], num_steps: int, num_workers: int
+) -> list[gossip.Used]:
+    """What workers use, from the versions that have arrived in time."""
+    taken: dict[tuple[int, int], list[gossip.Taken]] = {
+        (step, worker): [] for step in range(num_steps) for worker in range(num_workers)
+    }
+    for one in mixed:
+        model = gossip.Taken(one.peer, one.version, one.step)
+        taken[one.step, one.worker].append(model)
+    return [
+        gossip.Used(step, worker, 0, tuple(models))
+        for (step, worker), models in taken.items()
+    ]

@@ -1,0 +1,126 @@
+"""Runs of peers on one device: from the record of a run, or from a clock alone.
+
+The workers take their steps one after the other, by the code of a real run.
+"""
+
+import dataclasses
+import functools
+import itertools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decentjax import AXIS, WorkerState, consensus_distance, gossip, over_workers
+from decentjax.step import Metrics
+from train.config import Config
+from train.run.build import bind_adapt, build_optimizer, build_state, build_steps
+from train.run.clock import Clock
+from train.run.peers import as_averaged, wagma_groups
+from train.run.seeds import SeedsOutcome, build_scores, join, judge
+from train.tasks.task import Task
+
+
+def repeat(
+    config: Config,
+    task: Task,
+    records: Sequence[gossip.Used],
+    observe: Callable[[int, int, Metrics], None],
+) -> list[WorkerState]:
+    """Returns the state of each worker, stacked, [1, ...], after its last record.
+
+    Args:
+      config: config of the run.
+      task: its task.
+      records: what each worker has mixed at each step.
+      observe: function that is called with worker, step and metrics of each step.
+
+    Raises:
+      ValueError: if the record is not whole.
+    """
+    workers = range(config.workers.num_workers)
+    optimizer = build_optimizer(config.optimizer, config.num_steps)
+    local = bind_adapt(config, task, optimizer)
+    start = [build_state(config, task, optimizer, [worker]) for worker in workers]
+    rows = [build_steps(config, task, [worker]) for worker in workers]
+
+    def batches(worker: int, step: int) -> object:
+        batch = rows[worker][step]
+        assert batch is not None
+        return batch.arrays
+
+    if config.exchange.way == "wagma":
+        groups, order = wagma_groups(config), config.step.algorithm
+        averaged = map(as_averaged, records)
+        return gossip.replay_wagma(
+            local, groups, order, start, batches, averaged, observe
+        )
+    graph, way = config.topology.build(config.workers), config.exchange.way
+    return gossip.replay(local, graph, way, start, batches, records, observe)
+
+
+def train_by_clock(
+    config: Config, seeds: range, report: Callable[[int, str], None], clock: Clock
+) -> SeedsOutcome:
+    """Trains a run of peers with each seed in turn.
+
+    Args:
+      config: config of the run, whose own seed is ignored.
+      seeds: the seeds, of the clock too.
+      report: function of the number of steps done and a phrase, for a progress line.
+      clock: how long workers compute: what they mix follows from that.
+
+    Raises:
+      ValueError: if there is no clock for such a run.
+      FloatingPointError: if a loss is no longer finite.
+    """
+    outcomes = []
+    for number, seed in enumerate(seeds):
+        before = number * config.num_steps
+
+        def report_all(step: int, words: str, before: int = before) -> None:
+            report(before + step, words)
+
+        one = dataclasses.replace(config, seed=seed)
+        outcomes.append(_train(one, report_all, clock))
+    return functools.reduce(join, outcomes)
+
+
+def _train(
+    config: Config, report: Callable[[int, str], None], clock: Clock
+) -> SeedsOutcome:
+    start, task = time.monotonic(), config.task.build()
+    records = clock.run(config, config.seed).records
+    num_workers, every = config.workers.num_workers, config.log.every_steps
+    losses = np.full((config.num_steps, num_workers), np.nan)
+    num_done = 0
+
+    def observe(worker: int, step: int, metrics: Metrics) -> None:
+        nonlocal num_done
+        loss, num_done = float(metrics["loss"][0]), num_done + 1
+        if not np.isfinite(loss):
+            raise FloatingPointError(
+                f"the loss of worker {worker} is {loss} at step {step}"
+            )
+        losses[step, worker] = loss
+        if num_done % (every * num_workers) == 0:
+            report(num_done // num_workers, f"loss {loss:.4f}")
+
+    states = repeat(config, task, records, observe)
+    # One seed of all workers, [1, N, ...].
+    state: WorkerState = jax.tree.map(lambda *x: jnp.concatenate(x)[None], *states)
+    of_worker = functools.partial(consensus_distance, axis_name=AXIS)
+    distance = jax.jit(jax.vmap(over_workers(of_worker)))(state.params)
+    score_means, score_workers = build_scores(task)
+    cuts = [*range(0, config.num_steps, every), config.num_steps]
+    return SeedsOutcome(
+        time.monotonic() - start,
+        [(b, [losses[a:b].mean().item()]) for a, b in itertools.pairwise(cuts)],
+        [losses[9 * config.num_steps // 10 :].mean().item()],
+        [(config.num_steps, score_means(state))],
+        judge(task, state),
+        score_workers(state),
+        np.mean(distance, axis=1).tolist(),
+    )
