@@ -217,11 +217,20 @@ def butterfly_groups(num_workers: int, group_size: int | None = None) -> Topolog
     # N = 8, S = 4: the masks are 011, 101, 110, then 011 again; the groups of 011 are
     # 0-3 and 4-7. A mask recurs when step * active is a multiple of bits.
     for step in range(bits // math.gcd(bits, active)):
-        mask = sum(1 << (step * active + r) % bits for r in range(active))
+        mask = sum(butterfly_hops(num_workers, size, step))
         order = sorted(range(num_workers), key=lambda i: i & ~mask)
         groups = np.reshape(order, (-1, size)).tolist()
         rounds.append(Groups(tuple(map(tuple, groups))))
     return _topology("butterfly_groups", *rounds)
+
+
+def butterfly_hops(num_workers: int, group_size: int, step: int) -> list[int]:
+    """Returns the distances in a group of `butterfly_groups`: partner = i XOR hop.
+
+    A group's members meet, each with one partner at a time, in log2(group_size) hops.
+    """
+    bits, active = num_workers.bit_length() - 1, group_size.bit_length() - 1
+    return [1 << (step * active + r) % bits for r in range(active)]
 
 
 def random_matching(num_workers: int, period: int, seed: int) -> Topology:

@@ -11,10 +11,12 @@ import pytest
 from scipy import stats
 
 from train.compare import compare
-from train.config import LogConfig, TopologyConfig, WorkersConfig
+from train.config import ExchangeConfig, LogConfig, TopologyConfig, WorkersConfig
+from train.run.clock import Clock
 from train.run.comparison import Entry, holm, statements, table
 from train.run.log import read_metrics
 from train.run.loop import train
+from train.run.replayed import train_by_clock
 from train.run.seeds import SeedsOutcome, draws_of, train_seeds
 from train.tasks.task import Headline
 
@@ -104,6 +106,94 @@ def test_a_loss_that_is_not_finite_ends_the_seeds():
     config = dataclasses.replace(LINE, optimizer=optimizer)
     with pytest.raises(FloatingPointError, match="after step"):
         train_seeds(config, range(1), ignore)
+
+
+WAGMA = dataclasses.replace(
+    LINE,
+    topology=TopologyConfig(name="butterfly_groups", group_size=2, mean_every=4),
+    step=dataclasses.replace(LINE.step, algorithm="atc"),
+)
+RING = dataclasses.replace(LINE, topology=TopologyConfig(name="ring"))
+
+
+def by_peers(config, way):
+    return dataclasses.replace(config, exchange=ExchangeConfig(where="peers", way=way))
+
+
+@pytest.mark.parametrize(("config", "way"), [(WAGMA, "wagma"), (RING, "arrived")])
+def test_by_the_clock_nobody_is_late_where_all_take_as_long(config, way):
+    """Then it is the run whose exchanges are in the step."""
+    clock, wanted = (
+        Clock(compute="10ms", sigma=0),
+        train_seeds(config, range(2), ignore),
+    )
+    found = train_by_clock(by_peers(config, way), range(2), ignore, clock)
+    assert [step for step, _ in found.losses] == [step for step, _ in wanted.losses]
+    for name in ("training_loss", "workers"):
+        got, want = (jax.tree.leaves(getattr(x, name)) for x in (found, wanted))
+        np.testing.assert_allclose(got, want, rtol=1e-4)
+    (_, got), (_, want) = found.evaluations[-1], wanted.evaluations[-1]
+    assert got.keys() == want.keys()
+    for name in got:
+        np.testing.assert_allclose(got[name], want[name], rtol=1e-4)
+
+
+def test_the_clock_makes_models_old_and_spares_others_the_wait(tmp_path):
+    """Of 4 workers one is late in each step, as the trace has it."""
+    times = np.full((4, 4), 1.0)
+    np.fill_diagonal(times, 6.0)
+    clock = Clock(trace=tmp_path / "times.npy")
+    np.save(clock.trace, times)
+    config = dataclasses.replace(WAGMA, num_steps=8)
+    late = clock.run(by_peers(config, "wagma"), 0)
+    waiting = clock.run(config, 0)
+    # Two means of all, for each of which each worker was late once.
+    np.testing.assert_allclose(late.times.end[-1], 2 * 9.0)
+    assert (waiting.times.end[-1] > 2 * 12.0).all()
+    models = {(one.step, one.worker): one.models for one in late.records}
+    # Worker 0 is late at once, and worker 1, its partner, takes no model of its.
+    assert [model.peer for model in models[0, 1]] == [1]
+    ages = [one.step - model.step for one in late.records for model in one.models]
+    assert 0 < max(ages) < 4
+
+
+@pytest.mark.parametrize(
+    ("way", "algorithm", "clock", "words"),
+    [
+        ("wagma", "atc", Clock(), "give --clock.compute, such as 100ms"),
+        ("wagma", "awc", Clock(compute="1s"), "have a clock; got wagma with awc"),
+        ("swaps", "awc", Clock(compute="1s"), "have a clock; got swaps"),
+        ("wagma", "atc", Clock(compute="fast"), "compute must be a number"),
+    ],
+)
+def test_peers_that_have_no_clock_are_refused(way, algorithm, clock, words):
+    step = dataclasses.replace(WAGMA.step, algorithm=algorithm)
+    base = RING if way == "swaps" else WAGMA
+    config = by_peers(dataclasses.replace(base, step=step), way)
+    with pytest.raises(ValueError, match=words):
+        clock.run(config, 0)
+
+
+def test_a_comparison_by_the_clock_has_simulated_seconds(tmp_path, capsys):
+    file, out = tmp_path / "late.py", tmp_path / "out"
+    file.write_text(
+        "import dataclasses\nfrom tests.test_compare import WAGMA, by_peers\n"
+        "config = dataclasses.replace(by_peers(WAGMA, 'wagma'), name='late')\n"
+    )
+    with pytest.raises(ValueError, match=r"give --clock\.compute"):
+        compare((file,), out=out)
+    assert not out.exists()
+    clock = Clock(compute="100ms", sigma=0)
+    compare((file, LINE_FILE), seeds=2, clock=clock, out=out)
+    first = capsys.readouterr().out
+    assert "| simulated seconds |" in first
+    assert "seconds, simulated" in (out / "compare.svg").read_text()
+    compare((file,), seeds=2, clock=clock, out=out)
+    assert "from " in capsys.readouterr().out
+    # Who is late is part of the run.
+    other = dataclasses.replace(clock, late_workers=1, late_by="1s")
+    compare((file,), seeds=2, clock=other, out=out)
+    assert "from " not in capsys.readouterr().out.partition("|")[0]
 
 
 def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):

@@ -345,11 +345,11 @@ class TickByTick:
     def play(self):
         ends = np.cumsum(self.seconds, 0)
         for now in range(ends.max() + 1):
+            for step, worker in np.argwhere(ends == now).tolist():
+                self.mix(worker, step)
             for arrival, edge, version in self.flying:
                 if arrival == now:
                     self.there[edge].append(version)
-            for step, worker in np.argwhere(ends == now).tolist():
-                self.mix(worker, step)
             for step, worker in np.argwhere(ends - self.seconds == now).tolist():
                 self.waiting |= {e: step for e in self.of_step(step) if e[1] == worker}
             self.send(now)
@@ -405,8 +405,8 @@ def test_a_newer_model_replaces_one_that_waits():
     job = Job(model_bytes=2.5, compute=runtime.constant(1.0))
     _, mixed = runtime.peers(cluster, job, topology.ring(2), 8)
     # Model 0 arrives at 2.5 s, in step 2. Then model 2 is sent, as 1 was replaced, and
-    # arrives at 5 s, as step 4 ends and model 5 replaces 4.
-    wanted = [(2, 0), (4, 2), (7, 5)]
+    # arrives at 5 s, as step 4 ends, too late for it, and model 5 replaces 4.
+    wanted = [(2, 0), (5, 2), (7, 5)]
     assert mixed == [(t, i, 1 - i, v) for t, v in wanted for i in (0, 1)]
 
 

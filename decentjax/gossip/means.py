@@ -18,6 +18,7 @@ import numpy as np
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.links import Links, Said
 from decentjax.gossip.rows import Rows
+from decentjax.topology import butterfly_hops
 
 IDLE_SECONDS = 1e-3  # Between two looks for a group that has begun.
 SUMS, FAREWELLS = 0, 1  # Channels of the links.
@@ -68,14 +69,14 @@ class Butterfly:
 
     def hops(self, step: int) -> list[int]:
         """The distances to the partners of a step: partner = worker XOR hop."""
-        every = _log2(self.num_workers)
-        count = every if self.is_global(step) else _log2(self.group_size)
-        first = 0 if self.is_global(step) else step * count
-        return [1 << (first + r) % every for r in range(count)]
+        if self.is_global(step):
+            return butterfly_hops(self.num_workers, self.num_workers, 0)
+        return butterfly_hops(self.num_workers, self.group_size, step)
 
     def partners(self, worker: int) -> list[int]:
         """The partners of a worker in all steps."""
-        return [worker ^ 1 << bit for bit in range(_log2(self.num_workers))]
+        every = butterfly_hops(self.num_workers, self.num_workers, 0)
+        return [worker ^ hop for hop in every]
 
 
 class Sum(NamedTuple):
@@ -318,10 +319,6 @@ def offered_by(worker: int, num_workers: int, step: int, rows: Rows) -> Sum:
 def added(one: Sum, other: Sum) -> Sum:
     """The sum of two sums of different workers' models."""
     return Sum(_added(one.leaves, other.leaves), np.maximum(one.steps, other.steps))
-
-
-def _log2(power: int) -> int:
-    return power.bit_length() - 1
 
 
 def _placed(one: Sum) -> jax.Array:

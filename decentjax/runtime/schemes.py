@@ -271,7 +271,7 @@ def peers(
 
     A worker leaves the model with which it starts step t for its peers of step t, and
     mixes, when step t is computed, the newest model of each peer of step t that has
-    arrived and that it has not mixed before. So a step takes its compute time:
+    arrived before and that it has not mixed yet. So a step takes its compute time:
 
         s' = s + C
 
@@ -311,7 +311,8 @@ def peers(
         for sender, receiver in edges[step % topology.period]:
             # `arrived` holds what was not mixed before.
             models, end = arrived[sender, receiver], times.end[step, receiver]
-            there = bisect.bisect_right(models, end, key=lambda model: model.time)
+            # What arrives at this very moment may depend on this step.
+            there = bisect.bisect_left(models, end, key=lambda model: model.time)
             if there:
                 mixed.append(Mixed(step, receiver, sender, models[there - 1].step))
                 del models[:there]

@@ -29,9 +29,16 @@ from train.run.build import (
 from train.run.checkpoint import Checkpoints, find_checkpoints, set_aside
 from train.run.finite import Check, build_check, check_gradients
 from train.run.folder import lock
-from train.run.log import METRICS, Log, warn
+from train.run.log import Log, warn
 from train.run.observe import Observer
-from train.run.peers import Watch, build_peers, join, own_folder, write_shared
+from train.run.peers import (
+    Watch,
+    build_peers,
+    has_begun,
+    join,
+    own_folder,
+    write_shared,
+)
 from train.run.resume import Begin, Resume, begin_again, begin_new
 from train.run.stop import Stop
 from train.run.straggler import check_processes, delay
@@ -165,6 +172,29 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
     return step, state
 
 
+def _begin(
+    config: Config,
+    run_dir: Path,
+    resume: Resume | None,
+    init_from: Path | None,
+    make_state: Callable[..., WorkerState],
+    check: Check,
+) -> Begin:
+    """Where the run starts, with the folder ready for it."""
+    if config.exchange.where == "peers":
+        # Started again, by whichever command, it goes on from where it was.
+        was_saved = bool(find_checkpoints(run_dir).steps)
+        resume = (resume or Resume()) if was_saved else None
+    if resume is None:
+        begin = begin_new(run_dir, make_state, init_from)
+    else:
+        begin = begin_again(config, run_dir, make_state(), resume, check)
+    if jax.process_index() == 0:
+        _prepare_folder(config, run_dir, begin.step)
+    gather(begin.step)  # A barrier: process 0 drops old spans before others write new.
+    return begin
+
+
 def _prepare(
     config: Config,
     run_dir: Path,
@@ -187,18 +217,8 @@ def _prepare(
         return put(build_state(config, task, optimizer, mine, model))
 
     check = build_check(mesh, first)
-    was_started = (run_dir / METRICS).exists()
-    if watch is not None:
-        # Started again, by whichever command, it goes on from where it was.
-        was_saved = bool(find_checkpoints(run_dir).steps)
-        resume = (resume or Resume()) if was_saved else None
-    if resume is None:
-        begin = begin_new(run_dir, make_state, init_from)
-    else:
-        begin = begin_again(config, run_dir, make_state(), resume, check)
-    if jax.process_index() == 0:
-        _prepare_folder(config, run_dir, begin.step)
-    gather(begin.step)  # A barrier: process 0 drops old spans before others write new.
+    is_late = watch is not None and has_begun(run_dir)
+    begin = _begin(config, run_dir, resume, init_from, make_state, check)
     process, num_processes = process_place(config)
     record = None
     if config.log.timeline:
@@ -222,11 +242,8 @@ def _prepare(
         local = bind_adapt(config, task, optimizer)
         train_step = build_peers(config, local, mesh, run_dir, watch, record)
         stack.enter_context(train_step)
-        # One that was started again begins where the others are.
-        if was_started and begin.step < config.num_steps:
-            arrays = put(next(batches).arrays)
-            begin = join(train_step, begin, arrays, config.num_steps - 1, log)
-            batches.set_step(begin.step)
+        if is_late and begin.step < config.num_steps:
+            begin = join(train_step, begin, batches, put, config.num_steps - 1, log)
         stack.enter_context(watch.opened(run_dir, begin.step, train_step))
     observer = Observer(config, task, mesh, begin.step, means, log, watch)
     stop = stack.enter_context(Stop())

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,13 @@ from decentjax import gossip
 from decentjax.topology import butterfly_groups, matrices
 from train.cli.config_json import read_fields, to_json
 from train.config import Config
+from train.data.batches import Feed
 from train.job.peers import address_of, peer_place
 from train.run.build import LocalUpdate
 from train.run.checkpoint import find_checkpoints
 from train.run.finite import WatchState
 from train.run.folder import process_folders, writing
-from train.run.log import Log, warn
+from train.run.log import METRICS, Log, warn
 from train.run.resume import FREE, Begin, without
 
 JOIN_SECONDS = 5.0  # For a peer's model, before a process goes on from its own.
@@ -66,6 +67,14 @@ def own_folder(config: Config, run_dir: Path) -> Path:
                 "start as many, or choose another folder with --run-dir"
             )
     return run_dir / f"process-{place.process}"
+
+
+def has_begun(folder: Path) -> bool:
+    """Whether this process was started before, or others have trained for long."""
+    others = process_folders(folder.parent)
+    return (folder / METRICS).exists() or any(
+        find_checkpoints(other).steps for other in others
+    )
 
 
 def write_shared(config: Config, folder: Path) -> None:
@@ -145,23 +154,34 @@ def digest(config: Config) -> str:
     return json.dumps({**without(fields, FREE), "exchange": exchange}, sort_keys=True)
 
 
-def join(peers: PeerStep, begin: Begin, batch: Any, last: int, log: Log) -> Begin:
+def join(
+    peers: PeerStep,
+    begin: Begin,
+    batches: Feed,
+    put: Callable[[Any], Any],
+    last: int,
+    log: Log,
+) -> Begin:
     """Returns where a process that was started again goes on: where its peers are.
 
     Args:
       peers: the step.
       begin: its own checkpoint.
-      batch: batch of any step.
+      batches: its batches, which go on there too.
+      put: function that places a batch.
       last: latest step at which it can go on.
       log: log of this process.
     """
     log.say(f"asks its peers for a model, for up to {JOIN_SECONDS:g} s")
+    batch = put(next(batches).arrays)
     state, step = peers.join(begin.state, batch, JOIN_SECONDS)
+    batches.set_step(begin.step)
     if step is None or step <= begin.step:
         why = "no peer has answered" if step is None else "its peers are no further"
         log.say(f"{why}: goes on with its own model of step {begin.step}")
         return begin
     step = min(step, last)
+    batches.set_step(step)
     log.say(f"goes on with a peer's model at step {step}")
     log.note(step, joined_after=begin.step)
     state = state._replace(opt_state=_at_step(state.opt_state, step))
