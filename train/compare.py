@@ -178,7 +178,9 @@ def _entry(
         if is_whole and {name: found.get(name) for name in wanted} == wanted:
             print(f"{config.name}: from {path}")
             return Entry(config.name, SeedsOutcome(**found["outcome"]), draws)
-    groups = math.ceil(len(seeds) / (at_once or len(seeds)))
+    # Of peers each seed is a run of its own.
+    size = 1 if is_late else at_once or len(seeds)
+    groups = math.ceil(len(seeds) / size)
     # Each group of seeds takes all the steps.
     with _progress(config.name, groups * config.num_steps) as report:
         if is_late:
