@@ -1,6 +1,7 @@
 """A worker of the race: decentjax's contestants. Started by `train.bench.race.team`."""
 
 import functools
+import itertools
 import math
 import os
 import socket
@@ -30,7 +31,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.gossip.links import Links, Said
-from decentjax.gossip.ways import receivers, senders
+from decentjax.gossip.ways import neighbors, receivers, senders
 from train.bench.race.contestants import BY_PEERS, Contestant, Scheme, graph_of
 from train.bench.race.turns import Load, serve
 from train.bench.runner import Runner, nothing, repeat
@@ -113,16 +114,20 @@ def _exchange_by_peers(graph: Topology, params: Any, book: gossip.Book) -> Runne
     devices = {worker: jax.local_devices()[0]}
     channels = [[jax.ShapeDtypeStruct(x.shape, x.dtype)] for x in models]
     links = Links(book, graph.num_workers, devices, channels, bind=ADDRESS)
+    links.meet(neighbors(graph, worker), math.inf)
 
     def exchange(_: Any, t: int) -> None:
         # All at once: messages of two steps would share links, and take longer.
         multihost_utils.sync_global_devices("step")
+        sources = [peer for peer, _ in senders(graph[t], worker)]
+        every = list(itertools.product(range(len(models)), sources))
+        for channel, peer in every:
+            links.ask(worker, peer, channel)
         for channel, model in enumerate(models):
             for peer, _ in receivers(graph[t], worker):
                 links.publish(worker, peer, channel, [model], Said(t))
-        for channel in range(len(models)):
-            for peer, _ in senders(graph[t], worker):
-                links.wait(worker, peer, channel, t, math.inf)
+        for channel, peer in every:
+            links.wait(worker, peer, channel, t, math.inf)
 
     return repeat(exchange, None)
 
