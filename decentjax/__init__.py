@@ -10,7 +10,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from decentjax import analysis, gossip, overlap, runtime, topology
+    from decentjax import (
+        analysis,
+        dispersion,
+        gossip,
+        overlap,
+        policy,
+        runtime,
+        topology,
+    )
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
     from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
     from decentjax.optim import (
@@ -71,6 +79,7 @@ __all__ = [
     "dadamw",
     "decentralize",
     "decentralize_atc",
+    "dispersion",
     "global_mean",
     "gossip",
     "init_state",
@@ -81,6 +90,7 @@ __all__ = [
     "over_workers",
     "overlap",
     "place",
+    "policy",
     "runtime",
     "scale_by_accum_adam",
     "simulate",
@@ -88,7 +98,15 @@ __all__ = [
     "worker_mesh",
 ]
 
-_MODULES = ("analysis", "gossip", "overlap", "runtime", "topology")
+_MODULES = (
+    "analysis",
+    "dispersion",
+    "gossip",
+    "overlap",
+    "policy",
+    "runtime",
+    "topology",
+)
 # The modules of the core, each before those that import it: the first needs no jax.
 _CORE = ("exchange", "mixing", "step", "placement", "optim")
 

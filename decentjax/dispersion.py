@@ -1,0 +1,104 @@
+"""How far replicas differ: the norms of their parameters, and measures of spread.
+
+Norms can agree while models differ; the true distance is `consensus_distance`.
+
+Source: Xie et al., Scaling up Data Parallelism in Decentralized Deep Learning (2025),
+which compares the norms of each tensor over the replicas before they are averaged. Its
+formulas are not public: these are the textbook's.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decentjax.step import Adapt, Metrics, WorkerState
+
+NORMS = "norms"  # Their name among the metrics.
+
+
+def tensor_norms(params: Any) -> jax.Array:
+    """Returns the L2 norm of each leaf of one model, float32 [L]."""
+    return jnp.stack(
+        [jnp.linalg.norm(x.astype(jnp.float32)) for x in jax.tree.leaves(params)]
+    )
+
+
+def tensor_names(params: Any) -> list[str]:
+    """Returns the names of the leaves, in the order of `tensor_norms`."""
+    paths = jax.tree.leaves_with_path(params)
+    return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
+
+
+def measured(adapt: Adapt, before_update: bool = True) -> Adapt:
+    """Adds the norms of a worker's model before it is averaged to its metrics.
+
+    The metric is "norms", [L]. Nothing awaits it: no exchange, and no update.
+
+    Args:
+      adapt: the local update.
+      before_update: whether the models are averaged that the step began with, as in
+        `awc_step`, or those after the update, as in `atc_step`.
+    """
+
+    @functools.wraps(adapt)
+    def adapt_and_measure(
+        state: WorkerState, batch: Any, mixed: Any
+    ) -> tuple[WorkerState, Metrics]:
+        new, metrics = adapt(state, batch, mixed)
+        params = state.params if before_update else new.params
+        return new, {**metrics, NORMS: tensor_norms(params)}
+
+    return adapt_and_measure
+
+
+def gini(values: Any) -> np.ndarray:
+    """Returns `sum_ij |x_i - x_j| / (2 n^2 mean)` over the first dim, [...]."""
+    x = _sorted(values)
+    n = len(x)
+    # Sorted, each x_i is added i times and subtracted n - 1 - i times.
+    ranks = np.arange(1 - n, n, 2).reshape(-1, *[1] * (x.ndim - 1))
+    return _ratio((ranks * x).sum(0), n**2 * x.mean(0))
+
+
+def index_of_dispersion(values: Any) -> np.ndarray:
+    """Returns `variance / mean` over the first dim, [...]."""
+    x = _sorted(values)
+    return _ratio(x.var(0), x.mean(0))
+
+
+def coefficient_of_variation(values: Any) -> np.ndarray:
+    """Returns `deviation / mean` over the first dim, [...]."""
+    x = _sorted(values)
+    return _ratio(x.std(0), x.mean(0))
+
+
+def quartile_coefficient(values: Any) -> np.ndarray:
+    """Returns `(Q3 - Q1) / (Q3 + Q1)` over the first dim, [...]."""
+    low, high = np.quantile(_sorted(values), [0.25, 0.75], axis=0)
+    return _ratio(high - low, high + low)
+
+
+MEASURES = {
+    "gini": gini,
+    "index_of_dispersion": index_of_dispersion,
+    "coefficient_of_variation": coefficient_of_variation,
+    "quartile_coefficient": quartile_coefficient,
+}
+
+
+def _sorted(values: Any) -> np.ndarray:
+    x = np.asarray(values, np.float64)
+    if not x.ndim or not len(x) or not (x >= 0).all():
+        raise ValueError(
+            "dispersion is measured over norms of replicas, [N, ...], none of them "
+            f"negative, got shape {x.shape}"
+        )
+    return np.sort(x, axis=0)
+
+
+def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """The ratio, which is 0 for tensors that are 0 in every replica."""
+    return np.divide(part, whole, out=np.zeros_like(part), where=whole > 0)

@@ -1,0 +1,189 @@
+"""Policies: which graph a step averages over, chosen on the host as the run goes on.
+
+A policy names all its graphs at the start. Their exchanges are one topology, its menu,
+so each is compiled once, and then a choice costs nothing:
+
+    train_step = simulate(step, policy.menu)
+    state, metrics = train_step(state, batch, policy(t, epoch, dispersion))
+"""
+
+import math
+from collections.abc import Callable, Sequence
+
+from decentjax.exchange import Topology
+from decentjax.topology import complete, damped, ring_lattice
+
+Choose = Callable[[int, float, float | None, Topology], Topology]
+"""Maps (step, epoch, dispersion, graph of the step before) to a graph."""
+
+
+class Policy:
+    """Graphs, and the choice among them.
+
+    Args:
+      graphs: all graphs that it may choose, of one number of workers; the first is that
+        of the step before the first.
+      choose: function that chooses one of them for a step.
+      measures: whether the choice depends on the dispersion.
+
+    Attributes:
+      menu: the exchanges of all graphs, one after the other.
+      current: place of the graph that was chosen last among the graphs.
+    """
+
+    def __init__(
+        self, graphs: Sequence[Topology], choose: Choose, measures: bool = False
+    ):
+        self.graphs, self.measures = tuple(dict.fromkeys(graphs)), measures
+        self._choose, self.current = choose, 0
+        exchanges = [exchange for graph in self.graphs for exchange in graph]
+        self.menu = Topology("menu", tuple(exchanges))
+
+    def __call__(
+        self, step: int, epoch: float = 0.0, dispersion: float | None = None
+    ) -> int:
+        """Returns the place of the step's exchange in the menu.
+
+        Args:
+          step: step.
+          epoch: number of passes over the data before it.
+          dispersion: how far replicas differ, if it was measured since the last step.
+
+        Raises:
+          ValueError: if it chooses a graph that it has not named.
+        """
+        graph = self._choose(step, epoch, dispersion, self.graphs[self.current])
+        if graph not in self.graphs:
+            raise ValueError(
+                f"the policy chose {graph.name} for step {step}, which is not among "
+                f"its graphs: {', '.join(x.name for x in self.graphs)}"
+            )
+        self.current = self.graphs.index(graph)
+        before = sum(x.period for x in self.graphs[: self.current])
+        return before + step % graph.period
+
+
+def fixed(topology: Topology) -> Policy:
+    """The same graph at each step."""
+    return Policy([topology], lambda *_: topology)
+
+
+def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) -> Policy:
+    """Ada: a ring lattice that loses neighbours as the run goes on.
+
+    In epoch e a worker averages with
+
+        k(e) = max(k_0 - floor(gamma floor(e)), k_min)
+
+    neighbours, made even, half of them on each side; with N - 1 or more, with all.
+
+    Args:
+      num_workers: N.
+      degree: number of neighbours at the start, k_0.
+      per_epoch: number of neighbours lost per epoch, gamma.
+      least: number of neighbours at the end, k_min.
+
+    Source: the rule of Ada as it is remembered; its paper, Xie et al. (2025), describes
+    an adaptive graph, and no copy of the rule was found.
+    """
+    if not 2 <= least <= degree:
+        raise ValueError(
+            f"Ada needs 2 <= least <= degree neighbours, got {least} and {degree}"
+        )
+    if not 0 <= per_epoch < math.inf:
+        raise ValueError(f"per_epoch must not be negative, got {per_epoch}")
+    graphs = {k: lattice(num_workers, k) for k in range(least, degree + 1)}
+
+    def choose(step: int, epoch: float, *_: object) -> Topology:
+        del step
+        return graphs[max(degree - math.floor(per_epoch * math.floor(epoch)), least)]
+
+    return Policy(list(graphs.values()), choose)
+
+
+def holding(graphs: Sequence[Topology], target: float, slack: float = 0.2) -> Policy:
+    """Ada in a closed loop: as few connections as hold a dispersion.
+
+    It begins with the densest graph. A dispersion above `(1 + slack) target` takes the
+    next denser one, a dispersion below `(1 - slack) target` the next sparser one.
+
+    Args:
+      graphs: graphs from many connections to few, such as `ladder(64)`.
+      target: dispersion to hold.
+      slack: relative distance from the target that changes nothing.
+
+    Source: our own, after the controlled consensus distance of Kong et al. (2021).
+    """
+    if not target > 0 or not 0 <= slack < 1:
+        raise ValueError(
+            "the target must be positive and the slack in [0, 1), got "
+            f"{target} and {slack}"
+        )
+
+    def choose(
+        step: int, epoch: float, dispersion: float | None, current: Topology
+    ) -> Topology:
+        del step, epoch
+        place = list(graphs).index(current)
+        if dispersion is not None and dispersion > (1 + slack) * target:
+            place = max(place - 1, 0)
+        elif dispersion is not None and dispersion < (1 - slack) * target:
+            place = min(place + 1, len(graphs) - 1)
+        return graphs[place]
+
+    return Policy(graphs, choose, measures=True)
+
+
+def damping(
+    topology: Topology, factor: Callable[[int], float], levels: int = 8
+) -> Policy:
+    """A mixing factor on a schedule: W becomes `(1 - f_t) I + f_t W`.
+
+    With `f_t = (learning rate / its peak)^p` this is DSGD-AC, which keeps replicas
+    apart late in the run. The factor is rounded up to one of a few levels, each a
+    program.
+
+    Args:
+      topology: graph.
+      factor: f_t in [0, 1] by step.
+      levels: number of factors, 1/levels to 1.
+
+    Source: Wang and Johansson, Decentralized SGD with Controlled Disagreement (2026).
+    """
+    if levels < 1:
+        raise ValueError(f"damping needs at least one level, got {levels}")
+    graphs = [damped(topology, level / levels) for level in range(1, levels + 1)]
+
+    def choose(step: int, *_: object) -> Topology:
+        value = factor(step)
+        if not 0 <= value <= 1:
+            raise ValueError(f"a mixing factor is in [0, 1], got {value} at {step}")
+        return graphs[max(math.ceil(value * levels), 1) - 1]
+
+    return Policy(graphs, choose)
+
+
+def merged(topology: Topology, num_steps: int) -> Policy:
+    """A graph with one exact mean of all models, at the last step."""
+    whole = complete(topology.num_workers)
+    return Policy(
+        [topology, whole],
+        lambda step, *_: whole if step == num_steps - 1 else topology,
+    )
+
+
+def lattice(num_workers: int, degree: int) -> Topology:
+    """The ring lattice of at most `degree` neighbours, half on each side, or all."""
+    even = max(degree - degree % 2, 2)
+    if even >= num_workers - 1:
+        return complete(num_workers)
+    return ring_lattice(num_workers, even)
+
+
+def ladder(num_workers: int) -> list[Topology]:
+    """The complete graph, and ring lattices of ..., 8, 4 and 2 neighbours."""
+    degrees = [2]
+    while degrees[-1] < num_workers - 1:
+        degrees.append(2 * degrees[-1])
+    graphs = [lattice(num_workers, degree) for degree in reversed(degrees)]
+    return list(dict.fromkeys(graphs))

@@ -1,0 +1,203 @@
+"""Policies that choose a step's graph, and the dispersion by which they may do so."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hlo import collective_names
+from scipy import stats
+
+from decentjax import (
+    adapt,
+    awc_step,
+    init_state,
+    on_mesh,
+    over_workers,
+    place,
+    policy,
+    simulate,
+    topology,
+    worker_mesh,
+)
+from decentjax.dispersion import (
+    MEASURES,
+    coefficient_of_variation,
+    gini,
+    index_of_dispersion,
+    measured,
+    quartile_coefficient,
+    tensor_names,
+    tensor_norms,
+)
+
+
+def chosen(made, place):
+    """The graph of a place in the menu."""
+    (graph,) = [graph for graph in made.graphs if made.menu[place] in graph.exchanges]
+    return graph
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 8, 13])
+def test_ada_loses_neighbours_by_epochs(num_workers):
+    made = policy.thinning(num_workers, degree=9, per_epoch=2.5, least=3)
+    for epoch, degree in ((0, 9), (0.9, 9), (1, 7), (2.99, 4), (3, 3), (100, 3)):
+        graph = chosen(made, made(17, epoch))
+        even = degree - degree % 2
+        wanted = min(even, num_workers - 1)
+        weights = topology.matrices(graph)[0, 0]
+        assert np.count_nonzero(weights) == wanted + 1
+        np.testing.assert_allclose(weights[weights > 0], 1 / (wanted + 1), rtol=1e-6)
+
+
+def test_the_closed_loop_holds_a_dispersion():
+    graphs = policy.ladder(64)
+    assert [np.count_nonzero(topology.matrices(g)[0, 0]) - 1 for g in graphs] == [
+        *(63, 32, 16, 8, 4, 2)
+    ]
+    made = policy.holding(graphs, target=1.0, slack=0.25)
+    dispersions = [None, 0.5, 0.8, None, 0.7, 0.7, 1.2, 1.3, 9, 9, 9, 9, *[0.1] * 9]
+    places = [0, 1, 1, 1, 2, 3, 3, 2, 1, 0, 0, 0, 1, 2, 3, 4, 5, 5, 5, 5, 5]
+    for step, (dispersion, at) in enumerate(zip(dispersions, places, strict=True)):
+        graph = chosen(made, made(step, 0.0, dispersion))
+        assert graphs.index(graph) == at
+        assert made.current == at
+
+
+def test_a_mixing_factor_follows_its_schedule():
+    ring = topology.ring(8)
+    made = policy.damping(ring, lambda step: step / 10, levels=4)
+    for step, level in ((0, 0.25), (2, 0.25), (3, 0.5), (10, 1.0)):
+        wanted = topology.matrices(topology.damped(ring, level))[0]
+        got = topology.matrices(chosen(made, made(step)))[0]
+        np.testing.assert_allclose(got, wanted)
+    with pytest.raises(ValueError, match=r"is in \[0, 1\], got 1.1 at 11"):
+        made(11)
+
+
+def test_a_graph_of_several_exchanges_goes_on_in_turn():
+    graph, num_steps = topology.one_peer_exponential(8), 7
+    made = policy.merged(graph, num_steps)
+    exchanges = [made.menu[made(step)] for step in range(num_steps)]
+    assert exchanges == [*(graph[step] for step in range(6)), topology.complete(8)[0]]
+
+
+def test_a_graph_that_was_not_named_is_refused():
+    made = policy.Policy([topology.ring(4)], lambda *_: topology.star(4))
+    with pytest.raises(ValueError, match=r"chose star for step 3, .* its graphs: ring"):
+        made(3)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: policy.thinning(8, 4, 1.0, 6), "2 <= least <= degree"),
+        (lambda: policy.thinning(8, 4, -1.0), "per_epoch must not be negative"),
+        (lambda: policy.thinning(8, 4, math.nan), "per_epoch must not be negative"),
+        (lambda: policy.holding(policy.ladder(8), 0.0), "target must be positive"),
+        (lambda: policy.holding(policy.ladder(8), 1.0, 1.0), r"slack in \[0, 1\)"),
+        (lambda: policy.damping(topology.ring(4), lambda t: 1.0, 0), "one level"),
+        (lambda: policy.Policy([], lambda *_: None), "needs exchanges"),
+    ],
+)
+def test_policies_that_make_no_sense_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
+
+
+def loss_fn(params, model_state, batch, key):
+    loss = sum(jnp.sum((x - batch) ** 2) for x in jax.tree.leaves(params))
+    return loss, (model_state, {})
+
+
+def start(num_workers):
+    params = {"matrix": jnp.arange(6.0).reshape(2, 3), "vector": jnp.full(2, -2.0, "float32")}
+    return init_state(params, optax.sgd(0.1), jax.random.key(0), num_workers)
+
+
+def test_a_policy_compiles_each_exchange_once():
+    optimizer = optax.sgd(0.1)
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    step = functools.partial(awc_step, adapt=measured(local))
+    made = policy.holding(policy.ladder(8), target=0.1)
+    train_step, state = simulate(step, made.menu), start(8)
+    batch = jax.random.normal(jax.random.key(1), (8,))
+    num_compiled = []
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: (
+            num_compiled.append(name)
+            if name == "/jax/core/compile/backend_compile_duration"
+            else None
+        )
+    )
+    for t, dispersion in enumerate([None, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 1.0, 1.0]):
+        state, metrics = train_step(state, batch, made(t, 0.0, dispersion))
+        if t == 3:
+            num_compiled.clear()
+    assert num_compiled == []
+    assert metrics["norms"].shape == (8, 2)
+
+
+def test_norms_are_of_the_models_before_they_are_averaged():
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+    batch = jnp.arange(4.0)
+    for before in (True, False):
+        step = functools.partial(awc_step, adapt=measured(local, before))
+        state = start(4)
+        new, metrics = simulate(step, topology.ring(4))(start(4), batch, 0)
+        params = state.params if before else new.params
+        wanted = [
+            np.linalg.norm(np.asarray(x).reshape(4, -1), axis=1)
+            for x in jax.tree.leaves(params)
+        ]
+        np.testing.assert_allclose(metrics["norms"], np.transpose(wanted), rtol=1e-6)
+    assert tensor_names(state.params) == ["matrix", "vector"]
+    np.testing.assert_allclose(tensor_norms({"a": jnp.array([3.0, 4.0])}), [5.0])
+
+
+def test_norms_stand_in_the_way_of_nothing():
+    """Alone they take no collective, and the step takes no further one for them."""
+    mesh, names = worker_mesh(4), []
+    state, batch = place((start(4), jnp.arange(4.0)), mesh)
+    for wrap in (measured, lambda adapt: adapt):
+        local = wrap(
+            functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+        )
+        step = on_mesh(functools.partial(awc_step, adapt=local), topology.ring(4), mesh)
+        names.append(collective_names(step.lower(state, batch, 0).compile().as_text()))
+    whole, without = names
+    assert whole == without != []
+    alone = jax.jit(over_workers(lambda params: tensor_norms(params), mesh))
+    assert collective_names(alone.lower(state.params).compile().as_text()) == []
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 8, 101])
+def test_measures_of_dispersion(num_workers):
+    x = np.random.default_rng(num_workers).gamma(2.0, size=(num_workers, 5))
+    pairs = np.abs(x[:, None] - x[None]).sum((0, 1))
+    wanted = pairs / (2 * num_workers**2 * x.mean(0))
+    np.testing.assert_allclose(gini(x), wanted, atol=1e-12)
+    np.testing.assert_allclose(coefficient_of_variation(x), stats.variation(x, axis=0))
+    np.testing.assert_allclose(index_of_dispersion(x), x.var(0) / x.mean(0))
+    middle = stats.iqr(x, axis=0), np.quantile(x, [0.25, 0.75], axis=0).sum(0)
+    np.testing.assert_allclose(quartile_coefficient(x), middle[0] / middle[1])
+    for measure in MEASURES.values():
+        np.testing.assert_array_equal(measure(np.full((4, 2), 3.0)), 0)
+        np.testing.assert_array_equal(measure(np.zeros((4, 2))), 0)
+        np.testing.assert_allclose(measure(x[::-1]), measure(x), rtol=1e-12, atol=1e-15)
+
+
+def test_hand_made_dispersions():
+    """Of 1, 2, 3, 4: the mean is 2.5, the variance 1.25, the quartiles 1.75, 3.25."""
+    x = [4.0, 1.0, 3.0, 2.0]
+    np.testing.assert_allclose(gini(x), 0.25)
+    np.testing.assert_allclose(index_of_dispersion(x), 0.5)
+    np.testing.assert_allclose(coefficient_of_variation(x), 1.25**0.5 / 2.5)
+    np.testing.assert_allclose(quartile_coefficient(x), 0.3)
+    with pytest.raises(ValueError, match="none of them negative"):
+        gini([1.0, -1.0])
+    with pytest.raises(ValueError, match="norms of replicas"):
+        gini(1.0)
