@@ -267,13 +267,13 @@ MUTANTS = [
         "tests/test_train.py -k impossible_value",
     ),
     Mutant(
-        "train/run/build.py",
+        "train/run/optimizers.py",
         "{step - warmup: config.decay_factor",
         "{step: config.decay_factor",
         "tests/test_train.py -k the_rate_falls",
     ),
     Mutant(
-        "train/run/build.py",
+        "train/run/optimizers.py",
         'Kind(optax.sgd, ("momentum",), decouples=False)',
         "Kind(optax.sgd, (), decouples=False)",
         "tests/test_train.py -k sgd_has_momentum",
@@ -616,8 +616,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/means.py",
-        "first = 0 if self.is_global(step) else step * count",
-        "first = 0",
+        "return butterfly_hops(self.num_workers, self.group_size, step)",
+        "return butterfly_hops(self.num_workers, self.group_size, 0)",
         "tests/test_wagma_peers.py -k butterflys_groups",
     ),
     Mutant(
@@ -916,8 +916,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/runtime/schemes.py",
-        "bisect.bisect_right(",
         "bisect.bisect_left(",
+        "bisect.bisect_right(",
         "tests/test_runtime.py -k a_newer_model_replaces",
     ),
     Mutant(
@@ -1180,14 +1180,14 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/loop.py",
-        "if was_started and begin.step < config.num_steps:",
-        "if was_started:",
+        "if is_late and begin.step < config.num_steps:",
+        "if is_late:",
         "tests/test_peer_job.py -k process_alone",
     ),
     Mutant(
-        "train/run/loop.py",
-        "            batches.set_step(begin.step)\n        stack",
-        "        stack",
+        "train/run/peers.py",
+        "    batches.set_step(step)\n    log.say",
+        "    log.say",
         "tests/test_peer_job.py -k process_alone",
     ),
     Mutant(
@@ -1324,19 +1324,19 @@ MUTANTS = [
         'tests/test_resume.py -k "named_and_never_saved and loss"',
     ),
     Mutant(
-        "train/run/build.py",
+        "train/run/optimizers.py",
         "optax.chain(*steps, make(schedule, **named))",
         "optax.chain(*steps[1:], make(schedule, **named), steps[0])",
         'tests/test_resume.py -k "named_and_never_saved and gradient"',
     ),
     Mutant(
-        "train/run/build.py",
+        "train/run/optimizers.py",
         "x.ndim >= 2",
         "x.ndim >= 1",
         "tests/test_train.py -k weight_decay_spares",
     ),
     Mutant(
-        "train/run/build.py",
+        "train/run/optimizers.py",
         "decay_steps=num_steps",
         "decay_steps=num_steps - config.warmup_steps",
         "tests/test_train.py -k the_schedule_warms_up",
@@ -1348,7 +1348,7 @@ MUTANTS = [
         "tests/test_resume.py -k begins_with_the_mean_model",
     ),
     Mutant(
-        "train/run/build.py",
+        "train/run/optimizers.py",
         "if config.clip_norm is not None:",
         "if config.clip_norm is None:",
         "tests/test_tasks.py -k without_a_clip_norm",

@@ -114,7 +114,10 @@ def loss_fn(params, model_state, batch, key):
 
 
 def start(num_workers):
-    params = {"matrix": jnp.arange(6.0).reshape(2, 3), "vector": jnp.full(2, -2.0, "float32")}
+    params = {
+        "matrix": jnp.arange(6.0).reshape(2, 3),
+        "vector": jnp.full(2, -2.0, "float32"),
+    }
     return init_state(params, optax.sgd(0.1), jax.random.key(0), num_workers)
 
 

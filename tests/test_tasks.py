@@ -27,7 +27,7 @@ from train.data.vocabulary import train_vocabulary
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
 from train.models.transformer import TransformerConfig
-from train.run.build import build_schedule, optimizer_with
+from train.run.optimizers import build_schedule, optimizer_with
 from train.run.scores import build_score
 from train.tasks.classification import image_task, scores
 from train.tasks.digits import DigitsTask, draw_wrong, nearest_neighbour

@@ -31,16 +31,10 @@ from train.data.batches import feed, worker_steps
 from train.data.python_source import read_stdlib
 from train.data.token_files import Windows
 from train.models.gpt import GPTConfig
-from train.run.build import (
-    build_optimizer,
-    build_schedule,
-    build_state,
-    build_train_step,
-    optimizer_with,
-    step_options,
-)
+from train.run.build import build_state, build_train_step, step_options
 from train.run.log import read_metrics
 from train.run.loop import train
+from train.run.optimizers import build_optimizer, build_schedule, optimizer_with
 from train.run.resume import Resume
 from train.tasks.stdlib import StdlibTask, count_model
 

@@ -39,13 +39,8 @@ from train.advise.setting import FORWARD_SHARES, Overlap, Setting
 from train.config import Config
 from train.job.distributed import gather
 from train.network import GBIT, duration
-from train.run.build import (
-    build_lone_step,
-    build_mesh,
-    build_optimizer,
-    build_state,
-    in_background,
-)
+from train.run.build import build_lone_step, build_mesh, build_state, in_background
+from train.run.optimizers import build_optimizer
 from train.tasks.task import Task
 
 REPEATS = 3  # Timed runs of an exchange, after one that compiles.

@@ -17,7 +17,8 @@ from train.cli.tables import markdown
 from train.config import Config
 from train.data.batches import Feed, feed
 from train.data.vocabulary import PAD
-from train.run.build import build_in_step, build_optimizer, build_state
+from train.run.build import build_in_step, build_state
+from train.run.optimizers import build_optimizer
 from train.tasks.task import Task
 
 # The event that jax records once for each program that XLA compiles, also where the

@@ -21,7 +21,8 @@ from train.config import Config
 from train.network import GBIT
 from train.preflight import targets
 from train.preflight.targets import Gpu, Target
-from train.run.build import build_in_step, build_optimizer, build_state
+from train.run.build import build_in_step, build_state
+from train.run.optimizers import build_optimizer
 from train.xla import COMPILE_ONLY, read_options
 
 Options = Mapping[str, str | bool | bytes]

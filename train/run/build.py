@@ -4,11 +4,10 @@ import contextlib
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -16,8 +15,6 @@ from decentjax import (
     AXIS,
     TrainStep,
     WorkerState,
-    accum_adam,
-    accum_adamw,
     adapt,
     all_reduce_step,
     atc_step,
@@ -32,96 +29,15 @@ from decentjax import (
 from decentjax.gossip import Record, host_mesh
 from decentjax.step import Metrics
 from decentjax.topology import alone, complete
-from train.config import Config, OptimizerConfig
+from train.config import Config
 from train.data.batches import Batch
 from train.job.distributed import job_mesh, meet
 from train.job.peers import peer_place
-from train.run.finite import poison_gradient, watch_gradients
+from train.run.finite import poison_gradient
 from train.tasks.task import Task
 from train.xla import check_options, read_options
 
 ORDERS = {"awc": awc_step, "atc": atc_step}
-
-
-def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """A linear warm-up, then the config's decay."""
-    if config.decay == "cosine":
-        return optax.warmup_cosine_decay_schedule(
-            init_value=config.initial_learning_rate,
-            peak_value=config.learning_rate,
-            warmup_steps=config.warmup_steps,
-            decay_steps=num_steps,
-            end_value=config.final_learning_rate,
-        )
-    peak, warmup = config.learning_rate, config.warmup_steps
-
-    # `join_schedules` counts `past` from the end of the warm-up, and below 0 during it,
-    # where the root would be of a negative number.
-    def inverse_sqrt(past):
-        return peak * jnp.sqrt(warmup / (warmup + jnp.maximum(past, 0)))
-
-    factors = {step - warmup: config.decay_factor for step in config.decay_steps}
-    after = {
-        "inverse_sqrt": inverse_sqrt,
-        "steps": optax.piecewise_constant_schedule(peak, factors),
-    }
-    rising = optax.linear_schedule(config.initial_learning_rate, peak, warmup)
-    return optax.join_schedules([rising, after[config.decay]], boundaries=[warmup])
-
-
-class Kind(NamedTuple):
-    """A kind of optimizer.
-
-    Args:
-      make: function of the schedule and the options.
-      options: fields of the config that it takes.
-      decouples: whether it decays the weights itself, apart from the gradient.
-    """
-
-    make: Callable[..., optax.GradientTransformation]
-    options: tuple[str, ...]
-    decouples: bool
-
-
-MOMENTS = ("b1", "b2", "eps")
-OPTIMIZERS = {
-    "accum_adamw": Kind(accum_adamw, (*MOMENTS, "accum_steps"), decouples=True),
-    "accum_adam": Kind(accum_adam, (*MOMENTS, "accum_steps"), decouples=False),
-    "adamw": Kind(optax.adamw, MOMENTS, decouples=True),
-    "adam": Kind(optax.adam, MOMENTS, decouples=False),
-    "sgd": Kind(optax.sgd, ("momentum",), decouples=False),
-}
-
-
-def build_optimizer(
-    config: OptimizerConfig, num_steps: int
-) -> optax.GradientTransformation:
-    """Returns the config's optimizer with its schedule over a run of `num_steps`."""
-    return optimizer_with(config, build_schedule(config, num_steps))
-
-
-def optimizer_with(
-    config: OptimizerConfig, schedule: optax.Schedule
-) -> optax.GradientTransformation:
-    """Watches and clips the worker's gradient, decays the weights, and steps."""
-    make, options, decouples = OPTIMIZERS[config.name]
-    named: dict[str, Any] = {option: getattr(config, option) for option in options}
-    # One flat chain: a checkpoint stores the optimizer state in the chain's order.
-    # The watch comes first, as clipping would spread a NaN of one leaf to all.
-    steps = [watch_gradients()]
-    if config.clip_norm is not None:
-        steps.append(optax.clip_by_global_norm(config.clip_norm))
-    decay = {"weight_decay": config.weight_decay, "mask": _has_two_dims}
-    if decouples:
-        named |= decay
-    else:
-        steps.append(optax.add_decayed_weights(**decay))
-    return optax.chain(*steps, make(schedule, **named))
-
-
-def _has_two_dims(params: Any) -> Any:
-    """The mask of kernels and embeddings: biases and norms are not decayed."""
-    return jax.tree.map(lambda x: x.ndim >= 2, params)
 
 
 def build_mesh(config: Config) -> Mesh | None:

@@ -20,7 +20,6 @@ from train.run.build import (
     LoopStep,
     bind_adapt,
     build_mesh,
-    build_optimizer,
     build_state,
     build_steps,
     build_train_step,
@@ -31,6 +30,7 @@ from train.run.finite import Check, build_check, check_gradients
 from train.run.folder import lock
 from train.run.log import Log, warn
 from train.run.observe import Observer
+from train.run.optimizers import build_optimizer
 from train.run.peers import (
     Watch,
     build_peers,

@@ -13,8 +13,8 @@ from decentjax import AXIS, WorkerState, consensus_distance, mean_model, over_wo
 from decentjax.step import Metrics
 from train.config import Config
 from train.job.distributed import MetricMeans, gather
-from train.run.build import build_schedule
 from train.run.log import Log
+from train.run.optimizers import build_schedule
 from train.run.peers import Watch
 from train.run.scores import build_score
 from train.run.stop import Stop

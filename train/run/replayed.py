@@ -16,8 +16,9 @@ import numpy as np
 from decentjax import AXIS, WorkerState, consensus_distance, gossip, over_workers
 from decentjax.step import Metrics
 from train.config import Config
-from train.run.build import bind_adapt, build_optimizer, build_state, build_steps
+from train.run.build import bind_adapt, build_state, build_steps
 from train.run.clock import Clock
+from train.run.optimizers import build_optimizer
 from train.run.peers import as_averaged, wagma_groups
 from train.run.seeds import SeedsOutcome, build_scores, join, judge
 from train.tasks.task import Task

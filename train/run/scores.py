@@ -11,9 +11,10 @@ from decentjax import mean_model
 from train.cli.config_json import read_config
 from train.config import Config
 from train.job.distributed import workers_per_process
-from train.run.build import build_optimizer, build_state
+from train.run.build import build_state
 from train.run.checkpoint import read_models
 from train.run.folder import process_folders
+from train.run.optimizers import build_optimizer
 from train.tasks.task import Task, Totals
 
 Model = tuple[Any, Any]

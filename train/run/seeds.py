@@ -24,13 +24,8 @@ from decentjax.step import Metrics
 from decentjax.topology import complete
 from train.config import Config
 from train.data.batches import feed
-from train.run.build import (
-    ORDERS,
-    bind_mix,
-    build_optimizer,
-    build_state,
-    build_steps,
-)
+from train.run.build import ORDERS, bind_mix, build_state, build_steps
+from train.run.optimizers import build_optimizer
 from train.run.scores import ratios
 from train.tasks.task import Task
 
