@@ -92,13 +92,16 @@ def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) ->
         )
     if not 0 <= per_epoch < math.inf:
         raise ValueError(f"per_epoch must not be negative, got {per_epoch}")
-    graphs = {k: lattice(num_workers, k) for k in range(least, degree + 1)}
 
-    def choose(step: int, epoch: float, *_: object) -> Topology:
-        del step
-        return graphs[max(degree - math.floor(per_epoch * math.floor(epoch)), least)]
+    def neighbors(epoch: int) -> int:
+        return max(degree - math.floor(per_epoch * epoch), least)
 
-    return Policy(list(graphs.values()), choose)
+    last = math.ceil((degree - least) / per_epoch) if per_epoch else 0
+    graphs = {k: lattice(num_workers, k) for k in map(neighbors, range(last + 1))}
+    return Policy(
+        list(graphs.values()),
+        lambda step, epoch, *_: graphs[neighbors(math.floor(epoch))],
+    )
 
 
 def holding(graphs: Sequence[Topology], target: float, slack: float = 0.2) -> Policy:

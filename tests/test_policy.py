@@ -1,10 +1,12 @@
 """Policies that choose a step's graph, and the dispersion by which they may do so."""
 
+import dataclasses
 import functools
 import math
 
 import jax
 import jax.numpy as jnp
+import line
 import numpy as np
 import optax
 import pytest
@@ -33,6 +35,18 @@ from decentjax.dispersion import (
     tensor_names,
     tensor_norms,
 )
+from train.config import (
+    CheckpointConfig,
+    PolicyConfig,
+    TopologyConfig,
+    WorkersConfig,
+)
+from train.run.choose import build_policy
+from train.run.log import read_metrics
+from train.run.loop import train
+from train.run.optimizers import build_schedule
+from train.run.resume import Resume
+from train.run.seeds import train_seeds
 
 
 def chosen(made, place):
@@ -204,3 +218,101 @@ def test_hand_made_dispersions():
         gini([1.0, -1.0])
     with pytest.raises(ValueError, match="norms of replicas"):
         gini(1.0)
+
+
+NOISY = dataclasses.replace(
+    line.config,
+    name="policy",
+    num_steps=24,
+    task=dataclasses.replace(line.config.task, noise=0.5),
+    workers=WorkersConfig(num_workers=8),
+    topology=TopologyConfig(name="ring"),
+    checkpoint=CheckpointConfig(every_steps=10),
+)
+
+
+def policies(name, **options):
+    policy = PolicyConfig(name=name, every_steps=2, epoch_steps=5, **options)
+    return dataclasses.replace(NOISY, policy=policy)
+
+
+def params_of(state):
+    return jax.device_get(state.params)
+
+
+@pytest.mark.parametrize("where", ["simulate", "mesh"])
+def test_a_run_that_holds_a_dispersion_resumes_bit_for_bit(where, tmp_path):
+    config = policies("holding", target=0.01)
+    workers = dataclasses.replace(config.workers, where=where)
+    # Of a constant rate, as the run that is cut short has another last step.
+    constant = dataclasses.replace(config.optimizer, decay="steps")
+    config = dataclasses.replace(config, workers=workers, optimizer=constant)
+    whole = train(config, tmp_path / "whole").state
+    assert whole.extra["graph"].min() > 0  # It began with all.
+    short = dataclasses.replace(config, num_steps=11)
+    half = train(short, tmp_path / "half").state
+    resumed = train(config, tmp_path / "half", Resume()).state
+    jax.tree.map(np.testing.assert_array_equal, params_of(whole), params_of(resumed))
+    np.testing.assert_array_equal(whole.extra["graph"], resumed.extra["graph"])
+    assert half.extra["graph"].max() > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fixed", {}),
+        ("thinning", {"degree": 6, "per_epoch": 2.0}),
+        ("holding", {"target": 0.01}),
+        ("damping", {"levels": 3, "power": 2.0}),
+        ("merged", {}),
+    ],
+)
+def test_a_policy_takes_the_same_graphs_alone_and_as_seeds(name, options, tmp_path):
+    config = policies(name, **options)
+    if name == "merged":  # In awc an update would follow the mean.
+        step = dataclasses.replace(config.step, algorithm="atc")
+        config = dataclasses.replace(config, step=step)
+    train(config, tmp_path / "alone")
+    alone = [row["loss"] for row in read_metrics(tmp_path / "alone") if "loss" in row]
+    together = train_seeds(config, range(2), lambda *_: None)
+    seeds = [values[0] for _, values in together.losses]
+    np.testing.assert_allclose(alone, seeds, rtol=1e-4)
+    if name == "merged":
+        assert max(together.consensus_distance) < 1e-6
+    else:
+        assert min(together.consensus_distance) > 1e-4
+
+
+def test_the_mixing_factor_falls_with_the_learning_rate():
+    config = policies("damping", levels=4)
+    schedule = build_schedule(config.optimizer, config.num_steps)
+    made = build_policy(config)
+    for step in range(config.optimizer.warmup_steps, config.num_steps):
+        wanted = float(schedule(step)) / config.optimizer.learning_rate
+        assert -1e-6 < made.menu[made(step)].factor - wanted < 0.25 + 1e-6
+    assert made.menu[made(0)].factor == 1
+
+
+@pytest.mark.parametrize(
+    ("policy", "words"),
+    [
+        ({"name": "holding", "target": 0.0}, "target must be positive"),
+        ({"name": "thinning", "degree": 2, "least": 4}, "2 <= least <= degree"),
+        ({"every_steps": 0}, "every_steps must be at least 1"),
+        ({"power": -1.0}, "power must be at least 0"),
+    ],
+)
+def test_configs_of_policies_that_make_no_sense_are_refused(policy, words):
+    with pytest.raises(ValueError, match=words):
+        PolicyConfig(**policy)
+
+
+@pytest.mark.parametrize("change", ["all_reduce", "background", "peers"])
+def test_a_policy_needs_an_exchange_in_the_step(change):
+    config, changes = policies("thinning"), {}
+    if change == "all_reduce":
+        changes["step"] = dataclasses.replace(config.step, algorithm="all_reduce")
+    else:
+        changes["exchange"] = dataclasses.replace(config.exchange, where=change)
+    with pytest.raises(ValueError, match=r"policy.name = thinning .* got \w+ with \w+"):
+        dataclasses.replace(config, **changes)

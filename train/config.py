@@ -9,6 +9,7 @@ import itertools
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
+from decentjax import policy as policies
 from decentjax import topology as topologies
 from decentjax.topology import Permutations, Topology
 from train.fields import checked
@@ -130,6 +131,54 @@ class TopologyConfig:
                 f"topology.between must be a graph without nodes of its own, got {name}"
             )
         return function(num_workers, **{option: options[option] for option in wanted})
+
+
+@checked
+class PolicyConfig:
+    """Which graph each step averages over; see `decentjax.policy`.
+
+    Args:
+      name: "fixed" takes the topology; "thinning" is Ada, a ring lattice that loses
+        neighbours with each epoch; "holding" takes as few neighbours as hold a
+        dispersion; "damping" is DSGD-AC, the topology with a mixing factor that falls
+        with the learning rate; "merged" is the topology, with a mean of all models at
+        the last step. Gossip-PGA is "fixed" with `topology.mean_every`.
+      degree: number of neighbours at the start, for "thinning"; None for all.
+      per_epoch: number of neighbours lost per epoch, for "thinning".
+      least: number of neighbours at the end, for "thinning".
+      epoch_steps: number of steps that are an epoch, for "thinning".
+      target: dispersion to hold, the mean over all tensors.
+      slack: relative distance from the target that changes nothing.
+      measure: measure of the dispersion of norms over the workers.
+      every_steps: steps from one measurement to the next.
+      power: p in the factor (learning rate / its peak)^p, for "damping".
+      levels: number of mixing factors, each a program, for "damping".
+    """
+
+    name: Literal["fixed", "thinning", "holding", "damping", "merged"] = "fixed"
+    degree: int | None = None
+    per_epoch: float = 1.0
+    least: int = 2
+    epoch_steps: int = 100
+    target: float = 0.01
+    slack: float = 0.2
+    measure: Literal[
+        "gini",
+        "index_of_dispersion",
+        "coefficient_of_variation",
+        "quartile_coefficient",
+    ] = "gini"
+    every_steps: int = 10
+    power: float = 1.0
+    levels: int = 8
+
+    def __post_init__(self):
+        _check_at_least(self, 1, "epoch_steps", "every_steps", "levels")
+        _check_at_least(self, 0, "power")
+        # Raises for numbers that no policy takes.
+        most = self.least if self.degree is None else self.degree
+        policies.thinning(2, most, self.per_epoch, self.least)
+        policies.holding(policies.ladder(2), self.target, self.slack)
 
 
 @checked
@@ -402,6 +451,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
     topology: TopologyConfig = field(default_factory=TopologyConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
     step: StepConfig = field(default_factory=StepConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -429,6 +479,16 @@ class Config:
             raise ValueError(
                 "atc averages the models that the step has just updated, so nothing "
                 'overlaps a background exchange; set exchange.where to "in_step"'
+            )
+        if self.policy.name != "fixed" and (
+            self.exchange.where in ("background", "peers")
+            or self.step.algorithm == "all_reduce"
+        ):
+            raise ValueError(
+                f"policy.name = {self.policy.name} chooses the exchange of a step "
+                "before it begins: it needs one in the compiled step, "
+                f"exchange.where = in_step, got {self.exchange.where} with "
+                f"{self.step.algorithm}"
             )
         # Raises for workers to whom the topology does not apply.
         topology = self.topology.build(self.workers)

@@ -8,6 +8,7 @@ from typing import Any
 
 import grain
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -33,6 +34,7 @@ from train.config import Config
 from train.data.batches import Batch
 from train.job.distributed import job_mesh, meet
 from train.job.peers import peer_place
+from train.run.choose import GRAPH, Chooser, build_policy
 from train.run.finite import poison_gradient
 from train.tasks.task import Task
 from train.xla import check_options, read_options
@@ -71,11 +73,15 @@ def build_state(
       ValueError: if the model does not fit the task.
     """
 
+    extra = {GRAPH: jnp.int32(0)} if config.policy.name == "holding" else ()
+
     # One program: without jit each leaf would be a dispatch, and exist twice.
     @jax.jit
     def stack(params, model_state, key):
         num_workers = config.workers.num_workers
-        return init_state(params, optimizer, key, num_workers, model_state, workers)
+        return init_state(
+            params, optimizer, key, num_workers, model_state, workers, extra
+        )
 
     model_key, workers_key = jax.random.split(jax.random.key(config.seed))
     if model is None:
@@ -105,15 +111,16 @@ def _check_same_kind(model: Any, wanted: Any) -> None:
 class InStep(contextlib.nullcontext):
     """A compiled step with its exchange inside, as a context like `Background`."""
 
-    def __init__(self, train_step: TrainStep, record: Record | None):
+    def __init__(self, train_step: TrainStep, choose: Chooser, record: Record | None):
         super().__init__(self)
-        self._train_step, self._record = train_step, record
+        self._train_step, self._choose, self._record = train_step, choose, record
 
     def __call__(
         self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
+        place, state = self._choose(state, step)
         start = time.monotonic()
-        result = self._train_step(state, batch, step)
+        result = self._train_step(state, batch, place)
         if self._record is not None:
             # The call returns before the step is done; only a timeline waits for it.
             jax.block_until_ready(result)
@@ -151,7 +158,7 @@ def build_train_step(
     """The step of the config's algorithm, with its exchange inside or in a thread."""
     if not in_background(config, mesh):
         step = build_in_step(config, task, optimizer, mesh, step_options(config, mesh))
-        return InStep(step, record)
+        return InStep(step, Chooser(config, mesh), record)
     if mesh is None:
         raise ValueError(
             'simulated workers send nothing: exchange.where = "background" needs '
@@ -186,7 +193,7 @@ def build_in_step(
         topology = complete(config.workers.num_workers)
         step = functools.partial(all_reduce_step, adapt=local)
     else:
-        topology = config.topology.build(config.workers)
+        topology = build_policy(config).menu
         order = ORDERS[config.step.algorithm]
         step = functools.partial(order, adapt=local, mix=bind_mix(config))
     if mesh is None:
@@ -220,6 +227,8 @@ def in_background(config: Config, mesh: Mesh | None) -> bool:
     """Whether the exchange runs in a second thread."""
     if config.exchange.where != "auto":
         return config.exchange.where == "background"
+    if config.policy.name != "fixed":
+        return False
     # XLA's CPU backend does not overlap collectives with compute; a GPU's does, and
     # simulated workers send nothing. atc and all_reduce have nothing to overlap with.
     on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"

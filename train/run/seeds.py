@@ -20,11 +20,14 @@ from decentjax import (
     mean_model,
     over_workers,
 )
+from decentjax.dispersion import MEASURES, tensor_norms
+from decentjax.policy import Policy
 from decentjax.step import Metrics
-from decentjax.topology import complete
+from decentjax.topology import Topology, complete
 from train.config import Config
 from train.data.batches import feed
 from train.run.build import ORDERS, bind_mix, build_state, build_steps
+from train.run.choose import build_policy, dispersion
 from train.run.optimizers import build_optimizer
 from train.run.scores import ratios
 from train.tasks.task import Task
@@ -70,7 +73,8 @@ def train_seeds(
       ValueError: if the shapes of a step differ between the seeds.
       FloatingPointError: if a loss is no longer finite.
     """
-    size = at_once or len(seeds)
+    # Where the dispersion chooses the graph, each seed has its own.
+    size = 1 if build_policy(config).measures else at_once or len(seeds)
     outcomes = []
     for start in range(0, len(seeds), size):
         before = len(outcomes) * config.num_steps
@@ -104,7 +108,9 @@ def _train_together(
     task = config.task.build()
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     workers = range(config.workers.num_workers)
-    train_step = _build_step(config, task, optimizer)
+    policy = build_policy(config)
+    train_step = _build_step(config, task, optimizer, policy.menu)
+    choose = _chooser(config, policy)
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
     states = [build_state(one, task, optimizer, workers) for one in configs]
     state = jax.tree.map(lambda *rows: jnp.stack(rows), *states)
@@ -114,7 +120,7 @@ def _train_together(
     recent, last_tenth = [], []
     for step in range(1, config.num_steps + 1):
         batch = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
-        state, metrics = train_step(state, batch, step - 1)
+        state, metrics = train_step(state, batch, choose(state, step - 1))
         # Arrays on the device: their values would make each step wait for the last.
         recent.append(metrics["loss"])
         if 10 * step > 9 * config.num_steps:  # At least the last step.
@@ -162,8 +168,27 @@ def join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
     )
 
 
+def _chooser(config: Config, policy: Policy) -> Callable[[WorkerState, int], int]:
+    """The place of a step's exchange in the policy's menu, by its state and number."""
+    options = config.policy
+    norms = jax.jit(jax.vmap(over_workers(tensor_norms)))
+    measure = MEASURES[options.measure]
+
+    def choose(state: WorkerState, step: int) -> int:
+        measured = None
+        if policy.measures and step % options.every_steps == 0:
+            # Of the one seed; see `train_seeds`.
+            measured = dispersion(lambda x: norms(x)[0], measure, state.params)
+        return policy(step, step / options.epoch_steps, measured)
+
+    return choose
+
+
 def _build_step(
-    config: Config, task: Task, optimizer: optax.GradientTransformation
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    topology: Topology,
 ) -> Callable[[WorkerState, Any, int], tuple[WorkerState, Metrics]]:
     """The step of the config's algorithm over [K, N, ...], in few programs.
 
@@ -183,11 +208,10 @@ def _build_step(
         one = functools.partial(all_reduce_step, exchange=whole, adapt=local)
         alone = jax.jit(over_all(one), donate_argnums=0)
         return lambda state, batch, step: alone(state, batch)
-    topology = config.topology.build(config.workers)
     mixing = bind_mix(config)
     mixes = {
         exchange: jax.jit(over_all(functools.partial(mixing, exchange=exchange)))
-        for exchange in topology
+        for exchange in set(topology)
     }
     order = functools.partial(
         ORDERS[config.step.algorithm],

@@ -1,0 +1,103 @@
+"""How a run chooses the exchange of each step, by the policy of its config."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from decentjax import WorkerState, over_workers
+from decentjax import policy as policies
+from decentjax.dispersion import MEASURES, tensor_norms
+from train.config import Config
+from train.job.distributed import gather
+from train.run.optimizers import build_schedule
+
+
+def build_policy(config: Config) -> policies.Policy:
+    """Returns the policy of a config, with all graphs that it may choose.
+
+    Raises:
+      ValueError: if its numbers do not fit the workers.
+    """
+    options, num_workers = config.policy, config.workers.num_workers
+    if options.name == "thinning":
+        degree = max(num_workers - 1, 2) if options.degree is None else options.degree
+        return policies.thinning(num_workers, degree, options.per_epoch, options.least)
+    if options.name == "holding":
+        graphs = policies.ladder(num_workers)
+        return policies.holding(graphs, options.target, options.slack)
+    topology = config.topology.build(config.workers)
+    if options.name == "damping":
+        return policies.damping(topology, _factor(config), options.levels)
+    if options.name == "merged":
+        return policies.merged(topology, config.num_steps)
+    return policies.fixed(topology)
+
+
+class Chooser:
+    """Chooses the exchange of each step, and keeps the choice in the state.
+
+    So a run that resumes goes on with the graph that it had.
+
+    Args:
+      config: config of the run.
+      mesh: mesh of the workers, None where they are simulated.
+    """
+
+    def __init__(self, config: Config, mesh: Mesh | None):
+        self.policy, self._options = build_policy(config), config.policy
+        norms = jax.jit(over_workers(tensor_norms, mesh))
+        self._dispersion = functools.partial(
+            dispersion, norms, MEASURES[self._options.measure]
+        )
+        self._is_new = True
+
+    def __call__(self, state: WorkerState, step: int) -> tuple[int, WorkerState]:
+        """Returns the place of a step's exchange in the menu, and the state with it."""
+        policy, options, measured = self.policy, self._options, None
+        if not policy.measures:
+            return policy(step, step / options.epoch_steps), state
+        if self._is_new:
+            (policy.current, *_), self._is_new = _local(state.extra[GRAPH]), False
+        before = policy.current
+        if step % options.every_steps == 0:
+            measured = self._dispersion(state.params)
+        place = policy(step, step / options.epoch_steps, measured)
+        if policy.current != before:
+            graph = 0 * state.extra[GRAPH] + policy.current
+            state = state._replace(extra={GRAPH: graph})
+        return place, state
+
+
+GRAPH = "graph"  # Its number, in the state's extra part.
+
+
+def dispersion(
+    norms: Callable[[Any], jax.Array], measure: Callable[[Any], np.ndarray], params: Any
+) -> float:
+    """Returns the mean over the tensors of a measure over all workers."""
+    rows = gather(_local(norms(params)))
+    return float(measure(np.concatenate(rows)).mean())
+
+
+def _local(stacked: jax.Array) -> list[Any]:
+    """The rows of the workers of this process."""
+    return [
+        row
+        for shard in stacked.addressable_shards
+        for row in np.array(shard.data).tolist()
+    ]
+
+
+def _factor(config: Config) -> Callable[[int], float]:
+    """`(learning rate / peak)^p` after the warm-up, and 1 before."""
+    optimizer = config.optimizer
+    schedule = build_schedule(optimizer, config.num_steps)
+    rates = np.array(jax.vmap(schedule)(jnp.arange(config.num_steps)))
+    factors = np.clip(rates / optimizer.learning_rate, 0, 1) ** config.policy.power
+    factors[: optimizer.warmup_steps] = 1
+    return lambda step: float(factors[step])
