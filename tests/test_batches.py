@@ -1,15 +1,20 @@
 """Who gets which example, what takes an unreadable one's place, and reading ahead."""
 
 import collections
+import dataclasses
 import functools
 import multiprocessing
 import subprocess
 import sys
 
+import line
 import numpy as np
 import pytest
 
-from train.data.batches import Unreadable, feed, worker_steps
+from configs.wagma_digits import config as wagma
+from train.config import DataConfig
+from train.data.batches import Unreadable, deal, feed, worker_steps
+from train.run.build import build_steps
 
 NUM_EXAMPLES = 47
 BROKEN = frozenset({3, 4, 5, 17, 46})
@@ -53,6 +58,10 @@ def draw_readable(number, random):
     if int(number) in BROKEN:
         raise Unreadable(f"number {number}")
     return draw(number, random)
+
+
+def double(number, random):
+    return 2 * number
 
 
 def see_process(number, random):
@@ -239,3 +248,62 @@ def assert_same_batches(these, those):
         assert one.skipped == other.skipped
         for name in ("number", "draw"):
             np.testing.assert_array_equal(one.arrays[name], other.arrays[name])
+
+
+@pytest.mark.parametrize("num_workers", [1, 2, 7, 64])
+def test_classes_are_dealt_unevenly_and_whole(num_workers):
+    labels = np.repeat(np.arange(10), 140)
+    parts = deal(labels, num_workers, alpha=0.1, seed=3)
+    assert min(map(len, parts)) >= 1
+    np.testing.assert_array_equal(np.sort(np.concatenate(parts)), np.arange(1400))
+    even = deal(labels, num_workers, alpha=1e6, seed=3)
+    for part in even:
+        counts = np.bincount(labels[part], minlength=10)
+        assert np.ptp(counts) <= 2
+    if num_workers > 1:
+        # The entropy of a worker's classes: of even shares log 10 = 2.3.
+        counts = np.array([np.bincount(labels[part], minlength=10) for part in parts])
+        shares = counts / counts.sum(1, keepdims=True)
+        entropy = -(shares * np.log(np.maximum(shares, 1e-9))).sum(1)
+        assert entropy.mean() < np.log(10) - 0.3
+
+
+def test_a_class_that_cannot_be_dealt_to_all_is_refused():
+    with pytest.raises(ValueError, match="20 examples dealt to 30 workers"):
+        deal(np.zeros(20, int), 30, alpha=0.1, seed=0)
+
+
+def test_workers_pass_over_their_own_part():
+    """Each example of a part once in each pass, in any order of reading."""
+    parts = [np.array([1, 3, 5]), np.array([0, 2, 4, 6])]
+    steps = worker_steps(np.arange(7), 2, 1, seed=0, transform=double, parts=parts)
+    rows = np.array([steps[t].arrays.ravel() for t in range(12)])
+    for worker, part in enumerate(parts):
+        for start in range(0, 12, len(part)):
+            seen = rows[start : start + len(part), worker]
+            assert sorted(seen) == sorted(2 * part)
+    first = rows[:3, 0], rows[3:6, 0], rows[6:9, 0], rows[9:12, 0]
+    assert any((a != first[0]).any() for a in first[1:])
+    alone = worker_steps(
+        np.arange(7), 2, 1, seed=0, workers=[1], transform=double, parts=parts
+    )
+    np.testing.assert_array_equal(
+        [alone[t].arrays.ravel() for t in range(12)], rows[:, 1:]
+    )
+
+
+def test_a_config_deals_the_classes_of_its_task():
+    config = dataclasses.replace(wagma, data=DataConfig(skew=("dirichlet", 0.1)))
+    workers = range(config.workers.num_workers)
+    steps = build_steps(config, config.task.build(), workers)
+    labels = np.concatenate([steps[t].arrays["label"] for t in range(30)], axis=1)
+    kinds = [len(set(row)) for row in labels.tolist()]
+    assert np.mean(kinds) < 5
+    even = build_steps(wagma, wagma.task.build(), workers)
+    labels = np.concatenate([even[t].arrays["label"] for t in range(30)], axis=1)
+    assert np.mean([len(set(row)) for row in labels.tolist()]) > 9
+    other = dataclasses.replace(line.config, data=config.data)
+    with pytest.raises(ValueError, match=r"data.skew deals classes .* have none"):
+        build_steps(other, other.task.build(), range(4))
+    with pytest.raises(ValueError, match="positive concentration, got 0"):
+        DataConfig(skew=("dirichlet", 0.0))

@@ -6,6 +6,7 @@ they are used for the first time, before anything is compiled.
 
 import inspect
 import itertools
+import math
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -66,12 +67,19 @@ class DataConfig:
     Args:
       num_processes: number of processes that read and decode ahead, per process that
         trains; 0 uses a thread instead.
+      skew: "dirichlet" and its concentration alpha deal each class to the workers by
+        shares that are drawn: with 0.1 a worker has few classes. None deals evenly.
     """
 
     num_processes: int = 0
+    skew: tuple[Literal["dirichlet"], float] | None = None
 
     def __post_init__(self):
         _check_at_least(self, 0, "num_processes")
+        if self.skew is not None and not 0 < self.skew[1] < math.inf:
+            raise ValueError(
+                f"data.skew needs a positive concentration, got {self.skew[1]}"
+            )
 
 
 @checked

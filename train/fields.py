@@ -73,7 +73,10 @@ def _fits(value: Any, hint: Any) -> bool:
     if kind in (Union, types.UnionType):
         return any(_fits(value, one) for one in inner)
     if kind is tuple:
-        return isinstance(value, tuple) and all(_fits(x, inner[0]) for x in value)
+        if not isinstance(value, tuple):
+            return False
+        parts = inner if inner[-1] is not ... else inner[:1] * len(value)
+        return len(value) == len(parts) and all(map(_fits, value, parts))
     if isinstance(value, bool):  # bool is a subclass of int.
         return hint is bool
     if hint is int:
@@ -90,7 +93,9 @@ def _words(hint: Any) -> str:
     if kind in (Union, types.UnionType):
         return " or ".join(map(_words, inner))
     if kind is tuple:
-        return f"a tuple, each part {_words(inner[0])}"
+        if inner[-1] is ...:
+            return f"a tuple, each part {_words(inner[0])}"
+        return f"({', '.join(map(_words, inner))})"
     return WORDS.get(hint) or f"a {hint.__name__}"
 
 

@@ -45,6 +45,7 @@ def worker_steps(
     workers: Sequence[int] | None = None,
     transform: Callable[[Any, np.random.Generator], Any] | None = None,
     multiple_of: int = 1,
+    parts: Sequence[np.ndarray] | None = None,
 ) -> grain.MapDataset[Batch]:
     """Returns the batches of all steps, a row for each worker; element t is step t's.
 
@@ -62,6 +63,8 @@ def worker_steps(
       transform: maps an example and a generator, seeded by the seed and the place in
         the order, to an example.
       multiple_of: number of micro-batches, which must divide B.
+      parts: numbers of the examples of each worker, as `deal` returns them; each worker
+        then passes over its own alone, in its own order. By default all share all.
 
     Raises:
       ValueError: if the data does not fill one step, or B is not such a multiple.
@@ -78,10 +81,52 @@ def worker_steps(
         )
     # Grain shuffles pass p by seed + p, so consecutive seeds would share their passes.
     shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    examples = grain.MapDataset.source(source).shuffle(seed=shuffle_seed).repeat()
     mine = range(num_workers) if workers is None else workers
-    return grain.MapDataset.source(
-        _Steps(examples, num_workers, batch_per_worker, seed, mine, transform)
+    if parts is None:
+        whole = grain.MapDataset.source(source).shuffle(seed=shuffle_seed).repeat()
+        rows = [_Row(whole, num_workers, worker, (seed,)) for worker in mine]
+    else:
+        rows = [
+            _Row(_part(source, parts[i], shuffle_seed + i), 1, 0, (seed, i))
+            for i in mine
+        ]
+    return grain.MapDataset.source(_Steps(rows, batch_per_worker, transform))
+
+
+def deal(
+    labels: np.ndarray, num_workers: int, alpha: float, seed: int
+) -> list[np.ndarray]:
+    """Deals examples unevenly: each class by shares of its own, Dirichlet(alpha).
+
+    Args:
+      labels: class of each example.
+      num_workers: N.
+      alpha: concentration; small for few classes per worker, large for even shares.
+      seed: seed of the shares.
+
+    Returns:
+      The numbers of each worker's examples, at least one.
+
+    Raises:
+      ValueError: if a hundred deals each leave a worker with nothing.
+
+    Source: Hsu et al., Measuring the effects of non-identical data distribution (2019).
+    """
+    random = np.random.default_rng(seed)
+    for _ in range(100):
+        parts = [[] for _ in range(num_workers)]
+        for label in np.unique(labels):
+            places = random.permutation(np.flatnonzero(labels == label))
+            shares = random.dirichlet(np.full(num_workers, alpha))
+            cuts = np.round(np.cumsum(shares)[:-1] * len(places)).astype(int)
+            for part, own in zip(parts, np.split(places, cuts), strict=True):
+                part.append(own)
+        dealt = [np.sort(np.concatenate(part)) for part in parts]
+        if all(map(len, dealt)):
+            return dealt
+    raise ValueError(
+        f"of {len(labels)} examples dealt to {num_workers} workers with alpha = "
+        f"{alpha}, some worker always gets none: take fewer workers, or a larger alpha"
     )
 
 
@@ -178,42 +223,60 @@ def _close(readers: list[grain.DatasetIterator[Batch]]) -> None:
         readers.pop().close()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Steps:
-    """Step t stacks the blocks t * N + w of the workers w."""
+class _Row(NamedTuple):
+    """Where a worker's batches are: at step t its block is t * every + first."""
 
     examples: grain.MapDataset
-    num_workers: int
+    every: int
+    first: int
+    seeds: tuple[int, ...]
+
+
+def _part(
+    source: grain.sources.RandomAccessDataSource, own: np.ndarray, seed: int
+) -> grain.MapDataset:
+    """The examples of one worker, shuffled again in each pass."""
+    places = grain.MapDataset.source(own).shuffle(seed=seed).repeat()
+    return places.map(lambda place: source[int(place)])
+
+
+@dataclasses.dataclass(frozen=True)
+class _Steps:
+    """Step t stacks a block of each worker."""
+
+    rows: Sequence[_Row]
     batch_per_worker: int
-    seed: int
-    workers: Sequence[int]
     transform: Callable[[Any, np.random.Generator], Any] | None
 
     def __len__(self) -> int:
-        return len(self.examples) // (self.num_workers * self.batch_per_worker)
+        size = self.batch_per_worker
+        return min(len(row.examples) // (row.every * size) for row in self.rows)
 
     def __getitem__(self, index: int) -> Batch:
         # N = 3, B = 2: at step 1 worker 2 has block 5, the places 10 and 11.
-        blocks = [int(index) * self.num_workers + worker for worker in self.workers]
         size = self.batch_per_worker
-        read = [self._read(block * size + i) for block in blocks for i in range(size)]
+        read = [
+            self._read(row, (int(index) * row.every + row.first) * size + i)
+            for row in self.rows
+            for i in range(size)
+        ]
         examples, skipped = zip(*read, strict=True)
 
         def stack(*leaves: Any) -> np.ndarray:
-            return np.stack(leaves).reshape(len(blocks), size, *np.shape(leaves[0]))
+            return np.stack(leaves).reshape(len(self.rows), size, *np.shape(leaves[0]))
 
         return Batch(jax.tree.map(stack, *examples), sum(skipped))
 
-    def _read(self, place: int) -> tuple[Any, int]:
+    def _read(self, row: _Row, place: int) -> tuple[Any, int]:
         """The first readable example from this place on, and how many were not."""
         error = None
         for num_bad in range(MOST_UNREADABLE):
             try:
-                example = self.examples[place + num_bad]
+                example = row.examples[place + num_bad]
                 if self.transform is not None:
                     # Of the place and not of the process, so that any number of
                     # processes draws the same.
-                    random = np.random.default_rng((self.seed, place))
+                    random = np.random.default_rng((*row.seeds, place))
                     example = self.transform(example, random)
                 return example, num_bad
             except Unreadable as unreadable:

@@ -31,7 +31,7 @@ from decentjax.gossip import Record, host_mesh
 from decentjax.step import Metrics
 from decentjax.topology import alone, complete
 from train.config import Config
-from train.data.batches import Batch
+from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet
 from train.job.peers import peer_place
 from train.run.choose import GRAPH, Chooser, build_policy
@@ -138,13 +138,28 @@ LocalUpdate = Callable[..., tuple[WorkerState, Metrics]]
 def build_steps(
     config: Config, task: Task, workers: Sequence[int]
 ) -> grain.MapDataset[Batch]:
-    """The batches of all steps, with the rows of some workers."""
+    """The batches of all steps, with the rows of some workers.
+
+    Raises:
+      ValueError: if classes are to be dealt, and the task has none.
+    """
+    parts = {}
+    if config.data.skew is not None:
+        if task.labels is None:
+            raise ValueError(
+                "data.skew deals classes unevenly, and the examples of this task have "
+                "none: leave it at None"
+            )
+        _, alpha = config.data.skew
+        count = config.workers.num_workers
+        parts["parts"] = deal(task.labels(), count, alpha, config.seed)
     return task.steps(
         config.workers.num_workers,
         config.step.batch_per_worker,
         config.seed,
         workers,
         multiple_of=config.step.num_micro_batches,
+        **parts,
     )
 
 

@@ -32,7 +32,7 @@ FREE = (
     "task.sample_bytes",
     "task.sample_prompt",
     "task.sample_tokens",
-    "data",
+    "data.num_processes",
     "evaluation",
     "checkpoint",
     "log",

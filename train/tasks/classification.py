@@ -36,7 +36,7 @@ def image_task(
       sample: maps a trained model, itself a map from images to float32 logits
         [B, classes], to the text of the `Task`'s sample.
       normalise: maps images to the model's input.
-      parts: steps, validation and baselines of the `Task`.
+      parts: steps, labels, validation and baselines of the `Task`.
     """
     # Of shapes alone: initial parameters are computed by `init`, and not here.
     graph = nnx.graphdef(nnx.eval_shape(lambda: ResNet(config, rngs=nnx.Rngs(0))))

@@ -35,6 +35,7 @@ class DigitsTask:
             self.label_smoothing,
             image=jax.ShapeDtypeStruct((8, 8, 1), np.float32),
             steps=functools.partial(worker_steps, train, transform=shift_digits),
+            labels=lambda: train["label"],
             validation=lambda: [{x: held_out[x] for x in ("image", "label")}],
             sample=lambda classify: draw_wrong(classify(held_out["image"]), held_out),
             baselines=lambda: {"nearest neighbour": nearest_neighbour(train, held_out)},

@@ -5,6 +5,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import grain
 import jax
+import numpy as np
 
 from decentjax import LossFn
 from train.data.batches import Batch
@@ -28,6 +29,7 @@ class StepsFn(Protocol):
         workers: Sequence[int],
         *,
         multiple_of: int = 1,
+        **parts: Any,
     ) -> grain.MapDataset[Batch]: ...
 
 
@@ -60,6 +62,8 @@ class Task(NamedTuple):
       baselines: returns the main score of simpler models, by name.
       generate: maps (params, model_state, lines) to the model's output for each line.
       judge: maps (params, model_state) to scores of the model's output.
+      labels: returns the class of each training example; `steps` then takes `parts`,
+        the numbers of the examples of each worker.
     """
 
     batch_shape: Callable[[int], Any]
@@ -73,3 +77,4 @@ class Task(NamedTuple):
     baselines: Callable[[], dict[str, float]] = dict
     generate: Callable[[Any, Any, Sequence[str]], list[str]] | None = None
     judge: Callable[[Any, Any], dict[str, float]] | None = None
+    labels: Callable[[], np.ndarray] | None = None
