@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decentjax.mixing import AxisName
 from decentjax.step import Adapt, Metrics, WorkerState
 
 NORMS = "norms"  # Their name among the metrics.
@@ -24,6 +25,22 @@ def tensor_norms(params: Any) -> jax.Array:
     return jnp.stack(
         [jnp.linalg.norm(x.astype(jnp.float32)) for x in jax.tree.leaves(params)]
     )
+
+
+def tensor_distances(params: Any, axis_name: AxisName) -> jax.Array:
+    """Returns `sqrt(1/N sum_i |x_i - mean|^2)` of each leaf, float32 [L].
+
+    Args:
+      params: one worker's model.
+      axis_name: mapped axis of the workers, over which this takes a mean of the model.
+    """
+
+    def square(x: jax.Array) -> jax.Array:
+        x = x.astype(jnp.float32)
+        return jnp.sum((x - jax.lax.pmean(x, axis_name)) ** 2)
+
+    squares = jnp.stack([square(x) for x in jax.tree.leaves(params)])
+    return jnp.sqrt(jax.lax.pmean(squares, axis_name))
 
 
 def tensor_names(params: Any) -> list[str]:

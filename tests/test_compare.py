@@ -36,6 +36,9 @@ def outcome(scores, **changes):
         judged={},
         workers={"loss": [[score, score + 1] for score in scores]},
         consensus_distance=[0.5] * len(scores),
+        tensors=[],
+        dispersion=[],
+        sent={},
     )
     return made._replace(**changes)
 

@@ -236,7 +236,7 @@ def _part(
     source: grain.sources.RandomAccessDataSource, own: np.ndarray, seed: int
 ) -> grain.MapDataset:
     """The examples of one worker, shuffled again in each pass."""
-    places = grain.MapDataset.source(own).shuffle(seed=seed).repeat()
+    places = grain.MapDataset.source(own.tolist()).shuffle(seed=seed).repeat()
     return places.map(lambda place: source[int(place)])
 
 

@@ -29,7 +29,7 @@ from decentjax import (
 )
 from decentjax.gossip import Record, host_mesh
 from decentjax.step import Metrics
-from decentjax.topology import alone, complete
+from decentjax.topology import alone
 from train.config import Config
 from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet
@@ -204,11 +204,10 @@ def build_in_step(
 ) -> TrainStep:
     """The compiled step of the config's algorithm, its exchange inside."""
     local = bind_adapt(config, task, optimizer)
+    topology = build_policy(config).menu
     if config.step.algorithm == "all_reduce":
-        topology = complete(config.workers.num_workers)
         step = functools.partial(all_reduce_step, adapt=local)
     else:
-        topology = build_policy(config).menu
         order = ORDERS[config.step.algorithm]
         step = functools.partial(order, adapt=local, mix=bind_mix(config))
     if mesh is None:

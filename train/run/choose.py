@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from decentjax import WorkerState, over_workers
 from decentjax import policy as policies
 from decentjax.dispersion import MEASURES, tensor_norms
+from decentjax.topology import complete
 from train.config import Config
 from train.job.distributed import gather
 from train.run.optimizers import build_schedule
@@ -24,6 +25,8 @@ def build_policy(config: Config) -> policies.Policy:
       ValueError: if its numbers do not fit the workers.
     """
     options, num_workers = config.policy, config.workers.num_workers
+    if config.step.algorithm == "all_reduce":
+        return policies.fixed(complete(num_workers))
     if options.name == "thinning":
         degree = max(num_workers - 1, 2) if options.degree is None else options.degree
         return policies.thinning(num_workers, degree, options.per_epoch, options.least)

@@ -124,4 +124,7 @@ def _train(
         judge(task, state),
         score_workers(state),
         np.mean(distance, axis=1).tolist(),
+        tensors=[],
+        dispersion=[],
+        sent={},
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -20,10 +20,18 @@ from decentjax import (
     mean_model,
     over_workers,
 )
-from decentjax.dispersion import MEASURES, tensor_norms
+from decentjax.analysis import traffic
+from decentjax.dispersion import (
+    MEASURES,
+    NORMS,
+    measured,
+    tensor_distances,
+    tensor_names,
+    tensor_norms,
+)
 from decentjax.policy import Policy
 from decentjax.step import Metrics
-from decentjax.topology import Topology, complete
+from decentjax.topology import Topology, matrices
 from train.config import Config
 from train.data.batches import feed
 from train.run.build import ORDERS, bind_mix, build_state, build_steps
@@ -44,6 +52,12 @@ class SeedsOutcome(NamedTuple):
       judged: final scores of what each mean model generates, by name.
       workers: final scores of each worker's model by name, [K, N].
       consensus_distance: final consensus distance, [K].
+      tensors: names of the model's tensors, [L].
+      dispersion: rows (step, for each measure how far the workers' norms are apart
+        before they are averaged, [K, L], and under "consensus_distance" how far their
+        tensors are apart after the step).
+      sent: means over the steps, [K]: "connections" of a worker, and bytes sent "per
+        worker" and "per link" of a node, by the busiest one.
     """
 
     seconds: float
@@ -53,6 +67,9 @@ class SeedsOutcome(NamedTuple):
     judged: dict[str, list[float]]
     workers: dict[str, list[list[float]]]
     consensus_distance: list[float]
+    tensors: list[str]
+    dispersion: list[tuple[int, dict[str, list[list[float]]]]]
+    sent: dict[str, list[float]]
 
 
 def train_seeds(
@@ -96,6 +113,7 @@ def draws_of(config: Config, seeds: range) -> Hashable:
     return (
         tuple(seeds),
         config.task,
+        config.data.skew,
         config.workers.num_workers,
         config.step.batch_per_worker,
         config.step.num_micro_batches,
@@ -116,11 +134,14 @@ def _train_together(
     state = jax.tree.map(lambda *rows: jnp.stack(rows), *states)
     batches = [feed(build_steps(one, task, workers)) for one in configs]
     score_means, score_workers = build_scores(task)
-    start, losses, evaluations = time.monotonic(), [], []
-    recent, last_tenth = [], []
+    start, losses, evaluations, spread = time.monotonic(), [], [], []
+    measure_distances = functools.partial(tensor_distances, axis_name=AXIS)
+    distances = jax.jit(jax.vmap(over_workers(measure_distances)))
+    recent, last_tenth, places = [], [], []
     for step in range(1, config.num_steps + 1):
         batch = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
-        state, metrics = train_step(state, batch, choose(state, step - 1))
+        places.append(choose(state, step - 1))
+        state, metrics = train_step(state, batch, places[-1])
         # Arrays on the device: their values would make each step wait for the last.
         recent.append(metrics["loss"])
         if 10 * step > 9 * config.num_steps:  # At least the last step.
@@ -131,12 +152,15 @@ def _train_together(
             if not np.isfinite(values).all():
                 raise FloatingPointError(f"the loss is {values} after step {step}")
             losses.append((step, values.tolist()))
+            spread.append((step, _spread(metrics[NORMS], distances(state.params))))
             report(step, f"loss {values.mean():.4f}")
             recent = []
         if end or step % config.evaluation.every_steps == 0:
             evaluations.append((step, score_means(state)))
     of_worker = functools.partial(consensus_distance, axis_name=AXIS)
     distance = jax.jit(jax.vmap(over_workers(of_worker)))(state.params)
+    one_model = jax.eval_shape(task.init, jax.random.key(0))[0]
+    sent = sent_by(policy.menu, places, one_model)
     return SeedsOutcome(
         time.monotonic() - start,
         losses,
@@ -145,7 +169,36 @@ def _train_together(
         judge(task, state),
         score_workers(state),
         np.mean(distance, axis=1).tolist(),
+        tensor_names(one_model),
+        spread,
+        {name: [value] * len(seeds) for name, value in sent.items()},
     )
+
+
+def sent_by(menu: Topology, places: Sequence[int], one_model: Any) -> dict[str, float]:
+    """What workers and nodes send in a step, as means over the steps.
+
+    Args:
+      menu: the exchanges.
+      places: place of each step's exchange among them.
+      one_model: model as shapes.
+    """
+    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one_model))
+    counts = np.bincount(places, minlength=menu.period) / len(places)
+    found = traffic(menu, num_bytes)
+    peers = [(w != 0).sum() / len(w) - 1 for w in matrices(menu)]
+    return {
+        "connections": float(counts @ peers),
+        "per worker": float(counts @ [each.worker_bytes.mean() for each in found]),
+        "per link": float(counts @ [each.node_bytes.max() for each in found]),
+    }
+
+
+def _spread(norms: jax.Array, distances: jax.Array) -> dict[str, list[list[float]]]:
+    """Measures over the workers of norms [K, N, L], and the distances [K, N, L]."""
+    by_worker = np.moveaxis(np.asarray(norms), 1, 0)
+    found = {name: f(by_worker).tolist() for name, f in MEASURES.items()}
+    return found | {"consensus_distance": np.asarray(distances)[:, 0].tolist()}
 
 
 def join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
@@ -165,6 +218,12 @@ def join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
         joined(a.judged, b.judged),
         joined(a.workers, b.workers),
         a.consensus_distance + b.consensus_distance,
+        a.tensors,
+        [
+            (t, joined(x, y))
+            for (t, x), (_, y) in zip(a.dispersion, b.dispersion, strict=True)
+        ],
+        joined(a.sent, b.sent),
     )
 
 
@@ -203,9 +262,9 @@ def _build_step(
         optimizer=optimizer,
         num_micro_batches=config.step.num_micro_batches,
     )
+    local = measured(local, before_update=config.step.algorithm == "awc")
     if config.step.algorithm == "all_reduce":
-        whole = complete(config.workers.num_workers)[0]
-        one = functools.partial(all_reduce_step, exchange=whole, adapt=local)
+        one = functools.partial(all_reduce_step, exchange=topology[0], adapt=local)
         alone = jax.jit(over_all(one), donate_argnums=0)
         return lambda state, batch, step: alone(state, batch)
     mixing = bind_mix(config)
