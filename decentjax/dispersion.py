@@ -17,7 +17,8 @@ import numpy as np
 from decentjax.mixing import AxisName
 from decentjax.step import Adapt, Metrics, WorkerState
 
-NORMS = "norms"  # Their name among the metrics.
+NORMS = "norms"
+"""Name of the norms among the metrics."""
 
 
 def tensor_norms(params: Any) -> jax.Array:

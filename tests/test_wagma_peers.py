@@ -211,6 +211,8 @@ def test_a_simulation_averages_what_was_there():
     assert found[1, 1] == found[1, 3] == ((1, 1),)
     assert found[2, 3] == tuple((worker, 2) for worker in range(4))
     assert found[3, 2] == found[3, 0] == ((0, 3), (2, 2))
+    # The other pair begins with its own first, and not with the first of all.
+    assert found[3, 1] == found[3, 3] == ((1, 3), (3, 3))
     # And it runs: the models are those of these averages.
     rows = batches(4, 4)
     states = replay_wagma(

@@ -239,8 +239,8 @@ class Wagma(Staged):
 def averages(groups: Butterfly, ready: np.ndarray) -> list[Averaged]:
     """Returns what groups average if workers have their models at these moments.
 
-    For a simulation, by `replay_wagma`: the first worker that is ready begins the
-    exchanges of a step, which take no time; in a mean of all the last one does. Others
+    For a simulation, by `replay_wagma`: the first worker of a group to be ready begins
+    its exchange, which takes no time; in a mean of all the last one does. The others
     take part with the newest model that they had by then.
 
     Args:
@@ -250,13 +250,16 @@ def averages(groups: Butterfly, ready: np.ndarray) -> list[Averaged]:
     """
     found = []
     for step, row in enumerate(ready):
-        moment = row.max() if groups.is_global(step) else row.min()
-        newest = (ready[: step + 1] <= moment).sum(0) - 1
         for worker in range(groups.num_workers):
             members = {worker}
             for hop in groups.hops(step):
                 members |= {member ^ hop for member in members}
-            models = [(i, int(newest[i])) for i in sorted(members) if newest[i] >= 0]
+            own = sorted(members)
+            moment = row[own].max() if groups.is_global(step) else row[own].min()
+            newest = (ready[: step + 1, own] <= moment).sum(0) - 1
+            models = [
+                (i, int(at)) for i, at in zip(own, newest, strict=True) if at >= 0
+            ]
             found.append(Averaged(step, worker, step, tuple(models)))
     return found
 
