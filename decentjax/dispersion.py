@@ -63,9 +63,9 @@ def measured(adapt: Adapt, before_update: bool = True) -> Adapt:
 
     @functools.wraps(adapt)
     def adapt_and_measure(
-        state: WorkerState, batch: Any, mixed: Any
+        state: WorkerState, batch: Any, mixed: Any, **options: Any
     ) -> tuple[WorkerState, Metrics]:
-        new, metrics = adapt(state, batch, mixed)
+        new, metrics = adapt(state, batch, mixed, **options)
         params = state.params if before_update else new.params
         return new, {**metrics, NORMS: tensor_norms(params)}
 

@@ -3,31 +3,21 @@
 `python -m train.compare CONFIG.py [CONFIG.py ...] --seeds 3 [--vary FIELD VALUE ...]`
 """
 
-import contextlib
 import dataclasses
 import json
 import math
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import tyro
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-)
 
 from train.cli.command import command, show_usage
 from train.cli.config_json import to_json
 from train.cli.load import load_config
-from train.cli.tables import write_whole
+from train.cli.progress import progress
 from train.config import Config
 from train.figures.comparison_figure import draw_comparison
 from train.figures.style import save_svg, words
@@ -35,10 +25,9 @@ from train.run.clock import Clock
 from train.run.comparison import Entry, statements, table
 from train.run.replayed import train_by_clock
 from train.run.resume import with_field
-from train.run.seeds import SeedsOutcome, draws_of, train_seeds
+from train.run.seeds import draws_of, keep, read_kept, train_seeds
 from train.tasks.task import Headline
 
-SECONDS_BETWEEN = 20.0
 NO_CLOCK = Clock()
 
 
@@ -171,53 +160,21 @@ def _entry(
     if is_late:
         wanted["clock"] = clock.facts()
     draws = draws_of(config, seeds)
-    if path.exists():
-        found = json.loads(path.read_text())
-        # Another version of this program may have kept other results.
-        is_whole = found.get("outcome", {}).keys() == set(SeedsOutcome._fields)
-        if is_whole and {name: found.get(name) for name in wanted} == wanted:
-            print(f"{config.name}: from {path}")
-            return Entry(config.name, SeedsOutcome(**found["outcome"]), draws)
+    outcome = read_kept(path, wanted)
+    if outcome is not None:
+        print(f"{config.name}: from {path}")
+        return Entry(config.name, outcome, draws)
     # Of peers each seed is a run of its own.
     size = 1 if is_late else at_once or len(seeds)
     groups = math.ceil(len(seeds) / size)
     # Each group of seeds takes all the steps.
-    with _progress(config.name, groups * config.num_steps) as report:
+    with progress(config.name, groups * config.num_steps) as report:
         if is_late:
             outcome = train_by_clock(config, seeds, report, clock)
         else:
             outcome = train_seeds(config, seeds, report, at_once)
-    # Plain json, which has NaN, and not `to_json`: a later call reads it back.
-    write_whole(path, json.dumps({**wanted, "outcome": outcome._asdict()}, indent=2))
+    keep(path, wanted, outcome)
     return Entry(config.name, outcome, draws)
-
-
-@contextlib.contextmanager
-def _progress(name: str, num_steps: int) -> Iterator[Callable[[int, str], None]]:
-    """A progress bar, or without a terminal a line every SECONDS_BETWEEN."""
-    console = Console()
-    if not console.is_terminal:
-        last = time.monotonic()
-
-        def say(step: int, words: str) -> None:
-            nonlocal last
-            if step == num_steps or time.monotonic() - last > SECONDS_BETWEEN:
-                print(f"{name}  {step}/{num_steps}  {words}", flush=True)
-                last = time.monotonic()
-
-        yield say
-        return
-    with Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[words]}"),
-        console=console,
-    ) as progress:
-        # `words` is a field of its own, which the last column shows.
-        bar = progress.add_task(name, total=num_steps, words="")
-        yield lambda step, words: progress.update(bar, completed=step, words=words)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,6 @@
 `python -m train.report RUN [RUN ...] [--out FILE] [--figures FOLDER]`
 """
 
-import base64
-import dataclasses
 import html
 import json
 from pathlib import Path
@@ -12,12 +10,12 @@ from typing import Any
 
 import numpy as np
 import tyro
-from matplotlib.figure import Figure
 
 from decentjax import analysis
 from decentjax.topology import Topology
 from train.cli.command import command, show_usage
 from train.cli.config_json import differences
+from train.figures.page import Section, html_table, write_page
 from train.figures.run_figure import (
     draw_consensus,
     draw_evaluations,
@@ -25,7 +23,7 @@ from train.figures.run_figure import (
     draw_mixed,
     draw_topology,
 )
-from train.figures.style import save_svg, to_svg, words
+from train.figures.style import words
 from train.figures.timeline_figure import draw_timelines
 from train.run.history import History, read_history
 from train.run.timeline import median_step_seconds, middle_steps, write_trace
@@ -33,29 +31,6 @@ from train.run.timeline import median_step_seconds, middle_steps, write_trace
 MAX_DRAWN_WORKERS = 64
 DRAWN_STEPS = 4
 NOTES = {"init_from", "changed", "joined_after"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Section:
-    """A section of the page.
-
-    Args:
-      title: heading, plain text.
-      figure: figure below the heading, if any.
-      text: HTML below the figure.
-    """
-
-    title: str
-    figure: Figure | None
-    text: str = ""
-
-    def html(self) -> str:
-        title, image = html.escape(self.title), ""
-        if self.figure is not None:
-            # Inside the page, so that it is one file that can be sent.
-            data = base64.b64encode(to_svg(self.figure)).decode()
-            image = f'<img alt="{title}" src="data:image/svg+xml;base64,{data}">'
-        return f"<h2>{title}</h2>\n{image}\n{self.text}"
 
 
 def write_report(
@@ -72,21 +47,14 @@ def write_report(
     parts = [part for run in runs for part in run.parts()]
     sections = [
         Section("Loss", draw_losses(parts)),
-        Section("Results", draw_evaluations(parts), _results_table(parts)),
+        Section("Results", draw_evaluations(parts), _resultshtml_table(parts)),
         Section("Consensus distance and learning rate", draw_consensus(parts)),
         *_peers_sections(parts),
         *_timeline_sections(runs),
         *(_topology_section(run) for run in runs),
         _configs_section(runs),
     ]
-    title = html.escape(", ".join(run.name for run in runs))
-    body = "\n".join(section.html() for section in sections)
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(PAGE.format(title=title, body=body))
-    for section in sections:
-        if figures_dir is not None and section.figure is not None:
-            name = section.title.lower().replace(":", "").replace(" ", "_")
-            save_svg(section.figure, figures_dir / f"{name}.svg")
+    write_page(", ".join(run.name for run in runs), sections, out, figures_dir)
     return out
 
 
@@ -149,10 +117,10 @@ def _topology_facts(topology: Topology) -> str:
         "models sent per worker and step": f"{np.mean(by_worker):.3g}",
         "models sent per node link and step": f"{np.mean(by_node):.3g}",
     }
-    return _table(["", ""], [[key, str(value)] for key, value in facts.items()])
+    return html_table(["", ""], [[key, str(value)] for key, value in facts.items()])
 
 
-def _results_table(runs: list[History]) -> str:
+def _resultshtml_table(runs: list[History]) -> str:
     rows = []
     for run in runs:
         steps, losses = run.curve("loss", "step")
@@ -167,7 +135,7 @@ def _results_table(runs: list[History]) -> str:
                 row.append(f"{words(name)} {value:.3f} ({spread})")
         rows.append(row)
     heads = ["run", "steps", "training loss", "steps/s (median)"]
-    return _table([*heads, "mean model (single workers)"], rows)
+    return html_table([*heads, "mean model (single workers)"], rows)
 
 
 def _configs_section(runs: list[History]) -> Section:
@@ -203,28 +171,6 @@ def _note(run: History, row: dict[str, Any]) -> str:
     else:
         text = f"from step {row['step']} on {', '.join(row['changed'])}"
     return f"<p>{html.escape(f'{run.name}: {text}')}</p>"
-
-
-def _table(heads: list[str], rows: list[list[str]]) -> str:
-    def line(cells: list[str], tag: str) -> str:
-        return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
-
-    body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
-    return f"<table><tr>{line(heads, 'th')}</tr>{body}</table>"
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
-body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto;
-       padding: 0 1rem; color: #222; background: #fff; }}
-img {{ max-width: 100%; }}
-table {{ border-collapse: collapse; }}
-td, th {{ padding: .2rem .8rem .2rem 0; text-align: left;
-          border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }}
-</style></head><body><h1>{title}</h1>
-{body}
-</body></html>
-"""
 
 
 def main(

@@ -30,7 +30,7 @@ from decentjax import (
 from decentjax.gossip import Record, host_mesh
 from decentjax.step import Metrics
 from decentjax.topology import alone
-from train.config import Config
+from train.config import Config, StepConfig
 from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet
 from train.job.peers import peer_place
@@ -209,7 +209,7 @@ def build_in_step(
         step = functools.partial(all_reduce_step, adapt=local)
     else:
         order = ORDERS[config.step.algorithm]
-        step = functools.partial(order, adapt=local, mix=bind_mix(config))
+        step = functools.partial(order, adapt=local, mix=bind_mix(config.step))
     if mesh is None:
         return simulate(step, topology)
     return on_mesh(step, topology, mesh, compiler_options)
@@ -261,7 +261,7 @@ def bind_adapt(
     )
 
 
-def bind_mix(config: Config) -> Callable[..., Any]:
+def bind_mix(config: StepConfig) -> Callable[..., Any]:
     """The mixing of one worker's params, with the dtype of the config's messages."""
-    dtype = config.step.message_dtype
+    dtype = config.message_dtype
     return functools.partial(mix, axis_name=AXIS, message_dtype=dtype)

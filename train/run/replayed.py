@@ -13,14 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from decentjax import AXIS, WorkerState, consensus_distance, gossip, over_workers
+from decentjax import WorkerState, gossip
 from decentjax.step import Metrics
 from train.config import Config
 from train.run.build import bind_adapt, build_state, build_steps
 from train.run.clock import Clock
 from train.run.optimizers import build_optimizer
 from train.run.peers import as_averaged, wagma_groups
-from train.run.seeds import SeedsOutcome, build_scores, join, judge
+from train.run.seeds import SeedsOutcome, build_scores, far_apart, join, judge
 from train.tasks.task import Task
 
 
@@ -112,8 +112,6 @@ def _train(
     states = repeat(config, task, records, observe)
     # One seed of all workers, [1, N, ...].
     state: WorkerState = jax.tree.map(lambda *x: jnp.concatenate(x)[None], *states)
-    of_worker = functools.partial(consensus_distance, axis_name=AXIS)
-    distance = jax.jit(jax.vmap(over_workers(of_worker)))(state.params)
     score_means, score_workers = build_scores(task)
     cuts = [*range(0, config.num_steps, every), config.num_steps]
     return SeedsOutcome(
@@ -123,7 +121,7 @@ def _train(
         [(config.num_steps, score_means(state))],
         judge(task, state),
         score_workers(state),
-        np.mean(distance, axis=1).tolist(),
+        far_apart(state),
         tensors=[],
         dispersion=[],
         sent={},

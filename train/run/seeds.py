@@ -2,17 +2,20 @@
 
 import dataclasses
 import functools
+import json
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 
 from decentjax import (
     AXIS,
+    Exchange,
+    LossFn,
     WorkerState,
     adapt,
     all_reduce_step,
@@ -32,7 +35,8 @@ from decentjax.dispersion import (
 from decentjax.policy import Policy
 from decentjax.step import Metrics
 from decentjax.topology import Topology, matrices
-from train.config import Config
+from train.cli.tables import write_whole
+from train.config import Config, OptimizerConfig, StepConfig
 from train.data.batches import feed
 from train.run.build import ORDERS, bind_mix, build_state, build_steps
 from train.run.choose import build_policy, dispersion
@@ -77,6 +81,7 @@ def train_seeds(
     seeds: range,
     report: Callable[[int, str], None],
     at_once: int | None = None,
+    task: Task | None = None,
 ) -> SeedsOutcome:
     """Trains with each seed, all workers of all seeds batched on one device.
 
@@ -85,11 +90,14 @@ def train_seeds(
       seeds: the K seeds.
       report: function of the number of steps done and a phrase, for a progress line.
       at_once: number of seeds that fit into the device's memory; by default all.
+      task: task to train, such as one with a part of the held-out data; by default the
+        config's.
 
     Raises:
       ValueError: if the shapes of a step differ between the seeds.
       FloatingPointError: if a loss is no longer finite.
     """
+    task = task or config.task.build()
     # Where the dispersion chooses the graph, each seed has its own.
     size = 1 if build_policy(config).measures else at_once or len(seeds)
     outcomes = []
@@ -100,7 +108,7 @@ def train_seeds(
             report(before + step, words)
 
         some = seeds[start : start + size]
-        outcomes.append(_train_together(config, some, report_all))
+        outcomes.append(_train_together(config, task, some, report_all))
     return functools.reduce(join, outcomes)
 
 
@@ -121,13 +129,12 @@ def draws_of(config: Config, seeds: range) -> Hashable:
 
 
 def _train_together(
-    config: Config, seeds: range, report: Callable[[int, str], None]
+    config: Config, task: Task, seeds: range, report: Callable[[int, str], None]
 ) -> SeedsOutcome:
-    task = config.task.build()
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     workers = range(config.workers.num_workers)
     policy = build_policy(config)
-    train_step = _build_step(config, task, optimizer, policy.menu)
+    train_step = _build_step(config, task, policy.menu)
     choose = _chooser(config, policy)
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
     states = [build_state(one, task, optimizer, workers) for one in configs]
@@ -135,8 +142,6 @@ def _train_together(
     batches = [feed(build_steps(one, task, workers)) for one in configs]
     score_means, score_workers = build_scores(task)
     start, losses, evaluations, spread = time.monotonic(), [], [], []
-    measure_distances = functools.partial(tensor_distances, axis_name=AXIS)
-    distances = jax.jit(jax.vmap(over_workers(measure_distances)))
     recent, last_tenth, places = [], [], []
     for step in range(1, config.num_steps + 1):
         batch = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
@@ -152,13 +157,11 @@ def _train_together(
             if not np.isfinite(values).all():
                 raise FloatingPointError(f"the loss is {values} after step {step}")
             losses.append((step, values.tolist()))
-            spread.append((step, _spread(metrics[NORMS], distances(state.params))))
+            spread.append((step, _spread(metrics[NORMS], _distances(state.params))))
             report(step, f"loss {values.mean():.4f}")
             recent = []
         if end or step % config.evaluation.every_steps == 0:
             evaluations.append((step, score_means(state)))
-    of_worker = functools.partial(consensus_distance, axis_name=AXIS)
-    distance = jax.jit(jax.vmap(over_workers(of_worker)))(state.params)
     one_model = jax.eval_shape(task.init, jax.random.key(0))[0]
     sent = sent_by(policy.menu, places, one_model)
     return SeedsOutcome(
@@ -168,7 +171,7 @@ def _train_together(
         evaluations,
         judge(task, state),
         score_workers(state),
-        np.mean(distance, axis=1).tolist(),
+        far_apart(state),
         tensor_names(one_model),
         spread,
         {name: [value] * len(seeds) for name, value in sent.items()},
@@ -227,57 +230,90 @@ def join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
     )
 
 
+def keep(path: Path, wanted: Mapping[str, Any], outcome: SeedsOutcome) -> None:
+    """Writes results, and what they are results of."""
+    # Plain json, which has NaN, and not `to_json`: a later call reads it back.
+    write_whole(path, json.dumps({**wanted, "outcome": outcome._asdict()}, indent=2))
+
+
+def read_kept(path: Path, wanted: Mapping[str, Any]) -> SeedsOutcome | None:
+    """Returns the results in a file, if they are of just this; else None."""
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    # Another version of this program may have kept other results.
+    is_whole = found.get("outcome", {}).keys() == set(SeedsOutcome._fields)
+    if not is_whole or {name: found.get(name) for name in wanted} != wanted:
+        return None
+    return SeedsOutcome(**found["outcome"])
+
+
 def _chooser(config: Config, policy: Policy) -> Callable[[WorkerState, int], int]:
     """The place of a step's exchange in the policy's menu, by its state and number."""
     options = config.policy
-    norms = jax.jit(jax.vmap(over_workers(tensor_norms)))
     measure = MEASURES[options.measure]
 
     def choose(state: WorkerState, step: int) -> int:
         measured = None
         if policy.measures and step % options.every_steps == 0:
             # Of the one seed; see `train_seeds`.
-            measured = dispersion(lambda x: norms(x)[0], measure, state.params)
+            measured = dispersion(lambda x: _norms(x)[0], measure, state.params)
         return policy(step, step / options.epoch_steps, measured)
 
     return choose
 
 
 def _build_step(
-    config: Config,
-    task: Task,
-    optimizer: optax.GradientTransformation,
-    topology: Topology,
+    config: Config, task: Task, topology: Topology
 ) -> Callable[[WorkerState, Any, int], tuple[WorkerState, Metrics]]:
     """The step of the config's algorithm over [K, N, ...], in few programs.
 
     There is nothing to overlap, so the exchange is a separate program, and the rest is
-    compiled once and not once for each exchange.
+    compiled once and not once for each exchange, nor for each run of a grid.
     """
-    # The outer axis has no name: K seeds of N workers each never mix.
-    over_all = lambda function: jax.vmap(over_workers(function))  # noqa: E731
-    local = functools.partial(
-        adapt,
-        loss_fn=task.loss_fn,
-        optimizer=optimizer,
-        num_micro_batches=config.step.num_micro_batches,
-    )
-    local = measured(local, before_update=config.step.algorithm == "awc")
+    key = task.loss_fn, config.optimizer, config.num_steps, config.step
     if config.step.algorithm == "all_reduce":
-        one = functools.partial(all_reduce_step, exchange=topology[0], adapt=local)
-        alone = jax.jit(over_all(one), donate_argnums=0)
+        alone = _all_reduce_program(topology[0], *key)
         return lambda state, batch, step: alone(state, batch)
-    mixing = bind_mix(config)
-    mixes = {
-        exchange: jax.jit(over_all(functools.partial(mixing, exchange=exchange)))
-        for exchange in set(topology)
-    }
     order = functools.partial(
         ORDERS[config.step.algorithm],
-        adapt=jax.jit(over_all(local)),
-        mix=lambda params, exchange: mixes[exchange](params),
+        adapt=_adapt_program(*key),
+        mix=lambda params, exchange: _mix_program(config.step, exchange)(params),
     )
     return lambda state, batch, step: order(state, batch, topology[step])
+
+
+def _over_all(function: Callable) -> Callable:
+    # The outer axis has no name: K seeds of N workers each never mix.
+    return jax.vmap(over_workers(function))
+
+
+def _local(
+    loss_fn: LossFn, optimizer: OptimizerConfig, num_steps: int, step: StepConfig
+) -> Callable:
+    local = functools.partial(
+        adapt,
+        loss_fn=loss_fn,
+        optimizer=build_optimizer(optimizer, num_steps),
+        num_micro_batches=step.num_micro_batches,
+    )
+    return measured(local, before_update=step.algorithm == "awc")
+
+
+@functools.lru_cache(maxsize=8)
+def _adapt_program(*key: Any) -> Callable:
+    return jax.jit(_over_all(_local(*key)))
+
+
+@functools.lru_cache(maxsize=8)
+def _all_reduce_program(whole: Exchange, *key: Any) -> Callable:
+    one = functools.partial(all_reduce_step, exchange=whole, adapt=_local(*key))
+    return jax.jit(_over_all(one), donate_argnums=0)
+
+
+@functools.lru_cache(maxsize=64)
+def _mix_program(step: StepConfig, exchange: Exchange) -> Callable:
+    return jax.jit(_over_all(functools.partial(bind_mix(step), exchange=exchange)))
 
 
 Scores = Callable[[WorkerState], dict[str, Any]]
@@ -288,15 +324,11 @@ def build_scores(task: Task) -> tuple[Scores, Scores]:
     batches = task.validation()
 
     def over(models: int, mean: bool) -> Scores:
-        function: Callable = task.score_fn
-        for _ in range(models):
-            function = jax.vmap(function, in_axes=(0, 0, None))
-        sums = jax.jit(function)
-        average = jax.jit(jax.vmap(mean_model))
+        sums = _score_program(task.score_fn, models)
 
         def scores(state: WorkerState) -> dict[str, Any]:
             model = state.params, state.model_state
-            model = average(model) if mean else model
+            model = _mean_models(model) if mean else model
             parts = [sums(*model, batch) for batch in batches]
             return {name: score.tolist() for name, score in ratios(parts).items()}
 
@@ -305,11 +337,33 @@ def build_scores(task: Task) -> tuple[Scores, Scores]:
     return over(models=1, mean=True), over(models=2, mean=False)
 
 
+@functools.lru_cache(maxsize=8)
+def _score_program(score_fn: Callable, models: int) -> Callable:
+    for _ in range(models):
+        score_fn = jax.vmap(score_fn, in_axes=(0, 0, None))
+    return jax.jit(score_fn)
+
+
+_mean_models = jax.jit(jax.vmap(mean_model))
+_norms = jax.jit(jax.vmap(over_workers(tensor_norms)))
+_distances = jax.jit(
+    jax.vmap(over_workers(functools.partial(tensor_distances, axis_name=AXIS)))
+)
+_distance = jax.jit(
+    jax.vmap(over_workers(functools.partial(consensus_distance, axis_name=AXIS)))
+)
+
+
+def far_apart(state: WorkerState) -> list[float]:
+    """The consensus distance of each seed."""
+    return np.mean(_distance(state.params), axis=1).tolist()
+
+
 def judge(task: Task, state: WorkerState) -> dict[str, list[float]]:
     """The scores of the task's judge for the mean model of each seed."""
     if task.judge is None:
         return {}
-    models = jax.jit(jax.vmap(mean_model))((state.params, state.model_state))
+    models = _mean_models((state.params, state.model_state))
     # The judge takes one model: row k of each leaf [K, ...] is the model of seed k.
     structure = jax.tree.structure(models)
     rows = zip(*jax.tree.leaves(models), strict=True)

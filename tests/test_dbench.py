@@ -1,0 +1,237 @@
+"""The grid of graphs and scales: its cells, what is measured, and what is kept."""
+
+import csv
+import dataclasses
+import json
+from pathlib import Path
+
+import job_line
+import numpy as np
+import pytest
+
+from decentjax import analysis, topology
+from train.config import TopologyConfig, WorkersConfig
+from train.dbench import room
+from train.dbench.__main__ import dbench
+from train.dbench.cells import Result, half
+from train.dbench.claims import claims
+from train.dbench.grid import POLICIES, Cell, make_cells
+from train.run.seeds import SeedsOutcome, train_seeds
+from train.tasks.task import Headline
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+FILE = Path(job_line.__file__)
+LINE = dataclasses.replace(
+    job_line.config,
+    num_steps=12,
+    workers=WorkersConfig(num_workers=4),
+    topology=TopologyConfig(name="ring"),
+)
+MODEL_BYTES = 8  # Two numbers of float32.
+
+
+def cells(graphs=("ring",), workers=(4,), batch="local", scaling="none"):
+    return make_cells(LINE, graphs, workers, batch, scaling)
+
+
+def ignore(step: int, words: str) -> None:
+    del step, words
+
+
+def test_cells_hold_a_batch_and_scale_the_rate():
+    (small, large) = cells(workers=(4, 16), scaling="sqrt")
+    assert small.config.optimizer == LINE.optimizer
+    rate = large.config.optimizer.learning_rate
+    assert rate == pytest.approx(2 * LINE.optimizer.learning_rate)
+    assert large.config.step.batch_per_worker == LINE.step.batch_per_worker
+    (large,) = cells(workers=(16,), scaling="linear")
+    rate = large.config.optimizer.learning_rate
+    assert rate == pytest.approx(4 * LINE.optimizer.learning_rate)
+    held = cells(workers=(2, 3, 8, 16), batch="global")
+    sizes = [cell.config and cell.config.step.batch_per_worker for cell in held]
+    assert sizes == [4, None, 1, None]
+    assert held[1].reason == "the batch of all cannot be shared: 8 examples for 3"
+
+
+def test_graphs_have_names_and_policies_too():
+    names = ("all_reduce", "ring@10", "one_peer_ring", *sorted(POLICIES))
+    made = {cell.graph: cell.config for cell in cells(graphs=names)}
+    assert made["all_reduce"].step.algorithm == "all_reduce"
+    assert made["ring@10"].topology.mean_every == 10
+    assert made["one_peer_ring"].topology.name == "one_peer_ring"
+    for name in POLICIES:
+        assert made[name].policy.name == name
+    assert made["damping"].topology == made["merged"].topology == LINE.topology
+
+
+def test_a_graph_that_a_scale_cannot_have_is_a_row():
+    (fits, odd) = cells(graphs=("hypercube",), workers=(4, 6))
+    assert fits.config is not None
+    assert odd.config is None
+    assert "power of two, got 6" in odd.reason
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"graphs": ("rign",)}, "did you mean 'ring'"),
+        ({"graphs": ("ring@ten",)}, "wanted GRAPH or GRAPH@STEPS"),
+        ({"graphs": ("all_reduce@10",)}, "wanted GRAPH or GRAPH@STEPS"),
+        ({"graphs": ("ring", "ring")}, "--graphs needs different values"),
+        ({"workers": ()}, "--workers needs different values"),
+        ({"batch": "global", "scaling": "linear"}, "--scaling linear follows"),
+        ({"tune": ("optimizer.learning-rate",)}, "--tune needs a field and its values"),
+        (
+            {"tune": ("optimizer.learning-rate", "1"), "scaling": "sqrt"},
+            "--scaling sqrt sets the learning rate",
+        ),
+        ({"seeds": 0}, "seeds must be at least 1"),
+    ],
+)
+def test_grids_that_make_no_sense_are_refused_before_anything_runs(
+    options, words, tmp_path
+):
+    given = {"graphs": ("ring",), "workers": (4,), **options}
+    with pytest.raises(ValueError, match=words):
+        dbench(FILE, out=tmp_path / "out", **given)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_that_does_not_fit_into_memory_is_refused(monkeypatch, tmp_path):
+    monkeypatch.setattr(room, "_free_bytes", lambda: 1e3)
+    words = r"ring-8 with 3 seeds at once needs about .* take fewer workers"
+    with pytest.raises(ValueError, match=words):
+        dbench(FILE, graphs=("ring",), workers=(4, 8), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_is_sent_and_how_far_replicas_are_apart():
+    config = dataclasses.replace(LINE, num_steps=7)
+    outcome = train_seeds(config, range(2), ignore)
+    # The ring of four: two peers, and the model sent to each.
+    assert outcome.sent["connections"] == [2.0, 2.0]
+    assert outcome.sent["per worker"] == [2.0 * MODEL_BYTES] * 2
+    assert sorted(outcome.tensors) == ["b", "w"]
+    (last, found) = outcome.dispersion[-1]
+    assert last == 7
+    distances = np.array(found["consensus_distance"])
+    np.testing.assert_allclose(
+        np.sqrt((distances**2).sum(1)), outcome.consensus_distance, rtol=1e-5
+    )
+    assert (np.array(found["gini"]) > 0).any()
+    all_reduce = dataclasses.replace(config.step, algorithm="all_reduce")
+    whole = train_seeds(dataclasses.replace(config, step=all_reduce), range(2), ignore)
+    assert np.abs(whole.dispersion[-1][1]["gini"]).max() < 1e-7
+    sent = analysis.traffic(topology.complete(4), MODEL_BYTES)[0]
+    assert whole.sent["per worker"] == [sent.worker_bytes.mean()] * 2
+
+
+def test_halves_of_the_held_out_data_share_nothing():
+    task = LINE.task.build()
+    whole = np.concatenate([np.asarray(batch) for batch in task.validation()])
+    parts = [
+        np.concatenate([np.asarray(batch) for batch in half(task, which).validation()])
+        for which in (0, 1)
+    ]
+    assert sum(map(len, parts)) == len(whole)
+    assert not {tuple(x) for x in parts[0]} & {tuple(x) for x in parts[1]}
+
+
+def test_a_grid_is_kept_gone_on_with_and_reported(tmp_path, capsys):
+    graphs = ("all_reduce", "complete", "ring", "torus", "star", "hypercube")
+    options = {"graphs": graphs, "seeds": 2, "num_steps": 12, "out": tmp_path}
+    tune = ("optimizer.learning-rate", "0.03", "1e30")
+    dbench(FILE, workers=(4,), tune=tune, **options)
+    first = capsys.readouterr().out
+    assert "failed after" not in first
+    assert "0.03 |" in first
+    results = dbench(FILE, workers=(4, 6), **options)
+    done = [one for one in results if one.outcome is not None]
+    assert len(done) == 11
+    (skipped,) = [one for one in results if one.outcome is None]
+    assert "power of two" in skipped.why
+    kept = json.loads((tmp_path / "ring-4.json").read_text())
+    (tmp_path / "ring-4.json").write_text(
+        json.dumps({**kept, "outcome": {**kept["outcome"], "training_loss": [7, 7]}})
+    )
+    dbench(FILE, workers=(4, 6), **options)
+    text = capsys.readouterr().out
+    assert "| ring | 4 |" in text
+    assert "7.0000 ± 0.0000" in text  # Read, and not trained again.
+    page = (tmp_path / "report.html").read_text()
+    for title in ("connections", "scale", "over time", "each tensor"):
+        assert title in page
+    with (tmp_path / "dbench.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 22
+    assert {row["graph"] for row in rows} == {*graphs}
+    with (tmp_path / "dispersion.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 11 * 2 * 12 * 2
+
+
+def test_a_cell_that_fails_loses_no_other(tmp_path, capsys):
+    file = tmp_path / "fails.py"
+    file.write_text(
+        "import dataclasses\n"
+        "from tests.test_dbench import LINE\n"
+        "rate = dataclasses.replace(LINE.optimizer, learning_rate=1e30)\n"
+        "config = dataclasses.replace(LINE, optimizer=rate)\n"
+    )
+    results = dbench(file, ("ring", "complete"), (4,), seeds=1, out=tmp_path / "out")
+    assert [one.outcome for one in results] == [None, None]
+    assert all("FloatingPointError" in one.error for one in results)
+    assert "failed after" in capsys.readouterr().out
+
+
+def result(graph, connections, scores, early):
+    outcome = SeedsOutcome(
+        seconds=1.0,
+        losses=[],
+        training_loss=[0.0] * len(scores),
+        evaluations=[(1, {"top_1": scores})],
+        judged={},
+        workers={"top_1": [[score] for score in scores]},
+        consensus_distance=[0.0] * len(scores),
+        tensors=["w"],
+        dispersion=[
+            (t, {"gini": [[x] for x in (early if t < 10 else [1.0] * len(scores))]})
+            for t in range(100)
+        ],
+        sent={"connections": [connections] * len(scores)},
+    )
+    return Result(Cell(graph, 8, LINE), outcome)
+
+
+def test_claims_are_correlations_over_graphs_by_seed():
+    draws = np.random.default_rng(0)
+    results = [result("all_reduce", 7.0, [0.0] * 4, [0.0] * 4)]
+    for number in range(1, 7):
+        noise = 0.15 * draws.standard_normal((2, 4))
+        scores = (0.1 * number + 0.1 * noise[0]).tolist()
+        early = (1.0 / number + noise[1] / number).tolist()
+        results.append(result(f"graph{number}", float(number), scores, early))
+    found = {claim.text.split()[1]: [] for claim in claims(results, UP)}
+    for claim in claims(results, UP):
+        found[claim.text.split()[1]].append(claim)
+    (more_connections,) = found["connections,"]
+    assert more_connections.verdict == "holds"
+    assert np.mean(more_connections.values) > 0.8
+    # Late they are all equal, and one scale says nothing of scales.
+    (early_claim,) = found["dispersion"]
+    assert "early" in early_claim.text
+    assert early_claim.verdict == "holds"
+    (down,) = [c for c in claims(results, DOWN) if "connections" in c.text]
+    assert down.verdict == "contradicted"
+    few = [one for one in results if one.cell.graph in ("graph1", "graph2")]
+    assert claims(few, UP) == []
+    (alone, *_) = claims(
+        [result(f"g{i}", float(i), [0.1 * i], [1.0 / i]) for i in (1, 2, 3)], UP
+    )
+    # One seed, three graphs in order: one of the six orders, and its reverse.
+    assert alone.verdict == "not shown"
+    assert alone.p_value >= 1 / 3
+
+
+UP, DOWN = Headline("top_1", better="higher"), Headline("top_1", better="lower")

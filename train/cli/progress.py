@@ -1,0 +1,44 @@
+"""The progress of a long command, in steps."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+SECONDS_BETWEEN = 20.0
+
+
+@contextlib.contextmanager
+def progress(name: str, num_steps: int) -> Iterator[Callable[[int, str], None]]:
+    """A progress bar, or without a terminal a line every SECONDS_BETWEEN."""
+    console = Console()
+    if not console.is_terminal:
+        last = time.monotonic()
+
+        def say(step: int, words: str) -> None:
+            nonlocal last
+            if step == num_steps or time.monotonic() - last > SECONDS_BETWEEN:
+                print(f"{name}  {step}/{num_steps}  {words}", flush=True)
+                last = time.monotonic()
+
+        yield say
+        return
+    with Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[words]}"),
+        console=console,
+    ) as bars:
+        # `words` is a field of its own, which the last column shows.
+        bar = bars.add_task(name, total=num_steps, words="")
+        yield lambda step, words: bars.update(bar, completed=step, words=words)

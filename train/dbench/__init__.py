@@ -1,0 +1,1 @@
+"""What the graph does to accuracy: a grid of graphs and scales."""

@@ -1,0 +1,121 @@
+"""One cell of the grid: trained at its own best, and kept."""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+
+from train.cli.config_json import to_json
+from train.config import Config
+from train.dbench.grid import Cell
+from train.run.resume import with_field
+from train.run.seeds import SeedsOutcome, keep, read_kept, train_seeds
+from train.tasks.task import Task
+
+Report = Callable[[int, str], None]
+
+
+class Tuned(NamedTuple):
+    """A field and the values among which each cell has its best."""
+
+    field: str
+    values: tuple[str, ...]
+
+
+class Result(NamedTuple):
+    """What a cell has come to.
+
+    Args:
+      cell: the cell.
+      outcome: results of all seeds; None where it was skipped or has failed.
+      chosen: the best value of the tuned field.
+      tried: score of each value that has not diverged, on held-out data that no result
+        uses.
+      error: why it has failed.
+    """
+
+    cell: Cell
+    outcome: SeedsOutcome | None = None
+    chosen: str | None = None
+    tried: Mapping[str, float] = MappingProxyType({})
+    error: str = ""
+
+    @property
+    def why(self) -> str:
+        """Why there is no outcome."""
+        return self.cell.reason or self.error
+
+
+def num_steps_of(cell: Cell, tuned: Tuned | None) -> int:
+    """Returns the number of steps that a cell trains, for a progress line."""
+    assert cell.config is not None
+    return cell.config.num_steps * (1 + len(tuned.values if tuned else ()))
+
+
+def train_cell(
+    cell: Cell, task: Task, seeds: range, tuned: Tuned | None, out: Path, report: Report
+) -> Result:
+    """Trains a cell, or reads what an earlier call has kept of just this.
+
+    Args:
+      cell: the cell, with a config.
+      task: the task, built once for all cells, whose programs are then shared.
+      seeds: seeds of the result; the next one chooses among the values.
+      tuned: field with values to choose from, if any.
+      out: folder of the results.
+      report: function of the number of steps done and a phrase.
+    """
+    assert cell.config is not None
+    done, tried = 0, {}
+    field, values = tuned or Tuned("", ())
+    for value in values:
+        one = with_field(cell.config, field, value, prog=f"--tune {field}")
+        path = out / f"{cell.name}-{field}-{value}.json"
+        say = _after(report, done)
+        alone = range(seeds.stop, seeds.stop + 1)
+        try:
+            found = _trained(one, half(task, 0), alone, path, say)
+            (tried[value],) = found.evaluations[-1][1][task.headline.name]
+        except FloatingPointError:
+            say(cell.config.num_steps, f"{value} diverges")
+        done += cell.config.num_steps
+    config, chosen = cell.config, None
+    if tuned:
+        if not tried:
+            raise FloatingPointError(f"no value of {field} trains: {', '.join(values)}")
+        best = max if task.headline.better == "higher" else min
+        chosen = best(tried, key=lambda value: tried[value])
+        config = with_field(config, field, chosen, prog=f"--tune {field}")
+        task = half(task, 1)
+    path = out / f"{cell.name}.json"
+    outcome = _trained(config, task, seeds, path, _after(report, done))
+    return Result(cell, outcome, chosen, tried)
+
+
+def half(task: Task, which: int) -> Task:
+    """The task with each second held-out example, from the first or the second on."""
+
+    def validation() -> Iterator[Any]:
+        for batch in task.validation():
+            yield jax.tree.map(lambda x: x[which::2], batch)
+
+    return task._replace(validation=lambda: list(validation()))
+
+
+def _trained(
+    config: Config, task: Task, seeds: range, path: Path, report: Report
+) -> SeedsOutcome:
+    wanted = {"config": json.loads(to_json(config)), "seeds": list(seeds)}
+    outcome = read_kept(path, wanted)
+    if outcome is None:
+        outcome = train_seeds(config, seeds, report, task=task)
+        keep(path, wanted, outcome)
+    report(config.num_steps, "done")
+    return outcome
+
+
+def _after(report: Report, done: int) -> Report:
+    return lambda step, words: report(done + step, words)

@@ -1,0 +1,179 @@
+"""The report of a grid: tables, claims, figures, and CSV files."""
+
+import csv
+import html
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from train.cli.tables import markdown
+from train.config import Config
+from train.dbench.cells import Result, Tuned
+from train.dbench.claims import MEASURE, Claim, accuracy, claims, early, late
+from train.figures.dbench_figure import draw_dispersion, draw_points, draw_tensors
+from train.figures.page import Section, html_table, write_page
+from train.figures.style import words
+from train.tasks.task import Headline
+
+MOST_MAPS = 6
+
+
+def write_report(
+    base: Config, results: Sequence[Result], tuned: Tuned | None, out: Path
+) -> str:
+    """Writes report.html, dbench.md and the CSV files; returns the text.
+
+    Args:
+      base: config of all cells.
+      results: what each cell has come to.
+      tuned: the field that each cell has chosen, if any.
+      out: folder.
+    """
+    headline = base.task.build().headline
+    heads, rows = table(results, headline, tuned)
+    said = [_say(claim) for claim in claims(results, headline)]
+    lines = [markdown(heads, rows), *said]
+    (out / "dbench.md").write_text("\n\n".join(lines) + "\n")
+    done = [one for one in results if one.outcome is not None]
+    _write_scores(done, headline, out / "dbench.csv")
+    _write_dispersion(done, out / "dispersion.csv")
+    items = "".join(f"<li>{html.escape(line)}</li>" for line in said)
+    text = f"{html_table(heads, rows)}<ul>{items}</ul>"
+    sections = [Section("Results", None, text), *_figures(done, headline)]
+    page = out / "report.html"
+    write_page(f"{base.name}: graphs and scales", sections, page, out / "figures")
+    return "\n\n".join([*lines, f"page    {page}"])
+
+
+def table(
+    results: Sequence[Result], headline: Headline, tuned: Tuned | None
+) -> tuple[list[str], list[list[str]]]:
+    """Returns heads and rows: a row for each cell, with two standard deviations."""
+    heads = ["graph", "workers", words(headline.name), "worst worker", "training loss"]
+    heads += ["connections", "kB per worker", "kB per link", "gini, early", "late"]
+    heads += [tuned.field.rpartition(".")[2]] if tuned else []
+    rows = []
+    for one in results:
+        row = [one.cell.graph, str(one.cell.num_workers)]
+        if one.outcome is None:
+            rows.append([*row, one.why, *[""] * (len(heads) - 3)])
+            continue
+        worst = min if headline.better == "higher" else max
+        row += [
+            _spread(accuracy(one.outcome, headline)),
+            f"{worst(worst(x) for x in one.outcome.workers[headline.name]):.4f}",
+            _spread(one.outcome.training_loss),
+            f"{np.mean(one.outcome.sent['connections']):.3g}",
+            f"{np.mean(one.outcome.sent['per worker']) / 1e3:.4g}",
+            f"{np.mean(one.outcome.sent['per link']) / 1e3:.4g}",
+            f"{np.mean(early(one)):.2e}",
+            f"{np.mean(late(one)):.2e}",
+        ]
+        rows.append([*row, *([one.chosen or ""] if tuned else [])])
+    return heads, rows
+
+
+def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
+    if not done:
+        return []
+    by_graph = {one.cell.graph: [] for one in done}
+    by_scale = {f"{one.cell.num_workers} workers": [] for one in done}
+    for one in done:
+        assert one.outcome is not None
+        scores = accuracy(one.outcome, headline)
+        by_graph[one.cell.graph].append((one.cell.num_workers, scores))
+        place = float(np.mean(one.outcome.sent["connections"]))
+        by_scale[f"{one.cell.num_workers} workers"].append((place, scores))
+    score = words(headline.name)
+    most = max(one.cell.num_workers for one in done)
+    largest = [one for one in done if one.cell.num_workers == most]
+    curves = {one.cell.graph: _curve(one) for one in largest}
+    label = f"{MEASURE} of the norms over {most} workers"
+    some = {name: values for name, (_, values) in list(curves.items())[:MOST_MAPS]}
+    first = largest[0].outcome
+    assert first is not None
+    steps = [step for step, _ in first.dispersion]
+    return [
+        Section(
+            "Accuracy by connections",
+            draw_points(by_scale, "connections of a worker", score, joined=False),
+        ),
+        Section(
+            "Accuracy by scale", draw_points(by_graph, "workers", score, joined=True)
+        ),
+        Section(
+            "Dispersion over time",
+            draw_dispersion(
+                {name: (at, x.mean(1)) for name, (at, x) in curves.items()}, label
+            ),
+        ),
+        Section("Dispersion of each tensor", draw_tensors(some, first.tensors, steps)),
+    ]
+
+
+def _curve(one: Result) -> tuple[list[int], np.ndarray]:
+    """Steps, and the dispersion of each tensor as a mean over the seeds, [rows, L]."""
+    assert one.outcome is not None
+    steps, rows = zip(*one.outcome.dispersion, strict=True)
+    return list(steps), np.array([np.mean(row[MEASURE], axis=0) for row in rows])
+
+
+def _say(claim: Claim) -> str:
+    low, high = claim.interval
+    return (
+        f"{claim.text} ({claim.where}): {claim.verdict}. Rank correlation "
+        f"{np.mean(claim.values):+.2f} (95 % interval {low:+.2f} to {high:+.2f}, p = "
+        f"{claim.p_value:.2g}, {len(claim.values)} seeds)."
+    )
+
+
+def _spread(values: Sequence[float]) -> str:
+    if len(values) < 2:
+        return f"{values[0]:.4f}"
+    return f"{np.mean(values):.4f} ± {2 * np.std(values, ddof=1):.4f}"
+
+
+def _write_scores(done: Sequence[Result], headline: Headline, path: Path) -> None:
+    """A row for each cell and seed."""
+    heads = ["graph", "workers", "seed", headline.name, "training_loss"]
+    heads += ["consensus_distance", "connections", "bytes_per_worker", "bytes_per_link"]
+    heads += ["early_gini", "late_gini", "chosen"]
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(heads)
+        for one in done:
+            outcome = one.outcome
+            assert outcome is not None
+            sent = outcome.sent
+            columns = zip(
+                accuracy(outcome, headline),
+                outcome.training_loss,
+                outcome.consensus_distance,
+                sent["connections"],
+                sent["per worker"],
+                sent["per link"],
+                early(one),
+                late(one),
+                strict=True,
+            )
+            for seed, values in enumerate(columns):
+                start = [one.cell.graph, one.cell.num_workers, seed]
+                writer.writerow([*start, *values, one.chosen or ""])
+
+
+def _write_dispersion(done: Sequence[Result], path: Path) -> None:
+    """A row for each cell, seed, step and tensor, with all measures."""
+    with path.open("w", newline="") as file:
+        writer, head = csv.writer(file), ["graph", "workers", "seed", "step", "tensor"]
+        for one in done:
+            assert one.outcome is not None
+            for step, measures in one.outcome.dispersion:
+                if head:
+                    writer.writerow([*head, *measures])
+                    head = []
+                values = np.array(list(measures.values()))  # [measures, K, L]
+                for seed, place in np.ndindex(values.shape[1:]):
+                    tensor = one.outcome.tensors[place]
+                    start = [one.cell.graph, one.cell.num_workers, seed, step, tensor]
+                    writer.writerow([*start, *values[:, seed, place].tolist()])

@@ -1,0 +1,131 @@
+"""The cells of a grid: a graph at a scale, as a config."""
+
+import dataclasses
+import typing
+from typing import Any, Literal, NamedTuple
+
+from train.config import Config, PolicyConfig, TopologyConfig
+
+Batch = Literal["local", "global"]
+Scaling = Literal["none", "linear", "sqrt"]
+ALL_REDUCE = "all_reduce"
+POWERS: dict[Scaling, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
+# These have graphs of their own.
+OWN_GRAPHS = {ALL_REDUCE, "thinning", "holding"}
+POLICIES = set(typing.get_args(typing.get_type_hints(PolicyConfig)["name"])) - {"fixed"}
+
+
+class Cell(NamedTuple):
+    """A graph at a scale.
+
+    Args:
+      graph: name of the graph, as it was given.
+      num_workers: N.
+      config: config of its runs; None where the scale cannot have the graph.
+      reason: why it cannot.
+    """
+
+    graph: str
+    num_workers: int
+    config: Config | None
+    reason: str = ""
+
+    @property
+    def name(self) -> str:
+        """Name of the cell, and of its file."""
+        return f"{self.graph.replace('@', '-')}-{self.num_workers}"
+
+
+def make_cells(
+    config: Config,
+    graphs: tuple[str, ...],
+    workers: tuple[int, ...],
+    batch: Batch,
+    scaling: Scaling,
+) -> list[Cell]:
+    """Returns the cells, by scale and graph.
+
+    Args:
+      config: config whose number of workers, batch and learning rate are the base.
+      graphs: names of graphs, see `graph_fields`.
+      workers: numbers of workers.
+      batch: whether a worker's batch stays, or that of all workers together.
+      scaling: power of N over the base by which the learning rate is scaled.
+
+    Raises:
+      ValueError: if a name is unknown, or the rules contradict each other.
+    """
+    if batch == "global" and scaling != "none":
+        raise ValueError(
+            f"--scaling {scaling} follows the batch of all workers, which --batch "
+            "global holds: leave one of them out"
+        )
+    for name, given in (("graphs", graphs), ("workers", workers)):
+        if not given or len(set(given)) < len(given):
+            raise ValueError(f"--{name} needs different values, got {given}")
+    # A name that is unknown is an error before anything runs.
+    fields = {graph: graph_fields(config, graph) for graph in graphs}
+    return [
+        _cell(config, graph, fields[graph], count, batch, POWERS[scaling])
+        for count in workers
+        for graph in graphs
+    ]
+
+
+def graph_fields(config: Config, graph: str) -> dict[str, Any]:
+    """Returns the fields of a config that a graph's name sets.
+
+    A name is "all_reduce", a function of `decentjax.topology`, or a policy over the
+    config's topology; `@10` after it adds a mean of all models at each tenth step.
+
+    Raises:
+      ValueError: if there is no such graph.
+    """
+    name, at, period = graph.partition("@")
+    if at and (not period.isdigit() or name in OWN_GRAPHS):
+        raise ValueError(f"wanted GRAPH or GRAPH@STEPS, such as ring@10, got {graph!r}")
+    step, topology, policy = config.step, config.topology, config.policy
+    if step.algorithm == ALL_REDUCE:
+        raise ValueError(
+            "the config's own step averages gradients: give one with step.algorithm = "
+            f'"awc" or "atc", and "{ALL_REDUCE}" as a graph'
+        )
+    if name == ALL_REDUCE:
+        step = dataclasses.replace(step, algorithm=ALL_REDUCE)
+    if name in OWN_GRAPHS:  # The config's topology may not fit the scale.
+        topology = TopologyConfig(name="complete")
+    elif name not in POLICIES:
+        topology = dataclasses.replace(topology, name=name)
+    policy = dataclasses.replace(policy, name=name if name in POLICIES else "fixed")
+    if period:
+        topology = dataclasses.replace(topology, mean_every=int(period))
+    return {"step": step, "topology": topology, "policy": policy}
+
+
+def _cell(
+    config: Config,
+    graph: str,
+    fields: dict[str, Any],
+    count: int,
+    batch: Batch,
+    power: float,
+) -> Cell:
+    base, step, optimizer = config.workers, fields["step"], config.optimizer
+    if batch == "global":
+        size, rest = divmod(step.batch_per_worker * base.num_workers, count)
+        if rest or not size:
+            why = f"{step.batch_per_worker * base.num_workers} examples for {count}"
+            return Cell(graph, count, None, f"the batch of all cannot be shared: {why}")
+        fields = {**fields, "step": dataclasses.replace(step, batch_per_worker=size)}
+    rate = optimizer.learning_rate * (count / base.num_workers) ** power
+    try:
+        made = dataclasses.replace(
+            config,
+            name=Cell(graph, count, None).name,
+            workers=dataclasses.replace(base, num_workers=count),
+            optimizer=dataclasses.replace(optimizer, learning_rate=rate),
+            **fields,
+        )
+    except ValueError as error:
+        return Cell(graph, count, None, str(error))
+    return Cell(graph, count, made)

@@ -1,0 +1,84 @@
+"""Figures of a grid of graphs and scales."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from train.figures.style import grid
+
+Points = Mapping[str, Sequence[tuple[float, Sequence[float]]]]
+"""(place, score of each seed) of each point, by the name of its line."""
+
+
+def draw_points(points: Points, place: str, score: str, joined: bool) -> Figure:
+    """Draws scores against places, with a bar from the lowest seed to the highest.
+
+    Args:
+      points: the scores.
+      place: label of the places, on a logarithmic axis.
+      score: label of the scores.
+      joined: whether the points of a name are one line.
+    """
+    figure, ((axes,),) = grid(1, 1, 7, 4)
+    for number, (name, some) in enumerate(points.items()):
+        places, scores = zip(*sorted(some), strict=True)
+        means = np.array([np.mean(x) for x in scores])
+        below = means - [min(x) for x in scores]
+        above = [max(x) for x in scores] - means
+        axes.errorbar(
+            places,
+            means,
+            yerr=np.stack([below, above]),
+            fmt="o-" if joined else "o",
+            color=f"C{number}",
+            label=name,
+            capsize=2,
+        )
+    axes.set_xscale("symlog", linthresh=1)
+    axes.set(xlabel=place, ylabel=f"{score} (bar: seeds)")
+    axes.legend(fontsize="small")
+    return figure
+
+
+def draw_dispersion(
+    curves: Mapping[str, tuple[Sequence[int], np.ndarray]], label: str
+) -> Figure:
+    """Draws a dispersion, the mean over tensors and seeds, by step.
+
+    Args:
+      curves: steps and values of each graph, by its name.
+      label: label of the values, on a logarithmic axis.
+    """
+    figure, ((axes,),) = grid(1, 1, 7, 4)
+    for number, (name, (steps, values)) in enumerate(curves.items()):
+        axes.plot(steps, np.maximum(values, 1e-9), color=f"C{number}", label=name)
+    axes.set_yscale("log")
+    axes.set(xlabel="step", ylabel=label)
+    axes.legend(fontsize="small")
+    return figure
+
+
+def draw_tensors(
+    maps: Mapping[str, np.ndarray], tensors: Sequence[str], steps: Sequence[int]
+) -> Figure:
+    """Draws the dispersion of each tensor over time, a heat map for each graph.
+
+    Args:
+      maps: values of each graph, [rows, L], by its name.
+      tensors: names of the tensors, [L].
+      steps: step of each row.
+    """
+    height = 1.2 + 0.12 * len(tensors)
+    figure, (row,) = grid(1, len(maps), 2.2 + 2.4 * len(maps), height, sharey=True)
+    logs = {name: np.log10(np.maximum(x, 1e-9)) for name, x in maps.items()}
+    low, high = (f([f(x) for x in logs.values()]) for f in (np.min, np.max))
+    image = None
+    for axes, (name, values) in zip(row, logs.items(), strict=True):
+        extent = (steps[0], steps[-1], len(tensors) - 0.5, -0.5)
+        image = axes.imshow(values.T, aspect="auto", extent=extent, vmin=low, vmax=high)
+        axes.set(xlabel="step", title=name)
+    row[0].set_yticks(range(len(tensors)), tensors, fontsize=6)
+    if image is not None:
+        figure.colorbar(image, ax=list(row), label="log10 of the dispersion")
+    return figure
