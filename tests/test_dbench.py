@@ -2,16 +2,21 @@
 
 import csv
 import dataclasses
+import functools
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
+import jax
 import job_line
 import numpy as np
 import pytest
 
-from decentjax import analysis, topology
+from decentjax import analysis, topology, worker_mesh
 from train.config import TopologyConfig, WorkersConfig
-from train.dbench import room
+from train.dbench import cost
 from train.dbench.__main__ import dbench
 from train.dbench.cells import Result, half
 from train.dbench.claims import claims
@@ -21,7 +26,7 @@ from train.tasks.task import Headline
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-FILE = Path(job_line.__file__)
+ROOT, FILE = Path(__file__).parents[1], Path(job_line.__file__)
 LINE = dataclasses.replace(
     job_line.config,
     num_steps=12,
@@ -65,6 +70,14 @@ def test_graphs_have_names_and_policies_too():
     assert made["damping"].topology == made["merged"].topology == LINE.topology
 
 
+def test_workers_that_do_not_fill_their_nodes_are_a_row():
+    nodes = dataclasses.replace(LINE.workers, workers_per_node=4)
+    config = dataclasses.replace(LINE, workers=nodes)
+    (fits, odd) = make_cells(config, ("ring",), (8, 6), "local", "none")
+    assert fits.config is not None
+    assert odd.reason == "6 workers do not fill nodes of 4"
+
+
 def test_a_graph_that_a_scale_cannot_have_is_a_row():
     (fits, odd) = cells(graphs=("hypercube",), workers=(4, 6))
     assert fits.config is not None
@@ -87,6 +100,11 @@ def test_a_graph_that_a_scale_cannot_have_is_a_row():
             "--scaling sqrt sets the learning rate",
         ),
         ({"seeds": 0}, "seeds must be at least 1"),
+        ({"change": ("data.skew",)}, "--change takes FIELD=VALUE"),
+        (
+            {"change": ("topology.name=ring", "exchange.where=peers")},
+            "all workers of a grid train in step",
+        ),
     ],
 )
 def test_grids_that_make_no_sense_are_refused_before_anything_runs(
@@ -99,10 +117,17 @@ def test_grids_that_make_no_sense_are_refused_before_anything_runs(
 
 
 def test_a_grid_that_does_not_fit_into_memory_is_refused(monkeypatch, tmp_path):
-    monkeypatch.setattr(room, "_free_bytes", lambda: 1e3)
+    monkeypatch.setattr(cost, "_free_bytes", lambda: 1e3)
     words = r"ring-8 with 3 seeds at once needs about .* take fewer workers"
     with pytest.raises(ValueError, match=words):
         dbench(FILE, graphs=("ring",), workers=(4, 8), out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_grid_that_takes_longer_than_it_may_is_refused(tmp_path):
+    words = r"the grid would take about .* minutes, longer than the 1e-09 that it may"
+    with pytest.raises(ValueError, match=words):
+        dbench(FILE, graphs=("ring",), minutes=1e-9, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
@@ -125,6 +150,44 @@ def test_what_is_sent_and_how_far_replicas_are_apart():
     assert np.abs(whole.dispersion[-1][1]["gini"]).max() < 1e-7
     sent = analysis.traffic(topology.complete(4), MODEL_BYTES)[0]
     assert whole.sent["per worker"] == [sent.worker_bytes.mean()] * 2
+
+
+@pytest.mark.parametrize("graph", ["all_reduce", "ring", "holding"])
+def test_workers_of_a_mesh_come_to_the_same_as_simulated_ones(graph):
+    (cell,) = cells(graphs=(graph,))
+    assert cell.config is not None
+    simulated = train_seeds(cell.config, range(2), ignore)
+    real = train_seeds(cell.config, range(2), ignore, mesh=worker_mesh(4))
+    for name in ("losses", "training_loss", "evaluations", "workers", "dispersion"):
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+            getattr(real, name),
+            getattr(simulated, name),
+        )
+    assert real.sent == simulated.sent
+
+
+@pytest.mark.slow
+def test_the_grid_of_a_job_is_that_of_one_process(tmp_path):
+    options = [str(FILE), "--graphs", "all_reduce", "ring", "--seeds", "2"]
+    launch = ["-m", "train.launch", "--processes", "2", "--module", "train.dbench"]
+    tables = []
+    for number, begin in enumerate((["-m", "train.dbench"], launch)):
+        out = tmp_path / str(number)
+        given = [*begin, *options, "--workers", "4", "2", "--out", str(out)]
+        done = subprocess.run(
+            [sys.executable, *given],
+            cwd=ROOT,
+            env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        tables.append((out / "dbench.md").read_text().splitlines()[2:6])
+    (alone, job) = tables
+    assert alone[:2] == job[:2]
+    assert all("set workers.num_workers to 4, got 2" in row for row in job[2:])
 
 
 def test_halves_of_the_held_out_data_share_nothing():

@@ -59,7 +59,7 @@ def receive(connection):
     connection.sendall(b"go")
     while left:
         left -= len(connection.recv(1 << 16))
-    sys.stdout.write(f"{begin} {time.monotonic()}\n")  # whole, beside other threads
+    sys.stdout.write(f"{begin} {time.monotonic()}\\n")  # whole, beside other threads
     connection.close()
 
 def send(receiver):

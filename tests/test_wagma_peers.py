@@ -1,6 +1,7 @@
 """WAGMA-SGD from peer to peer: what it computes, and who waits for whom."""
 
 import concurrent.futures
+import contextlib
 import functools
 import math
 import time
@@ -153,6 +154,36 @@ def test_a_mean_of_all_has_every_model_of_its_step(tmp_path):
         at - one.groups for _, used in results for one in used for _, at in one.models
     )
     assert oldest > -4
+
+
+def test_a_mean_of_all_is_taken_however_long_it_has_been_there(tmp_path):
+    """The thread of a worker that is slow to take it goes on with the next groups."""
+    rows, states, used = batches(2, 5), [start(2, 0), start(2, 1)], []
+    meshes = [Mesh(jax.devices()[i : i + 1], (AXIS,)) for i in (0, 1)]
+    options = {"group_size": 2, "period": 3, "used": used.append}
+    with contextlib.ExitStack() as stack:
+        steps = [
+            stack.enter_context(Wagma(LOCAL, 2, Folder(tmp_path), [i], mesh, **options))
+            for i, mesh in enumerate(meshes)
+        ]
+
+        def begin(worker, step):
+            batch = place(rows[step][worker : worker + 1], meshes[worker])
+            return steps[worker].begin(states[worker], batch, step)
+
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            for step in range(3):
+                ends = list(pool.map(begin, (0, 1), (step, step), timeout=LONG))
+                states[0], _ = ends[0]()
+                if step < 2:
+                    states[1], _ = ends[1]()
+        mean = flat(states[0])
+        # The second of these groups begins once both have ended the first.
+        for step in (3, 4):
+            states[0], _ = begin(0, step)()
+        states[1], _ = ends[1]()
+    assert used[-1].models == ((0, 2), (1, 2))
+    np.testing.assert_array_equal(flat(states[1]), mean)
 
 
 def test_a_mean_of_all_in_every_step_gives_the_numbers_of_one_model(tmp_path):

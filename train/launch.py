@@ -1,8 +1,9 @@
 """Runs `train` as several processes on this machine, as torchrun does for PyTorch.
 
 `python -m train.launch --processes N CONFIG.py [--field value ...]`; `--resume RUN` in
-place of the config resumes a run, and `--module train.advise --measure CONFIG.py`
-measures what these processes gain from decentralized training.
+place of the config resumes a run, `--module train.advise --measure CONFIG.py`
+measures what these processes gain from decentralized training, and `--module
+train.dbench CONFIG.py` trains a grid of graphs.
 """
 
 import argparse
@@ -24,7 +25,9 @@ USAGE = (
     "usage: python -m train.launch --processes N [--port PORT] "
     "{CONFIG.py | --resume RUN} [--field value ...]\n"
     "       python -m train.launch --processes N --module train.advise "
-    "--measure CONFIG.py [--field value ...]"
+    "--measure CONFIG.py [--field value ...]\n"
+    "       python -m train.launch --processes N --module train.dbench "
+    "CONFIG.py [--option value ...]"
 )
 
 
@@ -33,7 +36,7 @@ def main(arguments: list[str]) -> int:
     def run(
         processes: int,
         port: int = 0,
-        module: Literal["train", "train.advise"] = "train",
+        module: Literal["train", "train.advise", "train.dbench"] = "train",
     ) -> tuple[int, int, str]:
         """Runs `python -m train CONFIG.py ...` as several processes on this machine.
 
@@ -42,7 +45,8 @@ def main(arguments: list[str]) -> int:
         Args:
           processes: number of processes.
           port: port on this machine where they find each other; by default a free one.
-          module: module that they run; train.advise takes --measure CONFIG.py.
+          module: module that they run; train.advise takes --measure CONFIG.py,
+            train.dbench a config and its own options.
         """
         return processes, port, module
 
@@ -55,7 +59,7 @@ def main(arguments: list[str]) -> int:
         args=arguments,
         return_unknown_args=True,
     )
-    first = {"train": "--resume", "train.advise": "--measure"}[module]
+    first = {"train": "--resume", "train.advise": "--measure"}.get(module)
     if not rest or (rest[0].startswith("-") and rest[0] != first):
         show_usage(USAGE, [])
     if num_processes < 1:

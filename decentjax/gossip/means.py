@@ -131,6 +131,7 @@ class GroupMeans(Closing):
         self._changed = threading.Condition()
         self._offered: Sums | None = None
         self._found: Sums | None = None
+        self._of_all: Sums | None = None  # Of the last mean of all workers.
         self._error: BaseException | None = None
         self._closing_at: float | None = None
         self.alive: set[int] = set()  # As of the last exchange.
@@ -163,6 +164,8 @@ class GroupMeans(Closing):
     def mean(self, step: int, own: dict[int, Rows]) -> tuple[dict[int, Rows], Sums]:
         """Waits for the groups of a step, or of a later one, and returns the means.
 
+        A mean of all workers is never passed over for a later one of a group.
+
         Args:
           step: step of the models that were offered last.
           own: these models.
@@ -178,6 +181,8 @@ class GroupMeans(Closing):
             if self._error:
                 raise self._error
             found = self._found
+            if self._of_all and self._of_all.step == step:
+                found = self._of_all
         assert found is not None
         means = {
             i: mean_of(one, i, own[i], step) for i, one in found.of_workers.items()
@@ -264,6 +269,8 @@ class GroupMeans(Closing):
         self.alive = self._links.alive()
         with self._changed:
             self._found = Sums(step, sums)
+            if self._groups.is_global(step):
+                self._of_all = self._found
             self._changed.notify_all()
         self._step = step + 1
 

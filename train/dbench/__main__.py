@@ -7,21 +7,29 @@ Source: DBench, of Xie et al., Scaling up Data Parallelism in Decentralized Deep
 Learning (2025), whose code is not public.
 """
 
+import contextlib
 import dataclasses
 import time
 from pathlib import Path
 from typing import Annotated
 
+import jax
 import tyro
 
 from train.cli.command import command
 from train.cli.load import load_config
+from train.cli.options import AS_OPTIONS
 from train.cli.progress import progress
+from train.config import DistributedConfig
 from train.dbench.cells import Result, Tuned, num_steps_of, train_cell
+from train.dbench.cost import check_cost
 from train.dbench.dbench_report import write_report
 from train.dbench.grid import Batch, Cell, Scaling, make_cells
-from train.dbench.room import check_room
+from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
+from train.run.resume import with_changes
 from train.tasks.task import Task
+
+ALONE = DistributedConfig()
 
 
 def dbench(
@@ -40,13 +48,21 @@ def dbench(
     batch: Batch = "local",
     scaling: Scaling = "none",
     tune: tuple[str, ...] = (),
+    change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
+    minutes: float | None = None,
+    distributed: DistributedConfig = ALONE,
     out: Path = Path("runs/dbench"),
 ) -> list[Result]:
     """Trains a config over graphs and scales, and reports accuracy and dispersion.
 
-    All workers and seeds of a cell are simulated as one program. Finished cells are
-    kept: a second call trains what is missing. A cell that fails is reported, and loses
-    no other; a graph that a scale cannot have is a row with its reason.
+    All workers and seeds of a cell are simulated as one program, or with `--change
+    workers.where=mesh` each worker has a device. Finished cells are kept: a second call
+    trains what is missing. A cell that fails is reported, and loses no other; a graph
+    that a scale cannot have is a row with its reason.
+
+    As a job of several processes, `python -m train.launch --processes 4 --module
+    train.dbench CONFIG.py ...`, it trains the cells that have as many workers as the
+    job has devices.
 
     Args:
       config: config file. Its number of workers is the base of `batch` and `scaling`.
@@ -62,6 +78,9 @@ def dbench(
       tune: a field and its values, such as "optimizer.learning-rate 0.1 0.3 1": each
         cell has its best, chosen by another seed on every second held-out example;
         results are then of the others.
+      change: FIELD=VALUE of the config, such as "data.skew=dirichlet 0.1".
+      minutes: the most that the grid may take; it is refused if more is expected.
+      distributed: the processes of the job.
       out: folder for results, report.html and CSV files.
 
     Returns:
@@ -69,21 +88,35 @@ def dbench(
 
     Raises:
       ValueError: if a name is unknown, rules contradict each other, or the workers do
-        not fit into memory.
+        not fit into memory or the time.
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
-    base = load_config(config)
+    base, _ = with_changes(load_config(config), change)
+    base = dataclasses.replace(base, distributed=distributed)
     if num_steps is not None:
         base = dataclasses.replace(base, num_steps=num_steps)
     tuned = _tuned(tune, scaling)
     cells = make_cells(base, graphs, workers, batch, scaling)
     numbers = range(first_seed, first_seed + seeds)
-    task = base.task.build()
-    check_room([cell for cell in cells if cell.config is not None], task, seeds)
-    out.mkdir(parents=True, exist_ok=True)
-    results = [_run(cell, task, numbers, tuned, out) for cell in cells]
-    print(write_report(base, results, tuned, out))
+    with contextlib.ExitStack() as stack:
+        if distributed.enabled:
+            stack.enter_context(fail_stop())
+            start(distributed, max(workers))
+        elif base.workers.where == "mesh":
+            provide_cpu_devices(max(workers))
+        task = base.task.build()
+        some = [cell for cell in cells if cell.config is not None]
+        values = tuned.values if tuned else ()
+        expected = check_cost(some, task, seeds, len(values), minutes)
+        is_first = jax.process_index() == 0
+        if is_first:
+            out.mkdir(parents=True, exist_ok=True)
+            print(f"{len(some)} cells, about {expected:.2g} minutes if all are new")
+        results = [_run(cell, task, numbers, tuned, out) for cell in cells]
+        leave()
+    if is_first:
+        print(write_report(base, results, tuned, out))
     return results
 
 
@@ -104,19 +137,36 @@ def _tuned(tune: tuple[str, ...], scaling: Scaling) -> Tuned | None:
 def _run(
     cell: Cell, task: Task, seeds: range, tuned: Tuned | None, out: Path
 ) -> Result:
+    is_first = jax.process_index() == 0
     if cell.config is None:
-        print(f"{cell.name}: skipped, {cell.reason}")
+        if is_first:
+            print(f"{cell.name}: skipped, {cell.reason}")
         return Result(cell)
-    start = time.monotonic()
+    begin = time.monotonic()
     try:
-        with progress(cell.name, num_steps_of(cell, tuned)) as report:
+        with contextlib.ExitStack() as stack:
+            report = _say_nothing
+            if is_first:
+                steps = num_steps_of(cell, tuned)
+                report = stack.enter_context(progress(cell.name, steps))
             return train_cell(cell, task, seeds, tuned, out, report)
     except Exception as error:
+        # What only this process has met would leave the others of its job waiting.
+        known = isinstance(error, FloatingPointError | ValueError)
+        if not known and jax.process_count() > 1:
+            raise
         # Whatever it is, the cells after this one are not to be lost.
-        print(f"{cell.name}: failed after {time.monotonic() - start:.0f} s, {error}")
+        if is_first:
+            print(
+                f"{cell.name}: failed after {time.monotonic() - begin:.0f} s, {error}"
+            )
         return Result(cell, error=f"{type(error).__name__}: {error}")
+
+
+def _say_nothing(step: int, words: str) -> None:
+    del step, words
 
 
 if __name__ == "__main__":
     with command():
-        tyro.cli(dbench, prog="python -m train.dbench")
+        tyro.cli(dbench, prog="python -m train.dbench", config=AS_OPTIONS)

@@ -11,6 +11,8 @@ import jax
 from train.cli.config_json import to_json
 from train.config import Config
 from train.dbench.grid import Cell
+from train.job.distributed import gather
+from train.run.build import build_mesh
 from train.run.resume import with_field
 from train.run.seeds import SeedsOutcome, keep, read_kept, train_seeds
 from train.tasks.task import Task
@@ -108,11 +110,16 @@ def half(task: Task, which: int) -> Task:
 def _trained(
     config: Config, task: Task, seeds: range, path: Path, report: Report
 ) -> SeedsOutcome:
-    wanted = {"config": json.loads(to_json(config)), "seeds": list(seeds)}
-    outcome = read_kept(path, wanted)
-    if outcome is None:
-        outcome = train_seeds(config, seeds, report, task=task)
-        keep(path, wanted, outcome)
+    # Where its processes are is not what it trains.
+    fields = json.loads(to_json(config))
+    del fields["distributed"]
+    wanted = {"config": fields, "seeds": list(seeds)}
+    mesh, outcome = build_mesh(config), read_kept(path, wanted)
+    # All processes of a job train, or none: a folder may not yet show each the file.
+    if outcome is None or not all(gather(outcome is not None)):
+        outcome = train_seeds(config, seeds, report, task=task, mesh=mesh)
+        if jax.process_index() == 0:
+            keep(path, wanted, outcome)
     report(config.num_steps, "done")
     return outcome
 

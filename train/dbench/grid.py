@@ -60,6 +60,11 @@ def make_cells(
             f"--scaling {scaling} follows the batch of all workers, which --batch "
             "global holds: leave one of them out"
         )
+    if config.exchange.where == "peers":
+        raise ValueError(
+            "all workers of a grid train in step: take --change exchange.where=auto, "
+            "or for peers train.compare with --clock"
+        )
     for name, given in (("graphs", graphs), ("workers", workers)):
         if not given or len(set(given)) < len(given):
             raise ValueError(f"--{name} needs different values, got {given}")
@@ -111,6 +116,9 @@ def _cell(
     power: float,
 ) -> Cell:
     base, step, optimizer = config.workers, fields["step"], config.optimizer
+    if count % base.workers_per_node:
+        why = f"{count} workers do not fill nodes of {base.workers_per_node}"
+        return Cell(graph, count, None, why)
     if batch == "global":
         size, rest = divmod(step.batch_per_worker * base.num_workers, count)
         if rest or not size:

@@ -1,20 +1,18 @@
 """How a run chooses the exchange of each step, by the policy of its config."""
 
-import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 from decentjax import WorkerState, over_workers
 from decentjax import policy as policies
 from decentjax.dispersion import MEASURES, tensor_norms
 from decentjax.topology import complete
-from train.config import Config
-from train.job.distributed import gather
+from train.config import Config, PolicyConfig
 from train.run.optimizers import build_schedule
 
 
@@ -53,10 +51,7 @@ class Chooser:
 
     def __init__(self, config: Config, mesh: Mesh | None):
         self.policy, self._options = build_policy(config), config.policy
-        norms = jax.jit(over_workers(tensor_norms, mesh))
-        self._dispersion = functools.partial(
-            dispersion, norms, MEASURES[self._options.measure]
-        )
+        self._norms = jax.jit(over_workers(tensor_norms, mesh))
         self._is_new = True
 
     def __call__(self, state: WorkerState, step: int) -> tuple[int, WorkerState]:
@@ -65,10 +60,11 @@ class Chooser:
         if not policy.measures:
             return policy(step, step / options.epoch_steps), state
         if self._is_new:
-            (policy.current, *_), self._is_new = _local(state.extra[GRAPH]), False
+            shard = state.extra[GRAPH].addressable_data(0)
+            policy.current, self._is_new = int(shard[0]), False
         before = policy.current
         if step % options.every_steps == 0:
-            measured = self._dispersion(state.params)
+            measured = dispersion(self._norms(state.params), options)
         place = policy(step, step / options.epoch_steps, measured)
         if policy.current != before:
             graph = 0 * state.extra[GRAPH] + policy.current
@@ -79,21 +75,15 @@ class Chooser:
 GRAPH = "graph"  # Its number, in the state's extra part.
 
 
-def dispersion(
-    norms: Callable[[Any], jax.Array], measure: Callable[[Any], np.ndarray], params: Any
-) -> float:
-    """Returns the mean over the tensors of a measure over all workers."""
-    rows = gather(_local(norms(params)))
-    return float(measure(np.concatenate(rows)).mean())
+def dispersion(norms: jax.Array, options: PolicyConfig) -> float:
+    """The mean over the tensors of a measure over all workers; a collective.
 
-
-def _local(stacked: jax.Array) -> list[Any]:
-    """The rows of the workers of this process."""
-    return [
-        row
-        for shard in stacked.addressable_shards
-        for row in np.array(shard.data).tolist()
-    ]
+    Args:
+      norms: norms of the tensors of each worker, [N, L].
+      options: options of the policy, with the measure.
+    """
+    whole = multihost_utils.process_allgather(norms, tiled=True)
+    return float(MEASURES[options.measure](whole).mean())
 
 
 def _factor(config: Config) -> Callable[[int], float]:

@@ -20,7 +20,8 @@ from train.run.build import bind_adapt, build_state, build_steps
 from train.run.clock import Clock
 from train.run.optimizers import build_optimizer
 from train.run.peers import as_averaged, wagma_groups
-from train.run.seeds import SeedsOutcome, build_scores, far_apart, join, judge
+from train.run.programs import build_scores, far_apart, judge
+from train.run.seeds import SeedsOutcome, join
 from train.tasks.task import Task
 
 

@@ -11,37 +11,20 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from decentjax import (
-    AXIS,
-    Exchange,
-    LossFn,
-    WorkerState,
-    adapt,
-    all_reduce_step,
-    consensus_distance,
-    mean_model,
-    over_workers,
-)
+from decentjax import WorkerState, local_workers
 from decentjax.analysis import traffic
-from decentjax.dispersion import (
-    MEASURES,
-    NORMS,
-    measured,
-    tensor_distances,
-    tensor_names,
-    tensor_norms,
-)
+from decentjax.dispersion import MEASURES, NORMS, tensor_names
 from decentjax.policy import Policy
-from decentjax.step import Metrics
 from decentjax.topology import Topology, matrices
 from train.cli.tables import write_whole
-from train.config import Config, OptimizerConfig, StepConfig
+from train.config import Config
 from train.data.batches import feed
-from train.run.build import ORDERS, bind_mix, build_state, build_steps
+from train.run import programs
+from train.run.build import build_state, build_steps
 from train.run.choose import build_policy, dispersion
 from train.run.optimizers import build_optimizer
-from train.run.scores import ratios
 from train.tasks.task import Task
 
 
@@ -82,8 +65,12 @@ def train_seeds(
     report: Callable[[int, str], None],
     at_once: int | None = None,
     task: Task | None = None,
+    mesh: Mesh | None = None,
 ) -> SeedsOutcome:
-    """Trains with each seed, all workers of all seeds batched on one device.
+    """Trains with each seed, all seeds together.
+
+    By default all workers are batched on one device. In a job of several processes all
+    of them call it, and get the same results.
 
     Args:
       config: config of the run, whose own seed is ignored.
@@ -92,6 +79,7 @@ def train_seeds(
       at_once: number of seeds that fit into the device's memory; by default all.
       task: task to train, such as one with a part of the held-out data; by default the
         config's.
+      mesh: mesh with a device for each worker; by default they are simulated.
 
     Raises:
       ValueError: if the shapes of a step differ between the seeds.
@@ -108,7 +96,7 @@ def train_seeds(
             report(before + step, words)
 
         some = seeds[start : start + size]
-        outcomes.append(_train_together(config, task, some, report_all))
+        outcomes.append(_train_together(config, task, some, report_all, mesh))
     return functools.reduce(join, outcomes)
 
 
@@ -129,22 +117,27 @@ def draws_of(config: Config, seeds: range) -> Hashable:
 
 
 def _train_together(
-    config: Config, task: Task, seeds: range, report: Callable[[int, str], None]
+    config: Config,
+    task: Task,
+    seeds: range,
+    report: Callable[[int, str], None],
+    mesh: Mesh | None,
 ) -> SeedsOutcome:
     optimizer = build_optimizer(config.optimizer, config.num_steps)
-    workers = range(config.workers.num_workers)
+    workers = range(config.workers.num_workers) if mesh is None else local_workers(mesh)
     policy = build_policy(config)
-    train_step = _build_step(config, task, policy.menu)
-    choose = _chooser(config, policy)
+    train_step = programs.build_step(config, task, policy.menu, mesh)
+    choose = _chooser(config, policy, mesh)
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
     states = [build_state(one, task, optimizer, workers) for one in configs]
-    state = jax.tree.map(lambda *rows: jnp.stack(rows), *states)
+    state = programs.put(jax.tree.map(lambda *rows: jnp.stack(rows), *states), mesh)
     batches = [feed(build_steps(one, task, workers)) for one in configs]
-    score_means, score_workers = build_scores(task)
+    score_means, score_workers = programs.build_scores(task)
     start, losses, evaluations, spread = time.monotonic(), [], [], []
     recent, last_tenth, places = [], [], []
     for step in range(1, config.num_steps + 1):
-        batch = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
+        rows = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
+        batch = programs.put(rows, mesh)
         places.append(choose(state, step - 1))
         state, metrics = train_step(state, batch, places[-1])
         # Arrays on the device: their values would make each step wait for the last.
@@ -153,42 +146,49 @@ def _train_together(
             last_tenth.append(metrics["loss"])
         end = step == config.num_steps
         if end or step % config.log.every_steps == 0:
-            values = np.mean(recent, axis=(0, 2))  # Over steps and workers.
+            values = np.mean(
+                programs.fetch(recent), axis=(0, 2)
+            )  # Over steps and workers.
             if not np.isfinite(values).all():
                 raise FloatingPointError(f"the loss is {values} after step {step}")
             losses.append((step, values.tolist()))
-            spread.append((step, _spread(metrics[NORMS], _distances(state.params))))
+            distances = programs.distances(state.params, mesh)
+            spread.append((step, _spread(*programs.fetch((metrics[NORMS], distances)))))
             report(step, f"loss {values.mean():.4f}")
             recent = []
         if end or step % config.evaluation.every_steps == 0:
             evaluations.append((step, score_means(state)))
     one_model = jax.eval_shape(task.init, jax.random.key(0))[0]
-    sent = sent_by(policy.menu, places, one_model)
+    per_node = config.workers.workers_per_node
+    sent = sent_by(policy.menu, places, one_model, per_node)
     return SeedsOutcome(
         time.monotonic() - start,
         losses,
-        np.mean(last_tenth, axis=(0, 2)).tolist(),
+        np.mean(programs.fetch(last_tenth), axis=(0, 2)).tolist(),
         evaluations,
-        judge(task, state),
+        programs.judge(task, state),
         score_workers(state),
-        far_apart(state),
+        programs.far_apart(state, mesh),
         tensor_names(one_model),
         spread,
         {name: [value] * len(seeds) for name, value in sent.items()},
     )
 
 
-def sent_by(menu: Topology, places: Sequence[int], one_model: Any) -> dict[str, float]:
+def sent_by(
+    menu: Topology, places: Sequence[int], one_model: Any, workers_per_node: int
+) -> dict[str, float]:
     """What workers and nodes send in a step, as means over the steps.
 
     Args:
       menu: the exchanges.
       places: place of each step's exchange among them.
       one_model: model as shapes.
+      workers_per_node: number of consecutive workers that share a node's link.
     """
     num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one_model))
     counts = np.bincount(places, minlength=menu.period) / len(places)
-    found = traffic(menu, num_bytes)
+    found = traffic(menu, num_bytes, workers_per_node)
     peers = [(w != 0).sum() / len(w) - 1 for w in matrices(menu)]
     return {
         "connections": float(counts @ peers),
@@ -197,11 +197,11 @@ def sent_by(menu: Topology, places: Sequence[int], one_model: Any) -> dict[str, 
     }
 
 
-def _spread(norms: jax.Array, distances: jax.Array) -> dict[str, list[list[float]]]:
+def _spread(norms: np.ndarray, distances: np.ndarray) -> dict[str, list[list[float]]]:
     """Measures over the workers of norms [K, N, L], and the distances [K, N, L]."""
-    by_worker = np.moveaxis(np.asarray(norms), 1, 0)
+    by_worker = np.moveaxis(norms, 1, 0)
     found = {name: f(by_worker).tolist() for name, f in MEASURES.items()}
-    return found | {"consensus_distance": np.asarray(distances)[:, 0].tolist()}
+    return found | {"consensus_distance": distances[:, 0].tolist()}
 
 
 def join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
@@ -248,127 +248,20 @@ def read_kept(path: Path, wanted: Mapping[str, Any]) -> SeedsOutcome | None:
     return SeedsOutcome(**found["outcome"])
 
 
-def _chooser(config: Config, policy: Policy) -> Callable[[WorkerState, int], int]:
+def _chooser(
+    config: Config, policy: Policy, mesh: Mesh | None
+) -> Callable[[WorkerState, int], int]:
     """The place of a step's exchange in the policy's menu, by its state and number."""
     options = config.policy
-    measure = MEASURES[options.measure]
 
     def choose(state: WorkerState, step: int) -> int:
         measured = None
         if policy.measures and step % options.every_steps == 0:
             # Of the one seed; see `train_seeds`.
-            measured = dispersion(lambda x: _norms(x)[0], measure, state.params)
+            measured = dispersion(programs.norms(state.params, mesh)[0], options)
         return policy(step, step / options.epoch_steps, measured)
 
     return choose
-
-
-def _build_step(
-    config: Config, task: Task, topology: Topology
-) -> Callable[[WorkerState, Any, int], tuple[WorkerState, Metrics]]:
-    """The step of the config's algorithm over [K, N, ...], in few programs.
-
-    There is nothing to overlap, so the exchange is a separate program, and the rest is
-    compiled once and not once for each exchange, nor for each run of a grid.
-    """
-    key = task.loss_fn, config.optimizer, config.num_steps, config.step
-    if config.step.algorithm == "all_reduce":
-        alone = _all_reduce_program(topology[0], *key)
-        return lambda state, batch, step: alone(state, batch)
-    order = functools.partial(
-        ORDERS[config.step.algorithm],
-        adapt=_adapt_program(*key),
-        mix=lambda params, exchange: _mix_program(config.step, exchange)(params),
-    )
-    return lambda state, batch, step: order(state, batch, topology[step])
-
-
-def _over_all(function: Callable) -> Callable:
-    # The outer axis has no name: K seeds of N workers each never mix.
-    return jax.vmap(over_workers(function))
-
-
-def _local(
-    loss_fn: LossFn, optimizer: OptimizerConfig, num_steps: int, step: StepConfig
-) -> Callable:
-    local = functools.partial(
-        adapt,
-        loss_fn=loss_fn,
-        optimizer=build_optimizer(optimizer, num_steps),
-        num_micro_batches=step.num_micro_batches,
-    )
-    return measured(local, before_update=step.algorithm == "awc")
-
-
-@functools.lru_cache(maxsize=8)
-def _adapt_program(*key: Any) -> Callable:
-    return jax.jit(_over_all(_local(*key)))
-
-
-@functools.lru_cache(maxsize=8)
-def _all_reduce_program(whole: Exchange, *key: Any) -> Callable:
-    one = functools.partial(all_reduce_step, exchange=whole, adapt=_local(*key))
-    return jax.jit(_over_all(one), donate_argnums=0)
-
-
-@functools.lru_cache(maxsize=64)
-def _mix_program(step: StepConfig, exchange: Exchange) -> Callable:
-    return jax.jit(_over_all(functools.partial(bind_mix(step), exchange=exchange)))
-
-
-Scores = Callable[[WorkerState], dict[str, Any]]
-
-
-def build_scores(task: Task) -> tuple[Scores, Scores]:
-    """The scores of the mean models, [K], and of all workers' models, [K, N]."""
-    batches = task.validation()
-
-    def over(models: int, mean: bool) -> Scores:
-        sums = _score_program(task.score_fn, models)
-
-        def scores(state: WorkerState) -> dict[str, Any]:
-            model = state.params, state.model_state
-            model = _mean_models(model) if mean else model
-            parts = [sums(*model, batch) for batch in batches]
-            return {name: score.tolist() for name, score in ratios(parts).items()}
-
-        return scores
-
-    return over(models=1, mean=True), over(models=2, mean=False)
-
-
-@functools.lru_cache(maxsize=8)
-def _score_program(score_fn: Callable, models: int) -> Callable:
-    for _ in range(models):
-        score_fn = jax.vmap(score_fn, in_axes=(0, 0, None))
-    return jax.jit(score_fn)
-
-
-_mean_models = jax.jit(jax.vmap(mean_model))
-_norms = jax.jit(jax.vmap(over_workers(tensor_norms)))
-_distances = jax.jit(
-    jax.vmap(over_workers(functools.partial(tensor_distances, axis_name=AXIS)))
-)
-_distance = jax.jit(
-    jax.vmap(over_workers(functools.partial(consensus_distance, axis_name=AXIS)))
-)
-
-
-def far_apart(state: WorkerState) -> list[float]:
-    """The consensus distance of each seed."""
-    return np.mean(_distance(state.params), axis=1).tolist()
-
-
-def judge(task: Task, state: WorkerState) -> dict[str, list[float]]:
-    """The scores of the task's judge for the mean model of each seed."""
-    if task.judge is None:
-        return {}
-    models = _mean_models((state.params, state.model_state))
-    # The judge takes one model: row k of each leaf [K, ...] is the model of seed k.
-    structure = jax.tree.structure(models)
-    rows = zip(*jax.tree.leaves(models), strict=True)
-    judged = [task.judge(*jax.tree.unflatten(structure, row)) for row in rows]
-    return {name: [scores[name] for scores in judged] for name in judged[0]}
 
 
 def _stack_rows(*rows: np.ndarray) -> np.ndarray:

@@ -1,0 +1,109 @@
+"""What a grid costs in memory and time, asked before anything runs."""
+
+import functools
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from decentjax import adapt
+from train.config import Config
+from train.dbench.grid import Cell
+from train.run.build import build_state
+from train.run.optimizers import build_optimizer
+from train.tasks.task import Task
+
+SHARE = 0.9  # Of the memory that is free.
+COPIES = 3  # Of a state: before and after a step, and what is mixed.
+TIMED = 3  # Gradients, the fastest of which counts.
+
+
+class Cost(NamedTuple):
+    """What one worker's step of one seed costs.
+
+    Args:
+      num_bytes: memory, of the state's copies and beside the gradient.
+      seconds: time of the local update, alone on the device.
+    """
+
+    num_bytes: float
+    seconds: float
+
+
+def check_cost(
+    cells: Sequence[Cell],
+    task: Task,
+    num_seeds: int,
+    num_values: int,
+    minutes: float | None,
+) -> float:
+    """Returns the minutes that the cells would take, trained anew.
+
+    Compilation, exchanges and scores are not counted, nor that batched workers may take
+    less than one after the other.
+
+    Args:
+      cells: cells with configs.
+      task: their task.
+      num_seeds: number of seeds that are trained at once.
+      num_values: number of values that each cell tries with one seed more.
+      minutes: the most that they may take; None for any.
+
+    Raises:
+      ValueError: if the largest needs more memory than is free, or all take longer.
+    """
+    of_batches: dict[int, Cost] = {}
+    needed, seconds = {}, 0.0
+    for cell in cells:
+        assert cell.config is not None
+        size, count = cell.config.step.batch_per_worker, cell.num_workers
+        if size not in of_batches:
+            of_batches[size] = _measure(cell.config, task)
+        cost, runs = of_batches[size], num_seeds + num_values
+        needed[cell.name] = num_seeds * count * cost.num_bytes
+        seconds += runs * count * cost.seconds * cell.config.num_steps
+    name = max(needed, key=lambda name: needed[name], default="")
+    free = _free_bytes()
+    if needed.get(name, 0) > SHARE * free:
+        raise ValueError(
+            f"{name} with {num_seeds} seeds at once needs about "
+            f"{needed[name] / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free: "
+            "take fewer workers or seeds, or a smaller batch"
+        )
+    if minutes is not None and seconds > 60 * minutes:
+        raise ValueError(
+            f"the grid would take about {seconds / 60:.3g} minutes, longer than the "
+            f"{minutes:g} that it may: take fewer cells, seeds or steps"
+        )
+    return seconds / 60
+
+
+def _measure(config: Config, task: Task) -> Cost:
+    optimizer = build_optimizer(config.optimizer, config.num_steps)
+    stacked = build_state(config, task, optimizer, [0])
+    state = jax.tree.map(lambda x: x[0], stacked)
+    shapes = task.batch_shape(config.step.batch_per_worker)
+    batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
+    local = functools.partial(adapt, loss_fn=task.loss_fn, optimizer=optimizer)
+    compiled = jax.jit(local).lower(state, batch, state.params).compile()
+    found = compiled.memory_analysis()
+    beside = 0 if found is None else found.temp_size_in_bytes
+    seconds = []
+    for _ in range(TIMED):
+        start = time.perf_counter()
+        jax.block_until_ready(compiled(state, batch, state.params))
+        seconds.append(time.perf_counter() - start)
+    return Cost(COPIES * _num_bytes(state) + beside, min(seconds))
+
+
+def _num_bytes(tree: Any) -> float:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _free_bytes() -> float:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable"))
+    return 1024.0 * int(kib)

@@ -1,0 +1,173 @@
+"""The programs of K seeds at once, [K, N, ...]: steps, scores, and their arrays.
+
+The workers are simulated on one device, or lie on a mesh of one device each; the seeds
+are batched in each worker.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from decentjax import (
+    AXIS,
+    Exchange,
+    LossFn,
+    WorkerState,
+    adapt,
+    all_reduce_step,
+    consensus_distance,
+    mean_model,
+    over_workers,
+)
+from decentjax.dispersion import measured, tensor_distances, tensor_norms
+from decentjax.step import Metrics
+from decentjax.topology import Topology
+from train.config import Config, OptimizerConfig, StepConfig
+from train.run.build import ORDERS, bind_mix
+from train.run.optimizers import build_optimizer
+from train.run.scores import ratios
+from train.tasks.task import Task
+
+
+def put(stacked: Any, mesh: Mesh | None) -> Any:
+    """Puts arrays with the rows of this process's workers, [K, n, ...], on the mesh."""
+    if mesh is None:
+        return stacked
+    sharding = NamedSharding(mesh, PartitionSpec(None, AXIS))
+    make = functools.partial(jax.make_array_from_process_local_data, sharding)
+    return jax.tree.map(make, stacked)
+
+
+def fetch(arrays: Any) -> Any:
+    """The whole arrays, in each process of the job; a collective."""
+
+    def whole(x: jax.Array) -> np.ndarray:
+        if x.is_fully_addressable:  # jax would take it for a part of each process.
+            return np.asarray(x)
+        return multihost_utils.process_allgather(x, tiled=True)
+
+    return jax.tree.map(whole, arrays)
+
+
+def build_step(
+    config: Config, task: Task, topology: Topology, mesh: Mesh | None
+) -> Callable[[WorkerState, Any, int], tuple[WorkerState, Metrics]]:
+    """The step of the config's algorithm over [K, N, ...], in few programs.
+
+    There is nothing to overlap, so the exchange is a separate program, and the rest is
+    compiled once and not once for each exchange, nor for each run of a grid.
+    """
+    key = mesh, task.loss_fn, config.optimizer, config.num_steps, config.step
+    if config.step.algorithm == "all_reduce":
+        alone = _all_reduce_program(topology[0], *key)
+        return lambda state, batch, step: alone(state, batch)
+    order = functools.partial(
+        ORDERS[config.step.algorithm],
+        adapt=_adapt_program(*key),
+        mix=lambda params, exchange: _mix_program(mesh, config.step, exchange)(params),
+    )
+    return lambda state, batch, step: order(state, batch, topology[step])
+
+
+def _over_all(function: Callable, mesh: Mesh | None) -> Callable:
+    # The outer axis has no name: K seeds of N workers each never mix.
+    return jax.vmap(over_workers(function, mesh))
+
+
+def _local(
+    loss_fn: LossFn, optimizer: OptimizerConfig, num_steps: int, step: StepConfig
+) -> Callable:
+    local = functools.partial(
+        adapt,
+        loss_fn=loss_fn,
+        optimizer=build_optimizer(optimizer, num_steps),
+        num_micro_batches=step.num_micro_batches,
+    )
+    return measured(local, before_update=step.algorithm == "awc")
+
+
+@functools.lru_cache(maxsize=8)
+def _adapt_program(mesh: Mesh | None, *key: Any) -> Callable:
+    return jax.jit(_over_all(_local(*key), mesh))
+
+
+@functools.lru_cache(maxsize=8)
+def _all_reduce_program(whole: Exchange, mesh: Mesh | None, *key: Any) -> Callable:
+    one = functools.partial(all_reduce_step, exchange=whole, adapt=_local(*key))
+    return jax.jit(_over_all(one, mesh), donate_argnums=0)
+
+
+@functools.lru_cache(maxsize=64)
+def _mix_program(mesh: Mesh | None, step: StepConfig, exchange: Exchange) -> Callable:
+    mix = functools.partial(bind_mix(step), exchange=exchange)
+    return jax.jit(_over_all(mix, mesh))
+
+
+@functools.lru_cache(maxsize=8)
+def _of_params(function: Callable, mesh: Mesh | None) -> Callable:
+    return jax.jit(_over_all(function, mesh))
+
+
+def norms(params: Any, mesh: Mesh | None) -> jax.Array:
+    """The norm of each tensor, [K, N, L]."""
+    return _of_params(tensor_norms, mesh)(params)
+
+
+def distances(params: Any, mesh: Mesh | None) -> jax.Array:
+    """How far the tensors of the workers are apart, the same for each, [K, N, L]."""
+    return _of_params(_TENSOR_DISTANCES, mesh)(params)
+
+
+def far_apart(state: WorkerState, mesh: Mesh | None = None) -> list[float]:
+    """The consensus distance of each seed."""
+    found = fetch(_of_params(_DISTANCE, mesh)(state.params))
+    return np.mean(found, axis=1).tolist()
+
+
+_TENSOR_DISTANCES = functools.partial(tensor_distances, axis_name=AXIS)
+_DISTANCE = functools.partial(consensus_distance, axis_name=AXIS)
+_mean_models = jax.jit(jax.vmap(mean_model))
+
+Scores = Callable[[WorkerState], dict[str, Any]]
+
+
+def build_scores(task: Task) -> tuple[Scores, Scores]:
+    """The scores of the mean models, [K], and of all workers' models, [K, N]."""
+    batches = task.validation()
+
+    def over(models: int, mean: bool) -> Scores:
+        sums = _score_program(task.score_fn, models)
+
+        def scores(state: WorkerState) -> dict[str, Any]:
+            model = state.params, state.model_state
+            model = fetch(_mean_models(model)) if mean else model
+            parts = [fetch(sums(*model, batch)) for batch in batches]
+            return {name: score.tolist() for name, score in ratios(parts).items()}
+
+        return scores
+
+    return over(models=1, mean=True), over(models=2, mean=False)
+
+
+@functools.lru_cache(maxsize=8)
+def _score_program(score_fn: Callable, models: int) -> Callable:
+    for _ in range(models):
+        score_fn = jax.vmap(score_fn, in_axes=(0, 0, None))
+    return jax.jit(score_fn)
+
+
+def judge(task: Task, state: WorkerState) -> dict[str, list[float]]:
+    """The scores of the task's judge for the mean model of each seed."""
+    if task.judge is None:
+        return {}
+    models = fetch(_mean_models((state.params, state.model_state)))
+    # The judge takes one model: row k of each leaf [K, ...] is the model of seed k.
+    structure = jax.tree.structure(models)
+    rows = zip(*jax.tree.leaves(models), strict=True)
+    judged = [task.judge(*jax.tree.unflatten(structure, row)) for row in rows]
+    return {name: [scores[name] for scores in judged] for name in judged[0]}
