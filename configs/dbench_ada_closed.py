@@ -1,15 +1,15 @@
 """Digits, 64 workers: Ada in a closed loop, which holds a dispersion.
 
-Command: `python -m train configs/dbench_ada_closed.py`
+Command: `python -m train configs/dbench_ada_closed.py`; beside the others, as in
+dbench_digits.py, where the results are.
 """
 
 import dataclasses
 
-from configs.wagma_digits_dpsgd import config as ring
-from train.config import PolicyConfig
+from configs.dbench_digits import config as ring
 
 config = dataclasses.replace(
     ring,
     name="dbench_ada_closed",
-    policy=PolicyConfig(name="holding", target=0.01),
+    policy=dataclasses.replace(ring.policy, name="holding"),
 )

@@ -1,15 +1,15 @@
 """Digits, 64 workers: DSGD-AC, a mixing factor that falls with the rate.
 
-Command: `python -m train configs/dbench_ada_damping.py`
+Command: `python -m train configs/dbench_ada_damping.py`; beside the others, as in
+dbench_digits.py, where the results are.
 """
 
 import dataclasses
 
-from configs.wagma_digits_dpsgd import config as ring
-from train.config import PolicyConfig
+from configs.dbench_digits import config as ring
 
 config = dataclasses.replace(
     ring,
     name="dbench_ada_damping",
-    policy=PolicyConfig(name="damping", power=1.0),
+    policy=dataclasses.replace(ring.policy, name="damping"),
 )

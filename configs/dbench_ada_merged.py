@@ -1,15 +1,15 @@
 """Digits, 64 workers: a ring, and one mean of all models at the last step.
 
-Command: `python -m train configs/dbench_ada_merged.py`
+Command: `python -m train configs/dbench_ada_merged.py`; beside the others, as in
+dbench_digits.py, where the results are.
 """
 
 import dataclasses
 
-from configs.wagma_digits_dpsgd import config as ring
-from train.config import PolicyConfig
+from configs.dbench_digits import config as ring
 
 config = dataclasses.replace(
     ring,
     name="dbench_ada_merged",
-    policy=PolicyConfig(name="merged"),
+    policy=dataclasses.replace(ring.policy, name="merged"),
 )

@@ -15,7 +15,7 @@ from tiny_numbers import config as tiny_numbers
 from train.bench import input as data
 from train.bench import overhead as step
 from train.bench.input import DataBench, InputTiming, count_compiled, measure
-from train.bench.overhead import OURS, PLAIN, StepBench, of_one_worker
+from train.bench.overhead import MEASURED, OURS, PLAIN, StepBench, of_one_worker
 from train.bench.runner import Runner
 from train.tasks.numbers import NumbersTask
 
@@ -78,7 +78,7 @@ def test_a_step_is_measured_beside_plain_optax(tmp_path, capsys):
     assert step.main(bench) == 0
     facts = json.loads((tmp_path / "step.json").read_text())
     seconds = facts["seconds"]["tiny, batch 2"]
-    assert seconds.keys() == {PLAIN, OURS}
+    assert seconds.keys() == {PLAIN, OURS, MEASURED}
     assert min(seconds.values()) > 0
     assert "| tiny, batch 2 |" in capsys.readouterr().out
 
@@ -91,15 +91,15 @@ def test_both_compute_the_same_work_of_one_worker(monkeypatch):
     assert isinstance(config.task, NumbersTask)
     assert config.task.model.compute_dtype == "float32"
     seconds = step.measure(config, StepBench(rounds=1, steps=1), QUIET)
-    assert seconds.keys() == {PLAIN, OURS}
+    assert seconds.keys() == {PLAIN, OURS, MEASURED}
     late = Runner(lambda: time.sleep(0.2))
     monkeypatch.setattr(step, "our_step", lambda *of_whom: late)
     assert step.measure(config, StepBench(rounds=1, steps=1), QUIET)[OURS] > 0.2
 
 
 def test_the_table_of_a_step_has_the_ratio():
-    text = step.table({"x, batch 1": {PLAIN: 0.5, OURS: 0.55}})
-    assert "| x, batch 1 | 0.500 | 0.550 | 1.100 |" in text
+    text = step.table({"x, batch 1": {PLAIN: 0.5, OURS: 0.55, MEASURED: 0.56}})
+    assert "| x, batch 1 | 0.5 | 0.55 | 0.56 | 1.100 | 1.018 |" in text
 
 
 @pytest.mark.parametrize(

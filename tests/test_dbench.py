@@ -18,8 +18,9 @@ from decentjax import analysis, topology, worker_mesh
 from train.config import TopologyConfig, WorkersConfig
 from train.dbench import cost
 from train.dbench.__main__ import dbench
-from train.dbench.cells import Result, half
+from train.dbench.cells import Result, Tuned, half, train_cell
 from train.dbench.claims import claims
+from train.dbench.dbench_report import table
 from train.dbench.grid import POLICIES, Cell, make_cells
 from train.run.seeds import SeedsOutcome, train_seeds
 from train.tasks.task import Headline
@@ -188,6 +189,22 @@ def test_the_grid_of_a_job_is_that_of_one_process(tmp_path):
     (alone, job) = tables
     assert alone[:2] == job[:2]
     assert all("set workers.num_workers to 4, got 2" in row for row in job[2:])
+
+
+def test_a_cell_has_the_best_of_its_own(tmp_path):
+    """By the loss, and another seed than the results'."""
+    (cell,) = cells()
+    tuned = Tuned("optimizer.learning-rate", ("1e-6", "0.03", "0.01"))
+    task = LINE.task.build()
+    found = train_cell(cell, task, range(2), tuned, tmp_path, ignore)
+    assert found.chosen == "0.03"
+    assert found.tried["0.03"] < found.tried["0.01"] < found.tried["1e-6"]
+    paths = sorted(tmp_path.glob("ring-4-*"))
+    assert [json.loads(path.read_text())["seeds"] for path in paths] == [[2]] * 3
+    _, (row,) = table([found], task.headline, tuned)
+    assert row[-1] == "0.03"
+    _, (row,) = table([found], task.headline, Tuned(tuned.field, ("0.01", "0.03")))
+    assert row[-1] == "0.03 (edge)"
 
 
 def test_halves_of_the_held_out_data_share_nothing():

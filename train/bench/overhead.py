@@ -10,17 +10,24 @@ import optax
 from rich.console import Console
 
 from train.bench.results import check_at_least, write_results
-from train.bench.train_steps import for_workers, in_turns, our_step, plain_step
+from train.bench.train_steps import (
+    for_workers,
+    in_turns,
+    measured_step,
+    our_step,
+    plain_step,
+)
 from train.cli.load import load_config
 from train.cli.tables import markdown
 from train.config import Config
 
 PLAIN, OURS = "plain optax", "one worker's step"
+MEASURED = "with the norms of its tensors"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBench:
-    """Measures Adam's step of one worker, by hand and by the library, in turns.
+    """Measures Adam's step of one worker, by hand, by the library, and with norms.
 
     The batch consists of ones, so no data is needed.
 
@@ -78,7 +85,7 @@ def of_one_worker(config: Config, batch: int, compute_dtype: str) -> Config:
 
 
 def measure(config: Config, bench: StepBench, console: Console) -> dict[str, float]:
-    """Returns the median seconds of both steps."""
+    """Returns the median seconds of each step."""
     task = config.task.build()
     # The task's own shapes: for translation the batch is one of tokens, not of pairs.
     shapes = task.batch_shape(config.step.batch_per_worker)
@@ -86,14 +93,20 @@ def measure(config: Config, bench: StepBench, console: Console) -> dict[str, flo
     # A constant rate: the schedule and the clipping of the config are left out of both.
     adam = optax.adamw(1e-4)
     plain, _ = plain_step(config, task, adam, batch)
-    runners = {PLAIN: plain, OURS: our_step(config, task, adam, batch)}
+    runners = {
+        PLAIN: plain,
+        OURS: our_step(config, task, adam, batch),
+        MEASURED: measured_step(config, task, adam, batch),
+    }
     return in_turns(runners, bench.rounds, bench.steps, console)
 
 
 def table(seconds: dict[str, dict[str, float]]) -> str:
-    """Returns Markdown: seconds of both steps, and their ratio."""
+    """Returns Markdown: the seconds of each step, and what ours and the norms cost."""
+    heads = ["", *(f"{name}, s/step" for name in (PLAIN, OURS, MEASURED))]
     rows = []
-    for name, both in seconds.items():
-        plain, ours = both[PLAIN], both[OURS]
-        rows.append([name, *(f"{x:.3f}" for x in (plain, ours, ours / plain))])
-    return markdown(["", f"{PLAIN}, s/step", f"{OURS}, s/step", "ratio"], rows)
+    for name, found in seconds.items():
+        plain, ours, norms = times = [found[key] for key in (PLAIN, OURS, MEASURED)]
+        ratios = ours / plain, norms / ours
+        rows.append([name, *(f"{x:.4g}" for x in times), *(f"{x:.3f}" for x in ratios)])
+    return markdown([*heads, "ours / plain", "norms / ours"], rows)

@@ -8,9 +8,11 @@ from typing import Any
 
 import jax
 import optax
+from jax.sharding import Mesh
 from rich.console import Console
 
-from decentjax import overlap, place, worker_mesh
+from decentjax import TrainStep, awc_step, on_mesh, overlap, place, worker_mesh
+from decentjax.dispersion import measured
 from train.bench.runner import Runner, repeat
 from train.config import (
     Config,
@@ -19,7 +21,13 @@ from train.config import (
     TopologyName,
     WorkersConfig,
 )
-from train.run.build import build_in_step, build_state, step_options
+from train.run.build import (
+    bind_adapt,
+    bind_mix,
+    build_in_step,
+    build_state,
+    step_options,
+)
 from train.tasks.task import Task
 
 
@@ -86,6 +94,29 @@ def our_step(
     mesh = worker_mesh(1, jax.local_devices())
     options = step_options(config, mesh)
     train_step = build_in_step(config, task, optimizer, mesh, options)
+    return _repeated(train_step, config, task, optimizer, batch, mesh)
+
+
+def measured_step(
+    config: Config, task: Task, optimizer: optax.GradientTransformation, batch: Any
+) -> Runner:
+    """Returns the same step, which also measures the norm of each tensor."""
+    mesh = worker_mesh(1, jax.local_devices())
+    local = measured(bind_adapt(config, task, optimizer))
+    step = functools.partial(awc_step, adapt=local, mix=bind_mix(config.step))
+    topology = config.topology.build(config.workers)
+    train_step = on_mesh(step, topology, mesh, step_options(config, mesh))
+    return _repeated(train_step, config, task, optimizer, batch, mesh)
+
+
+def _repeated(
+    train_step: TrainStep,
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    batch: Any,
+    mesh: Mesh,
+) -> Runner:
     # A state of its own: each step donates, and so deletes, the state that it is given.
     state = build_state(config, task, optimizer, [0])
     state, stacked = place((state, jax.tree.map(lambda x: x[None], batch)), mesh)

@@ -70,8 +70,14 @@ def table(
             f"{np.mean(early(one)):.2e}",
             f"{np.mean(late(one)):.2e}",
         ]
-        rows.append([*row, *([one.chosen or ""] if tuned else [])])
+        rows.append([*row, *([_chosen(one, tuned)] if tuned else [])])
     return heads, rows
+
+
+def _chosen(one: Result, tuned: Tuned) -> str:
+    """The best value; at the edge of the grid a better one may lie beyond."""
+    is_edge = one.chosen in (tuned.values[0], tuned.values[-1])
+    return f"{one.chosen}{' (edge)' if is_edge else ''}"
 
 
 def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
