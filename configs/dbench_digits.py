@@ -2,7 +2,7 @@
 
 Command: `python -m train.dbench configs/dbench_digits.py --workers 64 --graphs
 all_reduce complete exponential torus ring thinning holding damping merged ring@10
---tune optimizer.learning-rate 0.1 0.3 1`
+--tune optimizer.learning-rate 0.1 0.3 1 3`
 """
 
 import dataclasses

@@ -2400,7 +2400,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/dbench/cells.py",
-        'best = max if task.headline.better == "higher" else min',
+        'best = max if score.better == "higher" else min',
         "best = max",
         "tests/test_dbench.py -k best_of_its_own",
     ),

@@ -220,12 +220,12 @@ def test_halves_of_the_held_out_data_share_nothing():
 
 def test_a_grid_is_kept_gone_on_with_and_reported(tmp_path, capsys):
     graphs = ("all_reduce", "complete", "ring", "torus", "star", "hypercube")
-    options = {"graphs": graphs, "seeds": 2, "num_steps": 12, "out": tmp_path}
+    options = {"graphs": graphs, "seeds": 2, "first_seed": 5, "out": tmp_path}
     tune = ("optimizer.learning-rate", "0.03", "1e30")
     dbench(FILE, workers=(4,), tune=tune, **options)
     first = capsys.readouterr().out
     assert "failed after" not in first
-    assert "0.03 |" in first
+    assert "0.03 (edge) |" in first
     results = dbench(FILE, workers=(4, 6), **options)
     done = [one for one in results if one.outcome is not None]
     assert len(done) == 11
@@ -246,6 +246,7 @@ def test_a_grid_is_kept_gone_on_with_and_reported(tmp_path, capsys):
         rows = list(csv.DictReader(file))
     assert len(rows) == 22
     assert {row["graph"] for row in rows} == {*graphs}
+    assert {row["seed"] for row in rows} == {"5", "6"}
     with (tmp_path / "dispersion.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 11 * 2 * 12 * 2

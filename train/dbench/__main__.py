@@ -75,8 +75,8 @@ def dbench(
       num_steps: number of steps, by default the config's.
       batch: "local" holds the batch of a worker, "global" that of all together.
       scaling: how the learning rate grows with the batch of all workers.
-      tune: a field and its values, such as "optimizer.learning-rate 0.1 0.3 1": each
-        cell has its best, chosen by another seed on every second held-out example;
+      tune: a field and its values, such as "optimizer.learning-rate 0.1 0.3 1":
+        each cell has its best, chosen by another seed on every second held-out example;
         results are then of the others.
       change: FIELD=VALUE of the config, such as "data.skew=dirichlet 0.1".
       minutes: the most that the grid may take; it is refused if more is expected.
@@ -113,10 +113,13 @@ def dbench(
         if is_first:
             out.mkdir(parents=True, exist_ok=True)
             print(f"{len(some)} cells, about {expected:.2g} minutes if all are new")
-        results = [_run(cell, task, numbers, tuned, out) for cell in cells]
+        results = []
+        for number, cell in enumerate(cells, 1):
+            name = f"{cell.name} ({number} of {len(cells)})"
+            results.append(_run(name, cell, task, numbers, tuned, out))
         leave()
     if is_first:
-        print(write_report(base, results, tuned, out))
+        print(write_report(base, results, numbers, tuned, out))
     return results
 
 
@@ -135,12 +138,12 @@ def _tuned(tune: tuple[str, ...], scaling: Scaling) -> Tuned | None:
 
 
 def _run(
-    cell: Cell, task: Task, seeds: range, tuned: Tuned | None, out: Path
+    name: str, cell: Cell, task: Task, seeds: range, tuned: Tuned | None, out: Path
 ) -> Result:
     is_first = jax.process_index() == 0
     if cell.config is None:
         if is_first:
-            print(f"{cell.name}: skipped, {cell.reason}")
+            print(f"{name}: skipped, {cell.reason}")
         return Result(cell)
     begin = time.monotonic()
     try:
@@ -148,7 +151,7 @@ def _run(
             report = _say_nothing
             if is_first:
                 steps = num_steps_of(cell, tuned)
-                report = stack.enter_context(progress(cell.name, steps))
+                report = stack.enter_context(progress(name, steps))
             return train_cell(cell, task, seeds, tuned, out, report)
     except Exception as error:
         # What only this process has met would leave the others of its job waiting.

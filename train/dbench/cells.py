@@ -15,9 +15,10 @@ from train.job.distributed import gather
 from train.run.build import build_mesh
 from train.run.resume import with_field
 from train.run.seeds import SeedsOutcome, keep, read_kept, train_seeds
-from train.tasks.task import Task
+from train.tasks.task import Headline, Task
 
 Report = Callable[[int, str], None]
+LOSS = Headline("loss", better="lower")  # Of few examples it tells more than accuracy.
 
 
 class Tuned(NamedTuple):
@@ -71,7 +72,7 @@ def train_cell(
       report: function of the number of steps done and a phrase.
     """
     assert cell.config is not None
-    done, tried = 0, {}
+    done, tried, score = 0, {}, LOSS
     field, values = tuned or Tuned("", ())
     for value in values:
         one = with_field(cell.config, field, value, prog=f"--tune {field}")
@@ -80,7 +81,9 @@ def train_cell(
         alone = range(seeds.stop, seeds.stop + 1)
         try:
             found = _trained(one, half(task, 0), alone, path, say)
-            (tried[value],) = found.evaluations[-1][1][task.headline.name]
+            scores = found.evaluations[-1][1]
+            score = LOSS if LOSS.name in scores else task.headline
+            (tried[value],) = scores[score.name]
         except FloatingPointError:
             say(cell.config.num_steps, f"{value} diverges")
         done += cell.config.num_steps
@@ -88,7 +91,7 @@ def train_cell(
     if tuned:
         if not tried:
             raise FloatingPointError(f"no value of {field} trains: {', '.join(values)}")
-        best = max if task.headline.better == "higher" else min
+        best = max if score.better == "higher" else min
         chosen = best(tried, key=lambda value: tried[value])
         config = with_field(config, field, chosen, prog=f"--tune {field}")
         task = half(task, 1)

@@ -20,13 +20,18 @@ MOST_MAPS = 6
 
 
 def write_report(
-    base: Config, results: Sequence[Result], tuned: Tuned | None, out: Path
+    base: Config,
+    results: Sequence[Result],
+    seeds: range,
+    tuned: Tuned | None,
+    out: Path,
 ) -> str:
     """Writes report.html, dbench.md and the CSV files; returns the text.
 
     Args:
       base: config of all cells.
       results: what each cell has come to.
+      seeds: seeds of the results.
       tuned: the field that each cell has chosen, if any.
       out: folder.
     """
@@ -36,8 +41,8 @@ def write_report(
     lines = [markdown(heads, rows), *said]
     (out / "dbench.md").write_text("\n\n".join(lines) + "\n")
     done = [one for one in results if one.outcome is not None]
-    _write_scores(done, headline, out / "dbench.csv")
-    _write_dispersion(done, out / "dispersion.csv")
+    _write_scores(done, headline, seeds, out / "dbench.csv")
+    _write_dispersion(done, seeds, out / "dispersion.csv")
     items = "".join(f"<li>{html.escape(line)}</li>" for line in said)
     text = f"{html_table(heads, rows)}<ul>{items}</ul>"
     sections = [Section("Results", None, text), *_figures(done, headline)]
@@ -140,7 +145,9 @@ def _spread(values: Sequence[float]) -> str:
     return f"{np.mean(values):.4f} ± {2 * np.std(values, ddof=1):.4f}"
 
 
-def _write_scores(done: Sequence[Result], headline: Headline, path: Path) -> None:
+def _write_scores(
+    done: Sequence[Result], headline: Headline, seeds: range, path: Path
+) -> None:
     """A row for each cell and seed."""
     heads = ["graph", "workers", "seed", headline.name, "training_loss"]
     heads += ["consensus_distance", "connections", "bytes_per_worker", "bytes_per_link"]
@@ -163,12 +170,12 @@ def _write_scores(done: Sequence[Result], headline: Headline, path: Path) -> Non
                 late(one),
                 strict=True,
             )
-            for seed, values in enumerate(columns):
+            for seed, values in zip(seeds, columns, strict=True):
                 start = [one.cell.graph, one.cell.num_workers, seed]
                 writer.writerow([*start, *values, one.chosen or ""])
 
 
-def _write_dispersion(done: Sequence[Result], path: Path) -> None:
+def _write_dispersion(done: Sequence[Result], seeds: range, path: Path) -> None:
     """A row for each cell, seed, step and tensor, with all measures."""
     with path.open("w", newline="") as file:
         writer, head = csv.writer(file), ["graph", "workers", "seed", "step", "tensor"]
@@ -179,7 +186,8 @@ def _write_dispersion(done: Sequence[Result], path: Path) -> None:
                     writer.writerow([*head, *measures])
                     head = []
                 values = np.array(list(measures.values()))  # [measures, K, L]
-                for seed, place in np.ndindex(values.shape[1:]):
+                for row, place in np.ndindex(values.shape[1:]):
                     tensor = one.outcome.tensors[place]
-                    start = [one.cell.graph, one.cell.num_workers, seed, step, tensor]
-                    writer.writerow([*start, *values[:, seed, place].tolist()])
+                    start = [one.cell.graph, one.cell.num_workers, seeds[row]]
+                    found = values[:, row, place].tolist()
+                    writer.writerow([*start, step, tensor, *found])
