@@ -2358,8 +2358,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/seeds.py",
-        "size = 1 if build_policy(config).measures else",
-        "size =",
+        "return 1 if build_policy(config).measures else",
+        "return",
         "tests/test_policy.py -k alone_and_as_seeds",
     ),
     Mutant(

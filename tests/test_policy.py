@@ -263,6 +263,7 @@ def test_a_run_that_holds_a_dispersion_resumes_bit_for_bit(where, tmp_path):
         ("fixed", {}),
         ("thinning", {"degree": 6, "per_epoch": 2.0}),
         ("holding", {"target": 0.01}),
+        ("holding", {"target": 0.02, "graphs": ("complete", "one_peer_ring", "alone")}),
         ("damping", {"levels": 3, "power": 2.0}),
         ("merged", {}),
     ],
@@ -281,6 +282,13 @@ def test_a_policy_takes_the_same_graphs_alone_and_as_seeds(name, options, tmp_pa
         assert max(together.consensus_distance) < 1e-6
     else:
         assert min(together.consensus_distance) > 1e-4
+
+
+def test_the_graphs_to_hold_a_dispersion_with_have_names():
+    made = build_policy(policies("holding", graphs=("complete", "one_peer_ring")))
+    assert made.graphs == (topology.complete(8), topology.one_peer_ring(8))
+    with pytest.raises(ValueError, match="graphs must be a tuple, each part one of"):
+        PolicyConfig(graphs=("rign",))
 
 
 def test_the_mixing_factor_falls_with_the_learning_rate():

@@ -25,7 +25,7 @@ from train.run.clock import Clock
 from train.run.comparison import Entry, statements, table
 from train.run.replayed import train_by_clock
 from train.run.resume import with_field
-from train.run.seeds import draws_of, keep, read_kept, train_seeds
+from train.run.seeds import draws_of, keep, read_kept, seeds_at_once, train_seeds
 from train.tasks.task import Headline
 
 NO_CLOCK = Clock()
@@ -165,7 +165,7 @@ def _entry(
         print(f"{config.name}: from {path}")
         return Entry(config.name, outcome, draws)
     # Of peers each seed is a run of its own.
-    size = 1 if is_late else at_once or len(seeds)
+    size = 1 if is_late else seeds_at_once(config, len(seeds), at_once)
     groups = math.ceil(len(seeds) / size)
     # Each group of seeds takes all the steps.
     with progress(config.name, groups * config.num_steps) as report:

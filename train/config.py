@@ -155,6 +155,8 @@ class PolicyConfig:
       per_epoch: number of neighbours lost per epoch, for "thinning".
       least: number of neighbours at the end, for "thinning".
       epoch_steps: number of steps that are an epoch, for "thinning".
+      graphs: names of the graphs of "holding", from many connections to few; by default
+        the complete graph and ring lattices of ever fewer neighbours.
       target: dispersion to hold, the mean over all tensors.
       slack: relative distance from the target that changes nothing.
       measure: measure of the dispersion of norms over the workers.
@@ -168,6 +170,7 @@ class PolicyConfig:
     per_epoch: float = 1.0
     least: int = 2
     epoch_steps: int = 100
+    graphs: tuple[TopologyName, ...] = ()
     target: float = 0.01
     slack: float = 0.2
     measure: Literal[

@@ -150,7 +150,7 @@ def _run(
         with contextlib.ExitStack() as stack:
             report = _say_nothing
             if is_first:
-                steps = num_steps_of(cell, tuned)
+                steps = num_steps_of(cell, len(seeds), tuned)
                 report = stack.enter_context(progress(name, steps))
             return train_cell(cell, task, seeds, tuned, out, report)
     except Exception as error:

@@ -14,7 +14,13 @@ from train.dbench.grid import Cell
 from train.job.distributed import gather
 from train.run.build import build_mesh
 from train.run.resume import with_field
-from train.run.seeds import SeedsOutcome, keep, read_kept, train_seeds
+from train.run.seeds import (
+    SeedsOutcome,
+    keep,
+    read_kept,
+    seeds_at_once,
+    train_seeds,
+)
 from train.tasks.task import Headline, Task
 
 Report = Callable[[int, str], None]
@@ -52,10 +58,11 @@ class Result(NamedTuple):
         return self.cell.reason or self.error
 
 
-def num_steps_of(cell: Cell, tuned: Tuned | None) -> int:
+def num_steps_of(cell: Cell, num_seeds: int, tuned: Tuned | None) -> int:
     """Returns the number of steps that a cell trains, for a progress line."""
     assert cell.config is not None
-    return cell.config.num_steps * (1 + len(tuned.values if tuned else ()))
+    tries = len(tuned.values if tuned else ())
+    return tries * cell.config.num_steps + _num_steps(cell.config, num_seeds)
 
 
 def train_cell(
@@ -123,8 +130,12 @@ def _trained(
         outcome = train_seeds(config, seeds, report, task=task, mesh=mesh)
         if jax.process_index() == 0:
             keep(path, wanted, outcome)
-    report(config.num_steps, "done")
+    report(_num_steps(config, len(seeds)), "done")
     return outcome
+
+
+def _num_steps(config: Config, num_seeds: int) -> int:
+    return config.num_steps * (num_seeds // seeds_at_once(config, num_seeds))
 
 
 def _after(report: Report, done: int) -> Report:

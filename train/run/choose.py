@@ -1,5 +1,6 @@
 """How a run chooses the exchange of each step, by the policy of its config."""
 
+import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -29,7 +30,11 @@ def build_policy(config: Config) -> policies.Policy:
         degree = max(num_workers - 1, 2) if options.degree is None else options.degree
         return policies.thinning(num_workers, degree, options.per_epoch, options.least)
     if options.name == "holding":
-        graphs = policies.ladder(num_workers)
+        graphs = [
+            dataclasses.replace(config.topology, name=name).build(config.workers)
+            for name in options.graphs
+        ]
+        graphs = graphs or policies.ladder(num_workers)
         return policies.holding(graphs, options.target, options.slack)
     topology = config.topology.build(config.workers)
     if options.name == "damping":

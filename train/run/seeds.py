@@ -86,8 +86,7 @@ def train_seeds(
       FloatingPointError: if a loss is no longer finite.
     """
     task = task or config.task.build()
-    # Where the dispersion chooses the graph, each seed has its own.
-    size = 1 if build_policy(config).measures else at_once or len(seeds)
+    size = seeds_at_once(config, len(seeds), at_once)
     outcomes = []
     for start in range(0, len(seeds), size):
         before = len(outcomes) * config.num_steps
@@ -98,6 +97,12 @@ def train_seeds(
         some = seeds[start : start + size]
         outcomes.append(_train_together(config, task, some, report_all, mesh))
     return functools.reduce(join, outcomes)
+
+
+def seeds_at_once(config: Config, num_seeds: int, at_once: int | None = None) -> int:
+    """Returns how many seeds are trained together, of as many as fit into memory."""
+    # Where the dispersion chooses the graph, each seed has its own.
+    return 1 if build_policy(config).measures else at_once or num_seeds
 
 
 def draws_of(config: Config, seeds: range) -> Hashable:
