@@ -2393,15 +2393,15 @@ MUTANTS = [
         "tests/test_dbench.py -k scale_the_rate",
     ),
     Mutant(
-        "train/dbench/cells.py",
+        "train/run/tune.py",
         "jax.tree.map(lambda x: x[which::2], batch)",
         "jax.tree.map(lambda x: x[::2], batch)",
         "tests/test_dbench.py -k halves",
     ),
     Mutant(
-        "train/dbench/cells.py",
-        'best = max if score.better == "higher" else min',
-        "best = max",
+        "train/run/tune.py",
+        '(max if score.better == "higher" else min)',
+        "max",
         "tests/test_dbench.py -k best_of_its_own",
     ),
     Mutant(

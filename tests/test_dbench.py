@@ -18,11 +18,12 @@ from decentjax import analysis, topology, worker_mesh
 from train.config import TopologyConfig, WorkersConfig
 from train.dbench import cost
 from train.dbench.__main__ import dbench
-from train.dbench.cells import Result, Tuned, half, train_cell
+from train.dbench.cells import Result, train_cell
 from train.dbench.claims import claims
 from train.dbench.dbench_report import table
 from train.dbench.grid import POLICIES, Cell, make_cells
 from train.run.seeds import SeedsOutcome, train_seeds
+from train.run.tune import Grid, half
 from train.tasks.task import Headline
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -95,9 +96,8 @@ def test_a_graph_that_a_scale_cannot_have_is_a_row():
         ({"graphs": ("ring", "ring")}, "--graphs needs different values"),
         ({"workers": ()}, "--workers needs different values"),
         ({"batch": "global", "scaling": "linear"}, "--scaling linear follows"),
-        ({"tune": ("optimizer.learning-rate",)}, "--tune needs a field and its values"),
         (
-            {"tune": ("optimizer.learning-rate", "1"), "scaling": "sqrt"},
+            {"tune": (("optimizer.learning_rate", "1", "2"),), "scaling": "sqrt"},
             "--scaling sqrt sets the learning rate",
         ),
         ({"seeds": 0}, "seeds must be at least 1"),
@@ -194,16 +194,17 @@ def test_the_grid_of_a_job_is_that_of_one_process(tmp_path):
 def test_a_cell_has_the_best_of_its_own(tmp_path):
     """By the loss, and another seed than the results'."""
     (cell,) = cells()
-    tuned = Tuned("optimizer.learning-rate", ("1e-6", "0.03", "0.01"))
+    tuned = Grid(("optimizer.learning-rate",), (("1e-6", "0.03", "0.01"),))
     task = LINE.task.build()
     found = train_cell(cell, task, range(2), tuned, tmp_path, ignore)
-    assert found.chosen == "0.03"
-    assert found.tried["0.03"] < found.tried["0.01"] < found.tried["1e-6"]
+    choice, tried = found.best[-2:]
+    assert choice == ("0.03",)
+    assert tried["0.03",] < tried["0.01",] < tried["1e-6",]
     paths = sorted(tmp_path.glob("ring-4-*"))
     assert [json.loads(path.read_text())["seeds"] for path in paths] == [[2]] * 3
     _, (row,) = table([found], task.headline, tuned)
     assert row[-1] == "0.03"
-    _, (row,) = table([found], task.headline, Tuned(tuned.field, ("0.01", "0.03")))
+    _, (row,) = table([found], task.headline, Grid(tuned.fields, (("0.01", "0.03"),)))
     assert row[-1] == "0.03 (edge)"
 
 
@@ -221,7 +222,7 @@ def test_halves_of_the_held_out_data_share_nothing():
 def test_a_grid_is_kept_gone_on_with_and_reported(tmp_path, capsys):
     graphs = ("all_reduce", "complete", "ring", "torus", "star", "hypercube")
     options = {"graphs": graphs, "seeds": 2, "first_seed": 5, "out": tmp_path}
-    tune = ("optimizer.learning-rate", "0.03", "1e30")
+    tune = (("optimizer.learning-rate", "0.03", "1e30"),)
     dbench(FILE, workers=(4,), tune=tune, **options)
     first = capsys.readouterr().out
     assert "failed after" not in first

@@ -21,15 +21,17 @@ from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
 from train.cli.progress import progress
 from train.config import DistributedConfig
-from train.dbench.cells import Result, Tuned, num_steps_of, train_cell
+from train.dbench.cells import Result, num_steps_of, train_cell
 from train.dbench.cost import check_cost
 from train.dbench.dbench_report import write_report
 from train.dbench.grid import Batch, Cell, Scaling, make_cells
 from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
 from train.run.resume import with_changes
+from train.run.tune import Grid, read_grid
 from train.tasks.task import Task
 
 ALONE = DistributedConfig()
+RATE = "optimizer.learning-rate"
 
 
 def dbench(
@@ -47,7 +49,7 @@ def dbench(
     num_steps: int | None = None,
     batch: Batch = "local",
     scaling: Scaling = "none",
-    tune: tuple[str, ...] = (),
+    tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = (),
     change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     minutes: float | None = None,
     distributed: DistributedConfig = ALONE,
@@ -96,7 +98,12 @@ def dbench(
     base = dataclasses.replace(base, distributed=distributed)
     if num_steps is not None:
         base = dataclasses.replace(base, num_steps=num_steps)
-    tuned = _tuned(tune, scaling)
+    grid = read_grid(tune, base)
+    if scaling != "none" and RATE in {x.replace("_", "-") for x in grid.fields}:
+        raise ValueError(
+            f"--scaling {scaling} sets the learning rate that --tune chooses: leave "
+            "one of them out"
+        )
     cells = make_cells(base, graphs, workers, batch, scaling)
     numbers = range(first_seed, first_seed + seeds)
     with contextlib.ExitStack() as stack:
@@ -107,8 +114,7 @@ def dbench(
             provide_cpu_devices(max(workers))
         task = base.task.build()
         some = [cell for cell in cells if cell.config is not None]
-        values = tuned.values if tuned else ()
-        expected = check_cost(some, task, seeds, len(values), minutes)
+        expected = check_cost(some, task, seeds, len(grid.choices), minutes)
         is_first = jax.process_index() == 0
         if is_first:
             out.mkdir(parents=True, exist_ok=True)
@@ -116,29 +122,15 @@ def dbench(
         results = []
         for number, cell in enumerate(cells, 1):
             name = f"{cell.name} ({number} of {len(cells)})"
-            results.append(_run(name, cell, task, numbers, tuned, out))
+            results.append(_run(name, cell, task, numbers, grid, out))
         leave()
     if is_first:
-        print(write_report(base, results, numbers, tuned, out))
+        print(write_report(base, results, numbers, grid, out))
     return results
 
 
-def _tuned(tune: tuple[str, ...], scaling: Scaling) -> Tuned | None:
-    if not tune:
-        return None
-    field, *values = tune
-    if not values:
-        raise ValueError(f"--tune needs a field and its values, got {field} alone")
-    if field == "optimizer.learning-rate" and scaling != "none":
-        raise ValueError(
-            f"--scaling {scaling} sets the learning rate that --tune chooses: leave "
-            "one of them out"
-        )
-    return Tuned(field, tuple(values))
-
-
 def _run(
-    name: str, cell: Cell, task: Task, seeds: range, tuned: Tuned | None, out: Path
+    name: str, cell: Cell, task: Task, seeds: range, grid: Grid, out: Path
 ) -> Result:
     is_first = jax.process_index() == 0
     if cell.config is None:
@@ -150,9 +142,9 @@ def _run(
         with contextlib.ExitStack() as stack:
             report = _say_nothing
             if is_first:
-                steps = num_steps_of(cell, len(seeds), tuned)
+                steps = num_steps_of(cell, len(seeds), grid)
                 report = stack.enter_context(progress(name, steps))
-            return train_cell(cell, task, seeds, tuned, out, report)
+            return train_cell(cell, task, seeds, grid, out, report)
     except Exception as error:
         # What only this process has met would leave the others of its job waiting.
         known = isinstance(error, FloatingPointError | ValueError)

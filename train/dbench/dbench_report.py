@@ -9,11 +9,12 @@ import numpy as np
 
 from train.cli.tables import markdown
 from train.config import Config
-from train.dbench.cells import Result, Tuned
+from train.dbench.cells import Result
 from train.dbench.claims import MEASURE, Claim, accuracy, claims, early, late
 from train.figures.dbench_figure import draw_dispersion, draw_points, draw_tensors
 from train.figures.page import Section, html_table, write_page
 from train.figures.style import words
+from train.run.tune import Grid
 from train.tasks.task import Headline
 
 MOST_MAPS = 6
@@ -23,7 +24,7 @@ def write_report(
     base: Config,
     results: Sequence[Result],
     seeds: range,
-    tuned: Tuned | None,
+    grid: Grid,
     out: Path,
 ) -> str:
     """Writes report.html, dbench.md and the CSV files; returns the text.
@@ -32,11 +33,11 @@ def write_report(
       base: config of all cells.
       results: what each cell has come to.
       seeds: seeds of the results.
-      tuned: the field that each cell has chosen, if any.
+      grid: the fields that each cell has chosen, if any.
       out: folder.
     """
     headline = base.task.build().headline
-    heads, rows = table(results, headline, tuned)
+    heads, rows = table(results, headline, grid)
     said = [_say(claim) for claim in claims(results, headline)]
     lines = [markdown(heads, rows), *said]
     (out / "dbench.md").write_text("\n\n".join(lines) + "\n")
@@ -52,12 +53,12 @@ def write_report(
 
 
 def table(
-    results: Sequence[Result], headline: Headline, tuned: Tuned | None
+    results: Sequence[Result], headline: Headline, grid: Grid
 ) -> tuple[list[str], list[list[str]]]:
     """Returns heads and rows: a row for each cell, with two standard deviations."""
     heads = ["graph", "workers", words(headline.name), "worst worker", "training loss"]
     heads += ["connections", "kB per worker", "kB per link", "gini, early", "late"]
-    heads += [tuned.field.rpartition(".")[2]] if tuned else []
+    heads += [field.rpartition(".")[2] for field in grid.fields]
     rows = []
     for one in results:
         row = [one.cell.graph, str(one.cell.num_workers)]
@@ -75,14 +76,8 @@ def table(
             f"{np.mean(early(one)):.2e}",
             f"{np.mean(late(one)):.2e}",
         ]
-        rows.append([*row, *([_chosen(one, tuned)] if tuned else [])])
+        rows.append([*row, *(grid.say(one.best.choice) if one.best else [])])
     return heads, rows
-
-
-def _chosen(one: Result, tuned: Tuned) -> str:
-    """The best value; at the edge of the grid a better one may lie beyond."""
-    is_edge = one.chosen in (tuned.values[0], tuned.values[-1])
-    return f"{one.chosen}{' (edge)' if is_edge else ''}"
 
 
 def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
@@ -158,7 +153,7 @@ def _write_scores(
         for one in done:
             outcome = one.outcome
             assert outcome is not None
-            sent = outcome.sent
+            sent, choice = outcome.sent, one.best.choice if one.best else ()
             columns = zip(
                 accuracy(outcome, headline),
                 outcome.training_loss,
@@ -172,7 +167,7 @@ def _write_scores(
             )
             for seed, values in zip(seeds, columns, strict=True):
                 start = [one.cell.graph, one.cell.num_workers, seed]
-                writer.writerow([*start, *values, one.chosen or ""])
+                writer.writerow([*start, *values, " ".join(choice)])
 
 
 def _write_dispersion(done: Sequence[Result], seeds: range, path: Path) -> None:

@@ -1,0 +1,147 @@
+"""Each config at its own best: fields, and values to choose from.
+
+The choice is by the loss of one more seed on one half of the held-out data, and results
+are of the other half: no result has been chosen by itself.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+
+from train.config import Config
+from train.run.resume import with_field
+from train.run.seeds import SeedsOutcome
+from train.tasks.task import Headline, Task
+
+LOSS = Headline("loss", better="lower")  # Of few examples it tells more than accuracy.
+
+Choice = tuple[str, ...]
+"""A value for each field that is tuned, as on the command line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """Fields such as "optimizer.learning-rate", and the values of each to choose from.
+
+    Without fields there is nothing to choose.
+    """
+
+    fields: tuple[str, ...] = ()
+    values: tuple[tuple[str, ...], ...] = ()
+
+    @property
+    def choices(self) -> list[Choice]:
+        """All choices, none where there are no fields."""
+        return list(itertools.product(*self.values)) if self.fields else []
+
+    def name(self, choice: Choice) -> str:
+        """A choice as a part of a file's name."""
+        pairs = zip(self.fields, choice, strict=True)
+        return "-".join(f"{field}-{value}" for field, value in pairs)
+
+    def set(self, config: Config, choice: Choice) -> Config:
+        """The config with the values of a choice."""
+        for field, value in zip(self.fields, choice, strict=True):
+            config = with_field(config, field, value, prog=f"--tune {field}")
+        return config
+
+    def say(self, choice: Choice) -> list[str]:
+        """A choice as cells of a table: at an edge a better one may lie beyond."""
+        return [
+            f"{value} (edge)" if value in (values[0], values[-1]) else value
+            for value, values in zip(choice, self.values, strict=True)
+        ]
+
+
+NOTHING = Grid()
+
+
+class Best(NamedTuple):
+    """A config at its best.
+
+    Args:
+      config: the config.
+      task: its task, with the part of the held-out data that has not chosen.
+      choice: the best values.
+      tried: score of each choice that has not diverged.
+    """
+
+    config: Config
+    task: Task
+    choice: Choice = ()
+    tried: Mapping[Choice, float] = MappingProxyType({})
+
+
+def read_grid(tune: Sequence[Sequence[str]], config: Config) -> Grid:
+    """Returns the grid of options `--tune FIELD VALUE VALUE ...`.
+
+    Raises:
+      ValueError: if an option has no values, or a field comes twice.
+      SystemExit: if the config has no such field, or it cannot hold a value.
+    """
+    if not tune:
+        return NOTHING
+    for field, *values in tune:
+        if not values or len(set(values)) < len(values):
+            raise ValueError(
+                "--tune needs a field and different values, such as optimizer."
+                f"learning-rate 0.1 0.3 1, got {' '.join([field, *values])}"
+            )
+    fields, values = zip(*((field, tuple(rest)) for field, *rest in tune), strict=True)
+    if len(set(fields)) < len(fields):
+        raise ValueError(f"--tune needs different fields, got {', '.join(fields)}")
+    grid = Grid(fields, values)
+    for choice in grid.choices:
+        grid.set(config, choice)
+    return grid
+
+
+def choose(
+    config: Config,
+    task: Task,
+    grid: Grid,
+    train: Callable[[Config, Task, str], SeedsOutcome],
+) -> Best:
+    """Returns a config at its best.
+
+    Args:
+      config: config of the runs.
+      task: its task.
+      grid: fields and values.
+      train: function that trains a config with the seed that chooses, on a task with a
+        part of the held-out data, under a name.
+
+    Raises:
+      FloatingPointError: if each choice diverges.
+    """
+    if not grid.choices:
+        return Best(config, task)
+    tried, score = {}, LOSS
+    for choice in grid.choices:
+        try:
+            found = train(grid.set(config, choice), half(task, 0), grid.name(choice))
+        except FloatingPointError:  # It diverges.
+            continue
+        _, scores = found.evaluations[-1]
+        score = LOSS if LOSS.name in scores else task.headline
+        (tried[choice],) = scores[score.name]
+    if not tried:
+        raise FloatingPointError(
+            f"each choice diverges: {', '.join(map(grid.name, grid.choices))}"
+        )
+    best = (max if score.better == "higher" else min)(tried, key=lambda x: tried[x])
+    return Best(grid.set(config, best), half(task, 1), best, tried)
+
+
+def half(task: Task, which: int) -> Task:
+    """The task with each second held-out example, from the first or the second on."""
+
+    def validation() -> Iterator[Any]:
+        for batch in task.validation():
+            yield jax.tree.map(lambda x: x[which::2], batch)
+
+    return task._replace(validation=lambda: list(validation()))
