@@ -18,6 +18,7 @@ from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.replayed import train_by_clock
 from train.run.seeds import SeedsOutcome, draws_of, train_seeds
+from train.run.tune import Grid, profiles
 from train.tasks.task import Headline
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -230,6 +231,67 @@ def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     assert [f"{name}: from" in again for name in names] == [False, True]
     compare((LINE_FILE,), **{**options, "first_seed": 1})
     assert f"from {tmp_path}" not in capsys.readouterr().out
+
+
+def test_each_config_is_compared_at_its_own_best(tmp_path, capsys):
+    tune = (
+        ("optimizer.learning-rate", "1e-6", "0.03", "1e30"),
+        ("optimizer.accum-steps", "1", "2"),
+    )
+    ring = tmp_path / "ring.py"
+    ring.write_text(
+        "import dataclasses\n"
+        "from tests.job_line import config as line\n"
+        "config = dataclasses.replace(line, name='ring')\n"
+    )
+    options = {"seeds": 2, "tune": tune, "out": tmp_path / "out"}
+    compare((LINE_FILE, ring), **options)
+    text = capsys.readouterr().out
+    assert "| learning-rate | accum-steps |" in text
+    for name in ("job_line", "ring"):
+        (row,) = [row for row in text.splitlines() if row.startswith(f"| {name} |")]
+        rate, accum = row.strip("| ").split(" | ")[-2:]
+        assert rate == "0.03"
+        assert accum in ("1 (edge)", "2 (edge)")
+        tried = sorted((tmp_path / "out").glob(f"{name}-optimizer*.json"))
+        assert len(tried) == 4  # One rate diverges.
+        assert {tuple(json.loads(x.read_text())["seeds"]) for x in tried} == {(2,)}
+        kept = json.loads((tmp_path / "out" / f"{name}-best.json").read_text())
+        assert kept["seeds"] == [0, 1]
+        scores = {
+            path: json.loads(path.read_text())["outcome"]["evaluations"][-1][1]["loss"]
+            for path in tried
+        }
+        best = min(scores, key=lambda path: scores[path])
+        assert json.loads(best.read_text())["config"] == kept["config"]
+    assert "<svg" in (tmp_path / "out" / "tune.svg").read_text()
+    # Of all held-out data these are other results, and trained anew.
+    compare((LINE_FILE,), seeds=2, out=tmp_path / "out")
+    assert "from " not in capsys.readouterr().out.partition("|")[0]
+
+
+@pytest.mark.parametrize(
+    ("tune", "words"),
+    [
+        ((("optimizer.learning-rate",),), "--tune needs a field and different values"),
+        ((("num-steps", "3", "3"),), "--tune needs a field and different values"),
+        ((("num-steps", "3"), ("num-steps", "4")), "--tune needs different fields"),
+    ],
+)
+def test_grids_of_no_sense_get_a_sentence(tune, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        compare((LINE_FILE,), tune=tune, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_profile_has_the_best_of_each_value():
+    tried = {("1", "a"): 3.0, ("1", "b"): 2.0, ("2", "a"): 1.0}
+    grid = Grid(("x", "y"), (("1", "2", "3"), ("a", "b")))
+    assert profiles(grid, tried, "lower") == {
+        "x": [("1", 2.0), ("2", 1.0)],
+        "y": [("a", 1.0), ("b", 2.0)],
+    }
+    assert profiles(grid, tried, "higher")["x"] == [("1", 3.0), ("2", 1.0)]
 
 
 def test_the_lower_training_loss_is_the_better(tmp_path, capsys):

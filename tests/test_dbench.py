@@ -197,8 +197,9 @@ def test_a_cell_has_the_best_of_its_own(tmp_path):
     tuned = Grid(("optimizer.learning-rate",), (("1e-6", "0.03", "0.01"),))
     task = LINE.task.build()
     found = train_cell(cell, task, range(2), tuned, tmp_path, ignore)
-    choice, tried = found.best[-2:]
-    assert choice == ("0.03",)
+    assert found.best is not None
+    tried = found.best.tried
+    assert found.best.choice == ("0.03",)
     assert tried["0.03",] < tried["0.01",] < tried["1e-6",]
     paths = sorted(tmp_path.glob("ring-4-*"))
     assert [json.loads(path.read_text())["seeds"] for path in paths] == [[2]] * 3

@@ -1,13 +1,14 @@
 """Several configs with several seeds, side by side.
 
-`python -m train.compare CONFIG.py [CONFIG.py ...] --seeds 3 [--vary FIELD VALUE ...]`
+`python -m train.compare CONFIG.py [CONFIG.py ...] --seeds 3 [--tune FIELD VALUE ...]`
 """
 
 import dataclasses
+import functools
 import json
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -19,14 +20,22 @@ from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.progress import progress
 from train.config import Config
-from train.figures.comparison_figure import draw_comparison
+from train.figures.comparison_figure import draw_comparison, draw_tuning
 from train.figures.style import save_svg, words
 from train.run.clock import Clock
 from train.run.comparison import Entry, statements, table
 from train.run.replayed import train_by_clock
 from train.run.resume import with_field
-from train.run.seeds import draws_of, keep, read_kept, seeds_at_once, train_seeds
-from train.tasks.task import Headline
+from train.run.seeds import (
+    SeedsOutcome,
+    draws_of,
+    keep,
+    read_kept,
+    seeds_at_once,
+    train_seeds,
+)
+from train.run.tune import Best, Grid, choose, profiles, read_grid
+from train.tasks.task import Headline, Task
 
 NO_CLOCK = Clock()
 
@@ -37,6 +46,7 @@ def compare(
     first_seed: int = 0,
     at_once: int | None = None,
     vary: tuple[str, ...] = (),
+    tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = (),
     score: str | None = None,
     clock: Clock = NO_CLOCK,
     out: Path = Path("runs/compare"),
@@ -60,6 +70,10 @@ def compare(
         by default all.
       vary: a field and its values, such as "optimizer.accum-steps 1 2 4"; each config
         is trained with each value.
+      tune: a field and its values, such as "optimizer.learning-rate 5e-3 1e-2 2e-2":
+        each config has its best, chosen by the loss of one more seed on every second
+        held-out example; results are then of the others. Given again, it adds a
+        field: each choice of values is tried.
       score: score that is tested for differences, such as "training_loss"; by default
         the headline of the task.
       clock: how long workers compute, in simulated time.
@@ -86,12 +100,21 @@ def compare(
             f"{sorted(headline.name for headline in headlines)}"
         )
     numbers = range(first_seed, first_seed + seeds)
-    ends = {config.name: _ends(config, numbers, clock) for config in chosen}
+    for config in chosen:
+        _ends(config, numbers, clock)
+    (grid,) = {read_grid(tune, config) for config in chosen}
     out.mkdir(parents=True, exist_ok=True)
-    entries = [_entry(config, numbers, at_once, out, clock) for config in chosen]
+    train = functools.partial(_trained, at_once=at_once, out=out, clock=clock)
+    entries, bests = zip(
+        *(_entry(config, numbers, grid, train) for config in chosen), strict=True
+    )
+    ends = {
+        entry.name: _ends(best.config, numbers, clock)
+        for entry, best in zip(entries, bests, strict=True)
+    }
     headline = _headline(headlines.pop(), score, entries[0])
     seconds = {name: of_steps[-1] for name, of_steps in ends.items()}
-    parts = [table(entries, seconds if clock.runs else {})]
+    parts = [table(entries, seconds if clock.runs else {}, grid.fields)]
     text = "\n\n".join([*parts, *statements(entries, headline)])
     (out / "compare.md").write_text(text + "\n")
     where = "" if headline.name == "training_loss" else "held-out "
@@ -110,6 +133,19 @@ def compare(
     )
     save_svg(figure, out / "compare.svg")
     print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")
+    if grid.fields:
+        _draw_tuning(dict(zip(names, bests, strict=True)), grid, out / "tune.svg")
+        print(f"        {out / 'tune.svg'}")
+
+
+def _draw_tuning(bests: Mapping[str, Best], grid: Grid, path: Path) -> None:
+    curves = {
+        name: profiles(grid, best.tried, best.score.better)
+        for name, best in bests.items()
+    }
+    score = next(iter(bests.values())).score
+    label = f"held-out {words(score.name)} of one seed"
+    save_svg(draw_tuning(curves, label), path)
 
 
 def _headline(own: Headline, score: str | None, entry: Entry) -> Headline:
@@ -150,31 +186,56 @@ def _ends(config: Config, seeds: range, clock: Clock) -> Sequence[float]:
 
 
 def _entry(
-    config: Config, seeds: range, at_once: int | None, out: Path, clock: Clock
-) -> Entry:
+    config: Config,
+    seeds: range,
+    grid: Grid,
+    train: Callable[[Config, Task, range, str], SeedsOutcome],
+) -> tuple[Entry, Best]:
+    """The results of a config at its best."""
+
+    def try_one(one: Config, task: Task, name: str) -> SeedsOutcome:
+        return train(
+            one, task, range(seeds.stop, seeds.stop + 1), f"{config.name}-{name}"
+        )
+
+    best = choose(config, config.task.build(), grid, try_one)
+    outcome = train(best.config, best.task, seeds, grid.results(config.name))
+    draws = draws_of(best.config, seeds)
+    return Entry(config.name, outcome, draws, grid.say(best.choice)), best
+
+
+def _trained(
+    config: Config,
+    task: Task,
+    seeds: range,
+    name: str,
+    *,
+    at_once: int | None,
+    out: Path,
+    clock: Clock,
+) -> SeedsOutcome:
     """The results of a config, from the folder or trained now."""
-    path = out / f"{config.name}.json"
+    path = out / f"{name}.json"
     # Through JSON, as the file that is compared with it: tuples are lists there.
     wanted = {"config": json.loads(to_json(config)), "seeds": list(seeds)}
     is_late = config.exchange.where == "peers"
     if is_late:
         wanted["clock"] = clock.facts()
-    draws = draws_of(config, seeds)
     outcome = read_kept(path, wanted)
     if outcome is not None:
-        print(f"{config.name}: from {path}")
-        return Entry(config.name, outcome, draws)
+        print(f"{name}: from {path}")
+        return outcome
     # Of peers each seed is a run of its own.
     size = 1 if is_late else seeds_at_once(config, len(seeds), at_once)
     groups = math.ceil(len(seeds) / size)
     # Each group of seeds takes all the steps.
-    with progress(config.name, groups * config.num_steps) as report:
+    with progress(name, groups * config.num_steps) as report:
         if is_late:
-            outcome = train_by_clock(config, seeds, report, clock)
+            outcome = train_by_clock(config, seeds, report, clock, task)
         else:
-            outcome = train_seeds(config, seeds, report, at_once)
+            outcome = train_seeds(config, seeds, report, at_once, task)
     keep(path, wanted, outcome)
-    return Entry(config.name, outcome, draws)
+    return outcome
 
 
 if __name__ == "__main__":

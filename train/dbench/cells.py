@@ -82,7 +82,8 @@ def train_cell(
         return train(config, task, f"{cell.name}-{name}", last)
 
     best = choose(cell.config, task, grid, try_one)
-    return Result(cell, train(best.config, best.task, cell.name, seeds), best)
+    name = grid.results(cell.name)
+    return Result(cell, train(best.config, best.task, name, seeds), best)
 
 
 def _trained(

@@ -43,3 +43,24 @@ def draw_comparison(
     right.set_ylim(len(curves) - 0.5, -0.5)  # The first config at the top.
     right.set_xlabel(label)
     return figure
+
+
+def draw_tuning(
+    curves: Mapping[str, Mapping[str, Sequence[tuple[str, float]]]], label: str
+) -> Figure:
+    """Draws the score of each value that was tried, a panel for each field.
+
+    Args:
+      curves: rows (value, best score with it) of each field of each config, by name.
+      label: label of the scores.
+    """
+    fields = list(next(iter(curves.values())))
+    figure, (panels,) = grid(1, len(fields), 5 * len(fields), 3.6, sharey=True)
+    for axes, field in zip(panels, fields, strict=True):
+        for number, (name, of_fields) in enumerate(curves.items()):
+            values, scores = zip(*of_fields[field], strict=True)
+            axes.plot(values, scores, "o-", color=f"C{number}", label=name)
+        axes.set_xlabel(field)  # Its values, in the order in which they were given.
+    panels[0].set_ylabel(label)
+    panels[0].legend(fontsize="small")
+    return figure

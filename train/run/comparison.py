@@ -39,11 +39,13 @@ class Entry(NamedTuple):
       outcome: results of all its seeds.
       draws: what initial models and order of the data depend on; the seeds of two
         configs with equal draws pair.
+      chosen: cells of the table with its best values, one for each field tuned.
     """
 
     name: str
     outcome: SeedsOutcome
     draws: Hashable
+    chosen: Sequence[str] = ()
 
     def scores(self) -> dict[str, list[float]]:
         """Final scores of the mean model of each seed, and its training loss.
@@ -55,16 +57,22 @@ class Entry(NamedTuple):
         return scores | self.outcome.judged | last
 
 
-def table(entries: Sequence[Entry], simulated: Mapping[str, float]) -> str:
+def table(
+    entries: Sequence[Entry],
+    simulated: Mapping[str, float],
+    fields: Sequence[str] = (),
+) -> str:
     """Returns a Markdown table: means over the seeds +- two standard deviations.
 
     Args:
       entries: the configs.
       simulated: simulated seconds of each run, by its name; empty without a clock.
+      fields: fields that were tuned.
     """
     names = list(entries[0].scores())
     head = ["", *names, f"{names[0]} of workers", "consensus distance", "seconds"]
     head += ["simulated seconds"] if simulated else []
+    head += [field.rpartition(".")[2] for field in fields]
     rows = []
     for entry in entries:
         scores, outcome = entry.scores(), entry.outcome
@@ -76,6 +84,7 @@ def table(entries: Sequence[Entry], simulated: Mapping[str, float]) -> str:
             f"{np.mean(outcome.consensus_distance):.2g}",
             f"{outcome.seconds:.0f}",
             *([f"{simulated[entry.name]:.1f}"] if simulated else []),
+            *entry.chosen,
         ]
         rows.append(row)
     return markdown([name.replace("_", " ") for name in head], rows)

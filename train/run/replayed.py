@@ -64,7 +64,11 @@ def repeat(
 
 
 def train_by_clock(
-    config: Config, seeds: range, report: Callable[[int, str], None], clock: Clock
+    config: Config,
+    seeds: range,
+    report: Callable[[int, str], None],
+    clock: Clock,
+    task: Task | None = None,
 ) -> SeedsOutcome:
     """Trains a run of peers with each seed in turn.
 
@@ -73,12 +77,14 @@ def train_by_clock(
       seeds: the seeds, of the clock too.
       report: function of the number of steps done and a phrase, for a progress line.
       clock: how long workers compute: what they mix follows from that.
+      task: task to train, such as one with a part of the held-out data; by default the
+        config's.
 
     Raises:
       ValueError: if there is no clock for such a run.
       FloatingPointError: if a loss is no longer finite.
     """
-    outcomes = []
+    outcomes, task = [], task or config.task.build()
     for number, seed in enumerate(seeds):
         before = number * config.num_steps
 
@@ -86,14 +92,14 @@ def train_by_clock(
             report(before + step, words)
 
         one = dataclasses.replace(config, seed=seed)
-        outcomes.append(_train(one, report_all, clock))
+        outcomes.append(_train(one, task, report_all, clock))
     return functools.reduce(join, outcomes)
 
 
 def _train(
-    config: Config, report: Callable[[int, str], None], clock: Clock
+    config: Config, task: Task, report: Callable[[int, str], None], clock: Clock
 ) -> SeedsOutcome:
-    start, task = time.monotonic(), config.task.build()
+    start = time.monotonic()
     records = clock.run(config, config.seed).records
     num_workers, every = config.workers.num_workers, config.log.every_steps
     losses = np.full((config.num_steps, num_workers), np.nan)

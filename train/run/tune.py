@@ -43,6 +43,10 @@ class Grid:
         pairs = zip(self.fields, choice, strict=True)
         return "-".join(f"{field}-{value}" for field, value in pairs)
 
+    def results(self, name: str) -> str:
+        """The name of the results of a run: those of a half are not those of all."""
+        return f"{name}-best" if self.fields else name
+
     def set(self, config: Config, choice: Choice) -> Config:
         """The config with the values of a choice."""
         for field, value in zip(self.fields, choice, strict=True):
@@ -68,12 +72,14 @@ class Best(NamedTuple):
       task: its task, with the part of the held-out data that has not chosen.
       choice: the best values.
       tried: score of each choice that has not diverged.
+      score: which score that is.
     """
 
     config: Config
     task: Task
     choice: Choice = ()
     tried: Mapping[Choice, float] = MappingProxyType({})
+    score: Headline = LOSS
 
 
 def read_grid(tune: Sequence[Sequence[str]], config: Config) -> Grid:
@@ -120,7 +126,7 @@ def choose(
     """
     if not grid.choices:
         return Best(config, task)
-    tried, score = {}, LOSS
+    tried, score = {}, task.headline
     for choice in grid.choices:
         try:
             found = train(grid.set(config, choice), half(task, 0), grid.name(choice))
@@ -134,7 +140,21 @@ def choose(
             f"each choice diverges: {', '.join(map(grid.name, grid.choices))}"
         )
     best = (max if score.better == "higher" else min)(tried, key=lambda x: tried[x])
-    return Best(grid.set(config, best), half(task, 1), best, tried)
+    return Best(grid.set(config, best), half(task, 1), best, tried, score)
+
+
+def profiles(
+    grid: Grid, tried: Mapping[Choice, float], better: str
+) -> dict[str, list[tuple[str, float]]]:
+    """For each field its values, each with the best score that it was part of."""
+    pick = min if better == "lower" else max
+    found = {}
+    for place, field in enumerate(grid.fields):
+        by_value: dict[str, list[float]] = {value: [] for value in grid.values[place]}
+        for choice, score in tried.items():
+            by_value[choice[place]].append(score)
+        found[field] = [(value, pick(x)) for value, x in by_value.items() if x]
+    return found
 
 
 def half(task: Task, which: int) -> Task:
