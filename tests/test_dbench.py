@@ -201,7 +201,7 @@ def test_a_cell_has_the_best_of_its_own(tmp_path):
     tried = found.best.tried
     assert found.best.choice == ("0.03",)
     assert tried["0.03",] < tried["0.01",] < tried["1e-6",]
-    paths = sorted(tmp_path.glob("ring-4-*"))
+    paths = sorted(tmp_path.glob("ring-4-optimizer*"))
     assert [json.loads(path.read_text())["seeds"] for path in paths] == [[2]] * 3
     _, (row,) = table([found], task.headline, tuned)
     assert row[-1] == "0.03"
