@@ -5,6 +5,7 @@ import functools
 import logging
 import multiprocessing
 import os
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
@@ -87,7 +88,7 @@ def worker_steps(
         rows = [_Row(whole, num_workers, worker, (seed,)) for worker in mine]
     else:
         rows = [
-            _Row(_part(source, parts[i], shuffle_seed + i), 1, 0, (seed, i))
+            _Row(_Part(source, parts[i], shuffle_seed + i), 1, 0, (seed, i))
             for i in mine
         ]
     return grain.MapDataset.source(_Steps(rows, batch_per_worker, transform))
@@ -223,21 +224,39 @@ def _close(readers: list[grain.DatasetIterator[Batch]]) -> None:
         readers.pop().close()
 
 
+@dataclasses.dataclass(frozen=True)
+class _Part:
+    """The examples of one worker, in another order in each pass, without end.
+
+    Not grain's shuffle, which takes a millisecond for a place among a few examples.
+    """
+
+    source: grain.sources.RandomAccessDataSource
+    own: np.ndarray
+    seed: int
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, place: int) -> Any:
+        turn, at = divmod(place, len(self.own))
+        order = _order(self.seed, turn, len(self.own))
+        return self.source[int(self.own[order[at]])]
+
+
+# A pass is read in order, so each worker needs one or two of them at a time.
+@functools.lru_cache(maxsize=4096)
+def _order(seed: int, turn: int, size: int) -> np.ndarray:
+    return np.random.default_rng((seed, turn)).permutation(size)
+
+
 class _Row(NamedTuple):
     """Where a worker's batches are: at step t its block is t * every + first."""
 
-    examples: grain.MapDataset
+    examples: grain.MapDataset | _Part
     every: int
     first: int
     seeds: tuple[int, ...]
-
-
-def _part(
-    source: grain.sources.RandomAccessDataSource, own: np.ndarray, seed: int
-) -> grain.MapDataset:
-    """The examples of one worker, shuffled again in each pass."""
-    places = grain.MapDataset.source(own.tolist()).shuffle(seed=seed).repeat()
-    return places.map(lambda place: source[int(place)])
 
 
 @dataclasses.dataclass(frozen=True)
