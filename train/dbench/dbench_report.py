@@ -2,7 +2,7 @@
 
 import csv
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -83,39 +83,44 @@ def table(
 def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
     if not done:
         return []
-    by_graph = {one.cell.graph: [] for one in done}
-    by_scale = {f"{one.cell.num_workers} workers": [] for one in done}
-    for one in done:
-        assert one.outcome is not None
-        scores = accuracy(one.outcome, headline)
-        by_graph[one.cell.graph].append((one.cell.num_workers, scores))
-        place = float(np.mean(one.outcome.sent["connections"]))
-        by_scale[f"{one.cell.num_workers} workers"].append((place, scores))
-    score = words(headline.name)
     most = max(one.cell.num_workers for one in done)
     largest = [one for one in done if one.cell.num_workers == most]
     curves = {one.cell.graph: _curve(one) for one in largest}
-    label = f"{MEASURE} of the norms over {most} workers"
-    some = {name: values for name, (_, values) in list(curves.items())[:MOST_MAPS]}
+    apart = {name: x for name, (_, x) in curves.items() if x.any()}
     first = largest[0].outcome
     assert first is not None
     steps = [step for step, _ in first.dispersion]
-    return [
-        Section(
-            "Accuracy by connections",
-            draw_points(by_scale, "connections of a worker", score, joined=False),
-        ),
-        Section(
-            "Accuracy by scale", draw_points(by_graph, "workers", score, joined=True)
-        ),
-        Section(
-            "Dispersion over time",
-            draw_dispersion(
-                {name: (at, x.mean(1)) for name, (at, x) in curves.items()}, label
-            ),
-        ),
-        Section("Dispersion of each tensor", draw_tensors(some, first.tensors, steps)),
+    means = {name: (steps, x.mean(1)) for name, (steps, x) in curves.items()}
+    label = f"{MEASURE} of the norms over {most} workers"
+
+    def by(title: str, place: str, of: Callable[[Result], float]) -> Section:
+        points = {one.cell.graph: [] for one in done}
+        for one in done:
+            assert one.outcome is not None
+            scores = accuracy(one.outcome, headline)
+            points[one.cell.graph].append((of(one), scores))
+        score, joined = words(headline.name), place == "workers"
+        return Section(title, draw_points(points, place, score, joined))
+
+    sections = [
+        by("Accuracy by connections", "connections of a worker", _sent("connections")),
+        by("Accuracy by bytes", "kB of a worker in a step", _sent("per worker", 1e3)),
+        by("Accuracy by scale", "workers", lambda one: one.cell.num_workers),
+        Section("Dispersion over time", draw_dispersion(means, label)),
     ]
+    some = dict(list(apart.items())[:MOST_MAPS])
+    if some:
+        figure = draw_tensors(some, first.tensors, steps)
+        sections.append(Section("Dispersion of each tensor", figure))
+    return sections
+
+
+def _sent(what: str, unit: float = 1.0) -> Callable[[Result], float]:
+    def of(one: Result) -> float:
+        assert one.outcome is not None
+        return float(np.mean(one.outcome.sent[what])) / unit
+
+    return of
 
 
 def _curve(one: Result) -> tuple[list[int], np.ndarray]:

@@ -4,8 +4,12 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import SymmetricalLogLocator
 
 from train.figures.style import grid
+
+FLOOR = 1e-6  # Of a heat map: below it a dispersion is none.
+MARKERS = "osD^"  # Ten colors of each.
 
 Points = Mapping[str, Sequence[tuple[float, Sequence[float]]]]
 """(place, score of each seed) of each point, by the name of its line."""
@@ -30,12 +34,15 @@ def draw_points(points: Points, place: str, score: str, joined: bool) -> Figure:
             places,
             means,
             yerr=np.stack([below, above]),
-            fmt="o-" if joined else "o",
+            fmt=f"{MARKERS[number // 10]}{'-' * joined}",
             color=f"C{number}",
             label=name,
             capsize=2,
         )
     axes.set_xscale("symlog", linthresh=1)
+    ticks = SymmetricalLogLocator(base=10, linthresh=1, subs=(1, 2, 5))
+    axes.xaxis.set_major_locator(ticks)
+    axes.xaxis.set_major_formatter("{x:g}")
     axes.set(xlabel=place, ylabel=f"{score} (bar: seeds)")
     axes.legend(fontsize="small")
     return figure
@@ -52,7 +59,13 @@ def draw_dispersion(
     """
     figure, ((axes,),) = grid(1, 1, 7, 4)
     for number, (name, (steps, values)) in enumerate(curves.items()):
-        axes.plot(steps, np.maximum(values, 1e-9), color=f"C{number}", label=name)
+        line = MARKERS[number // 10] if number >= 10 else ""
+        style = {"color": f"C{number}", "marker": line, "markevery": 5}
+        # Where there is none a logarithm has no place for it.
+        zero = " (none)" * (not values.any())
+        axes.plot(
+            steps, np.where(values > 0, values, np.nan), label=name + zero, **style
+        )
     axes.set_yscale("log")
     axes.set(xlabel="step", ylabel=label)
     axes.legend(fontsize="small")
@@ -71,7 +84,7 @@ def draw_tensors(
     """
     height = 1.2 + 0.12 * len(tensors)
     figure, (row,) = grid(1, len(maps), 2.2 + 2.4 * len(maps), height, sharey=True)
-    logs = {name: np.log10(np.maximum(x, 1e-9)) for name, x in maps.items()}
+    logs = {name: np.log10(np.maximum(x, FLOOR)) for name, x in maps.items()}
     low, high = (f([f(x) for x in logs.values()]) for f in (np.min, np.max))
     image = None
     for axes, (name, values) in zip(row, logs.items(), strict=True):
