@@ -122,6 +122,12 @@ class Links:
         self.refused: dict[int, str] = {}
         self._book, self._num_workers = book, num_workers
         self._devices, self._channels = dict(devices), [list(c) for c in channels]
+        header = jax.ShapeDtypeStruct((HEADER.itemsize,), np.uint8)
+        self._specs = {
+            (worker, number): [self._spec(worker, x) for x in (header, *channel)]
+            for worker in self._devices
+            for number, channel in enumerate(self._channels)
+        }
         shapes = [[(x.shape, x.dtype.name) for x in c] for c in self._channels]
         text = repr((num_workers, shapes, digest))
         self._digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)
@@ -390,9 +396,7 @@ class Links:
         return edge.messages
 
     def _pull(self, worker: int, peer: int, channel: int, slots: set[int]) -> None:
-        known = self._peers[peer]
-        header = jax.ShapeDtypeStruct((HEADER.itemsize,), np.uint8)
-        specs = [self._spec(worker, x) for x in (header, *self._channels[channel])]
+        known, specs = self._peers[peer], self._specs[worker, channel]
         for slot in slots:
             name = self._name(peer, worker, self._life, channel, slot)
             known.edges[worker, channel].pulls[slot] = known.link.pull(name, specs)
