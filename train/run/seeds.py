@@ -151,9 +151,7 @@ def _train_together(
             last_tenth.append(metrics["loss"])
         end = step == config.num_steps
         if end or step % config.log.every_steps == 0:
-            values = np.mean(
-                programs.fetch(recent), axis=(0, 2)
-            )  # Over steps and workers.
+            values = _mean_loss(recent)
             if not np.isfinite(values).all():
                 raise FloatingPointError(f"the loss is {values} after step {step}")
             losses.append((step, values.tolist()))
@@ -169,7 +167,7 @@ def _train_together(
     return SeedsOutcome(
         time.monotonic() - start,
         losses,
-        np.mean(programs.fetch(last_tenth), axis=(0, 2)).tolist(),
+        _mean_loss(last_tenth).tolist(),
         evaluations,
         programs.judge(task, state),
         score_workers(state),
@@ -178,6 +176,12 @@ def _train_together(
         spread,
         {name: [value] * len(seeds) for name, value in sent.items()},
     )
+
+
+def _mean_loss(rows: list[jax.Array]) -> np.ndarray:
+    """The mean over steps and workers of each seed, which may be infinite."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        return np.mean(programs.fetch(rows), axis=(0, 2))
 
 
 def sent_by(
