@@ -97,7 +97,10 @@ def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) ->
         return max(degree - math.floor(per_epoch * epoch), least)
 
     last = math.ceil((degree - least) / per_epoch) if per_epoch else 0
-    graphs = {k: lattice(num_workers, k) for k in map(neighbors, range(last + 1))}
+    reached = map(neighbors, range(last + 1))
+    if 0 < per_epoch < 1:  # Each number, however many epochs that takes.
+        reached = range(degree, least - 1, -1)
+    graphs = {k: lattice(num_workers, k) for k in reached}
     return Policy(
         list(graphs.values()),
         lambda step, epoch, *_: graphs[neighbors(math.floor(epoch))],
@@ -117,6 +120,7 @@ def holding(graphs: Sequence[Topology], target: float, slack: float = 0.2) -> Po
 
     Source: our own, after the controlled consensus distance of Kong et al. (2021).
     """
+    graphs = list(dict.fromkeys(graphs))
     if not target > 0 or not 0 <= slack < 1:
         raise ValueError(
             "the target must be positive and the slack in [0, 1), got "
@@ -127,7 +131,7 @@ def holding(graphs: Sequence[Topology], target: float, slack: float = 0.2) -> Po
         step: int, epoch: float, dispersion: float | None, current: Topology
     ) -> Topology:
         del step, epoch
-        place = list(graphs).index(current)
+        place = graphs.index(current)
         if dispersion is not None and dispersion > (1 + slack) * target:
             place = max(place - 1, 0)
         elif dispersion is not None and dispersion < (1 - slack) * target:
@@ -161,7 +165,8 @@ def damping(
         value = factor(step)
         if not 0 <= value <= 1:
             raise ValueError(f"a mixing factor is in [0, 1], got {value} at {step}")
-        return graphs[max(math.ceil(value * levels), 1) - 1]
+        # A factor of float32 may be a bit above its level.
+        return graphs[max(math.ceil(value * levels - 1e-6), 1) - 1]
 
     return Policy(graphs, choose)
 
@@ -178,7 +183,7 @@ def merged(topology: Topology, num_steps: int) -> Policy:
 def lattice(num_workers: int, degree: int) -> Topology:
     """The ring lattice of at most `degree` neighbours, half on each side, or all."""
     even = max(degree - degree % 2, 2)
-    if even >= num_workers - 1:
+    if max(degree, even) >= num_workers - 1:
         return complete(num_workers)
     return ring_lattice(num_workers, even)
 

@@ -1698,8 +1698,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/seeds.py",
-        "places.append(choose(state, step - 1))",
-        "places.append(choose(state, step))",
+        "places.append(policy(step - 1, (step - 1) / options.epoch_steps))",
+        "places.append(policy(step, (step - 1) / options.epoch_steps))",
         "tests/test_compare.py -k seeds_together",
     ),
     Mutant(
@@ -2328,7 +2328,7 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/policy.py",
-        "max(math.ceil(value * levels), 1) - 1",
+        "max(math.ceil(value * levels - 1e-6), 1) - 1",
         "max(math.floor(value * levels), 1) - 1",
         "tests/test_policy.py -k factor_follows",
     ),
@@ -2340,14 +2340,14 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/choose.py",
-        "state = state._replace(extra={GRAPH: graph})",
-        "pass",
+        "return state._replace(extra={GRAPH: graph})",
+        "return state",
         "tests/test_policy.py -k resumes_bit_for_bit",
     ),
     Mutant(
         "train/run/choose.py",
-        "if step % options.every_steps == 0:",
-        "if True:",
+        "if (step + 1) % self._options.every_steps:",
+        "if False:",
         "tests/test_policy.py -k alone_and_as_seeds",
     ),
     Mutant(
@@ -2394,14 +2394,14 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/tune.py",
-        "jax.tree.map(lambda x: x[which::2], batch)",
-        "jax.tree.map(lambda x: x[::2], batch)",
+        "first, seen = (which - seen) % 2, seen + rows",
+        "first, seen = 0, seen + rows",
         "tests/test_dbench.py -k halves",
     ),
     Mutant(
         "train/run/tune.py",
-        '(max if score.better == "higher" else min)',
-        "max",
+        "score.best(tried.values())",
+        "max(tried.values())",
         "tests/test_dbench.py -k best_of_its_own",
     ),
     Mutant(
@@ -2418,13 +2418,13 @@ MUTANTS = [
     ),
     Mutant(
         "train/dbench/claims.py",
-        "_part(one, slice(None, None, -1))",
-        "_part(one, slice(None, None))",
+        "lambda rows, count: rows[-count:]",
+        "lambda rows, count: rows[:count]",
         "tests/test_dbench.py -k correlations_over_graphs",
     ),
     Mutant(
         "train/dbench/cost.py",
-        "num_seeds * count * cost.num_bytes",
+        "at_once * count * cost.num_bytes",
         "count * cost.num_bytes",
         "tests/test_dbench.py -k fit_into_memory",
     ),

@@ -287,11 +287,14 @@ def test_grids_of_no_sense_get_a_sentence(tune, words, tmp_path):
 def test_a_profile_has_the_best_of_each_value():
     tried = {("1", "a"): 3.0, ("1", "b"): 2.0, ("2", "a"): 1.0}
     grid = Grid(("x", "y"), (("1", "2", "3"), ("a", "b")))
-    assert profiles(grid, tried, "lower") == {
+    assert profiles(grid, tried, Headline("loss", "lower")) == {
         "x": [("1", 2.0), ("2", 1.0)],
         "y": [("a", 1.0), ("b", 2.0)],
     }
-    assert profiles(grid, tried, "higher")["x"] == [("1", 3.0), ("2", 1.0)]
+    assert profiles(grid, tried, Headline("top_1", "higher"))["x"] == [
+        ("1", 3.0),
+        ("2", 1.0),
+    ]
 
 
 def test_the_lower_training_loss_is_the_better(tmp_path, capsys):

@@ -19,6 +19,7 @@ from train.cli.command import command, show_usage
 from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.progress import progress
+from train.cli.tables import file_name
 from train.config import Config
 from train.figures.comparison_figure import draw_comparison, draw_tuning
 from train.figures.style import save_svg, words
@@ -140,12 +141,12 @@ def compare(
 
 def _draw_tuning(bests: Mapping[str, Best], grid: Grid, path: Path) -> None:
     curves = {
-        name: profiles(grid, best.tried, best.score.better)
-        for name, best in bests.items()
+        name: profiles(grid, best.tried, best.score) for name, best in bests.items()
     }
     score = next(iter(bests.values())).score
     label = f"held-out {words(score.name)} of one seed"
-    save_svg(draw_tuning(curves, label), path)
+    values = dict(zip(grid.fields, grid.values, strict=True))
+    save_svg(draw_tuning(curves, values, label), path)
 
 
 def _headline(own: Headline, score: str | None, entry: Entry) -> Headline:
@@ -171,9 +172,7 @@ def _varied(path: Path, vary: tuple[str, ...]) -> list[Config]:
 def _with(config: Config, field: str, value: str) -> Config:
     """The config with one field set, as on the command line of `train`."""
     changed = with_field(config, field, value, prog=f"--vary {field}")
-    name = f"{config.name}-{field.rpartition('.')[2]}-{value}"
-    # The name of a config is part of a file's name too.
-    name = "".join(c if c.isalnum() or c == "-" else "_" for c in name)
+    name = file_name(f"{config.name}-{field.rpartition('.')[2]}-{value}")
     return dataclasses.replace(changed, name=name)
 
 

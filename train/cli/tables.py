@@ -92,3 +92,8 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return None  # JSON has no infinity.
     return value
+
+
+def file_name(text: str) -> str:
+    """The text as a part of a file's name."""
+    return "".join(c if c.isalnum() or c == "-" else "_" for c in text)

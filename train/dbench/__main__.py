@@ -10,13 +10,14 @@ Learning (2025), whose code is not public.
 import contextlib
 import dataclasses
 import time
+import traceback
 from pathlib import Path
 from typing import Annotated
 
 import jax
 import tyro
 
-from train.cli.command import command
+from train.cli.command import FAILED, command, sentence
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
 from train.cli.progress import progress
@@ -69,7 +70,7 @@ def dbench(
     Args:
       config: config file. Its number of workers is the base of `batch` and `scaling`.
       graphs: names of graphs: "all_reduce", functions of `decentjax.topology`, or
-        policies over the config's topology; @10 after a name adds a mean of all models
+        policies with the config's options; @10 after a name adds a mean of all models
         at each tenth step.
       workers: numbers of workers.
       seeds: number of seeds.
@@ -99,7 +100,7 @@ def dbench(
     if num_steps is not None:
         base = dataclasses.replace(base, num_steps=num_steps)
     grid = read_grid(tune, base)
-    if scaling != "none" and RATE in {x.replace("_", "-") for x in grid.fields}:
+    if scaling != "none" and RATE in grid.fields:
         raise ValueError(
             f"--scaling {scaling} sets the learning rate that --tune chooses: leave "
             "one of them out"
@@ -110,6 +111,7 @@ def dbench(
         if distributed.enabled:
             stack.enter_context(fail_stop())
             start(distributed, max(workers))
+            cells = [_of_job(cell) for cell in cells]
         elif base.workers.where == "mesh":
             provide_cpu_devices(max(workers))
         task = base.task.build()
@@ -118,14 +120,14 @@ def dbench(
         is_first = jax.process_index() == 0
         if is_first:
             out.mkdir(parents=True, exist_ok=True)
-            print(f"{len(some)} cells, about {expected:.2g} minutes if all are new")
+            print(f"{len(some)} cells, about {expected:.3g} minutes if all are new")
         results = []
         for number, cell in enumerate(cells, 1):
             name = f"{cell.name} ({number} of {len(cells)})"
             results.append(_run(name, cell, task, numbers, grid, out))
         leave()
     if is_first:
-        print(write_report(base, results, numbers, grid, out))
+        print(write_report(base, results, numbers, grid, task.headline, out))
     return results
 
 
@@ -147,15 +149,25 @@ def _run(
             return train_cell(cell, task, seeds, grid, out, report)
     except Exception as error:
         # What only this process has met would leave the others of its job waiting.
-        known = isinstance(error, FloatingPointError | ValueError)
-        if not known and jax.process_count() > 1:
+        if jax.process_count() > 1 and not isinstance(error, FloatingPointError):
             raise
-        # Whatever it is, the cells after this one are not to be lost.
+        text = sentence(error)
+        if text is None:  # A bug: with where it is, and the cells after it not lost.
+            traceback.print_exc()
+            text = f"{type(error).__name__}: {error}"
+        text = " ".join(text.split())
         if is_first:
-            print(
-                f"{cell.name}: failed after {time.monotonic() - begin:.0f} s, {error}"
-            )
-        return Result(cell, error=f"{type(error).__name__}: {error}")
+            print(f"{name}: failed after {time.monotonic() - begin:.0f} s, {text}")
+        return Result(cell, error=text)
+
+
+def _of_job(cell: Cell) -> Cell:
+    """The cell, without a config where the job has other numbers of devices."""
+    if cell.num_workers == jax.device_count():
+        return cell
+    return cell._replace(
+        config=None, reason=f"the job has {jax.device_count()} devices"
+    )
 
 
 def _say_nothing(step: int, words: str) -> None:
@@ -164,4 +176,6 @@ def _say_nothing(step: int, words: str) -> None:
 
 if __name__ == "__main__":
     with command():
-        tyro.cli(dbench, prog="python -m train.dbench", config=AS_OPTIONS)
+        done = tyro.cli(dbench, prog="python -m train.dbench", config=AS_OPTIONS)
+        if any(result.error for result in done):
+            raise SystemExit(FAILED)

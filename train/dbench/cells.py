@@ -89,13 +89,14 @@ def train_cell(
 def _trained(
     config: Config, task: Task, seeds: range, path: Path, report: Report
 ) -> SeedsOutcome:
-    # Where its processes are is not what it trains.
+    # Where its workers are is not what it trains.
     fields = json.loads(to_json(config))
-    del fields["distributed"]
+    del fields["distributed"], fields["workers"]["where"]
     wanted = {"config": fields, "seeds": list(seeds)}
-    mesh, outcome = build_mesh(config), read_kept(path, wanted)
+    outcome = read_kept(path, wanted)
     # All processes of a job train, or none: a folder may not yet show each the file.
     if outcome is None or not all(gather(outcome is not None)):
+        mesh = build_mesh(config)
         outcome = train_seeds(config, seeds, report, task=task, mesh=mesh)
         if jax.process_index() == 0:
             keep(path, wanted, outcome)

@@ -1,15 +1,15 @@
 """The paper's observations as claims, and what the data says of each.
 
-Each seed gives a rank correlation over the cells that are compared; from all seeds come
-its mean and its interval. The test permutes the cells, alike in all seeds: their number
-limits what can be shown, and four cells can show nothing. The p-values are corrected by
-Holm.
+Each seed gives a rank correlation within each block of cells: of graphs at one scale,
+or of scales of one graph. The mean over the blocks is a value for each seed, from which
+come the mean and its interval. The test permutes the cells within their blocks, alike
+in all seeds; the p-values are corrected by Holm.
 
 Source: Xie et al. (2025), whose three observations are these.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +22,7 @@ from train.run.seeds import SeedsOutcome
 from train.tasks.task import Headline
 
 MEASURE = "gini"
+DRAWS = 9999  # Of permutations.
 PART = 10  # Early and late are this part of the run.
 
 
@@ -30,9 +31,9 @@ class Claim(NamedTuple):
 
     Args:
       text: what is claimed.
-      where: the cells that were compared.
+      where: names of the blocks.
       sign: sign that the claim expects.
-      values: rank correlation of each seed.
+      values: rank correlation of each seed, the mean over the blocks.
       p_value: two-sided, corrected.
     """
 
@@ -62,26 +63,30 @@ class Claim(NamedTuple):
 def claims(results: Sequence[Result], headline: Headline) -> list[Claim]:
     """Returns the claims that the results can speak of, with their tests."""
     done = [one for one in results if one.outcome is not None]
-    found = []
-    for graph in dict.fromkeys(one.cell.graph for one in done):
-        cells = [one for one in done if one.cell.graph == graph]
-        text = "more workers, lower accuracy"
-        found.append(_claim(text, graph, -1, cells, headline, _workers))
-    for count in dict.fromkeys(one.cell.num_workers for one in done):
-        cells = [one for one in done if one.cell.num_workers == count]
-        decentralized = [one for one in cells if one.cell.graph != ALL_REDUCE]
-        where = f"{count} workers"
-        for text, sign, quantity in (
-            ("more connections, higher accuracy", 1, _connections),
-            ("more dispersion early, lower accuracy", -1, early),
-            ("more dispersion late, lower accuracy", -1, late),
-        ):
-            found.append(_claim(text, where, sign, decentralized, headline, quantity))
+    peers = [one for one in done if one.cell.graph != ALL_REDUCE]
+    by_graph = _blocks(done, lambda one: one.cell.graph)
+    by_scale = _blocks(peers, lambda one: str(one.cell.num_workers))
+    found = [
+        _claim(text, sign, blocks, headline, quantity)
+        for text, sign, blocks, quantity in (
+            ("more workers, lower accuracy", -1, by_graph, _workers),
+            ("more connections, higher accuracy", 1, by_scale, _connections),
+            ("more dispersion early, lower accuracy", -1, by_scale, early),
+            ("more dispersion late, lower accuracy", -1, by_scale, late),
+        )
+    ]
     made = [claim for claim in found if claim is not None]
     if not made:
         return []
     p_values = holm([claim.p_value for claim in made])
     return [claim._replace(p_value=p) for claim, p in zip(made, p_values, strict=True)]
+
+
+def _blocks(
+    results: Sequence[Result], name_of: Callable[[Result], str]
+) -> dict[str, list[Result]]:
+    names = dict.fromkeys(map(name_of, results))
+    return {name: [one for one in results if name_of(one) == name] for name in names}
 
 
 def accuracy(outcome: SeedsOutcome, headline: Headline) -> list[float]:
@@ -91,18 +96,18 @@ def accuracy(outcome: SeedsOutcome, headline: Headline) -> list[float]:
 
 def early(one: Result) -> list[float]:
     """The dispersion of each seed in the first part of the run, over all tensors."""
-    return _part(one, slice(None, None))
+    return _mean_dispersion(one, lambda rows, count: rows[:count])
 
 
 def late(one: Result) -> list[float]:
     """The dispersion of each seed in the last part of the run, over all tensors."""
-    return _part(one, slice(None, None, -1))
+    return _mean_dispersion(one, lambda rows, count: rows[-count:])
 
 
-def _part(one: Result, order: slice) -> list[float]:
+def _mean_dispersion(one: Result, part: Callable[[list, int], list]) -> list[float]:
     assert one.outcome is not None
-    rows = [values[MEASURE] for _, values in one.outcome.dispersion][order]
-    return np.mean(rows[: max(1, len(rows) // PART)], axis=(0, 2)).tolist()
+    rows = [values[MEASURE] for _, values in one.outcome.dispersion]
+    return np.mean(part(rows, max(1, len(rows) // PART)), axis=(0, 2)).tolist()
 
 
 def _workers(one: Result) -> list[float]:
@@ -117,32 +122,33 @@ def _connections(one: Result) -> list[float]:
 
 def _claim(
     text: str,
-    where: str,
     sign: int,
-    cells: Sequence[Result],
+    blocks: Mapping[str, Sequence[Result]],
     headline: Headline,
     quantity: Callable[[Result], list[float]],
 ) -> Claim | None:
-    """The claim over some cells; None where they have no order."""
+    """The claim over blocks of cells; None where their cells have no order."""
     up = 1 if headline.better == "higher" else -1
-    scores = [accuracy(one.outcome, headline) for one in cells if one.outcome]
-    places = [quantity(one) for one in cells]
+    ranked, names = [], []
+    for name, cells in blocks.items():
+        places = np.transpose([quantity(one) for one in cells])
+        scores = np.transpose(
+            [accuracy(one.outcome, headline) for one in cells if one.outcome]
+        )
+        x, y = _ranks(places), _ranks(up * scores)
+        if (x.any(1) & y.any(1)).all():  # In each seed the cells differ.
+            ranked.append((x, y))
+            names.append(name)
     # Of two cells the order is a coin's.
-    if len(cells) < 3:
+    if sum(math.lgamma(len(blocks[name]) + 1) for name in names) <= math.log(2):
         return None
-    x, y = _ranks(np.transpose(places)), _ranks(up * np.transpose(scores))
-    both = x.any(1) & y.any(1)  # Seeds in which the cells differ.
-    if not both.any():
-        return None
-    x, y = x[both], y[both]
-    found = stats.permutation_test(
-        (np.arange(len(cells)),),
-        lambda order: float((x * y[:, order]).sum(1).mean()),
-        permutation_type="pairings",
-        rng=np.random.default_rng(0),
-    )
-    values = (x * y).sum(1).tolist()
-    return Claim(text, where, sign, values, float(found.pvalue))
+    values = np.mean([(x * y).sum(1) for x, y in ranked], axis=0)
+    random, count = np.random.default_rng(0), 0
+    for _ in range(DRAWS):
+        drawn = [(x * y[:, random.permutation(y.shape[1])]).sum(1) for x, y in ranked]
+        count += abs(np.mean(drawn)) >= abs(values.mean()) - 1e-9
+    p_value = (count + 1) / (DRAWS + 1)
+    return Claim(text, ", ".join(names), sign, values.tolist(), p_value)
 
 
 def _ranks(values: np.ndarray) -> np.ndarray:

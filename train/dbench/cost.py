@@ -14,6 +14,7 @@ from train.config import Config
 from train.dbench.grid import Cell
 from train.run.build import build_state
 from train.run.optimizers import build_optimizer
+from train.run.seeds import seeds_at_once
 from train.tasks.task import Task
 
 SHARE = 0.9  # Of the memory that is free.
@@ -63,13 +64,14 @@ def check_cost(
         if size not in of_batches:
             of_batches[size] = _measure(cell.config, task)
         cost, runs = of_batches[size], num_seeds + num_values
-        needed[cell.name] = num_seeds * count * cost.num_bytes
+        at_once = seeds_at_once(cell.config, num_seeds)
+        needed[cell.name] = at_once * count * cost.num_bytes
         seconds += runs * count * cost.seconds * cell.config.num_steps
     name = max(needed, key=lambda name: needed[name], default="")
     free = _free_bytes()
     if needed.get(name, 0) > SHARE * free:
         raise ValueError(
-            f"{name} with {num_seeds} seeds at once needs about "
+            f"{name}, with {num_seeds} seeds, needs about "
             f"{needed[name] / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free: "
             "take fewer workers or seeds, or a smaller batch"
         )
@@ -87,7 +89,10 @@ def _measure(config: Config, task: Task) -> Cost:
     state = jax.tree.map(lambda x: x[0], stacked)
     shapes = task.batch_shape(config.step.batch_per_worker)
     batch = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes)
-    local = functools.partial(adapt, loss_fn=task.loss_fn, optimizer=optimizer)
+    parts = config.step.num_micro_batches
+    local = functools.partial(
+        adapt, loss_fn=task.loss_fn, optimizer=optimizer, num_micro_batches=parts
+    )
     compiled = jax.jit(local).lower(state, batch, state.params).compile()
     found = compiled.memory_analysis()
     beside = 0 if found is None else found.temp_size_in_bytes
@@ -104,6 +109,9 @@ def _num_bytes(tree: Any) -> float:
 
 
 def _free_bytes() -> float:
+    stats = jax.local_devices()[0].memory_stats() or {}
+    if "bytes_limit" in stats:
+        return float(stats["bytes_limit"] - stats.get("bytes_in_use", 0))
     lines = Path("/proc/meminfo").read_text().splitlines()
     (kib,) = (line.split()[1] for line in lines if line.startswith("MemAvailable"))
     return 1024.0 * int(kib)

@@ -14,6 +14,7 @@ from train.dbench.claims import MEASURE, Claim, accuracy, claims, early, late
 from train.figures.dbench_figure import draw_dispersion, draw_points, draw_tensors
 from train.figures.page import Section, html_table, write_page
 from train.figures.style import words
+from train.run.comparison import spread
 from train.run.tune import Grid
 from train.tasks.task import Headline
 
@@ -25,6 +26,7 @@ def write_report(
     results: Sequence[Result],
     seeds: range,
     grid: Grid,
+    headline: Headline,
     out: Path,
 ) -> str:
     """Writes report.html, dbench.md and the CSV files; returns the text.
@@ -34,9 +36,9 @@ def write_report(
       results: what each cell has come to.
       seeds: seeds of the results.
       grid: the fields that each cell has chosen, if any.
+      headline: main score of the task.
       out: folder.
     """
-    headline = base.task.build().headline
     heads, rows = table(results, headline, grid)
     said = [_say(claim) for claim in claims(results, headline)]
     lines = [markdown(heads, rows), *said]
@@ -65,11 +67,11 @@ def table(
         if one.outcome is None:
             rows.append([*row, one.why, *[""] * (len(heads) - 3)])
             continue
-        worst = min if headline.better == "higher" else max
+        of_workers = one.outcome.workers[headline.name]
         row += [
-            _spread(accuracy(one.outcome, headline)),
-            f"{worst(worst(x) for x in one.outcome.workers[headline.name]):.4f}",
-            _spread(one.outcome.training_loss),
+            spread(accuracy(one.outcome, headline)),
+            f"{headline.worst(map(headline.worst, of_workers)):.4f}",
+            spread(one.outcome.training_loss),
             f"{np.mean(one.outcome.sent['connections']):.3g}",
             f"{np.mean(one.outcome.sent['per worker']) / 1e3:.4g}",
             f"{np.mean(one.outcome.sent['per link']) / 1e3:.4g}",
@@ -132,17 +134,14 @@ def _curve(one: Result) -> tuple[list[int], np.ndarray]:
 
 def _say(claim: Claim) -> str:
     low, high = claim.interval
+    seeds = "1 seed"
+    if len(claim.values) > 1:
+        interval = f"95 % interval {low:+.2f} to {high:+.2f}"
+        seeds = f"{interval}, {len(claim.values)} seeds"
     return (
-        f"{claim.text} ({claim.where}): {claim.verdict}. Rank correlation "
-        f"{np.mean(claim.values):+.2f} (95 % interval {low:+.2f} to {high:+.2f}, p = "
-        f"{claim.p_value:.2g}, {len(claim.values)} seeds)."
+        f"{claim.text}: {claim.verdict}. Rank correlation {np.mean(claim.values):+.2f} "
+        f"({seeds}, p = {claim.p_value:.2g}, over {claim.where})."
     )
-
-
-def _spread(values: Sequence[float]) -> str:
-    if len(values) < 2:
-        return f"{values[0]:.4f}"
-    return f"{np.mean(values):.4f} ± {2 * np.std(values, ddof=1):.4f}"
 
 
 def _write_scores(

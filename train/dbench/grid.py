@@ -80,8 +80,8 @@ def make_cells(
 def graph_fields(config: Config, graph: str) -> dict[str, Any]:
     """Returns the fields of a config that a graph's name sets.
 
-    A name is "all_reduce", a function of `decentjax.topology`, or a policy over the
-    config's topology; `@10` after it adds a mean of all models at each tenth step.
+    A name is "all_reduce", a function of `decentjax.topology`, or a policy with the
+    config's options; `@10` after it adds a mean of all models at each tenth step.
 
     Raises:
       ValueError: if there is no such graph.
@@ -97,8 +97,10 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
         )
     if name == ALL_REDUCE:
         step = dataclasses.replace(step, algorithm=ALL_REDUCE)
-    if name in OWN_GRAPHS:  # The config's topology may not fit the scale.
+    if name == ALL_REDUCE:
         topology = TopologyConfig(name="complete")
+    elif name in OWN_GRAPHS:  # The config's topology may not fit the scale.
+        topology = dataclasses.replace(topology, name="complete")
     elif name not in POLICIES:
         topology = dataclasses.replace(topology, name=name)
     policy = dataclasses.replace(policy, name=name if name in POLICIES else "fixed")

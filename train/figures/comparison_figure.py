@@ -46,21 +46,25 @@ def draw_comparison(
 
 
 def draw_tuning(
-    curves: Mapping[str, Mapping[str, Sequence[tuple[str, float]]]], label: str
+    curves: Mapping[str, Mapping[str, Sequence[tuple[str, float]]]],
+    values: Mapping[str, Sequence[str]],
+    label: str,
 ) -> Figure:
     """Draws the score of each value that was tried, a panel for each field.
 
     Args:
       curves: rows (value, best score with it) of each field of each config, by name.
+      values: all values of each field, in the order of the axis.
       label: label of the scores.
     """
-    fields = list(next(iter(curves.values())))
-    figure, (panels,) = grid(1, len(fields), 5 * len(fields), 3.6, sharey=True)
-    for axes, field in zip(panels, fields, strict=True):
+    figure, (panels,) = grid(1, len(values), 5 * len(values), 3.6, sharey=True)
+    for axes, (field, of_field) in zip(panels, values.items(), strict=True):
         for number, (name, of_fields) in enumerate(curves.items()):
-            values, scores = zip(*of_fields[field], strict=True)
-            axes.plot(values, scores, "o-", color=f"C{number}", label=name)
-        axes.set_xlabel(field)  # Its values, in the order in which they were given.
+            tried, scores = zip(*of_fields[field], strict=True)
+            places = [of_field.index(value) for value in tried]
+            axes.plot(places, scores, "o-", color=f"C{number}", label=name)
+        axes.set_xticks(range(len(of_field)), of_field)
+        axes.set_xlabel(field)
     panels[0].set_ylabel(label)
     panels[0].legend(fontsize="small")
     return figure

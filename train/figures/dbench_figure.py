@@ -33,7 +33,8 @@ def draw_points(points: Points, place: str, score: str, joined: bool) -> Figure:
         axes.errorbar(
             places,
             means,
-            yerr=np.stack([below, above]),
+            # A mean of equal numbers may differ from them in its last bit.
+            yerr=np.maximum(np.stack([below, above]), 0),
             fmt=f"{MARKERS[number // 10]}{'-' * joined}",
             color=f"C{number}",
             label=name,

@@ -27,6 +27,7 @@ from decentjax import (
     simulate,
     worker_mesh,
 )
+from decentjax.dispersion import NORMS, measured
 from decentjax.gossip import Record, host_mesh
 from decentjax.step import Metrics
 from decentjax.topology import alone
@@ -118,9 +119,12 @@ class InStep(contextlib.nullcontext):
     def __call__(
         self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
-        place, state = self._choose(state, step)
+        place = self._choose(state, step)
         start = time.monotonic()
-        result = self._train_step(state, batch, place)
+        state, metrics = self._train_step(state, batch, place)
+        if self._choose.policy.measures:
+            state = self._choose.learn(state, metrics.pop(NORMS), step)
+        result = state, metrics
         if self._record is not None:
             # The call returns before the step is done; only a timeline waits for it.
             jax.block_until_ready(result)
@@ -173,7 +177,7 @@ def build_train_step(
     """The step of the config's algorithm, with its exchange inside or in a thread."""
     if not in_background(config, mesh):
         step = build_in_step(config, task, optimizer, mesh, step_options(config, mesh))
-        return InStep(step, Chooser(config, mesh), record)
+        return InStep(step, Chooser(config), record)
     if mesh is None:
         raise ValueError(
             'simulated workers send nothing: exchange.where = "background" needs '
@@ -203,16 +207,17 @@ def build_in_step(
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """The compiled step of the config's algorithm, its exchange inside."""
-    local = bind_adapt(config, task, optimizer)
-    topology = build_policy(config).menu
+    local, policy = bind_adapt(config, task, optimizer), build_policy(config)
+    if policy.measures:
+        local = measured(local, before_update=config.step.algorithm == "awc")
     if config.step.algorithm == "all_reduce":
         step = functools.partial(all_reduce_step, adapt=local)
     else:
         order = ORDERS[config.step.algorithm]
         step = functools.partial(order, adapt=local, mix=bind_mix(config.step))
     if mesh is None:
-        return simulate(step, topology)
-    return on_mesh(step, topology, mesh, compiler_options)
+        return simulate(step, policy.menu)
+    return on_mesh(step, policy.menu, mesh, compiler_options)
 
 
 def build_lone_step(

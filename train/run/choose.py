@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 
-from decentjax import WorkerState, over_workers
+from decentjax import WorkerState
 from decentjax import policy as policies
-from decentjax.dispersion import MEASURES, tensor_norms
+from decentjax.dispersion import MEASURES
 from decentjax.topology import complete
 from train.config import Config, PolicyConfig
 from train.run.optimizers import build_schedule
@@ -51,44 +50,55 @@ class Chooser:
 
     Args:
       config: config of the run.
-      mesh: mesh of the workers, None where they are simulated.
     """
 
-    def __init__(self, config: Config, mesh: Mesh | None):
+    def __init__(self, config: Config):
         self.policy, self._options = build_policy(config), config.policy
-        self._norms = jax.jit(over_workers(tensor_norms, mesh))
         self._is_new = True
 
-    def __call__(self, state: WorkerState, step: int) -> tuple[int, WorkerState]:
-        """Returns the place of a step's exchange in the menu, and the state with it."""
-        policy, options, measured = self.policy, self._options, None
-        if not policy.measures:
-            return policy(step, step / options.epoch_steps), state
-        if self._is_new:
-            shard = state.extra[GRAPH].addressable_data(0)
-            policy.current, self._is_new = int(shard[0]), False
-        before = policy.current
-        if step % options.every_steps == 0:
-            measured = dispersion(self._norms(state.params), options)
-        place = policy(step, step / options.epoch_steps, measured)
-        if policy.current != before:
-            graph = 0 * state.extra[GRAPH] + policy.current
-            state = state._replace(extra={GRAPH: graph})
-        return place, state
+    def __call__(self, state: WorkerState, step: int) -> int:
+        """Returns the place of a step's exchange in the menu."""
+        if self.policy.measures and self._is_new:
+            self.policy.current = int(state.extra[GRAPH].addressable_data(0)[0])
+        self._is_new = False
+        return self.policy(step, step / self._options.epoch_steps)
+
+    def learn(self, state: WorkerState, norms: jax.Array, step: int) -> WorkerState:
+        """Chooses the graph after a step; a collective where it is measured.
+
+        Args:
+          state: state after the step.
+          norms: norms of the tensors of each worker before they were averaged, [N, L].
+          step: the step.
+
+        Returns:
+          The state with the graph.
+        """
+        if (step + 1) % self._options.every_steps:
+            return state
+        whole = multihost_utils.process_allgather(norms, tiled=True)
+        epoch = (step + 1) / self._options.epoch_steps
+        self.policy(step + 1, epoch, dispersion(whole, self._options))
+        graph = 0 * state.extra[GRAPH] + self.policy.current
+        return state._replace(extra={GRAPH: graph})
 
 
 GRAPH = "graph"  # Its number, in the state's extra part.
 
 
-def dispersion(norms: jax.Array, options: PolicyConfig) -> float:
-    """The mean over the tensors of a measure over all workers; a collective.
+def dispersion(norms: np.ndarray, options: PolicyConfig) -> float | None:
+    """The mean over the tensors of a measure over all workers.
 
     Args:
       norms: norms of the tensors of each worker, [N, L].
       options: options of the policy, with the measure.
+
+    Returns:
+      The dispersion, or None of models that are not finite: the run ends by that soon.
     """
-    whole = multihost_utils.process_allgather(norms, tiled=True)
-    return float(MEASURES[options.measure](whole).mean())
+    if not np.isfinite(norms).all():
+        return None
+    return float(MEASURES[options.measure](norms).mean())
 
 
 def _factor(config: Config) -> Callable[[int], float]:

@@ -79,7 +79,7 @@ def table(
         of_workers = np.array(outcome.workers[names[0]])
         row = [
             entry.name,
-            *(_spread(scores[name]) for name in names),
+            *(spread(scores[name]) for name in names),
             f"{of_workers.min():.4f} to {of_workers.max():.4f}",
             f"{np.mean(outcome.consensus_distance):.2g}",
             f"{outcome.seconds:.0f}",
@@ -174,7 +174,8 @@ def _statement(
     )
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
+    """Mean and two standard deviations, as text."""
     if len(values) < 2:
         return f"{values[0]:.4f}"
     return f"{np.mean(values):.4f} ± {2 * np.std(values, ddof=1):.4f}"

@@ -24,7 +24,7 @@ from decentjax import (
     mean_model,
     over_workers,
 )
-from decentjax.dispersion import measured, tensor_distances, tensor_norms
+from decentjax.dispersion import measured, tensor_distances
 from decentjax.step import Metrics
 from decentjax.topology import Topology
 from train.config import Config, OptimizerConfig, StepConfig
@@ -111,11 +111,6 @@ def _mix_program(mesh: Mesh | None, step: StepConfig, exchange: Exchange) -> Cal
 @functools.lru_cache(maxsize=8)
 def _of_params(function: Callable, mesh: Mesh | None) -> Callable:
     return jax.jit(_over_all(function, mesh))
-
-
-def norms(params: Any, mesh: Mesh | None) -> jax.Array:
-    """The norm of each tensor, [K, N, L]."""
-    return _of_params(tensor_norms, mesh)(params)
 
 
 def distances(params: Any, mesh: Mesh | None) -> jax.Array:

@@ -13,10 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import WorkerState, local_workers
+from decentjax import local_workers
 from decentjax.analysis import traffic
 from decentjax.dispersion import MEASURES, NORMS, tensor_names
-from decentjax.policy import Policy
 from decentjax.topology import Topology, matrices
 from train.cli.tables import write_whole
 from train.config import Config
@@ -132,7 +131,7 @@ def _train_together(
     workers = range(config.workers.num_workers) if mesh is None else local_workers(mesh)
     policy = build_policy(config)
     train_step = programs.build_step(config, task, policy.menu, mesh)
-    choose = _chooser(config, policy, mesh)
+    options = config.policy
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
     states = [build_state(one, task, optimizer, workers) for one in configs]
     state = programs.put(jax.tree.map(lambda *rows: jnp.stack(rows), *states), mesh)
@@ -143,8 +142,11 @@ def _train_together(
     for step in range(1, config.num_steps + 1):
         rows = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
         batch = programs.put(rows, mesh)
-        places.append(choose(state, step - 1))
+        places.append(policy(step - 1, (step - 1) / options.epoch_steps))
         state, metrics = train_step(state, batch, places[-1])
+        if policy.measures and step % options.every_steps == 0:
+            (norms,) = programs.fetch(metrics[NORMS])  # Of the one seed.
+            policy(step, step / options.epoch_steps, dispersion(norms, options))
         # Arrays on the device: their values would make each step wait for the last.
         recent.append(metrics["loss"])
         if 10 * step > 9 * config.num_steps:  # At least the last step.
@@ -156,7 +158,11 @@ def _train_together(
                 raise FloatingPointError(f"the loss is {values} after step {step}")
             losses.append((step, values.tolist()))
             distances = programs.distances(state.params, mesh)
-            spread.append((step, _spread(*programs.fetch((metrics[NORMS], distances)))))
+            norms, distances = programs.fetch((metrics[NORMS], distances))
+            # Finite losses may be followed by an update that is not.
+            if not np.isfinite(norms).all():
+                raise FloatingPointError(f"the models are not finite after step {step}")
+            spread.append((step, _spread(norms, distances)))
             report(step, f"loss {values.mean():.4f}")
             recent = []
         if end or step % config.evaluation.every_steps == 0:
@@ -255,22 +261,6 @@ def read_kept(path: Path, wanted: Mapping[str, Any]) -> SeedsOutcome | None:
     if not is_whole or {name: found.get(name) for name in wanted} != wanted:
         return None
     return SeedsOutcome(**found["outcome"])
-
-
-def _chooser(
-    config: Config, policy: Policy, mesh: Mesh | None
-) -> Callable[[WorkerState, int], int]:
-    """The place of a step's exchange in the policy's menu, by its state and number."""
-    options = config.policy
-
-    def choose(state: WorkerState, step: int) -> int:
-        measured = None
-        if policy.measures and step % options.every_steps == 0:
-            # Of the one seed; see `train_seeds`.
-            measured = dispersion(programs.norms(state.params, mesh)[0], options)
-        return policy(step, step / options.epoch_steps, measured)
-
-    return choose
 
 
 def _stack_rows(*rows: np.ndarray) -> np.ndarray:

@@ -6,12 +6,14 @@ are of the other half: no result has been chosen by itself.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
+from train.cli.tables import file_name
 from train.config import Config
 from train.run.resume import with_field
 from train.run.seeds import SeedsOutcome
@@ -41,24 +43,40 @@ class Grid:
     def name(self, choice: Choice) -> str:
         """A choice as a part of a file's name."""
         pairs = zip(self.fields, choice, strict=True)
-        return "-".join(f"{field}-{value}" for field, value in pairs)
+        return file_name("-".join(f"{field}-{value}" for field, value in pairs))
 
     def results(self, name: str) -> str:
         """The name of the results of a run: those of a half are not those of all."""
         return f"{name}-best" if self.fields else name
 
     def set(self, config: Config, choice: Choice) -> Config:
-        """The config with the values of a choice."""
+        """The config with the values of a choice.
+
+        Raises:
+          ValueError: if it has no such field, or cannot have a value.
+        """
         for field, value in zip(self.fields, choice, strict=True):
-            config = with_field(config, field, value, prog=f"--tune {field}")
+            try:
+                config = with_field(config, field, value, prog=f"--tune {field}")
+            except SystemExit as error:  # tyro has printed why.
+                raise ValueError(f"--tune: {field} cannot be {value}") from error
         return config
 
     def say(self, choice: Choice) -> list[str]:
         """A choice as cells of a table: at an edge a better one may lie beyond."""
         return [
-            f"{value} (edge)" if value in (values[0], values[-1]) else value
+            f"{value} (edge)" if value in _edges(values) else value
             for value, values in zip(choice, self.values, strict=True)
         ]
+
+
+def _edges(values: tuple[str, ...]) -> set[str]:
+    """The least and the largest, of several numbers."""
+    try:
+        ordered = sorted(values, key=float)
+    except ValueError:
+        return set()
+    return {ordered[0], ordered[-1]} if len(values) > 1 else set()
 
 
 NOTHING = Grid()
@@ -71,7 +89,7 @@ class Best(NamedTuple):
       config: the config.
       task: its task, with the part of the held-out data that has not chosen.
       choice: the best values.
-      tried: score of each choice that has not diverged.
+      tried: score of each choice that trains.
       score: which score that is.
     """
 
@@ -86,8 +104,8 @@ def read_grid(tune: Sequence[Sequence[str]], config: Config) -> Grid:
     """Returns the grid of options `--tune FIELD VALUE VALUE ...`.
 
     Raises:
-      ValueError: if an option has no values, or a field comes twice.
-      SystemExit: if the config has no such field, or it cannot hold a value.
+      ValueError: if an option has no values, a field comes twice, or the config has no
+        such field or cannot have a value.
     """
     if not tune:
         return NOTHING
@@ -97,7 +115,9 @@ def read_grid(tune: Sequence[Sequence[str]], config: Config) -> Grid:
                 "--tune needs a field and different values, such as optimizer."
                 f"learning-rate 0.1 0.3 1, got {' '.join([field, *values])}"
             )
-    fields, values = zip(*((field, tuple(rest)) for field, *rest in tune), strict=True)
+    fields, values = zip(
+        *((field.replace("_", "-"), tuple(rest)) for field, *rest in tune), strict=True
+    )
     if len(set(fields)) < len(fields):
         raise ValueError(f"--tune needs different fields, got {', '.join(fields)}")
     grid = Grid(fields, values)
@@ -122,38 +142,39 @@ def choose(
         part of the held-out data, under a name.
 
     Raises:
-      FloatingPointError: if each choice diverges.
+      FloatingPointError: if no choice trains, with the reasons.
     """
     if not grid.choices:
         return Best(config, task)
-    tried, score = {}, task.headline
+    tried, failed, score = {}, [], task.headline
+    part = half(task, 0)._replace(judge=None)
     for choice in grid.choices:
         try:
-            found = train(grid.set(config, choice), half(task, 0), grid.name(choice))
-        except FloatingPointError:  # It diverges.
-            continue
-        _, scores = found.evaluations[-1]
-        score = LOSS if LOSS.name in scores else task.headline
-        (tried[choice],) = scores[score.name]
+            found = train(grid.set(config, choice), part, grid.name(choice))
+            _, scores = found.evaluations[-1]
+            score = LOSS if LOSS.name in scores else task.headline
+            (value,) = scores[score.name]
+            if not math.isfinite(value):
+                raise FloatingPointError(f"the {score.name} is {value}")
+            tried[choice] = value
+        except (FloatingPointError, ValueError) as error:
+            failed.append(f"{grid.name(choice)}: {error}")
     if not tried:
-        raise FloatingPointError(
-            f"each choice diverges: {', '.join(map(grid.name, grid.choices))}"
-        )
-    best = (max if score.better == "higher" else min)(tried, key=lambda x: tried[x])
+        raise FloatingPointError(f"no choice trains: {'; '.join(failed)}")
+    best = next(x for x in tried if tried[x] == score.best(tried.values()))
     return Best(grid.set(config, best), half(task, 1), best, tried, score)
 
 
 def profiles(
-    grid: Grid, tried: Mapping[Choice, float], better: str
+    grid: Grid, tried: Mapping[Choice, float], score: Headline
 ) -> dict[str, list[tuple[str, float]]]:
     """For each field its values, each with the best score that it was part of."""
-    pick = min if better == "lower" else max
     found = {}
     for place, field in enumerate(grid.fields):
         by_value: dict[str, list[float]] = {value: [] for value in grid.values[place]}
-        for choice, score in tried.items():
-            by_value[choice[place]].append(score)
-        found[field] = [(value, pick(x)) for value, x in by_value.items() if x]
+        for choice, value in tried.items():
+            by_value[choice[place]].append(value)
+        found[field] = [(value, score.best(x)) for value, x in by_value.items() if x]
     return found
 
 
@@ -161,7 +182,21 @@ def half(task: Task, which: int) -> Task:
     """The task with each second held-out example, from the first or the second on."""
 
     def validation() -> Iterator[Any]:
+        seen = 0
         for batch in task.validation():
-            yield jax.tree.map(lambda x: x[which::2], batch)
+            rows = len(jax.tree.leaves(batch)[0])
+            first, seen = (which - seen) % 2, seen + rows
+            if first < rows:
+                yield jax.tree.map(lambda x, first=first: x[first::2], batch)
 
-    return task._replace(validation=lambda: list(validation()))
+    return task._replace(validation=lambda: _Again(validation))
+
+
+class _Again:
+    """What a function yields, anew in each pass."""
+
+    def __init__(self, function: Callable[[], Iterator[Any]]):
+        self._function = function
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._function()

@@ -44,6 +44,14 @@ class Headline(NamedTuple):
     name: str
     better: Literal["lower", "higher"]
 
+    def best(self, scores: Iterable[float]) -> float:
+        """The best of some scores."""
+        return max(scores) if self.better == "higher" else min(scores)
+
+    def worst(self, scores: Iterable[float]) -> float:
+        """The worst of some scores."""
+        return min(scores) if self.better == "higher" else max(scores)
+
 
 class Task(NamedTuple):
     """The functions that a run needs of its task.
