@@ -266,7 +266,9 @@ def test_models_that_overflow_diverge():
         LINE,
         num_steps=1,
         step=dataclasses.replace(LINE.step, algorithm="atc"),
-        optimizer=OptimizerConfig(learning_rate=1e30, warmup_steps=0, accum_steps=1),
+        optimizer=OptimizerConfig(
+            name="sgd", learning_rate=3e38, warmup_steps=0, clip_norm=None
+        ),
     )
     with pytest.raises(FloatingPointError, match="models are not finite after step 1"):
         train_seeds(config, range(2), ignore)
