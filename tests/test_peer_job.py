@@ -133,7 +133,7 @@ def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
     assert list(differences) == [0, 1, 2, 3]
     assert max(differences.values()) < 1e-5
     ages = [row.get("models_age", 0) for row in read_metrics(tmp_path / "process-0")]
-    assert max(ages) > 0  # Models of other steps were mixed.
+    assert any(ages)  # Models of other steps, older or newer, were mixed.
     assert "greatest difference" in capsys.readouterr().out
     # A model that nobody has made, and a step that nobody has recorded.
     path = tmp_path / "process-0" / "used.csv"
