@@ -1661,7 +1661,13 @@ MUTANTS = [
         "tests/test_report.py -k a_curve_is_over",
     ),
     Mutant(
-        "train/run/seeds.py",
+        "train/run/outcome.py",
+        "lambda step, words: report(before + step, words)",
+        "report",
+        "tests/test_compare.py -k few_at_once",
+    ),
+    Mutant(
+        "train/run/outcome.py",
         "or {name: found.get(name) for name in wanted} != wanted:",
         "or False:",
         "tests/test_compare.py -k written_kept",
@@ -1704,8 +1710,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/seeds.py",
-        "10 * step > 9 * config.num_steps",
-        "10 * step >= 9 * config.num_steps",
+        "10 * step > 9 * self._num_steps",
+        "10 * step >= 9 * self._num_steps",
         "tests/test_compare.py -k last_tenth",
     ),
     Mutant(

@@ -16,8 +16,9 @@ from train.run.clock import Clock
 from train.run.comparison import Entry, holm, statements, table
 from train.run.log import read_metrics
 from train.run.loop import train
+from train.run.outcome import SeedsOutcome
 from train.run.replayed import train_by_clock
-from train.run.seeds import SeedsOutcome, draws_of, train_seeds
+from train.run.seeds import draws_of, train_seeds
 from train.run.tune import Grid, profiles
 from train.tasks.task import Headline
 

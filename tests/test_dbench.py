@@ -23,7 +23,8 @@ from train.dbench.claims import claims
 from train.dbench.dbench_report import table
 from train.dbench.grid import POLICIES, Cell, make_cells
 from train.figures.dbench_figure import draw_points
-from train.run.seeds import SeedsOutcome, train_seeds
+from train.run.outcome import SeedsOutcome
+from train.run.seeds import train_seeds
 from train.run.tune import Grid, half
 from train.tasks.task import Headline
 

@@ -5,7 +5,6 @@
 
 import dataclasses
 import functools
-import json
 import math
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,6 @@ import numpy as np
 import tyro
 
 from train.cli.command import command, show_usage
-from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.progress import progress
 from train.cli.tables import file_name
@@ -25,16 +23,10 @@ from train.figures.comparison_figure import draw_comparison, draw_tuning
 from train.figures.style import save_svg, words
 from train.run.clock import Clock
 from train.run.comparison import Entry, statements, table
+from train.run.outcome import SeedsOutcome, kept
 from train.run.replayed import train_by_clock
 from train.run.resume import with_field
-from train.run.seeds import (
-    SeedsOutcome,
-    draws_of,
-    keep,
-    read_kept,
-    seeds_at_once,
-    train_seeds,
-)
+from train.run.seeds import draws_of, seeds_at_once, train_seeds
 from train.run.tune import Best, Grid, choose, profiles, read_grid
 from train.tasks.task import Headline, Task
 
@@ -214,27 +206,20 @@ def _trained(
     clock: Clock,
 ) -> SeedsOutcome:
     """The results of a config, from the folder or trained now."""
-    path = out / f"{name}.json"
-    # Through JSON, as the file that is compared with it: tuples are lists there.
-    wanted = {"config": json.loads(to_json(config)), "seeds": list(seeds)}
-    is_late = config.exchange.where == "peers"
-    if is_late:
-        wanted["clock"] = clock.facts()
-    outcome = read_kept(path, wanted)
-    if outcome is not None:
-        print(f"{name}: from {path}")
-        return outcome
     # Of peers each seed is a run of its own.
+    is_late = config.exchange.where == "peers"
     size = 1 if is_late else seeds_at_once(config, len(seeds), at_once)
-    groups = math.ceil(len(seeds) / size)
     # Each group of seeds takes all the steps.
-    with progress(name, groups * config.num_steps) as report:
-        if is_late:
-            outcome = train_by_clock(config, seeds, report, clock, task)
-        else:
-            outcome = train_seeds(config, seeds, report, at_once, task)
-    keep(path, wanted, outcome)
-    return outcome
+    num_steps = math.ceil(len(seeds) / size) * config.num_steps
+
+    def train() -> SeedsOutcome:
+        with progress(name, num_steps) as report:
+            if is_late:
+                return train_by_clock(config, seeds, report, clock, task)
+            return train_seeds(config, seeds, report, at_once, task)
+
+    facts = {"clock": clock.facts()} if is_late else {}
+    return kept(out / f"{name}.json", config, seeds, train, facts)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def write_report(
     parts = [part for run in runs for part in run.parts()]
     sections = [
         Section("Loss", draw_losses(parts)),
-        Section("Results", draw_evaluations(parts), _resultshtml_table(parts)),
+        Section("Results", draw_evaluations(parts), _results_table(parts)),
         Section("Consensus distance and learning rate", draw_consensus(parts)),
         *_peers_sections(parts),
         *_timeline_sections(runs),
@@ -120,7 +120,7 @@ def _topology_facts(topology: Topology) -> str:
     return html_table(["", ""], [[key, str(value)] for key, value in facts.items()])
 
 
-def _resultshtml_table(runs: list[History]) -> str:
+def _results_table(runs: list[History]) -> str:
     rows = []
     for run in runs:
         steps, losses = run.curve("loss", "step")

@@ -1,28 +1,15 @@
 """One cell of the grid: trained at its own best, and kept."""
 
-import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-import jax
-
-from train.cli.config_json import to_json
 from train.config import Config
 from train.dbench.grid import Cell
-from train.job.distributed import gather
 from train.run.build import build_mesh
-from train.run.seeds import (
-    SeedsOutcome,
-    keep,
-    read_kept,
-    seeds_at_once,
-    train_seeds,
-)
+from train.run.outcome import Report, SeedsOutcome, kept
+from train.run.seeds import seeds_at_once, train_seeds
 from train.run.tune import Best, Grid, choose
 from train.tasks.task import Task
-
-Report = Callable[[int, str], None]
 
 
 class Result(NamedTuple):
@@ -72,10 +59,17 @@ def train_cell(
     def train(config: Config, task: Task, name: str, of: range) -> SeedsOutcome:
         nonlocal done
         before, done = done, done + _num_steps(config, len(of))
-        path = out / f"{name}.json"
-        return _trained(
-            config, task, of, path, lambda step, words: report(before + step, words)
-        )
+
+        def report_all(step: int, words: str) -> None:
+            report(before + step, words)
+
+        def run() -> SeedsOutcome:
+            mesh = build_mesh(config)
+            return train_seeds(config, of, report_all, task=task, mesh=mesh)
+
+        outcome = kept(out / f"{name}.json", config, of, run)
+        report(done, "done")
+        return outcome
 
     def try_one(config: Config, task: Task, name: str) -> SeedsOutcome:
         last = range(seeds.stop, seeds.stop + 1)
@@ -84,24 +78,6 @@ def train_cell(
     best = choose(cell.config, task, grid, try_one)
     name = grid.results(cell.name)
     return Result(cell, train(best.config, best.task, name, seeds), best)
-
-
-def _trained(
-    config: Config, task: Task, seeds: range, path: Path, report: Report
-) -> SeedsOutcome:
-    # Where its workers are is not what it trains.
-    fields = json.loads(to_json(config))
-    del fields["distributed"], fields["workers"]["where"]
-    wanted = {"config": fields, "seeds": list(seeds)}
-    outcome = read_kept(path, wanted)
-    # All processes of a job train, or none: a folder may not yet show each the file.
-    if outcome is None or not all(gather(outcome is not None)):
-        mesh = build_mesh(config)
-        outcome = train_seeds(config, seeds, report, task=task, mesh=mesh)
-        if jax.process_index() == 0:
-            keep(path, wanted, outcome)
-    report(_num_steps(config, len(seeds)), "done")
-    return outcome
 
 
 def _num_steps(config: Config, num_seeds: int) -> int:

@@ -18,7 +18,7 @@ from scipy import stats
 from train.dbench.cells import Result
 from train.dbench.grid import ALL_REDUCE
 from train.run.comparison import LEVEL, holm
-from train.run.seeds import SeedsOutcome
+from train.run.outcome import SeedsOutcome
 from train.tasks.task import Headline
 
 MEASURE = "gini"

@@ -97,7 +97,6 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
         )
     if name == ALL_REDUCE:
         step = dataclasses.replace(step, algorithm=ALL_REDUCE)
-    if name == ALL_REDUCE:
         topology = TopologyConfig(name="complete")
     elif name in OWN_GRAPHS:  # The config's topology may not fit the scale.
         topology = dataclasses.replace(topology, name="complete")

@@ -25,7 +25,7 @@ import numpy as np
 from scipy import stats
 
 from train.cli.tables import markdown
-from train.run.seeds import SeedsOutcome
+from train.run.outcome import SeedsOutcome
 from train.tasks.task import Headline
 
 LEVEL = 0.05

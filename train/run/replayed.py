@@ -4,7 +4,6 @@ The workers take their steps one after the other, by the code of a real run.
 """
 
 import dataclasses
-import functools
 import itertools
 import time
 from collections.abc import Callable, Sequence
@@ -19,9 +18,9 @@ from train.config import Config
 from train.run.build import bind_adapt, build_state, build_steps
 from train.run.clock import Clock
 from train.run.optimizers import build_optimizer
+from train.run.outcome import Report, SeedsOutcome, in_turn
 from train.run.peers import as_averaged, wagma_groups
 from train.run.programs import build_scores, far_apart, judge
-from train.run.seeds import SeedsOutcome, join
 from train.tasks.task import Task
 
 
@@ -66,7 +65,7 @@ def repeat(
 def train_by_clock(
     config: Config,
     seeds: range,
-    report: Callable[[int, str], None],
+    report: Report,
     clock: Clock,
     task: Task | None = None,
 ) -> SeedsOutcome:
@@ -75,7 +74,7 @@ def train_by_clock(
     Args:
       config: config of the run, whose own seed is ignored.
       seeds: the seeds, of the clock too.
-      report: function of the number of steps done and a phrase, for a progress line.
+      report: progress.
       clock: how long workers compute: what they mix follows from that.
       task: task to train, such as one with a part of the held-out data; by default the
         config's.
@@ -84,21 +83,15 @@ def train_by_clock(
       ValueError: if there is no clock for such a run.
       FloatingPointError: if a loss is no longer finite.
     """
-    outcomes, task = [], task or config.task.build()
-    for number, seed in enumerate(seeds):
-        before = number * config.num_steps
+    task = task or config.task.build()
 
-        def report_all(step: int, words: str, before: int = before) -> None:
-            report(before + step, words)
+    def train(seed: int, report: Report) -> SeedsOutcome:
+        return _train(dataclasses.replace(config, seed=seed), task, report, clock)
 
-        one = dataclasses.replace(config, seed=seed)
-        outcomes.append(_train(one, task, report_all, clock))
-    return functools.reduce(join, outcomes)
+    return in_turn(train, seeds, config.num_steps, report)
 
 
-def _train(
-    config: Config, task: Task, report: Callable[[int, str], None], clock: Clock
-) -> SeedsOutcome:
+def _train(config: Config, task: Task, report: Report, clock: Clock) -> SeedsOutcome:
     start = time.monotonic()
     records = clock.run(config, config.seed).records
     num_workers, every = config.workers.num_workers, config.log.every_steps

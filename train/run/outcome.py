@@ -1,0 +1,147 @@
+"""What a run with several seeds has come to, joined of several runs, and kept."""
+
+import functools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+
+from train.cli.config_json import to_json
+from train.cli.tables import write_whole
+from train.config import Config
+from train.job.distributed import gather
+
+Report = Callable[[int, str], None]
+"""A function of the number of steps done and a phrase, for a progress line."""
+
+Group = TypeVar("Group")
+
+
+class SeedsOutcome(NamedTuple):
+    """The results of K seeds of a run.
+
+    Args:
+      seconds: seconds of training, compilation included.
+      losses: rows (step, mean training loss of each seed since the last row).
+      training_loss: mean over the last tenth of the steps, [K].
+      evaluations: rows (step, scores of the mean model of each seed by name).
+      judged: final scores of what each mean model generates, by name.
+      workers: final scores of each worker's model by name, [K, N].
+      consensus_distance: final consensus distance, [K].
+      tensors: names of the model's tensors, [L].
+      dispersion: rows (step, for each measure how far the workers' norms are apart
+        before they are averaged, [K, L], and under "consensus_distance" how far their
+        tensors are apart after the step).
+      sent: means over the steps, [K]: "connections" of a worker, and bytes sent "per
+        worker" and "per link" of a node, by the busiest one.
+    """
+
+    seconds: float
+    losses: list[tuple[int, list[float]]]
+    training_loss: list[float]
+    evaluations: list[tuple[int, dict[str, list[float]]]]
+    judged: dict[str, list[float]]
+    workers: dict[str, list[list[float]]]
+    consensus_distance: list[float]
+    tensors: list[str]
+    dispersion: list[tuple[int, dict[str, list[list[float]]]]]
+    sent: dict[str, list[float]]
+
+
+def in_turn(
+    train: Callable[[Group, Report], SeedsOutcome],
+    groups: Iterable[Group],
+    num_steps: int,
+    report: Report,
+) -> SeedsOutcome:
+    """Trains groups of seeds one after the other, and joins what they come to.
+
+    Args:
+      train: function of a group and its own progress.
+      groups: seeds that are trained together.
+      num_steps: number of steps of each group.
+      report: progress of all.
+    """
+
+    def of_group(number: int, group: Group) -> SeedsOutcome:
+        before = number * num_steps
+        return train(group, lambda step, words: report(before + step, words))
+
+    outcomes = [of_group(number, group) for number, group in enumerate(groups)]
+    return functools.reduce(join, outcomes)
+
+
+def join(a: SeedsOutcome, b: SeedsOutcome) -> SeedsOutcome:
+    """The results of the seeds of both."""
+
+    def joined(x: dict[str, list], y: dict[str, list]) -> dict[str, list]:
+        return {name: x[name] + y[name] for name in x}
+
+    return SeedsOutcome(
+        a.seconds + b.seconds,
+        [(t, x + y) for (t, x), (_, y) in zip(a.losses, b.losses, strict=True)],
+        a.training_loss + b.training_loss,
+        [
+            (t, joined(x, y))
+            for (t, x), (_, y) in zip(a.evaluations, b.evaluations, strict=True)
+        ],
+        joined(a.judged, b.judged),
+        joined(a.workers, b.workers),
+        a.consensus_distance + b.consensus_distance,
+        a.tensors,
+        [
+            (t, joined(x, y))
+            for (t, x), (_, y) in zip(a.dispersion, b.dispersion, strict=True)
+        ],
+        joined(a.sent, b.sent),
+    )
+
+
+def kept(
+    path: Path,
+    config: Config,
+    seeds: range,
+    train: Callable[[], SeedsOutcome],
+    facts: Mapping[str, Any] | None = None,
+) -> SeedsOutcome:
+    """Returns the results in a file, if they are of just this run, or trains it.
+
+    All processes of a job call it, and the first writes the file.
+
+    Args:
+      path: file of the results.
+      config: config of the run.
+      seeds: its seeds.
+      train: function that trains it.
+      facts: what else the results depend on.
+    """
+    # Through JSON, as the file that is compared with it: tuples are lists there.
+    fields = json.loads(to_json(config))
+    # Where its workers are is not what it trains.
+    del fields["distributed"], fields["workers"]["where"]
+    wanted = {"config": fields, "seeds": list(seeds), **(facts or {})}
+    outcome = _read(path, wanted)
+    found = gather(outcome is not None)  # A folder may not yet show each the file.
+    if outcome is not None and all(found):
+        if jax.process_index() == 0:
+            print(f"{path.stem}: from {path}")
+        return outcome
+    outcome = train()
+    # Plain json, which has NaN, and not `to_json`: a later call reads it back.
+    text = json.dumps({**wanted, "outcome": outcome._asdict()}, indent=2)
+    if jax.process_index() == 0:
+        write_whole(path, text)
+    return outcome
+
+
+def _read(path: Path, wanted: Mapping[str, Any]) -> SeedsOutcome | None:
+    if not path.exists():
+        return None
+    found = json.loads(path.read_text())
+    # Another version of this program may have kept other results.
+    is_whole = found.get("outcome", {}).keys() == set(SeedsOutcome._fields)
+    if not is_whole or {name: found.get(name) for name in wanted} != wanted:
+        return None
+    return SeedsOutcome(**found["outcome"])
