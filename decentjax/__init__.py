@@ -14,10 +14,19 @@ if TYPE_CHECKING:
         analysis,
         dispersion,
         gossip,
+        methods,
         overlap,
         policy,
+        rounds,
         runtime,
+        schedule,
         topology,
+    )
+    from decentjax.correction import (
+        exact_diffusion,
+        init_tracking,
+        quasi_global_momentum,
+        tracking_step,
     )
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
     from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
@@ -29,6 +38,7 @@ if TYPE_CHECKING:
         dadamw,
         decentralize,
         decentralize_atc,
+        decentralize_rounds,
         scale_by_accum_adam,
     )
     from decentjax.placement import (
@@ -79,22 +89,30 @@ __all__ = [
     "dadamw",
     "decentralize",
     "decentralize_atc",
+    "decentralize_rounds",
     "dispersion",
+    "exact_diffusion",
     "global_mean",
     "gossip",
     "init_state",
+    "init_tracking",
     "local_workers",
     "mean_model",
+    "methods",
     "mix",
     "on_mesh",
     "over_workers",
     "overlap",
     "place",
     "policy",
+    "quasi_global_momentum",
+    "rounds",
     "runtime",
     "scale_by_accum_adam",
+    "schedule",
     "simulate",
     "topology",
+    "tracking_step",
     "worker_mesh",
 ]
 
@@ -102,13 +120,16 @@ _MODULES = (
     "analysis",
     "dispersion",
     "gossip",
+    "methods",
     "overlap",
     "policy",
+    "rounds",
     "runtime",
+    "schedule",
     "topology",
 )
 # The modules of the core, each before those that import it: the first needs no jax.
-_CORE = ("exchange", "mixing", "step", "placement", "optim")
+_CORE = ("exchange", "mixing", "step", "placement", "optim", "correction")
 
 
 def __getattr__(name: str) -> Any:

@@ -85,7 +85,7 @@ class Groups:
 
 @dataclasses.dataclass(frozen=True)
 class Exchange:
-    """One static round of averaging, hashable: `W = (1-f) I + f (B kron J_L / L)`.
+    """Who averages with whom: `W = (1-f) I + f (B kron J_L / L)`; static and hashable.
 
     B is the matrix between the nodes, L the number of workers per node, J_L the L x L
     matrix of ones, f the factor. With one worker per node B mixes the workers. Worker i
@@ -214,7 +214,7 @@ def apply(exchange: Exchange, values: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Round:
+class Transfer:
     """At most one message per worker: `x_i += weights[i] x_sources[i]`.
 
     Args:
@@ -240,30 +240,34 @@ def messages_of(between: Permutations) -> np.ndarray:
 
 # Asked for every leaf of every trace, and again by the tuning of messages.
 @functools.lru_cache(maxsize=256)
-def rounds_of(between: Permutations) -> tuple[tuple[float, ...], tuple[Round, ...]]:
-    """Returns the weight of each worker's own model, and the rounds of messages.
+def transfers_of(
+    between: Permutations,
+) -> tuple[tuple[float, ...], tuple[Transfer, ...]]:
+    """Returns the weight of each worker's own model, and the transfers.
 
-    A worker with d peers needs d rounds. There are as many as the busiest worker needs.
+    A worker with d peers needs d transfers. There are as many as the busiest worker
+    needs.
     """
     matrix = apply(Exchange(between), np.eye(between.size))
     own = tuple(np.diag(matrix).tolist())
     edges = _edges(matrix)
     if not edges.any():
         return own, ()
-    # The given permutations are such rounds, unless two of them share an edge, or an
+    # The given permutations are such transfers, unless two of them share an edge, or an
     # edge has weight 0. N = 3: (1, 2, 0) and (1, 0, 2) both send from 1 to 0.
     rows = np.arange(between.size)
     given = [np.where(np.equal(s, rows), -1, s) for s in between.sources]
-    rounds = [sources for sources in given if (sources >= 0).any()]
+    transfers = [sources for sources in given if (sources >= 0).any()]
     needed = max(edges.sum(0).max(), edges.sum(1).max())
-    if len(rounds) != needed or sum((r >= 0).sum() for r in rounds) != edges.sum():
-        rounds = edge_colouring(edges)
+    num_sent = sum((sources >= 0).sum() for sources in transfers)
+    if len(transfers) != needed or num_sent != edges.sum():
+        transfers = edge_colouring(edges)
     return own, tuple(
-        Round(
+        Transfer(
             tuple(sources.tolist()),
             tuple(np.where(sources >= 0, matrix[rows, sources], 0).tolist()),
         )
-        for sources in rounds
+        for sources in transfers
     )
 
 

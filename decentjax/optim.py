@@ -17,6 +17,8 @@ from jax.typing import ArrayLike, DTypeLike
 from decentjax._collectives import AxisName, sum_dtype
 from decentjax.exchange import Topology, check_topology
 from decentjax.mixing import mix
+from decentjax.rounds import Rounds, init_rounds, round_step
+from decentjax.schedule import Schedule
 from decentjax.step import DecentralizeState, WorkerState, atc_step, awc_step
 
 
@@ -211,6 +213,7 @@ def decentralize(
 
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
+    check_topology(topology)
     return _in_order(awc_step, inner, topology, axis_name, message_dtype)
 
 
@@ -227,7 +230,33 @@ def decentralize_atc(
     The exchange waits for the update, so nothing hides it. Arguments, errors and the
     static `step` as in `decentralize`.
     """
+    check_topology(topology)
     return _in_order(atc_step, inner, topology, axis_name, message_dtype)
+
+
+def decentralize_rounds(
+    inner: optax.GradientTransformation,
+    rounds: Rounds,
+    axis_name: AxisName,
+    message_dtype: DTypeLike | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Averages models in rounds, as `round_step` does; otherwise as `decentralize`.
+
+    `update` needs the static `step`, as it says what is sent and merged.
+
+    Args:
+      inner: any optimizer.
+      rounds: rounds, such as `methods.diloco(8)`, with as many workers as the axis.
+      axis_name: mapped axis of the workers.
+      message_dtype: as in `mix`.
+
+    Raises:
+      TypeError: in `update`, without the step.
+    """
+    order = functools.partial(round_step, rounds=rounds)
+    init_extra = functools.partial(init_rounds, rounds)
+    schedule = rounds.schedule
+    return _in_order(order, inner, schedule, axis_name, message_dtype, init_extra)
 
 
 def dadam(
@@ -286,12 +315,12 @@ def dadamw(
 def _in_order(
     order: Callable,
     inner: optax.GradientTransformation,
-    topology: Topology,
+    plan: Topology | Schedule,
     axis_name: AxisName,
     message_dtype: DTypeLike | None,
+    init_extra: Callable[[Any], Any] = lambda params: (),
 ) -> optax.GradientTransformationExtraArgs:
-    """`decentralize`, with `awc_step` or `atc_step` as the order."""
-    check_topology(topology)
+    """`decentralize`, with a step of `decentjax` as the order, and what it carries."""
     # optax.inject_hyperparams would turn bfloat16, as a callable, into a schedule.
     if isinstance(message_dtype, jax.Array):
         raise TypeError(
@@ -302,17 +331,19 @@ def _in_order(
     mix_once = functools.partial(mix, axis_name=axis_name, message_dtype=message_dtype)
 
     def mix_in_turn(params, count):
-        if topology.period == 1:
-            return mix_once(params, topology[0])
+        assert isinstance(plan, Topology)
+        if plan.period == 1:
+            return mix_once(params, plan[0])
         # An exchange is static, so the traced count can only choose among branches.
-        branches = [functools.partial(mix_once, exchange=e) for e in topology]
-        return lax.switch(count % topology.period, branches, params)
+        branches = [functools.partial(mix_once, exchange=e) for e in plan]
+        return lax.switch(count % plan.period, branches, params)
 
     def init_fn(params):
-        return DecentralizeState(jnp.zeros([], jnp.int32), inner.init(params))
+        count = jnp.zeros([], jnp.int32)
+        return DecentralizeState(count, inner.init(params), init_extra(params))
 
     def update_fn(updates, state, params=None, *, step=None, **extra_args):
-        _check_arguments(params, step)
+        _check_arguments(params, step, isinstance(plan, Topology))
         # A mask can leave nothing to average.
         if not jax.tree.leaves(params):
             return updates, state
@@ -328,13 +359,14 @@ def _in_order(
 
         # A step of `decentjax.step`, with the gradient in the place of the batch, and
         # the update in that of the metrics.
-        worker = WorkerState(params, state.inner_state, (), jnp.zeros([]))
-        mixing, exchange = (
-            (mix_in_turn, state.count) if step is None else (mix_once, topology[step])
+        worker = WorkerState(params, state.inner_state, (), jnp.zeros([]), state.extra)
+        mixing, taken = (
+            (mix_in_turn, state.count) if step is None else (mix_once, plan[step])
         )
-        worker, update = order(worker, updates, exchange, adapt=adapt, mix=mixing)
+        worker, update = order(worker, updates, taken, adapt=adapt, mix=mixing)
         updates = jax.tree.map(_difference, worker.params, params, update)
-        return updates, DecentralizeState(state.count + 1, worker.opt_state)
+        count, inner_state = state.count + 1, worker.opt_state
+        return updates, DecentralizeState(count, inner_state, worker.extra)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
 
@@ -348,9 +380,14 @@ def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Ar
     return target.astype(dtype) - params.astype(dtype)
 
 
-def _check_arguments(params: Any, step: Any) -> None:
+def _check_arguments(params: Any, step: Any, counts: bool) -> None:
     if params is None:
         raise ValueError("decentralize averages the models: pass params to update")
+    if step is None and not counts:
+        raise TypeError(
+            "decentralize_rounds needs the step: update(updates, state, params, "
+            "step=t), with t a static argument of your jit"
+        )
     if step is not None and not isinstance(step, int):
         raise TypeError(
             "step is static, a Python int: make it a static argument of your jit, "

@@ -14,7 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax._collectives import sum_dtype
-from decentjax.exchange import Topology, check_topology
+from decentjax.exchange import Exchange, Topology, check_topology
+from decentjax.schedule import Event, Schedule
 from decentjax.step import AXIS, Metrics, Step, WorkerState
 
 
@@ -22,12 +23,18 @@ class TrainStep:
     """Compiled steps of stacked arrays, one for each exchange, taken in turn.
 
     Args:
-      steps: jitted steps, in the order of the topology's exchanges; each is compiled
-        when it is first called.
+      plan: what each step takes, its exchange or its rounds.
+      jit: function that makes the jitted step which takes it.
     """
 
-    def __init__(self, steps: Sequence[jax.stages.Wrapped]):
-        self._steps = steps
+    def __init__(
+        self,
+        plan: Topology | Schedule,
+        jit: Callable[[Exchange | Event], jax.stages.Wrapped],
+    ):
+        self._plan = plan
+        # Some topologies repeat an exchange within a period, and it compiles once.
+        self._jit = functools.cache(jit)
 
     def __call__(
         self, state: WorkerState, batch: Any, step: int
@@ -38,32 +45,33 @@ class TrainStep:
           ValueError: if they were donated to an earlier step.
         """
         check_not_donated(state)
-        return self._steps[step % len(self._steps)](state, batch)
+        return self._jit(self._plan[step])(state, batch)
 
     def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
         """Lowers this step; arrays may be shapes, as `jax.eval_shape` returns them."""
-        return self._steps[step % len(self._steps)].lower(state, batch)
+        return self._jit(self._plan[step]).lower(state, batch)
 
 
-def simulate(step: Step, topology: Topology) -> TrainStep:
+def simulate(step: Step, topology: Topology | Schedule) -> TrainStep:
     """Runs all workers on one device, as one batched program.
 
     Args:
       step: `awc_step` or another step, with its keywords bound by `functools.partial`.
-      topology: topology whose exchanges are taken in turn.
+      topology: topology whose exchanges are taken in turn, or for `round_step` a
+        schedule of rounds.
 
     Returns:
       `train_step(state, batch, step)`: stacked state (its buffers are donated) and
       batch [N, ...], and the step as a Python int; it returns the new state, and
       metrics of shape [N]. Each distinct exchange is compiled at its first use.
     """
-    check_topology(topology)
+    _check_plan(topology)
     return _in_turn(step, topology, mesh=None)
 
 
 def on_mesh(
     step: Step,
-    topology: Topology,
+    topology: Topology | Schedule,
     mesh: Mesh,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
@@ -75,7 +83,8 @@ def on_mesh(
 
     Args:
       step: `awc_step` or another step, with its keywords bound by `functools.partial`.
-      topology: topology whose exchanges are taken in turn.
+      topology: topology whose exchanges are taken in turn, or for `round_step` a
+        schedule of rounds.
       mesh: mesh with the axis "workers".
       compiler_options: options of XLA by name, as `jax.jit` takes them.
 
@@ -86,7 +95,7 @@ def on_mesh(
       TypeError: if `topology` is no `Topology`.
       ValueError: if the mesh has no such axis, or one of another size.
     """
-    check_topology(topology)
+    _check_plan(topology)
     if mesh.shape.get(AXIS) != topology.num_workers:
         raise ValueError(
             f'on_mesh needs a mesh with an axis "{AXIS}" of the topology\'s '
@@ -242,17 +251,23 @@ def check_not_donated(state: WorkerState) -> None:
 
 def _in_turn(
     step: Step,
-    topology: Topology,
+    plan: Topology | Schedule,
     mesh: Mesh | None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
-    # By exchange: some topologies repeat one within a period, and it compiles once.
-    steps = {
-        exchange: jax.jit(
-            over_workers(functools.partial(step, exchange=exchange), mesh),
+    def jit(taken: Exchange | Event) -> jax.stages.Wrapped:
+        def one(state: WorkerState, batch: Any) -> tuple[WorkerState, Metrics]:
+            return step(state, batch, taken)
+
+        return jax.jit(
+            over_workers(one, mesh),
             donate_argnums=0,
             compiler_options=dict(compiler_options or {}),
         )
-        for exchange in topology
-    }
-    return TrainStep([steps[exchange] for exchange in topology])
+
+    return TrainStep(plan, jit)
+
+
+def _check_plan(plan: Any) -> None:
+    if not isinstance(plan, Schedule):
+        check_topology(plan)

@@ -65,10 +65,13 @@ class Adapt(Protocol):
 
 
 class Step(Protocol):
-    """The step of one worker, as `awc_step` with its keywords bound."""
+    """The step of one worker, as `awc_step` with its keywords bound.
+
+    It takes an exchange, or another static value that says what the step sends.
+    """
 
     def __call__(
-        self, state: WorkerState, batch: Any, exchange: Exchange
+        self, state: WorkerState, batch: Any, exchange: Any, /
     ) -> tuple[WorkerState, Metrics]: ...
 
 
@@ -235,8 +238,9 @@ class DecentralizeState(NamedTuple):
     It is defined here, below `decentralize`, for the steps to recognise it.
     """
 
-    count: jax.Array  # int32, []; number of exchanges done
+    count: jax.Array  # int32, []; number of steps done
     inner_state: optax.OptState
+    extra: Any = ()  # of rounds, their `RoundState`
 
 
 def descend(

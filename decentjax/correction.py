@@ -1,0 +1,179 @@
+"""Corrections for uneven data, with which plain averaging stops short of the optimum.
+
+Where the gradients of the workers differ at the optimum, decentralized gradient descent
+with a constant learning rate comes to rest beside it. These methods do not.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from decentjax.exchange import Exchange
+from decentjax.step import Metrics, Mix, WorkerState, mix_workers
+
+
+class ExactDiffusionState(NamedTuple):
+    """State of `exact_diffusion`."""
+
+    adapted: optax.Params  # p, the model after the last local update
+    inner_state: optax.OptState
+
+
+def exact_diffusion(
+    inner: optax.GradientTransformation,
+) -> optax.GradientTransformation:
+    """D², exact diffusion: `x <- W (p + x - p_before)`, with `p = x + update(grad)`.
+
+    An ordinary transformation: its update is that of `inner`, plus what the last
+    exchange has moved the model, `x - p_before`. Give it to `atc_step`, or inside
+    `decentralize_atc`, over a symmetric graph whose W has no eigenvalue of -1/3 or
+    less, such as `topology.damped(graph, 0.5)`.
+
+    Args:
+      inner: local optimizer, such as `optax.sgd`.
+
+    Source: Tang et al., D²: Decentralized Training over Decentralized Data (2018);
+    Yuan et al., Exact Diffusion for Distributed Optimization and Learning (2019).
+    """
+    inner = optax.with_extra_args_support(inner)
+
+    def init_fn(params):
+        return ExactDiffusionState(params, inner.init(params))
+
+    def update_fn(updates, state, params=None, **extra_args):
+        if params is None:
+            raise ValueError("exact_diffusion needs the params: pass them to update")
+        updates, inner_state = inner.update(
+            updates, state.inner_state, params, **extra_args
+        )
+        adapted = optax.apply_updates(params, updates)
+        updates = jax.tree.map(
+            lambda u, x, p: u + (x - p), updates, params, state.adapted
+        )
+        return updates, ExactDiffusionState(adapted, inner_state)
+
+    return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+class QuasiGlobalState(NamedTuple):
+    """State of `quasi_global_momentum`."""
+
+    count: jax.Array  # int32, []; steps done
+    momentum: optax.Updates  # of the movement of the model, exchanges included
+    before: optax.Params  # the model before the last update
+
+
+def quasi_global_momentum(
+    learning_rate: optax.ScalarOrSchedule, momentum: float = 0.9, nesterov: bool = False
+) -> optax.GradientTransformation:
+    """QG-DSGDm: momentum of how the model has moved, and not of the worker's gradients.
+
+        m <- b m + (1 - b) (x_before - x) / a_before
+        x <- W (x - a (b m + g))
+
+    The movement contains what the exchange has done, so workers with different data
+    push in one direction. An ordinary transformation for `atc_step`, or inside
+    `decentralize_atc`. With `nesterov` the update is `-a (g + b (b m + g))`.
+
+    Args:
+      learning_rate: a, a number or a schedule; never 0.
+      momentum: b.
+      nesterov: whether to look ahead.
+
+    Source: Lin et al., Quasi-global Momentum: Accelerating Decentralized Deep Learning
+    on Heterogeneous Data (2021), Algorithm 1, and its code.
+    """
+
+    def rate(count) -> Any:
+        return learning_rate(count) if callable(learning_rate) else learning_rate
+
+    def init_fn(params):
+        return QuasiGlobalState(
+            jnp.zeros([], jnp.int32), optax.tree.zeros_like(params), params
+        )
+
+    def update_fn(updates, state, params=None):
+        if params is None:
+            raise ValueError(
+                "quasi_global_momentum needs the params: pass them to update"
+            )
+        last = rate(jnp.maximum(state.count - 1, 0))
+        # Before the first step nothing has moved: params is what `init` was given.
+        moved = jax.tree.map(
+            lambda m, old, x: momentum * m + (1 - momentum) * (old - x) / last,
+            state.momentum,
+            state.before,
+            params,
+        )
+        ahead = jax.tree.map(lambda m, g: momentum * m + g, moved, updates)
+        if nesterov:
+            ahead = jax.tree.map(lambda m, g: g + momentum * m, ahead, updates)
+        now = rate(state.count)
+        updates = jax.tree.map(lambda x: -now * x, ahead)
+        return updates, QuasiGlobalState(state.count + 1, moved, params)
+
+    return optax.GradientTransformation(init_fn, update_fn)
+
+
+class Tracked(NamedTuple):
+    """What `tracking_step` carries, as `extra`: y and the gradient of the last step."""
+
+    tracker: Any
+    gradient: Any
+
+
+def init_tracking(params: Any) -> Tracked:
+    """The first `extra` of `tracking_step`, for one model."""
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    return Tracked(zeros, jax.tree.map(jnp.copy, zeros))
+
+
+def tracking_step(
+    state: WorkerState,
+    batch: Any,
+    exchange: Exchange,
+    *,
+    adapt: Callable,
+    mix: Mix = mix_workers,
+) -> tuple[WorkerState, Metrics]:
+    """Gradient tracking: each worker descends along an estimate of the mean gradient.
+
+        y <- W y + g - g_before,  x <- W x + update(y)
+
+    The mean of all y is the mean of all gradients. Two models travel, and both beside
+    the gradient, as in `awc_step`.
+
+    Args:
+      state: this worker's state, with `init_tracking` as its `extra`.
+      batch: this worker's batch.
+      exchange: the static exchange of this step.
+      adapt: the local update, which takes `reduce_gradients` as `decentjax.adapt` does.
+      mix: the averaging, `decentjax.mix` with its keywords bound.
+
+    Returns:
+      As `awc_step`.
+
+    Source: Nedić, Olshevsky, Shi: Achieving Geometric Convergence for Distributed
+    Optimization over Time-Varying Graphs (2017), DIGing.
+    """
+    before = state.extra
+    params, tracker = jax.lax.optimization_barrier(
+        mix((state.params, before.tracker), exchange)
+    )
+    found = []
+
+    def track(gradient: Any) -> Any:
+        new = jax.tree.map(
+            lambda y, g, old: y + jnp.subtract(g, old),
+            tracker,
+            gradient,
+            before.gradient,
+        )
+        found.append(Tracked(new, gradient))
+        return new
+
+    state, metrics = adapt(state, batch, params, reduce_gradients=track)
+    return state._replace(extra=found[0]), metrics

@@ -1,0 +1,124 @@
+"""Published methods of low communication, as rounds.
+
+Each is a schedule, an outer optimizer and a merge; `decentjax.rounds.round_step` runs
+them, with any optax optimizer inside. MuLoCo is `diloco` with `optax.contrib.muon`
+inside.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import optax
+
+from decentjax.exchange import Topology
+from decentjax.rounds import Rounds, blend, replace
+from decentjax.schedule import cut_leaves, every, in_fragments
+from decentjax.topology import complete, random_matching
+
+
+def local_sgd(topology: Topology, num_steps: int) -> Rounds:
+    """H local steps, then `x_i <- sum_j W_ij x_j`.
+
+    With the complete graph it is local SGD, with another one decentralized local SGD,
+    and with H = 1 adapt-then-combine.
+
+    Args:
+      topology: exchanges of the rounds, taken in turn.
+      num_steps: H.
+
+    Source: Stich, Local SGD Converges Fast and Communicates Little (2019).
+    """
+    return Rounds(every(topology, num_steps), merge=replace)
+
+
+def diloco(
+    num_workers: int,
+    num_steps: int = 500,
+    learning_rate: optax.ScalarOrSchedule = 0.7,
+    momentum: float = 0.9,
+) -> Rounds:
+    """DiLoCo: H local steps, then Nesterov's momentum on the mean of what they changed.
+
+        g = z - 1/N sum_i x_i,  v <- b v + g,  z <- z - a (g + b v),  x_i <- z
+
+    Args:
+      num_workers: N.
+      num_steps: H.
+      learning_rate: a, by number of the round if it is a schedule.
+      momentum: b.
+
+    Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
+    Models (2023), Algorithm 1, with the paper's values.
+    """
+    outer = optax.sgd(learning_rate, momentum, nesterov=True)
+    return Rounds(every(complete(num_workers), num_steps), outer, replace)
+
+
+def streaming_diloco(
+    num_workers: int,
+    params: Any,
+    num_steps: int = 100,
+    num_fragments: int = 4,
+    delay: int = 5,
+    share: float = 0.5,
+    learning_rate: optax.ScalarOrSchedule = 0.4,
+    momentum: float = 0.9,
+) -> Rounds:
+    """Streaming DiLoCo: DiLoCo of a fragment at a time, hidden behind local steps.
+
+    A fragment is sent in each H-th step, and merged some steps later as
+    `x_i <- c x_i + (1 - c) z`.
+
+    Args:
+      num_workers: N.
+      params: model, or its shapes, to cut into fragments of about equal size.
+      num_steps: H.
+      num_fragments: P.
+      delay: number of steps that hide a fragment's messages.
+      share: c, the worker's own part.
+      learning_rate: learning rate of the outer optimizer.
+      momentum: its momentum.
+
+    Raises:
+      ValueError: if no leaf falls into a fragment, or the delay is longer than H.
+
+    Source: Douillard et al., Streaming DiLoCo with overlapping communication (2025),
+    Algorithm 2. There the fragments are layers; here they are consecutive leaves.
+    """
+    sizes: Sequence[int] = [x.size for x in jax.tree.leaves(params)]
+    fragments = cut_leaves(sizes, num_fragments)
+    schedule = in_fragments(complete(num_workers), num_steps, fragments, delay)
+    outer = optax.sgd(learning_rate, momentum, nesterov=True)
+    return Rounds(schedule, outer, blend(share))
+
+
+def noloco(
+    num_workers: int,
+    num_steps: int = 50,
+    learning_rate: optax.ScalarOrSchedule = 0.7,
+    momentum: float = 0.5,
+    period: int = 64,
+    seed: int = 0,
+) -> Rounds:
+    """NoLoCo: H local steps, then momentum on the mean of a random pair.
+
+        m_i <- b m_i + z_i - 1/2 (x_i + x_j),  z_i <- z_i - a m_i,  x_i <- z_i
+
+    This is the released code's `m <- b m + a (mean d + (mean z - z))`, `z <- z + m`
+    with d = x - z, where the learning rate is constant.
+
+    Args:
+      num_workers: N; of an odd number one worker has no partner in a round.
+      num_steps: H.
+      learning_rate: a.
+      momentum: b.
+      period: number of random matchings, taken in turn.
+      seed: seed of the matchings.
+
+    Source: Kolehmainen et al., NoLoCo: No-all-reduce Low Communication Training Method
+    for Large Models (2025), and its code.
+    """
+    topology = random_matching(num_workers, period, seed)
+    outer = optax.sgd(learning_rate, momentum)
+    return Rounds(every(topology, num_steps), outer, replace)

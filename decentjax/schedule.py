@@ -1,0 +1,252 @@
+"""Rounds: who averages with whom, which leaves travel, and when they are merged.
+
+A topology averages whole models in every step. A schedule of rounds does it now and
+then, a part of the model at a time, and gives messages several steps to arrive. Like an
+exchange, a round is static, hashable data. Nothing here imports jax.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from decentjax.exchange import Exchange, Topology, check_topology
+
+
+@dataclasses.dataclass(frozen=True)
+class Round:
+    """What begins in a step: an exchange of some leaves, merged `delay` steps later.
+
+    With delay 0 the models are sent after the update of the step, and merged at once.
+    With delay d >= 1 they are sent as they are before the step, and merged just before
+    the update of the d-th step from it on, this one being the first: so the gradients
+    of d steps hide the messages.
+
+    Args:
+      exchange: who averages with whom; None begins no round.
+      leaves: numbers of the leaves that travel, in the order of `jax.tree.leaves`; None
+        for all.
+      delay: number of steps.
+
+    Raises:
+      ValueError: if the delay is negative, or there is no leaf.
+    """
+
+    exchange: Exchange | None = None
+    leaves: tuple[int, ...] | None = None
+    delay: int = 0
+
+    def __post_init__(self):
+        if self.leaves is not None:
+            object.__setattr__(self, "leaves", tuple(self.leaves))
+            if not self.leaves or len(set(self.leaves)) < len(self.leaves):
+                raise ValueError(
+                    f"a round needs leaves, each of them once, got {self.leaves}"
+                )
+            if min(self.leaves) < 0:
+                raise ValueError(f"leaves are numbers from 0, got {self.leaves}")
+        if self.delay < 0:
+            raise ValueError(f"a delay is at least 0 steps, got {self.delay}")
+
+
+NO_ROUND = Round()
+
+
+class Event(NamedTuple):
+    """What a step does beside its update.
+
+    Args:
+      sends: the round that begins; None for none.
+      receives: the round of an earlier step, or of this one, that is merged before the
+        update; None for none.
+    """
+
+    sends: Round | None
+    receives: Round | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """Rounds, taken in turn: step t begins the round `rounds[t % period]`.
+
+    Args:
+      name: name to print.
+      rounds: rounds of one period, of one number of workers and one delay. A leaf
+        belongs to one set of leaves, and is sent again after it was merged.
+
+    Raises:
+      ValueError: if the rounds are others.
+    """
+
+    name: str
+    rounds: tuple[Round, ...]
+
+    def __post_init__(self):
+        object.__setattr__(self, "rounds", tuple(self.rounds))
+        sent = [one for one in self.rounds if one.exchange is not None]
+        sizes = {one.exchange.num_workers for one in sent if one.exchange is not None}
+        if len(sizes) != 1:
+            raise ValueError(
+                "a schedule needs rounds with exchanges, all of one number of workers, "
+                f"got {sorted(sizes)}"
+            )
+        if len({one.delay for one in sent}) > 1:
+            raise ValueError(
+                "the rounds of a schedule have one delay, got "
+                f"{sorted({one.delay for one in sent})}"
+            )
+        self._check_leaves()
+
+    @property
+    def num_workers(self) -> int:
+        return next(x.exchange.num_workers for x in self.rounds if x.exchange)
+
+    @property
+    def period(self) -> int:
+        return len(self.rounds)
+
+    @property
+    def delay(self) -> int:
+        return next(x.delay for x in self.rounds if x.exchange)
+
+    @property
+    def fragments(self) -> tuple[tuple[int, ...] | None, ...]:
+        """The sets of leaves that travel together, None for all leaves."""
+        return tuple(dict.fromkeys(x.leaves for x in self.rounds if x.exchange))
+
+    def __getitem__(self, step: int) -> Event:
+        delay = self.delay
+        begun = step - delay + 1
+        # A round that would have begun before step 0 has sent nothing.
+        receives = delay > 0 and begun >= 0
+        return Event(self._at(step), self._at(begun) if receives else None)
+
+    def _at(self, step: int) -> Round | None:
+        found = self.rounds[step % self.period]
+        return None if found.exchange is None else found
+
+    def _check_leaves(self) -> None:
+        fragments = self.fragments
+        flat = [leaf for leaves in fragments if leaves is not None for leaf in leaves]
+        if len(set(flat)) < len(flat) or (None in fragments and len(fragments) > 1):
+            raise ValueError(
+                "a leaf belongs to one set of leaves that travel together, got "
+                f"{fragments}"
+            )
+        for leaves in fragments:
+            places = [t for t, x in enumerate(self.rounds) if _carries(x, leaves)]
+            after = [*places[1:], places[0] + self.period]
+            shortest = min(b - a for a, b in zip(places, after, strict=True))
+            if self.delay > shortest:
+                raise ValueError(
+                    f"a round is merged after {self.delay} steps, and its leaves are "
+                    f"sent again after {shortest}: take a shorter delay or a longer "
+                    "period"
+                )
+
+
+def every(topology: Topology, num_steps: int, delay: int = 0) -> Schedule:
+    """An exchange of whole models in each H-th step, taken in turn from a topology.
+
+    With delay 0 the r-th round, from 0 on, is at the end of step r H + H - 1. Else it
+    begins before step r H; the first then sends the initial models. With H = 1 these
+    are the steps of `atc_step` (delay 0) and `awc_step` (delay 1).
+
+    Args:
+      topology: exchanges of the rounds.
+      num_steps: H, the steps from one round to the next.
+      delay: steps until a round is merged, at most H.
+
+    Raises:
+      ValueError: if H is less than 1, or the delay is longer.
+    """
+    check_topology(topology)
+    _check_steps(num_steps)
+    place = 0 if delay else num_steps - 1
+    rounds = [
+        Round(exchange, delay=delay) if step == place else NO_ROUND
+        for exchange in topology
+        for step in range(num_steps)
+    ]
+    return Schedule(f"{topology.name} every {num_steps} steps", tuple(rounds))
+
+
+def in_fragments(
+    topology: Topology,
+    num_steps: int,
+    fragments: Sequence[Sequence[int]],
+    delay: int = 1,
+) -> Schedule:
+    """Exchanges of parts of the model, each in each H-th step, spread over the steps.
+
+    Of P fragments the p-th begins floor(p H / P) steps after the first.
+
+    Args:
+      topology: exchanges of a fragment's rounds, taken in turn.
+      num_steps: H, the steps from one round of a fragment to its next.
+      fragments: numbers of each fragment's leaves, see `cut_leaves`.
+      delay: steps until a round is merged.
+
+    Raises:
+      ValueError: if H is less than the number of fragments, a fragment has no leaf, or
+        the delay is longer than H.
+    """
+    check_topology(topology)
+    _check_steps(num_steps)
+    count = len(fragments)
+    if not 1 <= count <= num_steps:
+        raise ValueError(
+            f"each fragment needs a step of its own: {count} fragments in {num_steps} "
+            "steps"
+        )
+    begins = {part * num_steps // count: tuple(x) for part, x in enumerate(fragments)}
+    rounds = [
+        Round(exchange, begins[step], delay) if step in begins else NO_ROUND
+        for exchange in topology
+        for step in range(num_steps)
+    ]
+    name = f"{topology.name} every {num_steps} steps in {count} fragments"
+    return Schedule(name, tuple(rounds))
+
+
+def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]]:
+    """Returns fragments of consecutive leaves, of about equal size.
+
+    A leaf belongs to the fragment in which its middle lies.
+
+    Args:
+      sizes: size of each leaf, in the order of `jax.tree.leaves`.
+      num_fragments: P.
+
+    Raises:
+      ValueError: if no leaf falls into a fragment.
+    """
+    if num_fragments < 1 or not sum(sizes):
+        raise ValueError(
+            "wanted leaves to cut into at least 1 fragment, got "
+            f"{len(sizes)} leaves and {num_fragments} fragments"
+        )
+    ends = np.cumsum(sizes)
+    middles = ends - np.array(sizes) / 2
+    parts = (middles * num_fragments / ends[-1]).astype(int).clip(max=num_fragments - 1)
+    found = [tuple(np.flatnonzero(parts == p).tolist()) for p in range(num_fragments)]
+    empty = [number for number, leaves in enumerate(found) if not leaves]
+    if empty:
+        raise ValueError(
+            f"no leaf falls into the fragments {empty} of {num_fragments}: the largest "
+            f"of the {len(sizes)} leaves has {max(sizes) / ends[-1]:.0%} of the model; "
+            "take fewer fragments"
+        )
+    return found
+
+
+def _carries(one: Round, leaves: tuple[int, ...] | None) -> bool:
+    return one.exchange is not None and one.leaves == leaves
+
+
+def _check_steps(num_steps: int) -> None:
+    if num_steps < 1:
+        raise ValueError(
+            f"a round needs at least 1 step from one to the next, got {num_steps}"
+        )

@@ -1,0 +1,379 @@
+"""Methods of low communication against their papers' pseudocode, in float64 NumPy."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from decentjax import (
+    adapt,
+    atc_step,
+    awc_step,
+    decentralize_rounds,
+    init_state,
+    methods,
+    on_mesh,
+    over_workers,
+    place,
+    rounds,
+    schedule,
+    simulate,
+    topology,
+    worker_mesh,
+)
+from decentjax.rounds import Rounds, init_rounds, round_step
+from decentjax.schedule import NO_ROUND, Event, Round, Schedule, every, in_fragments
+
+RATE = 0.1
+A, B = slice(0, 3), slice(3, 7)  # The leaves in a flat model.
+CURVATURE = np.array([0.5, 1, 2, 1.5, 0.25, 1, 3])
+EITHER_WAY = pytest.mark.parametrize("where", ["simulated", "mesh"])
+
+
+START = np.random.default_rng(0).standard_normal(7)
+
+
+def model(dtype=jnp.float32):
+    return {
+        "a": jnp.asarray(START[A], dtype),
+        "b": jnp.asarray(START[B].reshape(2, 2), dtype),
+    }
+
+
+def flat(params):
+    rows = [params["a"], params["b"].reshape(len(params["b"]), 4)]
+    return np.concatenate([np.asarray(x, np.float64) for x in rows], 1)
+
+
+def targets(n, num_steps):
+    """One for each step and worker."""
+    return np.random.default_rng(n).standard_normal((num_steps, n, 7))
+
+
+def loss_fn(params, model_state, batch, key):
+    x = jnp.concatenate([params["a"], params["b"].ravel()])
+    curvature = jnp.asarray(CURVATURE, x.dtype)
+    return 0.5 * jnp.sum(curvature * jnp.square(x - batch[0])), (model_state, {})
+
+
+def bind(optimizer):
+    return functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+
+
+def run(how, n, num_steps, where="simulated"):
+    """The models after each step, float64 [num_steps, N, 7]."""
+    with jax.enable_x64(True):
+        optimizer, params = optax.sgd(RATE), model(jnp.float64)
+        extra = init_rounds(how, params)
+        state = init_state(params, optimizer, jax.random.key(0), n, extra=extra)
+        step = functools.partial(round_step, rounds=how, adapt=bind(optimizer))
+        train_step, mesh = simulate(step, how.schedule), None
+        if where == "mesh":
+            mesh = worker_mesh(n)
+            train_step, state = on_mesh(step, how.schedule, mesh), place(state, mesh)
+        found = []
+        for t, batch in enumerate(targets(n, num_steps)):
+            rows = jnp.asarray(batch[:, None])
+            rows = rows if mesh is None else place(rows, mesh)
+            state, _ = train_step(state, rows, t)
+            found.append(flat(state.params))
+    return np.stack(found)
+
+
+def initial(n):
+    return np.repeat(START[None], n, axis=0)
+
+
+def close(got, wanted):
+    np.testing.assert_allclose(got, np.stack(wanted), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
+def test_local_sgd_averages_after_h_steps(n):
+    graph, x, wanted = topology.ring(n), initial(n), []
+    for t, batch in enumerate(targets(n, 11)):
+        x = x - RATE * CURVATURE * (x - batch)
+        if t % 3 == 2:
+            x = topology.matrices(graph)[0] @ x
+        wanted.append(x)
+    close(run(methods.local_sgd(graph, 3), n, 11), wanted)
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("n", [1, 3, 4])
+def test_diloco_is_its_algorithm_1(n, where):
+    x, wanted = initial(n), []
+    shared, velocity = x[0], np.zeros(7)
+    for t, batch in enumerate(targets(n, 13)):
+        x = x - RATE * CURVATURE * (x - batch)
+        if t % 4 == 3:
+            change = np.mean(shared - x, axis=0)
+            velocity = 0.9 * velocity + change
+            shared = shared - 0.7 * (change + 0.9 * velocity)
+            x = np.repeat(shared[None], n, axis=0)
+        wanted.append(x)
+    close(run(methods.diloco(n, 4), n, 13, where), wanted)
+
+
+@EITHER_WAY
+def test_streaming_diloco_sends_fragments_and_blends_them_late(where):
+    n, period, delay, share = 4, 5, 3, 0.25
+    how = methods.streaming_diloco(
+        n, model(), period, 2, delay, share, learning_rate=0.6, momentum=0.8
+    )
+    x, wanted, under_way = initial(n), [], {}
+    shared, velocity = x[0].copy(), np.zeros(7)
+    for t, batch in enumerate(targets(n, 17)):
+        for part, first in ((A, 0), (B, 2)):  # The second half a period later.
+            if t % period == first:
+                under_way[t + delay - 1] = part, x[:, part].copy()
+        gradient = CURVATURE * (x - batch)
+        if t in under_way:
+            part, sent = under_way.pop(t)
+            change = np.mean(shared[part] - sent, axis=0)
+            velocity[part] = 0.8 * velocity[part] + change
+            shared[part] -= 0.6 * (change + 0.8 * velocity[part])
+            x = x.copy()
+            x[:, part] = share * x[:, part] + (1 - share) * shared[part]
+        x = x - RATE * gradient
+        wanted.append(x)
+    close(run(how, n, 17, where), wanted)
+
+
+@pytest.mark.parametrize("n", [1, 4, 5])
+def test_noloco_is_its_code(n):
+    """Whose momentum is written in other terms: of the mean drift, and mean anchor."""
+    how = methods.noloco(n, 3, period=4, seed=7)
+    pairs = topology.matrices(topology.random_matching(n, 4, 7))
+    x, wanted = initial(n), []
+    slow, momentum = x.copy(), np.zeros((n, 7))
+    for t, batch in enumerate(targets(n, 20)):
+        x = x - RATE * CURVATURE * (x - batch)
+        if t % 3 == 2:
+            w = pairs[t // 3 % 4]
+            momentum = 0.5 * momentum + 0.7 * (w @ (x - slow)) + 0.7 * (w @ slow - slow)
+            slow = slow + momentum
+            x = slow.copy()
+        wanted.append(x)
+    close(run(how, n, 20), wanted)
+
+
+def test_a_late_round_keeps_what_a_worker_has_learned_since():
+    n, delay = 4, 3
+    graph = topology.one_peer_ring(n)
+    how = Rounds(every(graph, 4, delay))
+    x, wanted, sent = initial(n), [], None
+    for t, batch in enumerate(targets(n, 14)):
+        if t % 4 == 0:
+            sent = x.copy()
+        gradient = CURVATURE * (x - batch)
+        if t % 4 == delay - 1:
+            w = topology.matrices(graph)[t // 4 % 2]
+            x = w @ sent + (x - sent)
+        x = x - RATE * gradient
+        wanted.append(x)
+    close(run(how, n, 14), wanted)
+
+
+@EITHER_WAY
+@pytest.mark.parametrize(
+    ("step", "delay"), [(awc_step, 1), (atc_step, 0)], ids=["awc", "atc"]
+)
+def test_rounds_of_each_step_are_the_plain_steps_bit_for_bit(step, delay, where):
+    """In float32, with weight decay and clipping."""
+    graph = topology.alternating_exponential_ring(4, 1)
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(0.1))
+    local = bind(optimizer)
+    how = Rounds(every(graph, 1, delay))
+    models = []
+    for plan, function in (
+        (graph, functools.partial(step, adapt=local)),
+        (how.schedule, functools.partial(round_step, rounds=how, adapt=local)),
+    ):
+        extra = () if plan is graph else init_rounds(how, model())
+        state = init_state(model(), optimizer, jax.random.key(0), 4, extra=extra)
+        if where == "mesh":
+            mesh = worker_mesh(4)
+            train_step, state = on_mesh(function, plan, mesh), place(state, mesh)
+        else:
+            train_step, mesh = simulate(function, plan), None
+        for t, batch in enumerate(targets(4, 7)):
+            rows = jnp.asarray(batch[:, None], jnp.float32)
+            rows = rows if mesh is None else place(rows, mesh)
+            state, _ = train_step(state, rows, t)
+        models.append(jax.device_get(state.params))
+    jax.tree.map(np.testing.assert_array_equal, *models)
+
+
+def test_counters_and_leaves_that_stay_at_home_are_not_averaged():
+    how = Rounds(Schedule("a alone", (Round(topology.complete(2)[0], (0, 2)),)))
+    params = model() | {"count": jnp.int32(5)}
+    extra = init_rounds(how, params)
+    assert extra.anchor == {}
+    state = init_state(params, optax.sgd(0.0), jax.random.key(0), 2, extra=extra)
+    state = state._replace(
+        params={
+            "a": jnp.array([[0.0] * 3, [1.0] * 3]),
+            "b": jnp.array([jnp.zeros((2, 2)), jnp.ones((2, 2))]),
+            "count": jnp.array([3, 8]),
+        }
+    )
+
+    def still(state, batch, mixed):
+        return state._replace(params=mixed), {}
+
+    step = functools.partial(round_step, rounds=how, adapt=still)
+    state, _ = simulate(step, how.schedule)(state, jnp.zeros((2, 1)), 0)
+    np.testing.assert_array_equal(state.params["a"], np.full((2, 3), 0.5))
+    np.testing.assert_array_equal(state.params["b"][1], np.ones((2, 2)))
+    np.testing.assert_array_equal(state.params["count"], [3, 8])
+
+
+def test_a_program_for_each_kind_of_step_and_no_more():
+    how = methods.streaming_diloco(2, model(), 8, 2, delay=3)
+    kinds = {how.schedule[t] for t in range(100)}
+    # Nothing, and for each fragment its sending and its merging.
+    assert len(kinds) == 5
+    assert how.schedule[0].receives is None
+    assert {how.schedule[t] for t in range(8, 16)} == kinds
+
+
+def test_every_begins_rounds_where_it_says():
+    graph = topology.one_peer_ring(4)
+    late, at_end = every(graph, 3, 2), every(graph, 3)
+    assert [late[t].sends and late[t].sends.exchange for t in range(6)] == [
+        *(graph[0], None, None),
+        *(graph[1], None, None),
+    ]
+    assert late[0] == Event(Round(graph[0], delay=2), None)
+    assert late[1] == Event(None, Round(graph[0], delay=2))
+    assert [at_end[t].sends is not None for t in range(6)] == 2 * [False, False, True]
+    assert {at_end[t].receives for t in range(9)} == {None}
+    assert late.num_workers == 4
+    assert late.period == 6
+
+
+def test_leaves_are_cut_into_fragments_of_about_equal_size():
+    assert schedule.cut_leaves([1, 1, 1, 1], 2) == [(0, 1), (2, 3)]
+    assert schedule.cut_leaves([4, 1, 1, 2], 2) == [(0,), (1, 2, 3)]
+    assert schedule.cut_leaves([5], 1) == [(0,)]
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        sizes = generator.integers(1, 9, 60).tolist()
+        found = schedule.cut_leaves(sizes, 5)
+        assert [leaf for leaves in found for leaf in leaves] == list(range(60))
+        totals = [sum(sizes[leaf] for leaf in leaves) for leaves in found]
+        assert max(totals) - min(totals) <= 2 * max(sizes)
+
+
+RING = topology.ring(4)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: every(RING, 0), "needs at least 1 step from one to the next, got 0"),
+        (lambda: every(RING, 3, 4), "merged after 4 steps, and .* sent again after 3"),
+        (lambda: every(RING, 3, -1), "a delay is at least 0 steps, got -1"),
+        (lambda: every(topology.ring, 3), "wanted a Topology"),
+        (lambda: in_fragments(RING, 2, [(0,), (1,), (2,)]), "3 fragments in 2 steps"),
+        (lambda: in_fragments(RING, 4, [(0,), ()]), "needs leaves, each of them once"),
+        (lambda: in_fragments(RING, 4, [(0, 1), (1,)]), "a leaf belongs to one set"),
+        (lambda: in_fragments(RING, 4, [(0,), (1,)], 5), "sent again after 4"),
+        (lambda: Round(RING[0], (-1,)), "leaves are numbers from 0"),
+        (lambda: Schedule("no", (NO_ROUND,)), "needs rounds with exchanges"),
+        (
+            lambda: Schedule("two", (Round(RING[0]), Round(RING[0], delay=1))),
+            r"have one delay, got \[0, 1\]",
+        ),
+        (
+            lambda: Schedule("two", (Round(RING[0]), Round(topology.ring(5)[0]))),
+            r"all of one number of workers, got \[4, 5\]",
+        ),
+        (lambda: schedule.cut_leaves([1, 98, 1], 4), r"fragments \[1\] of 4: .* 98%"),
+        (lambda: schedule.cut_leaves([], 1), "0 leaves and 1 fragments"),
+        (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1"),
+        (
+            lambda: Rounds(every(RING, 1), optax.sgd(0.7)),
+            "this schedule averages them in every step",
+        ),
+        (
+            lambda: init_rounds(Rounds(in_fragments(RING, 4, [(9,)])), model()),
+            "sends leaf 9, and the model has 2",
+        ),
+    ],
+)
+def test_rounds_without_sense_are_refused(make, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        make()
+
+
+def test_a_run_goes_on_in_the_middle_of_a_round():
+    """All that a round needs is in the state."""
+    how = methods.streaming_diloco(4, model(), 5, 2, delay=4)
+    step = functools.partial(round_step, rounds=how, adapt=bind(optax.sgd(RATE)))
+    data = jnp.asarray(targets(4, 12)[:, :, None], jnp.float32)
+    optimizer, extra = optax.sgd(RATE), init_rounds(how, model())
+    state = init_state(model(), optimizer, jax.random.key(0), 4, extra=extra)
+    kept, train_step = {}, simulate(step, how.schedule)
+    for t in range(12):
+        kept[t] = jax.device_get(state._replace(key=jax.random.key_data(state.key)))
+        state, _ = train_step(state, data[t], t)
+    for middle in (2, 7):
+        again = kept[middle]
+        again = again._replace(key=jax.random.wrap_key_data(again.key))
+        again = jax.tree.map(jnp.asarray, again)
+        train_step = simulate(step, how.schedule)
+        for t in range(middle, 12):
+            again, _ = train_step(again, data[t], t)
+        jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        methods.diloco(4, 3),
+        methods.noloco(4, 2),
+        methods.streaming_diloco(4, model(), 5, 2, delay=3),
+    ],
+    ids=["diloco", "noloco", "streaming"],
+)
+def test_as_a_transformation_rounds_do_what_the_step_does(how):
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(100.0),
+        decentralize_rounds(optax.sgd(RATE), how, "workers"),
+    )
+
+    @functools.partial(jax.jit, static_argnums=3)
+    @over_workers_of_step
+    def train_step(params, opt_state, batch, step):
+        grads = jax.grad(lambda x: loss_fn(x, (), batch, None)[0])(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params, step=step)
+        return optax.apply_updates(params, updates), opt_state
+
+    with jax.enable_x64(True):
+        params = jax.tree.map(lambda x: jnp.stack([x] * 4), model(jnp.float64))
+        opt_state, found = jax.vmap(optimizer.init)(params), []
+        for t, batch in enumerate(targets(4, 14)):
+            rows = jnp.asarray(batch[:, None])
+            params, opt_state = train_step(params, opt_state, rows, t)
+            found.append(flat(params))
+    np.testing.assert_allclose(found, run(how, 4, 14), rtol=1e-10, atol=1e-12)
+
+
+def over_workers_of_step(function):
+    def mapped(params, opt_state, batch, step):
+        one = functools.partial(function, step=step)
+        return over_workers(one)(params, opt_state, batch)
+
+    return mapped
+
+
+def test_as_a_transformation_rounds_need_the_step():
+    optimizer = decentralize_rounds(optax.sgd(RATE), methods.diloco(2, 3), "workers")
+    state = optimizer.init(model())
+    with pytest.raises(TypeError, match="decentralize_rounds needs the step"):
+        optimizer.update(model(), state, model())
