@@ -25,6 +25,9 @@ from decentjax.mixing import is_mixed
 from decentjax.schedule import Event, Round, Schedule
 from decentjax.step import Adapt, Metrics, Mix, WorkerState, mix_workers
 
+Leaves = dict[int, Any]
+"""Leaves of a model, by their number in the order of `jax.tree.leaves`."""
+
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(leaf now, leaf as it was sent, leaf of the round) to the merged leaf."""
 
@@ -96,30 +99,19 @@ class Rounds:
             )
 
 
-class Leaf(NamedTuple):
-    """A leaf of a round under way: as it was sent, and what it was averaged to."""
-
-    sent: jax.Array
-    mixed: jax.Array
-
-
-UnderWay = dict[int, Leaf]
-"""The leaves of rounds under way, by their number in the model."""
-
-
 class RoundState(NamedTuple):
-    """What a worker carries from round to round.
+    """What a worker carries from round to round, by number of the leaf.
 
     Args:
-      anchor: z, by number of the leaf; empty without an outer optimizer.
+      anchor: z; empty without an outer optimizer.
       outer: state of the outer optimizer, for each fragment of the schedule.
-      under_way: the leaves that were sent last; empty where a round ends in the step in
-        which it begins.
+      sent: leaves as they were sent last; empty where a round ends in the step in which
+        it begins.
     """
 
-    anchor: dict[int, jax.Array]
+    anchor: Leaves
     outer: tuple[Any, ...]
-    under_way: UnderWay
+    sent: Leaves
 
 
 def init_rounds(rounds: Rounds, params: Any) -> RoundState:
@@ -132,21 +124,45 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     Raises:
       ValueError: if the schedule names a leaf that the model does not have.
     """
-    leaves = jax.tree.leaves(params)
-    parts = [_part(fragment, leaves) for fragment in rounds.schedule.fragments]
-    whole = {number: x for part in parts for number, x in part.items()}
+    parts = [leaves_of(fragment, params) for fragment in rounds.schedule.fragments]
 
-    def copies() -> dict[int, jax.Array]:
-        # A step donates each buffer once.
-        return {number: jnp.array(x, copy=True) for number, x in whole.items()}
+    def copies() -> Leaves:  # A step donates each buffer once.
+        return {n: jnp.array(x, copy=True) for part in parts for n, x in part.items()}
 
-    under_way = {}
-    if rounds.schedule.delay > 1:
-        under_way = jax.tree.map(Leaf, copies(), copies())
+    sent = copies() if rounds.schedule.delay > 1 else {}
     if rounds.outer is None:
-        return RoundState({}, (), under_way)
-    states = tuple(rounds.outer.init(part) for part in parts)
-    return RoundState(copies(), states, under_way)
+        return RoundState({}, (), sent)
+    return RoundState(copies(), tuple(map(rounds.outer.init, parts)), sent)
+
+
+def receive(
+    rounds: Rounds, one: Round, state: WorkerState, mixed: Leaves
+) -> WorkerState:
+    """Ends a round: `z' = z + outer(z - W x_sent)`, then `x = merge(x, x_sent, z')`.
+
+    Args:
+      rounds: the rounds.
+      one: the round that ends.
+      state: this worker's state now.
+      mixed: the leaves that were sent, averaged.
+
+    Returns:
+      The state with the model after the round, and the new anchor and outer state.
+    """
+    carried, new = state.extra, mixed
+    if rounds.outer is not None:
+        place = rounds.schedule.fragments.index(one.leaves)
+        new, carried = _move_anchor(rounds.outer, place, mixed, carried)
+    leaves, structure = jax.tree.flatten(state.params)
+    for number in mixed:
+        sent = carried.sent[number]
+        leaves[number] = rounds.merge(leaves[number], sent, new[number])
+    # As in `awc_step`.
+    params = lax.optimization_barrier(jax.tree.unflatten(structure, leaves))
+    return state._replace(params=params, extra=carried)
+
+
+Receive = Callable[[Rounds, Round, WorkerState, Leaves], WorkerState]
 
 
 def round_step(
@@ -157,11 +173,13 @@ def round_step(
     rounds: Rounds,
     adapt: Adapt,
     mix: Mix = mix_workers,
+    receive: Receive = receive,
 ) -> tuple[WorkerState, Metrics]:
     """A local update, with the round that begins in this step, and the one that ends.
 
     With delay 1 and an exchange in every step this is `awc_step`, and with delay 0
-    `atc_step`, bit for bit.
+    `atc_step`, bit for bit. Compiled, messages overlap the gradient of the step that
+    merges them; `gossip.BackgroundRounds` hides them behind all steps of the delay.
 
     Args:
       state: this worker's state, with `init_rounds` as its `extra`.
@@ -170,74 +188,56 @@ def round_step(
       rounds: the rounds.
       adapt: the local update, `decentjax.adapt` with its keywords bound.
       mix: the averaging, `decentjax.mix` with its keywords bound.
+      receive: the end of a round, where it is a program of its own.
 
     Returns:
       As `awc_step`.
     """
+
+    def end(one: Round, state: WorkerState) -> WorkerState:
+        assert one.exchange is not None
+        numbers = leaves_of(one.leaves, state.params)
+        sent = {number: state.extra.sent[number] for number in numbers}
+        return receive(rounds, one, state, mix(sent, one.exchange))
+
     sends, receives = event
-    params, carried = state.params, state.extra
-    under_way = dict(carried.under_way)
     if sends is not None and sends.delay > 0:
-        under_way |= send(sends, params, mix)
-    if receives is not None:
-        params, carried = receive(rounds, receives, under_way, params, carried)
-        params = lax.optimization_barrier(params)  # As in `awc_step`.
-    state, metrics = adapt(state, batch, params)
-    params = state.params
+        state = send(sends, state)
+    mixed = state if receives is None else end(receives, state)
+    # The gradient is that of the model before the round, as in `awc_step`.
+    new, metrics = adapt(state, batch, mixed.params)
+    new = new._replace(extra=mixed.extra)
     if sends is not None and sends.delay == 0:
-        under_way |= send(sends, params, mix)
-        params, carried = receive(rounds, sends, under_way, params, carried)
-    kept = {number: under_way[number] for number in carried.under_way}
-    carried = carried._replace(under_way=kept)
-    return state._replace(params=params, extra=carried), metrics
+        new = end(sends, send(sends, new))
+    if rounds.schedule.delay <= 1:
+        new = new._replace(extra=new.extra._replace(sent={}))
+    return new, metrics
 
 
-def send(one: Round, params: Any, mix: Mix) -> UnderWay:
-    """Sends the leaves of a round, and averages them with those of peers.
+def send(one: Round, state: WorkerState) -> WorkerState:
+    """Begins a round: the state with its leaves as they are now."""
+    sent = state.extra.sent | leaves_of(one.leaves, state.params)
+    return state._replace(extra=state.extra._replace(sent=sent))
 
-    Args:
-      one: the round, with an exchange.
-      params: this worker's model.
-      mix: the averaging.
+
+def leaves_of(fragment: tuple[int, ...] | None, params: Any) -> Leaves:
+    """The leaves of a fragment that exchanges change, by number.
+
+    Raises:
+      ValueError: if the model has no such leaf.
     """
-    assert one.exchange is not None
-    sent = _part(one.leaves, jax.tree.leaves(params))
-    return jax.tree.map(Leaf, sent, mix(sent, one.exchange))
-
-
-def receive(
-    rounds: Rounds, one: Round, under_way: UnderWay, params: Any, carried: RoundState
-) -> tuple[Any, RoundState]:
-    """Ends a round: `z' = z + outer(z - W q)`, then `x = merge(x now, x sent, z')`.
-
-    Args:
-      rounds: the rounds.
-      one: the round that ends.
-      under_way: its leaves, and perhaps others.
-      params: this worker's model now.
-      carried: anchor and outer state.
-
-    Returns:
-      The model after the round, and the new anchor and outer state.
-    """
-    leaves, structure = jax.tree.flatten(params)
-    numbers = list(_part(one.leaves, leaves))
-    new = {number: under_way[number].mixed for number in numbers}
-    if rounds.outer is not None:
-        place = rounds.schedule.fragments.index(one.leaves)
-        new, carried = _move_anchor(rounds.outer, place, new, carried)
-    for number in numbers:
-        now, sent = leaves[number], under_way[number].sent
-        leaves[number] = rounds.merge(now, sent, new[number])
-    return jax.tree.unflatten(structure, leaves), carried
+    leaves = jax.tree.leaves(params)
+    numbers = range(len(leaves)) if fragment is None else fragment
+    if max(numbers, default=-1) >= len(leaves):
+        raise ValueError(
+            f"the schedule sends leaf {max(numbers)}, and the model has {len(leaves)}"
+        )
+    return {n: leaves[n] for n in numbers if is_mixed(jnp.asarray(leaves[n]))}
 
 
 def _move_anchor(
-    outer: optax.GradientTransformation,
-    place: int,
-    mixed: dict[int, jax.Array],
-    carried: RoundState,
-) -> tuple[dict[int, jax.Array], RoundState]:
+    outer: optax.GradientTransformation, place: int, mixed: Leaves, carried: RoundState
+) -> tuple[Leaves, RoundState]:
     """The anchor of one fragment after a step of its outer optimizer."""
     anchor = {number: carried.anchor[number] for number in mixed}
     gradient: Any = jax.tree.map(jnp.subtract, anchor, mixed)
@@ -245,13 +245,3 @@ def _move_anchor(
     new: Any = optax.apply_updates(anchor, updates)
     states = (*carried.outer[:place], state, *carried.outer[place + 1 :])
     return new, carried._replace(anchor=carried.anchor | new, outer=states)
-
-
-def _part(fragment: tuple[int, ...] | None, leaves: list[Any]) -> dict[int, Any]:
-    """The leaves of a fragment that exchanges change, by number."""
-    numbers = range(len(leaves)) if fragment is None else fragment
-    if max(numbers, default=-1) >= len(leaves):
-        raise ValueError(
-            f"the schedule sends leaf {max(numbers)}, and the model has {len(leaves)}"
-        )
-    return {n: leaves[n] for n in numbers if is_mixed(jnp.asarray(leaves[n]))}
