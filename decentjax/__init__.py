@@ -51,6 +51,7 @@ if TYPE_CHECKING:
         simulate,
         worker_mesh,
     )
+    from decentjax.rounds import Rounds, init_rounds, round_step
     from decentjax.step import (
         AXIS,
         DecentralizeState,
@@ -72,6 +73,7 @@ __all__ = [
     "LossFn",
     "Lowering",
     "Permutations",
+    "Rounds",
     "ScaleByAccumAdamState",
     "Topology",
     "TrainStep",
@@ -94,6 +96,7 @@ __all__ = [
     "exact_diffusion",
     "global_mean",
     "gossip",
+    "init_rounds",
     "init_state",
     "init_tracking",
     "local_workers",
@@ -106,6 +109,7 @@ __all__ = [
     "place",
     "policy",
     "quasi_global_momentum",
+    "round_step",
     "rounds",
     "runtime",
     "scale_by_accum_adam",
@@ -129,7 +133,15 @@ _MODULES = (
     "topology",
 )
 # The modules of the core, each before those that import it: the first needs no jax.
-_CORE = ("exchange", "mixing", "step", "placement", "optim", "correction")
+_CORE = (
+    "exchange",
+    "mixing",
+    "step",
+    "placement",
+    "rounds",
+    "optim",
+    "correction",
+)
 
 
 def __getattr__(name: str) -> Any:

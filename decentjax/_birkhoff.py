@@ -36,16 +36,16 @@ def birkhoff(matrix: np.ndarray) -> tuple[list[tuple[int, ...]], list[float]]:
 
 
 def edge_colouring(edges: np.ndarray) -> list[np.ndarray]:
-    """Splits a directed graph into the fewest transfers of one message per worker.
+    """Splits a directed graph into the fewest permutes of one message per worker.
 
-    In a transfer a worker sends at most once and receives at most once. The largest in-
+    In a permute a worker sends at most once and receives at most once. The largest in-
     or out-degree is a lower bound, and it is attained.
 
     Args:
       edges: bool [N, N]; `edges[i, j]` says that i receives from j.
 
     Returns:
-      For each transfer the peer that worker i receives from, or -1, int [N].
+      For each permute the peer that worker i receives from, or -1, int [N].
 
     Source: König (1916), every bipartite graph has a colouring with max-degree colours.
     """
@@ -59,15 +59,15 @@ def edge_colouring(edges: np.ndarray) -> list[np.ndarray]:
     np.add.at(copies, (receivers, senders), 1)
 
     unsent = edges.copy()
-    transfers = []
+    permutes = []
     for _ in range(degree):
         columns = _perfect_matching(copies > 0)
         assert columns is not None, "a regular bipartite graph has a perfect matching"
         copies[rows, columns] -= 1
         # A dummy parallel to an edge that was sent already sends nothing either.
-        transfers.append(np.where(unsent[rows, columns], columns, -1))
+        permutes.append(np.where(unsent[rows, columns], columns, -1))
         unsent[rows, columns] = False
-    return transfers
+    return permutes
 
 
 def _perfect_matching(allowed: np.ndarray) -> np.ndarray | None:

@@ -79,7 +79,7 @@ def quasi_global_momentum(
     `decentralize_atc`. With `nesterov` the update is `-a (g + b (b m + g))`.
 
     Args:
-      learning_rate: a, a number or a schedule; never 0.
+      learning_rate: a, a number or a schedule.
       momentum: b.
       nesterov: whether to look ahead.
 
@@ -102,8 +102,10 @@ def quasi_global_momentum(
             )
         last = rate(jnp.maximum(state.count - 1, 0))
         # Before the first step nothing has moved: params is what `init` was given.
+        # A rate of 0, as at the start of a warm-up, has moved nothing either.
+        scale = jnp.where(last > 0, (1 - momentum) / jnp.where(last > 0, last, 1), 0)
         moved = jax.tree.map(
-            lambda m, old, x: momentum * m + (1 - momentum) * (old - x) / last,
+            lambda m, old, x: momentum * m + (scale * (old - x)).astype(m.dtype),
             state.momentum,
             state.before,
             params,

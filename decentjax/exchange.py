@@ -214,8 +214,8 @@ def apply(exchange: Exchange, values: np.ndarray) -> np.ndarray:
 
 
 @dataclasses.dataclass(frozen=True)
-class Transfer:
-    """At most one message per worker: `x_i += weights[i] x_sources[i]`.
+class Permute:
+    """One `ppermute`, at most one message per worker: `x_i += weights[i] x_sources[i]`.
 
     Args:
       sources: peer that worker i receives from, or -1 for none, [N].
@@ -240,12 +240,12 @@ def messages_of(between: Permutations) -> np.ndarray:
 
 # Asked for every leaf of every trace, and again by the tuning of messages.
 @functools.lru_cache(maxsize=256)
-def transfers_of(
+def permutes_of(
     between: Permutations,
-) -> tuple[tuple[float, ...], tuple[Transfer, ...]]:
-    """Returns the weight of each worker's own model, and the transfers.
+) -> tuple[tuple[float, ...], tuple[Permute, ...]]:
+    """Returns the weight of each worker's own model, and the permutes.
 
-    A worker with d peers needs d transfers. There are as many as the busiest worker
+    A worker with d peers needs d permutes. There are as many as the busiest worker
     needs.
     """
     matrix = apply(Exchange(between), np.eye(between.size))
@@ -253,21 +253,21 @@ def transfers_of(
     edges = _edges(matrix)
     if not edges.any():
         return own, ()
-    # The given permutations are such transfers, unless two of them share an edge, or an
+    # The given permutations are such permutes, unless two of them share an edge, or an
     # edge has weight 0. N = 3: (1, 2, 0) and (1, 0, 2) both send from 1 to 0.
     rows = np.arange(between.size)
     given = [np.where(np.equal(s, rows), -1, s) for s in between.sources]
-    transfers = [sources for sources in given if (sources >= 0).any()]
+    permutes = [sources for sources in given if (sources >= 0).any()]
     needed = max(edges.sum(0).max(), edges.sum(1).max())
-    num_sent = sum((sources >= 0).sum() for sources in transfers)
-    if len(transfers) != needed or num_sent != edges.sum():
-        transfers = edge_colouring(edges)
+    num_sent = sum((sources >= 0).sum() for sources in permutes)
+    if len(permutes) != needed or num_sent != edges.sum():
+        permutes = edge_colouring(edges)
     return own, tuple(
-        Transfer(
+        Permute(
             tuple(sources.tolist()),
             tuple(np.where(sources >= 0, matrix[rows, sources], 0).tolist()),
         )
-        for sources in transfers
+        for sources in permutes
     )
 
 

@@ -28,7 +28,7 @@ from decentjax._collectives import (
     sum_dtype,
     sum_over,
 )
-from decentjax.exchange import Exchange, Permutations, transfers_of, workers_of
+from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
 
 Tree = TypeVar("Tree")
 Weights = Sequence[float]
@@ -286,7 +286,7 @@ def _in_pieces(
 
 
 def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
-    """`x_i + sum_j w_ij (q_j - q_i)`, one `ppermute` for each transfer.
+    """`x_i + sum_j w_ij (q_j - q_i)`, one for each of its permutes.
 
     Rounded weights do not sum to one. Applied to differences, the error changes how
     fast the models agree; applied to models, it would scale their mean, by the same
@@ -294,17 +294,17 @@ def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
     `sum_j w_ij x_j` rounds less.
     """
     per_node = how.exchange.workers_per_node
-    own, transfers = transfers_of(between)
-    if not transfers:
+    own, permutes = permutes_of(between)
+    if not permutes:
         return x
     sent = _rounded(x, how.message_dtype)
     dtype = sum_dtype(x)
     models = []
-    for transfer in transfers:
-        messages = [(j, i) for i, j in enumerate(transfer.sources) if j >= 0]
+    for one in permutes:
+        messages = [(j, i) for i, j in enumerate(one.sources) if j >= 0]
         pairs = workers_of(np.array(messages).T, per_node).T.tolist()
         models.append(permute(sent, pairs, how.axis_name).astype(dtype))
-    weights = [transfer.weights for transfer in transfers]
+    weights = [one.weights for one in permutes]
     node = lax.axis_index(how.axis_name) // per_node
     return _combined(x, sent, models, own, weights, node)
 

@@ -232,7 +232,7 @@ def leaves_of(fragment: tuple[int, ...] | None, params: Any) -> Leaves:
         raise ValueError(
             f"the schedule sends leaf {max(numbers)}, and the model has {len(leaves)}"
         )
-    return {n: leaves[n] for n in numbers if is_mixed(jnp.asarray(leaves[n]))}
+    return {n: leaves[n] for n in numbers if is_mixed(leaves[n])}
 
 
 def _move_anchor(

@@ -346,8 +346,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/mixing.py",
-        "[(j, i) for i, j in enumerate(transfer.sources) if j >= 0]",
-        "[(i, j) for i, j in enumerate(transfer.sources) if j >= 0]",
+        "[(j, i) for i, j in enumerate(one.sources) if j >= 0]",
+        "[(i, j) for i, j in enumerate(one.sources) if j >= 0]",
         "tests/test_mixing.py -k each_worker_gets",
     ),
     Mutant(

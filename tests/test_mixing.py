@@ -27,7 +27,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from decentjax.exchange import transfers_of
+from decentjax.exchange import permutes_of
 from decentjax.topology import matrices
 
 ANY = (1, 2, 3, 5, 6, 7, 8, 12, 16)
@@ -189,8 +189,8 @@ def _rounds_in_one_place(exchange: Exchange, x: jax.Array) -> bool:
         return False
     if isinstance(exchange.between, Groups):
         return True
-    own, transfers = transfers_of(exchange.between)
-    weights = {*own, *(weight for one in transfers for weight in one.weights)}
+    own, permutes = permutes_of(exchange.between)
+    weights = {*own, *(weight for one in permutes for weight in one.weights)}
     if all(np.frexp(weight)[0] in (0, 0.5) for weight in weights):
         return True
     sends_differences = exchange.workers_per_node > 1 and x.dtype == jnp.bfloat16

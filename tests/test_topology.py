@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 import decentjax
 from decentjax import topology
-from decentjax.exchange import apply, transfers_of
+from decentjax.exchange import apply, permutes_of
 from decentjax.topology import Exchange, Groups, Permutations, Topology
 from train.config import TopologyName
 
@@ -332,29 +332,29 @@ PARALLEL = Permutations(((1, 0), (0, 1), (1, 0)), (0.25, 0.5, 0.25))
         pytest.param(lambda: [Exchange(PARALLEL)], id="parallel permutations"),
     ],
 )
-def test_transfers_are_the_fewest_and_rebuild_the_matrix(make):
+def test_permutes_are_the_fewest_and_rebuild_the_matrix(make):
     for between in _permutations_of(make):
         matrix = apply(Exchange(between), np.eye(between.size))
-        own, transfers = transfers_of(between)
+        own, permutes = permutes_of(between)
         rebuilt = np.diag(own)
         edges = (matrix > 0) & ~np.eye(between.size, dtype=bool)
-        assert len(transfers) == max(edges.sum(0).max(), edges.sum(1).max())
-        for transfer in transfers:
-            receivers = np.flatnonzero(np.array(transfer.sources) >= 0)
-            senders = np.array(transfer.sources)[receivers]
+        assert len(permutes) == max(edges.sum(0).max(), edges.sum(1).max())
+        for one in permutes:
+            receivers = np.flatnonzero(np.array(one.sources) >= 0)
+            senders = np.array(one.sources)[receivers]
             assert len(set(senders.tolist())) == len(senders)
-            assert set(transfer.sources) <= {-1, *range(between.size)}
+            assert set(one.sources) <= {-1, *range(between.size)}
             assert (rebuilt[receivers, senders] == 0).all()
-            weights = np.array(transfer.weights)
+            weights = np.array(one.weights)
             assert (weights[receivers] > 0).all()
             assert set(np.delete(weights, receivers).tolist()) <= {0.0}
             rebuilt[receivers, senders] += weights[receivers]
         np.testing.assert_allclose(rebuilt, matrix, rtol=0, atol=1e-15)
 
 
-def test_a_dense_matrix_of_16_workers_needs_15_transfers():
-    _, transfers = transfers_of(topology.from_matrix(_random_matrix(16))[0].between)
-    assert len(transfers) == 15
+def test_a_dense_matrix_of_16_workers_needs_15_permutes():
+    _, permutes = permutes_of(topology.from_matrix(_random_matrix(16))[0].between)
+    assert len(permutes) == 15
 
 
 @pytest.mark.parametrize("degree", range(1, 5))
@@ -490,9 +490,9 @@ def doubly_stochastic(draw):
 def test_from_matrix_takes_any_doubly_stochastic_matrix(matrix):
     graph = topology.from_matrix(matrix)
     np.testing.assert_allclose(topology.matrices(graph)[0], matrix, rtol=0, atol=1e-12)
-    own, transfers = transfers_of(graph[0].between)
+    own, permutes = permutes_of(graph[0].between)
     edges = (matrix > 1e-13) & ~np.eye(len(matrix), dtype=bool)
-    assert len(transfers) == max(edges.sum(0).max(), edges.sum(1).max())
+    assert len(permutes) == max(edges.sum(0).max(), edges.sum(1).max())
     np.testing.assert_allclose(own, np.diag(matrix), rtol=0, atol=1e-12)
 
 

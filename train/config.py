@@ -11,6 +11,7 @@ from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
 from decentjax import policy as policies
+from decentjax import schedule as schedules
 from decentjax import topology as topologies
 from decentjax.topology import Permutations, Topology
 from train.fields import checked
@@ -193,12 +194,58 @@ class PolicyConfig:
 
 
 @checked
+class RoundsConfig:
+    """Rounds of communication, for step.algorithm = "rounds"; see `decentjax.rounds`.
+
+    Args:
+      every_steps: H, steps from one round to the next, or of a fragment to its next.
+      fragments: number of parts of the model that are sent in turn.
+      delay: steps until what was sent is merged, at most H; 0 merges it at once.
+      outer: optimizer of what the workers agree on: "nesterov" and "heavy_ball" have
+        momentum, "none" takes the average as it is. DiLoCo is "nesterov" with
+        topology.name = "complete", NoLoCo "heavy_ball" with "random_matching".
+      learning_rate: learning rate of the outer optimizer.
+      momentum: its momentum.
+      merge: how a worker goes on: "replace" takes the result, "shift" adds what the
+        worker has learned since it sent, "blend" is `share` x + (1 - share) result.
+      share: part of the worker's own model, for "blend".
+    """
+
+    every_steps: int = 10
+    fragments: int = 1
+    delay: int = 0
+    outer: Literal["none", "nesterov", "heavy_ball"] = "none"
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    merge: Literal["replace", "shift", "blend"] = "replace"
+    share: float = 0.5
+
+    def __post_init__(self):
+        _check_at_least(self, 1, "every_steps", "fragments")
+        _check_at_least(self, 0, "delay", "learning_rate", "momentum", "share")
+        if not (self.momentum < 1 and self.share < 1):
+            raise ValueError(
+                "momentum and share must be less than 1, got "
+                f"{self.momentum} and {self.share}"
+            )
+        # Raises for a delay that is longer than a round.
+        schedule = schedules.every(topologies.ring(1), self.every_steps, self.delay)
+        if self.outer != "none" and schedule.period == 1:
+            raise ValueError(
+                f"rounds.outer = {self.outer} moves models that have trained alone "
+                "since the last round: set rounds.every_steps to 2 or more"
+            )
+
+
+@checked
 class StepConfig:
     """One training step.
 
     Args:
       algorithm: "awc" averages the models while the gradient is computed, "atc" after
-        the update; "all_reduce" averages the gradients instead.
+        the update, "rounds" now and then, as `rounds` says; "tracking" also averages
+        an estimate of the mean gradient, beside the gradient; "all_reduce" averages the
+        gradients instead.
       batch_per_worker: batch size per worker and step, in the task's unit: windows,
         images, or for translation tokens on each side.
       num_micro_batches: number of parts of that batch, computed one after the other.
@@ -209,7 +256,7 @@ class StepConfig:
         defaults.
     """
 
-    algorithm: Literal["awc", "atc", "all_reduce"] = "awc"
+    algorithm: Literal["awc", "atc", "rounds", "tracking", "all_reduce"] = "awc"
     batch_per_worker: int = 8
     num_micro_batches: int = 1
     message_dtype: Literal["bfloat16"] | None = None
@@ -327,8 +374,9 @@ class OptimizerConfig:
 
     Args:
       name: "accum_adamw" and "adamw" subtract weight decay times learning rate times
-        parameters from the parameters; "accum_adam", "adam" and "sgd" add weight decay
-        times parameters to the gradient.
+        parameters from the parameters; the others add weight decay times parameters to
+        the gradient. "exact_diffusion" and "qg_dsgdm" correct for uneven data, with
+        step.algorithm = "atc"; the first wants a topology.factor of 0.5.
       learning_rate: peak of the schedule.
       initial_learning_rate: learning rate at the first step of the warm-up.
       warmup_steps: number of steps up to the peak.
@@ -338,7 +386,8 @@ class OptimizerConfig:
       final_learning_rate: learning rate at the last step, for "cosine".
       decay_steps: ascending steps, for "steps"; none keeps the peak.
       decay_factor: factor at each of them, in (0, 1].
-      momentum: m in `v <- m v + gradient`, the direction of a step of "sgd".
+      momentum: m in `v <- m v + gradient`, the direction of a step of "sgd" and
+        "exact_diffusion", and the quasi-global momentum of "qg_dsgdm".
       accum_steps: steps per update of the moments, for accum_adamw and accum_adam.
       b1: decay rate of the first moment.
       b2: decay rate of the second moment.
@@ -347,7 +396,15 @@ class OptimizerConfig:
       clip_norm: largest global norm of a worker's gradient; None does not clip.
     """
 
-    name: Literal["accum_adamw", "accum_adam", "adamw", "adam", "sgd"] = "accum_adamw"
+    name: Literal[
+        "accum_adamw",
+        "accum_adam",
+        "adamw",
+        "adam",
+        "sgd",
+        "exact_diffusion",
+        "qg_dsgdm",
+    ] = "accum_adamw"
     learning_rate: float = 1e-3
     initial_learning_rate: float = 0.0
     warmup_steps: int = 50
@@ -464,6 +521,7 @@ class Config:
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     step: StepConfig = field(default_factory=StepConfig)
+    rounds: RoundsConfig = field(default_factory=RoundsConfig)
     exchange: ExchangeConfig = field(default_factory=ExchangeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
@@ -486,14 +544,22 @@ class Config:
                 f"warmup_steps = {self.optimizer.warmup_steps} must be less than "
                 f"num_steps = {self.num_steps}"
             )
-        if self.exchange.where == "background" and self.step.algorithm == "atc":
+        algorithm = self.step.algorithm
+        at_once = algorithm == "rounds" and self.rounds.delay == 0
+        if self.exchange.where == "background" and (algorithm == "atc" or at_once):
             raise ValueError(
-                "atc averages the models that the step has just updated, so nothing "
-                'overlaps a background exchange; set exchange.where to "in_step"'
+                f"{algorithm} averages the models that the step has just updated, so "
+                "nothing overlaps a background exchange; set exchange.where to "
+                '"in_step", or rounds.delay to 1 or more'
+            )
+        if self.exchange.where == "background" and algorithm == "tracking":
+            raise ValueError(
+                "tracking has its exchange in the compiled step: set exchange.where to "
+                '"in_step"'
             )
         if self.policy.name != "fixed" and (
             self.exchange.where in ("background", "peers")
-            or self.step.algorithm == "all_reduce"
+            or algorithm not in ("awc", "atc")
         ):
             raise ValueError(
                 f"policy.name = {self.policy.name} chooses the exchange of a step "
@@ -517,7 +583,7 @@ class Config:
 
 def _check_peers(step: StepConfig, topology: Topology, way: str) -> None:
     """Raises a ValueError for what takes collectives between the processes."""
-    if step.algorithm == "all_reduce" or (step.algorithm == "atc" and way != "wagma"):
+    if step.algorithm != "awc" and (step.algorithm, way) != ("atc", "wagma"):
         raise ValueError(
             f"{step.algorithm} waits for all workers at each step, and peers wait for "
             'none; set step.algorithm to "awc", or exchange.where to "auto"'

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax.exchange import Exchange, Groups, Permutations, Topology, transfers_of
+from decentjax.exchange import Exchange, Groups, Permutations, Topology, permutes_of
 from decentjax.mixing import Lowering, mix
 from decentjax.placement import over_workers
 from decentjax.step import AXIS
@@ -108,7 +108,7 @@ def _options(
     """The lowerings of an exchange that are worth a measurement."""
     between = exchange.between
     if isinstance(between, Permutations):
-        if not transfers_of(between)[1]:
+        if not permutes_of(between)[1]:
             return [(exchange, Lowering())]
         sizes = [size for size in PIECE_BYTES if size is None or size < num_bytes]
         return [(exchange, Lowering(size)) for size in sizes]

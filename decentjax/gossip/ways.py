@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from decentjax.exchange import Exchange, Permutations, Topology, transfers_of
+from decentjax.exchange import Exchange, Permutations, Topology, permutes_of
 from decentjax.gossip.links import Links, Message, Said
 from decentjax.gossip.rows import Rows
 from decentjax.mixing import mix_arrived, mix_pushed, mix_swapped
@@ -353,10 +353,10 @@ WAYS: dict[str, type[Way]] = {
 def senders(exchange: Exchange, worker: int) -> tuple[tuple[int, float], ...]:
     """Returns the peers from which a worker receives, and their weights."""
     assert isinstance(exchange.between, Permutations)
-    _, transfers = transfers_of(exchange.between)
+    _, permutes = permutes_of(exchange.between)
     return tuple(
         (one.sources[worker], exchange.factor * one.weights[worker])
-        for one in transfers
+        for one in permutes
         if one.sources[worker] >= 0
     )
 

@@ -21,26 +21,32 @@ from decentjax import (
     atc_step,
     awc_step,
     gossip,
+    init_rounds,
     init_state,
+    init_tracking,
     mix,
     on_mesh,
+    round_step,
     simulate,
+    tracking_step,
     worker_mesh,
 )
 from decentjax.dispersion import NORMS, measured
 from decentjax.gossip import Record, host_mesh
+from decentjax.schedule import Schedule
 from decentjax.step import Metrics
-from decentjax.topology import alone
+from decentjax.topology import Topology, alone
 from train.config import Config, StepConfig
 from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet
 from train.job.peers import peer_place
 from train.run.choose import GRAPH, Chooser, build_policy
 from train.run.finite import poison_gradient
+from train.run.rounds import build_rounds
 from train.tasks.task import Task
 from train.xla import check_options, read_options
 
-ORDERS = {"awc": awc_step, "atc": atc_step}
+ORDERS = {"awc": awc_step, "atc": atc_step, "tracking": tracking_step}
 
 
 def build_mesh(config: Config) -> Mesh | None:
@@ -74,12 +80,18 @@ def build_state(
       ValueError: if the model does not fit the task.
     """
 
-    extra = {GRAPH: jnp.int32(0)} if config.policy.name == "holding" else ()
+    def init_extra(params: Any) -> Any:
+        if config.step.algorithm == "rounds":
+            return init_rounds(build_rounds(config, task), params)
+        if config.step.algorithm == "tracking":
+            return init_tracking(params)
+        return {GRAPH: jnp.int32(0)} if config.policy.name == "holding" else ()
 
     # One program: without jit each leaf would be a dispatch, and exist twice.
     @jax.jit
     def stack(params, model_state, key):
         num_workers = config.workers.num_workers
+        extra = init_extra(params)
         return init_state(
             params, optimizer, key, num_workers, model_state, workers, extra
         )
@@ -112,18 +124,21 @@ def _check_same_kind(model: Any, wanted: Any) -> None:
 class InStep(contextlib.nullcontext):
     """A compiled step with its exchange inside, as a context like `Background`."""
 
-    def __init__(self, train_step: TrainStep, choose: Chooser, record: Record | None):
+    def __init__(
+        self, train_step: TrainStep, choose: Chooser | None, record: Record | None
+    ):
         super().__init__(self)
         self._train_step, self._choose, self._record = train_step, choose, record
 
     def __call__(
         self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
-        place = self._choose(state, step)
+        choose = self._choose
+        place = step if choose is None else choose(state, step)
         start = time.monotonic()
         state, metrics = self._train_step(state, batch, place)
-        if self._choose.policy.measures:
-            state = self._choose.learn(state, metrics.pop(NORMS), step)
+        if choose is not None and choose.policy.measures:
+            state = choose.learn(state, metrics.pop(NORMS), step)
         result = state, metrics
         if self._record is not None:
             # The call returns before the step is done; only a timeline waits for it.
@@ -177,7 +192,8 @@ def build_train_step(
     """The step of the config's algorithm, with its exchange inside or in a thread."""
     if not in_background(config, mesh):
         step = build_in_step(config, task, optimizer, mesh, step_options(config, mesh))
-        return InStep(step, Chooser(config), record)
+        chooser = None if config.step.algorithm == "rounds" else Chooser(config)
+        return InStep(step, chooser, record)
     if mesh is None:
         raise ValueError(
             'simulated workers send nothing: exchange.where = "background" needs '
@@ -208,16 +224,21 @@ def build_in_step(
 ) -> TrainStep:
     """The compiled step of the config's algorithm, its exchange inside."""
     local, policy = bind_adapt(config, task, optimizer), build_policy(config)
+    plan: Topology | Schedule = policy.menu
     if policy.measures:
         local = measured(local, before_update=config.step.algorithm == "awc")
     if config.step.algorithm == "all_reduce":
         step = functools.partial(all_reduce_step, adapt=local)
+    elif config.step.algorithm == "rounds":
+        rounds, mixing = build_rounds(config, task), bind_mix(config.step)
+        step = functools.partial(round_step, rounds=rounds, adapt=local, mix=mixing)
+        plan = rounds.schedule
     else:
         order = ORDERS[config.step.algorithm]
         step = functools.partial(order, adapt=local, mix=bind_mix(config.step))
     if mesh is None:
-        return simulate(step, policy.menu)
-    return on_mesh(step, policy.menu, mesh, compiler_options)
+        return simulate(step, plan)
+    return on_mesh(step, plan, mesh, compiler_options)
 
 
 def build_lone_step(

@@ -7,7 +7,12 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from decentjax import accum_adam, accum_adamw
+from decentjax import (
+    accum_adam,
+    accum_adamw,
+    exact_diffusion,
+    quasi_global_momentum,
+)
 from train.config import OptimizerConfig
 from train.run.finite import watch_gradients
 
@@ -52,6 +57,12 @@ class Kind(NamedTuple):
     decouples: bool
 
 
+def _exact_diffusion(
+    schedule: optax.Schedule, momentum: float
+) -> optax.GradientTransformation:
+    return exact_diffusion(optax.sgd(schedule, momentum))
+
+
 MOMENTS = ("b1", "b2", "eps")
 OPTIMIZERS = {
     "accum_adamw": Kind(accum_adamw, (*MOMENTS, "accum_steps"), decouples=True),
@@ -59,6 +70,8 @@ OPTIMIZERS = {
     "adamw": Kind(optax.adamw, MOMENTS, decouples=True),
     "adam": Kind(optax.adam, MOMENTS, decouples=False),
     "sgd": Kind(optax.sgd, ("momentum",), decouples=False),
+    "exact_diffusion": Kind(_exact_diffusion, ("momentum",), decouples=False),
+    "qg_dsgdm": Kind(quasi_global_momentum, ("momentum",), decouples=False),
 }
 
 

@@ -17,19 +17,24 @@ from decentjax import (
     AXIS,
     Exchange,
     LossFn,
+    Rounds,
     WorkerState,
     adapt,
     all_reduce_step,
     consensus_distance,
     mean_model,
     over_workers,
+    round_step,
+    tracking_step,
 )
 from decentjax.dispersion import measured, tensor_distances
+from decentjax.rounds import receive
+from decentjax.schedule import Round
 from decentjax.step import Metrics
-from decentjax.topology import Topology
 from train.config import Config, OptimizerConfig, StepConfig
 from train.run.build import ORDERS, bind_mix
 from train.run.optimizers import build_optimizer
+from train.run.rounds import build_rounds
 from train.run.scores import ratios
 from train.tasks.task import Task
 
@@ -55,23 +60,39 @@ def fetch(arrays: Any) -> Any:
 
 
 def build_step(
-    config: Config, task: Task, topology: Topology, mesh: Mesh | None
-) -> Callable[[WorkerState, Any, int], tuple[WorkerState, Metrics]]:
+    config: Config, task: Task, mesh: Mesh | None
+) -> Callable[[WorkerState, Any, Any], tuple[WorkerState, Metrics]]:
     """The step of the config's algorithm over [K, N, ...], in few programs.
 
-    There is nothing to overlap, so the exchange is a separate program, and the rest is
-    compiled once and not once for each exchange, nor for each run of a grid.
+    It takes an exchange, or the rounds that begin and end. There is nothing to overlap,
+    so the exchange is a separate program, and the rest is compiled once and not once
+    for each exchange, nor for each run of a grid.
     """
     key = mesh, task.loss_fn, config.optimizer, config.num_steps, config.step
-    if config.step.algorithm == "all_reduce":
-        alone = _all_reduce_program(topology[0], *key)
-        return lambda state, batch, step: alone(state, batch)
-    order = functools.partial(
-        ORDERS[config.step.algorithm],
-        adapt=_adapt_program(*key),
-        mix=lambda params, exchange: _mix_program(mesh, config.step, exchange)(params),
+    if config.step.algorithm in WHOLE:
+        return lambda state, batch, taken: _whole_program(taken, *key)(state, batch)
+    pieces: dict[str, Callable] = {
+        "adapt": _adapt_program(*key),
+        "mix": lambda x, exchange: _mix_program(mesh, config.step, exchange)(x),
+    }
+    if config.step.algorithm != "rounds":
+        order = functools.partial(ORDERS[config.step.algorithm], **pieces)
+        return lambda state, batch, taken: order(state, batch, taken)
+
+    @functools.cache
+    def end(rounds: Rounds, one: Round) -> Callable:
+        return jax.jit(_over_all(functools.partial(receive, rounds, one), mesh))
+
+    return functools.partial(
+        round_step,
+        rounds=build_rounds(config, task),
+        receive=lambda rounds, one, *arrays: end(rounds, one)(*arrays),
+        **pieces,
     )
-    return lambda state, batch, step: order(state, batch, topology[step])
+
+
+# Their exchange is of gradients, inside the local update.
+WHOLE = {"all_reduce": all_reduce_step, "tracking": tracking_step}
 
 
 def _over_all(function: Callable, mesh: Mesh | None) -> Callable:
@@ -88,7 +109,8 @@ def _local(
         optimizer=build_optimizer(optimizer, num_steps),
         num_micro_batches=step.num_micro_batches,
     )
-    return measured(local, before_update=step.algorithm == "awc")
+    before = step.algorithm in ("awc", "tracking")
+    return measured(local, before_update=before)
 
 
 @functools.lru_cache(maxsize=8)
@@ -96,9 +118,15 @@ def _adapt_program(mesh: Mesh | None, *key: Any) -> Callable:
     return jax.jit(_over_all(_local(*key), mesh))
 
 
-@functools.lru_cache(maxsize=8)
-def _all_reduce_program(whole: Exchange, mesh: Mesh | None, *key: Any) -> Callable:
-    one = functools.partial(all_reduce_step, exchange=whole, adapt=_local(*key))
+@functools.lru_cache(maxsize=64)
+def _whole_program(exchange: Exchange, mesh: Mesh | None, *key: Any) -> Callable:
+    *_, step = key
+    options = {"mix": bind_mix(step)} if step.algorithm == "tracking" else {}
+
+    def one(state: WorkerState, batch: Any) -> tuple[WorkerState, Metrics]:
+        whole = WHOLE[step.algorithm]
+        return whole(state, batch, exchange, adapt=_local(*key), **options)
+
     return jax.jit(_over_all(one, mesh), donate_argnums=0)
 
 

@@ -1,5 +1,6 @@
 """A run with several seeds at once: workers and seeds simulated as one program."""
 
+import collections
 import dataclasses
 import functools
 import time
@@ -11,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import local_workers
+from decentjax import Exchange, local_workers
 from decentjax.analysis import traffic
 from decentjax.dispersion import MEASURES, NORMS, tensor_names
+from decentjax.rounds import leaves_of
+from decentjax.schedule import Event, Round
 from decentjax.topology import Topology, matrices
 from train.config import Config
 from train.data.batches import feed
@@ -22,6 +25,7 @@ from train.run.build import build_state, build_steps
 from train.run.choose import build_policy, dispersion
 from train.run.optimizers import build_optimizer
 from train.run.outcome import Report, SeedsOutcome, in_turn
+from train.run.rounds import build_rounds
 from train.tasks.task import Task
 
 
@@ -86,7 +90,10 @@ def _train_together(
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     workers = range(config.workers.num_workers) if mesh is None else local_workers(mesh)
     policy = build_policy(config)
-    train_step = programs.build_step(config, task, policy.menu, mesh)
+    train_step = programs.build_step(config, task, mesh)
+    schedule = None
+    if config.step.algorithm == "rounds":
+        schedule = build_rounds(config, task).schedule
     options = config.policy
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
     states = [build_state(one, task, optimizer, workers) for one in configs]
@@ -94,12 +101,16 @@ def _train_together(
     batches = [feed(build_steps(one, task, workers)) for one in configs]
     score_means, score_workers = programs.build_scores(task)
     start, log = time.monotonic(), _Log(config.num_steps, mesh)
-    evaluations, places = [], []
+    evaluations, taken = [], []
     for step in range(1, config.num_steps + 1):
         rows = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
         batch = programs.put(rows, mesh)
-        places.append(policy(step - 1, (step - 1) / options.epoch_steps))
-        state, metrics = train_step(state, batch, places[-1])
+        if schedule is None:
+            place = policy(step - 1, (step - 1) / options.epoch_steps)
+            taken.append(policy.menu[place])
+        else:
+            taken.append(schedule[step - 1])
+        state, metrics = train_step(state, batch, taken[-1])
         if policy.measures and step % options.every_steps == 0:
             (norms,) = programs.fetch(metrics[NORMS])  # Of the one seed.
             policy(step, step / options.epoch_steps, dispersion(norms, options))
@@ -111,8 +122,8 @@ def _train_together(
         if end or step % config.evaluation.every_steps == 0:
             evaluations.append((step, score_means(state)))
     one_model = jax.eval_shape(task.init, jax.random.key(0))[0]
-    per_node = config.workers.workers_per_node
-    sent = sent_by(policy.menu, places, one_model, per_node)
+    num_models = 2 if config.step.algorithm == "tracking" else 1
+    sent = sent_by(taken, one_model, config.workers.workers_per_node, num_models)
     return SeedsOutcome(
         time.monotonic() - start,
         log.losses,
@@ -168,25 +179,33 @@ def _mean_loss(rows: list[jax.Array]) -> np.ndarray:
 
 
 def sent_by(
-    menu: Topology, places: Sequence[int], one_model: Any, workers_per_node: int
+    taken: Sequence[Exchange | Event],
+    one_model: Any,
+    workers_per_node: int,
+    num_models: int = 1,
 ) -> dict[str, float]:
     """What workers and nodes send in a step, as means over the steps.
 
     Args:
-      menu: the exchanges.
-      places: place of each step's exchange among them.
+      taken: the exchange of each step, or its rounds.
       one_model: model as shapes.
       workers_per_node: number of consecutive workers that share a node's link.
+      num_models: number of models that each exchange averages.
     """
-    num_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one_model))
-    counts = np.bincount(places, minlength=menu.period) / len(places)
-    found = traffic(menu, num_bytes, workers_per_node)
-    peers = [(w != 0).sum() / len(w) - 1 for w in matrices(menu)]
-    return {
-        "connections": float(counts @ peers),
-        "per worker": float(counts @ [each.worker_bytes.mean() for each in found]),
-        "per link": float(counts @ [each.node_bytes.max() for each in found]),
-    }
+    total = {"connections": 0.0, "per worker": 0.0, "per link": 0.0}
+    for one, count in collections.Counter(taken).items():
+        sends = one.sends if isinstance(one, Event) else Round(one)
+        if sends is None or sends.exchange is None:
+            continue
+        graph = Topology("one", (sends.exchange,))
+        leaves = leaves_of(sends.leaves, one_model).values()
+        num_bytes = num_models * sum(x.size * x.dtype.itemsize for x in leaves)
+        (found,) = traffic(graph, num_bytes, workers_per_node)
+        (matrix,) = matrices(graph)
+        total["connections"] += count * ((matrix != 0).sum() / len(matrix) - 1)
+        total["per worker"] += count * found.worker_bytes.mean()
+        total["per link"] += count * found.node_bytes.max()
+    return {name: float(value / len(taken)) for name, value in total.items()}
 
 
 def _spread(norms: np.ndarray, distances: np.ndarray) -> dict[str, list[list[float]]]:
