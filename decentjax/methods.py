@@ -98,7 +98,7 @@ def noloco(
     num_steps: int = 50,
     learning_rate: optax.ScalarOrSchedule = 0.7,
     momentum: float = 0.5,
-    period: int = 64,
+    period: int = 16,
     seed: int = 0,
 ) -> Rounds:
     """NoLoCo: H local steps, then momentum on the mean of a random pair.
@@ -113,7 +113,8 @@ def noloco(
       num_steps: H.
       learning_rate: a.
       momentum: b.
-      period: number of random matchings, taken in turn.
+      period: number of random matchings, taken in turn; a compiled step on a mesh has a
+        program for each.
       seed: seed of the matchings.
 
     Source: Kolehmainen et al., NoLoCo: No-all-reduce Low Communication Training Method

@@ -22,7 +22,7 @@ from jax import lax
 
 from decentjax._collectives import sum_dtype
 from decentjax.mixing import is_mixed
-from decentjax.schedule import Event, Round, Schedule
+from decentjax.schedule import Event, Fragment, Round, Schedule
 from decentjax.step import Adapt, Metrics, Mix, WorkerState, mix_workers
 
 Leaves = dict[int, Any]
@@ -136,13 +136,13 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
 
 
 def receive(
-    rounds: Rounds, one: Round, state: WorkerState, mixed: Leaves
+    rounds: Rounds, fragment: Fragment, state: WorkerState, mixed: Leaves
 ) -> WorkerState:
     """Ends a round: `z' = z + outer(z - W x_sent)`, then `x = merge(x, x_sent, z')`.
 
     Args:
       rounds: the rounds.
-      one: the round that ends.
+      fragment: the leaves that it has sent.
       state: this worker's state now.
       mixed: the leaves that were sent, averaged.
 
@@ -151,7 +151,7 @@ def receive(
     """
     carried, new = state.extra, mixed
     if rounds.outer is not None:
-        place = rounds.schedule.fragments.index(one.leaves)
+        place = rounds.schedule.fragments.index(fragment)
         new, carried = _move_anchor(rounds.outer, place, mixed, carried)
     leaves, structure = jax.tree.flatten(state.params)
     for number in mixed:
@@ -162,7 +162,7 @@ def receive(
     return state._replace(params=params, extra=carried)
 
 
-Receive = Callable[[Rounds, Round, WorkerState, Leaves], WorkerState]
+Receive = Callable[[Rounds, Fragment, WorkerState, Leaves], WorkerState]
 
 
 def round_step(
@@ -198,7 +198,7 @@ def round_step(
         assert one.exchange is not None
         numbers = leaves_of(one.leaves, state.params)
         sent = {number: state.extra.sent[number] for number in numbers}
-        return receive(rounds, one, state, mix(sent, one.exchange))
+        return receive(rounds, one.leaves, state, mix(sent, one.exchange))
 
     sends, receives = event
     if sends is not None and sends.delay > 0:
@@ -220,7 +220,7 @@ def send(one: Round, state: WorkerState) -> WorkerState:
     return state._replace(extra=state.extra._replace(sent=sent))
 
 
-def leaves_of(fragment: tuple[int, ...] | None, params: Any) -> Leaves:
+def leaves_of(fragment: Fragment, params: Any) -> Leaves:
     """The leaves of a fragment that exchanges change, by number.
 
     Raises:

@@ -13,6 +13,9 @@ import numpy as np
 
 from decentjax.exchange import Exchange, Topology, check_topology
 
+Fragment = tuple[int, ...] | None
+"""Leaves that travel together, by their number; None for all leaves."""
+
 
 @dataclasses.dataclass(frozen=True)
 class Round:
@@ -34,7 +37,7 @@ class Round:
     """
 
     exchange: Exchange | None = None
-    leaves: tuple[int, ...] | None = None
+    leaves: Fragment = None
     delay: int = 0
 
     def __post_init__(self):
@@ -111,8 +114,8 @@ class Schedule:
         return next(x.delay for x in self.rounds if x.exchange)
 
     @property
-    def fragments(self) -> tuple[tuple[int, ...] | None, ...]:
-        """The sets of leaves that travel together, None for all leaves."""
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The fragments, in the order of their first rounds."""
         return tuple(dict.fromkeys(x.leaves for x in self.rounds if x.exchange))
 
     def __getitem__(self, step: int) -> Event:
@@ -241,7 +244,7 @@ def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]
     return found
 
 
-def _carries(one: Round, leaves: tuple[int, ...] | None) -> bool:
+def _carries(one: Round, leaves: Fragment) -> bool:
     return one.exchange is not None and one.leaves == leaves
 
 

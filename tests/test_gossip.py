@@ -38,6 +38,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.gossip import stages
+from decentjax.gossip.carrier import Carrier
 
 # Longer than any wait here should be, so that a deadlock is a failure.
 LONG = 60.0
@@ -513,15 +514,14 @@ def test_the_first_leaves_are_sent_on_before_the_last_have_come(monkeypatch):
     """The thread holds back the last two of three groups until that has happened."""
     exchanged, in_time = [], []
     submitted = {t: threading.Event() for t in range(9)}
-    submit = gossip.Background._submit
+    carry = Carrier.carry
 
-    def spy(self, function, *args):
-        future = submit(self, function, *args)
-        if len(args) == 2:
-            submitted[args[1]].set()
+    def spy(self, models, exchange, step):
+        future = carry(self, models, exchange, step)
+        submitted[step].set()
         return future
 
-    monkeypatch.setattr(gossip.Background, "_submit", spy)
+    monkeypatch.setattr(Carrier, "carry", spy)
 
     def record(activity, t, start, end):
         if activity == "exchange":

@@ -9,6 +9,7 @@ import optax
 import pytest
 
 from decentjax import (
+    Lowering,
     adapt,
     atc_step,
     awc_step,
@@ -24,6 +25,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from decentjax.gossip import BackgroundRounds
 from decentjax.rounds import Rounds, init_rounds, round_step
 from decentjax.schedule import NO_ROUND, Event, Round, Schedule, every, in_fragments
 
@@ -377,3 +379,36 @@ def test_as_a_transformation_rounds_need_the_step():
     state = optimizer.init(model())
     with pytest.raises(TypeError, match="decentralize_rounds needs the step"):
         optimizer.update(model(), state, model())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        methods.diloco(4, 3),
+        methods.noloco(4, 2, period=2),
+        methods.streaming_diloco(4, model(), 5, 2, delay=4),
+        Rounds(every(topology.one_peer_ring(4), 2, delay=2)),
+    ],
+    ids=["diloco", "noloco", "streaming", "shift"],
+)
+def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
+    """Also from a state in the middle, as after a restart."""
+    wanted, mesh = run(how, 4, 13), worker_mesh(4)
+    with jax.enable_x64(True):
+        optimizer, params = optax.sgd(RATE), model(jnp.float64)
+        key, extra = jax.random.key(0), init_rounds(how, params)
+        state = place(init_state(params, optimizer, key, 4, extra=extra), mesh)
+        rows = [place(jnp.asarray(x[:, None]), mesh) for x in targets(4, 13)]
+        spans, found = [], []
+        options = {"lowering": Lowering(), "record": lambda *span: spans.append(span)}
+        for part in (range(7), range(7, 13)):
+            with BackgroundRounds(bind(optimizer), how, mesh, **options) as train_step:
+                for t in part:
+                    state, _ = train_step(state, rows[t], t)
+                    found.append(flat(state.params))
+                train_step.settle()
+    np.testing.assert_allclose(found, wanted, rtol=1e-11, atol=1e-13)
+    sent = [step for name, step, *_ in spans if name == "exchange"]
+    begun = [t for t in range(13) if how.schedule[t].sends]
+    # What was under way at the restart is sent again.
+    assert set(begun) <= set(sent)

@@ -1,9 +1,11 @@
 """Exchanges beside the step: in a second thread, or from peer to peer."""
 
 from decentjax.gossip.all_reduce import AllReduce
-from decentjax.gossip.background import Background, host_mesh
+from decentjax.gossip.background import Background
 from decentjax.gossip.book import Addresses, Book, Folder, Store
+from decentjax.gossip.carrier import host_mesh
 from decentjax.gossip.engine import Engine, SharedEngine
+from decentjax.gossip.late import BackgroundRounds
 from decentjax.gossip.means import Butterfly
 from decentjax.gossip.peers import Peers
 from decentjax.gossip.record import Record
@@ -20,6 +22,7 @@ __all__ = [
     "Arrived",
     "Averaged",
     "Background",
+    "BackgroundRounds",
     "Book",
     "Butterfly",
     "Engine",

@@ -13,26 +13,19 @@ collectives before the train step, and call `settle()` before the next ones. All
 the same order in all processes. `SharedEngine.submit` queues any other function there.
 """
 
-import collections
-import time
-from collections.abc import Callable
-from concurrent.futures import Future
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from decentjax.exchange import Topology, check_topology
-from decentjax.gossip.engine import SharedEngine
+from decentjax.gossip.carrier import Carrier
 from decentjax.gossip.record import Record
 from decentjax.gossip.staged import Arrival, Staged
 from decentjax.gossip.stages import Plan
-from decentjax.gossip.tuning import Mix, Mixes, compiled_mix, fastest_mixes
 from decentjax.mixing import Lowering
-from decentjax.step import AXIS, Adapt
+from decentjax.step import Adapt
 
 
 class Background(Staged):
@@ -92,135 +85,23 @@ class Background(Staged):
         record: Record | None = None,
     ):
         check_topology(topology)
-        if dict(mesh.shape) != {AXIS: topology.num_workers}:
-            raise ValueError(
-                f'Background needs a mesh with the axis "{AXIS}" alone, of the '
-                f"topology's {topology.num_workers} workers, got {dict(mesh.shape)}"
-            )
-        if exchange_mesh is not None:
-            _check_same_places(exchange_mesh, mesh)
         super().__init__(adapt, mesh, record)
-        self._engine = SharedEngine()
+        self._carrier = Carrier(
+            topology, mesh, message_dtype, lowering, exchange_mesh, self._record
+        )
         self._topology = topology
-        self._exchange_mesh = exchange_mesh or mesh
-        self._message_dtype = message_dtype
-        self._lowering = lowering
-        self._mixes: Mixes = {}
 
     def settle(self) -> None:
         """Waits for the exchange under way; call it before any other collective."""
-        self._engine.settle()
+        self._carrier.settle()
 
     def _end(self, seconds: float) -> None:
-        self._engine._end(seconds)
+        self._carrier._end(seconds)
 
     def _start(self, params: Any, plan: Plan) -> None:
-        # In the thread, as the measurement is collective: after the exchanges of other
-        # users, and in all processes in the same place.
-        self._mixes = self._submit(self._lower, params).result()
+        del plan
+        self._carrier.start(params)
 
     def _carry(self, group: int, models: list[jax.Array], step: int) -> Arrival:
-        if self._exchange_mesh != self._mesh:
-            # The copy to the host starts now, while the thread sends earlier groups.
-            for shard in (shard for x in models for shard in x.addressable_shards):
-                shard.data.copy_to_host_async()
-        return self._submit(self._exchange, models, step).result
-
-    def _submit(self, function: Callable, *args: Any) -> Future:
-        """Queues a call in the thread, with the precision of the calling thread.
-
-        `jax.enable_x64`, as a context, holds for one thread only.
-        """
-        enabled = jnp.result_type(float) == jnp.float64
-
-        def call() -> Any:
-            with jax.enable_x64(enabled):
-                return function(*args)
-
-        return self._engine.submit(call)
-
-    def _lower(self, params: Any) -> Mixes:
-        mesh, dtype = self._exchange_mesh, self._message_dtype
-        if self._lowering is not None:
-            return {
-                exchange: compiled_mix(exchange, self._lowering, mesh, dtype)
-                for exchange in self._topology
-            }
-        num_bytes = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
-        return fastest_mixes(self._topology, mesh, num_bytes, dtype)
-
-    def _exchange(self, models: list[jax.Array], step: int) -> list[jax.Array]:
-        """Runs in the thread: sends, receives and averages."""
-        # The update that returns these models may still be computing: the record says
-        # how long messages take, not how long the thread waits for the update.
-        jax.block_until_ready(models)
-        start = time.monotonic()
-        mix_models = self._mixes[self._topology[step]]
-        mixed = mix_elsewhere(mix_models, models, self._mesh, self._exchange_mesh)
-        self._record("exchange", step, start, time.monotonic())
-        return mixed
-
-
-def host_mesh(mesh: Mesh) -> Mesh:
-    """Returns a mesh of CPU devices, one per device of the mesh, in the same process.
-
-    Exchanges on it use the memory and the network of the host.
-
-    Raises:
-      ValueError: if a process has fewer CPU devices than it has workers, or none.
-    """
-    cpus: dict[int, list] = collections.defaultdict(list)
-    try:
-        devices = jax.devices("cpu")
-    except RuntimeError as error:
-        raise ValueError(
-            f"exchanges over the host need its CPU beside the accelerator: {error}; "
-            "where JAX_PLATFORMS is set, add cpu to it"
-        ) from error
-    for device in devices:
-        cpus[device.process_index].append(device)
-    workers = [device.process_index for device in mesh.devices.flat]
-    for process, count in collections.Counter(workers).items():
-        if len(cpus[process]) < count:
-            raise ValueError(
-                f"process {process} has {count} workers and {len(cpus[process])} CPU "
-                "devices: before jax starts, set "
-                f'jax.config.update("jax_num_cpu_devices", {count})'
-            )
-    return Mesh([cpus[process].pop(0) for process in workers], (AXIS,))
-
-
-def mix_elsewhere(
-    mix_models: Mix, models: list[jax.Array], mesh: Mesh, exchange_mesh: Mesh
-) -> list[jax.Array]:
-    """Returns the models of `mesh`, mixed on the devices of `exchange_mesh`."""
-    models = [_moved(x, mesh, exchange_mesh) for x in models]
-    mixed = jax.block_until_ready(mix_models(models))
-    return [_moved(x, exchange_mesh, mesh) for x in mixed]
-
-
-def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:
-    got, wanted = (
-        (dict(m.shape), [device.process_index for device in m.devices.flat])
-        for m in (exchange_mesh, mesh)
-    )
-    if got != wanted:
-        raise ValueError(
-            "exchange_mesh needs a device for each worker, in the worker's process: "
-            f"wanted {wanted[0]} in processes {wanted[1]}, got {got[0]} in {got[1]}"
-        )
-
-
-def _moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:
-    """Returns a stacked array on the devices of another mesh, worker by worker."""
-    if source == target:
-        return x
-    devices = target.devices.ravel()
-    parts = [
-        # Through NumPy: between the clients of GPU and CPU there is no direct copy.
-        # A shard is one row; the slice of a single worker has no start.
-        jax.device_put(np.asarray(shard.data), devices[shard.index[0].start or 0])
-        for shard in x.addressable_shards
-    ]
-    sharding = NamedSharding(target, PartitionSpec(AXIS))
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
+        del group
+        return self._carrier.carry(models, self._topology[step], step).result

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, ClassVar, Self
 
+import jax
+import jax.numpy as jnp
+
 CLOSING_SECONDS = 10.0
 FAILING_SECONDS = 1.0  # After an error, so that peers learn of it soon.
 
@@ -134,10 +137,20 @@ class SharedEngine(Closing):
         self._engine = engine
 
     def submit(self, function: Callable, *args: Any) -> Future:
-        """As `Engine.submit`, after the calls of all other users."""
+        """As `Engine.submit`, after the calls of all other users.
+
+        The call has the precision of the calling thread: `jax.enable_x64`, as a
+        context, holds for one thread only.
+        """
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
-        return self._engine.submit(function, *args)
+        enabled = jnp.result_type(float) == jnp.float64
+
+        def call() -> Any:
+            with jax.enable_x64(enabled):
+                return function(*args)
+
+        return self._engine.submit(call)
 
     def settle(self) -> None:
         """Waits until all queued calls are done, those of other users too."""

@@ -30,7 +30,7 @@ from decentjax import (
 )
 from decentjax.analysis import ring_all_reduce
 from decentjax.gossip import host_mesh
-from decentjax.gossip.background import mix_elsewhere
+from decentjax.gossip.carrier import mix_elsewhere
 from decentjax.gossip.tuning import Mix, compiled_mix, fastest_mixes
 from decentjax.runtime import Cluster, Job
 from decentjax.topology import alone, hierarchical

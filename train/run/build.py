@@ -150,7 +150,14 @@ class InStep(contextlib.nullcontext):
         """Does nothing: no message is on its way between two steps."""
 
 
-LoopStep = InStep | gossip.Background | gossip.AllReduce | gossip.Peers | gossip.Wagma
+LoopStep = (
+    InStep
+    | gossip.Background
+    | gossip.BackgroundRounds
+    | gossip.AllReduce
+    | gossip.Peers
+    | gossip.Wagma
+)
 LocalUpdate = Callable[..., tuple[WorkerState, Metrics]]
 
 
@@ -205,13 +212,16 @@ def build_train_step(
     # Two programs run at once on CPUs, but one after the other on a GPU: there the
     # models are exchanged through the host's memory.
     exchange_mesh = None if jax.default_backend() == "cpu" else host_mesh(mesh)
+    options = {
+        "message_dtype": config.step.message_dtype,
+        "exchange_mesh": exchange_mesh,
+        "record": record,
+    }
+    if config.step.algorithm == "rounds":
+        rounds = build_rounds(config, task)
+        return gossip.BackgroundRounds(local, rounds, mesh, **options)
     return gossip.Background(
-        local,
-        config.topology.build(config.workers),
-        mesh,
-        message_dtype=config.step.message_dtype,
-        exchange_mesh=exchange_mesh,
-        record=record,
+        local, config.topology.build(config.workers), mesh, **options
     )
 
 
@@ -272,7 +282,8 @@ def in_background(config: Config, mesh: Mesh | None) -> bool:
     # XLA's CPU backend does not overlap collectives with compute; a GPU's does, and
     # simulated workers send nothing. atc and all_reduce have nothing to overlap with.
     on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    return mesh is not None and on_cpus and config.step.algorithm == "awc"
+    late = config.step.algorithm == "rounds" and config.rounds.delay > 0
+    return mesh is not None and on_cpus and (config.step.algorithm == "awc" or late)
 
 
 def bind_adapt(

@@ -29,7 +29,7 @@ from decentjax import (
 )
 from decentjax.dispersion import measured, tensor_distances
 from decentjax.rounds import receive
-from decentjax.schedule import Round
+from decentjax.schedule import Fragment
 from decentjax.step import Metrics
 from train.config import Config, OptimizerConfig, StepConfig
 from train.run.build import ORDERS, bind_mix
@@ -80,13 +80,13 @@ def build_step(
         return lambda state, batch, taken: order(state, batch, taken)
 
     @functools.cache
-    def end(rounds: Rounds, one: Round) -> Callable:
-        return jax.jit(_over_all(functools.partial(receive, rounds, one), mesh))
+    def end(rounds: Rounds, fragment: Fragment) -> Callable:
+        return jax.jit(_over_all(functools.partial(receive, rounds, fragment), mesh))
 
     return functools.partial(
         round_step,
         rounds=build_rounds(config, task),
-        receive=lambda rounds, one, *arrays: end(rounds, one)(*arrays),
+        receive=lambda rounds, part, *arrays: end(rounds, part)(*arrays),
         **pieces,
     )
 
