@@ -435,9 +435,111 @@ MUTANTS = [
         "tests/test_step.py -k of_one_worker_a_step_is_plain",
     ),
     Mutant(
+        "decentjax/schedule.py",
+        "begun = step - delay + 1",
+        "begun = step - delay",
+        "tests/test_rounds.py -k keeps_what_a_worker",
+    ),
+    Mutant(
+        "decentjax/schedule.py",
+        "receives = delay > 0 and begun >= 0",
+        "receives = delay > 0",
+        "tests/test_rounds.py -k begins_rounds_where",
+    ),
+    Mutant(
+        "decentjax/schedule.py",
+        "after = [*places[1:], places[0] + self.period]",
+        "after = [*places[1:], places[0] + 2 * self.period]",
+        "tests/test_rounds.py -k without_sense",
+    ),
+    Mutant(
+        "decentjax/schedule.py",
+        "begins = {part * num_steps // count: tuple(x)",
+        "begins = {part: tuple(x)",
+        "tests/test_rounds.py -k streaming_diloco_sends",
+    ),
+    Mutant(
+        "decentjax/rounds.py",
+        "now.astype(dtype) - sent.astype(dtype)",
+        "sent.astype(dtype) - now.astype(dtype)",
+        "tests/test_rounds.py -k keeps_what_a_worker",
+    ),
+    Mutant(
+        "decentjax/rounds.py",
+        "share * now.astype(dtype) + (1 - share) * new",
+        "(1 - share) * now.astype(dtype) + share * new",
+        "tests/test_rounds.py -k streaming_diloco_sends",
+    ),
+    Mutant(
+        "decentjax/rounds.py",
+        "    new = new._replace(extra=mixed.extra)",
+        "    new = new._replace(extra=state.extra)",
+        "tests/test_rounds.py -k streaming_diloco_sends",
+    ),
+    Mutant(
+        "decentjax/rounds.py",
+        "jax.tree.map(jnp.subtract, anchor, mixed)",
+        "jax.tree.map(jnp.subtract, mixed, anchor)",
+        "tests/test_rounds.py -k algorithm_1",
+    ),
+    Mutant(
+        "decentjax/rounds.py",
+        "place = rounds.schedule.fragments.index(fragment)",
+        "place = 0",
+        "tests/test_rounds.py -k streaming_diloco_sends",
+    ),
+    Mutant(
+        "decentjax/rounds.py",
+        "    params = lax.optimization_barrier(jax.tree.unflatten(structure, leaves))",
+        "    params = state.params",
+        "tests/test_rounds.py -k after_h_steps",
+    ),
+    Mutant(
+        "decentjax/methods.py",
+        "nesterov=True)\n    return Rounds(every(",
+        "nesterov=False)\n    return Rounds(every(",
+        "tests/test_rounds.py -k algorithm_1",
+    ),
+    Mutant(
+        "decentjax/correction.py",
+        "u + (x - p)",
+        "u + (p - x)",
+        "tests/test_correction.py -k is_d2",
+    ),
+    Mutant(
+        "decentjax/correction.py",
+        "last = rate(jnp.maximum(state.count - 1, 0))",
+        "last = rate(state.count)",
+        "tests/test_correction.py -k quasi_global_momentum_is",
+    ),
+    Mutant(
+        "decentjax/correction.py",
+        "found.append(Tracked(new, gradient))",
+        "found.append(Tracked(new, before.gradient))",
+        "tests/test_correction.py -k diging",
+    ),
+    Mutant(
+        "decentjax/gossip/late.py",
+        "        if step != self._next:\n            self._send_again(state, step)\n",
+        "",
+        "tests/test_rounds.py -k second_thread",
+    ),
+    Mutant(
+        "decentjax/gossip/late.py",
+        "range(max(0, step - schedule.delay + 1), step)",
+        "range(max(0, step - schedule.delay + 2), step)",
+        "tests/test_rounds.py -k second_thread",
+    ),
+    Mutant(
+        "decentjax/gossip/late.py",
+        "self._arriving.popleft()",
+        "self._arriving.pop()",
+        "tests/test_rounds.py -k second_thread",
+    ),
+    Mutant(
         "decentjax/placement.py",
-        "self._steps[step % len(self._steps)](state, batch)",
-        "self._steps[0](state, batch)",
+        "self._jit(self._plan[step])(state, batch)",
+        "self._jit(self._plan[0])(state, batch)",
         "tests/test_step.py -k follows_the_dense",
     ),
     Mutant(
@@ -508,14 +610,14 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/optim.py",
-        "DecentralizeState(state.count + 1, worker.opt_state)",
-        "DecentralizeState(state.count, worker.opt_state)",
+        "count, inner_state = state.count + 1, worker.opt_state",
+        "count, inner_state = state.count, worker.opt_state",
         "tests/test_optim.py -k the_state_counts",
     ),
     Mutant(
         "decentjax/optim.py",
-        "(mix_once, topology[step])",
-        "(mix_once, topology[0])",
+        "(mix_once, plan[step])",
+        "(mix_once, plan[0])",
         "tests/test_optim.py -k wraps_around",
     ),
     Mutant(
@@ -759,13 +861,13 @@ MUTANTS = [
         "tests/test_peers.py -k was_recorded",
     ),
     Mutant(
-        "decentjax/gossip/background.py",
+        "decentjax/gossip/engine.py",
         "enabled = jnp.result_type(float) == jnp.float64",
         "enabled = False",
         "tests/test_gossip.py -k double_precision_holds",
     ),
     Mutant(
-        "decentjax/gossip/background.py",
+        "decentjax/gossip/carrier.py",
         "cpus[process].pop(0) for",
         "cpus[process].pop() for",
         "tests/test_gossip.py -k host_mesh_has_a_cpu",
@@ -790,7 +892,7 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/background.py",
-        "        self._engine._end(seconds)",
+        "        self._carrier._end(seconds)",
         "        pass",
         "tests/test_gossip.py -k a_closed_train_step",
     ),
@@ -1084,8 +1186,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/config.py",
-        'if step.algorithm == "all_reduce" or (step',
-        "if (step",
+        'if step.algorithm != "awc" and (step',
+        'if step.algorithm == "atc" and (step',
         "tests/test_peer_job.py -k takes_collectives",
     ),
     Mutant(
@@ -1355,8 +1457,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/build.py",
-        "        message_dtype=config.step.message_dtype,\n        exchange_mesh",
-        "        exchange_mesh",
+        '        "message_dtype": config.step.message_dtype,\n        "exchange_mesh',
+        '        "exchange_mesh',
         "tests/test_train.py -k dtype_of_the_config",
     ),
     Mutant(
@@ -1704,8 +1806,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/seeds.py",
-        "places.append(policy(step - 1, (step - 1) / options.epoch_steps))",
-        "places.append(policy(step, (step - 1) / options.epoch_steps))",
+        "place = policy(step - 1, (step - 1) / options.epoch_steps)",
+        "place = policy(step, (step - 1) / options.epoch_steps)",
         "tests/test_compare.py -k seeds_together",
     ),
     Mutant(
@@ -2382,7 +2484,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/programs.py",
-        'before_update=step.algorithm == "awc"',
+        "before_update=before",
         "before_update=True",
         "tests/test_dbench.py -k of_a_mesh",
     ),
