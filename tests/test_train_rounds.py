@@ -1,0 +1,175 @@
+"""Rounds in the trainer: one result alone, on a mesh, as seeds and in a thread."""
+
+import dataclasses
+import functools
+
+import jax
+import line
+import numpy as np
+import pytest
+
+from decentjax.analysis import traffic
+from decentjax.topology import complete
+from train.config import (
+    CheckpointConfig,
+    ExchangeConfig,
+    OptimizerConfig,
+    RoundsConfig,
+    StepConfig,
+    TopologyConfig,
+    WorkersConfig,
+)
+from train.run.log import read_metrics
+from train.run.loop import train
+from train.run.resume import Resume
+from train.run.seeds import train_seeds
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+NOISY = dataclasses.replace(
+    line.config,
+    name="rounds",
+    num_steps=24,
+    task=dataclasses.replace(line.config.task, noise=0.5),
+    workers=WorkersConfig(num_workers=4),
+    topology=TopologyConfig(name="complete"),
+    checkpoint=CheckpointConfig(every_steps=10),
+    # Constant: a run that is cut short has another last step.
+    optimizer=dataclasses.replace(line.config.optimizer, decay="steps"),
+)
+METHODS = {
+    "local_sgd": RoundsConfig(every_steps=5),
+    "diloco": RoundsConfig(every_steps=5, outer="nesterov"),
+    "streaming": RoundsConfig(
+        every_steps=6, fragments=2, delay=4, outer="nesterov", merge="blend"
+    ),
+    "late": RoundsConfig(every_steps=3, delay=3, merge="shift"),
+}
+EACH_METHOD = pytest.mark.parametrize("method", METHODS)
+
+
+def config_of(method, **changes):
+    step = dataclasses.replace(NOISY.step, algorithm="rounds")
+    return dataclasses.replace(NOISY, step=step, rounds=METHODS[method], **changes)
+
+
+def params_of(state):
+    return jax.device_get(state.params)
+
+
+@EACH_METHOD
+def test_a_run_has_the_numbers_of_its_seeds(method, tmp_path):
+    config = config_of(method)
+    train(config, tmp_path / "alone")
+    alone = [row["loss"] for row in read_metrics(tmp_path / "alone") if "loss" in row]
+    together = train_seeds(config, range(2), lambda *_: None)
+    seeds = [values[0] for _, values in together.losses]
+    np.testing.assert_allclose(alone, seeds, rtol=1e-4)
+    whole, fragments = traffic(complete(4), 8)[0].worker_bytes.mean(), 2
+    # 24 steps: of a fragment of one leaf of two, each.
+    sent = {"local_sgd": 4, "diloco": 4, "streaming": 8 / fragments, "late": 8}
+    assert together.sent["per worker"] == [sent[method] * whole / 24] * 2
+
+
+PLACES = [
+    (method, where)
+    for method, rounds in METHODS.items()
+    for where in ("simulate", "mesh", "background")
+    if where != "background" or rounds.delay > 0  # Else there is nothing to hide.
+]
+
+
+@pytest.mark.draw(2)
+@pytest.mark.parametrize(("method", "where"), PLACES)
+def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
+    """Bit for bit, with what was on its way."""
+    config = simulated = config_of(method)
+    if where != "simulate":
+        config = dataclasses.replace(
+            config,
+            workers=WorkersConfig(num_workers=4, where="mesh"),
+            exchange=ExchangeConfig(where={"mesh": "in_step"}.get(where, where)),
+        )
+    train(dataclasses.replace(config, num_steps=11), tmp_path / "half")
+    resumed = train(config, tmp_path / "half", Resume()).state
+    whole = train(config, tmp_path / "whole").state
+    jax.tree.map(np.testing.assert_array_equal, params_of(whole), params_of(resumed))
+    if where != "simulate":
+        wanted = train(simulated, tmp_path / "simulated").state
+        jax.tree.map(
+            functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6),
+            params_of(whole),
+            params_of(wanted),
+        )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"step": StepConfig(algorithm="tracking")},
+        {
+            "step": StepConfig(algorithm="atc"),
+            "optimizer": OptimizerConfig(name="qg_dsgdm", decay="steps"),
+        },
+        {
+            "step": StepConfig(algorithm="atc"),
+            "topology": TopologyConfig(name="ring", factor=0.5),
+            "optimizer": OptimizerConfig(name="exact_diffusion", decay="steps"),
+        },
+    ],
+    ids=["tracking", "qg_dsgdm", "exact_diffusion"],
+)
+@pytest.mark.parametrize("where", ["simulate", "mesh"])
+def test_corrections_train_and_resume(changes, where, tmp_path):
+    workers = WorkersConfig(num_workers=4, where=where)
+    optimizer = dataclasses.replace(
+        changes.get("optimizer", NOISY.optimizer), warmup_steps=2, learning_rate=0.01
+    )
+    changes = {**changes, "optimizer": optimizer, "workers": workers}
+    config = dataclasses.replace(NOISY, **changes)
+    whole = train(config, tmp_path / "whole").state
+    train(dataclasses.replace(config, num_steps=11), tmp_path / "half")
+    resumed = train(config, tmp_path / "half", Resume()).state
+    jax.tree.map(np.testing.assert_array_equal, params_of(whole), params_of(resumed))
+    rows = read_metrics(tmp_path / "whole")
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[-1] < losses[0]
+    together = train_seeds(config, range(1), lambda *_: None)
+    seeds = [values[0] for _, values in together.losses]
+    np.testing.assert_allclose(losses, seeds, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"every_steps": 0}, "every_steps must be at least 1, got 0"),
+        ({"every_steps": 3, "delay": 4}, "merged after 4 steps"),
+        ({"delay": -1}, "delay must be at least 0"),
+        ({"fragments": 0}, "fragments must be at least 1"),
+        ({"every_steps": 1, "outer": "nesterov"}, "rounds.every_steps to 2 or more"),
+        ({"momentum": 1.0}, "momentum and share must be less than 1"),
+        ({"merge": "mix"}, "merge must be one of"),
+    ],
+)
+def test_rounds_of_no_sense_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        RoundsConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"exchange": ExchangeConfig(where="background")}, "rounds.delay to 1 or more"),
+        ({"exchange": ExchangeConfig(where="peers")}, "rounds waits for all workers"),
+    ],
+)
+def test_where_rounds_cannot_be_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        config_of("diloco", **changes)
+
+
+def test_more_fragments_than_leaves_are_refused_before_the_first_step(tmp_path):
+    rounds = RoundsConfig(every_steps=8, fragments=5)
+    config = dataclasses.replace(config_of("diloco"), rounds=rounds)
+    with pytest.raises(ValueError, match="no leaf falls into the fragments"):
+        train(config, tmp_path)
