@@ -254,6 +254,12 @@ def test_every_begins_rounds_where_it_says():
     assert late[1] == Event(None, Round(graph[0], delay=2))
     assert [at_end[t].sends is not None for t in range(6)] == 2 * [False, False, True]
     assert {at_end[t].receives for t in range(9)} == {None}
+    late_parts = in_fragments(graph, 4, [(0,), (1,)], 3)
+    assert [late_parts[t].receives for t in range(3)] == [
+        None,  # The second fragment has not begun yet.
+        None,
+        Round(graph[0], (0,), 3),
+    ]
     assert late.num_workers == 4
     assert late.period == 6
 

@@ -134,7 +134,7 @@ class BackgroundRounds(Closing):
 
     def _mix(self, sent: Leaves, exchange: Exchange) -> Leaves:
         """Waits for the round that was sent first."""
-        if not self._arriving:  # Without delay it is sent now.
+        if self._rounds.schedule.delay == 0:  # It is sent now.
             self._send(Round(exchange), sent)
         start = time.monotonic()
         mixed = self._arriving.popleft().result()
