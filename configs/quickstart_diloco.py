@@ -1,0 +1,17 @@
+"""The quickstart with DiLoCo: AdamW alone for 50 steps, then Nesterov's outer step.
+
+Command: `python -m train configs/quickstart_diloco.py`
+"""
+
+import dataclasses
+
+from configs.quickstart_dadam import config as dadam
+from train.config import RoundsConfig, StepConfig, TopologyConfig
+
+config = dataclasses.replace(
+    dadam,
+    name="quickstart_diloco",
+    topology=TopologyConfig(name="complete"),
+    step=StepConfig(algorithm="rounds", batch_per_worker=4),
+    rounds=RoundsConfig(every_steps=50, outer="nesterov"),
+)
