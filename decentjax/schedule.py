@@ -53,7 +53,7 @@ class Round:
             raise ValueError(f"a delay is at least 0 steps, got {self.delay}")
 
 
-NO_ROUND = Round()
+_NO_ROUND = Round()
 
 
 class Event(NamedTuple):
@@ -168,7 +168,7 @@ def every(topology: Topology, num_steps: int, delay: int = 0) -> Schedule:
     _check_steps(num_steps)
     place = 0 if delay else num_steps - 1
     rounds = [
-        Round(exchange, delay=delay) if step == place else NO_ROUND
+        Round(exchange, delay=delay) if step == place else _NO_ROUND
         for exchange in topology
         for step in range(num_steps)
     ]
@@ -205,7 +205,7 @@ def in_fragments(
         )
     begins = {part * num_steps // count: tuple(x) for part, x in enumerate(fragments)}
     rounds = [
-        Round(exchange, begins[step], delay) if step in begins else NO_ROUND
+        Round(exchange, begins[step], delay) if step in begins else _NO_ROUND
         for exchange in topology
         for step in range(num_steps)
     ]

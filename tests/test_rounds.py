@@ -27,7 +27,7 @@ from decentjax import (
 )
 from decentjax.gossip import BackgroundRounds
 from decentjax.rounds import Rounds, init_rounds, round_step
-from decentjax.schedule import NO_ROUND, Event, Round, Schedule, every, in_fragments
+from decentjax.schedule import Event, Round, Schedule, every, in_fragments
 
 RATE = 0.1
 A, B = slice(0, 3), slice(3, 7)  # The leaves in a flat model.
@@ -292,7 +292,7 @@ RING = topology.ring(4)
         (lambda: in_fragments(RING, 4, [(0, 1), (1,)]), "a leaf belongs to one set"),
         (lambda: in_fragments(RING, 4, [(0,), (1,)], 5), "sent again after 4"),
         (lambda: Round(RING[0], (-1,)), "leaves are numbers from 0"),
-        (lambda: Schedule("no", (NO_ROUND,)), "needs rounds with exchanges"),
+        (lambda: Schedule("no", (Round(),)), "needs rounds with exchanges"),
         (
             lambda: Schedule("two", (Round(RING[0]), Round(RING[0], delay=1))),
             r"have one delay, got \[0, 1\]",
