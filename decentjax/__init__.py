@@ -12,6 +12,8 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from decentjax import (
         analysis,
+        codec,
+        compression,
         dispersion,
         gossip,
         methods,
@@ -85,6 +87,8 @@ __all__ = [
     "analysis",
     "atc_step",
     "awc_step",
+    "codec",
+    "compression",
     "compute_in",
     "consensus_distance",
     "dadam",
@@ -122,6 +126,8 @@ __all__ = [
 
 _MODULES = (
     "analysis",
+    "codec",
+    "compression",
     "dispersion",
     "gossip",
     "methods",

@@ -390,12 +390,12 @@ def _combined(
     """`x_i + sum_k weights[k][i] (models[k] - q_i)`, in the dtype of sums."""
     dtype = sum_dtype(x)
     if sent.dtype == x.dtype and all(map(_is_power_of_two, {*own}.union(*weights))):
-        return _weighted([x.astype(dtype), *models], [own, *weights], node)
+        return weighted([x.astype(dtype), *models], [own, *weights], node)
     differences = [model - sent.astype(dtype) for model in models]
-    return x.astype(dtype) + _weighted(differences, weights, node)
+    return x.astype(dtype) + weighted(differences, weights, node)
 
 
-def _weighted(
+def weighted(
     arrays: Sequence[jax.Array], weights: Sequence[Weights], node: jax.Array
 ) -> jax.Array:
     """`sum_k weights[k][node] arrays[k]`."""

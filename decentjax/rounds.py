@@ -12,6 +12,7 @@ worker's code; `round_step` places them around the local update.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -21,12 +22,18 @@ import optax
 from jax import lax
 
 from decentjax._collectives import sum_dtype
+from decentjax.codec import mix_encoded
+from decentjax.compression import (
+    Coded,
+    Compression,
+    Leaves,
+    decode_leaves,
+    encode_leaves,
+    init_coded,
+)
 from decentjax.mixing import is_mixed
 from decentjax.schedule import Event, Fragment, Round, Schedule
-from decentjax.step import Adapt, Metrics, Mix, WorkerState, mix_workers
-
-Leaves = dict[int, Any]
-"""Leaves of a model, by their number in the order of `jax.tree.leaves`."""
+from decentjax.step import AXIS, Adapt, Metrics, Mix, WorkerState, mix_workers
 
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(leaf now, leaf as it was sent, leaf of the round) to the merged leaf."""
@@ -80,14 +87,17 @@ class Rounds:
       outer: optimizer of the anchor, whose gradient is the pseudo-gradient; None moves
         the anchor to the average.
       merge: how a worker goes on from the anchor: `replace`, `shift` or `blend(c)`.
+      compression: how messages are encoded; None sends leaves as they are.
 
     Raises:
-      ValueError: if there is an outer optimizer, and no local step between two rounds.
+      ValueError: if there is an outer optimizer, and no local step between two rounds,
+        or the compression does not fit the schedule.
     """
 
     schedule: Schedule
     outer: optax.GradientTransformation | None = None
     merge: Merge = shift
+    compression: Compression | None = None
 
     def __post_init__(self):
         in_each_step = all(one.exchange for one in self.schedule.rounds)
@@ -97,6 +107,8 @@ class Rounds:
                 "last round, and this schedule averages them in every step: take "
                 "every(topology, num_steps) with more steps, or no outer optimizer"
             )
+        if self.compression is not None:
+            self.compression.check(self.schedule, self.outer is not None)
 
 
 class RoundState(NamedTuple):
@@ -107,11 +119,13 @@ class RoundState(NamedTuple):
       outer: state of the outer optimizer, for each fragment of the schedule.
       sent: leaves as they were sent last; empty where a round ends in the step in which
         it begins.
+      coded: what compression carries; None without any.
     """
 
     anchor: Leaves
     outer: tuple[Any, ...]
     sent: Leaves
+    coded: Coded | None = None
 
 
 def init_rounds(rounds: Rounds, params: Any) -> RoundState:
@@ -130,9 +144,26 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
         return {n: jnp.array(x, copy=True) for part in parts for n, x in part.items()}
 
     sent = copies() if rounds.schedule.delay > 1 else {}
+    coded = None
+    if rounds.compression is not None:
+        is_late = rounds.schedule.delay > 1
+        coded = init_coded(rounds.compression, copies(), is_late)
     if rounds.outer is None:
-        return RoundState({}, (), sent)
-    return RoundState(copies(), tuple(map(rounds.outer.init, parts)), sent)
+        return RoundState({}, (), sent, coded)
+    return RoundState(copies(), tuple(map(rounds.outer.init, parts)), sent, coded)
+
+
+def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
+    """Begins a round: the state with its leaves as they are now, encoded or not."""
+    carried: RoundState = state.extra
+    leaves = leaves_of(fragment, state.params)
+    if carried.coded is not None:
+        assert rounds.compression is not None
+        coded = encode_leaves(
+            rounds.compression, leaves, carried.anchor, state.key, carried.coded
+        )
+        carried = carried._replace(coded=coded)
+    return state._replace(extra=carried._replace(sent=carried.sent | leaves))
 
 
 def receive(
@@ -144,15 +175,22 @@ def receive(
       rounds: the rounds.
       fragment: the leaves that it has sent.
       state: this worker's state now.
-      mixed: the leaves that were sent, averaged.
+      mixed: the leaves that were sent, averaged, or of encoded ones the difference
+        that `mix_encoded` returns.
 
     Returns:
       The state with the model after the round, and the new anchor and outer state.
     """
     carried, new = state.extra, mixed
+    if carried.coded is not None:
+        assert rounds.compression is not None
+        coded, new = decode_leaves(
+            rounds.compression, mixed, carried.sent, carried.anchor, carried.coded
+        )
+        carried = carried._replace(coded=coded)
     if rounds.outer is not None:
         place = rounds.schedule.fragments.index(fragment)
-        new, carried = _move_anchor(rounds.outer, place, mixed, carried)
+        new, carried = _move_anchor(rounds.outer, place, new, carried)
     leaves, structure = jax.tree.flatten(state.params)
     for number in mixed:
         sent = carried.sent[number]
@@ -163,6 +201,7 @@ def receive(
 
 
 Receive = Callable[[Rounds, Fragment, WorkerState, Leaves], WorkerState]
+Send = Callable[[Rounds, Fragment, WorkerState], WorkerState]
 
 
 def round_step(
@@ -172,7 +211,8 @@ def round_step(
     *,
     rounds: Rounds,
     adapt: Adapt,
-    mix: Mix = mix_workers,
+    mix: Mix | None = None,
+    send: Send = send,
     receive: Receive = receive,
 ) -> tuple[WorkerState, Metrics]:
     """A local update, with the round that begins in this step, and the one that ends.
@@ -187,37 +227,57 @@ def round_step(
       event: what this step does, as in `rounds.schedule[step]`.
       rounds: the rounds.
       adapt: the local update, `decentjax.adapt` with its keywords bound.
-      mix: the averaging, `decentjax.mix` with its keywords bound.
-      receive: the end of a round, where it is a program of its own.
+      mix: the averaging, by default `decentjax.mix` over the axis of the workers, or of
+        encoded leaves `decentjax.codec.mix_encoded`.
+      send: the begin of a round, where it is a program of its own.
+      receive: its end, likewise.
 
     Returns:
       As `awc_step`.
     """
+    averages = default_mix(rounds) if mix is None else mix
 
     def end(one: Round, state: WorkerState) -> WorkerState:
         assert one.exchange is not None
-        numbers = leaves_of(one.leaves, state.params)
-        sent = {number: state.extra.sent[number] for number in numbers}
-        return receive(rounds, one.leaves, state, mix(sent, one.exchange))
+        mixed = averages(travelling(one.leaves, state), one.exchange)
+        return receive(rounds, one.leaves, state, mixed)
 
     sends, receives = event
     if sends is not None and sends.delay > 0:
-        state = send(sends, state)
+        state = send(rounds, sends.leaves, state)
     mixed = state if receives is None else end(receives, state)
     # The gradient is that of the model before the round, as in `awc_step`.
     new, metrics = adapt(state, batch, mixed.params)
     new = new._replace(extra=mixed.extra)
     if sends is not None and sends.delay == 0:
-        new = end(sends, send(sends, new))
+        new = end(sends, send(rounds, sends.leaves, new))
     if rounds.schedule.delay <= 1:
-        new = new._replace(extra=new.extra._replace(sent={}))
+        new = new._replace(extra=_without_messages(new.extra))
     return new, metrics
 
 
-def send(one: Round, state: WorkerState) -> WorkerState:
-    """Begins a round: the state with its leaves as they are now."""
-    sent = state.extra.sent | leaves_of(one.leaves, state.params)
-    return state._replace(extra=state.extra._replace(sent=sent))
+def travelling(fragment: Fragment, state: WorkerState) -> Any:
+    """What the exchange of a round averages: leaves, or pairs of leaf and message."""
+    carried: RoundState = state.extra
+    numbers = leaves_of(fragment, state.params)
+    if carried.coded is None:
+        return {n: carried.sent[n] for n in numbers}
+    return {n: (carried.sent[n], carried.coded.messages[n]) for n in numbers}
+
+
+def default_mix(rounds: Rounds) -> Mix:
+    """The averaging over the axis of the workers, of leaves or of encoded ones."""
+    if rounds.compression is None:
+        return mix_workers
+    codec = rounds.compression.codec
+    return functools.partial(mix_encoded, codec=codec, axis_name=AXIS)
+
+
+def _without_messages(carried: RoundState) -> RoundState:
+    coded = carried.coded
+    if coded is not None:
+        coded = coded._replace(messages={})
+    return carried._replace(sent={}, coded=coded)
 
 
 def leaves_of(fragment: Fragment, params: Any) -> Leaves:

@@ -17,7 +17,17 @@ KINDS = (
     "collective-permute",
     "reduce-scatter",
 )
-BITS = {"pred": 8, "s32": 32, "u32": 32, "bf16": 16, "f16": 16, "f32": 32, "f64": 64}
+BITS = {
+    "pred": 8,
+    "s8": 8,
+    "u8": 8,
+    "s32": 32,
+    "u32": 32,
+    "bf16": 16,
+    "f16": 16,
+    "f32": 32,
+    "f64": 64,
+}
 
 
 class Instruction(NamedTuple):

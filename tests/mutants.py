@@ -526,8 +526,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/late.py",
-        "range(max(0, step - schedule.delay + 1), step)",
-        "range(max(0, step - schedule.delay + 2), step)",
+        "range(max(0, step - self._rounds.schedule.delay + 1), step)",
+        "range(max(0, step - self._rounds.schedule.delay + 2), step)",
         "tests/test_rounds.py -k second_thread",
     ),
     Mutant(
@@ -535,6 +535,60 @@ MUTANTS = [
         "self._arriving.popleft()",
         "self._arriving.pop()",
         "tests/test_rounds.py -k second_thread",
+    ),
+    Mutant(
+        "decentjax/codec.py",
+        "jnp.floor(blocks * scale[:, None] + noise)",
+        "jnp.round(blocks * scale[:, None])",
+        "tests/test_codec.py -k right_on_average",
+    ),
+    Mutant(
+        "decentjax/codec.py",
+        "return low | (high << 4), scales",
+        "return low | (high << 3), scales",
+        "tests/test_codec.py -k one_away",
+    ),
+    Mutant(
+        "decentjax/codec.py",
+        "found.append(codec.decode(came, leaf.shape) - own)",
+        "found.append(codec.decode(came, leaf.shape) - leaf)",
+        "tests/test_codec.py -k deep_squeeze",
+    ),
+    Mutant(
+        "decentjax/codec.py",
+        "source[worker] = group[(place + turn) % size]",
+        "source[worker] = group[(place + 1) % size]",
+        "tests/test_codec.py -k sent_as_permutations",
+    ),
+    Mutant(
+        "decentjax/compression.py",
+        "part = -1 if is_copy else compression.keep",
+        "part = -1 if is_copy else 1",
+        "tests/test_codec.py -k sparse_loco",
+    ),
+    Mutant(
+        "decentjax/compression.py",
+        "memory[number] + decoded if is_copy else payload - decoded",
+        "memory[number] + decoded if is_copy else 0 * payload",
+        "tests/test_codec.py -k deep_squeeze",
+    ),
+    Mutant(
+        "decentjax/compression.py",
+        "moved[number] = moved[number] + difference",
+        "moved[number] = difference",
+        "tests/test_codec.py -k choco_is",
+    ),
+    Mutant(
+        "train/run/rounds.py",
+        'of = "copy" if options.copies else "model" if',
+        'of = "model" if options.copies else "model" if',
+        "tests/test_train_rounds.py -k copies_of_peers",
+    ),
+    Mutant(
+        "train/run/seeds.py",
+        "                exchange = as_permutations(exchange)\n",
+        "                pass\n",
+        "tests/test_train_rounds.py -k numbers_of_its_seeds",
     ),
     Mutant(
         "decentjax/placement.py",

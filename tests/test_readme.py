@@ -284,7 +284,7 @@ def test_a_code_block_runs_as_pasted(number, pasted):
 
 def test_the_checks_of_blocks_are_of_some():
     blocks = [block for _, block in BLOCKS]
-    assert len(blocks) == 15
+    assert len(blocks) == 16
     assert sum(word in block for word in CHECKS for block in blocks) == 8
     for word in ("analysis.traffic", "runtime.all_reduce"):
         assert sum(word in block for block in blocks) == 1

@@ -44,13 +44,19 @@ METHODS = {
         every_steps=6, fragments=2, delay=4, outer="nesterov", merge="blend"
     ),
     "late": RoundsConfig(every_steps=3, delay=3, merge="shift"),
+    "int8": RoundsConfig(every_steps=3, delay=3, merge="shift", codec="int8"),
+    "sparse": RoundsConfig(
+        every_steps=5, outer="nesterov", codec="top_k", sent_share=0.5, error_kept=0.9
+    ),
 }
 EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 
 
 def config_of(method, **changes):
     step = dataclasses.replace(NOISY.step, algorithm="rounds")
-    return dataclasses.replace(NOISY, step=step, rounds=METHODS[method], **changes)
+    return dataclasses.replace(
+        NOISY, **{"step": step, "rounds": METHODS[method], **changes}
+    )
 
 
 def params_of(state):
@@ -68,7 +74,10 @@ def test_a_run_has_the_numbers_of_its_seeds(method, tmp_path):
     whole, fragments = traffic(complete(4), 8)[0].worker_bytes.mean(), 2
     # 24 steps: of a fragment of one leaf of two, each.
     sent = {"local_sgd": 4, "diloco": 4, "streaming": 8 / fragments, "late": 8}
-    assert together.sent["per worker"] == [sent[method] * whole / 24] * 2
+    sent = {name: count * whole for name, count in sent.items()}
+    # To three peers: a number of 1 byte and its scale of 4, or one and its place.
+    sent |= {"int8": 8 * 3 * 2 * 5, "sparse": 4 * 3 * 2 * 8}
+    assert together.sent["per worker"] == [sent[method] / 24] * 2
 
 
 PLACES = [
@@ -149,6 +158,8 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"every_steps": 1, "outer": "nesterov"}, "rounds.every_steps to 2 or more"),
         ({"momentum": 1.0}, "momentum and share must be less than 1"),
         ({"merge": "mix"}, "merge must be one of"),
+        ({"codec": "int2"}, "codec must be one of"),
+        ({"copies": True}, "rounds.copies are of encoded models"),
     ],
 )
 def test_rounds_of_no_sense_are_refused(changes, words):
@@ -161,6 +172,13 @@ def test_rounds_of_no_sense_are_refused(changes, words):
     [
         ({"exchange": ExchangeConfig(where="background")}, "rounds.delay to 1 or more"),
         ({"exchange": ExchangeConfig(where="peers")}, "rounds waits for all workers"),
+        (
+            {
+                "step": StepConfig(algorithm="rounds", message_dtype="bfloat16"),
+                "rounds": RoundsConfig(codec="int8"),
+            },
+            "messages have one form",
+        ),
     ],
 )
 def test_where_rounds_cannot_be_is_refused(changes, words):
@@ -173,3 +191,18 @@ def test_more_fragments_than_leaves_are_refused_before_the_first_step(tmp_path):
     config = dataclasses.replace(config_of("diloco"), rounds=rounds)
     with pytest.raises(ValueError, match="no leaf falls into the fragments"):
         train(config, tmp_path)
+
+
+def test_copies_of_peers_hold_what_workers_have(tmp_path):
+    """CHOCO-SGD: with each message the copy is nearer to the model."""
+    rounds = RoundsConfig(every_steps=1, codec="int8", copies=True, copy_step=0.8)
+    ring = TopologyConfig(name="ring")
+    config = dataclasses.replace(config_of("diloco"), rounds=rounds, topology=ring)
+    state = train(config, tmp_path).state
+    known, params = state.extra.coded.memory, jax.tree.leaves(state.params)
+    # One level of 127 of the last change of a step.
+    for number, copy in known.items():
+        np.testing.assert_allclose(copy, params[number], atol=0.02)
+    moving = TopologyConfig(name="one_peer_ring")
+    with pytest.raises(ValueError, match="a graph that never changes"):
+        train(dataclasses.replace(config, topology=moving), tmp_path / "other")

@@ -209,6 +209,14 @@ class RoundsConfig:
       merge: how a worker goes on: "replace" takes the result, "shift" adds what the
         worker has learned since it sent, "blend" is `share` x + (1 - share) result.
       share: part of the worker's own model, for "blend".
+      codec: how messages are encoded: 8 or 4 bits a number, or the largest numbers;
+        what a message drops is sent later. With an outer optimizer it encodes how far
+        a worker has moved, and needs means of all models.
+      sent_share: share of the numbers that "top_k" sends.
+      error_kept: part of what was dropped that is sent later.
+      copies: whether to send changes of copies that the peers keep, as CHOCO-SGD does;
+        for a graph that never changes.
+      copy_step: step towards the average of the copies, in (0, 1].
     """
 
     every_steps: int = 10
@@ -219,9 +227,19 @@ class RoundsConfig:
     momentum: float = 0.9
     merge: Literal["replace", "shift", "blend"] = "replace"
     share: float = 0.5
+    codec: Literal["none", "int8", "int4", "top_k"] = "none"
+    sent_share: float = 0.01
+    error_kept: float = 1.0
+    copies: bool = False
+    copy_step: float = 1.0
 
     def __post_init__(self):
         _check_at_least(self, 1, "every_steps", "fragments")
+        if self.copies and (self.codec == "none" or self.outer != "none"):
+            raise ValueError(
+                "rounds.copies are of encoded models: set rounds.codec, and "
+                'rounds.outer to "none"'
+            )
         _check_at_least(self, 0, "delay", "learning_rate", "momentum", "share")
         if not (self.momentum < 1 and self.share < 1):
             raise ValueError(
@@ -569,6 +587,11 @@ class Config:
             )
         # Raises for workers to whom the topology does not apply.
         topology = self.topology.build(self.workers)
+        if self.step.message_dtype is not None and self.rounds.codec != "none":
+            raise ValueError(
+                "messages have one form: leave step.message_dtype at None, or "
+                'rounds.codec at "none"'
+            )
         if self.exchange.where == "peers":
             _check_peers(self.step, topology, self.exchange.way)
         if self.exchange.way == "wagma" and (

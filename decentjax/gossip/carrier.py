@@ -4,7 +4,9 @@ Between processes of CPUs, or through the host's memory where the workers have G
 """
 
 import collections
+import functools
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -18,6 +20,7 @@ from decentjax.gossip.engine import Closing, SharedEngine
 from decentjax.gossip.record import Record
 from decentjax.gossip.tuning import Mix, Mixes, compiled_mix, fastest_mixes
 from decentjax.mixing import Lowering
+from decentjax.placement import over_workers
 from decentjax.step import AXIS
 
 
@@ -31,6 +34,8 @@ class Carrier(Closing):
       lowering: as in `mix`; by default that of `fastest_mixes`.
       exchange_mesh: mesh of the devices that exchange; by default `mesh`.
       record: function that is called with each exchange.
+      mix: one worker's averaging, where it is not `decentjax.mix`; neither dtype nor
+        lowering apply to it.
 
     Raises:
       ValueError: if the mesh has other axes or another number of workers, or the
@@ -45,6 +50,7 @@ class Carrier(Closing):
         lowering: Lowering | None,
         exchange_mesh: Mesh | None,
         record: Record,
+        mix: Callable | None = None,
     ):
         if dict(mesh.shape) != {AXIS: topology.num_workers}:
             raise ValueError(
@@ -57,7 +63,7 @@ class Carrier(Closing):
         self._engine, self._topology, self._mesh = SharedEngine(), topology, mesh
         self._exchange_mesh = exchange_mesh or mesh
         self._message_dtype, self._lowering = message_dtype, lowering
-        self._record = record
+        self._record, self._mix = record, mix
         self._mixes: Mixes = {}
 
     def start(self, params: Any) -> None:
@@ -66,14 +72,13 @@ class Carrier(Closing):
         # the same place.
         self._mixes = self._engine.submit(self._lower, params).result()
 
-    def carry(
-        self, models: list[jax.Array], exchange: Exchange, step: int
-    ) -> Future[list[jax.Array]]:
+    def carry(self, models: Any, exchange: Exchange, step: int) -> Future[Any]:
         """Starts an exchange of leaves, and returns the future of the mixed ones."""
         if self._exchange_mesh != self._mesh:
             # The copy to the host starts now, while the thread sends earlier leaves.
-            for shard in (shard for x in models for shard in x.addressable_shards):
-                shard.data.copy_to_host_async()
+            for x in jax.tree.leaves(models):
+                for shard in x.addressable_shards:
+                    shard.data.copy_to_host_async()
         return self._engine.submit(self._exchange, models, exchange, step)
 
     def settle(self) -> None:
@@ -85,6 +90,12 @@ class Carrier(Closing):
 
     def _lower(self, params: Any) -> Mixes:
         mesh, dtype = self._exchange_mesh, self._message_dtype
+        if self._mix is not None:
+            of_worker = functools.partial(functools.partial, self._mix)
+            return {
+                exchange: jax.jit(over_workers(of_worker(exchange=exchange), mesh))
+                for exchange in self._topology
+            }
         if self._lowering is not None:
             return {
                 exchange: compiled_mix(exchange, self._lowering, mesh, dtype)
@@ -93,9 +104,7 @@ class Carrier(Closing):
         num_bytes = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
         return fastest_mixes(self._topology, mesh, num_bytes, dtype)
 
-    def _exchange(
-        self, models: list[jax.Array], exchange: Exchange, step: int
-    ) -> list[jax.Array]:
+    def _exchange(self, models: Any, exchange: Exchange, step: int) -> Any:
         """Runs in the thread: sends, receives and averages."""
         # The update that returns these models may still be computing: the record says
         # how long messages take, not how long the thread waits for the update.
@@ -136,13 +145,11 @@ def host_mesh(mesh: Mesh) -> Mesh:
     return Mesh([cpus[process].pop(0) for process in workers], (AXIS,))
 
 
-def mix_elsewhere(
-    mix_models: Mix, models: list[jax.Array], mesh: Mesh, exchange_mesh: Mesh
-) -> list[jax.Array]:
+def mix_elsewhere(mix_models: Mix, models: Any, mesh: Mesh, exchange_mesh: Mesh) -> Any:
     """Returns the models of `mesh`, mixed on the devices of `exchange_mesh`."""
-    models = [_moved(x, mesh, exchange_mesh) for x in models]
-    mixed = jax.block_until_ready(mix_models(models))
-    return [_moved(x, exchange_mesh, mesh) for x in mixed]
+    there = jax.tree.map(lambda x: _moved(x, mesh, exchange_mesh), models)
+    mixed = jax.block_until_ready(mix_models(there))
+    return jax.tree.map(lambda x: _moved(x, exchange_mesh, mesh), mixed)
 
 
 def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:

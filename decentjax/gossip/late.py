@@ -3,6 +3,7 @@
 import collections
 import functools
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -10,14 +11,22 @@ import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from decentjax.compression import Leaves
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.carrier import Carrier
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.record import Record, ignore
 from decentjax.mixing import Lowering
 from decentjax.placement import check_not_donated, over_workers
-from decentjax.rounds import Leaves, Rounds, leaves_of, receive, round_step
-from decentjax.schedule import Fragment, Round
+from decentjax.rounds import (
+    Rounds,
+    default_mix,
+    receive,
+    round_step,
+    send,
+    travelling,
+)
+from decentjax.schedule import Fragment
 from decentjax.step import Adapt, Metrics, WorkerState
 
 
@@ -57,25 +66,38 @@ class BackgroundRounds(Closing):
         sends = (one.exchange for one in rounds.schedule.rounds)
         exchanges = tuple(dict.fromkeys(x for x in sends if x is not None))
         topology = Topology(rounds.schedule.name, exchanges)
-        self._carrier = Carrier(
-            topology, mesh, message_dtype, lowering, exchange_mesh, self._record
-        )
+        encodes = rounds.compression is not None
+        mix = default_mix(rounds) if encodes else None
+        options = message_dtype, lowering, exchange_mesh, self._record
+        self._carrier = Carrier(topology, mesh, *options, mix)
         self._is_started, self._next, self._step = False, -1, 0
-        self._arriving: collections.deque[Future[list[jax.Array]]] = collections.deque()
+        self._arriving: collections.deque[Future[Any]] = collections.deque()
 
         def local(params, mixed, others, batch):
             state = WorkerState(params, *others)
             new, metrics = adapt(state, batch, mixed)
             return new.params, new[1:4], metrics
 
-        self._ends = {
-            fragment: jax.jit(
-                over_workers(functools.partial(receive, rounds, fragment), mesh)
-            )
-            for fragment in rounds.schedule.fragments
-        }
         # The params may still be on their way, and are not donated.
         self._local = jax.jit(over_workers(local, mesh), donate_argnums=2)
+
+        def begin(params, key, extra, fragment):
+            return send(rounds, fragment, WorkerState(params, (), (), key, extra)).extra
+
+        def end(params, key, extra, mixed, fragment):
+            state = WorkerState(params, (), (), key, extra)
+            new = receive(rounds, fragment, state, mixed)
+            return new.params, new.extra
+
+        def programs(function: Callable) -> dict[Fragment, Callable]:
+            return {
+                fragment: jax.jit(
+                    over_workers(functools.partial(function, fragment=fragment), mesh)
+                )
+                for fragment in rounds.schedule.fragments
+            }
+
+        self._begins, self._ends = programs(begin), programs(end)
 
     def __call__(
         self, state: WorkerState, batch: Any, step: int
@@ -95,16 +117,14 @@ class BackgroundRounds(Closing):
         if step != self._next:
             self._send_again(state, step)
         self._step, self._next = step, step + 1
-        event = self._rounds.schedule[step]
-        if event.sends is not None and event.sends.delay > 0:
-            self._send(event.sends, leaves_of(event.sends.leaves, state.params))
         return round_step(
             state,
             batch,
-            event,
+            self._rounds.schedule[step],
             rounds=self._rounds,
             adapt=self._adapt,
             mix=self._mix,
+            send=self._send,
             receive=self._receive,
         )
 
@@ -118,28 +138,32 @@ class BackgroundRounds(Closing):
     def _send_again(self, state: WorkerState, step: int) -> None:
         """Sends what was under way before this step, from a state of another run."""
         self._arriving.clear()
-        schedule = self._rounds.schedule
-        for begun in range(max(0, step - schedule.delay + 1), step):
-            one = schedule[begun].sends
-            if one is not None:
-                numbers = leaves_of(one.leaves, state.params)
-                self._send(
-                    one, {number: state.extra.sent[number] for number in numbers}
-                )
+        for begun in range(max(0, step - self._rounds.schedule.delay + 1), step):
+            self._carry(state, begun)
 
-    def _send(self, one: Round, sent: Leaves) -> None:
-        assert one.exchange is not None
-        models = list(sent.values())
-        self._arriving.append(self._carrier.carry(models, one.exchange, self._step))
+    def _send(
+        self, rounds: Rounds, fragment: Fragment, state: WorkerState
+    ) -> WorkerState:
+        del rounds
+        extra = self._begins[fragment](state.params, state.key, state.extra)
+        state = state._replace(extra=extra)
+        self._carry(state, self._step)
+        return state
 
-    def _mix(self, sent: Leaves, exchange: Exchange) -> Leaves:
+    def _carry(self, state: WorkerState, step: int) -> None:
+        """Puts what the round of a step sends on its way."""
+        one = self._rounds.schedule[step].sends
+        if one is not None and one.exchange is not None:
+            sent = travelling(one.leaves, state)
+            self._arriving.append(self._carrier.carry(sent, one.exchange, step))
+
+    def _mix(self, sent: Any, exchange: Exchange) -> Leaves:
         """Waits for the round that was sent first."""
-        if self._rounds.schedule.delay == 0:  # It is sent now.
-            self._send(Round(exchange), sent)
+        del sent, exchange
         start = time.monotonic()
         mixed = self._arriving.popleft().result()
         self._record("wait", self._step, start, time.monotonic())
-        return dict(zip(sent, mixed, strict=True))
+        return mixed
 
     def _adapt(
         self, state: WorkerState, batch: Any, mixed: Any
@@ -155,7 +179,6 @@ class BackgroundRounds(Closing):
         self, rounds: Rounds, fragment: Fragment, state: WorkerState, mixed: Leaves
     ) -> WorkerState:
         del rounds
-        # Only what a round changes passes through its program.
-        part = WorkerState(state.params, (), (), state.key, state.extra)
-        part = self._ends[fragment](part, mixed)
-        return state._replace(params=part.params, extra=part.extra)
+        end = self._ends[fragment]
+        params, extra = end(state.params, state.key, state.extra, mixed)
+        return state._replace(params=params, extra=extra)

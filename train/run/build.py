@@ -240,7 +240,8 @@ def build_in_step(
     if config.step.algorithm == "all_reduce":
         step = functools.partial(all_reduce_step, adapt=local)
     elif config.step.algorithm == "rounds":
-        rounds, mixing = build_rounds(config, task), bind_mix(config.step)
+        rounds = build_rounds(config, task)
+        mixing = bind_mix(config.step) if rounds.compression is None else None
         step = functools.partial(round_step, rounds=rounds, adapt=local, mix=mixing)
         plan = rounds.schedule
     else:

@@ -28,8 +28,7 @@ from decentjax import (
     tracking_step,
 )
 from decentjax.dispersion import measured, tensor_distances
-from decentjax.rounds import receive
-from decentjax.schedule import Fragment
+from decentjax.rounds import default_mix, receive, send
 from decentjax.step import Metrics
 from train.config import Config, OptimizerConfig, StepConfig
 from train.run.build import ORDERS, bind_mix
@@ -71,23 +70,34 @@ def build_step(
     key = mesh, task.loss_fn, config.optimizer, config.num_steps, config.step
     if config.step.algorithm in WHOLE:
         return lambda state, batch, taken: _whole_program(taken, *key)(state, batch)
-    pieces: dict[str, Callable] = {
-        "adapt": _adapt_program(*key),
-        "mix": lambda x, exchange: _mix_program(mesh, config.step, exchange)(x),
-    }
-    if config.step.algorithm != "rounds":
-        order = functools.partial(ORDERS[config.step.algorithm], **pieces)
-        return lambda state, batch, taken: order(state, batch, taken)
+    local = _adapt_program(*key)
+    if config.step.algorithm == "rounds":
+        return _in_rounds(build_rounds(config, task), config.step, local, mesh)
+    order = functools.partial(
+        ORDERS[config.step.algorithm],
+        adapt=local,
+        mix=lambda x, exchange: _mix_program(mesh, config.step, exchange)(x),
+    )
+    return lambda state, batch, taken: order(state, batch, taken)
+
+
+def _in_rounds(
+    rounds: Rounds, step: StepConfig, local: Callable, mesh: Mesh | None
+) -> Callable[[WorkerState, Any, Any], tuple[WorkerState, Metrics]]:
+    average = bind_mix(step) if rounds.compression is None else default_mix(rounds)
 
     @functools.cache
-    def end(rounds: Rounds, fragment: Fragment) -> Callable:
-        return jax.jit(_over_all(functools.partial(receive, rounds, fragment), mesh))
+    def program(function: Callable, *static: Any, **named: Any) -> Callable:
+        one = functools.partial(function, *static, **named)
+        return jax.jit(_over_all(one, mesh))
 
     return functools.partial(
         round_step,
-        rounds=build_rounds(config, task),
-        receive=lambda rounds, part, *arrays: end(rounds, part)(*arrays),
-        **pieces,
+        rounds=rounds,
+        adapt=local,
+        mix=lambda sent, exchange: program(average, exchange=exchange)(sent),
+        send=lambda rounds, part, state: program(send, rounds, part)(state),
+        receive=lambda rounds, part, *arrays: program(receive, rounds, part)(*arrays),
     )
 
 

@@ -1,11 +1,15 @@
 """The rounds of a config."""
 
+from typing import Any
+
 import jax
 import optax
 
 from decentjax import Rounds
-from decentjax.rounds import blend, replace, shift
-from decentjax.schedule import cut_leaves, every, in_fragments
+from decentjax.codec import int4, int8, num_bytes, top_k
+from decentjax.compression import Compression
+from decentjax.rounds import blend, leaves_of, replace, shift
+from decentjax.schedule import Fragment, cut_leaves, every, in_fragments
 from train.config import Config, RoundsConfig
 from train.tasks.task import Task
 
@@ -25,7 +29,31 @@ def build_rounds(config: Config, task: Task) -> Rounds:
         num_steps, delay = options.every_steps, options.delay
         schedule = in_fragments(topology, num_steps, fragments, delay)
     merges = {"replace": replace, "shift": shift, "blend": blend(options.share)}
-    return Rounds(schedule, _outer(options), merges[options.merge])
+    merge = merges[options.merge]
+    return Rounds(schedule, _outer(options), merge, _compression(options))
+
+
+def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:
+    """Returns the size of what a round sends, in bytes.
+
+    Args:
+      rounds: the rounds.
+      fragment: leaves that travel.
+      model: model as shapes.
+    """
+    leaves = leaves_of(fragment, model).values()
+    if rounds.compression is None:
+        return sum(x.size * x.dtype.itemsize for x in leaves)
+    return sum(num_bytes(rounds.compression.codec, x.shape) for x in leaves)
+
+
+def _compression(options: RoundsConfig) -> Compression | None:
+    if options.codec == "none":
+        return None
+    codec = {"int8": int8(), "int4": int4(), "top_k": top_k(options.sent_share)}
+    of = "copy" if options.copies else "model" if options.outer == "none" else "drift"
+    one = codec[options.codec]
+    return Compression(one, of, options.error_kept, options.copy_step)
 
 
 def _outer(options: RoundsConfig) -> optax.GradientTransformation | None:

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import Exchange, local_workers
+from decentjax import Exchange, Rounds, local_workers
 from decentjax.analysis import traffic
+from decentjax.codec import as_permutations
 from decentjax.dispersion import MEASURES, NORMS, tensor_names
-from decentjax.rounds import leaves_of
-from decentjax.schedule import Event, Round
+from decentjax.schedule import Event
 from decentjax.topology import Topology, matrices
 from train.config import Config
 from train.data.batches import feed
@@ -25,7 +25,7 @@ from train.run.build import build_state, build_steps
 from train.run.choose import build_policy, dispersion
 from train.run.optimizers import build_optimizer
 from train.run.outcome import Report, SeedsOutcome, in_turn
-from train.run.rounds import build_rounds
+from train.run.rounds import build_rounds, sent_bytes
 from train.tasks.task import Task
 
 
@@ -91,9 +91,9 @@ def _train_together(
     workers = range(config.workers.num_workers) if mesh is None else local_workers(mesh)
     policy = build_policy(config)
     train_step = programs.build_step(config, task, mesh)
-    schedule = None
+    rounds = None
     if config.step.algorithm == "rounds":
-        schedule = build_rounds(config, task).schedule
+        rounds = build_rounds(config, task)
     options = config.policy
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
     states = [build_state(one, task, optimizer, workers) for one in configs]
@@ -105,11 +105,11 @@ def _train_together(
     for step in range(1, config.num_steps + 1):
         rows = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
         batch = programs.put(rows, mesh)
-        if schedule is None:
+        if rounds is None:
             place = policy(step - 1, (step - 1) / options.epoch_steps)
             taken.append(policy.menu[place])
         else:
-            taken.append(schedule[step - 1])
+            taken.append(rounds.schedule[step - 1])
         state, metrics = train_step(state, batch, taken[-1])
         if policy.measures and step % options.every_steps == 0:
             (norms,) = programs.fetch(metrics[NORMS])  # Of the one seed.
@@ -122,8 +122,7 @@ def _train_together(
         if end or step % config.evaluation.every_steps == 0:
             evaluations.append((step, score_means(state)))
     one_model = jax.eval_shape(task.init, jax.random.key(0))[0]
-    num_models = 2 if config.step.algorithm == "tracking" else 1
-    sent = sent_by(taken, one_model, config.workers.workers_per_node, num_models)
+    sent = sent_by(config, rounds, taken, one_model)
     return SeedsOutcome(
         time.monotonic() - start,
         log.losses,
@@ -179,28 +178,35 @@ def _mean_loss(rows: list[jax.Array]) -> np.ndarray:
 
 
 def sent_by(
+    config: Config,
+    rounds: Rounds | None,
     taken: Sequence[Exchange | Event],
     one_model: Any,
-    workers_per_node: int,
-    num_models: int = 1,
 ) -> dict[str, float]:
     """What workers and nodes send in a step, as means over the steps.
 
     Args:
+      config: config of the run.
+      rounds: its rounds, if it has any.
       taken: the exchange of each step, or its rounds.
       one_model: model as shapes.
-      workers_per_node: number of consecutive workers that share a node's link.
-      num_models: number of models that each exchange averages.
     """
+    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one_model))
+    whole *= 2 if config.step.algorithm == "tracking" else 1
     total = {"connections": 0.0, "per worker": 0.0, "per link": 0.0}
     for one, count in collections.Counter(taken).items():
-        sends = one.sends if isinstance(one, Event) else Round(one)
-        if sends is None or sends.exchange is None:
+        if not isinstance(one, Event):
+            exchange, num_bytes = one, whole
+        elif one.sends is None or one.sends.exchange is None:
             continue
-        graph = Topology("one", (sends.exchange,))
-        leaves = leaves_of(sends.leaves, one_model).values()
-        num_bytes = num_models * sum(x.size * x.dtype.itemsize for x in leaves)
-        (found,) = traffic(graph, num_bytes, workers_per_node)
+        else:
+            assert rounds is not None
+            exchange = one.sends.exchange
+            num_bytes = sent_bytes(rounds, one.sends.leaves, one_model)
+            if rounds.compression is not None:
+                exchange = as_permutations(exchange)
+        graph = Topology("one", (exchange,))
+        (found,) = traffic(graph, num_bytes, config.workers.workers_per_node)
         (matrix,) = matrices(graph)
         total["connections"] += count * ((matrix != 0).sum() / len(matrix) - 1)
         total["per worker"] += count * found.worker_bytes.mean()

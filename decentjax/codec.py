@@ -1,0 +1,224 @@
+"""Codecs: fewer bytes for a leaf, with an error that the sender knows.
+
+The encoded arrays are what travels. A codec is used in rounds, where the sender keeps
+what a message drops for a later one.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from decentjax._collectives import AxisName, permute, sum_dtype
+from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
+from decentjax.mixing import weighted
+
+Message = tuple[jax.Array, ...]
+
+
+class Codec(NamedTuple):
+    """How a leaf is encoded.
+
+    Args:
+      name: name to print.
+      encode: function of a float leaf of any shape and a random key that returns the
+        arrays that travel.
+      decode: function of these arrays and the leaf's shape that returns the leaf, in
+        float32 or, of a leaf in float64, in float64.
+    """
+
+    name: str
+    encode: Callable[[jax.Array, jax.Array], Message]
+    decode: Callable[[Message, tuple[int, ...]], jax.Array]
+
+
+@functools.cache
+def int8(block: int = 256) -> Codec:
+    """8 bits a number, scaled by the largest of each block, with stochastic rounding.
+
+    A number x of a block with the largest magnitude m becomes `floor(127 x / m + u)`,
+    u uniform in [0, 1): its mean is x, its error less than m / 127. Besides, each block
+    sends m, 4 bytes.
+
+    Args:
+      block: numbers per block.
+
+    Raises:
+      ValueError: if the block is empty.
+
+    Source: the quantization of Alistarh et al., QSGD (2017), by blocks.
+    """
+    _check_block(block)
+
+    def encode(x: jax.Array, key: jax.Array) -> Message:
+        levels, scales = _quantized(x, key, block, 127)
+        return levels, scales
+
+    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+        levels, scales = message
+        return _scaled(levels, scales, block).reshape(shape)
+
+    return Codec(f"int8 in blocks of {block}", encode, decode)
+
+
+@functools.cache
+def int4(block: int = 64) -> Codec:
+    """4 bits a number, two in a byte; otherwise as `int8`, with 7 for 127.
+
+    Args:
+      block: numbers per block.
+
+    Raises:
+      ValueError: if the block is empty.
+    """
+    _check_block(block)
+
+    def encode(x: jax.Array, key: jax.Array) -> Message:
+        levels, scales = _quantized(x, key, block, 7)
+        nibbles = jnp.pad((levels + 7).astype(jnp.uint8), (0, levels.size % 2))
+        low, high = nibbles[::2], nibbles[1::2]
+        return low | (high << 4), scales
+
+    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+        packed, scales = message
+        nibbles = jnp.stack([packed & 15, packed >> 4], 1).ravel()
+        levels = nibbles[: math.prod(shape)].astype(jnp.int8) - 7
+        return _scaled(levels, scales, block).reshape(shape)
+
+    return Codec(f"int4 in blocks of {block}", encode, decode)
+
+
+@functools.cache
+def top_k(share: float) -> Codec:
+    """The largest numbers of each leaf, at least one, with their places: 8 bytes each.
+
+    Args:
+      share: share of the numbers that is sent, in (0, 1].
+
+    Raises:
+      ValueError: if it is another number.
+
+    Source: Stich et al., Sparsified SGD with Memory (2018).
+    """
+    if not 0 < share <= 1:
+        raise ValueError(f"the share that is sent must be in (0, 1], got {share}")
+
+    def encode(x: jax.Array, key: jax.Array) -> Message:
+        del key
+        flat = x.ravel()
+        _, places = lax.top_k(jnp.abs(flat), max(1, round(share * flat.size)))
+        return flat[places], places.astype(jnp.int32)
+
+    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+        values, places = message
+        dense = jnp.zeros(math.prod(shape), values.dtype)
+        return dense.at[places].set(values).reshape(shape)
+
+    return Codec(f"top {share:.3g}", encode, decode)
+
+
+def exact() -> Codec:
+    """Sends each leaf as it is; for comparison."""
+    return Codec("exact", lambda x, key: (x,), lambda message, shape: message[0])
+
+
+def num_bytes(codec: Codec, shape: tuple[int, ...]) -> int:
+    """Returns the size of an encoded float32 leaf, in bytes."""
+    leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
+    message = jax.eval_shape(codec.encode, leaf, jax.random.key(0))
+    return sum(x.size * x.dtype.itemsize for x in message)
+
+
+def mix_encoded(
+    coded: Any, exchange: Exchange, *, codec: Codec, axis_name: AxisName
+) -> Any:
+    """Averages encoded leaves: `sum_j W_ij q_j - q_i`, with q the decoded messages.
+
+    A mean over a group of S is sent as S - 1 permutations: encoded leaves cannot be
+    added on their way.
+
+    Args:
+      coded: dict of (leaf, message) by number; of the leaf only the shape is used.
+      exchange: the static exchange, of single workers.
+      codec: the codec of the messages.
+      axis_name: mapped axis of the workers.
+
+    Returns:
+      The differences, by number.
+
+    Raises:
+      ValueError: if the exchange has nodes of several workers.
+    """
+    check_encodable(exchange)
+    _, permutes = permutes_of(as_permutations(exchange).between)
+    worker = lax.axis_index(axis_name)
+
+    def difference(leaf: jax.Array, message: Message) -> jax.Array:
+        own = codec.decode(message, leaf.shape)
+        found = []
+        for one in permutes:
+            pairs = [(j, i) for i, j in enumerate(one.sources) if j >= 0]
+            came = tuple(permute(x, pairs, axis_name) for x in message)
+            found.append(codec.decode(came, leaf.shape) - own)
+        if not found:
+            return jnp.zeros_like(own)
+        weights = [one.weights for one in permutes]
+        return exchange.factor * weighted(found, weights, worker)
+
+    return {number: difference(*pair) for number, pair in coded.items()}
+
+
+def check_encodable(exchange: Exchange) -> None:
+    """Raises a ValueError if the exchange has nodes of several workers."""
+    if exchange.workers_per_node > 1:
+        raise ValueError(
+            "a codec needs exchanges of single workers, got nodes of "
+            f"{exchange.workers_per_node}: inside a node whole leaves are added; take "
+            "workers_per_node = 1"
+        )
+
+
+def as_permutations(exchange: Exchange) -> Exchange:
+    """The same exchange with permutations for means over groups."""
+    between = exchange.between
+    if not isinstance(between, Groups):
+        return exchange
+    size = len(between.members[0])
+    sources = []
+    for turn in range(size):
+        source = list(range(between.size))
+        for group in between.members:
+            for place, worker in enumerate(group):
+                source[worker] = group[(place + turn) % size]
+        sources.append(tuple(source))
+    permutations = Permutations(tuple(sources), (1 / size,) * size)
+    return dataclasses.replace(exchange, between=permutations)
+
+
+def _quantized(
+    x: jax.Array, key: jax.Array, block: int, most: int
+) -> tuple[jax.Array, jax.Array]:
+    """Levels int8 [size], and the largest magnitude of each block, [blocks]."""
+    flat = x.ravel().astype(sum_dtype(x))
+    blocks = jnp.pad(flat, (0, -flat.size % block)).reshape(-1, block)
+    largest = jnp.max(jnp.abs(blocks), axis=1)
+    scale = most / jnp.where(largest > 0, largest, 1)
+    noise = jax.random.uniform(key, blocks.shape, blocks.dtype)
+    # A number that is the largest may be rounded up beyond it, by a bit.
+    levels = jnp.clip(jnp.floor(blocks * scale[:, None] + noise), -most, most)
+    return levels.astype(jnp.int8).ravel()[: flat.size], largest / most
+
+
+def _scaled(levels: jax.Array, scales: jax.Array, block: int) -> jax.Array:
+    padded = jnp.pad(levels, (0, -levels.size % block)).reshape(-1, block)
+    return (padded * scales[:, None]).ravel()[: levels.size]
+
+
+def _check_block(block: int) -> None:
+    if block < 1:
+        raise ValueError(f"a block needs at least 1 number, got {block}")

@@ -1,0 +1,185 @@
+"""What a worker sends encoded in rounds, and how it makes up for what is dropped."""
+
+import dataclasses
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from decentjax._collectives import sum_dtype
+from decentjax.codec import Codec, Message, check_encodable
+from decentjax.exchange import Exchange, Groups
+from decentjax.schedule import Schedule
+
+Leaves = dict[int, Any]
+"""Leaves of a model, by their number in the order of `jax.tree.leaves`."""
+
+STREAM = 0x636F6465  # Its random numbers are apart from those of the loss.
+
+
+@dataclasses.dataclass(frozen=True)
+class Compression:
+    """What a worker sends encoded, q = C(payload), and what it makes of the messages.
+
+    With D_i = sum_j W_ij q_j - q_i, the payload and the average are
+
+        "model"  x + e      x + D           e <- payload - q
+        "drift"  x - z + b e    z + q + D   e <- payload - q
+        "copy"   x - h      x + c s         h <- h + q, s <- s + D
+
+    "model" is DeepSqueeze. "drift" is for an outer optimizer after means of all models,
+    whose anchor z is the same on all workers; with `top_k` it is SparseLoCo. "copy" is
+    CHOCO-SGD, for a graph that never changes: h is what the peers know of x.
+
+    Args:
+      codec: C.
+      of: what is sent.
+      keep: b, the part of the error that is sent later.
+      step: c, in (0, 1], for "copy".
+
+    Raises:
+      ValueError: if a number is out of range.
+
+    Source: Tang et al., DeepSqueeze (2019), Algorithm 1; Sarfi et al., SparseLoCo
+    (2025); Koloskova et al., Decentralized Stochastic Optimization and Gossip
+    Algorithms with Compressed Communication (2019), Algorithm 2.
+    """
+
+    codec: Codec
+    of: Literal["model", "drift", "copy"] = "model"
+    keep: float = 1.0
+    step: float = 1.0
+
+    def __post_init__(self):
+        if self.of not in ("model", "drift", "copy"):
+            raise ValueError(f'of must be "model", "drift" or "copy", got {self.of!r}')
+        if not 0 <= self.keep <= 1 or not 0 < self.step <= 1:
+            raise ValueError(
+                "keep must be in [0, 1] and step in (0, 1], got "
+                f"{self.keep} and {self.step}"
+            )
+
+    def check(self, schedule: Schedule, has_anchor: bool) -> None:
+        """Raises a ValueError if the schedule's exchanges cannot be of this kind."""
+        exchanges = {one.exchange for one in schedule.rounds if one.exchange}
+        for exchange in exchanges:
+            check_encodable(exchange)
+        if self.of == "copy" and len(exchanges) > 1:
+            raise ValueError(
+                f"copies of the peers need a graph that never changes, and "
+                f"{schedule.name} has {len(exchanges)} exchanges: take a graph with "
+                'one, such as ring, or of = "model"'
+            )
+        if (self.of == "drift") != has_anchor:
+            raise ValueError(
+                'of = "drift" is what an outer optimizer sends, and it alone: got '
+                f'"{self.of}" {"with" if has_anchor else "without"} one'
+            )
+        if self.of == "drift" and not all(map(_is_mean_of_all, exchanges)):
+            raise ValueError(
+                'of = "drift" needs an anchor that all workers share, and so means of '
+                f"all models; {schedule.name} has others"
+            )
+
+
+def _is_mean_of_all(exchange: Exchange) -> bool:
+    between = exchange.between
+    is_one_group = isinstance(between, Groups) and len(between.members) == 1
+    return is_one_group and exchange.factor == 1
+
+
+class Coded(NamedTuple):
+    """What compression carries, by number of the leaf.
+
+    Args:
+      memory: e, or h; float32 at least.
+      moved: s, for "copy".
+      messages: messages as they were sent last; empty where a round ends in the step in
+        which it begins.
+    """
+
+    memory: Leaves
+    moved: Leaves
+    messages: dict[int, Message]
+
+
+def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded:
+    """The first memory of a worker.
+
+    Args:
+      compression: the compression.
+      leaves: the leaves that travel.
+      is_late: whether messages outlive the step that sends them.
+    """
+
+    def zeros() -> Leaves:
+        return {n: jnp.zeros_like(x, sum_dtype(x)) for n, x in leaves.items()}
+
+    key, messages = jax.random.key(0), {}
+    if is_late:
+        messages = {n: compression.codec.encode(x, key) for n, x in zeros().items()}
+    if compression.of == "copy":  # All begin with one model, which every peer knows.
+        known = {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in leaves.items()}
+        return Coded(known, zeros(), messages)
+    return Coded(zeros(), {}, messages)
+
+
+def encode_leaves(
+    compression: Compression,
+    leaves: Leaves,
+    anchor: Leaves,
+    key: jax.Array,
+    coded: Coded,
+) -> Coded:
+    """Returns the messages of some leaves, and the memory after them.
+
+    Args:
+      compression: the compression.
+      leaves: the leaves that are sent.
+      anchor: z, for "drift".
+      key: the worker's random key in this step.
+      coded: the memory before.
+    """
+    memory, messages = dict(coded.memory), dict(coded.messages)
+    is_copy, key = compression.of == "copy", jax.random.fold_in(key, STREAM)
+    for number, x in leaves.items():
+        part = -1 if is_copy else compression.keep
+        payload = x.astype(sum_dtype(x)) + part * memory[number]
+        if compression.of == "drift":
+            payload = payload - anchor[number]
+        message = compression.codec.encode(payload, jax.random.fold_in(key, number))
+        decoded = compression.codec.decode(message, x.shape)
+        memory[number] = memory[number] + decoded if is_copy else payload - decoded
+        messages[number] = message
+    return coded._replace(memory=memory, messages=messages)
+
+
+def decode_leaves(
+    compression: Compression,
+    differences: Leaves,
+    sent: Leaves,
+    anchor: Leaves,
+    coded: Coded,
+) -> tuple[Coded, Leaves]:
+    """Returns the memory and the averages of leaves, from what `mix_encoded` returns.
+
+    Args:
+      compression: the compression.
+      differences: D of each leaf.
+      sent: leaves as they were when they were sent.
+      anchor: z, for "drift".
+      coded: the memory and messages.
+    """
+    moved, mixed = dict(coded.moved), {}
+    for number, difference in differences.items():
+        x = sent[number]
+        if compression.of == "copy":
+            moved[number] = moved[number] + difference
+            new = x + compression.step * moved[number]
+        elif compression.of == "drift":
+            own = compression.codec.decode(coded.messages[number], x.shape)
+            new = anchor[number] + (own + difference)
+        else:
+            new = x + difference
+        mixed[number] = new.astype(x.dtype)
+    return coded._replace(moved=moved), mixed

@@ -1,0 +1,284 @@
+"""Codecs alone, and compressed rounds against their papers in float64 NumPy."""
+
+import functools
+
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_rounds import CURVATURE, RATE, initial, model, run, targets
+
+from decentjax import (
+    AXIS,
+    adapt,
+    analysis,
+    codec,
+    init_state,
+    methods,
+    on_mesh,
+    place,
+    simulate,
+    topology,
+    worker_mesh,
+)
+from decentjax.codec import as_permutations, mix_encoded, num_bytes
+from decentjax.compression import Compression
+from decentjax.exchange import Topology
+from decentjax.rounds import Rounds, init_rounds, replace, round_step
+from decentjax.schedule import every
+
+CODECS = {"int8": codec.int8(16), "int4": codec.int4(8), "top": codec.top_k(0.25)}
+EACH = pytest.mark.parametrize("one", CODECS.values(), ids=CODECS)
+LEVELS = {"int8": 127, "int4": 7}
+
+
+def through(one, x, seed=0):
+    message = one.encode(jnp.asarray(x, jnp.float32), jax.random.key(seed))
+    return np.asarray(one.decode(message, np.shape(x)))
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.integers(1, 70), st.integers(0, 9), st.floats(-20, 20))
+@pytest.mark.parametrize("name", LEVELS)
+def test_a_level_is_at_most_one_away(name, size, seed, exponent):
+    one, block = CODECS[name], {"int8": 16, "int4": 8}[name]
+    x = np.random.default_rng(seed).standard_normal(size) * 10.0**exponent
+    x = x.astype(np.float32)
+    blocks = np.pad(x, (0, -size % block)).reshape(-1, block)
+    step = np.abs(blocks).max(1) / LEVELS[name]
+    error = np.pad(through(one, x, seed) - x, (0, -size % block))
+    assert (np.abs(error.reshape(-1, block)) <= step[:, None] * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_rounding_is_right_on_average(name):
+    x = np.linspace(-1, 1, 23).astype(np.float32)
+    encode, decode = CODECS[name].encode, CODECS[name].decode
+    keys = jax.random.split(jax.random.key(0), 4000)
+    many = jax.vmap(lambda key: decode(encode(jnp.asarray(x), key), x.shape))(keys)
+    error = np.abs(np.mean(many, axis=0) - x)
+    # Four deviations of the mean of so many roundings of one level.
+    assert error.max() < 4 * 0.5 / LEVELS[name] / 4000**0.5
+
+
+@EACH
+def test_nothing_and_all_shapes_are_encoded(one):
+    for shape in ((), (1,), (3, 5), (2, 3, 7)):
+        assert (through(one, np.zeros(shape)) == 0).all()
+        assert through(one, np.ones(shape)).shape == shape
+    large = np.float32(3e38) * np.array([1, -1, 0.5], np.float32)
+    assert np.isfinite(through(one, large)).all()
+    assert not np.isfinite(through(one, np.array([1, np.nan], np.float32))).all()
+
+
+def test_the_largest_are_sent_with_their_places():
+    x = np.array([[0.1, -5.0, 0.2, 3.0], [0.0, 0.3, -4.0, 1.0]])
+    wanted = np.array([[0, -5.0, 0, 0], [0, 0, -4.0, 0]])
+    np.testing.assert_array_equal(through(codec.top_k(0.25), x), wanted)
+    assert np.count_nonzero(through(codec.top_k(1e-9), x)) == 1
+
+
+def test_bytes_are_counted():
+    assert num_bytes(codec.int8(256), (1000,)) == 1000 + 4 * 4
+    assert num_bytes(codec.int4(64), (1001,)) == 501 + 16 * 4
+    assert num_bytes(codec.top_k(0.01), (50, 100)) == 50 * 8
+    assert num_bytes(codec.exact(), (7,)) == 28
+
+
+def lossy(how, **compression):
+    """Rounds with a codec that keeps the larger half of each leaf."""
+    return Rounds(
+        how.schedule,
+        how.outer,
+        how.merge,
+        Compression(codec.top_k(0.5), **compression),
+    )
+
+
+def largest(x):
+    """The larger half of each leaf, of models [N, 7], as Python rounds the halves."""
+    kept = np.zeros_like(x)
+    for part, count in ((slice(0, 3), 2), (slice(3, 7), 2)):
+        for row in range(len(x)):
+            places = np.argsort(-np.abs(x[row, part]), kind="stable")[:count]
+            kept[row, part.start + places] = x[row, part.start + places]
+    return kept
+
+
+RING = topology.ring(4)
+EITHER_WAY = pytest.mark.parametrize("where", ["simulated", "mesh"])
+
+
+@EITHER_WAY
+def test_deep_squeeze_is_its_algorithm(where):
+    w = topology.matrices(RING)[0]
+    x, error, wanted = initial(4), np.zeros((4, 7)), []
+    for t, batch in enumerate(targets(4, 12)):
+        x = x - RATE * CURVATURE * (x - batch)
+        if t % 2 == 1:
+            sent = largest(x + error)
+            error = x + error - sent
+            x = x + w @ sent - sent
+        wanted.append(x)
+    got = run(lossy(methods.local_sgd(RING, 2)), 4, 12, where)
+    np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+@EITHER_WAY
+def test_choco_is_its_algorithm_2(where):
+    w = topology.matrices(RING)[0]
+    x, known, wanted = initial(4), initial(4), []
+    for batch in targets(4, 12):
+        x = x - RATE * CURVATURE * (x - batch)
+        known = known + largest(x - known)
+        x = x + 0.6 * (w @ known - known)
+        wanted.append(x)
+    how = lossy(methods.local_sgd(RING, 1), of="copy", step=0.6)
+    np.testing.assert_allclose(run(how, 4, 12, where), wanted, rtol=1e-10, atol=1e-12)
+
+
+@EITHER_WAY
+def test_sparse_loco_is_its_algorithm(where):
+    x, wanted = initial(4), []
+    shared, error = x[0], np.zeros((4, 7))
+    for t, batch in enumerate(targets(4, 14)):
+        x = x - RATE * CURVATURE * (x - batch)
+        if t % 3 == 2:
+            error = 0.9 * error + (shared - x)
+            sent = largest(error)
+            error = error - sent
+            shared = shared - 0.8 * sent.mean(0)
+            x = np.repeat(shared[None], 4, axis=0)
+        wanted.append(x)
+    how = Rounds(every(topology.complete(4), 3), optax.sgd(0.8), replace)
+    got = run(lossy(how, of="drift", keep=0.9), 4, 14, where)
+    np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("how", "of"),
+    [
+        (methods.local_sgd(topology.alternating_exponential_ring(4, 1), 2), "model"),
+        (methods.local_sgd(RING, 2), "copy"),
+        (methods.diloco(4, 3), "drift"),
+        (methods.streaming_diloco(4, model(), 5, 2, delay=4), "drift"),
+        (Rounds(every(topology.one_peer_ring(4), 3, delay=3)), "model"),
+    ],
+    ids=["squeeze", "choco", "diloco", "streaming", "late"],
+)
+def test_an_exact_codec_changes_nothing(how, of):
+    compression = Compression(codec.exact(), of)
+    coded = Rounds(how.schedule, how.outer, how.merge, compression)
+    got, wanted = run(coded, 4, 13), run(how, 4, 13)
+    np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [topology.butterfly_groups(8, 4), topology.complete(5), topology.complete(1)],
+    ids=["groups", "complete", "one"],
+)
+def test_a_mean_over_a_group_is_sent_as_permutations(graph):
+    given, made = graph, Topology("same", tuple(map(as_permutations, graph)))
+    np.testing.assert_allclose(
+        topology.matrices(made), topology.matrices(given), atol=1e-12
+    )
+
+
+def loss_fn(params, model_state, batch, key):
+    return 0.5 * jnp.mean((params["w"] - batch) ** 2), (model_state, {})
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "top"])
+def test_the_encoded_bytes_are_what_travels(name):
+    """Read from the compiled program, and equal to what analysis says."""
+    one, size = CODECS[name], 1000
+    how = Rounds(every(RING, 1), compression=Compression(one))
+    optimizer, params = optax.sgd(0.1), {"w": jnp.zeros(size)}
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    step = functools.partial(round_step, rounds=how, adapt=local)
+    mesh, extra = worker_mesh(4), init_rounds(how, params)
+    state = init_state(params, optimizer, jax.random.key(0), 4, extra=extra)
+    state, batch = place((state, jnp.ones((4, size))), mesh)
+    text = on_mesh(step, how.schedule, mesh).lower(state, batch, 0).compile().as_text()
+    sent = sum(x.num_bytes for x in hlo.collectives(text, 4))
+    (wanted,) = analysis.traffic(RING, num_bytes(one, (size,)))
+    assert sent == wanted.worker_bytes.mean()
+    assert sent < 0.55 * 2 * 4 * size
+
+
+def train(how, num_steps, seed=0):
+    """Distance from the optimum, and among the workers, at the end."""
+    generator = np.random.default_rng(seed)
+    optimizer, params = optax.sgd(0.5), {"w": jnp.zeros(64)}
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    step = functools.partial(round_step, rounds=how, adapt=local)
+    extra = init_rounds(how, params)
+    state = init_state(params, optimizer, jax.random.key(seed), 4, extra=extra)
+    batch = jnp.asarray(generator.standard_normal((4, 64)), jnp.float32)
+    train_step = simulate(step, how.schedule)
+    for t in range(num_steps):
+        state, _ = train_step(state, batch, t)
+    return np.asarray(state.params["w"]), np.asarray(batch)
+
+
+@EACH
+@pytest.mark.parametrize("of", ["model", "drift"])
+def test_what_a_message_drops_is_sent_later(one, of):
+    """The mean of all models goes to the optimum as if nothing were dropped."""
+    if of == "drift":
+        how = Rounds(every(topology.complete(4), 2), optax.sgd(1.0), replace)
+    else:
+        how = Rounds(every(RING, 1))
+    how = Rounds(how.schedule, how.outer, how.merge, Compression(one, of))
+    got, batch = train(how, 3000)
+    error = np.abs(got.mean(0) - batch.mean(0)).max()
+    assert error < 0.05 * np.abs(batch).max()
+
+
+def test_mixing_keeps_the_mean_exactly():
+    """Each adds what its peers subtract, whatever the codec has dropped."""
+    x = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)
+
+    def one(leaf, key):
+        message = CODECS["int4"].encode(leaf, key)
+        pairs = {0: (leaf, message)}
+        mixed = mix_encoded(pairs, RING[0], codec=CODECS["int4"], axis_name=AXIS)
+        return mixed[0]
+
+    keys = jax.random.split(jax.random.key(0), 4)
+    differences = jax.vmap(one, axis_name=AXIS)(x, keys)
+    np.testing.assert_allclose(np.sum(differences, axis=0), 0, atol=1e-6)
+    assert np.abs(differences).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: codec.int8(0), "a block needs at least 1 number"),
+        (lambda: codec.top_k(0.0), r"share that is sent must be in \(0, 1\]"),
+        (lambda: Compression(codec.int8(), "copies"), '"model", "drift" or "copy"'),
+        (lambda: Compression(codec.int8(), keep=2.0), r"keep must be in \[0, 1\]"),
+        (lambda: Compression(codec.int8(), "copy", step=0.0), "step in"),
+        (
+            lambda: lossy(methods.local_sgd(topology.one_peer_ring(4), 2), of="copy"),
+            "need a graph that never changes, .* has 2 exchanges",
+        ),
+        (lambda: lossy(methods.local_sgd(RING, 2), of="drift"), "without one"),
+        (lambda: lossy(methods.diloco(4, 2)), '"model" with one'),
+        (lambda: lossy(methods.noloco(4, 2), of="drift"), "means of all models"),
+        (
+            lambda: lossy(
+                methods.local_sgd(topology.hierarchical(4, 2, topology.ring), 2)
+            ),
+            "a codec needs exchanges of single workers, got nodes of 2",
+        ),
+    ],
+)
+def test_codecs_without_sense_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make()
