@@ -94,30 +94,37 @@ def int4(block: int = 64) -> Codec:
 
 
 @functools.cache
-def top_k(share: float) -> Codec:
-    """The largest numbers of each leaf, at least one, with their places: 8 bytes each.
+def top_k(share: float, block: int = 4096) -> Codec:
+    """The largest numbers of each block, at least one, with their places: 6 bytes each.
 
     Args:
       share: share of the numbers that is sent, in (0, 1].
+      block: numbers per block, at most 65,536; a leaf with fewer is one block.
 
     Raises:
-      ValueError: if it is another number.
+      ValueError: if these are other numbers.
 
-    Source: Stich et al., Sparsified SGD with Memory (2018).
+    Source: Stich et al., Sparsified SGD with Memory (2018); in blocks, which are faster
+    to search, as in SparseLoCo.
     """
     if not 0 < share <= 1:
         raise ValueError(f"the share that is sent must be in (0, 1], got {share}")
+    if not 1 <= block <= 2**16:
+        raise ValueError(f"a block has 1 to 65,536 numbers, got {block}")
 
     def encode(x: jax.Array, key: jax.Array) -> Message:
         del key
-        flat = x.ravel()
-        _, places = lax.top_k(jnp.abs(flat), max(1, round(share * flat.size)))
-        return flat[places], places.astype(jnp.int32)
+        blocks = _in_blocks(x, min(block, x.size))
+        count = max(1, round(share * blocks.shape[1]))
+        _, places = lax.top_k(jnp.abs(blocks), count)
+        values = jnp.take_along_axis(blocks, places, axis=1)
+        return values, places.astype(jnp.uint16)
 
     def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
         values, places = message
-        dense = jnp.zeros(math.prod(shape), values.dtype)
-        return dense.at[places].set(values).reshape(shape)
+        size, rows = math.prod(shape), jnp.arange(len(values))[:, None]
+        dense = jnp.zeros((len(values), min(block, size)), values.dtype)
+        return dense.at[rows, places].set(values).ravel()[:size].reshape(shape)
 
     return Codec(f"top {share:.3g}", encode, decode)
 
@@ -203,15 +210,37 @@ def as_permutations(exchange: Exchange) -> Exchange:
 def _quantized(
     x: jax.Array, key: jax.Array, block: int, most: int
 ) -> tuple[jax.Array, jax.Array]:
-    """Levels int8 [size], and the largest magnitude of each block, [blocks]."""
-    flat = x.ravel().astype(sum_dtype(x))
-    blocks = jnp.pad(flat, (0, -flat.size % block)).reshape(-1, block)
+    """Levels int8 [size], and the largest magnitude of each block over `most`."""
+    blocks = _in_blocks(x, block)
     largest = jnp.max(jnp.abs(blocks), axis=1)
     scale = most / jnp.where(largest > 0, largest, 1)
-    noise = jax.random.uniform(key, blocks.shape, blocks.dtype)
+    noise = _uniform(key, blocks.size).reshape(blocks.shape).astype(blocks.dtype)
     # A number that is the largest may be rounded up beyond it, by a bit.
     levels = jnp.clip(jnp.floor(blocks * scale[:, None] + noise), -most, most)
-    return levels.astype(jnp.int8).ravel()[: flat.size], largest / most
+    return levels.astype(jnp.int8).ravel()[: x.size], largest / most
+
+
+def _in_blocks(x: jax.Array, block: int) -> jax.Array:
+    flat = x.ravel().astype(sum_dtype(x))
+    return jnp.pad(flat, (0, -flat.size % block)).reshape(-1, block)
+
+
+def _uniform(key: jax.Array, size: int) -> jax.Array:
+    """Numbers in [0, 1) to round with, float32 [size].
+
+    A hash of key and place, ten times as fast on a CPU as `jax.random.uniform`, which
+    would take most of an encoding's time.
+    """
+    seeds = jax.random.bits(key, (2,), jnp.uint32)
+    bits = _hashed(_hashed(lax.iota(jnp.uint32, size) ^ seeds[0]) + seeds[1])
+    return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def _hashed(x: jax.Array) -> jax.Array:
+    """MurmurHash3's last step, a bijection of 32 bits."""
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
 
 
 def _scaled(levels: jax.Array, scales: jax.Array, block: int) -> jax.Array:

@@ -10,6 +10,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import stats
 from test_rounds import CURVATURE, RATE, initial, model, run, targets
 
 from decentjax import (
@@ -82,10 +83,28 @@ def test_the_largest_are_sent_with_their_places():
     assert np.count_nonzero(through(codec.top_k(1e-9), x)) == 1
 
 
+def test_each_block_sends_its_largest():
+    x = np.zeros(10)
+    x[[1, 3, 5, 9]] = 1.0, 2.0, 3.0, 0.5
+    wanted = np.where(np.isin(np.arange(10), [3, 5, 9]), x, 0)
+    np.testing.assert_array_equal(through(codec.top_k(0.25, 4), x), wanted)
+
+
+def test_roundings_of_keys_and_places_are_independent():
+    keys = jax.random.split(jax.random.key(0), 50)
+    draws = np.array([codec._uniform(key, 2000) for key in keys])
+    assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-4
+    for pairs in (draws, draws.T[:50, :]):
+        together = np.corrcoef(pairs)[np.triu_indices(50, 1)]
+        # 1,225 correlations of independent draws stay within five deviations.
+        assert np.abs(together).max() < 5 / pairs.shape[1] ** 0.5
+
+
 def test_bytes_are_counted():
     assert num_bytes(codec.int8(256), (1000,)) == 1000 + 4 * 4
     assert num_bytes(codec.int4(64), (1001,)) == 501 + 16 * 4
-    assert num_bytes(codec.top_k(0.01), (50, 100)) == 50 * 8
+    assert num_bytes(codec.top_k(0.01), (50, 100)) == 2 * 41 * 6
+    assert num_bytes(codec.top_k(0.01), (5, 100)) == 5 * 6
     assert num_bytes(codec.exact(), (7,)) == 28
 
 
@@ -260,6 +279,7 @@ def test_mixing_keeps_the_mean_exactly():
     ("make", "words"),
     [
         (lambda: codec.int8(0), "a block needs at least 1 number"),
+        (lambda: codec.top_k(0.1, 0), "a block has 1 to 65,536 numbers"),
         (lambda: codec.top_k(0.0), r"share that is sent must be in \(0, 1\]"),
         (lambda: Compression(codec.int8(), "copies"), '"model", "drift" or "copy"'),
         (lambda: Compression(codec.int8(), keep=2.0), r"keep must be in \[0, 1\]"),

@@ -76,7 +76,7 @@ def test_a_run_has_the_numbers_of_its_seeds(method, tmp_path):
     sent = {"local_sgd": 4, "diloco": 4, "streaming": 8 / fragments, "late": 8}
     sent = {name: count * whole for name, count in sent.items()}
     # To three peers: a number of 1 byte and its scale of 4, or one and its place.
-    sent |= {"int8": 8 * 3 * 2 * 5, "sparse": 4 * 3 * 2 * 8}
+    sent |= {"int8": 8 * 3 * 2 * 5, "sparse": 4 * 3 * 2 * 6}
     assert together.sent["per worker"] == [sent[method] / 24] * 2
 
 
