@@ -12,6 +12,7 @@ import tiny
 from rich.console import Console
 from tiny_numbers import config as tiny_numbers
 
+from train.bench import codecs
 from train.bench import input as data
 from train.bench import overhead as step
 from train.bench.input import DataBench, InputTiming, count_compiled, measure
@@ -120,3 +121,17 @@ def test_what_the_benches_measure_by_default_is_there():
     for path in (*DataBench().configs, *StepBench().configs):
         assert (TINY_FILE.parent.parent / path).is_file()
     assert dataclasses.fields(StepBench)
+
+
+def test_codecs_are_measured_beside_a_copy(tmp_path, capsys):
+    bench = codecs.CodecBench(size=5000, rounds=2, out=tmp_path)
+    assert codecs.main(bench) == 0
+    facts = json.loads((tmp_path / "codec.json").read_text())
+    assert len(facts["seconds"]) == 1 + 2 * len(codecs.CODECS)
+    assert all(len(times) == 2 for times in facts["seconds"].values())
+    assert all(min(times) > 0 for times in facts["seconds"].values())
+    # 5,000 bytes and 20 scales of 4 bytes, of 20,000.
+    (row,) = [x for x in capsys.readouterr().out.splitlines() if "| int8 |" in x]
+    assert row.endswith(" 0.2540 |")
+    with pytest.raises(ValueError, match="size must be at least 1, got 0"):
+        codecs.CodecBench(size=0)

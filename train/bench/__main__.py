@@ -21,6 +21,7 @@ BENCHES = {
         "a train step on one GPU, with and without the library",
     ),
     "step": ("overhead", "a step of one worker, beside plain optax"),
+    "codec": ("codecs", "how fast messages are encoded, beside a copy"),
     "data": ("input", "reading batches, beside training with them"),
     "model": ("model.model", "predicted step times, beside measured ones"),
 }
