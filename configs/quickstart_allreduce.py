@@ -15,5 +15,5 @@ config = dataclasses.replace(
     name="quickstart_allreduce",
     topology=dataclasses.replace(quickstart.topology, name="complete"),
     step=dataclasses.replace(quickstart.step, algorithm="all_reduce"),
-    optimizer=dataclasses.replace(quickstart.optimizer, name="adamw"),
+    optimizer=dataclasses.replace(quickstart.optimizer, learning_rate=5e-3),
 )

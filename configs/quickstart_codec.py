@@ -1,4 +1,4 @@
-"""The quickstart's DAdamW on a graph of single workers, whose messages are encoded.
+"""The quickstart on a graph of single workers, whose messages are encoded.
 
 Command: `python -m train.compare configs/quickstart_codec.py --seeds 3
 --vary rounds.codec none int8 int4`
@@ -6,14 +6,13 @@ Command: `python -m train.compare configs/quickstart_codec.py --seeds 3
 
 import dataclasses
 
-from configs.quickstart_dadam import config as dadam
+from configs.quickstart import config as quickstart
 from train.config import RoundsConfig, StepConfig, TopologyConfig
 
 config = dataclasses.replace(
-    dadam,
+    quickstart,
     name="quickstart_codec",
     topology=TopologyConfig(name="one_peer_exponential"),
     step=StepConfig(algorithm="rounds", batch_per_worker=4),
     rounds=RoundsConfig(every_steps=1, delay=1, merge="shift"),
-    optimizer=dataclasses.replace(dadam.optimizer, learning_rate=1e-2),
 )

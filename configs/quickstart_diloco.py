@@ -5,11 +5,11 @@ Command: `python -m train configs/quickstart_diloco.py`
 
 import dataclasses
 
-from configs.quickstart_dadam import config as dadam
+from configs.quickstart import config as quickstart
 from train.config import RoundsConfig, StepConfig, TopologyConfig
 
 config = dataclasses.replace(
-    dadam,
+    quickstart,
     name="quickstart_diloco",
     topology=TopologyConfig(name="complete"),
     step=StepConfig(algorithm="rounds", batch_per_worker=4),

@@ -121,8 +121,7 @@ def compare(
         },
         {entry.name: entry.scores()[headline.name] for entry in entries},
         "seconds, simulated" if clock.runs else "step",
-        f"{where}{words(headline.name)} ({headline.better} is better; "
-        "a dot for each seed)",
+        f"{where}{words(headline.name)} ({headline.better} is better; dots are seeds)",
     )
     save_svg(figure, out / "compare.svg")
     print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")
