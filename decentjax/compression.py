@@ -23,9 +23,9 @@ class Compression:
 
     With D_i = sum_j W_ij q_j - q_i, the payload and the average are
 
-        "model"  x + e      x + D           e <- payload - q
+        "model"  x + b e        x + D       e <- payload - q
         "drift"  x - z + b e    z + q + D   e <- payload - q
-        "copy"   x - h      x + c s         h <- h + q, s <- s + D
+        "copy"   x - h          x + c s     h <- h + q, s <- s + D
 
     "model" is DeepSqueeze. "drift" is for an outer optimizer after means of all models,
     whose anchor z is the same on all workers; with `top_k` it is SparseLoCo. "copy" is

@@ -47,14 +47,12 @@ def replace(now: jax.Array, sent: jax.Array, new: jax.Array) -> jax.Array:
 
 def shift(now: jax.Array, sent: jax.Array, new: jax.Array) -> jax.Array:
     """`z' + x now - x sent`: what a worker has learned since it sent is kept."""
-    if (
-        now is sent
-    ):  # One array: nothing has been learned since, and nothing is rounded.
+    # One array, sent and merged in one step: nothing has been learned in between.
+    if now is sent:
         return new
     dtype = sum_dtype(new)
-    return (new.astype(dtype) + (now.astype(dtype) - sent.astype(dtype))).astype(
-        new.dtype
-    )
+    learned = now.astype(dtype) - sent.astype(dtype)
+    return (new.astype(dtype) + learned).astype(new.dtype)
 
 
 def blend(share: float) -> Merge:
@@ -200,8 +198,8 @@ def receive(
     return state._replace(params=params, extra=carried)
 
 
-Receive = Callable[[Rounds, Fragment, WorkerState, Leaves], WorkerState]
 Send = Callable[[Rounds, Fragment, WorkerState], WorkerState]
+Receive = Callable[[Rounds, Fragment, WorkerState, Leaves], WorkerState]
 
 
 def round_step(
