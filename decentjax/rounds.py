@@ -217,7 +217,7 @@ def round_step(
 
     With delay 1 and an exchange in every step this is `awc_step`, and with delay 0
     `atc_step`, bit for bit. Compiled, messages overlap the gradient of the step that
-    merges them; `gossip.BackgroundRounds` hides them behind all steps of the delay.
+    merges them; `gossip.BackgroundRounds` hides them behind the steps before it.
 
     Args:
       state: this worker's state, with `init_rounds` as its `extra`.

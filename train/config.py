@@ -563,12 +563,12 @@ class Config:
                 f"num_steps = {self.num_steps}"
             )
         algorithm = self.step.algorithm
-        at_once = algorithm == "rounds" and self.rounds.delay == 0
+        at_once = algorithm == "rounds" and self.rounds.delay < 2
         if self.exchange.where == "background" and (algorithm == "atc" or at_once):
             raise ValueError(
-                f"{algorithm} averages the models that the step has just updated, so "
+                f"{algorithm} waits for its messages in the step that sends them, so "
                 "nothing overlaps a background exchange; set exchange.where to "
-                '"in_step", or rounds.delay to 1 or more'
+                '"in_step", or rounds.delay to 2 or more'
             )
         if self.exchange.where == "background" and algorithm == "tracking":
             raise ValueError(

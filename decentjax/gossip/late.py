@@ -33,11 +33,11 @@ from decentjax.step import Adapt, Metrics, WorkerState
 class BackgroundRounds(Closing):
     """`on_mesh(round_step)` with its exchanges in a second thread.
 
-    A context that ends the thread. What a round sends travels while the steps of its
-    delay are computed; the step that merges it waits for the rest. The numbers are
-    those of `round_step`. What is under way is in the state too, so a run goes on from
-    any state; call `settle()` before any other collective. Rounds with delay 0 wait for
-    their messages.
+    A context that ends the thread. With delay d messages travel while d - 1 steps are
+    computed; the d-th, which merges them, waits for the rest before its gradient. So
+    there should be 2 or more; for an exchange in every step `Background` hides more.
+    The numbers are those of `round_step`. What is under way is in the state too, so a
+    run goes on from any state; call `settle()` before any other collective.
 
     Args:
       adapt: the local update, `decentjax.adapt` with its keywords bound.
