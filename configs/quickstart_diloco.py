@@ -14,4 +14,5 @@ config = dataclasses.replace(
     topology=TopologyConfig(name="complete"),
     step=StepConfig(algorithm="rounds", batch_per_worker=4),
     rounds=RoundsConfig(every_steps=50, outer="nesterov"),
+    optimizer=dataclasses.replace(quickstart.optimizer, learning_rate=2.5e-3),
 )

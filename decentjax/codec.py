@@ -16,7 +16,7 @@ from jax import lax
 
 from decentjax._collectives import AxisName, permute, sum_dtype
 from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
-from decentjax.mixing import weighted
+from decentjax.mixing import check_size, weighted
 
 Message = tuple[jax.Array, ...]
 
@@ -159,9 +159,11 @@ def mix_encoded(
       The differences, by number.
 
     Raises:
-      ValueError: if the exchange has nodes of several workers.
+      ValueError: if the exchange has nodes of several workers, or the axis another
+        size.
     """
     check_encodable(exchange)
+    check_size(exchange, axis_name)
     _, permutes = permutes_of(as_permutations(exchange).between)
     worker = lax.axis_index(axis_name)
 
@@ -178,6 +180,41 @@ def mix_encoded(
         return exchange.factor * weighted(found, weights, worker)
 
     return {number: difference(*pair) for number, pair in coded.items()}
+
+
+def mean_encoded(
+    coded: Any, exchange: Exchange, *, codec: Codec, axis_name: AxisName
+) -> Any:
+    """The mean of all workers' encoded leaves, `1/N sum_j q_j`, the same on each.
+
+    Bit for bit the same: all add the decoded messages in one order.
+
+    Args:
+      coded: as in `mix_encoded`.
+      exchange: an exchange of as many workers as the axis.
+      codec: the codec of the messages.
+      axis_name: mapped axis of the workers.
+
+    Returns:
+      The means, by number.
+
+    Raises:
+      ValueError: if the axis has another size.
+    """
+    check_size(exchange, axis_name)
+    count = exchange.num_workers
+
+    def mean(leaf: jax.Array, message: Message) -> jax.Array:
+        every = tuple(lax.all_gather(x, axis_name) for x in message)
+
+        def add(worker: jax.Array, total: jax.Array) -> jax.Array:
+            one = tuple(x[worker] for x in every)
+            return total + codec.decode(one, leaf.shape)
+
+        first = codec.decode(tuple(x[0] for x in every), leaf.shape)
+        return lax.fori_loop(1, count, add, first) / count
+
+    return {number: mean(*pair) for number, pair in coded.items()}
 
 
 def check_encodable(exchange: Exchange) -> None:

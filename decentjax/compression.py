@@ -23,9 +23,9 @@ class Compression:
 
     With D_i = sum_j W_ij q_j - q_i, the payload and the average are
 
-        "model"  x + b e        x + D       e <- payload - q
-        "drift"  x - z + b e    z + q + D   e <- payload - q
-        "copy"   x - h          x + c s     h <- h + q, s <- s + D
+        "model"  x + b e        x + D                e <- payload - q
+        "drift"  x - z + b e    z + 1/N sum_j q_j    e <- payload - q
+        "copy"   x - h          x + c s              h <- h + q, s <- s + D
 
     "model" is DeepSqueeze. "drift" is for an outer optimizer after means of all models,
     whose anchor z is the same on all workers; with `top_k` it is SparseLoCo. "copy" is
@@ -57,6 +57,13 @@ class Compression:
             raise ValueError(
                 "keep must be in [0, 1] and step in (0, 1], got "
                 f"{self.keep} and {self.step}"
+            )
+        if (self.of == "copy" and self.keep != 1) or (
+            self.of != "copy" and self.step != 1
+        ):
+            raise ValueError(
+                f'keep is not for "copy", and step for nothing else; got "{self.of}" '
+                f"with {self.keep} and {self.step}"
             )
 
     def check(self, schedule: Schedule, has_anchor: bool) -> None:
@@ -146,7 +153,7 @@ def encode_leaves(
         part = -1 if is_copy else compression.keep
         payload = x.astype(sum_dtype(x)) + part * memory[number]
         if compression.of == "drift":
-            payload = payload - anchor[number]
+            payload = payload - anchor[number].astype(payload.dtype)
         message = compression.codec.encode(payload, jax.random.fold_in(key, number))
         decoded = compression.codec.decode(message, x.shape)
         memory[number] = memory[number] + decoded if is_copy else payload - decoded
@@ -161,25 +168,23 @@ def decode_leaves(
     anchor: Leaves,
     coded: Coded,
 ) -> tuple[Coded, Leaves]:
-    """Returns the memory and the averages of leaves, from what `mix_encoded` returns.
+    """Returns the memory and the averages of leaves, in float32 at least.
 
     Args:
       compression: the compression.
-      differences: D of each leaf.
+      differences: D of each leaf, or the mean of all q for "drift".
       sent: leaves as they were when they were sent.
       anchor: z, for "drift".
       coded: the memory and messages.
     """
     moved, mixed = dict(coded.moved), {}
     for number, difference in differences.items():
-        x = sent[number]
+        x = sent[number].astype(difference.dtype)
         if compression.of == "copy":
             moved[number] = moved[number] + difference
-            new = x + compression.step * moved[number]
+            mixed[number] = x + compression.step * moved[number]
         elif compression.of == "drift":
-            own = compression.codec.decode(coded.messages[number], x.shape)
-            new = anchor[number] + (own + difference)
+            mixed[number] = anchor[number] + difference
         else:
-            new = x + difference
-        mixed[number] = new.astype(x.dtype)
+            mixed[number] = x + difference
     return coded._replace(moved=moved), mixed

@@ -1,7 +1,9 @@
 """Corrections for uneven data, with which plain averaging stops short of the optimum.
 
 Where the gradients of the workers differ at the optimum, decentralized gradient descent
-with a constant learning rate comes to rest beside it. These methods do not.
+with a constant learning rate comes to rest beside it. Exact diffusion and gradient
+tracking reach it. Quasi-global momentum rests where plain averaging does, but keeps the
+workers' momentum from pulling them apart on the way.
 """
 
 from collections.abc import Callable
@@ -153,15 +155,23 @@ def tracking_step(
       batch: this worker's batch.
       exchange: the static exchange of this step.
       adapt: the local update, which takes `reduce_gradients` as `decentjax.adapt` does.
-      mix: the averaging, `decentjax.mix` with its keywords bound.
+      mix: the averaging, `decentjax.mix` with its keywords bound; without `shards`.
 
     Returns:
       As `awc_step`.
+
+    Raises:
+      TypeError: if the state carries something else.
 
     Source: Nedić, Olshevsky, Shi: Achieving Geometric Convergence for Distributed
     Optimization over Time-Varying Graphs (2017), DIGing.
     """
     before = state.extra
+    if not isinstance(before, Tracked):
+        raise TypeError(
+            "tracking_step carries a gradient: give init_state extra="
+            f"init_tracking(params), got {type(before).__name__}"
+        )
     params, tracker = jax.lax.optimization_barrier(
         mix((state.params, before.tracker), exchange)
     )

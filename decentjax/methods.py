@@ -12,6 +12,7 @@ import jax
 import optax
 
 from decentjax.exchange import Topology
+from decentjax.mixing import is_mixed
 from decentjax.rounds import Rounds, blend, replace
 from decentjax.schedule import cut_leaves, every, in_fragments
 from decentjax.topology import complete, random_matching
@@ -75,7 +76,7 @@ def streaming_diloco(
       params: model, or its shapes, to cut into fragments of about equal size.
       num_steps: H.
       num_fragments: P.
-      delay: number of steps that hide a fragment's messages.
+      delay: steps until what a fragment has sent is merged.
       share: c, the worker's own part.
       learning_rate: learning rate of the outer optimizer.
       momentum: its momentum.
@@ -86,7 +87,8 @@ def streaming_diloco(
     Source: Douillard et al., Streaming DiLoCo with overlapping communication (2025),
     Algorithm 2. There the fragments are layers; here they are consecutive leaves.
     """
-    sizes: Sequence[int] = [x.size for x in jax.tree.leaves(params)]
+    leaves = jax.tree.leaves(params)
+    sizes: Sequence[int] = [x.size if is_mixed(x) else 0 for x in leaves]
     fragments = cut_leaves(sizes, num_fragments)
     schedule = in_fragments(complete(num_workers), num_steps, fragments, delay)
     outer = optax.sgd(learning_rate, momentum, nesterov=True)

@@ -124,12 +124,7 @@ def mix(
             f"{type(exchange).__name__}"
         )
     _check_leaves(params)
-    size = lax.axis_size(axis_name)
-    if size != exchange.num_workers:
-        raise ValueError(
-            f"the exchange is for {exchange.num_workers} workers, but axis "
-            f"{axis_name!r} has size {size}"
-        )
+    check_size(exchange, axis_name)
 
     def mix_leaf(x: jax.Array) -> jax.Array:
         dtype = _message_dtype(x, message_dtype)
@@ -436,6 +431,16 @@ def _map_floats(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
         return function(x) if is_mixed(x) else x
 
     return jax.tree.map(leaf, tree)
+
+
+def check_size(exchange: Exchange, axis_name: AxisName) -> None:
+    """Raises a ValueError unless the axis has as many workers as the exchange."""
+    size = lax.axis_size(axis_name)
+    if size != exchange.num_workers:
+        raise ValueError(
+            f"the exchange is for {exchange.num_workers} workers, but axis "
+            f"{axis_name!r} has size {size}"
+        )
 
 
 def _check_leaves(params: Any) -> None:

@@ -251,8 +251,14 @@ def decentralize_rounds(
       message_dtype: as in `mix`.
 
     Raises:
+      ValueError: if messages are encoded.
       TypeError: in `update`, without the step.
     """
+    if rounds.compression is not None:
+        raise ValueError(
+            "a codec rounds with each worker's random key, which a transformation does "
+            "not have: use round_step, or leave compression at None"
+        )
     order = functools.partial(round_step, rounds=rounds)
     init_extra = functools.partial(init_rounds, rounds)
     schedule = rounds.schedule

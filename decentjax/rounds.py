@@ -22,7 +22,7 @@ import optax
 from jax import lax
 
 from decentjax._collectives import sum_dtype
-from decentjax.codec import mix_encoded
+from decentjax.codec import mean_encoded, mix_encoded
 from decentjax.compression import (
     Coded,
     Compression,
@@ -98,6 +98,11 @@ class Rounds:
     compression: Compression | None = None
 
     def __post_init__(self):
+        if not isinstance(self.schedule, Schedule):
+            raise TypeError(
+                "wanted a Schedule, such as schedule.every(topology.ring(8), 10), got "
+                f"{type(self.schedule).__name__}"
+            )
         in_each_step = all(one.exchange for one in self.schedule.rounds)
         if self.outer and in_each_step and len(self.schedule.fragments) == 1:
             raise ValueError(
@@ -113,7 +118,7 @@ class RoundState(NamedTuple):
     """What a worker carries from round to round, by number of the leaf.
 
     Args:
-      anchor: z; empty without an outer optimizer.
+      anchor: z, in float32 at least; empty without an outer optimizer.
       outer: state of the outer optimizer, for each fragment of the schedule.
       sent: leaves as they were sent last; empty where a round ends in the step in which
         it begins.
@@ -141,6 +146,9 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     def copies() -> Leaves:  # A step donates each buffer once.
         return {n: jnp.array(x, copy=True) for part in parts for n, x in part.items()}
 
+    def wide(part: Leaves) -> Leaves:
+        return {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in part.items()}
+
     sent = copies() if rounds.schedule.delay > 1 else {}
     coded = None
     if rounds.compression is not None:
@@ -148,7 +156,8 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
         coded = init_coded(rounds.compression, copies(), is_late)
     if rounds.outer is None:
         return RoundState({}, (), sent, coded)
-    return RoundState(copies(), tuple(map(rounds.outer.init, parts)), sent, coded)
+    outer = tuple(rounds.outer.init(wide(part)) for part in parts)
+    return RoundState(wide(copies()), outer, sent, coded)
 
 
 def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
@@ -173,8 +182,8 @@ def receive(
       rounds: the rounds.
       fragment: the leaves that it has sent.
       state: this worker's state now.
-      mixed: the leaves that were sent, averaged, or of encoded ones the difference
-        that `mix_encoded` returns.
+      mixed: the leaves that were sent, averaged, or what `default_mix` returns of
+        encoded ones.
 
     Returns:
       The state with the model after the round, and the new anchor and outer state.
@@ -192,7 +201,8 @@ def receive(
     leaves, structure = jax.tree.flatten(state.params)
     for number in mixed:
         sent = carried.sent[number]
-        leaves[number] = rounds.merge(leaves[number], sent, new[number])
+        merged = rounds.merge(leaves[number], sent, new[number])
+        leaves[number] = merged.astype(sent.dtype)
     # As in `awc_step`.
     params = lax.optimization_barrier(jax.tree.unflatten(structure, leaves))
     return state._replace(params=params, extra=carried)
@@ -225,14 +235,22 @@ def round_step(
       event: what this step does, as in `rounds.schedule[step]`.
       rounds: the rounds.
       adapt: the local update, `decentjax.adapt` with its keywords bound.
-      mix: the averaging, by default `decentjax.mix` over the axis of the workers, or of
-        encoded leaves `decentjax.codec.mix_encoded`.
-      send: the begin of a round, where it is a program of its own.
+      mix: the averaging of leaves by number, by default that of `default_mix`; without
+        `shards`.
+      send: the beginning of a round, where it is a program of its own.
       receive: its end, likewise.
 
     Returns:
       As `awc_step`.
+
+    Raises:
+      TypeError: if the state carries something else.
     """
+    if not isinstance(state.extra, RoundState):
+        raise TypeError(
+            "round_step carries what a round has sent: give init_state extra="
+            f"init_rounds(rounds, params), got {type(state.extra).__name__}"
+        )
     averages = default_mix(rounds) if mix is None else mix
 
     def end(one: Round, state: WorkerState) -> WorkerState:
@@ -267,8 +285,9 @@ def default_mix(rounds: Rounds) -> Mix:
     """The averaging over the axis of the workers, of leaves or of encoded ones."""
     if rounds.compression is None:
         return mix_workers
+    average = mean_encoded if rounds.compression.of == "drift" else mix_encoded
     codec = rounds.compression.codec
-    return functools.partial(mix_encoded, codec=codec, axis_name=AXIS)
+    return functools.partial(average, codec=codec, axis_name=AXIS)
 
 
 def _without_messages(carried: RoundState) -> RoundState:
@@ -290,7 +309,11 @@ def leaves_of(fragment: Fragment, params: Any) -> Leaves:
         raise ValueError(
             f"the schedule sends leaf {max(numbers)}, and the model has {len(leaves)}"
         )
-    return {n: leaves[n] for n in numbers if is_mixed(leaves[n])}
+    # Shapes stand for arrays too.
+    arrays = {
+        n: x if hasattr(x := leaves[n], "dtype") else jnp.asarray(x) for n in numbers
+    }
+    return {n: x for n, x in arrays.items() if is_mixed(x)}
 
 
 def _move_anchor(
@@ -298,7 +321,7 @@ def _move_anchor(
 ) -> tuple[Leaves, RoundState]:
     """The anchor of one fragment after a step of its outer optimizer."""
     anchor = {number: carried.anchor[number] for number in mixed}
-    gradient: Any = jax.tree.map(jnp.subtract, anchor, mixed)
+    gradient: Any = jax.tree.map(lambda z, q: z - q.astype(z.dtype), anchor, mixed)
     updates, state = outer.update(gradient, carried.outer[place], anchor)
     new: Any = optax.apply_updates(anchor, updates)
     states = (*carried.outer[:place], state, *carried.outer[place + 1 :])

@@ -23,8 +23,8 @@ class Round:
 
     With delay 0 the models are sent after the update of the step, and merged at once.
     With delay d >= 1 they are sent as they are before the step, and merged just before
-    the update of the d-th step from it on, this one being the first: so the gradients
-    of d steps hide the messages.
+    the update of the d-th step from it on, this one being the first. `round_step` and
+    `gossip.BackgroundRounds` say which computing hides the messages.
 
     Args:
       exchange: who averages with whom; None begins no round.
@@ -125,6 +125,9 @@ class Schedule:
         receives = delay > 0 and begun >= 0
         return Event(self._at(step), self._at(begun) if receives else None)
 
+    # With __getitem__ alone Python would iterate for ever.
+    __iter__ = None
+
     def _at(self, step: int) -> Round | None:
         found = self.rounds[step % self.period]
         return None if found.exchange is None else found
@@ -183,7 +186,8 @@ def in_fragments(
 ) -> Schedule:
     """Exchanges of parts of the model, each in each H-th step, spread over the steps.
 
-    Of P fragments the p-th begins floor(p H / P) steps after the first.
+    Of P fragments the p-th begins floor(p H / P) steps after the first, which first
+    sends the initial model.
 
     Args:
       topology: exchanges of a fragment's rounds, taken in turn.
@@ -219,7 +223,8 @@ def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]
     A leaf belongs to the fragment in which its middle lies.
 
     Args:
-      sizes: size of each leaf, in the order of `jax.tree.leaves`.
+      sizes: size of each leaf, in the order of `jax.tree.leaves`; 0 for one that is no
+        float, and never travels.
       num_fragments: P.
 
     Raises:
@@ -234,7 +239,7 @@ def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]
     middles = ends - np.array(sizes) / 2
     parts = (middles * num_fragments / ends[-1]).astype(int).clip(max=num_fragments - 1)
     found = [tuple(np.flatnonzero(parts == p).tolist()) for p in range(num_fragments)]
-    empty = [number for number, leaves in enumerate(found) if not leaves]
+    empty = [p for p, part in enumerate(found) if not sum(sizes[n] for n in part)]
     if empty:
         raise ValueError(
             f"no leaf falls into the fragments {empty} of {num_fragments}: the largest "

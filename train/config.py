@@ -235,6 +235,12 @@ class RoundsConfig:
 
     def __post_init__(self):
         _check_at_least(self, 1, "every_steps", "fragments")
+        _check_at_least(self, 0, "error_kept", "copy_step")
+        if self.error_kept > 1 or not 0 < self.copy_step <= 1:
+            raise ValueError(
+                "error_kept must be in [0, 1] and copy_step in (0, 1], got "
+                f"{self.error_kept} and {self.copy_step}"
+            )
         if self.copies and (self.codec == "none" or self.outer != "none"):
             raise ValueError(
                 "rounds.copies are of encoded models: set rounds.codec, and "
@@ -297,7 +303,8 @@ class ExchangeConfig:
         TPU; "background" runs it in a second thread, over the host's network, which
         overlaps it on any platform; "peers" makes each process a run of its own, which
         takes the models that have come from its peers; "auto" is "background" for "awc"
-        in a job of several processes on CPU, else "in_step".
+        and rounds with a delay of 2 or more, in a job of several processes on CPU, else
+        "in_step".
       way: how models of peers are used: "arrived" averages with what has come, "swaps"
         swaps models in pairs whose mean stays, "push_sum" sends mass along, "wagma"
         averages in the groups of the topology without waiting for who is late.
@@ -568,12 +575,18 @@ class Config:
             raise ValueError(
                 f"{algorithm} waits for its messages in the step that sends them, so "
                 "nothing overlaps a background exchange; set exchange.where to "
-                '"in_step", or rounds.delay to 2 or more'
+                '"in_step"' + ", or rounds.delay to 2 or more" * at_once
             )
         if self.exchange.where == "background" and algorithm == "tracking":
             raise ValueError(
                 "tracking has its exchange in the compiled step: set exchange.where to "
                 '"in_step"'
+            )
+        name = self.optimizer.name
+        if name in ("exact_diffusion", "qg_dsgdm") and algorithm != "atc":
+            raise ValueError(
+                f"optimizer.name = {name} follows what the last exchange has moved: set "
+                f'step.algorithm to "atc", got {algorithm}'
             )
         if self.policy.name != "fixed" and (
             self.exchange.where in ("background", "peers")
@@ -608,7 +621,7 @@ def _check_peers(step: StepConfig, topology: Topology, way: str) -> None:
     """Raises a ValueError for what takes collectives between the processes."""
     if step.algorithm != "awc" and (step.algorithm, way) != ("atc", "wagma"):
         raise ValueError(
-            f"{step.algorithm} waits for all workers at each step, and peers wait for "
+            f"{step.algorithm} waits for other workers, and peers wait for "
             'none; set step.algorithm to "awc", or exchange.where to "auto"'
         )
     if step.message_dtype is not None:

@@ -1,4 +1,4 @@
-"""Rounds in the second thread: messages take several steps, and no step waits."""
+"""Rounds in the second thread: messages travel while several steps are computed."""
 
 import collections
 import functools
@@ -71,6 +71,7 @@ class BackgroundRounds(Closing):
         options = message_dtype, lowering, exchange_mesh, self._record
         self._carrier = Carrier(topology, mesh, *options, mix)
         self._is_started, self._next, self._step = False, -1, 0
+        self._extra: Any = None
         self._arriving: collections.deque[Future[Any]] = collections.deque()
 
         def local(params, mixed, others, batch):
@@ -114,10 +115,11 @@ class BackgroundRounds(Closing):
         if not self._is_started:
             self._carrier.start(state.params)
             self._is_started = True
-        if step != self._next:
+        # What is on its way is of the state that the last call returned.
+        if step != self._next or state.extra is not self._extra:
             self._send_again(state, step)
         self._step, self._next = step, step + 1
-        return round_step(
+        state, metrics = round_step(
             state,
             batch,
             self._rounds.schedule[step],
@@ -127,6 +129,8 @@ class BackgroundRounds(Closing):
             send=self._send,
             receive=self._receive,
         )
+        self._extra = state.extra
+        return state, metrics
 
     def settle(self) -> None:
         """Waits for the exchanges under way; call it before any other collective."""

@@ -4,7 +4,7 @@ import dataclasses
 import typing
 from typing import Any, Literal, NamedTuple
 
-from train.config import Config, PolicyConfig, TopologyConfig
+from train.config import Config, PolicyConfig, RoundsConfig, TopologyConfig
 
 Batch = Literal["local", "global"]
 Scaling = Literal["none", "linear", "sqrt"]
@@ -105,7 +105,8 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
     policy = dataclasses.replace(policy, name=name if name in POLICIES else "fixed")
     if period:
         topology = dataclasses.replace(topology, mean_every=int(period))
-    return {"step": step, "topology": topology, "policy": policy}
+    fields = {"step": step, "topology": topology, "policy": policy}
+    return fields | ({"rounds": RoundsConfig()} if name == ALL_REDUCE else {})
 
 
 def _cell(

@@ -42,7 +42,7 @@ from train.job.distributed import job_mesh, meet
 from train.job.peers import peer_place
 from train.run.choose import GRAPH, Chooser, build_policy
 from train.run.finite import poison_gradient
-from train.run.rounds import build_rounds
+from train.run.rounds import build_rounds, check_rounds
 from train.tasks.task import Task
 from train.xla import check_options, read_options
 
@@ -79,6 +79,8 @@ def build_state(
     Raises:
       ValueError: if the model does not fit the task.
     """
+
+    check_rounds(config)
 
     def init_extra(params: Any) -> Any:
         if config.step.algorithm == "rounds":

@@ -64,10 +64,13 @@ def build_step(
     """The step of the config's algorithm over [K, N, ...], in few programs.
 
     It takes an exchange, or the rounds that begin and end. There is nothing to overlap,
-    so the exchange is a separate program, and the rest is compiled once and not once
-    for each exchange, nor for each run of a grid.
+    so the exchange is a separate program, and the local update is compiled once and not
+    once for each exchange, nor for each run of a grid.
     """
-    key = mesh, task.loss_fn, config.optimizer, config.num_steps, config.step
+    algorithm = config.step.algorithm
+    late = algorithm == "rounds" and config.rounds.delay > 0
+    before = algorithm in ("awc", "tracking") or late
+    key = mesh, task.loss_fn, config.optimizer, config.num_steps, config.step, before
     if config.step.algorithm in WHOLE:
         return lambda state, batch, taken: _whole_program(taken, *key)(state, batch)
     local = _adapt_program(*key)
@@ -111,7 +114,11 @@ def _over_all(function: Callable, mesh: Mesh | None) -> Callable:
 
 
 def _local(
-    loss_fn: LossFn, optimizer: OptimizerConfig, num_steps: int, step: StepConfig
+    loss_fn: LossFn,
+    optimizer: OptimizerConfig,
+    num_steps: int,
+    step: StepConfig,
+    before: bool,
 ) -> Callable:
     local = functools.partial(
         adapt,
@@ -119,7 +126,6 @@ def _local(
         optimizer=build_optimizer(optimizer, num_steps),
         num_micro_batches=step.num_micro_batches,
     )
-    before = step.algorithm in ("awc", "tracking")
     return measured(local, before_update=before)
 
 
@@ -130,7 +136,7 @@ def _adapt_program(mesh: Mesh | None, *key: Any) -> Callable:
 
 @functools.lru_cache(maxsize=64)
 def _whole_program(exchange: Exchange, mesh: Mesh | None, *key: Any) -> Callable:
-    *_, step = key
+    *_, step, _ = key
     options = {"mix": bind_mix(step)} if step.algorithm == "tracking" else {}
 
     def one(state: WorkerState, batch: Any) -> tuple[WorkerState, Metrics]:

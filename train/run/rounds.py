@@ -8,10 +8,20 @@ import optax
 from decentjax import Rounds
 from decentjax.codec import int4, int8, num_bytes, top_k
 from decentjax.compression import Compression
+from decentjax.mixing import is_mixed
 from decentjax.rounds import blend, leaves_of, replace, shift
 from decentjax.schedule import Fragment, cut_leaves, every, in_fragments
 from train.config import Config, RoundsConfig
 from train.tasks.task import Task
+
+
+def check_rounds(config: Config) -> None:
+    """Raises a ValueError if a config has rounds that its step does not take."""
+    if config.rounds != RoundsConfig() and config.step.algorithm != "rounds":
+        raise ValueError(
+            'the fields of rounds are for step.algorithm = "rounds", got '
+            f'"{config.step.algorithm}": set it, or leave them out'
+        )
 
 
 def build_rounds(config: Config, task: Task) -> Rounds:
@@ -24,7 +34,7 @@ def build_rounds(config: Config, task: Task) -> Rounds:
     schedule = every(topology, options.every_steps, options.delay)
     if options.fragments > 1:
         params, _ = jax.eval_shape(task.init, jax.random.key(0))
-        sizes = [x.size for x in jax.tree.leaves(params)]
+        sizes = [x.size if is_mixed(x) else 0 for x in jax.tree.leaves(params)]
         fragments = cut_leaves(sizes, options.fragments)
         num_steps, delay = options.every_steps, options.delay
         schedule = in_fragments(topology, num_steps, fragments, delay)
