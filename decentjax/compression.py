@@ -58,9 +58,8 @@ class Compression:
                 "keep must be in [0, 1] and step in (0, 1], got "
                 f"{self.keep} and {self.step}"
             )
-        if (self.of == "copy" and self.keep != 1) or (
-            self.of != "copy" and self.step != 1
-        ):
+        is_copy = self.of == "copy"
+        if (is_copy and self.keep != 1) or (not is_copy and self.step != 1):
             raise ValueError(
                 f'keep is not for "copy", and step for nothing else; got "{self.of}" '
                 f"with {self.keep} and {self.step}"
@@ -153,12 +152,17 @@ def encode_leaves(
         part = -1 if is_copy else compression.keep
         payload = x.astype(sum_dtype(x)) + part * memory[number]
         if compression.of == "drift":
-            payload = payload - anchor[number].astype(payload.dtype)
+            payload = payload - as_seen(anchor[number], x)
         message = compression.codec.encode(payload, jax.random.fold_in(key, number))
         decoded = compression.codec.decode(message, x.shape)
         memory[number] = memory[number] + decoded if is_copy else payload - decoded
         messages[number] = message
     return coded._replace(memory=memory, messages=messages)
+
+
+def as_seen(anchor: jax.Array, leaf: jax.Array) -> jax.Array:
+    """The anchor as a model has it whose leaves are narrower."""
+    return anchor.astype(leaf.dtype).astype(anchor.dtype)
 
 
 def decode_leaves(
@@ -184,7 +188,7 @@ def decode_leaves(
             moved[number] = moved[number] + difference
             mixed[number] = x + compression.step * moved[number]
         elif compression.of == "drift":
-            mixed[number] = anchor[number] + difference
+            mixed[number] = as_seen(anchor[number], sent[number]) + difference
         else:
             mixed[number] = x + difference
     return coded._replace(moved=moved), mixed

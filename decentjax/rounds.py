@@ -27,6 +27,7 @@ from decentjax.compression import (
     Coded,
     Compression,
     Leaves,
+    as_seen,
     decode_leaves,
     encode_leaves,
     init_coded,
@@ -309,11 +310,12 @@ def leaves_of(fragment: Fragment, params: Any) -> Leaves:
         raise ValueError(
             f"the schedule sends leaf {max(numbers)}, and the model has {len(leaves)}"
         )
-    # Shapes stand for arrays too.
-    arrays = {
-        n: x if hasattr(x := leaves[n], "dtype") else jnp.asarray(x) for n in numbers
-    }
-    return {n: x for n, x in arrays.items() if is_mixed(x)}
+
+    def is_array(x: Any) -> bool:  # Or stands for one, as a shape does.
+        return hasattr(x, "dtype")
+
+    arrays = [x if is_array(x) else jnp.asarray(x) for x in leaves]
+    return {n: arrays[n] for n in numbers if is_mixed(arrays[n])}
 
 
 def _move_anchor(
@@ -321,7 +323,11 @@ def _move_anchor(
 ) -> tuple[Leaves, RoundState]:
     """The anchor of one fragment after a step of its outer optimizer."""
     anchor = {number: carried.anchor[number] for number in mixed}
-    gradient: Any = jax.tree.map(lambda z, q: z - q.astype(z.dtype), anchor, mixed)
+    # From where the workers began: of a narrow leaf that is the anchor rounded.
+    gradient: Any = {
+        number: as_seen(z, carried.sent[number]) - mixed[number].astype(z.dtype)
+        for number, z in anchor.items()
+    }
     updates, state = outer.update(gradient, carried.outer[place], anchor)
     new: Any = optax.apply_updates(anchor, updates)
     states = (*carried.outer[:place], state, *carried.outer[place + 1 :])

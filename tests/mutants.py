@@ -478,8 +478,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/rounds.py",
-        "jax.tree.map(jnp.subtract, anchor, mixed)",
-        "jax.tree.map(jnp.subtract, mixed, anchor)",
+        "as_seen(z, carried.sent[number]) - mixed[number].astype(z.dtype)",
+        "mixed[number].astype(z.dtype) - as_seen(z, carried.sent[number])",
         "tests/test_rounds.py -k algorithm_1",
     ),
     Mutant(
@@ -520,8 +520,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/late.py",
-        "        if step != self._next:\n            self._send_again(state, step)\n",
-        "",
+        "            self._send_again(state, step)\n",
+        "            pass\n",
         "tests/test_rounds.py -k second_thread",
     ),
     Mutant(
@@ -580,8 +580,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/rounds.py",
-        'of = "copy" if options.copies else "model" if',
-        'of = "model" if options.copies else "model" if',
+        "    if options.copies:\n",
+        "    if False:\n",
         "tests/test_train_rounds.py -k copies_of_peers",
     ),
     Mutant(

@@ -18,6 +18,7 @@ from decentjax import (
     adapt,
     analysis,
     codec,
+    decentralize_rounds,
     init_state,
     methods,
     on_mesh,
@@ -275,6 +276,58 @@ def test_mixing_keeps_the_mean_exactly():
     assert np.abs(differences).max() > 0.1
 
 
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_anchors_that_all_share_stay_one_bit_for_bit(dtype):
+    how = Rounds(every(topology.complete(5), 2), optax.sgd(0.9, 0.9), replace)
+    how = Rounds(
+        how.schedule, how.outer, how.merge, Compression(codec.int8(16), "drift")
+    )
+    state = final(how, 5, 200, dtype)
+    (anchor,) = state.extra.anchor.values()
+    assert anchor.dtype == jnp.float32
+    np.testing.assert_array_equal(anchor, np.broadcast_to(anchor[:1], anchor.shape))
+
+
+def test_of_bfloat16_what_is_too_small_for_a_leaf_is_kept():
+    """One of eight workers moves by 0.01 in each round: the mean by 0.00125."""
+
+    def local(state, batch, mixed):
+        step = batch.astype(mixed["w"].dtype)
+        return state._replace(params={"w": mixed["w"] + step}), {}
+
+    plan = every(topology.complete(8), 2)
+    compression = Compression(codec.top_k(1.0), "drift")
+    how = Rounds(plan, optax.sgd(1.0), replace, compression)
+    params = {"w": jnp.ones(4, jnp.bfloat16)}
+    extra, key = init_rounds(how, params), jax.random.key(0)
+    state = init_state(params, optax.sgd(0.0), key, 8, extra=extra)
+    step = functools.partial(round_step, rounds=how, adapt=local)
+    train_step, drift = simulate(step, plan), jnp.zeros((8, 1)).at[0].set(0.02)
+    for t in range(200):
+        state, _ = train_step(state, drift * (t % 2), t)
+    (anchor,) = state.extra.anchor.values()
+    assert 1.1 < float(anchor[0, 0]) < 1.4
+
+
+def final(how, n, num_steps, dtype):
+    optimizer, params = optax.sgd(0.3), {"w": jnp.zeros(64, dtype)}
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    step = functools.partial(round_step, rounds=how, adapt=local)
+    extra = init_rounds(how, params)
+    state = init_state(params, optimizer, jax.random.key(0), n, extra=extra)
+    draws = np.random.default_rng(0).standard_normal((n, 64))
+    train_step = simulate(step, how.schedule)
+    for t in range(num_steps):
+        state, _ = train_step(state, jnp.asarray(draws, dtype), t)
+    return state
+
+
+def test_encoded_leaves_of_other_workers_are_refused():
+    how = Rounds(every(RING, 1), compression=Compression(codec.int8()))
+    with pytest.raises(ValueError, match="the exchange is for 4 workers, but axis"):
+        final(how, 8, 1, jnp.float32)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -284,6 +337,14 @@ def test_mixing_keeps_the_mean_exactly():
         (lambda: Compression(codec.int8(), "copies"), '"model", "drift" or "copy"'),
         (lambda: Compression(codec.int8(), keep=2.0), r"keep must be in \[0, 1\]"),
         (lambda: Compression(codec.int8(), "copy", step=0.0), "step in"),
+        (lambda: Compression(codec.int8(), "copy", keep=0.5), 'keep is not for "copy"'),
+        (lambda: Compression(codec.int8(), step=0.5), "step for nothing else"),
+        (
+            lambda: decentralize_rounds(
+                optax.sgd(1.0), lossy(methods.local_sgd(RING, 2)), "workers"
+            ),
+            "a codec rounds with each worker's random key",
+        ),
         (
             lambda: lossy(methods.local_sgd(topology.one_peer_ring(4), 2), of="copy"),
             "need a graph that never changes, .* has 2 exchanges",

@@ -77,6 +77,18 @@ def test_plain_averaging_stalls_and_corrections_come_to_the_optimum():
     optimizer = exact_diffusion(optax.sgd(0.2))
     assert away(train(atc_step, optimizer, 800, damped)) < 1e-12
     assert away(train(tracking_step, optax.sgd(0.1), 1500)) < 1e-12
+    # At rest nothing moves, and quasi-global momentum is nothing.
+    rests = train(atc_step, quasi_global_momentum(0.05), 3000)[-1]
+    np.testing.assert_allclose(rests, train(atc_step, optax.sgd(0.05), 3000)[-1])
+
+
+def test_what_is_tracked_has_to_be_in_the_state():
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+    step = functools.partial(tracking_step, adapt=local)
+    state = init_state(jnp.zeros(D), optax.sgd(0.1), jax.random.key(0), N)
+    batch = jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)
+    with pytest.raises(TypeError, match="give init_state extra=init_tracking"):
+        simulate(step, GRAPH)(state, batch, 0)
 
 
 @pytest.mark.parametrize("where", ["simulated", "mesh"])

@@ -280,6 +280,13 @@ def test_leaves_are_cut_into_fragments_of_about_equal_size():
 RING = topology.ring(4)
 
 
+def run_without_extra():
+    how, optimizer = methods.diloco(2, 2), optax.sgd(RATE)
+    step = functools.partial(round_step, rounds=how, adapt=bind(optimizer))
+    state = init_state(model(), optimizer, jax.random.key(0), 2)
+    simulate(step, how.schedule)(state, jnp.zeros((2, 1, 7)), 0)
+
+
 @pytest.mark.parametrize(
     ("make", "words"),
     [
@@ -303,6 +310,10 @@ RING = topology.ring(4)
         ),
         (lambda: schedule.cut_leaves([1, 98, 1], 4), r"fragments \[1\] of 4: .* 98%"),
         (lambda: schedule.cut_leaves([], 1), "0 leaves and 1 fragments"),
+        (lambda: schedule.cut_leaves([4, 0, 4], 3), r"fragments \[1\] of 3"),
+        (lambda: iter(every(RING, 3)), "not iterable"),
+        (lambda: Rounds(RING), "wanted a Schedule, such as"),
+        (lambda: run_without_extra(), "give init_state extra=init_rounds"),
         (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1"),
         (
             lambda: Rounds(every(RING, 1), optax.sgd(0.7)),

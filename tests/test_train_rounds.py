@@ -160,6 +160,8 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"merge": "mix"}, "merge must be one of"),
         ({"codec": "int2"}, "codec must be one of"),
         ({"copies": True}, "rounds.copies are of encoded models"),
+        ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
+        ({"codec": "int8", "copy_step": 0.0}, r"copy_step in \(0, 1\]"),
     ],
 )
 def test_rounds_of_no_sense_are_refused(changes, words):
@@ -171,7 +173,7 @@ def test_rounds_of_no_sense_are_refused(changes, words):
     ("changes", "words"),
     [
         ({"exchange": ExchangeConfig(where="background")}, "rounds.delay to 2 or more"),
-        ({"exchange": ExchangeConfig(where="peers")}, "rounds waits for all workers"),
+        ({"exchange": ExchangeConfig(where="peers")}, "rounds waits for other workers"),
         (
             {
                 "step": StepConfig(algorithm="rounds", message_dtype="bfloat16"),
@@ -184,6 +186,15 @@ def test_rounds_of_no_sense_are_refused(changes, words):
 def test_where_rounds_cannot_be_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         config_of("diloco", **changes)
+
+
+def test_rounds_that_no_step_takes_are_refused(tmp_path):
+    config = dataclasses.replace(NOISY, rounds=RoundsConfig(every_steps=3))
+    with pytest.raises(ValueError, match="the fields of rounds are for"):
+        train(config, tmp_path)
+    optimizer = dataclasses.replace(NOISY.optimizer, name="qg_dsgdm")
+    with pytest.raises(ValueError, match="qg_dsgdm follows what the last exchange"):
+        dataclasses.replace(NOISY, optimizer=optimizer)
 
 
 def test_more_fragments_than_leaves_are_refused_before_the_first_step(tmp_path):

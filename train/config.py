@@ -585,8 +585,8 @@ class Config:
         name = self.optimizer.name
         if name in ("exact_diffusion", "qg_dsgdm") and algorithm != "atc":
             raise ValueError(
-                f"optimizer.name = {name} follows what the last exchange has moved: set "
-                f'step.algorithm to "atc", got {algorithm}'
+                f"optimizer.name = {name} follows what the last exchange has moved: "
+                f'set step.algorithm to "atc", got {algorithm}'
             )
         if self.policy.name != "fixed" and (
             self.exchange.where in ("background", "peers")

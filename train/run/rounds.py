@@ -61,9 +61,11 @@ def _compression(options: RoundsConfig) -> Compression | None:
     if options.codec == "none":
         return None
     codec = {"int8": int8(), "int4": int4(), "top_k": top_k(options.sent_share)}
-    of = "copy" if options.copies else "model" if options.outer == "none" else "drift"
+    of = "model" if options.outer == "none" else "drift"
     one = codec[options.codec]
-    return Compression(one, of, options.error_kept, options.copy_step)
+    if options.copies:
+        return Compression(one, "copy", step=options.copy_step)
+    return Compression(one, of, keep=options.error_kept)
 
 
 def _outer(options: RoundsConfig) -> optax.GradientTransformation | None:
