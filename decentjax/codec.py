@@ -42,8 +42,8 @@ def int8(block: int = 256) -> Codec:
     """8 bits a number, scaled by the largest of each block, with stochastic rounding.
 
     A number x of a block with the largest magnitude m becomes `floor(127 x / m + u)`,
-    u uniform in [0, 1): its mean is x, its error less than m / 127. Besides, each block
-    sends m, 4 bytes.
+    u uniform in [0, 1): its mean is x, its error less than m / 127. Each block also
+    sends m in 4 bytes.
 
     Args:
       block: numbers per block.

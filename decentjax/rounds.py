@@ -13,6 +13,7 @@ worker's code; `round_step` places them around the local update.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -144,21 +145,20 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     """
     parts = [leaves_of(fragment, params) for fragment in rounds.schedule.fragments]
 
-    def copies() -> Leaves:  # A step donates each buffer once.
-        return {n: jnp.array(x, copy=True) for part in parts for n, x in part.items()}
+    leaves = functools.reduce(operator.or_, parts, {})
+    is_late = rounds.schedule.delay > 1
 
-    def wide(part: Leaves) -> Leaves:
+    def wide(part: Leaves) -> Leaves:  # Copies, as a step donates each buffer once.
         return {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in part.items()}
 
-    sent = copies() if rounds.schedule.delay > 1 else {}
+    sent = {n: jnp.array(x, copy=True) for n, x in leaves.items()} if is_late else {}
     coded = None
     if rounds.compression is not None:
-        is_late = rounds.schedule.delay > 1
-        coded = init_coded(rounds.compression, copies(), is_late)
+        coded = init_coded(rounds.compression, leaves, is_late)
     if rounds.outer is None:
         return RoundState({}, (), sent, coded)
     outer = tuple(rounds.outer.init(wide(part)) for part in parts)
-    return RoundState(wide(copies()), outer, sent, coded)
+    return RoundState(wide(leaves), outer, sent, coded)
 
 
 def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:

@@ -123,3 +123,12 @@ config = Config(
     checkpoint=CheckpointConfig(every_steps=5),
     log=LogConfig(every_steps=1, consensus_every_steps=10),
 )
+
+NOISY = dataclasses.replace(
+    config,
+    num_steps=24,
+    task=Line(noise=0.5),
+    checkpoint=CheckpointConfig(every_steps=10),
+    # Of a constant rate, as a run that is cut short has another last step.
+    optimizer=dataclasses.replace(config.optimizer, decay="steps"),
+)

@@ -416,7 +416,10 @@ def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
     ("changes", "words"),
     [
         ({"step": StepConfig(algorithm="atc")}, "atc waits for other workers"),
-        ({"step": StepConfig(algorithm="all_reduce")}, "all_reduce waits for other workers"),
+        (
+            {"step": StepConfig(algorithm="all_reduce")},
+            "all_reduce waits for other workers",
+        ),
         ({"step": StepConfig(message_dtype="bfloat16")}, "in their own dtype"),
         (
             {"topology": TopologyConfig(name="complete")},

@@ -36,9 +36,7 @@ from decentjax.dispersion import (
     tensor_norms,
 )
 from train.config import (
-    CheckpointConfig,
     PolicyConfig,
-    TopologyConfig,
     WorkersConfig,
 )
 from train.run.choose import build_policy
@@ -221,13 +219,7 @@ def test_hand_made_dispersions():
 
 
 NOISY = dataclasses.replace(
-    line.config,
-    name="policy",
-    num_steps=24,
-    task=dataclasses.replace(line.config.task, noise=0.5),
-    workers=WorkersConfig(num_workers=8),
-    topology=TopologyConfig(name="ring"),
-    checkpoint=CheckpointConfig(every_steps=10),
+    line.NOISY, name="policy", workers=WorkersConfig(num_workers=8)
 )
 
 
@@ -244,9 +236,7 @@ def params_of(state):
 def test_a_run_that_holds_a_dispersion_resumes_bit_for_bit(where, tmp_path):
     config = policies("holding", target=0.01)
     workers = dataclasses.replace(config.workers, where=where)
-    # Of a constant rate, as the run that is cut short has another last step.
-    constant = dataclasses.replace(config.optimizer, decay="steps")
-    config = dataclasses.replace(config, workers=workers, optimizer=constant)
+    config = dataclasses.replace(config, workers=workers)
     whole = train(config, tmp_path / "whole").state
     assert whole.extra["graph"].min() > 0  # It began with all.
     short = dataclasses.replace(config, num_steps=11)

@@ -11,7 +11,6 @@ import pytest
 from decentjax.analysis import traffic
 from decentjax.topology import complete
 from train.config import (
-    CheckpointConfig,
     ExchangeConfig,
     OptimizerConfig,
     RoundsConfig,
@@ -27,15 +26,7 @@ from train.run.seeds import train_seeds
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 NOISY = dataclasses.replace(
-    line.config,
-    name="rounds",
-    num_steps=24,
-    task=dataclasses.replace(line.config.task, noise=0.5),
-    workers=WorkersConfig(num_workers=4),
-    topology=TopologyConfig(name="complete"),
-    checkpoint=CheckpointConfig(every_steps=10),
-    # Constant: a run that is cut short has another last step.
-    optimizer=dataclasses.replace(line.config.optimizer, decay="steps"),
+    line.NOISY, name="rounds", topology=TopologyConfig(name="complete")
 )
 METHODS = {
     "local_sgd": RoundsConfig(every_steps=5),
