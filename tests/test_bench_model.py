@@ -20,6 +20,7 @@ from decentjax.topology import matrices
 from train.bench.model.emulated import Comparison
 from train.bench.model.model import (
     ModelBench,
+    diloco,
     emulated,
     imbalance,
     published,
@@ -28,6 +29,7 @@ from train.bench.model.model import (
 from train.bench.model.model_report import (
     Results,
     compare_orders,
+    diloco_table,
     emulated_table,
     published_table,
     simulator_table,
@@ -190,10 +192,23 @@ def test_a_barrier_passes_on_the_whole_delay(monkeypatch):
         assert found.measured_ratio == wagma.measured / found.measured
 
 
+def test_a_round_of_diloco_takes_an_all_reduce_after_its_local_steps():
+    for row in diloco.rows():
+        # A ring of four sends 2 * 3/4 of the model.
+        seconds = 1.5 * 4 * 30.8e6 / (row.rate * 1e6 / 8)
+        compute = row.num_steps * diloco.fitted()
+        assert row.predicted == pytest.approx(compute / (compute + seconds))
+        assert 0.8 < row.predicted / row.measured < 1.3
+    found = {(x.num_steps, x.rate): x for x in diloco.rows()}[diloco.FITTED]
+    assert found.predicted == pytest.approx(found.measured)
+    assert "| H = 8 | 0.7% / 0.6% |" in diloco_table(diloco.rows())
+
+
 def test_everything_is_written_down_and_drawn(tmp_path):
     bench = ModelBench(out=tmp_path)
     rows = [row("a", 1.0, 2.0), row("b", 1.5, 1.0)]
-    results = Results(rows, [line((4.0, 2.0, 3.0, 2.0), (4.0, 3.0, 2.0, 1.9))], [], [])
+    lines = [line((4.0, 2.0, 3.0, 2.0), (4.0, 3.0, 2.0, 1.9))]
+    results = Results(rows, lines, [], [], [])
     assert write(bench, results).endswith("model.json  model.md  model.svg")
     facts = json.loads((tmp_path / "model.json").read_text())
     assert facts["emulated"][0] == row("a", 1.0, 2.0)._asdict()

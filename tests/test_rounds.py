@@ -30,6 +30,7 @@ from decentjax.rounds import Rounds, init_rounds, round_step
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
 
 RATE = 0.1
+SGD = optax.sgd(RATE)
 A, B = slice(0, 3), slice(3, 7)  # The leaves in a flat model.
 CURVATURE = np.array([0.5, 1, 2, 1.5, 0.25, 1, 3])
 EITHER_WAY = pytest.mark.parametrize("where", ["simulated", "mesh"])
@@ -65,10 +66,10 @@ def bind(optimizer):
     return functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
 
 
-def run(how, n, num_steps, where="simulated"):
+def run(how, n, num_steps, where="simulated", optimizer=SGD):
     """The models after each step, float64 [num_steps, N, 7]."""
     with jax.enable_x64(True):
-        optimizer, params = optax.sgd(RATE), model(jnp.float64)
+        params = model(jnp.float64)
         extra = init_rounds(how, params)
         state = init_state(params, optimizer, jax.random.key(0), n, extra=extra)
         step = functools.partial(round_step, rounds=how, adapt=bind(optimizer))
@@ -118,6 +119,43 @@ def test_diloco_is_its_algorithm_1(n, where):
             x = np.repeat(shared[None], n, axis=0)
         wanted.append(x)
     close(run(methods.diloco(n, 4), n, 13, where), wanted)
+
+
+def orthogonalized(x):
+    """By five steps of Newton and Schulz, as Muon has them."""
+    x = x / (np.linalg.norm(x) + 1e-8)
+    for _ in range(5):
+        square = x @ x.T
+        x = 3.4445 * x + (-4.775 * square + 2.0315 * square @ square) @ x
+    return x
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_muloco_is_diloco_whose_workers_step_by_muon(n):
+    # Of the leaf that is a matrix; the other has plain steps.
+    sizes = optax.contrib.MuonDimensionNumbers()
+    muon = optax.contrib.scale_by_muon(
+        weight_dimension_numbers=lambda tree: jax.tree.map(lambda _: sizes, tree)
+    )
+    muon = optax.masked(muon, {"a": False, "b": True})
+    x, wanted, momentum = initial(n), [], np.zeros((n, 4))
+    shared, velocity = x[0], np.zeros(7)
+    for t, batch in enumerate(targets(n, 13)):
+        update = CURVATURE * (x - batch)
+        momentum = 0.95 * momentum + 0.05 * update[:, B]
+        ahead = 0.95 * momentum / (1 - 0.95 ** (t + 2))
+        ahead += 0.05 * update[:, B] / (1 - 0.95 ** (t + 1))
+        rows = [orthogonalized(row.reshape(2, 2)).ravel() for row in ahead]
+        update[:, B] = np.stack(rows)
+        x = x - RATE * update
+        if t % 4 == 3:
+            change = np.mean(shared - x, axis=0)
+            velocity = 0.9 * velocity + change
+            shared = shared - 0.7 * (change + 0.9 * velocity)
+            x = np.repeat(shared[None], n, axis=0)
+        wanted.append(x)
+    optimizer = optax.chain(muon, optax.scale(-RATE))
+    close(run(methods.diloco(n, 4), n, 13, optimizer=optimizer), wanted)
 
 
 @EITHER_WAY

@@ -8,7 +8,7 @@ import sys
 import tyro
 
 from train.cli.command import command, show_usage
-from train.job.namespaces import EmulatedCluster, Worker, in_cluster
+from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
 from train.job.processes import run_job
 
 USAGE = (
@@ -26,8 +26,8 @@ def main(arguments: list[str]) -> int:
         show_usage(USAGE, own)
     cluster = tyro.cli(EmulatedCluster, prog="python -m train.emulate", args=own)
 
-    def job(worker: Worker) -> int:
-        return run_job([worker(i, argv) for i in range(cluster.num_workers)])
+    def job(nodes: Nodes) -> int:
+        return run_job([nodes.worker(i, argv) for i in range(cluster.num_workers)])
 
     return in_cluster(cluster, job)
 

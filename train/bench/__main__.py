@@ -12,6 +12,10 @@ from train.cli.command import command, show_usage
 # bench may do without what another one needs.
 BENCHES = {
     "race": ("race.race", "step times on emulated clusters, beside DDP and Decent-DP"),
+    "quality": (
+        "quality.quality",
+        "held-out loss against time on emulated clusters, beside DDP and Decent-DP",
+    ),
     "stragglers": (
         "stragglers.stragglers",
         "how far the delay of one worker spreads, by method",

@@ -46,8 +46,6 @@ _CLONE_NEWPID, _CLONE_NEWNET = 0x20000000, 0x40000000
 _MS_BIND, _MS_REC, _MS_PRIVATE = 1 << 12, 1 << 14, 1 << 18  # <linux/mount.h>
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
-Worker = Callable[[int, Sequence[str]], Process]
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EmulatedCluster:
@@ -85,13 +83,47 @@ class EmulatedCluster:
         return self.nodes * self.workers_per_node
 
 
-def in_cluster(cluster: EmulatedCluster, job: Callable[[Worker], int]) -> int:
-    """Builds the cluster, runs job(worker) in its switch, and returns its exit code.
+class Nodes:
+    """The nodes of an emulated cluster, as seen from its switch.
 
-    `worker(rank, argv)` is the process to start as a worker: run it with `run_job`, or
-    with its argv, and with its env in addition to ours. The job runs in a fork of this
-    process with its own network and process ids, so call this before any thread
-    starts. All its processes end with it. SIGTERM and Ctrl-C end it by SystemExit.
+    Args:
+      cluster: the cluster.
+      switch: open file of the switch's network namespace.
+      entries: open files of each node's network and host name.
+    """
+
+    def __init__(
+        self, cluster: EmulatedCluster, switch: int, entries: list[tuple[int, int]]
+    ):
+        self._cluster, self._switch, self._entries = cluster, switch, entries
+
+    def worker(self, rank: int, argv: Sequence[str]) -> Process:
+        """Returns the process to start as a worker.
+
+        Run it with `run_job`, or with its argv, and with its env in addition to ours.
+        """
+        env = environment(self._cluster, rank)
+        net, uts = map(_path_of, self._entries[int(env["SLURM_NODEID"])])
+        enter = ["nsenter", f"--net={net}", f"--uts={uts}"]
+        return Process(str(rank), [*enter, *argv], env)
+
+    def set_rate(self, rate: str) -> None:
+        """Gives each node's link another rate, which must have had one."""
+        limit = parse_rate(rate)
+        for node, (net, _) in enumerate(self._entries):
+            for where, name in ((net, INTERFACE), (self._switch, f"node{node}")):
+                _call(_LIBC.setns, where, _CLONE_NEWNET)
+                with IPRoute() as ip:
+                    _limit(ip, _index(ip, name), limit, "change")
+        _call(_LIBC.setns, self._switch, _CLONE_NEWNET)
+
+
+def in_cluster(cluster: EmulatedCluster, job: Callable[[Nodes], int]) -> int:
+    """Builds the cluster, runs job(nodes) in its switch, and returns its exit code.
+
+    The job runs in a fork of this process with its own network and process ids, so call
+    this before any thread starts. All its processes end with it. SIGTERM and Ctrl-C end
+    it by SystemExit.
 
     Raises:
       PermissionError: if this process may not create namespaces.
@@ -171,7 +203,7 @@ def parse_rate(rate: str) -> float | None:
     return parsed
 
 
-def _run_in_switch(cluster: EmulatedCluster, job: Callable[[Worker], int]) -> None:
+def _run_in_switch(cluster: EmulatedCluster, job: Callable[[Nodes], int]) -> None:
     """Runs as pid 1 of the cluster: the kernel ends all others when it ends."""
     # The kernel ignores signals without a handler for a first process, as this one is.
     # SystemExit lets `finally` blocks end the workers before.
@@ -182,22 +214,16 @@ def _run_in_switch(cluster: EmulatedCluster, job: Callable[[Worker], int]) -> No
     die_with_parent(launcher.is_alive)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        entries = _build(cluster)
+        nodes = _build(cluster)
     except (OSError, NetlinkError) as error:
         raise SystemExit(
             f"error: cannot build the emulated cluster: {error}"
         ) from error
-
-    def worker(rank: int, argv: Sequence[str]) -> Process:
-        env = environment(cluster, rank)
-        entry = entries[int(env["SLURM_NODEID"])]
-        return Process(str(rank), [*entry, *argv], env)
-
-    raise SystemExit(job(worker))
+    raise SystemExit(job(nodes))
 
 
-def _build(cluster: EmulatedCluster) -> list[list[str]]:
-    """Builds the network around this process; returns the command to enter each node.
+def _build(cluster: EmulatedCluster) -> Nodes:
+    """Builds the network around this process, which becomes the switch.
 
     A bridge is the switch, and a pair of virtual interfaces connects a node to it. Both
     ends are limited, so each direction of a link has the rate.
@@ -207,7 +233,7 @@ def _build(cluster: EmulatedCluster) -> list[list[str]]:
     _name_nodes(cluster)
     _mount("proc", "/proc", "proc")
     rate = parse_rate(cluster.rate)
-    switch_net = os.open("/proc/self/ns/net", os.O_RDONLY)
+    switch_net = _keep("net")
     with IPRoute() as ip:
         ip.link("set", index=_index(ip, "lo"), state="up")
         ip.link("add", ifname="switch", kind="bridge")
@@ -222,15 +248,15 @@ def _build(cluster: EmulatedCluster) -> list[list[str]]:
             ip.link("add", ifname=INTERFACE, kind="veth", peer=peer)
             index = _index(ip, INTERFACE)
             ip.addr("add", index=index, address=_address(node), prefixlen=24)
-            _limit(ip, index, rate)
+            _limit(ip, index, rate, "add")
             ip.link("set", index=index, state="up")
-        entries.append(["nsenter", f"--net={_keep('net')}", f"--uts={_keep('uts')}"])
+        entries.append((_keep("net"), _keep("uts")))
         _call(_LIBC.setns, switch_net, _CLONE_NEWNET)
         with IPRoute() as ip:
             index = _index(ip, f"node{node}")
-            _limit(ip, index, rate)
+            _limit(ip, index, rate, "add")
             ip.link("set", index=index, master=_index(ip, "switch"), state="up")
-    return entries
+    return Nodes(cluster, switch_net, entries)
 
 
 def _name_nodes(cluster: EmulatedCluster) -> None:
@@ -243,22 +269,23 @@ def _name_nodes(cluster: EmulatedCluster) -> None:
     _mount("/proc/hosts", "/etc/hosts", flags=_MS_BIND)
 
 
-def _limit(ip: IPRoute, index: int, rate: float | None) -> None:
+def _limit(ip: IPRoute, index: int, rate: float | None, command: str) -> None:
     """Limits what an interface sends to a rate in bytes per second."""
     if rate is None:
         return
     burst = max(MIN_BURST_BYTES, round(rate * BURST_SECONDS))
     queue = f"{QUEUE_SECONDS * 1000:.0f}ms"
-    ip.tc("add", "tbf", index, rate=round(rate), burst=burst, latency=queue)
+    ip.tc(command, "tbf", index, rate=round(rate), burst=burst, latency=queue)
 
 
-def _keep(kind: str) -> str:
-    """Opens the current namespace, and returns its path for other processes.
+def _keep(kind: str) -> int:
+    """Opens the current namespace, which stays alive as long as the file is open."""
+    return os.open(f"/proc/self/ns/{kind}", os.O_RDONLY)
 
-    The open file keeps the namespace alive, and is never closed on purpose.
-    """
-    namespace = os.open(f"/proc/self/ns/{kind}", os.O_RDONLY)
-    return f"/proc/{os.getpid()}/fd/{namespace}"
+
+def _path_of(file: int) -> str:
+    """The path of an open file for other processes."""
+    return f"/proc/{os.getpid()}/fd/{file}"
 
 
 def _index(ip: IPRoute, name: str) -> int:

@@ -118,6 +118,7 @@ class Observer:
         of_all = sorted(pair for pairs in gather(own) for pair in pairs)
         if self.log is not None:
             self.log.evaluation(step, of_mean, dict(of_all))
+        self._time = time.monotonic()  # The rate is that of training alone.
 
 
 def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:

@@ -93,10 +93,19 @@ def build_peers(
     local: LocalUpdate,
     mesh: Mesh,
     folder: Path,
-    watch: "Watch",
-    record: gossip.Record | None,
+    used: Callable[[gossip.Used], None],
+    record: gossip.Record | None = None,
 ) -> PeerStep:
-    """The step of a process that exchanges models with its peers."""
+    """The step of a process that exchanges models with its peers.
+
+    Args:
+      config: config of the run.
+      local: the local update.
+      mesh: devices of this process's workers.
+      folder: folder of this process.
+      used: called with each average of models.
+      record: called with the spans of each step.
+    """
     exchange, place = config.exchange, peer_place(config)
     bind, book = address_of(exchange.bind), gossip.Folder(folder.parent / "peers")
     if exchange.addresses:
@@ -122,7 +131,7 @@ def build_peers(
             period=groups.period,
             order="atc" if config.step.algorithm == "atc" else "awc",
             patience=patience or SILENT_SECONDS,
-            used=lambda one: watch.add(as_used(one)),
+            used=lambda one: used(as_used(one)),
             **options,
         )
     return gossip.Peers(
@@ -133,7 +142,7 @@ def build_peers(
         mesh,
         way=exchange.way,
         patience=patience,
-        used=watch.add,
+        used=used,
         **options,
     )
 

@@ -13,10 +13,10 @@ import numpy as np
 from decentjax import runtime
 from decentjax.analysis import ring_all_reduce
 from decentjax.runtime import Cluster, Compute, Job, Times
-from train.bench.race.contestants import Contestant, Graph, Scheme, graph_of
+from train.bench.race.contestants import WORKER, Contestant, Graph, Scheme, graph_of
 from train.bench.race.team import Team, cluster_name, measure_in
 from train.bench.race.turns import Load, Turn
-from train.job.namespaces import EmulatedCluster, Worker, parse_rate
+from train.job.namespaces import EmulatedCluster, Nodes, parse_rate
 from train.network import ClusterSpec
 
 # Share of the payload in a full Ethernet frame with TCP's headers and timestamps.
@@ -65,8 +65,8 @@ def run(
       PermissionError: if this process may not create namespaces.
     """
 
-    def measure(worker: Worker) -> list[Comparison]:
-        team = Team("jax", load, out, cluster, worker)
+    def measure(nodes: Nodes) -> list[Comparison]:
+        team = Team(WORKER["jax"], load, out, cluster, nodes)
         rows = list(_rows(cluster, load, turn, team))
         team.close()
         return rows

@@ -7,14 +7,21 @@ from typing import Literal
 
 from rich.console import Console
 
-from train.bench.model import emulated, imbalance, model_report, published, simulator
+from train.bench.model import (
+    diloco,
+    emulated,
+    imbalance,
+    model_report,
+    published,
+    simulator,
+)
 from train.bench.race.contestants import Contestant, Scheme, graph_of
 from train.bench.race.team import cluster_name, parse_cluster
 from train.bench.race.turns import Load, Turn
 from train.bench.results import check_at_least
 from train.job.namespaces import EmulatedCluster
 
-Part = Literal["emulated", "published", "imbalance", "simulator"]
+Part = Literal["emulated", "published", "imbalance", "diloco", "simulator"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,7 +30,8 @@ class ModelBench:
 
     Args:
       parts: emulated (as root: network namespaces), published (paper 1, Fig 6),
-        imbalance (paper 2), simulator (the time of the simulation itself).
+        imbalance (paper 2), diloco (published shares of DiLoCo's time), simulator (the
+        time of the simulation itself).
       clusters: emulated clusters, each as NODESxWORKERS_PER_NODE.
       rates: rates of each node's link, as for `train.emulate`.
       work: work of each worker, in addition to the pause.
@@ -34,7 +42,13 @@ class ModelBench:
       out: folder for model.json, model.md, model.svg and the workers' output.
     """
 
-    parts: tuple[Part, ...] = ("emulated", "published", "imbalance", "simulator")
+    parts: tuple[Part, ...] = (
+        "emulated",
+        "published",
+        "imbalance",
+        "diloco",
+        "simulator",
+    )
     clusters: tuple[str, ...] = ("4x1", "4x2")
     rates: tuple[str, ...] = ("100mbit", "200mbit", "400mbit")
     work: Load = dataclasses.field(
@@ -65,6 +79,7 @@ def main(bench: ModelBench) -> int:
         "emulated": _emulated,
         "published": _published,
         "imbalance": lambda _: imbalance.lines(),
+        "diloco": lambda _: diloco.rows(),
         "simulator": lambda _: simulator.rows(),
     }
     rows = (run(bench) if x in bench.parts else [] for x, run in parts.items())

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.bench.model import emulated, imbalance, published, simulator
+from train.bench.model import diloco, emulated, imbalance, published, simulator
 from train.bench.model.published import EXP, FITTED, SCHEMES, SGP, Line
 from train.bench.results import write_results
 from train.cli.tables import markdown
@@ -24,18 +24,26 @@ class Results(NamedTuple):
       emulated: settings on emulated clusters.
       published: rows of Fig 6 of paper 1.
       imbalance: schemes and sizes of paper 2.
+      diloco: shares of time spent computing.
       simulator: times of simulations.
     """
 
     emulated: list[emulated.Comparison]
     published: list[published.Line]
     imbalance: list[imbalance.ImbalanceRow]
+    diloco: list[diloco.DilocoRow]
     simulator: list[simulator.SimulationTime]
 
 
 def write(bench: Any, results: Results) -> str:
     """Writes the tables, the figure and JSON, and returns what `main` prints."""
-    tables = emulated_table, published_table, imbalance_table, simulator_table
+    tables = (
+        emulated_table,
+        published_table,
+        imbalance_table,
+        diloco_table,
+        simulator_table,
+    )
     parts: Any = zip(tables, results, strict=True)
     text = "\n\n".join(table(rows) for table, rows in parts if rows)
     facts = {"bench": bench, **results._asdict()}
@@ -118,6 +126,22 @@ def imbalance_table(lines: list[imbalance.ImbalanceRow]) -> str:
             ]
             for line in lines
         ],
+    )
+
+
+def diloco_table(rows: list[diloco.DilocoRow]) -> str:
+    """Returns Markdown: DiLoCo's shares of time spent computing."""
+    cells: dict[int, list[str]] = {}
+    for row in rows:
+        pair = f"{row.predicted:.1%} / {row.measured:.1%}"
+        cells.setdefault(row.num_steps, []).append(pair)
+    head = ["predicted / published", *(f"{rate} Mbit/s" for rate in diloco.RATES)]
+    table = markdown(head, [[f"H = {x}", *found] for x, found in cells.items()])
+    ratios = [row.predicted / row.measured for row in rows]
+    return (
+        f"{table}\n\nA local step of {1e3 * diloco.fitted():.1f} ms, from the cell of "
+        f"H = {diloco.FITTED[0]} at {diloco.FITTED[1]} Mbit/s; predicted over "
+        f"published {min(ratios):.2f} to {max(ratios):.2f}."
     )
 
 

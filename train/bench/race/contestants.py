@@ -39,6 +39,7 @@ class Graph(StrEnum):
     COMPLETE = "complete"
 
 
+WORKER = {kind: f"train.bench.race.{kind}_worker" for kind in ("jax", "torch")}
 # Schemes whose workers run torch; all others run jax.
 TORCH = (Scheme.TORCH_COMPUTE, Scheme.DDP, Scheme.DECENT_DP)
 # Schemes that exchange models without collectives: permutations of single workers.

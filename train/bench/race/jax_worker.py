@@ -74,7 +74,7 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
         train_step = gossip.Peers(
             local, graph, book, mine, mesh, patience=patience, bind=ADDRESS
         )
-        finish = _rest
+        finish = rest
     elif scheme == Scheme.BACKGROUND:
         train_step = gossip.Background(local, graph, mesh)
         finish = train_step.settle
@@ -132,7 +132,7 @@ def _exchange_by_peers(graph: Topology, params: Any, book: gossip.Book) -> Runne
     return repeat(exchange, None)
 
 
-def _rest() -> None:
+def rest() -> None:
     """Waits until this node's card rests: peers may still take what the turn left."""
     before = -math.inf
     while (now := _sent_bytes()) - before > REST_BYTES:

@@ -15,14 +15,19 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from train.bench.race.contestants import Contestant, all_contestants, delayed
+from train.bench.race.contestants import (
+    WORKER,
+    Contestant,
+    all_contestants,
+    delayed,
+)
 from train.bench.race.race_report import Timing, bars, table
 from train.bench.race.team import Team, cluster_name, measure_in, parse_cluster
 from train.bench.race.turns import Load, Turn
 from train.bench.results import check_at_least, write_results
 from train.figures.race_figure import draw_race
 from train.figures.style import to_svg
-from train.job.namespaces import EmulatedCluster, Worker
+from train.job.namespaces import EmulatedCluster, Nodes
 
 Results = list[tuple[EmulatedCluster, list[Timing]]]
 
@@ -120,7 +125,7 @@ def run(
     race: Race,
     cluster: EmulatedCluster,
     contestants: Sequence[Contestant],
-    worker: Worker,
+    nodes: Nodes,
 ) -> list[Timing]:
     """Runs all rounds, in the cluster's switch.
 
@@ -128,10 +133,10 @@ def run(
       race: the options.
       cluster: the cluster around this process.
       contestants: the contestants, in the order of their turns.
-      worker: see `in_cluster`.
+      nodes: its nodes.
     """
     teams = {
-        kind: Team(kind, race.work, race.out, cluster, worker)
+        kind: Team(WORKER[kind], race.work, race.out, cluster, nodes)
         for kind in {x.team for x in contestants}
     }
     turns = list(contestants)
@@ -150,7 +155,9 @@ def run(
             first = number == 0 and not contestant.straggler
             warmup = FIRST_WARMUP if first else WARMUP
             delay = race.straggler if contestant.straggler else 0.0
-            turn = Turn(contestant, warmup, race.steps, delay)
+            # The delay is the turn's: with and without it the same program runs.
+            method = contestant._replace(straggler=False)
+            turn = Turn(method, warmup, race.steps, delay)
             rounds[contestant].append(teams[contestant.team].take(turn))
     for team in teams.values():
         team.close()

@@ -15,8 +15,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from train.bench.race.turns import Load, StepTime, Turn
-from train.job.namespaces import EmulatedCluster, Worker, in_cluster, parse_rate
+from train.bench.race.turns import StepTime, Turn
+from train.job.namespaces import EmulatedCluster, Nodes, in_cluster, parse_rate
 
 T = TypeVar("T")
 
@@ -40,8 +40,8 @@ def cluster_name(cluster: EmulatedCluster) -> str:
     return f"{cluster.nodes}x{cluster.workers_per_node}"
 
 
-def measure_in(cluster: EmulatedCluster, measure: Callable[[Worker], T]) -> T:
-    """Returns measure(worker), which runs in the cluster's switch; see `in_cluster`.
+def measure_in(cluster: EmulatedCluster, measure: Callable[[Nodes], T]) -> T:
+    """Returns measure(nodes), which runs in the cluster's switch; see `in_cluster`.
 
     Raises:
       SystemExit: if it fails.
@@ -50,8 +50,8 @@ def measure_in(cluster: EmulatedCluster, measure: Callable[[Worker], T]) -> T:
     # The switch is a fork of this process, and shares its open files.
     with tempfile.TemporaryFile() as file:
 
-        def job(worker: Worker) -> int:
-            pickle.dump(measure(worker), file)
+        def job(nodes: Nodes) -> int:
+            pickle.dump(measure(nodes), file)
             file.flush()  # The fork ends without closing it.
             return 0
 
@@ -64,13 +64,18 @@ def measure_in(cluster: EmulatedCluster, measure: Callable[[Worker], T]) -> T:
 class Team:
     """The workers of one kind, one process each, alive for all rounds.
 
-    Their output goes to files in `out`.
+    Args:
+      module: module of a worker, whose last part is its kind; it calls `serve`.
+      load: load of each worker, sent to it first.
+      out: folder for their output.
+      cluster: the cluster.
+      nodes: its nodes.
     """
 
     def __init__(
-        self, kind: str, load: Load, out: Path, cluster: EmulatedCluster, worker: Worker
+        self, module: str, load: Any, out: Path, cluster: EmulatedCluster, nodes: Nodes
     ):
-        self._kind = kind
+        self._kind = module.rpartition(".")[2]
         # Where workers that exchange by peers find each other.
         self._books = tempfile.TemporaryDirectory()
         self._logs: list[Path] = []
@@ -78,10 +83,10 @@ class Team:
         self._workers: list[Connection] = []
         # Kept over all turns, as epoll then holds events in the order of their arrival.
         self._selector = selectors.DefaultSelector()
-        argv = [sys.executable, "-m", f"train.bench.race.{kind}_worker"]
+        argv = [sys.executable, "-m", module]
         for rank in range(cluster.num_workers):
-            process = worker(rank, argv)
-            log = out / f"{kind}.{cluster_name(cluster)}.{rank}.txt"
+            process = nodes.worker(rank, argv)
+            log = out / f"{self._kind}.{cluster_name(cluster)}.{rank}.txt"
             ours, theirs = Pipe()
             ours.send(load)
             with log.open("w") as output:
@@ -131,7 +136,7 @@ class Team:
         log = self._logs[rank]
         tail = "".join(log.read_text().splitlines(keepends=True)[-20:])
         return SystemExit(
-            f"error: {self._kind} worker {rank} died in the turn of "
+            f"error: {self._kind} {rank} died in the turn of "
             f"{str(turn.contestant)!r}; the end of {log}:\n{tail}"
         )
 

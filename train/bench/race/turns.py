@@ -1,6 +1,6 @@
 """The load of a worker of the race, and the protocol by which it takes its turns.
 
-A worker's standard input is a socket to the driver, which sends the `Load` and then a
+A worker's standard input is a socket to the driver, which sends its load and then a
 `Turn` at a time; the worker answers each with the times of its steps. Imports neither
 jax nor torch, because the workers of both use it.
 """
@@ -9,14 +9,13 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from enum import StrEnum
 from multiprocessing.connection import Connection
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.bench.race.contestants import Contestant
 from train.bench.runner import Runner
 
 
@@ -56,7 +55,7 @@ class Turn(NamedTuple):
     """A turn of all workers.
 
     Args:
-      contestant: contestant whose turn it is.
+      contestant: contestant whose turn it is, such as a `Contestant` of the race.
       warmup: number of steps before the measurement.
       steps: number of steps that are measured.
       straggler: delay of a late worker, in seconds; its mean, if it is random.
@@ -65,7 +64,7 @@ class Turn(NamedTuple):
       late: which workers are late.
     """
 
-    contestant: Contestant
+    contestant: Hashable
     warmup: int
     steps: int
     straggler: float = 0.0
@@ -103,26 +102,26 @@ class StepTime(NamedTuple):
         return self.end - self.start
 
 
-def serve(driver: Connection, make: Callable[[Load, Contestant], Runner]) -> None:
+def serve(driver: Connection, make: Callable[[Any, Any], Runner]) -> None:
     """Takes turns until the driver closes the connection.
 
     Args:
       driver: connection to the driver, `Connection(0)` in a worker of a team.
-      make: function that builds the runner of a contestant, at its first turn.
+      make: function of the team's load and a contestant that builds its runner, at its
+        first turn.
     """
     rank, num_workers = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    load: Load = driver.recv()
-    runners: dict[Contestant, Runner] = {}
+    load = driver.recv()
+    runners: dict[Hashable, Runner] = {}
     # The connection closes with the process, not here: a worker that fails because its
     # peer has died must not look as if it had died first.
     with contextlib.suppress(EOFError):
         while True:
             turn: Turn = driver.recv()
-            # The delay is the turn's: with and without it the same program runs.
-            contestant = turn.contestant._replace(straggler=False)
-            if contestant not in runners:
-                runners[contestant] = make(load, contestant)
-            driver.send(_take(turn, runners[contestant], rank, num_workers))
+            if turn.contestant not in runners:
+                runners[turn.contestant] = make(load, turn.contestant)
+            runner = runners[turn.contestant]
+            driver.send(_take(turn, runner, rank, num_workers))
 
 
 def _take(turn: Turn, runner: Runner, rank: int, num_workers: int) -> list[StepTime]:

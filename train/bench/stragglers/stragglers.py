@@ -12,7 +12,7 @@ from pathlib import Path
 from decentjax import runtime
 from decentjax.runtime import Cluster
 from train.bench.model.emulated import model_of, simulate
-from train.bench.race.contestants import Contestant, Graph, Scheme
+from train.bench.race.contestants import WORKER, Contestant, Graph, Scheme
 from train.bench.race.team import Team, cluster_name, measure_in, parse_cluster
 from train.bench.race.turns import Late, Load, Turn
 from train.bench.results import check_at_least, write_results
@@ -28,7 +28,7 @@ from train.bench.stragglers.stragglers_report import (
 from train.figures.race_figure import draw_race
 from train.figures.style import save_svg, to_svg
 from train.figures.timeline_figure import draw_timelines
-from train.job.namespaces import EmulatedCluster, Worker
+from train.job.namespaces import EmulatedCluster, Nodes
 from train.run.timeline import middle_steps
 
 Results = list[tuple[EmulatedCluster, list[Delayed]]]
@@ -102,17 +102,17 @@ def main(stragglers: Stragglers) -> int:
 
 
 def run(
-    stragglers: Stragglers, cluster: EmulatedCluster, worker: Worker
+    stragglers: Stragglers, cluster: EmulatedCluster, nodes: Nodes
 ) -> list[Delayed]:
     """Runs all rounds, in the cluster's switch.
 
     Args:
       stragglers: the options.
       cluster: the cluster around this process.
-      worker: see `in_cluster`.
+      nodes: its nodes.
     """
     load = stragglers.work
-    team = Team("jax", load, stragglers.out, cluster, worker)
+    team = Team(WORKER["jax"], load, stragglers.out, cluster, nodes)
     turn = Turn(COMPUTE, cluster.nodes, stragglers.steps, pause=stragglers.pause)
     for method in METHODS:
         team.take(turn._replace(contestant=method, steps=1))  # Compiles.

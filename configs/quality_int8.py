@@ -1,0 +1,17 @@
+"""The million parameters of `configs/quality.py`: rounds of 4 steps in 8 bits.
+
+Pairs average what they sent 4 steps before, and keep what they have learned since.
+"""
+
+import dataclasses
+
+from configs.quality import config as quality
+from train.config import RoundsConfig, TopologyConfig
+
+config = dataclasses.replace(
+    quality,
+    name="quality_int8",
+    topology=TopologyConfig(name="one_peer_exponential"),
+    step=dataclasses.replace(quality.step, algorithm="rounds"),
+    rounds=RoundsConfig(every_steps=4, delay=4, merge="shift", codec="int8"),
+)

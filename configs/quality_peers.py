@@ -1,0 +1,12 @@
+"""The million parameters of `configs/quality.py`: peers who mix what has come."""
+
+import dataclasses
+
+from configs.quality import config as quality
+from train.config import ExchangeConfig
+
+config = dataclasses.replace(
+    quality,
+    name="quality_peers",
+    exchange=ExchangeConfig(where="peers"),
+)

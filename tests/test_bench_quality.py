@@ -1,0 +1,210 @@
+"""The quality race: its arithmetic, what it refuses, and a real one of few steps."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
+
+from test_bench import ENV, ROOT
+from test_emulate import needs_root
+
+from train.bench.quality.curves import Curve, best, until
+from train.bench.quality.methods import ALL_REDUCE, DDP, METHODS, RING
+from train.bench.quality.quality import Quality, find_pair
+from train.bench.quality.quality_report import Race, panels, tables
+from train.bench.quality.seconds import Setting
+from train.cli.load import load_config
+from train.figures.quality_figure import draw_quality
+
+FALLING = Curve(40, (10, 20, 30, 40), (4.0, 3.0, 2.5, 2.0))
+
+
+def test_a_loss_is_reached_between_two_evaluations():
+    assert FALLING.steps_to(5.0) == 10
+    assert FALLING.steps_to(3.0) == 20
+    assert FALLING.steps_to(2.25) == 35
+    assert FALLING.steps_to(1.9) == math.inf
+    assert FALLING.seconds_to(2.25, per_step=0.5) == 17.5
+    real = FALLING._replace(seconds=(1.0, 2.0, 4.0, 8.0))
+    assert real.seconds_to(2.25, per_step=0.5) == 6.0
+    # It may rise again: the first time counts.
+    assert Curve(3, (1, 2, 3), (3.0, 1.0, 2.0)).steps_to(2.0) == 1.5
+
+
+@pytest.mark.parametrize(("loss", "tried"), [(2.0, [1.0]), (1.0, [1.0, 2.0])])
+def test_longer_runs_are_tried_until_one_reaches_the_loss(loss, tried):
+    asked = []
+
+    def run(horizon: float) -> Curve:
+        asked.append(horizon)
+        losses = tuple(x / horizon for x in FALLING.losses)
+        return FALLING._replace(losses=losses)
+
+    found = until(loss, (1.0, 2.0, 4.0), run)
+    assert asked == tried
+    assert found[-1].steps_to(loss) <= 40
+
+
+@pytest.mark.parametrize("least", range(5))
+def test_the_best_rate_is_found_from_the_middle(least):
+    rates, tried = ["1", "2", "3", "4", "5"], []
+
+    def loss(rate: str) -> float:
+        tried.append(rate)
+        return abs(rates.index(rate) - least)
+
+    assert best(rates, loss) == rates[least]
+    assert len(tried) == len(set(tried)) == {2: 3, 1: 4, 3: 4}.get(least, 5)
+    assert best(["7"], loss=lambda _: 1.0) == "7"
+
+
+def race(**changes) -> Race:
+    never = FALLING._replace(losses=(4.0, 3.0, 2.5, 2.1))
+    fast, slow = "1gbit", "10mbit with a straggler"
+    parts = {
+        "goal": 2.0,
+        "seconds": {
+            fast: {"compute alone": 0.1, DDP.name: 0.2, "DAdamW": 0.1, "DiLoCo": 0.1},
+            slow: {"compute alone": 0.1, DDP.name: 8.0, "DAdamW": 4.0, "DiLoCo": 0.2},
+        },
+        "rates": {DDP.name: "5e-3", "DAdamW": "1e-2", "DiLoCo": "5e-3"},
+        "curves": {
+            DDP.name: {fast: [FALLING], slow: [FALLING]},
+            "DAdamW": {
+                x: [never, FALLING._replace(num_steps=80)] for x in (fast, slow)
+            },
+            "DiLoCo": {fast: [never], slow: [never]},
+        },
+        "wholes": {
+            "DAdamW at 1gbit": (FALLING._replace(seconds=(1, 2, 3, 4.5)), FALLING)
+        },
+    }
+    return Race(**(parts | changes))
+
+
+def test_the_table_has_ratios_to_ddp_and_says_who_never_arrives():
+    text = tables(race())
+    assert "| PyTorch DDP | 5e-3 | 40 | 1.00 | 1.00 |" in text
+    assert "| DAdamW | 1e-2 | 40 | 0.50 | 0.50 |" in text
+    assert "| DiLoCo | 5e-3 | 2.100 after 40 | never | never |" in text
+    assert "- 1gbit: DAdamW is the fastest of this library, 0.50 of PyTorch DDP" in text
+    assert "| DAdamW at 1gbit | 2.000 | 2.000 | 4 | 4 |" in text
+    assert "| compute alone | 0.100 | 0.100 |" in text
+
+
+def test_without_pytorch_times_are_in_seconds():
+    curves = {k: v for k, v in race().curves.items() if k != DDP.name}
+    text = tables(race(curves=curves))
+    assert "2.000, in seconds" in text
+    assert "| DAdamW | 1e-2 | 40 | 4 | 160 |" in text
+    assert "- 1gbit: DAdamW is the fastest of this library." in text
+
+
+def test_each_network_has_a_panel_with_its_whole_runs():
+    first, second = panels(race())
+    assert [x.title for x in (first, second)] == list(race().seconds)
+    assert [line.name for line in first.lines] == [DDP.name, "DAdamW", "DiLoCo"]
+    assert second.lines[0].seconds == [80, 160, 240, 320]
+    assert [dots.name for dots in first.dots] == ["DAdamW at 1gbit"]
+    assert not second.dots
+    assert len(draw_quality([first, second, second]).axes) == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rates": ("none",)}, "a race needs rates, such as 200mbit: got 'none'"),
+        ({"rates": ("fast",)}, "rate must be like 200mbit"),
+        ({"rates": ()}, "rates, tune and horizons need a value each"),
+        ({"tune": ("1e-2", "1e-3")}, "tune must have learning rates that rise"),
+        ({"horizons": (2.0, 1.0)}, "horizons must be positive and rise, got"),
+        ({"horizons": (0.0,)}, "horizons must be positive and rise, got"),
+        ({"only": "["}, "only must be a regular expression, got '\\['"),
+        ({"seeds": 0}, "seeds must be at least 1, got 0"),
+        ({"real": ("SGD at 1gbit",)}, "a real run is METHOD at NETWORK, got 'SGD at"),
+        ({"real": ("DAdamW at 2gbit",)}, "DAdamW; .* at 1gbit; 200mbit; 50mbit; 10"),
+    ],
+)
+def test_what_cannot_be_raced_gets_a_sentence(changes, message):
+    with pytest.raises(ValueError, match=message):
+        Quality(**changes)
+
+
+def test_a_whole_run_may_have_a_straggler():
+    settings = Quality().settings
+    found = find_pair("peers at 200mbit with a straggler", settings)
+    assert found == (METHODS[-1], Setting("200mbit", True))
+
+
+def test_every_method_has_a_config_of_one_model_and_data():
+    configs = [load_config(ROOT / method.config) for method in METHODS]
+    assert len({(x.task, x.num_steps, x.workers, x.seed) for x in configs}) == 1
+    assert {x.step.batch_per_worker for x in configs} == {4}
+    assert len({x.name for x in METHODS}) == len(METHODS)
+
+
+def test_pytorch_has_the_loss_of_jax():
+    pytest.importorskip("torch", reason="needs the extra: pip install -e '.[peers]'")
+    import jax
+    import torch
+
+    from train.bench.quality.torch_gpt import GPT, named
+
+    config = load_config(ROOT / RING)
+    task = config.task.build()
+    params, model_state = task.init(jax.random.key(1))
+    windows = next(iter(task.validation()))[:3]
+    loss, _ = task.loss_fn(params, model_state, windows, jax.random.key(2))
+    gradient = jax.grad(lambda p: task.loss_fn(p, model_state, windows, None)[0])(
+        params
+    )
+    model = GPT(config.task.model, named(params))
+    found = model(torch.from_numpy(np.asarray(windows, np.int64)))
+    found.backward()
+    assert found.item() == pytest.approx(float(loss), rel=1e-5)
+    for name, value in named(gradient).items():
+        np.testing.assert_allclose(model.weights[name].grad, value, atol=1e-5)
+
+
+@pytest.mark.slow
+@needs_root
+def test_a_race_of_few_steps(tmp_path):
+    """Of the real configs: 60 steps, compiled, simulated, and run on the cluster."""
+    name = "DAdamW, ring"
+    options = (
+        f"--only {name}$ --rates 200mbit --late-rates --rounds 1 --steps 4 --seeds 1 "
+        f"--tune 5e-3 --horizons 0.1 --out {tmp_path} --real"
+    )
+    words = options.replace(name, "^DAdamW,.ring").split()
+    argv = [sys.executable, "-m", "train.bench", "quality", *words]
+    argv.append(f"{name} at 200mbit")
+
+    def run() -> str:
+        done = subprocess.run(argv, cwd=ROOT, env=ENV, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    output = run()
+    assert "compiling: DAdamW, ring" in output
+    facts = json.loads((tmp_path / "quality.json").read_text())["race"]
+    whole, predicted = facts["wholes"][f"{name} at 200mbit"]
+    # One seed, data and algorithm: the simulator's losses are those of the cluster.
+    whole, predicted = Curve(*whole), Curve(*predicted)
+    assert list(whole.steps) == list(predicted.steps) == [30, 60]
+    np.testing.assert_allclose(whole.losses, predicted.losses, rtol=0.01)
+    assert whole.seconds[1] > whole.seconds[0] > 0
+    assert facts["seconds"]["200mbit"].keys() >= {
+        "compute alone",
+        ALL_REDUCE.name,
+        name,
+    }
+    again = run()  # All is kept.
+    assert "real run" not in again
+    assert "compiling" not in again
+    assert {x.name for x in Path(tmp_path).iterdir()} >= {"quality.md", "quality.svg"}

@@ -1,0 +1,86 @@
+"""A worker of the quality race: this library's methods. Started by a `Team`."""
+
+import dataclasses
+import functools
+import os
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from decentjax import local_workers, place, worker_mesh
+from train.bench.quality.methods import Method
+from train.bench.race.jax_worker import rest
+from train.bench.race.turns import serve
+from train.bench.runner import Runner, repeat
+from train.cli.load import load_config
+from train.config import Config, DistributedConfig
+from train.data.batches import feed
+from train.job.distributed import fail_stop, start
+from train.job.namespaces import INTERFACE
+from train.run.build import (
+    bind_adapt,
+    build_state,
+    build_steps,
+    build_train_step,
+)
+from train.run.optimizers import build_optimizer
+from train.run.peers import build_peers
+from train.run.rounds import build_rounds
+from train.tasks.task import Task
+
+JOB = DistributedConfig(enabled=True, timeout_seconds=120)
+
+
+def main() -> None:
+    with fail_stop():
+        start(JOB, int(os.environ["WORLD_SIZE"]))
+        serve(Connection(0), _runner)
+
+
+@functools.cache  # The methods train one task.
+def _build(task: Any) -> Task:
+    return task.build()
+
+
+def _runner(load: None, method: Method) -> Runner:
+    del load
+    config = dataclasses.replace(load_config(method.config), distributed=JOB)
+    task = _build(config.task)
+    optimizer = build_optimizer(config.optimizer, config.num_steps)
+    if config.exchange.where == "peers":
+        exchange = dataclasses.replace(config.exchange, bind=INTERFACE)
+        config = dataclasses.replace(config, exchange=exchange)
+        mesh, workers = worker_mesh(1, jax.local_devices()), [jax.process_index()]
+        folder = Path(os.environ["BOOKS"]) / config.name / f"process-{workers[0]}"
+        local = bind_adapt(config, task, optimizer)
+        train_step = build_peers(config, local, mesh, folder, lambda _: None)
+        finish = rest
+    else:
+        mesh = worker_mesh(config.workers.num_workers)
+        workers = local_workers(mesh)
+        train_step = build_train_step(config, task, optimizer, mesh)
+        finish = train_step.settle
+    state = place(build_state(config, task, optimizer, workers), mesh)
+    batches = feed(build_steps(config, task, workers))
+
+    def step(state: Any, t: int) -> Any:
+        batch = place(next(batches).arrays, mesh)
+        # The time of a step ends with its result, not with its dispatch.
+        return jax.block_until_ready(train_step(state, batch, t)[0])
+
+    runner = repeat(step, state, finish)
+    for _ in range(_period(config, task)):  # Compiles a program for each exchange.
+        runner.step()
+    return runner
+
+
+def _period(config: Config, task: Task) -> int:
+    if config.step.algorithm == "rounds":
+        return build_rounds(config, task).schedule.period
+    return config.topology.build(config.workers).period
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+"""The methods of the quality race, each a config and, for PyTorch's, a wrapper.
+
+Imports neither jax nor torch, because the workers of both use it.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+JAX, TORCH = (f"train.bench.quality.{kind}_worker" for kind in ("jax", "torch"))
+
+
+class Method(NamedTuple):
+    """A method.
+
+    Args:
+      name: its name in tables and for `--only`.
+      config: its config file; of a method in PyTorch, the same method's in jax.
+      torch: how PyTorch trains it, "ddp" with or without "fp16" or "powersgd", or
+        "decent_dp"; none in jax.
+      simulated: whether its losses by step are those of the simulated config.
+      like: config whose best learning rate it takes, where the network decides what it
+        learns; else its own.
+    """
+
+    name: str
+    config: Path
+    torch: str = ""
+    simulated: bool = True
+    like: Path | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def worker(self) -> str:
+        """Module of its workers."""
+        return TORCH if self.torch else JAX
+
+
+def _config(name: str) -> Path:
+    return Path(f"configs/{name}.py")
+
+
+DADAM, RING = _config("quality"), _config("quality_ring")
+ALONE = Method("compute alone", _config("quality_alone"))
+ALL_REDUCE = Method("all-reduce", _config("quality_allreduce"))
+DDP = Method("PyTorch DDP", ALL_REDUCE.config, "ddp")
+FP16 = Method("PyTorch DDP, fp16 hook", ALL_REDUCE.config, "fp16")
+POWERSGD = Method(
+    "PyTorch DDP, PowerSGD hook", ALL_REDUCE.config, "powersgd", simulated=False
+)
+METHODS = (
+    DDP,
+    FP16,
+    POWERSGD,
+    # Its alternating exponential ring fails where a node has one worker.
+    Method("Decent-DP, ring", RING, "decent_dp"),
+    ALL_REDUCE,
+    Method("DAdamW", DADAM),
+    Method("DAdamW, ring", RING),
+    Method("DAdamW, ring, bfloat16", _config("quality_bf16")),
+    Method("AccumAdamW", _config("quality_accum")),
+    Method("rounds, int8", _config("quality_int8")),
+    Method("DiLoCo", _config("quality_diloco")),
+    Method("NoLoCo", _config("quality_noloco")),
+    Method("WAGMA", _config("quality_wagma"), simulated=False, like=DADAM),
+    Method("peers", _config("quality_peers"), simulated=False, like=DADAM),
+)

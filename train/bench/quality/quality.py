@@ -1,0 +1,225 @@
+"""The quality race: held-out loss against time, on networks of several rates.
+
+A method's losses by step come from the simulator, its seconds of a step from an
+emulated cluster; whole runs on the cluster test the product. Methods whose losses
+depend on the network run on it.
+"""
+
+import dataclasses
+import functools
+import json
+import re
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+from train.bench.quality.curves import (
+    Curve,
+    best,
+    real,
+    simulated,
+    tuning_loss,
+    until,
+)
+from train.bench.quality.methods import ALL_REDUCE, ALONE, DDP, METHODS, Method
+from train.bench.quality.quality_report import Race, panels, tables
+from train.bench.quality.seconds import Seconds, Setting, measure
+from train.bench.results import check_at_least, write_results
+from train.cli.load import load_config
+from train.cli.tables import to_json, write_whole
+from train.figures.quality_figure import draw_quality
+from train.figures.style import to_svg
+from train.job.namespaces import parse_rate
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Measures when each method reaches the final held-out loss of all-reduce.
+
+    Takes hours; what is finished is kept in `out`, and a second call goes on.
+
+    Args:
+      rates: rates of each node's link, the fastest first.
+      late_rates: rates that are also measured with worker t mod N late at step t, by
+        the length of its compute.
+      rounds: turns of each method in each network; a step's time is their median.
+      steps: steps of a turn; a multiple of the methods' rounds.
+      seeds: number of seeds of the simulated runs.
+      tune: learning rates that rise; each method has its best, searched from the middle
+        one on.
+      horizons: numbers of steps of a run, as multiples of the configs'; all-reduce has
+        the first, and the others are tried in turn until one reaches its final loss.
+      real: whole runs on the cluster, as "METHOD at RATE".
+      only: regular expression for the names of the methods; DDP and all-reduce, to
+        which they are compared, always run.
+      out: folder for quality.json, quality.md, quality.svg and all that is kept.
+    """
+
+    rates: tuple[str, ...] = ("1gbit", "200mbit", "50mbit", "10mbit")
+    late_rates: tuple[str, ...] = ("200mbit",)
+    rounds: int = 3
+    steps: int = 20
+    seeds: int = 3
+    tune: tuple[str, ...] = ("6e-4", "1.25e-3", "2.5e-3", "5e-3", "1e-2")
+    horizons: tuple[float, ...] = (1.0, 1.5, 2.0)
+    real: tuple[str, ...] = (
+        "PyTorch DDP at 200mbit",
+        "all-reduce at 200mbit",
+        "DAdamW, ring at 200mbit",
+        "rounds, int8 at 50mbit",
+    )
+    only: str = "."
+    out: Path = Path("runs/quality")
+
+    def __post_init__(self):
+        check_at_least(self, rounds=1, steps=1, seeds=1)
+        for rate in (*self.rates, *self.late_rates):
+            if parse_rate(rate) is None:
+                raise ValueError(f"a race needs rates, such as 200mbit: got {rate!r}")
+        if not self.rates or not self.tune or not self.horizons:
+            raise ValueError("rates, tune and horizons need a value each")
+        if list(map(float, self.tune)) != sorted(map(float, self.tune)):
+            raise ValueError(f"tune must have learning rates that rise: {self.tune}")
+        if min(self.horizons) <= 0 or list(self.horizons) != sorted(self.horizons):
+            raise ValueError(f"horizons must be positive and rise, got {self.horizons}")
+        try:
+            re.compile(self.only)
+        except re.error as error:
+            raise ValueError(
+                f"only must be a regular expression, got {self.only!r}: {error}"
+            ) from error
+        for pair in self.real:
+            find_pair(pair, self.settings)
+
+    @property
+    def settings(self) -> list[Setting]:
+        late = [Setting(rate, True) for rate in self.late_rates]
+        return [*map(Setting, self.rates), *late]
+
+    @property
+    def methods(self) -> list[Method]:
+        """Those that run: PyTorch's where it is installed."""
+        has_torch = all(map(find_spec, ("torch", "decent_dp")))
+        named = [x for x in METHODS if re.search(self.only, x.name)]
+        chosen = [x for x in METHODS if x in (DDP, ALL_REDUCE, *named)]
+        return [x for x in chosen if has_torch or not x.torch]
+
+
+def find_pair(pair: str, settings: Sequence[Setting]) -> tuple[Method, Setting]:
+    """Returns the method and the network of a whole run.
+
+    Raises:
+      ValueError: if there is none of that name.
+    """
+    methods = {x.name: x for x in METHODS}
+    networks = {str(x): x for x in settings}
+    name, _, where = pair.partition(" at ")
+    if name not in methods or where not in networks:
+        raise ValueError(
+            f"a real run is METHOD at NETWORK, got {pair!r}; there are: "
+            f"{'; '.join(methods)} at {'; '.join(networks)}"
+        )
+    return methods[name], networks[where]
+
+
+def main(quality: Quality) -> int:
+    if DDP not in quality.methods:
+        print("PyTorch and Decent-DP do not take part: pip install -e '.[peers]'")
+    quality.out.mkdir(parents=True, exist_ok=True)
+    # First, as `in_cluster` forks, and jax starts threads.
+    race = run(quality, step_seconds(quality))
+    svg = to_svg(draw_quality(panels(race)))
+    facts = {"quality": quality, "race": race}
+    print(write_results(quality.out, "quality", facts, tables(race), svg))
+    return 0
+
+
+def step_seconds(quality: Quality) -> Seconds:
+    """Seconds of a step by network and method, kept in a file."""
+    path = quality.out / "seconds.json"
+    fields = ("rates", "late_rates", "rounds", "steps")
+    wanted = json.loads(to_json({x: getattr(quality, x) for x in fields}))
+    names = [x.name for x in quality.methods]
+    if path.exists():
+        found = json.loads(path.read_text())
+        same = {name: found.get(name) for name in wanted} == wanted
+        if same and set(names) <= set(found["methods"]):
+            print(f"seconds of a step: from {path}")
+            return found["seconds"]
+    nodes = load_config(DDP.config).workers.num_workers
+    turns = quality.rounds, quality.steps
+    seconds = measure(quality.methods, quality.settings, nodes, *turns, quality.out)
+    write_whole(path, to_json({**wanted, "methods": names, "seconds": seconds}))
+    return seconds
+
+
+def run(quality: Quality, seconds: Seconds) -> Race:
+    """Trains what is missing, and joins all results."""
+    runs = Runs(quality, seconds)
+    curves = {
+        method.name: {str(x): runs.curves(method, x) for x in quality.settings}
+        for method in quality.methods
+    }
+    rates = {x.name: runs.rate(x) for x in quality.methods}
+    wholes = {}
+    for pair in quality.real:
+        method, setting = find_pair(pair, quality.settings)
+        if method in quality.methods:
+            wholes[pair] = runs.whole(method, setting)
+    return Race(runs.goal, seconds, rates, curves, wholes)
+
+
+class Runs:
+    """The runs of a race, trained when they are asked for, and kept."""
+
+    def __init__(self, quality: Quality, seconds: Seconds):
+        self._quality, self._seconds = quality, seconds
+        self._out, self._seeds = quality.out / "runs", range(quality.seeds)
+        self._first = quality.horizons[0]
+        self.goal = self._simulated(ALL_REDUCE, self._first).losses[-1]
+
+    @functools.cache  # noqa: B019  It lives as long as the race.
+    def rate(self, method: Method) -> str:
+        """The best learning rate of a method."""
+        rates = self._quality.tune
+        if len(rates) == 1:
+            return rates[0]
+        simulated = not method.torch or method.simulated
+        return best(rates, functools.partial(self._tuning_loss, method, simulated))
+
+    def _tuning_loss(self, method: Method, simulated: bool, rate: str) -> float:
+        if simulated:
+            path, seed = method.like or method.config, self._seeds.stop
+            return tuning_loss(path, rate, self._first, seed, self._out)
+        return real(method, None, 0.0, rate, self._first, self._out).losses[-1]
+
+    def curves(self, method: Method, setting: Setting) -> list[Curve]:
+        """Runs of ever more steps, up to the first that reaches the goal."""
+        if method.simulated:
+            train = functools.partial(self._simulated, method)
+        elif method.torch:
+            train = functools.partial(self._unlimited, method)
+        else:
+            train = functools.partial(self.real, method, setting)
+        return until(self.goal, self._quality.horizons, train)
+
+    def real(self, method: Method, setting: Setting, horizon: float) -> Curve:
+        late = self._seconds[str(setting)][ALONE.name] if setting.late else 0.0
+        return real(method, setting, late, self.rate(method), horizon, self._out)
+
+    def whole(self, method: Method, setting: Setting) -> tuple[Curve, Curve]:
+        """A whole run on the cluster, and that of its seed in the simulator."""
+        found = self.real(method, setting, self._first)
+        seed = range(load_config(method.config).seed, 1)
+        rate = self.rate(method)
+        return found, simulated(method.config, rate, self._first, seed, self._out)
+
+    @functools.cache  # noqa: B019
+    def _simulated(self, method: Method, horizon: float) -> Curve:
+        rate, seeds = self.rate(method), self._seeds
+        return simulated(method.config, rate, horizon, seeds, self._out)
+
+    def _unlimited(self, method: Method, horizon: float) -> Curve:
+        """By step, as its time is that of another network."""
+        one = real(method, None, 0.0, self.rate(method), horizon, self._out)
+        return one._replace(seconds=())

@@ -1,0 +1,33 @@
+"""A worker of the quality race: PyTorch's methods. Started by a `Team`."""
+
+import os
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+
+from train.bench.quality.methods import Method
+from train.bench.quality.torch_gpt import FIRST_STEPS, TorchTrainer
+from train.bench.race.turns import serve
+from train.bench.runner import Runner
+from train.cli.load import load_config
+
+
+def main() -> None:
+    torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    dist.init_process_group("gloo")
+    serve(Connection(0), _runner)
+    os._exit(0)  # Decent-DP's threads do not end.
+
+
+def _runner(load: None, method: Method) -> Runner:
+    del load
+    trainer = TorchTrainer(load_config(method.config), method.torch)
+    # DDP measures and regroups in its first steps, and PowerSGD begins after some.
+    for _ in range(FIRST_STEPS + 2):
+        trainer.step()
+    return Runner(trainer.step)
+
+
+if __name__ == "__main__":
+    main()
