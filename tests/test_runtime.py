@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from decentjax import runtime, topology
+from decentjax import runtime, schedule, topology
 from decentjax.analysis import traffic
 from decentjax.runtime import Cluster, Job, Times
 from decentjax.runtime.cluster import plans
@@ -614,3 +614,55 @@ def test_latencies_count_per_message_and_per_round():
 def test_invalid_values_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+@pytest.mark.parametrize("made", EVERY, ids=lambda x: x.name)
+def test_rounds_of_each_step_are_the_plain_steps(made, hidden):
+    # At the end of the step nothing hides them; from its start the gradient does.
+    rounds = schedule.every(made, 1, delay=int(hidden))
+    found = runtime.rounds(CLUSTER, JOB, rounds, 12)
+    wanted = runtime.in_step(CLUSTER, JOB, made, 12, hidden=hidden)
+    np.testing.assert_allclose(found.end, wanted.end, rtol=1e-12)
+    np.testing.assert_allclose(found.exposed, wanted.exposed, atol=1e-12)
+
+
+@given(
+    num_steps=st.integers(1, 7),
+    delay=st.integers(0, 7),
+    fragments=st.integers(1, 3),
+    seconds=st.floats(0.01, 9.0),
+    hidden=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_a_round_exposes_what_its_delay_does_not_hide(
+    num_steps, delay, fragments, seconds, hidden
+):
+    """Of workers who compute for one second, in pairs."""
+    delay = min(delay, num_steps)
+    fragments = min(fragments, num_steps)
+    cluster = Cluster(num_nodes=4, between_bytes_per_second=1 / seconds)
+    job = Job(model_bytes=1.0, compute=runtime.constant(1.0))
+    pairs = topology.one_peer_ring(4)
+    made = schedule.every(pairs, num_steps, delay)
+    if fragments > 1:
+        leaves = [(number,) for number in range(fragments)]
+        made = schedule.in_fragments(pairs, num_steps, leaves, delay)
+    times = runtime.rounds(cluster, job, made, 12 * num_steps, hidden=hidden)
+    # A card may still carry the round before: what is bounded holds for it too.
+    steps_to_hide = 0 if delay == 0 else delay if hidden else delay - 1
+    each = seconds / fragments
+    exposed = max(0.0, each - steps_to_hide)
+    whole = times.seconds_per_step() * 12 * num_steps
+    ended = 12 * fragments - (0 if delay == 0 else fragments)
+    assert whole >= 12 * num_steps + exposed * ended - 1e-6
+    if fragments == 1:  # A round ends before the next begins: it is just that.
+        count = sum(made[t].receives is not None for t in range(12 * num_steps))
+        count = 12 if delay == 0 else count
+        assert whole == pytest.approx(12 * num_steps + exposed * count, rel=1e-9)
+
+
+def test_rounds_need_the_clusters_workers():
+    made = schedule.every(topology.ring(3), 2)
+    with pytest.raises(ValueError, match="3 workers, the cluster has 16"):
+        runtime.rounds(CLUSTER, JOB, made, 4)

@@ -25,6 +25,7 @@ from decentjax.runtime.schemes import (
     background,
     in_step,
     peers,
+    rounds,
     wait_avoiding,
 )
 
@@ -50,6 +51,7 @@ __all__ = [
     "normal",
     "peers",
     "ratios",
+    "rounds",
     "trace",
     "wait_avoiding",
 ]

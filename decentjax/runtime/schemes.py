@@ -25,6 +25,7 @@ from decentjax.runtime.cluster import (
     plans,
 )
 from decentjax.runtime.job import Job
+from decentjax.schedule import Schedule
 
 Instants = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
 Scheme = Callable[[int, np.ndarray, np.ndarray], Instants]
@@ -212,6 +213,62 @@ def background(
         # Step t needs the exchange that started inside step t - 1: `sent` may be before
         # `start`, and only what is left of it at the end of the compute is exposed.
         return sent[0], done[-1], _update(job, start, compute, met)[-1], updated[-1]
+
+    return _simulate(cluster, job, num_steps, seed, scheme)
+
+
+def rounds(
+    cluster: Cluster,
+    job: Job,
+    schedule: Schedule,
+    num_steps: int,
+    seed: int = 0,
+    hidden: bool = True,
+) -> Times:
+    """Simulates rounds of communication, which begin in some of the steps.
+
+    A round with delay 0 is sent at the end of its step, which waits for it. One with
+    delay d is sent at the start of step t and merged in step t + d - 1: at its end in a
+    compiled step, which overlaps messages with its gradient, and at its start in a
+    second thread, where messages have d - 1 steps. Messages share cards as in
+    `in_step`.
+
+    Args:
+      cluster: nodes, workers and links.
+      job: model size and compute times; of several fragments each is an equal part of
+        the model.
+      schedule: the rounds.
+      num_steps: number of steps, T.
+      seed: seed of the compute times.
+      hidden: whether a round also hides behind the gradient of the step that merges it.
+
+    Raises:
+      ValueError: if the schedule has another number of workers.
+    """
+    exchanges = {one.exchange for one in schedule.rounds if one.exchange is not None}
+    legs = {one: plans(cluster, Topology("one", (one,)))[0] for one in exchanges}
+    part = job.model_bytes / len(schedule.fragments)
+    free = np.zeros(cluster.num_nodes)
+    under_way: dict[int, Instants] = {}  # By the step that merges.
+
+    def send(exchange: Exchange, ready: np.ndarray) -> Instants:
+        met = meet(legs[exchange], ready)
+        done = finish(legs[exchange], part, ready, free)
+        return ready, done, met, done
+
+    def scheme(step: int, start: np.ndarray, compute: np.ndarray) -> Instants:
+        begun = schedule[step].sends
+        exchange = None if begun is None else begun.exchange
+        if exchange is not None and schedule.delay == 0:
+            return send(exchange, start + compute)
+        if exchange is not None:
+            under_way[step + schedule.delay - 1] = send(exchange, start)
+        if step not in under_way:
+            return start, start, start, start
+        ready, received, *ends = under_way.pop(step)
+        rest = 0.0 if hidden else compute
+        met, done = (np.maximum(end, start) + rest for end in ends)
+        return ready, received, met, done
 
     return _simulate(cluster, job, num_steps, seed, scheme)
 

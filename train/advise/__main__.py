@@ -34,6 +34,7 @@ def main(arguments: list[str]) -> int:
         flags: Annotated[Flags, tyro.conf.arg(name="")],
         steps: int = 300,
         seed: int = 0,
+        race: Path | None = None,
         out: Path = Path("runs/advice"),
     ) -> int:
         """Predicts step times on a cluster, and advises.
@@ -44,25 +45,33 @@ def main(arguments: list[str]) -> int:
           flags: cluster and job.
           steps: number of simulated steps.
           seed: seed of the compute times.
+          race: file quality.json of `python -m train.bench quality`, with the steps
+            that each method has taken to a loss: says which one is there first on this
+            cluster, and at which rates of the links another one is.
           out: folder for advice.json, map.svg and steps.svg.
         """
-        return look(flags.setting(), steps, seed, out)
+        return look(flags.setting(), steps, seed, out, race)
 
     return tyro.cli(run, prog="python -m train.advise", args=arguments)
 
 
-def look(setting: Setting, steps: int, seed: int, out: Path) -> int:
+def look(
+    setting: Setting, steps: int, seed: int, out: Path, race: Path | None = None
+) -> int:
     """Compares the topologies, and prints, writes and draws the result."""
     # Imports matplotlib, which takes a while: not for --help.
     from train.advise import advice_report
+    from train.advise.race import read_race
 
+    contenders = [] if race is None else read_race(race)  # Errors come first.
     console = Console(width=140, soft_wrap=True, markup=False, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     progress = advice_report.progress
     shown = functools.partial(progress, title="simulating", console=console)
     found = compare(setting, steps, seed, shown)
     advice_report.say(found, console)
-    advice_report.write_advice(out / "advice.json", found)
+    finish = advice_report.say_race(setting, contenders, console)
+    advice_report.write_advice(out / "advice.json", found, finish)
     baseline, *rows = found.rows
     choice, other, _ = found.advice
     # With all-reduce as the choice, the best topology shows why.
@@ -95,6 +104,7 @@ def _measured(arguments: list[str]) -> int:
         config: ConfigArgument = default,
         measured_steps: int = 30,
         steps: int = 300,
+        race: Path | None = None,
         out: Path = Path("runs/advice"),
     ) -> int:
         """Measures a config on these processes, predicts its step times, and advises.
@@ -103,6 +113,7 @@ def _measured(arguments: list[str]) -> int:
           config: config of the run, with its workers and processes.
           measured_steps: number of steps whose compute times are measured.
           steps: number of simulated steps.
+          race: file quality.json of `python -m train.bench quality`.
           out: folder for advice.json, map.svg and steps.svg.
         """
         if min(steps, measured_steps) < 1:
@@ -119,21 +130,25 @@ def _measured(arguments: list[str]) -> int:
         if config.distributed.enabled:
             with fail_stop():
                 start(config.distributed, config.workers.num_workers)
-                return _here(config, measured_steps, steps, out)
+                return _here(config, measured_steps, steps, out, race)
         provide_cpu_devices(config.workers.num_workers)
-        return _here(config, measured_steps, steps, out)
+        return _here(config, measured_steps, steps, out, race)
 
     prog = f"python -m train.advise --measure {path}"
     return tyro.cli(run, prog=prog, args=rest, config=AS_OPTIONS)
 
 
-def _here(config: Config, measured_steps: int, steps: int, out: Path) -> int:
+def _here(
+    config: Config, measured_steps: int, steps: int, out: Path, race: Path | None
+) -> int:
     # Imports the trainer, which a prediction from flags does not need.
     from train.advise.measure import measure
 
     setting = measure(config, measured_steps)
     leave()
-    return look(setting, steps, config.seed, out) if jax.process_index() == 0 else 0
+    if jax.process_index() != 0:
+        return 0
+    return look(setting, steps, config.seed, out, race)
 
 
 if __name__ == "__main__":

@@ -12,13 +12,14 @@ from rich.progress import track
 from rich.table import Table
 
 from decentjax import Topology, runtime
+from train.advise.race import Contender, finishes, turns
 from train.advise.rank import Findings, Prediction
 from train.advise.setting import Setting
 from train.cli.tables import aligned, write_json
 from train.figures.advice_figure import draw_speed_ups
 from train.figures.style import save_svg
 from train.figures.timeline_figure import draw_timelines
-from train.network import duration
+from train.network import GBIT, duration
 from train.run.timeline import spans_of
 
 T = TypeVar("T")
@@ -100,8 +101,39 @@ def say(found: Findings, console: Console) -> None:
     console.print(f"  python -m train CONFIG.py {workers} {choice.flags}")
 
 
-def write_advice(path: Path, found: Findings) -> None:
-    """Writes what `say` prints."""
+def say_race(
+    setting: Setting, contenders: list[Contender], console: Console
+) -> dict[str, list]:
+    """Prints when each method reaches the loss, and returns that as facts."""
+    if not contenders:
+        return {}
+    found, changes = finishes(setting, contenders), turns(setting, contenders)
+    cells = [
+        [
+            one.name,
+            f"{one.steps:.0f}",
+            f"{1e3 * one.step:.1f}",
+            f"{one.seconds:.4g}",
+            f"{one.seconds / found[0].seconds:.2f}x",
+        ]
+        for one in found
+    ]
+    measured = contenders[0].config.workers.num_workers
+    heads = ["", "steps", "ms per step", "seconds", "of the first"]
+    title = f"time to one loss, by steps that were measured with {measured} workers"
+    console.print("", aligned(heads, cells, bold=found[0].name, title=title), sep="\n")
+    console.print(f"\nfirst at the loss: {found[0].name}")
+    for turn in changes:
+        rate = turn.rate / GBIT
+        console.print(
+            f"  at {rate:.3g} Gbit/s between nodes it turns: {turn.below} below, "
+            f"{turn.above} above"
+        )
+    return {"finishes": found, "turns": changes}
+
+
+def write_advice(path: Path, found: Findings, race: dict[str, list]) -> None:
+    """Writes what `say` and `say_race` print."""
     setting, advice = found.setting, found.advice
     facts = {
         "cluster": setting.cluster,
@@ -112,6 +144,7 @@ def write_advice(path: Path, found: Findings) -> None:
         "sigma": found.sigma,
         "rows": found.rows,
         "does_not_fit": found.unfit,
+        "race": race,
         "advice": {"choice": advice.choice.name, "reason": advice.reason},
     }
     write_json(path, facts)

@@ -1,5 +1,6 @@
 """The rounds of a config."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -11,6 +12,7 @@ from decentjax.compression import Compression
 from decentjax.mixing import is_mixed
 from decentjax.rounds import blend, leaves_of, replace, shift
 from decentjax.schedule import Fragment, cut_leaves, every, in_fragments
+from decentjax.topology import Topology
 from train.config import Config, RoundsConfig
 from train.tasks.task import Task
 
@@ -30,11 +32,28 @@ def build_rounds(config: Config, task: Task) -> Rounds:
     Raises:
       ValueError: if no leaf of the task's model falls into a fragment.
     """
-    options, topology = config.rounds, config.topology.build(config.workers)
-    schedule = every(topology, options.every_steps, options.delay)
-    if options.fragments > 1:
+    sizes = []
+    if config.rounds.fragments > 1:
         params, _ = jax.eval_shape(task.init, jax.random.key(0))
         sizes = [x.size if is_mixed(x) else 0 for x in jax.tree.leaves(params)]
+    return rounds_of(config.rounds, config.topology.build(config.workers), sizes)
+
+
+def rounds_of(
+    options: RoundsConfig, topology: Topology, sizes: Sequence[int] = ()
+) -> Rounds:
+    """Returns rounds over a topology.
+
+    Args:
+      options: the rounds' options.
+      topology: the topology.
+      sizes: numbers of each leaf of the model, where it is sent in fragments.
+
+    Raises:
+      ValueError: if no leaf falls into a fragment.
+    """
+    schedule = every(topology, options.every_steps, options.delay)
+    if options.fragments > 1:
         fragments = cut_leaves(sizes, options.fragments)
         num_steps, delay = options.every_steps, options.delay
         schedule = in_fragments(topology, num_steps, fragments, delay)

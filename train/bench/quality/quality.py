@@ -8,10 +8,12 @@ depend on the network run on it.
 import dataclasses
 import functools
 import json
+import math
 import re
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from train.bench.quality.curves import (
     Curve,
@@ -25,6 +27,7 @@ from train.bench.quality.methods import ALL_REDUCE, ALONE, DDP, METHODS, Method
 from train.bench.quality.quality_report import Race, panels, tables
 from train.bench.quality.seconds import Seconds, Setting, measure
 from train.bench.results import check_at_least, write_results
+from train.cli.config_json import to_json as config_json
 from train.cli.load import load_config
 from train.cli.tables import to_json, write_whole
 from train.figures.quality_figure import draw_quality
@@ -129,7 +132,7 @@ def main(quality: Quality) -> int:
     # First, as `in_cluster` forks, and jax starts threads.
     race = run(quality, step_seconds(quality))
     svg = to_svg(draw_quality(panels(race)))
-    facts = {"quality": quality, "race": race}
+    facts = {"quality": quality, "race": race, "steps": steps_to_goal(quality, race)}
     print(write_results(quality.out, "quality", facts, tables(race), svg))
     return 0
 
@@ -167,6 +170,18 @@ def run(quality: Quality, seconds: Seconds) -> Race:
         if method in quality.methods:
             wholes[pair] = runs.whole(method, setting)
     return Race(runs.goal, seconds, rates, curves, wholes)
+
+
+def steps_to_goal(quality: Quality, race: Race) -> list[dict[str, Any]]:
+    """For `train.advise --race`: the steps of each method that reaches the goal."""
+    rows = []
+    for method in quality.methods:
+        runs = race.curves[method.name][str(quality.settings[0])]
+        steps = min(run.steps_to(race.goal) for run in runs)
+        if method.simulated and not method.torch and math.isfinite(steps):
+            config = json.loads(config_json(load_config(method.config)))
+            rows.append({"name": method.name, "steps": steps, "config": config})
+    return rows
 
 
 class Runs:

@@ -1,0 +1,172 @@
+"""Which method reaches a loss first on a cluster, by steps that were measured."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from decentjax import runtime
+from decentjax.runtime import Cluster, Job
+from decentjax.topology import Topology
+from train.advise.setting import Setting
+from train.cli.config_json import from_fields
+from train.config import Config
+from train.run.rounds import rounds_of, sent_bytes
+
+STEPS = 64  # Simulated steps of a prediction, or the first whole periods after them.
+RATES = np.geomspace(1e5, 1e11, 25)  # Bytes per second at which the order is looked at.
+HALVINGS = 12  # Of the interval in which the first method changes.
+PLENTY = 2**20  # Numbers of a model whose codec's bytes a number are those of any.
+
+
+class Contender(NamedTuple):
+    """A method whose steps to a loss were measured.
+
+    Args:
+      name: its name.
+      steps: number of steps to the loss.
+      config: what it trained.
+    """
+
+    name: str
+    steps: float
+    config: Config
+
+
+class Finish(NamedTuple):
+    """When a method reaches the loss.
+
+    Args:
+      name: its name.
+      steps: number of steps.
+      step: predicted seconds of a step.
+    """
+
+    name: str
+    steps: float
+    step: float
+
+    @property
+    def seconds(self) -> float:
+        return self.steps * self.step
+
+
+class Turn(NamedTuple):
+    """A rate of the links between nodes, below which another method is first.
+
+    Args:
+      rate: bytes per second.
+      below: first below it.
+      above: first above it.
+    """
+
+    rate: float
+    below: str
+    above: str
+
+
+def read_race(path: Path) -> list[Contender]:
+    """Reads the steps that `python -m train.bench quality` has measured.
+
+    Raises:
+      ValueError: if the file holds none, or those of another version.
+    """
+    try:
+        rows = json.loads(path.read_text())["steps"]
+        return [
+            Contender(row["name"], row["steps"], from_fields(row["config"]))
+            for row in rows
+        ]
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            f"{path} has no steps to a loss, which `python -m train.bench quality` "
+            f"writes: {error!r}"
+        ) from error
+
+
+def finishes(setting: Setting, contenders: list[Contender]) -> list[Finish]:
+    """Returns when each method reaches the loss on a cluster, the first one first.
+
+    Raises:
+      ValueError: if a method's topology does not fit the cluster.
+    """
+    found = [
+        Finish(one.name, one.steps, step_seconds(setting, one.config))
+        for one in contenders
+    ]
+    return sorted(found, key=lambda one: one.seconds)
+
+
+def turns(setting: Setting, contenders: list[Contender]) -> list[Turn]:
+    """Returns the rates of the links at which another method is first, rising."""
+
+    def first(rate: float) -> str:
+        cluster = dataclasses.replace(setting.cluster, between_bytes_per_second=rate)
+        one = dataclasses.replace(setting, cluster=cluster, measured={})
+        return finishes(one, contenders)[0].name
+
+    winners = [first(rate) for rate in RATES]
+    found = []
+    for place in range(len(RATES) - 1):
+        below, above = winners[place : place + 2]
+        if below == above:
+            continue
+        low, high = RATES[place], RATES[place + 1]
+        for _ in range(HALVINGS):
+            middle = math.sqrt(low * high)
+            low, high = (middle, high) if first(middle) == below else (low, middle)
+        found.append(Turn(float(high), below, above))
+    return found
+
+
+def step_seconds(setting: Setting, config: Config) -> float:
+    """Returns the predicted seconds of a step of a config's method.
+
+    The workers, model and compute times are those of the setting.
+
+    Raises:
+      ValueError: if its topology does not fit the cluster.
+    """
+    cluster, job = setting.cluster, setting.job
+    if config.step.algorithm == "all_reduce":
+        return setting.simulate(None, STEPS, 0).seconds_per_step()
+    workers = dataclasses.replace(
+        config.workers,
+        num_workers=cluster.num_workers,
+        workers_per_node=cluster.workers_per_node,
+    )
+    topology = config.topology.build(workers)
+    if config.step.algorithm == "rounds":
+        return _of_rounds(setting, config, topology)
+    # Both halve messages that would have four bytes a number.
+    sent = 0.5 if config.step.message_dtype == "bfloat16" else 1.0
+    sent *= 2.0 if config.step.algorithm == "tracking" else 1.0
+    setting = dataclasses.replace(setting, job=_smaller(job, sent))
+    steps = _whole_periods(topology.period)
+    if config.step.algorithm == "atc":
+        setting = dataclasses.replace(setting, overlap="none")
+    return setting.simulate(topology, steps, 0).seconds_per_step()
+
+
+def _of_rounds(setting: Setting, config: Config, topology: Topology) -> float:
+    count = config.rounds.fragments
+    rounds = rounds_of(config.rounds, topology, [1] * count)
+    model = [jax.ShapeDtypeStruct((PLENTY,), np.float32)]
+    sent = sent_bytes(rounds, None, model) / (4 * PLENTY)
+    steps = _whole_periods(rounds.schedule.period)
+    cluster: Cluster = setting.cluster
+    job, hidden = _smaller(setting.job, sent), setting.overlap == "in_step"
+    times = runtime.rounds(cluster, job, rounds.schedule, steps, hidden=hidden)
+    return times.seconds_per_step()
+
+
+def _smaller(job: Job, factor: float) -> Job:
+    return dataclasses.replace(job, model_bytes=factor * job.model_bytes)
+
+
+def _whole_periods(period: int) -> int:
+    return period * math.ceil(STEPS / period)
