@@ -6,6 +6,7 @@ groups and no partial permutations, and sums add in another order than on a mesh
 collective here is therefore two functions, one for each place.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 
 import jax
@@ -30,7 +31,7 @@ def permute(
     """
 
     def on_mesh(x: jax.Array) -> jax.Array:
-        return lax.ppermute(x, axis_name, pairs)
+        return _sent(lambda x: lax.ppermute(x, axis_name, pairs), x)
 
     def stacked(x: jax.Array) -> jax.Array:
         senders, receivers = np.array(pairs).T
@@ -83,7 +84,10 @@ def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Ar
         # The last dim, since another vmap, as over seeds, puts its own in front.
         dim = flat.ndim - 1
         pieces = flat.reshape(*flat.shape[:-1], size, -1)
-        pieces = lax.all_to_all(pieces, axis_name, dim, dim, axis_index_groups=groups)
+        pieces = _sent(
+            lambda x: lax.all_to_all(x, axis_name, dim, dim, axis_index_groups=groups),
+            pieces,
+        )
         return _sum_in_order(jnp.moveaxis(pieces, dim, 0).astype(dtype))
 
     def stacked(flat: jax.Array) -> jax.Array:
@@ -102,9 +106,11 @@ def all_gather(
     """The pieces of all members, joined to an array of the given shape."""
 
     def on_mesh(piece: jax.Array) -> jax.Array:
-        return lax.all_gather(
-            piece, axis_name, axis=piece.ndim - 1, axis_index_groups=groups, tiled=True
+        dim = piece.ndim - 1
+        gather = functools.partial(
+            lax.all_gather, axis=dim, axis_index_groups=groups, tiled=True
         )
+        return _sent(lambda x: gather(x, axis_name), piece)
 
     def stacked(piece: jax.Array) -> jax.Array:
         pieces = jnp.moveaxis(_by_group(piece, groups), 1, -2)
@@ -131,6 +137,20 @@ def divided(total: jax.Array, number: int) -> jax.Array:
     # step, and the mean of all models drifts. This divisor is an array, and no constant
     # to XLA; where the total is NaN, so is the result.
     return total / jnp.where(total == total, jnp.asarray(number, total.dtype), total)
+
+
+def _sent(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """`move(x)`, a collective that computes nothing, with as many bytes as x has."""
+    if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
+        return move(x)
+    bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
+
+    def as_bits(x: jax.Array) -> jax.Array:
+        moved = move(lax.bitcast_convert_type(x, bits))
+        return lax.bitcast_convert_type(moved, x.dtype)
+
+    # XLA widens the collectives of narrow floats on CPU: they would send four bytes.
+    return lax.platform_dependent(x, cpu=as_bits, default=move)
 
 
 def _collective(

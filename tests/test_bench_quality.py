@@ -136,6 +136,13 @@ def test_what_cannot_be_raced_gets_a_sentence(changes, message):
         Quality(**changes)
 
 
+def test_a_rate_at_the_edge_is_marked():
+    quality = Quality(tune=("1e-3", "2e-3", "4e-3"))
+    said = [quality.say(rate) for rate in quality.tune]
+    assert said == ["1e-3 (edge)", "2e-3", "4e-3 (edge)"]
+    assert Quality(tune=("1e-3",)).say("1e-3") == "1e-3"
+
+
 def test_a_whole_run_may_have_a_straggler():
     settings = Quality().settings
     found = find_pair("peers at 200mbit with a straggler", settings)

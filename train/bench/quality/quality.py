@@ -99,6 +99,11 @@ class Quality:
         late = [Setting(rate, True) for rate in self.late_rates]
         return [*map(Setting, self.rates), *late]
 
+    def say(self, rate: str) -> str:
+        """A learning rate in a table: at an edge a better one may lie beyond."""
+        edges = {self.tune[0], self.tune[-1]} if len(self.tune) > 1 else set()
+        return f"{rate} (edge)" if rate in edges else rate
+
     @property
     def methods(self) -> list[Method]:
         """Those that run: PyTorch's where it is installed."""
@@ -163,7 +168,7 @@ def run(quality: Quality, seconds: Seconds) -> Race:
         method.name: {str(x): runs.curves(method, x) for x in quality.settings}
         for method in quality.methods
     }
-    rates = {x.name: runs.rate(x) for x in quality.methods}
+    rates = {x.name: quality.say(runs.rate(x)) for x in quality.methods}
     wholes = {}
     for pair in quality.real:
         method, setting = find_pair(pair, quality.settings)
