@@ -53,7 +53,8 @@ def lock(run_dir: Path) -> Iterator[None]:
             file.seek(0)
             raise ValueError(
                 f"{run_dir} is in use by {file.read().strip() or 'another job'}: wait "
-                "for its end, or choose another folder with --run-dir"
+                "for its end, or choose another folder with --run-dir; processes of "
+                "one job need --distributed.enabled"
             ) from error
         except OSError:
             pass  # Some network file systems have no locks.

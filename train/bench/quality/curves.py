@@ -1,23 +1,17 @@
-"""Held-out loss by step of each method: simulated, or of real runs."""
+"""Held-out loss by step: of simulated runs, and what a real one has in addition."""
 
 import dataclasses
 import itertools
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from train.bench.quality.methods import Method
-from train.bench.quality.seconds import Setting
 from train.cli.load import load_config
 from train.cli.progress import progress
 from train.config import Config
-from train.job.namespaces import INTERFACE
-from train.run.log import read_metrics
 from train.run.outcome import SeedsOutcome, kept
 from train.run.resume import with_field
 from train.run.seeds import train_seeds
@@ -99,7 +93,8 @@ def best(rates: Sequence[str], loss: Callable[[str], float]) -> str:
 def tuning_loss(path: Path, rate: str, horizon: float, seed: int, out: Path) -> float:
     """Returns the final held-out loss of one seed in the simulator.
 
-    Its held-out windows lie between those of all other results.
+    Its held-out windows lie between those of all other results. The loss of a run that
+    does not stay finite is infinite.
 
     Args:
       path: config file.
@@ -108,12 +103,16 @@ def tuning_loss(path: Path, rate: str, horizon: float, seed: int, out: Path) -> 
       seed: the seed.
       out: folder that keeps the results.
     """
-    config = _set(load_config(path), rate, horizon)
+    config = with_rate(path, rate, horizon)
     assert isinstance(config.task, StdlibTask)
     windows = 2 * config.task.num_eval_windows - 1
     task = dataclasses.replace(config.task, num_eval_windows=windows).build()
     seeds = range(seed, seed + 1)
-    outcome = _trained(config, half(task, 1), seeds, f"tune-{rate}", out)
+    try:
+        outcome = _trained(config, half(task, 1), seeds, f"tune-{rate}", out)
+    except FloatingPointError as error:
+        print(f"{config.name}, learning rate {rate}: {error}")
+        return math.inf
     return _curve(config, task, outcome).losses[-1]
 
 
@@ -127,92 +126,15 @@ def simulated(path: Path, rate: str, horizon: float, seeds: range, out: Path) ->
       seeds: the seeds.
       out: folder that keeps the results.
     """
-    config = _set(load_config(path), rate, horizon)
+    config = with_rate(path, rate, horizon)
     task = config.task.build()
     name = f"{config.num_steps}-steps-{rate}-{len(seeds)}-seeds"
     return _curve(config, task, _trained(config, task, seeds, name, out))
 
 
-def real(
-    method: Method,
-    setting: Setting | None,
-    late: float,
-    rate: str,
-    horizon: float,
-    out: Path,
-) -> Curve:
-    """A real run on the emulated cluster, kept in a folder.
-
-    Args:
-      method: the method.
-      setting: network; None has no limit.
-      late: seconds by which a late worker is late.
-      rate: learning rate.
-      horizon: number of its steps, as a multiple of the config's.
-      out: folder for the runs.
-
-    Raises:
-      SystemExit: if it fails.
-    """
-    config = _set(load_config(method.config), rate, horizon)
-    where = "no limit" if setting is None else str(setting)
-    name = f"{method.name}, {where}, {config.num_steps} steps, {rate}"
-    folder = out / name.replace(", ", "-").replace(" ", "_")
-    if not (folder / "done").exists():
-        print(f"real run: {name}", flush=True)
-        _run(method, config, setting, late, rate, folder)
-    rows = read_metrics(next(iter(sorted(folder.glob("process-*"))), folder))
-    return _read(rows, config.num_steps)
-
-
-def _run(
-    method: Method,
-    config: Config,
-    setting: Setting | None,
-    late: float,
-    rate: str,
-    folder: Path,
-) -> None:
-    delay = late if setting is not None and setting.late else 0.0
-    common = ["--run-dir", str(folder)]
-    if method.torch:
-        fields = [FIELD, rate, "num-steps", str(config.num_steps)]
-        options = ["--wrapper", method.torch, "--straggler", str(delay), "--fields"]
-        argv = ["train.bench.quality.torch_run", str(method.config), *options, *fields]
-    else:
-        argv = ["train", str(method.config), "--distributed.enabled", f"--{FIELD}"]
-        argv += [rate, "--num-steps", str(config.num_steps)]
-        if config.exchange.where == "peers":
-            argv += ["--exchange.bind", INTERFACE]
-        if delay:
-            argv += ["--straggler.kind", "rotating", "--straggler.seconds", str(delay)]
-    limit = [] if setting is None else ["--rate", setting.rate]
-    nodes = ["--nodes", str(config.workers.num_workers), *limit]
-    command = [sys.executable, "-m", "train.emulate", *nodes, "--"]
-    command += [sys.executable, "-m", *argv, *common]
-    log = folder.with_suffix(".txt")
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        code = subprocess.run(command, stdout=output, stderr=output).returncode
-    if code:
-        tail = "\n".join(log.read_text().splitlines()[-10:])
-        raise SystemExit(f"error: {' '.join(argv)} failed; the end of {log}:\n{tail}")
-    (folder / "done").touch()
-
-
-def _read(rows: list[dict], num_steps: int) -> Curve:
-    """The curve of a run, timed by its training alone."""
-    timed = [(x["step"], x["steps_per_second"]) for x in rows if "loss" in x]
-    steps, per_second = (np.array(column) for column in zip(*timed, strict=True))
-    per_second[0] = per_second[1]  # The first row has compiled.
-    seconds = np.cumsum(np.diff(steps, prepend=0) / per_second)
-    scores = [(x["step"], x["mean_model"]) for x in rows if "mean_model" in x]
-    at = [step for step, _ in scores]
-    losses = [score["bits_per_byte"] for _, score in scores]
-    return Curve(num_steps, at, losses, np.interp(at, steps, seconds).tolist())
-
-
-def _set(config: Config, rate: str, horizon: float) -> Config:
+def with_rate(path: Path, rate: str, horizon: float) -> Config:
+    """The config of a file with a learning rate, and a multiple of its steps."""
+    config = load_config(path)
     config = with_field(config, FIELD, rate, prog=f"--{FIELD}")
     num_steps = str(round(horizon * config.num_steps))
     return with_field(config, "num-steps", num_steps, prog="--num-steps")

@@ -18,13 +18,13 @@ from typing import Any
 from train.bench.quality.curves import (
     Curve,
     best,
-    real,
     simulated,
     tuning_loss,
     until,
 )
 from train.bench.quality.methods import ALL_REDUCE, ALONE, DDP, METHODS, Method
 from train.bench.quality.quality_report import Race, panels, tables
+from train.bench.quality.real import real
 from train.bench.quality.seconds import Seconds, Setting, measure
 from train.bench.results import check_at_least, write_results
 from train.cli.config_json import to_json as config_json
@@ -224,15 +224,15 @@ class Runs:
         return until(self.goal, self._quality.horizons, train)
 
     def real(self, method: Method, setting: Setting, horizon: float) -> Curve:
-        late = self._seconds[str(setting)][ALONE.name] if setting.late else 0.0
-        return real(method, setting, late, self.rate(method), horizon, self._out)
+        delay = self._seconds[str(setting)][ALONE.name] if setting.late else 0.0
+        return real(method, setting, delay, self.rate(method), horizon, self._out)
 
     def whole(self, method: Method, setting: Setting) -> tuple[Curve, Curve]:
         """A whole run on the cluster, and that of its seed in the simulator."""
         found = self.real(method, setting, self._first)
-        seed = range(load_config(method.config).seed, 1)
-        rate = self.rate(method)
-        return found, simulated(method.config, rate, self._first, seed, self._out)
+        seed, rate = load_config(method.config).seed, self.rate(method)
+        seeds = range(seed, seed + 1)
+        return found, simulated(method.config, rate, self._first, seeds, self._out)
 
     @functools.cache  # noqa: B019
     def _simulated(self, method: Method, horizon: float) -> Curve:

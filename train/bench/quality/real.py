@@ -1,0 +1,101 @@
+"""Whole runs of the quality race on the emulated cluster."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from train.bench.quality.curves import FIELD, Curve, with_rate
+from train.bench.quality.methods import Method
+from train.bench.quality.seconds import Setting
+from train.config import Config
+from train.job.namespaces import INTERFACE
+from train.run.log import read_metrics
+
+
+def real(
+    method: Method,
+    setting: Setting | None,
+    delay: float,
+    rate: str,
+    horizon: float,
+    out: Path,
+) -> Curve:
+    """A real run on the emulated cluster, kept in a folder.
+
+    Args:
+      method: the method.
+      setting: network; None has no limit.
+      delay: seconds by which worker t mod N is late at step t.
+      rate: learning rate.
+      horizon: number of its steps, as a multiple of the config's.
+      out: folder for the runs.
+
+    Raises:
+      SystemExit: if it fails.
+    """
+    config = with_rate(method.config, rate, horizon)
+    where = "no limit" if setting is None else str(setting)
+    name = f"{method.name}, {where}, {config.num_steps} steps, {rate}"
+    folder = out / name.replace(", ", "-").replace(" ", "_")
+    if not (folder / "done").exists():
+        print(f"real run: {name}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)  # One that was stopped.
+        argv = _train(method, config, delay, rate, folder)
+        _run(argv, config.workers.num_workers, setting, folder.with_suffix(".txt"))
+        (folder / "done").touch()
+    own = sorted(folder.glob("process-*"))  # Of peers each process has its rows.
+    return as_curve(read_metrics(own[0] if own else folder), config.num_steps)
+
+
+def as_curve(rows: list[dict[str, Any]], num_steps: int) -> Curve:
+    """The curve of a run's rows, timed by its training alone."""
+    timed = [(x["step"], x["steps_per_second"]) for x in rows if "loss" in x]
+    steps, per_second = (np.array(column) for column in zip(*timed, strict=True))
+    per_second[0] = per_second[1]  # The first row has compiled.
+    seconds = np.cumsum(np.diff(steps, prepend=0) / per_second)
+    scores = [(x["step"], x["mean_model"]) for x in rows if "mean_model" in x]
+    at = [step for step, _ in scores]
+    losses = [score["bits_per_byte"] for _, score in scores]
+    return Curve(num_steps, at, losses, np.interp(at, steps, seconds).tolist())
+
+
+def _train(
+    method: Method, config: Config, delay: float, rate: str, folder: Path
+) -> list[str]:
+    """The module and the arguments of each worker."""
+    path, num_steps = str(method.config), str(config.num_steps)
+    if method.torch:
+        module, options = "train.bench.quality.torch_run", ["--wrapper", method.torch]
+        options += ["--straggler", str(delay)]
+        options += ["--fields", FIELD, rate, "num-steps", num_steps]
+    else:
+        module, options = "train", ["--distributed.enabled", f"--{FIELD}", rate]
+        options += ["--num-steps", num_steps]
+        if config.exchange.where == "peers":
+            options += ["--exchange.bind", INTERFACE]
+        if delay:
+            late = ["--straggler.kind", "rotating", "--straggler.seconds", str(delay)]
+            options += late
+    return [module, path, *options, "--run-dir", str(folder)]
+
+
+def _run(argv: list[str], num_nodes: int, setting: Setting | None, log: Path) -> None:
+    """Runs a module as the workers of an emulated cluster.
+
+    Raises:
+      SystemExit: if it fails, with the end of its output.
+    """
+    limit = [] if setting is None else ["--rate", setting.rate]
+    python = [sys.executable, "-m"]
+    emulate = [*python, "train.emulate", "--nodes", str(num_nodes), *limit]
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("w") as output:
+        command = [*emulate, "--", *python, *argv]
+        code = subprocess.run(command, stdout=output, stderr=output).returncode
+    if code:
+        tail = "\n".join(log.read_text().splitlines()[-10:])
+        raise SystemExit(f"error: {' '.join(argv)} failed; the end of {log}:\n{tail}")
