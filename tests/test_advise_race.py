@@ -59,8 +59,8 @@ RATE = 2e6  # A model takes 2 s.
         (config("tracking"), "background", 4.0),
         (config(dtype="bfloat16"), "background", 1.0),
         (config(**ROUNDS), "background", COMPUTE + 2 / 4),
-        (config(**ROUNDS, delay=4), "background", COMPUTE + (2 - 0.3) / 4),
-        (config(**ROUNDS, delay=4), "in_step", COMPUTE + (2 - 0.4) / 4),
+        (config(**ROUNDS, delay=4), "none", COMPUTE + (2 - 0.3) / 4),
+        (config(**ROUNDS, delay=4), "background", COMPUTE + (2 - 0.4) / 4),
         (config(**ROUNDS, fragments=2), "background", COMPUTE + 2 / 4),
         # A byte for each number, and four for each block of 256.
         (config(**ROUNDS, codec="int8"), "none", COMPUTE + 2 * (260 / 1024) / 4),

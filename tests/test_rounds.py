@@ -1,6 +1,7 @@
 """Methods of low communication against their papers' pseudocode, in float64 NumPy."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,8 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from decentjax.codec import int8
+from decentjax.compression import Compression
 from decentjax.gossip import BackgroundRounds
 from decentjax.rounds import Rounds, init_rounds, round_step
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
@@ -443,8 +446,13 @@ def test_as_a_transformation_rounds_need_the_step():
         methods.noloco(4, 2, period=2),
         methods.streaming_diloco(4, model(), 5, 2, delay=4),
         Rounds(every(topology.one_peer_ring(4), 2, delay=2)),
+        Rounds(every(topology.one_peer_ring(4), 1, delay=1)),
+        Rounds(
+            every(topology.one_peer_ring(4), 1, delay=1),
+            compression=Compression(int8()),
+        ),
     ],
-    ids=["diloco", "noloco", "streaming", "shift"],
+    ids=["diloco", "noloco", "streaming", "shift", "each step", "int8"],
 )
 def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
     """Also from a state in the middle, as after a restart."""
@@ -467,3 +475,7 @@ def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
     begun = [t for t in range(13) if how.schedule[t].sends]
     # What was under way at the restart is sent again.
     assert set(begun) <= set(sent)
+    if how.schedule.delay > 0:  # A round is awaited once a gradient is computed.
+        order = [name for name, *_ in spans if name != "exchange"]
+        assert order[:2] == ["compute", "wait"] or how.schedule.delay > 1
+        assert all(a != b or a == "compute" for a, b in itertools.pairwise(order))

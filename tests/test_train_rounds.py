@@ -75,7 +75,7 @@ PLACES = [
     (method, where)
     for method, rounds in METHODS.items()
     for where in ("simulate", "mesh", "background")
-    if where != "background" or rounds.delay > 1  # Else nothing is hidden.
+    if where != "background" or rounds.delay > 0  # Else nothing is hidden.
 ]
 
 
@@ -163,7 +163,7 @@ def test_rounds_of_no_sense_are_refused(changes, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"exchange": ExchangeConfig(where="background")}, "rounds.delay to 2 or more"),
+        ({"exchange": ExchangeConfig(where="background")}, "rounds.delay to 1 or more"),
         ({"exchange": ExchangeConfig(where="peers")}, "rounds waits for other workers"),
         (
             {

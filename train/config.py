@@ -303,7 +303,7 @@ class ExchangeConfig:
         TPU; "background" runs it in a second thread, over the host's network, which
         overlaps it on any platform; "peers" makes each process a run of its own, which
         takes the models that have come from its peers; "auto" is "background" for "awc"
-        and rounds with a delay of 2 or more, in a job of several processes on CPU, else
+        and rounds with a delay, in a job of several processes on CPU, else
         "in_step".
       way: how models of peers are used: "arrived" averages with what has come, "swaps"
         swaps models in pairs whose mean stays, "push_sum" sends mass along, "wagma"
@@ -570,12 +570,12 @@ class Config:
                 f"num_steps = {self.num_steps}"
             )
         algorithm = self.step.algorithm
-        at_once = algorithm == "rounds" and self.rounds.delay < 2
+        at_once = algorithm == "rounds" and self.rounds.delay == 0
         if self.exchange.where == "background" and (algorithm == "atc" or at_once):
             raise ValueError(
                 f"{algorithm} waits for its messages in the step that sends them, so "
                 "nothing overlaps a background exchange; set exchange.where to "
-                '"in_step"' + ", or rounds.delay to 2 or more" * at_once
+                '"in_step"' + ", or rounds.delay to 1 or more" * at_once
             )
         if self.exchange.where == "background" and algorithm == "tracking":
             raise ValueError(

@@ -16,6 +16,7 @@ from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.carrier import Carrier
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.record import Record, ignore
+from decentjax.gossip.stages import Plan, plan_of
 from decentjax.mixing import Lowering
 from decentjax.placement import check_not_donated, over_workers
 from decentjax.rounds import (
@@ -33,14 +34,15 @@ from decentjax.step import Adapt, Metrics, WorkerState
 class BackgroundRounds(Closing):
     """`on_mesh(round_step)` with its exchanges in a second thread.
 
-    A context that ends the thread. With delay d messages travel while d - 1 steps are
-    computed; the d-th, which merges them, waits for the rest before its gradient. So
-    there should be 2 or more; for an exchange in every step `Background` hides more.
-    The numbers are those of `round_step`. What is under way is in the state too, so a
-    run goes on from any state; call `settle()` before any other collective.
+    A context that ends the thread. With delay d messages travel while d gradients are
+    computed; with 0 nothing hides them. Models that are not encoded, in an exchange in
+    every step, are better off with `Background`, which updates and sends them group by
+    group. The numbers are those of `round_step`. What is under way is in the state too,
+    so a run goes on from any state; call `settle()` before any other collective.
 
     Args:
-      adapt: the local update, `decentjax.adapt` with its keywords bound.
+      adapt: the local update, `decentjax.adapt` with its keywords bound; cut as for
+        `Background`.
       rounds: the rounds.
       mesh: mesh with the axis "workers" alone.
       message_dtype: as in `mix`.
@@ -70,8 +72,11 @@ class BackgroundRounds(Closing):
         mix = default_mix(rounds) if encodes else None
         options = message_dtype, lowering, exchange_mesh, self._record
         self._carrier = Carrier(topology, mesh, *options, mix)
+        self._adapt_whole, self._plans = adapt, {}
         self._is_started, self._next, self._step = False, -1, 0
+        self._ahead: tuple[Plan, list[jax.Array]] | None = None
         self._extra: Any = None
+        self._pending: tuple[WorkerState, Any] | None = None
         self._arriving: collections.deque[Future[Any]] = collections.deque()
 
         def local(params, mixed, others, batch):
@@ -85,8 +90,8 @@ class BackgroundRounds(Closing):
         def begin(params, key, extra, fragment):
             return send(rounds, fragment, WorkerState(params, (), (), key, extra)).extra
 
-        def end(params, key, extra, mixed, fragment):
-            state = WorkerState(params, (), (), key, extra)
+        def end(params, extra, mixed, fragment):
+            state = WorkerState(params, (), (), jax.random.key(0), extra)
             new = receive(rounds, fragment, state, mixed)
             return new.params, new.extra
 
@@ -119,6 +124,7 @@ class BackgroundRounds(Closing):
         if step != self._next or state.extra is not self._extra:
             self._send_again(state, step)
         self._step, self._next = step, step + 1
+        self._pending = state, batch
         state, metrics = round_step(
             state,
             batch,
@@ -162,16 +168,31 @@ class BackgroundRounds(Closing):
             self._arriving.append(self._carrier.carry(sent, one.exchange, step))
 
     def _mix(self, sent: Any, exchange: Exchange) -> Leaves:
-        """Waits for the round that was sent first."""
+        """Waits for the round that was sent first, behind the gradient."""
         del sent, exchange
+        if self._pending is not None:
+            self._start_step(*self._pending)
         start = time.monotonic()
         mixed = self._arriving.popleft().result()
         self._record("wait", self._step, start, time.monotonic())
         return mixed
 
+    def _start_step(self, state: WorkerState, batch: Any) -> None:
+        """Computes what of the local update awaits no message."""
+        known = state._replace(extra=())  # What is on its way must not be donated.
+        plan = plan_of(self._plans, self._adapt_whole, known, batch, self._mesh)
+        start = time.monotonic()
+        values = plan.early(known.params, known[1:], batch)
+        self._ahead = plan, jax.block_until_ready(values)
+        self._record("compute", self._step, start, time.monotonic())
+
     def _adapt(
         self, state: WorkerState, batch: Any, mixed: Any
     ) -> tuple[WorkerState, Metrics]:
+        self._pending = None
+        if self._ahead is not None:
+            (plan, values), self._ahead = self._ahead, None
+            return _completed(plan, values, mixed)
         start = time.monotonic()
         params, others, metrics = jax.block_until_ready(
             self._local(state.params, mixed, state[1:4], batch)
@@ -183,6 +204,17 @@ class BackgroundRounds(Closing):
         self, rounds: Rounds, fragment: Fragment, state: WorkerState, mixed: Leaves
     ) -> WorkerState:
         del rounds
-        end = self._ends[fragment]
-        params, extra = end(state.params, state.key, state.extra, mixed)
+        params, extra = self._ends[fragment](state.params, state.extra, mixed)
         return state._replace(params=params, extra=extra)
+
+
+def _completed(
+    plan: Plan, values: list[jax.Array], mixed: Any
+) -> tuple[WorkerState, Metrics]:
+    """The state and the metrics of a step whose mixed params have arrived."""
+    leaves = dict(enumerate(jax.tree.leaves(mixed)))
+    outputs = dict(zip(plan.finished, values, strict=False))
+    for stage in (*plan.groups, plan.rest):
+        outputs.update(stage.compute(leaves, values))
+    ordered = [outputs[i] for i in range(plan.structure.num_leaves)]
+    return jax.tree.unflatten(plan.structure, ordered)

@@ -7,7 +7,7 @@ its mixed leaves are there, and sent at once for the next step.
 import abc
 import collections
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.record import Record, ignore
-from decentjax.gossip.stages import Leaves, Plan, Stage, make_plan
+from decentjax.gossip.stages import Leaves, Plan, Stage, plan_of
 from decentjax.placement import check_not_donated
 from decentjax.step import AXIS, Adapt, Metrics, WorkerState
 
@@ -113,17 +113,11 @@ class Staged(Closing):
         self._arriving.append((leaves, self._carry(group, sent, step)))
 
     def _plan(self, state: WorkerState, batch: Any) -> Plan:
-        """Returns the plan for arrays of these shapes, made when first seen."""
-        # As `jax.jit` does: a last, shorter batch is another program.
-        leaves, structure = jax.tree.flatten((state, batch))
-        kind = structure, tuple((x.shape, x.dtype) for x in leaves)
-        if kind not in self._plans:
-            _check_rows(leaves, self._mesh.size)
-            self._plans[kind] = make_plan(self._adapt, state, batch, self._mesh)
+        plan = plan_of(self._plans, self._adapt, state, batch, self._mesh)
         if not self._is_started:
-            self._start(state.params, self._plans[kind])
+            self._start(state.params, plan)
             self._is_started = True
-        return self._plans[kind]
+        return plan
 
     def _await(
         self,
@@ -138,12 +132,3 @@ class Staged(Closing):
             leaves, arrival = arriving.popleft()
             mixed.update(zip(leaves, arrival(), strict=True))
         self._record("wait", step, start, time.monotonic())
-
-
-def _check_rows(leaves: Sequence[jax.Array], num_workers: int) -> None:
-    rows = {x.shape[0] if x.shape else 0 for x in leaves}
-    if rows != {num_workers}:
-        raise ValueError(
-            f"stacked arrays have a row for each of the {num_workers} workers, got "
-            f"{sorted(rows)} rows; in a job of several processes, place them first"
-        )

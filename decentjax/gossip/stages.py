@@ -65,6 +65,31 @@ class Plan(NamedTuple):
     structure: Any
 
 
+def plan_of(
+    plans: dict[Any, Plan], adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh
+) -> Plan:
+    """Returns the plan for arrays of these shapes, made when first seen.
+
+    Args:
+      plans: plans by the kind of arrays.
+      adapt: the local update.
+      state: stacked state.
+      batch: stacked batch.
+      mesh: mesh of the workers.
+
+    Raises:
+      ValueError: if an array does not have a row for each worker, or `adapt` cannot be
+        cut.
+    """
+    # As `jax.jit` does: a last, shorter batch is another program.
+    leaves, structure = jax.tree.flatten((state, batch))
+    kind = structure, tuple((x.shape, x.dtype) for x in leaves)
+    if kind not in plans:
+        _check_rows(leaves, mesh.size)
+        plans[kind] = make_plan(adapt, state, batch, mesh)
+    return plans[kind]
+
+
 def make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> Plan:
     of_worker = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state, batch)
@@ -112,3 +137,12 @@ def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[Leaves]:
             group, total = [], 0
     if group:
         yield tuple(group)
+
+
+def _check_rows(leaves: Sequence[jax.Array], num_workers: int) -> None:
+    rows = {x.shape[0] if x.shape else 0 for x in leaves}
+    if rows != {num_workers}:
+        raise ValueError(
+            f"stacked arrays have a row for each of the {num_workers} workers, got "
+            f"{sorted(rows)} rows; in a job of several processes, place them first"
+        )

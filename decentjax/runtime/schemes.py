@@ -228,10 +228,8 @@ def rounds(
     """Simulates rounds of communication, which begin in some of the steps.
 
     A round with delay 0 is sent at the end of its step, which waits for it. One with
-    delay d is sent at the start of step t and merged in step t + d - 1: at its end in a
-    compiled step, which overlaps messages with its gradient, and at its start in a
-    second thread, where messages have d - 1 steps. Messages share cards as in
-    `in_step`.
+    delay d is sent at the start of step t, and needed at the end of step t + d - 1; if
+    not hidden, where that step starts. Messages share cards as in `in_step`.
 
     Args:
       cluster: nodes, workers and links.
@@ -240,7 +238,7 @@ def rounds(
       schedule: the rounds.
       num_steps: number of steps, T.
       seed: seed of the compute times.
-      hidden: whether a round also hides behind the gradient of the step that merges it.
+      hidden: whether messages run beside the gradient of the step that merges them.
 
     Raises:
       ValueError: if the schedule has another number of workers.

@@ -159,7 +159,7 @@ def _of_rounds(setting: Setting, config: Config, topology: Topology) -> float:
     sent = sent_bytes(rounds, None, model) / (4 * PLENTY)
     steps = _whole_periods(rounds.schedule.period)
     cluster: Cluster = setting.cluster
-    job, hidden = _smaller(setting.job, sent), setting.overlap == "in_step"
+    job, hidden = _smaller(setting.job, sent), setting.overlap != "none"
     times = runtime.rounds(cluster, job, rounds.schedule, steps, hidden=hidden)
     return times.seconds_per_step()
 

@@ -285,7 +285,7 @@ def in_background(config: Config, mesh: Mesh | None) -> bool:
     # XLA's CPU backend does not overlap collectives with compute; a GPU's does, and
     # simulated workers send nothing. atc and all_reduce have nothing to overlap with.
     on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    late = config.step.algorithm == "rounds" and config.rounds.delay > 1
+    late = config.step.algorithm == "rounds" and config.rounds.delay > 0
     return mesh is not None and on_cpus and (config.step.algorithm == "awc" or late)
 
 

@@ -59,6 +59,7 @@ METHODS = (
     Method("DAdamW", DADAM),
     Method("DAdamW, ring", RING),
     Method("DAdamW, ring, bfloat16", _config("quality_bf16")),
+    Method("DAdamW, ring, int8", _config("quality_ring8")),
     Method("AccumAdamW", _config("quality_accum")),
     Method("rounds, int8", _config("quality_int8")),
     Method("DiLoCo", _config("quality_diloco")),
