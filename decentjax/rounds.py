@@ -21,6 +21,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from decentjax._collectives import sum_dtype
 from decentjax.codec import mean_encoded, mix_encoded
@@ -33,7 +34,8 @@ from decentjax.compression import (
     encode_leaves,
     init_coded,
 )
-from decentjax.mixing import is_mixed
+from decentjax.exchange import Exchange
+from decentjax.mixing import is_mixed, mix
 from decentjax.schedule import Event, Fragment, Round, Schedule
 from decentjax.step import AXIS, Adapt, Metrics, Mix, WorkerState, mix_workers
 
@@ -236,8 +238,8 @@ def round_step(
       event: what this step does, as in `rounds.schedule[step]`.
       rounds: the rounds.
       adapt: the local update, `decentjax.adapt` with its keywords bound.
-      mix: the averaging of leaves by number, by default that of `default_mix`; without
-        `shards`.
+      mix: the averaging of leaves by number, by default that of `default_mix`; where a
+        worker is a slice of the mesh, that with `shards`.
       send: the beginning of a round, where it is a program of its own.
       receive: its end, likewise.
 
@@ -282,13 +284,33 @@ def travelling(fragment: Fragment, state: WorkerState) -> Any:
     return {n: (carried.sent[n], carried.coded.messages[n]) for n in numbers}
 
 
-def default_mix(rounds: Rounds) -> Mix:
-    """The averaging over the axis of the workers, of leaves or of encoded ones."""
+def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
+    """The averaging over the axis of the workers, of leaves or of encoded ones.
+
+    Args:
+      rounds: the rounds.
+      shards: as in `mix`; partition specs of the params.
+
+    Raises:
+      ValueError: if encoded leaves have shards: a codec takes whole leaves.
+    """
+    if shards is not None:
+        if rounds.compression is not None:
+            raise ValueError("a codec encodes whole leaves: leave shards at None")
+        specs = jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        return functools.partial(_mix_shards, specs)
     if rounds.compression is None:
         return mix_workers
     average = mean_encoded if rounds.compression.of == "drift" else mix_encoded
     codec = rounds.compression.codec
     return functools.partial(average, codec=codec, axis_name=AXIS)
+
+
+def _mix_shards(
+    specs: list[PartitionSpec], leaves: Leaves, exchange: Exchange
+) -> Leaves:
+    of_leaves = {number: specs[number] for number in leaves}
+    return mix(leaves, exchange, AXIS, shards=of_leaves)
 
 
 def _without_messages(carried: RoundState) -> RoundState:

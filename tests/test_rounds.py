@@ -8,8 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
+    AXIS,
     Lowering,
     adapt,
     atc_step,
@@ -29,7 +31,7 @@ from decentjax import (
 from decentjax.codec import int8
 from decentjax.compression import Compression
 from decentjax.gossip import BackgroundRounds
-from decentjax.rounds import Rounds, init_rounds, round_step
+from decentjax.rounds import Rounds, default_mix, init_rounds, round_step
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
 
 RATE = 0.1
@@ -437,6 +439,45 @@ def test_as_a_transformation_rounds_need_the_step():
     state = optimizer.init(model())
     with pytest.raises(TypeError, match="decentralize_rounds needs the step"):
         optimizer.update(model(), state, model())
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        methods.diloco(4, 3),
+        methods.streaming_diloco(4, model(), 5, 2, delay=4),
+        Rounds(every(topology.ring(4), 2, delay=1)),
+    ],
+    ids=["diloco", "streaming", "shift"],
+)
+def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
+    """The matrix is sharded over two devices, which send their shards alone."""
+    wanted = run(how, 4, 11)
+    mesh = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), (AXIS, "model"))
+    shards = {"a": PartitionSpec(), "b": PartitionSpec(None, "model")}
+
+    def put(x):
+        spec = (AXIS, None, "model") if x.shape == (4, 2, 2) else (AXIS,)
+        return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+    with jax.enable_x64(True):
+        params = model(jnp.float64)
+        extra = init_rounds(how, params)
+        state = init_state(params, SGD, jax.random.key(0), 4, extra=extra)
+        state = jax.tree.map(put, state)
+        step = functools.partial(
+            round_step, rounds=how, adapt=bind(SGD), mix=default_mix(how, shards)
+        )
+        train_step = on_mesh(step, how.schedule, mesh)
+        for t, batch in enumerate(targets(4, 11)):
+            state, _ = train_step(state, put(jnp.asarray(batch[:, None])), t)
+            np.testing.assert_allclose(flat(state.params), wanted[t], rtol=1e-10)
+
+
+def test_encoded_leaves_have_no_shards():
+    how = Rounds(every(topology.ring(4), 2), compression=Compression(int8()))
+    with pytest.raises(ValueError, match="encodes whole leaves"):
+        default_mix(how, {"a": PartitionSpec()})
 
 
 @pytest.mark.parametrize(
