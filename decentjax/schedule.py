@@ -114,6 +114,11 @@ class Schedule:
         return next(x.delay for x in self.rounds if x.exchange)
 
     @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        """The exchanges of a period, in the order of their steps."""
+        return tuple(x.exchange for x in self.rounds if x.exchange)
+
+    @property
     def fragments(self) -> tuple[Fragment, ...]:
         """The fragments, in the order of their first rounds."""
         return tuple(dict.fromkeys(x.leaves for x in self.rounds if x.exchange))
@@ -124,6 +129,12 @@ class Schedule:
         # A round that would have begun before step 0 has sent nothing.
         receives = delay > 0 and begun >= 0
         return Event(self._at(step), self._at(begun) if receives else None)
+
+    def count(self, step: int) -> int:
+        """The number of rounds that begin before a step."""
+        periods, rest = divmod(step, self.period)
+        begun = sum(one.exchange is not None for one in self.rounds[:rest])
+        return periods * len(self.exchanges) + begun
 
     # With __getitem__ alone Python would iterate for ever.
     __iter__ = None

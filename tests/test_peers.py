@@ -19,11 +19,25 @@ import optax
 import pytest
 from jax.sharding import Mesh
 
-from decentjax import AXIS, Topology, adapt, gossip, init_state, place, topology
-from decentjax.gossip import Folder, Peers
+from decentjax import (
+    AXIS,
+    Topology,
+    adapt,
+    gossip,
+    init_state,
+    methods,
+    place,
+    simulate,
+    topology,
+)
+from decentjax.codec import int8
+from decentjax.compression import Compression
+from decentjax.gossip import Folder, PeerRounds, Peers
 from decentjax.gossip.links import LOOK_UP_SECONDS, Links, Said
 from decentjax.gossip.ways import WAYS, PushSum, Way
 from decentjax.mixing import mix_arrived
+from decentjax.rounds import Rounds, init_rounds, round_step
+from decentjax.schedule import every, in_fragments
 
 # Longer than any wait here should be, so that a deadlock is a failure.
 LONG = 180.0
@@ -174,6 +188,131 @@ def test_what_was_mixed_is_what_was_recorded(graph, tmp_path):
 
 
 STILL = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.0))
+
+
+def rounds_run(how, folder, num_steps):
+    """The models of each worker after each step, [num_steps, N, ...], in threads."""
+    num_workers = how.schedule.num_workers
+    rows = batches(num_workers)
+    params = jax.tree.map(lambda x: x[0], start(num_workers).params)
+    extra = init_rounds(how, params)
+    done = threading.Barrier(num_workers)
+
+    def work(worker):
+        mesh, found, used = Mesh(jax.devices()[worker : worker + 1], (AXIS,)), [], []
+        key = jax.random.key(0)
+        state = place(
+            init_state(params, OPTIMIZER, key, num_workers, (), [worker], extra), mesh
+        )
+        options = {"patience": math.inf, "used": used.append}
+        with PeerRounds(LOCAL, how, Folder(folder), [worker], mesh, **options) as step:
+            for t in range(num_steps):
+                batch = place(rows[t % STEPS, worker][None], mesh)
+                state, _ = step(state, batch, t)
+                found.append(jax.device_get(state.params))
+            done.wait(LONG)  # Peers may still pull what this one has left.
+        return found, used
+
+    with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
+        found, used = zip(
+            *pool.map(work, range(num_workers), timeout=LONG), strict=True
+        )
+    by_step = zip(*found, strict=True)
+    stacked = [
+        jax.tree.map(lambda *x: np.concatenate(x), *of_step) for of_step in by_step
+    ]
+    return stacked, used
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        methods.diloco(3, 2),
+        methods.noloco(4, 2, period=3),
+        Rounds(every(topology.ring(4), 3, delay=2)),
+        Rounds(every(topology.one_peer_exponential(3), 1, delay=1)),
+        Rounds(in_fragments(topology.ring(2), 4, [(0,), (1,)], delay=3)),
+    ],
+    ids=["diloco", "noloco", "late", "each step", "fragments"],
+)
+def test_rounds_by_peers_have_the_numbers_of_the_step(how, tmp_path):
+    num_steps, num_workers = 9, how.schedule.num_workers
+    found, used = rounds_run(how, tmp_path, num_steps)
+    rows, state = batches(num_workers), start(num_workers)
+    params = jax.tree.map(lambda x: x[0], state.params)
+    extra = init_rounds(how, params)
+    key = jax.random.key(0)
+    state = init_state(params, OPTIMIZER, key, num_workers, extra=extra)
+    step = functools.partial(round_step, rounds=how, adapt=LOCAL)
+    train_step = simulate(step, how.schedule)
+    for t in range(num_steps):
+        state, _ = train_step(state, rows[t % STEPS], t)
+        for name, leaf in state.params.items():
+            np.testing.assert_allclose(found[t][name], leaf, rtol=2e-6, atol=1e-6)
+    merged = sum(how.schedule[t].receives is not None for t in range(num_steps))
+    if how.schedule.delay == 0:
+        merged = how.schedule.count(num_steps)
+    for of_worker in used:
+        assert [one.step for one in of_worker] == list(range(merged))
+        assert all(one.models for one in of_worker)
+
+
+def test_a_late_peer_of_a_round_is_not_awaited(tmp_path):
+    """The only one who is there goes on with its own model."""
+    how = Rounds(every(topology.ring(3), 2, delay=1))
+    mesh = Mesh(jax.devices()[:1], (AXIS,))
+    params = jax.tree.map(lambda x: x[0], start(1).params)
+    extra, used = init_rounds(how, params), []
+    key = jax.random.key(0)
+    state = init_state(params, OPTIMIZER, key, 3, (), [1], extra)
+    alone, _ = adapt_alone(params, 4)
+    with PeerRounds(
+        LOCAL, how, Folder(tmp_path), [1], mesh, used=used.append
+    ) as train_step:
+        state = place(state, mesh)
+        for t in range(4):
+            state, _ = train_step(state, place(np.float32([0.5]), mesh), t)
+        assert train_step.alive() == set()
+        assert train_step.refused == {}
+    for name, leaf in state.params.items():
+        np.testing.assert_allclose(leaf[0], alone[name], rtol=1e-6)
+    assert [(one.step, one.models) for one in used] == [(0, ()), (1, ())]
+
+
+def adapt_alone(params, num_steps):
+    state, batch = params, np.float32(0.5)
+    for _ in range(num_steps):
+        gradient = jax.grad(lambda p: loss_fn(p, (), batch, None)[0])(state)
+        state = jax.tree.map(lambda x, g: x - 0.125 * g, state, gradient)
+    return state, batch
+
+
+@pytest.mark.parametrize(
+    ("how", "options", "words"),
+    [
+        (
+            Rounds(every(topology.ring(2), 2)),
+            {"patience": -1.0},
+            "must not be negative",
+        ),
+        (Rounds(every(topology.ring(2), 2)), {"workers": [2]}, "numbers from 0 to 1"),
+        (
+            Rounds(every(topology.ring(2), 2), compression=Compression(int8())),
+            {},
+            "leave compression at None",
+        ),
+        (
+            Rounds(every(topology.hierarchical(4, 2, topology.ring), 2)),
+            {},
+            "need a graph of single workers",
+        ),
+    ],
+)
+def test_rounds_that_peers_cannot_have_are_refused(how, options, words, tmp_path):
+    mesh = Mesh(jax.devices()[:1], (AXIS,))
+    workers = options.pop("workers", [0])
+    with pytest.raises(ValueError, match=words):
+        PeerRounds(LOCAL, how, Folder(tmp_path), workers, mesh, **options)
 
 
 def exchange_only(graph, book, way, num_steps):

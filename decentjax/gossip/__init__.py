@@ -7,6 +7,7 @@ from decentjax.gossip.carrier import host_mesh
 from decentjax.gossip.engine import Engine, SharedEngine
 from decentjax.gossip.late import BackgroundRounds
 from decentjax.gossip.means import Butterfly
+from decentjax.gossip.peer_rounds import PeerRounds
 from decentjax.gossip.peers import Peers
 from decentjax.gossip.record import Record
 from decentjax.gossip.replay import replay, replay_wagma
@@ -27,6 +28,7 @@ __all__ = [
     "Butterfly",
     "Engine",
     "Folder",
+    "PeerRounds",
     "Peers",
     "PushSum",
     "Record",

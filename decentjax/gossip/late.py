@@ -4,8 +4,7 @@ import collections
 import functools
 import time
 from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -31,27 +30,41 @@ from decentjax.schedule import Fragment
 from decentjax.step import Adapt, Metrics, WorkerState
 
 
-class BackgroundRounds(Closing):
-    """`on_mesh(round_step)` with its exchanges in a second thread.
+class Arriving(Protocol):
+    """What is on its way."""
 
-    A context that ends the thread. With delay d messages travel while d gradients are
-    computed; with 0 nothing hides them. Models that are not encoded, in an exchange in
-    every step, are better off with `Background`, which updates and sends them group by
-    group. The numbers are those of `round_step`. What is under way is in the state too,
-    so a run goes on from any state; call `settle()` before any other collective.
+    def result(self) -> Leaves:
+        """Waits for the averaged leaves."""
+        ...
+
+
+class Carrying(Protocol):
+    """Carries what rounds send, beside the step."""
+
+    def start(self, params: Any) -> None:
+        """Prepares exchanges of models like these; before the first."""
+
+    def carry(self, models: Any, exchange: Exchange, step: int) -> Arriving:
+        """Puts leaves, by number, on their way."""
+        ...
+
+    def settle(self) -> None:
+        """Waits for the exchanges that other programs would meet."""
+
+    def _end(self, seconds: float) -> None:
+        """Ends it, and waits at most this long."""
+
+
+class LateRounds(Closing):
+    """`round_step` whose exchanges are carried beside it; a context that ends them.
 
     Args:
       adapt: the local update, `decentjax.adapt` with its keywords bound; cut as for
         `Background`.
       rounds: the rounds.
-      mesh: mesh with the axis "workers" alone.
-      message_dtype: as in `mix`.
-      lowering: as in `Background`.
-      exchange_mesh: as in `Background`.
+      mesh: mesh with the axis "workers" alone, of the workers in the stacked arrays.
+      carrier: what carries the exchanges.
       record: function that is called with each activity of this process.
-
-    Raises:
-      ValueError: as in `Background`.
     """
 
     def __init__(
@@ -59,25 +72,17 @@ class BackgroundRounds(Closing):
         adapt: Adapt,
         rounds: Rounds,
         mesh: Mesh,
-        message_dtype: DTypeLike | None = None,
-        lowering: Lowering | None = None,
-        exchange_mesh: Mesh | None = None,
-        record: Record | None = None,
+        carrier: Carrying,
+        record: Record | None,
     ):
         self._rounds, self._mesh, self._record = rounds, mesh, record or ignore
-        sends = (one.exchange for one in rounds.schedule.rounds)
-        exchanges = tuple(dict.fromkeys(x for x in sends if x is not None))
-        topology = Topology(rounds.schedule.name, exchanges)
-        encodes = rounds.compression is not None
-        mix = default_mix(rounds) if encodes else None
-        options = message_dtype, lowering, exchange_mesh, self._record
-        self._carrier = Carrier(topology, mesh, *options, mix)
+        self._carrier = carrier
         self._adapt_whole, self._plans = adapt, {}
         self._is_started, self._next, self._step = False, -1, 0
         self._ahead: tuple[Plan, list[jax.Array]] | None = None
         self._extra: Any = None
         self._pending: tuple[WorkerState, Any] | None = None
-        self._arriving: collections.deque[Future[Any]] = collections.deque()
+        self._arriving: collections.deque[Arriving] = collections.deque()
 
         def local(params, mixed, others, batch):
             state = WorkerState(params, *others)
@@ -206,6 +211,47 @@ class BackgroundRounds(Closing):
         del rounds
         params, extra = self._ends[fragment](state.params, state.extra, mixed)
         return state._replace(params=params, extra=extra)
+
+
+class BackgroundRounds(LateRounds):
+    """`on_mesh(round_step)` with its exchanges in a second thread.
+
+    A context that ends the thread. With delay d messages travel while d gradients are
+    computed; with 0 nothing hides them. Models that are not encoded, in an exchange in
+    every step, are better off with `Background`, which updates and sends them group by
+    group. The numbers are those of `round_step`. What is under way is in the state too,
+    so a run goes on from any state; call `settle()` before any other collective.
+
+    Args:
+      adapt: the local update, `decentjax.adapt` with its keywords bound; cut as for
+        `Background`.
+      rounds: the rounds.
+      mesh: mesh with the axis "workers" alone.
+      message_dtype: as in `mix`.
+      lowering: as in `Background`.
+      exchange_mesh: as in `Background`.
+      record: function that is called with each activity of this process.
+
+    Raises:
+      ValueError: as in `Background`.
+    """
+
+    def __init__(
+        self,
+        adapt: Adapt,
+        rounds: Rounds,
+        mesh: Mesh,
+        message_dtype: DTypeLike | None = None,
+        lowering: Lowering | None = None,
+        exchange_mesh: Mesh | None = None,
+        record: Record | None = None,
+    ):
+        exchanges = tuple(dict.fromkeys(rounds.schedule.exchanges))
+        topology = Topology(rounds.schedule.name, exchanges)
+        mix = None if rounds.compression is None else default_mix(rounds)
+        options = message_dtype, lowering, exchange_mesh, record or ignore
+        carrier = Carrier(topology, mesh, *options, mix)
+        super().__init__(adapt, rounds, mesh, carrier, record)
 
 
 def _completed(

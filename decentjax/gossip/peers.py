@@ -77,7 +77,7 @@ class Peers(Staged):
     ):
         check_topology(topology)
         check_workers(workers, topology.num_workers, mesh)
-        _check_graph(topology)
+        check_graph(topology)
         if not patience >= 0:
             raise ValueError(f"patience must not be negative, got {patience}")
         if way not in WAYS:
@@ -242,7 +242,8 @@ def _divided(
     return jax.tree.map(divide, old, new)
 
 
-def _check_graph(topology: Topology) -> None:
+def check_graph(topology: Topology) -> None:
+    """Raises a ValueError if an exchange has groups or nodes."""
     for exchange in topology:
         if exchange.workers_per_node > 1 or not isinstance(
             exchange.between, Permutations
