@@ -76,30 +76,31 @@ def int4(block: int = 64) -> Codec:
     Raises:
       ValueError: if the block is empty.
     """
-    _check_block(block)
-
-    def encode(x: jax.Array, key: jax.Array) -> Message:
-        levels, scales = _quantized(x, key, block, 7)
-        nibbles = jnp.pad((levels + 7).astype(jnp.uint8), (0, levels.size % 2))
-        low, high = nibbles[::2], nibbles[1::2]
-        return low | (high << 4), scales
-
-    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
-        packed, scales = message
-        nibbles = jnp.stack([packed & 15, packed >> 4], 1).ravel()
-        levels = nibbles[: math.prod(shape)].astype(jnp.int8) - 7
-        return _scaled(levels, scales, block).reshape(shape)
-
-    return Codec(f"int4 in blocks of {block}", encode, decode)
+    return _packed(4, block)
 
 
 @functools.cache
-def top_k(share: float, block: int = 4096) -> Codec:
+def int2(block: int = 64) -> Codec:
+    """2 bits a number, four in a byte; otherwise as `int8`, with 1 for 127.
+
+    Args:
+      block: numbers per block.
+
+    Raises:
+      ValueError: if the block is empty.
+    """
+    return _packed(2, block)
+
+
+@functools.cache
+def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec:
     """The largest numbers of each block, at least one, with their places: 6 bytes each.
 
     Args:
       share: share of the numbers that is sent, in (0, 1].
       block: numbers per block, at most 65,536; a leaf with fewer is one block.
+      values: codec of the numbers that are sent, such as `int2()` for 2 bits instead of
+        4 bytes; None sends them as they are.
 
     Raises:
       ValueError: if these are other numbers.
@@ -112,21 +113,24 @@ def top_k(share: float, block: int = 4096) -> Codec:
     if not 1 <= block <= 2**16:
         raise ValueError(f"a block has 1 to 65,536 numbers, got {block}")
 
+    of_values = values or exact()
+
     def encode(x: jax.Array, key: jax.Array) -> Message:
-        del key
         blocks = _in_blocks(x, min(block, x.size))
         count = max(1, round(share * blocks.shape[1]))
         _, places = lax.top_k(jnp.abs(blocks), count)
-        values = jnp.take_along_axis(blocks, places, axis=1)
-        return values, places.astype(jnp.uint16)
+        largest = jnp.take_along_axis(blocks, places, axis=1)
+        return *of_values.encode(largest, key), places.astype(jnp.uint16)
 
     def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
-        values, places = message
-        size, rows = math.prod(shape), jnp.arange(len(values))[:, None]
-        dense = jnp.zeros((len(values), min(block, size)), values.dtype)
-        return dense.at[rows, places].set(values).ravel()[:size].reshape(shape)
+        *encoded, places = message
+        largest = of_values.decode(tuple(encoded), places.shape)
+        size, rows = math.prod(shape), jnp.arange(len(places))[:, None]
+        dense = jnp.zeros((len(places), min(block, size)), largest.dtype)
+        return dense.at[rows, places].set(largest).ravel()[:size].reshape(shape)
 
-    return Codec(f"top {share:.3g}", encode, decode)
+    name = f"top {share:.3g}" + (f", {values.name}" if values else "")
+    return Codec(name, encode, decode)
 
 
 def exact() -> Codec:
@@ -242,6 +246,27 @@ def as_permutations(exchange: Exchange) -> Exchange:
         sources.append(tuple(source))
     permutations = Permutations(tuple(sources), (1 / size,) * size)
     return dataclasses.replace(exchange, between=permutations)
+
+
+def _packed(bits: int, block: int) -> Codec:
+    """Numbers of a few bits, several in a byte; see `int8`."""
+    _check_block(block)
+    each, most, mask = 8 // bits, 2 ** (bits - 1) - 1, 2**bits - 1
+    shifts = [bits * place for place in range(each)]
+
+    def encode(x: jax.Array, key: jax.Array) -> Message:
+        levels, scales = _quantized(x, key, block, most)
+        fields = jnp.pad((levels + most).astype(jnp.uint8), (0, -levels.size % each))
+        parts = [fields[place::each] << shift for place, shift in enumerate(shifts)]
+        return functools.reduce(jnp.bitwise_or, parts), scales
+
+    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+        packed, scales = message
+        fields = jnp.stack([packed >> shift & mask for shift in shifts], 1).ravel()
+        levels = fields[: math.prod(shape)].astype(jnp.int8) - most
+        return _scaled(levels, scales, block).reshape(shape)
+
+    return Codec(f"int{bits} in blocks of {block}", encode, decode)
 
 
 def _quantized(

@@ -33,9 +33,15 @@ from decentjax.exchange import Topology
 from decentjax.rounds import Rounds, init_rounds, replace, round_step
 from decentjax.schedule import every
 
-CODECS = {"int8": codec.int8(16), "int4": codec.int4(8), "top": codec.top_k(0.25)}
+CODECS = {
+    "int8": codec.int8(16),
+    "int4": codec.int4(8),
+    "int2": codec.int2(4),
+    "top": codec.top_k(0.25),
+    "top in 2 bits": codec.top_k(0.25, values=codec.int2(4)),
+}
 EACH = pytest.mark.parametrize("one", CODECS.values(), ids=CODECS)
-LEVELS = {"int8": 127, "int4": 7}
+LEVELS = {"int8": 127, "int4": 7, "int2": 1}
 
 
 def through(one, x, seed=0):
@@ -47,7 +53,7 @@ def through(one, x, seed=0):
 @given(st.integers(1, 70), st.integers(0, 9), st.floats(-20, 20))
 @pytest.mark.parametrize("name", LEVELS)
 def test_a_level_is_at_most_one_away(name, size, seed, exponent):
-    one, block = CODECS[name], {"int8": 16, "int4": 8}[name]
+    one, block = CODECS[name], {"int8": 16, "int4": 8, "int2": 4}[name]
     x = np.random.default_rng(seed).standard_normal(size) * 10.0**exponent
     x = x.astype(np.float32)
     blocks = np.pad(x, (0, -size % block)).reshape(-1, block)
@@ -104,6 +110,10 @@ def test_roundings_of_keys_and_places_are_independent():
 def test_bytes_are_counted():
     assert num_bytes(codec.int8(256), (1000,)) == 1000 + 4 * 4
     assert num_bytes(codec.int4(64), (1001,)) == 501 + 16 * 4
+    assert num_bytes(codec.int2(64), (1001,)) == 251 + 16 * 4
+    # Of four blocks four numbers each: 16 in 2 bits, 4 scales, 16 places.
+    two_bits = codec.top_k(0.25, 16, codec.int2(4))
+    assert num_bytes(two_bits, (8, 8)) == 4 + 4 * 4 + 16 * 2
     assert num_bytes(codec.top_k(0.01), (50, 100)) == 2 * 41 * 6
     assert num_bytes(codec.top_k(0.01), (5, 100)) == 5 * 6
     assert num_bytes(codec.exact(), (7,)) == 28

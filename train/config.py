@@ -209,10 +209,11 @@ class RoundsConfig:
       merge: how a worker goes on: "replace" takes the result, "shift" adds what the
         worker has learned since it sent, "blend" is `share` x + (1 - share) result.
       share: part of the worker's own model, for "blend".
-      codec: how messages are encoded: 8 or 4 bits a number, or the largest numbers;
+      codec: how messages are encoded: 8, 4 or 2 bits a number, or the largest numbers;
         what a message drops is sent later. With an outer optimizer it encodes how far
         a worker has moved, and needs means of all models.
       sent_share: share of the numbers that "top_k" sends.
+      sent_bits: bits of each of them, beside its place.
       error_kept: part of what was dropped that is sent later.
       copies: whether to send changes of copies that the peers keep, as CHOCO-SGD does;
         for a graph that never changes.
@@ -227,8 +228,9 @@ class RoundsConfig:
     momentum: float = 0.9
     merge: Literal["replace", "shift", "blend"] = "replace"
     share: float = 0.5
-    codec: Literal["none", "int8", "int4", "top_k"] = "none"
+    codec: Literal["none", "int8", "int4", "int2", "top_k"] = "none"
     sent_share: float = 0.01
+    sent_bits: Literal[32, 8, 4, 2] = 32
     error_kept: float = 1.0
     copies: bool = False
     copy_step: float = 1.0

@@ -7,7 +7,7 @@ import jax
 import optax
 
 from decentjax import Rounds
-from decentjax.codec import int4, int8, num_bytes, top_k
+from decentjax.codec import int2, int4, int8, num_bytes, top_k
 from decentjax.compression import Compression
 from decentjax.mixing import is_mixed
 from decentjax.rounds import blend, leaves_of, replace, shift
@@ -79,9 +79,11 @@ def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:
 def _compression(options: RoundsConfig) -> Compression | None:
     if options.codec == "none":
         return None
-    codec = {"int8": int8(), "int4": int4(), "top_k": top_k(options.sent_share)}
+    bits = {32: None, 8: int8(), 4: int4(), 2: int2()}
+    largest = top_k(options.sent_share, values=bits[options.sent_bits])
+    codecs = {"int8": int8(), "int4": int4(), "int2": int2(), "top_k": largest}
     of = "model" if options.outer == "none" else "drift"
-    one = codec[options.codec]
+    one = codecs[options.codec]
     if options.copies:
         return Compression(one, "copy", step=options.copy_step)
     return Compression(one, of, keep=options.error_kept)
