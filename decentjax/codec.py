@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from decentjax._collectives import AxisName, permute, sum_dtype
@@ -19,6 +20,8 @@ from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
 from decentjax.mixing import check_size, weighted
 
 Message = tuple[jax.Array, ...]
+Noise = Callable[[jax.Array, int], jax.Array]
+"""(key, size) to numbers in [0, 1), which are added before a number is cut."""
 
 
 class Codec(NamedTuple):
@@ -56,7 +59,7 @@ def int8(block: int = 256) -> Codec:
     _check_block(block)
 
     def encode(x: jax.Array, key: jax.Array) -> Message:
-        levels, scales = _quantized(x, key, block, 127)
+        levels, scales = _quantized(x, key, block, 127, _uniform)
         return levels, scales
 
     def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
@@ -76,12 +79,15 @@ def int4(block: int = 64) -> Codec:
     Raises:
       ValueError: if the block is empty.
     """
-    return _packed(4, block)
+    return _packed(4, block, _uniform)
 
 
 @functools.cache
 def int2(block: int = 64) -> Codec:
-    """2 bits a number, four in a byte; otherwise as `int8`, with 1 for 127.
+    """2 bits a number, four in a byte: to the nearest of -m, 0 and m of a block.
+
+    Not at random: of so few levels a random one is further off than the number is
+    large, and errors that are sent later would grow.
 
     Args:
       block: numbers per block.
@@ -89,7 +95,7 @@ def int2(block: int = 64) -> Codec:
     Raises:
       ValueError: if the block is empty.
     """
-    return _packed(2, block)
+    return _packed(2, block, _half)
 
 
 @functools.cache
@@ -171,19 +177,22 @@ def mix_encoded(
     _, permutes = permutes_of(as_permutations(exchange).between)
     worker = lax.axis_index(axis_name)
 
-    def difference(leaf: jax.Array, message: Message) -> jax.Array:
+    messages = {number: message for number, (_, message) in coded.items()}
+    came = []
+    for one in permutes:
+        pairs = [(j, i) for i, j in enumerate(one.sources) if j >= 0]
+        move = functools.partial(permute, pairs=pairs, axis_name=axis_name)
+        came.append(_moved(move, messages))
+    weights = [one.weights for one in permutes]
+
+    def difference(number: int, leaf: jax.Array, message: Message) -> jax.Array:
         own = codec.decode(message, leaf.shape)
-        found = []
-        for one in permutes:
-            pairs = [(j, i) for i, j in enumerate(one.sources) if j >= 0]
-            came = tuple(permute(x, pairs, axis_name) for x in message)
-            found.append(codec.decode(came, leaf.shape) - own)
-        if not found:
+        if not came:
             return jnp.zeros_like(own)
-        weights = [one.weights for one in permutes]
+        found = [codec.decode(one[number], leaf.shape) - own for one in came]
         return exchange.factor * weighted(found, weights, worker)
 
-    return {number: difference(*pair) for number, pair in coded.items()}
+    return {number: difference(number, *pair) for number, pair in coded.items()}
 
 
 def mean_encoded(
@@ -208,9 +217,10 @@ def mean_encoded(
     check_size(exchange, axis_name)
     count = exchange.num_workers
 
-    def mean(leaf: jax.Array, message: Message) -> jax.Array:
-        every = tuple(lax.all_gather(x, axis_name) for x in message)
+    messages = {number: message for number, (_, message) in coded.items()}
+    gathered = _moved(lambda x: lax.all_gather(x, axis_name), messages)
 
+    def mean(leaf: jax.Array, every: Message) -> jax.Array:
         def add(worker: jax.Array, total: jax.Array) -> jax.Array:
             one = tuple(x[worker] for x in every)
             return total + codec.decode(one, leaf.shape)
@@ -218,7 +228,26 @@ def mean_encoded(
         first = codec.decode(tuple(x[0] for x in every), leaf.shape)
         return lax.fori_loop(1, count, add, first) / count
 
-    return {number: mean(*pair) for number, pair in coded.items()}
+    return {number: mean(leaf, gathered[number]) for number, (leaf, _) in coded.items()}
+
+
+def _moved(move: Callable[[jax.Array], jax.Array], messages: Any) -> Any:
+    """Moves all arrays as one of each dtype: small ones cost a call each.
+
+    Args:
+      move: function of a vector, which may put further dims in front.
+      messages: tree of arrays.
+    """
+    arrays, structure = jax.tree.flatten(messages)
+    found = dict(enumerate(arrays))
+    for dtype in dict.fromkeys(x.dtype for x in arrays):
+        places = [place for place, x in found.items() if x.dtype == dtype]
+        joined = move(jnp.concatenate([arrays[place].ravel() for place in places]))
+        ends = np.cumsum([arrays[place].size for place in places])
+        parts = jnp.split(joined, ends[:-1], axis=-1)
+        for place, part in zip(places, parts, strict=True):
+            found[place] = part.reshape(*joined.shape[:-1], *arrays[place].shape)
+    return jax.tree.unflatten(structure, found.values())
 
 
 def check_encodable(exchange: Exchange) -> None:
@@ -248,14 +277,14 @@ def as_permutations(exchange: Exchange) -> Exchange:
     return dataclasses.replace(exchange, between=permutations)
 
 
-def _packed(bits: int, block: int) -> Codec:
+def _packed(bits: int, block: int, noise: Noise) -> Codec:
     """Numbers of a few bits, several in a byte; see `int8`."""
     _check_block(block)
     each, most, mask = 8 // bits, 2 ** (bits - 1) - 1, 2**bits - 1
     shifts = [bits * place for place in range(each)]
 
     def encode(x: jax.Array, key: jax.Array) -> Message:
-        levels, scales = _quantized(x, key, block, most)
+        levels, scales = _quantized(x, key, block, most, noise)
         fields = jnp.pad((levels + most).astype(jnp.uint8), (0, -levels.size % each))
         parts = [fields[place::each] << shift for place, shift in enumerate(shifts)]
         return functools.reduce(jnp.bitwise_or, parts), scales
@@ -270,15 +299,15 @@ def _packed(bits: int, block: int) -> Codec:
 
 
 def _quantized(
-    x: jax.Array, key: jax.Array, block: int, most: int
+    x: jax.Array, key: jax.Array, block: int, most: int, noise: Noise
 ) -> tuple[jax.Array, jax.Array]:
     """Levels int8 [size], and the largest magnitude of each block over `most`."""
     blocks = _in_blocks(x, block)
     largest = jnp.max(jnp.abs(blocks), axis=1)
     scale = most / jnp.where(largest > 0, largest, 1)
-    noise = _uniform(key, blocks.size).reshape(blocks.shape).astype(blocks.dtype)
+    added = noise(key, blocks.size).reshape(blocks.shape).astype(blocks.dtype)
     # A number that is the largest may be rounded up beyond it, by a bit.
-    levels = jnp.clip(jnp.floor(blocks * scale[:, None] + noise), -most, most)
+    levels = jnp.clip(jnp.floor(blocks * scale[:, None] + added), -most, most)
     return levels.astype(jnp.int8).ravel()[: x.size], largest / most
 
 
@@ -296,6 +325,12 @@ def _uniform(key: jax.Array, size: int) -> jax.Array:
     seeds = jax.random.bits(key, (2,), jnp.uint32)
     bits = _hashed(_hashed(lax.iota(jnp.uint32, size) ^ seeds[0]) + seeds[1])
     return (bits >> 8).astype(jnp.float32) * jnp.float32(2**-24)
+
+
+def _half(key: jax.Array, size: int) -> jax.Array:
+    """To round to the nearest."""
+    del key
+    return jnp.full(size, 0.5, jnp.float32)
 
 
 def _hashed(x: jax.Array) -> jax.Array:
