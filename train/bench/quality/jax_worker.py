@@ -44,9 +44,9 @@ def _build(task: Any) -> Task:
     return task.build()
 
 
-def _runner(load: None, method: Method) -> Runner:
-    del load
-    config = dataclasses.replace(load_config(method.config), distributed=JOB)
+def _runner(configs: Path, method: Method) -> Runner:
+    config = load_config(method.file(configs))
+    config = dataclasses.replace(config, distributed=JOB)
     task = _build(config.task)
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     if config.exchange.where == "peers":

@@ -14,22 +14,27 @@ class Method(NamedTuple):
 
     Args:
       name: its name in tables and for `--only`.
-      config: its config file; of a method in PyTorch, the same method's in jax.
+      config: name of its config file; of a method in PyTorch, the same method's in
+        jax.
       torch: how PyTorch trains it, "ddp" with or without "fp16" or "powersgd", or
         "decent_dp"; none in jax.
       simulated: whether its losses by step are those of the simulated config.
-      like: config whose best learning rate it takes, where the network decides what it
-        learns; else its own.
+      like: name of the config whose best learning rate it takes, where the network
+        decides what it learns; else its own.
     """
 
     name: str
-    config: Path
+    config: str
     torch: str = ""
     simulated: bool = True
-    like: Path | None = None
+    like: str = ""
 
     def __str__(self) -> str:
         return self.name
+
+    def file(self, configs: Path) -> Path:
+        """Its config file in a folder."""
+        return configs / f"{self.config}.py"
 
     @property
     def worker(self) -> str:
@@ -37,13 +42,9 @@ class Method(NamedTuple):
         return TORCH if self.torch else JAX
 
 
-def _config(name: str) -> Path:
-    return Path(f"configs/{name}.py")
-
-
-DADAM, RING = _config("quality"), _config("quality_ring")
-ALONE = Method("compute alone", _config("quality_alone"))
-ALL_REDUCE = Method("all-reduce", _config("quality_allreduce"))
+DADAM, RING = "quality", "quality_ring"
+ALONE = Method("compute alone", "quality_alone")
+ALL_REDUCE = Method("all-reduce", "quality_allreduce")
 DDP = Method("PyTorch DDP", ALL_REDUCE.config, "ddp")
 FP16 = Method("PyTorch DDP, fp16 hook", ALL_REDUCE.config, "fp16")
 POWERSGD = Method(
@@ -58,12 +59,12 @@ METHODS = (
     ALL_REDUCE,
     Method("DAdamW", DADAM),
     Method("DAdamW, ring", RING),
-    Method("DAdamW, ring, bfloat16", _config("quality_bf16")),
-    Method("DAdamW, ring, int8", _config("quality_ring8")),
-    Method("AccumAdamW", _config("quality_accum")),
-    Method("rounds, int8", _config("quality_int8")),
-    Method("DiLoCo", _config("quality_diloco")),
-    Method("NoLoCo", _config("quality_noloco")),
-    Method("WAGMA", _config("quality_wagma"), simulated=False, like=DADAM),
-    Method("peers", _config("quality_peers"), simulated=False, like=DADAM),
+    Method("DAdamW, ring, bfloat16", "quality_bf16"),
+    Method("DAdamW, ring, int8", "quality_ring8"),
+    Method("AccumAdamW", "quality_accum"),
+    Method("rounds, int8", "quality_int8"),
+    Method("DiLoCo", "quality_diloco"),
+    Method("NoLoCo", "quality_noloco"),
+    Method("WAGMA", "quality_wagma", simulated=False, like=DADAM),
+    Method("peers", "quality_peers", simulated=False, like=DADAM),
 )

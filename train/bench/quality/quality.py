@@ -53,6 +53,7 @@ class Quality:
       horizons: numbers of steps of a run, as multiples of the configs'; all-reduce has
         the first, and the others are tried in turn until one reaches its final loss.
       real: whole runs on the cluster, as "METHOD at RATE".
+      configs: folder of the methods' configs, quality.py and those named quality_*.py.
       only: regular expression for the names of the methods; DDP and all-reduce, to
         which they are compared, always run.
       out: folder for quality.json, quality.md, quality.svg and all that is kept.
@@ -71,6 +72,7 @@ class Quality:
         "DAdamW, ring at 200mbit",
         "rounds, int8 at 50mbit",
     )
+    configs: Path = Path("configs")
     only: str = "."
     out: Path = Path("runs/quality")
 
@@ -154,9 +156,10 @@ def step_seconds(quality: Quality) -> Seconds:
         if same and set(names) <= set(found["methods"]):
             print(f"seconds of a step: from {path}")
             return found["seconds"]
-    nodes = load_config(DDP.config).workers.num_workers
+    nodes = load_config(DDP.file(quality.configs)).workers.num_workers
     turns = quality.rounds, quality.steps
-    seconds = measure(quality.methods, quality.settings, nodes, *turns, quality.out)
+    folders = quality.configs, quality.out
+    seconds = measure(quality.methods, quality.settings, nodes, *turns, *folders)
     write_whole(path, to_json({**wanted, "methods": names, "seconds": seconds}))
     return seconds
 
@@ -184,7 +187,7 @@ def steps_to_goal(quality: Quality, race: Race) -> list[dict[str, Any]]:
         runs = race.curves[method.name][str(quality.settings[0])]
         steps = min(run.steps_to(race.goal) for run in runs)
         if method.simulated and not method.torch and math.isfinite(steps):
-            config = json.loads(config_json(load_config(method.config)))
+            config = json.loads(config_json(load_config(method.file(quality.configs))))
             rows.append({"name": method.name, "steps": steps, "config": config})
     return rows
 
@@ -194,6 +197,7 @@ class Runs:
 
     def __init__(self, quality: Quality, seconds: Seconds):
         self._quality, self._seconds = quality, seconds
+        self._configs = quality.configs
         self._out, self._seeds = quality.out / "runs", range(quality.seeds)
         self._first = quality.horizons[0]
         self.goal = self._simulated(ALL_REDUCE, self._first).losses[-1]
@@ -209,9 +213,10 @@ class Runs:
 
     def _tuning_loss(self, method: Method, simulated: bool, rate: str) -> float:
         if simulated:
-            path, seed = method.like or method.config, self._seeds.stop
+            like = method._replace(config=method.like or method.config)
+            path, seed = like.file(self._configs), self._seeds.stop
             return tuning_loss(path, rate, self._first, seed, self._out)
-        return real(method, None, 0.0, rate, self._first, self._out).losses[-1]
+        return self._real(method, None, rate, self._first).losses[-1]
 
     def curves(self, method: Method, setting: Setting) -> list[Curve]:
         """Runs of ever more steps, up to the first that reaches the goal."""
@@ -224,22 +229,30 @@ class Runs:
         return until(self.goal, self._quality.horizons, train)
 
     def real(self, method: Method, setting: Setting, horizon: float) -> Curve:
-        delay = self._seconds[str(setting)][ALONE.name] if setting.late else 0.0
-        return real(method, setting, delay, self.rate(method), horizon, self._out)
+        return self._real(method, setting, self.rate(method), horizon)
 
     def whole(self, method: Method, setting: Setting) -> tuple[Curve, Curve]:
         """A whole run on the cluster, and that of its seed in the simulator."""
         found = self.real(method, setting, self._first)
-        seed, rate = load_config(method.config).seed, self.rate(method)
+        path, rate = method.file(self._configs), self.rate(method)
+        seed = load_config(path).seed
         seeds = range(seed, seed + 1)
-        return found, simulated(method.config, rate, self._first, seeds, self._out)
+        return found, simulated(path, rate, self._first, seeds, self._out)
 
     @functools.cache  # noqa: B019
     def _simulated(self, method: Method, horizon: float) -> Curve:
-        rate, seeds = self.rate(method), self._seeds
-        return simulated(method.config, rate, horizon, seeds, self._out)
+        path, rate = method.file(self._configs), self.rate(method)
+        return simulated(path, rate, horizon, self._seeds, self._out)
 
     def _unlimited(self, method: Method, horizon: float) -> Curve:
         """By step, as its time is that of another network."""
-        one = real(method, None, 0.0, self.rate(method), horizon, self._out)
+        one = self._real(method, None, self.rate(method), horizon)
         return one._replace(seconds=())
+
+    def _real(
+        self, method: Method, setting: Setting | None, rate: str, horizon: float
+    ) -> Curve:
+        is_late = setting is not None and setting.late
+        delay = self._seconds[str(setting)][ALONE.name] if is_late else 0.0
+        path = method.file(self._configs)
+        return real(method, path, setting, delay, rate, horizon, self._out)

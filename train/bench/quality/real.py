@@ -18,6 +18,7 @@ from train.run.log import read_metrics
 
 def real(
     method: Method,
+    path: Path,
     setting: Setting | None,
     delay: float,
     rate: str,
@@ -28,6 +29,7 @@ def real(
 
     Args:
       method: the method.
+      path: its config file.
       setting: network; None has no limit.
       delay: seconds by which worker t mod N is late at step t.
       rate: learning rate.
@@ -37,14 +39,14 @@ def real(
     Raises:
       SystemExit: if it fails.
     """
-    config = with_rate(method.config, rate, horizon)
+    config = with_rate(path, rate, horizon)
     where = "no limit" if setting is None else str(setting)
     name = f"{method.name}, {where}, {config.num_steps} steps, {rate}"
     folder = out / name.replace(", ", "-").replace(" ", "_")
     if not (folder / "done").exists():
         print(f"real run: {name}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)  # One that was stopped.
-        argv = _train(method, config, delay, rate, folder)
+        argv = [*_train(method, path, config, delay, rate), "--run-dir", str(folder)]
         _run(argv, config.workers.num_workers, setting, folder.with_suffix(".txt"))
         (folder / "done").touch()
     own = sorted(folder.glob("process-*"))  # Of peers each process has its rows.
@@ -64,10 +66,10 @@ def as_curve(rows: list[dict[str, Any]], num_steps: int) -> Curve:
 
 
 def _train(
-    method: Method, config: Config, delay: float, rate: str, folder: Path
+    method: Method, path: Path, config: Config, delay: float, rate: str
 ) -> list[str]:
     """The module and the arguments of each worker."""
-    path, num_steps = str(method.config), str(config.num_steps)
+    num_steps = str(config.num_steps)
     if method.torch:
         module, options = "train.bench.quality.torch_run", ["--wrapper", method.torch]
         options += ["--straggler", str(delay)]
@@ -80,7 +82,7 @@ def _train(
         if delay:
             late = ["--straggler.kind", "rotating", "--straggler.seconds", str(delay)]
             options += late
-    return [module, path, *options, "--run-dir", str(folder)]
+    return [module, str(path), *options]
 
 
 def _run(argv: list[str], num_nodes: int, setting: Setting | None, log: Path) -> None:

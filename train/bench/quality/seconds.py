@@ -37,6 +37,7 @@ def measure(
     num_nodes: int,
     rounds: int,
     steps: int,
+    configs: Path,
     out: Path,
 ) -> Seconds:
     """Returns the median seconds of a step, by setting and method.
@@ -49,6 +50,7 @@ def measure(
       num_nodes: number of nodes, each with one worker.
       rounds: turns of each method in each setting.
       steps: steps of a turn, a multiple of all methods' rounds.
+      configs: folder of the methods' configs.
       out: folder for the workers' output.
     """
     cluster = EmulatedCluster(nodes=num_nodes, rate=settings[0].rate)
@@ -56,7 +58,7 @@ def measure(
 
     def in_turn(nodes: Nodes) -> Seconds:
         teams = {
-            module: Team(module, None, out, cluster, nodes)
+            module: Team(module, configs, out, cluster, nodes)
             for module in {x.worker for x in every}
         }
         # The first turn compiles, and measures how messages are sent best: on a link

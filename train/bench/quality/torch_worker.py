@@ -2,6 +2,7 @@
 
 import os
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -20,9 +21,8 @@ def main() -> None:
     os._exit(0)  # Decent-DP's threads do not end.
 
 
-def _runner(load: None, method: Method) -> Runner:
-    del load
-    trainer = TorchTrainer(load_config(method.config), method.torch)
+def _runner(configs: Path, method: Method) -> Runner:
+    trainer = TorchTrainer(load_config(method.file(configs)), method.torch)
     # DDP measures and regroups in its first steps, and PowerSGD begins after some.
     for _ in range(FIRST_STEPS + 2):
         trainer.step()
