@@ -129,7 +129,7 @@ class LateRounds(Closing):
         if step != self._next or state.extra is not self._extra:
             self._send_again(state, step)
         self._step, self._next = step, step + 1
-        self._pending = state, batch
+        self._pending, self._ahead = (state, batch), None
         state, metrics = round_step(
             state,
             batch,
