@@ -1,5 +1,6 @@
 """What all benches share: the checks of their options, and the files they write."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,16 @@ def check_at_least(options: Any, **least: float) -> None:
         # Not `given < value`, which is False for NaN.
         if given is not None and not given >= value:
             raise ValueError(f"{name} must be at least {value}, got {given}")
+
+
+def check_pattern(only: str) -> None:
+    """Raises a ValueError if what chooses contestants is no regular expression."""
+    try:
+        re.compile(only)
+    except re.error as error:
+        raise ValueError(
+            f"only must be a regular expression, got {only!r}: {error}"
+        ) from error
 
 
 def write_results(

@@ -26,7 +26,7 @@ from train.bench.quality.methods import ALL_REDUCE, ALONE, DDP, METHODS, Method
 from train.bench.quality.quality_report import Race, panels, tables
 from train.bench.quality.real import real
 from train.bench.quality.seconds import Seconds, Setting, measure
-from train.bench.results import check_at_least, write_results
+from train.bench.results import check_at_least, check_pattern, write_results
 from train.cli.config_json import to_json as config_json
 from train.cli.load import load_config
 from train.cli.tables import to_json, write_whole
@@ -87,12 +87,7 @@ class Quality:
             raise ValueError(f"tune must have learning rates that rise: {self.tune}")
         if min(self.horizons) <= 0 or list(self.horizons) != sorted(self.horizons):
             raise ValueError(f"horizons must be positive and rise, got {self.horizons}")
-        try:
-            re.compile(self.only)
-        except re.error as error:
-            raise ValueError(
-                f"only must be a regular expression, got {self.only!r}: {error}"
-            ) from error
+        check_pattern(self.only)
         for pair in self.real:
             find_pair(pair, self.settings)
 

@@ -24,7 +24,7 @@ from train.bench.race.contestants import (
 from train.bench.race.race_report import Timing, bars, table
 from train.bench.race.team import Team, cluster_name, measure_in, parse_cluster
 from train.bench.race.turns import Load, Turn
-from train.bench.results import check_at_least, write_results
+from train.bench.results import check_at_least, check_pattern, write_results
 from train.figures.race_figure import draw_race
 from train.figures.style import to_svg
 from train.job.namespaces import EmulatedCluster, Nodes
@@ -68,12 +68,7 @@ class Race:
         check_at_least(self, rounds=1, steps=1, straggler=0)
         for name in self.clusters:
             parse_cluster(name, self.rate)
-        try:
-            re.compile(self.only)
-        except re.error as error:
-            raise ValueError(
-                f"only must be a regular expression, got {self.only!r}: {error}"
-            ) from error
+        check_pattern(self.only)
 
 
 def main(race: Race) -> int:
