@@ -303,7 +303,7 @@ def test_measure_may_stand_before_other_options_or_after_them(first, monkeypatch
     program.main([word for name in names for word in (name, *options[name])])
     (((config, measured_steps), *rest),) = begun
     assert config == dataclasses.replace(tiny.config, seed=2)
-    assert (measured_steps, *rest) == (5, 7, 2, Path("there"))
+    assert (measured_steps, *rest) == (5, 7, 2, Path("there"), None)
 
 
 def run(*command: str) -> str:

@@ -421,8 +421,8 @@ def test_clusters_follow_one_another_and_pipes_work():
 import os, subprocess
 from train.job.namespaces import EmulatedCluster, in_cluster
 
-def job(worker):
-    process = worker(1, ["sh", "-c", "read line; echo $(hostname) $line $RANK"])
+def job(nodes):
+    process = nodes.worker(1, ["sh", "-c", "read line; echo $(hostname) $line $RANK"])
     env = {**os.environ, **process.env}
     print(subprocess.check_output(process.argv, input=b"hears", env=env))
     return 7

@@ -149,7 +149,7 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"every_steps": 1, "outer": "nesterov"}, "rounds.every_steps to 2 or more"),
         ({"momentum": 1.0}, "momentum and share must be less than 1"),
         ({"merge": "mix"}, "merge must be one of"),
-        ({"codec": "int2"}, "codec must be one of"),
+        ({"codec": "int3"}, "codec must be one of"),
         ({"copies": True}, "rounds.copies are of encoded models"),
         ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
         ({"codec": "int8", "copy_step": 0.0}, r"copy_step in \(0, 1\]"),
