@@ -1,6 +1,6 @@
 """The million parameters of `configs/quality.py`: WAGMA-SGD by peers, in pairs.
 
-A mean of all models comes every ten steps; nobody waits for who is late.
+A mean of all models comes every ten steps; no worker waits for one that is late.
 """
 
 import dataclasses

@@ -130,7 +130,9 @@ def test_the_command_reads_the_file(tmp_path, capsys):
     assert kept["finishes"][0]["name"] == "ring"
 
 
-@pytest.mark.parametrize("text", ["{}", "[", '{"steps": [{"name": "a"}]}', "7"])
+@pytest.mark.parametrize(
+    "text", ["{}", "[", '{"steps": []}', '{"steps": [{"name": "a"}]}', "7"]
+)
 def test_a_file_without_steps_is_refused_first(tmp_path, text, capsys):
     file = tmp_path / "other.json"
     file.write_text(text)

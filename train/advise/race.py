@@ -29,7 +29,7 @@ class Contender(NamedTuple):
     Args:
       name: its name.
       steps: number of steps to the loss.
-      config: what it trained.
+      config: what it trained, whatever its learning rate.
     """
 
     name: str
@@ -77,6 +77,8 @@ def read_race(path: Path) -> list[Contender]:
     """
     try:
         rows = json.loads(path.read_text())["steps"]
+        if not rows:
+            raise ValueError("no method has reached it")
         return [
             Contender(row["name"], row["steps"], from_fields(row["config"]))
             for row in rows

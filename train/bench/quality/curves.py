@@ -1,4 +1,4 @@
-"""Held-out loss by step: of simulated runs, and what a real one has in addition."""
+"""Held-out losses by step, and the simulated runs that give them."""
 
 import dataclasses
 import itertools

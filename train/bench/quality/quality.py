@@ -142,7 +142,7 @@ def main(quality: Quality) -> int:
 def step_seconds(quality: Quality) -> Seconds:
     """Seconds of a step by network and method, kept in a file."""
     path = quality.out / "seconds.json"
-    fields = ("rates", "late_rates", "rounds", "steps")
+    fields = ("rates", "late_rates", "rounds", "steps", "configs")
     wanted = json.loads(to_json({x: getattr(quality, x) for x in fields}))
     names = [x.name for x in quality.methods]
     if path.exists():
