@@ -120,6 +120,16 @@ def test_it_is_told_and_kept(tmp_path):
     assert "it turns: rounds below, ring above" in text
 
 
+def test_a_method_that_the_cluster_cannot_have_is_named():
+    output, hypercube = io.StringIO(), config(topology="hypercube")
+    every = [*CONTENDERS, Contender("cube", 1, hypercube)]
+    console = Console(file=output, width=200, soft_wrap=True)
+    facts = say_race(setting(1e7, num_nodes=6), every, console)
+    assert "does not fit: cube: " in output.getvalue()
+    assert len(facts["finishes"]) == len(CONTENDERS)
+    assert say_race(setting(1e7, num_nodes=6), every[-1:], console) == {}
+
+
 def test_the_command_reads_the_file(tmp_path, capsys):
     file = write(tmp_path / "quality.json")
     flags = "--nodes 4 --between 80mbit --compute 100ms --params 1M --steps 10"

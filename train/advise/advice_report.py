@@ -12,7 +12,7 @@ from rich.progress import track
 from rich.table import Table
 
 from decentjax import Topology, runtime
-from train.advise.race import Contender, finishes, turns
+from train.advise.race import Contender, finishes, fitting, turns
 from train.advise.rank import Findings, Prediction
 from train.advise.setting import Setting
 from train.cli.tables import aligned, write_json
@@ -105,6 +105,9 @@ def say_race(
     setting: Setting, contenders: list[Contender], console: Console
 ) -> dict[str, list]:
     """Prints when each method reaches the loss, and returns that as facts."""
+    contenders, unfit = fitting(setting, contenders)
+    for name, reason in unfit.items():
+        console.print(f"\ndoes not fit: {name}: {reason}")
     if not contenders:
         return {}
     found, changes = finishes(setting, contenders), turns(setting, contenders)

@@ -90,6 +90,20 @@ def read_race(path: Path) -> list[Contender]:
         ) from error
 
 
+def fitting(
+    setting: Setting, contenders: list[Contender]
+) -> tuple[list[Contender], dict[str, str]]:
+    """Returns the methods that fit the cluster, and why the others do not, by name."""
+    fit, unfit = [], {}
+    for one in contenders:
+        try:
+            step_seconds(setting, one.config)
+            fit.append(one)
+        except ValueError as error:
+            unfit[one.name] = str(error)
+    return fit, unfit
+
+
 def finishes(setting: Setting, contenders: list[Contender]) -> list[Finish]:
     """Returns when each method reaches the loss on a cluster, the first one first.
 
@@ -144,7 +158,7 @@ def step_seconds(setting: Setting, config: Config) -> float:
     topology = config.topology.build(workers)
     if config.step.algorithm == "rounds":
         return _of_rounds(setting, config, topology)
-    # Both halve messages that would have four bytes a number.
+    # Of four bytes a number; tracking sends an estimate beside the model.
     sent = 0.5 if config.step.message_dtype == "bfloat16" else 1.0
     sent *= 2.0 if config.step.algorithm == "tracking" else 1.0
     setting = dataclasses.replace(setting, job=_smaller(job, sent))
