@@ -64,6 +64,10 @@ def test_the_best_rate_is_found_from_the_middle(least):
     assert best(["7"], loss=lambda _: 1.0) == "7"
 
 
+SLOW = {"DiLoCo": 0.32, "DAdamW": 4.0}
+WAGMA_RATE = {"WAGMA": "1e-2"}
+
+
 def race(**changes) -> Race:
     never = FALLING._replace(losses=(4.0, 3.0, 2.5, 2.1))
     fast, slow = "1gbit", "10mbit with a straggler"
@@ -98,11 +102,32 @@ def test_the_table_has_ratios_to_ddp_and_says_who_never_arrives():
     assert "| compute alone | 0.100 | 0.100 |" in text
 
 
-def test_without_pytorch_times_are_in_seconds():
-    curves = {k: v for k, v in race().curves.items() if k != DDP.name}
-    text = tables(race(curves=curves))
-    assert "2.000, in seconds" in text
-    assert "| DAdamW | 1e-2 | 40 | 4 | 160 |" in text
+def test_at_the_end_of_ddp_each_method_has_a_loss():
+    text = tables(race())
+    # DDP takes 8 s and 320 s; the fast ones have ended long before.
+    assert "| DAdamW | 2.000 | 2.000 |" in text
+    assert "| DiLoCo | 2.100 | 2.100 |" in text
+    half = race(seconds=race().seconds | {"1gbit": race().seconds["1gbit"] | SLOW})
+    assert half.loss_at_goal("DiLoCo", "1gbit") == pytest.approx(2.75)
+    assert half.loss_at_goal("DAdamW", "1gbit") == math.inf  # Before any evaluation.
+
+
+def test_who_would_end_after_ddp_is_not_run():
+    curves = race().curves | {"WAGMA": {"1gbit": [], "10mbit with a straggler": []}}
+    seconds = {x: of | {"WAGMA": 9.0} for x, of in race().seconds.items()}
+    text = tables(race(curves=curves, seconds=seconds, rates=race().rates | WAGMA_RATE))
+    assert "| WAGMA | 1e-2 | not run | slower | slower |" in text
+    assert "| WAGMA | - | - |" in text
+
+
+def test_without_pytorch_times_are_over_those_of_all_reduce():
+    of = {x: v for x, v in race().curves.items() if x != "DiLoCo"}
+    curves = {{DDP.name: ALL_REDUCE.name}.get(x, x): v for x, v in of.items()}
+    seconds = {x: v | {ALL_REDUCE.name: 0.4} for x, v in race().seconds.items()}
+    rates = race().rates | {ALL_REDUCE.name: "5e-3"}
+    text = tables(race(curves=curves, seconds=seconds, rates=rates, wholes={}))
+    assert "2.000, over that of all-reduce:" in text
+    assert "| DAdamW | 1e-2 | 40 | 0.25 | 10.00 |" in text
     assert "- 1gbit: DAdamW is the fastest of this library." in text
 
 

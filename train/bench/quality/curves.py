@@ -41,12 +41,18 @@ class Curve(NamedTuple):
         """The first step with this loss, between evaluations on a straight line."""
         return _first(self.steps, self.losses, loss)
 
-    def seconds_to(self, loss: float, per_step: float | None = None) -> float:
-        """The seconds up to this loss; of a simulated run by the seconds of a step."""
-        if self.seconds:
-            return _first(self.seconds, self.losses, loss)
-        assert per_step is not None
-        return per_step * self.steps_to(loss)
+    def times(self, per_step: float) -> Sequence[float]:
+        """Seconds of the evaluations; of a simulated run by the seconds of a step."""
+        return self.seconds or [per_step * step for step in self.steps]
+
+    def seconds_to(self, loss: float, per_step: float) -> float:
+        """The seconds up to the first with this loss."""
+        return _first(self.times(per_step), self.losses, loss)
+
+    def loss_at(self, seconds: float, per_step: float) -> float:
+        """The loss at a time, the last one after the end, and infinite before any."""
+        times = self.times(per_step)
+        return float(np.interp(seconds, times, self.losses, left=math.inf))
 
 
 def _first(places: Sequence[float], losses: Sequence[float], loss: float) -> float:

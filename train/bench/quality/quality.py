@@ -180,7 +180,7 @@ def steps_to_goal(quality: Quality, race: Race) -> list[dict[str, Any]]:
     rows = []
     for method in quality.methods:
         runs = race.curves[method.name][str(quality.settings[0])]
-        steps = min(run.steps_to(race.goal) for run in runs)
+        steps = min((run.steps_to(race.goal) for run in runs), default=math.inf)
         if method.simulated and not method.torch and math.isfinite(steps):
             config = json.loads(config_json(load_config(method.file(quality.configs))))
             rows.append({"name": method.name, "steps": steps, "config": config})
@@ -188,7 +188,10 @@ def steps_to_goal(quality: Quality, race: Race) -> list[dict[str, Any]]:
 
 
 class Runs:
-    """The runs of a race, trained when they are asked for, and kept."""
+    """The runs of a race, trained when they are asked for, and kept.
+
+    A whole run on the cluster is not asked for if it would end after DDP's.
+    """
 
     def __init__(self, quality: Quality, seconds: Seconds):
         self._quality, self._seconds = quality, seconds
@@ -215,13 +218,17 @@ class Runs:
 
     def curves(self, method: Method, setting: Setting) -> list[Curve]:
         """Runs of ever more steps, up to the first that reaches the goal."""
+        horizons = self._quality.horizons
         if method.simulated:
             train = functools.partial(self._simulated, method)
         elif method.torch:
             train = functools.partial(self._unlimited, method)
         else:
             train = functools.partial(self.real, method, setting)
-        return until(self.goal, self._quality.horizons, train)
+            of = self._seconds[str(setting)]
+            longest = of.get(DDP.name, of[ALL_REDUCE.name]) / of[method.name]
+            horizons = [x for x in horizons if x <= longest * self._first]
+        return until(self.goal, horizons, train)
 
     def real(self, method: Method, setting: Setting, horizon: float) -> Curve:
         return self._real(method, setting, self.rate(method), horizon)

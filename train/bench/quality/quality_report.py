@@ -2,12 +2,11 @@
 
 import math
 from collections.abc import Mapping
+from math import inf
 from typing import NamedTuple
 
-import numpy as np
-
 from train.bench.quality.curves import Curve
-from train.bench.quality.methods import ALONE, DDP, FP16, POWERSGD
+from train.bench.quality.methods import ALL_REDUCE, ALONE, DDP, FP16, POWERSGD
 from train.bench.quality.seconds import Seconds
 from train.cli.tables import markdown
 from train.figures.quality_figure import Line, Panel
@@ -21,6 +20,7 @@ class Race(NamedTuple):
       seconds: seconds of a step by network and method.
       rates: best learning rate of each method.
       curves: runs of each method by network; the last reaches the goal, if one does.
+        A method that must run on the cluster has none where it would end after DDP.
       wholes: whole runs on the cluster by "METHOD at NETWORK", each with its
         prediction by step.
     """
@@ -31,46 +31,43 @@ class Race(NamedTuple):
     curves: Mapping[str, Mapping[str, list[Curve]]]
     wholes: Mapping[str, tuple[Curve, Curve]]
 
+    @property
+    def reference(self) -> str:
+        """Whose time others have: DDP's, or that of all-reduce without PyTorch."""
+        return (DDP if DDP.name in self.curves else ALL_REDUCE).name
+
     def seconds_to_goal(self, method: str, setting: str) -> float:
         """Seconds of training until the goal is reached; infinite if it never is."""
         per_step = self.seconds[setting][method]
         runs = self.curves[method][setting]
-        return min(run.seconds_to(self.goal, per_step) for run in runs)
+        return min((run.seconds_to(self.goal, per_step) for run in runs), default=inf)
+
+    def loss_at_goal(self, method: str, setting: str) -> float:
+        """The least loss of a method when the reference reaches the goal."""
+        seconds = self.seconds_to_goal(self.reference, setting)
+        per_step = self.seconds[setting][method]
+        runs = self.curves[method][setting]
+        return min((run.loss_at(seconds, per_step) for run in runs), default=inf)
 
 
 def tables(race: Race) -> str:
     """Returns Markdown: times to the goal, seconds of a step, and the whole runs."""
     networks = list(race.seconds)
-    times = {
-        method: {x: race.seconds_to_goal(method, x) for x in networks}
+    losses = [
+        [method, *(_finite(race.loss_at_goal(method, x)) for x in networks)]
         for method in race.curves
-    }
-    reference = times.get(DDP.name)
-    rows = []
-    for method, of_networks in times.items():
-        runs = race.curves[method][networks[0]]
-        steps = min(run.steps_to(race.goal) for run in runs)
-        last = runs[-1]
-        reached = (
-            f"{steps:.0f}"
-            if math.isfinite(steps)
-            else f"{last.losses[-1]:.3f} after {last.num_steps}"
-        )
-        cells = [
-            _ratio(of_networks[x], reference[x] if reference else None)
-            for x in networks
-        ]
-        rows.append([method, race.rates[method], reached, *cells])
-    unit = "over PyTorch DDP's" if reference else "in seconds"
-    head = ["method", "learning rate", "steps", *networks]
+    ]
     seconds = [
         [name, *(f"{race.seconds[x][name]:.3f}" for x in networks)]
         for name in [ALONE.name, *race.curves]
     ]
     parts = [
-        f"Time to all-reduce's final held-out loss, {race.goal:.3f}, {unit}:",
-        markdown(head, rows),
-        *_best_lines(times, networks),
+        f"Time to all-reduce's final held-out loss, {race.goal:.3f}, over that of "
+        f"{race.reference}:",
+        _times(race, networks),
+        _best_lines(race, networks),
+        f"Held-out loss when {race.reference} reaches it:",
+        markdown(["method", *networks], losses),
         "Seconds of a step:",
         markdown(["method", *networks], seconds),
     ]
@@ -81,28 +78,49 @@ def tables(race: Race) -> str:
     return "\n\n".join(parts)
 
 
-def _ratio(seconds: float, reference: float | None) -> str:
-    if not math.isfinite(seconds):
-        return "never"
-    return f"{seconds / reference:.2f}" if reference else f"{seconds:.0f}"
+def _finite(loss: float) -> str:
+    return f"{loss:.3f}" if math.isfinite(loss) else "-"
 
 
-def _best_lines(
-    times: Mapping[str, Mapping[str, float]], networks: list[str]
-) -> list[str]:
+def _times(race: Race, networks: list[str]) -> str:
+    rows = []
+    for method, of_networks in race.curves.items():
+        cells = [_ratio(race, method, race.reference, x) for x in networks]
+        steps = _steps(race.goal, of_networks[networks[0]])
+        rows.append([method, race.rates[method], steps, *cells])
+    return markdown(["method", "learning rate", "steps", *networks], rows)
+
+
+def _steps(goal: float, runs: list[Curve]) -> str:
+    """The steps to the goal, or what the longest run ends with."""
+    steps = min((run.steps_to(goal) for run in runs), default=inf)
+    if math.isfinite(steps):
+        return f"{steps:.0f}"
+    last = runs[-1] if runs else None
+    return f"{last.losses[-1]:.3f} after {last.num_steps}" if last else "not run"
+
+
+def _ratio(race: Race, method: str, reference: str, network: str) -> str:
+    seconds = race.seconds_to_goal(method, network)
+    if math.isfinite(seconds):
+        return f"{seconds / race.seconds_to_goal(reference, network):.2f}"
+    return "never" if race.curves[method][network] else "slower"
+
+
+def _best_lines(race: Race, networks: list[str]) -> str:
     """The fastest method of each network, beside the best of DDP and its hooks."""
-    theirs = [x.name for x in (DDP, FP16, POWERSGD) if x.name in times]
+    theirs = [x.name for x in (DDP, FP16, POWERSGD) if x.name in race.curves]
+    ours = [x for x in race.curves if "PyTorch" not in x and "Decent-DP" not in x]
     lines = []
     for network in networks:
-        ours = [x for x in times if "PyTorch" not in x and "Decent-DP" not in x]
-        best = min(ours, key=lambda name: times[name][network])
+        best = min(ours, key=lambda x: race.seconds_to_goal(x, network))
         text = f"- {network}: {best} is the fastest of this library"
         if theirs:
-            hook = min(theirs, key=lambda name: times[name][network])
-            ratio = _ratio(times[best][network], times[hook][network])
+            hook = min(theirs, key=lambda x: race.seconds_to_goal(x, network))
+            ratio = _ratio(race, best, hook, network)
             text += f", {ratio} of {hook}, the fastest of DDP"
         lines.append(text + ".")
-    return ["\n".join(lines)]
+    return "\n".join(lines)
 
 
 def _whole(race: Race, pair: str) -> list[str]:
@@ -126,10 +144,9 @@ def panels(race: Race) -> list[Panel]:
 def _panel(race: Race, network: str) -> Panel:
     lines = []
     for method, of_networks in race.curves.items():
-        run = of_networks[network][-1]
-        per_step = race.seconds[network][method]
-        seconds = run.seconds or (per_step * np.array(run.steps)).tolist()
-        lines.append(Line(method, seconds, run.losses))
+        for run in of_networks[network][-1:]:
+            seconds = run.times(race.seconds[network][method])
+            lines.append(Line(method, seconds, run.losses))
     dots = [
         Line(pair, whole.seconds, whole.losses)
         for pair, (whole, _) in race.wholes.items()
