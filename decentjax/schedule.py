@@ -136,6 +136,12 @@ class Schedule:
         begun = sum(one.exchange is not None for one in self.rounds[:rest])
         return periods * len(self.exchanges) + begun
 
+    def step_of(self, number: int) -> int:
+        """The step at which a round begins, by its number from 0 on."""
+        begins = [t for t, one in enumerate(self.rounds) if one.exchange is not None]
+        periods, rest = divmod(number, len(begins))
+        return periods * self.period + begins[rest]
+
     # With __getitem__ alone Python would iterate for ever.
     __iter__ = None
 

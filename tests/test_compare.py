@@ -11,7 +11,13 @@ import pytest
 from scipy import stats
 
 from train.compare import compare
-from train.config import ExchangeConfig, LogConfig, TopologyConfig, WorkersConfig
+from train.config import (
+    ExchangeConfig,
+    LogConfig,
+    RoundsConfig,
+    TopologyConfig,
+    WorkersConfig,
+)
 from train.run.clock import Clock
 from train.run.comparison import Entry, holm, statements, table
 from train.run.log import read_metrics
@@ -177,6 +183,26 @@ def test_peers_that_have_no_clock_are_refused(way, algorithm, clock, words):
     base = RING if way == "swaps" else WAGMA
     config = by_peers(dataclasses.replace(base, step=step), way)
     with pytest.raises(ValueError, match=words):
+        clock.run(config, 0)
+
+
+def test_rounds_have_a_clock():
+    """A round of every fourth step waits for a quarter of the messages."""
+    step = dataclasses.replace(RING.step, algorithm="rounds", message_dtype=None)
+    clock = Clock(compute="1us", sigma=0, between="1kbit")  # The messages are all.
+
+    def seconds(**rounds) -> float:
+        config = dataclasses.replace(RING, step=step, num_steps=16)
+        config = dataclasses.replace(config, rounds=RoundsConfig(**rounds))
+        return clock.run(config, 0).times.end.max()
+
+    each_step, fourth = seconds(every_steps=1), seconds(every_steps=4)
+    assert fourth == pytest.approx(each_step / 4, rel=1e-3)
+    # A leaf of one number sends a byte, and a scale of four.
+    coded = seconds(every_steps=4, codec="int8")
+    assert coded == pytest.approx(fourth * 5 / 4, rel=1e-3)
+    config = dataclasses.replace(by_peers(RING, "arrived"), step=step)
+    with pytest.raises(ValueError, match="rounds by peers have no clock"):
         clock.run(config, 0)
 
 

@@ -29,6 +29,7 @@ from train.config import (
     Config,
     DistributedConfig,
     ExchangeConfig,
+    RoundsConfig,
     StepConfig,
     StragglerConfig,
     TopologyConfig,
@@ -44,9 +45,13 @@ from train.run.checkpoint import find_checkpoints, read_models
 from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.optimizers import build_optimizer
+from train.run.replayed import repeat
 from train.run.scores import read_trained
 
 RING = ("--exchange.where", "peers", "--topology.name", "ring")
+
+
+ROUNDS = StepConfig(algorithm="rounds")
 
 
 def as_process(number: int, count: int, config: Config = line.config, **changes):
@@ -111,6 +116,34 @@ def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
         (step, i, j) for step in range(12) for i in range(4) for j in (i ^ 1, 3 - i)
     }
     assert all(step == version for step, *_, version in rows)
+
+
+def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(tmp_path):
+    options = [*RING, "--exchange.patience", "None", "--step.algorithm", "rounds"]
+    options += ["--rounds.every-steps", "3", "--rounds.delay", "2"]
+    options += ["--rounds.outer", "nesterov", "--rounds.merge", "shift"]
+    run_dir = tmp_path / "line"
+    with launch(2, run_dir, *options) as job:
+        ended(job)
+    config = dataclasses.replace(
+        job_line.config,
+        topology=TopologyConfig(name="ring"),
+        step=dataclasses.replace(job_line.config.step, algorithm="rounds"),
+        rounds=RoundsConfig(every_steps=3, delay=2, outer="nesterov", merge="shift"),
+    )
+    wanted = train(config, tmp_path / "simulated").state.params
+    shapes = {"params": jax.tree.map(lambda x: x[:2], wanted), "model_state": ()}
+    for number in (0, 1):
+        _, got = read_models(run_dir / f"process-{number}", shapes)
+        for name, x in got["params"].items():
+            own = wanted[name][2 * number : 2 * number + 2]
+            np.testing.assert_allclose(x, own, rtol=0, atol=1e-6)
+    rows = used(run_dir, 0)
+    assert {(step, version) for step, *_, version in rows} == {
+        (t, t) for t in (0, 3, 6, 9)
+    }
+    with pytest.raises(ValueError, match="only exchanges in each step are repeated"):
+        repeat(config, config.task.build(), [], lambda *_: None)
 
 
 PUSH_SUM = [*RING, "--exchange.way", "push_sum"]
@@ -415,12 +448,23 @@ def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"step": StepConfig(algorithm="atc")}, "atc waits for other workers"),
+        (
+            {"step": StepConfig(algorithm="atc")},
+            "atc with exchange.way = arrived waits for other",
+        ),
         (
             {"step": StepConfig(algorithm="all_reduce")},
-            "all_reduce waits for other workers",
+            "all_reduce with exchange.way = arrived waits",
         ),
         ({"step": StepConfig(message_dtype="bfloat16")}, "in their own dtype"),
+        (
+            {"step": ROUNDS, "rounds": RoundsConfig(every_steps=2, codec="int8")},
+            'leave rounds.codec at "none", got int8',
+        ),
+        (
+            {"step": ROUNDS, "exchange": ExchangeConfig(where="peers", way="swaps")},
+            "rounds with exchange.way = swaps waits for other workers",
+        ),
         (
             {"topology": TopologyConfig(name="complete")},
             "averages over groups or nodes, which takes collectives",

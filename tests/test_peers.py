@@ -253,7 +253,8 @@ def test_rounds_by_peers_have_the_numbers_of_the_step(how, tmp_path):
     if how.schedule.delay == 0:
         merged = how.schedule.count(num_steps)
     for of_worker in used:
-        assert [one.step for one in of_worker] == list(range(merged))
+        begins = [t for t in range(num_steps) if how.schedule[t].sends is not None]
+        assert [one.step for one in of_worker] == begins[:merged]
         assert all(one.models for one in of_worker)
 
 
@@ -276,7 +277,7 @@ def test_a_late_peer_of_a_round_is_not_awaited(tmp_path):
         assert train_step.refused == {}
     for name, leaf in state.params.items():
         np.testing.assert_allclose(leaf[0], alone[name], rtol=1e-6)
-    assert [(one.step, one.models) for one in used] == [(0, ()), (1, ())]
+    assert [(one.step, one.models) for one in used] == [(0, ()), (2, ())]
 
 
 def adapt_alone(params, num_steps):

@@ -608,7 +608,7 @@ class Config:
                 'rounds.codec at "none"'
             )
         if self.exchange.where == "peers":
-            _check_peers(self.step, topology, self.exchange.way)
+            _check_peers(self.step, self.rounds, topology, self.exchange.way)
         if self.exchange.way == "wagma" and (
             self.topology.name != "butterfly_groups" or self.topology.mean_every is None
         ):
@@ -619,12 +619,24 @@ class Config:
             )
 
 
-def _check_peers(step: StepConfig, topology: Topology, way: str) -> None:
+def _check_peers(
+    step: StepConfig, rounds: RoundsConfig, topology: Topology, way: str
+) -> None:
     """Raises a ValueError for what takes collectives between the processes."""
-    if step.algorithm != "awc" and (step.algorithm, way) != ("atc", "wagma"):
+    pair = step.algorithm, way
+    if step.algorithm != "awc" and pair not in (
+        ("atc", "wagma"),
+        ("rounds", "arrived"),
+    ):
         raise ValueError(
-            f"{step.algorithm} waits for other workers, and peers wait for "
-            'none; set step.algorithm to "awc", or exchange.where to "auto"'
+            f"{step.algorithm} with exchange.way = {way} waits for other workers, and "
+            'peers wait for none; set step.algorithm to "awc", exchange.way to '
+            '"arrived", or exchange.where to "auto"'
+        )
+    if rounds.codec != "none":
+        raise ValueError(
+            f'peers send models as they are: leave rounds.codec at "none", got '
+            f"{rounds.codec}"
         )
     if step.message_dtype is not None:
         raise ValueError(

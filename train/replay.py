@@ -32,7 +32,7 @@ def replay(run: Annotated[Path, tyro.conf.Positional]) -> dict[int, float]:
       The greatest difference of a parameter, for each worker.
 
     Raises:
-      ValueError: if the run has no record, or a process came back in it.
+      ValueError: if the run has rounds or no record, or a process came back in it.
     """
     folders = process_folders(run)
     if not folders:

@@ -44,8 +44,8 @@ class PeerRounds(LateRounds):
       digest: text that all workers must share, such as their config.
       bind: HOST or HOST:PORT where this process listens.
       record: as in `Background`, for "compute" and "wait".
-      used: function that is called with what each worker has mixed; `step` counts the
-        rounds, and `group` is the number of the fragment.
+      used: function that is called with what each worker has mixed; a round has the
+        step at which it begins, and `group` is the number of the fragment.
 
     Raises:
       ValueError: if the rounds have nodes or a compression, the workers do not fit them
@@ -165,9 +165,17 @@ class _PeerCarrier:
         for worker, own in zip(self.workers, of_workers, strict=True):
             used, versions = self._way.take(worker, group, own, number, deadline)
             rows.append(Arrived.combine(self.topology, used, versions))
-            self.used(used)
+            self.used(self._by_step(used))
         mixed = with_rows(list(models.values()), rows, self.mesh)
         return dict(zip(models, mixed, strict=True))
+
+    def _by_step(self, used: Used) -> Used:
+        """A record of rounds by the steps at which they begin."""
+        at = self.schedule.step_of
+        models = (
+            one._replace(step=at(one.step), sent=at(one.sent)) for one in used.models
+        )
+        return used._replace(step=at(used.step), models=tuple(models))
 
     def settle(self) -> None:
         """Returns at once: no other program can wait for an exchange of this one."""

@@ -152,13 +152,9 @@ class InStep(contextlib.nullcontext):
         """Does nothing: no message is on its way between two steps."""
 
 
+PeerStep = gossip.Peers | gossip.Wagma | gossip.PeerRounds
 LoopStep = (
-    InStep
-    | gossip.Background
-    | gossip.BackgroundRounds
-    | gossip.AllReduce
-    | gossip.Peers
-    | gossip.Wagma
+    InStep | gossip.Background | gossip.BackgroundRounds | gossip.AllReduce | PeerStep
 )
 LocalUpdate = Callable[..., tuple[WorkerState, Metrics]]
 

@@ -14,6 +14,7 @@ from decentjax.topology import butterfly_groups
 from train.config import Config
 from train.network import rate, seconds
 from train.run.peers import as_used, wagma_groups
+from train.run.rounds import build_rounds, sent_bytes
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,10 +59,22 @@ class Clock:
         Raises:
           ValueError: if there is no clock, or no model of the time of such a run.
         """
-        cluster, job = self._cluster(config), self._job(_model_bytes(config))
-        count, exchange = config.num_steps, config.exchange
+        task, count, exchange = config.task.build(), config.num_steps, config.exchange
+        model, _ = jax.eval_shape(task.init, jax.random.key(0))
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model))
+        cluster, job = self._cluster(config), self._job(size)
         if config.step.algorithm == "all_reduce":
             return Timed(runtime.all_reduce(cluster, job, count, seed))
+        if config.step.algorithm == "rounds":
+            if exchange.where == "peers":
+                raise ValueError(
+                    "rounds by peers have no clock: compare them with exchange.where = "
+                    "auto, which has their numbers where they wait for all"
+                )
+            rounds = build_rounds(config, task)
+            job = dataclasses.replace(job, model_bytes=sent_bytes(rounds, None, model))
+            schedule = rounds.schedule
+            return Timed(runtime.rounds(cluster, job, schedule, count, seed))
         graph = config.topology.build(config.workers)
         if exchange.where == "background":
             return Timed(runtime.background(cluster, job, graph, count, seed))
@@ -117,11 +130,6 @@ class Timed(NamedTuple):
 
     times: runtime.Times
     records: Sequence[gossip.Used] = ()
-
-
-def _model_bytes(config: Config) -> int:
-    params, _ = jax.eval_shape(config.task.build().init, jax.random.key(0))
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(params))
 
 
 def _used(

@@ -240,7 +240,7 @@ def _prepare(
         assert mesh is not None
         assert log is not None
         local = bind_adapt(config, task, optimizer)
-        train_step = build_peers(config, local, mesh, run_dir, watch.add, record)
+        train_step = build_peers(config, task, local, mesh, run_dir, watch.add, record)
         stack.enter_context(train_step)
         if is_late and begin.step < config.num_steps:
             begin = join(train_step, begin, batches, put, config.num_steps - 1, log)

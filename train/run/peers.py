@@ -23,19 +23,20 @@ from train.cli.config_json import read_fields, to_json
 from train.config import Config
 from train.data.batches import Feed
 from train.job.peers import address_of, peer_place
-from train.run.build import LocalUpdate
+from train.run.build import LocalUpdate, PeerStep
 from train.run.checkpoint import find_checkpoints
 from train.run.finite import WatchState
 from train.run.folder import process_folders, writing
 from train.run.log import METRICS, Log, warn
 from train.run.resume import FREE, Begin, without
+from train.run.rounds import build_rounds
+from train.tasks.task import Task
 
 JOIN_SECONDS = 5.0  # For a peer's model, before a process goes on from its own.
 USED = "used.csv"
 # As in `gossip.Used` and `gossip.Taken`; the last four are empty where none has come.
 COLUMNS = ("step", "worker", "group", "mass", "peer", "version", "sent", "share")
 SILENT_SECONDS = 60.0  # Of a member of a group, before others no longer await it.
-PeerStep = gossip.Peers | gossip.Wagma
 # Fields of `exchange` in which peers may differ.
 OWN = ("patience", "bind", "addresses")
 
@@ -90,6 +91,7 @@ def write_shared(config: Config, folder: Path) -> None:
 
 def build_peers(
     config: Config,
+    task: Task,
     local: LocalUpdate,
     mesh: Mesh,
     folder: Path,
@@ -100,6 +102,7 @@ def build_peers(
 
     Args:
       config: config of the run.
+      task: its task.
       local: the local update.
       mesh: devices of this process's workers.
       folder: folder of this process.
@@ -132,6 +135,18 @@ def build_peers(
             order="atc" if config.step.algorithm == "atc" else "awc",
             patience=patience or SILENT_SECONDS,
             used=lambda one: used(as_used(one)),
+            **options,
+        )
+    if config.step.algorithm == "rounds":
+        rounds = build_rounds(config, task)
+        return gossip.PeerRounds(
+            local,
+            rounds,
+            book,
+            place.workers,
+            mesh,
+            patience=patience,
+            used=used,
             **options,
         )
     return gossip.Peers(
@@ -173,6 +188,8 @@ def join(
 ) -> Begin:
     """Returns where a process that was started again goes on: where its peers are.
 
+    One of rounds goes on from its own checkpoint, as their outer state does not travel.
+
     Args:
       peers: the step.
       begin: its own checkpoint.
@@ -181,6 +198,9 @@ def join(
       last: latest step at which it can go on.
       log: log of this process.
     """
+    if isinstance(peers, gossip.PeerRounds):
+        log.say(f"goes on with its own model of step {begin.step}")
+        return begin
     log.say(f"asks its peers for a model, for up to {JOIN_SECONDS:g} s")
     batch = put(next(batches).arrays)
     state, step = peers.join(begin.state, batch, JOIN_SECONDS)

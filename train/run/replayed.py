@@ -39,8 +39,10 @@ def repeat(
       observe: function that is called with worker, step and metrics of each step.
 
     Raises:
-      ValueError: if the record is not whole.
+      ValueError: if the record is not whole, or of rounds.
     """
+    if config.step.algorithm == "rounds":
+        raise ValueError("only exchanges in each step are repeated, and no rounds")
     workers = range(config.workers.num_workers)
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     local = bind_adapt(config, task, optimizer)

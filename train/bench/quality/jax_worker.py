@@ -55,7 +55,7 @@ def _runner(configs: Path, method: Method) -> Runner:
         mesh, workers = worker_mesh(1, jax.local_devices()), [jax.process_index()]
         folder = Path(os.environ["BOOKS"]) / config.name / f"process-{workers[0]}"
         local = bind_adapt(config, task, optimizer)
-        train_step = build_peers(config, local, mesh, folder, lambda _: None)
+        train_step = build_peers(config, task, local, mesh, folder, lambda _: None)
         finish = rest
     else:
         mesh = worker_mesh(config.workers.num_workers)
