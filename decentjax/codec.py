@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._collectives import AxisName, permute, sum_dtype
 from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
-from decentjax.mixing import check_size, weighted
+from decentjax.mixing import check_size, over_shards, weighted
 
 Message = tuple[jax.Array, ...]
 Noise = Callable[[jax.Array, int], jax.Array]
@@ -142,6 +143,56 @@ def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec
 def exact() -> Codec:
     """Sends each leaf as it is; for comparison."""
     return Codec("exact", lambda x, key: (x,), lambda message, shape: message[0])
+
+
+def on_shards(codec: Codec, sharding: NamedSharding) -> Codec:
+    """The codec of a leaf that a worker's slice of the mesh holds in shards.
+
+    Each device encodes its shard alone; an array of a message is those of all shards,
+    one after the other.
+
+    Args:
+      codec: the codec of each shard.
+      sharding: where the shards of one worker's leaf lie.
+    """
+    axes = axes_of(sharding)
+    if not axes:
+        return codec
+    leaf, message = sharding.spec, PartitionSpec(axes)
+
+    def encode(x: jax.Array, key: jax.Array) -> Message:
+        def shard(x: jax.Array, key: jax.Array) -> Message:
+            return codec.encode(x, jax.random.fold_in(key, lax.axis_index(axes)))
+
+        return over_shards(shard, (leaf, PartitionSpec()), message)(x, key)
+
+    def decode(coded: Message, shape: tuple[int, ...]) -> jax.Array:
+        local = sharding.shard_shape(shape)
+        return over_shards(lambda x: codec.decode(x, local), (message,), leaf)(coded)
+
+    return Codec(codec.name, encode, decode)
+
+
+def axes_of(sharding: NamedSharding) -> tuple[str, ...]:
+    """The axes of the mesh over which a leaf is cut."""
+    parts = [x if isinstance(x, tuple) else (x,) for x in sharding.spec if x]
+    return tuple(axis for part in parts for axis in part)
+
+
+def empty_message(codec: Codec, leaf: jax.Array, sharding: Any) -> Message:
+    """The message of zeros; of a leaf in shards outside of the mesh.
+
+    Args:
+      codec: the codec of the leaf, or of each shard.
+      leaf: the leaf.
+      sharding: where its shards lie, or None.
+    """
+    shape, count = leaf.shape, 1
+    if sharding is not None:
+        shape = sharding.shard_shape(shape)
+        count = math.prod(sharding.mesh.shape[axis] for axis in axes_of(sharding))
+    one = codec.encode(jnp.zeros(shape, leaf.dtype), jax.random.key(0))
+    return tuple(jnp.concatenate([x] * count) if count > 1 else x for x in one)
 
 
 def num_bytes(codec: Codec, shape: tuple[int, ...]) -> int:

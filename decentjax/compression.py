@@ -5,9 +5,16 @@ from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import NamedSharding
 
 from decentjax._collectives import sum_dtype
-from decentjax.codec import Codec, Message, check_encodable
+from decentjax.codec import (
+    Codec,
+    Message,
+    check_encodable,
+    empty_message,
+    on_shards,
+)
 from decentjax.exchange import Exchange, Groups
 from decentjax.schedule import Schedule
 
@@ -36,9 +43,12 @@ class Compression:
       of: what is sent.
       keep: b, the part of the error that is sent later.
       step: c, in (0, 1], for "copy".
+      shards: where a worker is a slice of the mesh, a `NamedSharding` for each leaf of
+        one model: each device encodes and sends its shard alone.
 
     Raises:
       ValueError: if a number is out of range.
+      TypeError: if shards has something else.
 
     Source: Tang et al., DeepSqueeze (2019), Algorithm 1; Sarfi et al., SparseLoCo
     (2025); Koloskova et al., Decentralized Stochastic Optimization and Gossip
@@ -49,8 +59,15 @@ class Compression:
     of: Literal["model", "drift", "copy"] = "model"
     keep: float = 1.0
     step: float = 1.0
+    shards: Any = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self):
+        for one in jax.tree.leaves(self.shards):
+            if not isinstance(one, NamedSharding):
+                raise TypeError(
+                    "shards must have a NamedSharding for each leaf of a model, got "
+                    f"{type(one).__name__}"
+                )
         if self.of not in ("model", "drift", "copy"):
             raise ValueError(f'of must be "model", "drift" or "copy", got {self.of!r}')
         if not 0 <= self.keep <= 1 or not 0 < self.step <= 1:
@@ -64,6 +81,15 @@ class Compression:
                 f'keep is not for "copy", and step for nothing else; got "{self.of}" '
                 f"with {self.keep} and {self.step}"
             )
+
+    def sharding(self, number: int) -> NamedSharding | None:
+        """Where the shards of a leaf lie, by its number."""
+        return None if self.shards is None else jax.tree.leaves(self.shards)[number]
+
+    def codec_of(self, number: int) -> Codec:
+        """The codec of a leaf, by its number."""
+        sharding = self.sharding(number)
+        return self.codec if sharding is None else on_shards(self.codec, sharding)
 
     def check(self, schedule: Schedule, has_anchor: bool) -> None:
         """Raises a ValueError if the schedule's exchanges cannot be of this kind."""
@@ -121,9 +147,12 @@ def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded
     def zeros() -> Leaves:
         return {n: jnp.zeros_like(x, sum_dtype(x)) for n, x in leaves.items()}
 
-    key, messages = jax.random.key(0), {}
+    messages = {}
     if is_late:
-        messages = {n: compression.codec.encode(x, key) for n, x in zeros().items()}
+        messages = {
+            n: empty_message(compression.codec, x, compression.sharding(n))
+            for n, x in zeros().items()
+        }
     if compression.of == "copy":  # All begin with one model, which every peer knows.
         known = {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in leaves.items()}
         return Coded(known, zeros(), messages)
@@ -153,8 +182,9 @@ def encode_leaves(
         payload = x.astype(sum_dtype(x)) + part * memory[number]
         if compression.of == "drift":
             payload = payload - as_seen(anchor[number], x)
-        message = compression.codec.encode(payload, jax.random.fold_in(key, number))
-        decoded = compression.codec.decode(message, x.shape)
+        codec = compression.codec_of(number)
+        message = codec.encode(payload, jax.random.fold_in(key, number))
+        decoded = codec.decode(message, x.shape)
         memory[number] = memory[number] + decoded if is_copy else payload - decoded
         messages[number] = message
     return coded._replace(memory=memory, messages=messages)

@@ -131,7 +131,9 @@ def mix(
         return _mix_leaf(x, _Mixing(exchange, axis_name, dtype, lowering))
 
     mix_leaves = functools.partial(_map_floats, mix_leaf)
-    return (mix_leaves if shards is None else _on_shards(mix_leaves, shards))(params)
+    if shards is not None:
+        mix_leaves = over_shards(mix_leaves, (shards,), shards)
+    return mix_leaves(params)
 
 
 def global_mean(params: Tree, axis_name: AxisName) -> Tree:
@@ -173,13 +175,19 @@ def _mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return divided(total, lax.axis_size(axis_name))
 
 
-def _on_shards(function: Callable[[Tree], Tree], shards: Any) -> Callable[[Tree], Tree]:
-    """Runs the function on each device's shard of a worker's slice."""
+def over_shards(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+    """The function of each device's shard of a worker's slice.
+
+    Args:
+      function: the function.
+      in_specs: partition specs of its arguments, over the axes of the slice.
+      out_specs: those of its results.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     return jax.shard_map(
         function,
-        in_specs=(shards,),
-        out_specs=shards,
+        in_specs=in_specs,
+        out_specs=out_specs,
         # The axis of the workers is mapped already, by the shard_map around this one.
         axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
         check_vma=False,

@@ -21,10 +21,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._collectives import sum_dtype
-from decentjax.codec import mean_encoded, mix_encoded
+from decentjax.codec import axes_of, mean_encoded, mix_encoded
 from decentjax.compression import (
     Coded,
     Compression,
@@ -35,7 +35,7 @@ from decentjax.compression import (
     init_coded,
 )
 from decentjax.exchange import Exchange
-from decentjax.mixing import is_mixed, mix
+from decentjax.mixing import is_mixed, mix, over_shards
 from decentjax.schedule import Event, Fragment, Round, Schedule
 from decentjax.step import AXIS, Adapt, Metrics, Mix, WorkerState, mix_workers
 
@@ -292,18 +292,25 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
       shards: as in `mix`; partition specs of the params.
 
     Raises:
-      ValueError: if encoded leaves have shards: a codec takes whole leaves.
+      ValueError: if encoded leaves are given shards here: their codec needs them too.
     """
-    if shards is not None:
-        if rounds.compression is not None:
-            raise ValueError("a codec encodes whole leaves: leave shards at None")
+    compression = rounds.compression
+    if compression is None:
+        if shards is None:
+            return mix_workers
         specs = jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, PartitionSpec))
         return functools.partial(_mix_shards, specs)
-    if rounds.compression is None:
-        return mix_workers
-    average = mean_encoded if rounds.compression.of == "drift" else mix_encoded
-    codec = rounds.compression.codec
-    return functools.partial(average, codec=codec, axis_name=AXIS)
+    if shards is not None:
+        raise ValueError(
+            "encoded leaves are cut where the compression says: give it the shards, "
+            "Compression(..., shards=NamedShardings), and none here"
+        )
+    average = mean_encoded if compression.of == "drift" else mix_encoded
+    average = functools.partial(average, codec=compression.codec, axis_name=AXIS)
+    if compression.shards is None:
+        return average
+    shardings = jax.tree.leaves(compression.shards)
+    return functools.partial(_mix_coded_shards, average, shardings)
 
 
 def _mix_shards(
@@ -311,6 +318,17 @@ def _mix_shards(
 ) -> Leaves:
     of_leaves = {number: specs[number] for number in leaves}
     return mix(leaves, exchange, AXIS, shards=of_leaves)
+
+
+def _mix_coded_shards(
+    average: Callable, shardings: list[NamedSharding], coded: Any, exchange: Exchange
+) -> Leaves:
+    cut = {number: shardings[number] for number in coded}
+    of_leaves = {number: one.spec for number, one in cut.items()}
+    of_messages = {number: PartitionSpec(axes_of(one)) for number, one in cut.items()}
+    in_specs = {number: (of_leaves[number], of_messages[number]) for number in coded}
+    mixed = functools.partial(average, exchange=exchange)
+    return over_shards(mixed, (in_specs,), of_leaves)(coded)
 
 
 def _without_messages(carried: RoundState) -> RoundState:

@@ -603,6 +603,36 @@ MUTANTS = [
         "tests/test_rounds.py -k slice_of_the_mesh",
     ),
     Mutant(
+        "decentjax/codec.py",
+        "jax.random.fold_in(key, lax.axis_index(axes))",
+        "key",
+        "tests/test_rounds.py -k noise_differs",
+    ),
+    Mutant(
+        "decentjax/rounds.py",
+        "functools.partial(_mix_coded_shards, average, shardings)",
+        "average",
+        "tests/test_rounds.py -k encoded_shards_travel",
+    ),
+    Mutant(
+        "decentjax/codec.py",
+        "jnp.concatenate([x] * count) if count > 1 else x",
+        "x",
+        "tests/test_rounds.py -k each_shard_is_encoded",
+    ),
+    Mutant(
+        "train/run/clock.py",
+        "model_bytes=sent_bytes(rounds, None, model)",
+        "model_bytes=size",
+        "tests/test_compare.py -k rounds_have_a_clock",
+    ),
+    Mutant(
+        "train/bench/quality/quality.py",
+        "if x * seconds[method.name] <= longest",
+        "",
+        "tests/test_bench_quality.py -k end_after_ddp",
+    ),
+    Mutant(
         "decentjax/_collectives.py",
         "cpu=as_bits, default=move)",
         "cpu=move, default=move)",

@@ -16,7 +16,7 @@ from test_emulate import needs_root
 
 from train.bench.quality.curves import Curve, best, until
 from train.bench.quality.methods import ALL_REDUCE, DDP, METHODS, RING
-from train.bench.quality.quality import Quality, find_pair
+from train.bench.quality.quality import Quality, find_pair, in_time
 from train.bench.quality.quality_report import Race, panels, tables
 from train.bench.quality.seconds import Setting
 from train.cli.load import load_config
@@ -113,6 +113,10 @@ def test_at_the_end_of_ddp_each_method_has_a_loss():
 
 
 def test_who_would_end_after_ddp_is_not_run():
+    wagma = next(x for x in METHODS if x.name == "WAGMA")
+    seconds = {ALL_REDUCE.name: 0.4, "WAGMA": 0.25}
+    assert in_time((1.0, 1.5, 2.0), seconds, wagma) == [1.0, 1.5]
+    assert in_time((0.5, 1.0), seconds | {DDP.name: 0.2}, wagma) == []
     curves = race().curves | {"WAGMA": {"1gbit": [], "10mbit with a straggler": []}}
     seconds = {x: of | {"WAGMA": 9.0} for x, of in race().seconds.items()}
     text = tables(race(curves=curves, seconds=seconds, rates=race().rates | WAGMA_RATE))

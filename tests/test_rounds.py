@@ -3,6 +3,7 @@
 import functools
 import itertools
 
+import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -28,10 +29,10 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from decentjax.codec import int8
+from decentjax.codec import int2, int8, top_k
 from decentjax.compression import Compression
 from decentjax.gossip import BackgroundRounds
-from decentjax.rounds import Rounds, default_mix, init_rounds, round_step
+from decentjax.rounds import Rounds, default_mix, init_rounds, round_step, send
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
 
 RATE = 0.1
@@ -474,10 +475,109 @@ def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
             np.testing.assert_allclose(flat(state.params), wanted[t], rtol=1e-10)
 
 
-def test_encoded_leaves_have_no_shards():
+def columns_loss(params, model_state, batch, key):
+    """As `loss_fn`, of a model whose matrix may be two leaves."""
+    if "b" not in params:
+        columns = [params.pop(name) for name in ("b0", "b1")]
+        params = {**params, "b": jnp.stack(columns, axis=1)}
+    return loss_fn(params, model_state, batch, key)
+
+
+SLICES = Mesh(np.array(jax.devices()[:8]).reshape(4, 2), (AXIS, "model"))
+CUT = {
+    "a": NamedSharding(SLICES, PartitionSpec()),
+    "b": NamedSharding(SLICES, PartitionSpec(None, "model")),
+}
+CODED = {
+    "late": (int2(), {}, every(topology.one_peer_ring(4), 2, delay=2), None),
+    "each step": (int2(), {}, every(topology.one_peer_ring(4), 1, delay=1), None),
+    "copies": (int2(), {"of": "copy", "step": 0.5}, every(RING, 2), None),
+    "diloco": (
+        top_k(0.5),
+        {"of": "drift", "keep": 0.9},
+        every(topology.complete(4), 3),
+        optax.sgd(0.7, 0.9, nesterov=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CODED)
+def test_each_shard_is_encoded_as_a_leaf_of_its_own(name):
+    codec, options, schedule, outer = CODED[name]
+    local = functools.partial(adapt, loss_fn=columns_loss, optimizer=SGD)
+
+    def start(how, params):
+        extra = init_rounds(how, params)
+        return init_state(params, SGD, jax.random.key(0), 4, extra=extra)
+
+    def put(x):
+        spec = (AXIS, None, "model") if x.shape == (4, 2, 2) else (AXIS,)
+        return jax.device_put(x, NamedSharding(SLICES, PartitionSpec(*spec)))
+
+    apart = Rounds(schedule, outer, compression=Compression(codec, **options))
+    params = model()
+    b = params.pop("b")
+    wanted = start(apart, {**params, "b0": b[:, 0], "b1": b[:, 1]})
+    by_leaf = simulate(
+        functools.partial(round_step, rounds=apart, adapt=local), schedule
+    )
+    how = Rounds(schedule, outer, compression=Compression(codec, **options, shards=CUT))
+    step = functools.partial(round_step, rounds=how, adapt=local)
+    by_shard = on_mesh(step, schedule, SLICES)
+    state = jax.tree.map(put, start(how, model()))
+    for t, batch in enumerate(np.float32(targets(4, 11))):
+        rows = jnp.asarray(batch[:, None])
+        wanted, _ = by_leaf(wanted, rows, t)
+        state, _ = by_shard(state, put(rows), t)
+        columns = jnp.stack([wanted.params["b0"], wanted.params["b1"]], axis=2)
+        np.testing.assert_allclose(state.params["b"], columns, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(
+            state.params["a"], wanted.params["a"], rtol=1e-5, atol=1e-6
+        )
+
+
+def test_between_slices_only_encoded_shards_travel():
+    """Device 2 i + k holds column k of worker i: in 8 bits two bytes and a scale."""
+    schedule = every(topology.one_peer_ring(4), 2, delay=1)
+    how = Rounds(schedule, compression=Compression(int8(), shards=CUT))
+    step = functools.partial(round_step, rounds=how, adapt=bind(SGD))
+    extra = init_rounds(how, model())
+    state = init_state(model(), SGD, jax.random.key(0), 4, extra=extra)
+    whole = functools.partial(step, event=schedule[0])
+    batch = jnp.zeros((4, 1, 7))
+    lowered = jax.jit(over_workers(whole, SLICES)).lower(state, batch)
+    found = hlo.collectives(lowered.compile().as_text(), 8)
+    between = [c for c in found if any(g[0] // 2 != g[-1] // 2 for g in c.groups)]
+    # Three bytes of leaf a and two of a column; two scales of four bytes.
+    assert sorted(c.num_bytes for c in between) == [5, 8]
+    for collective in between:
+        shards = [{device % 2 for device in group} for group in collective.groups]
+        assert all(len(shard) == 1 for shard in shards)
+
+
+WIDE = {"b": CUT["b"]}
+
+
+def test_noise_differs_between_shards():
+    """Equal columns are rounded each by its own random numbers."""
+    schedule = every(topology.ring(4), 1)
+    how = Rounds(schedule, compression=Compression(int8(), shards=WIDE))
+    params = {"b": jnp.tile(jnp.linspace(-1, 1, 512)[:, None], (1, 2))}
+    state = init_state(
+        params, SGD, jax.random.key(0), 4, extra=init_rounds(how, params)
+    )
+    begin = over_workers(functools.partial(send, how, None), SLICES)
+    coded = jax.jit(begin)(state).extra.coded
+    left, right = coded.memory[0][0].T
+    assert np.mean(np.asarray(left) != np.asarray(right)) > 0.2
+
+
+def test_the_shards_of_encoded_leaves_are_the_compressions():
     how = Rounds(every(topology.ring(4), 2), compression=Compression(int8()))
-    with pytest.raises(ValueError, match="encodes whole leaves"):
+    with pytest.raises(ValueError, match=r"Compression\(\.\.\., shards=NamedShardings"):
         default_mix(how, {"a": PartitionSpec()})
+    with pytest.raises(TypeError, match="a NamedSharding for each leaf of a model"):
+        Compression(int8(), shards={"a": PartitionSpec("model")})
 
 
 @pytest.mark.parametrize(

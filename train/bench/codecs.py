@@ -10,12 +10,18 @@ import jax
 import numpy as np
 from rich.console import Console
 
-from decentjax.codec import int4, int8, num_bytes, top_k
+from decentjax.codec import int2, int4, int8, num_bytes, top_k
 from train.bench.results import check_at_least, write_results
 from train.cli.tables import markdown
 
 COPY = "a copy"
-CODECS = {"int8": int8(), "int4": int4(), "top 1 %": top_k(0.01)}
+CODECS = {
+    "int8": int8(),
+    "int4": int4(),
+    "int2": int2(),
+    "top 1 %": top_k(0.01),
+    "top 1 %, int2": top_k(0.01, values=int2()),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

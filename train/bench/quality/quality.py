@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -139,6 +139,20 @@ def main(quality: Quality) -> int:
     return 0
 
 
+def in_time(
+    horizons: Sequence[float], seconds: Mapping[str, float], method: Method
+) -> list[float]:
+    """The horizons of a method that would end no later than DDP's first.
+
+    Args:
+      horizons: multiples of the configs' steps, which rise.
+      seconds: seconds of a step in a network, by method.
+      method: the method.
+    """
+    longest = horizons[0] * seconds.get(DDP.name, seconds[ALL_REDUCE.name])
+    return [x for x in horizons if x * seconds[method.name] <= longest]
+
+
 def step_seconds(quality: Quality) -> Seconds:
     """Seconds of a step by network and method, kept in a file."""
     path = quality.out / "seconds.json"
@@ -225,9 +239,7 @@ class Runs:
             train = functools.partial(self._unlimited, method)
         else:
             train = functools.partial(self.real, method, setting)
-            of = self._seconds[str(setting)]
-            longest = of.get(DDP.name, of[ALL_REDUCE.name]) / of[method.name]
-            horizons = [x for x in horizons if x <= longest * self._first]
+            horizons = in_time(horizons, self._seconds[str(setting)], method)
         return until(self.goal, horizons, train)
 
     def real(self, method: Method, setting: Setting, horizon: float) -> Curve:
