@@ -682,8 +682,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/bench/quality/quality_report.py",
-        "return min(run.seconds_to(self.goal, per_step) for run in runs)",
-        "return runs[0].seconds_to(self.goal, per_step)",
+        "min((run.seconds_to(self.goal, per_step) for run in runs), default=inf)",
+        "runs[0].seconds_to(self.goal, per_step)",
         "tests/test_bench_quality.py -k ratios_to_ddp",
     ),
     Mutant(
@@ -2744,9 +2744,45 @@ MUTANTS = [
         "train/run/clock.py",
         "runtime.delayed(compute, self.late_workers, late_by)",
         "compute",
-        "tests/test_compare.py -k clock",
+        "tests/test_compare.py -k late_workers_delay",
     ),
 ]
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main()    Mutant(
+        "train/run/manifest.py",
+        "if found_hash != wanted[name]:",
+        "if False:",
+        "tests/test_checkpoint.py -k a_byte_that_changes",
+    ),
+    Mutant(
+        "train/run/manifest.py",
+        "in sorted(wanted.keys() ^ set(found))",
+        "in sorted(wanted.keys() - set(found))",
+        "tests/test_checkpoint.py -k damaged_is_named",
+    ),
+    Mutant(
+        "train/run/manifest.py",
+        "(folder / name).is_symlink()",
+        "False",
+        "tests/test_checkpoint.py -k damaged_is_named",
+    ),
+    Mutant(
+        "train/run/manifest.py",
+        "[share[0] :: share[1]]",
+        "[:: share[1]]",
+        "tests/test_distributed.py -k signal_to_one_ends_all",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        'check_files(path, part="run/")',
+        "pass",
+        "tests/test_checkpoint.py -k a_byte_that_changes",
+    ),
+    Mutant(
+        "train/checkpoint.py",
+        "return int(damaged)",
+        "return 0",
+        "tests/test_checkpoint.py -k damaged_is_named",
+    ),
+]

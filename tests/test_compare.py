@@ -186,6 +186,13 @@ def test_peers_that_have_no_clock_are_refused(way, algorithm, clock, words):
         clock.run(config, 0)
 
 
+def test_late_workers_delay_a_mean_of_all():
+    step = dataclasses.replace(RING.step, algorithm="all_reduce", message_dtype=None)
+    clock = Clock(compute="10ms", sigma=0, late_workers=1, late_by="90ms")
+    times = clock.run(dataclasses.replace(RING, step=step, num_steps=8), 0).times
+    np.testing.assert_allclose(times.end[-1], 8 * 0.1)
+
+
 def test_rounds_have_a_clock():
     """A round of every fourth step waits for a quarter of the messages."""
     step = dataclasses.replace(RING.step, algorithm="rounds", message_dtype=None)

@@ -208,8 +208,8 @@ def test_in_the_step_and_in_the_background_the_numbers_are_the_same(runs):
 def test_a_signal_to_one_ends_all_after_the_same_step(runs, tmp_path):
     """To the launcher, to process 0, and to process 1, of one run that resumes twice.
 
-    Resumed to its end it is, bit for bit, as if it had never stopped. Simulated workers
-    can resume it too.
+    Resumed to its end it is, bit for bit, as if it had never stopped, also where the
+    newest checkpoint is damaged. Simulated workers can resume it too.
     """
     run_dir, simulated, saved = tmp_path / "run", tmp_path / "simulated", 0
     # Half a second a step, and a line of output after each.
@@ -234,9 +234,12 @@ def test_a_signal_to_one_ends_all_after_the_same_step(runs, tmp_path):
         assert rows == list(range(1, saved + 1))
         if who == "launcher":
             shutil.copytree(run_dir, simulated)
-    wanted = runs("awc", 2)
+    wanted, newest = runs("awc", 2), run_dir / "checkpoints" / str(saved)
+    for part in newest.rglob("ocdbt.process_1/manifest.ocdbt"):
+        part.write_bytes(part.read_bytes()[:-1] + b"?")
     with relaunch(2, run_dir, "--config-file", CONFIG, "--straggler.kind=none") as job:
-        ended(job)
+        output = ended(job)
+    assert f"step {saved} of {run_dir} cannot be used: it is damaged: state/" in output
     assert losses(run_dir) == losses(wanted)
     assert all(map(np.array_equal, arrays(run_dir), arrays(wanted)))
     assert train(LINE, simulated, Resume()).step == 12

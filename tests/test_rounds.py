@@ -525,10 +525,12 @@ def test_each_shard_is_encoded_as_a_leaf_of_its_own(name):
     step = functools.partial(round_step, rounds=how, adapt=local)
     by_shard = on_mesh(step, schedule, SLICES)
     state = jax.tree.map(put, start(how, model()))
+    shapes = jax.tree.map(jnp.shape, state)
     for t, batch in enumerate(np.float32(targets(4, 11))):
         rows = jnp.asarray(batch[:, None])
         wanted, _ = by_leaf(wanted, rows, t)
         state, _ = by_shard(state, put(rows), t)
+        assert jax.tree.map(jnp.shape, state) == shapes
         columns = jnp.stack([wanted.params["b0"], wanted.params["b1"]], axis=2)
         np.testing.assert_allclose(state.params["b"], columns, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(

@@ -623,11 +623,8 @@ def _check_peers(
     step: StepConfig, rounds: RoundsConfig, topology: Topology, way: str
 ) -> None:
     """Raises a ValueError for what takes collectives between the processes."""
-    pair = step.algorithm, way
-    if step.algorithm != "awc" and pair not in (
-        ("atc", "wagma"),
-        ("rounds", "arrived"),
-    ):
+    others = ("atc", "wagma"), ("rounds", "arrived")
+    if step.algorithm != "awc" and (step.algorithm, way) not in others:
         raise ValueError(
             f"{step.algorithm} with exchange.way = {way} waits for other workers, and "
             'peers wait for none; set step.algorithm to "awc", exchange.way to '

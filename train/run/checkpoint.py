@@ -2,7 +2,8 @@
 
 RUN/checkpoints/STEP has two parts: `state`, the replicas, optimizer states, model
 states and random keys of all workers, and `run`, the step and the config. The step is
-also the position in the data.
+also the position in the data. Its manifest has the hash of each file: what is damaged
+is never taken for a checkpoint.
 """
 
 import contextlib
@@ -25,6 +26,9 @@ from decentjax import WorkerState
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
 from train.config import Config
+from train.job.distributed import gather
+from train.run.log import warn
+from train.run.manifest import check_files, write_manifest
 
 # Its dataclasses hide their fields from type checkers.
 _args: Any = ocp.args
@@ -50,7 +54,8 @@ class Found(NamedTuple):
 def find_checkpoints(run_dir: Path) -> Found:
     """Returns the checkpoints of a run, whose files hold the step of each.
 
-    A copy under another number, a link or an empty folder is no checkpoint.
+    A copy under another number, a link, an empty folder or one whose save did not end
+    is no checkpoint. `verify` reads the arrays too.
     """
     steps, skipped = {}, {}
     folder = run_dir / "checkpoints"
@@ -80,6 +85,44 @@ def choose(found: Found, run_dir: Path, step: int | None = None) -> list[int]:
             f"{run_dir} has checkpoints of steps {list(found.steps)}, not {step}{why}"
         )
     return [step]
+
+
+def verify(path: Path) -> None:
+    """Checks all files of a checkpoint against its manifest.
+
+    A collective: each process of a job reads a part of the files.
+
+    Raises:
+      ValueError: if a file is not as it was written, with its name; on all processes.
+    """
+    reason = None
+    try:
+        check_files(path, share=(jax.process_index(), jax.process_count()))
+    except ValueError as error:
+        reason = str(error)
+    for found in gather(reason):
+        if found is not None:
+            raise ValueError(found)
+
+
+def newest(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
+    """Returns the newest checkpoint that is whole, or that of a step. A collective.
+
+    Raises:
+      ValueError: if there is none, or that of the step is damaged.
+    """
+    found = find_checkpoints(run_dir)
+    for one in choose(found, run_dir, step):
+        try:
+            verify(found.steps[one])
+        except ValueError as error:
+            why = f"the checkpoint of step {one} of {run_dir} {error}"
+            if step is not None:
+                raise ValueError(why) from error
+            warn(why)
+        else:
+            return one, found.steps[one]
+    raise ValueError(f"{run_dir} holds no checkpoint that is whole")
 
 
 def set_aside(run_dir: Path, step: int) -> list[str]:
@@ -116,9 +159,15 @@ class Checkpoints:
     def __init__(self, run_dir: Path, num_kept: int, peer_seconds: int):
         self._folder = (run_dir / "checkpoints").absolute()
         self._num_kept = num_kept
+        options = ocp.options.AsyncOptions(
+            post_finalization_callback=self._sign,
+            # Else a folder that cannot be made is waited for, where the disk is full.
+            create_directories_asynchronously=False,
+        )
+        if jax.process_count() > 1:
+            options.timeout_secs = peer_seconds
         self._writer = ocp.AsyncCheckpointer(
-            ocp.CompositeCheckpointHandler(),
-            timeout_secs=peer_seconds if jax.process_count() > 1 else None,
+            ocp.CompositeCheckpointHandler(), async_options=options
         )
         self._step = 0  # Step of the newest save, for its error.
         for name in ("absl", "asyncio"):
@@ -165,6 +214,14 @@ class Checkpoints:
                     ),
                 ),
             )
+
+    def _sign(self) -> None:
+        """Writes the manifest, before orbax renames the finished folder.
+
+        Orbax calls it in its thread, in process 0, once all processes have written.
+        """
+        (path,) = self._folder.glob(f"{self._step}{UNFINISHED[1:]}")
+        write_manifest(path)
 
     def check(self) -> None:
         """Raises a SaveError if the newest checkpoint could not be written."""
@@ -234,15 +291,14 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
       The step, and the models as NumPy arrays, [N, ...].
 
     Raises:
-      ValueError: if there is no such checkpoint, or it is of other models.
+      ValueError: if there is no such checkpoint, whole and of these models.
     """
-    found = find_checkpoints(run_dir)
-    step = choose(found, run_dir, step)[0]
+    step, path = newest(run_dir, step)
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
     # A partial restore: the optimizer's state would double the memory, or more.
     with ocp.PyTreeCheckpointer() as reader:
         restored = reader.restore(
-            (found.steps[step] / "state").absolute(),
+            (path / "state").absolute(),
             args=_args.PyTreeRestore(
                 item=models,
                 restore_args=jax.tree.map(lambda x: as_numpy, models),
@@ -271,6 +327,7 @@ def _step_of(path: Path) -> int:
         raise ValueError("is not a folder")
     if not (path / "state").is_dir():
         raise ValueError("holds no state")
+    check_files(path, part="run/")
     step = _read_run(path)["step"]
     if path.name != str(step):
         raise ValueError(f"is a copy of step {step}")

@@ -16,7 +16,13 @@ from decentjax import WorkerState
 from train.cli.config_json import differences, from_fields, read_fields, to_json
 from train.cli.options import AS_OPTIONS
 from train.config import Config, DistributedConfig
-from train.run.checkpoint import choose, find_checkpoints, restore, saved_fields
+from train.run.checkpoint import (
+    choose,
+    find_checkpoints,
+    restore,
+    saved_fields,
+    verify,
+)
 from train.run.finite import Check
 from train.run.folder import process_folders
 from train.run.log import warn
@@ -201,7 +207,7 @@ def begin_new(
 def begin_again(
     config: Config, run_dir: Path, state: WorkerState, resume: Resume, check: Check
 ) -> Begin:
-    """Resumes from a checkpoint, by default the newest that can be read.
+    """Resumes from a checkpoint, by default the newest that is whole.
 
     Args:
       config: config of the run.
@@ -217,21 +223,24 @@ def begin_again(
     steps = choose(found, run_dir, resume.step)
     for name, reason in found.skipped.items():
         warn(f"left out {run_dir}/checkpoints/{name}: it {reason}")
-    # Newest first. A disk that was full or a process that was killed can leave a
-    # checkpoint that looks complete; the one before it is the next best.
     for step in steps:
+        why = f"the checkpoint of step {step} of {run_dir} cannot be used: "
+        try:
+            verify(found.steps[step])
+        except ValueError as error:
+            if step == steps[-1]:
+                raise ValueError(f"{why}it {error}; steps {steps} are there") from error
+            warn(f"{why}it {error}")
+            continue
         changed = what_changed(found.steps[step], step, config, resume)
         try:
             restored = restore(found.steps[step], state)
             check(restored, step)
         except Exception as error:
-            why = f"the checkpoint of step {step} of {run_dir} cannot be used: {error}"
             # In a job other processes may have read it, and would resume from it.
             if jax.process_count() > 1 or step == steps[-1]:
-                raise ValueError(
-                    f"{why}; steps {list(found.steps)} are there"
-                ) from error
-            warn(why)
+                raise ValueError(f"{why}{error}; steps {steps} are there") from error
+            warn(f"{why}{error}")
         else:
             facts = {"resumed": step, "changed": changed} if changed else {}
             return Begin(step, restored, facts)

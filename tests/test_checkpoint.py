@@ -1,0 +1,206 @@
+"""Checkpoints that are damaged, killed while they are written, listed and exported."""
+
+import dataclasses
+import json
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import line
+import numpy as np
+import pytest
+import saving
+import tiny
+from safetensors import safe_open
+from safetensors.numpy import load_file
+from test_distributed import ENV, LONG, ROOT
+
+from train.checkpoint import main, named
+from train.run.checkpoint import find_checkpoints, newest, restore, verify
+from train.run.loop import train
+from train.run.resume import Resume
+from train.run.scores import read_trained
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+LINE = line.config
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run, and its state after step 20."""
+    run_dir = tmp_path_factory.mktemp("runs") / "line"
+    return run_dir, train(dataclasses.replace(LINE, num_steps=20), run_dir).state
+
+
+@pytest.fixture
+def run_dir(finished, tmp_path):
+    return Path(shutil.copytree(finished[0], tmp_path / "run"))
+
+
+def numbers(state):
+    """Its arrays as NumPy's, and the random keys as numbers."""
+    state = state._replace(key=jax.random.key_data(state.key))
+    return jax.device_get(state)
+
+
+def test_a_byte_that_changes_is_never_taken_in_silence(finished, run_dir):
+    draw, path = random.Random(0), run_dir / "checkpoints" / "20"
+    files = sorted(one for one in path.rglob("*") if one.is_file())
+    wanted, noticed = numbers(finished[1]), 0
+    for _ in range(200):
+        file = draw.choice(files)
+        whole = file.read_bytes()
+        at = draw.randrange(len(whole))
+        other = bytes([whole[at] ^ draw.randrange(1, 256)])
+        file.write_bytes(whole[:at] + other + whole[at + 1 :])
+        try:
+            assert 20 in find_checkpoints(run_dir).steps
+            verify(path)
+        except (AssertionError, ValueError):
+            noticed += 1
+        else:
+            got = numbers(restore(path, finished[1]))
+            jax.tree.map(np.testing.assert_array_equal, got, wanted)
+        file.write_bytes(whole)
+    verify(path)
+    # The others are in files that nothing reads.
+    assert noticed > 150
+
+
+def damage(path: Path, how: str) -> None:
+    file = path / "state" / "manifest.ocdbt"
+    if how == "cut":
+        file.write_bytes(file.read_bytes()[:-1])
+    elif how == "gone":
+        file.unlink()
+    elif how == "link":
+        file.rename(path.parent.parent / "elsewhere")
+        file.symlink_to(path.parent.parent / "elsewhere")
+    elif how == "more":
+        (path / "state" / "d" / "more").write_text("")
+    elif how == "no manifest":
+        (path / "manifest.json").unlink()
+    elif how == "broken manifest":
+        (path / "manifest.json").write_text('{"sha256": [1]}')
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("cut", "is damaged: state/manifest.ocdbt is not as it was written"),
+        ("gone", "lacks state/manifest.ocdbt"),
+        ("link", "has a link in place of state/manifest.ocdbt"),
+        ("more", "has a stray state/d/more"),
+        ("no manifest", "has no manifest.json: its save did not end"),
+        ("broken manifest", "has a manifest.json that cannot be read"),
+    ],
+)
+def test_what_is_damaged_is_named_and_the_step_before_taken(
+    how, reason, run_dir, capsys
+):
+    damage(run_dir / "checkpoints" / "20", how)
+    assert newest(run_dir)[0] == 15
+    assert main(["verify", str(run_dir)]) == 1
+    assert f"it {reason}" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(ValueError, match=r"not 20; 20 |of step 20 of .* is damaged"):
+        newest(run_dir, step=20)
+    assert train(LINE, run_dir, Resume()).step == 20
+    words = capsys.readouterr().err
+    assert reason in words
+    assert main(["verify", str(run_dir)]) == 0
+
+
+def test_where_none_is_whole_it_says_so(run_dir):
+    for path in find_checkpoints(run_dir).steps.values():
+        damage(path, "cut")
+    with pytest.raises(ValueError, match="holds no checkpoint that is whole"):
+        newest(run_dir)
+
+
+@pytest.mark.slow
+def test_killed_while_saving_all_that_is_listed_is_whole(tmp_path):
+    draw, seen = random.Random(0), []
+    for _ in range(20):
+        command = [sys.executable, str(ROOT / "tests" / "saving.py"), str(tmp_path)]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, text=True
+        ) as process:
+            try:
+                assert process.stdout is not None
+                process.stdout.readline()
+                process.wait(draw.uniform(0, 0.5))
+            except subprocess.TimeoutExpired:
+                pass
+            finally:
+                process.send_signal(signal.SIGKILL)
+                process.wait(LONG)
+        for step, path in find_checkpoints(tmp_path).steps.items():
+            verify(path)
+            got, wanted = restore(path, saving.state_of(0)), saving.state_of(step)
+            jax.tree.map(np.testing.assert_array_equal, got, wanted)
+            seen.append(step)
+    assert len(set(seen)) >= 10
+
+
+def test_a_list_has_steps_sizes_and_strays(run_dir, capsys):
+    (run_dir / "checkpoints" / "99").mkdir()
+    assert main(["list", str(run_dir)]) == 0
+    rows = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()]
+    assert [row[0] for row in rows if row and row[0].isdecimal()] == ["15", "20", "99"]
+    text = dict(row for row in rows if len(row) == 2)
+    assert "no checkpoint: it holds no state" in text["99"]
+    assert float(text["20"].split()[-1]) > 0.001
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("runs") / "tiny"
+    train(tiny.config, run_dir)
+    return run_dir
+
+
+@pytest.mark.parametrize("worker", [None, 3])
+def test_a_model_is_exported_with_its_config(worker, trained, tmp_path, capsys):
+    path = tmp_path / "models" / "one.safetensors"
+    choice = [] if worker is None else ["--worker", str(worker)]
+    assert main(["export", str(trained), *choice, "--to", str(path)]) == 0
+    run = read_trained(trained)
+    params, _ = run.mean() if worker is None else run.worker(worker)
+    arrays = load_file(path)
+    assert len(arrays) == len(jax.tree.leaves(params))
+    for keys, x in jax.tree.leaves_with_path(params):
+        name = ".".join(["params", *(str(k).strip("[]'.") for k in keys)])
+        np.testing.assert_array_equal(arrays[name], x)
+    with safe_open(path, "np") as file:
+        whose = "mean" if worker is None else "worker 3"
+        assert file.metadata() == {
+            "format": "decentjax",
+            "model": whose,
+            "step": "12",
+        }
+    fields = json.loads(path.with_suffix(".json").read_text())
+    assert fields == json.loads((trained / "config.json").read_text())
+    assert f"{whose} of step 12, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--worker", "4"], "the run has workers 0 to 3, got 4"),
+        (["--step", "7"], "has checkpoints of steps .*, not 7"),
+        (["--to", "model.bin"], "--to must be a file NAME.safetensors"),
+    ],
+)
+def test_what_cannot_be_exported_gets_a_sentence(options, words, trained, capsys):
+    with pytest.raises(SystemExit, match=words):
+        main(["export", str(trained), *options])
+
+
+def test_two_arrays_have_two_names():
+    with pytest.raises(ValueError, match=r"would be named a\.b"):
+        named({"a.b": np.zeros(1), "a": {"b": np.zeros(1)}})

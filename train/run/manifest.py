@@ -1,0 +1,77 @@
+"""The manifest of a checkpoint: the sha256 of each of its files, written last."""
+
+import concurrent.futures
+import hashlib
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+MANIFEST = "manifest.json"
+# Orbax writes these two after it, and nothing reads them.
+OTHERS = {MANIFEST, "commit_success.txt", "_CHECKPOINT_METADATA"}
+UNREADABLE = OSError, ValueError, TypeError, LookupError, AttributeError, RecursionError
+
+
+def write_manifest(folder: Path) -> None:
+    """Writes the hashes of all files in a folder, and waits until it is on disk."""
+    text = json.dumps({"sha256": _hashes(folder, _files(folder))}, indent=1)
+    with (folder / MANIFEST).open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def check_files(folder: Path, part: str = "", share: tuple[int, int] = (0, 1)) -> None:
+    """Raises a ValueError that names the file, if one is not as it was written.
+
+    Args:
+      folder: folder with a manifest.
+      part: folder in it whose files are read; by default all.
+      share: (k, n) reads every n-th file from the k-th on.
+    """
+    wanted, found = _read(folder), _files(folder)
+    for name in sorted(wanted.keys() ^ set(found)):
+        raise ValueError(f"{'lacks' if name in wanted else 'has a stray'} {name}")
+    for name in found:
+        if (folder / name).is_symlink():
+            raise ValueError(f"has a link in place of {name}")
+    read = [name for name in found if name.startswith(part)][share[0] :: share[1]]
+    for name, found_hash in _hashes(folder, read).items():
+        if found_hash != wanted[name]:
+            raise ValueError(f"is damaged: {name} is not as it was written")
+
+
+def _read(folder: Path) -> dict[str, str]:
+    try:
+        hashes = json.loads((folder / MANIFEST).read_text())["sha256"]
+        if all(isinstance(x, str) for x in hashes.values()):
+            return hashes
+    except FileNotFoundError as error:
+        raise ValueError(f"has no {MANIFEST}: its save did not end") from error
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        RecursionError,
+    ):
+        pass
+    raise ValueError(f"has a {MANIFEST} that cannot be read")
+
+
+def _files(folder: Path) -> list[str]:
+    """The names of all files that a manifest has."""
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    names = (path.relative_to(folder).as_posix() for path in paths)
+    return sorted(name for name in names if name not in OTHERS)
+
+
+def _hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
+    def one(name: str) -> str:
+        with (folder / name).open("rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+
+    with concurrent.futures.ThreadPoolExecutor() as pool:  # They run beside each other.
+        return dict(zip(names, pool.map(one, names), strict=True))
