@@ -2746,10 +2746,7 @@ MUTANTS = [
         "compute",
         "tests/test_compare.py -k late_workers_delay",
     ),
-]
-
-if __name__ == "__main__":
-    sys.exit(main()    Mutant(
+    Mutant(
         "train/run/manifest.py",
         "if found_hash != wanted[name]:",
         "if False:",
@@ -2786,3 +2783,6 @@ if __name__ == "__main__":
         "tests/test_checkpoint.py -k damaged_is_named",
     ),
 ]
+
+if __name__ == "__main__":
+    sys.exit(main())
