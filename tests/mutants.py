@@ -1528,14 +1528,14 @@ MUTANTS = [
     ),
     Mutant(
         "train/job/processes.py",
-        "if not others_run or child.popen.returncode in (1, 2):",
-        "if not others_run:",
+        "elif self._running and code not in (1, 2):",
+        "elif self._running:",
         "tests/test_peer_job.py -k where_one_fails",
     ),
     Mutant(
         "train/job/processes.py",
-        "                if are_peers():\n",
-        "                if False:\n",
+        "        if not self._are_peers():\n",
+        "        if True:\n",
         "tests/test_peer_job.py -k where_one_fails",
     ),
     Mutant(
@@ -1932,7 +1932,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/__main__.py",
-        "raise SystemExit(FAILED) from error",
+        "raise SystemExit(failure(error)) from error",
         "raise SystemExit(1) from error",
         "tests/test_resume.py -k ends_with_its_own_code",
     ),
@@ -2328,7 +2328,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/job/distributed.py",
-        "            os._exit(FAILED)",
+        "            os._exit(failure(error))",
         "            os._exit(0)",
         "tests/test_distributed.py -k a_process_that_fails",
     ),
@@ -2394,8 +2394,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/job/processes.py",
-        "elif failed is None:",
-        "else:",
+        "if self.failed is None:",
+        "if True:",
         'tests/test_launch.py -k "others_may_end or first_failure"',
     ),
     Mutant(
@@ -2768,19 +2768,55 @@ MUTANTS = [
         "train/run/manifest.py",
         "[share[0] :: share[1]]",
         "[:: share[1]]",
-        "tests/test_distributed.py -k signal_to_one_ends_all",
+        "tests/test_checkpoint.py -k a_part_of_the_files",
     ),
     Mutant(
         "train/run/checkpoint.py",
         'check_files(path, part="run/")',
         "pass",
-        "tests/test_checkpoint.py -k a_byte_that_changes",
+        "tests/test_checkpoint.py -k a_damaged_config",
     ),
     Mutant(
         "train/checkpoint.py",
         "return int(damaged)",
         "return 0",
         "tests/test_checkpoint.py -k damaged_is_named",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "if not again or restarts == max_restarts:",
+        "if not again:",
+        "tests/test_launch.py -k fails_each_time",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "not (ended.asked or ended.code in FINAL or are_peers())",
+        "not (ended.code in FINAL or are_peers())",
+        "tests/test_launch.py -k asked_to_end",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "first = first or ended.cause",
+        "first = ended.cause",
+        "tests/test_launch.py -k fails_each_time",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "            self._restarts -= 1",
+        "",
+        "tests/test_peer_job.py -k lost_peer_is_started",
+    ),
+    Mutant(
+        "train/__main__.py",
+        "if auto_resume and find_checkpoints(folder).steps:",
+        "if False:",
+        "tests/test_distributed.py -k killed_ends_as",
+    ),
+    Mutant(
+        "train/cli/command.py",
+        "return NOT_FINITE if isinstance(error, FloatingPointError) else FAILED",
+        "return FAILED",
+        "tests/test_resume.py -k own_code",
     ),
 ]
 

@@ -22,7 +22,8 @@ from test_distributed import ENV, LONG, ROOT
 from train.checkpoint import main, named
 from train.run.checkpoint import find_checkpoints, newest, restore, verify
 from train.run.loop import train
-from train.run.resume import Resume
+from train.run.manifest import check_files
+from train.run.resume import Resume, saved_config
 from train.run.scores import read_trained
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -113,6 +114,30 @@ def test_what_is_damaged_is_named_and_the_step_before_taken(
     words = capsys.readouterr().err
     assert reason in words
     assert main(["verify", str(run_dir)]) == 0
+
+
+def test_each_process_of_a_job_reads_a_part_of_the_files(run_dir):
+    path = run_dir / "checkpoints" / "20"
+    hashes = json.loads((path / "manifest.json").read_text())["sha256"]
+    for name in hashes:
+        whole = (path / name).read_bytes()
+        (path / name).write_bytes(b"?" + whole[1:])
+        noticed = 0
+        for number in range(3):
+            try:
+                check_files(path, share=(number, 3))
+            except ValueError:
+                noticed += 1
+        assert noticed == 1
+        (path / name).write_bytes(whole)
+
+
+def test_a_damaged_config_is_not_taken(run_dir, capsys):
+    path = run_dir / "checkpoints" / "20" / "run" / "metadata"
+    text = path.read_text()
+    assert text.count('"learning_rate": 0.1') == 1
+    path.write_text(text.replace('"learning_rate": 0.1', '"learning_rate": 0.7'))
+    assert saved_config(run_dir, None, LINE).optimizer.learning_rate == 0.1
 
 
 def test_where_none_is_whole_it_says_so(run_dir):

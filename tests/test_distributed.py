@@ -246,6 +246,23 @@ def test_a_signal_to_one_ends_all_after_the_same_step(runs, tmp_path):
     np.testing.assert_allclose(losses(simulated), losses(wanted), rtol=1e-4)
 
 
+@pytest.mark.slow
+def test_a_job_whose_processes_are_killed_ends_as_if_none_were(runs, tmp_path):
+    """The coordinator at first, and then the other one: bit for bit."""
+    run_dir = tmp_path / "run"
+    options = ["--straggler.kind", "rotating", "--straggler.seconds", "0.3"]
+    options += ["--max-restarts", "2", "--evaluation.every-steps", "1"]
+    with launch(2, run_dir, *options) as job:
+        for restart, (victim, step) in enumerate([(0, 4), (1, 9)]):
+            read_until(job, f"step {step}/12")
+            os.kill(of_run(run_dir)[victim], signal.SIGKILL)
+            read_until(job, f"warning: restart {restart + 1} of 2")
+        assert "sample of the mean model" in ended(job)
+    wanted = runs("awc", 2)
+    assert losses(run_dir) == losses(wanted)
+    assert all(map(np.array_equal, arrays(run_dir), arrays(wanted)))
+
+
 @pytest.mark.slow  # It compiles a transformer for several shapes.
 def test_batches_of_several_shapes_train_in_processes_as_in_one(tmp_path):
     """Of a transformer, and what comes after the last step."""

@@ -24,7 +24,7 @@ processes = [
     Process(str(i), [sys.executable, "-c", code], {"ME": str(i)})
     for i, code in enumerate(sys.argv[1:])
 ]
-sys.exit(run_job(processes))
+sys.exit(run_job(processes).code)
 """
 SLEEP = "import os, time; print('pid', os.getpid()); time.sleep(300)"
 SAVE = """
@@ -287,6 +287,70 @@ run_job([Process("0", ["sleep", "300"], {}), Process("1", ["/no/such"], {})])
     assert b"FileNotFoundError" in job.stderr
 
 
+SUPERVISE = """
+import itertools
+import sys
+from train.job.processes import Process, supervise
+
+count = itertools.count(1)
+
+def start():
+    env = {"START": str(next(count))}
+    return [
+        Process(str(i), [sys.executable, "-c", code], env)
+        for i, code in enumerate(sys.argv[1:])
+    ]
+
+sys.exit(supervise(start, 2))
+"""
+
+
+def supervised(*codes: str) -> tuple[int, list[str]]:
+    with start(*codes, program=SUPERVISE) as job:
+        out, _ = job.communicate(timeout=100)
+    return job.returncode, out.decode().splitlines()
+
+
+def test_a_job_that_lost_a_process_is_started_again_as_a_whole():
+    dies = "import os\nif os.environ['START'] < '3': os.kill(os.getpid(), 9)"
+    other = "import os; print('start', os.environ['START'])"
+    code, lines = supervised(dies, other)
+    assert code == 0
+    assert sorted(x for x in lines if "] start " in x) == [
+        f"[1] start {number}" for number in (1, 2, 3)
+    ]
+    assert [x for x in lines if x.startswith("warning")] == [
+        "warning: restart 1 of 2",
+        "warning: restart 2 of 2",
+    ]
+
+
+def test_what_fails_each_time_ends_with_the_first_cause():
+    fails = "import os, sys; sys.exit({'1': 70}.get(os.environ['START'], 134))"
+    code, lines = supervised(fails)
+    assert code == 134
+    first = "process 0 ended first, with exit code 70"
+    assert lines[-1] == f"error: gave up after 2 restarts; first {first}"
+
+
+@pytest.mark.parametrize("code", [1, 2, 71, 130, 141])
+def test_what_would_end_so_again_is_not_started_again(code):
+    ended, lines = supervised(f"raise SystemExit({code})")
+    assert ended == code
+    assert not [x for x in lines if "restart" in x]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_who_is_asked_to_end_is_not_started_again(signum):
+    with start(SAVE.replace("sys.exit()", "sys.exit(70)"), program=SUPERVISE) as job:
+        read_pids(job, 1)
+        job.send_signal(signum)
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 70
+    assert b"[0] saved" in out
+    assert b"restart" not in out
+
+
 def test_each_process_has_the_arguments_of_train_and_its_place():
     arguments = ["train", "configs/a.py", "--num-steps", "6", "--x=-1"]
     assert command_line(arguments, 4, 3, 1234) == [
@@ -310,7 +374,9 @@ def test_the_processes_run_the_module_that_was_asked_for(
     arguments, wanted, monkeypatch
 ):
     begun = []
-    monkeypatch.setattr("train.launch.run_job", lambda all_, _: begun.extend(all_))
+    monkeypatch.setattr(
+        "train.launch.supervise", lambda start, *_: begun.extend(start())
+    )
     main(["--processes", "2", *arguments.split()])
     places = []
     for process in begun:
@@ -373,6 +439,15 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("--processes -2 a.py", "error: processes must be at least 1, got -2"),
         ("--processes 2 --port 65536 a.py", "error: port must be from 0 to 65535"),
         ("--processes 2 --port -1 a.py", "error: port must be from 0"),
+        ("--processes 2 --max-restarts -1 a.py", "max_restarts must be at least 0, g"),
+        (
+            "--processes 2 --max-restarts 1 --module train.dbench a.py",
+            "--max-restarts is for runs with checkpoints, and train.dbench has none",
+        ),
+        (
+            "--processes 2 --max-restarts 1 --resume runs/a --step 5",
+            "--step would go back again at each restart",
+        ),
         ("a.py", "--processes"),
     ],
 )
@@ -406,3 +481,51 @@ def test_two_processes_train_one_run(tmp_path):
     assert launch.returncode == 0, launch.stdout
     assert "mean model" in launch.stdout
     assert (tmp_path / "metrics.jsonl").is_file()
+
+
+SRUN = """#!/bin/bash
+echo "$@" >> calls
+trap 'echo stopped >> calls; exit 0' TERM
+if [[ $CODE == wait ]]; then echo ready; while true; do sleep 0.05; done; fi
+exit "$CODE"
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "restarts", "ended", "again"),
+    [
+        ("0", "0", 0, False),
+        ("1", "0", 1, False),
+        ("71", "0", 71, False),
+        ("70", "0", 70, True),
+        ("137", "4", 137, True),
+        ("137", "5", 137, False),
+        ("wait", "9", 0, True),
+    ],
+)
+def test_slurm_queues_a_run_again(code, restarts, ended, again, tmp_path):
+    """The real script, with commands in the place of Slurm's."""
+    for name, text in {
+        "srun": SRUN,
+        "scontrol": '#!/bin/bash\necho "$@" >> calls',
+    }.items():
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    variables = dict.fromkeys(
+        ("SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"), "8"
+    )
+    variables |= {"SLURM_JOB_ID": "123", "SLURM_RESTART_COUNT": restarts}
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    with subprocess.Popen(
+        ["bash", str(ROOT / "configs" / "cluster.sbatch"), "configs/a.py"],
+        cwd=tmp_path,
+        env={**os.environ, **variables, "PATH": path, "CODE": code},
+        stdout=subprocess.PIPE,
+    ) as job:
+        if code == "wait":
+            assert read_lines(job, 1) == [b"ready\n"]
+            job.send_signal(signal.SIGUSR1)
+        assert job.wait(60) == ended
+    first, *rest = (tmp_path / "calls").read_text().splitlines()
+    assert "-m train configs/a.py --auto-resume --distributed.enabled" in first
+    assert rest == ["stopped"] * (code == "wait") + ["requeue 123"] * again

@@ -389,6 +389,37 @@ def test_what_was_used_stays_known_up_to_the_step_where_a_run_goes_on(tmp_path):
 
 
 RUN_PEERS = RUN_JOB.replace("run_job(processes)", "run_job(processes, lambda: True)")
+RESTARTED = RUN_PEERS.replace("True)", "True, 2)")
+
+
+def test_a_lost_peer_is_started_again_alone(tmp_path):
+    dies = f"""
+import os
+from pathlib import Path
+
+starts = Path({str(tmp_path / "starts")!r})
+with starts.open("a") as file:
+    print("one", file=file)
+print("start", len(starts.read_text().split()))
+if len(starts.read_text().split()) < LIVES_AT:
+    os.kill(os.getpid(), 9)
+"""
+    lives = "import time; time.sleep(1); print('done')"
+    with launcher(dies.replace("LIVES_AT", "3"), lives, program=RESTARTED) as job:
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 0
+    lines = out.decode().splitlines()
+    assert lines.count("[1] done") == 1
+    again = "warning: process 0 ended, killed by SIGKILL; started again"
+    assert [line for line in lines if "start" in line] == [
+        *("[0] start 1", f"{again}, 1 restarts are left"),
+        *("[0] start 2", f"{again}, 0 restarts are left"),
+        "[0] start 3",
+    ]
+    with launcher(dies.replace("LIVES_AT", "9"), lives, program=RESTARTED) as job:
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert b"this command brings it back: " in out
 
 
 def test_peers_go_on_where_one_fails():

@@ -148,7 +148,7 @@ def test_a_run_that_fails_ends_with_its_own_code(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     with pytest.raises(SystemExit) as ended:
         main(["tests/line.py", "--run-dir", str(tmp_path), "--task.poison-step=3"])
-    assert ended.value.code == 70
+    assert ended.value.code == 71
 
 
 class Skipping(line.Line):

@@ -11,18 +11,20 @@ from pathlib import Path
 import jax
 import tyro
 
-from train.cli.command import FAILED, SaveError, command, show_usage
+from train.cli.command import SaveError, command, failure, show_usage
 from train.cli.load import check_folder, load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.config import Config
 from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
 from train.job.peers import start_peer
+from train.run.checkpoint import find_checkpoints
 from train.run.log import read_metrics
 from train.run.loop import Outcome, train
 from train.run.resume import Resume, saved_config, with_changes
 
 USAGE = """\
-usage: python -m train CONFIG.py [--run-dir RUN] [--init-from RUN] [--field value ...]
+usage: python -m train CONFIG.py [--run-dir RUN] [--init-from RUN] [--auto-resume]
+                       [--field value ...]
        python -m train CONFIG.py --help
        python -m train --resume RUN [--step STEP] [--change FIELD=VALUE ...]
 configs: {configs}"""
@@ -40,7 +42,7 @@ def main(arguments: list[str]) -> None:
             parse(Path(path), options)
         except (FloatingPointError, SaveError) as error:
             print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(FAILED) from error
+            raise SystemExit(failure(error)) from error
 
 
 def _begin(path: Path, options: list[str]) -> None:
@@ -56,14 +58,21 @@ def _begin(path: Path, options: list[str]) -> None:
         config: ConfigArgument = default,
         run_dir: Path | None = None,
         init_from: Path | None = None,
+        auto_resume: bool = False,
     ) -> None:
         """Trains the config.
 
         Args:
           run_dir: folder of the run; by default runs/NAME.
           init_from: folder of another run, whose mean model all workers start from.
+          auto_resume: whether to resume the run, if the folder has a checkpoint; for
+            what starts a job again, such as Slurm.
         """
-        run_here(config, run_dir or Path("runs") / config.name, init_from=init_from)
+        folder = run_dir or Path("runs") / config.name
+        if auto_resume and find_checkpoints(folder).steps:
+            run_here(config, folder, Resume())
+        else:
+            run_here(config, folder, init_from=init_from)
 
     tyro.cli(run, prog=f"python -m train {path}", args=options, config=AS_OPTIONS)
 

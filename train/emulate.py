@@ -27,7 +27,8 @@ def main(arguments: list[str]) -> int:
     cluster = tyro.cli(EmulatedCluster, prog="python -m train.emulate", args=own)
 
     def job(nodes: Nodes) -> int:
-        return run_job([nodes.worker(i, argv) for i in range(cluster.num_workers)])
+        processes = [nodes.worker(i, argv) for i in range(cluster.num_workers)]
+        return run_job(processes).code
 
     return in_cluster(cluster, job)
 

@@ -19,10 +19,10 @@ import tyro
 
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
-from train.job.processes import Process, run_job
+from train.job.processes import Process, supervise
 
 USAGE = (
-    "usage: python -m train.launch --processes N [--port PORT] "
+    "usage: python -m train.launch --processes N [--port PORT] [--max-restarts K] "
     "{CONFIG.py | --resume RUN} [--field value ...]\n"
     "       python -m train.launch --processes N --module train.advise "
     "--measure CONFIG.py [--field value ...]\n"
@@ -36,8 +36,9 @@ def main(arguments: list[str]) -> int:
     def run(
         processes: int,
         port: int = 0,
+        max_restarts: int = 0,
         module: Literal["train", "train.advise", "train.dbench"] = "train",
-    ) -> tuple[int, int, str]:
+    ) -> tuple[int, int, int, str]:
         """Runs `python -m train CONFIG.py ...` as several processes on this machine.
 
         Each uses one GPU, if there are any. All other arguments are the module's.
@@ -45,15 +46,17 @@ def main(arguments: list[str]) -> int:
         Args:
           processes: number of processes.
           port: port on this machine where they find each other; by default a free one.
+          max_restarts: how often the job is started again after a process was lost; it
+            goes on from its newest checkpoint. Of peers, only that process.
           module: module that they run; train.advise takes --measure CONFIG.py,
             train.dbench a config and its own options.
         """
-        return processes, port, module
+        return processes, port, max_restarts, module
 
     if not arguments:
         show_usage(USAGE, arguments)
     # All other arguments are fields of the config, which the processes read.
-    (num_processes, port, module), rest = tyro.cli(
+    (num_processes, port, max_restarts, module), rest = tyro.cli(
         run,
         prog="python -m train.launch",
         args=arguments,
@@ -66,18 +69,39 @@ def main(arguments: list[str]) -> int:
         raise ValueError(f"processes must be at least 1, got {num_processes}")
     if sys.platform != "linux":
         raise ValueError("several processes as one job need Linux")
-    port = check_port(port)
-    return run_job(
-        [
+    if max_restarts:
+        check_restarts(max_restarts, module, rest)
+        if rest[0] != "--resume":
+            rest = [*rest, "--auto-resume"]
+
+    def start() -> list[Process]:
+        free = check_port(port)
+        return [
             Process(
                 str(i),
-                command_line([module, *rest], num_processes, i, port),
+                command_line([module, *rest], num_processes, i, free),
                 environment(num_processes, i, os.environ),
             )
             for i in range(num_processes)
-        ],
-        functools.cache(lambda: are_peers(rest)),
-    )
+        ]
+
+    return supervise(start, max_restarts, functools.cache(lambda: are_peers(rest)))
+
+
+def check_restarts(max_restarts: int, module: str, arguments: Sequence[str]) -> None:
+    """Raises a ValueError for a job that cannot be started again as it was."""
+    if max_restarts < 0:
+        raise ValueError(f"max_restarts must be at least 0, got {max_restarts}")
+    if module != "train":
+        raise ValueError(
+            f"--max-restarts is for runs with checkpoints, and {module} has none: "
+            "leave it out"
+        )
+    if any(one.partition("=")[0] == "--step" for one in arguments):
+        raise ValueError(
+            "--step would go back again at each restart: resume from that step first, "
+            "without --max-restarts"
+        )
 
 
 def are_peers(arguments: Sequence[str]) -> bool:

@@ -1,8 +1,8 @@
 """How a command ends: its exit code, and its error as a sentence.
 
 The exit code is 0 for success, 1 for an error, 2 for a wrong command line, 70 for a run
-or a process of a job that failed after its start, 130 after Ctrl-C, and 141 where the
-output was closed.
+or a process of a job that failed after its start, 71 where a number was not finite, 130
+after Ctrl-C, and 141 where the output was closed.
 """
 
 import contextlib
@@ -16,11 +16,17 @@ from typing import Any, NoReturn
 # Of the signals SIGINT and SIGPIPE, 128 and their number, as shells have it.
 INTERRUPTED, CLOSED = 130, 141
 FAILED = 70  # A run or a process of a job that began and failed, EX_SOFTWARE.
+NOT_FINITE = 71  # One whose numbers are no longer finite: it would end so again.
 OURS = ("decentjax", "train")
 
 
 class SaveError(Exception):
     """A file of a run could not be written; earlier files are intact."""
+
+
+def failure(error: BaseException) -> int:
+    """The exit code of a run that began and failed."""
+    return NOT_FINITE if isinstance(error, FloatingPointError) else FAILED
 
 
 @contextlib.contextmanager

@@ -30,7 +30,7 @@ from jax.sharding import Mesh
 import decentjax
 from decentjax import worker_mesh
 from decentjax.gossip import Engine
-from train.cli.command import FAILED, sentence
+from train.cli.command import failure, sentence
 from train.cli.config_json import differences, to_json
 from train.config import Config, DistributedConfig
 from train.job.rendezvous import Place, rendezvous
@@ -137,7 +137,7 @@ def fail_stop() -> Iterator[None]:
         finally:
             # No atexit handlers, where jax waits for the others, and no join of threads
             # that hang in a collective; the kernel closes the sockets at once.
-            os._exit(FAILED)
+            os._exit(failure(error))
 
 
 def meet(config: Config) -> list[str]:

@@ -16,11 +16,17 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from train.cli.command import CLOSED, INTERRUPTED, NOT_FINITE
+
+# Of what ended well, of a wrong request, of numbers that would not be finite again, and
+# of who was asked to end: starting it again would end as before.
+FINAL = (0, 1, 2, NOT_FINITE, INTERRUPTED, CLOSED)
 GRACE_SECONDS = 5.0  # After a failure, for the others to notice closed sockets.
 TERM_SECONDS = 2.0  # From SIGTERM to SIGKILL for those that did not.
 # A terminal that closes sends SIGHUP, which nohup asks us to ignore.
 _HANGUP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, *_HANGUP)
+# Slurm sends SIGUSR1 ahead of a limit where it is asked to.
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANGUP)
 
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
@@ -40,54 +46,99 @@ class Process(NamedTuple):
     env: Mapping[str, str]
 
 
-def run_job(
-    processes: Sequence[Process], are_peers: Callable[[], bool] = lambda: False
+class Ended(NamedTuple):
+    """How a job has ended.
+
+    Args:
+      code: its exit code.
+      cause: which process failed first, and how; empty where none did.
+      asked: whether a signal, or an output that closed, has ended it.
+    """
+
+    code: int
+    cause: str = ""
+    asked: bool = False
+
+
+def supervise(
+    start: Callable[[], Sequence[Process]],
+    max_restarts: int,
+    are_peers: Callable[[], bool] = lambda: False,
 ) -> int:
-    """Runs all processes to their end and returns one exit code for them.
+    """Runs a job as `run_job` does, and starts it again where a process was lost.
+
+    Not after a signal to this process, nor after an exit code that would come again. Of
+    peers the process that was lost is started alone.
+
+    Args:
+      start: function that returns the processes of one more start.
+      max_restarts: how often the job, or of peers a process, is started again.
+      are_peers: as in `run_job`.
+
+    Returns:
+      The exit code of the last job.
+    """
+    first, restarts = "", 0
+    while True:
+        ended = run_job(start(), are_peers, max_restarts)
+        first = first or ended.cause
+        again = not (ended.asked or ended.code in FINAL or are_peers())
+        if not again or restarts == max_restarts:
+            break
+        restarts += 1
+        print(f"warning: restart {restarts} of {max_restarts}", file=sys.stderr)
+    if again and max_restarts:
+        print(
+            f"error: gave up after {restarts} restarts; first {first}", file=sys.stderr
+        )
+    return ended.code
+
+
+def run_job(
+    processes: Sequence[Process],
+    are_peers: Callable[[], bool] = lambda: False,
+    max_restarts: int = 0,
+) -> Ended:
+    """Runs all processes to their end and returns how they have ended.
 
     The code is 0 if all ended with 0, else that of the process that failed first: 128 +
     the signal if one killed it. The others then have 5 s to end by themselves, and
-    2 s from SIGTERM to SIGKILL; peers go on, and the command is printed that brings the
-    lost one back. The first SIGINT, SIGTERM or SIGHUP reaches all as SIGTERM, for them
-    to save and end, the second as SIGKILL. A closed output, as after `| head`, counts
-    as such a signal; the code is then 141, as for SIGPIPE.
+    2 s from SIGTERM to SIGKILL; peers go on, and the one that was lost is started
+    again, or the command is printed that does it. The first SIGINT, SIGTERM, SIGHUP or
+    SIGUSR1 reaches all as SIGTERM, for them to save and end, the second as SIGKILL. A
+    closed output, as after `| head`, counts as such a signal; the code is then 141, as
+    for SIGPIPE.
 
     Args:
       processes: the processes.
       are_peers: whether the others go on where one fails; asked when one has.
+      max_restarts: of peers, how often a process that was lost is started again.
 
     Raises:
       OSError: if a program cannot be started; those already started are killed.
     """
-    children: list[_Child] = []
-    output = _Output()
-    sys.stdout.flush()
-
-    def stop(signum: int) -> None:
-        output.stops = False  # A second SIGTERM would end them before they have saved.
-        _send(children, signum)
-
-    with (
-        selectors.DefaultSelector() as selector,
-        pass_stop_signals_to(stop),
-    ):
-        try:
-            with hold_stop_signals():
-                for process in processes:
-                    children.append(_Child(process, selector, output))
-            failed = _wait_for_all(children, selector, output, are_peers)
-        finally:
-            for child in children:
-                child.close()
-    if output.closed:
-        return 128 + signal.SIGPIPE
-    if failed is None:
-        return 0
-    stopped = len(children) > 1 and not are_peers()
+    with selectors.DefaultSelector() as selector:
+        job = _Job(selector, are_peers, max_restarts)
+        sys.stdout.flush()
+        with pass_stop_signals_to(job.stop):
+            try:
+                with hold_stop_signals():
+                    for process in processes:
+                        job.start(process)
+                job.wait()
+            finally:
+                for child in job.children:
+                    child.close()
+    if job.output.closed:
+        return Ended(128 + signal.SIGPIPE, asked=True)
+    if job.failed is None:
+        return Ended(0, asked=job.asked)
+    stopped = len(processes) > 1 and not are_peers()
     others = "; the others were stopped" if stopped else ""
-    code, how = describe_exit(failed.popen.returncode)
-    print(f"error: process {failed.name} ended first, {how}{others}", file=sys.stderr)
-    return code
+    code, how = describe_exit(job.failed.popen.returncode)
+    cause = f"process {job.failed.name} ended first, {how}"
+    print(f"error: {cause}{others}", file=sys.stderr)
+    return Ended(code, cause, job.asked)
 
 
 def describe_exit(returncode: int) -> tuple[int, str]:
@@ -219,11 +270,8 @@ def _begin(launcher: int) -> None:
     die_with_parent(lambda: os.getppid() == launcher)
 
 
-def _say_how_to_return(child: _Child, others_run: bool) -> None:
+def _say_how_to_return(child: _Child) -> None:
     """Prints the command that starts a process again whose peers go on."""
-    # One that cannot be carried out has said why, and would be no better off again.
-    if not others_run or child.popen.returncode in (1, 2):
-        return
     _, how = describe_exit(child.popen.returncode)
     env = [f"{name}={shlex.quote(x)}" for name, x in child.process.env.items()]
     command = " ".join([*env, shlex.join(child.process.argv)])
@@ -239,44 +287,84 @@ def _visible(line: bytes) -> bytes:
     return line[line.rfind(b"\r", 0, -1) + 1 :]
 
 
+class _Job:
+    """Processes that run beside each other.
+
+    Attributes:
+      children: all that were started.
+      failed: the first that failed and was not started again, if any.
+      asked: whether a signal has asked it to end.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        are_peers: Callable[[], bool],
+        max_restarts: int,
+    ):
+        self.children: list[_Child] = []
+        self.failed: _Child | None = None
+        self.asked, self.output = False, _Output()
+        self._selector, self._are_peers = selector, are_peers
+        self._restarts = max_restarts
+        self._running: set[_Child] = set()
+        self._escalation: list[tuple[float, int]] = []
+
+    def start(self, process: Process) -> None:
+        child = _Child(process, self._selector, self.output)
+        self.children.append(child)
+        self._running.add(child)
+
+    def stop(self, signum: int) -> None:
+        self.asked = True
+        self.output.stops = False  # A second SIGTERM would end them before they save.
+        _send(self.children, signum)
+
+    def wait(self) -> None:
+        """Prints and waits until all have ended."""
+        while self._running:
+            next_signal = self._escalation[0][0] if self._escalation else None
+            wait = None if next_signal is None else next_signal - time.monotonic()
+            for key, _ in self._selector.select(wait and max(0.0, wait)):
+                child = key.data
+                more = child.print_lines()
+                if key.fileobj == child.pidfd:
+                    # A grandchild may hold the pipe open forever.
+                    self._selector.unregister(child.pidfd)
+                    self._running.remove(child)
+                    if child.popen.wait():
+                        self._fail(child)
+                elif not more:
+                    self._selector.unregister(child.pipe)
+            if self.output.closed and self.output.stops:
+                self.output.stops = False
+                _send(self._running, signal.SIGTERM)
+            if self._escalation and time.monotonic() >= self._escalation[0][0]:
+                _send(self._running, self._escalation.pop(0)[1])
+
+    def _fail(self, child: "_Child") -> None:
+        """Goes on after a failure: without it, with it again, or not at all."""
+        code, how = describe_exit(child.popen.returncode)
+        if not self._are_peers():
+            if self.failed is None:
+                term = time.monotonic() + GRACE_SECONDS
+                self._escalation += [(term, signal.SIGTERM)]
+                self._escalation += [(term + TERM_SECONDS, signal.SIGKILL)]
+        elif code not in FINAL and not self.asked and self._restarts:
+            self._restarts -= 1
+            left = f"{self._restarts} restarts are left"
+            print(
+                f"warning: process {child.name} ended, {how}; started again, {left}",
+                file=sys.stderr,
+            )
+            self.start(child.process)
+            return
+        # One that cannot be carried out has said why, and would be no better off again.
+        elif self._running and code not in (1, 2):
+            _say_how_to_return(child)
+        self.failed = self.failed or child
+
+
 def _send(children: Iterable[_Child], signum: int) -> None:
     for child in children:
         child.popen.send_signal(signum)
-
-
-def _wait_for_all(
-    children: Iterable[_Child],
-    selector: selectors.BaseSelector,
-    output: _Output,
-    are_peers: Callable[[], bool],
-) -> _Child | None:
-    """Prints and waits until all have ended; returns the first that failed, if any."""
-    running = set(children)
-    failed = None
-    escalation: list[tuple[float, int]] = []
-    while running:
-        wait = max(0.0, escalation[0][0] - time.monotonic()) if escalation else None
-        for key, _ in selector.select(wait):
-            child = key.data
-            more = child.print_lines()
-            if key.fileobj == child.pidfd:
-                # A grandchild may hold the pipe open forever: its end is not awaited.
-                selector.unregister(child.pidfd)
-                running.remove(child)
-                if not child.popen.wait():
-                    continue
-                if are_peers():
-                    _say_how_to_return(child, bool(running))
-                elif failed is None:
-                    term = time.monotonic() + GRACE_SECONDS
-                    escalation += [(term, signal.SIGTERM)]
-                    escalation += [(term + TERM_SECONDS, signal.SIGKILL)]
-                failed = failed or child
-            elif not more:
-                selector.unregister(child.pipe)
-        if output.closed and output.stops:
-            output.stops = False
-            _send(running, signal.SIGTERM)
-        if escalation and time.monotonic() >= escalation[0][0]:
-            _send(running, escalation.pop(0)[1])
-    return failed

@@ -183,7 +183,7 @@ def _shared(bench: GpuBench) -> Seconds:
     module = [sys.executable, "-m", "train.bench.gpu.gpu_shared"]
     given = [*module, to_json(bench), str(check_port(0))]
     ranks = [str(rank) for rank in range(bench.processes)]
-    if code := run_job([Process(rank, [*given, rank], env) for rank in ranks]):
+    if code := run_job([Process(rank, [*given, rank], env) for rank in ranks]).code:
         raise SystemExit(code)
     return slowest([_take_json(bench.out / f"shared.{rank}.json") for rank in ranks])
 
