@@ -2818,6 +2818,24 @@ MUTANTS = [
         "return FAILED",
         "tests/test_resume.py -k own_code",
     ),
+    Mutant(
+        "train/run/regroup.py",
+        "rows[np.arange(num_workers) % len(rows)]",
+        "rows[np.arange(num_workers) // 2 % len(rows)]",
+        "tests/test_resume.py -k another_number",
+    ),
+    Mutant(
+        "train/run/regroup.py",
+        "wide.mean(axis=0, keepdims=True)",
+        "wide[:1]",
+        "tests/test_resume.py -k another_number",
+    ),
+    Mutant(
+        "train/run/regroup.py",
+        "jax.random.fold_in(key, step)))(state.key)",
+        "key))(state.key[:1].repeat(len(state.key)))",
+        "tests/test_resume.py -k another_number",
+    ),
 ]
 
 if __name__ == "__main__":

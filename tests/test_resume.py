@@ -270,6 +270,48 @@ def test_what_trains_otherwise_is_refused_with_its_name(config, message, run_dir
         train(config, run_dir, Resume())
 
 
+def rows_of(state):
+    """The arrays of all workers but their keys."""
+    return jax.tree.leaves(jax.device_get(state._replace(key=())))
+
+
+@pytest.mark.parametrize("num_workers", [1, 3, 7])
+@pytest.mark.parametrize("how", ["mean", "repeat", "select"])
+def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_dir):
+    before = rows_of(train(LINE, run_dir, Resume()).state)
+    workers = dataclasses.replace(LINE.workers, num_workers=num_workers)
+    config = dataclasses.replace(LINE, workers=workers)
+    resume = Resume(workers=how)
+    if how == "select" and num_workers > 4:
+        with pytest.raises(ValueError, match="the first of 4 workers, and there are 7"):
+            train(config, run_dir, resume)
+        return
+    after = train(config, run_dir, resume).state
+    assert len(set(map(str, jax.random.key_data(after.key)))) == num_workers
+    for x, y in zip(before, rows_of(after), strict=True):
+        wanted = x[[i % 4 for i in range(num_workers)]]
+        if how == "mean":
+            mean = x.astype(np.float64).mean(0).astype(x.dtype)
+            wanted = np.stack([mean] * num_workers)
+        np.testing.assert_allclose(y, wanted, rtol=1e-6)
+    longer = dataclasses.replace(config, num_steps=30)
+    assert train(longer, run_dir, resume).step == 30
+    row = next(row for row in read_metrics(run_dir) if "changed" in row)
+    assert f"workers.num_workers was 4 and is {num_workers}" in row["changed"]
+
+
+def test_a_run_on_a_mesh_takes_another_number_of_workers(run_dir, tmp_path):
+    workers = dataclasses.replace(LINE.workers, num_workers=8)
+    config = dataclasses.replace(LINE, workers=workers, num_steps=30)
+    other = shutil.copytree(run_dir, tmp_path / "other")
+    wanted = train(config, run_dir, Resume(workers="repeat")).state
+    on_mesh = dataclasses.replace(workers, where="mesh")
+    config = dataclasses.replace(config, workers=on_mesh)
+    found = train(config, other, Resume(workers="repeat")).state
+    for x, y in zip(rows_of(found), rows_of(wanted), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-7)
+
+
 def test_a_shorter_run_is_another_one(run_dir):
     shorter = dataclasses.replace(LINE, num_steps=17)
     with pytest.raises(ValueError, match="otherwise: num_steps was 20 and is 17"):

@@ -7,6 +7,7 @@ import argparse
 import sys
 import textwrap
 from pathlib import Path
+from typing import Annotated
 
 import jax
 import tyro
@@ -20,6 +21,7 @@ from train.job.peers import start_peer
 from train.run.checkpoint import find_checkpoints
 from train.run.log import read_metrics
 from train.run.loop import Outcome, train
+from train.run.regroup import How
 from train.run.resume import Resume, saved_config, with_changes
 
 USAGE = """\
@@ -27,6 +29,7 @@ usage: python -m train CONFIG.py [--run-dir RUN] [--init-from RUN] [--auto-resum
                        [--field value ...]
        python -m train CONFIG.py --help
        python -m train --resume RUN [--step STEP] [--change FIELD=VALUE ...]
+                       [--resume.workers {mean,repeat,select}]
 configs: {configs}"""
 
 
@@ -94,6 +97,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         step: int | None = None,
         change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
         config_file: Path | None = None,
+        workers: Annotated[How | None, tyro.conf.arg(name="resume.workers")] = None,
     ) -> None:
         """Resumes a run with its own config.
 
@@ -102,10 +106,13 @@ def _resume(run_dir: Path, options: list[str]) -> None:
             ones are moved to RUN/set_aside.
           change: FIELD=VALUE that changes the training from here on.
           config_file: file with the class of the task, if it is one of your own.
+          workers: what another number of workers begins with: the "mean" of all saved
+            models and moments, those of the saved workers in turn ("repeat"), or those
+            of the first ("select").
         """
         del config_file
         changed, fields = with_changes(config, change)
-        run_here(changed, run_dir, Resume(step, fields))
+        run_here(changed, run_dir, Resume(step, fields, workers))
 
     prog = f"python -m train --resume {run_dir}"
     tyro.cli(run, prog=prog, args=options, config=AS_OPTIONS)

@@ -280,7 +280,7 @@ def restore(path: Path, state: WorkerState) -> WorkerState:
 
 
 def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[int, Any]:
-    """Returns the models of all workers from a run's folder, without optimizer state.
+    """Reads the models of all workers from a run's folder, without optimizer state.
 
     Args:
       run_dir: folder of the run.
@@ -294,27 +294,40 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
       ValueError: if there is no such checkpoint, whole and of these models.
     """
     step, path = newest(run_dir, step)
+    return step, read_part(path, models)
+
+
+def read_part(path: Path, shapes: Any) -> Any:
+    """Reads a part of a checkpoint's state, as NumPy arrays.
+
+    Args:
+      path: folder of the checkpoint.
+      shapes: shapes of the arrays, by names of the state's fields.
+
+    Raises:
+      ValueError: if they have other shapes.
+    """
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
-    # A partial restore: the optimizer's state would double the memory, or more.
+    # A partial restore: the rest of the state would double the memory, or more.
     with ocp.PyTreeCheckpointer() as reader:
         restored = reader.restore(
             (path / "state").absolute(),
             args=_args.PyTreeRestore(
-                item=models,
-                restore_args=jax.tree.map(lambda x: as_numpy, models),
+                item=shapes,
+                restore_args=jax.tree.map(lambda x: as_numpy, shapes),
                 partial_restore=True,
             ),
         )
     pairs = zip(
-        jax.tree.leaves_with_path(models), jax.tree.leaves(restored), strict=True
+        jax.tree.leaves_with_path(shapes), jax.tree.leaves(restored), strict=True
     )
-    for (path, wanted), got in pairs:
+    for (name, wanted), got in pairs:
         if wanted.shape != got.shape:
             raise ValueError(
-                f"the checkpoint is of another model: {jax.tree_util.keystr(path)} has "
+                f"the checkpoint is of another model: {jax.tree_util.keystr(name)} has "
                 f"the shape {got.shape}, wanted {wanted.shape}"
             )
-    return step, restored
+    return restored
 
 
 def _step_of(path: Path) -> int:

@@ -26,6 +26,7 @@ from train.run.checkpoint import (
 from train.run.finite import Check
 from train.run.folder import process_folders
 from train.run.log import warn
+from train.run.regroup import How, restore_rows
 from train.run.scores import read_trained
 
 # These decide what a run measures and where it runs, not what it trains.
@@ -56,10 +57,13 @@ class Resume(NamedTuple):
       step: step of the checkpoint; by default the newest that can be read.
       changes: names of fields, such as "optimizer.learning_rate", that may differ from
         the checkpoint's.
+      workers: how another number of workers takes the saved models, as in
+        `restore_rows`; None refuses another number.
     """
 
     step: int | None = None
     changes: tuple[str, ...] = ()
+    workers: How | None = None
 
 
 def saved_config(run_dir: Path, step: int | None, like: Config | None = None) -> Config:
@@ -148,7 +152,12 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
         )
     # Both from JSON, where a tuple is a list.
     saved, now = saved_fields(path), json.loads(to_json(config))
+    before, after = (x["workers"]["num_workers"] for x in (saved, now))
+    if before != after:
+        _check_workers(path, before, after, config, resume)
     allowed = FREE + resume.changes
+    if resume.workers is not None:
+        allowed += ("workers", "topology")
     if now["num_steps"] > saved["num_steps"]:
         allowed += ("num_steps",)
     refused = differences(without(saved, allowed), without(now, allowed))
@@ -158,6 +167,28 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
             "trained, name it, as --change optimizer.learning-rate=1e-3"
         )
     return differences(without(saved, FREE), without(now, FREE))
+
+
+def _check_workers(
+    path: Path, before: int, after: int, config: Config, resume: Resume
+) -> None:
+    """Raises a ValueError if a run cannot go on with another number of workers."""
+    if config.exchange.where == "peers":
+        raise ValueError(
+            f"{path} is of one process of {before} workers, and there are {after}: "
+            "peers keep their number"
+        )
+    if resume.workers is None:
+        raise ValueError(
+            f"{path} was trained otherwise: workers.num_workers was {before} and is "
+            f"{after}; say what becomes of the {before} models, with --resume.workers "
+            "mean, repeat or select"
+        )
+    if resume.workers == "select" and after > before:
+        raise ValueError(
+            f"--resume.workers select takes the first of {before} workers, and there "
+            f"are {after}: take repeat or mean"
+        )
 
 
 class Begin(NamedTuple):
@@ -234,7 +265,7 @@ def begin_again(
             continue
         changed = what_changed(found.steps[step], step, config, resume)
         try:
-            restored = restore(found.steps[step], state)
+            restored = _restored(found.steps[step], step, state, resume)
             check(restored, step)
         except Exception as error:
             # In a job other processes may have read it, and would resume from it.
@@ -245,6 +276,13 @@ def begin_again(
             facts = {"resumed": step, "changed": changed} if changed else {}
             return Begin(step, restored, facts)
     raise AssertionError("choose returns at least one step")
+
+
+def _restored(path: Path, step: int, state: WorkerState, resume: Resume) -> WorkerState:
+    num_saved = saved_fields(path)["workers"]["num_workers"]
+    if resume.workers is None or num_saved == len(state.key):
+        return restore(path, state)
+    return restore_rows(path, state, num_saved, resume.workers, step)
 
 
 def without(

@@ -1,0 +1,65 @@
+"""The state of a run that goes on with another number of workers."""
+
+from pathlib import Path
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decentjax import WorkerState
+from train.run.checkpoint import read_part
+
+How = Literal["mean", "repeat", "select"]
+
+
+def restore_rows(path: Path, state: WorkerState, num_saved: int, how: How, step: int):
+    """Returns the state of a checkpoint for another number of workers.
+
+    Models, moments and what an algorithm carries are those of the saved workers; the
+    random keys are new ones.
+
+    Args:
+      path: folder of the checkpoint.
+      state: any state of the workers that go on, for structure and placement.
+      num_saved: number of workers in the checkpoint.
+      how: "mean" gives all workers the mean of all models and moments, "repeat" gives
+        worker i those of worker i modulo the saved number, "select" those of worker i,
+        of whom there must be as many.
+      step: step of the checkpoint.
+
+    Raises:
+      ValueError: if the arrays have other shapes.
+    """
+    num_workers = len(state.key)
+    parts = {k: x for k, x in state._asdict().items() if k != "key"}
+
+    def saved(x: jax.Array) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((num_saved, *x.shape[1:]), x.dtype)
+
+    def placed(rows: np.ndarray, like: jax.Array) -> jax.Array:
+        new = as_rows(rows, num_workers, how)
+        return jax.make_array_from_callback(
+            like.shape, like.sharding, lambda index: new[index]
+        )
+
+    rows = read_part(path, jax.tree.map(saved, parts))
+    keys = jax.jit(jax.vmap(lambda key: jax.random.fold_in(key, step)))(state.key)
+    return state._replace(**jax.tree.map(placed, rows, parts), key=keys)
+
+
+def as_rows(rows: np.ndarray, num_workers: int, how: How) -> np.ndarray:
+    """The rows of another number of workers.
+
+    Args:
+      rows: those of the saved workers, [N, ...]; counts are the same for all.
+      num_workers: the new number.
+      how: as in `restore_rows`.
+    """
+    if how != "mean":
+        return rows[np.arange(num_workers) % len(rows)]
+    if not jnp.issubdtype(rows.dtype, np.inexact):
+        return rows[np.zeros(num_workers, int)]
+    wide = rows.astype(np.promote_types(rows.dtype, np.float32))
+    mean: Any = wide.mean(axis=0, keepdims=True).astype(rows.dtype)
+    return mean[np.zeros(num_workers, int)]
