@@ -2394,8 +2394,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/job/processes.py",
-        "if self.failed is None:",
-        "if True:",
+        "self.failed = self.failed or child",
+        "self.failed = child",
         'tests/test_launch.py -k "others_may_end or first_failure"',
     ),
     Mutant(

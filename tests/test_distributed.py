@@ -338,6 +338,7 @@ def test_the_death_of_one_ends_all_and_the_dead_is_named(who, where, tmp_path):
         output, _ = job.communicate(timeout=LONG)
     assert job.returncode == 128 + signal.SIGKILL
     assert f"error: process {who} ended first, killed by SIGKILL" in output
+    assert re.search(r"error: process \d: lost a peer: at step \d+, Gloo \w+", output)
     assert of_run(tmp_path) == {}
 
 
@@ -428,7 +429,7 @@ def test_a_loss_that_is_not_finite_ends_all_with_a_sentence(tmp_path):
     options = "--optimizer.learning-rate 1e30 --num-steps 1000"
     with launch(2, tmp_path, *options.split()) as job:
         output, _ = job.communicate(timeout=LONG)
-    assert job.returncode == 70
+    assert job.returncode == 71
     assert "is not finite at step" in output
     assert "Traceback" not in output
 

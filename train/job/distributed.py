@@ -291,7 +291,10 @@ def _explain(error: BaseException) -> str:
     if isinstance(error, jax.errors.JaxRuntimeError | ValueError):
         lost = re.search(r"([Gg]loo|[Cc]oordination service).*", str(error))
         if lost:
-            return f"lost a peer: {lost[0]}"
+            # Not the place in Gloo's source.
+            reason = re.sub(r"\[external/\S+\] ", "", lost[0])
+            where = [f"{note}, " for note in getattr(error, "__notes__", [])]
+            return "".join(["lost a peer: ", *where, reason])
     if isinstance(error, SystemExit):
         return str(error)
     trace = "failed:\n" + "".join(traceback.format_exception(error)).rstrip()

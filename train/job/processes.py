@@ -21,8 +21,9 @@ from train.cli.command import CLOSED, INTERRUPTED, NOT_FINITE
 # Of what ended well, of a wrong request, of numbers that would not be finite again, and
 # of who was asked to end: starting it again would end as before.
 FINAL = (0, 1, 2, NOT_FINITE, INTERRUPTED, CLOSED)
-GRACE_SECONDS = 5.0  # After a failure, for the others to notice closed sockets.
-TERM_SECONDS = 2.0  # From SIGTERM to SIGKILL for those that did not.
+# All are gone two seconds after a failure, whatever they do.
+GRACE_SECONDS = 1.5  # For the others to notice closed sockets.
+TERM_SECONDS = 0.4  # From SIGTERM to SIGKILL for those that did not.
 # A terminal that closes sends SIGHUP, which nohup asks us to ignore.
 _HANGUP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
 # Slurm sends SIGUSR1 ahead of a limit where it is asked to.
@@ -102,8 +103,8 @@ def run_job(
     """Runs all processes to their end and returns how they have ended.
 
     The code is 0 if all ended with 0, else that of the process that failed first: 128 +
-    the signal if one killed it. The others then have 5 s to end by themselves, and
-    2 s from SIGTERM to SIGKILL; peers go on, and the one that was lost is started
+    the signal if one killed it. The others then have 1.5 s to end by themselves, and
+    0.4 s from SIGTERM to SIGKILL; peers go on, and the one that was lost is started
     again, or the command is printed that does it. The first SIGINT, SIGTERM, SIGHUP or
     SIGUSR1 reaches all as SIGTERM, for them to save and end, the second as SIGKILL. A
     closed output, as after `| head`, counts as such a signal; the code is then 141, as

@@ -34,7 +34,7 @@ from train.run.manifest import check_files, write_manifest
 _args: Any = ocp.args
 
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # As orbax names what it is still writing.
-FAILING_SECONDS = 2.0  # After an error in a job, so that the peers learn of it soon.
+FAILING_SECONDS = 1.0  # After an error in a job, so that the peers learn of it soon.
 # Errors of a file system that explain why nothing can be written.
 REASONS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
 

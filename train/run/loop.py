@@ -132,43 +132,48 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
     """
     train_step, batches, put, check, observer, checkpoints, stop, late, first = parts
     step, state, num_skipped = begin.step, begin.state, 0
-    while step < config.num_steps and not stop.stopped:
-        batch = next(batches)
-        arrays, num_skipped = put(batch.arrays), num_skipped + batch.skipped
-        late(step)
-        state, metrics = train_step(state, arrays, step)
-        step += 1
-        checkpoints.check()
-        # Asked before the poll, so that the run ends after this step, and not the next.
-        if observer.log is not None and observer.log.closed:
-            stop.ask()
-        end = stop.poll() or step == config.num_steps
-        evaluate = not stop.stopped and (
-            end or step % config.evaluation.every_steps == 0
-        )
-        save = end or evaluate or step % config.checkpoint.every_steps == 0
-        if save or step % config.log.every_steps == 0:
-            check_gradients(state, first)
-            # The consensus distance is a collective: an exchange that is still on its
-            # way could meet it in another order on a peer, and both would wait forever.
-            settled = None
-            if end or step % config.log.consensus_every_steps == 0:
+    try:
+        while step < config.num_steps and not stop.stopped:
+            batch = next(batches)
+            arrays, num_skipped = put(batch.arrays), num_skipped + batch.skipped
+            late(step)
+            state, metrics = train_step(state, arrays, step)
+            step += 1
+            checkpoints.check()
+            # Asked before the poll, so that the run ends after this step.
+            if observer.log is not None and observer.log.closed:
+                stop.ask()
+            end = stop.poll() or step == config.num_steps
+            evaluate = not stop.stopped and (
+                end or step % config.evaluation.every_steps == 0
+            )
+            save = end or evaluate or step % config.checkpoint.every_steps == 0
+            if save or step % config.log.every_steps == 0:
+                check_gradients(state, first)
+                # The consensus distance is a collective: an exchange that is still on
+                # its way could meet it in another order on a peer, and both would wait
+                # forever.
+                settled = None
+                if end or step % config.log.consensus_every_steps == 0:
+                    train_step.settle()
+                    settled = state
+                observer.measure(step, metrics, num_skipped, settled)
+                num_skipped = 0
+            # The order of a save: an exchange may still bring a NaN, so it ends before
+            # the check; the flush is a collective, after which process 0 has the rows
+            # of all processes, so metrics.jsonl is complete up to each checkpoint.
+            if save:
                 train_step.settle()
-                settled = state
-            observer.measure(step, metrics, num_skipped, settled)
-            num_skipped = 0
-        # The order of a save: an exchange may still bring a NaN, so it ends before the
-        # check; the flush is a collective, after which process 0 has the rows of all
-        # processes, so metrics.jsonl is complete up to each checkpoint.
-        if save:
-            train_step.settle()
-            check(state, step)
-            observer.flush(step)
-        observer.write_rows()
-        if save:
-            checkpoints.save(step, state, config)
-        if evaluate:
-            observer.evaluate(step, state, stop)
+                check(state, step)
+                observer.flush(step)
+            observer.write_rows()
+            if save:
+                checkpoints.save(step, state, config)
+            if evaluate:
+                observer.evaluate(step, state, stop)
+    except Exception as error:
+        error.add_note(f"at step {step}")
+        raise
     return step, state
 
 
