@@ -1782,8 +1782,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/loop.py",
-        "            train_step.settle()\n            check",
-        "            check",
+        "                train_step.settle()\n                check",
+        "                check",
         "tests/test_resume.py -k is_settled_checked",
     ),
     Mutant(

@@ -192,6 +192,17 @@ def test_a_signal_to_the_launcher_lets_all_save(signum):
     assert sorted(out.splitlines()) == [b"[0] saved", b"[1] saved"]
 
 
+def test_who_has_not_saved_within_the_grace_is_killed():
+    program = RUN_JOB.replace("run_job(processes)", "run_job(processes, grace=1.5)")
+    with start(SAVE, DEAF, program=program) as job:
+        pids = read_pids(job, 2)
+        job.send_signal(signal.SIGTERM)
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 128 + signal.SIGKILL
+    assert b"[0] saved" in out
+    assert not any(map(lives, pids))
+
+
 def test_under_nohup_a_terminal_may_close():
     code = f"import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n{RUN_JOB}"
     with start(SAVE, program=code) as job:
@@ -439,6 +450,7 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("--processes -2 a.py", "error: processes must be at least 1, got -2"),
         ("--processes 2 --port 65536 a.py", "error: port must be from 0 to 65535"),
         ("--processes 2 --port -1 a.py", "error: port must be from 0"),
+        ("--processes 2 --grace 0 a.py", "grace must be positive, got 0"),
         ("--processes 2 --max-restarts -1 a.py", "max_restarts must be at least 0, g"),
         (
             "--processes 2 --max-restarts 1 --module train.dbench a.py",

@@ -8,6 +8,7 @@ train.dbench CONFIG.py` trains a grid of graphs.
 
 import argparse
 import functools
+import math
 import os
 import socket
 import sys
@@ -37,8 +38,9 @@ def main(arguments: list[str]) -> int:
         processes: int,
         port: int = 0,
         max_restarts: int = 0,
+        grace: float = math.inf,
         module: Literal["train", "train.advise", "train.dbench"] = "train",
-    ) -> tuple[int, int, int, str]:
+    ) -> tuple[int, int, int, float, str]:
         """Runs `python -m train CONFIG.py ...` as several processes on this machine.
 
         Each uses one GPU, if there are any. All other arguments are the module's.
@@ -48,15 +50,16 @@ def main(arguments: list[str]) -> int:
           port: port on this machine where they find each other; by default a free one.
           max_restarts: how often the job is started again after a process was lost; it
             goes on from its newest checkpoint. Of peers, only that process.
+          grace: seconds that the processes have to save and end after a signal.
           module: module that they run; train.advise takes --measure CONFIG.py,
             train.dbench a config and its own options.
         """
-        return processes, port, max_restarts, module
+        return processes, port, max_restarts, grace, module
 
     if not arguments:
         show_usage(USAGE, arguments)
     # All other arguments are fields of the config, which the processes read.
-    (num_processes, port, max_restarts, module), rest = tyro.cli(
+    (num_processes, port, max_restarts, grace, module), rest = tyro.cli(
         run,
         prog="python -m train.launch",
         args=arguments,
@@ -67,6 +70,8 @@ def main(arguments: list[str]) -> int:
         show_usage(USAGE, [])
     if num_processes < 1:
         raise ValueError(f"processes must be at least 1, got {num_processes}")
+    if not grace > 0:
+        raise ValueError(f"grace must be positive, got {grace}")
     if sys.platform != "linux":
         raise ValueError("several processes as one job need Linux")
     if max_restarts:
@@ -85,7 +90,8 @@ def main(arguments: list[str]) -> int:
             for i in range(num_processes)
         ]
 
-    return supervise(start, max_restarts, functools.cache(lambda: are_peers(rest)))
+    asks = functools.cache(lambda: are_peers(rest))
+    return supervise(start, max_restarts, asks, grace)
 
 
 def check_restarts(max_restarts: int, module: str, arguments: Sequence[str]) -> None:

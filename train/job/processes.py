@@ -6,6 +6,7 @@ Linux only: pidfds show which process ended first, and children die with the lau
 import contextlib
 import ctypes
 import functools
+import math
 import os
 import selectors
 import shlex
@@ -21,6 +22,8 @@ from train.cli.command import CLOSED, INTERRUPTED, NOT_FINITE
 # Of what ended well, of a wrong request, of numbers that would not be finite again, and
 # of who was asked to end: starting it again would end as before.
 FINAL = (0, 1, 2, NOT_FINITE, INTERRUPTED, CLOSED)
+# A signal does not interrupt `select`: what its handler has asked for is seen then.
+LONGEST_WAIT = 1.0
 # All are gone two seconds after a failure, whatever they do.
 GRACE_SECONDS = 1.5  # For the others to notice closed sockets.
 TERM_SECONDS = 0.4  # From SIGTERM to SIGKILL for those that did not.
@@ -65,6 +68,7 @@ def supervise(
     start: Callable[[], Sequence[Process]],
     max_restarts: int,
     are_peers: Callable[[], bool] = lambda: False,
+    grace: float = math.inf,
 ) -> int:
     """Runs a job as `run_job` does, and starts it again where a process was lost.
 
@@ -75,13 +79,14 @@ def supervise(
       start: function that returns the processes of one more start.
       max_restarts: how often the job, or of peers a process, is started again.
       are_peers: as in `run_job`.
+      grace: as in `run_job`.
 
     Returns:
       The exit code of the last job.
     """
     first, restarts = "", 0
     while True:
-        ended = run_job(start(), are_peers, max_restarts)
+        ended = run_job(start(), are_peers, max_restarts, grace)
         first = first or ended.cause
         again = not (ended.asked or ended.code in FINAL or are_peers())
         if not again or restarts == max_restarts:
@@ -99,6 +104,7 @@ def run_job(
     processes: Sequence[Process],
     are_peers: Callable[[], bool] = lambda: False,
     max_restarts: int = 0,
+    grace: float = math.inf,
 ) -> Ended:
     """Runs all processes to their end and returns how they have ended.
 
@@ -114,12 +120,13 @@ def run_job(
       processes: the processes.
       are_peers: whether the others go on where one fails; asked when one has.
       max_restarts: of peers, how often a process that was lost is started again.
+      grace: seconds from a first signal to SIGKILL, for all that have not ended.
 
     Raises:
       OSError: if a program cannot be started; those already started are killed.
     """
     with selectors.DefaultSelector() as selector:
-        job = _Job(selector, are_peers, max_restarts)
+        job = _Job(selector, are_peers, max_restarts, grace)
         sys.stdout.flush()
         with pass_stop_signals_to(job.stop):
             try:
@@ -302,12 +309,13 @@ class _Job:
         selector: selectors.BaseSelector,
         are_peers: Callable[[], bool],
         max_restarts: int,
+        grace: float,
     ):
         self.children: list[_Child] = []
         self.failed: _Child | None = None
         self.asked, self.output = False, _Output()
         self._selector, self._are_peers = selector, are_peers
-        self._restarts = max_restarts
+        self._restarts, self._grace = max_restarts, grace
         self._running: set[_Child] = set()
         self._escalation: list[tuple[float, int]] = []
 
@@ -320,13 +328,14 @@ class _Job:
         self.asked = True
         self.output.stops = False  # A second SIGTERM would end them before they save.
         _send(self.children, signum)
+        self._escalation.append((time.monotonic() + self._grace, signal.SIGKILL))
 
     def wait(self) -> None:
         """Prints and waits until all have ended."""
         while self._running:
-            next_signal = self._escalation[0][0] if self._escalation else None
-            wait = None if next_signal is None else next_signal - time.monotonic()
-            for key, _ in self._selector.select(wait and max(0.0, wait)):
+            at, signum = min(self._escalation, default=(math.inf, 0))
+            left = max(0.0, at - time.monotonic())
+            for key, _ in self._selector.select(min(left, LONGEST_WAIT)):
                 child = key.data
                 more = child.print_lines()
                 if key.fileobj == child.pidfd:
@@ -338,10 +347,10 @@ class _Job:
                 elif not more:
                     self._selector.unregister(child.pipe)
             if self.output.closed and self.output.stops:
-                self.output.stops = False
-                _send(self._running, signal.SIGTERM)
-            if self._escalation and time.monotonic() >= self._escalation[0][0]:
-                _send(self._running, self._escalation.pop(0)[1])
+                self.stop(signal.SIGTERM)
+            if time.monotonic() >= at:
+                self._escalation.remove((at, signum))
+                _send(self._running, signum)
 
     def _fail(self, child: "_Child") -> None:
         """Goes on after a failure: without it, with it again, or not at all."""

@@ -154,22 +154,29 @@ def in_time(
 
 
 def step_seconds(quality: Quality) -> Seconds:
-    """Seconds of a step by network and method, kept in a file."""
+    """Seconds of a step by network and method, kept in a file.
+
+    Methods that it does not have yet are measured and added.
+    """
     path = quality.out / "seconds.json"
     fields = ("rates", "late_rates", "rounds", "steps", "configs")
     wanted = json.loads(to_json({x: getattr(quality, x) for x in fields}))
-    names = [x.name for x in quality.methods]
+    kept: Seconds = {str(x): {} for x in quality.settings}
     if path.exists():
         found = json.loads(path.read_text())
-        same = {name: found.get(name) for name in wanted} == wanted
-        if same and set(names) <= set(found["methods"]):
+        if {name: found.get(name) for name in wanted} == wanted:
             print(f"seconds of a step: from {path}")
-            return found["seconds"]
+            kept = found["seconds"]
+    known = kept[str(quality.settings[0])]
+    missing = [x for x in quality.methods if x.name not in known]
+    if not missing:
+        return kept
     nodes = load_config(DDP.file(quality.configs)).workers.num_workers
     turns = quality.rounds, quality.steps
     folders = quality.configs, quality.out
-    seconds = measure(quality.methods, quality.settings, nodes, *turns, *folders)
-    write_whole(path, to_json({**wanted, "methods": names, "seconds": seconds}))
+    measured = measure(missing, quality.settings, nodes, *turns, *folders)
+    seconds = {setting: measured[setting] | of for setting, of in kept.items()}
+    write_whole(path, to_json({**wanted, "seconds": seconds}))
     return seconds
 
 
