@@ -260,6 +260,11 @@ def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     kept = json.loads(path.read_text())
     del kept["outcome"]["training_loss"]
     path.write_text(json.dumps(kept))
+    # A field that it did not have yet has its default.
+    other = tmp_path / f"{names[1]}.json"
+    kept = json.loads(other.read_text())
+    del kept["config"]["rounds"]["copy_step"]
+    other.write_text(json.dumps(kept))
     compare((LINE_FILE,), **options)
     again = capsys.readouterr().out
     assert [f"{name}: from" in again for name in names] == [False, True]

@@ -1,5 +1,6 @@
 """What a run with several seeds has come to, joined of several runs, and kept."""
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -8,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from train.cli.config_json import to_json
+from train.cli.config_json import from_fields, to_json
 from train.cli.tables import write_whole
 from train.config import Config
 from train.job.distributed import gather
@@ -117,12 +118,8 @@ def kept(
       train: function that trains it.
       facts: what else the results depend on.
     """
-    # Through JSON, as the file that is compared with it: tuples are lists there.
-    fields = json.loads(to_json(config))
-    # Where its workers are is not what it trains.
-    del fields["distributed"], fields["workers"]["where"]
-    wanted = {"config": fields, "seeds": list(seeds), **(facts or {})}
-    outcome = _read(path, wanted)
+    wanted = {"config": _trained(config), "seeds": list(seeds), **(facts or {})}
+    outcome = _read(path, wanted, type(config.task))
     found = gather(outcome is not None)  # A folder may not yet show each the file.
     if outcome is not None and all(found):
         if jax.process_index() == 0:
@@ -136,11 +133,21 @@ def kept(
     return outcome
 
 
-def _read(path: Path, wanted: Mapping[str, Any]) -> SeedsOutcome | None:
+def _trained(config: Config) -> dict[str, Any]:
+    """The fields of a config that decide what it trains, as JSON has them."""
+    fields = json.loads(to_json(config))
+    del fields["distributed"], fields["workers"]["where"]
+    return fields
+
+
+def _read(path: Path, wanted: Mapping[str, Any], task: type) -> SeedsOutcome | None:
     if not path.exists():
         return None
     found = json.loads(path.read_text())
-    # Another version of this program may have kept other results.
+    # An older version of this program has fewer fields: they have their defaults.
+    with contextlib.suppress(ValueError, KeyError):
+        found["config"] = _trained(from_fields(found["config"], [task]))
+    # Another version may have kept other results.
     is_whole = found.get("outcome", {}).keys() == set(SeedsOutcome._fields)
     if not is_whole or {name: found.get(name) for name in wanted} != wanted:
         return None
