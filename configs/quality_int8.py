@@ -1,6 +1,6 @@
-"""The million parameters of `configs/quality.py`: rounds of 4 steps in 8 bits.
+"""The million parameters of `configs/quality.py`: rounds of two steps in 8 bits.
 
-Pairs average what they sent 4 steps before, and keep what they have learned since.
+Pairs average what they sent two steps before, and keep what they have learned since.
 """
 
 import dataclasses
@@ -13,5 +13,5 @@ config = dataclasses.replace(
     name="quality_int8",
     topology=TopologyConfig(name="one_peer_exponential"),
     step=dataclasses.replace(quality.step, algorithm="rounds"),
-    rounds=RoundsConfig(every_steps=4, delay=4, merge="shift", codec="int8"),
+    rounds=RoundsConfig(every_steps=2, delay=2, merge="shift", codec="int8"),
 )

@@ -1667,7 +1667,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/finite.py",
-        "is_first = (state.step == 0) & wrong.any()",
+        "is_first = is_wrong & (state.last != state.count)",
         "is_first = wrong.any()",
         'tests/test_resume.py -k "named_and_never_saved and batch"',
     ),
@@ -1679,8 +1679,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/finite.py",
-        "jnp.where(is_first, jnp.argmax(wrong), state.leaf)",
-        "jnp.where(is_first, jnp.argmin(wrong), state.leaf)",
+        "jnp.where(is_first, jnp.argmax(wrong).astype(jnp.int32), state.leaf)",
+        "jnp.where(is_first, jnp.argmin(wrong).astype(jnp.int32), state.leaf)",
         'tests/test_resume.py -k "named_and_never_saved and gradient"',
     ),
     Mutant(
@@ -2835,6 +2835,24 @@ MUTANTS = [
         "jax.random.fold_in(key, step)))(state.key)",
         "key))(state.key[:1].repeat(len(state.key)))",
         "tests/test_resume.py -k another_number",
+    ),
+    Mutant(
+        "train/run/finite.py",
+        "before = mixed, state.opt_state, state.model_state",
+        "before = state.params, state.opt_state, state.model_state",
+        "tests/test_quarantine.py -k dropped_whole",
+    ),
+    Mutant(
+        "train/run/finite.py",
+        "return x if _is_watch(x) else jnp.where(is_finite, x, kept)",
+        "return jnp.where(is_finite, x, kept)",
+        "tests/test_quarantine.py -k dropped_whole",
+    ),
+    Mutant(
+        "train/run/build.py",
+        "return quarantined(local) if",
+        "return local if",
+        "tests/test_quarantine.py -k share_of_workers",
     ),
 ]
 

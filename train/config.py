@@ -276,6 +276,9 @@ class StepConfig:
         images, or for translation tokens on each side.
       num_micro_batches: number of parts of that batch, computed one after the other.
       message_dtype: dtype of the models that are sent; None keeps theirs.
+      not_finite: what becomes of numbers that are no longer finite: "stop" ends the
+        run, with nothing of them saved; "quarantine" drops the worker's update, which
+        goes on with the average of its neighbours, and logs it.
       xla_options: XLA options NAME=VALUE for steps compiled for a mesh with their
         exchange inside; "recommended" stands for those of `train.xla`. Options of
         another platform, such as xla_gpu_... on a TPU, are ignored. Empty for XLA's
@@ -286,6 +289,7 @@ class StepConfig:
     batch_per_worker: int = 8
     num_micro_batches: int = 1
     message_dtype: Literal["bfloat16"] | None = None
+    not_finite: Literal["stop", "quarantine"] = "stop"
     xla_options: tuple[str, ...] = ("recommended",)
 
     def __post_init__(self):

@@ -41,7 +41,7 @@ from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet
 from train.job.peers import peer_place
 from train.run.choose import GRAPH, Chooser, build_policy
-from train.run.finite import poison_gradient
+from train.run.finite import poison_gradient, quarantined
 from train.run.rounds import build_rounds, check_rounds
 from train.tasks.task import Task
 from train.xla import check_options, read_options
@@ -289,12 +289,13 @@ def bind_adapt(
     config: Config, task: Task, optimizer: optax.GradientTransformation
 ) -> LocalUpdate:
     """The local update, in which a loss that is not finite poisons its gradient."""
-    return functools.partial(
+    local = functools.partial(
         adapt,
         loss_fn=poison_gradient(task.loss_fn),
         optimizer=optimizer,
         num_micro_batches=config.step.num_micro_batches,
     )
+    return quarantined(local) if config.step.not_finite == "quarantine" else local
 
 
 def bind_mix(config: StepConfig) -> Callable[..., Any]:

@@ -10,20 +10,24 @@ import optax
 from jax.sharding import Mesh
 
 from decentjax import LossFn, WorkerState, over_workers
+from decentjax.step import Metrics
 
 Check = Callable[[WorkerState, int], None]
+QUARANTINED = "quarantined"  # Metric: 1 where a worker's update was not finite.
 
 
 class WatchState(NamedTuple):
     """State of `watch_gradients`."""
 
     count: jax.Array  # int32, []; steps done
-    step: jax.Array  # int32, []; the first that was not finite, 0 for none
+    step: jax.Array  # int32, []; the first of the newest that were not finite, or 0
     leaf: jax.Array  # int32, []; the first of its leaves that was not
+    last: jax.Array  # int32, []; the last that was not finite, -1 for none
+    total: jax.Array  # int32, []; number of those that were not
 
 
 def watch_gradients() -> optax.GradientTransformation:
-    """Records the first step whose gradient is not finite, and its first such leaf.
+    """Records a step from which on gradients are not finite, and its first such leaf.
 
     A leaf counts as finite if the sum of its squares is, which clipping by the global
     norm computes anyway. The updates pass unchanged.
@@ -31,17 +35,20 @@ def watch_gradients() -> optax.GradientTransformation:
 
     def init_fn(params):
         del params
-        return WatchState(*(jnp.zeros([], jnp.int32) for _ in WatchState._fields))
+        zeros = (jnp.zeros([], jnp.int32) for _ in WatchState._fields)
+        return WatchState(*zeros)._replace(last=jnp.int32(-1))
 
     def update_fn(updates, state, params=None):
         del params
         count = state.count + 1
         squares = [optax.tree.norm([x], squared=True) for x in jax.tree.leaves(updates)]
         wrong = ~jnp.isfinite(jnp.stack(squares))
-        is_first = (state.step == 0) & wrong.any()
+        is_wrong = wrong.any()
+        is_first = is_wrong & (state.last != state.count)
         step = jnp.where(is_first, count, state.step)
-        leaf = jnp.where(is_first, jnp.argmax(wrong), state.leaf)
-        return updates, WatchState(count, step, leaf.astype(jnp.int32))
+        leaf = jnp.where(is_first, jnp.argmax(wrong).astype(jnp.int32), state.leaf)
+        last = jnp.where(is_wrong, count, state.last)
+        return updates, WatchState(count, step, leaf, last, state.total + is_wrong)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
@@ -57,6 +64,53 @@ def poison_gradient(loss_fn: LossFn) -> LossFn:
         return loss * jax.lax.stop_gradient(factor), rest
 
     return poisoned
+
+
+def quarantined(local: Callable[..., tuple[WorkerState, Metrics]]) -> Callable:
+    """The local update, of which a worker takes nothing that is not finite.
+
+    Its model is then its neighbours' average with its own; moments and model state stay
+    as they were. So no model that is not finite is ever sent.
+
+    Args:
+      local: the local update, `decentjax.adapt` with its keywords bound.
+    """
+
+    def update(
+        state: WorkerState, batch: Any, mixed: Any, **options: Any
+    ) -> tuple[WorkerState, Metrics]:
+        new, metrics = local(state, batch, mixed, **options)
+        after = new.params, new.opt_state, new.model_state
+        before = mixed, state.opt_state, state.model_state
+        floats = filter(_is_float, jax.tree.leaves(after))
+        is_finite = jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
+
+        def choose(x: Any, kept: Any) -> Any:
+            # What has been watched stays known.
+            return x if _is_watch(x) else jnp.where(is_finite, x, kept)
+
+        params, opt_state, model_state = jax.tree.map(
+            choose, after, before, is_leaf=_is_watch
+        )
+        new = new._replace(params=params, opt_state=opt_state, model_state=model_state)
+        return new, metrics | {QUARANTINED: 1 - is_finite.astype(jnp.float32)}
+
+    return update
+
+
+def say_quarantined(state: WorkerState, first_worker: int = 0) -> dict[int, str]:
+    """Says of each worker how many gradients were not finite, and where the newest."""
+    (watch,) = (x for x in state.opt_state if isinstance(x, WatchState))
+    totals, steps, leaves = (
+        _rows(x, first_worker) for x in (watch.total, watch.step, watch.leaf)
+    )
+    names = _names(state.params, "params")
+    return {
+        worker: f"{total} gradients of worker {worker} were not finite, since step "
+        f"{steps[worker]} in {names[leaves[worker]]}: it took its neighbours' average"
+        for worker, total in totals.items()
+        if total > 0
+    }
 
 
 def check_gradients(state: WorkerState, first_worker: int = 0) -> None:
@@ -98,9 +152,7 @@ def build_check(mesh: Mesh | None, first_worker: int = 0) -> Check:
 
     def check(state: WorkerState, step: int) -> None:
         leaves = jax.tree.leaves(state)
-        floats = [
-            i for i, x in enumerate(leaves) if jnp.issubdtype(x.dtype, jnp.inexact)
-        ]
+        floats = [i for i, x in enumerate(leaves) if _is_float(x)]
         rows = _rows(finite([leaves[i] for i in floats]), first_worker)
         wrong = {worker: row for worker, row in rows.items() if not row.all()}
         if not wrong:
@@ -113,6 +165,14 @@ def build_check(mesh: Mesh | None, first_worker: int = 0) -> Check:
         )
 
     return check
+
+
+def _is_watch(x: Any) -> bool:
+    return isinstance(x, WatchState)
+
+
+def _is_float(x: jax.Array) -> bool:
+    return jnp.issubdtype(x.dtype, jnp.inexact)
 
 
 def _rows(stacked: jax.Array, first_worker: int) -> dict[int, np.ndarray]:

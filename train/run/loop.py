@@ -149,7 +149,10 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
             )
             save = end or evaluate or step % config.checkpoint.every_steps == 0
             if save or step % config.log.every_steps == 0:
-                check_gradients(state, first)
+                if config.step.not_finite == "quarantine":
+                    observer.say_quarantined(step, state, first)
+                else:
+                    check_gradients(state, first)
                 # The consensus distance is a collective: an exchange that is still on
                 # its way could meet it in another order on a peer, and both would wait
                 # forever.

@@ -13,7 +13,8 @@ from decentjax import AXIS, WorkerState, consensus_distance, mean_model, over_wo
 from decentjax.step import Metrics
 from train.config import Config
 from train.job.distributed import MetricMeans, gather
-from train.run.log import Log
+from train.run.finite import say_quarantined
+from train.run.log import Log, warn
 from train.run.optimizers import build_schedule
 from train.run.peers import Watch
 from train.run.scores import build_score
@@ -50,6 +51,7 @@ class Observer:
         self._consensus = build_consensus(mesh)
         self._score = build_score(task)
         self._step, self._time = start, time.monotonic()
+        self._quarantined: dict[int, str] = {}
 
     def measure(
         self,
@@ -82,6 +84,22 @@ class Observer:
         # Times the processes, as the log has the mean over them.
         values["skipped_examples"] = num_skipped * jax.process_count()
         self._means.put(step, values)
+
+    def say_quarantined(self, step: int, state: WorkerState, first: int) -> None:
+        """Warns of workers whose updates were dropped since the last time.
+
+        Args:
+          step: number of steps done.
+          state: state of the workers of this process.
+          first: number of the worker of the first row.
+        """
+        said = say_quarantined(state, first)
+        for worker, text in said.items():
+            if self._quarantined.get(worker) != text:
+                warn(f"step {step}: {text}")
+                if self.log is not None:
+                    self.log.note(step, quarantine=text)
+        self._quarantined = said
 
     def flush(self, step: int) -> None:
         """Waits until the rows of all processes have reached process 0; a collective.
@@ -142,8 +160,10 @@ def build_mean(mesh: Mesh | None) -> Callable[[WorkerState], tuple[Any, Any]]:
 
 
 def local_mean(x: jax.Array) -> float:
-    """The mean over the workers of this process."""
-    return float(np.mean([np.mean(shard.data) for shard in x.addressable_shards]))
+    """The mean over the workers of this process, but for those in quarantine."""
+    rows = np.concatenate([np.ravel(shard.data) for shard in x.addressable_shards])
+    finite = rows[np.isfinite(rows)]
+    return float(np.mean(finite if finite.size else rows))
 
 
 def local_rows(stacked: Any) -> Iterator[tuple[int, Any]]:
