@@ -18,7 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._collectives import AxisName, permute, sum_dtype
 from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
-from decentjax.mixing import check_size, over_shards, weighted
+from decentjax.mixing import Lowering, check_size, in_pieces, over_shards, weighted
 
 Message = tuple[jax.Array, ...]
 Noise = Callable[[jax.Array, int], jax.Array]
@@ -203,7 +203,12 @@ def num_bytes(codec: Codec, shape: tuple[int, ...]) -> int:
 
 
 def mix_encoded(
-    coded: Any, exchange: Exchange, *, codec: Codec, axis_name: AxisName
+    coded: Any,
+    exchange: Exchange,
+    *,
+    codec: Codec,
+    axis_name: AxisName,
+    lowering: Lowering = Lowering(),
 ) -> Any:
     """Averages encoded leaves: `sum_j W_ij q_j - q_i`, with q the decoded messages.
 
@@ -215,6 +220,7 @@ def mix_encoded(
       exchange: the static exchange, of single workers.
       codec: the codec of the messages.
       axis_name: mapped axis of the workers.
+      lowering: as in `mix`.
 
     Returns:
       The differences, by number.
@@ -232,7 +238,9 @@ def mix_encoded(
     came = []
     for one in permutes:
         pairs = [(j, i) for i, j in enumerate(one.sources) if j >= 0]
-        move = functools.partial(permute, pairs=pairs, axis_name=axis_name)
+        whole = functools.partial(permute, pairs=pairs, axis_name=axis_name)
+        size = lowering.piece_bytes
+        move = functools.partial(in_pieces, whole, piece_bytes=size)
         came.append(_moved(move, messages))
     weights = [one.weights for one in permutes]
 

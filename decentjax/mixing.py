@@ -240,7 +240,7 @@ def _average_between(x: jax.Array, how: _Mixing) -> jax.Array:
     between, per_node = how.exchange.between, how.exchange.workers_per_node
     if isinstance(between, Permutations):
         permuted = functools.partial(_permuted, between=between, how=how)
-        return _in_pieces(permuted, x, how.lowering.piece_bytes)
+        return in_pieces(permuted, x, how.lowering.piece_bytes)
     sent = _rounded(x, how.message_dtype)
     groups = workers_of(np.array(between.members).T, per_node).T.tolist()
     mean = _group_mean(sent, groups, how)
@@ -275,7 +275,7 @@ def _group_mean(x: jax.Array, groups: Members, how: _Mixing) -> jax.Array:
     return all_gather(piece.astype(x.dtype), groups, how.axis_name, x.shape)
 
 
-def _in_pieces(
+def in_pieces(
     function: Callable[[jax.Array], jax.Array], x: jax.Array, piece_bytes: int | None
 ) -> jax.Array:
     """The elementwise function of x, piece after piece where x is long."""

@@ -305,12 +305,17 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
             "encoded leaves are cut where the compression says: give it the shards, "
             "Compression(..., shards=NamedShardings), and none here"
         )
-    average = mean_encoded if compression.of == "drift" else mix_encoded
-    average = functools.partial(average, codec=compression.codec, axis_name=AXIS)
+    average = mix_of(compression)
     if compression.shards is None:
         return average
     shardings = jax.tree.leaves(compression.shards)
     return functools.partial(_mix_coded_shards, average, shardings)
+
+
+def mix_of(compression: Compression) -> Callable[..., Any]:
+    """The averaging of encoded leaves over the axis of the workers."""
+    average = mean_encoded if compression.of == "drift" else mix_encoded
+    return functools.partial(average, codec=compression.codec, axis_name=AXIS)
 
 
 def _mix_shards(

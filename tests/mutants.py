@@ -2854,6 +2854,12 @@ MUTANTS = [
         "return local if",
         "tests/test_quarantine.py -k share_of_workers",
     ),
+    Mutant(
+        "decentjax/mixing.py",
+        "return lax.map(function, pieces).ravel()[: x.size].reshape(x.shape)",
+        "return lax.map(function, pieces).ravel()[-x.size :].reshape(x.shape)",
+        "tests/test_codec.py -k in_pieces",
+    ),
 ]
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from test_rounds import CURVATURE, RATE, initial, model, run, targets
 
 from decentjax import (
     AXIS,
+    Lowering,
     adapt,
     analysis,
     codec,
@@ -22,6 +23,7 @@ from decentjax import (
     init_state,
     methods,
     on_mesh,
+    over_workers,
     place,
     simulate,
     topology,
@@ -379,3 +381,21 @@ def test_encoded_leaves_of_other_workers_are_refused():
 def test_codecs_without_sense_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
         make()
+
+
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("where", ["simulated", "mesh"])
+def test_in_pieces_the_same_numbers_come(codec, where):
+    leaves = np.random.default_rng(0).standard_normal((4, 700), np.float32)
+    mesh = None if where == "simulated" else worker_mesh(4)
+
+    def mixed(x, lowering):
+        message = CODECS[codec].encode(x, jax.random.key(0))
+        options = {"codec": CODECS[codec], "axis_name": AXIS, "lowering": lowering}
+        return mix_encoded({0: (x, message)}, RING[0], **options)[0]
+
+    def run(piece_bytes):
+        one = functools.partial(mixed, lowering=Lowering(piece_bytes))
+        return np.asarray(jax.jit(over_workers(one, mesh))(leaves))
+
+    np.testing.assert_array_equal(run(64), run(None))

@@ -6,7 +6,6 @@ Between processes of CPUs, or through the host's memory where the workers have G
 import collections
 import functools
 import time
-from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,12 +14,21 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from decentjax.codec import num_bytes
+from decentjax.compression import Compression
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.engine import Closing, SharedEngine
 from decentjax.gossip.record import Record
-from decentjax.gossip.tuning import Mix, Mixes, compiled_mix, fastest_mixes
+from decentjax.gossip.tuning import (
+    Mix,
+    Mixes,
+    compiled_mix,
+    fastest_mixes,
+    fastest_pieces,
+)
 from decentjax.mixing import Lowering
 from decentjax.placement import over_workers
+from decentjax.rounds import mix_of
 from decentjax.step import AXIS
 
 
@@ -34,8 +42,7 @@ class Carrier(Closing):
       lowering: as in `mix`; by default that of `fastest_mixes`.
       exchange_mesh: mesh of the devices that exchange; by default `mesh`.
       record: function that is called with each exchange.
-      mix: one worker's averaging, where it is not `decentjax.mix`; neither dtype nor
-        lowering apply to it.
+      compression: how leaves are encoded; None sends them as they are.
 
     Raises:
       ValueError: if the mesh has other axes or another number of workers, or the
@@ -50,7 +57,7 @@ class Carrier(Closing):
         lowering: Lowering | None,
         exchange_mesh: Mesh | None,
         record: Record,
-        mix: Callable | None = None,
+        compression: Compression | None = None,
     ):
         if dict(mesh.shape) != {AXIS: topology.num_workers}:
             raise ValueError(
@@ -63,7 +70,7 @@ class Carrier(Closing):
         self._engine, self._topology, self._mesh = SharedEngine(), topology, mesh
         self._exchange_mesh = exchange_mesh or mesh
         self._message_dtype, self._lowering = message_dtype, lowering
-        self._record, self._mix = record, mix
+        self._record, self._compression = record, compression
         self._mixes: Mixes = {}
 
     def start(self, params: Any) -> None:
@@ -90,12 +97,8 @@ class Carrier(Closing):
 
     def _lower(self, params: Any) -> Mixes:
         mesh, dtype = self._exchange_mesh, self._message_dtype
-        if self._mix is not None:
-            of_worker = functools.partial(functools.partial, self._mix)
-            return {
-                exchange: jax.jit(over_workers(of_worker(exchange=exchange), mesh))
-                for exchange in self._topology
-            }
+        if self._compression is not None:
+            return self._lower_encoded(self._compression, params)
         if self._lowering is not None:
             return {
                 exchange: compiled_mix(exchange, self._lowering, mesh, dtype)
@@ -103,6 +106,22 @@ class Carrier(Closing):
             }
         num_bytes = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
         return fastest_mixes(self._topology, mesh, num_bytes, dtype)
+
+    def _lower_encoded(self, compression: Compression, params: Any) -> Mixes:
+        mesh, codec, mixes = self._exchange_mesh, compression.codec, {}
+        shapes = [x.shape[1:] for x in jax.tree.leaves(params)]
+        size = sum(num_bytes(codec, shape) for shape in shapes)
+        for exchange in self._topology:
+            # A mean of all is gathered whole.
+            options = {}
+            if compression.of != "drift":
+                lowering = self._lowering or fastest_pieces(exchange, mesh, size)
+                options = {"lowering": lowering}
+            of_worker = functools.partial(
+                mix_of(compression), exchange=exchange, **options
+            )
+            mixes[exchange] = jax.jit(over_workers(of_worker, mesh))
+        return mixes
 
     def _exchange(self, models: Any, exchange: Exchange, step: int) -> Any:
         """Runs in the thread: sends, receives and averages."""

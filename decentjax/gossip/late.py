@@ -20,7 +20,6 @@ from decentjax.mixing import Lowering
 from decentjax.placement import check_not_donated, over_workers
 from decentjax.rounds import (
     Rounds,
-    default_mix,
     receive,
     round_step,
     send,
@@ -248,9 +247,8 @@ class BackgroundRounds(LateRounds):
     ):
         exchanges = tuple(dict.fromkeys(rounds.schedule.exchanges))
         topology = Topology(rounds.schedule.name, exchanges)
-        mix = None if rounds.compression is None else default_mix(rounds)
         options = message_dtype, lowering, exchange_mesh, record or ignore
-        carrier = Carrier(topology, mesh, *options, mix)
+        carrier = Carrier(topology, mesh, *options, rounds.compression)
         super().__init__(adapt, rounds, mesh, carrier, record)
 
 

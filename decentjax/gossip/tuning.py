@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from decentjax.codec import as_permutations
 from decentjax.exchange import Exchange, Groups, Permutations, Topology, permutes_of
 from decentjax.mixing import Lowering, mix
 from decentjax.placement import over_workers
@@ -52,6 +53,19 @@ def fastest_mixes(
         chosen = options[fastest(options, mesh, measured)]
         mixes[exchange] = compiled_mix(*chosen, mesh, message_dtype)
     return mixes
+
+
+def fastest_pieces(exchange: Exchange, mesh: Mesh, num_bytes: int) -> Lowering:
+    """Returns how permutations send encoded leaves fastest; collective, as `fastest`.
+
+    Args:
+      exchange: the exchange.
+      mesh: mesh with the axis "workers".
+      num_bytes: size of the messages of a worker; at most 4 MiB of it are measured.
+    """
+    measured = min(num_bytes, MEASURED_BYTES)
+    options = _options(as_permutations(exchange), measured, None)
+    return options[fastest(options, mesh, measured)][1]
 
 
 def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
