@@ -70,7 +70,7 @@ class Quality:
         "PyTorch DDP at 200mbit",
         "all-reduce at 200mbit",
         "DAdamW, ring at 200mbit",
-        "rounds, int8 at 50mbit",
+        "rounds of 4, int8 at 50mbit",
     )
     configs: Path = Path("configs")
     only: str = "."
