@@ -27,8 +27,10 @@ class SaveError(Exception):
 def command() -> Iterator[None]:
     """Runs a command: its errors end it with a sentence and an exit code.
 
-    Only bugs of this project keep their traceback.
+    Only bugs of this project keep their traceback. None but their owner can change the
+    files that it makes, whatever the umask.
     """
+    os.umask(os.umask(0o077) | 0o022)
     try:
         try:
             yield
