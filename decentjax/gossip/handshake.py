@@ -67,6 +67,7 @@ class Handshakes:
         self._secret, self._digest, self._connect = secret, digest, connect
         self._says: dict[int, dict[str, Any]] = {}
         self._guests: dict[asyncio.StreamWriter, None] = {}  # The oldest first.
+        self._server: asyncio.Server | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -78,7 +79,7 @@ class Handshakes:
         serving = asyncio.start_server(
             self._receive, sock=self._listener, limit=MAX_BYTES
         )
-        asyncio.run_coroutine_threadsafe(serving, self._loop).result()
+        self._server = asyncio.run_coroutine_threadsafe(serving, self._loop).result()
 
     def ask(
         self, address: str, guest: int, worker: int
@@ -106,9 +107,14 @@ class Handshakes:
         self._listener.close()
 
     async def _end(self) -> None:
-        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        if self._server is not None:
+            self._server.close()
+        await asyncio.sleep(0)  # What was accepted last begins.
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        await asyncio.sleep(0)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # Connections close in the next turn of the loop.
 
     async def _receive(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -117,7 +123,9 @@ class Handshakes:
         self._guests[writer] = None
         if len(self._guests) > MAX_GUESTS:
             # A peer takes milliseconds: who is there for longest is none.
-            next(iter(self._guests)).transport.abort()
+            oldest = next(iter(self._guests))
+            del self._guests[oldest]
+            oldest.transport.abort()
         try:
             # ValueError: no message, or too long. EOFError: it has disconnected.
             with contextlib.suppress(OSError, EOFError, ValueError):
@@ -126,7 +134,7 @@ class Handshakes:
         except asyncio.CancelledError:
             pass  # The thread ends.
         finally:
-            del self._guests[writer]
+            self._guests.pop(writer, None)
             writer.close()
 
     async def _admit(

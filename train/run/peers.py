@@ -65,7 +65,10 @@ def own_folder(config: Config, run_dir: Path) -> Path:
     check_links(run_dir)
     place, path = peer_place(config), run_dir / "config.json"
     if path.exists():
-        count = read_fields(path)["distributed"]["num_processes"]
+        try:
+            count = read_fields(path)["distributed"]["num_processes"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} does not have num_processes") from error
         if count != place.num_processes:
             raise ValueError(
                 f"{run_dir} is a run of {count} processes, got {place.num_processes}: "
