@@ -6,7 +6,6 @@ from decentjax.gossip.book import Addresses, Book, Folder, Store
 from decentjax.gossip.carrier import host_mesh
 from decentjax.gossip.engine import Engine, SharedEngine
 from decentjax.gossip.late import BackgroundRounds
-from decentjax.gossip.links import MIN_SECRET_BYTES
 from decentjax.gossip.means import Butterfly
 from decentjax.gossip.peer_rounds import PeerRounds
 from decentjax.gossip.peers import Peers
@@ -18,7 +17,6 @@ from decentjax.gossip.ways import Arrived, PushSum, Swaps, Taken, Used
 from decentjax.step import Adapt
 
 __all__ = [
-    "MIN_SECRET_BYTES",
     "Adapt",
     "Addresses",
     "AllReduce",
