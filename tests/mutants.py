@@ -1060,9 +1060,9 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/handshake.py",
-        '["decentjax handshake", role, *said]',
-        '["decentjax handshake", *said]',
-        "tests/test_handshake.py",
+        'nonce = secrets.token_hex(NONCE_BYTES)\n        _send(writer, {"nonce"',
+        'nonce = "0" * 64\n        _send(writer, {"nonce"',
+        "tests/test_handshake.py -k does_not_serve_again",
     ),
     Mutant(
         "train/job/distributed.py",

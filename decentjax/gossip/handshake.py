@@ -67,7 +67,9 @@ class Handshakes:
         self._secret, self._digest, self._connect = secret, digest, connect
         self._says: dict[int, dict[str, Any]] = {}
         self._guests: dict[asyncio.StreamWriter, None] = {}  # The oldest first.
+        self._asking: set[asyncio.Task[Any]] = set()
         self._server: asyncio.Server | None = None
+        self._ends = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
@@ -107,13 +109,19 @@ class Handshakes:
         self._listener.close()
 
     async def _end(self) -> None:
+        self._ends = True
+        # asyncio leaves a connection open that it has accepted when the server closes:
+        # so first no more are accepted, and those that were begin and end.
+        self._loop.remove_reader(self._listener)
+        await asyncio.sleep(0)
+        for task in self._asking:
+            task.cancel()
+        for writer in self._guests:
+            writer.transport.abort()
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
         if self._server is not None:
             self._server.close()
-        await asyncio.sleep(0)  # What was accepted last begins.
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # Connections close in the next turn of the loop.
 
     async def _receive(
@@ -130,9 +138,8 @@ class Handshakes:
             # ValueError: no message, or too long. EOFError: it has disconnected.
             with contextlib.suppress(OSError, EOFError, ValueError):
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
-                    await self._admit(reader, writer)
-        except asyncio.CancelledError:
-            pass  # The thread ends.
+                    if not self._ends:
+                        await self._admit(reader, writer)
         finally:
             self._guests.pop(writer, None)
             writer.close()
@@ -157,15 +164,21 @@ class Handshakes:
         _send(writer, {"says": own, "mac": mac})
 
     async def _ask(self, address: str, guest: int, worker: int) -> Answer:
+        task = asyncio.current_task()
+        assert task is not None
+        self._asking.add(task)
         host, _, port = address.rpartition(":")
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
-            reader, writer = await asyncio.open_connection(host, port, limit=MAX_BYTES)
-            try:
-                return await self._heard(reader, writer, guest, worker)
-            except ValueError as error:
-                raise RefusedError("it is another program") from error
-            finally:
-                writer.close()
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                streams = await asyncio.open_connection(host, port, limit=MAX_BYTES)
+                try:
+                    return await self._heard(*streams, guest, worker)
+                except ValueError as error:
+                    raise RefusedError("it is another program") from error
+                finally:
+                    streams[1].transport.abort()  # All that it wants has come.
+        finally:
+            self._asking.discard(task)
 
     async def _heard(
         self,
