@@ -862,14 +862,14 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "if np.array_equal(said, self._said_by(peer)):",
-        "if True:",
+        "except RefusedError as why:\n            self.refused",
+        "except () as why:\n            self.refused",
         "tests/test_peers.py -k refused_by_name",
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "for target in (peer, worker):",
-        "for target in (peer,):",
+        "            self._check_numbers()\n",
+        "",
         "tests/test_peers.py -k number_is_one",
     ),
     Mutant(
@@ -891,9 +891,9 @@ MUTANTS = [
         "tests/test_peers.py -k peer_ahead",
     ),
     Mutant(
-        "decentjax/gossip/links.py",
-        "probe.bind((host, int(port or 0)))",
-        "probe.bind((host, 0))",
+        "decentjax/gossip/handshake.py",
+        "create_server((host, int(port or 0))",
+        "create_server((host, 0)",
         "tests/test_peers.py -k not_free",
     ),
     Mutant(
@@ -1030,9 +1030,63 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "return (2 * place + slot) << 31 | life",
-        "return (2 * place + slot) << 31",
+        'edge = repr(("array", source, target, life, channel, slot))',
+        'edge = repr(("array", source, target, channel, slot))',
         "tests/test_peers.py -k not_lost",
+    ),
+    Mutant(
+        "decentjax/gossip/links.py",
+        'hmac.digest(self._secret, edge.encode(), "sha256")',
+        'hmac.digest(b"", edge.encode(), "sha256")',
+        "tests/test_handshake.py -k not_guessed",
+    ),
+    Mutant(
+        "decentjax/gossip/handshake.py",
+        'proof = self._prove("host", other, nonce, says, answer)',
+        "proof = mac",
+        "tests/test_handshake.py -k does_not_serve_again",
+    ),
+    Mutant(
+        "decentjax/gossip/handshake.py",
+        "if not hmac.compare_digest(proof.encode(), mac.encode()):\n            _send",
+        "if False:\n            _send",
+        "tests/test_handshake.py -k does_not_serve_again",
+    ),
+    Mutant(
+        "decentjax/gossip/handshake.py",
+        "if len(self._guests) > MAX_GUESTS:",
+        "if False:",
+        "tests/test_handshake.py -k garbage",
+    ),
+    Mutant(
+        "decentjax/gossip/handshake.py",
+        'nonce = secrets.token_hex(NONCE_BYTES)\n        _send(writer, {"nonce"',
+        'nonce = "0" * 64\n        _send(writer, {"nonce"',
+        "tests/test_handshake.py -k does_not_serve_again",
+    ),
+    Mutant(
+        "train/job/distributed.py",
+        'hostname="127.0.0.1"',
+        'hostname=""',
+        "tests/test_trust.py -k listens",
+    ),
+    Mutant(
+        "train/cli/config_json.py",
+        "fields = json.loads(path.read_text())",
+        "fields = eval(path.read_text(), dict(null=None, true=True, false=False))",
+        "tests/test_trust.py -k evaluates_no_code",
+    ),
+    Mutant(
+        "train/cli/command.py",
+        "os.umask(os.umask(0o077) | 0o022)",
+        "pass",
+        "tests/test_trust.py -k owner_alone",
+    ),
+    Mutant(
+        "train/run/folder.py",
+        "    check_links(run_dir)\n",
+        "",
+        "tests/test_trust.py -k link",
     ),
     Mutant(
         "decentjax/gossip/peers.py",

@@ -290,7 +290,11 @@ def test_a_killed_process_comes_back_and_no_other_waits(tmp_path):
 def test_a_stopped_run_of_peers_is_saved_and_goes_on(tmp_path):
     ports = [check_port(0), check_port(0)]
     addresses = [f"127.0.0.1:{port}" for port in ports]
+    secret = tmp_path / "secret"
+    secret.write_text("what all know" * 2)
+    secret.chmod(0o600)
     options = [*OPTIONS, "--num-steps", "300", "--exchange.addresses", *addresses]
+    options += ["--exchange.secret-file", str(secret)]
     options += ["--workers.num-workers", "4", "--checkpoint.every-steps", "1000"]
     with launch(2, tmp_path, *options, config="tests/line.py") as job:
         wait_until(lambda: all(len(used(tmp_path, i)) > 200 for i in (0, 1)))

@@ -318,9 +318,12 @@ class ExchangeConfig:
         waits for all peers who live. For "wagma" it is the longest wait for a peer that
         lives and is silent, and 0 stands for a minute.
       bind: IP address, or name of a network interface, where a process of "peers"
-        listens. Whoever reaches it can read the models.
+        listens. Nothing is encrypted: an address other than loopback must be on a
+        private network.
       addresses: IP:PORT of each process of "peers"; by default they find each other
         through files in the run's folder.
+      secret_file: file with the secret by which processes of "peers" know each other,
+        readable by its owner alone; by default one that is made in the run's folder.
     """
 
     where: Literal["auto", "in_step", "background", "peers"] = "auto"
@@ -328,6 +331,7 @@ class ExchangeConfig:
     patience: float | None = 0.0
     bind: str = "127.0.0.1"
     addresses: tuple[str, ...] = ()
+    secret_file: str | None = None
 
     def __post_init__(self):
         if self.patience is not None:

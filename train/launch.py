@@ -124,8 +124,8 @@ def are_peers(arguments: Sequence[str]) -> bool:
             fields = read_fields(Path(arguments[1]) / "config.json")
             return fields["exchange"]["where"] == "peers"
         return load_config(Path(arguments[0])).exchange.where == "peers"
-    except (OSError, ValueError, LookupError):  # The processes have said why.
-        return False
+    except (OSError, ValueError, LookupError, TypeError):
+        return False  # The processes have said why.
 
 
 def command_line(

@@ -25,6 +25,7 @@ from train.figures.run_figure import (
 )
 from train.figures.style import words
 from train.figures.timeline_figure import draw_timelines
+from train.run.folder import check_links
 from train.run.history import History, read_history
 from train.run.timeline import median_step_seconds, middle_steps, write_trace
 
@@ -43,6 +44,8 @@ def write_report(
       out: file of the page.
       figures_dir: folder for each figure as an SVG file too, if any.
     """
+    for run_dir in run_dirs:
+        check_links(run_dir)  # Before the page, or a trace, is written there.
     runs = [read_history(run_dir) for run_dir in run_dirs]
     parts = [part for run in runs for part in run.parts()]
     sections = [

@@ -17,6 +17,15 @@ THRESHOLDS = (
 
 ALL_REDUCE_THRESHOLD = "xla_gpu_all_reduce_combine_threshold_bytes"
 
+# A config may be that of another's run, and is to name no program.
+PROGRAMS = (
+    "xla_backend_extra_options",  # LLVM's, which loads plugins.
+    "xla_gpu_cuda_data_dir",  # The folder of ptxas, which XLA starts.
+    "xla_gpu_kernel_cache_file",
+    "xla_gpu_llvm_ir_file",
+    "xla_gpu_ptx_file",
+)
+
 # XLA combines messages up to 30 MB and more. Then little compute is left beside the
 # last ones, and the 22 MB of a pair become one message that blocks; shown by `python -m
 # train.preflight configs/timeline.py --exchange.where in_step --target h100 --nodes 16
@@ -38,7 +47,7 @@ def read_options(arguments: Sequence[str], platform: str) -> dict[str, str]:
         are left out, so that one config serves all.
 
     Raises:
-      ValueError: if an argument has another form.
+      ValueError: if an argument has another form, or names a program.
     """
     options = _given(arguments)
     if "recommended" in arguments:
@@ -92,6 +101,11 @@ def _given(arguments: Sequence[str]) -> dict[str, str]:
             raise ValueError(
                 'step.xla_options takes "recommended" and xla_NAME=VALUE, '
                 f"got {argument!r}"
+            )
+        if name in PROGRAMS:
+            raise ValueError(
+                f"step.xla_options has {name}, which names a program to run: set it in "
+                "the variable XLA_FLAGS"
             )
         options[name] = value
     return options

@@ -23,12 +23,12 @@ class Book(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A folder that all processes see, with a file per worker."""
+    """A folder that all processes see, with a file per worker; private if made here."""
 
     path: Path
 
     def write(self, worker: int, entry: str) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Renamed into place: a reader sees all of the entry, or the one before.
         part = self.path / f".worker-{worker}.part"
         part.write_text(entry)

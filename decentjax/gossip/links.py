@@ -15,13 +15,19 @@ What the transport does, measured with jax 0.10.2 and 0.12, and relied on here:
   after they had been left.
 - An array without elements never comes.
 - Two servers share a port without an error.
-- It has no authentication, so it belongs on a private network.
+- It has no authentication and no encryption: who knows a server's address and the
+  name of an array takes it. So names are HMACs by the secret, and the address is told
+  in handshakes alone. A message that it does not know aborts the process (jax 0.10.2,
+  "Implement" in socket-server.cc). So it belongs on a private network.
 """
 
 import collections
+import concurrent.futures
+import contextlib
 import dataclasses
 import hashlib
-import socket
+import hmac
+import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -32,13 +38,15 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from decentjax.gossip.book import Book
+from decentjax.gossip.handshake import Answer, Handshakes, RefusedError
 
 # Without these two the transport maps some 6 GiB.
 TRANSFER_BYTES = 4 * 2**20
 PARALLEL_COPIES = 4
 POLL_SECONDS = 2e-4
+MIN_SECRET_BYTES = 16
 LOOK_UP_SECONDS = 0.2  # Between two looks into the book.
-GREET_SECONDS = 1.0  # For an answer of another worker of one's own number.
+ANSWER_SECONDS = 1.0  # For an answer of another worker of one's own number.
 # Of a `Said`, as bytes: an array of float64 would be one of float32 in jax.
 HEADER = np.dtype([("step", "<i4"), ("number", "<i4"), ("mass", "<f8")])
 
@@ -79,8 +87,8 @@ class _Peer:
     """What this process knows of another worker."""
 
     entry: str | None = None
+    answer: concurrent.futures.Future[Answer] | None = None  # Until it has been heard.
     link: Any = None
-    greeting: Any = None  # An array under way, until it has been heard.
     is_known: bool = False
     is_out: bool = False  # Its process has died, or it was refused: nothing awaits it.
     life: int = 0  # Tells its process from the one before; 0 where it is not known.
@@ -93,9 +101,10 @@ class _Peer:
 class Links:
     """Leaves arrays of this process's workers for peers, and takes what they left.
 
-    A peer counts once its greeting has come: its number, the number of workers, the
-    digest and the shapes must be those that this process expects; `refused` names the
-    others. After an error, or where the book has another entry, it is greeted again.
+    A peer counts once it has answered: it must have the secret, and its number, the
+    number of workers, the digest and the shapes must be those that this process
+    expects; `refused` names the others. After an error, or where the book has another
+    entry, it is asked again.
 
     Args:
       book: where the addresses of the workers stand.
@@ -103,11 +112,13 @@ class Links:
       devices: device of each worker of this process, by the worker's number.
       channels: arrays of a message, for each channel; leaf groups are channels.
       digest: text that all workers must share, such as their config.
-      bind: HOST or HOST:PORT where this process listens. Whoever reaches it can read
-        the models.
+      bind: HOST or HOST:PORT where this process listens; see SECURITY.md before it is
+        another address than loopback.
+      secret: bytes that all processes share, at least 16 random ones; None for none.
 
     Raises:
-      ValueError: if the port is in use, or a worker of this number answers already.
+      ValueError: if the port is in use, the secret is short, or a worker of this number
+        answers already.
     """
 
     def __init__(
@@ -118,7 +129,13 @@ class Links:
         channels: Sequence[Sequence[jax.ShapeDtypeStruct]],
         digest: str = "",
         bind: str = "127.0.0.1",
+        secret: bytes | None = None,
     ):
+        if secret is not None and len(secret) < MIN_SECRET_BYTES:
+            raise ValueError(
+                f"secret must have at least {MIN_SECRET_BYTES} bytes, got "
+                f"{len(secret)}: draw one by secrets.token_bytes(32) for all processes"
+            )
         self.refused: dict[int, str] = {}
         self._book, self._num_workers = book, num_workers
         self._devices, self._channels = dict(devices), [list(c) for c in channels]
@@ -130,11 +147,17 @@ class Links:
         }
         shapes = [[(x.shape, x.dtype.name) for x in c] for c in self._channels]
         text = repr((num_workers, shapes, digest))
-        self._digest = np.frombuffer(hashlib.sha256(text.encode()).digest(), np.int32)
-        host, port = _free_port(bind)
+        self._secret = secret or b""
+        self._handshakes = Handshakes(
+            bind,
+            self._secret,
+            hashlib.sha256(text.encode()).hexdigest(),
+            lambda address: self._server.connect(address),
+        )
+        host = self._handshakes.host
         self._server = transfer.start_transfer_server(
             next(iter(self._devices.values())).client,
-            f"{host}:{port}",
+            f"{host}:0",
             [f"{host}:0"],
             transfer_size=TRANSFER_BYTES,
             max_num_parallel_copies=PARALLEL_COPIES,
@@ -142,21 +165,16 @@ class Links:
         # Life and slot of what was left last, by worker, peer and channel.
         self._left: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._peers = {peer: _Peer() for peer in range(num_workers)}
-        self._greetings: dict[int, jax.Array] = {}
-        self._check_numbers()
-        # Tells a restart from the process before it; an int32, and not 0.
-        self._life = time.time_ns() // 10**6 % (2**31 - 1) + 1
-        self._entry = f"{self._server.address()} {self._life}"
-        self._greetings = {
-            worker: jax.device_put(
-                np.array([*self._said_by(worker), self._life], np.int32), device
-            )
-            for worker, device in self._devices.items()
-        }
-        for peer in self._peers:
-            self._greet(peer)
-        for worker in self._devices:
-            book.write(worker, self._entry)
+        self._life = 1 + secrets.randbelow(2**62)  # Tells this process from others.
+        try:
+            self._check_numbers()
+            for worker in self._devices:
+                book.write(worker, f"{self._handshakes.address} {self._life}")
+        except ValueError:
+            self._handshakes.close()
+            raise
+        own = self._server.address()
+        self._handshakes.answer(self._devices, self._life, own)
 
     def publish(
         self,
@@ -307,69 +325,48 @@ class Links:
         connections, and pulls that are still open.
         """
         self._peers.clear()
+        self._handshakes.close()
         del self._server
 
     def _is_known(self, peer: int) -> bool:
         known, now = self._peers[peer], time.monotonic()
         if now - known.looked_up >= LOOK_UP_SECONDS:
             known.looked_up = now
-            self._greet(peer)
             entry = self._book.read(peer)
-            if entry is not None and (entry != known.entry or known.link is None):
-                self._connect(peer, entry)
-        known = self._peers[peer]
-        if known.greeting is not None and known.greeting.is_ready():
-            self._hear(peer)
+            # Asked again after an error: another process may follow at that address.
+            asks = known.link is None and known.answer is None
+            if entry is not None and (entry != known.entry or asks):
+                self._ask(peer, entry)
+                known = self._peers[peer]
+        if known.answer is not None and known.answer.done():
+            self._hear(peer, known.answer)
         return self._peers[peer].is_known
 
-    def _connect(self, peer: int, entry: str) -> None:
-        """Opens a link and asks for the peer's greeting; returns at once."""
-        link = self._server.connect(entry.split()[0])
-        reader = min(self._devices)
-        like = jax.ShapeDtypeStruct((len(self._said_by(peer)) + 1,), np.int32)
-        greeting = link.pull(self._name(peer, reader), [self._spec(reader, like)])
-        is_out = self._peers[peer].is_out
-        self._peers[peer] = _Peer(
-            entry, link, greeting[0], is_out=is_out, looked_up=time.monotonic()
-        )
+    def _ask(self, peer: int, entry: str) -> None:
+        """Asks the process of an entry whether it is that peer; returns at once."""
+        answer = self._handshakes.ask(entry.split()[0], min(self._devices), peer)
+        is_out, now = self._peers[peer].is_out, time.monotonic()
+        self._peers[peer] = _Peer(entry, answer, is_out=is_out, looked_up=now)
 
-    def _hear(self, peer: int) -> None:
-        """Compares a greeting that has come with the one that is expected."""
+    def _hear(self, peer: int, answer: concurrent.futures.Future[Answer]) -> None:
+        """Takes an answer that has come."""
         known = self._peers[peer]
+        known.answer = None
         try:
-            *said, life = np.asarray(known.greeting)
-        except jax.errors.JaxRuntimeError:
-            return self._lose(peer)
-        if np.array_equal(said, self._said_by(peer)):
-            known.greeting, known.is_known, known.is_out = None, True, False
-            known.life = int(life)
+            known.life, known.link = answer.result()
+        except RefusedError as why:
+            self.refused[peer] = f"worker {peer} at {known.entry}: {why}"
+            known.is_out = True
+        except (OSError, EOFError):
+            pass  # Nothing listens there yet, or it has not answered.
+        else:
+            known.is_known, known.is_out = True, False
             self.refused.pop(peer, None)
-            return
-        what = "its config or its model differs"
-        if said[0] != peer:
-            what = f"it is worker {said[0]}"
-        self.refused[peer] = f"worker {peer} at {known.entry}: {what}"
-        known.is_out = True
-        # Asked again, as another process may follow at the same address.
-        assert known.entry is not None
-        self._connect(peer, known.entry)
 
     def _lose(self, peer: int) -> None:
         """Forgets a link that failed; the book is asked again."""
         entry = self._peers[peer].entry
         self._peers[peer] = _Peer(entry, is_out=True, looked_up=time.monotonic())
-
-    def _greet(self, peer: int) -> None:
-        """Leaves greetings, for a peer and whoever else wants a number of this process.
-
-        Again and again, as each is taken once, maybe by a process that has died.
-        """
-        for worker, greeting in self._greetings.items():
-            for target in (peer, worker):
-                self._server.await_pull(self._name(worker, target), [greeting])
-
-    def _said_by(self, worker: int) -> np.ndarray:
-        return np.concatenate([np.array([worker], np.int32), self._digest])
 
     def _ask_for_all(self, worker: int, peer: int, channel: int) -> None:
         """Asks under both names: a peer that awaits an answer leaves nothing else."""
@@ -406,51 +403,31 @@ class Links:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     def _name(
-        self, source: int, target: int, life: int = 0, channel: int = -1, slot: int = 0
+        self, source: int, target: int, life: int, channel: int, slot: int
     ) -> int:
-        """The number under which a worker leaves a message for a life of another."""
-        edge = source * self._num_workers + target
-        place = edge * (len(self._channels) + 1) + channel + 1
-        return (2 * place + slot) << 31 | life
+        """The number under which a worker leaves a message for a life of another.
+
+        Without the secret no process can guess it.
+        """
+        edge = repr(("array", source, target, life, channel, slot))
+        digest = hmac.digest(self._secret, edge.encode(), "sha256")
+        return int.from_bytes(digest[:8], "little") >> 1
 
     def _check_numbers(self) -> None:
         """Raises where another process answers as a worker of this one."""
-        late = time.monotonic() + GREET_SECONDS
-        while time.monotonic() < late:
-            for worker in self._devices:
-                if self._is_known(worker):
-                    raise ValueError(
-                        f"worker {worker} is running already, at "
-                        f"{self._peers[worker].entry}: end it, or choose another number"
-                    )
-            # No entry in the book, or that of a process that has died.
-            if all(self._peers[worker].greeting is None for worker in self._devices):
-                break
-            time.sleep(POLL_SECONDS)
-        self._peers = {peer: _Peer() for peer in self._peers}
-
-
-def _free_port(bind: str) -> tuple[str, int]:
-    """Returns the IP address and the port, 0 for any, if they are free.
-
-    Two transfer servers would share a port, and neither would say so.
-    """
-    host, _, port = bind.partition(":")
-    if port and not port.isdigit():
-        raise ValueError(f"bind must be HOST or HOST:PORT, got {bind!r}")
-    with socket.socket() as probe:
-        # Else connections of a process that died would block its port for a minute.
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, int(port or 0)))
-        except (OSError, OverflowError) as error:
-            raise ValueError(f"cannot listen at {bind}: {error}") from error
-        address = probe.getsockname()[0]
-    if address == "0.0.0.0":
-        raise ValueError(
-            f"bind must be an address at which peers reach this process, got {bind!r}"
-        )
-    return address, int(port or 0)
+        for worker in self._devices:
+            entry = self._book.read(worker) or self._handshakes.address
+            address = entry.split()[0]
+            if address == self._handshakes.address:  # That of a list, and its own.
+                continue
+            answer = self._handshakes.ask(address, worker, worker)
+            # Else no process is there, or it does not answer.
+            with contextlib.suppress(OSError, EOFError, RefusedError):
+                answer.result(ANSWER_SECONDS)
+                raise ValueError(
+                    f"worker {worker} is running already, at {entry}: end it, or "
+                    "choose another number"
+                )
 
 
 def _to_bytes(said: Said) -> np.ndarray:

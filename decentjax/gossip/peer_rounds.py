@@ -43,6 +43,7 @@ class PeerRounds(LateRounds):
       patience: longest time that a round waits for models, in seconds.
       digest: text that all workers must share, such as their config.
       bind: HOST or HOST:PORT where this process listens.
+      secret: bytes that all processes share, and prove to know; None for none.
       record: as in `Background`, for "compute" and "wait".
       used: function that is called with what each worker has mixed; a round has the
         step at which it begins, and `group` is the number of the fragment.
@@ -63,6 +64,7 @@ class PeerRounds(LateRounds):
         patience: float = 0.0,
         digest: str = "",
         bind: str = "127.0.0.1",
+        secret: bytes | None = None,
         record: Record | None = None,
         used: Callable[[Used], None] | None = None,
     ):
@@ -76,7 +78,12 @@ class PeerRounds(LateRounds):
         topology = Topology(schedule.name, exchanges)
         check_graph(topology)
         connect = functools.partial(
-            Links, book, schedule.num_workers, digest=digest, bind=bind
+            Links,
+            book,
+            schedule.num_workers,
+            digest=digest,
+            bind=bind,
+            secret=secret,
         )
         self._peers = _PeerCarrier(
             schedule,

@@ -49,6 +49,7 @@ class Peers(Staged):
       patience: longest time that a step waits for models, in seconds.
       digest: text that all workers must share, such as their config.
       bind: HOST or HOST:PORT where this process listens.
+      secret: bytes that all processes share, and prove to know; None for none.
       record: as in `Background`, for "compute" and "wait".
       used: function that is called with what each worker has mixed.
 
@@ -72,6 +73,7 @@ class Peers(Staged):
         patience: float = 0.0,
         digest: str = "",
         bind: str = "127.0.0.1",
+        secret: bytes | None = None,
         record: Record | None = None,
         used: Callable[[Used], None] | None = None,
     ):
@@ -85,7 +87,8 @@ class Peers(Staged):
         WAYS[way].check(topology)
         super().__init__(adapt, mesh, record)
         self._topology, self._book, self._workers = topology, book, tuple(workers)
-        self._patience, self._digest, self._bind = patience, digest, bind
+        self._patience, self._digest = patience, digest
+        self._bind, self._secret = bind, secret
         self._used = used or (lambda _: None)
         self._make_way = WAYS[way]
         self._links: Links | None = None
@@ -168,7 +171,15 @@ class Peers(Staged):
         if self._make_way.answers:
             channels += [[]] * num_groups
         digest = f"{self._make_way.__name__} {self._digest}"
-        links = Links(self._book, num_workers, devices, channels, digest, self._bind)
+        links = Links(
+            self._book,
+            num_workers,
+            devices,
+            channels,
+            digest,
+            self._bind,
+            self._secret,
+        )
         self._way = self._make_way(links, self._topology, num_groups)
         self._links = links
         graph = {j for i in self._workers for j in neighbors(self._topology, i)}

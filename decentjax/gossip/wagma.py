@@ -67,6 +67,7 @@ class Wagma(Staged):
         mean of all workers, for the slowest.
       digest: text that all workers must share, such as their config.
       bind: HOST or HOST:PORT where this process listens.
+      secret: bytes that all processes share, and prove to know; None for none.
       record: as in `Background`, for "compute" and "wait".
       used: function that is called with what each worker has averaged.
 
@@ -91,6 +92,7 @@ class Wagma(Staged):
         patience: float = 60.0,
         digest: str = "",
         bind: str = "127.0.0.1",
+        secret: bytes | None = None,
         record: Record | None = None,
         used: Callable[[Averaged], None] | None = None,
     ):
@@ -102,7 +104,7 @@ class Wagma(Staged):
             raise ValueError(f"patience must be positive, got {patience}")
         super().__init__(adapt, mesh, record)
         self._book, self._workers, self._order = book, tuple(workers), order
-        self._patience, self._bind = patience, bind
+        self._patience, self._bind, self._secret = patience, bind, secret
         self._digest = f"Wagma {self._groups} {order} {digest}"
         self._used = used or (lambda _: None)
         self._local = _local_step(adapt, mesh)
@@ -195,7 +197,13 @@ class Wagma(Staged):
         devices = dict(zip(self._workers, self._mesh.devices.flat, strict=True))
         channels = [[steps, *sums], []]
         links = Links(
-            self._book, num_workers, devices, channels, self._digest, self._bind
+            self._book,
+            num_workers,
+            devices,
+            channels,
+            self._digest,
+            self._bind,
+            self._secret,
         )
         means = GroupMeans(links, self._groups, self._workers, self._patience)
         self._group_means = self._means = means

@@ -33,8 +33,10 @@ def failure(error: BaseException) -> int:
 def command() -> Iterator[None]:
     """Runs a command: its errors end it with a sentence and an exit code.
 
-    Only bugs of this project keep their traceback.
+    Only bugs of this project keep their traceback. None but their owner can change the
+    files that it makes, whatever the umask.
     """
+    os.umask(os.umask(0o077) | 0o022)
     try:
         try:
             yield

@@ -21,6 +21,8 @@ def to_json(config: Config) -> str:
 def from_fields(fields: dict[str, Any], own_tasks: Sequence[type] = ()) -> Config:
     """Returns the config that `to_json` has written.
 
+    The fields are data: whatever they say, no code is imported or evaluated.
+
     Args:
       fields: fields of the config, as JSON has them.
       own_tasks: task classes beside those of `train.tasks`.
@@ -28,16 +30,16 @@ def from_fields(fields: dict[str, Any], own_tasks: Sequence[type] = ()) -> Confi
     Raises:
       ValueError: if its task is unknown, or another version has written it.
     """
-    task = fields.get("task")
+    task = fields.get("task") if isinstance(fields, dict) else fields
     kind = task.get("kind") if isinstance(task, dict) else task
     kinds = {task.__name__: task for task in (*typing.get_args(AnyTask), *own_tasks)}
-    if not isinstance(task, dict) or kind not in kinds:
+    if not (isinstance(task, dict) and isinstance(kind, str) and kind in kinds):
         raise ValueError(f"the task must be one of {', '.join(kinds)}, got {kind}")
     of_task = {name: value for name, value in task.items() if name != "kind"}
     try:
         made = _make(kinds[kind], of_task)
         return _make(Config, {**fields, "task": made})
-    except (TypeError, KeyError) as error:
+    except (TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"a config of another version: {error}") from error
 
 

@@ -6,6 +6,7 @@ Nothing here depends on what is trained.
 import collections
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import platform
@@ -23,8 +24,10 @@ import jax
 import numpy as np
 from jax import distributed
 from jax._src import distributed as internals  # The key-value store has no public name.
+from jax._src import xla_bridge
 from jax._src.clusters import ClusterEnv
 from jax.experimental import multihost_utils
+from jax.extend.backend import register_backend_factory
 from jax.sharding import Mesh
 
 import decentjax
@@ -33,7 +36,7 @@ from decentjax.gossip import Engine
 from train.cli.command import failure, sentence
 from train.cli.config_json import differences, to_json
 from train.config import Config, DistributedConfig
-from train.job.rendezvous import Place, rendezvous
+from train.job.rendezvous import Place, is_loopback, rendezvous
 
 MONTH_SECONDS = 30 * 24 * 3600
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
@@ -76,6 +79,8 @@ def start(
             heartbeat_timeout_seconds=heartbeats,
             coordinator_bind_address=listen_at,
         )
+    if is_loopback(place.address.rpartition(":")[0].strip("[]")):
+        _keep_gloo_on_loopback()
     provide_cpu_devices(count)
 
 
@@ -279,6 +284,27 @@ def gather(value: Any) -> list[Any]:
     rows = multihost_utils.process_allgather(padded)
     pairs = zip(rows, sizes, strict=True)
     return [json.loads(bytes(row[:size]).decode()) for row, size in pairs]
+
+
+def _keep_gloo_on_loopback() -> None:
+    """Has CPU collectives listen on loopback; before the first device is used.
+
+    Else gloo listens at the address of the host's name, whatever the coordinator's is.
+    """
+
+    settings: Any = jax.config
+    jaxlib: Any = importlib.import_module("jaxlib._jax")  # It has no types.
+    if settings.jax_cpu_collectives_implementation != "gloo":
+        return
+
+    def make_client() -> Any:
+        gloo = jaxlib.make_gloo_tcp_collectives(
+            distributed_client=_client(), hostname="127.0.0.1"
+        )
+        return xla_bridge.make_cpu_client(gloo)
+
+    # As jax registers its own, in 0.10.2 and 0.12.0: it has no option for the address.
+    register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)
 
 
 def _client() -> Any:

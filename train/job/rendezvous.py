@@ -76,6 +76,8 @@ def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[s
         with _token(run_dir) as token:
             _host(server, place, token, wait)
         host, port = server.getsockname()[:2]
+        if not is_loopback(host):
+            _warn_of_strangers(place.address)
         yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -86,7 +88,7 @@ def _claim(address: str) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # A name may have several addresses. Debian gives a machine's own name one that
         # no other machine can reach.
-        found.sort(key=lambda x: (_is_loopback(str(x[4][0])), x[0]))
+        found.sort(key=lambda x: (is_loopback(str(x[4][0])), x[0]))
         family, own = found[0][0], str(found[0][4][0])
         return socket.create_server(
             (own, port), family=family, backlog=4096, dualstack_ipv6=own == "::"
@@ -219,7 +221,7 @@ def _missing(
 ) -> str:
     missing = [str(i) for i in range(1, place.num_processes) if i not in came]
     host = server.getsockname()[0]
-    alone = f"; {host} is this machine alone" if _is_loopback(host) else ""
+    alone = f"; {host} is this machine alone" if is_loopback(host) else ""
     return (
         f"not all processes have come to {place.address} within {wait.seconds} s, "
         f"missing {', '.join(missing)} of {place.num_processes}: are all of them "
@@ -275,6 +277,18 @@ def _receive(connection: socket.socket) -> Any:
         return None
 
 
+def _warn_of_strangers(address: str) -> None:
+    """Says what a stranger could do: neither jax's coordinator nor gloo knows any."""
+    print(
+        f"warning: process 0 listens at {address}, and each process at its host's "
+        "address: who reaches them can join or end the job, and read and change its "
+        "models, as nothing is authenticated or encrypted; use a private network, see "
+        "SECURITY.md",
+        file=sys.stderr,
+        flush=True,
+    )
+
+
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
@@ -282,5 +296,6 @@ def _split(address: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _is_loopback(host: str) -> bool:
-    return host.startswith("127.") or host == "::1"
+def is_loopback(host: str) -> bool:
+    """Whether an address is reached from this machine alone."""
+    return host.startswith("127.") or host in ("::1", "localhost")

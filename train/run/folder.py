@@ -30,6 +30,22 @@ def writing(path: Path) -> Iterator[None]:
         raise SaveError(f"{path} could not be written: {error.strerror}") from error
 
 
+def check_links(run_dir: Path) -> None:
+    """Raises for a link in the folder of a run by which a write would leave it.
+
+    Raises:
+      ValueError: if there is one; the folder itself may be a link.
+    """
+    inside = run_dir.resolve()
+    for folder, folders, files in os.walk(run_dir):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+                raise ValueError(
+                    f"{path} is a link to {os.readlink(path)}, outside of the run's "
+                    "folder: remove it, or move the whole folder there"
+                )
+
+
 @contextlib.contextmanager
 def lock(run_dir: Path) -> Iterator[None]:
     """Makes the folder and locks it against other jobs; process 0 does it for all.
@@ -37,7 +53,8 @@ def lock(run_dir: Path) -> Iterator[None]:
     The kernel releases the lock when the process ends, even if it is killed.
 
     Raises:
-      ValueError: if another job trains in that folder, or it is a file.
+      ValueError: if another job trains in that folder, or it is a file or has links to
+        the outside.
     """
     if jax.process_index() > 0:
         yield
@@ -45,6 +62,7 @@ def lock(run_dir: Path) -> Iterator[None]:
     if run_dir.is_file():
         raise ValueError(f"{run_dir} is a file: a run needs a folder of its own")
     run_dir.mkdir(parents=True, exist_ok=True)
+    check_links(run_dir)
     # Appended to: "w" would erase the name of the holder before the lock is tried.
     with (run_dir / "lock").open("a+") as file:
         try:

@@ -23,10 +23,12 @@ from train.cli.config_json import read_fields, to_json
 from train.config import Config
 from train.data.batches import Feed
 from train.job.peers import address_of, peer_place
+from train.job.rendezvous import is_loopback
+from train.job.secret import read_secret, shared_secret
 from train.run.build import LocalUpdate, PeerStep
 from train.run.checkpoint import find_checkpoints
 from train.run.finite import WatchState
-from train.run.folder import process_folders, writing
+from train.run.folder import check_links, process_folders, writing
 from train.run.log import METRICS, Log, warn
 from train.run.resume import FREE, Begin, without
 from train.run.rounds import build_rounds
@@ -38,14 +40,15 @@ USED = "used.csv"
 COLUMNS = ("step", "worker", "group", "mass", "peer", "version", "sent", "share")
 SILENT_SECONDS = 60.0  # Of a member of a group, before others no longer await it.
 # Fields of `exchange` in which peers may differ.
-OWN = ("patience", "bind", "addresses")
+OWN = ("patience", "bind", "addresses", "secret_file")
 
 
 def own_folder(config: Config, run_dir: Path) -> Path:
     """Returns the folder into which this process writes.
 
     Raises:
-      ValueError: if the run's folder holds a run of another kind.
+      ValueError: if the run's folder holds a run of another kind, or has links to the
+        outside.
     """
     if config.exchange.where != "peers":
         if process_folders(run_dir):
@@ -59,9 +62,13 @@ def own_folder(config: Config, run_dir: Path) -> Path:
             f"{run_dir} holds a run without peers: choose another folder with "
             f"--run-dir, and its model with --init-from {run_dir}"
         )
+    check_links(run_dir)
     place, path = peer_place(config), run_dir / "config.json"
     if path.exists():
-        count = read_fields(path)["distributed"]["num_processes"]
+        try:
+            count = read_fields(path)["distributed"]["num_processes"]
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{path} does not have num_processes") from error
         if count != place.num_processes:
             raise ValueError(
                 f"{run_dir} is a run of {count} processes, got {place.num_processes}: "
@@ -121,7 +128,15 @@ def build_peers(
         # The workers of a process share its address.
         book = gossip.Addresses([x for x in exchange.addresses for _ in place.workers])
     patience = math.inf if exchange.patience is None else exchange.patience
-    options = {"digest": digest(config), "bind": bind, "record": record}
+    secret = _secret(config, folder)
+    if not is_loopback(bind.partition(":")[0]):
+        warn(
+            f"listens at {bind}: who reaches this process can end it, and who is "
+            "between the machines can read and change the models, as nothing is "
+            "encrypted; use a private network, see SECURITY.md"
+        )
+    options = {"digest": digest(config), "bind": bind, "secret": secret}
+    options["record"] = record
     if exchange.way == "wagma":
         groups = wagma_groups(config)
         return gossip.Wagma(
@@ -279,7 +294,10 @@ class Watch:
             )
         for why in set(self._peers.refused.values()) - self._refused:
             self._refused.add(why)
-            warn(f"refused {why}; start it with this run's config, or in another run")
+            warn(
+                f"refused {why}; start it with this run's config and secret, or in "
+                "another run"
+            )
 
 
 def read_used(folder: Path) -> list[gossip.Used]:
@@ -316,6 +334,20 @@ def as_averaged(used: gossip.Used) -> gossip.Averaged:
     """An average, from the table's form."""
     models = tuple((taken.peer, taken.step) for taken in used.models)
     return gossip.Averaged(used.step, used.worker, used.group, models)
+
+
+def _secret(config: Config, folder: Path) -> bytes:
+    """The secret of the run, of the file that is given or of the run's folder."""
+    if config.exchange.secret_file is not None:
+        return read_secret(Path(config.exchange.secret_file))
+    if config.exchange.addresses:
+        raise ValueError(
+            "exchange.addresses are for processes that need no common folder, and so "
+            "find no common secret: give all of them a copy of the same file with "
+            "--exchange.secret-file PATH, made by (umask 077; openssl rand -hex 32 > "
+            "PATH)"
+        )
+    return shared_secret(folder.parent / "peers")
 
 
 def _senders(config: Config, workers: Iterable[int]) -> set[int]:

@@ -1,0 +1,254 @@
+"""Handshakes of processes that share no job, but a secret.
+
+A process asks another for one of its workers, and each proves that it knows the secret,
+without saying it: by an HMAC over both nonces and all that was said.
+
+    host    {"nonce"}
+    guest   {"nonce", "says": its worker, the worker that it asks for, digest, "mac"}
+    host    {"says": the worker, digest, life, transfer address, "mac"}
+
+Nonces are fresh for each connection, so a recorded proof is of no use later, and the
+role is part of what is proved, so a proof cannot be sent back to its sender. Any
+program may connect: its messages are short and its time is limited.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import hmac
+import json
+import secrets
+import socket
+import threading
+from collections.abc import Callable, Collection
+from typing import Any, Literal, NamedTuple
+
+HANDSHAKE_SECONDS = 5.0  # Longest.
+MAX_BYTES = 4096  # Largest message.
+MAX_GUESTS = 64  # Connections that are answered at a time.
+NONCE_BYTES = 32
+
+
+class RefusedError(Exception):
+    """Another process answers, and is not the peer that is expected; says why."""
+
+
+class Answer(NamedTuple):
+    """What a peer's process says of itself.
+
+    Args:
+      life: a number that another start of the process does not share.
+      link: connection to its transfer server.
+    """
+
+    life: int
+    link: Any
+
+
+class Handshakes:
+    """Answers other processes and asks them, in a thread.
+
+    Args:
+      bind: HOST or HOST:PORT where this process listens.
+      secret: bytes that all processes share; empty where there is no secret.
+      digest: text that all processes must share.
+      connect: function that opens a link to a transfer server's address.
+
+    Raises:
+      ValueError: if the address is no address of this machine, or in use.
+    """
+
+    def __init__(
+        self, bind: str, secret: bytes, digest: str, connect: Callable[[str], Any]
+    ):
+        self._listener = _listen(bind)
+        self.host, port = self._listener.getsockname()
+        self.address = f"{self.host}:{port}"
+        self._secret, self._digest, self._connect = secret, digest, connect
+        self._says: dict[int, dict[str, Any]] = {}
+        self._guests: dict[asyncio.StreamWriter, None] = {}  # The oldest first.
+        self._asking: set[asyncio.Task[Any]] = set()
+        self._server: asyncio.Server | None = None
+        self._ends = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
+        self._thread.start()
+
+    def answer(self, workers: Collection[int], life: int, transfer: str) -> None:
+        """Answers from here on for these workers, of this life and transfer address."""
+        of_all = {"digest": self._digest, "life": life, "transfer": transfer}
+        self._says = {worker: {"worker": worker, **of_all} for worker in workers}
+        serving = asyncio.start_server(
+            self._receive, sock=self._listener, limit=MAX_BYTES
+        )
+        self._server = asyncio.run_coroutine_threadsafe(serving, self._loop).result()
+
+    def ask(
+        self, address: str, guest: int, worker: int
+    ) -> "concurrent.futures.Future[Answer]":
+        """Asks the process at an address for a worker; returns at once.
+
+        The result raises an OSError or an EOFError where nothing has answered in time,
+        and `RefusedError` where it is not that worker of this run.
+
+        Args:
+          address: HOST:PORT.
+          guest: number of a worker of this process.
+          worker: number of the worker that is expected there.
+        """
+        asking = self._ask(address, guest, worker)
+        return asyncio.run_coroutine_threadsafe(asking, self._loop)
+
+    def close(self) -> None:
+        """Ends the thread, and no longer listens."""
+        ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
+        ending.result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        self._listener.close()
+
+    async def _end(self) -> None:
+        self._ends = True
+        # asyncio leaves a connection open that it has accepted when the server closes:
+        # so first no more are accepted, and those that were begin and end.
+        self._loop.remove_reader(self._listener)
+        await asyncio.sleep(0)
+        for task in self._asking:
+            task.cancel()
+        for writer in self._guests:
+            writer.transport.abort()
+        while others := asyncio.all_tasks() - {asyncio.current_task()}:
+            await asyncio.wait(others)
+        if self._server is not None:
+            self._server.close()
+        await asyncio.sleep(0)  # Connections close in the next turn of the loop.
+
+    async def _receive(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        """Answers a connection, of a peer or of any other program."""
+        self._guests[writer] = None
+        if len(self._guests) > MAX_GUESTS:
+            # A peer takes milliseconds: who is there for longest is none.
+            oldest = next(iter(self._guests))
+            del self._guests[oldest]
+            oldest.transport.abort()
+        try:
+            # ValueError: no message, or too long. EOFError: it has disconnected.
+            with contextlib.suppress(OSError, EOFError, ValueError):
+                async with asyncio.timeout(HANDSHAKE_SECONDS):
+                    if not self._ends:
+                        await self._admit(reader, writer)
+        finally:
+            self._guests.pop(writer, None)
+            writer.close()
+
+    async def _admit(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        nonce = secrets.token_hex(NONCE_BYTES)
+        _send(writer, {"nonce": nonce})
+        match await _read(reader):
+            case {"nonce": str(other), "says": str(says), "mac": str(mac)}:
+                proof = self._prove("guest", nonce, other, says)
+            case _:
+                return
+        if not hmac.compare_digest(proof.encode(), mac.encode()):
+            _send(writer, {})
+            return
+        first = next(iter(self._says))
+        wanted = json.loads(says)["worker"]
+        own = json.dumps(self._says.get(wanted, self._says[first]))
+        mac = self._prove("host", nonce, other, says, own)
+        _send(writer, {"says": own, "mac": mac})
+
+    async def _ask(self, address: str, guest: int, worker: int) -> Answer:
+        task = asyncio.current_task()
+        assert task is not None
+        self._asking.add(task)
+        host, _, port = address.rpartition(":")
+        try:
+            async with asyncio.timeout(HANDSHAKE_SECONDS):
+                streams = await asyncio.open_connection(host, port, limit=MAX_BYTES)
+                try:
+                    return await self._heard(*streams, guest, worker)
+                except ValueError as error:
+                    raise RefusedError("it is another program") from error
+                finally:
+                    streams[1].transport.abort()  # All that it wants has come.
+        finally:
+            self._asking.discard(task)
+
+    async def _heard(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        guest: int,
+        worker: int,
+    ) -> Answer:
+        nonce = secrets.token_hex(NONCE_BYTES)
+        match await _read(reader):
+            case {"nonce": str(other)}:
+                pass
+            case _:
+                raise RefusedError("it is another program")
+        said = {"guest": guest, "worker": worker, "digest": self._digest}
+        says = json.dumps(said)
+        mac = self._prove("guest", other, nonce, says)
+        _send(writer, {"nonce": nonce, "says": says, "mac": mac})
+        match await _read(reader):
+            case {"says": str(answer), "mac": str(mac)}:
+                proof = self._prove("host", other, nonce, says, answer)
+            case _:
+                raise RefusedError("it does not have this run's secret")
+        if not hmac.compare_digest(proof.encode(), mac.encode()):
+            raise RefusedError("it does not have this run's secret")
+        found = json.loads(answer)
+        if found["worker"] != worker:
+            raise RefusedError(f"it is worker {found['worker']}")
+        if found["digest"] != self._digest:
+            raise RefusedError("its config or its model differs")
+        # At once: to a process that has died meanwhile, a link would wait for ever.
+        return Answer(found["life"], self._connect(found["transfer"]))
+
+    def _prove(self, role: Literal["guest", "host"], *said: str) -> str:
+        """The HMAC over a role, the host's nonce, the guest's, and what was said."""
+        text = json.dumps(["decentjax handshake", role, *said])
+        return hmac.digest(self._secret, text.encode(), "sha256").hex()
+
+
+def _listen(bind: str) -> socket.socket:
+    host, _, port = bind.partition(":")
+    if port and not (port.isdecimal() and int(port) < 2**16):
+        raise ValueError(f"bind must be HOST or HOST:PORT, got {bind!r}")
+    try:
+        listener = socket.create_server((host, int(port or 0)), backlog=1024)
+    except OSError as error:
+        raise ValueError(f"cannot listen at {bind}: {error}") from error
+    if listener.getsockname()[0] == "0.0.0.0":
+        listener.close()
+        raise ValueError(
+            f"bind must be an address at which peers reach this process, got {bind!r}"
+        )
+    return listener
+
+
+def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+    writer.write(json.dumps(message).encode() + b"\n")
+
+
+async def _read(reader: asyncio.StreamReader) -> Any:
+    """The message in a line.
+
+    Raises:
+      EOFError: if there is none.
+      ValueError: if it is too long, or no JSON.
+    """
+    line = await reader.readline()
+    if not line.endswith(b"\n"):
+        raise EOFError("disconnected")
+    try:
+        return json.loads(line)
+    except RecursionError as error:  # Deep brackets exhaust the parser's stack.
+        raise ValueError("no message") from error

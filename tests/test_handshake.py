@@ -1,0 +1,307 @@
+"""The secret of peers: who is let in, and what strangers can and cannot do."""
+
+import contextlib
+import json
+import socket
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import transfer
+from jax.sharding import SingleDeviceSharding
+
+from decentjax.gossip import Addresses, Folder
+from decentjax.gossip.handshake import MAX_GUESTS, Handshakes, RefusedError
+from decentjax.gossip.links import Links, Said
+
+LONG = 60.0  # Longer than any wait here should be.
+OURS, THEIRS = b"0123456789abcdef", b"another secret of a stranger"
+SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
+
+
+@contextlib.contextmanager
+def links(folder: Path, worker: int, secret: bytes | None = OURS, count: int = 2):
+    device = {worker: jax.devices()[worker]}
+    one = Links(Folder(folder), count, device, [[SHAPE]], "digest", secret=secret)
+    try:
+        yield one
+    finally:
+        one.close()
+
+
+@contextlib.contextmanager
+def process(secret: bytes = OURS, digest: str = "digest"):
+    """Handshakes of a process with worker 0, whose links are the addresses."""
+    one = Handshakes("127.0.0.1", secret, digest, str)
+    try:
+        one.answer([0], life=7, transfer="there")
+        yield one
+    finally:
+        one.close()
+
+
+def until(condition) -> None:
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def connect(address: str) -> socket.socket:
+    host, port = address.split(":")
+    return socket.create_connection((host, int(port)), timeout=LONG)
+
+
+def read_line(connection: socket.socket) -> bytes:
+    line = b""
+    while not line.endswith(b"\n"):
+        data = connection.recv(1)
+        assert data, "disconnected"
+        line += data
+    return line
+
+
+def goes_on(reader: Links, writer: Links, step: int) -> bool:
+    """Whether worker 0 gets the model that worker 1 leaves."""
+    writer.meet([0], time.monotonic() + LONG)
+    reader.meet([1], time.monotonic() + LONG)
+    model = jax.device_put(jnp.full(3, float(step)), jax.devices()[1])
+    writer.publish(1, 0, 0, [model], Said(step))
+    message = reader.wait(0, 1, 0, step, time.monotonic() + LONG)
+    return message is not None and float(message.arrays[0][0]) == step
+
+
+@pytest.mark.parametrize(
+    ("host", "guest"), [(OURS, THEIRS), (OURS, None), (None, OURS)]
+)
+def test_a_peer_without_the_secret_is_refused_with_its_address(host, guest, tmp_path):
+    with links(tmp_path, 0, host) as own, links(tmp_path, 1, guest) as other:
+        until(lambda: own.life_of(1) or own.refused)
+        until(lambda: other.life_of(0) or other.refused)
+        assert own.alive() == other.alive() == set()
+        for one, number in ((own, 1), (other, 0)):
+            address = (tmp_path / f"worker-{number}").read_text()
+            why = f"worker {number} at {address}: it does not have this run's secret"
+            assert one.refused == {number: why}
+
+
+@pytest.mark.parametrize("secret", [OURS, None])
+def test_a_stranger_among_peers_changes_nothing_for_them(secret, tmp_path):
+    with (
+        links(tmp_path, 0, secret, 3) as reader,
+        links(tmp_path, 1, secret, 3) as writer,
+        links(tmp_path, 2, THEIRS, 3) as stranger,
+    ):
+        until(lambda: stranger.life_of(0) or stranger.refused)
+        until(lambda: reader.life_of(2) or reader.refused)
+        assert all(goes_on(reader, writer, step) for step in range(3))
+        assert reader.alive() == {1}
+        assert set(reader.refused) == {2}
+
+
+def test_a_secret_is_long(tmp_path):
+    with pytest.raises(ValueError, match="at least 16 bytes, got 5: draw one by"):
+        Links(Folder(tmp_path), 1, {0: jax.devices()[0]}, [], secret=b"short")
+
+
+def test_an_answer_is_that_of_the_worker_that_is_asked_for():
+    with process() as host, process() as guest, process(digest="else") as other:
+        assert guest.ask(host.address, 1, 0).result(LONG) == (7, "there")
+        with pytest.raises(RefusedError, match="it is worker 0"):
+            guest.ask(host.address, 1, 4).result(LONG)
+        with pytest.raises(RefusedError, match="its config or its model differs"):
+            other.ask(host.address, 1, 0).result(LONG)
+    with process() as guest, socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))  # It does not listen.
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(OSError, match="Connect call failed"):
+            guest.ask(address, 1, 0).result(LONG)
+
+
+def relay(listener: socket.socket, address: str, heard: list[bytes]) -> None:
+    """Passes one connection on, and keeps the guest's and the host's lines."""
+    guest, _ = listener.accept()
+    with guest, connect(address) as host:
+        for source, target in ((host, guest), (guest, host), (host, guest)):
+            line = read_line(source)
+            heard.append(line)
+            target.sendall(line)
+
+
+def test_a_recorded_proof_does_not_serve_again():
+    """Neither the guest's, nor the host's as a guest's or of another connection."""
+    heard: list[bytes] = []
+    with process() as host, process() as peer:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            thread = threading.Thread(
+                target=relay, args=(listener, host.address, heard)
+            )
+            thread.start()
+            # One in the middle learns the secret no more than the traffic.
+            assert peer.ask(f"127.0.0.1:{port}", 1, 0).result(LONG) == (7, "there")
+            thread.join()
+        _, of_guest, of_host = heard
+        assert OURS not in b"".join(heard)
+        nonce = json.loads(of_guest)["nonce"]
+        as_guest = json.dumps({"nonce": nonce} | json.loads(of_host)).encode() + b"\n"
+        for proof in (of_guest, as_guest):
+            with connect(host.address) as stranger:
+                read_line(stranger)
+                stranger.sendall(proof)
+                assert b"mac" not in read_line(stranger)
+        # A host that has heard it all plays it again.
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            asked = peer.ask(f"127.0.0.1:{port}", 1, 0)
+            guest, _ = listener.accept()
+            with guest:
+                guest.sendall(heard[0])
+                read_line(guest)
+                guest.sendall(of_host)
+                with pytest.raises(RefusedError, match="not have this run's secret"):
+                    asked.result(LONG)
+
+
+def test_a_proof_is_not_sent_back_to_its_sender():
+    """A stranger that asks the guest itself for the answer to the guest's nonce."""
+    with process() as peer, socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        asked = peer.ask(f"127.0.0.1:{port}", 1, 0)
+        guest, _ = listener.accept()
+        with guest, connect(peer.address) as own:
+            nonce = read_line(own)
+            guest.sendall(nonce)
+            proof = json.loads(read_line(guest))
+            back = {"says": proof["says"], "mac": proof["mac"]}
+            guest.sendall(json.dumps(back).encode() + b"\n")
+            with pytest.raises(RefusedError, match="not have this run's secret"):
+                asked.result(LONG)
+
+
+GARBAGE = [
+    b"",
+    b"\n",
+    b"\0" * 100,
+    b"\xff" * 100_000,
+    b"GET / HTTP/1.0\r\n\r\n",
+    b"[" * 4000 + b"\n",
+    b'{"nonce": 1}\n',
+    b'{"nonce": "\\ud800", "says": "{}", "mac": "\\ud800"}\n',
+    b'{"nonce": "0", "says": "{}", "mac": "0"}\n',
+    b"1" * 4094 + b"\n",
+]
+
+
+def test_garbage_and_silence_harm_and_block_nobody(tmp_path):
+    num_threads = threading.active_count()
+    with links(tmp_path, 0) as reader, contextlib.ExitStack() as stack:
+        address = (tmp_path / "worker-0").read_text().split()[0]
+        silent = [stack.enter_context(connect(address)) for _ in range(4 * MAX_GUESTS)]
+        for data in GARBAGE:
+            for end in (socket.SHUT_WR, None):  # None leaves it half open.
+                guest = stack.enter_context(connect(address))
+                with contextlib.suppress(OSError):
+                    guest.sendall(data)
+                    if end is not None:
+                        guest.shutdown(end)
+                silent.append(guest)
+        with links(tmp_path, 1) as writer:
+            assert goes_on(reader, writer, 0)
+            assert len(reader._handshakes._guests) <= MAX_GUESTS
+            assert threading.active_count() <= num_threads + 2
+            for guest in silent:  # An answer of the host, of whatever length, ends.
+                guest.close()
+            assert goes_on(reader, writer, 1)
+            until(lambda: not reader._handshakes._guests)
+    assert threading.active_count() <= num_threads
+
+
+def test_another_program_at_an_address_is_no_peer():
+    with process() as peer, socket.create_server(("127.0.0.1", 0)) as listener:
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        for said in (b"\xff" * 10_000, b"[" * 4000 + b"\n", b"{}\n"):
+            asked = peer.ask(address, 1, 0)
+            other, _ = listener.accept()
+            with other:
+                other.sendall(said)
+                with pytest.raises(RefusedError, match="it is another program"):
+                    asked.result(LONG)
+
+
+def test_a_silent_program_at_an_address_is_asked_again_and_delays_nobody():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        silent = f"127.0.0.1:{listener.getsockname()[1]}"
+        with socket.create_server(("127.0.0.1", 0)) as probe:
+            own = f"127.0.0.1:{probe.getsockname()[1]}"
+        book, device = Addresses([own, silent]), {0: jax.devices()[0]}
+        one = Links(book, 2, device, [[SHAPE]], bind=own, secret=OURS)
+        listener.settimeout(LONG)
+        for _ in range(2):
+            start = time.monotonic()
+            assert one.wait(0, 1, 0, 0, start) is None
+            assert time.monotonic() - start < 1
+            until(lambda: not one.life_of(1) and one._peers[1].answer is not None)
+            guest, _ = listener.accept()
+            guest.close()
+            until(lambda: one._peers[1].answer is None or one.life_of(1))
+        assert one.alive() == set()
+        assert one.refused == {}
+        one.close()
+
+
+def pull(address: str, name: int) -> jax.Array:
+    """What any program can do that knows where an array is and what it is called."""
+    device = jax.devices()[2]
+    server = transfer.start_transfer_server(
+        device.client, "127.0.0.1:0", ["127.0.0.1:0"]
+    )
+    shapes = (jnp.uint8, (16,)), (jnp.float32, (3,))
+    place = SingleDeviceSharding(device)
+    specs = [jax.ShapeDtypeStruct(s, t, sharding=place) for t, s in shapes]
+    array = server.connect(address).pull(name, specs)[1]
+    end = time.monotonic() + 3
+    while not array.is_ready() and time.monotonic() < end:
+        time.sleep(0.01)
+    kept.append((server, array))  # As its pull may stay open.
+    return array
+
+
+kept: list = []
+
+
+def test_names_of_arrays_are_not_guessed_and_are_all_that_protects_them(tmp_path):
+    with links(tmp_path, 0) as reader, links(tmp_path, 1) as writer:
+        writer.meet([0], time.monotonic() + LONG)
+        model = jax.device_put(jnp.arange(3.0), jax.devices()[1])
+        writer.publish(1, 0, 0, [model], Said(5))
+        life, address = writer.life_of(0), writer._server.address()
+        assert life == reader._life
+        secret, writer._secret = writer._secret, THEIRS
+        guessed = writer._name(1, 0, life, 0, 0)
+        writer._secret = secret
+        assert not pull(address, guessed).is_ready()
+        # The name is enough: the transport asks for nothing else.
+        np.testing.assert_array_equal(
+            pull(address, writer._name(1, 0, life, 0, 0)), np.arange(3.0)
+        )
+
+
+def test_no_two_arrays_have_one_name(tmp_path):
+    with links(tmp_path, 0) as one:
+        edges = np.ndindex(3, 3, 2, 4, 2)
+        names = {one._name(a, b, c, d, e) for a, b, c, d, e in edges}
+        assert len(names) == 144
+        assert all(0 <= name < 2**63 for name in names)
+        assert max(names) > 2**61
+
+
+def test_who_ends_leaves_its_address(tmp_path):
+    with links(tmp_path, 0):
+        address = (tmp_path / "worker-0").read_text().split()[0]
+    with pytest.raises(ConnectionRefusedError):
+        connect(address)
