@@ -37,7 +37,9 @@ def test_a_loss_is_reached_between_two_evaluations():
     assert Curve(3, (1, 2, 3), (3.0, 1.0, 2.0)).steps_to(2.0) == 1.5
 
 
-@pytest.mark.parametrize(("loss", "tried"), [(2.0, [1.0]), (1.0, [1.0, 2.0])])
+@pytest.mark.parametrize(
+    ("loss", "tried"), [(2.0, [1.0, 2.0]), (1.0, [1.0, 2.0]), (0.5, [1.0, 2.0, 4.0])]
+)
 def test_longer_runs_are_tried_until_one_reaches_the_loss(loss, tried):
     asked = []
 

@@ -69,12 +69,16 @@ def _first(places: Sequence[float], losses: Sequence[float], loss: float) -> flo
 def until(
     loss: float, horizons: Sequence[float], run: Callable[[float], Curve]
 ) -> list[Curve]:
-    """Runs of ever more steps, up to the first that reaches the loss."""
-    found = []
+    """Runs of ever more steps, at least two, up to the first that reaches the loss.
+
+    Two, as a run of more steps may be at the loss before a shorter one, whose learning
+    rate has fallen early.
+    """
+    found: list[Curve] = []
     for horizon in horizons:
-        found.append(run(horizon))
-        if math.isfinite(found[-1].steps_to(loss)):
+        if len(found) > 1 and math.isfinite(found[-1].steps_to(loss)):
             break
+        found.append(run(horizon))
     return found
 
 

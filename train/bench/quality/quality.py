@@ -50,8 +50,9 @@ class Quality:
       seeds: number of seeds of the simulated runs.
       tune: learning rates that rise; each method has its best, searched from the middle
         one on.
-      horizons: numbers of steps of a run, as multiples of the configs'; all-reduce has
-        the first, and the others are tried in turn until one reaches its final loss.
+      horizons: numbers of steps of a run, as multiples of the configs'. All-reduce's
+        final loss of the first is the goal; each method has the first two, and then
+        the others in turn until one reaches it.
       real: whole runs on the cluster, as "METHOD at RATE".
       configs: folder of the methods' configs, quality.py and those named quality_*.py.
       only: regular expression for the names of the methods; DDP and all-reduce, to
@@ -238,7 +239,7 @@ class Runs:
         return self._real(method, None, rate, self._first).losses[-1]
 
     def curves(self, method: Method, setting: Setting) -> list[Curve]:
-        """Runs of ever more steps, up to the first that reaches the goal."""
+        """Runs of ever more steps, as `until` has them."""
         horizons = self._quality.horizons
         if method.simulated:
             train = functools.partial(self._simulated, method)
