@@ -1444,8 +1444,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/config.py",
-        "if exchange.workers_per_node > 1 or not pairs:",
-        "if not pairs:",
+        "if exchange.workers_per_node > 1 or not can_send:",
+        "if not can_send:",
         "tests/test_peer_job.py -k takes_collectives",
     ),
     Mutant(

@@ -122,12 +122,13 @@ def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(tmp_path):
     options = [*RING, "--exchange.patience", "None", "--step.algorithm", "rounds"]
     options += ["--rounds.every-steps", "3", "--rounds.delay", "2"]
     options += ["--rounds.outer", "nesterov", "--rounds.merge", "shift"]
+    options += ["--topology.name", "complete"]  # DiLoCo's.
     run_dir = tmp_path / "line"
     with launch(2, run_dir, *options) as job:
         ended(job)
     config = dataclasses.replace(
         job_line.config,
-        topology=TopologyConfig(name="ring"),
+        topology=TopologyConfig(name="complete"),
         step=dataclasses.replace(job_line.config.step, algorithm="rounds"),
         rounds=RoundsConfig(every_steps=3, delay=2, outer="nesterov", merge="shift"),
     )

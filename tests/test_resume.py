@@ -189,7 +189,7 @@ def test_a_failed_save_ends_the_run_at_the_next_step(tmp_path, monkeypatch):
 def test_what_is_saved_is_settled_checked_and_written_down():
     """Settled first: a model in an exchange is not known to be finite yet."""
     zeros = jax.numpy.zeros(1, int)
-    state, done = WorkerState({}, (WatchState(zeros, zeros, zeros),), (), ()), []
+    state, done = WorkerState({}, (WatchState(*[zeros] * 5),), (), ()), []
 
     def note(name, result=None):
         return lambda *_: done.append(name) or result

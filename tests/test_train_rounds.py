@@ -164,7 +164,10 @@ def test_rounds_of_no_sense_are_refused(changes, words):
     ("changes", "words"),
     [
         ({"exchange": ExchangeConfig(where="background")}, "rounds.delay to 1 or more"),
-        ({"exchange": ExchangeConfig(where="peers")}, "rounds waits for other workers"),
+        (
+            {"exchange": ExchangeConfig(where="peers", way="swaps")},
+            "rounds with exchange.way = swaps waits for other workers",
+        ),
         (
             {
                 "step": StepConfig(algorithm="rounds", message_dtype="bfloat16"),

@@ -29,7 +29,7 @@ usage: python -m train CONFIG.py [--run-dir RUN] [--init-from RUN] [--auto-resum
                        [--field value ...]
        python -m train CONFIG.py --help
        python -m train --resume RUN [--step STEP] [--change FIELD=VALUE ...]
-                       [--resume.workers {mean,repeat,select}]
+                       [--resume.workers {{mean,repeat,select}}]
 configs: {configs}"""
 
 

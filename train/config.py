@@ -651,8 +651,11 @@ def _check_peers(
     if way == "wagma":
         return
     for exchange in topology:
-        pairs = isinstance(exchange.between, Permutations)
-        if exchange.workers_per_node > 1 or not pairs:
+        # A round sends a mean over a group as messages from each to each.
+        can_send = (
+            isinstance(exchange.between, Permutations) or step.algorithm == "rounds"
+        )
+        if exchange.workers_per_node > 1 or not can_send:
             raise ValueError(
                 f"{topology.name} averages over groups or nodes, which takes "
                 "collectives; peers need a graph of single workers, such as ring, and "
