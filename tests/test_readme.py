@@ -138,7 +138,11 @@ def asked(line: str) -> Asked | None:
     measured = ["--measure"] if "--measure" in rest else []
     if module in ("train", "train.preflight") or measured:
         return Asked((module, *measured, *config, "--help"), options)
-    kind = rest[:1] if module in ("train.bench", "train.prepare") else []
+    kind = (
+        rest[:1]
+        if module in ("train.bench", "train.prepare", "train.checkpoint")
+        else []
+    )
     return Asked((module, *kind, "--help"), options)
 
 
