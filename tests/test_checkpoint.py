@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import jax
@@ -20,7 +21,13 @@ from safetensors.numpy import load_file
 from test_distributed import ENV, LONG, ROOT
 
 from train.checkpoint import main, named
-from train.run.checkpoint import find_checkpoints, newest, restore, verify
+from train.run.checkpoint import (
+    UNFINISHED,
+    find_checkpoints,
+    newest,
+    restore,
+    verify,
+)
 from train.run.loop import train
 from train.run.manifest import check_files
 from train.run.resume import Resume, saved_config
@@ -147,29 +154,36 @@ def test_where_none_is_whole_it_says_so(run_dir):
         newest(run_dir)
 
 
+def save_and_kill(run_dir, saves):
+    """Kills a process that saves, after three saves and `saves` more."""
+    command = [sys.executable, str(ROOT / "tests" / "saving.py"), str(run_dir)]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            lines = [(process.stdout.readline(), time.monotonic()) for _ in range(4)]
+            assert all(line.startswith("saving ") for line, _ in lines)
+            # However slow the disk: a share of what a save takes.
+            time.sleep(saves * (lines[3][1] - lines[1][1]) / 2)
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(LONG)
+
+
 @pytest.mark.slow
 def test_killed_while_saving_all_that_is_listed_is_whole(tmp_path):
-    draw, seen = random.Random(0), []
+    draw, seen, torn = random.Random(0), [], 0
     for _ in range(20):
-        command = [sys.executable, str(ROOT / "tests" / "saving.py"), str(tmp_path)]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, text=True
-        ) as process:
-            try:
-                assert process.stdout is not None
-                process.stdout.readline()
-                process.wait(draw.uniform(0, 0.5))
-            except subprocess.TimeoutExpired:
-                pass
-            finally:
-                process.send_signal(signal.SIGKILL)
-                process.wait(LONG)
+        save_and_kill(tmp_path, draw.uniform(0, 2))
         for step, path in find_checkpoints(tmp_path).steps.items():
             verify(path)
             got, wanted = restore(path, saving.state_of(0)), saving.state_of(step)
             jax.tree.map(np.testing.assert_array_equal, got, wanted)
             seen.append(step)
-    assert len(set(seen)) >= 10
+        torn += bool(list((tmp_path / "checkpoints").glob(UNFINISHED)))
+    assert len(set(seen)) >= 20
+    assert torn >= 5
 
 
 def test_a_list_has_steps_sizes_and_strays(run_dir, capsys):

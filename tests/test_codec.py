@@ -399,3 +399,17 @@ def test_in_pieces_the_same_numbers_come(codec, where):
         return np.asarray(jax.jit(over_workers(one, mesh))(leaves))
 
     np.testing.assert_allclose(run(64), run(None), rtol=1e-5, atol=1e-7)
+
+
+def test_no_piece_is_longer_than_asked():
+    """A byte a number, and a scale for each block: 700 bytes in pieces of 64."""
+    leaves = np.zeros((4, 700), np.float32)
+
+    def mixed(x):
+        message = codec.int8().encode(x, jax.random.key(0))
+        options = {"codec": codec.int8(), "axis_name": AXIS, "lowering": Lowering(64)}
+        return mix_encoded({0: (x, message)}, RING[0], **options)[0]
+
+    lowered = jax.jit(over_workers(mixed, worker_mesh(4))).lower(leaves)
+    found = hlo.collectives(lowered.compile().as_text(), 4)
+    assert max(c.num_bytes for c in found) == 64

@@ -578,6 +578,9 @@ def test_the_shards_of_encoded_leaves_are_the_compressions():
     how = Rounds(every(topology.ring(4), 2), compression=Compression(int8()))
     with pytest.raises(ValueError, match=r"Compression\(\.\.\., shards=NamedShardings"):
         default_mix(how, {"a": PartitionSpec()})
+    coded = Rounds(how.schedule, compression=Compression(int8(), shards=CUT))
+    with pytest.raises(ValueError, match="a worker is one device: leave the compres"):
+        BackgroundRounds(bind(SGD), coded, worker_mesh(4))
     with pytest.raises(TypeError, match="a NamedSharding for each leaf of a model"):
         Compression(int8(), shards={"a": PartitionSpec("model")})
 

@@ -17,6 +17,7 @@ from train.cli.config_json import to_json
 from train.cli.tables import aligned, write_whole
 from train.run.checkpoint import Found, find_checkpoints, verify
 from train.run.folder import process_folders, writing
+from train.run.manifest import MANIFEST
 from train.run.scores import read_trained
 
 RunFolder = Annotated[Path, tyro.conf.Positional]
@@ -123,7 +124,7 @@ def _of_processes(run: Path) -> Iterator[tuple[str, Found]]:
 
 
 def _saved_at(path: Path) -> float:
-    return (path / "manifest.json").stat().st_mtime
+    return (path / MANIFEST).stat().st_mtime
 
 
 @command()

@@ -104,8 +104,8 @@ class Carrier(Closing):
                 exchange: compiled_mix(exchange, self._lowering, mesh, dtype)
                 for exchange in self._topology
             }
-        num_bytes = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
-        return fastest_mixes(self._topology, mesh, num_bytes, dtype)
+        size = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
+        return fastest_mixes(self._topology, mesh, size, dtype)
 
     def _lower_encoded(self, compression: Compression, params: Any) -> Mixes:
         mesh, codec, mixes = self._exchange_mesh, compression.codec, {}

@@ -232,7 +232,7 @@ class BackgroundRounds(LateRounds):
       record: function that is called with each activity of this process.
 
     Raises:
-      ValueError: as in `Background`.
+      ValueError: as in `Background`, or if the compression has shards.
     """
 
     def __init__(
@@ -245,6 +245,11 @@ class BackgroundRounds(LateRounds):
         exchange_mesh: Mesh | None = None,
         record: Record | None = None,
     ):
+        if rounds.compression is not None and rounds.compression.shards is not None:
+            raise ValueError(
+                "in a second thread a worker is one device: leave the compression's "
+                "shards at None, or take on_mesh"
+            )
         exchanges = tuple(dict.fromkeys(rounds.schedule.exchanges))
         topology = Topology(rounds.schedule.name, exchanges)
         options = message_dtype, lowering, exchange_mesh, record or ignore

@@ -49,14 +49,7 @@ def _read(folder: Path) -> dict[str, str]:
             return hashes
     except FileNotFoundError as error:
         raise ValueError(f"has no {MANIFEST}: its save did not end") from error
-    except (
-        OSError,
-        ValueError,
-        TypeError,
-        LookupError,
-        AttributeError,
-        RecursionError,
-    ):
+    except UNREADABLE:
         pass
     raise ValueError(f"has a {MANIFEST} that cannot be read")
 

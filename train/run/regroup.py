@@ -13,7 +13,9 @@ from train.run.checkpoint import read_part
 How = Literal["mean", "repeat", "select"]
 
 
-def restore_rows(path: Path, state: WorkerState, num_saved: int, how: How, step: int):
+def restore_rows(
+    path: Path, state: WorkerState, num_saved: int, how: How, step: int
+) -> WorkerState:
     """Returns the state of a checkpoint for another number of workers.
 
     Models, moments and what an algorithm carries are those of the saved workers; the

@@ -153,10 +153,9 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
     # Both from JSON, where a tuple is a list.
     saved, now = saved_fields(path), json.loads(to_json(config))
     before, after = (x["workers"]["num_workers"] for x in (saved, now))
+    allowed = FREE + resume.changes
     if before != after:
         _check_workers(path, before, after, config, resume)
-    allowed = FREE + resume.changes
-    if resume.workers is not None:
         allowed += ("workers", "topology")
     if now["num_steps"] > saved["num_steps"]:
         allowed += ("num_steps",)
