@@ -238,6 +238,27 @@ def messages_of(between: Permutations) -> np.ndarray:
     return np.unique(pairs[:, pairs[0] != pairs[1]], axis=1)
 
 
+@functools.lru_cache(maxsize=4096)
+def among(exchange: Exchange, workers: tuple[int, ...], num_workers: int) -> Exchange:
+    """Returns the exchange of some workers among all; the others keep their models.
+
+    Args:
+      exchange: exchange of as many workers as `workers` has, permutations of single
+        workers.
+      workers: the workers that take the places 0, 1, 2, ... in it.
+      num_workers: N, of all.
+    """
+    assert isinstance(exchange.between, Permutations)
+    rows = []
+    for sources in exchange.between.sources:
+        row = list(range(num_workers))
+        for place, source in enumerate(sources):
+            row[workers[place]] = workers[source]
+        rows.append(tuple(row))
+    weights = exchange.between.weights
+    return Exchange(Permutations(tuple(rows), weights), factor=exchange.factor)
+
+
 # Asked for every leaf of every trace, and again by the tuning of messages.
 @functools.lru_cache(maxsize=256)
 def permutes_of(

@@ -2,7 +2,8 @@
 
 It prints each step when it is done, and with JOIN begins where its peers are. With
 WAGMA it averages in groups of two, and in every tenth step over all. With STORE, an
-address, the book is that of a job under jax.distributed. WAY is a way of `Peers`.
+address, the book is that of a job under jax.distributed. WAY is a way of `Peers`. With
+ELASTIC, a quorum, workers come and go.
 """
 
 import functools
@@ -16,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from decentjax import adapt, init_state, topology, worker_mesh
-from decentjax.gossip import Folder, Peers, Store, Wagma
+from decentjax.gossip import Elastic, Folder, Peers, Store, Wagma
 
 
 def loss_fn(params, model_state, batch, key):
@@ -28,7 +29,7 @@ book = Folder(Path(folder))
 if "STORE" in os.environ:
     jax.distributed.initialize(os.environ["STORE"], num_workers, worker)
     book = Store()
-optimizer = optax.sgd(0.01)
+optimizer = optax.sgd(0.01, momentum=0.5 if "ELASTIC" in os.environ else None)
 local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
 graph = topology.ring(num_workers)
 key = jax.random.key(0)
@@ -37,8 +38,16 @@ batch, first, began = jnp.full(1, float(worker)), 0, time.monotonic()
 place = book, [worker], worker_mesh(1, jax.local_devices())
 mixed = []
 way = os.environ.get("WAY", "arrived")
+elastic = None
+if "ELASTIC" in os.environ:
+    elastic = Elastic(topology.ring, int(os.environ["ELASTIC"]), silent_seconds=2)
 train_step = Peers(
-    local, graph, *place, way=way, used=lambda one: mixed.extend(one.models)
+    local,
+    graph,
+    *place,
+    way=way,
+    used=lambda one: mixed.extend(one.models),
+    elastic=elastic,
 )
 if "WAGMA" in os.environ:
     sizes = {"group_size": 2, "period": 10, "patience": 0.5}
@@ -47,10 +56,17 @@ with train_step as peers:
     if "JOIN" in os.environ:
         state, first = peers.join(state, batch)
         assert first is not None
-    for step in range(first, num_steps):
+    step = first
+    while step < num_steps:
+        if elastic is not None and peers.was_away():
+            state, found = peers.join(state, batch, after=step)
+            step = step if found is None else found
         state, _ = jax.block_until_ready(peers(state, batch, step))
         mean = float(state.params.mean())
         now = time.monotonic()
-        print(step, now, now - began, mean, len(mixed), flush=True)
+        peers_of_step = sorted({one.peer for one in mixed[-4:]})
+        last = len(mixed) if elastic is None else [peers_of_step, sorted(peers.alive())]
+        print(step, now, now - began, mean, last, flush=True)
+        step += 1
         time.sleep(0.05)
 os._exit(0)

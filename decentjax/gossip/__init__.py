@@ -4,6 +4,7 @@ from decentjax.gossip.all_reduce import AllReduce
 from decentjax.gossip.background import Background
 from decentjax.gossip.book import Addresses, Book, Folder, Store
 from decentjax.gossip.carrier import host_mesh
+from decentjax.gossip.elastic import Elastic
 from decentjax.gossip.engine import Engine, SharedEngine
 from decentjax.gossip.late import BackgroundRounds
 from decentjax.gossip.means import Butterfly
@@ -26,6 +27,7 @@ __all__ = [
     "BackgroundRounds",
     "Book",
     "Butterfly",
+    "Elastic",
     "Engine",
     "Folder",
     "PeerRounds",

@@ -13,8 +13,6 @@ collectives before the train step, and call `settle()` before the next ones. All
 the same order in all processes. `SharedEngine.submit` queues any other function there.
 """
 
-from typing import Any
-
 import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -25,7 +23,7 @@ from decentjax.gossip.record import Record
 from decentjax.gossip.staged import Arrival, Staged
 from decentjax.gossip.stages import Plan
 from decentjax.mixing import Lowering
-from decentjax.step import Adapt
+from decentjax.step import Adapt, WorkerState
 
 
 class Background(Staged):
@@ -98,9 +96,9 @@ class Background(Staged):
     def _end(self, seconds: float) -> None:
         self._carrier._end(seconds)
 
-    def _start(self, params: Any, plan: Plan) -> None:
+    def _start(self, state: WorkerState, plan: Plan) -> None:
         del plan
-        self._carrier.start(params)
+        self._carrier.start(state.params)
 
     def _carry(self, group: int, models: list[jax.Array], step: int) -> Arrival:
         del group

@@ -4,12 +4,17 @@ A process asks another for one of its workers, and each proves that it knows the
 without saying it: by an HMAC over both nonces and all that was said.
 
     host    {"nonce"}
-    guest   {"nonce", "says": its worker, the worker that it asks for, digest, "mac"}
-    host    {"says": the worker, digest, life, transfer address, "mac"}
+    guest   {"nonce", "says": its worker, the worker that it asks for, digest, whether
+             it joins, "mac"}
+    host    {"says": the worker, digest, life, transfer address, step, "mac"}
 
 Nonces are fresh for each connection, so a recorded proof is of no use later, and the
 role is part of what is proved, so a proof cannot be sent back to its sender. Any
 program may connect: its messages are short and its time is limited.
+
+The connection of a guest with the secret stays open, and the host sends a byte on it
+now and then: its end is the end of the host's process, and silence is a process that is
+frozen, or behind a link that is down.
 """
 
 import asyncio
@@ -20,6 +25,7 @@ import json
 import secrets
 import socket
 import threading
+import time
 from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
 
@@ -27,6 +33,7 @@ HANDSHAKE_SECONDS = 5.0  # Longest.
 MAX_BYTES = 4096  # Largest message.
 MAX_GUESTS = 64  # Connections that are answered at a time.
 NONCE_BYTES = 32
+BEAT_SECONDS = 0.5  # From one byte of a host to the next.
 
 
 class RefusedError(Exception):
@@ -38,11 +45,15 @@ class Answer(NamedTuple):
 
     Args:
       life: a number that another start of the process does not share.
-      link: connection to its transfer server.
+      link: connection to its transfer server; None for a guest that joins.
+      step: the step that it was at.
+      lost: done once the process has ended, or was silent for too long.
     """
 
     life: int
     link: Any
+    step: int
+    lost: "concurrent.futures.Future[None]"
 
 
 class Handshakes:
@@ -53,21 +64,37 @@ class Handshakes:
       secret: bytes that all processes share; empty where there is no secret.
       digest: text that all processes must share.
       connect: function that opens a link to a transfer server's address.
+      silent_seconds: silence after which a process is lost; None for none.
+
+    Attributes:
+      step: the step that this process is at, which it tells its guests.
+      joining: workers of other processes that ask for the whole state of one here.
+      was_silent: whether this process was frozen for so long that others gave it up.
 
     Raises:
       ValueError: if the address is no address of this machine, or in use.
     """
 
     def __init__(
-        self, bind: str, secret: bytes, digest: str, connect: Callable[[str], Any]
+        self,
+        bind: str,
+        secret: bytes,
+        digest: str,
+        connect: Callable[[str], Any],
+        silent_seconds: float | None = None,
     ):
+        self.step, self.joining, self.was_silent = 0, set[int](), False
         self._listener = _listen(bind)
         self.host, port = self._listener.getsockname()
         self.address = f"{self.host}:{port}"
         self._secret, self._digest, self._connect = secret, digest, connect
         self._says: dict[int, dict[str, Any]] = {}
+        self._silent_seconds = silent_seconds
         self._guests: dict[asyncio.StreamWriter, None] = {}  # The oldest first.
-        self._asking: set[asyncio.Task[Any]] = set()
+        # By the guest's worker and the one here that it has asked for: a new connection
+        # takes the place of the one before.
+        self._held: dict[tuple[int, int], asyncio.StreamWriter] = {}
+        self._tasks: set[asyncio.Task[Any]] = set()  # Those to be cancelled at the end.
         self._server: asyncio.Server | None = None
         self._ends = False
         self._loop = asyncio.new_event_loop()
@@ -82,9 +109,10 @@ class Handshakes:
             self._receive, sock=self._listener, limit=MAX_BYTES
         )
         self._server = asyncio.run_coroutine_threadsafe(serving, self._loop).result()
+        asyncio.run_coroutine_threadsafe(self._beat(), self._loop)
 
     def ask(
-        self, address: str, guest: int, worker: int
+        self, address: str, guest: int, worker: int, joins: bool = False
     ) -> "concurrent.futures.Future[Answer]":
         """Asks the process at an address for a worker; returns at once.
 
@@ -95,8 +123,9 @@ class Handshakes:
           address: HOST:PORT.
           guest: number of a worker of this process.
           worker: number of the worker that is expected there.
+          joins: whether the guest asks for that worker's whole state.
         """
-        asking = self._ask(address, guest, worker)
+        asking = self._ask(address, guest, worker, joins)
         return asyncio.run_coroutine_threadsafe(asking, self._loop)
 
     def close(self) -> None:
@@ -114,12 +143,12 @@ class Handshakes:
         # so first no more are accepted, and those that were begin and end.
         self._loop.remove_reader(self._listener)
         await asyncio.sleep(0)
-        for task in self._asking:
-            task.cancel()
-        for writer in self._guests:
+        for writer in (*self._guests, *self._held.values()):
             writer.transport.abort()
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
-            await asyncio.wait(others)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.wait(others, timeout=BEAT_SECONDS)
         if self._server is not None:
             self._server.close()
         await asyncio.sleep(0)  # Connections close in the next turn of the loop.
@@ -134,51 +163,108 @@ class Handshakes:
             oldest = next(iter(self._guests))
             del self._guests[oldest]
             oldest.transport.abort()
+        edge = None
         try:
             # ValueError: no message, or too long. EOFError: it has disconnected.
             with contextlib.suppress(OSError, EOFError, ValueError):
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
                     if not self._ends:
-                        await self._admit(reader, writer)
+                        edge = await self._admit(reader, writer)
         finally:
             self._guests.pop(writer, None)
-            writer.close()
+            if edge is None or self._ends:
+                writer.close()
+            else:
+                self._hold(edge, writer)
 
     async def _admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
+    ) -> tuple[int, int] | None:
+        """Returns the guest's worker and the one that it has asked for, of a peer."""
         nonce = secrets.token_hex(NONCE_BYTES)
         _send(writer, {"nonce": nonce})
         match await _read(reader):
             case {"nonce": str(other), "says": str(says), "mac": str(mac)}:
                 proof = self._prove("guest", nonce, other, says)
             case _:
-                return
+                return None
         if not hmac.compare_digest(proof.encode(), mac.encode()):
             _send(writer, {})
-            return
-        first = next(iter(self._says))
-        wanted = json.loads(says)["worker"]
-        own = json.dumps(self._says.get(wanted, self._says[first]))
+            return None
+        said, first = json.loads(says), next(iter(self._says))
+        own = self._says.get(said["worker"], self._says[first]) | {"step": self.step}
+        own = json.dumps(own)
         mac = self._prove("host", nonce, other, says, own)
         _send(writer, {"says": own, "mac": mac})
+        if said["digest"] != self._digest or said["worker"] not in self._says:
+            return None
+        if said["joins"]:
+            self.joining.add(said["guest"])
+            return None
+        return said["guest"], said["worker"]
 
-    async def _ask(self, address: str, guest: int, worker: int) -> Answer:
+    def _hold(self, edge: tuple[int, int], writer: asyncio.StreamWriter) -> None:
+        if edge in self._held:
+            self._held[edge].transport.abort()
+        self._held[edge] = writer
+
+    async def _beat(self) -> None:
+        """Lets the guests know that this process lives."""
+        self._track()
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(BEAT_SECONDS)
+            gap = time.monotonic() - before
+            if self._silent_seconds is not None and gap > self._silent_seconds:
+                self.was_silent = True
+            for edge, writer in list(self._held.items()):
+                if writer.is_closing():
+                    del self._held[edge]
+                else:
+                    writer.write(b"\n")
+
+    async def _ask(self, address: str, guest: int, worker: int, joins: bool) -> Answer:
+        self._track()
+        host, _, port = address.rpartition(":")
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            streams = await asyncio.open_connection(host, port, limit=MAX_BYTES)
+            try:
+                found = await self._heard(*streams, guest, worker, joins)
+            except BaseException as error:
+                streams[1].transport.abort()
+                if isinstance(error, ValueError):
+                    raise RefusedError("it is another program") from error
+                raise
+        lost: concurrent.futures.Future[None] = concurrent.futures.Future()
+        self._loop.create_task(self._watch(*streams, lost))
+        # At once: to a process that has died meanwhile, a link would wait for ever.
+        link = None if joins else self._connect(found["transfer"])
+        return Answer(found["life"], link, found["step"], lost)
+
+    def _track(self) -> None:
+        """Lets `_end` cancel the task that calls it."""
         task = asyncio.current_task()
         assert task is not None
-        self._asking.add(task)
-        host, _, port = address.rpartition(":")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _watch(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        lost: "concurrent.futures.Future[None]",
+    ) -> None:
+        """Ends when a host does, or is silent for too long."""
+        self._track()
         try:
-            async with asyncio.timeout(HANDSHAKE_SECONDS):
-                streams = await asyncio.open_connection(host, port, limit=MAX_BYTES)
-                try:
-                    return await self._heard(*streams, guest, worker)
-                except ValueError as error:
-                    raise RefusedError("it is another program") from error
-                finally:
-                    streams[1].transport.abort()  # All that it wants has come.
+            with contextlib.suppress(OSError):
+                is_there = True
+                while is_there:
+                    async with asyncio.timeout(self._silent_seconds):
+                        is_there = bool(await reader.read(MAX_BYTES))
         finally:
-            self._asking.discard(task)
+            writer.transport.abort()
+            lost.set_result(None)
 
     async def _heard(
         self,
@@ -186,7 +272,9 @@ class Handshakes:
         writer: asyncio.StreamWriter,
         guest: int,
         worker: int,
-    ) -> Answer:
+        joins: bool,
+    ) -> dict[str, Any]:
+        """What a host says of itself, once it has proved to know the secret."""
         nonce = secrets.token_hex(NONCE_BYTES)
         match await _read(reader):
             case {"nonce": str(other)}:
@@ -194,7 +282,7 @@ class Handshakes:
             case _:
                 raise RefusedError("it is another program")
         said = {"guest": guest, "worker": worker, "digest": self._digest}
-        says = json.dumps(said)
+        says = json.dumps({**said, "joins": joins})
         mac = self._prove("guest", other, nonce, says)
         _send(writer, {"nonce": nonce, "says": says, "mac": mac})
         match await _read(reader):
@@ -209,8 +297,7 @@ class Handshakes:
             raise RefusedError(f"it is worker {found['worker']}")
         if found["digest"] != self._digest:
             raise RefusedError("its config or its model differs")
-        # At once: to a process that has died meanwhile, a link would wait for ever.
-        return Answer(found["life"], self._connect(found["transfer"]))
+        return found
 
     def _prove(self, role: Literal["guest", "host"], *said: str) -> str:
         """The HMAC over a role, the host's nonce, the guest's, and what was said."""

@@ -89,6 +89,8 @@ class _Peer:
     entry: str | None = None
     answer: concurrent.futures.Future[Answer] | None = None  # Until it has been heard.
     link: Any = None
+    lost: "concurrent.futures.Future[None] | None" = None
+    step: int = -1  # The step that it was at when it answered.
     is_known: bool = False
     is_out: bool = False  # Its process has died, or it was refused: nothing awaits it.
     life: int = 0  # Tells its process from the one before; 0 where it is not known.
@@ -115,6 +117,8 @@ class Links:
       bind: HOST or HOST:PORT where this process listens; see SECURITY.md before it is
         another address than loopback.
       secret: bytes that all processes share, at least 16 random ones; None for none.
+      silent_seconds: silence after which a process counts as dead, until it is heard
+        again; None for none.
 
     Raises:
       ValueError: if the port is in use, the secret is short, or a worker of this number
@@ -130,6 +134,7 @@ class Links:
         digest: str = "",
         bind: str = "127.0.0.1",
         secret: bytes | None = None,
+        silent_seconds: float | None = None,
     ):
         if secret is not None and len(secret) < MIN_SECRET_BYTES:
             raise ValueError(
@@ -153,6 +158,7 @@ class Links:
             self._secret,
             hashlib.sha256(text.encode()).hexdigest(),
             lambda address: self._server.connect(address),
+            silent_seconds,
         )
         host = self._handshakes.host
         self._server = transfer.start_transfer_server(
@@ -318,6 +324,31 @@ class Links:
         others = self._peers.keys() - self._devices.keys()
         return {peer for peer in others if self._is_known(peer)}
 
+    def ahead(self, step: int) -> set[int]:
+        """Returns the workers that live, and were past a step when they answered."""
+        return {peer for peer in self.alive() if self._peers[peer].step > step}
+
+    def ask_to_join(self, worker: int, peer: int) -> None:
+        """Asks a peer for its whole state, which its `joining` then has."""
+        entry = self._peers[peer].entry
+        assert entry is not None
+        self._handshakes.ask(entry.split()[0], worker, peer, joins=True)
+
+    def joining(self) -> set[int]:
+        """Returns the workers that have asked for a whole state since the last call."""
+        found = {j for j in list(self._handshakes.joining) if self.life_of(j)}
+        self._handshakes.joining -= found
+        return found
+
+    def at(self, step: int) -> None:
+        """Has this process answer from now on that it is at this step."""
+        self._handshakes.step = step
+
+    def was_silent(self) -> bool:
+        """Whether this process was frozen since the last call, and so given up."""
+        found, self._handshakes.was_silent = self._handshakes.was_silent, False
+        return found
+
     def close(self) -> None:
         """Ends the server.
 
@@ -340,6 +371,8 @@ class Links:
                 known = self._peers[peer]
         if known.answer is not None and known.answer.done():
             self._hear(peer, known.answer)
+        elif known.lost is not None and known.lost.done():
+            self._lose(peer)
         return self._peers[peer].is_known
 
     def _ask(self, peer: int, entry: str) -> None:
@@ -353,7 +386,7 @@ class Links:
         known = self._peers[peer]
         known.answer = None
         try:
-            known.life, known.link = answer.result()
+            known.life, known.link, known.step, known.lost = answer.result()
         except RefusedError as why:
             self.refused[peer] = f"worker {peer} at {known.entry}: {why}"
             known.is_out = True

@@ -6,6 +6,7 @@ the patience that is asked for.
 """
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
@@ -16,15 +17,19 @@ from jax.sharding import Mesh
 
 from decentjax.exchange import Permutations, Topology, check_topology
 from decentjax.gossip.book import Book
-from decentjax.gossip.links import POLL_SECONDS, Links, Message
+from decentjax.gossip.elastic import Elastic, Living, adopted, copies, travels
+from decentjax.gossip.links import POLL_SECONDS, Links, Message, Said
 from decentjax.gossip.record import Record
 from decentjax.gossip.rows import Rows, check_workers, rows_of, with_rows
 from decentjax.gossip.staged import Arrival, Staged
 from decentjax.gossip.stages import Plan
-from decentjax.gossip.ways import WAYS, Used, Way, neighbors
+from decentjax.gossip.ways import WAYS, Graph, Used, Way, neighbors
 from decentjax.mixing import is_mixed
 from decentjax.placement import place
-from decentjax.step import Adapt, WorkerState
+from decentjax.step import Adapt, Metrics, WorkerState
+
+JOIN_SECONDS = 3.0  # For a peer's state, before the next peer is asked.
+MEET_SECONDS = 1.0  # For a peer that is ahead, where others are there.
 
 
 class Peers(Staged):
@@ -52,13 +57,17 @@ class Peers(Staged):
       secret: bytes that all processes share, and prove to know; None for none.
       record: as in `Background`, for "compute" and "wait".
       used: function that is called with what each worker has mixed.
+      elastic: how to go on when workers come and go, for "arrived": then a step's
+        exchange is that of `elastic.graph` over the workers that are there, and
+        `topology`, that of all of them, tells their greatest number.
 
     Raises:
       TypeError: if `topology` is no `Topology`.
       ValueError: if the topology has groups or nodes or does not allow this way, the
-        workers do not fit it or the mesh, or the patience is negative; at the first
-        step, if the address is not free, or another process answers as one of these
-        workers.
+        workers do not fit it or the mesh, the patience is negative, or `elastic` comes
+        with another way, without an end of the patience, or without a graph for each
+        number of workers; at the first step, if the address is not free, or another
+        process answers as one of these workers.
     """
 
     def __init__(
@@ -76,6 +85,7 @@ class Peers(Staged):
         secret: bytes | None = None,
         record: Record | None = None,
         used: Callable[[Used], None] | None = None,
+        elastic: Elastic | None = None,
     ):
         check_topology(topology)
         check_workers(workers, topology.num_workers, mesh)
@@ -85,16 +95,28 @@ class Peers(Staged):
         if way not in WAYS:
             raise ValueError(f"way must be one of {', '.join(WAYS)}, got {way!r}")
         WAYS[way].check(topology)
+        if elastic is not None:
+            if way != "arrived" or patience == math.inf:
+                raise ValueError(
+                    'elastic needs the way "arrived", and a patience that ends: got '
+                    f"{way!r} and {patience}"
+                )
+            elastic.check(topology.num_workers)
+            for n in range(1, topology.num_workers + 1):
+                check_graph(elastic.graph(n))
         super().__init__(adapt, mesh, record)
         self._topology, self._book, self._workers = topology, book, tuple(workers)
         self._patience, self._digest = patience, digest
         self._bind, self._secret = bind, secret
         self._used = used or (lambda _: None)
-        self._make_way = WAYS[way]
+        self._make_way, self._elastic = WAYS[way], elastic
+        self._graph: Graph = topology
         self._links: Links | None = None
         self._way: Way | None = None
         self._deadline = 0.0
         self._num_groups = 0
+        self._num_channels = 0  # Of models; the next one is for whole states.
+        self._was_away = False
         self._masses: dict[tuple[int, int], float] = {}
 
     @property
@@ -118,34 +140,67 @@ class Peers(Staged):
         """Why a worker was left out, for each that was."""
         return dict(self.links.refused)
 
-    def join(
-        self, state: WorkerState, batch: Any, seconds: float = 10.0
-    ) -> tuple[WorkerState, int | None]:
-        """Returns the state with a peer's newest model, to begin where the peers are.
+    def __call__(
+        self, state: WorkerState, batch: Any, step: int
+    ) -> tuple[WorkerState, Metrics]:
+        """As that of `Background`; with a quorum it waits for so many workers."""
+        self._plan(state, batch)
+        while not self.has_quorum():
+            time.sleep(POLL_SECONDS)
+        for guest in self.links.joining():
+            said, whole = Said(step), self._num_channels
+            self.links.publish(self._workers[0], guest, whole, copies(state), said)
+        self.links.at(step)
+        return super().__call__(state, batch, step)
 
-        For a worker that joins others who are training, or comes back to them. The
-        optimizer's state and all else stay its own.
+    def has_quorum(self) -> bool:
+        """Whether so many workers live that a step would not wait for more."""
+        if self._elastic is None or self._links is None:
+            return True
+        is_there = len(self._living()) >= self._elastic.quorum
+        # Before its first step nobody has gone on without it.
+        self._was_away |= not is_there and self._sent_for >= 0
+        return is_there
+
+    def was_away(self) -> bool:
+        """Whether the others went on without this process since the last call.
+
+        It was frozen and given up, or waited for its quorum. Then `join` takes it to
+        where they are.
+        """
+        found, self._was_away = self._was_away, False
+        return (self._links is not None and self._links.was_silent()) or found
+
+    def join(
+        self, state: WorkerState, batch: Any, seconds: float = 10.0, after: int = -1
+    ) -> tuple[WorkerState, int | None]:
+        """Returns the state of a peer, to begin where it is.
+
+        For a worker that joins others who are training, or comes back to them. It takes
+        the model, the optimizer's state and all else but the random key.
 
         Args:
           state: state of the workers of this process, as for a step.
           batch: batch of any step, for its shapes.
-          seconds: longest time to wait for a model.
+          seconds: longest time to wait for a peer's state.
+          after: step that a peer must be past.
 
         Returns:
-          The state, and the step to go on with; None where no peer has answered.
+          The state, and the step to go on with; None where no peer is past `after`, or
+          none has answered.
         """
-        plan = self._plan(state, batch)
+        self._plan(state, batch)
         deadline = time.monotonic() + seconds
-        found = [
-            self._first_answer(w, len(plan.groups), deadline) for w in self._workers
-        ]
-        if not all(found):
+        found = [self._whole(worker, after, deadline) for worker in self._workers]
+        messages = [message for message in found if message is not None]
+        if len(messages) < len(found):
             return state, None
-        rows = [[x for message in groups for x in message.arrays] for groups in found]
-        leaves, structure = jax.tree.flatten(state.params)
-        params = jax.tree.unflatten(structure, with_rows(leaves, rows, self._mesh))
-        step = max(message.said.step for groups in found for message in groups)
-        return state._replace(params=params), step
+        leaves, structure = jax.tree.flatten(state._replace(key=()))
+        rows = [message.arrays for message in messages]
+        new = jax.tree.unflatten(
+            structure, with_rows(leaves, rows, self._mesh, travels)
+        )
+        return new._replace(key=state.key), max(m.said.step for m in messages)
 
     def settle(self) -> None:
         """Returns at once: no other program can wait for an exchange of this one."""
@@ -155,14 +210,10 @@ class Peers(Staged):
         if self._links is not None:
             self._links.close()
 
-    def _start(self, params: Any, plan: Plan) -> None:
-        leaves = jax.tree.leaves(params)
+    def _start(self, state: WorkerState, plan: Plan) -> None:
+        leaves = jax.tree.leaves(state.params)
         channels = [
-            [
-                jax.ShapeDtypeStruct((1, *leaves[i].shape[1:]), leaves[i].dtype)
-                for i in stage.leaves
-                if is_mixed(leaves[i])
-            ]
+            [_row(leaves[i]) for i in stage.leaves if is_mixed(leaves[i])]
             for stage in plan.groups
         ]
         devices = dict(zip(self._workers, self._mesh.devices.flat, strict=True))
@@ -170,6 +221,8 @@ class Peers(Staged):
         self._num_groups = num_groups = len(channels)
         if self._make_way.answers:
             channels += [[]] * num_groups
+        self._num_channels = len(channels)
+        channels.append([_row(x) for x in adopted(state) if travels(x)])
         digest = f"{self._make_way.__name__} {self._digest}"
         links = Links(
             self._book,
@@ -179,8 +232,11 @@ class Peers(Staged):
             digest,
             self._bind,
             self._secret,
+            None if self._elastic is None else self._elastic.silent_seconds,
         )
-        self._way = self._make_way(links, self._topology, num_groups)
+        if self._elastic is not None:
+            self._graph = Living(self._elastic, num_workers, self._living)
+        self._way = self._make_way(links, self._graph, num_groups)
         self._links = links
         graph = {j for i in self._workers for j in neighbors(self._topology, i)}
         links.meet(graph, time.monotonic() + self._patience)
@@ -202,7 +258,7 @@ class Peers(Staged):
         rows = []
         for worker, own in zip(self._workers, of_workers, strict=True):
             used, versions = self.way.take(worker, group, own, step, self._deadline)
-            rows.append(self._make_way.combine(self._topology, used, versions))
+            rows.append(self._make_way.combine(self._graph, used, versions))
             self._masses[worker, group] = used.mass
             self._used(used)
         return with_rows(models, rows, self._mesh)
@@ -213,20 +269,30 @@ class Peers(Staged):
         masses = [self._masses[worker, group] for worker in self._workers]
         return divide_updates(mixed, new, masses, self._mesh)
 
-    def _first_answer(
-        self, worker: int, num_groups: int, deadline: float
-    ) -> list[Message]:
-        """The model of the first peer that answers, group by group; else nothing."""
-        peers = neighbors(self._topology, worker)
+    def _living(self) -> list[int]:
+        """The workers that are there, those of this process included."""
+        return sorted(self.alive() | set(self._workers))
+
+    def _whole(self, worker: int, after: int, deadline: float) -> Message | None:
+        """The whole state of the first peer that leaves it, of those that are ahead."""
+        begin = time.monotonic()
         while time.monotonic() < deadline:
-            for peer in sorted(peers & self.links.alive()):
-                # Left where they are, as a swap may yet be completed by them.
-                newest = [self.links.newest(worker, peer, g) for g in range(num_groups)]
-                found = [message for message in newest if message is not None]
-                if len(found) == num_groups:
-                    return found
+            ahead = self.links.ahead(after)
+            if self.alive() and not ahead and time.monotonic() > begin + MEET_SECONDS:
+                break
+            for peer in sorted(ahead):
+                self.links.ask_to_join(worker, peer)
+                late = min(deadline, time.monotonic() + JOIN_SECONDS)
+                whole = self._num_channels
+                message = self.links.wait(worker, peer, whole, after + 1, late)
+                if message is not None:
+                    return message
             time.sleep(POLL_SECONDS)
-        return []
+        return None
+
+
+def _row(x: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
 
 
 def divide_updates(

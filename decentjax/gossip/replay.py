@@ -247,8 +247,8 @@ class _Repeated(Staged):
     def _end(self, seconds: float) -> None:
         del seconds
 
-    def _start(self, params: Any, plan: Plan) -> None:
-        del params, plan
+    def _start(self, state: WorkerState, plan: Plan) -> None:
+        del state, plan
 
     def _carry(self, group: int, models: list[jax.Array], step: int) -> Arrival:
         (own,) = rows_of(models)

@@ -1,6 +1,6 @@
 """The leaves that travel: between stacked arrays on a mesh and rows of one worker."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -12,24 +12,29 @@ Rows = list[jax.Array]
 """Leaves of one worker, [1, ...] each."""
 
 
-def rows_of(leaves: Sequence[jax.Array]) -> list[Rows]:
-    """The leaves that are mixed, of each worker of this process, on its device."""
+def rows_of(
+    leaves: Sequence[jax.Array], travels: Callable[[jax.Array], bool] = is_mixed
+) -> list[Rows]:
+    """The leaves that travel, of each worker of this process, on its device."""
     of_leaves = []
-    for leaf in filter(is_mixed, leaves):
+    for leaf in filter(travels, leaves):
         shards = sorted(leaf.addressable_shards, key=lambda s: s.index[0].start or 0)
         of_leaves.append([shard.data for shard in shards])
     return [list(rows) for rows in zip(*of_leaves, strict=True)]
 
 
 def with_rows(
-    leaves: Sequence[jax.Array], rows: Sequence[Rows], mesh: Mesh
+    leaves: Sequence[jax.Array],
+    rows: Sequence[Rows],
+    mesh: Mesh,
+    travels: Callable[[jax.Array], bool] = is_mixed,
 ) -> list[jax.Array]:
-    """The leaves, with those that are mixed from the rows of all workers."""
+    """The leaves, with those that travel from the rows of all workers."""
     of_leaves = iter(list(zip(*rows, strict=True)))
     place = NamedSharding(mesh, PartitionSpec(AXIS))
     return [
         jax.make_array_from_single_device_arrays(x.shape, place, next(of_leaves))
-        if is_mixed(x)
+        if travels(x)
         else x
         for x in leaves
     ]

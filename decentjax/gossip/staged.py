@@ -41,8 +41,8 @@ class Staged(Closing):
         self._arriving: collections.deque[tuple[Leaves, Arrival]] = collections.deque()
 
     @abc.abstractmethod
-    def _start(self, params: Any, plan: Plan) -> None:
-        """Prepares the carrying of models like these; before the first is sent."""
+    def _start(self, state: WorkerState, plan: Plan) -> None:
+        """Prepares the carrying of models like those of a state; before the first."""
 
     @abc.abstractmethod
     def _carry(self, group: int, models: list[jax.Array], step: int) -> Arrival:
@@ -115,7 +115,7 @@ class Staged(Closing):
     def _plan(self, state: WorkerState, batch: Any) -> Plan:
         plan = plan_of(self._plans, self._adapt, state, batch, self._mesh)
         if not self._is_started:
-            self._start(state.params, plan)
+            self._start(state, plan)
             self._is_started = True
         return plan
 

@@ -181,9 +181,9 @@ class Wagma(Staged):
         if self._group_means is not None:
             self._group_means._end(seconds)
 
-    def _start(self, params: Any, plan: Plan) -> None:
+    def _start(self, state: WorkerState, plan: Plan) -> None:
         self._num_groups = len(plan.groups)
-        self._open(jax.tree.leaves(params))
+        self._open(jax.tree.leaves(state.params))
 
     def _open(self, leaves: list[jax.Array]) -> GroupMeans:
         if self._group_means is not None:

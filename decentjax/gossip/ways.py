@@ -10,7 +10,7 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -22,6 +22,12 @@ from decentjax.mixing import mix_arrived, mix_pushed, mix_swapped
 
 LEAST_MASS = 1 / 8  # Below it a worker gives little away.
 LITTLE = 1e-3
+
+
+class Graph(Protocol):
+    """What has an exchange for each step, such as a `Topology`."""
+
+    def __getitem__(self, step: int, /) -> Exchange: ...
 
 
 class Taken(NamedTuple):
@@ -68,14 +74,14 @@ class Way(abc.ABC):
 
     Args:
       links: links to the peers.
-      topology: topology whose exchanges are taken in turn.
+      topology: the exchange of each step.
       num_groups: number of leaf groups.
     """
 
     # Whether each leaf group has a second channel, for answers without arrays.
     answers = False
 
-    def __init__(self, links: Links, topology: Topology, num_groups: int):
+    def __init__(self, links: Links, topology: Graph, num_groups: int):
         self._links, self._topology, self._num_groups = links, topology, num_groups
 
     @staticmethod
@@ -103,7 +109,7 @@ class Way(abc.ABC):
 
     @staticmethod
     @abc.abstractmethod
-    def combine(topology: Topology, used: Used, models: Models) -> Rows:
+    def combine(topology: Graph, used: Used, models: Models) -> Rows:
         """Returns the mixed leaves, which follow from record and models alone."""
 
 
@@ -130,7 +136,7 @@ class Arrived(Way):
         return Used(step, worker, group, tuple(taken)), models
 
     @staticmethod
-    def combine(topology: Topology, used: Used, models: Models) -> Rows:
+    def combine(topology: Graph, used: Used, models: Models) -> Rows:
         return _average(topology, used, models)
 
 
@@ -160,7 +166,7 @@ class Swaps(Way):
     (Lian et al., 2018) without its atomic averaging.
     """
 
-    def __init__(self, links: Links, topology: Topology, num_groups: int):
+    def __init__(self, links: Links, topology: Graph, num_groups: int):
         super().__init__(links, topology, num_groups)
         self._swaps: dict[tuple[int, int], dict[int, _Swap]] = collections.defaultdict(
             lambda: collections.defaultdict(_Swap)
@@ -209,7 +215,7 @@ class Swaps(Way):
         return Used(step, worker, group, tuple(taken)), models
 
     @staticmethod
-    def combine(topology: Topology, used: Used, models: Models) -> Rows:
+    def combine(topology: Graph, used: Used, models: Models) -> Rows:
         mixed = _average(topology, used, models)
         for one in used.models:
             if one.sent != used.step:
@@ -258,7 +264,7 @@ class PushSum(Way):
 
     answers = True
 
-    def __init__(self, links: Links, topology: Topology, num_groups: int):
+    def __init__(self, links: Links, topology: Graph, num_groups: int):
         super().__init__(links, topology, num_groups)
         self._masses: dict[tuple[int, int], float] = collections.defaultdict(lambda: 1)
         self._pushes: dict[tuple[int, int], dict[int, _Pushes]] = (
@@ -305,7 +311,7 @@ class PushSum(Way):
         return Used(step, worker, group, tuple(taken), mass), models
 
     @staticmethod
-    def combine(topology: Topology, used: Used, models: Models) -> Rows:
+    def combine(topology: Graph, used: Used, models: Models) -> Rows:
         shares = np.array([one.share for one in used.models], np.float32)
         came = [models[one.peer, one.step] for one in used.models]
         return _mix_pushed(models[used.worker, used.step], came, shares)
@@ -383,7 +389,7 @@ def neighbors(topology: Topology, worker: int) -> set[int]:
     }
 
 
-def _average(topology: Topology, used: Used, models: Models) -> Rows:
+def _average(topology: Graph, used: Used, models: Models) -> Rows:
     """The mean with the peers of the step, by the weights of its exchange."""
     own = models[used.worker, used.step]
     came = {

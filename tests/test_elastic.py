@@ -1,0 +1,207 @@
+"""Peers that come and go: the graph over the living, joiners, quorum and silence."""
+
+import concurrent.futures
+import functools
+import itertools
+import json
+import math
+import signal
+import threading
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import Mesh
+from test_peers import LOCAL, LONG, loss_fn, read_until, spawn
+
+from decentjax import AXIS, adapt, init_state, place, topology
+from decentjax.exchange import among, apply
+from decentjax.gossip import Elastic, Folder, Peers
+from decentjax.gossip.elastic import Living
+from decentjax.topology import matrices
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+@pytest.mark.parametrize(
+    "graph",
+    [topology.ring, topology.one_peer_exponential, topology.star, topology.alone],
+    ids=lambda graph: graph.__name__,
+)
+def test_the_living_mix_as_their_own_graph_and_the_others_keep_theirs(graph):
+    draw = np.random.default_rng(0)
+    for count in range(1, 8):
+        num_workers = count + int(draw.integers(0, 4))
+        living = np.sort(draw.permutation(num_workers)[:count])
+        for exchange, wanted in zip(graph(count), matrices(graph(count)), strict=True):
+            whole = among(exchange, tuple(living.tolist()), num_workers)
+            got = apply(whole, np.eye(num_workers))
+            np.testing.assert_allclose(got[np.ix_(living, living)], wanted)
+            dead = np.setdiff1d(np.arange(num_workers), living)
+            np.testing.assert_allclose(got[dead], np.eye(num_workers)[dead])
+            np.testing.assert_allclose(got.sum(0), 1)
+
+
+def test_a_step_has_one_view_of_who_lives():
+    seen = iter([[0, 2], [0, 1, 2], [1]])
+    living = Living(Elastic(topology.one_peer_exponential), 3, lambda: next(seen))
+    first = living[0]
+    assert living[0] is first
+    assert apply(first, np.arange(3.0)).tolist() == [1, 1, 1]
+    assert living[1].num_workers == 3
+    assert apply(living[2], np.arange(3.0)).tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("elastic", "options", "words"),
+    [
+        (Elastic(topology.ring), {"way": "swaps"}, 'needs the way "arrived"'),
+        (Elastic(topology.ring), {"patience": math.inf}, "a patience that ends"),
+        (Elastic(topology.ring, quorum=4), {}, "quorum must be from 1 to 3"),
+        (Elastic(topology.ring, quorum=0), {}, "quorum must be from 1 to 3"),
+        (Elastic(topology.ring, silent_seconds=0), {}, "silent_seconds must be posit"),
+        (Elastic(lambda n: topology.ring(3)), {}, "the topology of 1 workers, got one"),
+        (Elastic(topology.complete), {}, "needs? a graph of single workers"),
+    ],
+)
+def test_what_cannot_be_elastic_is_refused(elastic, options, words, tmp_path):
+    mesh = Mesh(jax.devices()[:1], (AXIS,))
+    place = Folder(tmp_path), [0], mesh
+    with pytest.raises(ValueError, match=words):
+        Peers(LOCAL, topology.ring(3), *place, elastic=elastic, **options)
+
+
+class Process:
+    """A worker of tests/peer_line.py, and the lines that it prints."""
+
+    def __init__(self, folder, number, count=4, quorum=1, **more):
+        self.number = number
+        self.popen = spawn(folder, number, count, ELASTIC=str(quorum), **more)
+
+    def line(self, step=0):
+        """Step, time, mean, whose models it mixes, and who lives, from a step on."""
+        step, now, _, mean, *rest = read_until(self.popen, step)
+        peers, alive = json.loads(f"[{' '.join(rest)[1:-1]}]")
+        return int(step), float(now), float(mean), set(peers), set(alive)
+
+    def until(self, condition):
+        """The first line of which it is true."""
+        return next(x for x in iter(self.line, None) if condition(x))
+
+    def sees(self, *alive):
+        return self.until(lambda line: line[4] == set(alive))
+
+
+@pytest.fixture
+def start(tmp_path):
+    started = []
+
+    def one(number, **options):
+        started.append(Process(tmp_path, number, **options))
+        return started[-1]
+
+    yield one
+    for process in started:
+        process.popen.kill()
+        process.popen.communicate()
+
+
+def test_the_dead_leave_the_graph_and_new_workers_enter_it(start):
+    """Four places: three are taken, one dies, and one comes that was never there."""
+    first, second, third = map(start, range(3))
+    for process in (first, second, third):
+        process.until(lambda line: len(line[3]) == 2)
+    second.popen.kill()
+    # The ring is closed again over the two.
+    step, *_ = first.until(lambda line: line[3] == {2} == line[4])
+    third.until(lambda line: line[3] == {0} == line[4])
+    fourth = start(3, JOIN="1")
+    begun, _, mean, _, _ = fourth.line()
+    assert begun >= step
+    # Of a model of its own, from zero, it would be 0.06 after a step.
+    assert mean > 0.2
+    for process, others in ((first, {2, 3}), (third, {0, 3}), (fourth, {0, 2})):
+        process.until(lambda line, others=others: line[3] == others == line[4])
+    again = start(1, JOIN="1")
+    assert again.line()[0] >= begun
+    first.sees(1, 2, 3)
+
+
+def test_who_was_frozen_goes_on_where_the_others_are(start):
+    first, second, third = (start(number, count=3) for number in range(3))
+    for process in (first, second, third):
+        process.sees(*{0, 1, 2} - {process.number})
+    third.popen.send_signal(signal.SIGSTOP)
+    first.sees(1)
+    step, *_ = first.line()
+    third.popen.send_signal(signal.SIGCONT)
+    first.sees(1, 2)
+    # Whatever it printed before, its steps go on after those of the others.
+    steps = (third.line()[0] for _ in itertools.count())
+    pairs = itertools.pairwise(steps)
+    before, after = next((a, b) for a, b in pairs if b > a + 1)
+    assert before < step <= after
+
+
+def test_without_its_quorum_a_process_waits(start):
+    first, second, third = (start(number, count=3, quorum=2) for number in range(3))
+    for process in (first, second, third):
+        process.sees(*{0, 1, 2} - {process.number})
+    for process in (second, third):
+        process.popen.kill()
+        process.popen.wait()
+    killed, again = time.monotonic(), start(1, count=3, quorum=2, JOIN="1")
+    _, came, *_ = again.sees(0)
+    lines = itertools.takewhile(lambda line: line[1] < came, iter(first.line, None))
+    times = [now for _, now, *_ in lines]
+    # From when it had noticed until the other came, it took no step.
+    assert max(np.diff([killed, *times, came])) > (came - killed) / 2
+    first.sees(1)
+
+
+def test_a_joiner_has_the_state_of_a_peer(tmp_path):
+    """Its model, moments and count, bit for bit, and its own random key."""
+    optimizer = optax.adam(0.1)
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    params = {"matrix": jnp.ones((3, 2)), "scalar": jnp.ones(())}
+    ended = threading.Event()
+
+    def one(worker):
+        mesh = Mesh(jax.devices()[worker : worker + 1], (AXIS,))
+        state = init_state(params, optimizer, jax.random.key(0), 2, workers=[worker])
+        options = {"elastic": Elastic(topology.ring)}
+        peers = Peers(
+            local, topology.ring(2), Folder(tmp_path), [worker], mesh, **options
+        )
+        return peers, place(state, mesh), place(np.ones(1, np.float32), mesh)
+
+    def work():
+        peers, state, batch = one(0)
+        seen = {}
+        with peers:
+            for step in itertools.count():
+                if ended.is_set():
+                    return seen
+                seen[step] = jax.device_get(state._replace(key=()))
+                state, _ = peers(state, batch, step)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        others = pool.submit(work)
+        peers, state, batch = one(1)
+        try:
+            with peers:
+                joined, step = peers.join(state, batch, LONG, after=10)
+                assert step is not None
+                assert step > 10
+                again, none = peers.join(joined, batch, LONG, after=10**9)
+                assert (again, none) == (joined, None)
+        finally:
+            ended.set()
+        wanted = others.result()[step]
+    got = joined._replace(key=())
+    assert int(joined.opt_state[0].count[0]) == step
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), wanted)
+    assert jnp.array_equal(joined.key, state.key)
