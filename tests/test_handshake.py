@@ -110,7 +110,7 @@ def test_a_secret_is_long(tmp_path):
 
 def test_an_answer_is_that_of_the_worker_that_is_asked_for():
     with process() as host, process() as guest, process(digest="else") as other:
-        assert guest.ask(host.address, 1, 0).result(LONG)[:3] == (7, "there", 0)
+        assert guest.ask(host.address, 1, 0).result(LONG)[:2] == (7, "there")
         with pytest.raises(RefusedError, match="it is worker 0"):
             guest.ask(host.address, 1, 4).result(LONG)
         with pytest.raises(RefusedError, match="its config or its model differs"):
@@ -143,11 +143,8 @@ def test_a_recorded_proof_does_not_serve_again():
             )
             thread.start()
             # One in the middle learns the secret no more than the traffic.
-            assert peer.ask(f"127.0.0.1:{port}", 1, 0).result(LONG)[:3] == (
-                7,
-                "there",
-                0,
-            )
+            answer = peer.ask(f"127.0.0.1:{port}", 1, 0).result(LONG)
+            assert answer[:2] == (7, "there")
             thread.join()
         _, of_guest, of_host = heard
         assert OURS not in b"".join(heard)
@@ -309,3 +306,45 @@ def test_who_ends_leaves_its_address(tmp_path):
         address = (tmp_path / "worker-0").read_text().split()[0]
     with pytest.raises(ConnectionRefusedError):
         connect(address)
+
+
+def test_a_guest_hears_where_the_host_is_and_when_it_ends():
+    with process() as guest:
+        with process() as host:
+            line = guest.ask(host.address, 1, 0).result(LONG).line
+            assert (line.step, line.lost) == (0, False)
+            host.step = 7
+            until(lambda: line.step == 7)
+            # A second question takes the place of the first, and of no other worker's.
+            second = guest.ask(host.address, 1, 0).result(LONG).line
+            until(lambda: line.lost)
+            other = guest.ask(host.address, 2, 0).result(LONG).line
+            assert (second.step, second.lost, other.lost) == (7, False, False)
+        until(lambda: second.lost and other.lost)
+
+
+def test_a_stranger_and_one_of_another_run_do_not_keep_a_connection():
+    with process() as host, process(digest="else") as other:
+        with pytest.raises(RefusedError):
+            other.ask(host.address, 1, 0).result(LONG)
+        assert host._held == {}
+        assert host.joining == set()
+
+
+def test_a_host_that_is_silent_is_lost():
+    """As the address of a frozen process: the kernel accepts, and nobody speaks."""
+    own = Handshakes("127.0.0.1", OURS, "digest", str, silent_seconds=0.2)
+    with process() as host:
+        line = own.ask(host.address, 1, 0).result(LONG).line
+        until(lambda: line.lost)  # It speaks every half second.
+    own.close()
+
+
+def test_who_asks_to_join_is_known_and_keeps_its_connection():
+    with process() as host, process() as guest:
+        line = guest.ask(host.address, 1, 0).result(LONG).line
+        answer = guest.ask(host.address, 1, 0, joins=True).result(LONG)
+        assert answer.link is None
+        assert host.joining == {1}
+        until(lambda: answer.line.lost)
+        assert not line.lost

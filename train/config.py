@@ -130,6 +130,10 @@ class TopologyConfig:
             topology = topologies.with_mean_every(topology, self.mean_every)
         return topology
 
+    def build_for(self, num_workers: int) -> Topology:
+        """As `build`, for so many workers on nodes of their own."""
+        return self.build(WorkersConfig(num_workers=num_workers))
+
     def _make(self, name: str, num_workers: int, **nodes: Any) -> Topology:
         function = getattr(topologies, name)
         options = {**vars(self), **nodes}
@@ -324,6 +328,13 @@ class ExchangeConfig:
         through files in the run's folder.
       secret_file: file with the secret by which processes of "peers" know each other,
         readable by its owner alone; by default one that is made in the run's folder.
+      elastic: whether processes of "peers" may come and go: a step's graph is then the
+        topology of as many workers as live, and who comes or comes back takes the model
+        and the moments of a peer. `workers.num_workers` is their greatest number.
+      quorum: number of living workers, in an elastic run, below which a process waits;
+        1 lets both sides of a broken network train, and more than half only one.
+      silent_seconds: a process of an elastic run that is not heard for so long counts
+        as gone, until it is heard again.
     """
 
     where: Literal["auto", "in_step", "background", "peers"] = "auto"
@@ -332,10 +343,24 @@ class ExchangeConfig:
     bind: str = "127.0.0.1"
     addresses: tuple[str, ...] = ()
     secret_file: str | None = None
+    elastic: bool = False
+    quorum: int = 1
+    silent_seconds: float = 5.0
 
     def __post_init__(self):
         if self.patience is not None:
             _check_at_least(self, 0, "patience")
+        _check_at_least(self, 1, "quorum")
+        # A process says that it lives twice in a second.
+        _check_at_least(self, 1, "silent_seconds")
+        if self.elastic and (
+            self.where != "peers" or self.way != "arrived" or self.patience is None
+        ):
+            raise ValueError(
+                'exchange.elastic needs exchange.where = "peers", exchange.way = '
+                '"arrived" and an exchange.patience that ends, got '
+                f"{self.where}, {self.way} and {self.patience}"
+            )
 
 
 @checked
@@ -617,6 +642,10 @@ class Config:
             )
         if self.exchange.where == "peers":
             _check_peers(self.step, self.rounds, topology, self.exchange.way)
+        if self.exchange.elastic:
+            _check_elastic(self.step, self.exchange, self.workers)
+            for n in range(1, self.workers.num_workers):
+                self.topology.build_for(n)
         if self.exchange.way == "wagma" and (
             self.topology.name != "butterfly_groups" or self.topology.mean_every is None
         ):
@@ -661,6 +690,21 @@ def _check_peers(
                 "collectives; peers need a graph of single workers, such as ring, and "
                 "workers.workers_per_node = 1"
             )
+
+
+def _check_elastic(
+    step: StepConfig, exchange: ExchangeConfig, workers: WorkersConfig
+) -> None:
+    """Raises a ValueError for what needs all workers."""
+    if step.algorithm != "awc":
+        raise ValueError(
+            'exchange.elastic needs step.algorithm = "awc", got ' + step.algorithm
+        )
+    if exchange.quorum > workers.num_workers:
+        raise ValueError(
+            f"exchange.quorum must be at most {workers.num_workers}, the number of all "
+            f"workers, got {exchange.quorum}"
+        )
 
 
 def _check_at_least(config: Any, least: float, *names: str) -> None:

@@ -14,7 +14,7 @@ import socket
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import tyro
 
@@ -22,14 +22,40 @@ from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.job.processes import Process, supervise
 
+MANY = 1000  # Restarts of a process that comes and goes.
 USAGE = (
     "usage: python -m train.launch --processes N [--port PORT] [--max-restarts K] "
-    "{CONFIG.py | --resume RUN} [--field value ...]\n"
+    "[--elastic] {CONFIG.py | --resume RUN} [--field value ...]\n"
     "       python -m train.launch --processes N --module train.advise "
     "--measure CONFIG.py [--field value ...]\n"
     "       python -m train.launch --processes N --module train.dbench "
     "CONFIG.py [--option value ...]"
 )
+
+
+class Options(NamedTuple):
+    """Options of the launcher, as its help has them."""
+
+    processes: int
+    port: int
+    max_restarts: int
+    grace: float
+    elastic: bool
+    places: int
+
+    def check(self) -> None:
+        """Raises a ValueError for values that do not fit."""
+        if self.processes < 1:
+            raise ValueError(f"processes must be at least 1, got {self.processes}")
+        if not self.grace > 0:
+            raise ValueError(f"grace must be positive, got {self.grace}")
+        if self.places < self.processes:
+            raise ValueError(
+                f"places must be at least {self.processes}, the number of processes, "
+                f"got {self.places}"
+            )
+        if self.places > self.processes and not self.elastic:
+            raise ValueError("places are for processes that join later: add --elastic")
 
 
 @command()
@@ -39,8 +65,10 @@ def main(arguments: list[str]) -> int:
         port: int = 0,
         max_restarts: int = 0,
         grace: float = math.inf,
+        elastic: bool = False,
+        places: int | None = None,
         module: Literal["train", "train.advise", "train.dbench"] = "train",
-    ) -> tuple[int, int, int, float, str]:
+    ) -> tuple[Options, str]:
         """Runs `python -m train CONFIG.py ...` as several processes on this machine.
 
         Each uses one GPU, if there are any. All other arguments are the module's.
@@ -51,15 +79,21 @@ def main(arguments: list[str]) -> int:
           max_restarts: how often the job is started again after a process was lost; it
             goes on from its newest checkpoint. Of peers, only that process.
           grace: seconds that the processes have to save and end after a signal.
+          elastic: starts peers of an elastic run, each as often as it is lost.
+          places: number of processes that an elastic run has room for, so that others
+            may join it; by default as many as are started.
           module: module that they run; train.advise takes --measure CONFIG.py,
             train.dbench a config and its own options.
         """
-        return processes, port, max_restarts, grace, module
+        if places is None:
+            places = processes
+        options = Options(processes, port, max_restarts, grace, elastic, places)
+        return options, module
 
     if not arguments:
         show_usage(USAGE, arguments)
     # All other arguments are fields of the config, which the processes read.
-    (num_processes, port, max_restarts, grace, module), rest = tyro.cli(
+    (options, module), rest = tyro.cli(
         run,
         prog="python -m train.launch",
         args=arguments,
@@ -68,30 +102,32 @@ def main(arguments: list[str]) -> int:
     first = {"train": "--resume", "train.advise": "--measure"}.get(module)
     if not rest or (rest[0].startswith("-") and rest[0] != first):
         show_usage(USAGE, [])
-    if num_processes < 1:
-        raise ValueError(f"processes must be at least 1, got {num_processes}")
-    if not grace > 0:
-        raise ValueError(f"grace must be positive, got {grace}")
+    options.check()
     if sys.platform != "linux":
         raise ValueError("several processes as one job need Linux")
+    max_restarts = options.max_restarts
     if max_restarts:
         check_restarts(max_restarts, module, rest)
         if rest[0] != "--resume":
             rest = [*rest, "--auto-resume"]
+    if options.elastic:
+        max_restarts = max_restarts or MANY
+        if rest[0] != "--resume":  # Else the run's own config says so.
+            rest = [*rest, *("--exchange.where", "peers"), "--exchange.elastic"]
 
     def start() -> list[Process]:
-        free = check_port(port)
+        free = check_port(options.port)
         return [
             Process(
                 str(i),
-                command_line([module, *rest], num_processes, i, free),
-                environment(num_processes, i, os.environ),
+                command_line([module, *rest], options.places, i, free),
+                environment(options.processes, i, os.environ),
             )
-            for i in range(num_processes)
+            for i in range(options.processes)
         ]
 
     asks = functools.cache(lambda: are_peers(rest))
-    return supervise(start, max_restarts, asks, grace)
+    return supervise(start, max_restarts, asks, options.grace)
 
 
 def check_restarts(max_restarts: int, module: str, arguments: Sequence[str]) -> None:

@@ -22,9 +22,9 @@ class Elastic(NamedTuple):
 
     Args:
       graph: function that returns the topology of n workers, for each n from 1 to N.
-      quorum: number of workers, those of this process included, without whom a process
-        waits; more than half of all lets one side of a broken network train, and 1
-        both.
+      quorum: number of workers, those of this process included, with whom
+        `Peers.has_quorum`; more than half of all lets one side of a broken network
+        train, and 1 both.
       silent_seconds: a process that is not heard for so long counts as gone.
     """
 

@@ -12,7 +12,7 @@ Nonces are fresh for each connection, so a recorded proof is of no use later, an
 role is part of what is proved, so a proof cannot be sent back to its sender. Any
 program may connect: its messages are short and its time is limited.
 
-The connection of a guest with the secret stays open, and the host sends a byte on it
+The connection of a guest with the secret stays open, and the host says its step on it
 now and then: its end is the end of the host's process, and silence is a process that is
 frozen, or behind a link that is down.
 """
@@ -20,6 +20,7 @@ frozen, or behind a link that is down.
 import asyncio
 import concurrent.futures
 import contextlib
+import dataclasses
 import hmac
 import json
 import secrets
@@ -33,11 +34,24 @@ HANDSHAKE_SECONDS = 5.0  # Longest.
 MAX_BYTES = 4096  # Largest message.
 MAX_GUESTS = 64  # Connections that are answered at a time.
 NONCE_BYTES = 32
-BEAT_SECONDS = 0.5  # From one byte of a host to the next.
+BEAT_SECONDS = 0.5  # From one word of a host to the next.
 
 
 class RefusedError(Exception):
     """Another process answers, and is not the peer that is expected; says why."""
+
+
+@dataclasses.dataclass
+class Line:
+    """What is heard of a host.
+
+    Args:
+      step: the step that it is at.
+      lost: whether it has ended, or was silent for too long.
+    """
+
+    step: int
+    lost: bool = False
 
 
 class Answer(NamedTuple):
@@ -46,14 +60,12 @@ class Answer(NamedTuple):
     Args:
       life: a number that another start of the process does not share.
       link: connection to its transfer server; None for a guest that joins.
-      step: the step that it was at.
-      lost: done once the process has ended, or was silent for too long.
+      line: what is heard of it from here on.
     """
 
     life: int
     link: Any
-    step: int
-    lost: "concurrent.futures.Future[None]"
+    line: Line
 
 
 class Handshakes:
@@ -221,7 +233,7 @@ class Handshakes:
                 if writer.is_closing():
                     del self._held[edge]
                 else:
-                    writer.write(b"\n")
+                    _send(writer, self.step)
 
     async def _ask(self, address: str, guest: int, worker: int, joins: bool) -> Answer:
         self._track()
@@ -235,11 +247,11 @@ class Handshakes:
                 if isinstance(error, ValueError):
                     raise RefusedError("it is another program") from error
                 raise
-        lost: concurrent.futures.Future[None] = concurrent.futures.Future()
-        self._loop.create_task(self._watch(*streams, lost))
+        line = Line(found["step"])
+        self._loop.create_task(self._watch(*streams, line))
         # At once: to a process that has died meanwhile, a link would wait for ever.
         link = None if joins else self._connect(found["transfer"])
-        return Answer(found["life"], link, found["step"], lost)
+        return Answer(found["life"], link, line)
 
     def _track(self) -> None:
         """Lets `_end` cancel the task that calls it."""
@@ -252,19 +264,18 @@ class Handshakes:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
-        lost: "concurrent.futures.Future[None]",
+        line: Line,
     ) -> None:
         """Ends when a host does, or is silent for too long."""
         self._track()
         try:
-            with contextlib.suppress(OSError):
-                is_there = True
-                while is_there:
+            with contextlib.suppress(OSError, EOFError, ValueError):
+                while True:
                     async with asyncio.timeout(self._silent_seconds):
-                        is_there = bool(await reader.read(MAX_BYTES))
+                        line.step = int(await _read(reader))
         finally:
             writer.transport.abort()
-            lost.set_result(None)
+            line.lost = True
 
     async def _heard(
         self,
@@ -321,7 +332,7 @@ def _listen(bind: str) -> socket.socket:
     return listener
 
 
-def _send(writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
+def _send(writer: asyncio.StreamWriter, message: Any) -> None:
     writer.write(json.dumps(message).encode() + b"\n")
 
 

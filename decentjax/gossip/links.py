@@ -38,7 +38,7 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from decentjax.gossip.book import Book
-from decentjax.gossip.handshake import Answer, Handshakes, RefusedError
+from decentjax.gossip.handshake import Answer, Handshakes, Line, RefusedError
 
 # Without these two the transport maps some 6 GiB.
 TRANSFER_BYTES = 4 * 2**20
@@ -89,8 +89,7 @@ class _Peer:
     entry: str | None = None
     answer: concurrent.futures.Future[Answer] | None = None  # Until it has been heard.
     link: Any = None
-    lost: "concurrent.futures.Future[None] | None" = None
-    step: int = -1  # The step that it was at when it answered.
+    line: Line | None = None
     is_known: bool = False
     is_out: bool = False  # Its process has died, or it was refused: nothing awaits it.
     life: int = 0  # Tells its process from the one before; 0 where it is not known.
@@ -325,8 +324,9 @@ class Links:
         return {peer for peer in others if self._is_known(peer)}
 
     def ahead(self, step: int) -> set[int]:
-        """Returns the workers that live, and were past a step when they answered."""
-        return {peer for peer in self.alive() if self._peers[peer].step > step}
+        """Returns the workers that live and are past a step."""
+        lines = {peer: self._peers[peer].line for peer in self.alive()}
+        return {peer for peer, line in lines.items() if line and line.step > step}
 
     def ask_to_join(self, worker: int, peer: int) -> None:
         """Asks a peer for its whole state, which its `joining` then has."""
@@ -371,7 +371,7 @@ class Links:
                 known = self._peers[peer]
         if known.answer is not None and known.answer.done():
             self._hear(peer, known.answer)
-        elif known.lost is not None and known.lost.done():
+        elif known.line is not None and known.line.lost:
             self._lose(peer)
         return self._peers[peer].is_known
 
@@ -386,7 +386,7 @@ class Links:
         known = self._peers[peer]
         known.answer = None
         try:
-            known.life, known.link, known.step, known.lost = answer.result()
+            known.life, known.link, known.line = answer.result()
         except RefusedError as why:
             self.refused[peer] = f"worker {peer} at {known.entry}: {why}"
             known.is_out = True

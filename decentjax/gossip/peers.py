@@ -143,10 +143,8 @@ class Peers(Staged):
     def __call__(
         self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
-        """As that of `Background`; with a quorum it waits for so many workers."""
+        """As that of `Background`; a peer that asks for the state gets a copy."""
         self._plan(state, batch)
-        while not self.has_quorum():
-            time.sleep(POLL_SECONDS)
         for guest in self.links.joining():
             said, whole = Said(step), self._num_channels
             self.links.publish(self._workers[0], guest, whole, copies(state), said)
@@ -154,7 +152,11 @@ class Peers(Staged):
         return super().__call__(state, batch, step)
 
     def has_quorum(self) -> bool:
-        """Whether so many workers live that a step would not wait for more."""
+        """Whether as many workers live as the quorum asks for.
+
+        Where not, take no step, and ask again soon: the others may train without this
+        process. True before the first step, and without `elastic`.
+        """
         if self._elastic is None or self._links is None:
             return True
         is_there = len(self._living()) >= self._elastic.quorum
@@ -165,8 +167,8 @@ class Peers(Staged):
     def was_away(self) -> bool:
         """Whether the others went on without this process since the last call.
 
-        It was frozen and given up, or waited for its quorum. Then `join` takes it to
-        where they are.
+        It was frozen and given up, or had no quorum. Then `join` takes it to where they
+        are.
         """
         found, self._was_away = self._was_away, False
         return (self._links is not None and self._links.was_silent()) or found

@@ -157,18 +157,18 @@ class Wagma(Staged):
         return self._group_means.refused if self._group_means else {}
 
     def join(
-        self, state: WorkerState, batch: Any, seconds: float = 10.0
+        self, state: WorkerState, batch: Any, seconds: float = 10.0, after: int = -1
     ) -> tuple[WorkerState, int | None]:
         """Returns the state with a mean of partners', to begin where they are.
 
-        As `Peers.join`, for a worker that joins others who are training.
+        As `Peers.join`, but for the optimizer's state and all else, which stay its own.
         """
         del batch
         leaves, structure = jax.tree.flatten(state.params)
         means = self._open(leaves)
         own = dict(zip(self._workers, rows_of(leaves), strict=True))
         step, found = means.ask(own, seconds)
-        if len(found) < len(own):
+        if len(found) < len(own) or step < after:
             return state, None
         rows = [found[worker] for worker in self._workers]
         params = jax.tree.unflatten(structure, with_rows(leaves, rows, self._mesh))

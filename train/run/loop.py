@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from decentjax import WorkerState, local_workers, place
+from decentjax import WorkerState, gossip, local_workers, place
 from train.cli.config_json import to_json
 from train.cli.tables import write_whole
 from train.config import Config
@@ -33,6 +33,7 @@ from train.run.observe import Observer
 from train.run.optimizers import build_optimizer
 from train.run.peers import (
     Watch,
+    admit,
     build_peers,
     has_begun,
     join,
@@ -76,6 +77,7 @@ class Parts(NamedTuple):
       stop: state of the signals that end the run.
       late: function that sleeps where this process is to be late at a step.
       first: number of the worker of the first row of the arrays.
+      admit: function that says, before a step, where an elastic process goes on.
     """
 
     train_step: LoopStep
@@ -87,6 +89,7 @@ class Parts(NamedTuple):
     stop: Stop
     late: Callable[[int], None]
     first: int
+    admit: Callable[[Begin], Begin] | None = None
 
 
 def train(
@@ -130,10 +133,14 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
 
     A state is saved before it is evaluated, and only once it is known to be finite.
     """
-    train_step, batches, put, check, observer, checkpoints, stop, late, first = parts
+    train_step, batches, put, check, observer, checkpoints, stop, late, first, admit = (
+        parts
+    )
     step, state, num_skipped = begin.step, begin.state, 0
     try:
         while step < config.num_steps and not stop.stopped:
+            if admit is not None:
+                step, state, _ = admit(Begin(step, state, {}))
             batch = next(batches)
             arrays, num_skipped = put(batch.arrays), num_skipped + batch.skipped
             late(step)
@@ -250,11 +257,18 @@ def _prepare(
         local = bind_adapt(config, task, optimizer)
         train_step = build_peers(config, task, local, mesh, run_dir, watch.add, record)
         stack.enter_context(train_step)
-        if is_late and begin.step < config.num_steps:
-            begin = join(train_step, begin, batches, put, config.num_steps - 1, log)
+        last = config.num_steps - 1
+        # Of an elastic run any process may be the newcomer.
+        if (is_late or config.exchange.elastic) and begin.step <= last:
+            begin = join(train_step, begin, batches, put, last, log)
         stack.enter_context(watch.opened(run_dir, begin.step, train_step))
     observer = Observer(config, task, mesh, begin.step, means, log, watch)
     stop = stack.enter_context(Stop())
+    take_in = None
+    if isinstance(train_step, gossip.Peers) and config.exchange.elastic:
+        assert log is not None
+        others = train_step, batches, put, config.num_steps - 1, log, stop
+        take_in = functools.partial(admit, *others)
     peer_seconds = config.distributed.timeout_seconds
     checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept, peer_seconds)
     stack.enter_context(checkpoints)
@@ -267,7 +281,16 @@ def _prepare(
         delay, config.straggler, process, num_processes, record=record
     )
     return begin, Parts(
-        train_step, batches, put, check, observer, checkpoints, stop, late, first
+        train_step,
+        batches,
+        put,
+        check,
+        observer,
+        checkpoints,
+        stop,
+        late,
+        first,
+        take_in,
     )
 
 

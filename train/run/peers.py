@@ -6,8 +6,10 @@ RUN/peers has the addresses of the workers, RUN/config.json what all processes s
 
 import contextlib
 import dataclasses
+import functools
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,9 +34,11 @@ from train.run.folder import check_links, process_folders, writing
 from train.run.log import METRICS, Log, warn
 from train.run.resume import FREE, Begin, without
 from train.run.rounds import build_rounds
+from train.run.stop import Stop
 from train.tasks.task import Task
 
 JOIN_SECONDS = 5.0  # For a peer's model, before a process goes on from its own.
+WAIT_SECONDS = 0.05  # Between two looks for a quorum.
 USED = "used.csv"
 # As in `gossip.Used` and `gossip.Taken`; the last four are empty where none has come.
 COLUMNS = ("step", "worker", "group", "mass", "peer", "version", "sent", "share")
@@ -164,6 +168,10 @@ def build_peers(
             used=used,
             **options,
         )
+    elastic = None
+    if exchange.elastic:
+        graph = functools.cache(config.topology.build_for)
+        elastic = gossip.Elastic(graph, exchange.quorum, exchange.silent_seconds)
     return gossip.Peers(
         local,
         config.topology.build(config.workers),
@@ -173,6 +181,7 @@ def build_peers(
         way=exchange.way,
         patience=patience,
         used=used,
+        elastic=elastic,
         **options,
     )
 
@@ -218,18 +227,52 @@ def join(
         return begin
     log.say(f"asks its peers for a model, for up to {JOIN_SECONDS:g} s")
     batch = put(next(batches).arrays)
-    state, step = peers.join(begin.state, batch, JOIN_SECONDS)
+    state, step = peers.join(begin.state, batch, JOIN_SECONDS, begin.step)
     batches.set_step(begin.step)
-    if step is None or step <= begin.step:
-        why = "no peer has answered" if step is None else "its peers are no further"
+    if step is None:
+        why = "its peers are no further" if peers.alive() else "no peer has answered"
         log.say(f"{why}: goes on with its own model of step {begin.step}")
         return begin
     step = min(step, last)
     batches.set_step(step)
-    log.say(f"goes on with a peer's model at step {step}")
-    log.note(step, joined_after=begin.step)
+    moved = distance(state.params, begin.state.params)
+    log.say(f"goes on with a peer's model at step {step}, {moved:.3g} from its own")
+    log.note(step, joined_after=begin.step, moved=moved)
     state = state._replace(opt_state=_at_step(state.opt_state, step))
     return begin._replace(step=step, state=state)
+
+
+def distance(models: Any, others: Any) -> float:
+    """Root mean square over the workers of the distance between two models."""
+    norms = [
+        np.linalg.norm((np.asarray(x, np.float64) - y).reshape(len(x), -1), axis=1)
+        for x, y in zip(jax.tree.leaves(models), jax.tree.leaves(others), strict=True)
+    ]
+    return float(np.sqrt(np.mean(np.sum(np.square(norms), 0))))
+
+
+def admit(
+    peers: gossip.Peers,
+    batches: Feed,
+    put: Callable[[Any], Any],
+    last: int,
+    log: Log,
+    stop: Stop,
+    begin: Begin,
+) -> Begin:
+    """Returns where an elastic process goes on before a step: mostly where it is.
+
+    Without its quorum it waits. Where the others went on without it meanwhile, or while
+    it was frozen, it goes on where they are.
+    """
+    if not peers.has_quorum():
+        log.say(f"step {begin.step}: waits for its quorum of workers")
+    while not (peers.has_quorum() or stop.poll()):
+        time.sleep(WAIT_SECONDS)
+    if not stop.stopped and peers.was_away():
+        log.say(f"step {begin.step}: was away, while others may have gone on")
+        return join(peers, begin, batches, put, last, log)
+    return begin
 
 
 class Watch:
@@ -241,7 +284,9 @@ class Watch:
 
     def __init__(self, config: Config):
         self._workers = peer_place(config).workers
-        self._senders = _senders(config, self._workers)
+        self._senders = set(range(config.workers.num_workers)) - {*self._workers}
+        if not config.exchange.elastic:
+            self._senders = _senders(config, self._workers)
         self._records: list[gossip.Used] = []
         self._alive: set[int] | None = None
         self._refused: set[str] = set()
