@@ -58,7 +58,7 @@ with train_step as peers:
         assert first is not None
     step = first
     while step < num_steps:
-        while not peers.has_quorum():
+        while elastic is not None and not peers.has_quorum():
             time.sleep(0.01)
         if elastic is not None and peers.was_away():
             state, found = peers.join(state, batch, after=step)

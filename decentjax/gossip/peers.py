@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -191,7 +192,7 @@ class Peers(Staged):
           The state, and the step to go on with; None where no peer is past `after`, or
           none has answered.
         """
-        self._plan(state, batch)
+        self._compile(state, batch)  # Else the others would be far ahead by then.
         deadline = time.monotonic() + seconds
         found = [self._whole(worker, after, deadline) for worker in self._workers]
         messages = [message for message in found if message is not None]
@@ -203,6 +204,15 @@ class Peers(Staged):
             structure, with_rows(leaves, rows, self._mesh, travels)
         )
         return new._replace(key=state.key), max(m.said.step for m in messages)
+
+    def _compile(self, state: WorkerState, batch: Any) -> None:
+        """Compiles the parts of a step, whose results are dropped."""
+        plan = self._plan(state, batch)
+        state = jax.tree.map(jnp.copy, state)  # It is donated.
+        values = plan.early(state.params, state[1:], batch)
+        mixed = dict(enumerate(jax.tree.leaves(state.params)))
+        for stage in (*plan.groups, plan.rest):
+            stage.compute(mixed, values)
 
     def settle(self) -> None:
         """Returns at once: no other program can wait for an exchange of this one."""

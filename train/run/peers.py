@@ -38,6 +38,7 @@ from train.run.stop import Stop
 from train.tasks.task import Task
 
 JOIN_SECONDS = 5.0  # For a peer's model, before a process goes on from its own.
+START_SECONDS = 2.0  # The same for one that may well be the first.
 WAIT_SECONDS = 0.05  # Between two looks for a quorum.
 USED = "used.csv"
 # As in `gossip.Used` and `gossip.Taken`; the last four are empty where none has come.
@@ -209,6 +210,7 @@ def join(
     put: Callable[[Any], Any],
     last: int,
     log: Log,
+    seconds: float = JOIN_SECONDS,
 ) -> Begin:
     """Returns where a process that was started again goes on: where its peers are.
 
@@ -221,13 +223,14 @@ def join(
       put: function that places a batch.
       last: latest step at which it can go on.
       log: log of this process.
+      seconds: longest wait for a peer.
     """
     if isinstance(peers, gossip.PeerRounds):
         log.say(f"goes on with its own model of step {begin.step}")
         return begin
-    log.say(f"asks its peers for a model, for up to {JOIN_SECONDS:g} s")
+    log.say(f"asks its peers for a model, for up to {seconds:g} s")
     batch = put(next(batches).arrays)
-    state, step = peers.join(begin.state, batch, JOIN_SECONDS, begin.step)
+    state, step = peers.join(begin.state, batch, seconds, begin.step)
     batches.set_step(begin.step)
     if step is None:
         why = "its peers are no further" if peers.alive() else "no peer has answered"
