@@ -643,9 +643,7 @@ class Config:
         if self.exchange.where == "peers":
             _check_peers(self.step, self.rounds, topology, self.exchange.way)
         if self.exchange.elastic:
-            _check_elastic(self.step, self.exchange, self.workers)
-            for n in range(1, self.workers.num_workers):
-                self.topology.build_for(n)
+            _check_elastic(self)
         if self.exchange.way == "wagma" and (
             self.topology.name != "butterfly_groups" or self.topology.mean_every is None
         ):
@@ -692,19 +690,27 @@ def _check_peers(
             )
 
 
-def _check_elastic(
-    step: StepConfig, exchange: ExchangeConfig, workers: WorkersConfig
-) -> None:
+def _check_elastic(config: Config) -> None:
     """Raises a ValueError for what needs all workers."""
-    if step.algorithm != "awc":
+    num_workers = config.workers.num_workers
+    if config.step.algorithm != "awc":
         raise ValueError(
-            'exchange.elastic needs step.algorithm = "awc", got ' + step.algorithm
+            'exchange.elastic needs step.algorithm = "awc", got '
+            f"{config.step.algorithm}"
         )
-    if exchange.quorum > workers.num_workers:
+    if config.exchange.quorum > num_workers:
         raise ValueError(
-            f"exchange.quorum must be at most {workers.num_workers}, the number of all "
-            f"workers, got {exchange.quorum}"
+            f"exchange.quorum must be at most {num_workers}, the number of all "
+            f"workers, got {config.exchange.quorum}"
         )
+    for n in range(1, num_workers):
+        try:
+            config.topology.build_for(n)
+        except ValueError as error:
+            raise ValueError(
+                "exchange.elastic needs a topology for each number of workers that may "
+                f"be left, such as ring; of {n} workers: {error}"
+            ) from error
 
 
 def _check_at_least(config: Any, least: float, *names: str) -> None:

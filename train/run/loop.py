@@ -32,8 +32,6 @@ from train.run.log import Log, warn
 from train.run.observe import Observer
 from train.run.optimizers import build_optimizer
 from train.run.peers import (
-    JOIN_SECONDS,
-    START_SECONDS,
     Watch,
     admit,
     build_peers,
@@ -262,8 +260,7 @@ def _prepare(
         last = config.num_steps - 1
         # Of an elastic run any process may be the newcomer.
         if (is_late or config.exchange.elastic) and begin.step <= last:
-            seconds = JOIN_SECONDS if is_late else START_SECONDS
-            begin = join(train_step, begin, batches, put, last, log, seconds)
+            begin = join(train_step, begin, batches, put, last, log, is_late)
         stack.enter_context(watch.opened(run_dir, begin.step, train_step))
     observer = Observer(config, task, mesh, begin.step, means, log, watch)
     stop = stack.enter_context(Stop())

@@ -210,7 +210,7 @@ def join(
     put: Callable[[Any], Any],
     last: int,
     log: Log,
-    seconds: float = JOIN_SECONDS,
+    is_late: bool = True,
 ) -> Begin:
     """Returns where a process that was started again goes on: where its peers are.
 
@@ -223,11 +223,12 @@ def join(
       put: function that places a batch.
       last: latest step at which it can go on.
       log: log of this process.
-      seconds: longest wait for a peer.
+      is_late: whether others must have gone on; else it may well be the first.
     """
     if isinstance(peers, gossip.PeerRounds):
         log.say(f"goes on with its own model of step {begin.step}")
         return begin
+    seconds = JOIN_SECONDS if is_late else START_SECONDS
     log.say(f"asks its peers for a model, for up to {seconds:g} s")
     batch = put(next(batches).arrays)
     state, step = peers.join(begin.state, batch, seconds, begin.step)

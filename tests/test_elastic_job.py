@@ -1,0 +1,143 @@
+"""Elastic runs by the program: workers that die, come, freeze and lose their quorum."""
+
+import dataclasses
+import os
+import re
+import signal
+import sys
+
+import line
+import pytest
+from test_distributed import ended, started
+from test_launch import wait_until
+from test_peer_job import RING, alive, last_step, process_id, used
+
+from train.config import ExchangeConfig, StepConfig, TopologyConfig, WorkersConfig
+from train.launch import main
+from train.run.checkpoint import find_checkpoints
+from train.run.log import read_metrics
+
+CONFIG = ("tests/line.py", "--task.step-seconds", "0.03", "--num-steps", "1000000")
+ELASTIC = ExchangeConfig(where="peers", elastic=True)
+OPTIONS = (
+    *("--topology.name", "ring", "--exchange.silent-seconds", "2"),
+    *("--checkpoint.every-steps", "40", "--evaluation.every-steps", "1000000"),
+    *("--log.every-steps", "5"),
+)
+
+
+def elastic(tmp_path, processes, places, *options):
+    own = ("--processes", str(processes), "--places", str(places), "--elastic")
+    run = (*CONFIG, *OPTIONS, "--workers.num-workers", str(places), *options)
+    command = ("-m", "train.launch", *own, *run, "--run-dir", str(tmp_path))
+    return started(sys.executable, *command)
+
+
+def newcomer(tmp_path, number, places):
+    own = ("--exchange.elastic", "--distributed.enabled", "--workers.num-workers")
+    place = (str(places), "--distributed.num-processes", str(places))
+    run = ("-m", "train", *CONFIG, *OPTIONS, *RING, *own, *place)
+    number_and_folder = ("--distributed.process-id", str(number), "--run-dir")
+    return started(sys.executable, *run, *number_and_folder, str(tmp_path))
+
+
+def sees(tmp_path, number, *others):
+    wait_until(lambda: alive(tmp_path, number)[-1:] == [others])
+
+
+@pytest.mark.slow
+def test_workers_die_come_back_freeze_and_join(tmp_path):
+    """Process 0 too: it is like the others."""
+    with elastic(tmp_path, 3, 4) as job:
+        sees(tmp_path, 1, 0, 2)
+        sees(tmp_path, 2, 0, 1)
+        first = process_id(tmp_path, 0)
+        os.kill(first, signal.SIGKILL)
+        sees(tmp_path, 1, 2)
+        gone_at = last_step(tmp_path, 1)
+        sees(tmp_path, 1, 0, 2)  # The launcher has started it again.
+        assert process_id(tmp_path, 0) != first
+        with newcomer(tmp_path, 3, 4) as fourth:
+            sees(tmp_path, 1, 0, 2, 3)
+            # A ring of four: each mixes the models of two others.
+            wait_until(lambda: {row[3] for row in used(tmp_path, 3)} >= {0, 2})
+            frozen = process_id(tmp_path, 2)
+            os.kill(frozen, signal.SIGSTOP)
+            sees(tmp_path, 1, 0, 3)
+            os.kill(frozen, signal.SIGCONT)
+            sees(tmp_path, 1, 0, 2, 3)
+            fourth.terminate()
+            said = ended(fourth)
+        sees(tmp_path, 1, 0, 2)
+        job.terminate()
+        output, _ = job.communicate(timeout=100)
+    assert job.returncode == 0
+    assert "process 0 ended, killed by SIGKILL; started again" in output
+    joined = r"goes on with a peer's model at step (\d+), \S+ from its own"
+    (of_first,) = map(int, re.findall(rf"\[0\] {joined}", output))
+    assert of_first >= gone_at
+    assert re.search(r"\[2\] step \d+: was away, while others may have gone on", output)
+    assert re.search(rf"\[2\] {joined}", output)
+    (of_fourth,) = map(int, re.findall(joined, said))
+    row = next(x for x in read_metrics(tmp_path / "process-3") if "joined_after" in x)
+    assert (row["step"], row["joined_after"]) == (of_fourth, 0)
+    assert row["moved"] > 0
+    for number in range(4):  # All are saved, each where it was.
+        saved = max(find_checkpoints(tmp_path / f"process-{number}").steps)
+        assert saved >= of_first
+
+
+@pytest.mark.slow
+def test_without_a_quorum_a_process_waits_and_can_be_stopped(tmp_path):
+    with elastic(tmp_path, 1, 2, "--exchange.quorum", "2") as job:
+        assert job.stdout is not None
+        wait_until(lambda: "waits for its quorum" in job.stdout.readline())
+        job.terminate()
+        output = ended(job)
+    assert re.search(r"\[0\] stopped after step \d of 1000000", output)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"where": "auto"}, "exchange.elastic needs exchange.where = .peers."),
+        ({"way": "swaps"}, "exchange.elastic needs .*got peers, swaps and 0.0"),
+        ({"patience": None}, "an exchange.patience that ends, got .*None"),
+        ({"quorum": 0}, "quorum must be at least 1, got 0"),
+        ({"silent_seconds": 0.5}, "silent_seconds must be at least 1, got 0.5"),
+    ],
+)
+def test_an_elastic_exchange_that_cannot_be_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        ExchangeConfig(**{"where": "peers", "elastic": True, **options})
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"topology": TopologyConfig(name="ring_lattice", degree=4)}, "of 1 workers: "),
+        (
+            {"exchange": dataclasses.replace(ELASTIC, quorum=9)},
+            "must be at most 8, the number of",
+        ),
+        ({"step": StepConfig(algorithm="rounds")}, "elastic needs step.algorithm = "),
+    ],
+)
+def test_what_needs_all_workers_is_not_elastic(changes, words):
+    ring = TopologyConfig(name="ring")
+    workers = WorkersConfig(num_workers=8)
+    own = {"topology": ring, "workers": workers, "exchange": ELASTIC, **changes}
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(line.config, **own)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--places", "1"], "places must be at least 2, the number of processes"),
+        (["--places", "3"], "places are for processes that join later: add --elastic"),
+    ],
+)
+def test_places_that_do_not_fit_are_refused(options, words):
+    with pytest.raises(SystemExit, match=words):
+        main(["--processes", "2", *options, "tests/line.py"])
