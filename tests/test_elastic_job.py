@@ -115,7 +115,10 @@ def test_an_elastic_exchange_that_cannot_be_is_refused(options, words):
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"topology": TopologyConfig(name="ring_lattice", degree=4)}, "of 1 workers: "),
+        (
+            {"topology": TopologyConfig(name="ring_lattice", degree=4)},
+            "of 2 workers: ring_lattice",
+        ),
         (
             {"exchange": dataclasses.replace(ELASTIC, quorum=9)},
             "must be at most 8, the number of",

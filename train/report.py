@@ -15,6 +15,7 @@ from decentjax import analysis
 from decentjax.topology import Topology
 from train.cli.command import command, show_usage
 from train.cli.config_json import differences
+from train.figures.members_figure import draw_members, lives
 from train.figures.page import Section, html_table, write_page
 from train.figures.run_figure import (
     draw_consensus,
@@ -53,6 +54,7 @@ def write_report(
         Section("Results", draw_evaluations(parts), _results_table(parts)),
         Section("Consensus distance and learning rate", draw_consensus(parts)),
         *_peers_sections(parts),
+        *_members_sections(parts),
         *_timeline_sections(runs),
         *(_topology_section(run) for run in runs),
         _configs_section(runs),
@@ -72,6 +74,18 @@ def _peers_sections(parts: list[History]) -> list[Section]:
         "an age is negative, the model was of a later step than the worker's.</p>"
     )
     return [Section("Models of peers", draw_mixed(parts), text)]
+
+
+def _members_sections(parts: list[History]) -> list[Section]:
+    """Who trained when, in an elastic run."""
+    parts = [part for part in parts if lives(part)]
+    if not parts:
+        return []
+    text = (
+        "<p>A bar is broken where a process logged nothing for long: it was frozen, or "
+        "waited for its quorum.</p>"
+    )
+    return [Section("Who trained when", draw_members(parts), text)]
 
 
 def _timeline_sections(runs: list[History]) -> list[Section]:
@@ -167,9 +181,10 @@ def _note(run: History, row: dict[str, Any]) -> str:
     if "init_from" in row:
         text = f"began with the model of {row['init_from']}, step {row['init_step']}"
     elif "joined_after" in row:
+        moved = f", {row['moved']:.3g} from its own" if "moved" in row else ""
         text = (
             f"came back from step {row['joined_after']}, and went on with a peer's "
-            f"model at step {row['step']}"
+            f"model at step {row['step']}{moved}"
         )
     else:
         text = f"from step {row['step']} on {', '.join(row['changed'])}"

@@ -117,6 +117,12 @@ class Nodes:
                     _limit(ip, _index(ip, name), limit, "change")
         _call(_LIBC.setns, self._switch, _CLONE_NEWNET)
 
+    def set_link(self, node: int, up: bool) -> None:
+        """Connects a node to the switch, or takes its link down."""
+        with IPRoute() as ip:
+            state = "up" if up else "down"
+            ip.link("set", index=_index(ip, f"node{node}"), state=state)
+
 
 def in_cluster(cluster: EmulatedCluster, job: Callable[[Nodes], int]) -> int:
     """Builds the cluster, runs job(nodes) in its switch, and returns its exit code.

@@ -8,10 +8,12 @@ is never taken for a checkpoint.
 
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
 import shutil
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -170,6 +172,7 @@ class Checkpoints:
             ocp.CompositeCheckpointHandler(), async_options=options
         )
         self._step = 0  # Step of the newest save, for its error.
+        _hide_closed_loops()
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_of_orbax)
         if jax.process_index() == 0:
@@ -357,6 +360,21 @@ def _read_run(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError, RecursionError):
         pass
     raise ValueError("does not say which step it is of")
+
+
+@functools.cache
+def _hide_closed_loops() -> None:
+    """Hides an error of tensorstore's threads, one for each part of a failed save.
+
+    They call event loops that orbax has closed by then.
+    """
+    shown = sys.excepthook
+
+    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
+        if str(error) != "Event loop is closed":
+            shown(kind, error, trace)
+
+    sys.excepthook = show
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:

@@ -25,15 +25,21 @@ class Log:
     Args:
       run_dir: folder of metrics.jsonl and the TensorBoard events.
       num_steps: number of steps of the whole run.
-      start: number of steps already done; later rows in metrics.jsonl are removed.
+      start: number of steps already done.
       headline: name of the score that an evaluation shows.
+      kept: last step whose rows in metrics.jsonl are kept; by default `start`.
     """
 
-    def __init__(self, run_dir: Path, num_steps: int, start: int, headline: str):
-        # A killed run has rows of steps after its newest checkpoint, to be done again.
-        rows = [row for row in read_metrics(run_dir) if row["step"] <= start]
+    def __init__(
+        self,
+        run_dir: Path,
+        num_steps: int,
+        start: int,
+        headline: str,
+        kept: int | None = None,
+    ):
         self._path = run_dir / METRICS
-        write_rows(self._path, rows)
+        rows = self.forget(start if kept is None else kept)
         self._num_steps, self._headline = num_steps, headline
         self._seconds_before = rows[-1]["seconds"] if rows else 0.0
         self._start = self._last_line = time.monotonic()
@@ -64,6 +70,15 @@ class Log:
     def closed(self) -> bool:
         """Whether the output has lost its reader, as after `| head`."""
         return self._console.closed
+
+    def forget(self, after: int) -> list[dict[str, Any]]:
+        """Drops the rows of steps after one, and returns the others.
+
+        A killed run has rows of steps after its newest checkpoint, to be done again.
+        """
+        rows = [row for row in read_metrics(self._path.parent) if row["step"] <= after]
+        write_rows(self._path, rows)
+        return rows
 
     def note(self, step: int, **facts: Any) -> None:
         """Records how the run started, or what changed when it resumed."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -243,7 +244,11 @@ def _prepare(
     means = stack.enter_context(MetricMeans(config.distributed.timeout_seconds))
     log = None
     if jax.process_index() == 0:
-        log = Log(run_dir, config.num_steps, begin.step, task.headline.name)
+        # One who joins its peers does none of its steps again.
+        joins = is_late or config.exchange.elastic
+        kept = config.num_steps if joins else begin.step
+        headline = task.headline.name
+        log = Log(run_dir, config.num_steps, begin.step, headline, kept)
         stack.enter_context(log)
     batches = feed(build_steps(config, task, mine), config.data.num_processes)
     batches.set_step(begin.step)
@@ -260,7 +265,9 @@ def _prepare(
         last = config.num_steps - 1
         # Of an elastic run any process may be the newcomer.
         if (is_late or config.exchange.elastic) and begin.step <= last:
+            log.note(begin.step, began=round(time.time(), 3))
             begin = join(train_step, begin, batches, put, last, log, is_late)
+            log.forget(begin.step)
         stack.enter_context(watch.opened(run_dir, begin.step, train_step))
     observer = Observer(config, task, mesh, begin.step, means, log, watch)
     stop = stack.enter_context(Stop())

@@ -1,0 +1,1 @@
+"""Faults on purpose: real jobs, real signals, and whether the promises hold."""

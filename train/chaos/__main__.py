@@ -1,0 +1,195 @@
+"""Injects faults into real jobs at random, and checks what is promised.
+
+`python -m train.chaos CONFIG.py --minutes 5 --seed 0 [--field value ...]`
+"""
+
+import dataclasses
+import itertools
+import random
+import shutil
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, get_args
+
+import tyro
+
+from train.chaos import members
+from train.chaos.faults import FAULTS, Bench, reference
+from train.chaos.jobs import BrokenError
+from train.cli.command import command, show_usage
+from train.cli.tables import markdown, to_json, write_whole
+from train.figures.members_figure import draw_members
+from train.figures.style import save_svg
+from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
+from train.run.history import read_history
+
+USAGE = (
+    "usage: python -m train.chaos CONFIG.py [--faults kill freeze ...] [--minutes 5] "
+    "[--seed 0] [--field value ...]"
+)
+FaultName = Literal[
+    "kill", "freeze", "stall", "partition", "corrupt", "full-disk", "sigterm", "nan"
+]
+ELASTIC_SHARE = 0.3  # Of the time, for the elastic run.
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Chaos:
+    """Injects faults into real jobs at random, and checks what is promised.
+
+    Each fault gets a job of its own, of a few steps, which must end as an undisturbed
+    one does. Kills and freezes are also done to one elastic run, while it trains.
+    Fields of the config follow, as for `python -m train`.
+
+    Args:
+      faults: the faults; each in turn, in a random order, until the time is over.
+      minutes: time after which no other fault begins.
+      seed: seed of what is hit, and when.
+      processes: number of processes of a job.
+      steps: number of steps of a job.
+      out: folder for chaos.md, chaos.json, chaos.svg and all runs; must be new.
+    """
+
+    faults: tuple[FaultName, ...] = get_args(FaultName)
+    minutes: float = 5.0
+    seed: int = 0
+    processes: int = 4
+    steps: int = 60
+    out: Path = Path("runs/chaos")
+
+    def __post_init__(self):
+        if not self.faults or not self.minutes > 0:
+            raise ValueError(
+                f"chaos needs faults and minutes, got {self.faults} and {self.minutes}"
+            )
+        if self.processes < 2 or self.steps < 6:
+            raise ValueError(
+                "chaos needs at least 2 processes and 6 steps, got "
+                f"{self.processes} and {self.steps}"
+            )
+
+
+@dataclasses.dataclass
+class Row:
+    """A row of the table.
+
+    Args:
+      fault: what was done.
+      promise: what holds nevertheless.
+      injected: how often it was done.
+      broken: how the promise was not kept, each time that it was not.
+    """
+
+    fault: str
+    promise: str
+    injected: int = 0
+    broken: list[str] = dataclasses.field(default_factory=list)
+
+
+@command()
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0].startswith("-"):
+        show_usage(USAGE, arguments)
+    config, *options = arguments
+    chaos, fields = tyro.cli(
+        Chaos,
+        prog="python -m train.chaos CONFIG.py",
+        args=options,
+        return_unknown_args=True,
+    )
+    if chaos.out.exists():
+        raise ValueError(
+            f"{chaos.out} is there already: choose another folder with --out"
+        )
+    chaos.out.mkdir(parents=True)
+    out = chaos.out.absolute()
+    chaos = dataclasses.replace(chaos, out=out)
+    cluster = EmulatedCluster(nodes=chaos.processes)
+    return in_cluster(cluster, lambda nodes: _run(chaos, [config, *fields], nodes))
+
+
+def _run(chaos: Chaos, config: list[str], nodes: Nodes) -> int:
+    steps = {
+        "--num-steps": chaos.steps,
+        "--checkpoint.every-steps": max(1, chaos.steps // 6),
+        "--evaluation.every-steps": chaos.steps,
+        "--log.every-steps": 1,
+        "--log.consensus-every-steps": chaos.steps,
+    }
+    options = [word for pair in steps.items() for word in map(str, pair)]
+    config = [config[0], *options, *config[1:]]
+    bench = Bench(config, chaos.processes, chaos.steps, chaos.out, nodes)
+    draw, began = random.Random(chaos.seed), time.monotonic()
+    try:
+        bench = reference(bench)
+    except BrokenError as error:
+        raise ValueError(f"the job fails without any fault: {error}") from error
+    of_jobs = chaos.minutes * 60
+    hits, of_elastic = [x for x in chaos.faults if x in members.PROMISES], 0.0
+    if hits:
+        of_elastic = ELASTIC_SHARE * of_jobs
+    rows = {x: Row(x, FAULTS[x].promise) for x in chaos.faults}
+    for number, name in enumerate(_in_turn(chaos.faults, draw)):
+        left = of_jobs - of_elastic - (time.monotonic() - began)
+        if left <= 0:
+            break
+        _inject(bench, rows[name], f"{number}-{name}", draw)
+        print(f"{name}: {_verdict(rows[name])}, {left:.0f} s left", flush=True)
+    rows = [row for row in rows.values() if row.injected]
+    if hits:
+        rows += _elastic(bench, hits, of_elastic, draw)
+    lines = [[r.fault, r.promise, str(r.injected), _verdict(r)] for r in rows]
+    table = markdown(["fault", "promise", "injected", "kept"], lines)
+    write_whole(chaos.out / "chaos.md", table)
+    write_whole(chaos.out / "chaos.json", to_json({"chaos": chaos, "rows": rows}))
+    print(f"\n{table}\nresults, runs and their output: {chaos.out}")
+    return 1 if any(row.broken for row in rows) else 0
+
+
+def _in_turn(faults: tuple[FaultName, ...], draw: random.Random) -> Iterator[FaultName]:
+    """Each of them, in a random order, again and again."""
+    for _ in itertools.count():
+        yield from draw.sample(faults, len(faults))
+
+
+def _inject(bench: Bench, row: Row, name: str, draw: random.Random) -> None:
+    row.injected += 1
+    try:
+        FAULTS[row.fault].inject(bench, name, draw)
+    except BrokenError as error:
+        row.broken.append(f"{name}: {error}")
+    else:  # What was not kept stays to be looked at.
+        shutil.rmtree(bench.out / name, ignore_errors=True)
+
+
+def _elastic(
+    bench: Bench, faults: list[str], seconds: float, draw: random.Random
+) -> list[Row]:
+    """Rows of the elastic run, and its figure."""
+    rows = {x: Row(f"{x}, elastic", members.PROMISES[x]) for x in faults}
+    try:
+        hits = members.run(bench, faults, seconds, draw)
+    except BrokenError as error:
+        row = rows[faults[0]]
+        row.injected, row.broken = row.injected + 1, [*row.broken, str(error)]
+        hits = []
+    for hit in hits:
+        rows[hit.name].injected += 1
+        if hit.broken:
+            rows[hit.name].broken.append(hit.broken)
+    if hits:
+        history = read_history(bench.out / "elastic")
+        marks = [(hit.time, hit.process, hit.name) for hit in hits]
+        save_svg(draw_members(history.parts(), marks), bench.out / "chaos.svg")
+    return [row for row in rows.values() if row.injected]
+
+
+def _verdict(row: Row) -> str:
+    kept = f"{row.injected - len(row.broken)} of {row.injected}"
+    return "; ".join([kept, *row.broken])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

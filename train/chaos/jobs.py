@@ -1,0 +1,174 @@
+"""A job under test: its processes, its output and what it has saved."""
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Self
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from train.run.checkpoint import find_checkpoints
+from train.run.log import read_metrics
+
+LONGEST = 180.0  # Seconds that a job may take for what is awaited of it.
+POLL_SECONDS = 0.02
+
+
+class BrokenError(Exception):
+    """A promise that was not kept, and how."""
+
+
+class Job(contextlib.AbstractContextManager):
+    """A command that runs beside this process; what is left of it ends with the block.
+
+    Args:
+      argv: the command.
+      run_dir: folder of its run.
+      log: file for its output.
+      env: variables in addition to those of this process.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        run_dir: Path,
+        log: Path,
+        env: dict[str, str] | None = None,
+    ):
+        self.run_dir, self._log = run_dir, log
+        with log.open("w") as output:
+            self.popen = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, **(env or {})},
+                start_new_session=True,
+            )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()
+
+    @property
+    def output(self) -> str:
+        return self._log.read_text(errors="replace")
+
+    def reach(self, step: int, folder: Path | None = None) -> None:
+        """Waits until a step is logged.
+
+        Raises:
+          BrokenError: if it ends before, or never comes there.
+        """
+        end = time.monotonic() + LONGEST
+        while last_step(folder or self.run_dir) < step:
+            if self.popen.poll() is not None:
+                raise BrokenError(f"ended before step {step}: {last_line(self.output)}")
+            if time.monotonic() > end:
+                raise BrokenError(f"did not come to step {step}")
+            time.sleep(POLL_SECONDS)
+
+    def processes(self) -> dict[int, int]:
+        """The process ids of the launcher's processes, by their numbers."""
+        found = {}
+        for path in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError, ValueError):
+                parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
+                words = (path / "cmdline").read_text().split("\0")
+                if parent == self.popen.pid and "--distributed.process-id" in words:
+                    place = words.index("--distributed.process-id") + 1
+                    found[int(words[place])] = int(path.name)
+        return found
+
+    def wait(self, seconds: float = LONGEST) -> int:
+        """Waits for its end, and returns its code.
+
+        Raises:
+          BrokenError: if it does not end.
+        """
+        try:
+            return self.popen.wait(seconds)
+        except subprocess.TimeoutExpired as error:
+            raise BrokenError(f"did not end within {seconds:.0f} s") from error
+
+    def end(self, code: int | None, seconds: float = LONGEST) -> str:
+        """Waits for its end, and returns its output.
+
+        Args:
+          code: exit code that it must have; None for any but 0.
+          seconds: longest wait.
+
+        Raises:
+          BrokenError: if it does not end, or with another code.
+        """
+        found = self.wait(seconds)
+        if (found == 0) if code is None else (found != code):
+            wanted = "an error" if code is None else f"code {code}"
+            said = last_line(self.output)
+            raise BrokenError(f"ended with code {found}, not with {wanted}: {said}")
+        return self.output
+
+
+def module(name: str, *argv: object) -> list[str]:
+    """The command of a module of this program."""
+    return [sys.executable, "-m", name, *map(str, argv)]
+
+
+def last_step(folder: Path) -> int:
+    """The newest step that is logged; -1 for none."""
+    return max((row["step"] for row in read_metrics(folder)), default=-1)
+
+
+def last_line(output: str) -> str:
+    """The last line that says why."""
+    lines = [line for line in output.splitlines() if line.strip()]
+    reasons = [line for line in lines if "error" in line.lower()]
+    return (reasons or lines or ["it said nothing"])[-1].strip()
+
+
+def saved(run_dir: Path) -> tuple[int, str]:
+    """The newest checkpoint's step, and a hash of all arrays in it.
+
+    Raises:
+      BrokenError: if there is none.
+    """
+    steps = find_checkpoints(run_dir).steps
+    if not steps:
+        raise BrokenError("nothing is saved")
+    step = max(steps)
+    digest = hashlib.sha256()
+    for name, x in sorted(arrays(steps[step]).items()):
+        digest.update(f"{name} {x.shape} {x.dtype}".encode() + x.tobytes())
+    return step, digest.hexdigest()
+
+
+def arrays(path: Path) -> dict[str, np.ndarray]:
+    """All arrays of a checkpoint by their paths: models, moments, keys."""
+    folder = (path / "state").absolute()
+    logging.getLogger("absl").setLevel(logging.ERROR)  # It warns of each part read.
+    with ocp.PyTreeCheckpointer() as reader:
+        tree = reader.metadata(folder).item_metadata.tree
+        as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
+        how = jax.tree.map(lambda _: as_numpy, tree)
+        found = reader.restore(folder, restore_args=how)
+    leaves = jax.tree.leaves_with_path(found)
+    return {jax.tree_util.keystr(name): np.asarray(x) for name, x in leaves}
+
+
+def has_traceback(output: str) -> bool:
+    """Whether a user would see one."""
+    return bool(re.search(r"Traceback \(most recent call last\)", output))
