@@ -151,7 +151,12 @@ def parts(line: str) -> list[str]:
     before, separator, after = line.partition(" -- ")
     if separator:
         return [before, after]
-    launched = re.fullmatch(r"(.* -m train\.launch --processes \d+)(.*)", line)
+    own = r"(?: --(?:minutes|seed|faults|steps|out) \S+)*"
+    harmed = re.fullmatch(rf"(.* -m train\.chaos)( \S+\.py)({own})(.*)", line)
+    if harmed:
+        return [harmed[1] + harmed[3], f"python -m train{harmed[2]}{harmed[4]}"]
+    own = r"--processes \d+(?: --elastic)?"
+    launched = re.fullmatch(rf"(.* -m train\.launch {own})(.*)", line)
     if launched:
         module = re.search(r" --module (\S+)", launched[2])
         rest = launched[2].replace(module[0], "") if module else launched[2]
@@ -288,8 +293,8 @@ def test_a_code_block_runs_as_pasted(number, pasted):
 
 def test_the_checks_of_blocks_are_of_some():
     blocks = [block for _, block in BLOCKS]
-    assert len(blocks) == 16
-    assert sum(word in block for word in CHECKS for block in blocks) == 8
+    assert len(blocks) == 17
+    assert sum(word in block for word in CHECKS for block in blocks) == 9
     for word in ("analysis.traffic", "runtime.all_reduce"):
         assert sum(word in block for block in blocks) == 1
 

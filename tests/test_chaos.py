@@ -1,0 +1,144 @@
+"""Faults on purpose: what the program finds, and that it notices a broken promise."""
+
+import dataclasses
+import json
+import re
+import sys
+
+import line
+import pytest
+from test_distributed import LONG, ROOT, started
+from test_emulate import needs_root
+
+from train.chaos import jobs
+from train.chaos.__main__ import main
+from train.chaos.faults import FAULTS, Bench
+from train.chaos.jobs import BrokenError, Job, arrays, module, saved
+from train.figures.members_figure import draw_members, lives, spans
+from train.report import write_report
+from train.run.checkpoint import find_checkpoints
+from train.run.history import History
+from train.run.loop import train
+
+
+def run_python(code, tmp_path):
+    return Job([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt")
+
+
+def test_a_job_that_hangs_or_ends_otherwise_is_noticed(tmp_path):
+    with run_python("import time; time.sleep(1000)", tmp_path) as job:
+        broken = pytest.raises(BrokenError, match="did not end within 0 s")
+        with broken:
+            job.end(0, seconds=0.4)
+    assert job.popen.poll() is not None  # Nothing is left of it.
+    with run_python("print('error: why'); print('more'); exit(3)", tmp_path) as job:
+        broken = pytest.raises(BrokenError, match="code 3, not with code 0: error: why")
+        with broken:
+            job.end(0)
+        assert job.end(3) == job.end(None) == "error: why\nmore\n"
+    with run_python("", tmp_path) as job:
+        with pytest.raises(BrokenError, match="code 0, not with an error: it said"):
+            job.end(None)
+        with pytest.raises(BrokenError, match="ended before step 1: it said nothing"):
+            job.reach(1)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    train(dataclasses.replace(line.config, num_steps=2), folder)
+    return folder
+
+
+def test_what_is_saved_is_told_apart_by_each_array(run_dir, monkeypatch):
+    """Models, moments and random keys, whatever their files look like."""
+    step, digest = saved(run_dir)
+    assert step == 2
+    found = arrays(find_checkpoints(run_dir).steps[2])
+    assert {"params", "opt_state", "key"} <= {name.split("'")[1] for name in found}
+    for name, x in found.items():
+        if x.size:
+            other = x.copy()
+            other.flat[0] += 1
+            changed = {**found, name: other}
+            monkeypatch.setattr(jobs, "arrays", lambda _, changed=changed: changed)
+            assert saved(run_dir)[1] != digest, name
+    monkeypatch.setattr(jobs, "arrays", lambda _: found)
+    assert saved(run_dir) == (2, digest)
+
+
+def test_other_numbers_are_a_broken_promise(run_dir, tmp_path):
+    bench = Bench(["tiny.py"], 2, 2, tmp_path, None, saved(run_dir))
+    bench.check_saved(run_dir)
+    with pytest.raises(BrokenError, match="other numbers"):
+        bench._replace(wanted=(2, "another")).check_saved(run_dir)
+    with pytest.raises(BrokenError, match="nothing is saved"):
+        bench.check_saved(tmp_path)
+
+
+OPTIONS = ["--processes", "2", "--steps", "12", "--task.step-seconds", "0.1"]
+
+
+@pytest.mark.slow
+@needs_root
+def test_faults_are_injected_and_their_promises_are_kept(tmp_path):
+    """One of each that ends a job, then an elastic run whose workers are killed."""
+    out = tmp_path / "chaos"
+    faults = ["kill", "partition", "full-disk"]
+    own = ("--faults", *faults, "--minutes", "1.2", "--out", str(out))
+    command = module("train.chaos", "tests/line.py", *OPTIONS, *own)
+    with started(*command) as job:
+        output, _ = job.communicate(timeout=5 * LONG)
+    assert job.returncode == 0, output
+    rows = json.loads((out / "chaos.json").read_text())["rows"]
+    assert {row["fault"] for row in rows} >= {*faults[:1], "kill, elastic"}
+    assert all(row["injected"] > 0 == len(row["broken"]) for row in rows)
+    table = (out / "chaos.md").read_text().splitlines()
+    assert table[0] == "| fault | promise | injected | kept |"
+    assert b"<svg" in (out / "chaos.svg").read_bytes()
+    page = write_report([out / "elastic"], tmp_path / "report.html").read_text()
+    assert "<h2>Who trained when</h2>" in page
+    assert "from its own" in page
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--faults", "--minutes", "1"], "chaos needs faults and minutes"),
+        (["--minutes", "0"], "chaos needs faults and minutes"),
+        (["--processes", "1"], "at least 2 processes and 6 steps, got 1"),
+        (["--steps", "5"], "at least 2 processes and 6 steps"),
+        (["--out", "."], r"\. is there already: choose another folder"),
+    ],
+)
+def test_wrong_options_are_refused(options, words, capsys):
+    with pytest.raises(SystemExit) as error:
+        main(["tests/line.py", *options])
+    said = f"{error.value} {capsys.readouterr().err}".replace("│", " ")
+    assert re.search(words, " ".join(said.split()))
+
+
+def life(began, *rows):
+    return [{"seconds": 0.0, "step": 0, "began": began}, *rows]
+
+
+def row(seconds, loss=1.0):
+    return {"seconds": seconds, "step": int(seconds), "loss": loss}
+
+
+def test_a_process_trained_from_its_start_to_its_end_but_for_gaps():
+    # Killed at 3, started again 97 s later, and frozen from 8 to 20.
+    first = life(100.0, row(1), row(2), row(3))
+    second = [{**x, "seconds": 3 + x["seconds"]} for x in life(0, row(1), row(2))]
+    second[0]["began"] = 200.0
+    second += [row(20.0), row(21.0)]
+    history = History(ROOT / "process-0", {}, [*first, *second], [])
+    one, two = lives(history)
+    assert spans(one) == [(101.0, 103.0)]
+    assert spans(two) == [(201.0, 202.0), (217.0, 218.0)]
+    figure = draw_members([history], [(103.0, 0, "kill")])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["kill"]
+
+
+def test_faults_have_a_name_and_a_promise():
+    assert all(fault.promise for fault in FAULTS.values())
