@@ -296,11 +296,6 @@ class Links:
                 return None
             time.sleep(POLL_SECONDS)
 
-    def newest(self, worker: int, peer: int, channel: int) -> Message | None:
-        """Returns the newest message that is there, and leaves it there."""
-        self._ask_for_all(worker, peer, channel)
-        return max(self._arrived(worker, peer, channel), key=_step_of, default=None)
-
     def newest_number(self, worker: int, peer: int, channel: int) -> int:
         """Returns the highest number of a message that is there; -1 if none is."""
         self._ask_for_all(worker, peer, channel)

@@ -368,13 +368,13 @@ def _hide_closed_loops() -> None:
 
     They call event loops that orbax has closed by then.
     """
-    shown = sys.excepthook
+    shown = sys.unraisablehook
 
-    def show(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if str(error) != "Event loop is closed":
-            shown(kind, error, trace)
+    def show(failed: Any) -> None:
+        if str(failed.exc_value) != "Event loop is closed":
+            shown(failed)
 
-    sys.excepthook = show
+    sys.unraisablehook = show
 
 
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
