@@ -131,17 +131,19 @@ def test_the_dead_leave_the_graph_and_new_workers_enter_it(start):
 
 
 def test_who_was_frozen_goes_on_where_the_others_are(start):
-    first, second, third = (start(number, count=3) for number in range(3))
-    for process in (first, second, third):
-        process.sees(*{0, 1, 2} - {process.number})
+    first, *_ = [start(number, count=3) for number in range(2)]
+    first.line(20)
+    third = start(2, count=3, JOIN="1")  # So that it is not far ahead of them.
+    seen, *_ = third.sees(0, 1)
+    first.sees(1, 2)
     third.popen.send_signal(signal.SIGSTOP)
-    first.sees(1)
-    step, *_ = first.line()
+    step, *_ = first.sees(1)
+    step, *_ = first.line(step + 60)
     third.popen.send_signal(signal.SIGCONT)
     first.sees(1, 2)
     # Whatever it printed before, its steps go on after those of the others.
     steps = (third.line()[0] for _ in itertools.count())
-    pairs = itertools.pairwise(steps)
+    pairs = itertools.pairwise(itertools.chain([seen], steps))
     before, after = next((a, b) for a, b in pairs if b > a + 1)
     assert before < step <= after
 

@@ -64,6 +64,9 @@ def test_workers_die_come_back_freeze_and_join(tmp_path):
             frozen = process_id(tmp_path, 2)
             os.kill(frozen, signal.SIGSTOP)
             sees(tmp_path, 1, 0, 3)
+            # Whoever was ahead: only who is behind has a model to take.
+            behind = last_step(tmp_path, 2) + 20
+            wait_until(lambda: last_step(tmp_path, 1) > behind)
             os.kill(frozen, signal.SIGCONT)
             sees(tmp_path, 1, 0, 2, 3)
             fourth.terminate()

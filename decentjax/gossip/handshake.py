@@ -203,17 +203,20 @@ class Handshakes:
         if not hmac.compare_digest(proof.encode(), mac.encode()):
             _send(writer, {})
             return None
-        said, first = json.loads(says), next(iter(self._says))
-        own = self._says.get(said["worker"], self._says[first]) | {"step": self.step}
-        own = json.dumps(own)
+        match json.loads(says):
+            case {"guest": int(guest), "worker": int(worker), **said}:
+                first = self._says[next(iter(self._says))]
+            case _:
+                return None
+        own = json.dumps(self._says.get(worker, first) | {"step": self.step})
         mac = self._prove("host", nonce, other, says, own)
         _send(writer, {"says": own, "mac": mac})
-        if said["digest"] != self._digest or said["worker"] not in self._says:
+        if said.get("digest") != self._digest or worker not in self._says:
             return None
-        if said["joins"]:
-            self.joining.add(said["guest"])
+        if said.get("joins"):
+            self.joining.add(guest)
             return None
-        return said["guest"], said["worker"]
+        return guest, worker
 
     def _hold(self, edge: tuple[int, int], writer: asyncio.StreamWriter) -> None:
         if edge in self._held:

@@ -331,7 +331,8 @@ class Links:
 
     def joining(self) -> set[int]:
         """Returns the workers that have asked for a whole state since the last call."""
-        found = {j for j in list(self._handshakes.joining) if self.life_of(j)}
+        asked = self._peers.keys() & set(self._handshakes.joining)
+        found = {peer for peer in asked if self.life_of(peer)}
         self._handshakes.joining -= found
         return found
 

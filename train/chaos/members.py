@@ -75,7 +75,9 @@ def _hit(job: Job, count: int, name: str, target: int) -> Hit:
     is_frozen = name == "freeze"
     while _joined(job, target) == joined:
         now = time.monotonic()
-        if is_frozen and now > began + 2 * SILENT:
+        # Only who is behind then has a model to take.
+        behind = last_step(_folder(job, target)) < min(x for x, _ in others.values())
+        if is_frozen and behind and now > began + 2 * SILENT:
             os.kill(pid, signal.SIGCONT)
             is_frozen = False
         for number, (step, since) in others.items():

@@ -8,6 +8,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
+from train.figures.run_figure import running_mean
 from train.figures.style import grid
 from train.run.history import History
 
@@ -70,8 +71,8 @@ def draw_members(
     who.set_ylim(len(runs) - 0.4, -0.6)
     who.plot([], [], "x", color="tab:red", label="lost")
     who.plot([], [], "o", color="tab:green", label="has a peer's model and moments")
-    who.legend(loc="upper left", bbox_to_anchor=(0, 1.0), ncols=2, fontsize=8)
-    loss.set(xlabel="time [s]", ylabel="training loss")
+    figure.legend(loc="outside upper right", ncols=2, fontsize=8)
+    loss.set(xlabel="time [s]", ylabel="running mean of the loss")
     return figure
 
 
@@ -89,7 +90,8 @@ def _draw_life(
         who.plot(trained[-1][1] - first, place, "x", color="tab:red", zorder=3)
     joins = [time - first for time, row in life if "joined_after" in row]
     who.plot(joins, [place] * len(joins), "o", color="tab:green", zorder=3)
+    times = np.array([time for time, row in life if "loss" in row])
+    losses = np.array(running_mean([row["loss"] for _, row in life if "loss" in row]))
     for start, end in trained:
-        rows = [(x - first, y["loss"]) for x, y in life if "loss" in y]
-        part = [(x, y) for x, y in rows if start <= x + first <= end]
-        loss.plot(*np.array(part).T, color=colour, alpha=0.8)
+        part = (start <= times) & (times <= end)
+        loss.plot(times[part] - first, losses[part], color=colour, alpha=0.8)

@@ -102,7 +102,7 @@ def _by_step_and_time(
 def _draw_losses(axis: Axes, run: History, against: str, color: str) -> None:
     x, losses = run.curve("loss", against)
     axis.plot(x, losses, color=color, alpha=0.25)
-    axis.plot(x, _running_mean(losses), color=color, label=run.name)
+    axis.plot(x, running_mean(losses), color=color, label=run.name)
     axis.set_ylabel("training loss, and its running mean")
 
 
@@ -138,7 +138,7 @@ def _circle(count: int, radius: float) -> list[tuple[float, float]]:
     return [(radius * math.cos(a), radius * math.sin(a)) for a in angles]
 
 
-def _running_mean(values: list[float]) -> list[float]:
+def running_mean(values: list[float]) -> list[float]:
     """The mean of each value and those just before it, a fortieth of all."""
     window = max(1, len(values) // 40)
     # The window is shorter at the start, so the mean begins with the first value.
