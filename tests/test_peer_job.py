@@ -177,6 +177,14 @@ def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
         replay(tmp_path)
 
 
+def test_an_elastic_run_is_not_repeated():
+    ring = TopologyConfig(name="ring")
+    elastic = ExchangeConfig(where="peers", elastic=True)
+    config = dataclasses.replace(line.config, topology=ring, exchange=elastic)
+    with pytest.raises(ValueError, match="an elastic run is not repeated: its recor"):
+        repeat(config, config.task.build(), [], lambda *_: None)
+
+
 def test_only_a_run_of_peers_is_repeated(tmp_path):
     with pytest.raises(ValueError, match="holds no run of peers"):
         replay(tmp_path)

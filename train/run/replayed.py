@@ -39,10 +39,14 @@ def repeat(
       observe: function that is called with worker, step and metrics of each step.
 
     Raises:
-      ValueError: if the record is not whole, or of rounds.
+      ValueError: if the record is not whole, or of rounds or an elastic run.
     """
     if config.step.algorithm == "rounds":
         raise ValueError("only exchanges in each step are repeated, and no rounds")
+    if config.exchange.elastic:
+        raise ValueError(
+            "an elastic run is not repeated: its records do not say who lived when"
+        )
     workers = range(config.workers.num_workers)
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     local = bind_adapt(config, task, optimizer)
