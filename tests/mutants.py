@@ -1848,8 +1848,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/loop.py",
-        "            check(state, step)",
-        "",
+        "                train_step.settle()\n                check(state, step)",
+        "                train_step.settle()",
         "tests/test_resume.py -k of_finite_gradients",
     ),
     Mutant(
@@ -2934,9 +2934,33 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/peers.py",
-        "is_there = len(self._living()) >= self._elastic.quorum",
-        "is_there = len(self._living()) > self._elastic.quorum",
+        "is_there = len(there) >= self._elastic.quorum",
+        "is_there = len(there) > self._elastic.quorum",
         "tests/test_elastic.py -k quorum",
+    ),
+    Mutant(
+        "decentjax/gossip/peers.py",
+        "there = {*self._living(), *self.links.left}",
+        "there = {*self._living()}",
+        "tests/test_elastic_job.py -k last_ones",
+    ),
+    Mutant(
+        "decentjax/gossip/ways.py",
+        "and message.said.step > self._links.floor(peer):",
+        "and True:",
+        "tests/test_elastic.py -k before_its_silence",
+    ),
+    Mutant(
+        "decentjax/gossip/peers.py",
+        "and message.said.step > after:",
+        "and True:",
+        "tests/test_elastic.py -k not_older",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "                if stop.stopped:  # It had",
+        "                if False:  # It had",
+        "tests/test_elastic_job.py -k waits_and",
     ),
     Mutant(
         "decentjax/gossip/peers.py",
@@ -2952,8 +2976,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/handshake.py",
-        "                        line.step = int(await _read(reader))",
-        "                        await _read(reader)",
+        "line.step = int(word)",
+        "int(word)",
         "tests/test_handshake.py -k hears_where",
     ),
     Mutant(
@@ -2970,8 +2994,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/handshake.py",
-        "self.joining.add(guest)\n            return None",
-        "self.joining.add(guest)",
+        "self.joining.add((guest, worker))\n            return None",
+        "self.joining.add((guest, worker))",
         "tests/test_handshake.py -k asks_to_join",
     ),
     Mutant(

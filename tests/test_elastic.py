@@ -19,8 +19,9 @@ from test_peers import LOCAL, LONG, loss_fn, read_until, spawn
 
 from decentjax import AXIS, adapt, init_state, place, topology
 from decentjax.exchange import among, apply
-from decentjax.gossip import Elastic, Folder, Peers
+from decentjax.gossip import Arrived, Elastic, Folder, Peers
 from decentjax.gossip.elastic import Living
+from decentjax.gossip.links import Links, Message, Said
 from decentjax.topology import matrices
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -207,3 +208,67 @@ def test_a_joiner_has_the_state_of_a_peer(tmp_path):
     assert int(joined.opt_state[0].count[0]) == step
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), wanted)
     assert jnp.array_equal(joined.key, state.key)
+
+
+SHAPE = jax.ShapeDtypeStruct((1, 3), jnp.float32)
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Links of two workers, of one channel, that have met."""
+    both = [
+        Links(Folder(tmp_path), 2, {worker: jax.devices()[worker]}, [[SHAPE]])
+        for worker in range(2)
+    ]
+    for links, other in zip(both, (1, 0), strict=True):
+        links.meet({other}, time.monotonic() + LONG)
+    yield both
+    for links in both:
+        links.close()
+
+
+def leave(links, step):
+    value = jax.device_put(jnp.full((1, 3), float(step)), jax.devices()[0])
+    links.publish(0, 1, 0, [value], Said(step))
+
+
+def test_what_a_peer_left_before_its_silence_is_not_mixed(pair):
+    """It is lost and found: what is there by then may be old."""
+    host, guest = pair
+    host.at(11)
+    way = Arrived(guest, topology.ring(2), 1)
+    own = [jax.device_put(jnp.zeros((1, 3)), jax.devices()[1])]
+    leave(host, 12)
+    guest._lose(0)
+    end = time.monotonic() + LONG
+    while 0 not in guest.alive() and time.monotonic() < end:
+        time.sleep(0.01)
+    assert guest.floor(0) == 12
+    used, _ = way.take(1, 0, own, 500, time.monotonic() + 1)
+    assert used.models == ()
+    leave(host, 600)
+    used, models = way.take(1, 0, own, 500, time.monotonic() + LONG)
+    assert [one.step for one in used.models] == [600]
+    assert models[0, 600][0].tolist() == [[600.0] * 3]
+
+
+def test_a_state_that_is_not_older_is_adopted(pair, monkeypatch):
+    """One that comes late, of an earlier call, is left."""
+    _, guest = pair
+    steps = iter([5, 20])
+    monkeypatch.setattr(Links, "ahead", lambda *_: {0})
+    monkeypatch.setattr(Links, "ask_to_join", lambda *_: None)
+    found = lambda *_: Message(Said(next(steps)), [])  # noqa: E731
+    monkeypatch.setattr(Links, "wait", found)
+    mesh = Mesh(jax.devices()[1:2], (AXIS,))
+    peers = Peers(LOCAL, topology.ring(2), Folder("unused"), [1], mesh)
+    peers._links = guest
+    message = peers._whole(1, after=10, seconds=LONG, alone=LONG)
+    assert message is not None
+    assert message.said.step == 20
+
+
+def test_who_has_no_other_process_waits_for_none(tmp_path):
+    mesh = Mesh(jax.devices()[:2], (AXIS,))
+    peers = Peers(LOCAL, topology.ring(2), Folder(tmp_path), [0, 1], mesh)
+    assert peers._whole(0, after=-1, seconds=math.inf, alone=math.inf) is None

@@ -97,7 +97,19 @@ def test_without_a_quorum_a_process_waits_and_can_be_stopped(tmp_path):
         wait_until(lambda: "waits for its quorum" in job.stdout.readline())
         job.terminate()
         output = ended(job)
-    assert re.search(r"\[0\] stopped after step \d of 1000000", output)
+    assert "[0] stopped after step 0 of 1000000" in output
+    assert list(find_checkpoints(tmp_path / "process-0").steps) == [0]
+
+
+@pytest.mark.slow
+def test_the_last_ones_of_a_run_with_a_quorum_end_too(tmp_path):
+    """Process 0 is late at each step, and alone when the other has ended."""
+    late = ("--straggler.kind", "fixed", "--straggler.seconds", "0.05")
+    quorum = ("--exchange.quorum", "2", "--num-steps", "60")
+    with elastic(tmp_path, 2, 2, *late, *quorum) as job:
+        output = ended(job)
+    for number in (0, 1):
+        assert f"[{number}] all 60 steps are done" in output
 
 
 @pytest.mark.parametrize(
@@ -147,3 +159,9 @@ def test_what_needs_all_workers_is_not_elastic(changes, words):
 def test_places_that_do_not_fit_are_refused(options, words):
     with pytest.raises(SystemExit, match=words):
         main(["--processes", "2", *options, "tests/line.py"])
+
+
+def test_a_run_that_is_not_elastic_does_not_become_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"exchange": {"where": "peers"}}')
+    with pytest.raises(SystemExit, match="is no elastic run: leave out --elastic"):
+        main(["--processes", "2", "--elastic", "--resume", str(tmp_path)])

@@ -312,7 +312,7 @@ def test_a_guest_hears_where_the_host_is_and_when_it_ends():
     with process() as guest:
         with process() as host:
             line = guest.ask(host.address, 1, 0).result(LONG).line
-            assert (line.step, line.lost) == (0, False)
+            assert (line.step, line.lost) == (-1, False)
             host.step = 7
             until(lambda: line.step == 7)
             # A second question takes the place of the first, and of no other worker's.
@@ -321,6 +321,7 @@ def test_a_guest_hears_where_the_host_is_and_when_it_ends():
             other = guest.ask(host.address, 2, 0).result(LONG).line
             assert (second.step, second.lost, other.lost) == (7, False, False)
         until(lambda: second.lost and other.lost)
+        assert (line.left, second.left, other.left) == (False, True, True)
 
 
 def test_a_stranger_and_one_of_another_run_do_not_keep_a_connection():
@@ -345,6 +346,6 @@ def test_who_asks_to_join_is_known_and_keeps_its_connection():
         line = guest.ask(host.address, 1, 0).result(LONG).line
         answer = guest.ask(host.address, 1, 0, joins=True).result(LONG)
         assert answer.link is None
-        assert host.joining == {1}
+        assert host.joining == {(1, 0)}
         until(lambda: answer.line.lost)
         assert not line.lost

@@ -106,14 +106,16 @@ def main(arguments: list[str]) -> int:
     if sys.platform != "linux":
         raise ValueError("several processes as one job need Linux")
     max_restarts = options.max_restarts
+    if options.elastic:
+        max_restarts = max_restarts or MANY
+        if rest[0] == "--resume":
+            check_elastic(Path(rest[1]))
+        else:
+            rest = [*rest, *("--exchange.where", "peers"), "--exchange.elastic"]
     if max_restarts:
         check_restarts(max_restarts, module, rest)
         if rest[0] != "--resume":
             rest = [*rest, "--auto-resume"]
-    if options.elastic:
-        max_restarts = max_restarts or MANY
-        if rest[0] != "--resume":  # Else the run's own config says so.
-            rest = [*rest, *("--exchange.where", "peers"), "--exchange.elastic"]
 
     def start() -> list[Process]:
         free = check_port(options.port)
@@ -143,6 +145,17 @@ def check_restarts(max_restarts: int, module: str, arguments: Sequence[str]) -> 
         raise ValueError(
             "--step would go back again at each restart: resume from that step first, "
             "without --max-restarts"
+        )
+
+
+def check_elastic(run_dir: Path) -> None:
+    """Raises a ValueError if a run is not elastic: its config cannot be changed."""
+    from train.cli.config_json import read_fields  # Takes seconds.
+
+    if not read_fields(run_dir / "config.json").get("exchange", {}).get("elastic"):
+        raise ValueError(
+            f"{run_dir} is no elastic run: leave out --elastic, or begin another with "
+            f"it and --init-from {run_dir}"
         )
 
 

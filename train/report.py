@@ -78,7 +78,8 @@ def _peers_sections(parts: list[History]) -> list[Section]:
 
 def _members_sections(parts: list[History]) -> list[Section]:
     """Who trained when, in an elastic run."""
-    parts = [part for part in parts if lives(part)]
+    elastic = [x for x in parts if x.config.get("exchange", {}).get("elastic")]
+    parts = [part for part in elastic if lives(part)]
     if not parts:
         return []
     text = (

@@ -24,7 +24,7 @@ class Elastic(NamedTuple):
       graph: function that returns the topology of n workers, for each n from 1 to N.
       quorum: number of workers, those of this process included, with whom
         `Peers.has_quorum`; more than half of all lets one side of a broken network
-        train, and 1 both.
+        train, and 1 both. Those that have ended in order count too.
       silent_seconds: a process that is not heard for so long counts as gone.
     """
 
@@ -84,7 +84,7 @@ def travels(x: Any) -> bool:
     return x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 
-def copies(state: WorkerState) -> Rows:
-    """A copy of the first worker's leaves, which no later step donates."""
-    first = rows_of(adopted(state), travels)[0]
-    return [jnp.array(x, copy=True) for x in first]
+def copies(state: WorkerState, place: int) -> Rows:
+    """A copy of a worker's leaves, which no later step donates."""
+    own = rows_of(adopted(state), travels)[place]
+    return [jnp.array(x, copy=True) for x in own]

@@ -35,6 +35,7 @@ MAX_BYTES = 4096  # Largest message.
 MAX_GUESTS = 64  # Connections that are answered at a time.
 NONCE_BYTES = 32
 BEAT_SECONDS = 0.5  # From one word of a host to the next.
+LEFT = "left"  # A host's last word.
 
 
 class RefusedError(Exception):
@@ -46,12 +47,14 @@ class Line:
     """What is heard of a host.
 
     Args:
-      step: the step that it is at.
+      step: the step that it is at; -1 before its first.
       lost: whether it has ended, or was silent for too long.
+      left: whether it has ended in order, and said so.
     """
 
     step: int
     lost: bool = False
+    left: bool = False
 
 
 class Answer(NamedTuple):
@@ -80,7 +83,8 @@ class Handshakes:
 
     Attributes:
       step: the step that this process is at, which it tells its guests.
-      joining: workers of other processes that ask for the whole state of one here.
+      joining: workers of other processes that ask for a whole state, each with the
+        worker here whose state it is.
       was_silent: whether this process was frozen for so long that others gave it up.
 
     Raises:
@@ -95,7 +99,8 @@ class Handshakes:
         connect: Callable[[str], Any],
         silent_seconds: float | None = None,
     ):
-        self.step, self.joining, self.was_silent = 0, set[int](), False
+        self.step, self.was_silent = -1, False
+        self.joining = set[tuple[int, int]]()
         self._listener = _listen(bind)
         self.host, port = self._listener.getsockname()
         self.address = f"{self.host}:{port}"
@@ -155,8 +160,11 @@ class Handshakes:
         # so first no more are accepted, and those that were begin and end.
         self._loop.remove_reader(self._listener)
         await asyncio.sleep(0)
-        for writer in (*self._guests, *self._held.values()):
+        for writer in self._guests:
             writer.transport.abort()
+        for writer in self._held.values():
+            _send(writer, LEFT)
+            writer.close()
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in self._tasks:
                 task.cancel()
@@ -214,7 +222,7 @@ class Handshakes:
         if said.get("digest") != self._digest or worker not in self._says:
             return None
         if said.get("joins"):
-            self.joining.add(guest)
+            self.joining.add((guest, worker))
             return None
         return guest, worker
 
@@ -275,7 +283,9 @@ class Handshakes:
             with contextlib.suppress(OSError, EOFError, ValueError):
                 while True:
                     async with asyncio.timeout(self._silent_seconds):
-                        line.step = int(await _read(reader))
+                        word = await _read(reader)
+                    line.left = word == LEFT
+                    line.step = int(word)
         finally:
             writer.transport.abort()
             line.lost = True

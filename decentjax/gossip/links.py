@@ -90,6 +90,7 @@ class _Peer:
     answer: concurrent.futures.Future[Answer] | None = None  # Until it has been heard.
     link: Any = None
     line: Line | None = None
+    floor: int = -1  # Its models of steps up to this one are from before a silence.
     is_known: bool = False
     is_out: bool = False  # Its process has died, or it was refused: nothing awaits it.
     life: int = 0  # Tells its process from the one before; 0 where it is not known.
@@ -104,8 +105,8 @@ class Links:
 
     A peer counts once it has answered: it must have the secret, and its number, the
     number of workers, the digest and the shapes must be those that this process
-    expects; `refused` names the others. After an error, or where the book has another
-    entry, it is asked again.
+    expects; `refused` names the others, and `left` those that have ended in order.
+    After an error, or where the book has another entry, it is asked again.
 
     Args:
       book: where the addresses of the workers stand.
@@ -141,6 +142,7 @@ class Links:
                 f"{len(secret)}: draw one by secrets.token_bytes(32) for all processes"
             )
         self.refused: dict[int, str] = {}
+        self.left: set[int] = set()
         self._book, self._num_workers = book, num_workers
         self._devices, self._channels = dict(devices), [list(c) for c in channels]
         header = jax.ShapeDtypeStruct((HEADER.itemsize,), np.uint8)
@@ -170,6 +172,7 @@ class Links:
         # Life and slot of what was left last, by worker, peer and channel.
         self._left: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._peers = {peer: _Peer() for peer in range(num_workers)}
+        self._lives: dict[int, int] = {}  # The last that was heard of each peer.
         self._life = 1 + secrets.randbelow(2**62)  # Tells this process from others.
         try:
             self._check_numbers()
@@ -329,12 +332,22 @@ class Links:
         assert entry is not None
         self._handshakes.ask(entry.split()[0], worker, peer, joins=True)
 
-    def joining(self) -> set[int]:
-        """Returns the workers that have asked for a whole state since the last call."""
-        asked = self._peers.keys() & set(self._handshakes.joining)
-        found = {peer for peer in asked if self.life_of(peer)}
+    def joining(self) -> set[tuple[int, int]]:
+        """Returns the workers that have asked for a whole state since the last call.
+
+        Each with the worker of this process whose state it is.
+        """
+        asked = list(self._handshakes.joining)
+        found = {(i, j) for i, j in asked if i in self._peers and self.life_of(i)}
         self._handshakes.joining -= found
         return found
+
+    def floor(self, peer: int) -> int:
+        """Returns the last step whose models a peer left before it was lost and found.
+
+        They may be as old as its silence was long.
+        """
+        return self._peers[peer].floor
 
     def at(self, step: int) -> None:
         """Has this process answer from now on that it is at this step."""
@@ -368,6 +381,8 @@ class Links:
         if known.answer is not None and known.answer.done():
             self._hear(peer, known.answer)
         elif known.line is not None and known.line.lost:
+            if known.line.left:
+                self.left.add(peer)
             self._lose(peer)
         return self._peers[peer].is_known
 
@@ -391,6 +406,11 @@ class Links:
         else:
             known.is_known, known.is_out = True, False
             self.refused.pop(peer, None)
+            self.left.discard(peer)
+            # A process leaves its models one step ahead.
+            if self._lives.get(peer) == known.life:
+                known.floor = known.line.step + 1
+            self._lives[peer] = known.life
 
     def _lose(self, peer: int) -> None:
         """Forgets a link that failed; the book is asked again."""

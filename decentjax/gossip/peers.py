@@ -146,9 +146,11 @@ class Peers(Staged):
     ) -> tuple[WorkerState, Metrics]:
         """As that of `Background`; a peer that asks for the state gets a copy."""
         self._plan(state, batch)
-        for guest in self.links.joining():
-            said, whole = Said(step), self._num_channels
-            self.links.publish(self._workers[0], guest, whole, copies(state), said)
+        guests = self.links.joining()
+        own = {w: copies(state, self._workers.index(w)) for w in {w for _, w in guests}}
+        for guest, worker in guests:
+            whole = self._num_channels
+            self.links.publish(worker, guest, whole, own[worker], Said(step))
         self.links.at(step)
         return super().__call__(state, batch, step)
 
@@ -160,9 +162,9 @@ class Peers(Staged):
         """
         if self._elastic is None or self._links is None:
             return True
-        is_there = len(self._living()) >= self._elastic.quorum
-        # Before its first step nobody has gone on without it.
-        self._was_away |= not is_there and self._sent_for >= 0
+        there = {*self._living(), *self.links.left}
+        is_there = len(there) >= self._elastic.quorum
+        self._was_away |= not is_there
         return is_there
 
     def was_away(self) -> bool:
@@ -175,7 +177,12 @@ class Peers(Staged):
         return (self._links is not None and self._links.was_silent()) or found
 
     def join(
-        self, state: WorkerState, batch: Any, seconds: float = 10.0, after: int = -1
+        self,
+        state: WorkerState,
+        batch: Any,
+        seconds: float = 60.0,
+        after: int = -1,
+        alone: float = 10.0,
     ) -> tuple[WorkerState, int | None]:
         """Returns the state of a peer, to begin where it is.
 
@@ -187,14 +194,14 @@ class Peers(Staged):
           batch: batch of any step, for its shapes.
           seconds: longest time to wait for a peer's state.
           after: step that a peer must be past.
+          alone: longest time to wait where no peer is there.
 
         Returns:
           The state, and the step to go on with; None where no peer is past `after`, or
           none has answered.
         """
         self._compile(state, batch)  # Else the others would be far ahead by then.
-        deadline = time.monotonic() + seconds
-        found = [self._whole(worker, after, deadline) for worker in self._workers]
+        found = [self._whole(w, after, seconds, alone) for w in self._workers]
         messages = [message for message in found if message is not None]
         if len(messages) < len(found):
             return state, None
@@ -285,19 +292,22 @@ class Peers(Staged):
         """The workers that are there, those of this process included."""
         return sorted(self.alive() | set(self._workers))
 
-    def _whole(self, worker: int, after: int, deadline: float) -> Message | None:
+    def _whole(
+        self, worker: int, after: int, seconds: float, alone: float
+    ) -> Message | None:
         """The whole state of the first peer that leaves it, of those that are ahead."""
-        begin = time.monotonic()
-        while time.monotonic() < deadline:
+        if self._topology.num_workers == len(self._workers):
+            return None
+        begin, whole = time.monotonic(), self._num_channels
+        while (now := time.monotonic()) < begin + seconds:
             ahead = self.links.ahead(after)
-            if self.alive() and not ahead and time.monotonic() > begin + MEET_SECONDS:
+            if not ahead and now > begin + (MEET_SECONDS if self.alive() else alone):
                 break
             for peer in sorted(ahead):
                 self.links.ask_to_join(worker, peer)
-                late = min(deadline, time.monotonic() + JOIN_SECONDS)
-                whole = self._num_channels
+                late = time.monotonic() + max(JOIN_SECONDS, seconds / 4)
                 message = self.links.wait(worker, peer, whole, after + 1, late)
-                if message is not None:
+                if message is not None and message.said.step > after:
                     return message
             time.sleep(POLL_SECONDS)
         return None

@@ -157,7 +157,12 @@ class Wagma(Staged):
         return self._group_means.refused if self._group_means else {}
 
     def join(
-        self, state: WorkerState, batch: Any, seconds: float = 10.0, after: int = -1
+        self,
+        state: WorkerState,
+        batch: Any,
+        seconds: float = 10.0,
+        after: int = -1,
+        alone: float = 10.0,
     ) -> tuple[WorkerState, int | None]:
         """Returns the state with a mean of partners', to begin where they are.
 
@@ -165,7 +170,7 @@ class Wagma(Staged):
         """
         del batch
         leaves, structure = jax.tree.flatten(state.params)
-        means = self._open(leaves)
+        means, seconds = self._open(leaves), min(seconds, alone)
         own = dict(zip(self._workers, rows_of(leaves), strict=True))
         step, found = means.ask(own, seconds)
         if len(found) < len(own) or step < after:

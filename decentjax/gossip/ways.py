@@ -130,7 +130,7 @@ class Arrived(Way):
         taken, models = [], {(worker, step): own}
         for peer, _ in senders(self._topology[step], worker):
             message = self._links.wait(worker, peer, group, step, deadline)
-            if message is not None:
+            if message is not None and message.said.step > self._links.floor(peer):
                 taken.append(Taken(peer, message.said.step, step))
                 models[peer, message.said.step] = message.arrays
         return Used(step, worker, group, tuple(taken)), models

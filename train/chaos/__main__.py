@@ -17,7 +17,7 @@ import tyro
 
 from train.chaos import members
 from train.chaos.faults import FAULTS, Bench, reference
-from train.chaos.jobs import BrokenError
+from train.chaos.jobs import BrokenError, MissedError
 from train.cli.command import command, show_usage
 from train.cli.tables import markdown, to_json, write_whole
 from train.figures.members_figure import draw_members
@@ -103,14 +103,13 @@ def main(arguments: list[str]) -> int:
         raise ValueError(
             f"{chaos.out} is there already: choose another folder with --out"
         )
-    chaos.out.mkdir(parents=True)
-    out = chaos.out.absolute()
-    chaos = dataclasses.replace(chaos, out=out)
+    chaos = dataclasses.replace(chaos, out=chaos.out.absolute())
     cluster = EmulatedCluster(nodes=chaos.processes)
     return in_cluster(cluster, lambda nodes: _run(chaos, [config, *fields], nodes))
 
 
 def _run(chaos: Chaos, config: list[str], nodes: Nodes) -> int:
+    chaos.out.mkdir(parents=True)
     steps = {
         "--num-steps": chaos.steps,
         "--checkpoint.every-steps": max(1, chaos.steps // 6),
@@ -136,16 +135,24 @@ def _run(chaos: Chaos, config: list[str], nodes: Nodes) -> int:
         if left <= 0:
             break
         _inject(bench, rows[name], f"{number}-{name}", draw)
+        _write(chaos, list(rows.values()))
         print(f"{name}: {_verdict(rows[name])}, {left:.0f} s left", flush=True)
     rows = [row for row in rows.values() if row.injected]
     if hits:
         rows += _elastic(bench, hits, of_elastic, draw)
+    table = _write(chaos, rows)
+    print(f"\n{table}\nresults, runs and their output: {chaos.out}")
+    return 1 if any(row.broken for row in rows) else 0
+
+
+def _write(chaos: Chaos, rows: list[Row]) -> str:
+    """Writes what is known so far, and returns the table."""
+    rows = [row for row in rows if row.injected]
     lines = [[r.fault, r.promise, str(r.injected), _verdict(r)] for r in rows]
     table = markdown(["fault", "promise", "injected", "kept"], lines)
     write_whole(chaos.out / "chaos.md", table)
     write_whole(chaos.out / "chaos.json", to_json({"chaos": chaos, "rows": rows}))
-    print(f"\n{table}\nresults, runs and their output: {chaos.out}")
-    return 1 if any(row.broken for row in rows) else 0
+    return table
 
 
 def _in_turn(faults: tuple[FaultName, ...], draw: random.Random) -> Iterator[FaultName]:
@@ -158,6 +165,8 @@ def _inject(bench: Bench, row: Row, name: str, draw: random.Random) -> None:
     row.injected += 1
     try:
         FAULTS[row.fault].inject(bench, name, draw)
+    except MissedError:
+        row.injected -= 1
     except BrokenError as error:
         row.broken.append(f"{name}: {error}")
     else:  # What was not kept stays to be looked at.
@@ -169,12 +178,11 @@ def _elastic(
 ) -> list[Row]:
     """Rows of the elastic run, and its figure."""
     rows = {x: Row(f"{x}, elastic", members.PROMISES[x]) for x in faults}
+    hits: list[members.Hit] = []
     try:
-        hits = members.run(bench, faults, seconds, draw)
+        members.run(bench, faults, seconds, draw, hits)
     except BrokenError as error:
-        row = rows[faults[0]]
-        row.injected, row.broken = row.injected + 1, [*row.broken, str(error)]
-        hits = []
+        rows["the run"] = Row("elastic run", "ends with 0, all saved", 1, [str(error)])
     for hit in hits:
         rows[hit.name].injected += 1
         if hit.broken:

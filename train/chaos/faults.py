@@ -12,7 +12,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.chaos.jobs import BrokenError, Job, arrays, has_traceback, module, saved
+from train.chaos.jobs import (
+    BrokenError,
+    Job,
+    MissedError,
+    arrays,
+    has_traceback,
+    module,
+    saved,
+)
 from train.job.namespaces import Nodes
 from train.run.checkpoint import find_checkpoints
 
@@ -100,7 +108,10 @@ def _signalled(
     limit = ("--distributed.timeout-seconds", str(TIMEOUT))
     with bench.launch(name, "--max-restarts", "1", "--", *limit) as job:
         job.reach(_middle(bench, draw))
-        target = draw.choice(sorted(job.processes().items()))[1]
+        processes = sorted(job.processes().items())
+        if not processes:
+            raise MissedError
+        target = draw.choice(processes)[1]
         for number, seconds in signals:
             os.kill(target, number)
             time.sleep(seconds)
@@ -165,9 +176,8 @@ def full_disk(bench: Bench, name: str, draw: random.Random) -> None:
             while True:
                 file.write(bytes(2**16))
         _check_words(job.end(None), "no space left", "error: ")
-    before = {s: arrays(p) for s, p in find_checkpoints(run_dir).steps.items()}
     filler.unlink()
-    if not before:  # It was full before the first save.
+    if not find_checkpoints(run_dir).steps:  # It was full before the first save.
         return
     with bench.resume(name, run_dir) as job:
         job.end(0)

@@ -28,6 +28,10 @@ class BrokenError(Exception):
     """A promise that was not kept, and how."""
 
 
+class MissedError(Exception):
+    """A job that ended before a fault could be done to it."""
+
+
 class Job(contextlib.AbstractContextManager):
     """A command that runs beside this process; what is left of it ends with the block.
 

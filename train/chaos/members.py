@@ -40,16 +40,19 @@ class Hit(NamedTuple):
 
 
 def run(
-    bench: Bench, faults: list[str], seconds: float, draw: random.Random
-) -> list[Hit]:
-    """Trains for some seconds, with one fault at a time.
+    bench: Bench,
+    faults: list[str],
+    seconds: float,
+    draw: random.Random,
+    hits: list[Hit],
+) -> None:
+    """Trains for some seconds, with one fault at a time, which it adds to `hits`.
 
     Raises:
       BrokenError: if the run does not begin, or does not end well.
     """
     elastic = ("--elastic", "--", "--num-steps", str(ENDLESS))
     ring = ("--topology.name", "ring", "--exchange.silent-seconds", str(SILENT))
-    hits: list[Hit] = []
     with bench.launch("elastic", *elastic, *ring) as job:
         for number in range(bench.processes):
             job.reach(2, _folder(job, number))
@@ -61,13 +64,14 @@ def run(
             time.sleep(draw.uniform(1, 4))
         job.popen.send_signal(signal.SIGTERM)
         job.end(0)
-    return hits
 
 
 def _hit(job: Job, count: int, name: str, target: int) -> Hit:
     began, joined = time.monotonic(), _joined(job, target)
     at = time.time()
-    pid = job.processes()[target]
+    pid = job.processes().get(target)
+    if pid is None:
+        raise BrokenError(f"process {target} was not started again")
     others = {i: [last_step(_folder(job, i)), began] for i in range(count)}
     del others[target]
     gap = 0.0
@@ -87,6 +91,7 @@ def _hit(job: Job, count: int, name: str, target: int) -> Hit:
         if job.popen.poll() is not None:
             raise BrokenError(f"the run ended: {last_line(job.output)}")
         if now > began + LONGEST:
+            os.kill(pid, signal.SIGCONT if name == "freeze" else 0)
             return Hit(name, target, at, "it never came back", now - began, gap)
         time.sleep(0.1)
     still = [number for number, (_, since) in others.items() if since == began]

@@ -171,7 +171,7 @@ class Checkpoints:
         self._writer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(), async_options=options
         )
-        self._step = 0  # Step of the newest save, for its error.
+        self._step = -1  # Step of the newest save, for its error.
         _hide_closed_loops()
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_of_orbax)
@@ -243,6 +243,10 @@ class Checkpoints:
         if jax.process_index() == 0:
             for old in list(self._saved())[: -self._num_kept]:
                 shutil.rmtree(self._folder / str(old))
+
+    def has(self, step: int) -> bool:
+        """Whether a step is saved, or is being saved."""
+        return step == self._step or step in self._saved()
 
     def _saved(self) -> dict[int, Path]:
         return find_checkpoints(self._folder.parent).steps

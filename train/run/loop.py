@@ -141,7 +141,15 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
     try:
         while step < config.num_steps and not stop.stopped:
             if admit is not None:
-                step, state, _ = admit(Begin(step, state, {}))
+                admitted = admit(Begin(step, state, {}))
+                observer.skip(admitted.step - step)
+                step, state, _ = admitted
+                if stop.stopped:  # It had no quorum, and takes no step without.
+                    check(state, step)
+                    observer.flush(step)
+                    if not checkpoints.has(step):
+                        checkpoints.save(step, state, config)
+                    break
             batch = next(batches)
             arrays, num_skipped = put(batch.arrays), num_skipped + batch.skipped
             late(step)

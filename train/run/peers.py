@@ -37,7 +37,8 @@ from train.run.rounds import build_rounds
 from train.run.stop import Stop
 from train.tasks.task import Task
 
-JOIN_SECONDS = 5.0  # For a peer's model, before a process goes on from its own.
+STATE_SECONDS = 60.0  # For a peer's state, where one is further.
+JOIN_SECONDS = 5.0  # For any peer, before a process goes on from its own model.
 START_SECONDS = 2.0  # The same for one that may well be the first.
 WAIT_SECONDS = 0.05  # Between two looks for a quorum.
 USED = "used.csv"
@@ -229,12 +230,14 @@ def join(
         log.say(f"goes on with its own model of step {begin.step}")
         return begin
     seconds = JOIN_SECONDS if is_late else START_SECONDS
-    log.say(f"asks its peers for a model, for up to {seconds:g} s")
+    log.say("asks its peers for a model")
     batch = put(next(batches).arrays)
-    state, step = peers.join(begin.state, batch, seconds, begin.step)
+    state, step = peers.join(
+        begin.state, batch, STATE_SECONDS, begin.step, alone=seconds
+    )
     batches.set_step(begin.step)
     if step is None:
-        why = "its peers are no further" if peers.alive() else "no peer has answered"
+        why = "no peer is further, or has answered in time"
         log.say(f"{why}: goes on with its own model of step {begin.step}")
         return begin
     step = min(step, last)
