@@ -338,7 +338,10 @@ def test_the_death_of_one_ends_all_and_the_dead_is_named(who, where, tmp_path):
         output, _ = job.communicate(timeout=LONG)
     assert job.returncode == 128 + signal.SIGKILL
     assert f"error: process {who} ended first, killed by SIGKILL" in output
-    assert re.search(r"error: process \d: lost a peer: at step \d+, Gloo \w+", output)
+    lost = r"error: process \d: lost a peer: at step \d+, Gloo \w+"
+    # Process 0 takes the coordinator with it, and jax may abort the other first.
+    aborted = "" if who else "|error from coordination service"
+    assert re.search(lost + aborted, output)
     assert of_run(tmp_path) == {}
 
 
