@@ -2957,6 +2957,12 @@ MUTANTS = [
         "tests/test_elastic.py -k not_older",
     ),
     Mutant(
+        "train/run/checkpoint.py",
+        "ends.get(timeout=timeout_ms / 1000 + BARRIER_SECONDS)",
+        "ends.get()",
+        "tests/test_checkpoint.py -k out_of_reach",
+    ),
+    Mutant(
         "train/run/loop.py",
         "                if stop.stopped:  # It had",
         "                if False:  # It had",

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -21,6 +22,7 @@ from safetensors.numpy import load_file
 from test_distributed import ENV, LONG, ROOT
 
 from train.checkpoint import main, named
+from train.run import checkpoint
 from train.run.checkpoint import (
     UNFINISHED,
     find_checkpoints,
@@ -184,6 +186,23 @@ def test_killed_while_saving_all_that_is_listed_is_whole(tmp_path):
         torn += bool(list((tmp_path / "checkpoints").glob(UNFINISHED)))
     assert len(set(seen)) >= 20
     assert torn >= 5
+
+
+def test_a_barrier_whose_coordinator_is_out_of_reach_ends(monkeypatch):
+    monkeypatch.setattr(checkpoint, "BARRIER_SECONDS", 0.1)
+    asked, ever = [], threading.Event()
+    checkpoint._bounded(lambda **options: asked.append(options))(key="a", timeout_ms=9)
+    assert asked == [{"key": "a", "timeout_ms": 9}]
+    silent = checkpoint._bounded(lambda **_: ever.wait())
+    with pytest.raises(TimeoutError, match="no answer at b"):
+        silent(key="b", timeout_ms=10)
+    ever.set()
+
+    def fails(**_):
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        checkpoint._bounded(fails)(key="c", timeout_ms=10)
 
 
 def test_a_list_has_steps_sizes_and_strays(run_dir, capsys):

@@ -12,11 +12,12 @@ import functools
 import json
 import logging
 import os
+import queue
 import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,6 +37,7 @@ from train.run.manifest import check_files, write_manifest
 _args: Any = ocp.args
 
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # As orbax names what it is still writing.
+BARRIER_SECONDS = 2.0  # For a barrier to say that its time is over.
 FAILING_SECONDS = 1.0  # After an error in a job, so that the peers learn of it soon.
 # Errors of a file system that explain why nothing can be written.
 REASONS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
@@ -168,6 +170,7 @@ class Checkpoints:
         )
         if jax.process_count() > 1:
             options.timeout_secs = peer_seconds
+            options.barrier_sync_fn = _bounded(ocp.multihost.get_barrier_sync_fn())
         self._writer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(), async_options=options
         )
@@ -364,6 +367,34 @@ def _read_run(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, AttributeError, RecursionError):
         pass
     raise ValueError("does not say which step it is of")
+
+
+def _bounded(barrier: Callable[..., None]) -> Callable[..., None]:
+    """A barrier that ends where the coordinator, who counts its time, is out of reach.
+
+    jax's call to a coordinator behind a link that is down does not return.
+    """
+
+    def wait(*, key: str, timeout_ms: int) -> None:
+        ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+
+        def call() -> None:
+            try:
+                barrier(key=key, timeout_ms=timeout_ms)
+            except Exception as error:
+                ends.put(error)
+            else:
+                ends.put(None)
+
+        threading.Thread(target=call, daemon=True).start()
+        try:
+            error = ends.get(timeout=timeout_ms / 1000 + BARRIER_SECONDS)
+        except queue.Empty:
+            error = TimeoutError(f"no answer at {key}")
+        if error is not None:
+            raise error
+
+    return wait
 
 
 @functools.cache
