@@ -165,7 +165,8 @@ def save_and_kill(run_dir, saves):
         try:
             assert process.stdout is not None
             lines = [(process.stdout.readline(), time.monotonic()) for _ in range(4)]
-            assert all(line.startswith("saving ") for line, _ in lines)
+            if not all(line.startswith("saving ") for line, _ in lines):
+                pytest.fail(f"{lines}\n{process.communicate()}")
             # However slow the disk: a share of what a save takes.
             time.sleep(saves * (lines[3][1] - lines[1][1]) / 2)
         finally:
