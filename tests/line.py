@@ -38,6 +38,7 @@ class Line(StdlibTask):
       step_seconds: seconds that the data of a step takes.
       eval_seconds: seconds that each of ten batches of an evaluation takes.
       eval_fails: whether an evaluation raises an error.
+      score_seconds: seconds that the baselines take.
     """
 
     noise: float = 0.0
@@ -47,6 +48,7 @@ class Line(StdlibTask):
     step_seconds: float = 0.0
     eval_seconds: float = 0.0
     eval_fails: bool = False
+    score_seconds: float = 0.0
 
     def build(self) -> Task:
         x = np.linspace(-1, 1, 64, dtype=np.float32)
@@ -88,7 +90,7 @@ class Line(StdlibTask):
             validation=lambda: Slowly(points, self.eval_seconds, self.eval_fails),
             score_fn=score_fn,
             headline=Headline("loss", "lower"),
-            baselines=dict,
+            baselines=lambda: dict(time.sleep(self.score_seconds) or ()),
             sample=lambda params, model_state: str(params),
         )
 

@@ -1745,8 +1745,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/stop.py",
-        "            signal.signal(own, signal.SIG_DFL)",
-        "            pass",
+        "        signal.signal(number, signal.SIG_DFL)",
+        "        pass",
         "tests/test_stop.py -k others_are_the_kernels",
     ),
     Mutant(
@@ -1766,6 +1766,12 @@ MUTANTS = [
         "            signal.signal(number, handler)",
         "            pass",
         "tests/test_stop.py -k others_are_the_kernels",
+    ),
+    Mutant(
+        "train/run/stop.py",
+        "        raise Stopped",
+        "        pass",
+        'tests/test_stop.py -k "results_are_shown and 15"',
     ),
     Mutant(
         "train/run/folder.py",
@@ -1854,8 +1860,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/observe.py",
-        "            if stop.poll():\n                raise _Stopped",
-        "            if False:\n                raise _Stopped",
+        "            if stop.poll():\n                raise Stopped",
+        "            if False:\n                raise Stopped",
         'tests/test_stop.py -k "signal_in_an_evaluation and 15"',
     ),
     Mutant(

@@ -79,6 +79,19 @@ def test_a_signal_in_an_evaluation_ends_it_and_all_is_saved(number, tmp_path):
     assert steps(tmp_path) == [15, 20]
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_results_are_shown_ends_the_run_in_order(number, tmp_path):
+    with training(tmp_path, "--task.score-seconds=100") as process:
+        read_until(process, "single workers")
+        process.send_signal(number)
+        begin = time.monotonic()
+        output, errors = ended(process)
+    assert process.returncode == 0, errors
+    assert time.monotonic() - begin < 50, "it would have taken 100 s"
+    assert f"20 steps are saved: python -m train.evaluate {tmp_path}" in output
+    assert steps(tmp_path) == [15, 20]
+
+
 @pytest.mark.slow
 def test_an_evaluation_that_fails_loses_nothing(tmp_path):
     with training(tmp_path, "--task.eval-fails") as process:

@@ -23,6 +23,7 @@ from train.run.log import read_metrics
 from train.run.loop import Outcome, train
 from train.run.regroup import How
 from train.run.resume import Resume, saved_config, with_changes
+from train.run.stop import Stopped, stoppable
 
 USAGE = """\
 usage: python -m train CONFIG.py [--run-dir RUN] [--init-from RUN] [--auto-resume]
@@ -148,8 +149,16 @@ def _train(
     outcome = train(config, run_dir, resume, init_from)
     # Process 0 draws and scores for longer than jax lets its peers wait at their exit.
     leave()
-    if jax.process_index() == 0:
-        finish(outcome, config, run_dir)
+    if jax.process_index() > 0:
+        return
+    try:
+        with stoppable():
+            finish(outcome, config, run_dir)
+    except Stopped:
+        print(
+            f"stopped before all results were shown; {outcome.step} steps are saved: "
+            f"python -m train.evaluate {run_dir}"
+        )
 
 
 def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
@@ -173,7 +182,8 @@ def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
     workers = [scores[headline] for scores in row["workers"]]
     print(f"\nheld-out {headline.replace('_', ' ')}")
     print(f"  {'mean model':24}{row['mean_model'][headline]:.3f}")
-    print(f"  {'single workers':24}{min(workers):.3f} to {max(workers):.3f}")
+    single = f"{min(workers):.3f} to {max(workers):.3f}"
+    print(f"  {'single workers':24}{single}", flush=True)  # What follows takes a while.
     for name, score in task.baselines().items():
         print(f"  {name:24}{score:.3f}")
     if task.judge is not None:

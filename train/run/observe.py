@@ -18,7 +18,7 @@ from train.run.log import Log, warn
 from train.run.optimizers import build_schedule
 from train.run.peers import Watch
 from train.run.scores import build_score
-from train.run.stop import Stop
+from train.run.stop import Stop, Stopped
 from train.tasks.task import Task
 
 
@@ -130,11 +130,11 @@ class Observer:
         # job scheduler kills what still runs a while after its signal.
         def check_stop() -> None:
             if stop.poll():
-                raise _Stopped
+                raise Stopped
 
         try:
             of_mean, *of_workers = self._score([self.mean(state), *models], check_stop)
-        except _Stopped:
+        except Stopped:
             return
         first = 0 if self._watch is None else self._watch.first_worker
         own = [(first + i, one) for i, one in zip(numbers, of_workers, strict=True)]
@@ -186,7 +186,3 @@ def local_rows(stacked: Any) -> Iterator[tuple[int, Any]]:
 @jax.jit  # One program for all rows and leaves, and not one for each leaf.
 def _row(stacked: list[jax.Array], row: int) -> list[jax.Array]:
     return [x[row] for x in stacked]
-
-
-class _Stopped(Exception):  # noqa: N818
-    """A signal has come during an evaluation."""

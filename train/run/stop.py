@@ -1,7 +1,9 @@
 """How signals, and an output that is closed, end a run."""
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 
 import jax
 from jax.experimental import multihost_utils
@@ -20,9 +22,8 @@ class Stop:
         self.stopped = False  # What the last `poll` returned.
         self._asked = False
         self._in_job = jax.process_count() > 1
-        own = set(STOP_SIGNALS) - ({signal.SIGTERM} if self._in_job else set())
-        # Signals that are ignored, as SIGHUP under nohup, stay ignored.
-        self._signals = [s for s in own if signal.getsignal(s) != signal.SIG_IGN]
+        own = _stop_signals() - ({signal.SIGTERM} if self._in_job else set())
+        self._signals = own
         self._polls = 0
 
     def __enter__(self) -> "Stop":
@@ -56,8 +57,45 @@ class Stop:
 
     def _receive(self, number: int, frame: object) -> None:
         del number, frame
-        # The second signal ends the process by the kernel, even where Python runs no
-        # handler, as inside a compiled program.
-        for own in self._signals:
-            signal.signal(own, signal.SIG_DFL)
+        _end_at_next(self._signals)
         self.ask()
+
+
+class Stopped(BaseException):
+    """A stop signal has come where all is saved."""
+
+
+@contextlib.contextmanager
+def stoppable() -> Iterator[None]:
+    """A context in which the first stop signal raises `Stopped`.
+
+    The second one ends the process at once.
+    """
+    own = _stop_signals()
+
+    def receive(number: int, frame: object) -> None:
+        del number, frame
+        _end_at_next(own)
+        raise Stopped
+
+    before = {s: signal.signal(s, receive) for s in own}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            # None is that of jax, in a job which has ended.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+def _stop_signals() -> set[signal.Signals]:
+    """Those that are not ignored, as SIGHUP is under nohup."""
+    return {s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
+
+
+def _end_at_next(signals: set[signal.Signals]) -> None:
+    """Lets the kernel end the process at the next signal.
+
+    Even where Python runs no handler, as inside a compiled program.
+    """
+    for number in signals:
+        signal.signal(number, signal.SIG_DFL)
