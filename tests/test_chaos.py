@@ -91,7 +91,9 @@ def test_faults_are_injected_and_their_promises_are_kept(tmp_path):
         output, _ = job.communicate(timeout=5 * LONG)
     assert job.returncode == 0, output
     rows = json.loads((out / "chaos.json").read_text())["rows"]
-    assert {row["fault"] for row in rows} >= {*faults[:1], "kill, elastic"}
+    names = {row["fault"] for row in rows}
+    assert "kill, elastic" in names
+    assert names & {*faults}  # As many as there was time for.
     assert all(row["injected"] > 0 == len(row["broken"]) for row in rows)
     table = (out / "chaos.md").read_text().splitlines()
     assert table[0] == "| fault | promise | injected | kept |"

@@ -97,19 +97,23 @@ def finished(tmp_path_factory):
         return run_dir, ended(job)
 
 
-def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
-    run_dir, output = finished
-    for number in (0, 1):
-        assert f"[{number}] all 12 steps are done and saved" in output
-    ring = TopologyConfig(name="ring")
-    config = dataclasses.replace(job_line.config, topology=ring)
-    wanted = train(config, tmp_path / "simulated").state.params
+def check_trained(run_dir: Path, wanted: dict[str, jax.Array]) -> None:
+    """Two processes of two workers have ended with these parameters."""
     shapes = {"params": jax.tree.map(lambda x: x[:2], wanted), "model_state": ()}
     for number in (0, 1):
         _, got = read_models(run_dir / f"process-{number}", shapes)
         for name, x in got["params"].items():
             own = wanted[name][2 * number : 2 * number + 2]
             np.testing.assert_allclose(x, own, rtol=0, atol=1e-6)
+
+
+def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
+    run_dir, output = finished
+    for number in (0, 1):
+        assert f"[{number}] all 12 steps are done and saved" in output
+    ring = TopologyConfig(name="ring")
+    config = dataclasses.replace(job_line.config, topology=ring)
+    check_trained(run_dir, train(config, tmp_path / "simulated").state.params)
     rows = used(run_dir, 0) + used(run_dir, 1)
     # Each of four workers takes the models of two, each of the step itself.
     assert {(step, i, j) for step, i, _, j, _ in rows} == {
@@ -132,13 +136,7 @@ def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(tmp_path):
         step=dataclasses.replace(job_line.config.step, algorithm="rounds"),
         rounds=RoundsConfig(every_steps=3, delay=2, outer="nesterov", merge="shift"),
     )
-    wanted = train(config, tmp_path / "simulated").state.params
-    shapes = {"params": jax.tree.map(lambda x: x[:2], wanted), "model_state": ()}
-    for number in (0, 1):
-        _, got = read_models(run_dir / f"process-{number}", shapes)
-        for name, x in got["params"].items():
-            own = wanted[name][2 * number : 2 * number + 2]
-            np.testing.assert_allclose(x, own, rtol=0, atol=1e-6)
+    check_trained(run_dir, train(config, tmp_path / "simulated").state.params)
     rows = used(run_dir, 0)
     assert {(step, version) for step, *_, version in rows} == {
         (t, t) for t in (0, 3, 6, 9)

@@ -123,6 +123,43 @@ def build_peers(
       record: called with the spans of each step.
     """
     exchange, place = config.exchange, peer_place(config)
+    bind, book = _bound(config, folder)
+    patience = math.inf if exchange.patience is None else exchange.patience
+    common: dict[str, Any] = {
+        "book": book,
+        "workers": place.workers,
+        "mesh": mesh,
+        "digest": digest(config),
+        "bind": bind,
+        "secret": _secret(config, folder),
+        "record": record,
+    }
+    if exchange.way == "wagma":
+        groups = wagma_groups(config)
+        return gossip.Wagma(
+            local,
+            groups.num_workers,
+            group_size=groups.group_size,
+            period=groups.period,
+            order="atc" if config.step.algorithm == "atc" else "awc",
+            patience=patience or SILENT_SECONDS,
+            used=lambda one: used(as_used(one)),
+            **common,
+        )
+    common |= {"patience": patience, "used": used}
+    if config.step.algorithm == "rounds":
+        return gossip.PeerRounds(local, build_rounds(config, task), **common)
+    elastic = None
+    if exchange.elastic:
+        build = functools.cache(config.topology.build_for)
+        elastic = gossip.Elastic(build, exchange.quorum, exchange.silent_seconds)
+    graph = config.topology.build(config.workers)
+    return gossip.Peers(local, graph, way=exchange.way, elastic=elastic, **common)
+
+
+def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
+    """Where this process listens, and the book in which it finds the others."""
+    exchange, place = config.exchange, peer_place(config)
     bind, book = address_of(exchange.bind), gossip.Folder(folder.parent / "peers")
     if exchange.addresses:
         if len(exchange.addresses) != place.num_processes:
@@ -133,59 +170,13 @@ def build_peers(
         bind = exchange.addresses[place.process]
         # The workers of a process share its address.
         book = gossip.Addresses([x for x in exchange.addresses for _ in place.workers])
-    patience = math.inf if exchange.patience is None else exchange.patience
-    secret = _secret(config, folder)
     if not is_loopback(bind.partition(":")[0]):
         warn(
             f"listens at {bind}: who reaches this process can end it, and who is "
             "between the machines can read and change the models, as nothing is "
             "encrypted; use a private network, see SECURITY.md"
         )
-    options = {"digest": digest(config), "bind": bind, "secret": secret}
-    options["record"] = record
-    if exchange.way == "wagma":
-        groups = wagma_groups(config)
-        return gossip.Wagma(
-            local,
-            groups.num_workers,
-            book,
-            place.workers,
-            mesh,
-            group_size=groups.group_size,
-            period=groups.period,
-            order="atc" if config.step.algorithm == "atc" else "awc",
-            patience=patience or SILENT_SECONDS,
-            used=lambda one: used(as_used(one)),
-            **options,
-        )
-    if config.step.algorithm == "rounds":
-        rounds = build_rounds(config, task)
-        return gossip.PeerRounds(
-            local,
-            rounds,
-            book,
-            place.workers,
-            mesh,
-            patience=patience,
-            used=used,
-            **options,
-        )
-    elastic = None
-    if exchange.elastic:
-        graph = functools.cache(config.topology.build_for)
-        elastic = gossip.Elastic(graph, exchange.quorum, exchange.silent_seconds)
-    return gossip.Peers(
-        local,
-        config.topology.build(config.workers),
-        book,
-        place.workers,
-        mesh,
-        way=exchange.way,
-        patience=patience,
-        used=used,
-        elastic=elastic,
-        **options,
-    )
+    return bind, book
 
 
 def wagma_groups(config: Config) -> gossip.Butterfly:
