@@ -3066,6 +3066,18 @@ MUTANTS = [
     ),
     Mutant(
         "train/launch.py",
+        "if not restarts or CACHE in given:",
+        "if not restarts:",
+        "tests/test_launch.py -k finds_what_was_compiled",
+    ),
+    Mutant(
+        "train/launch.py",
+        ', "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"',
+        "",
+        "tests/test_launch.py -k finds_what_was_compiled",
+    ),
+    Mutant(
+        "train/launch.py",
         "if self.places > self.processes and not self.elastic:",
         "if False:",
         "tests/test_elastic_job.py -k places",

@@ -159,8 +159,9 @@ def test_where_none_is_whole_it_says_so(run_dir):
 def save_and_kill(run_dir, saves):
     """Kills a process that saves, after three saves and `saves` more."""
     command = [sys.executable, str(ROOT / "tests" / "saving.py"), str(run_dir)]
+    env = ENV | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENV, text=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=env, text=True
     ) as process:
         try:
             assert process.stdout is not None

@@ -13,7 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from train.launch import check_port, command_line, environment, main
+from train.launch import (
+    CACHE,
+    cache_of_programs,
+    check_port,
+    command_line,
+    environment,
+    main,
+)
 
 ROOT = Path(__file__).parent.parent
 RUN_JOB = """
@@ -411,6 +418,19 @@ def test_one_process_has_all_gpus():
 def test_what_the_user_has_set_stays():
     given = {"NPROC": "7", "JAX_LOCAL_DEVICE_IDS": "2,3", "HOME": "/root"}
     assert environment(2, 1, given) == {"NPROC": "7", "JAX_LOCAL_DEVICE_IDS": "2,3"}
+
+
+def test_who_is_started_again_finds_what_was_compiled():
+    """In a folder that ends with the launcher, or in the one that the user has set."""
+    code = "import jax; jax.jit(lambda x: x + 1)(1)"
+    with cache_of_programs(restarts=True, given={}) as compiled:
+        plain = {k: v for k, v in os.environ.items() if "CACHE" not in k}
+        subprocess.run([sys.executable, "-c", code], env=plain | compiled, check=True)
+        assert list(Path(compiled[CACHE]).iterdir())
+    assert not Path(compiled[CACHE]).exists()
+    for restarts, given in ((False, {}), (True, {CACHE: "own"})):
+        with cache_of_programs(restarts, given) as compiled:
+            assert compiled == {}
 
 
 def test_a_free_port_is_found():

@@ -7,12 +7,14 @@ train.dbench CONFIG.py` trains a grid of graphs.
 """
 
 import argparse
+import contextlib
 import functools
 import math
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -23,6 +25,7 @@ from train.cli.load import load_config
 from train.job.processes import Process, supervise
 
 MANY = 1000  # Restarts of a process that comes and goes.
+CACHE = "JAX_COMPILATION_CACHE_DIR"
 USAGE = (
     "usage: python -m train.launch --processes N [--port PORT] [--max-restarts K] "
     "[--elastic] {CONFIG.py | --resume RUN} [--field value ...]\n"
@@ -123,13 +126,29 @@ def main(arguments: list[str]) -> int:
             Process(
                 str(i),
                 command_line([module, *rest], options.places, i, free),
-                environment(options.processes, i, os.environ),
+                environment(options.processes, i, os.environ) | compiled,
             )
             for i in range(options.processes)
         ]
 
     asks = functools.cache(lambda: are_peers(rest))
-    return supervise(start, max_restarts, asks, options.grace)
+    with cache_of_programs(max_restarts > 0, os.environ) as compiled:
+        return supervise(start, max_restarts, asks, options.grace)
+
+
+@contextlib.contextmanager
+def cache_of_programs(
+    restarts: bool, given: Mapping[str, str]
+) -> Iterator[dict[str, str]]:
+    """Variables by which a process that is started again compiles nothing again.
+
+    The folder ends with the launcher, and is not in that of the run: programs are code.
+    """
+    if not restarts or CACHE in given:
+        yield {}
+        return
+    with tempfile.TemporaryDirectory("-decentjax", ignore_cleanup_errors=True) as cache:
+        yield {CACHE: cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
 def check_restarts(max_restarts: int, module: str, arguments: Sequence[str]) -> None:
