@@ -3065,6 +3065,24 @@ MUTANTS = [
         "tests/test_chaos.py -k but_for_gaps",
     ),
     Mutant(
+        "train/run/peers.py",
+        "        state, step = _saved_by_peers(folder, begin)",
+        "",
+        "tests/test_peer_job.py -k away_when_the_others",
+    ),
+    Mutant(
+        "train/run/peers.py",
+        "return restore(path, begin.state)._replace(key=begin.state.key), step",
+        "return restore(path, begin.state), step",
+        "tests/test_peer_job.py -k away_when_the_others",
+    ),
+    Mutant(
+        "train/run/peers.py",
+        "if x[0] > begin.step), reverse=True",
+        "if x[0] > begin.step)",
+        "tests/test_peer_job.py -k away_when_the_others",
+    ),
+    Mutant(
         "train/launch.py",
         "if not restarts or CACHE in given:",
         "if not restarts:",

@@ -381,6 +381,28 @@ def test_a_process_alone_trains_and_when_started_again_goes_on(
     assert "asks its peers" not in capsys.readouterr().out
 
 
+def test_who_was_away_when_the_others_ended_goes_on_with_what_they_saved(
+    tmp_path, monkeypatch, capsys
+):
+    """Else its model, which nobody has mixed, would be a part of the result."""
+    monkeypatch.setattr(peers, "JOIN_SECONDS", 0.2)
+    saved = train(as_process(1, 2), tmp_path).state
+    others = find_checkpoints(tmp_path / "process-1").steps
+    assert list(others) == [15, 20]
+    (damaged,) = others[20].glob("state/ocdbt.process_0/manifest.ocdbt")
+    damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
+    late = train(as_process(0, 2), tmp_path)
+    said = capsys.readouterr()
+    assert "goes on with the model that a peer has saved at step 15, " in said.out
+    assert f"warning: {others[20]} is damaged" in said.err
+    assert late.step == 20
+    # It has the peer's moments too, and a random key of its own.
+    assert not np.array_equal(late.state.key, saved.key)
+    of_late = [x["loss"] for x in read_metrics(tmp_path / "process-0") if "loss" in x]
+    assert len(of_late) == 5
+    assert max(of_late) < 1  # A model that begins has 2.3.
+
+
 def test_what_was_used_stays_known_up_to_the_step_where_a_run_goes_on(tmp_path):
     watch = peers.Watch(as_process(1, 2))
     begun = functools.partial(watch.opened, tmp_path, peers=None)

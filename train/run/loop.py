@@ -274,7 +274,8 @@ def _prepare(
         # Of an elastic run any process may be the newcomer.
         if (is_late or config.exchange.elastic) and begin.step <= last:
             log.note(begin.step, began=round(time.time(), 3))
-            begin = join(train_step, begin, batches, put, last, log, is_late)
+            others = train_step, begin, batches, put, last, log, run_dir
+            begin = join(*others, is_late=is_late)
             log.forget(begin.step)
         stack.enter_context(watch.opened(run_dir, begin.step, train_step))
     observer = Observer(config, task, mesh, begin.step, means, log, watch)
@@ -282,7 +283,7 @@ def _prepare(
     take_in = None
     if isinstance(train_step, gossip.Peers) and config.exchange.elastic:
         assert log is not None
-        others = train_step, batches, put, config.num_steps - 1, log, stop
+        others = train_step, batches, put, config.num_steps - 1, log, run_dir, stop
         take_in = functools.partial(admit, *others)
     peer_seconds = config.distributed.timeout_seconds
     checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept, peer_seconds)

@@ -19,7 +19,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from decentjax import gossip
+from decentjax import WorkerState, gossip
 from decentjax.topology import butterfly_groups, matrices
 from train.cli.config_json import read_fields, to_json
 from train.config import Config
@@ -28,7 +28,7 @@ from train.job.peers import address_of, peer_place
 from train.job.rendezvous import is_loopback
 from train.job.secret import read_secret, shared_secret
 from train.run.build import LocalUpdate, PeerStep
-from train.run.checkpoint import find_checkpoints
+from train.run.checkpoint import find_checkpoints, restore, verify
 from train.run.finite import WatchState
 from train.run.folder import check_links, process_folders, writing
 from train.run.log import METRICS, Log, warn
@@ -202,11 +202,13 @@ def join(
     put: Callable[[Any], Any],
     last: int,
     log: Log,
+    folder: Path,
     is_late: bool = True,
 ) -> Begin:
     """Returns where a process that was started again goes on: where its peers are.
 
-    One of rounds goes on from its own checkpoint, as their outer state does not travel.
+    Where none lives, it goes on from what one has saved, if that is further. One of
+    rounds goes on from its own checkpoint, as their outer state does not travel.
 
     Args:
       peers: the step.
@@ -215,6 +217,7 @@ def join(
       put: function that places a batch.
       last: latest step at which it can go on.
       log: log of this process.
+      folder: folder of this process.
       is_late: whether others must have gone on; else it may well be the first.
     """
     if isinstance(peers, gossip.PeerRounds):
@@ -226,6 +229,11 @@ def join(
     state, step = peers.join(
         begin.state, batch, STATE_SECONDS, begin.step, alone=seconds
     )
+    whose = "a peer's model"
+    if step is None:
+        # Else one who was away at the end would end with a model that nobody has mixed.
+        whose = "the model that a peer has saved"
+        state, step = _saved_by_peers(folder, begin)
     batches.set_step(begin.step)
     if step is None:
         why = "no peer is further, or has answered in time"
@@ -234,10 +242,27 @@ def join(
     step = min(step, last)
     batches.set_step(step)
     moved = distance(state.params, begin.state.params)
-    log.say(f"goes on with a peer's model at step {step}, {moved:.3g} from its own")
+    log.say(f"goes on with {whose} at step {step}, {moved:.3g} from its own")
     log.note(step, joined_after=begin.step, moved=moved)
     state = state._replace(opt_state=_at_step(state.opt_state, step))
     return begin._replace(step=step, state=state)
+
+
+def _saved_by_peers(folder: Path, begin: Begin) -> tuple[WorkerState, int | None]:
+    """The newest state that another process has saved, with the own random key.
+
+    The own state and None where none is whole and further.
+    """
+    others = [x for x in process_folders(folder.parent) if x != folder]
+    saved = [one for x in others for one in find_checkpoints(x).steps.items()]
+    for step, path in sorted((x for x in saved if x[0] > begin.step), reverse=True):
+        try:
+            verify(path)
+        except ValueError as error:
+            warn(f"{path} {error}")
+        else:
+            return restore(path, begin.state)._replace(key=begin.state.key), step
+    return begin.state, None
 
 
 def distance(models: Any, others: Any) -> float:
@@ -255,6 +280,7 @@ def admit(
     put: Callable[[Any], Any],
     last: int,
     log: Log,
+    folder: Path,
     stop: Stop,
     begin: Begin,
 ) -> Begin:
@@ -269,7 +295,7 @@ def admit(
         time.sleep(WAIT_SECONDS)
     if not stop.stopped and peers.was_away():
         log.say(f"step {begin.step}: was away, while others may have gone on")
-        return join(peers, begin, batches, put, last, log)
+        return join(peers, begin, batches, put, last, log, folder)
     return begin
 
 
