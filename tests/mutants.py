@@ -3083,6 +3083,12 @@ MUTANTS = [
         "tests/test_peer_job.py -k away_when_the_others",
     ),
     Mutant(
+        "train/run/checkpoint.py",
+        "    if lost is not None:",
+        "    if False:",
+        "tests/test_checkpoint.py -k no_disk_is_the_reason",
+    ),
+    Mutant(
         "train/launch.py",
         "if not restarts or CACHE in given:",
         "if not restarts:",

@@ -190,6 +190,13 @@ def test_killed_while_saving_all_that_is_listed_is_whole(tmp_path):
     assert torn >= 5
 
 
+def test_where_an_exchange_has_failed_no_disk_is_the_reason():
+    place = "[external/gloo/gloo/transport/tcp/pair.cc:1] "
+    error = ValueError(f"INTERNAL: Gloo sendrecv failed: {place}Connection reset")
+    wanted = "lost a peer: Gloo sendrecv failed: Connection reset"
+    assert checkpoint._reason(error) == wanted
+
+
 def test_a_barrier_whose_coordinator_is_out_of_reach_ends(monkeypatch):
     monkeypatch.setattr(checkpoint, "BARRIER_SECONDS", 0.1)
     asked, ever = [], threading.Event()

@@ -311,16 +311,25 @@ def _client() -> Any:
     return internals.global_state.client
 
 
+def lost_peer(error: BaseException) -> str | None:
+    """A sentence for an error that a lost peer has caused; None for any other."""
+    # They have no class of their own: jax raises some as a ValueError.
+    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+        return None
+    lost = re.search(r"([Gg]loo|[Cc]oordination service).*", str(error))
+    if lost is None:
+        return None
+    # Not the place in Gloo's source.
+    reason = re.sub(r"\[external/\S+\] ", "", lost[0])
+    where = [f"{note}, " for note in getattr(error, "__notes__", [])]
+    return "".join(["lost a peer: ", *where, reason])
+
+
 def _explain(error: BaseException) -> str:
     """A sentence for an expected error, else a traceback."""
-    # What a lost peer causes has no class of its own: jax raises some as a ValueError.
-    if isinstance(error, jax.errors.JaxRuntimeError | ValueError):
-        lost = re.search(r"([Gg]loo|[Cc]oordination service).*", str(error))
-        if lost:
-            # Not the place in Gloo's source.
-            reason = re.sub(r"\[external/\S+\] ", "", lost[0])
-            where = [f"{note}, " for note in getattr(error, "__notes__", [])]
-            return "".join(["lost a peer: ", *where, reason])
+    lost = lost_peer(error)
+    if lost is not None:
+        return lost
     if isinstance(error, SystemExit):
         return str(error)
     trace = "failed:\n" + "".join(traceback.format_exception(error)).rstrip()

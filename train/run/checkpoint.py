@@ -29,7 +29,7 @@ from decentjax import WorkerState
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
 from train.config import Config
-from train.job.distributed import gather
+from train.job.distributed import gather, lost_peer
 from train.run.log import warn
 from train.run.manifest import check_files, write_manifest
 
@@ -421,6 +421,9 @@ def _reason(error: Exception) -> str:
     """The file system's reason in a few words, if there is one."""
     if isinstance(error, TimeoutError):
         return "lost a peer: not all processes have written their parts in time"
+    lost = lost_peer(error)  # What is saved comes from an exchange that has failed.
+    if lost is not None:
+        return lost
     # Errors of tensorstore are ValueErrors that quote the system's message.
     text = str(error)
     for reason in map(os.strerror, REASONS):
