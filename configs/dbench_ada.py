@@ -1,6 +1,6 @@
 """Digits, 64 workers: Ada, a ring lattice that loses two neighbours per epoch.
 
-Command: `python -m train configs/dbench_ada.py`; beside the others, as in
+Command: `decentjax train configs/dbench_ada.py`; beside the others, as in
 dbench_digits.py, where the results are.
 """
 

@@ -1,6 +1,6 @@
 """Digits, 64 workers: Ada in a closed loop, which holds a dispersion.
 
-Command: `python -m train configs/dbench_ada_closed.py`; beside the others, as in
+Command: `decentjax train configs/dbench_ada_closed.py`; beside the others, as in
 dbench_digits.py, where the results are.
 """
 

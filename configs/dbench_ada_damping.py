@@ -1,6 +1,6 @@
 """Digits, 64 workers: DSGD-AC, a mixing factor that falls with the rate.
 
-Command: `python -m train configs/dbench_ada_damping.py`; beside the others, as in
+Command: `decentjax train configs/dbench_ada_damping.py`; beside the others, as in
 dbench_digits.py, where the results are.
 """
 

@@ -1,6 +1,6 @@
 """Digits, 64 workers: a ring, and one mean of all models at the last step.
 
-Command: `python -m train configs/dbench_ada_merged.py`; beside the others, as in
+Command: `decentjax train configs/dbench_ada_merged.py`; beside the others, as in
 dbench_digits.py, where the results are.
 """
 

@@ -1,6 +1,6 @@
 """Handwritten digits for `train.dbench`: decentralized SGD, 64 workers in nodes of 8.
 
-Command: `python -m train.dbench configs/dbench_digits.py --workers 64 --graphs
+Command: `decentjax dbench configs/dbench_digits.py --workers 64 --graphs
 all_reduce complete exponential torus ring thinning holding damping merged ring@10
 --tune optimizer.learning-rate 0.1 0.3 1 3`
 """

@@ -2,10 +2,10 @@
 
 The paper's Table 3 in small: 32 workers as 4 nodes of 8, local batches of 2.
 
-Command: `python -m train.compare configs/digits_*.py --seeds 3 --score training_loss`
+Command: `decentjax compare configs/digits_*.py --seeds 3 --score training_loss`
 Hardware: 2 cores of an AMD EPYC; all workers and seeds simulated on one device.
 Wall time: 34 to 67 s a config, for three seeds together, beside other work; 62 s for
-one run by `python -m train`, report included (Python 3.11, jax 0.10.2).
+one run by `decentjax train`, report included (Python 3.11, jax 0.10.2).
 Result: training loss and held-out top-1 of the mean model, +- two standard deviations
 
     allreduce           0.5365 +- 0.0025   98.89 +- 0.00 %

@@ -1,7 +1,7 @@
 """GPT-2 small (nanoGPT's: vocabulary 50304, no bias), to look at before it is run.
 
 Its text is the Python standard library's, as bytes, which is too little for it.
-Command: `python -m train.preflight configs/gpt2_small.py --target h100 --nodes 126
+Command: `decentjax preflight configs/gpt2_small.py --target h100 --nodes 126
 --gpus-per-node 8 --topology.name hierarchical --topology.between one_peer_ring --figure
 configs/gpt2_small.svg`; the tuned all-reduce with `--step.algorithm all_reduce
 --topology.name complete --step.xla-options

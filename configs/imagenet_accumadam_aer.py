@@ -1,8 +1,8 @@
 """ImageNet-1K, ResNet-50: AccumAdam, alternating exponential ring.
 
-Data: `python -m train.prepare imagenet --archives FOLDER`
-Command: `srun python -m train configs/imagenet_accumadam_aer.py
---distributed.enabled`, then `python -m train.evaluate runs/imagenet_accumadam_aer`.
+Data: `decentjax prepare imagenet --archives FOLDER`
+Command: `srun decentjax train configs/imagenet_accumadam_aer.py
+--distributed.enabled`, then `decentjax evaluate runs/imagenet_accumadam_aer`.
 Hardware: 32 GPUs, 4 nodes of 8.
 Paper: 76.54 / 93.18 / 1.836 top-1 / top-5 / last epoch's training loss (Table 3).
 Ours: not measured; neither the data nor GPUs were available.

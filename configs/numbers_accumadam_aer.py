@@ -2,10 +2,10 @@
 
 The paper's Table 2 in small: local batches of two or three lines, on 4 nodes.
 
-Command: `python -m train.compare configs/numbers_*.py --seeds 3`
+Command: `decentjax compare configs/numbers_*.py --seeds 3`
 Hardware: 2 cores of an AMD EPYC; all workers and seeds simulated on one device.
 Wall time: 105 to 220 s a config, for three seeds together, beside other work; 135 s for
-one run by `python -m train`, translations included (Python 3.11, jax 0.10.2).
+one run by `decentjax train`, translations included (Python 3.11, jax 0.10.2).
 Result: of the mean model, held-out loss in nats per token, BLEU and exact matches of
 the test set, +- two standard deviations
 

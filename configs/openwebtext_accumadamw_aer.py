@@ -1,8 +1,8 @@
 """OpenWebText, GPT-2 small: AccumAdamW, alternating exponential ring.
 
 Data: nanoGPT's `train.bin` and `val.bin` in data/openwebtext, or from text files
-`python -m train.prepare text FILE ... --vocabulary 50257 --out data/openwebtext`
-Command: `srun python -m train configs/openwebtext_accumadamw_aer.py
+`decentjax prepare text FILE ... --vocabulary 50257 --out data/openwebtext`
+Command: `srun decentjax train configs/openwebtext_accumadamw_aer.py
 --distributed.enabled`
 Hardware: 16 GPUs, 4 nodes of 4.
 Paper: held-out loss 2.841 decentralized, 2.846 with all-reduce, as far as it can be

@@ -2,7 +2,7 @@
 
 The learning rate is that of D-PSGD, `wagma_digits_dpsgd.py`.
 
-Command: `python -m train.launch --processes 4 configs/peers_adpsgd.py`
+Command: `decentjax launch --processes 4 configs/peers_adpsgd.py`
 """
 
 import dataclasses

@@ -2,7 +2,7 @@
 
 `wagma_digits_sgp2.py` from peer to peer: a message that is late counts when it comes.
 
-Command: `python -m train.launch --processes 4 configs/peers_sgp.py`
+Command: `decentjax launch --processes 4 configs/peers_sgp.py`
 """
 
 import dataclasses

@@ -2,10 +2,10 @@
 
 `wagma_digits.py` from peer to peer: of a late worker a group takes an older model.
 
-Command: `python -m train.launch --processes 4 configs/peers_wagma.py`, 16 workers in
+Command: `decentjax launch --processes 4 configs/peers_wagma.py`, 16 workers in
 each of four processes. Simulated, with two late workers in each step as in the second
 paper:
-`python -m train.compare configs/peers_wagma.py --clock.compute 390ms
+`decentjax compare configs/peers_wagma.py --clock.compute 390ms
 --clock.late-workers 2 --clock.late-by 320ms`
 """
 

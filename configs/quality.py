@@ -1,10 +1,10 @@
 """A byte-level GPT of a million parameters, four nodes of one worker: DAdamW.
 
 The models are averaged in pairs on the alternating exponential ring. The methods of
-`python -m train.bench quality` are this config and those named quality_*.
+`decentjax bench quality` are this config and those named quality_*.
 
-Command: `python -m train configs/quality.py`, and for all methods
-`python -m train.bench quality`
+Command: `decentjax train configs/quality.py`, and for all methods
+`decentjax bench quality`
 """
 
 from train.config import (

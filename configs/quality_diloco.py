@@ -10,6 +10,6 @@ config = dataclasses.replace(
     name="quality_diloco",
     topology=TopologyConfig(name="complete"),
     step=dataclasses.replace(quality.step, algorithm="rounds"),
-    rounds=RoundsConfig(every_steps=20, outer="nesterov"),
-    optimizer=dataclasses.replace(quality.optimizer, learning_rate=5e-3),
+    rounds=RoundsConfig(every_steps=20, outer="nesterov", momentum=0.5),
+    optimizer=dataclasses.replace(quality.optimizer, learning_rate=2.5e-3),
 )

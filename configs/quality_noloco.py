@@ -11,5 +11,5 @@ config = dataclasses.replace(
     topology=TopologyConfig(name="random_matching"),
     step=dataclasses.replace(quality.step, algorithm="rounds"),
     rounds=RoundsConfig(every_steps=20, outer="heavy_ball", momentum=0.5),
-    optimizer=dataclasses.replace(quality.optimizer, learning_rate=5e-3),
+    optimizer=dataclasses.replace(quality.optimizer, learning_rate=2.5e-3),
 )

@@ -1,4 +1,4 @@
-"""The million parameters of `configs/quality.py`: peers who mix what has come."""
+"""The million parameters of `configs/quality.py`: peers who wait up to 5 s."""
 
 import dataclasses
 
@@ -8,5 +8,5 @@ from train.config import ExchangeConfig
 config = dataclasses.replace(
     quality,
     name="quality_peers",
-    exchange=ExchangeConfig(where="peers"),
+    exchange=ExchangeConfig(where="peers", patience=5.0),
 )

@@ -1,6 +1,6 @@
 """A byte-level GPT on the Python standard library, 8 workers as 2 nodes of 4.
 
-Command: `python -m train configs/quickstart.py`
+Command: `decentjax train configs/quickstart.py`
 Hardware: 2 cores of an AMD EPYC; all workers simulated on one device.
 Wall time: 55 to 85 s, compilation, evaluation and report included, the latter beside
 other work (Python 3.11, jax 0.10.2).

@@ -1,6 +1,6 @@
 """The quickstart with AccumAdamW: the moments move once in two steps.
 
-Command: `python -m train configs/quickstart_accum.py`
+Command: `decentjax train configs/quickstart_accum.py`
 Hardware: as in quickstart.py.
 Wall time: 89 s, beside other work.
 Result: 2.279 held-out bits per byte of the mean model, 2.279 to 2.280 of single

@@ -1,6 +1,6 @@
 """The quickstart with all-reduce: every step averages the gradients of all workers.
 
-Command: `python -m train configs/quickstart_allreduce.py`
+Command: `decentjax train configs/quickstart_allreduce.py`
 Hardware: as in quickstart.py.
 Wall time: 49 s.
 Result: 2.195 held-out bits per byte of the one model that all workers share.

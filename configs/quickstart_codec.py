@@ -1,6 +1,6 @@
 """The quickstart on a graph of single workers, whose messages are encoded.
 
-Command: `python -m train.compare configs/quickstart_codec.py --seeds 3
+Command: `decentjax compare configs/quickstart_codec.py --seeds 3
 --vary rounds.codec none int8 int4`
 Hardware: 2 cores of an AMD EPYC; all workers and seeds simulated on one device.
 Result: 2.259 +- 0.012, 2.258 +- 0.020 and 2.454 +- 0.038 held-out bits per byte.

@@ -1,6 +1,6 @@
 """The quickstart with DiLoCo: AdamW alone for 50 steps, then Nesterov's outer step.
 
-Command: `python -m train configs/quickstart_diloco.py`
+Command: `decentjax train configs/quickstart_diloco.py`
 """
 
 import dataclasses

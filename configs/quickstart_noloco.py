@@ -1,6 +1,6 @@
 """The quickstart with NoLoCo: AdamW alone for 50 steps, then an outer step in pairs.
 
-Command: `python -m train configs/quickstart_noloco.py`
+Command: `decentjax train configs/quickstart_noloco.py`
 """
 
 import dataclasses

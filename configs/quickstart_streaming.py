@@ -1,6 +1,6 @@
 """The quickstart with streaming DiLoCo: four fragments, each hidden behind five steps.
 
-Command: `python -m train configs/quickstart_streaming.py`
+Command: `decentjax train configs/quickstart_streaming.py`
 """
 
 import dataclasses

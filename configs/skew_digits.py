@@ -1,6 +1,6 @@
 """Digits dealt unevenly, Dirichlet(0.1): SGD with momentum, 16 workers on a ring.
 
-Command: `python -m train.compare configs/skew_digits*.py --seeds 3
+Command: `decentjax compare configs/skew_digits*.py --seeds 3
 --tune optimizer.learning-rate 0.001 0.003 0.01 0.03 0.1 0.3 1`
 """
 

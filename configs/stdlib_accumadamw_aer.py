@@ -2,7 +2,7 @@
 
 Local batches of one window, 16 workers as 4 nodes of 4.
 
-Command: `python -m train.compare configs/stdlib_*.py --seeds 3`
+Command: `decentjax compare configs/stdlib_*.py --seeds 3`
 Hardware: 2 cores of an AMD EPYC; all workers and seeds simulated on one device.
 Wall time: 148 to 279 s a config, for three seeds together, beside other work (Python
 3.11, jax 0.10.2).

@@ -2,11 +2,11 @@
 
 The second paper's 64 workers and groups of 8 in small, with local batches of 2.
 
-Command: `python -m train.compare configs/wagma_digits*.py --seeds 5 --score
+Command: `decentjax compare configs/wagma_digits*.py --seeds 5 --score
 training_loss`
 Hardware: 2 cores of an AMD EPYC; all workers and seeds simulated on one device.
 Wall time: 109 to 284 s a config, for five seeds together, beside much other work; 88 s
-for one run by `python -m train`, report included (Python 3.11, jax 0.10.2).
+for one run by `decentjax train`, report included (Python 3.11, jax 0.10.2).
 Result: training loss and held-out top-1 of the mean model, +- two standard deviations
 
     allreduce     0.5425 +- 0.0077   98.94 +- 1.74 %

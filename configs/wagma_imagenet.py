@@ -1,8 +1,8 @@
 """ImageNet-1K, ResNet-50: WAGMA-SGD, the mean of all models every 10 steps.
 
-Data: `python -m train.prepare imagenet --archives FOLDER`
-Command: `srun python -m train configs/wagma_imagenet.py --distributed.enabled`, then
-`python -m train.evaluate runs/wagma_imagenet`.
+Data: `decentjax prepare imagenet --archives FOLDER`
+Command: `srun decentjax train configs/wagma_imagenet.py --distributed.enabled`, then
+`decentjax evaluate runs/wagma_imagenet`.
 Hardware: 64 GPUs, one on each node.
 Paper: top-1 75.3 % in 231 minutes, two random workers 320 ms late at each step. There
 all-reduce has 75.9 %, local SGD 75.6 % (mean at each step), SGP with two peers 74.8 %,

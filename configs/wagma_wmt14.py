@@ -1,9 +1,9 @@
 """WMT14 English to German, Transformer base: WAGMA-SGD, the mean of all every 8 steps.
 
-Data: `python -m train.prepare wmt14 --pair de-en --vocabulary 37120 --out
+Data: `decentjax prepare wmt14 --pair de-en --vocabulary 37120 --out
 data/wmt14_de-en`
-Command: `srun python -m train configs/wagma_wmt14.py --distributed.enabled`, then
-`python -m train.evaluate runs/wagma_wmt14`.
+Command: `srun decentjax train configs/wagma_wmt14.py --distributed.enabled`, then
+`decentjax evaluate runs/wagma_wmt14`.
 Hardware: 16 GPUs, one on each node.
 Paper, on WMT17 and therefore no target here: uncased BLEU 26.12 in 706 minutes. There
 SGP with two peers has 26.01, local SGD (mean at each step) 25.98, SGP with one peer

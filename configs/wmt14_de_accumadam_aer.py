@@ -1,9 +1,9 @@
 """WMT14 English to German, Transformer base: AccumAdam, alternating exponential ring.
 
-Data: `python -m train.prepare wmt14 --pair de-en --vocabulary 37120 --out
+Data: `decentjax prepare wmt14 --pair de-en --vocabulary 37120 --out
 data/wmt14_de-en`
-Command: `srun python -m train configs/wmt14_de_accumadam_aer.py
---distributed.enabled`, then `python -m train.evaluate runs/wmt14_de_accumadam_aer`.
+Command: `srun decentjax train configs/wmt14_de_accumadam_aer.py
+--distributed.enabled`, then `decentjax evaluate runs/wmt14_de_accumadam_aer`.
 Hardware: 16 GPUs, 4 nodes of 4.
 Paper: 27.71 ± 0.09 / 0.5481 BLEU / METEOR (Table 2, 16 workers).
 Ours: not measured; neither the data nor GPUs were available.

@@ -1,9 +1,9 @@
 """WMT14 English to French, Transformer big: AccumAdam, alternating exponential ring.
 
-Data: `python -m train.prepare wmt14 --pair fr-en --vocabulary 32000 --out
+Data: `decentjax prepare wmt14 --pair fr-en --vocabulary 32000 --out
 data/wmt14_fr-en`
-Command: `srun python -m train configs/wmt14_fr_accumadam_aer.py
---distributed.enabled`, then `python -m train.evaluate runs/wmt14_fr_accumadam_aer`.
+Command: `srun decentjax train configs/wmt14_fr_accumadam_aer.py
+--distributed.enabled`, then `decentjax evaluate runs/wmt14_fr_accumadam_aer`.
 Hardware: 16 GPUs, 4 nodes of 4.
 Paper: 46.05 ± 0.03 / 0.6715 BLEU / METEOR (Table 2, 16 workers).
 Ours: not measured; neither the data nor GPUs were available.

@@ -7,7 +7,7 @@ few neighbours while it computes its gradient, and waits for no other worker.
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from decentjax import (
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
         codec,
         compression,
         dispersion,
+        distributed,
         gossip,
         methods,
         overlap,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         tracking_step,
     )
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
+    from decentjax.loss import LossFn, compute_in
     from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
     from decentjax.optim import (
         ScaleByAccumAdamState,
@@ -57,13 +59,11 @@ if TYPE_CHECKING:
     from decentjax.step import (
         AXIS,
         DecentralizeState,
-        LossFn,
         WorkerState,
         adapt,
         all_reduce_step,
         atc_step,
         awc_step,
-        compute_in,
         init_state,
     )
 
@@ -97,6 +97,7 @@ __all__ = [
     "decentralize_atc",
     "decentralize_rounds",
     "dispersion",
+    "distributed",
     "exact_diffusion",
     "global_mean",
     "gossip",
@@ -129,6 +130,7 @@ _MODULES = (
     "codec",
     "compression",
     "dispersion",
+    "distributed",
     "gossip",
     "methods",
     "overlap",
@@ -142,6 +144,7 @@ _MODULES = (
 _CORE = (
     "exchange",
     "mixing",
+    "loss",
     "step",
     "placement",
     "rounds",

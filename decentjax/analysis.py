@@ -10,6 +10,7 @@ from decentjax.exchange import (
     Groups,
     Topology,
     apply,
+    check_topology,
     count_nodes,
     messages_of,
     workers_of,
@@ -58,6 +59,12 @@ def stages(exchange: Exchange) -> tuple[Transfer, ...]:
     ring, see `ring_all_reduce`. With nodes of L > 1 workers the exchange has levels: a
     reduce-scatter inside each node, the exchange between nodes of 1/L of the model per
     worker, and an all-gather inside each node.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> (transfer,) = analysis.stages(topology.one_peer_ring(4)[0])
+      >>> print(transfer.senders, transfer.receivers, transfer.part)
+      [0 1 2 3] [1 0 3 2] 1.0
     """
     local, between = exchange.workers_per_node, exchange.between
     if isinstance(between, Groups):
@@ -81,13 +88,24 @@ def ring_all_reduce(size: int) -> tuple[float, int]:
 
     `2 (S - 1) / S` in `2 (S - 1)` rounds, as a reduce-scatter and an all-gather on a
     ring send it; 0 in 0 rounds for one member.
+
+    Examples:
+      >>> from decentjax import analysis
+      >>> analysis.ring_all_reduce(4)
+      (1.5, 6)
     """
     rounds = 2 * (size - 1)
     return rounds / size, rounds
 
 
 def spectral_gap(topology: Topology) -> float:
-    """Returns 1 - |lambda_2| of the product of the mixing matrices over a period."""
+    """Returns 1 - |lambda_2| of the product of the mixing matrices over a period.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> round(analysis.spectral_gap(topology.ring(8)), 3)
+      0.195
+    """
     eigenvalues = np.sort(np.abs(np.linalg.eigvals(_period_product(topology))))
     return float(1 - eigenvalues[-2]) if len(eigenvalues) > 1 else 1.0
 
@@ -97,6 +115,13 @@ def consensus_factor(topology: Topology) -> float:
 
     `max_x |W_P ... W_1 x - mean| / |x - mean| = |W_P ... W_1 - J/N|_2`, in [0, 1]: 0
     if a period makes the mean exact, 1 if some disagreement never decreases.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> round(analysis.consensus_factor(topology.ring(8)), 3)
+      0.805
+      >>> round(analysis.consensus_factor(topology.hypercube(8)), 3)
+      0.0
     """
     product = _period_product(topology)
     return float(np.linalg.norm(product - 1 / topology.num_workers, 2))
@@ -108,7 +133,15 @@ def exact_after(topology: Topology) -> int | None:
     Simulates the first max(2 periods, N) exchanges on random models. The distance to
     the mean must drop to rounding error in one exchange, not gradually, so a damping
     factor within 1e-6 of 1 counts as exact.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> analysis.exact_after(topology.hypercube(8))
+      3
+      >>> print(analysis.exact_after(topology.ring(8)))
+      None
     """
+    check_topology(topology)
     values = np.random.default_rng(0).standard_normal((topology.num_workers, 8))
     values -= values.mean(0)
     distance = np.abs(values).max()
@@ -136,7 +169,15 @@ def traffic(
 
     Raises:
       ValueError: if `workers_per_node` does not divide the number of workers.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> graph = topology.ring(8)
+      >>> (sent,) = analysis.traffic(graph, model_bytes=100, workers_per_node=4)
+      >>> print(sent.messages[0], sent.worker_bytes[0], sent.node_bytes)
+      2 200.0 [200. 200.]
     """
+    check_topology(topology)
     if workers_per_node is None:
         workers_per_node = topology[0].workers_per_node
     count_nodes(topology.num_workers, workers_per_node)  # Raises.
@@ -147,6 +188,7 @@ def traffic(
 
 
 def _period_product(topology: Topology) -> np.ndarray:
+    check_topology(topology)
     product = np.eye(topology.num_workers)
     for exchange in topology:
         product = apply(exchange, product)

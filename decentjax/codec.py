@@ -55,6 +55,14 @@ def int8(block: int = 256) -> Codec:
     Raises:
       ValueError: if the block is empty.
 
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import codec
+      >>> int8, x = codec.int8(), jnp.array([0.0, 1.0, -127.0])
+      >>> message = int8.encode(x, jax.random.key(0))
+      >>> print(message[0], int8.decode(message, x.shape))
+      [   0    1 -127] [   0.    1. -127.]
+
     Source: the quantization of Alistarh et al., QSGD (2017), by blocks.
     """
     _check_block(block)
@@ -79,6 +87,11 @@ def int4(block: int = 64) -> Codec:
 
     Raises:
       ValueError: if the block is empty.
+
+    Examples:
+      >>> from decentjax import codec
+      >>> codec.num_bytes(codec.int4(block=64), (64,))
+      36
     """
     return _packed(4, block, _uniform)
 
@@ -95,6 +108,13 @@ def int2(block: int = 64) -> Codec:
 
     Raises:
       ValueError: if the block is empty.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import codec
+      >>> int2, x = codec.int2(), jnp.array([0.1, -1.0, 0.6, 0.4])
+      >>> print(int2.decode(int2.encode(x, jax.random.key(0)), x.shape))
+      [ 0. -1.  1.  0.]
     """
     return _packed(2, block, _half)
 
@@ -111,6 +131,13 @@ def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec
 
     Raises:
       ValueError: if these are other numbers.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import codec
+      >>> half, x = codec.top_k(0.5), jnp.array([0.1, -1.0, 0.6, 0.4])
+      >>> print(half.decode(half.encode(x, jax.random.key(0)), x.shape))
+      [ 0.  -1.   0.6  0. ]
 
     Source: Stich et al., Sparsified SGD with Memory (2018); in blocks, which are faster
     to search, as in SparseLoCo.
@@ -141,7 +168,13 @@ def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec
 
 
 def exact() -> Codec:
-    """Sends each leaf as it is; for comparison."""
+    """Sends each leaf as it is; for comparison.
+
+    Examples:
+      >>> from decentjax import codec
+      >>> [codec.num_bytes(one, (1000,)) for one in (codec.exact(), codec.int8())]
+      [4000, 1016]
+    """
     return Codec("exact", lambda x, key: (x,), lambda message, shape: message[0])
 
 
@@ -154,6 +187,14 @@ def on_shards(codec: Codec, sharding: NamedSharding) -> Codec:
     Args:
       codec: the codec of each shard.
       sharding: where the shards of one worker's leaf lie.
+
+    Examples:
+      >>> import jax
+      >>> from jax.sharding import NamedSharding, PartitionSpec
+      >>> from decentjax import codec
+      >>> mesh = jax.make_mesh((1, 1), ("workers", "model"))
+      >>> sharding = NamedSharding(mesh, PartitionSpec("model", None))
+      >>> int8_of_shards = codec.on_shards(codec.int8(), sharding)
     """
     axes = axes_of(sharding)
     if not axes:
@@ -174,7 +215,16 @@ def on_shards(codec: Codec, sharding: NamedSharding) -> Codec:
 
 
 def axes_of(sharding: NamedSharding) -> tuple[str, ...]:
-    """The axes of the mesh over which a leaf is cut."""
+    """The axes of the mesh over which a leaf is cut.
+
+    Examples:
+      >>> import jax
+      >>> from jax.sharding import NamedSharding, PartitionSpec
+      >>> from decentjax import codec
+      >>> mesh = jax.make_mesh((1, 1), ("workers", "model"))
+      >>> codec.axes_of(NamedSharding(mesh, PartitionSpec(None, "model")))
+      ('model',)
+    """
     parts = [x if isinstance(x, tuple) else (x,) for x in sharding.spec if x]
     return tuple(axis for part in parts for axis in part)
 
@@ -186,6 +236,13 @@ def empty_message(codec: Codec, leaf: jax.Array, sharding: Any) -> Message:
       codec: the codec of the leaf, or of each shard.
       leaf: the leaf.
       sharding: where its shards lie, or None.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import codec
+      >>> levels, scales = codec.empty_message(codec.int8(), jnp.ones(300), None)
+      >>> levels.shape, scales.shape
+      ((300,), (2,))
     """
     shape, count = leaf.shape, 1
     if sharding is not None:
@@ -196,7 +253,13 @@ def empty_message(codec: Codec, leaf: jax.Array, sharding: Any) -> Message:
 
 
 def num_bytes(codec: Codec, shape: tuple[int, ...]) -> int:
-    """Returns the size of an encoded float32 leaf, in bytes."""
+    """Returns the size of an encoded float32 leaf, in bytes.
+
+    Examples:
+      >>> from decentjax import codec
+      >>> codec.num_bytes(codec.top_k(0.01), (1000, 1000))
+      60270
+    """
     leaf = jax.ShapeDtypeStruct(shape, jnp.float32)
     message = jax.eval_shape(codec.encode, leaf, jax.random.key(0))
     return sum(x.size * x.dtype.itemsize for x in message)
@@ -228,6 +291,18 @@ def mix_encoded(
     Raises:
       ValueError: if the exchange has nodes of several workers, or the axis another
         size.
+
+    Examples:
+      >>> import functools
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import codec, topology
+      >>> average = functools.partial(
+      ...     codec.mix_encoded, codec=codec.exact(), axis_name="workers"
+      ... )
+      >>> def worker(x):
+      ...     return x + average({0: (x, (x,))}, topology.complete(2)[0])[0]
+      >>> print(jax.vmap(worker, axis_name="workers")(jnp.array([1.0, 3.0])))
+      [2. 2.]
     """
     check_encodable(exchange)
     check_size(exchange, axis_name)
@@ -272,6 +347,18 @@ def mean_encoded(
 
     Raises:
       ValueError: if the axis has another size.
+
+    Examples:
+      >>> import functools
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import codec, topology
+      >>> mean = functools.partial(
+      ...     codec.mean_encoded, codec=codec.exact(), axis_name="workers"
+      ... )
+      >>> def worker(x):
+      ...     return mean({0: (x, (x,))}, topology.complete(2)[0])[0]
+      >>> print(jax.vmap(worker, axis_name="workers")(jnp.array([1.0, 3.0])))
+      [2. 2.]
     """
     check_size(exchange, axis_name)
     count = exchange.num_workers
@@ -310,7 +397,12 @@ def _moved(move: Callable[[jax.Array], jax.Array], messages: Any) -> Any:
 
 
 def check_encodable(exchange: Exchange) -> None:
-    """Raises a ValueError if the exchange has nodes of several workers."""
+    """Raises a ValueError if the exchange has nodes of several workers.
+
+    Examples:
+      >>> from decentjax import codec, topology
+      >>> codec.check_encodable(topology.ring(8)[0])
+    """
     if exchange.workers_per_node > 1:
         raise ValueError(
             "a codec needs exchanges of single workers, got nodes of "
@@ -320,7 +412,13 @@ def check_encodable(exchange: Exchange) -> None:
 
 
 def as_permutations(exchange: Exchange) -> Exchange:
-    """The same exchange with permutations for means over groups."""
+    """The same exchange with permutations for means over groups.
+
+    Examples:
+      >>> from decentjax import codec, topology
+      >>> codec.as_permutations(topology.complete(3)[0]).between.sources
+      ((0, 1, 2), (1, 2, 0), (2, 0, 1))
+    """
     between = exchange.between
     if not isinstance(between, Groups):
         return exchange

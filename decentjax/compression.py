@@ -50,6 +50,12 @@ class Compression:
       ValueError: if a number is out of range.
       TypeError: if shards has something else.
 
+    Examples:
+      >>> from decentjax import Rounds, codec, schedule, topology
+      >>> from decentjax.compression import Compression
+      >>> plan = schedule.every(topology.ring(8), num_steps=1, delay=1)
+      >>> rounds = Rounds(plan, compression=Compression(codec.int8()))
+
     Source: Tang et al., DeepSqueeze (2019), Algorithm 1; Sarfi et al., SparseLoCo
     (2025); Koloskova et al., Decentralized Stochastic Optimization and Gossip
     Algorithms with Compressed Communication (2019), Algorithm 2.
@@ -62,6 +68,8 @@ class Compression:
     shards: Any = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self):
+        if not isinstance(self.codec, Codec):
+            raise TypeError(f"wanted a Codec, such as codec.int8(), got {self.codec!r}")
         for one in jax.tree.leaves(self.shards):
             if not isinstance(one, NamedSharding):
                 raise TypeError(
@@ -142,6 +150,14 @@ def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded
       compression: the compression.
       leaves: the leaves that travel.
       is_late: whether messages outlive the step that sends them.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import codec
+      >>> from decentjax.compression import Compression, init_coded
+      >>> coded = init_coded(Compression(codec.int8()), {0: jnp.ones(3)}, is_late=False)
+      >>> print(coded.memory[0])
+      [0. 0. 0.]
     """
 
     def zeros() -> Leaves:
@@ -174,6 +190,16 @@ def encode_leaves(
       anchor: z, for "drift".
       key: the worker's random key in this step.
       coded: the memory before.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import codec
+      >>> from decentjax.compression import Compression, encode_leaves, init_coded
+      >>> half, leaves = Compression(codec.top_k(0.5)), {0: jnp.array([1.0, 4.0])}
+      >>> coded = init_coded(half, leaves, is_late=False)
+      >>> coded = encode_leaves(half, leaves, {}, jax.random.key(0), coded)
+      >>> print(coded.messages[0][0], coded.memory[0])
+      [[4.]] [1. 0.]
     """
     memory, messages = dict(coded.memory), dict(coded.messages)
     is_copy, key = compression.of == "copy", jax.random.fold_in(key, STREAM)
@@ -191,7 +217,14 @@ def encode_leaves(
 
 
 def as_seen(anchor: jax.Array, leaf: jax.Array) -> jax.Array:
-    """The anchor as a model has it whose leaves are narrower."""
+    """The anchor as a model has it whose leaves are narrower.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax.compression import as_seen
+      >>> print(as_seen(jnp.array(1.001), jnp.zeros((), jnp.bfloat16)))
+      1.0
+    """
     return anchor.astype(leaf.dtype).astype(anchor.dtype)
 
 
@@ -210,6 +243,17 @@ def decode_leaves(
       sent: leaves as they were when they were sent.
       anchor: z, for "drift".
       coded: the memory and messages.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import codec
+      >>> from decentjax.compression import Compression, decode_leaves, init_coded
+      >>> half, leaves = Compression(codec.top_k(0.5)), {0: jnp.array([1.0, 4.0])}
+      >>> coded = init_coded(half, leaves, is_late=False)
+      >>> differences = {0: jnp.array([0.0, -1.0])}
+      >>> coded, mixed = decode_leaves(half, differences, leaves, {}, coded)
+      >>> print(mixed[0])
+      [1. 3.]
     """
     moved, mixed = dict(coded.moved), {}
     for number, difference in differences.items():

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from decentjax.exchange import Exchange
-from decentjax.step import Metrics, Mix, WorkerState, mix_workers
+from decentjax.step import Metrics, Mix, WorkerState, check_optimizer, mix_workers
 
 
 class ExactDiffusionState(NamedTuple):
@@ -37,9 +37,16 @@ def exact_diffusion(
     Args:
       inner: local optimizer, such as `optax.sgd`.
 
+    Examples:
+      >>> import optax
+      >>> from decentjax import decentralize_atc, exact_diffusion, topology
+      >>> graph = topology.damped(topology.ring(8), 0.5)
+      >>> d2 = decentralize_atc(exact_diffusion(optax.sgd(0.1)), graph, "workers")
+
     Source: Tang et al., D²: Decentralized Training over Decentralized Data (2018);
     Yuan et al., Exact Diffusion for Distributed Optimization and Learning (2019).
     """
+    check_optimizer(inner)
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params):
@@ -85,9 +92,16 @@ def quasi_global_momentum(
       momentum: b.
       nesterov: whether to look ahead.
 
+    Examples:
+      >>> from decentjax import decentralize_atc, quasi_global_momentum, topology
+      >>> inner = quasi_global_momentum(0.1, momentum=0.9)
+      >>> optimizer = decentralize_atc(inner, topology.ring(8), "workers")
+
     Source: Lin et al., Quasi-global Momentum: Accelerating Decentralized Deep Learning
     on Heterogeneous Data (2021), Algorithm 1, and its code.
     """
+    if isinstance(momentum, float | int) and not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
 
     def rate(count) -> Any:
         return learning_rate(count) if callable(learning_rate) else learning_rate
@@ -130,7 +144,15 @@ class Tracked(NamedTuple):
 
 
 def init_tracking(params: Any) -> Tracked:
-    """The first `extra` of `tracking_step`, for one model."""
+    """The first `extra` of `tracking_step`, for one model.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import init_state, init_tracking
+      >>> params, key = jnp.zeros(3), jax.random.key(0)
+      >>> extra = init_tracking(params)
+      >>> state = init_state(params, optax.sgd(0.1), key, num_workers=4, extra=extra)
+    """
     zeros = jax.tree.map(jnp.zeros_like, params)
     return Tracked(zeros, jax.tree.map(jnp.copy, zeros))
 
@@ -162,6 +184,16 @@ def tracking_step(
 
     Raises:
       TypeError: if the state carries something else.
+
+    Examples:
+      >>> import functools
+      >>> import optax
+      >>> from decentjax import adapt, simulate, topology, tracking_step
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> step = functools.partial(tracking_step, adapt=local)
+      >>> train_step = simulate(step, topology.ring(8))
 
     Source: Nedić, Olshevsky, Shi: Achieving Geometric Convergence for Distributed
     Optimization over Time-Varying Graphs (2017), DIGing.

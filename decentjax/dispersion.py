@@ -22,7 +22,15 @@ NORMS = "norms"
 
 
 def tensor_norms(params: Any) -> jax.Array:
-    """Returns the L2 norm of each leaf of one model, float32 [L]."""
+    """Returns the L2 norm of each leaf of one model, float32 [L].
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import dispersion
+      >>> params = {"b": jnp.zeros(2), "w": jnp.array([3.0, 4.0])}
+      >>> print(dispersion.tensor_norms(params))
+      [0. 5.]
+    """
     return jnp.stack(
         [jnp.linalg.norm(x.astype(jnp.float32)) for x in jax.tree.leaves(params)]
     )
@@ -34,6 +42,14 @@ def tensor_distances(params: Any, axis_name: AxisName) -> jax.Array:
     Args:
       params: one worker's model.
       axis_name: mapped axis of the workers, over which this takes a mean of the model.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import AXIS, dispersion, over_workers
+      >>> distances = over_workers(lambda x: dispersion.tensor_distances(x, AXIS))
+      >>> print(distances({"w": jnp.array([1.0, 3.0])}))
+      [[1.]
+       [1.]]
     """
 
     def square(x: jax.Array) -> jax.Array:
@@ -45,7 +61,14 @@ def tensor_distances(params: Any, axis_name: AxisName) -> jax.Array:
 
 
 def tensor_names(params: Any) -> list[str]:
-    """Returns the names of the leaves, in the order of `tensor_norms`."""
+    """Returns the names of the leaves, in the order of `tensor_norms`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import dispersion
+      >>> dispersion.tensor_names({"dense": {"b": jnp.zeros(2), "w": jnp.zeros(2)}})
+      ['dense.b', 'dense.w']
+    """
     paths = jax.tree.leaves_with_path(params)
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
 
@@ -59,6 +82,16 @@ def measured(adapt: Adapt, before_update: bool = True) -> Adapt:
       adapt: the local update.
       before_update: whether the models are averaged that the step began with, as in
         `awc_step`, or those after the update, as in `atc_step`.
+
+    Examples:
+      >>> import functools
+      >>> import optax
+      >>> from decentjax import adapt, atc_step, dispersion
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> local = dispersion.measured(local, before_update=False)
+      >>> step = functools.partial(atc_step, adapt=local)
     """
 
     @functools.wraps(adapt)
@@ -73,7 +106,13 @@ def measured(adapt: Adapt, before_update: bool = True) -> Adapt:
 
 
 def gini(values: Any) -> np.ndarray:
-    """Returns `sum_ij |x_i - x_j| / (2 n^2 mean)` over the first dim, [...]."""
+    """Returns `sum_ij |x_i - x_j| / (2 n^2 mean)` over the first dim, [...].
+
+    Examples:
+      >>> from decentjax import dispersion
+      >>> print(dispersion.gini([1.0, 3.0]))
+      0.25
+    """
     x = _sorted(values)
     n = len(x)
     # Sorted, each x_i is added i times and subtracted n - 1 - i times.
@@ -82,19 +121,37 @@ def gini(values: Any) -> np.ndarray:
 
 
 def index_of_dispersion(values: Any) -> np.ndarray:
-    """Returns `variance / mean` over the first dim, [...]."""
+    """Returns `variance / mean` over the first dim, [...].
+
+    Examples:
+      >>> from decentjax import dispersion
+      >>> print(dispersion.index_of_dispersion([1.0, 3.0]))
+      0.5
+    """
     x = _sorted(values)
     return _ratio(x.var(0), x.mean(0))
 
 
 def coefficient_of_variation(values: Any) -> np.ndarray:
-    """Returns `deviation / mean` over the first dim, [...]."""
+    """Returns `deviation / mean` over the first dim, [...].
+
+    Examples:
+      >>> from decentjax import dispersion
+      >>> print(dispersion.coefficient_of_variation([1.0, 3.0]))
+      0.5
+    """
     x = _sorted(values)
     return _ratio(x.std(0), x.mean(0))
 
 
 def quartile_coefficient(values: Any) -> np.ndarray:
-    """Returns `(Q3 - Q1) / (Q3 + Q1)` over the first dim, [...]."""
+    """Returns `(Q3 - Q1) / (Q3 + Q1)` over the first dim, [...].
+
+    Examples:
+      >>> from decentjax import dispersion
+      >>> print(dispersion.quartile_coefficient([1.0, 3.0]))
+      0.25
+    """
     low, high = np.quantile(_sorted(values), [0.25, 0.75], axis=0)
     return _ratio(high - low, high + low)
 

@@ -26,6 +26,14 @@ class Permutations:
 
     Raises:
       ValueError: if these are no permutations or no such weights.
+
+    Examples:
+      >>> from decentjax import Exchange, Permutations, Topology, topology
+      >>> shift = Permutations(((0, 1, 2), (2, 0, 1)), (0.5, 0.5))
+      >>> print(topology.matrices(Topology("shift", (Exchange(shift),)))[0])
+      [[0.5 0.  0.5]
+       [0.5 0.5 0. ]
+       [0.  0.5 0.5]]
     """
 
     sources: tuple[tuple[int, ...], ...]
@@ -64,6 +72,15 @@ class Groups:
 
     Raises:
       ValueError: if these are no such groups.
+
+    Examples:
+      >>> from decentjax import Exchange, Groups, Topology, topology
+      >>> pairs = Groups(((0, 2), (1, 3)))
+      >>> print(topology.matrices(Topology("pairs", (Exchange(pairs),)))[0])
+      [[0.5 0.  0.5 0. ]
+       [0.  0.5 0.  0.5]
+       [0.5 0.  0.5 0. ]
+       [0.  0.5 0.  0.5]]
     """
 
     members: tuple[tuple[int, ...], ...]
@@ -95,6 +112,13 @@ class Exchange:
       between: permutations or groups of the nodes.
       workers_per_node: L. With f = 1 all workers of a node end up with one model.
       factor: damping f, in (0, 1].
+
+    Examples:
+      >>> from decentjax import Exchange, Permutations, Topology, topology
+      >>> swap = Permutations(((1, 0),), (1.0,))
+      >>> exchange = Exchange(swap, workers_per_node=2, factor=0.5)
+      >>> print(topology.matrices(Topology("swap", (exchange,)))[0, 0])
+      [0.5  0.   0.25 0.25]
     """
 
     between: Permutations | Groups
@@ -130,12 +154,23 @@ class Topology:
     Args:
       name: name to print.
       exchanges: exchanges of one period, all with one number of workers.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> graph = topology.one_peer_ring(4)
+      >>> graph.name, graph.num_workers, graph.period
+      ('one_peer_ring', 4, 2)
+      >>> graph[3] == graph[1]
+      True
     """
 
     name: str
     exchanges: tuple[Exchange, ...]
 
     def __post_init__(self):
+        if isinstance(self.exchanges, Exchange):
+            raise TypeError("a Topology is made of a tuple of Exchanges, got one alone")
+        object.__setattr__(self, "exchanges", tuple(self.exchanges))
         kinds = {type(exchange).__name__ for exchange in self.exchanges} - {"Exchange"}
         if kinds:
             raise TypeError(
@@ -172,6 +207,12 @@ def check_topology(topology: Any) -> None:
             f"wanted a Topology, such as topology.ring(8), got {got}; call a function "
             "of decentjax.topology with the number of workers"
         )
+
+
+def check_whole(name: str, number: Any) -> None:
+    """Raises a TypeError unless this is a whole number."""
+    if not isinstance(number, int | np.integer):
+        raise TypeError(f"{name} must be a whole number, got {number!r}")
 
 
 def count_nodes(num_workers: int, workers_per_node: int) -> int:

@@ -28,6 +28,12 @@ def local_sgd(topology: Topology, num_steps: int) -> Rounds:
       topology: exchanges of the rounds, taken in turn.
       num_steps: H.
 
+    Examples:
+      >>> from decentjax import methods, topology
+      >>> rounds = methods.local_sgd(topology.complete(8), num_steps=20)
+      >>> rounds.schedule.name
+      'complete every 20 steps'
+
     Source: Stich, Local SGD Converges Fast and Communicates Little (2019).
     """
     return Rounds(every(topology, num_steps), merge=replace)
@@ -49,10 +55,16 @@ def diloco(
       learning_rate: a, by number of the round if it is a schedule.
       momentum: b.
 
+    Examples:
+      >>> from decentjax import methods
+      >>> rounds = methods.diloco(num_workers=8, num_steps=100, learning_rate=0.7)
+      >>> rounds.schedule.period
+      100
+
     Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language
     Models (2023), Algorithm 1, with the paper's values.
     """
-    outer = optax.sgd(learning_rate, momentum, nesterov=True)
+    outer = _sgd(learning_rate, momentum, nesterov=True)
     return Rounds(every(complete(num_workers), num_steps), outer, replace)
 
 
@@ -84,6 +96,14 @@ def streaming_diloco(
     Raises:
       ValueError: if no leaf falls into a fragment, or the delay is longer than H.
 
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import methods
+      >>> params = {"a": jnp.zeros(100), "b": jnp.zeros(100)}
+      >>> rounds = methods.streaming_diloco(8, params, num_steps=100, num_fragments=2)
+      >>> rounds.schedule.fragments, rounds.schedule.delay
+      (((0,), (1,)), 5)
+
     Source: Douillard et al., Streaming DiLoCo with overlapping communication (2025),
     Algorithm 2. There the fragments are layers; here they are consecutive leaves.
     """
@@ -91,7 +111,7 @@ def streaming_diloco(
     sizes: Sequence[int] = [x.size if is_mixed(x) else 0 for x in leaves]
     fragments = cut_leaves(sizes, num_fragments)
     schedule = in_fragments(complete(num_workers), num_steps, fragments, delay)
-    outer = optax.sgd(learning_rate, momentum, nesterov=True)
+    outer = _sgd(learning_rate, momentum, nesterov=True)
     return Rounds(schedule, outer, blend(share))
 
 
@@ -119,9 +139,26 @@ def noloco(
         program for each.
       seed: seed of the matchings.
 
+    Examples:
+      >>> from decentjax import methods
+      >>> rounds = methods.noloco(num_workers=8, num_steps=50, period=4)
+      >>> len(rounds.schedule.exchanges)
+      4
+
     Source: Kolehmainen et al., NoLoCo: No-all-reduce Low Communication Training Method
     for Large Models (2025), and its code.
     """
     topology = random_matching(num_workers, period, seed)
-    outer = optax.sgd(learning_rate, momentum)
+    outer = _sgd(learning_rate, momentum, nesterov=False)
     return Rounds(every(topology, num_steps), outer, replace)
+
+
+def _sgd(
+    learning_rate: optax.ScalarOrSchedule, momentum: float, nesterov: bool
+) -> optax.GradientTransformation:
+    """The outer optimizer, of numbers with which it can descend."""
+    if isinstance(learning_rate, float | int) and not learning_rate >= 0:
+        raise ValueError(f"learning_rate must be at least 0, got {learning_rate}")
+    if isinstance(momentum, float | int) and not 0 <= momentum < 1:
+        raise ValueError(f"momentum must be in [0, 1), got {momentum}")
+    return optax.sgd(learning_rate, momentum, nesterov=nesterov)

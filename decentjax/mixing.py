@@ -49,6 +49,11 @@ class Lowering:
 
     Raises:
       ValueError: if an argument has none of these values.
+
+    Examples:
+      >>> import functools
+      >>> from decentjax import Lowering, mix
+      >>> in_pieces = functools.partial(mix, lowering=Lowering(piece_bytes=2**18))
     """
 
     piece_bytes: int | None = None
@@ -117,13 +122,23 @@ def mix(
       TypeError: if `exchange` is no `Exchange`.
       ValueError: if the axis has another size than the exchange, `params` has no leaf,
         or the range of `message_dtype` is smaller than that of float32.
+
+    Examples:
+      >>> import functools
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import mix, topology
+      >>> average = functools.partial(
+      ...     mix, exchange=topology.complete(4)[0], axis_name="workers"
+      ... )
+      >>> print(jax.vmap(average, axis_name="workers")(jnp.arange(4.0)))
+      [1.5 1.5 1.5 1.5]
     """
     if not isinstance(exchange, Exchange):
         raise TypeError(
             "mix takes one Exchange, as in topology[step], got "
             f"{type(exchange).__name__}"
         )
-    _check_leaves(params)
+    _check_call(params, axis_name)
     check_size(exchange, axis_name)
 
     def mix_leaf(x: jax.Array) -> jax.Array:
@@ -143,8 +158,16 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
       params: one worker's model; float leaves are averaged in float32 at least, other
         leaves stay unchanged.
       axis_name: mapped axis of the workers.
+
+    Examples:
+      >>> import functools
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import global_mean
+      >>> mean = functools.partial(global_mean, axis_name="workers")
+      >>> print(jax.vmap(mean, axis_name="workers")(jnp.arange(4.0)))
+      [1.5 1.5 1.5 1.5]
     """
-    _check_leaves(params)
+    _check_call(params, axis_name)
 
     return _map_floats(lambda x: _mean(x, axis_name).astype(x.dtype), params)
 
@@ -158,8 +181,15 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
 
     Returns:
       A float32 scalar, the same on every worker.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import AXIS, consensus_distance, over_workers
+      >>> distance = over_workers(lambda params: consensus_distance(params, AXIS))
+      >>> print(distance(jnp.array([1.0, 3.0])))
+      [1. 1.]
     """
-    _check_leaves(params)
+    _check_call(params, axis_name)
     squares = jnp.zeros((), jnp.float32)
     for x in map(jnp.asarray, jax.tree.leaves(params)):
         if is_mixed(x):
@@ -443,7 +473,7 @@ def _map_floats(function: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
 
 def check_size(exchange: Exchange, axis_name: AxisName) -> None:
     """Raises a ValueError unless the axis has as many workers as the exchange."""
-    size = lax.axis_size(axis_name)
+    size = _axis_size(axis_name)
     if size != exchange.num_workers:
         raise ValueError(
             f"the exchange is for {exchange.num_workers} workers, but axis "
@@ -451,6 +481,18 @@ def check_size(exchange: Exchange, axis_name: AxisName) -> None:
         )
 
 
-def _check_leaves(params: Any) -> None:
+def _check_call(params: Any, axis_name: AxisName) -> None:
     if not jax.tree.leaves(params):
         raise ValueError("nothing to average: the tree has no leaves")
+    _axis_size(axis_name)
+
+
+def _axis_size(axis_name: AxisName) -> int:
+    try:
+        return lax.axis_size(axis_name)
+    except NameError as error:
+        raise ValueError(
+            f"models are averaged where the axis {axis_name!r} is mapped: call this "
+            f"inside decentjax.over_workers, jax.shard_map, or jax.vmap(..., "
+            f"axis_name={axis_name!r})"
+        ) from error

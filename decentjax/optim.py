@@ -17,9 +17,15 @@ from jax.typing import ArrayLike, DTypeLike
 from decentjax._collectives import AxisName, sum_dtype
 from decentjax.exchange import Topology, check_topology
 from decentjax.mixing import mix
-from decentjax.rounds import Rounds, init_rounds, round_step
+from decentjax.rounds import Rounds, _check_rounds, init_rounds, round_step
 from decentjax.schedule import Schedule
-from decentjax.step import DecentralizeState, WorkerState, atc_step, awc_step
+from decentjax.step import (
+    DecentralizeState,
+    WorkerState,
+    atc_step,
+    awc_step,
+    check_optimizer,
+)
 
 
 class ScaleByAccumAdamState(NamedTuple):
@@ -79,6 +85,8 @@ def scale_by_accum_adam(
     Source: From Promise to Practice (ICLR 2025), Algorithm 4, with beta2 in the update
     of the second moment, where the paper misprints beta1.
     """
+    if isinstance(accum_steps, float):
+        raise TypeError(f"accum_steps must be a whole number, got {accum_steps}")
     if isinstance(accum_steps, int) and accum_steps < 1:
         raise ValueError(f"accum_steps must be at least one, got {accum_steps}")
 
@@ -128,6 +136,12 @@ def accum_adam(
     Args:
       learning_rate: number or schedule.
 
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import accum_adam
+      >>> optimizer = accum_adam(1e-3, accum_steps=8)
+      >>> state = optimizer.init(jnp.zeros(3))
+
     Source: From Promise to Practice (ICLR 2025), Algorithm 4.
     """
     return optax.chain(
@@ -155,6 +169,12 @@ def accum_adamw(
       learning_rate: number or schedule.
       weight_decay: weight decay per step, a factor of the learning rate.
       mask: leaves to decay, as in `optax.adamw`; all by default.
+
+    Examples:
+      >>> import optax
+      >>> from decentjax import accum_adamw
+      >>> rate = optax.warmup_cosine_decay_schedule(0.0, 1e-3, 100, 1000)
+      >>> optimizer = accum_adamw(rate, accum_steps=4, weight_decay=0.1)
 
     Source: AccumAdamW of Decent-DP, with decay of the leaves in the mask.
     """
@@ -229,6 +249,12 @@ def decentralize_atc(
 
     The exchange waits for the update, so nothing hides it. Arguments, errors and the
     static `step` as in `decentralize`.
+
+    Examples:
+      >>> import optax
+      >>> from decentjax import decentralize_atc, topology
+      >>> sgd = optax.sgd(0.1, momentum=0.9)
+      >>> optimizer = decentralize_atc(sgd, topology.ring(8), "workers")
     """
     check_topology(topology)
     return _in_order(atc_step, inner, topology, axis_name, message_dtype)
@@ -253,7 +279,14 @@ def decentralize_rounds(
     Raises:
       ValueError: if messages are encoded.
       TypeError: in `update`, without the step.
+
+    Examples:
+      >>> import optax
+      >>> from decentjax import decentralize_rounds, methods
+      >>> rounds = methods.diloco(num_workers=8, num_steps=50)
+      >>> optimizer = decentralize_rounds(optax.adamw(1e-3), rounds, "workers")
     """
+    _check_rounds(rounds)
     if rounds.compression is not None:
         raise ValueError(
             "a codec rounds with each worker's random key, which a transformation does "
@@ -284,6 +317,10 @@ def dadam(
       topology: topology with as many workers as the axis.
       axis_name: mapped axis of the workers.
 
+    Examples:
+      >>> from decentjax import dadam, topology
+      >>> optimizer = dadam(1e-3, topology.one_peer_exponential(8), "workers")
+
     Source: From Promise to Practice (ICLR 2025), Algorithm 1.
     """
     adam = optax.adam(learning_rate, b1, b2, eps, eps_root)
@@ -311,6 +348,11 @@ def dadamw(
       axis_name: mapped axis of the workers.
       weight_decay: weight decay per step, a factor of the learning rate.
       mask: leaves to decay, as in `optax.adamw`; all by default.
+
+    Examples:
+      >>> from decentjax import dadamw, topology
+      >>> graph = topology.alternating_exponential_ring(16, workers_per_node=4)
+      >>> optimizer = dadamw(1e-3, graph, "workers", weight_decay=0.1)
     """
     adamw = optax.adamw(
         learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay, mask=mask
@@ -333,6 +375,7 @@ def _in_order(
             "message_dtype must be a dtype, got an array: inject_hyperparams takes a "
             'dtype such as jnp.bfloat16 for a schedule; give its name, "bfloat16"'
         )
+    check_optimizer(inner)
     inner = optax.with_extra_args_support(inner)
     mix_once = functools.partial(mix, axis_name=axis_name, message_dtype=message_dtype)
 

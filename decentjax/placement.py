@@ -5,6 +5,8 @@ on one device; both keep the workers' state stacked, with a leading dim of N wor
 """
 
 import functools
+import inspect
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -43,9 +45,16 @@ class TrainStep:
 
         Raises:
           ValueError: if they were donated to an earlier step.
+          TypeError: if `step` is no int.
         """
         check_not_donated(state)
-        return self._jit(self._plan[step])(state, batch)
+        try:
+            place = operator.index(step)
+        except TypeError:  # Also of a traced step.
+            raise TypeError(
+                f"a train step takes the step as a Python int, got {step!r}"
+            ) from None
+        return self._jit(self._plan[place])(state, batch)
 
     def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
         """Lowers this step; arrays may be shapes, as `jax.eval_shape` returns them."""
@@ -64,6 +73,17 @@ def simulate(step: Step, topology: Topology | Schedule) -> TrainStep:
       `train_step(state, batch, step)`: stacked state (its buffers are donated) and
       batch [N, ...], and the step as a Python int; it returns the new state, and
       metrics of shape [N]. Each distinct exchange is compiled at its first use.
+
+    Examples:
+      >>> import functools
+      >>> import optax
+      >>> from decentjax import adapt, awc_step, simulate, topology
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> train_step = simulate(
+      ...     functools.partial(awc_step, adapt=local), topology.hypercube(8)
+      ... )
     """
     _check_plan(topology)
     return _in_turn(step, topology, mesh=None)
@@ -94,8 +114,19 @@ def on_mesh(
     Raises:
       TypeError: if `topology` is no `Topology`.
       ValueError: if the mesh has no such axis, or one of another size.
+
+    Examples:
+      >>> import functools
+      >>> import optax
+      >>> from decentjax import adapt, awc_step, on_mesh, topology, worker_mesh
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> step = functools.partial(awc_step, adapt=local)
+      >>> train_step = on_mesh(step, topology.ring(1), worker_mesh(1))
     """
     _check_plan(topology)
+    check_mesh(mesh)
     if mesh.shape.get(AXIS) != topology.num_workers:
         raise ValueError(
             f'on_mesh needs a mesh with an axis "{AXIS}" of the topology\'s '
@@ -117,13 +148,21 @@ def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
 
     Raises:
       ValueError: if there are too few devices.
+
+    Examples:
+      >>> from decentjax import worker_mesh
+      >>> dict(worker_mesh(1).shape)
+      {'workers': 1}
     """
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be at least one, got {num_workers}")
     devices = jax.devices() if devices is None else devices
     if len(devices) < num_workers:
         raise ValueError(
             f"{num_workers} workers need as many devices, got {len(devices)}: simulate "
-            "them, or on a CPU make some at the start, with "
-            f'jax.config.update("jax_num_cpu_devices", {num_workers})'
+            "them, on a CPU make some at the start, with "
+            f'jax.config.update("jax_num_cpu_devices", {num_workers}), or in a job of '
+            "several processes take the mesh of decentjax.distributed.initialize()"
         )
     return Mesh(devices[:num_workers], (AXIS,))
 
@@ -139,18 +178,18 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
 
     Returns:
       The function of stacked trees, [N, ...] in and out.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import over_workers
+      >>> norms = over_workers(jnp.linalg.norm)
+      >>> print(norms(jnp.array([[3.0, 4.0], [0.0, 2.0]])))
+      [5. 2.]
     """
     if mesh is None:
-        return jax.vmap(function, axis_name=AXIS)
+        return _of_rows(jax.vmap(function, axis_name=AXIS), function)
 
     def on_slice(*stacked):
-        rows = {x.shape[0] for x in jax.tree.leaves(stacked)}
-        if rows != {1}:
-            num_workers = mesh.shape[AXIS]
-            raise ValueError(
-                f"stacked arrays have a row for each of the {num_workers} workers, "
-                f"got {sorted(row * num_workers for row in rows)} rows"
-            )
         result = function(*jax.tree.map(lambda x: x[0], stacked))
         return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
 
@@ -164,6 +203,7 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
         # User code would have to annotate which values vary over the workers.
         check_vma=False,
     )
+    mapped = _of_rows(mapped, function, mesh.shape[AXIS])
     if AXIS not in mesh.explicit_axes:
         return mapped
     # With explicit axes, the default of jax.make_mesh, jax does not reshard by itself.
@@ -173,8 +213,61 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
     return lambda *stacked: mapped(*jax.tree.map(put, stacked))
 
 
+def _of_rows(
+    mapped: Callable, function: Callable, num_workers: int | None = None
+) -> Callable:
+    """The mapped function, once each leaf has a row for each worker."""
+
+    @functools.wraps(mapped)
+    def checked(*stacked):
+        check_rows(_by_name(function, stacked), num_workers)
+        return mapped(*stacked)
+
+    return checked
+
+
+def check_rows(
+    stacked: Mapping[str, Any], num_workers: int | None = None, hint: str = ""
+) -> None:
+    """Raises a ValueError unless leaves have a row for each worker.
+
+    Args:
+      stacked: trees of arrays [N, ...], by their names.
+      num_workers: N, if it is known.
+      hint: what to do, for the error.
+    """
+    rows = set(map(_num_rows, jax.tree.leaves(stacked)))
+    if len(rows) > 1 or (num_workers is not None and rows - {num_workers}):
+        first: dict[int, str] = {}  # Leaf of each number of rows.
+        for path, x in jax.tree.leaves_with_path(stacked):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            first.setdefault(_num_rows(x), name)
+        wanted = "worker" if num_workers is None else f"of the {num_workers} workers"
+        got = ", ".join(f"{rows} of {name}" for rows, name in sorted(first.items()))
+        raise ValueError(
+            f"stacked arrays have a row for each {wanted}, got {got}{hint}"
+        )
+
+
+def _by_name(function: Callable, arguments: Sequence[Any]) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(function).bind(*arguments).arguments
+    except ValueError:  # Some functions that are written in C have no signature.
+        return {"stacked": arguments}
+
+
+def _num_rows(x: Any) -> int:
+    return jnp.shape(x)[0] if jnp.ndim(x) else 0
+
+
 def local_workers(mesh: Mesh) -> list[int]:
-    """Returns the numbers of the workers of this process."""
+    """Returns the numbers of the workers of this process.
+
+    Examples:
+      >>> from decentjax import local_workers, worker_mesh
+      >>> local_workers(worker_mesh(1))
+      [0]
+    """
     devices = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
     # The first device of a worker's slice stands for the slice.
     first_devices = devices.reshape(len(devices), -1)[:, 0]
@@ -199,29 +292,43 @@ def place(stacked: Any, mesh: Mesh) -> Any:
 
     Raises:
       ValueError: if the number of rows is not that of this process's workers.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import place, worker_mesh
+      >>> batch = place(jnp.ones((1, 32, 3)), worker_mesh(1))
+      >>> batch.sharding.mesh.axis_names
+      ('workers',)
     """
     sharding = NamedSharding(mesh, PartitionSpec(AXIS))
     if sharding.is_fully_addressable:
+        check_rows({"stacked": stacked}, mesh.shape[AXIS])
         return jax.device_put(stacked, sharding)
     num_rows = len(local_workers(mesh))
 
-    def placed(x: Any) -> jax.Array:
+    def placed(path: Any, x: Any) -> jax.Array:
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         if len(x) != num_rows:
             raise ValueError(
                 f"place takes the rows of the {num_rows} workers of this process, got "
-                f"{len(x)}"
+                f"{len(x)} of stacked{jax.tree_util.keystr(path)}"
             )
         return jax.make_array_from_process_local_data(sharding, x)
 
-    return jax.tree.map(placed, stacked)
+    return jax.tree.map_with_path(placed, stacked)
 
 
 def mean_model(stacked: Any) -> Any:
     """Returns the mean over the workers of stacked float leaves, without the first dim.
 
     Other leaves are those of worker 0.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import mean_model
+      >>> print(mean_model({"w": jnp.array([[1.0, 2.0], [3.0, 4.0]])})["w"])
+      [2. 3.]
     """
 
     def mean(x: jax.Array) -> jax.Array:
@@ -230,6 +337,15 @@ def mean_model(stacked: Any) -> Any:
         return jnp.mean(x.astype(sum_dtype(x)), axis=0).astype(x.dtype)
 
     return jax.tree.map(mean, stacked)
+
+
+def check_mesh(mesh: Any) -> None:
+    """Raises a TypeError unless this is a mesh."""
+    if not isinstance(mesh, Mesh):
+        raise TypeError(
+            f"wanted a mesh, such as worker_mesh(8), got {type(mesh).__name__}; "
+            "simulate runs workers without one"
+        )
 
 
 def check_not_donated(state: WorkerState) -> None:
@@ -241,6 +357,11 @@ def check_not_donated(state: WorkerState) -> None:
     Raises:
       ValueError: if the key's buffer is deleted.
     """
+    if not isinstance(state, WorkerState):
+        raise TypeError(
+            "a train step takes a WorkerState, as init_state makes it, got "
+            f"{type(state).__name__}"
+        )
     if state.key.is_deleted():
         raise ValueError(
             "a step donates the buffers of its state, and this state was donated to an "

@@ -10,7 +10,7 @@ so each is compiled once, and then a choice costs nothing:
 import math
 from collections.abc import Callable, Sequence
 
-from decentjax.exchange import Topology
+from decentjax.exchange import Topology, check_topology
 from decentjax.topology import complete, damped, ring_lattice
 
 Choose = Callable[[int, float, float | None, Topology], Topology]
@@ -29,11 +29,20 @@ class Policy:
     Attributes:
       menu: the exchanges of all graphs, one after the other.
       current: place of the graph that was chosen last among the graphs.
+
+    Examples:
+      >>> from decentjax import policy, topology
+      >>> graphs = [topology.ring(8), topology.complete(8)]
+      >>> late = policy.Policy(graphs, lambda step, *_: graphs[step >= 100])
+      >>> late(0), late(100), late.menu.period
+      (0, 1, 2)
     """
 
     def __init__(
         self, graphs: Sequence[Topology], choose: Choose, measures: bool = False
     ):
+        for graph in graphs:
+            check_topology(graph)
         self.graphs, self.measures = tuple(dict.fromkeys(graphs)), measures
         self._choose, self.current = choose, 0
         exchanges = [exchange for graph in self.graphs for exchange in graph]
@@ -64,7 +73,14 @@ class Policy:
 
 
 def fixed(topology: Topology) -> Policy:
-    """The same graph at each step."""
+    """The same graph at each step.
+
+    Examples:
+      >>> from decentjax import policy, topology
+      >>> hold = policy.fixed(topology.one_peer_ring(4))
+      >>> [hold(step) for step in range(4)]
+      [0, 1, 0, 1]
+    """
     return Policy([topology], lambda *_: topology)
 
 
@@ -82,6 +98,12 @@ def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) ->
       degree: number of neighbours at the start, k_0.
       per_epoch: number of neighbours lost per epoch, gamma.
       least: number of neighbours at the end, k_min.
+
+    Examples:
+      >>> from decentjax import policy
+      >>> ada = policy.thinning(16, degree=6, per_epoch=2)
+      >>> [ada(step=0, epoch=epoch) for epoch in range(4)]
+      [0, 1, 2, 2]
 
     Source: the rule of Ada as it is remembered; its paper, Xie et al. (2025), describes
     an adaptive graph, and no copy of the rule was found.
@@ -117,6 +139,14 @@ def holding(graphs: Sequence[Topology], target: float, slack: float = 0.2) -> Po
       graphs: graphs from many connections to few, such as `ladder(64)`.
       target: dispersion to hold.
       slack: relative distance from the target that changes nothing.
+
+    Examples:
+      >>> from decentjax import policy
+      >>> hold = policy.holding(policy.ladder(8), target=0.01)
+      >>> [hold(step, dispersion=0.001) for step in range(3)]
+      [1, 2, 2]
+      >>> hold(3, dispersion=0.1)
+      1
 
     Source: our own, after the controlled consensus distance of Kong et al. (2021).
     """
@@ -155,6 +185,12 @@ def damping(
       factor: f_t in [0, 1] by step.
       levels: number of factors, 1/levels to 1.
 
+    Examples:
+      >>> from decentjax import policy, topology
+      >>> fade = policy.damping(topology.ring(8), lambda step: 1 - step / 100, levels=4)
+      >>> [fade(step) for step in (0, 30, 60, 90)]
+      [3, 2, 1, 0]
+
     Source: Wang and Johansson, Decentralized SGD with Controlled Disagreement (2026).
     """
     if levels < 1:
@@ -172,7 +208,15 @@ def damping(
 
 
 def merged(topology: Topology, num_steps: int) -> Policy:
-    """A graph with one exact mean of all models, at the last step."""
+    """A graph with one exact mean of all models, at the last step.
+
+    Examples:
+      >>> from decentjax import policy, topology
+      >>> merge = policy.merged(topology.ring(8), num_steps=100)
+      >>> merge(98), merge(99)
+      (0, 1)
+    """
+    check_topology(topology)
     whole = complete(topology.num_workers)
     return Policy(
         [topology, whole],
@@ -181,7 +225,13 @@ def merged(topology: Topology, num_steps: int) -> Policy:
 
 
 def lattice(num_workers: int, degree: int) -> Topology:
-    """The ring lattice of at most `degree` neighbours, half on each side, or all."""
+    """The ring lattice of at most `degree` neighbours, half on each side, or all.
+
+    Examples:
+      >>> from decentjax import policy
+      >>> policy.lattice(16, 4).name, policy.lattice(16, 15).name
+      ('ring_lattice', 'complete')
+    """
     even = max(degree - degree % 2, 2)
     if max(degree, even) >= num_workers - 1:
         return complete(num_workers)
@@ -189,7 +239,13 @@ def lattice(num_workers: int, degree: int) -> Topology:
 
 
 def ladder(num_workers: int) -> list[Topology]:
-    """The complete graph, and ring lattices of ..., 8, 4 and 2 neighbours."""
+    """The complete graph, and ring lattices of ..., 8, 4 and 2 neighbours.
+
+    Examples:
+      >>> from decentjax import policy
+      >>> [graph.name for graph in policy.ladder(8)]
+      ['complete', 'ring_lattice', 'ring_lattice']
+    """
     degrees = [2]
     while degrees[-1] < num_workers - 1:
         degrees.append(2 * degrees[-1])

@@ -44,13 +44,27 @@ Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def replace(now: jax.Array, sent: jax.Array, new: jax.Array) -> jax.Array:
-    """`z'`: what a worker has learned since it sent is lost."""
+    """`z'`: what a worker has learned since it sent is lost.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax.rounds import replace
+      >>> print(replace(jnp.array(3.0), jnp.array(1.0), jnp.array(2.0)))
+      2.0
+    """
     del now, sent
     return new
 
 
 def shift(now: jax.Array, sent: jax.Array, new: jax.Array) -> jax.Array:
-    """`z' + x now - x sent`: what a worker has learned since it sent is kept."""
+    """`z' + x now - x sent`: what a worker has learned since it sent is kept.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax.rounds import shift
+      >>> print(shift(jnp.array(3.0), jnp.array(1.0), jnp.array(2.0)))
+      4.0
+    """
     # One array, sent and merged in one step: nothing has been learned in between.
     if now is sent:
         return new
@@ -67,6 +81,12 @@ def blend(share: float) -> Merge:
 
     Raises:
       ValueError: if it is another number.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax.rounds import blend
+      >>> print(blend(0.25)(jnp.array(3.0), jnp.array(1.0), jnp.array(2.0)))
+      2.25
     """
     if not 0 <= share < 1:
         raise ValueError(f"the own model's share must be in [0, 1), got {share}")
@@ -94,6 +114,12 @@ class Rounds:
     Raises:
       ValueError: if there is an outer optimizer, and no local step between two rounds,
         or the compression does not fit the schedule.
+
+    Examples:
+      >>> import optax
+      >>> from decentjax import Rounds, schedule, topology
+      >>> pairs = topology.random_matching(8, period=16, seed=0)
+      >>> rounds = Rounds(schedule.every(pairs, 50), outer=optax.sgd(0.7, momentum=0.5))
     """
 
     schedule: Schedule
@@ -135,6 +161,14 @@ class RoundState(NamedTuple):
     coded: Coded | None = None
 
 
+def _check_rounds(rounds: Any) -> None:
+    """Raises a TypeError unless these are rounds."""
+    if not isinstance(rounds, Rounds):
+        raise TypeError(
+            "wanted Rounds, such as methods.diloco(8), got " + type(rounds).__name__
+        )
+
+
 def init_rounds(rounds: Rounds, params: Any) -> RoundState:
     """The first state of a worker, the `extra` of `init_state`.
 
@@ -144,7 +178,15 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
 
     Raises:
       ValueError: if the schedule names a leaf that the model does not have.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import init_rounds, init_state, methods
+      >>> rounds, params = methods.diloco(num_workers=4), jnp.zeros(3)
+      >>> extra, key = init_rounds(rounds, params), jax.random.key(0)
+      >>> state = init_state(params, optax.adam(1e-3), key, 4, extra=extra)
     """
+    _check_rounds(rounds)
     parts = [leaves_of(fragment, params) for fragment in rounds.schedule.fragments]
 
     leaves = functools.reduce(operator.or_, parts, {})
@@ -164,7 +206,19 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
 
 
 def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
-    """Begins a round: the state with its leaves as they are now, encoded or not."""
+    """Begins a round: the state with its leaves as they are now, encoded or not.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import WorkerState, init_rounds, methods, topology
+      >>> from decentjax.rounds import send
+      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> carried = init_rounds(rounds, params)
+      >>> state = WorkerState(params, (), (), jax.random.key(0), carried)
+      >>> print(send(rounds, None, state).extra.sent[0])
+      [1. 2.]
+    """
     carried: RoundState = state.extra
     leaves = leaves_of(fragment, state.params)
     if carried.coded is not None:
@@ -190,6 +244,18 @@ def receive(
 
     Returns:
       The state with the model after the round, and the new anchor and outer state.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import WorkerState, init_rounds, methods, topology
+      >>> from decentjax.rounds import receive, send
+      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
+      >>> params = jnp.array([1.0, 2.0])
+      >>> carried = init_rounds(rounds, params)
+      >>> state = WorkerState(params, (), (), jax.random.key(0), carried)
+      >>> state = send(rounds, None, state)
+      >>> print(receive(rounds, None, state, {0: jnp.array([3.0, 4.0])}).params)
+      [3. 4.]
     """
     carried, new = state.extra, mixed
     if carried.coded is not None:
@@ -248,7 +314,23 @@ def round_step(
 
     Raises:
       TypeError: if the state carries something else.
+
+    Examples:
+      >>> import functools
+      >>> import optax
+      >>> from decentjax import adapt, methods, round_step, simulate
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> rounds = methods.diloco(num_workers=8, num_steps=50)
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> step = functools.partial(round_step, rounds=rounds, adapt=local)
+      >>> train_step = simulate(step, rounds.schedule)
     """
+    if not isinstance(event, Event):
+        raise TypeError(
+            "round_step takes the events of rounds.schedule, as in simulate(step, "
+            f"rounds.schedule), got {type(event).__name__}"
+        )
     if not isinstance(state.extra, RoundState):
         raise TypeError(
             "round_step carries what a round has sent: give init_state extra="
@@ -276,7 +358,19 @@ def round_step(
 
 
 def travelling(fragment: Fragment, state: WorkerState) -> Any:
-    """What the exchange of a round averages: leaves, or pairs of leaf and message."""
+    """What the exchange of a round averages: leaves, or pairs of leaf and message.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import WorkerState, init_rounds, methods, topology
+      >>> from decentjax.rounds import send, travelling
+      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
+      >>> params = {"b": jnp.zeros(2), "count": jnp.array(0), "w": jnp.ones(2)}
+      >>> carried = init_rounds(rounds, params)
+      >>> state = WorkerState(params, (), (), jax.random.key(0), carried)
+      >>> sorted(travelling(None, send(rounds, None, state)))
+      [0, 2]
+    """
     carried: RoundState = state.extra
     numbers = leaves_of(fragment, state.params)
     if carried.coded is None:
@@ -293,6 +387,13 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
 
     Raises:
       ValueError: if encoded leaves are given shards here: their codec needs them too.
+
+    Examples:
+      >>> import functools
+      >>> from decentjax import methods, round_step
+      >>> from decentjax.rounds import default_mix
+      >>> rounds = methods.diloco(num_workers=8)
+      >>> step = functools.partial(round_step, rounds=rounds, mix=default_mix(rounds))
     """
     compression = rounds.compression
     if compression is None:
@@ -313,7 +414,19 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
 
 
 def mix_of(compression: Compression) -> Callable[..., Any]:
-    """The averaging of encoded leaves over the axis of the workers."""
+    """The averaging of encoded leaves over the axis of the workers.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import AXIS, codec, topology
+      >>> from decentjax.compression import Compression
+      >>> from decentjax.rounds import mix_of
+      >>> average = mix_of(Compression(codec.exact()))
+      >>> def worker(x):
+      ...     return average({0: (x, (x,))}, topology.complete(2)[0])
+      >>> print(jax.vmap(worker, axis_name=AXIS)(jnp.array([1.0, 3.0]))[0])
+      [ 1. -1.]
+    """
     average = mean_encoded if compression.of == "drift" else mix_encoded
     return functools.partial(average, codec=compression.codec, axis_name=AXIS)
 
@@ -348,6 +461,13 @@ def leaves_of(fragment: Fragment, params: Any) -> Leaves:
 
     Raises:
       ValueError: if the model has no such leaf.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax.rounds import leaves_of
+      >>> params = {"b": jnp.zeros(2), "count": jnp.array(0), "w": jnp.ones(2)}
+      >>> sorted(leaves_of(None, params)), sorted(leaves_of((2,), params))
+      ([0, 2], [2])
     """
     leaves = jax.tree.leaves(params)
     numbers = range(len(leaves)) if fragment is None else fragment

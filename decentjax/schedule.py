@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from decentjax.exchange import Exchange, Topology, check_topology
+from decentjax.exchange import Exchange, Topology, check_topology, check_whole
 
 Fragment = tuple[int, ...] | None
 """Leaves that travel together, by their number; None for all leaves."""
@@ -34,6 +34,12 @@ class Round:
 
     Raises:
       ValueError: if the delay is negative, or there is no leaf.
+
+    Examples:
+      >>> from decentjax import schedule, topology
+      >>> one = schedule.Round(topology.complete(4)[0], leaves=[0, 2], delay=3)
+      >>> one.leaves, one.delay
+      ((0, 2), 3)
     """
 
     exchange: Exchange | None = None
@@ -80,6 +86,14 @@ class Schedule:
 
     Raises:
       ValueError: if the rounds are others.
+
+    Examples:
+      >>> from decentjax import schedule, topology
+      >>> exchange = topology.complete(4)[0]
+      >>> rounds = (schedule.Round(exchange), schedule.Round(), schedule.Round())
+      >>> plan = schedule.Schedule("every 3 steps", rounds)
+      >>> plan.period, plan.count(7), plan.step_of(2)
+      (3, 3, 6)
     """
 
     name: str
@@ -183,6 +197,12 @@ def every(topology: Topology, num_steps: int, delay: int = 0) -> Schedule:
 
     Raises:
       ValueError: if H is less than 1, or the delay is longer.
+
+    Examples:
+      >>> from decentjax import schedule, topology
+      >>> plan = schedule.every(topology.complete(4), num_steps=3)
+      >>> [plan[step].sends is not None for step in range(6)]
+      [False, False, True, False, False, True]
     """
     check_topology(topology)
     _check_steps(num_steps)
@@ -215,6 +235,12 @@ def in_fragments(
     Raises:
       ValueError: if H is less than the number of fragments, a fragment has no leaf, or
         the delay is longer than H.
+
+    Examples:
+      >>> from decentjax import schedule, topology
+      >>> plan = schedule.in_fragments(topology.complete(4), 4, [(0,), (1, 2)], delay=1)
+      >>> [plan[step].sends and plan[step].sends.leaves for step in range(4)]
+      [(0,), None, (1, 2), None]
     """
     check_topology(topology)
     _check_steps(num_steps)
@@ -246,6 +272,11 @@ def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]
 
     Raises:
       ValueError: if no leaf falls into a fragment.
+
+    Examples:
+      >>> from decentjax import schedule
+      >>> schedule.cut_leaves([100, 50, 50, 200], num_fragments=2)
+      [(0, 1, 2), (3,)]
     """
     if num_fragments < 1 or not sum(sizes):
         raise ValueError(
@@ -271,6 +302,7 @@ def _carries(one: Round, leaves: Fragment) -> bool:
 
 
 def _check_steps(num_steps: int) -> None:
+    check_whole("num_steps", num_steps)
     if num_steps < 1:
         raise ValueError(
             f"a round needs at least 1 step from one to the next, got {num_steps}"

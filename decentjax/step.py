@@ -6,17 +6,18 @@ mesh of devices or simulated on one.
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.typing import DTypeLike
 
 from decentjax._collectives import sum_dtype
 from decentjax.exchange import Exchange
+from decentjax.loss import LossFn, check_call, check_loss
+from decentjax.loss import Metrics as Metrics
 from decentjax.mixing import global_mean
 from decentjax.mixing import mix as mix_over
 
@@ -33,19 +34,6 @@ class WorkerState(NamedTuple):
     extra: Any = ()  # state of the algorithm, such as a tracked gradient; () for none
 
 
-class LossFn(Protocol):
-    """The loss of one worker on its own batch.
-
-    Returns the scalar loss, and as auxiliary output the new model state and a dict of
-    scalar metrics.
-    """
-
-    def __call__(
-        self, params: Any, model_state: Any, batch: Any, key: jax.Array
-    ) -> tuple[jax.Array, tuple[Any, dict[str, jax.Array]]]: ...
-
-
-Metrics = dict[str, jax.Array]
 Mix = Callable[[Any, Exchange], Any]
 """(params, exchange) to the mixed params; `mix` with its other arguments bound."""
 
@@ -100,6 +88,21 @@ def awc_step(
     Returns:
       The new state, and the metrics with `loss` among them.
 
+    Examples:
+      >>> import functools
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import adapt, awc_step, init_state, simulate, topology
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return jnp.sum((params - batch) ** 2), (model_state, {})
+      >>> optimizer = optax.sgd(0.1)
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> step = functools.partial(awc_step, adapt=local)
+      >>> train_step = simulate(step, topology.complete(2))
+      >>> state = init_state(jnp.zeros(()), optimizer, jax.random.key(0), num_workers=2)
+      >>> state, metrics = train_step(state, jnp.array([1.0, 3.0]), 0)
+      >>> print(state.params, metrics["loss"])
+      [0.2 0.6] [1. 9.]
+
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
     # The barrier has two effects. GPU compilers let a message arrive just before its
@@ -122,6 +125,16 @@ def atc_step(
 
     The exchange waits for the update, so nothing hides it. Arguments and result as in
     `awc_step`.
+
+    Examples:
+      >>> import functools
+      >>> import optax
+      >>> from decentjax import adapt, atc_step, simulate, topology
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> step = functools.partial(atc_step, adapt=local)
+      >>> train_step = simulate(step, topology.ring(8))
     """
     state, metrics = adapt(state, batch, state.params)
     return state._replace(params=mix(state.params, exchange)), metrics
@@ -140,6 +153,16 @@ def all_reduce_step(
 
     Returns:
       As `awc_step`.
+
+    Examples:
+      >>> import functools
+      >>> import optax
+      >>> from decentjax import adapt, all_reduce_step, simulate, topology
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> step = functools.partial(all_reduce_step, adapt=local)
+      >>> train_step = simulate(step, topology.complete(8))
     """
     del exchange
     mean = functools.partial(global_mean, axis_name=AXIS)
@@ -175,6 +198,19 @@ def adapt(
     Raises:
       TypeError: if `loss_fn` is no `LossFn`, or the optimizer averages models itself.
       ValueError: if the batch has no `num_micro_batches` equal parts.
+
+    Examples:
+      >>> import functools
+      >>> import optax
+      >>> from decentjax import adapt
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).mean(), (model_state, {})
+      >>> local = functools.partial(
+      ...     adapt,
+      ...     loss_fn=loss_fn,
+      ...     optimizer=optax.adamw(1e-3),
+      ...     num_micro_batches=4,
+      ... )
     """
     grads, model_state, key, metrics = gradient(
         loss_fn, state, batch, num_micro_batches
@@ -204,7 +240,7 @@ def gradient(
       metrics. Micro-batches are summed in float32 at least.
 
     Raises:
-      TypeError: if `loss_fn` returns something other than a `LossFn` does.
+      TypeError: if `loss_fn` takes or returns something other than a `LossFn` does.
       ValueError: if the batch has no `num_micro_batches` equal parts.
     """
     key, step_key = jax.random.split(state.key)
@@ -243,6 +279,16 @@ class DecentralizeState(NamedTuple):
     extra: Any = ()  # of rounds, their `RoundState`
 
 
+def check_optimizer(optimizer: Any) -> None:
+    """Raises a TypeError unless this is an optimizer, and not the function of one."""
+    # By its methods: optax.MultiSteps is no GradientTransformation.
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        got = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise TypeError(
+            f"wanted an optax optimizer, such as optax.adamw(1e-3), got {got}"
+        )
+
+
 def descend(
     optimizer: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any
 ) -> tuple[Any, Any]:
@@ -260,26 +306,9 @@ def descend(
             "the optimizer averages the models itself, by decentralize, and so does "
             "this step: give it the inner optimizer, as optax.adamw(1e-3)"
         )
+    check_optimizer(optimizer)
     updates, opt_state = optimizer.update(grads, opt_state, params)
     return optax.apply_updates(params, updates), opt_state
-
-
-def compute_in(loss_fn: LossFn, dtype: DTypeLike) -> LossFn:
-    """The same loss with float parameters cast to `dtype`; gradients keep theirs.
-
-    Args:
-      loss_fn: any loss.
-      dtype: dtype of the forward and the backward pass, usually `jnp.bfloat16`.
-    """
-
-    def cast(x: jax.Array) -> jax.Array:
-        return x.astype(dtype) if jnp.issubdtype(x.dtype, jnp.floating) else x
-
-    @functools.wraps(loss_fn)
-    def cast_loss_fn(params, model_state, batch, key):
-        return loss_fn(jax.tree.map(cast, params), model_state, batch, key)
-
-    return cast_loss_fn
 
 
 def init_state(
@@ -298,28 +327,59 @@ def init_state(
       optimizer: the optimizer, initialised for each worker.
       key: random key, split among the workers.
       num_workers: N.
-      model_state: model state of one model.
+      model_state: model state of one model; each worker gets a random key of its own
+        from each random key in it.
       workers: numbers of the workers to make, as `local_workers(mesh)` in a job of
         several processes; by default all.
       extra: the algorithm's own state of one worker.
 
     Returns:
       The stacked state, each leaf [N, ...].
+
+    Raises:
+      TypeError: if `optimizer` is no optimizer.
+      ValueError: if there is no such worker, or the model has no leaf.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import init_state
+      >>> params = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+      >>> key = jax.random.key(0)
+      >>> state = init_state(params, optax.adam(1e-3), key, num_workers=4)
+      >>> state.params["w"].shape
+      (4, 3, 2)
     """
-    keys = jax.random.split(key, num_workers)
-    if workers is not None:
-        keys = keys[jnp.asarray(workers)]
-    params, model_state, extra = jax.tree.map(
-        lambda x: jnp.repeat(jnp.asarray(x)[None], len(keys), axis=0),
-        (params, model_state, extra),
-    )
+    check_optimizer(optimizer)
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be at least one, got {num_workers}")
+    if workers is not None and not all(0 <= i < num_workers for i in workers):
+        raise ValueError(
+            f"workers must be from 0 to {num_workers - 1}, got {list(workers)}"
+        )
+    if not jax.tree.leaves(params):
+        raise ValueError("nothing to train: the params have no leaves")
+    numbers = jnp.arange(num_workers) if workers is None else jnp.asarray(workers)
+    keys = jax.random.split(key, num_workers)[numbers]
+
+    def repeat(x: Any) -> jax.Array:
+        return jnp.repeat(jnp.asarray(x)[None], len(keys), axis=0)
+
+    def repeat_or_split(x: Any) -> jax.Array:
+        if not jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key):
+            return repeat(x)
+        # With one key all workers would drop the same units.
+        folded = jax.vmap(jax.random.fold_in, (None, 0))
+        return jax.vmap(folded, (0, None), 1)(x.ravel(), numbers).reshape(-1, *x.shape)
+
+    params, extra = jax.tree.map(repeat, (params, extra))
+    model_state = jax.tree.map(repeat_or_split, model_state)
     # Some optimizers keep the params themselves, and a buffer is donated only once.
     opt_state = jax.tree.map(lambda x: x.copy(), jax.vmap(optimizer.init)(params))
     return WorkerState(params, opt_state, model_state, keys, extra)
 
 
 def _cut(x: jax.Array, num_parts: int) -> jax.Array:
-    if x.shape[0] % num_parts:
+    if num_parts < 1 or x.shape[0] % num_parts:
         raise ValueError(
             f"a worker's batch of {x.shape[0]} cannot be cut into {num_parts} "
             "micro-batches of one size"
@@ -327,16 +387,12 @@ def _cut(x: jax.Array, num_parts: int) -> jax.Array:
     return x.reshape(num_parts, -1, *x.shape[1:])
 
 
-def _with_loss_metric(loss_fn: LossFn):
+def _with_loss_metric(loss_fn: LossFn) -> LossFn:
+    check_call(loss_fn, "loss_fn", "params", "model_state", "batch", "key")
+
     def with_loss(params, model_state, batch, key):
         result = loss_fn(params, model_state, batch, key)
-        match result:
-            case (loss, (model_state, Mapping() as metrics)):
-                return loss, (model_state, {"loss": loss, **metrics})
-        raise TypeError(
-            "loss_fn must return (loss, (model_state, metrics)), the metrics a dict, "
-            "as in `return loss, (model_state, {})`; got the structure "
-            f"{jax.tree.structure(result)}"
-        )
+        loss, (model_state, metrics) = check_loss(result, model_state)
+        return loss, (model_state, {"loss": loss, **metrics})
 
     return with_loss

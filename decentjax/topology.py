@@ -18,25 +18,43 @@ from decentjax.exchange import Exchange as Exchange
 from decentjax.exchange import Groups as Groups
 from decentjax.exchange import Permutations as Permutations
 from decentjax.exchange import Topology as Topology
-from decentjax.exchange import apply, count_nodes
+from decentjax.exchange import apply, check_topology, check_whole, count_nodes
 
 TOLERANCE = 1e-6  # Largest error of the sums and entries of a given matrix.
 
 
 def complete(num_workers: int) -> Topology:
-    """Every exchange is the mean over all workers."""
+    """Every exchange is the mean over all workers.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> print(topology.matrices(topology.complete(4))[0, 0])
+      [0.25 0.25 0.25 0.25]
+    """
     _check_positive(num_workers)
     return _topology("complete", Groups((tuple(range(num_workers)),)))
 
 
 def ring(num_workers: int) -> Topology:
-    """Averages with both neighbours on a ring, 1/3 each (D-PSGD)."""
+    """Averages with both neighbours on a ring, 1/3 each (D-PSGD).
+
+    Examples:
+      >>> from decentjax import topology
+      >>> print(topology.matrices(topology.ring(5))[0, 0].round(2))
+      [0.33 0.33 0.   0.   0.33]
+    """
     _check_positive(num_workers)
     return _topology("ring", _circulant(num_workers, [-1, 0, 1]))
 
 
 def one_peer_ring(num_workers: int) -> Topology:
     """Averages with the right, then the left neighbour, 1/2 each. N must be even.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> print(topology.matrices(topology.one_peer_ring(4))[:, 0])
+      [[0.5 0.5 0.  0. ]
+       [0.5 0.  0.  0.5]]
 
     Source: the topology "ring" of Decent-DP.
     """
@@ -51,7 +69,13 @@ def one_peer_ring(num_workers: int) -> Topology:
 
 
 def exponential(num_workers: int) -> Topology:
-    """Receives from the workers i - 1, i - 2, i - 4, ..., all weights equal."""
+    """Receives from the workers i - 1, i - 2, i - 4, ..., all weights equal.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> print(topology.matrices(topology.exponential(8))[0, 0])
+      [0.25 0.   0.   0.   0.25 0.   0.25 0.25]
+    """
     _check_positive(num_workers)
     shifts = [0, *(-hop for hop in _hops(num_workers))]
     return _topology("exponential", _circulant(num_workers, shifts))
@@ -61,6 +85,16 @@ def one_peer_exponential(num_workers: int) -> Topology:
     """Receives from the worker i - 1, i - 2, i - 4, ... in turn, 1/2 each.
 
     Directed. Exact after log2(N) exchanges where N is a power of two.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> graph = topology.one_peer_exponential(8)
+      >>> print(topology.matrices(graph)[:, 0])
+      [[0.5 0.  0.  0.  0.  0.  0.  0.5]
+       [0.5 0.  0.  0.  0.  0.  0.5 0. ]
+       [0.5 0.  0.  0.  0.5 0.  0.  0. ]]
+      >>> analysis.exact_after(graph)
+      3
 
     Source: Ying et al. (2021), Exponential Graph is Provably Efficient.
     """
@@ -82,6 +116,14 @@ def k_peer_exponential(num_workers: int, degree: int) -> Topology:
     Args:
       num_workers: N.
       degree: number of peers in one exchange, from 1 to L.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> graph = topology.k_peer_exponential(8, degree=2)
+      >>> print(topology.matrices(graph)[:, 0].round(2))
+      [[0.33 0.   0.   0.   0.   0.   0.33 0.33]
+       [0.33 0.   0.   0.   0.33 0.   0.33 0.  ]
+       [0.33 0.   0.   0.   0.33 0.   0.   0.33]]
 
     Source: Assran et al. (2019), Stochastic Gradient Push.
     """
@@ -107,6 +149,12 @@ def hypercube(num_workers: int) -> Topology:
 
     Exact after log2(N) exchanges. N must be a power of two.
 
+    Examples:
+      >>> from decentjax import topology
+      >>> print(topology.matrices(topology.hypercube(4))[:, 0])
+      [[0.5 0.5 0.  0. ]
+       [0.5 0.  0.5 0. ]]
+
     Source: the topology "one-peer-exp" of Decent-DP.
     """
     _check_power_of_two("hypercube", "num_workers", num_workers)
@@ -121,6 +169,12 @@ def alternating_exponential_ring(num_workers: int, workers_per_node: int) -> Top
     pairs exchange in the first of two steps and half in the second, so a node uses its
     slow link every other step. Exact after 2 log2(nodes) exchanges; the number of nodes
     must be a power of two.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> graph = topology.alternating_exponential_ring(16, workers_per_node=4)
+      >>> graph.period, analysis.exact_after(graph)
+      (4, 4)
 
     Source: From Promise to Practice (ICLR 2025), Fig 12; order as in Decent-DP.
     """
@@ -140,6 +194,11 @@ def torus(num_workers: int) -> Topology:
     """Averages with the four neighbours on the squarest 2-D torus, 1/5 each.
 
     Needs a num_workers that is a product of two numbers above one.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> print(topology.matrices(topology.torus(9))[0, 0])
+      [0.2 0.2 0.2 0.2 0.  0.  0.2 0.  0. ]
     """
     _check_positive(num_workers)
     if num_workers == 1:
@@ -163,6 +222,14 @@ def torus(num_workers: int) -> Topology:
 def star(num_workers: int) -> Topology:
     """Worker 0 averages with all others; Metropolis weights, 1/N on every edge.
 
+    Examples:
+      >>> from decentjax import topology
+      >>> print(topology.matrices(topology.star(4))[0])
+      [[0.25 0.25 0.25 0.25]
+       [0.25 0.75 0.   0.  ]
+       [0.25 0.   0.75 0.  ]
+       [0.25 0.   0.   0.75]]
+
     Source: Metropolis-Hastings weights, 1 / (1 + max(degree_i, degree_j)).
     """
     _check_positive(num_workers)
@@ -176,6 +243,11 @@ def ring_lattice(num_workers: int, degree: int) -> Topology:
     """Averages with the degree/2 nearest on either side of a ring, all weights equal.
 
     Needs an even degree from 2 to num_workers - 1. The graph that Ada thins out.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> print(topology.matrices(topology.ring_lattice(8, degree=4))[0, 0])
+      [0.2 0.2 0.2 0.  0.  0.  0.2 0.2]
     """
     _check_positive(num_workers)
     if num_workers == 1:
@@ -199,6 +271,14 @@ def butterfly_groups(num_workers: int, group_size: int | None = None) -> Topolog
       num_workers: N, a power of two.
       group_size: S, a power of two from 2 to N; by default the smallest from sqrt(N)
         on, with which two exchanges are exact. The paper has S = sqrt(N).
+
+    Examples:
+      >>> from decentjax import topology
+      >>> for exchange in topology.butterfly_groups(8, group_size=4):
+      ...     print(exchange.between.members)
+      ((0, 1, 2, 3), (4, 5, 6, 7))
+      ((0, 1, 4, 5), (2, 3, 6, 7))
+      ((0, 2, 4, 6), (1, 3, 5, 7))
 
     Source: WAGMA-SGD (2021), Algorithm 1, with the mask `1 << shift` of its example.
     """
@@ -228,6 +308,11 @@ def butterfly_hops(num_workers: int, group_size: int, step: int) -> list[int]:
     """Returns the distances in a group of `butterfly_groups`: partner = i XOR hop.
 
     A group's members meet, each with one partner at a time, in log2(group_size) hops.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> [topology.butterfly_hops(8, 4, step) for step in range(3)]
+      [[1, 2], [4, 1], [2, 4]]
     """
     bits, active = num_workers.bit_length() - 1, group_size.bit_length() - 1
     return [1 << (step * active + r) % bits for r in range(active)]
@@ -240,10 +325,18 @@ def random_matching(num_workers: int, period: int, seed: int) -> Topology:
       num_workers: N.
       period: number of matchings drawn.
       seed: seed of NumPy's default generator.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> print(topology.matrices(topology.random_matching(4, period=2, seed=0))[:, 0])
+      [[0.5 0.  0.5 0. ]
+       [0.5 0.5 0.  0. ]]
     """
     _check_positive(num_workers)
     if period < 1:
         raise ValueError(f"random_matching needs a positive period, got {period}")
+    if seed < 0:
+        raise ValueError(f"random_matching needs a seed of at least 0, got {seed}")
     generator = np.random.default_rng(seed)
     rounds = []
     for _ in range(period):
@@ -261,6 +354,12 @@ def base_k(num_workers: int, degree: int) -> Topology:
     Args:
       num_workers: N.
       degree: largest number of peers in one exchange, at least one.
+
+    Examples:
+      >>> from decentjax import analysis, topology
+      >>> graph = topology.base_k(6, degree=1)
+      >>> graph.period, analysis.exact_after(graph)
+      (4, 4)
 
     Source: Takezawa et al. (2023), Beyond Exponential Graph: the Base-(k+1) graph.
     """
@@ -280,8 +379,19 @@ def hierarchical(
       num_workers: N, a multiple of `workers_per_node`.
       workers_per_node: number of consecutive workers that share a node.
       between: function from the number of nodes to their topology, such as `ring`.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> graph = topology.hierarchical(8, workers_per_node=2, between=topology.ring)
+      >>> print(graph.name, topology.matrices(graph)[0, 0].round(2))
+      hierarchical(ring) [0.17 0.17 0.17 0.17 0.   0.   0.17 0.17]
     """
     _check_positive(num_workers)
+    if not callable(between):
+        raise TypeError(
+            "hierarchical needs as between a function from a number of nodes to a "
+            f"topology, such as topology.ring, got {type(between).__name__}"
+        )
     nodes = between(count_nodes(num_workers, workers_per_node))
     # An exchange has one level of nodes, and one factor for all that it mixes.
     for exchange in nodes:
@@ -296,7 +406,14 @@ def hierarchical(
 
 
 def alone(num_workers: int) -> Topology:
-    """No worker sends anything; as `between` of `hierarchical`, only inside nodes."""
+    """No worker sends anything; as `between` of `hierarchical`, only inside nodes.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> print(topology.matrices(topology.alone(2))[0])
+      [[1. 0.]
+       [0. 1.]]
+    """
     _check_positive(num_workers)
     return _topology("alone", _circulant(num_workers, [0]))
 
@@ -315,6 +432,13 @@ def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Top
       ValueError: if the matrix is not doubly stochastic, or no exchange is within 1e-6
         of it.
 
+    Examples:
+      >>> from decentjax import topology
+      >>> graph = topology.from_matrix([[0.75, 0.25], [0.25, 0.75]])
+      >>> print(topology.matrices(graph)[0])
+      [[0.75 0.25]
+       [0.25 0.75]]
+
     Source: Sinkhorn and Knopp (1967), Concerning nonnegative matrices and doubly
     stochastic matrices.
     """
@@ -322,7 +446,15 @@ def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Top
 
 
 def damped(topology: Topology, factor: float) -> Topology:
-    """Damps every exchange: W becomes (1 - factor) I + factor W."""
+    """Damps every exchange: W becomes (1 - factor) I + factor W.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> print(topology.matrices(topology.damped(topology.complete(2), 0.5))[0])
+      [[0.75 0.25]
+       [0.25 0.75]]
+    """
+    check_topology(topology)
     exchanges = [dataclasses.replace(e, factor=e.factor * factor) for e in topology]
     return Topology(f"damped({topology.name}, {factor:g})", tuple(exchanges))
 
@@ -337,8 +469,17 @@ def with_mean_every(topology: Topology, period: int) -> Topology:
       topology: the other exchanges.
       period: number of exchanges from one mean to the next, at least one.
 
+    Examples:
+      >>> from decentjax import topology
+      >>> local_sgd = topology.with_mean_every(topology.alone(4), period=3)
+      >>> print(topology.matrices(local_sgd)[:, 0])
+      [[1.   0.   0.   0.  ]
+       [1.   0.   0.   0.  ]
+       [0.25 0.25 0.25 0.25]]
+
     Source: WAGMA-SGD (2021), Algorithm 2, where the period is tau.
     """
+    check_topology(topology)
     if period < 1:
         raise ValueError(f"with_mean_every needs a positive period, got {period}")
     (mean,) = complete(topology.num_workers)
@@ -353,7 +494,13 @@ def matrices(topology: Topology) -> np.ndarray:
     """Returns the mixing matrices, float64, shape [period, N, N].
 
     Row i says what worker i ends up with: `x_i <- sum_j W[i, j] x_j`.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> topology.matrices(topology.one_peer_ring(8)).shape
+      (2, 8, 8)
     """
+    check_topology(topology)
     identity = np.eye(topology.num_workers)
     return np.stack([apply(exchange, identity) for exchange in topology])
 
@@ -460,10 +607,12 @@ def _from_edges(num_workers: int, edges: Edges) -> Permutations | Groups:
 
 
 def _check_positive(num_workers: int) -> None:
+    check_whole("num_workers", num_workers)
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least one, got {num_workers}")
 
 
 def _check_power_of_two(name: str, argument: str, number: int) -> None:
+    check_whole(argument, number)
     if number < 1 or number & (number - 1):
         raise ValueError(f"{name} needs {argument} to be a power of two, got {number}")

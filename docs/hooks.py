@@ -1,9 +1,11 @@
 """Hooks of the site: files outside docs/ have one home and are part of it all the same.
 
 README is the front page, and whatever else a page links to, a figure or a table in
-`configs` say, comes along at its path in the repository.
+`configs` say, comes along at its path in the repository. Notebooks are pages, with the
+outputs that they hold.
 """
 
+import json
 import os.path
 import re
 from pathlib import Path
@@ -17,7 +19,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parent.parent
-LINK = re.compile(r"(?<=\]\()(?!https?:)([^)#\s]+)")
+LINK = re.compile(r"(?<=\]\()(?!https?:|data:)([^)#\s]+)")
+NOTEBOOK = "-notebook.md"  # The notebook itself is there too, to download.
 INLINE_MATH = re.compile(r":math:`([^`]+)`")
 DISPLAY_MATH = re.compile(r"^\.\. math::\n((?:[ \t]+\S.*\n?|[ \t]*\n)+)", re.MULTILINE)
 
@@ -31,6 +34,9 @@ def on_config(config: MkDocsConfig) -> None:
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     """Adds README, and all files of the repository that pages link to."""
     files.append(_brought(config, "index.md", "README.md"))
+    for path in sorted((ROOT / "docs").glob("*.ipynb")):
+        uri = _in_site(path.name)
+        files.append(File.generated(config, uri, content=_notebook(path)))
     pages = [page.src_uri for page in files.documentation_pages()]
     while pages:
         page = pages.pop()
@@ -67,15 +73,37 @@ def _target(page: str, link: str) -> str:
 def _in_repository(page: str) -> str:
     if page == "index.md":
         return "README.md"
+    page = page.replace(NOTEBOOK, ".ipynb")
     return f"docs/{page}" if (ROOT / "docs" / page).exists() else page
 
 
 def _in_site(path: str) -> str:
-    return "index.md" if path == "README.md" else path.removeprefix("docs/")
+    if path == "README.md":
+        return "index.md"
+    return path.removeprefix("docs/").replace(".ipynb", NOTEBOOK)
 
 
 def _brought(config: MkDocsConfig, uri: str, path: str) -> File:
     return File.generated(config, uri, abs_src_path=str(ROOT / path))
+
+
+def _notebook(path: Path) -> str:
+    """A notebook as Markdown, with what its code has printed and drawn."""
+    parts = []
+    for cell in json.loads(path.read_text())["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] == "markdown":
+            parts.append(source)
+            continue
+        parts.append(f"```python\n{source}\n```")
+        for output in cell["outputs"]:
+            if output["output_type"] == "stream":
+                parts.append(f"```text\n{''.join(output['text']).rstrip()}\n```")
+            else:
+                image = output["data"]["image/png"]
+                parts.append(f"![What this code draws](data:image/png;base64,{image})")
+    parts.append(f'<a href="../{path.name}" download>Download this notebook</a>')
+    return "\n\n".join(parts)
 
 
 class Math(Extension):

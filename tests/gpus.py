@@ -5,7 +5,7 @@ import numpy as np
 from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from train.preflight.targets import H100
+from train.targets import H100
 from train.xla import COMPILE_ONLY
 
 

@@ -1,6 +1,6 @@
 """A line with noise and everything that a run has, for jobs of real processes.
 
-`python -m train.launch --processes 2 tests/job_line.py`. It compiles in a second, and
+`decentjax launch --processes 2 tests/job_line.py`. It compiles in a second, and
 draws from every worker's random key.
 """
 

@@ -1,6 +1,6 @@
 """A straight line through points: compiled in a second, for how runs start and end.
 
-`python -m train tests/line.py`
+`decentjax train tests/line.py`
 """
 
 import dataclasses
@@ -104,11 +104,11 @@ class Slowly(NamedTuple):
 
     def __iter__(self):
         for _ in range(10):
+            yield self.points  # First, as a task is traced on one batch.
             print("evaluating", flush=True)
             time.sleep(self.seconds)
             if self.fails:
                 raise ZeroDivisionError("an evaluation that fails")
-            yield self.points
 
 
 config = Config(

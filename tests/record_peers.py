@@ -60,7 +60,7 @@ def _fill(module, zero: tuple[str, ...] = ()):
     return module
 
 
-def _gpt() -> np.ndarray:
+def _gpt(epsilon: float, zero: tuple[str, ...]) -> np.ndarray:
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -71,9 +71,9 @@ def _gpt() -> np.ndarray:
         n_head=SMALL_GPT["num_heads"],
         n_embd=16,
         activation_function="gelu_new",
-        layer_norm_epsilon=1e-6,
+        layer_norm_epsilon=epsilon,
     )
-    model = _fill(GPT2LMHeadModel(config), zero=("bias",)).eval()
+    model = _fill(GPT2LMHeadModel(config), zero).eval()
     return model(torch.from_numpy(TOKENS)).logits.numpy()
 
 
@@ -185,7 +185,8 @@ def main():
 
     with torch.no_grad():
         values = {
-            "gpt": _gpt(),
+            "gpt": _gpt(1e-6, zero=("bias",)),
+            "gpt2": _gpt(1e-2, zero=()),
             "transformer": _transformer(),
             "resnet20_eval": _resnet20(train=False),
             "resnet20_train": _resnet20(train=True),

@@ -1,6 +1,7 @@
 """Advice against closed forms, loops over workers, and hand-made rows."""
 
 import dataclasses
+import html
 import io
 import json
 import math
@@ -65,7 +66,7 @@ MANY = ("--workers.num-workers", "8", "--workers.workers-per-node", "1")
 
 
 def trained_with(path: Path, *arguments: str):
-    """The config with which `python -m train` would begin."""
+    """The config with which `decentjax train` would begin."""
     begun = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
@@ -102,10 +103,10 @@ def test_a_number_is_read_in_its_unit(parse, text, wanted):
 @pytest.mark.parametrize(
     ("parse", "text", "units"),
     [
-        (rate, "25", "bit, kbit, mbit, gbit, tbit, such as 25gbit"),
-        (rate, "25 Gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit"),
-        (rate, "gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit"),
-        (rate, "-1gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit"),
+        (rate, "25", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
+        (rate, "25 Gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
+        (rate, "gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
+        (rate, "-1gbit", "bit, kbit, mbit, gbit, tbit, such as 25gbit (3.1 GB/s)"),
         (seconds, "65", "ns, us, ms, s, such as 65ms"),
         (seconds, "-65ms", "ns, us, ms, s, such as 65ms"),
         (seconds, "1.2.3s", "ns, us, ms, s, such as 65ms"),
@@ -192,6 +193,16 @@ def test_compute_times_follow_the_chosen_distribution(distribution):
     job = flags(distribution=distribution, sigma=0.2).setting().job
     wanted = DISTRIBUTIONS[distribution](np.random.default_rng((3, 5)))
     np.testing.assert_allclose(job.draw(5, 8, 3), wanted)
+
+
+def test_a_spread_that_nobody_gave_is_said():
+    told = flags(distribution="gamma")
+    (line,) = told.setting().facts
+    assert line.startswith("sigma = 0.05 is assumed")
+    given = dataclasses.replace(told, sigma=0.05).setting()
+    assert given.facts == flags().setting().facts == ()
+    drawn = [one.job.draw(2, 4, 0) for one in (told.setting(), given)]
+    np.testing.assert_array_equal(*drawn)
 
 
 def test_late_workers_are_late_by_the_given_time():
@@ -286,7 +297,7 @@ def test_without_a_power_of_two_some_topologies_fit(num_workers, fits):
 
 def test_levels_are_looked_at_where_nodes_have_several_workers():
     alone, together = ({c.name for c in candidates(8, n)} for n in (1, 2))
-    assert together - alone == {"hierarchical", "alternating_exponential_ring"}
+    assert together - alone == {"hierarchical"}
     between = {c.between for c in candidates(8, 2) if c.name == "hierarchical"}
     assert between == {"one_peer_ring", "one_peer_exponential", "complete"}
 
@@ -867,7 +878,9 @@ def test_what_was_asked_is_answered_written_and_drawn(tmp_path, capsys):
     assert choice == "alternating_exponential_ring"
     assert written["advice"] == {"choice": choice, "reason": reason}
     assert f"\nadvice: {choice}\n  {reason}\n" in printed
-    (command,) = re.findall("\n  python -m train CONFIG.py (.*)\n", printed)
+    (command,) = re.findall(
+        "\n  srun decentjax train CONFIG.py --distributed.enabled (.*)\n", printed
+    )
     config = trained_with(ROOT / "configs" / "quickstart.py", *shlex.split(command))
     best = topology.alternating_exponential_ring(4, 2)
     assert config.topology.build(config.workers) == best
@@ -875,7 +888,12 @@ def test_what_was_asked_is_answered_written_and_drawn(tmp_path, capsys):
         f"2 nodes x 2 workers, a model of 260 MB\ngamma = {found.gamma:.3g} "
         f"(all-reduce over compute time), sigma = {found.sigma:.2g} ("
     )
-    assert f"{out / 'advice.json'}  map.svg  steps.svg" in printed
+    assert f"{out / 'advice.json'}  advice.html  map.svg  steps.svg" in printed
+    page = (out / "advice.html").read_text()
+    assert f"<h2>Advice: {choice}</h2>" in page
+    assert f"CONFIG.py --distributed.enabled {html.escape(command)}</pre>" in page
+    assert page.count("<img ") == 2
+    assert all(f"<td>{row['name']}</td>" in page for row in written["rows"])
     assert "\x1b" not in printed
     steps = texts_of(out / "steps.svg")
     for name, scheme in (("all-reduce", None), (choice, best)):
@@ -937,7 +955,8 @@ def test_for_one_worker_nothing_is_drawn(tmp_path, capsys):
     del one[one.index("--inside") : one.index("--compute")]
     assert program.main([*one, "--out", str(tmp_path)]) == 0
     assert "There is one worker" in capsys.readouterr().out
-    assert [path.name for path in tmp_path.iterdir()] == ["advice.json"]
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"advice.json", "advice.html"}
     # Inside its node it has no peer, and sends at a rate that is no number in JSON.
     assert advice_in(tmp_path)["cluster"]["inside_bytes_per_second"] is None
 

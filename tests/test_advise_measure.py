@@ -258,7 +258,7 @@ def test_an_accelerator_sends_parts_of_the_gradient_early(monkeypatch):
         ("--steps 0", "error: steps and measured_steps must be positive, got 0 and 30"),
         (
             "--workers.where mesh --workers.workers-per-node 3 --topology.name ring",
-            "error: workers.workers_per_node must divide the 4 workers, got 3",
+            "does not fill nodes of 3: set workers.workers_per_node to 1, 2 or 4",
         ),
         ("--num-steps 1", "must be less than"),
     ],
@@ -303,7 +303,7 @@ def test_measure_may_stand_before_other_options_or_after_them(first, monkeypatch
     program.main([word for name in names for word in (name, *options[name])])
     (((config, measured_steps), *rest),) = begun
     assert config == dataclasses.replace(tiny.config, seed=2)
-    assert (measured_steps, *rest) == (5, 7, 2, Path("there"), None)
+    assert (measured_steps, *rest) == (5, 7, 2, Path("there"), [])
 
 
 def run(*command: str) -> str:
@@ -343,7 +343,7 @@ def assert_measured(printed: str, out: Path, num_workers: int, per_node: int) ->
     assert f"advice: {advice.choice.name}" in printed
     assert "exchanging: ring" in printed
     assert sorted(path.name for path in out.iterdir()) == [
-        *("advice.json", "map.svg", "steps.svg")
+        *("advice.html", "advice.json", "map.svg", "steps.svg")
     ]
     return written
 

@@ -3,9 +3,11 @@
 import dataclasses
 import io
 import json
+import re
 from pathlib import Path
 
 import pytest
+import tyro
 from rich.console import Console
 
 from decentjax import runtime
@@ -15,6 +17,7 @@ from train.advise.advice_report import say_race
 from train.advise.race import (
     Contender,
     finishes,
+    flags_of,
     read_race,
     step_seconds,
     turns,
@@ -22,7 +25,14 @@ from train.advise.race import (
 from train.advise.setting import Setting
 from train.cli.config_json import to_json
 from train.cli.load import load_config
-from train.config import Config, RoundsConfig, StepConfig, TopologyConfig
+from train.cli.options import AS_OPTIONS
+from train.config import (
+    Config,
+    ExchangeConfig,
+    RoundsConfig,
+    StepConfig,
+    TopologyConfig,
+)
 
 ROOT = Path(__file__).parent.parent
 QUALITY = load_config(ROOT / "configs/quality_ring.py")
@@ -116,8 +126,31 @@ def test_it_is_told_and_kept(tmp_path):
     assert facts["finishes"][0].name == "ring"
     text = output.getvalue()
     assert "by steps that were measured with 4 workers" in text
-    assert "first at the loss: ring" in text
+    assert re.search(r"ring +one_peer_ring +150 ", text)
+    assert re.search(r"all-reduce +100 ", text)
+    assert (
+        "advice by the time to the loss: ring\n  srun decentjax train CONFIG.py" in text
+    )
     assert "it turns: rounds below, ring above" in text
+
+
+@pytest.mark.parametrize(
+    ("wanted", "where"),
+    [
+        (config("all_reduce", "complete"), "auto"),
+        (config(dtype="bfloat16"), "background"),
+        (config(**ROUNDS), "auto"),
+        (config(**ROUNDS, delay=2, merge="shift"), "background"),
+    ],
+)
+def test_the_command_of_the_first_trains_its_method(wanted, where):
+    made = tyro.cli(
+        Config,
+        default=dataclasses.replace(QUALITY, step=StepConfig()),
+        args=flags_of(wanted, "background").split(),
+        config=AS_OPTIONS,
+    )
+    assert made == dataclasses.replace(wanted, exchange=ExchangeConfig(where=where))
 
 
 def test_a_method_that_the_cluster_cannot_have_is_named():
@@ -135,7 +168,10 @@ def test_the_command_reads_the_file(tmp_path, capsys):
     flags = "--nodes 4 --between 80mbit --compute 100ms --params 1M --steps 10"
     words = [*flags.split(), "--race", str(file), "--out", str(tmp_path)]
     assert advise([*words, "--overlap", "background"]) == 0
-    assert "first at the loss: ring" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert said.count("\nadvice by the time ") == said.count("decentjax train ") == 2
+    assert "advice by the time of a step: alternating_" in said
+    assert "advice by the time to the loss: ring" in said
     kept = json.loads((tmp_path / "advice.json").read_text())["race"]
     assert kept["finishes"][0]["name"] == "ring"
 
@@ -147,7 +183,7 @@ def test_a_file_without_steps_is_refused_first(tmp_path, text, capsys):
     file = tmp_path / "other.json"
     file.write_text(text)
     flags = "--nodes 2 --between 1gbit --compute 1ms --params 1K"
-    words = "has no steps to a loss, which `python -m train.bench quality` writes"
+    words = "has no steps to a loss, which `decentjax bench quality` writes"
     with pytest.raises(SystemExit, match=words):
         advise([*flags.split(), "--race", str(file)])
     assert capsys.readouterr().out == ""

@@ -18,6 +18,7 @@ from train.bench import overhead as step
 from train.bench.input import DataBench, InputTiming, count_compiled, measure
 from train.bench.overhead import MEASURED, OURS, PLAIN, StepBench, of_one_worker
 from train.bench.runner import Runner
+from train.cli.load import find_config
 from train.tasks.numbers import NumbersTask
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -119,7 +120,7 @@ def test_nothing_to_measure_gets_a_sentence(make, message):
 
 def test_what_the_benches_measure_by_default_is_there():
     for path in (*DataBench().configs, *StepBench().configs):
-        assert (TINY_FILE.parent.parent / path).is_file()
+        assert find_config(path).is_file()
     assert dataclasses.fields(StepBench)
 
 

@@ -11,7 +11,7 @@ from test_distributed import LONG, ROOT, started
 from test_emulate import needs_root
 
 from train.chaos import jobs
-from train.chaos.__main__ import main
+from train.chaos.__main__ import main, separated
 from train.chaos.faults import FAULTS, Bench
 from train.chaos.jobs import BrokenError, Job, arrays, module, saved
 from train.figures.members_figure import draw_members, lives, spans
@@ -144,3 +144,8 @@ def test_a_process_trained_from_its_start_to_its_end_but_for_gaps():
 
 def test_faults_have_a_name_and_a_promise():
     assert all(fault.promise for fault in FAULTS.values())
+
+
+def test_faults_may_be_separated_by_commas():
+    words = ["--faults", "kill,full-disk", "nan", "--name", "kill,a"]
+    assert separated(words) == ["--faults", "kill", "full-disk", *words[2:]]

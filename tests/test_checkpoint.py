@@ -31,7 +31,7 @@ from train.run.checkpoint import (
     verify,
 )
 from train.run.loop import train
-from train.run.manifest import check_files
+from train.run.manifest import MANIFEST, OTHERS, check_files
 from train.run.resume import Resume, saved_config
 from train.run.scores import read_trained
 
@@ -146,7 +146,7 @@ def test_a_damaged_config_is_not_taken(run_dir, capsys):
     text = path.read_text()
     assert text.count('"learning_rate": 0.1') == 1
     path.write_text(text.replace('"learning_rate": 0.1', '"learning_rate": 0.7'))
-    assert saved_config(run_dir, None, LINE).optimizer.learning_rate == 0.1
+    assert saved_config(run_dir, None, ["line"]).optimizer.learning_rate == 0.1
 
 
 def test_where_none_is_whole_it_says_so(run_dir):
@@ -190,6 +190,51 @@ def test_killed_while_saving_all_that_is_listed_is_whole(tmp_path):
     assert torn >= 5
 
 
+# Writes down the number of each file that is synced.
+SHIM = r"""
+#define _GNU_SOURCE
+#include <stdio.h>
+#include <stdlib.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+int fsync(int file) {
+  struct stat about;
+  FILE *list = fopen(getenv("SYNCED"), "a");
+  if (list && fstat(file, &about) == 0) fprintf(list, "%lu\n", about.st_ino);
+  if (list) fclose(list);
+  return syscall(SYS_fsync, file);
+}
+"""
+SAVE = """
+import sys
+from pathlib import Path
+import line, saving
+from train.run.checkpoint import Checkpoints
+
+with Checkpoints(Path(sys.argv[1]), 1, 1) as checkpoints:
+    checkpoints.save(1, saving.state_of(1), line.config)
+"""
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_what_is_saved_outlives_a_power_cut(tmp_path):
+    """Each file and each name is on disk, that of the whole checkpoint too."""
+    source, library, synced = (tmp_path / name for name in ("s.c", "s.so", "synced"))
+    source.write_text(SHIM)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], check=True)
+    env = {"PYTHONPATH": f"{ROOT}:{ROOT}/tests", "SYNCED": str(synced)}
+    command = [sys.executable, "-c", SAVE, str(tmp_path / "run")]
+    env = ENV | env | {"LD_PRELOAD": str(library)}
+    subprocess.run(command, env=env, check=True, capture_output=True)
+    numbers, folder = set(synced.read_text().split()), tmp_path / "run" / "checkpoints"
+    paths = [path for path in folder.rglob("*") if path.name not in OTHERS]
+    assert folder / "1" / "run" / "metadata" in paths
+    for path in (folder, *paths, folder / "1" / MANIFEST):
+        assert str(path.stat().st_ino) in numbers, path
+
+
 def test_where_an_exchange_has_failed_no_disk_is_the_reason():
     place = "[external/gloo/gloo/transport/tcp/pair.cc:1] "
     error = ValueError(f"INTERNAL: Gloo sendrecv failed: {place}Connection reset")
@@ -231,10 +276,10 @@ def trained(tmp_path_factory):
     return run_dir
 
 
-@pytest.mark.parametrize("worker", [None, 3])
-def test_a_model_is_exported_with_its_config(worker, trained, tmp_path, capsys):
+@pytest.mark.parametrize("choice", [[], ["--mean"], ["--worker", "3"]])
+def test_a_model_is_exported_with_its_config(choice, trained, tmp_path, capsys):
     path = tmp_path / "models" / "one.safetensors"
-    choice = [] if worker is None else ["--worker", str(worker)]
+    worker = 3 if "3" in choice else None
     assert main(["export", str(trained), *choice, "--to", str(path)]) == 0
     run = read_trained(trained)
     params, _ = run.mean() if worker is None else run.worker(worker)
@@ -261,11 +306,20 @@ def test_a_model_is_exported_with_its_config(worker, trained, tmp_path, capsys):
         (["--worker", "4"], "the run has workers 0 to 3, got 4"),
         (["--step", "7"], "has checkpoints of steps .*, not 7"),
         (["--to", "model.bin"], "--to must be a file NAME.safetensors"),
+        (["--mean", "--worker", "1"], "give --mean or --worker 1, not both"),
+        (["--format", "gpt2", "--to", "tests"], "tests already exists: remove it"),
+        (["--to", "/proc/a.safetensors"], "could not be written: Error while ser"),
     ],
 )
 def test_what_cannot_be_exported_gets_a_sentence(options, words, trained, capsys):
     with pytest.raises(SystemExit, match=words):
         main(["export", str(trained), *options])
+
+
+def test_the_name_of_a_format_is_no_file(trained, capsys):
+    assert main(["export", str(trained), "--to", "safetensors"]) == 0
+    assert f"{trained}/model.safetensors: mean" in capsys.readouterr().out
+    assert len(load_file(trained / "model.safetensors")) == 9
 
 
 def test_two_arrays_have_two_names():

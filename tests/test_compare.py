@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from train.compare import compare
+from train.compare import _held_out, compare
 from train.config import (
     ExchangeConfig,
     LogConfig,
@@ -18,6 +18,7 @@ from train.config import (
     TopologyConfig,
     WorkersConfig,
 )
+from train.figures.comparison_figure import draw_comparison
 from train.run.clock import Clock
 from train.run.comparison import Entry, holm, statements, table
 from train.run.log import read_metrics
@@ -498,6 +499,36 @@ def test_the_table_has_means_and_two_standard_deviations():
     )
     assert row in text
     assert "| loss | bleu | training loss | loss of workers |" in text
+
+
+def test_the_figure_has_curves_of_a_score_that_is_evaluated_often():
+    def made(*evaluations):
+        return Entry("a", outcome([0.5], evaluations=list(evaluations)), None)
+
+    def scores(step, spl):
+        return step, {"environment_steps": [100.0 * step], "spl": [spl]}
+
+    once, often = made(scores(9, 0.5)), made(scores(3, 0.2), scores(9, 0.5))
+    ends = {"a": [step / 10 for step in range(10)]}
+    assert _held_out([once], ends, "spl", "seconds", "held-out spl") == []
+    by_time, by_count = _held_out([often], ends, "spl", "seconds", "held-out spl")
+    assert by_time == ({"a": [(0.3, [0.2]), (0.9, [0.5])]}, "seconds", "held-out spl")
+    assert by_count.curves == {"a": [(300, [0.2]), (900, [0.5])]}
+    assert by_count.x == "environment steps per worker"
+    figure = draw_comparison([by_time, by_count], {"a": [0.5]}, "held-out spl")
+    assert [axes.get_xlabel() for axes in figure.axes] == [
+        "seconds",
+        "environment steps per worker",
+        "held-out spl",
+        "",
+    ]
+
+
+def test_single_workers_are_compared_by_the_headline():
+    workers = {"return": [[1.0, 2.0]], "spl": [[0.25, 0.75]]}
+    one = Entry("a", outcome([2.0], workers=workers), None)
+    assert "| 0.2500 to 0.7500 |" in table([one], {}, headline="spl")
+    assert "| spl of workers |" in table([one], {}, headline="spl")
 
 
 def test_the_training_loss_is_of_the_last_tenth_however_coarse_the_log():

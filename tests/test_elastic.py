@@ -211,6 +211,30 @@ def test_a_joiner_has_the_state_of_a_peer(tmp_path):
     assert jnp.array_equal(joined.key, state.key)
 
 
+def test_the_distance_of_the_models_that_are_mixed_is_known(tmp_path):
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.0))
+    both_done = threading.Barrier(2)
+
+    def one(worker):
+        mesh = Mesh(jax.devices()[worker : worker + 1], (AXIS,))
+        ones = {"matrix": jnp.ones((3, 2)), "scalar": jnp.full((), 2.0)}
+        params = jax.tree.map(lambda x: worker * x, ones)
+        options = {"workers": [worker]}
+        state = init_state(params, optax.sgd(0.0), jax.random.key(0), 2, **options)
+        options = {"elastic": Elastic(topology.ring), "patience": LONG}
+        graph, book = topology.ring(2), Folder(tmp_path)
+        with Peers(local, graph, book, [worker], mesh, **options) as peers:
+            assert peers.apart() is None
+            state, _ = peers(place(state, mesh), place(np.ones(1), mesh), 0)
+            both_done.wait(LONG)
+        return peers.apart(), float(state.params["scalar"][0])
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(one, range(2)))
+    apart = math.sqrt(6 + 2**2)
+    np.testing.assert_allclose(found, [(apart, 4 / 3), (apart, 2 / 3)], rtol=1e-6)
+
+
 SHAPE = jax.ShapeDtypeStruct((1, 3), jnp.float32)
 
 

@@ -7,17 +7,24 @@ import signal
 import sys
 
 import line
+import numpy as np
 import pytest
 from test_distributed import ended, started
+from test_emulate import needs_root
 from test_launch import wait_until
 from test_peer_job import RING, alive, last_step, process_id, used
 
+from train.chaos import jobs
 from train.config import ExchangeConfig, StepConfig, TopologyConfig, WorkersConfig
 from train.launch import main
 from train.run.checkpoint import find_checkpoints
 from train.run.log import read_metrics
+from train.run.peers import mean_moved
 
-CONFIG = ("tests/line.py", "--task.step-seconds", "0.03", "--num-steps", "1000000")
+CONFIG = (
+    *("tests/line.py", "--task.step-seconds", "0.03", "--task.noise", "0.1"),
+    *("--num-steps", "1000000"),
+)
 ELASTIC = ExchangeConfig(where="peers", elastic=True)
 OPTIONS = (
     *("--topology.name", "ring", "--exchange.silent-seconds", "2"),
@@ -43,6 +50,27 @@ def newcomer(tmp_path, number, places):
 
 def sees(tmp_path, number, *others):
     wait_until(lambda: alive(tmp_path, number)[-1:] == [others])
+
+
+def changes_seen(tmp_path, number):
+    rows = read_metrics(tmp_path / f"process-{number}")
+    return [row for row in rows if "alive" in row]
+
+
+@pytest.mark.parametrize(("before", "gone", "came"), [(7, 2, 3), (2, 1, 0), (3, 0, 1)])
+def test_the_mean_moves_as_that_of_random_models_does(before, gone, came):
+    """Over many choices of who leaves, and of whose models are taken."""
+    rng = np.random.default_rng(0)
+    models = rng.normal(size=(before, 5))
+    pairs = models[:, None] - models
+    squares = np.square(pairs).sum(-1)[~np.eye(before, dtype=bool)]
+    moves = []
+    for _ in range(4000):
+        stay = rng.permutation(models)[gone:]
+        after = np.concatenate([stay, rng.choice(stay, came)])
+        moves.append(np.square(after.mean(0) - models.mean(0)).sum())
+    found = mean_moved(np.sqrt(squares.mean()), before, gone, came)
+    np.testing.assert_allclose(found, np.sqrt(np.mean(moves)), rtol=0.04)
 
 
 @pytest.mark.slow
@@ -85,6 +113,8 @@ def test_workers_die_come_back_freeze_and_join(tmp_path):
     row = next(x for x in read_metrics(tmp_path / "process-3") if "joined_after" in x)
     assert (row["step"], row["joined_after"]) == (of_fourth, 0)
     assert row["moved"] > 0
+    # The last changes; at the first ones nothing had been mixed.
+    assert all(x["mean_moved"] > 0 for x in changes_seen(tmp_path, 1)[-4:])
     for number in range(4):  # All are saved, each where it was.
         saved = max(find_checkpoints(tmp_path / f"process-{number}").steps)
         assert saved >= of_first
@@ -110,6 +140,65 @@ def test_the_last_ones_of_a_run_with_a_quorum_end_too(tmp_path):
         output = ended(job)
     for number in (0, 1):
         assert f"[{number}] all 60 steps are done" in output
+
+
+# Node 2 of three is cut off from the others while a file exists.
+SPLIT = """
+import sys, threading, time
+from pathlib import Path
+from train.job.namespaces import EmulatedCluster, in_cluster
+from train.job.processes import run_job
+
+def watch(nodes):
+    while True:
+        nodes.set_link(2, up=not Path(sys.argv[1]).exists())
+        time.sleep(0.1)
+
+def job(nodes):
+    threading.Thread(target=watch, args=[nodes], daemon=True).start()
+    return run_job([nodes.worker(i, sys.argv[2:]) for i in range(3)], lambda: True).code
+
+sys.exit(in_cluster(EmulatedCluster(nodes=3), job))
+"""
+
+
+@pytest.mark.slow
+@needs_root
+@pytest.mark.parametrize("quorum", [1, 2])
+def test_a_broken_network_leaves_its_sides_training(quorum, tmp_path):
+    """With a quorum only the larger one; once it heals all mix their models again."""
+    run_dir, cut = tmp_path / "run", tmp_path / "cut"
+    own = ("--exchange.elastic", "--exchange.quorum", str(quorum))
+    place = ("--exchange.bind", "eth0", "--distributed.enabled", "--run-dir", run_dir)
+    run = (*CONFIG, *OPTIONS, *RING, "--workers.num-workers", "3", *own, *place)
+    split = (sys.executable, "-c", SPLIT, str(cut))
+
+    def steps() -> list[int]:
+        return [jobs.last_step(run_dir / f"process-{i}") for i in range(3)]
+
+    with started(*split, sys.executable, "-m", "train", *map(str, run)) as job:
+        for number in range(3):
+            sees(run_dir, number, *sorted({0, 1, 2} - {number}))
+        cut.touch()
+        for number, *others in ((0, 1), (1, 0), (2,))[: 4 - quorum]:
+            sees(run_dir, number, *others)
+        before = steps()
+        wait_until(lambda: min(steps()[:2]) > max(before) + 40)
+        if quorum == 2:
+            assert steps()[2] <= before[2] + 20  # What it had not logged yet.
+        else:
+            wait_until(lambda: steps()[2] > before[2] + 20)
+        cut.unlink()
+        for number in range(3):
+            sees(run_dir, number, *sorted({0, 1, 2} - {number}))
+        healed = max(steps())
+        wait_until(lambda: min(last_step(run_dir, i) for i in range(3)) > healed)
+        job.terminate()
+        output = ended(job)
+    rows = read_metrics(run_dir / "process-2")
+    joined = [x for x in rows if x.get("joined_after", -1) >= before[2]]
+    assert len(joined) == (quorum == 2)
+    assert ("waits for its quorum of workers" in output) == (quorum == 2)
 
 
 @pytest.mark.parametrize(

@@ -394,7 +394,7 @@ def test_workers_that_do_not_fit_a_node_get_a_sentence(tmp_path):
     command = (sys.executable, "-m", "train", "tests/tiny.py", "--distributed.enabled")
     options = ("--run-dir", str(tmp_path), "--workers.workers-per-node", "4")
     job = emulate("--nodes 2 --workers-per-node 2", *command, *options)
-    assert job.returncode == 70
+    assert job.returncode == 1
     assert "workers_per_node = 4 does not fit node node0, which has 2 w" in job.stdout
 
 
@@ -482,9 +482,9 @@ def test_a_rate_is_read_in_its_unit(rate, bits):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("", "usage: python -m train.emulate --nodes N"),
-        ("--nodes 2", "usage: python -m train.emulate --nodes N"),
-        ("--nodes 2 --", "usage: python -m train.emulate --nodes N"),
+        ("", "usage: decentjax emulate --nodes N"),
+        ("--nodes 2", "usage: decentjax emulate --nodes N"),
+        ("--nodes 2 --", "usage: decentjax emulate --nodes N"),
         ("--nodes 0 -- true", "nodes must be between 1 and 254, got 0"),
         ("--nodes 255 -- true", "nodes must be between 1 and 254, got 255"),
         ("--nodes 2 --workers-per-node 0 -- true", "workers_per_node must be at least"),

@@ -1,7 +1,9 @@
 """Finished runs, evaluated and made to generate, by the commands themselves."""
 
 import dataclasses
+import io
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 import tiny
 
 from decentjax import mean_model
+from train.checkpoint import main as export
 from train.evaluate import evaluate
 from train.generate import generate
 from train.models.resnet import ResNetConfig
@@ -95,6 +98,9 @@ def test_batch_statistics_are_read_too(tmp_path):
         np.testing.assert_array_equal(got, want)
     with pytest.raises(ValueError, match="generate no text"):
         generate(tmp_path / "digits", ("a",))
+    with pytest.raises(SystemExit, match="is one for GPTs, got a model of ResNetConf"):
+        export(["export", str(tmp_path / "digits"), "--format", "gpt2"])
+    assert not (tmp_path / "digits" / "gpt2").exists()
 
 
 def test_each_text_is_gone_on_with(finished, capsys):
@@ -104,6 +110,28 @@ def test_each_text_is_gone_on_with(finished, capsys):
     assert first.startswith("def ")
     assert len(first.encode()) >= len("def ") + 4
     assert second
+
+
+def test_without_a_text_it_asks_for_one(finished, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.StringIO(""))
+    with pytest.raises(ValueError, match="give a text, as in: decentjax generate"):
+        generate(finished[0])
+
+
+def test_a_text_is_printed_as_it_is_made(finished):
+    """Long before its end, which Ctrl-C brings here."""
+    command = [sys.executable, "-m", "decentjax", "generate", str(finished[0]), "def "]
+    with subprocess.Popen(
+        [*command, "--tokens", "1000000", "--top-k", "5"],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.read(40).startswith(b"def ")
+        process.send_signal(signal.SIGINT)
+        _, errors = process.communicate()
+    assert (process.returncode, errors) == (130, b"interrupted\n")
 
 
 def test_bad_input_gets_a_sentence(finished, tmp_path):

@@ -1,7 +1,6 @@
 """Exchanges in a second thread: the numbers of `awc_step`, and who waits for whom."""
 
 import contextlib
-import doctest
 import functools
 import gc
 import os
@@ -301,7 +300,7 @@ def test_rows_that_are_missing_are_refused_before_anything_is_sent():
     with _in_background(case) as train_step:
         state = case.start()
         three = jax.tree.map(lambda x: jnp.concatenate([x, x[:1]]), state)
-        with pytest.raises(ValueError, match=r"each of the 2 workers, got \[2, 3\] ro"):
+        with pytest.raises(ValueError, match=r"got 2 of batch\.0, 3 of state\.p.*; in"):
             train_step(three, case.batch(0), 0)
         _assert_same(_run(train_step, case), _wanted(case))
 
@@ -747,10 +746,3 @@ def test_a_process_with_too_few_cpu_devices_is_told_how_to_make_them(
     devices = np.array([SimpleNamespace(process_index=number) for number in processes])
     with pytest.raises(ValueError, match=message):
         gossip.host_mesh(SimpleNamespace(devices=devices))
-
-
-def test_the_example_of_the_docstring_runs():
-    (example,) = doctest.DocTestFinder(recurse=False).find(gossip.Background)
-    results = doctest.DocTestRunner().run(example)
-    assert results.attempted >= 8
-    assert results.failed == 0

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from record_peers import SMALL_GPT, TOKENS, numbers, recorded
 
-from train.models.gpt import GPT, GPTConfig
+from train.models.gpt import GPT, GPTConfig, start_cache
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -129,6 +129,24 @@ def test_dropout_acts_only_with_a_key_and_repeats_with_it():
     assert not np.array_equal(one, other)
     assert not np.array_equal(one, plain)
     np.testing.assert_array_equal(plain, run(model, tokens))
+
+
+@pytest.mark.parametrize("start", [0, 3])
+@pytest.mark.parametrize("bias", [False, True])
+def test_token_by_token_the_logits_are_those_of_the_sequence(bias, start):
+    model = make(init_std=0.5, bias=bias)
+    tokens = np.random.default_rng(0).integers(0, 11, (3, 6))
+    config = GPTConfig(
+        vocabulary=11, context=6, num_layers=2, num_heads=2, width=8, bias=bias
+    )
+    extend, cache = nnx.jit(GPT.extend), start_cache(config, num_rows=3)
+    # Read in one call, the tokens from `start` on are others.
+    read = np.where(np.arange(6) < start, tokens, 10)
+    _, cache = extend(model, jnp.asarray(read), 0, cache)
+    whole = run(model, jnp.asarray(tokens))
+    for t in range(start, 6):
+        logits, cache = extend(model, jnp.asarray(tokens[:, t : t + 1]), t, cache)
+        np.testing.assert_allclose(logits[:, 0], whole[:, t], atol=1e-5, rtol=1e-5)
 
 
 def test_remat_changes_neither_loss_nor_gradients():

@@ -296,7 +296,7 @@ def test_missing_data_is_missing_in_one_sentence(tmp_path, monkeypatch, split):
     with pytest.raises(FileNotFoundError) as caught:
         open_imagenet(split)
     assert str(caught.value).startswith(f"there are no ImageNet {split} images in")
-    assert "`python -m train.prepare imagenet --archives FOLDER`" in str(caught.value)
+    assert "`decentjax prepare imagenet --archives FOLDER`" in str(caught.value)
     assert not any(tmp_path.iterdir())
 
 

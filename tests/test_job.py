@@ -14,7 +14,8 @@ import pytest
 from test_distributed import CONFIG, LONG, read_until, started
 from test_launch import lives, wait_until
 
-from train.job.rendezvous import Place, rendezvous
+from decentjax.distributed.place import Place
+from decentjax.distributed.rendezvous import rendezvous
 from train.launch import check_port
 
 
@@ -222,7 +223,7 @@ def test_until_the_coordinator_listens_no_other_job_has_the_port(tmp_path):
 
 
 def test_a_program_that_says_nothing_is_no_coordinator(monkeypatch):
-    monkeypatch.setattr("train.job.rendezvous.GREETING_SECONDS", 0.2)
+    monkeypatch.setattr("decentjax.distributed.rendezvous.GREETING_SECONDS", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as server:
         address, begin = f"127.0.0.1:{server.getsockname()[1]}", time.monotonic()
         with pytest.raises(ValueError, match=f"{address} is in use by another program"):

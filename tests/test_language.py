@@ -1,5 +1,6 @@
 """Language modelling against the model itself, token by token."""
 
+import dataclasses
 import functools
 
 import jax
@@ -10,28 +11,33 @@ from flax import nnx
 
 from train.models.gpt import GPT, GPTConfig
 from train.tasks.language import language_task, spread
+from train.tasks.sampling import Sampling
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 CONFIG = GPTConfig(
-    vocabulary=11, context=6, num_layers=1, num_heads=2, width=8, init_std=0.5
+    vocabulary=11, context=6, num_layers=1, num_heads=2, width=8, init_std=2.0
 )
 
 
+AS_CONFIGURED = Sampling()
+
+
 class Numbers(int):
-    """That many tokens, each its own text."""
+    """That many tokens, each its own text: " 7" is token 7."""
 
     __len__ = int.__int__
 
-    def encode(self, rows):
-        return rows
+    def encode(self, lines):
+        return [list(map(int, line.split())) for line in lines]
 
-    decode = encode
+    def decode(self, rows):
+        return ["".join(f" {token}" for token in row) for row in rows]
 
 
-def task(known=9, length=40):
+def task(known=9, length=40, config=CONFIG):
     return language_task(
-        CONFIG,
+        config,
         dtype=np.uint8,
         score="loss",
         vocabulary=lambda: Numbers(known),
@@ -40,6 +46,12 @@ def task(known=9, length=40):
         steps=None,
         validation=None,
     )
+
+
+def generated(params, text, sampling=AS_CONFIGURED, **options):
+    """The tokens of a text and of its continuation."""
+    (pieces,) = task(**options).generate(params, (), [text], sampling)
+    return list(map(int, "".join(pieces).split()))
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +80,46 @@ def test_a_text_is_continued_from_its_last_tokens(gpt_and_params):
     for key in jax.random.split(jax.random.key(0), 40):
         logits = gpt(jnp.array([text[-CONFIG.context :]]))[0, -1]
         text.append(int(jax.random.categorical(key, logits[:9] / 0.7)))
-    assert task().generate(params, (), [[3, 1, 4]]) == [text]
-    (few,) = task(known=2).generate(params, (), [[3]])
+    assert generated(params, " 3 1 4") == text
+    few = generated(params, " 3", Sampling(temperature=50.0), known=2)
     assert set(few) == {0, 1, 3}
+
+
+@pytest.mark.parametrize("length", [1, 3, 6, 8])
+def test_without_temperature_the_likeliest_token_follows(length, gpt_and_params):
+    gpt, params = gpt_and_params
+    text = [3, 1, 4, 1, 5, 2, 6, 0][:length]
+    start = "".join(f" {token}" for token in text)
+    for _ in range(10):
+        logits = gpt(jnp.array([text[-CONFIG.context :]]))[0, -1]
+        text.append(int(np.argmax(np.asarray(logits)[:9])))
+    sampling = Sampling(temperature=0.0, tokens=10, seed=3)
+    assert generated(params, start, sampling) == text
+    # Nothing is left to draw.
+    assert generated(params, start, Sampling(top_k=1, tokens=10)) == text
+
+
+def test_a_seed_repeats_a_text_and_its_beginning(gpt_and_params):
+    _, params = gpt_and_params
+    first, same, other, shorter = (
+        generated(params, " 3", Sampling(seed=seed, tokens=tokens, temperature=2.0))
+        for seed, tokens in ((1, 30), (1, 30), (2, 30), (1, 7))
+    )
+    assert first == same != other
+    assert first[:8] == shorter
+
+
+def test_a_text_comes_token_by_token(gpt_and_params):
+    _, params = gpt_and_params
+    (pieces,) = task(length=3).generate(params, (), [" 3 1"], Sampling())
+    assert next(iter(pieces)) == " 3 1"
+    assert [len(piece) for piece in pieces] == [2, 2, 2, 0]
+
+
+def test_a_context_of_one_token_is_enough():
+    config = dataclasses.replace(CONFIG, context=1)
+    params, _ = jax.jit(task(config=config).init)(jax.random.key(0))
+    assert len(generated(params, " 3 1", Sampling(tokens=3), config=config)) == 5
 
 
 def test_windows_are_spread_from_the_first_to_the_last():

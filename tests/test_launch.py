@@ -1,12 +1,14 @@
 """Several processes as one job: real processes, real signals."""
 
 import contextlib
+import json
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,7 +21,9 @@ from train.launch import (
     check_port,
     command_line,
     environment,
+    is_config,
     main,
+    read,
 )
 
 ROOT = Path(__file__).parent.parent
@@ -147,6 +151,29 @@ def test_bytes_that_are_no_text_pass():
         assert job.communicate(timeout=100)[0] == b"[0] \xff\n"
 
 
+# What jax 0.10.2 and gloo say in a process whose coordinator has been killed.
+PAGE = """\
+W1124 20:07:00.885848   16976 preemption_sync_manager.cc:147] Failed to retrieve pree
+Additional GRPC error information from remote target coordination_service while calli
+:UNKNOWN:Error received from peer  {grpc_message:"Socket closed", grpc_status:14}
+E1124 20:07:00.885919   16976 coordination_service_agent.cc:289] Polled an error from
+F1124 20:07:00.885925   16976 client.h:80] Terminating process because the JAX distri\
+buted service detected fatal errors. This most likely indicates that another task died\
+; see the other task logs for more details. absl::Status: UNAVAILABLE: Failed to send \
+RPC to coordination service. Either the leader task was preempted/died/restarted
+*** Check failure stack trace: ***
+    @     0x7fac57220634  absl::lts_20260107::log_internal::LogMessage::SendToLog()
+[Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is
+"""
+
+
+def test_of_a_page_of_a_library_the_reason_is_printed():
+    code = f"print('step 7', flush=True)\nprint({PAGE!r}, end='')\nprint('the end')"
+    reason = "UNAVAILABLE: Failed to send RPC to coordination service"
+    lines = ["step 7", f"error: process 0: lost a peer: {reason}", "the end"]
+    assert run(code) == (0, [f"[0] {line}" for line in lines])
+
+
 def test_a_process_reads_nothing():
     assert run("import sys; print(repr(sys.stdin.read()))") == (0, ["[0] ''"])
 
@@ -161,6 +188,12 @@ def test_the_first_failure_gives_the_exit_code():
     assert lines == [
         "error: process 1 ended first, with exit code 3; the others were stopped"
     ]
+
+
+def test_a_failure_names_the_last_step_that_was_printed():
+    _, lines = run("print('step 7/20  loss 1.5'); raise SystemExit(3)")
+    end = "error: process 0 ended first, with exit code 3, after step 7/20"
+    assert lines[-1] == end
 
 
 def test_a_killed_process_gives_128_and_the_signal():
@@ -351,6 +384,29 @@ def test_what_fails_each_time_ends_with_the_first_cause():
     assert lines[-1] == f"error: gave up after 2 restarts; first {first}"
 
 
+def test_who_gives_up_says_how_to_go_on(tmp_path):
+    for name in ("500", "1000", "1500.temporary"):
+        (tmp_path / "checkpoints" / name).mkdir(parents=True)
+    fails = f"print('8 devices; folder {tmp_path}'); raise SystemExit(70)"
+    code, lines = supervised(fails, "import time; time.sleep(9)")
+    assert code == 70
+    assert lines[-1] == (
+        f"step 1000 is saved: decentjax launch -n 2 --resume {tmp_path} goes on from it"
+    )
+    _, lines = supervised(fails.replace("70", "1"))  # A wrong request, before a step.
+    assert "is saved" not in lines[-1]
+
+
+def test_an_error_that_several_processes_have_is_printed_once():
+    fails = "print('error: process {}: too\\nerror: of {} alone'); raise SystemExit(1)"
+    _, lines = supervised(*(fails.format(number, number) for number in range(3)))
+    own = {f"[{number}] error: of {number} alone" for number in range(3)}
+    said = [line for line in lines if line.startswith("[")]
+    assert own < {*said}
+    assert len(said) == 4
+    assert {*said} - own < {f"[{i}] error: process {i}: too" for i in range(3)}
+
+
 @pytest.mark.parametrize("code", [1, 2, 71, 130, 141])
 def test_what_would_end_so_again_is_not_started_again(code):
     ended, lines = supervised(f"raise SystemExit({code})")
@@ -372,7 +428,7 @@ def test_who_is_asked_to_end_is_not_started_again(signum):
 def test_each_process_has_the_arguments_of_train_and_its_place():
     arguments = ["train", "configs/a.py", "--num-steps", "6", "--x=-1"]
     assert command_line(arguments, 4, 3, 1234) == [
-        *(sys.executable, "-m", "train", "configs/a.py"),
+        *(sys.executable, "-m", "decentjax", "train", "configs/a.py"),
         *("--num-steps", "6", "--x=-1", "--distributed.enabled"),
         *("--distributed.coordinator", "127.0.0.1:1234"),
         *("--distributed.num-processes", "4", "--distributed.process-id", "3"),
@@ -382,26 +438,159 @@ def test_each_process_has_the_arguments_of_train_and_its_place():
 @pytest.mark.parametrize(
     ("arguments", "wanted"),
     [
-        ("a.py --seed 3", "train a.py --seed 3"),
+        ("tests/tiny.py --seed 3", "train tests/tiny.py --seed 3"),
+        ("quickstart --seed 3", "train quickstart --seed 3"),
         ("--module train a.py", "train a.py"),
         ("--module train.advise --measure a.py", "train.advise --measure a.py"),
         ("--measure a.py --module train.advise", "train.advise --measure a.py"),
+        ("--resume runs/a --seed 3", "train --resume runs/a --seed 3"),
     ],
 )
 def test_the_processes_run_the_module_that_was_asked_for(
     arguments, wanted, monkeypatch
 ):
     begun = []
+    monkeypatch.chdir(ROOT)
     monkeypatch.setattr(
         "train.launch.supervise", lambda start, *_: begun.extend(start())
     )
-    main(["--processes", "2", *arguments.split()])
+    main(["-n", "2", *arguments.split()])
     places = []
     for process in begun:
         command, _, place = " ".join(process.argv).partition(" --distributed.enabled ")
-        assert command == f"{sys.executable} -m {wanted}"
+        assert command == f"{sys.executable} -m decentjax {wanted}"
         places.append(place.split()[-1])
     assert places == ["0", "1"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("from train.config import Config\nconfig = Config(name='a')", True),
+        ("config: object = None", True),
+        ("try:\n    from other import config\nfinally:\n    pass", True),
+        ("", False),
+        ("def main():\n    config = 3", False),
+        ("def config(): pass", False),
+        ("class config: pass", False),
+        ("print(config)", False),
+        ("[config for config in range(3)]", False),
+    ],
+)
+def test_a_config_is_a_file_that_binds_the_name(text, wanted, tmp_path):
+    path = tmp_path / "a.py"
+    path.write_text(text)
+    assert is_config(str(path)) == wanted
+
+
+# It says where it is and what it was given; its argument is how it ends.
+SCRIPT = """
+import json, os, signal, sys, time
+import beside
+
+place = {k: v for k, v in os.environ.items() if k.startswith("DECENTJAX_")}
+port = place["DECENTJAX_COORDINATOR"].removeprefix("127.0.0.1:")
+assert port.isdecimal() and "JAX_LOCAL_DEVICE_IDS" not in os.environ
+del place["DECENTJAX_COORDINATOR"], place["DECENTJAX_ASKED"]
+print(json.dumps([sorted(place.items()), sys.argv[1:]]))
+sys.exit(eval(sys.argv[1]))
+"""
+# A user who has only the library: the first part of the trainer's extra.
+WITHOUT_EXTRAS = """
+import runpy, sys
+for name in ("flax", "tyro", "cloudpickle", "orbax", "grain", "rich"):
+    sys.modules[name] = None
+sys.argv = ["-m", "launch", *sys.argv[1:]]
+runpy.run_module("decentjax", run_name="__main__")
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A script with a module beside it, and a name `config` inside its functions."""
+    (tmp_path / "beside.py").touch()
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return path
+
+
+def launched(*arguments: object) -> tuple[int, list[str]]:
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_EXTRAS, *map(str, arguments)],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    return done.returncode, sorted(done.stdout.splitlines())
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_script_runs_as_by_python_and_knows_its_place(count, script):
+    """Without the packages of an extra; what follows it is its own."""
+    given = ["0", "-n", "9", "--port=1", "--", "--help"]
+    code, lines = launched("-n", count, script, *given)
+    assert (code, len(lines)) == (0, count + (count > 1))
+    if count > 1:  # It reads the variables, and does not ask the library.
+        assert lines.pop() == (
+            "warning: no process has called decentjax.distributed.initialize(): each "
+            f"of the {count} has run {script} alone"
+        )
+    for number, line in enumerate(lines):
+        place, arguments = json.loads(line.removeprefix(f"[{number}] "))
+        assert dict(place) == {
+            "DECENTJAX_NUM_PROCESSES": str(count),
+            "DECENTJAX_PROCESS_ID": str(number),
+            "DECENTJAX_LOCAL_ID": str(number),
+        }
+        assert arguments == given
+
+
+def test_a_script_that_binds_config_is_one_where_it_is_said(tmp_path):
+    path = str(tmp_path / "script.py")
+    Path(path).write_text("config = 3\nprint('it ran')")
+    assert launched("-n", 1, "--script", path) == (0, ["[0] it ran"])
+    assert read(["-n", "1", path, "--a"])[1] == ["train", path, "--a"]
+
+
+def test_the_first_failing_process_of_a_script_gives_the_code(script):
+    fails = "time.sleep(300 if os.environ['DECENTJAX_PROCESS_ID'] == '0' else 0) or 5"
+    code, lines = launched("-n", 2, script, fails)
+    assert code == 5
+    assert lines[-1].startswith("error: process 1 ended first, with exit code 5; the o")
+
+
+def test_a_lost_process_of_a_script_starts_the_whole_job_again(script, tmp_path):
+    mark = tmp_path / "mark"
+    dies = (
+        f"(open({str(mark)!r}, 'x'), os.kill(os.getpid(), 9)) "
+        f"if os.environ['DECENTJAX_PROCESS_ID'] == '0' and not os.path.exists("
+        f"{str(mark)!r}) else time.sleep(3)"
+    )
+    code, lines = launched("-n", 2, "--max-restarts", 1, script, dies)
+    assert code == 0
+    assert "warning: restart 1 of 1" in lines
+    assert [line[:3] for line in lines if "NUM_PROC" in line].count("[1]") == 2
+
+
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_reaches_all_processes_of_a_script(signum, tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SAVE)
+    with start("-n", "2", str(path), program=WITHOUT_EXTRAS) as job:
+        read_pids(job, 2)
+        job.send_signal(signum)
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 0
+    assert sorted(out.splitlines())[:2] == [b"[0] saved", b"[1] saved"]
+
+
+def test_whether_they_are_peers_is_asked_before_one_fails(monkeypatch):
+    """The answer takes seconds, in which those who do not notice would live on."""
+    asked = threading.Event()
+    monkeypatch.setattr("train.launch.are_peers", lambda _: asked.set())
+    monkeypatch.setattr("train.launch.supervise", lambda *_: int(not asked.wait(60)))
+    assert main(["--processes", "2", str(ROOT / "tests" / "line.py")]) == 0
 
 
 def test_each_process_has_its_share_of_cores_and_a_gpu(monkeypatch):
@@ -460,18 +649,33 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        ("", "usage: python -m train.launch --processes N"),
-        ("--processes 2", "usage: python -m train.launch --processes N"),
-        ("--processes 2 --num-steps 6", "usage: python -m train.launch --processes N"),
-        ("--processes 2 --measure a.py", "usage: python -m train.launch --processes N"),
-        ("--processes 2 --module train.advise", "usage: python -m train.launch --pro"),
+        ("", "usage: decentjax launch -n N"),
+        ("--processes 2", "usage: decentjax launch -n N"),
+        ("--processes 2 --num-steps 6", "usage: decentjax launch -n N"),
+        ("--processes 2 --measure a.py", "usage: decentjax launch -n N"),
+        ("--processes 2 --module train.advise", "usage: decentjax launch -n N"),
         ("--processes 2 --module train.bench a.py", "--module"),
-        ("--processes 0 a.py", "error: processes must be at least 1, got 0"),
-        ("--processes -2 a.py", "error: processes must be at least 1, got -2"),
-        ("--processes 2 --port 65536 a.py", "error: port must be from 0 to 65535"),
-        ("--processes 2 --port -1 a.py", "error: port must be from 0"),
-        ("--processes 2 --grace 0 a.py", "grace must be positive, got 0"),
-        ("--processes 2 --max-restarts -1 a.py", "max_restarts must be at least 0, g"),
+        ("-n 2 a.py", "error: there is no config or script a.py"),
+        ("-n 2 docs/api/index.md", "error: docs/api/index.md is not Python: "),
+        ("-n 2 --elastic tests/saving.py", "--elastic and --module are for configs"),
+        (
+            "-n 2 --elastic tests/tiny.py --exchange.where background",
+            "--elastic starts peers, got --exchange.where background: leave out one",
+        ),
+        ("-n 2 --module train --script a.py", "--elastic and --module are for configs"),
+        ("-n 2 --places 1 quickstart", "places must be at least 2, the number of pro"),
+        ("--processes 0 quickstart", "error: processes must be at least 1, got 0"),
+        ("--processes -2 quickstart", "error: processes must be at least 1, got -2"),
+        (
+            "--processes 2 --port 65536 quickstart",
+            "error: port must be from 0 to 65535",
+        ),
+        ("--processes 2 --port -1 quickstart", "error: port must be from 0"),
+        ("--processes 2 --grace 0 quickstart", "grace must be positive, got 0"),
+        (
+            "--processes 2 --max-restarts -1 quickstart",
+            "max_restarts must be at least 0, g",
+        ),
         (
             "--processes 2 --max-restarts 1 --module train.dbench a.py",
             "--max-restarts is for runs with checkpoints, and train.dbench has none",
@@ -480,7 +684,7 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
             "--processes 2 --max-restarts 1 --resume runs/a --step 5",
             "--step would go back again at each restart",
         ),
-        ("a.py", "--processes"),
+        ("quickstart", "--processes"),
     ],
 )
 def test_bad_input_gets_a_sentence_before_anything_starts(arguments, sentence):
@@ -515,6 +719,10 @@ def test_two_processes_train_one_run(tmp_path):
     assert (tmp_path / "metrics.jsonl").is_file()
 
 
+EARLY = """
+srun() { sleep 60; }
+trap '[[ $BASH_COMMAND != run=?* ]] || kill -USR1 $$' DEBUG
+"""
 SRUN = """#!/bin/bash
 echo "$@" >> calls
 trap 'echo stopped >> calls; exit 0' TERM
@@ -533,6 +741,7 @@ exit "$CODE"
         ("137", "4", 137, True),
         ("137", "5", 137, False),
         ("wait", "9", 0, True),
+        ("early", "9", 143, True),
     ],
 )
 def test_slurm_queues_a_run_again(code, restarts, ended, again, tmp_path):
@@ -547,6 +756,9 @@ def test_slurm_queues_a_run_again(code, restarts, ended, again, tmp_path):
         ("SLURM_CPUS_PER_TASK", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE"), "8"
     )
     variables |= {"SLURM_JOB_ID": "123", "SLURM_RESTART_COUNT": restarts}
+    if code == "early":  # Before the script knows the process that it has started.
+        (tmp_path / "early").write_text(EARLY)
+        variables["BASH_ENV"] = "early"
     path = f"{tmp_path}:{os.environ['PATH']}"
     with subprocess.Popen(
         ["bash", str(ROOT / "configs" / "cluster.sbatch"), "configs/a.py"],
@@ -558,6 +770,10 @@ def test_slurm_queues_a_run_again(code, restarts, ended, again, tmp_path):
             assert read_lines(job, 1) == [b"ready\n"]
             job.send_signal(signal.SIGUSR1)
         assert job.wait(60) == ended
-    first, *rest = (tmp_path / "calls").read_text().splitlines()
-    assert "-m train configs/a.py --auto-resume --distributed.enabled" in first
+    calls = (tmp_path / "calls").read_text().splitlines()
+    if code == "early":
+        assert calls == ["requeue 123"]
+        return
+    first, *rest = calls
+    assert "decentjax train configs/a.py --auto-resume --distributed.enabled" in first
     assert rest == ["stopped"] * (code == "wait") + ["requeue 123"] * again

@@ -36,6 +36,7 @@ from decentjax.dispersion import (
     tensor_norms,
 )
 from train.config import (
+    OptimizerConfig,
     PolicyConfig,
     WorkersConfig,
 )
@@ -282,7 +283,8 @@ def test_the_graphs_to_hold_a_dispersion_with_have_names():
 
 
 def test_the_mixing_factor_falls_with_the_learning_rate():
-    config = policies("damping", levels=4)
+    optimizer = OptimizerConfig(warmup_steps=4, learning_rate=0.1)
+    config = dataclasses.replace(policies("damping", levels=4), optimizer=optimizer)
     schedule = build_schedule(config.optimizer, config.num_steps)
     made = build_policy(config)
     for step in range(config.optimizer.warmup_steps, config.num_steps):

@@ -22,8 +22,8 @@ from train.models.gpt import GPTConfig
 from train.preflight.__main__ import main
 from train.preflight.compile import Finding, Preflight, inspect, prepare
 from train.preflight.preflight_report import advice, verdict
-from train.preflight.targets import GPUS, TPUS, Gpu, find
 from train.preflight.tune import Tuning, busiest_step, profile
+from train.targets import GPUS, TPUS, Gpu, find
 from train.xla import ALL_REDUCE_THRESHOLD, COMPILE_ONLY, RECOMMENDED, read_options
 
 # A compiler without a device reads no program from the cache of compiled programs.
@@ -41,7 +41,7 @@ QUIET = Console(quiet=True)
 
 GPU_FILE = """
 import dataclasses
-from train.preflight.targets import H100
+from train.targets import H100
 
 target = dataclasses.replace(H100, name="My GPU", memory_bytes=1_000)
 """

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 import decentjax
+from decentjax.cli import COMMANDS as TOOLS
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -30,10 +31,17 @@ ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
 # What an extra brings, by the names that are imported. The program has `train` always.
 MODULES = {
     "train": set(),
+    "text": {"num2words", "sacrebleu", "tensorflow_datasets", "tokenizers"},
+    "images": {"sklearn", "tensorflow_datasets"},
     "gpu": {"jax_plugins", "jax_cuda12_plugin", "jax_cuda12_pjrt"},
     "preflight": {"jax_plugins", "jax_cuda12_plugin", "jax_cuda12_pjrt"},
     "emulate": {"pyroute2"},
+    "wandb": {"wandb"},
+    "mlflow": {"mlflow"},
+    "navigate": {"xminigrid"},
+    "trackio": {"trackio"},
     "meteor": {"nltk"},
+    "datasets": {"datasets"},
     "peers": {"torch", "decent_dp"},
     "docs": {"latex2mathml", "material", "mkdocs", "mkdocstrings"},
     "test": {"hypothesis", "importlinter", "pyright", "pytest", "ruff"},
@@ -80,7 +88,7 @@ class Asked(NamedTuple):
     """How a program is asked for help, and what that must then name.
 
     Args:
-      words: arguments after `python -m`.
+      words: module, and its arguments.
       options: options that the help must name.
     """
 
@@ -100,7 +108,7 @@ def commands_of(text: str) -> Iterator[Command]:
             lines = block.split("\n")
         else:
             for near in block.split("\n"):
-                for line in re.findall(r"`((?:python3?|srun|mpirun) [^`]+)`", near):
+                for line in re.findall(r"`((?:decentjax|srun|mpirun) [^`]+)`", near):
                     yield Command(line, extras_in(near))
             continue
         yield from (Command(line.strip(), extras_in(near)) for line in lines)
@@ -129,20 +137,23 @@ def asked(line: str) -> Asked | None:
     words = shlex.split(line)
     if words[-2:] == ["venv", ".venv"] or words[0] in (".venv/bin/pip", "sbatch"):
         return None
-    place = words.index("-m") if "-m" in words else 0
-    module, *rest = words[place + 1 :]
-    if not re.search(r"python3?$", words[place - 1]) or place == 0:
+    if "pytest" in words or "python" in words:
+        return None
+    places = [i for i, word in enumerate(words) if Path(word).name == "decentjax"]
+    if not places:
         raise ValueError(f"no program that is known here: {line}")
+    name, *rest = words[places[0] + 1 :]
+    module, first = TOOLS[name].module, TOOLS[name].first
     options = tuple(word.partition("=")[0] for word in rest if word.startswith("--"))
-    config = [word.replace("NAME", "quickstart") for word in rest if ".py" in word][:1]
-    measured = ["--measure"] if "--measure" in rest else []
-    if module in ("train", "train.preflight") or measured:
-        return Asked((module, *measured, *config, "--help"), options)
-    kind = (
-        rest[:1]
-        if module in ("train.bench", "train.prepare", "train.checkpoint")
-        else []
-    )
+    if name in ("train", "preflight") or "--measure" in rest:
+        measured = ["--measure"] if "--measure" in rest else []
+        config = [word.replace("NAME", "quickstart") for word in rest if ".py" in word]
+        # By its name, without a path.
+        config += [word for word in rest[:1] if word.isidentifier()]
+        return Asked((module, *measured, *config[:1], "--help"), options)
+    kind = () if name == "resume" else first
+    if name in ("bench", "prepare", "checkpoint"):
+        kind = tuple(rest[:1])
     return Asked((module, *kind, "--help"), options)
 
 
@@ -152,16 +163,16 @@ def parts(line: str) -> list[str]:
     if separator:
         return [before, after]
     own = r"(?: --(?:minutes|seed|faults|steps|out) \S+)*"
-    harmed = re.fullmatch(rf"(.* -m train\.chaos)( \S+\.py)({own})(.*)", line)
+    harmed = re.fullmatch(rf"(.*decentjax chaos)( \S+\.py)({own})(.*)", line)
     if harmed:
-        return [harmed[1] + harmed[3], f"python -m train{harmed[2]}{harmed[4]}"]
+        return [harmed[1] + harmed[3], f"decentjax train{harmed[2]}{harmed[4]}"]
     own = r"--processes \d+(?: --elastic)?"
-    launched = re.fullmatch(rf"(.* -m train\.launch {own})(.*)", line)
+    launched = re.fullmatch(rf"(.*decentjax launch {own})(.*)", line)
     if launched:
-        module = re.search(r" --module (\S+)", launched[2])
+        module = re.search(r" --module train\.(\S+)", launched[2])
         rest = launched[2].replace(module[0], "") if module else launched[2]
         name = module[1] if module else "train"
-        return [launched[1] + (module[0] if module else ""), f"python -m {name}{rest}"]
+        return [launched[1] + (module[0] if module else ""), f"decentjax {name}{rest}"]
     return [line]
 
 
@@ -173,10 +184,18 @@ BLOCKS = [
 ]
 # What is to hold after some of the blocks, in the same process.
 SOLVED = "assert jnp.allclose({}, jnp.array([1.0, -2.0, 3.0]), atol=0.05)"
+LEARNED = """
+found, models = np.asarray(losses), globals().get("stacked")
+models = state.params if models is None else models
+assert found.shape[1] == 8
+assert found[-10:].mean() < found[0].mean() / 5
+assert all(jnp.abs(x - x.mean(0)).max() < 0.1 for x in jax.tree.leaves(models))
+"""
 CHECKS = {
     "decentralize(": SOLVED.format("params"),
     "state = init_state": SOLVED.format("jnp.asarray(state.params).mean(0)"),
 }
+CONSTANTS = {"AXIS"}  # The reference has them in a sentence.
 
 
 def asked_of(with_emulate: bool) -> list[Asked]:
@@ -187,7 +206,7 @@ def asked_of(with_emulate: bool) -> list[Asked]:
         if ("emulate" in command.extras) == with_emulate
         for part in parts(command.line)
     ]
-    return [one for one in found if one is not None and one.words[0] != "pytest"]
+    return [one for one in found if one is not None]
 
 
 def run_all(commands: list[tuple[str, ...]], extras: set[str]) -> list[list]:
@@ -249,7 +268,8 @@ def test_commands_have_help_that_names_their_options(emulate):
 
 def test_the_configs_of_commands_exist():
     words = [word for command in COMMANDS for word in shlex.split(command.line)]
-    words = [word for word in words if word.endswith((".py", ".sbatch"))]
+    # A file without a folder is the reader's own.
+    words = [x for x in words if x.endswith((".py", ".sbatch")) and "/" in x]
     paths = [word.replace("NAME", "quickstart") for word in words]
     assert [path for path in paths if not list(ROOT.glob(path))] == []
 
@@ -258,8 +278,10 @@ def test_the_configs_of_commands_exist():
 def pasted() -> Iterator[list[subprocess.Popen[str]]]:
     """The blocks, each in a fresh interpreter, all at once."""
     processes = []
-    for _, block in BLOCKS:
+    for page, block in BLOCKS:
         checks = [check for word, check in CHECKS.items() if word in block]
+        if page == "docs/guides/recipes.md":
+            checks = [LEARNED]
         processes.append(
             subprocess.Popen(
                 [sys.executable, "-c", "\n".join([block, *checks])],
@@ -293,8 +315,8 @@ def test_a_code_block_runs_as_pasted(number, pasted):
 
 def test_the_checks_of_blocks_are_of_some():
     blocks = [block for _, block in BLOCKS]
-    assert len(blocks) == 17
-    assert sum(word in block for word in CHECKS for block in blocks) == 9
+    assert len(blocks) == 36
+    assert sum(word in block for word in CHECKS for block in blocks) == 17
     for word in ("analysis.traffic", "runtime.all_reduce"):
         assert sum(word in block for block in blocks) == 1
 
@@ -334,14 +356,18 @@ def test_tables_that_are_in_part_have_rows_of_the_whole(page, source):
 
 def test_the_reference_has_each_public_name_once():
     text = "".join(text for page, text in PAGES.items() if "docs/api/" in page)
-    modules = {*decentjax._MODULES}
-    constants = {"AXIS"}  # In a sentence.
-    wanted = set(decentjax.__all__) - modules - constants
-    for name in modules:
-        wanted |= {f"{name}.{x}" for x in public(getattr(decentjax, name)) - wanted}
     found = re.findall(r"^::: decentjax\.(.*)$", text, re.MULTILINE)
-    assert sorted(found) == sorted(wanted)
-    assert all(f"`decentjax.{name}`" in text for name in constants)
+    assert sorted(found) == sorted(public_names())
+    assert all(f"`decentjax.{name}`" in text for name in CONSTANTS)
+
+
+def public_names() -> set[str]:
+    """The public names of the library, those of its modules as "topology.ring"."""
+    modules = {*decentjax._MODULES}
+    names = set(decentjax.__all__) - modules - CONSTANTS
+    for name in modules:
+        names |= {f"{name}.{x}" for x in public(getattr(decentjax, name)) - names}
+    return names
 
 
 def public(module: ModuleType) -> set[str]:

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import re
 import xml.etree.ElementTree as ET
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,10 +16,10 @@ from test_train import TINY
 from decentjax import runtime, topology
 from train.cli.config_json import to_json
 from train.config import LogConfig, OptimizerConfig
-from train.figures.run_figure import draw_exchange
+from train.figures.run_figure import draw_evaluations, draw_exchange
 from train.figures.timeline_figure import draw_timelines
 from train.report import write_report
-from train.run.history import read_history
+from train.run.history import History, read_history
 from train.run.log import METRICS, read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
@@ -27,6 +28,7 @@ from train.run.timeline import (
     Timeline,
     drop_spans,
     median_step_seconds,
+    middle_steps,
     read_timelines,
     spans_of,
 )
@@ -70,12 +72,66 @@ def test_a_page_of_two_runs_compares_them_and_needs_nothing_else(tmp_path):
         make_run(tmp_path / "second", 3.5, seed=7),
     ]
     page = write_report(runs, tmp_path / "page.html").read_text()
-    assert len(images(page)) == 5
+    assert len(images(page)) == 6
     assert not re.findall(r'(?:src|href)="(?!data:)', page)
     assert "<li>seed was 0 and is 7</li>" in page
     for mean in (2.5, 3.5):
-        spread = f"({mean:.3f} to {mean + 3:.3f})"
-        assert f"<td>bits per byte {mean:.3f} {spread}</td>" in page
+        assert f"<td>bits per byte {mean} ({mean} to {mean + 3})</td>" in page
+
+
+FACTS = {
+    "command": "decentjax train tests/tiny.py --seed 1",
+    "parameters": 7344,
+    "versions": {"jax": "0.10.2", "Python": "3.11"},
+    "headline": "bits_per_byte",
+    "units": {"loss": "nats"},
+    "amount": "tokens",
+    "results": {"baselines": {"count <model>": 4.0}, "sample": "def <f>:"},
+}
+
+
+def test_the_page_says_how_the_run_was_made_and_what_came_of_it(tmp_path):
+    run = make_run(tmp_path / "run", 2.5, seed=1)
+    (run / "run.json").write_text(json.dumps(FACTS))
+    page = write_report([run], tmp_path / "page.html").read_text()
+    assert page.index("<b>2.5</b> held-out bits per byte") < page.index("<img ")
+    for cells in (
+        ("command", FACTS["command"]),
+        ("parameters", "7,344"),
+        ("versions", "jax 0.10.2, Python 3.11"),
+        ("seed", "1", "0"),
+        ("task.model.width", "16", "128"),
+        ("run", "count &lt;model&gt;", "4 bits per byte"),
+    ):
+        assert f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" in page
+    assert "0.8333 nats" in page
+    assert "<pre>def &lt;f&gt;:</pre>" in page
+    # What has its default is not among the fields.
+    assert "<td>step.algorithm</td>" not in page
+
+
+def test_a_share_is_drawn_in_percent():
+    rows = [{"step": 1, "seconds": 1.0, "mean_model": {"top_1": 0.5}}]
+    rows[0]["workers"] = [{"top_1": 0.25}, {"top_1": 0.75}]
+    run = History(Path("run"), {}, rows, [], facts={"units": {"top_1": "share"}})
+    figure = draw_evaluations([run])
+    assert figure is not None
+    axis = figure.axes[0]
+    assert axis.get_ylabel() == "held-out top 1 [%] (band: workers)"
+    assert axis.yaxis.get_major_formatter()(0.5) in ("50", "50.0")
+
+
+def test_a_drawn_part_of_the_timeline_avoids_evaluations():
+    steps = [Span(0, "step", t, float(t), t + 1.0) for t in range(8)]
+    evaluated = Span(0, "evaluate", 4, 4.5, 5.0)
+    assert [s.step for s in middle_steps(steps, 2.0)] == [4, 5]
+    assert [s.step for s in middle_steps([*steps, evaluated], 2.0)] == [5, 6]
+    assert median_step_seconds([*steps, evaluated]) == 1.0
+    # Where one is in every part, the middle is drawn with it.
+    always = [Span(0, "evaluate", t, t + 0.5, t + 0.9) for t in range(8)]
+    assert {s.activity for s in middle_steps([*steps, *always], 2.0)} == {
+        *("step", "evaluate")
+    }
 
 
 def test_a_curve_is_over_steps_or_seconds(tmp_path):
@@ -88,7 +144,7 @@ def test_the_figures_are_files_where_asked(tmp_path):
     run = make_run(tmp_path / "run", 2.5)
     write_report([run], tmp_path / "page.html", tmp_path / "figures")
     names = {path.name for path in (tmp_path / "figures").iterdir()}
-    assert {"loss.svg", "results.svg"} < names
+    assert {"loss.svg", "held-out_scores.svg"} < names
 
 
 def test_a_run_without_evaluations_is_drawn_too(tmp_path):
@@ -106,7 +162,7 @@ def test_a_row_that_was_cut_off_is_left_out(tmp_path):
 
 
 def test_a_folder_without_a_run_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match="holds no run"):
+    with pytest.raises(ValueError, match=r"holds no run: it has no config\.json$"):
         write_report([tmp_path], tmp_path / "page.html")
     (make_run(tmp_path / "run", 2.5) / METRICS).write_text("")
     with pytest.raises(ValueError, match=f"has no rows in {METRICS} yet"):
@@ -155,10 +211,10 @@ def test_a_run_of_one_step_has_a_timeline_that_grows_when_it_goes_on(tmp_path):
     )
     train(config, tmp_path)
     write_report([tmp_path], tmp_path / "page.html")
-    (first,) = read_timelines(tmp_path)
-    assert (first.process, first.activity, first.step) == (0, "step", 0)
+    spans = read_timelines(tmp_path)
+    assert [s[:3] for s in spans] == [(0, "step", 0), (0, "evaluate", 0)]
     train(config, tmp_path, Resume())
-    assert read_timelines(tmp_path) == [first]
+    assert read_timelines(tmp_path) == spans
 
 
 CLUSTER = runtime.Cluster(

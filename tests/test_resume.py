@@ -18,15 +18,16 @@ import pytest
 
 from decentjax import WorkerState
 from train.__main__ import main
-from train.cli import config_json
 from train.cli.command import SaveError
+from train.cli.config_json import to_json
+from train.config import TopologyConfig
 from train.data.batches import Batch
 from train.report import write_report
 from train.run.checkpoint import Checkpoints, find_checkpoints, read_models
 from train.run.finite import WatchState, build_check
 from train.run.log import read_metrics
 from train.run.loop import Parts, run_steps, train
-from train.run.resume import Begin, Resume, saved_config, with_changes
+from train.run.resume import Begin, Resume, saved_config, what_changed, with_changes
 from train.run.scores import read_trained
 from train.run.stop import Stop
 
@@ -75,7 +76,7 @@ def test_what_is_not_finite_is_named_and_never_saved(poison, leaf, tmp_path):
     log = dataclasses.replace(LINE.log, every_steps=20)
     message = (
         rf"worker 2 is not finite at step 9, in params\['{leaf}'\]; resume from step "
-        r"5, which is finite: python -m train --resume .* "
+        r"5, which is finite: decentjax resume .* "
         r"--change optimizer.learning-rate=0.05"
     )
     with pytest.raises(FloatingPointError, match=message):
@@ -196,7 +197,7 @@ def test_what_is_saved_is_settled_checked_and_written_down():
 
     train_step = note("step", (state, {}))
     train_step.settle = note("settle")
-    names = "measure", "flush", "write_rows", "evaluate"
+    names = "count", "measure", "flush", "write_rows", "evaluate"
     parts = Parts(
         train_step=train_step,
         batches=iter([Batch(np.zeros(1))]),
@@ -206,12 +207,13 @@ def test_what_is_saved_is_settled_checked_and_written_down():
         checkpoints=SimpleNamespace(check=lambda: None, save=note("save")),
         stop=Stop(),
         late=lambda step: None,
+        profile=lambda step, state: None,
         first=0,
     )
     config = dataclasses.replace(LINE, num_steps=1)
     assert run_steps(config, Begin(0, state, None), parts) == (1, state)
     # The last step is settled once more, to measure the consensus distance.
-    order = "step settle measure settle check flush write_rows save evaluate"
+    order = "count step settle measure settle check flush write_rows save evaluate"
     assert done == order.split()
 
 
@@ -238,7 +240,7 @@ def test_after_an_error_the_last_save_is_waited_for(tmp_path, monkeypatch):
 
 def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     """It may train for longer; then it is what a run from a checkpoint would be."""
-    config = dataclasses.replace(saved_config(run_dir, None, LINE), num_steps=30)
+    config = dataclasses.replace(saved_config(run_dir, None, ["line"]), num_steps=30)
     assert train(config, run_dir, Resume()).step == 30
     changed = [row for row in read_metrics(run_dir) if "changed" in row]
     assert [(row["step"], row["changed"]) for row in changed] == [
@@ -255,7 +257,14 @@ def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (dataclasses.replace(LINE, seed=3), "seed was 0 and is 3; to change what is"),
+        (
+            dataclasses.replace(LINE, seed=3),
+            "seed was 0 and is 3; .* as --change seed=3$",
+        ),
+        (
+            dataclasses.replace(LINE, topology=TopologyConfig(name="complete")),
+            "topology.name was '.*' and is 'complete'; .* --change topology.name=compl",
+        ),
         (dataclasses.replace(LINE, num_steps=15), "has done 20 steps, more than"),
         (
             dataclasses.replace(
@@ -268,6 +277,18 @@ def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
 def test_what_trains_otherwise_is_refused_with_its_name(config, message, run_dir):
     with pytest.raises(ValueError, match=message):
         train(config, run_dir, Resume())
+
+
+def test_what_an_earlier_version_saved_has_the_defaults_of_later_fields(
+    run_dir, monkeypatch
+):
+    saved = json.loads(to_json(LINE))
+    del saved["rounds"], saved["optimizer"]["eps"]
+    monkeypatch.setattr("train.run.resume.saved_fields", lambda _: saved)
+    assert what_changed(run_dir, 20, LINE, Resume()) == []
+    saved["seed"] = 3
+    with pytest.raises(ValueError, match="otherwise: seed was 3 and is 0; to change"):
+        what_changed(run_dir, 20, LINE, Resume())
 
 
 def rows_of(state):
@@ -328,7 +349,7 @@ def test_a_change_that_is_named_is_made_and_recorded(run_dir):
     changed = "optimizer.learning_rate was 0.1 and is 0.05"
     assert changed in row["changed"]
     page = write_report([run_dir], run_dir / "report.html").read_text()
-    assert f"run: from step 20 on num_steps was 20 and is 25, {changed}" in page
+    assert f"; num_steps was 20 and is 25; {changed}" in page
 
 
 @pytest.mark.parametrize("change", ["nothing", "=1", "optimizer.learning-rate"])
@@ -422,13 +443,10 @@ def test_what_is_half_written_is_removed_at_the_next_start(run_dir):
     assert not list(folder.glob("*tmp*"))
 
 
-def test_a_run_begins_with_the_mean_model_of_another(tmp_path, monkeypatch):
-    # As if the line were one of the shipped tasks, which are known by their names.
-    kinds = config_json.AnyTask | type(job_line.config.task)
-    monkeypatch.setattr(config_json, "AnyTask", kinds)
+def test_a_run_begins_with_the_mean_model_of_another(tmp_path):
     config = dataclasses.replace(job_line.config, num_steps=3)
     train(config, tmp_path / "first")
-    mean = read_trained(tmp_path / "first").mean()[0]
+    mean = read_trained(tmp_path / "first", trust=["job_line"]).mean()[0]
     wide = dataclasses.replace(
         config,
         workers=dataclasses.replace(config.workers, num_workers=2, workers_per_node=1),
@@ -449,12 +467,13 @@ def test_a_run_begins_with_the_mean_model_of_another(tmp_path, monkeypatch):
     assert (row["step"], row["init_step"]) == (0, 3)
 
     grown = dataclasses.replace(config, task=Growing())
+    first = tmp_path / "first"
     with pytest.raises(ValueError, match="the model to start from does not fit"):
-        train(grown, tmp_path / "third", init_from=tmp_path / "first")
+        train(grown, tmp_path / "third", init_from=first, trust=["job_line"])
 
 
 def test_a_folder_with_a_run_is_not_overwritten(run_dir):
-    with pytest.raises(ValueError, match=r"go on with python -m train --resume "):
+    with pytest.raises(ValueError, match=r"go on with decentjax resume "):
         train(LINE, run_dir)
 
 
@@ -477,7 +496,7 @@ def test_broken_rows_are_left_out_and_the_others_stay(run_dir, capsys):
 
 def test_the_command_line_goes_on_from_a_folder_alone(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
-    options = ["--config-file", "tests/line.py", "--num-steps", "24"]
+    options = ["--trust", "line", "--num-steps", "24"]
     main(["--resume", str(run_dir), *options, "--log.every-steps", "2"])
     assert steps(run_dir)[-1] == 24
     said = capsys.readouterr().out

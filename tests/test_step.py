@@ -592,12 +592,15 @@ def test_all_workers_start_from_one_model_with_keys_of_their_own():
     moments = optimizer.init(problem.start)
     same = lambda stacked, x: np.array_equal(stacked, np.stack([x] * 3))  # noqa: E731
     assert jax.tree.all(jax.tree.map(same, state.opt_state, moments))
-    assert len(np.unique(jax.random.key_data(state.key), axis=0)) == 3
+    for keys in (state.key, state.model_state["key"]):
+        assert len(np.unique(jax.random.key_data(keys), axis=0)) == 3
 
 
 @pytest.mark.parametrize("workers", [[2, 0], [1], range(3)])
 def test_some_workers_start_as_they_do_among_all(workers):
-    optimizer, model_state = optax.adam(0.1), {"mean": jnp.arange(2.0)}
+    optimizer = optax.adam(0.1)
+    keys = jax.random.split(jax.random.key(1), (2, 3))
+    model_state = {"mean": jnp.arange(2.0), "key": jax.random.key(2), "keys": keys}
     start = functools.partial(
         init_state, _problem(3).start, optimizer, jax.random.key(0), 3, model_state
     )
@@ -605,6 +608,10 @@ def test_some_workers_start_as_they_do_among_all(workers):
     some = start(workers=list(workers))
     assert jax.tree.structure(some) == jax.tree.structure(rows)
     assert np.array_equal(jax.random.key_data(some.key), jax.random.key_data(rows.key))
+    assert start().model_state["keys"].shape == (3, 2, 3)
+    for name in ("key", "keys"):
+        found = (jax.random.key_data(x.model_state.pop(name)) for x in (some, rows))
+        assert np.array_equal(*found)
     same = jax.tree.map(np.array_equal, some[:3], rows[:3])
     assert jax.tree.all(same)
 
@@ -656,7 +663,7 @@ def test_arrays_stacked_for_another_number_of_workers_are_refused(wrong, simulat
     graph, optimizer, optima = topology.ring(4), optax.sgd(0.1), _problem(4).optima
     state = _start(_problem(4), optimizer, 8 if wrong == "state" else 4)
     batch = jnp.concatenate([optima, optima]) if wrong == "batch" else optima
-    with pytest.raises(ValueError, match=r"sizes|rows|workers"):
+    with pytest.raises(ValueError, match=r"sizes|a row for each|workers"):
         _placed(_bind(awc_step, optimizer), graph, simulated)(state, batch, 0)
 
 
@@ -791,27 +798,107 @@ def test_narrow_params_follow_the_dense_recursion(dtype, order, simulated):
     )
 
 
+FORM = r"must return \(loss, \(model_state, metrics\)\), .* got the structure Py"
+KIND = r"must return a model_state of the structure, .* given: model_state"
+# What is wrong with the result (loss, (state, {})), and what is said of it.
 WRONG_LOSSES = {
-    "scalar": lambda params, state: params["x"].sum(),
-    "no_state": lambda params, state: (params["x"].sum(), {}),
-    "three": lambda params, state: (params["x"].sum(), state, {}),
-    "no_dict": lambda params, state: (params["x"].sum(), (state, 3.0)),
-    "names": lambda params, state: (params["x"].sum(), ("ab", "cd")),
+    "scalar": (lambda loss, state: loss, FORM),
+    "no_state": (lambda loss, state: (loss, {}), FORM),
+    "three": (lambda loss, state: (loss, state, {}), FORM),
+    "no_dict": (lambda loss, state: (loss, (state, 3.0)), FORM),
+    "names": (lambda loss, state: (loss, ("ab", "cd")), FORM),
+    "vector": (
+        lambda loss, state: (loss[None], (state, {})),
+        r"the loss must be a scalar, got shape \(1,\): return its mean or sum",
+    ),
+    "no_number": (
+        lambda loss, state: (None, (state, {})),
+        "the loss must be a scalar, got NoneType",
+    ),
+    "integer": (
+        lambda loss, state: (loss.astype(int), (state, {})),
+        "the loss must be a float, got int32: only a float has a gradient",
+    ),
+    "metric": (
+        lambda loss, state: (loss, (state, {"norms": jnp.ones(3)})),
+        r"the metric 'norms' must be a scalar, got shape \(3,\)",
+    ),
+    "nested": (
+        lambda loss, state: (loss, (state, {"all": {"norm": loss}})),
+        "the metric 'all' must be a scalar, got dict",
+    ),
+    "missing": (
+        lambda loss, state: (loss, ({"count": state["count"]}, {})),
+        rf"{KIND}\['running'\] was float32\[3, 4\] and is None",
+    ),
+    "shape": (
+        lambda loss, state: (loss, (state | {"running": state["running"][0]}, {})),
+        rf"{KIND}\['running'\] was float32\[3, 4\] and is float32\[4\]",
+    ),
+    "dtype": (
+        lambda loss, state: (loss, (state | {"count": state["count"] + 0.5}, {})),
+        rf"{KIND}\['count'\] was int32\[\] and is float32\[\]",
+    ),
+    "structure": (
+        lambda loss, state: (loss, (state | {"more": ()}, {})),
+        r"model_state of the structure that it was given: it was PyTreeDef\(",
+    ),
 }
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
-@pytest.mark.parametrize("wrong", WRONG_LOSSES.values(), ids=WRONG_LOSSES)
+@pytest.mark.parametrize(
+    ("wrong", "message"), WRONG_LOSSES.values(), ids=list(WRONG_LOSSES)
+)
 @EACH_STEP
 def test_a_loss_function_that_returns_something_else_is_refused(
-    step, wrong, num_micro_batches
+    step, wrong, message, num_micro_batches
 ):
     def loss_fn(params, model_state, batch, key):
-        return wrong(params, model_state)
+        return wrong(params["x"].sum(), model_state)
 
-    message = r"must return \(loss, \(model_state, metrics\)\), .* got the structure Py"
     with pytest.raises(TypeError, match=message):
         _noisy_run(step, 1, loss_fn=loss_fn, num_micro_batches=num_micro_batches)
+
+
+DROPS = {
+    "kept": lambda old, new: old,
+    "moved": lambda old, new: new,
+    "beside_counts": lambda old, new: {**old, "count": old["count"] + 1},
+}
+
+
+@pytest.mark.parametrize("num_micro_batches", [1, 2])
+@EITHER_WAY
+@pytest.mark.parametrize("which", DROPS)
+def test_random_keys_that_no_step_changes_are_warned_of(
+    which, simulated, num_micro_batches
+):
+    """As rngs of a model that a step stores, or forgets to store."""
+
+    def loss_fn(params, model_state, batch, key):
+        drop, following = jax.random.split(model_state["key"])
+        noise = jax.random.uniform(drop)
+        new = DROPS[which](model_state, {"key": following, "count": 0 * batch.size})
+        new = {**new, "mean": model_state["mean"] + 1}
+        loss = jnp.mean(jnp.square(params["x"] - batch[0]))
+        return loss, (new, {"noise": noise})
+
+    graph, optimizer = topology.ring(3), optax.sgd(0.1)
+    model_state = {"key": jax.random.key(1), "count": jnp.int32(0), "mean": 0.0}
+    problem = _problem(3)
+    state = init_state(problem.start, optimizer, jax.random.key(0), 3, model_state)
+    batch = jnp.repeat(problem.optima, 2, 1)
+    options = {"loss_fn": loss_fn, "num_micro_batches": num_micro_batches}
+    train_step = _placed(_bind(awc_step, optimizer, **options), graph, simulated)
+    if which == "kept":
+        with pytest.warns(UserWarning, match="keys of its model_state unchanged, so"):
+            train_step(state, batch, 0)
+        return
+    state, first = train_step(state, batch, 0)
+    _, second = train_step(state, batch, 1)
+    noise = [*first["noise"].tolist(), *second["noise"].tolist()]
+    assert len(set(noise)) == (6 if which == "moved" else 3)
 
 
 @pytest.mark.draw(3)

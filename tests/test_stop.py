@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import pytest
 
 from train.cli.command import SaveError
 from train.cli.tables import write_whole
-from train.run.checkpoint import find_checkpoints
+from train.run.checkpoint import UNFINISHED, find_checkpoints, verify
 from train.run.folder import lock
 from train.run.log import Log, read_metrics
 from train.run.stop import Stop
@@ -75,8 +76,26 @@ def test_a_signal_in_an_evaluation_ends_it_and_all_is_saved(number, tmp_path):
         output, _ = ended(process)
     assert process.returncode == 0
     assert time.monotonic() - begin < 25, "it would have taken 30 s"
-    assert f"all 20 steps are saved: python -m train.evaluate {tmp_path}" in output
+    assert f"all 20 steps are saved: decentjax evaluate {tmp_path}" in output
     assert steps(tmp_path) == [15, 20]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_a_checkpoint_is_written_ends_it_in_order(number, tmp_path):
+    with training(tmp_path, *SLOWLY, "--checkpoint.every-steps=1") as process:
+        wait_for(tmp_path, 5, process)
+        while not list((tmp_path / "checkpoints").glob(UNFINISHED)):
+            assert process.poll() is None, process.communicate()
+        process.send_signal(number)
+        output, errors = ended(process)
+    assert process.returncode == 0, errors
+    (last,) = re.findall(r"stopped after step (\d+) of 100000", output)
+    found = find_checkpoints(tmp_path)
+    assert list(found.steps)[-1] == int(last)
+    assert not found.skipped
+    for path in found.steps.values():
+        verify(path)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -88,7 +107,7 @@ def test_a_signal_while_results_are_shown_ends_the_run_in_order(number, tmp_path
         output, errors = ended(process)
     assert process.returncode == 0, errors
     assert time.monotonic() - begin < 50, "it would have taken 100 s"
-    assert f"20 steps are saved: python -m train.evaluate {tmp_path}" in output
+    assert f"20 steps are saved: decentjax evaluate {tmp_path}" in output
     assert steps(tmp_path) == [15, 20]
 
 
@@ -114,6 +133,39 @@ def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path):
         ended(process)
     assert process.returncode == -signal.SIGINT
     assert steps(tmp_path)[-1] == 20
+
+
+IN_NATIVE_CODE = """
+import hashlib
+
+from train.run.stop import Stop
+
+with Stop():
+    print("ready", flush=True)
+    hashlib.pbkdf2_hmac("sha256", b"", b"", 2 * 10**9)
+"""
+
+
+def test_a_second_signal_ends_what_runs_no_handler():
+    """As a compiler: Python's handlers would run once it is done, in an hour."""
+    with subprocess.Popen(
+        [sys.executable, "-c", IN_NATIVE_CODE],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            read_until(process, "ready")
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)  # Else the kernel joins the two.
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            ended(process)
+        finally:
+            process.kill()
+    assert process.returncode == -signal.SIGINT
 
 
 def test_after_one_signal_the_others_are_the_kernels():
@@ -146,7 +198,7 @@ def test_under_nohup_the_end_of_the_terminal_is_ignored(tmp_path):
         process.send_signal(signal.SIGTERM)
         output, _ = ended(process)
     assert process.returncode == 0
-    assert f"go on with: python -m train --resume {tmp_path}" in output
+    assert f"go on with: decentjax resume {tmp_path}" in output
 
 
 @pytest.mark.slow

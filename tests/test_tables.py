@@ -7,7 +7,14 @@ from typing import NamedTuple
 
 import pytest
 
-from train.cli.tables import machine, markdown, to_json, write_json, write_whole
+from train.cli.tables import (
+    counted,
+    machine,
+    markdown,
+    to_json,
+    write_json,
+    write_whole,
+)
 
 
 class Point(NamedTuple):
@@ -59,3 +66,8 @@ def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
 def test_the_machine_is_described_with_versions():
     assert "cores" in machine()
     assert "jax " in machine("jax")
+
+
+def test_one_thing_is_no_plural():
+    said = [counted(number, "node") for number in (0, 1, 2, 1024)]
+    assert said == ["0 nodes", "1 node", "2 nodes", "1,024 nodes"]

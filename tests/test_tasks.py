@@ -33,6 +33,7 @@ from train.tasks.classification import image_task, scores
 from train.tasks.digits import DigitsTask, draw_wrong, nearest_neighbour
 from train.tasks.imagenet import ImageNetTask
 from train.tasks.numbers import NumbersTask
+from train.tasks.sampling import Sampling
 from train.tasks.stdlib import StdlibTask
 from train.tasks.text import TextTask
 from train.tasks.translation import (
@@ -84,9 +85,13 @@ def digits(smoothing=0.1):
     return DigitsTask(model=NET, label_smoothing=smoothing).build()
 
 
-@functools.cache
 def model_of(task):
-    return jax.jit(task.init)(jax.random.key(0))
+    return _model_of(task.init)
+
+
+@functools.cache
+def _model_of(init):
+    return jax.jit(init)(jax.random.key(0))
 
 
 def softmax_log(logits):
@@ -307,7 +312,8 @@ def test_a_model_learns_to_translate_what_it_has_seen():
         batch = jax.tree.map(lambda x: x[0], steps[t].arrays)
         params, opt_state, _ = step(params, opt_state, batch)
     sources, references = map(list, zip(*LINES, strict=True))
-    assert task.generate(params, (), sources) == references
+    translations = task.generate(params, (), sources, Sampling())
+    assert ["".join(pieces) for pieces in translations] == references
     assert task.judge(params, ())["bleu"] == pytest.approx(100)
     assert task.judge(params, ())["exact_match"] == 1
     shown = task.sample(params, ())
@@ -332,9 +338,14 @@ def test_a_line_that_is_too_long_to_translate_is_refused():
         next(line for line in lines if len(*encode([line])) == length)
         for length in (15, 16)  # And `</s>`, of 16.
     )
-    assert len(task.generate(params, (), [fits])) == 1
+    assert len(task.generate(params, (), [fits], Sampling())) == 1
     with pytest.raises(ValueError, match="must be shorter than 16 tokens, got 16: aa"):
-        task.generate(params, (), [too_long])
+        task.generate(params, (), [too_long], Sampling())
+
+
+def test_a_translation_is_not_drawn():
+    with pytest.raises(ValueError, match="is searched for, not drawn"):
+        toy().generate({}, (), ["one"], Sampling(top_k=3))
 
 
 def test_a_translation_is_validated_on_the_validation_set():
@@ -411,7 +422,7 @@ def test_text_tokens_out_of_range_are_refused(tmp_path):
 
 def test_missing_data_names_the_command_that_prepares_it(tmp_path):
     task = TextTask(data=str(tmp_path), model=GPTConfig(context=8))
-    with pytest.raises(FileNotFoundError, match=r"python -m train\.prepare text"):
+    with pytest.raises(FileNotFoundError, match=r"decentjax prepare text"):
         task.build().steps(1, 1, 0, [0])
 
 
@@ -485,13 +496,41 @@ def test_without_a_clip_norm_gradients_keep_their_size():
 
 def test_weights_decay_and_norms_and_biases_do_not():
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
+    params["convolution"] = jnp.ones((2, 2, 2))  # For muon no matrix.
     nothing = jax.tree.map(jnp.zeros_like, params)
-    for name in ("adamw", "accum_adamw"):
+    for name in ("adamw", "accum_adamw", "lion", "muon"):
         config = OptimizerConfig(name=name, weight_decay=0.5, clip_norm=None)
         optimizer = optimizer_with(config, optax.constant_schedule(0.1))
         updates, _ = optimizer.update(nothing, optimizer.init(params), params)
         np.testing.assert_allclose(updates["kernel"], -0.05, rtol=1e-6)
+        np.testing.assert_allclose(updates["convolution"], -0.05, rtol=1e-6)
         np.testing.assert_array_equal(updates["bias"], 0)
+
+
+def test_muon_turns_a_matrix_and_lion_takes_signs():
+    """Of unit singular values, about, as the iteration is short; per worker, too."""
+    random = np.random.default_rng(0)
+    kernels = jnp.asarray(random.normal(size=(3, 6, 4)), jnp.float32)
+    params = {"kernel": kernels, "bias": jnp.ones((3, 4))}
+    steps = {}
+    for name in ("muon", "lion"):
+        config = OptimizerConfig(name=name, weight_decay=0.0, clip_norm=None)
+        optimizer = optimizer_with(config, optax.constant_schedule(0.1))
+        state = jax.vmap(optimizer.init)(params)
+        steps[name], _ = jax.jit(jax.vmap(optimizer.update))(params, state, params)
+    turned = -10 * np.asarray(steps["muon"]["kernel"])
+    values = np.linalg.svd(turned, compute_uv=False)
+    assert np.all((values > 0.6) & (values < 1.4))
+    # It keeps the directions: what a matrix turns into is a positive multiple of each.
+    for got, of in zip(turned, np.asarray(kernels), strict=True):
+        left, _, right = np.linalg.svd(of, full_matrices=False)
+        inside = left.T @ got @ right.T
+        np.testing.assert_allclose(inside, np.diag(np.diag(inside)), atol=1e-2)
+        assert np.all(np.diag(inside) > 0)
+    # NAdam's first step: 1 + b1 (1 - b1) / (1 - b1^2).
+    first = 1 + 0.9 * 0.1 / (1 - 0.9**2)
+    np.testing.assert_allclose(steps["muon"]["bias"], -0.1 * first, rtol=1e-4)
+    np.testing.assert_allclose(steps["lion"]["kernel"], -0.1 * np.sign(kernels))
 
 
 def test_numbers_to_translate_are_none_of_those_to_learn():

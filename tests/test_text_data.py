@@ -78,7 +78,7 @@ def test_the_same_files_give_the_same_bytes(files, tmp_path, monkeypatch):
 def test_a_text_that_cannot_be_prepared_leaves_nothing(files, tmp_path):
     out = tmp_path / "out"
     with pytest.raises(ValueError, match="61 documents are to train on and 0 are held"):
-        prepare_text([files], out, 280, held_out_share=0)
+        prepare_text([files], out, 280, held_out_share=1e-9)
     with pytest.raises(FileNotFoundError, match="no file or folder nowhere"):
         prepare_text([files, Path("nowhere")], out, 280)
     with pytest.raises(ValueError, match="at least 257 tokens, got 256"):
@@ -112,7 +112,7 @@ def test_windows_of_a_file_go_to_other_processes_by_its_name(tmp_path):
 
 
 def test_tokens_that_are_missing_or_cut_off_are_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"python -m train\.prepare text"):
+    with pytest.raises(FileNotFoundError, match=r"decentjax prepare text"):
         read_tokens(tmp_path)
     write_tokens(tmp_path, range(5), [])
     assert [len(tokens) for tokens in read_tokens(tmp_path)] == [5, 0]

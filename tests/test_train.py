@@ -222,7 +222,11 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("workers", WorkersConfig(num_workers=6, workers_per_node=4), "multiple of"),
+        (
+            "workers",
+            WorkersConfig(num_workers=6, workers_per_node=4),
+            "to 1, 2, 3 or 6",
+        ),
         ("workers", WorkersConfig(num_workers=6, workers_per_node=2), "power of two"),
         ("topology", TopologyConfig(name="ring_lattice", degree=3), "even degree"),
         ("topology", TopologyConfig(factor=1.5), "factor must be"),
@@ -277,12 +281,17 @@ def test_an_impossible_value_is_refused(make, message):
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        ([], "usage: python -m train CONFIG.py"),
+        ([], "usage: decentjax train CONFIG "),
+        (["--resume"], "usage: decentjax resume RUN "),
+        (["--resume", "nowhere"], "nowhere holds no run: it has no config.json"),
         (["configs/none.py"], "there is no config file configs/none.py"),
         (["README.md"], "a config file is Python, NAME.py, got README.md"),
         (["configs/quickstart.py", "--num-stps", "3"], "--num-steps"),
         (["configs/quickstart.py", "--workers.num-workers", "x"], "num-workers"),
-        (["configs/quickstart.py", "--workers.num-workers", "6"], "multiple of"),
+        (
+            ["configs/quickstart.py", "--workers.num-workers", "6"],
+            "workers_per_node to 1, 2, 3 or 6",
+        ),
         (["train/config.py"], "must define `config = Config"),
     ],
 )

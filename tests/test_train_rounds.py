@@ -149,6 +149,10 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"every_steps": 1, "outer": "nesterov"}, "rounds.every_steps to 2 or more"),
         ({"momentum": 1.0}, "momentum and share must be less than 1"),
         ({"merge": "mix"}, "merge must be one of"),
+        ({"learning_rate": 0.5}, "rounds.outer = none has no learning_rate: set round"),
+        ({"momentum": 0.5}, "rounds.outer = none has no momentum: set rounds.outer"),
+        ({"share": 0.3}, "rounds.merge = replace has no share: set rounds.merge too"),
+        ({"codec": "int8", "sent_share": 0.1}, "rounds.codec = int8 has no sent_share"),
         ({"codec": "int3"}, "codec must be one of"),
         ({"copies": True}, "rounds.copies are of encoded models"),
         ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
@@ -189,6 +193,15 @@ def test_rounds_that_no_step_takes_are_refused(tmp_path):
     optimizer = dataclasses.replace(NOISY.optimizer, name="qg_dsgdm")
     with pytest.raises(ValueError, match="qg_dsgdm follows what the last exchange"):
         dataclasses.replace(NOISY, optimizer=optimizer)
+
+
+def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):
+    rounds = RoundsConfig(every_steps=10)
+    config = dataclasses.replace(config_of("local_sgd", rounds=rounds), num_steps=5)
+    train(config, tmp_path)
+    assert "= 10 is more than num_steps = 5: the run has 0 rounds" in (
+        capsys.readouterr().err
+    )
 
 
 def test_more_fragments_than_leaves_are_refused_before_the_first_step(tmp_path):

@@ -185,7 +185,7 @@ def test_a_corpus_without_pairs_to_train_on_is_refused(vocabulary, tmp_path):
 
 
 def test_a_corpus_that_is_missing_or_broken_is_named(vocabulary, tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"python -m train\.prepare wmt14"):
+    with pytest.raises(FileNotFoundError, match=r"decentjax prepare wmt14"):
         read_corpus(tmp_path / "x")
     splits = {"train": PAIRS, "validation": PAIRS, "test": PAIRS}
     write_corpus(tmp_path / "x", vocabulary, **splits)

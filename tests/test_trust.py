@@ -179,16 +179,83 @@ def test_a_run_that_goes_on_evaluates_no_code(tmp_path):
         assert ended(job).endswith("no code was evaluated\n")
 
 
+OWN = """
+import dataclasses
+import os
+from os import system
+from pathlib import Path
+
+Path("ran").touch()
+
+
+@dataclasses.dataclass(frozen=True)
+class Mine:
+    def build(self):
+        return None
+
+
+class Plain:
+    pass
+
+
+def function():
+    pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("place", "trust", "words"),
+    [
+        ("own.py:Mine", [], "own.py:Mine, which does not .* add --trust own.py$"),
+        ("own.py:Mine", ["own", "x.py", "x/own.pyc"], "add --trust own.py$"),
+        ("own:Mine", ["own.py"], "own:Mine, which does not .* add --trust own$"),
+        ("../evil/x.py:Mine", ["own.py"], "add --trust ../evil/x.py$"),
+        ("os:system", ["own.py"], "os:system, .* add --trust os$"),
+        ("own.py:system", ["own.py"], "own.py defines no system, which is this run's"),
+        ("own.py:os.system", ["own.py"], "own.py defines no os.system"),
+        ("own.py:Path", ["own.py"], "own.py defines no Path"),
+        ("own.py:__loader__", ["own.py"], "own.py defines no __loader__"),
+        ("own.py:", ["own.py"], "own.py defines no , which"),
+        ("own.py:Plain", ["own.py"], "own.py:Plain, which is no dataclass"),
+        ("own.py:function", ["own.py"], "own.py:function, which is no dataclass"),
+        ("gone.py:Mine", ["gone.py"], "there is no trusted file gone.py"),
+        ("gone:Mine", ["gone"], "--trust gone is no module or file"),
+    ],
+)
+def test_a_run_takes_what_trusted_code_defines_alone(
+    place, trust, words, tmp_path, monkeypatch
+):
+    """And runs no other, and none at all without."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("own.py", "../elsewhere/own.py"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    Path("own.py").write_text(OWN)
+    fields = {**json.loads(to_json(tiny.config)), "task": {"kind": place}}
+    with pytest.raises((ValueError, FileNotFoundError), match=words):
+        from_fields(fields, trust)
+    assert Path("ran").exists() == (place[:7] == "own.py:" and "own.py" in trust)
+    moved = {**fields, "task": {"kind": "../elsewhere/own.py:Mine"}}
+    made = from_fields(moved, ["own.py"]).task
+    assert type(made).__module__ == "../elsewhere/own.py"
+
+
 CODE = "__import__('os').system('touch pwned')"
 HOSTILE = [
-    *("os.system", CODE, "\0", "../../x", "x" * 10_000),
+    *("os.system", "os:system", CODE, "\0", "../../x", "x" * 10_000),
     *(None, [], {}, [[]], True, -1, 1e400, 10**400, float("nan")),
-    *({"kind": "os.system"}, {"__class__": "os"}, {"a": {"b": [{}]}}, ["a", {}]),
+    *(
+        {"kind": "os:system"},
+        {"kind": "os.system"},
+        {"__class__": "os"},
+        {"a": {"b": [{}]}},
+        ["a", {}],
+    ),
 ]
 FIELDS = """
     task task.kind task.model task.model.context task.unknown task.__class__ name
     num_steps workers workers.num_workers topology topology.name optimizer.decay_steps
     distributed exchange exchange.addresses step step.xla_options data.skew
+    topology.make optimizer.make optimizer.schedule on_step on_evaluation
     policy.graphs unknown __class__ straggler.who
 """
 

@@ -1,4 +1,4 @@
-"""A run of seconds, for tests: `python -m train tests/tiny.py`."""
+"""A run of seconds, for tests: `decentjax train tests/tiny.py`."""
 
 from train.config import (
     CheckpointConfig,

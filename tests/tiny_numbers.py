@@ -1,4 +1,4 @@
-"""Translation of numbers, in seconds: `python -m train tests/tiny_numbers.py`.
+"""Translation of numbers, in seconds: `decentjax train tests/tiny_numbers.py`.
 
 Its batches come in several shapes.
 """

@@ -1,46 +1,74 @@
-"""Trains a config: `python -m train configs/NAME.py [--field value]`.
+"""Trains a config: `decentjax train configs/NAME.py [--field value]`.
 
-`python -m train --resume runs/NAME` resumes its run.
+`decentjax resume runs/NAME` resumes its run.
 """
 
 import argparse
+import functools
 import sys
 import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import jax
 import tyro
 
+from decentjax.distributed.devices import provide_cpu_devices
 from train.cli.command import SaveError, command, failure, show_usage
-from train.cli.load import check_folder, load_config
-from train.cli.options import AS_OPTIONS, ConfigArgument
+from train.cli.config_json import sources
+from train.cli.load import check_folder, load_config, own_sinks, shipped_configs
+from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
+from train.cli.tables import quantity, words
 from train.config import Config
-from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
+from train.job.distributed import fail_stop, leave, start
 from train.job.peers import start_peer
 from train.run.checkpoint import find_checkpoints
+from train.run.facts import add_results
+from train.run.folder import check_run
 from train.run.log import read_metrics
 from train.run.loop import Outcome, train
 from train.run.regroup import How
 from train.run.resume import Resume, saved_config, with_changes
+from train.run.sinks import Sink
 from train.run.stop import Stopped, stoppable
 
 USAGE = """\
-usage: python -m train CONFIG.py [--run-dir RUN] [--init-from RUN] [--auto-resume]
-                       [--field value ...]
-       python -m train CONFIG.py --help
-       python -m train --resume RUN [--step STEP] [--change FIELD=VALUE ...]
-                       [--resume.workers {{mean,repeat,select}}]
-configs: {configs}"""
+usage: decentjax train CONFIG [--run-dir RUN] [--init-from RUN] [--auto-resume]
+                       [--trust MODULE_OR_FILE ...] [--field value ...]
+       decentjax train CONFIG --help
+
+examples:
+  decentjax train quickstart --topology.name ring --run-dir runs/ring
+  decentjax launch -n 4 quickstart --workers.num-workers 4 --topology.name ring
+
+CONFIG is a file of Python, or one of these names:
+{configs}"""
+RESUME_USAGE = """\
+usage: decentjax resume RUN [--step STEP] [--change FIELD=VALUE ...]
+                        [--resume.workers {mean,repeat,select}]
+                        [--trust MODULE_OR_FILE ...] [--field value ...]
+       decentjax resume RUN --help
+
+Goes on with the run in the folder RUN, from its newest checkpoint or that of STEP.
+
+examples:
+  decentjax resume runs/ring --num-steps 4000
+  decentjax resume runs/ring --step 1000 --change optimizer.learning-rate=1e-3
+  decentjax launch -n 4 --resume runs/ring"""
 
 
 def main(arguments: list[str]) -> None:
-    resumes = arguments[:1] == ["--resume"] and len(arguments) > 1
-    if not resumes and (not arguments or arguments[0].startswith("-")):
-        available = " ".join(map(str, sorted(Path("configs").glob("*.py"))))
-        show_usage(USAGE.format(configs=available), arguments)
-    parse = _resume if resumes else _begin
-    path, options = arguments[1 if resumes else 0], arguments[2 if resumes else 1 :]
+    match arguments:
+        case ["--resume", path, *options] if not path.startswith("-"):
+            parse = _resume
+        case [path, *options] if not path.startswith("-"):
+            parse = _begin
+        case ["--resume", *_]:
+            show_usage(RESUME_USAGE, arguments)
+        case _:
+            names = textwrap.fill(" ".join(shipped_configs()), break_on_hyphens=False)
+            show_usage(USAGE.format(configs=names), arguments)
     with command():
         try:
             parse(Path(path), options)
@@ -51,11 +79,11 @@ def main(arguments: list[str]) -> None:
 
 def _begin(path: Path, options: list[str]) -> None:
     """Trains a config from its first step."""
-    default = load_config(path)
+    default, sinks = load_config(path), own_sinks(path)
     # tyro would only call it an unknown option.
     if "--resume" in options:
         raise ValueError(
-            f"a run brings its own config: python -m train --resume runs/{default.name}"
+            f"a run brings its own config: decentjax resume runs/{default.name}"
         )
 
     def run(
@@ -63,41 +91,45 @@ def _begin(path: Path, options: list[str]) -> None:
         run_dir: Path | None = None,
         init_from: Path | None = None,
         auto_resume: bool = False,
+        trust: Trust = (),
     ) -> None:
         """Trains the config.
 
         Args:
           run_dir: folder of the run; by default runs/NAME.
-          init_from: folder of another run, whose mean model all workers start from.
+          init_from: folder of another run, whose mean model all workers start from, or
+            of a GPT-2 in Hugging Face's layout.
           auto_resume: whether to resume the run, if the folder has a checkpoint; for
             what starts a job again, such as Slurm.
         """
         folder = run_dir or Path("runs") / config.name
         if auto_resume and find_checkpoints(folder).steps:
-            run_here(config, folder, Resume())
+            run_here(config, folder, Resume(), sinks=sinks)
         else:
-            run_here(config, folder, init_from=init_from)
+            run_here(config, folder, init_from=init_from, trust=trust, sinks=sinks)
 
-    tyro.cli(run, prog=f"python -m train {path}", args=options, config=AS_OPTIONS)
+    tyro.cli(run, prog=f"decentjax train {path}", args=options, config=AS_OPTIONS)
 
 
 def _resume(run_dir: Path, options: list[str]) -> None:
     """Resumes the run of a folder."""
+    check_run(run_dir)
     # The two options on which the config depends, read before tyro can know its fields.
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--step", default="")
-    before.add_argument("--config-file", type=Path)
+    before.add_argument("--trust", action="append", default=[])
     known, _ = before.parse_known_args(options)
-    like = None if known.config_file is None else load_config(known.config_file)
+    files = [Path(one) for one in known.trust if one.endswith(".py")]
+    sinks = [sink for file in files for sink in own_sinks(file)]
     # A step that is no number raises below, with all other options.
     step = int(known.step) if known.step.isdecimal() else None
-    default = saved_config(run_dir, step, like)
+    default = saved_config(run_dir, step, known.trust)
 
     def run(
         config: ConfigArgument = default,
         step: int | None = None,
         change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
-        config_file: Path | None = None,
+        trust: Trust = (),
         workers: Annotated[How | None, tyro.conf.arg(name="resume.workers")] = None,
     ) -> None:
         """Resumes a run with its own config.
@@ -106,16 +138,15 @@ def _resume(run_dir: Path, options: list[str]) -> None:
           step: step of the checkpoint; by default the newest that can be read. Newer
             ones are moved to RUN/set_aside.
           change: FIELD=VALUE that changes the training from here on.
-          config_file: file with the class of the task, if it is one of your own.
           workers: what another number of workers begins with: the "mean" of all saved
             models and moments, those of the saved workers in turn ("repeat"), or those
             of the first ("select").
         """
-        del config_file
+        del trust  # Read above.
         changed, fields = with_changes(config, change)
-        run_here(changed, run_dir, Resume(step, fields, workers))
+        run_here(changed, run_dir, Resume(step, fields, workers), sinks=sinks)
 
-    prog = f"python -m train --resume {run_dir}"
+    prog = f"decentjax resume {run_dir}"
     tyro.cli(run, prog=prog, args=options, config=AS_OPTIONS)
 
 
@@ -124,29 +155,30 @@ def run_here(
     run_dir: Path,
     resume: Resume | None = None,
     init_from: Path | None = None,
+    trust: Sequence[str] = (),
+    sinks: Sequence[Sink] = (),
 ) -> None:
     """Trains, alone or as one process of a job."""
     # Before the job starts, whose other processes would wait for this one.
     check_folder(run_dir)
+    begin = functools.partial(train, config, run_dir, resume, init_from, trust, sinks)
     if config.exchange.where == "peers":
         start_peer(config)
-        finish_peer(train(config, run_dir, resume, init_from), config, run_dir)
+        finish_peer(begin(), config, run_dir)
         return
     if config.distributed.enabled:
         with fail_stop():
             start(config.distributed, config.workers.num_workers, run_dir)
-            _train(config, run_dir, resume, init_from)
+            _train(begin, config, run_dir)
         return
     if config.workers.where == "mesh":
         provide_cpu_devices(config.workers.num_workers)
-    _train(config, run_dir, resume, init_from)
+    _train(begin, config, run_dir)
 
 
-def _train(
-    config: Config, run_dir: Path, resume: Resume | None, init_from: Path | None
-) -> None:
+def _train(begin: Callable[[], Outcome], config: Config, run_dir: Path) -> None:
     """Trains; process 0 shows the results."""
-    outcome = train(config, run_dir, resume, init_from)
+    outcome = begin()
     # Process 0 draws and scores for longer than jax lets its peers wait at their exit.
     leave()
     if jax.process_index() > 0:
@@ -157,42 +189,63 @@ def _train(
     except Stopped:
         print(
             f"stopped before all results were shown; {outcome.step} steps are saved: "
-            f"python -m train.evaluate {run_dir}"
+            f"decentjax evaluate {run_dir}"
         )
 
 
 def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
-    """Writes the report and prints the results."""
+    """Prints the results, keeps them, and writes the report."""
     from train.report import write_report  # Only process 0 needs matplotlib.
 
-    report = write_report([run_dir], run_dir / "report.html")
+    try:
+        is_whole = _show_results(outcome, config, run_dir)
+    finally:  # Also where a signal has ended what takes long.
+        report = write_report([run_dir], run_dir / "report.html", trust=sources(config))
+    if is_whole:
+        print(f"\nreport  {report}")
+
+
+def _show_results(outcome: Outcome, config: Config, run_dir: Path) -> bool:
+    """Prints the results and adds them to run.json; whether the run has any."""
     if outcome.step < config.num_steps:
         print(_stopped(outcome.step, config, run_dir))
-        return
+        return False
     task, headline = outcome.task, outcome.task.headline.name
     rows = [row for row in read_metrics(run_dir) if "mean_model" in row]
     # A signal between the last step and its evaluation stops the run there.
     if not rows or rows[-1]["step"] < outcome.step:
         print(
             f"stopped before the evaluation; all {outcome.step} steps are saved: "
-            f"python -m train.evaluate {run_dir}"
+            f"decentjax evaluate {run_dir}"
         )
-        return
-    row = rows[-1]
-    workers = [scores[headline] for scores in row["workers"]]
-    print(f"\nheld-out {headline.replace('_', ' ')}")
-    print(f"  {'mean model':24}{row['mean_model'][headline]:.3f}")
-    single = f"{min(workers):.3f} to {max(workers):.3f}"
-    print(f"  {'single workers':24}{single}", flush=True)  # What follows takes a while.
-    for name, score in task.baselines().items():
-        print(f"  {name:24}{score:.3f}")
+        return False
+    say = functools.partial(_say_score, task.units)
+    workers = [scores[headline] for scores in rows[-1]["workers"]]
+    print(f"\nheld-out {words(headline)}")
+    say(headline, "mean model", rows[-1]["mean_model"][headline])
+    say(headline, "single workers", min(workers), max(workers))
+    baselines = task.baselines()
+    for name, score in baselines.items():
+        say(headline, name, score)
+    add_results(run_dir, baselines=baselines)
     if task.judge is not None:
-        print("\ntest scores of the mean model")
-        for name, score in task.judge(*outcome.mean).items():
-            print(f"  {name.replace('_', ' '):24}{score:.3f}")
-    sample = textwrap.indent(task.sample(*outcome.mean), "  ")
-    print(f"\nsample of the mean model\n{sample}")
-    print(f"\nreport  {report}")
+        print("\ntest scores of the mean model", flush=True)  # It takes a while.
+        test = task.judge(*outcome.mean)
+        for name, score in test.items():
+            say(name, words(name), score)
+        add_results(run_dir, test=test)
+    if task.sample is not None:
+        sample = task.sample(*outcome.mean)
+        print(f"\nsample of the mean model\n{textwrap.indent(sample, '  ')}")
+        add_results(run_dir, sample=sample)
+    if task.paths is not None:
+        add_results(run_dir, paths=task.paths(*outcome.mean))
+    return True
+
+
+def _say_score(units: Mapping[str, str], score: str, name: str, *values: float) -> None:
+    shown = (quantity(value, units.get(score, "")) for value in values)
+    print(f"  {name:24}{' to '.join(shown)}", flush=True)
 
 
 def finish_peer(outcome: Outcome, config: Config, run_dir: Path) -> None:
@@ -200,8 +253,8 @@ def finish_peer(outcome: Outcome, config: Config, run_dir: Path) -> None:
     if outcome.step == config.num_steps:
         print(
             f"all {outcome.step} steps are done and saved; once all processes are: "
-            f"python -m train.evaluate {run_dir} scores their mean model, and "
-            f"python -m train.report {run_dir} draws the run"
+            f"decentjax evaluate {run_dir} scores their mean model, and "
+            f"decentjax report {run_dir} draws the run"
         )
     else:
         print(_stopped(outcome.step, config, run_dir))
@@ -210,7 +263,7 @@ def finish_peer(outcome: Outcome, config: Config, run_dir: Path) -> None:
 def _stopped(step: int, config: Config, run_dir: Path) -> str:
     return (
         f"stopped after step {step} of {config.num_steps}; everything is saved, go on "
-        f"with: python -m train --resume {run_dir}"
+        f"with: decentjax resume {run_dir}"
     )
 
 

@@ -1,30 +1,40 @@
-"""What is saved of a run: `python -m train.checkpoint list|verify|export RUN`."""
+"""What is saved of a run: `decentjax checkpoint list|verify|export RUN`."""
 
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.progress import track
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
-from train.cli.command import command
+from train.cli.command import SaveError, command
 from train.cli.config_json import to_json
-from train.cli.tables import aligned, write_whole
-from train.run.checkpoint import Found, find_checkpoints, verify
-from train.run.folder import process_folders, writing
+from train.cli.options import Trust
+from train.cli.tables import aligned, write_json, write_whole
+from train.config import Config
+from train.data.files import check_new, new_folder
+from train.data.token_files import SEPARATOR
+from train.data.vocabulary import load_vocabulary
+from train.models.gpt2 import write_gpt2
+from train.run.checkpoint import DamagedError, Found, find_checkpoints, verify
+from train.run.folder import check_run, process_folders, writing
 from train.run.manifest import MANIFEST
-from train.run.scores import read_trained
+from train.run.scores import Model, read_trained
+from train.tasks.text import TextTask
 
 RunFolder = Annotated[Path, tyro.conf.Positional]
+Facts = dict[str, str]
 
 
 def show(run: RunFolder) -> int:
-    """Lists the checkpoints of a run, and what is none; reads no arrays.
+    """Lists the checkpoints of a run, and folders that are none; reads no arrays.
 
     Args:
       run: folder of the run.
@@ -43,7 +53,7 @@ def show(run: RunFolder) -> int:
 
 
 def verify_all(run: RunFolder) -> int:
-    """Reads all files of all checkpoints; code 1 if one is not as it was written.
+    """Reads all checkpoints; ends with code 1 if a file is not as it was written.
 
     Args:
       run: folder of the run.
@@ -55,7 +65,7 @@ def verify_all(run: RunFolder) -> int:
             reasons[step] = "whole"
             try:
                 verify(path)
-            except ValueError as error:
+            except DamagedError as error:
                 reasons[step] = f"it {error}"
         damaged |= any(reason != "whole" for reason in reasons.values())
         rows += [[f"{name}{step}", reason] for step, reason in reasons.items()]
@@ -65,32 +75,47 @@ def verify_all(run: RunFolder) -> int:
 
 def export(
     run: RunFolder,
+    mean: bool = False,
     worker: int | None = None,
     step: int | None = None,
+    format: Literal["safetensors", "gpt2"] = "safetensors",
     to: Path | None = None,
+    trust: Trust = (),
 ) -> int:
-    """Writes a model as safetensors, with the run's config beside it as JSON.
+    """Writes a model as safetensors.
+
+    Example: `decentjax export runs/ring --worker 3 --to worker.safetensors`.
 
     Args:
       run: folder of the run.
-      worker: number of the worker whose model it is; by default the mean model.
+      mean: says that it is the mean model, as it is where no worker is given.
+      worker: number of the worker whose model is written instead.
       step: step of the checkpoint; by default the newest that is whole.
-      to: file to write; by default RUN/model.safetensors.
+      format: "safetensors", a file with the run's config beside it as JSON, or "gpt2",
+        a folder that Hugging Face's GPT2LMHeadModel loads.
+      to: NAME.safetensors, or folder; by default RUN/model.safetensors, or RUN/gpt2.
     """
-    path = to or run / "model.safetensors"
-    if path.suffix != ".safetensors":
+    if mean and worker is not None:
+        raise ValueError(f"give --mean or --worker {worker}, not both")
+    default = run / {"safetensors": "model.safetensors", "gpt2": "gpt2"}[format]
+    # The format's name alone is no file either.
+    path = default if to is None or str(to) == format else to
+    if format == "safetensors" and path.suffix != ".safetensors":
         raise ValueError(f"--to must be a file NAME.safetensors, got {path}")
-    trained = read_trained(run, step)
-    params, model_state = trained.mean() if worker is None else trained.worker(worker)
-    arrays = named({"params": params, "model_state": model_state})
+    if format == "gpt2":
+        check_new(path)
+    trained = read_trained(run, step, trust)
+    model = trained.mean() if worker is None else trained.worker(worker)
     whose = "mean" if worker is None else f"worker {worker}"
-    facts = {"format": "decentjax", "model": whose, "step": str(trained.step)}
+    facts = {"model": whose, "step": str(trained.step)}
+    write = {"safetensors": _write_own, "gpt2": _write_gpt2}[format]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with writing(path):
-        save_file(arrays, part := path.with_name(f".{path.name}.part"), metadata=facts)
-        part.replace(path)
-    write_whole(path.with_suffix(".json"), to_json(trained.config))
-    count = sum(x.size for x in arrays.values())
+    try:
+        with writing(path):
+            write(path, trained.config, model, facts)
+    except SafetensorError as error:  # No OSError, also where the disk is full.
+        raise SaveError(f"{path} could not be written: {error}") from error
+    count = sum(x.size for x in jax.tree.leaves(model))
     print(f"{path}: {whose} of step {trained.step}, {count:,} numbers")
     return 0
 
@@ -110,14 +135,36 @@ def named(model: Any) -> dict[str, np.ndarray]:
     return found
 
 
+def _write_own(path: Path, config: Config, model: Model, facts: Facts) -> None:
+    params, model_state = model
+    arrays = named({"params": params, "model_state": model_state})
+    part = path.with_name(f".{path.name}.part")
+    save_file(arrays, part, metadata={**facts, "format": "decentjax"})
+    part.replace(path)
+    write_whole(path.with_suffix(".json"), to_json(config))
+
+
+def _write_gpt2(path: Path, config: Config, model: Model, facts: Facts) -> None:
+    """Writes model.safetensors and config.json, and the tokenizer if there is one."""
+    task, end = config.task, None
+    with new_folder(path) as folder:
+        vocabulary = Path(getattr(task, "data", "")) / "vocabulary.json"
+        if isinstance(task, TextTask) and vocabulary.is_file():
+            end = load_vocabulary(vocabulary).special(SEPARATOR)
+            shutil.copyfile(vocabulary, folder / "tokenizer.json")
+            names = {"bos_token": SEPARATOR, "eos_token": SEPARATOR}
+            kind = {"tokenizer_class": "PreTrainedTokenizerFast"}
+            write_json(folder / "tokenizer_config.json", kind | names)
+        write_gpt2(folder, getattr(task, "model", None), model[0], facts, end)
+
+
 def _of_processes(run: Path) -> Iterator[tuple[str, Found]]:
     """The checkpoints of a run; of peers those of each process.
 
     Raises:
       ValueError: if there is no run.
     """
-    if not (run / "config.json").exists():
-        raise ValueError(f"{run} holds no run: it has no config.json")
+    check_run(run)
     folders = process_folders(run)
     for folder in folders or [run]:
         yield f"{folder.name}/" if folders else "", find_checkpoints(folder)
@@ -131,7 +178,12 @@ def _saved_at(path: Path) -> float:
 def main(arguments: list[str] | None = None) -> int:
     kinds = {"list": show, "verify": verify_all, "export": export}
     return tyro.extras.subcommand_cli_from_dict(
-        kinds, prog="python -m train.checkpoint", args=arguments
+        kinds,
+        prog="decentjax checkpoint",
+        description="Shows what is saved of a run.\n\n"
+        "Example: `decentjax checkpoint list runs/ring`.",
+        args=arguments,
+        config=(tyro.conf.FlagCreatePairsOff,),
     )
 
 

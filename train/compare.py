@@ -1,6 +1,6 @@
 """Several configs with several seeds, side by side.
 
-`python -m train.compare CONFIG.py [CONFIG.py ...] --seeds 3 [--tune FIELD VALUE ...]`
+`decentjax compare CONFIG.py [CONFIG.py ...] --seeds 3 [--tune FIELD VALUE ...]`
 """
 
 import dataclasses
@@ -17,18 +17,19 @@ import tyro
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.progress import progress
-from train.cli.tables import file_name
+from train.cli.tables import file_name, words
 from train.config import Config
-from train.figures.comparison_figure import draw_comparison, draw_tuning
-from train.figures.style import save_svg, words
+from train.figures.comparison_figure import Panel, draw_comparison, draw_tuning
+from train.figures.run_figure import MORE_AXES
+from train.figures.style import save_svg
 from train.run.clock import Clock
 from train.run.comparison import Entry, statements, table
 from train.run.outcome import SeedsOutcome, kept
 from train.run.replayed import train_by_clock
-from train.run.resume import with_field
+from train.run.resume import with_changes, with_field
 from train.run.seeds import draws_of, seeds_at_once, train_seeds
 from train.run.tune import Best, Grid, choose, profiles, read_grid
-from train.tasks.task import Headline, Task
+from train.tasks.task import Headline, Task, build_task
 
 NO_CLOCK = Clock()
 
@@ -38,6 +39,7 @@ def compare(
     seeds: int = 3,
     first_seed: int = 0,
     at_once: int | None = None,
+    change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     vary: tuple[str, ...] = (),
     tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = (),
     score: str | None = None,
@@ -54,6 +56,8 @@ def compare(
     late: the table has the simulated seconds, and the figure is over them. Configs of
     peers need one, since what a worker mixes depends on who is late.
 
+    Example: `decentjax compare quickstart quickstart_allreduce --seeds 3`.
+
     Args:
       configs: config files.
       seeds: number of seeds; each is an initial model and an order of the data. Three
@@ -61,12 +65,14 @@ def compare(
       first_seed: the first seed.
       at_once: number of seeds trained together, if the device's memory cannot hold all;
         by default all.
+      change: FIELD=VALUE of all configs, such as "num-steps=6000".
       vary: a field and its values, such as "optimizer.accum-steps 1 2 4"; each config
         is trained with each value.
       tune: a field and its values, such as "optimizer.learning-rate 5e-3 1e-2 2e-2":
         each config has its best, chosen by the loss of one more seed on every second
-        held-out example; results are then of the others. Given again, it adds a
-        field: each choice of values is tried.
+        held-out example, or by the main score of a task without a held-out loss;
+        results are then of the others. Given again, it adds a field: each choice of
+        values is tried.
       score: score that is tested for differences, such as "training_loss"; by default
         the headline of the task.
       clock: how long workers compute, in simulated time.
@@ -79,19 +85,8 @@ def compare(
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     if at_once is not None and at_once < 1:
         raise ValueError(f"at_once must be at least 1, got {at_once}")
-    chosen = [config for path in configs for config in _varied(path, vary)]
-    if not chosen:
-        raise ValueError("give a config file, or several: configs/digits_*.py")
-    names = [config.name for config in chosen]
-    if len(set(names)) < len(names):
-        raise ValueError(f"each config needs a name of its own, got {names}")
-    # Before hours of training: a table needs one score that all of them have.
-    headlines = {config.task.build().headline for config in chosen}
-    if len(headlines) > 1:
-        raise ValueError(
-            "only configs of one task can be compared, got headline scores "
-            f"{sorted(headline.name for headline in headlines)}"
-        )
+    chosen = [config for path in configs for config in _varied(path, change, vary)]
+    own = _common_headline(chosen)
     numbers = range(first_seed, first_seed + seeds)
     for config in chosen:
         _ends(config, numbers, clock)
@@ -105,29 +100,91 @@ def compare(
         entry.name: _ends(best.config, numbers, clock)
         for entry, best in zip(entries, bests, strict=True)
     }
-    headline = _headline(headlines.pop(), score, entries[0])
+    headline = _headline(own, score, entries[0])
     seconds = {name: of_steps[-1] for name, of_steps in ends.items()}
-    parts = [table(entries, seconds if clock.runs else {}, grid.fields)]
+    simulated = seconds if clock.runs else {}
+    parts = [table(entries, simulated, grid.fields, headline.name)]
     text = "\n\n".join([*parts, *statements(entries, headline)])
     (out / "compare.md").write_text(text + "\n")
-    where = "" if headline.name == "training_loss" else "held-out "
-    figure = draw_comparison(
-        {
-            entry.name: [
-                (ends[entry.name][step], losses)
-                for step, losses in entry.outcome.losses
-            ]
-            for entry in entries
-        },
-        {entry.name: entry.scores()[headline.name] for entry in entries},
-        "seconds, simulated" if clock.runs else "step",
-        f"{where}{words(headline.name)} ({headline.better} is better; dots are seeds)",
-    )
-    save_svg(figure, out / "compare.svg")
+    time = "seconds, simulated" if clock.runs else "step"
+    _draw_entries(entries, ends, headline, time, out / "compare.svg")
     print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")
     if grid.fields:
+        names = [config.name for config in chosen]
         _draw_tuning(dict(zip(names, bests, strict=True)), grid, out / "tune.svg")
         print(f"        {out / 'tune.svg'}")
+
+
+def _common_headline(configs: Sequence[Config]) -> Headline:
+    """The score that all configs have; before hours of training, as a table needs one.
+
+    Raises:
+      ValueError: if there is none, or two configs have the same name.
+    """
+    if not configs:
+        raise ValueError("give a config file, or several: configs/digits_*.py")
+    names = [config.name for config in configs]
+    if len(set(names)) < len(names):
+        raise ValueError(f"each config needs a name of its own, got {names}")
+    headlines = {build_task(config.task).headline for config in configs}
+    if len(headlines) > 1:
+        raise ValueError(
+            "only configs of one task can be compared, got headline scores "
+            f"{sorted(headline.name for headline in headlines)}"
+        )
+    return headlines.pop()
+
+
+def _draw_entries(
+    entries: Sequence[Entry],
+    ends: Mapping[str, Sequence[float]],
+    headline: Headline,
+    time: str,
+    path: Path,
+) -> None:
+    where = "" if headline.name == "training_loss" else "held-out "
+    score = f"{where}{words(headline.name)}"
+    losses = {
+        one.name: [(ends[one.name][step], row) for step, row in one.outcome.losses]
+        for one in entries
+    }
+    panels = [Panel(losses, time, "training loss")]
+    panels += _held_out(entries, ends, headline.name, time, score)
+    scores = {entry.name: entry.scores()[headline.name] for entry in entries}
+    label = f"{score} ({headline.better} is better; dots are seeds)"
+    save_svg(draw_comparison(panels, scores, label), path)
+
+
+def _held_out(
+    entries: Sequence[Entry],
+    ends: Mapping[str, Sequence[float]],
+    name: str,
+    time: str,
+    label: str,
+) -> list[Panel]:
+    """The curves of a score, where it was evaluated more than once."""
+    rows = {
+        one.name: [x for x in one.outcome.evaluations if name in x[1]]
+        for one in entries
+    }
+    if max(map(len, rows.values())) < 2:
+        return []
+
+    def panel(x_label: str, x: Callable[[str, int, Mapping], float]) -> Panel:
+        curves = {
+            run: [(x(run, step, scores), scores[name]) for step, scores in found]
+            for run, found in rows.items()
+        }
+        return Panel(curves, x_label, label)
+
+    counts = [x for x in MORE_AXES if x in entries[0].scores()]
+    return [
+        panel(time, lambda run, step, _: ends[run][step]),
+        *(
+            panel(MORE_AXES[x], lambda _, __, scores, x=x: float(np.mean(scores[x])))
+            for x in counts
+        ),
+    ]
 
 
 def _draw_tuning(bests: Mapping[str, Best], grid: Grid, path: Path) -> None:
@@ -150,8 +207,8 @@ def _headline(own: Headline, score: str | None, entry: Entry) -> Headline:
     return Headline(score, better="lower" if "loss" in score else "higher")
 
 
-def _varied(path: Path, vary: tuple[str, ...]) -> list[Config]:
-    config = load_config(path)
+def _varied(path: Path, change: Sequence[str], vary: Sequence[str]) -> list[Config]:
+    config, _ = with_changes(load_config(path), change)
     if not vary:
         return [config]
     field, *values = vary
@@ -188,7 +245,7 @@ def _entry(
             one, task, range(seeds.stop, seeds.stop + 1), f"{config.name}-{name}"
         )
 
-    best = choose(config, config.task.build(), grid, try_one)
+    best = choose(config, build_task(config.task), grid, try_one)
     outcome = train(best.config, best.task, seeds, grid.results(config.name))
     draws = draws_of(best.config, seeds)
     return Entry(config.name, outcome, draws, grid.say(best.choice)), best
@@ -224,5 +281,5 @@ def _trained(
 if __name__ == "__main__":
     with command():
         if not sys.argv[1:]:
-            show_usage("usage: python -m train.compare CONFIG.py [CONFIG.py ...]", [])
-        tyro.cli(compare, prog="python -m train.compare")
+            show_usage("usage: decentjax compare CONFIG.py [CONFIG.py ...]", [])
+        tyro.cli(compare, prog="decentjax compare")

@@ -4,9 +4,12 @@ A config file holds one `config = Config(...)`. Impossible values raise here, or
 they are used for the first time, before anything is compiled.
 """
 
+import dataclasses
 import inspect
 import itertools
+import json
 import math
+from collections.abc import Callable
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -14,17 +17,32 @@ from decentjax import policy as policies
 from decentjax import schedule as schedules
 from decentjax import topology as topologies
 from decentjax.topology import Permutations, Topology
-from train.fields import checked
+from train.fields import checked, place_of
 from train.tasks.corpus import TranslationTask
 from train.tasks.digits import DigitsTask
+from train.tasks.hub_images import HubImagesTask
+from train.tasks.hub_text import HubTextTask
+from train.tasks.image_folder import ImageFolderTask
 from train.tasks.imagenet import ImageNetTask
+from train.tasks.navigate import NavigateTask
 from train.tasks.numbers import NumbersTask
 from train.tasks.stdlib import StdlibTask
+from train.tasks.task import TaskOptions
 from train.tasks.text import TextTask
 from train.xla import read_options
 
-AnyTask = (
-    StdlibTask | DigitsTask | NumbersTask | ImageNetTask | TranslationTask | TextTask
+# Those that come with the program, which a run's config.json names alone.
+TASKS = (
+    StdlibTask,
+    DigitsTask,
+    NumbersTask,
+    NavigateTask,
+    ImageNetTask,
+    ImageFolderTask,
+    HubImagesTask,
+    TranslationTask,
+    TextTask,
+    HubTextTask,
 )
 
 
@@ -100,6 +118,8 @@ class TopologyConfig:
       factor: damping f in (0, 1], (1 - f) I + f W.
       mean_every: exchanges from one mean over all workers to the next, not damped; None
         has none. With the name alone it is the period of local SGD.
+      make: function of your own from the number of workers to a `Topology`, which takes
+        the place of the named one and its options; at the top of a module.
     """
 
     name: TopologyName = "alternating_exponential_ring"
@@ -110,6 +130,7 @@ class TopologyConfig:
     between: TopologyName = "ring"
     factor: float = 1.0
     mean_every: int | None = None
+    make: Callable[[int], Topology] | None = None
 
     def build(self, workers: WorkersConfig) -> Topology:
         """Returns the topology of these workers.
@@ -123,7 +144,10 @@ class TopologyConfig:
             return self._make(self.between, num_nodes)
 
         nodes = {"workers_per_node": workers.workers_per_node, "between": between}
-        topology = self._make(self.name, workers.num_workers, **nodes)
+        if self.make is None:
+            topology = self._make(self.name, workers.num_workers, **nodes)
+        else:
+            topology = _checked_topology(self.make, workers.num_workers)
         if self.factor != 1:
             topology = topologies.damped(topology, self.factor)
         if self.mean_every is not None:
@@ -144,6 +168,17 @@ class TopologyConfig:
                 f"topology.between must be a graph without nodes of its own, got {name}"
             )
         return function(num_workers, **{option: options[option] for option in wanted})
+
+
+def _checked_topology(make: Callable[[int], Topology], num_workers: int) -> Topology:
+    made = make(num_workers)
+    if isinstance(made, Topology) and made.num_workers == num_workers:
+        return made
+    got = f"one of {made.num_workers}" if isinstance(made, Topology) else repr(made)
+    raise ValueError(
+        f"topology.make = {place_of(make)} must return a Topology of {num_workers} "
+        f"workers, got {got}"
+    )
 
 
 @checked
@@ -258,6 +293,7 @@ class RoundsConfig:
                 "momentum and share must be less than 1, got "
                 f"{self.momentum} and {self.share}"
             )
+        self._check_used()
         # Raises for a delay that is longer than a round.
         schedule = schedules.every(topologies.ring(1), self.every_steps, self.delay)
         if self.outer != "none" and schedule.period == 1:
@@ -265,6 +301,22 @@ class RoundsConfig:
                 f"rounds.outer = {self.outer} moves models that have trained alone "
                 "since the last round: set rounds.every_steps to 2 or more"
             )
+
+    def _check_used(self) -> None:
+        """Raises a ValueError for a number that nothing would use."""
+        is_used = {
+            "learning_rate": ("outer", self.outer != "none"),
+            "momentum": ("outer", self.outer != "none"),
+            "share": ("merge", self.merge == "blend"),
+            "sent_share": ("codec", self.codec == "top_k"),
+            "sent_bits": ("codec", self.codec == "top_k"),
+        }
+        for name, (of, used) in is_used.items():
+            if not used and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"rounds.{of} = {getattr(self, of)} has no {name}: set rounds.{of} "
+                    f"too, or leave out rounds.{name}"
+                )
 
 
 @checked
@@ -393,7 +445,7 @@ class DistributedConfig:
 
     Args:
       enabled: whether this process is one of several. Slurm and Open MPI provide the
-        other fields, and so does `python -m train.launch`.
+        other fields, and so does `decentjax launch`.
       coordinator: HOST:PORT, the only address at which process 0 listens; peers have
         none.
       num_processes: P.
@@ -433,10 +485,12 @@ class OptimizerConfig:
     """The local optimizer and its schedule: a linear warm-up, then the decay.
 
     Args:
-      name: "accum_adamw" and "adamw" subtract weight decay times learning rate times
-        parameters from the parameters; the others add weight decay times parameters to
-        the gradient. "exact_diffusion" and "qg_dsgdm" correct for uneven data, with
-        step.algorithm = "atc"; the first wants a topology.factor of 0.5.
+      name: "accum_adamw", "adamw", "lion" and "muon" subtract weight decay times
+        learning rate times parameters from the parameters; the others add weight decay
+        times parameters to the gradient. "muon" is for matrices; parameters of other
+        shapes have Adam with Nesterov momentum. "exact_diffusion" and "qg_dsgdm"
+        correct for uneven data, with step.algorithm = "atc"; the first wants a
+        topology.factor of 0.5.
       learning_rate: peak of the schedule.
       initial_learning_rate: learning rate at the first step of the warm-up.
       warmup_steps: number of steps up to the peak.
@@ -447,13 +501,19 @@ class OptimizerConfig:
       decay_steps: ascending steps, for "steps"; none keeps the peak.
       decay_factor: factor at each of them, in (0, 1].
       momentum: m in `v <- m v + gradient`, the direction of a step of "sgd" and
-        "exact_diffusion", and the quasi-global momentum of "qg_dsgdm".
+        "exact_diffusion", the quasi-global momentum of "qg_dsgdm", and the decay rate
+        of the momentum of "muon".
       accum_steps: steps per update of the moments, for accum_adamw and accum_adam.
       b1: decay rate of the first moment.
       b2: decay rate of the second moment.
       eps: term added to the root of the second moment.
       weight_decay: coefficient for parameters of two dims or more.
       clip_norm: largest global norm of a worker's gradient; None does not clip.
+      make: function of your own from the schedule to an optax optimizer, which takes
+        the place of the named one, its options and the weight decay; at the top of a
+        module.
+      schedule: function of your own from `num_steps` to an optax schedule, which takes
+        the place of warm-up and decay; at the top of a module.
     """
 
     name: Literal[
@@ -461,6 +521,8 @@ class OptimizerConfig:
         "accum_adam",
         "adamw",
         "adam",
+        "lion",
+        "muon",
         "sgd",
         "exact_diffusion",
         "qg_dsgdm",
@@ -479,6 +541,8 @@ class OptimizerConfig:
     eps: float = 1e-8
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
+    make: Callable[[Callable], Any] | None = None
+    schedule: Callable[[int], Callable] | None = None
 
     def __post_init__(self):
         _check_at_least(self, 0, "learning_rate", "initial_learning_rate")
@@ -531,7 +595,8 @@ class CheckpointConfig:
     Args:
       every_steps: steps between checkpoints; each evaluation and the last step have one
         too.
-      num_kept: number of newest checkpoints that stay on disk.
+      num_kept: number of newest checkpoints that stay on disk; older ones are removed,
+        those of evaluations and the best one too.
     """
 
     every_steps: int = 500
@@ -551,14 +616,36 @@ class LogConfig:
         cost an all-reduce of the model.
       timeline: whether to record when each process computes, waits and exchanges, which
         `train.report` draws; the run then waits for the end of each step.
+      profile: FIRST:LAST, such as "100:110", traces with jax's profiler what runs from
+        the end of step FIRST to the end of step LAST.
+      sinks: where rows go beside metrics.jsonl; each needs the extra of its name, but
+        for "tensorboard".
     """
 
     every_steps: int = 10
     consensus_every_steps: int = 10
     timeline: bool = False
+    profile: str | None = None
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = (
+        "tensorboard",
+    )
 
     def __post_init__(self):
         _check_at_least(self, 1, "every_steps", "consensus_every_steps")
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ValueError(f"log.sinks must name each sink once, got {self.sinks}")
+        if self.profile is not None and not self.profiled():
+            raise ValueError(
+                "log.profile must be FIRST:LAST, two numbers of steps of which the "
+                f'second is larger, such as "100:110", got {self.profile!r}'
+            )
+
+    def profiled(self) -> range:
+        """The steps to trace; step t begins when t steps are done."""
+        first, _, last = (self.profile or "").partition(":")
+        if not (first.isdecimal() and last.isdecimal()):
+            return range(0)
+        return range(int(first), int(last))
 
 
 @checked
@@ -570,11 +657,17 @@ class Config:
       num_steps: number of steps per worker.
       task: data, model, loss and evaluation.
       seed: seed of the initial model, the order of the data and all other randomness.
+      on_step: function of your own that is called after each step in each process, with
+        the number of steps done, the state of its workers, which the next step donates,
+        and their metrics; at the top of a module.
+      on_evaluation: function of your own that is called after each evaluation in
+        process 0, or each of the peers, with the number of steps done and the scores of
+        the mean model; at the top of a module.
     """
 
     name: str
     num_steps: int
-    task: AnyTask
+    task: TaskOptions
     seed: int = 0
     data: DataConfig = field(default_factory=DataConfig)
     workers: WorkersConfig = field(default_factory=WorkersConfig)
@@ -589,81 +682,141 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     straggler: StragglerConfig = field(default_factory=StragglerConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    on_step: Callable[[int, Any, Any], None] | None = None
+    on_evaluation: Callable[[int, dict[str, float]], None] | None = None
 
     def __post_init__(self):
-        _check_at_least(self, 1, "num_steps")
-        _check_at_least(self, 0, "seed")
-        # It is the name of a folder, in which `..` or `/` would lead elsewhere.
-        if not self.name or not all(c.isalnum() or c in "_-" for c in self.name):
-            raise ValueError(
-                f"name must be letters, digits, '_' and '-', got {self.name!r}"
-            )
-        # The decay begins after the warm-up and needs a step of its own.
-        if self.optimizer.warmup_steps >= self.num_steps:
-            raise ValueError(
-                f"warmup_steps = {self.optimizer.warmup_steps} must be less than "
-                f"num_steps = {self.num_steps}"
-            )
-        algorithm = self.step.algorithm
-        at_once = algorithm == "rounds" and self.rounds.delay == 0
-        if self.exchange.where == "background" and (algorithm == "atc" or at_once):
-            raise ValueError(
-                f"{algorithm} waits for its messages in the step that sends them, so "
-                "nothing overlaps a background exchange; set exchange.where to "
-                '"in_step"' + ", or rounds.delay to 1 or more" * at_once
-            )
-        if self.exchange.where == "background" and algorithm == "tracking":
-            raise ValueError(
-                "tracking has its exchange in the compiled step: set exchange.where to "
-                '"in_step"'
-            )
-        name = self.optimizer.name
-        if name in ("exact_diffusion", "qg_dsgdm") and algorithm != "atc":
-            raise ValueError(
-                f"optimizer.name = {name} follows what the last exchange has moved: "
-                f'set step.algorithm to "atc", got {algorithm}'
-            )
-        if self.policy.name != "fixed" and (
-            self.exchange.where in ("background", "peers")
-            or algorithm not in ("awc", "atc")
-        ):
-            raise ValueError(
-                f"policy.name = {self.policy.name} chooses the exchange of a step "
-                "before it begins: it needs one in the compiled step, "
-                f"exchange.where = in_step, got {self.exchange.where} with "
-                f"{self.step.algorithm}"
-            )
+        _check_task(self.task)
+        _check_length(self)
+        _check_algorithm(self)
+        _check_nodes(self.workers)
         # Raises for workers to whom the topology does not apply.
         topology = self.topology.build(self.workers)
-        if self.step.message_dtype is not None and self.rounds.codec != "none":
-            raise ValueError(
-                "messages have one form: leave step.message_dtype at None, or "
-                'rounds.codec at "none"'
-            )
         if self.exchange.where == "peers":
             _check_peers(self.step, self.rounds, topology, self.exchange.way)
         if self.exchange.elastic:
             _check_elastic(self)
-        if self.exchange.way == "wagma" and (
-            self.topology.name != "butterfly_groups" or self.topology.mean_every is None
-        ):
-            raise ValueError(
-                'exchange.way = "wagma" needs topology.name = "butterfly_groups" and '
-                f"topology.mean_every, got {self.topology.name} and "
-                f"{self.topology.mean_every}"
-            )
+        if self.exchange.way == "wagma":
+            _check_wagma(self.topology)
+
+
+def _check_length(config: Config) -> None:
+    """Raises a ValueError for a run of no name, or parts that do not end within it."""
+    _check_at_least(config, 1, "num_steps")
+    _check_at_least(config, 0, "seed")
+    # It is the name of a folder, in which `..` or `/` would lead elsewhere.
+    if not config.name or not all(c.isalnum() or c in "_-" for c in config.name):
+        raise ValueError(
+            f"name must be letters, digits, '_' and '-', got {config.name!r}"
+        )
+    if config.log.profiled().stop > config.num_steps:
+        raise ValueError(
+            f"log.profile = {config.log.profile} must end within the run, which has "
+            f"num_steps = {config.num_steps}"
+        )
+    # The decay begins after the warm-up and needs a step of its own.
+    given = config.optimizer.schedule
+    if given is None and config.optimizer.warmup_steps >= config.num_steps:
+        raise ValueError(
+            f"warmup_steps = {config.optimizer.warmup_steps} must be less than "
+            f"num_steps = {config.num_steps}: set optimizer.warmup-steps"
+        )
+
+
+def _check_nodes(workers: WorkersConfig) -> None:
+    """Raises a ValueError for workers that do not fill their nodes."""
+    count, size = workers.num_workers, workers.workers_per_node
+    if count % size:
+        *some, last = [str(n) for n in range(1, count + 1) if count % n == 0]
+        sizes = f"{', '.join(some)} or {last}" if some else last
+        raise ValueError(
+            f"workers.num_workers = {count} does not fill nodes of {size}: set "
+            f"workers.workers_per_node to {sizes}"
+        )
+
+
+def _check_algorithm(config: Config) -> None:
+    """Raises a ValueError for an exchange that the algorithm cannot have."""
+    algorithm = config.step.algorithm
+    at_once = algorithm == "rounds" and config.rounds.delay == 0
+    if config.exchange.where == "background" and (algorithm == "atc" or at_once):
+        raise ValueError(
+            f"{algorithm} waits for its messages in the step that sends them, so "
+            "nothing overlaps a background exchange; set exchange.where to "
+            '"in_step"' + ", or rounds.delay to 1 or more" * at_once
+        )
+    if config.exchange.where == "background" and algorithm == "tracking":
+        raise ValueError(
+            "tracking has its exchange in the compiled step: set exchange.where to "
+            '"in_step"'
+        )
+    name = config.optimizer.name if config.optimizer.make is None else ""
+    if name in ("exact_diffusion", "qg_dsgdm") and algorithm != "atc":
+        raise ValueError(
+            f"optimizer.name = {name} follows what the last exchange has moved: "
+            f'set step.algorithm to "atc", got {algorithm}'
+        )
+    if config.policy.name != "fixed" and (
+        config.exchange.where in ("background", "peers")
+        or algorithm not in ("awc", "atc")
+    ):
+        raise ValueError(
+            f"policy.name = {config.policy.name} chooses the exchange of a step "
+            "before it begins: it needs one in the compiled step, "
+            f"exchange.where = in_step, got {config.exchange.where} with "
+            f"{config.step.algorithm}"
+        )
+    if config.step.message_dtype is not None and config.rounds.codec != "none":
+        raise ValueError(
+            "messages have one form: leave step.message_dtype at None, or "
+            'rounds.codec at "none"'
+        )
+
+
+def _check_wagma(topology: TopologyConfig) -> None:
+    """Raises a ValueError for other groups than WAGMA-SGD's."""
+    if (
+        topology.name != "butterfly_groups"
+        or topology.make is not None
+        or topology.mean_every is None
+    ):
+        raise ValueError(
+            'exchange.way = "wagma" needs topology.name = "butterfly_groups" and '
+            f"topology.mean_every, got {topology.name} and "
+            f"{topology.mean_every}"
+        )
+
+
+def _check_task(task: Any) -> None:
+    """Raises a ValueError for options that a run's config.json would not keep."""
+    kind = type(task)
+    if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+        raise ValueError(
+            "Config.task must be an instance of a frozen dataclass, as by "
+            f"train.fields.checked, got {task!r}"
+        )
+    place_of(kind)
+    json.dumps(dataclasses.asdict(task), default=place_of)
+    try:
+        hash(task)  # A comparison keeps what it has made for a task.
+    except TypeError as error:
+        raise ValueError(
+            f"a task's fields must not change, such as tuples and not lists, got {task}"
+        ) from error
 
 
 def _check_peers(
     step: StepConfig, rounds: RoundsConfig, topology: Topology, way: str
 ) -> None:
     """Raises a ValueError for what takes collectives between the processes."""
-    others = ("atc", "wagma"), ("rounds", "arrived")
-    if step.algorithm != "awc" and (step.algorithm, way) not in others:
+    ways = {"atc": "wagma", "rounds": "arrived"}  # That of each other algorithm.
+    other = ways.get(step.algorithm)
+    if step.algorithm != "awc" and way != other:
         raise ValueError(
             f"{step.algorithm} with exchange.way = {way} waits for other workers, and "
-            'peers wait for none; set step.algorithm to "awc", exchange.way to '
-            '"arrived", or exchange.where to "auto"'
+            'peers wait for none; set step.algorithm to "awc", '
+            + (f'exchange.way to "{other}", ' if other else "")
+            + 'or exchange.where to "auto"'
         )
     if rounds.codec != "none":
         raise ValueError(

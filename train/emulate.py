@@ -1,6 +1,6 @@
 """Runs a command as the workers of an emulated cluster.
 
-`python -m train.emulate --nodes 4 --workers-per-node 2 --rate 200mbit -- COMMAND ...`
+`decentjax emulate --nodes 4 --workers-per-node 2 --rate 200mbit -- COMMAND ...`
 """
 
 import sys
@@ -12,9 +12,15 @@ from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
 from train.job.processes import run_job
 
 USAGE = (
-    "usage: python -m train.emulate --nodes N [--workers-per-node M] [--rate 200mbit] "
+    "usage: decentjax emulate --nodes N [--workers-per-node M] [--rate 200mbit] "
     "-- COMMAND ..."
 )
+DESCRIPTION = """Runs COMMAND once per worker on an emulated cluster.
+
+Each has the environment of srun.
+
+Example: `decentjax emulate --nodes 4 --rate 200mbit -- decentjax train quickstart`.
+"""
 
 
 @command()
@@ -24,7 +30,9 @@ def main(arguments: list[str]) -> int:
     own, argv = arguments[:end], arguments[end + 1 :]
     if not argv and "--help" not in own:
         show_usage(USAGE, own)
-    cluster = tyro.cli(EmulatedCluster, prog="python -m train.emulate", args=own)
+    cluster = tyro.cli(
+        EmulatedCluster, prog="decentjax emulate", description=DESCRIPTION, args=own
+    )
 
     def job(nodes: Nodes) -> int:
         processes = [nodes.worker(i, argv) for i in range(cluster.num_workers)]

@@ -1,4 +1,4 @@
-"""Scores of a finished run: `python -m train.evaluate RUN [--workers 0 5]`.
+"""Scores of a finished run: `decentjax evaluate RUN [--workers 0 5]`.
 
 The held-out loss of the mean model and of single workers, and the task's own scores:
 top-1 and top-5, or BLEU and chrF of the test set as beam search translates it.
@@ -13,7 +13,8 @@ import tyro
 from rich.console import Console
 
 from train.cli.command import command
-from train.cli.tables import aligned, write_json
+from train.cli.options import Trust
+from train.cli.tables import aligned, quantity, write_json
 from train.run.scores import Model, build_score, read_trained
 
 SHOWN_WORKERS = 4
@@ -21,10 +22,13 @@ SHOWN_WORKERS = 4
 
 def evaluate(
     run: Annotated[Path, tyro.conf.Positional],
-    workers: tuple[int, ...] | None = None,
+    workers: tuple[int, ...] = (),
     step: int | None = None,
+    trust: Trust = (),
 ) -> dict[str, dict[str, float]]:
     """Evaluates a run, prints its scores and writes them to RUN/evaluation.json.
+
+    Example: `decentjax evaluate runs/ring --workers 0 7`.
 
     Args:
       run: folder of the run.
@@ -32,9 +36,9 @@ def evaluate(
         four, evenly spread.
       step: step of the checkpoint; by default the newest.
     """
-    trained = read_trained(run, step)
+    trained = read_trained(run, step, trust)
     num_workers = trained.config.workers.num_workers
-    if workers is None:
+    if not workers:
         spread = np.linspace(0, num_workers - 1, min(num_workers, SHOWN_WORKERS))
         workers = tuple(spread.astype(int).tolist())
     chosen = {"mean model": trained.mean()}
@@ -44,16 +48,18 @@ def evaluate(
     console = Console()
     with console.status(f"{len(models)} models on the held-out data"):
         scores = build_score(trained.task)(list(models.values()))
-    results = dict(zip(models, scores, strict=True))
+    # In the order of `chosen`: on a device a dict is sorted by its names as text.
+    by_name = dict(zip(models, scores, strict=True))
+    results = {name: by_name[name] for name in chosen}
     if trained.task.judge is not None:
         for number, (name, model) in enumerate(models.items()):
             with console.status(f"{name} generates ({number + 1} of {len(models)})"):
                 results[name] |= trained.task.judge(*model)
     facts = {"step": trained.step, "steps": trained.steps, "scores": results}
     write_json(run / "evaluation.json", facts)
-    names = list(next(iter(results.values())))
+    names, units = list(next(iter(results.values()))), trained.task.units
     rows = [
-        [model, *(f"{of_model[name]:.4f}" for name in names)]
+        [model, *(quantity(of_model[x], units.get(x, ""), digits=4) for x in names)]
         for model, of_model in results.items()
     ]
     title = f"{run}, step {trained.step}"
@@ -65,4 +71,4 @@ def evaluate(
 
 if __name__ == "__main__":
     with command():
-        tyro.cli(evaluate, prog="python -m train.evaluate")
+        tyro.cli(evaluate, prog="decentjax evaluate")

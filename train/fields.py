@@ -3,9 +3,12 @@
 A config file is Python, which would accept `num_steps="12"`.
 """
 
+import collections.abc
 import dataclasses
 import difflib
 import functools
+import os
+import sys
 import types
 import typing
 from typing import Any, Literal, TypeVar, Union
@@ -16,7 +19,7 @@ T = TypeVar("T")
 LARGEST_INT = 2**31 - 1
 LARGEST_FLOAT = 3.4e38  # A float32's.
 WORDS = {
-    int: "an integer of 32 bits",
+    int: f"an integer of at most {LARGEST_INT:,}",
     float: "a number that float32 holds",
     str: "a string",
     bool: "True or False",
@@ -28,7 +31,7 @@ WORDS = {
     kw_only_default=True, frozen_default=True, field_specifiers=(dataclasses.field,)
 )
 def checked(kind: type[T]) -> type[T]:
-    """Makes a class a frozen dataclass that raises for values of another type.
+    """Makes a class a frozen dataclass that raises for wrong names and types of fields.
 
     The class's own `__post_init__` runs after that check.
     """
@@ -40,7 +43,64 @@ def checked(kind: type[T]) -> type[T]:
             check_values(self)
 
     setattr(kind, "__post_init__", check)  # noqa: B010
-    return dataclasses.dataclass(frozen=True, kw_only=True)(kind)
+    made = dataclasses.dataclass(frozen=True, kw_only=True)(kind)
+    set_fields = made.__init__
+
+    @functools.wraps(set_fields)
+    def init(self: Any, *values: Any, **fields: Any) -> None:
+        _check_names(type(self), values, fields)
+        set_fields(self, **fields)
+
+    setattr(made, "__init__", init)  # noqa: B010
+    return made
+
+
+def place_of(thing: Any) -> str:
+    """Returns where a user's class or function is, "my_tasks:MyTask" or "my.py:MyTask".
+
+    Raises:
+      ValueError: if it is none, or not at the top of its module, where alone another
+        process finds it.
+    """
+    if not _is_at_top(thing):
+        raise ValueError(
+            "a run's config keeps numbers, strings, tuples and names of functions at "
+            f"the top of a module, got {thing!r}"
+        )
+    module = thing.__module__
+    if module == "__main__" and hasattr(sys.modules[module], "__file__"):
+        module = os.path.relpath(str(sys.modules[module].__file__))
+    return f"{module}:{thing.__qualname__}"
+
+
+def takes_function(hint: Any) -> bool:
+    """Whether an annotation is that of a function, or of one or None."""
+    kinds = [typing.get_origin(one) for one in (hint, *typing.get_args(hint))]
+    return collections.abc.Callable in kinds
+
+
+def _is_at_top(thing: Any) -> bool:
+    """Whether it is a class or function that is found by its name in its module."""
+    # Not of a lambda, "<lambda>", a function in another one, or a method.
+    return callable(thing) and getattr(thing, "__qualname__", "").isidentifier()
+
+
+def _check_names(kind: Any, values: tuple, given: dict[str, Any]) -> None:
+    """Raises a ValueError for fields that are unknown, missing or without a name."""
+    fields = {field.name: field for field in dataclasses.fields(kind)}
+    if values:
+        raise ValueError(
+            f"{kind.__name__} takes fields by name, such as {next(iter(fields))}=..., "
+            f"got {values[0]!r}"
+        )
+    for name in given.keys() - fields.keys():
+        near = difflib.get_close_matches(name, fields, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(fields)}"
+        raise ValueError(f"{kind.__name__} has no field {name!r}: {hint}")
+    for name, field in fields.items():
+        is_needed = field.default is field.default_factory is dataclasses.MISSING
+        if is_needed and name not in given:
+            raise ValueError(f"{kind.__name__} needs the field {name!r}")
 
 
 def check_types(config: Any) -> None:
@@ -77,13 +137,16 @@ def _fits(value: Any, hint: Any) -> bool:
             return False
         parts = inner if inner[-1] is not ... else inner[:1] * len(value)
         return len(value) == len(parts) and all(map(_fits, value, parts))
+    if kind is collections.abc.Callable:
+        return _is_at_top(value)
     if isinstance(value, bool):  # bool is a subclass of int.
         return hint is bool
     if hint is int:
         return isinstance(value, int) and abs(value) <= LARGEST_INT
     if hint is float:
         return isinstance(value, int | float) and abs(value) <= LARGEST_FLOAT
-    return isinstance(value, hint)
+    # Of a generic class, the class alone.
+    return hint is Any or isinstance(value, kind or hint)
 
 
 def _words(hint: Any) -> str:
@@ -96,6 +159,8 @@ def _words(hint: Any) -> str:
         if inner[-1] is ...:
             return f"a tuple, each part {_words(inner[0])}"
         return f"({', '.join(map(_words, inner))})"
+    if kind is collections.abc.Callable:
+        return "a function at the top of a module"
     return WORDS.get(hint) or f"a {hint.__name__}"
 
 

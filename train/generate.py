@@ -1,7 +1,8 @@
-"""Text from a trained model: `python -m train.generate RUN TEXT [TEXT ...]`.
+"""What a trained model makes of a text: `decentjax generate RUN TEXT [TEXT ...]`.
 
-A translation model translates each text, a language model continues it. Without a text,
-each line of the standard input is one.
+A translation model translates each text, a language model continues it and prints it as
+it is made. Without a text, each line of the standard input is one. A policy plays the
+episodes whose numbers are given, by default the first.
 """
 
 import sys
@@ -12,7 +13,13 @@ import jax
 import tyro
 
 from train.cli.command import command
+from train.cli.options import Trust
 from train.run.scores import read_trained
+from train.tasks.sampling import Sampling
+
+# --tokens, not --sampling.tokens.
+SamplingArgument = Annotated[Sampling, tyro.conf.arg(name="")]
+AS_CONFIGURED = Sampling()
 
 
 def generate(
@@ -20,31 +27,44 @@ def generate(
     texts: Annotated[tuple[str, ...], tyro.conf.Positional] = (),
     worker: int | None = None,
     step: int | None = None,
+    sampling: SamplingArgument = AS_CONFIGURED,
+    trust: Trust = (),
 ) -> None:
-    """Prints the translation or continuation of each text, a line for each.
+    """Prints the translation or continuation of each text, or the episode of a number.
+
+    Example: `decentjax generate runs/ring "import " "def main("`.
 
     Args:
       run: folder of the run.
-      texts: texts to translate or continue; by default the lines of the standard input.
+      texts: texts to translate or continue, by default the lines of the standard
+        input; or numbers of held-out episodes.
       worker: number of the worker whose model is used; by default the mean model.
       step: step of the checkpoint; by default the newest.
+      sampling: how a language model's tokens are chosen.
 
     Raises:
       ValueError: if the run's models generate no text.
     """
-    trained = read_trained(run, step)
+    trained = read_trained(run, step, trust)
     if trained.task.generate is None:
         raise ValueError(f"the models of {run} generate no text")
-    lines = texts or tuple(line.rstrip("\n") for line in sys.stdin)
+    given = texts or tuple(trained.task.prompts)
+    if not given and sys.stdin.isatty():
+        print("reads texts, a line each, up to Ctrl-D", file=sys.stderr)
+    lines = given or tuple(line.rstrip("\n") for line in sys.stdin)
+    if not lines:
+        raise ValueError('give a text, as in: decentjax generate RUN "def main("')
     # The first token is read from the text: an empty one has none to continue.
     if not all(lines):
         raise ValueError("a text is empty: the model needs a first word")
     model = trained.mean() if worker is None else trained.worker(worker)
     params, model_state = jax.device_put(model)
-    for text in trained.task.generate(params, model_state, lines):
-        print(text)
+    for pieces in trained.task.generate(params, model_state, lines, sampling):
+        for piece in pieces:
+            print(piece, end="", flush=True)
+        print()
 
 
 if __name__ == "__main__":
     with command():
-        tyro.cli(generate, prog="python -m train.generate")
+        tyro.cli(generate, prog="decentjax generate")

@@ -1,139 +1,279 @@
-"""Runs `train` as several processes on this machine, as torchrun does for PyTorch.
+"""Runs a config, or a script of one's own, as several processes on this machine.
 
-`python -m train.launch --processes N CONFIG.py [--field value ...]`; `--resume RUN` in
-place of the config resumes a run, `--module train.advise --measure CONFIG.py`
-measures what these processes gain from decentralized training, and `--module
-train.dbench CONFIG.py` trains a grid of graphs.
+`decentjax launch -n N CONFIG.py [--field value ...]`; `--resume RUN` in place of the
+config resumes a run, and `--module` runs another program than `train`. `decentjax
+launch -n N SCRIPT.py [ARGUMENT ...]` runs a script, whose processes find each other by
+`decentjax.distributed.initialize()`.
 """
 
 import argparse
+import concurrent.futures
 import contextlib
-import functools
 import math
 import os
+import shlex
 import socket
+import symtable
 import sys
 import tempfile
+import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
 
-import tyro
-
-from train.cli.command import command, show_usage
-from train.cli.load import load_config
+from decentjax.distributed.place import ASKED, Place, variables_of
+from train.cli.command import command
 from train.job.processes import Process, supervise
 
-MANY = 1000  # Restarts of a process that comes and goes.
+COMMAND = "DECENTJAX_COMMAND"  # As `train.run.facts` reads it.
 CACHE = "JAX_COMPILATION_CACHE_DIR"
-USAGE = (
-    "usage: python -m train.launch --processes N [--port PORT] [--max-restarts K] "
-    "[--elastic] {CONFIG.py | --resume RUN} [--field value ...]\n"
-    "       python -m train.launch --processes N --module train.advise "
-    "--measure CONFIG.py [--field value ...]\n"
-    "       python -m train.launch --processes N --module train.dbench "
-    "CONFIG.py [--option value ...]"
-)
+# What may stand before a folder or a config in place of a config, by module.
+FIRST = {"train": "--resume", "train.advise": "--measure"}
+USAGE = """\
+decentjax launch -n N [option ...] CONFIG [--field value ...]
+       decentjax launch -n N [option ...] --resume RUN [--field value ...]
+       decentjax launch -n N [option ...] SCRIPT.py [ARGUMENT ...]"""
+EPILOG = """\
+A file of Python that binds the name `config` at its top level is a config, and so is a
+name without .py; any other file is a script. A script starts as by `python SCRIPT.py
+ARGUMENT ...`, and decentjax.distributed.initialize() finds its place in the variables
+DECENTJAX_COORDINATOR, DECENTJAX_NUM_PROCESSES, DECENTJAX_PROCESS_ID and
+DECENTJAX_LOCAL_ID. Options of the launcher come before a script.
 
-
-class Options(NamedTuple):
-    """Options of the launcher, as its help has them."""
-
-    processes: int
-    port: int
-    max_restarts: int
-    grace: float
-    elastic: bool
-    places: int
-
-    def check(self) -> None:
-        """Raises a ValueError for values that do not fit."""
-        if self.processes < 1:
-            raise ValueError(f"processes must be at least 1, got {self.processes}")
-        if not self.grace > 0:
-            raise ValueError(f"grace must be positive, got {self.grace}")
-        if self.places < self.processes:
-            raise ValueError(
-                f"places must be at least {self.processes}, the number of processes, "
-                f"got {self.places}"
-            )
-        if self.places > self.processes and not self.elastic:
-            raise ValueError("places are for processes that join later: add --elastic")
+examples:
+  decentjax launch -n 4 quickstart --workers.num-workers 4 --topology.name ring
+  decentjax launch -n 4 --max-restarts 3 my_script.py --learning-rate 0.1
+  decentjax launch -n 4 --module train.advise --measure my_config.py
+"""
 
 
 @command()
 def main(arguments: list[str]) -> int:
-    def run(
-        processes: int,
-        port: int = 0,
-        max_restarts: int = 0,
-        grace: float = math.inf,
-        elastic: bool = False,
-        places: int | None = None,
-        module: Literal["train", "train.advise", "train.dbench"] = "train",
-    ) -> tuple[Options, str]:
-        """Runs `python -m train CONFIG.py ...` as several processes on this machine.
-
-        Each uses one GPU, if there are any. All other arguments are the module's.
-
-        Args:
-          processes: number of processes.
-          port: port on this machine where they find each other; by default a free one.
-          max_restarts: how often the job is started again after a process was lost; it
-            goes on from its newest checkpoint. Of peers, only that process.
-          grace: seconds that the processes have to save and end after a signal.
-          elastic: starts peers of an elastic run, each as often as it is lost.
-          places: number of processes that an elastic run has room for, so that others
-            may join it; by default as many as are started.
-          module: module that they run; train.advise takes --measure CONFIG.py,
-            train.dbench a config and its own options.
-        """
-        if places is None:
-            places = processes
-        options = Options(processes, port, max_restarts, grace, elastic, places)
-        return options, module
-
-    if not arguments:
-        show_usage(USAGE, arguments)
-    # All other arguments are fields of the config, which the processes read.
-    (options, module), rest = tyro.cli(
-        run,
-        prog="python -m train.launch",
-        args=arguments,
-        return_unknown_args=True,
-    )
-    first = {"train": "--resume", "train.advise": "--measure"}.get(module)
-    if not rest or (rest[0].startswith("-") and rest[0] != first):
-        show_usage(USAGE, [])
-    options.check()
+    options, target = read(arguments)
+    check(options)
     if sys.platform != "linux":
         raise ValueError("several processes as one job need Linux")
+    if target[0] == "script":
+        return run_script(options, target[1:])
+    return run_module(options, target, shlex.join(["decentjax", "launch", *arguments]))
+
+
+def read(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Reads the launcher's options, and what its processes run.
+
+    Returns:
+      The options, and "script" or a module before its arguments.
+    """
+    own = own_options()
+    # What follows a script is the script's, even an option of the same name.
+    parser = argparse.ArgumentParser(
+        prog="decentjax launch",
+        usage=USAGE,
+        description=(__doc__ or "").partition("\n")[0],
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[own],
+        allow_abbrev=False,
+    )
+    what, hidden = "CONFIG or SCRIPT.py", argparse.SUPPRESS  # The usage has them.
+    parser.add_argument("target", metavar=what, help=hidden)
+    others = parser.add_argument("rest", nargs=argparse.REMAINDER, help=hidden)
+    others.required = False
+    options, before = parser.parse_known_args(arguments)
+    target, rest = options.target, options.rest
+    if not before and (options.script or not (options.module or is_config(target))):
+        rest = ["script", target, *rest]
+    else:
+        # A config's fields may have options of the launcher among them.
+        options, rest = own.parse_known_args(rest, options)
+        module = options.module or "train"
+        if before not in ([], [FIRST.get(module)]):
+            parser.error(f"{' '.join(before)} is unknown before {target}")
+        if not before and module == "train.advise":
+            parser.error("train.advise takes --measure CONFIG")
+        rest = [module, *before, target, *rest]
+    if options.processes is None:
+        parser.error("give the number of processes: -n N or --processes N")
+    return options, rest
+
+
+def own_options() -> argparse.ArgumentParser:
+    """The launcher's options, and no positional argument."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    add = parser.add_argument
+    add(
+        *("-n", "--processes"),
+        type=int,
+        metavar="N",
+        help="Starts N processes. Each uses one GPU, if there are any.",
+    )
+    add(
+        "--port",
+        type=int,
+        default=0,
+        help="The processes find each other at this port of this machine, by default "
+        "at a free one.",
+    )
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="Starts the job again, K times at most, after a process was lost. A "
+        "config goes on from its newest checkpoint, a script from its beginning. Of "
+        "peers that a config describes, only the lost process is started again.",
+    )
+    add(
+        "--grace",
+        type=float,
+        default=math.inf,
+        metavar="SECONDS",
+        help="Kills what has not ended so long after a signal; by default never.",
+    )
+    add(
+        "--elastic",
+        action="store_true",
+        help="Starts peers of an elastic run of a config, each as often as it is lost.",
+    )
+    add(
+        "--places",
+        type=int,
+        metavar="P",
+        help="The elastic run has room for P processes, so that others may join it; by "
+        "default for as many as are started.",
+    )
+    add(
+        "--module",
+        choices=("train", "train.advise", "train.dbench"),
+        help="The processes run this program on a config: train.advise takes --measure "
+        "CONFIG, and train.dbench a config and options of its own. By default train.",
+    )
+    add(
+        "--script",
+        action="store_true",
+        help="The file is a script, although it binds the name `config`.",
+    )
+    return parser
+
+
+def is_config(target: str) -> bool:
+    """Whether a file is a config, which binds `config`; else it is a script.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: if it is not Python.
+    """
+    path = Path(target)
+    if not path.suffix:  # The name of a config that comes with the program.
+        return True
+    if not path.exists():
+        raise FileNotFoundError(f"there is no config or script {path}")
+    try:
+        with tokenize.open(path) as file:
+            names = symtable.symtable(file.read(), target, "exec")
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"{path} is not Python: {error}") from error
+    if "config" not in names.get_identifiers():
+        return False
+    found = names.lookup("config")
+    is_bound = found.is_assigned() or found.is_imported()
+    return is_bound and not found.is_namespace()  # Neither function nor class.
+
+
+def check(options: argparse.Namespace) -> None:
+    """Raises a ValueError for values that do not fit."""
+    if options.processes < 1:
+        raise ValueError(f"processes must be at least 1, got {options.processes}")
+    if not options.grace > 0:
+        raise ValueError(f"grace must be positive, got {options.grace}")
+    if options.max_restarts < 0:
+        raise ValueError(f"max_restarts must be at least 0, got {options.max_restarts}")
+    if options.places is None:
+        return
+    if options.places < options.processes:
+        raise ValueError(
+            f"places must be at least {options.processes}, the number of processes, "
+            f"got {options.places}"
+        )
+    if options.places > options.processes and not options.elastic:
+        raise ValueError("places are for processes that join later: add --elastic")
+
+
+def run_script(options: argparse.Namespace, command: Sequence[str]) -> int:
+    """Runs a script of the user's; returns the exit code."""
+    if options.elastic or options.module:
+        raise ValueError("--elastic and --module are for configs, not with a script")
+    count = options.processes
+
+    def start() -> list[Process]:
+        address = f"127.0.0.1:{check_port(options.port)}"
+        places = [Place(address, count, i, i) for i in range(count)]
+        return [
+            Process(str(i), [sys.executable, *command], env | variables_of(place))
+            for i, place in enumerate(places)
+        ]
+
+    with (
+        cache_of_programs(options.max_restarts > 0, os.environ) as compiled,
+        tempfile.TemporaryDirectory("-decentjax") as folder,
+    ):
+        asked = Path(folder, "asked")
+        env = {ASKED: str(asked)} | compiled
+        env |= {} if "NPROC" in os.environ else threads(count)
+        code = supervise(start, options.max_restarts, grace=options.grace)
+        if code == 0 and count > 1 and not asked.exists():
+            print(
+                "warning: no process has called decentjax.distributed.initialize(): "
+                f"each of the {count} has run {command[0]} alone",
+                file=sys.stderr,
+            )
+        return code
+
+
+def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -> int:
+    """Runs a program of ours with a config; returns the exit code.
+
+    `typed` is what the user has typed, for the facts of the run.
+    """
+    module, *rest = target
+    places = options.places or options.processes
     max_restarts = options.max_restarts
     if options.elastic:
-        max_restarts = max_restarts or MANY
+        max_restarts = max_restarts or math.inf
         if rest[0] == "--resume":
             check_elastic(Path(rest[1]))
+        elif (where := given_where(rest)) not in (None, "peers"):
+            raise ValueError(
+                f"--elastic starts peers, got --exchange.where {where}: leave out one "
+                "of the two"
+            )
         else:
             rest = [*rest, *("--exchange.where", "peers"), "--exchange.elastic"]
     if max_restarts:
-        check_restarts(max_restarts, module, rest)
+        check_restarts(module, rest)
         if rest[0] != "--resume":
             rest = [*rest, "--auto-resume"]
+
+    command = {COMMAND: typed}
 
     def start() -> list[Process]:
         free = check_port(options.port)
         return [
             Process(
                 str(i),
-                command_line([module, *rest], options.places, i, free),
-                environment(options.processes, i, os.environ) | compiled,
+                command_line([module, *rest], places, i, free),
+                environment(options.processes, i, os.environ) | compiled | command,
             )
             for i in range(options.processes)
         ]
 
-    asks = functools.cache(lambda: are_peers(rest))
-    with cache_of_programs(max_restarts > 0, os.environ) as compiled:
-        return supervise(start, max_restarts, asks, options.grace)
+    with (
+        cache_of_programs(max_restarts > 0, os.environ) as compiled,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        # Beside the job: the config takes seconds to import, and after a failure those
+        # who do not notice it would live as much longer.
+        asked = pool.submit(are_peers, rest)
+        return supervise(start, max_restarts, asked.result, options.grace)
 
 
 @contextlib.contextmanager
@@ -151,10 +291,8 @@ def cache_of_programs(
         yield {CACHE: cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
-def check_restarts(max_restarts: int, module: str, arguments: Sequence[str]) -> None:
+def check_restarts(module: str, arguments: Sequence[str]) -> None:
     """Raises a ValueError for a job that cannot be started again as it was."""
-    if max_restarts < 0:
-        raise ValueError(f"max_restarts must be at least 0, got {max_restarts}")
     if module != "train":
         raise ValueError(
             f"--max-restarts is for runs with checkpoints, and {module} has none: "
@@ -179,21 +317,27 @@ def check_elastic(run_dir: Path) -> None:
 
 
 def are_peers(arguments: Sequence[str]) -> bool:
-    """Whether `python -m train` with these arguments trains as one of several peers."""
-    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--exchange.where", dest="where")
-    given, _ = options.parse_known_args(arguments)
-    if given.where is not None:
-        return given.where == "peers"
+    """Whether `decentjax train` with these arguments trains as one of several peers."""
+    if (where := given_where(arguments)) is not None:
+        return where == "peers"
     try:
         if arguments[0] == "--resume":
             from train.cli.config_json import read_fields  # Takes seconds.
 
             fields = read_fields(Path(arguments[1]) / "config.json")
             return fields["exchange"]["where"] == "peers"
+        from train.cli.load import load_config  # As long.
+
         return load_config(Path(arguments[0])).exchange.where == "peers"
     except (OSError, ValueError, LookupError, TypeError):
         return False  # The processes have said why.
+
+
+def given_where(arguments: Sequence[str]) -> str | None:
+    """Returns the value of --exchange.where among these arguments, if it is given."""
+    options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    options.add_argument("--exchange.where", dest="where")
+    return options.parse_known_args(arguments)[0].where
 
 
 def command_line(
@@ -201,7 +345,7 @@ def command_line(
 ) -> list[str]:
     """Returns the command of one process; `arguments` begin with its module."""
     return [
-        *(sys.executable, "-m", *arguments, "--distributed.enabled"),
+        *(sys.executable, "-m", "decentjax", *arguments, "--distributed.enabled"),
         *("--distributed.coordinator", f"127.0.0.1:{port}"),
         *("--distributed.num-processes", str(num_processes)),
         *("--distributed.process-id", str(process_id)),
@@ -216,12 +360,16 @@ def environment(
     Each process of a job of several uses one GPU. Variables that are already in
     `given` keep their values.
     """
-    # One thread more than the share of cores, for the one that sends.
-    threads = max(1, (os.cpu_count() or 1) // num_processes) + 1
-    share = {"NPROC": str(threads)}
+    share = threads(num_processes)
     if num_processes > 1:
         share["JAX_LOCAL_DEVICE_IDS"] = str(process_id)
     return {name: given.get(name, value) for name, value in share.items()}
+
+
+def threads(num_processes: int) -> dict[str, str]:
+    """Returns the variable that gives a process its share of cores."""
+    # One thread more, for the one that sends.
+    return {"NPROC": str(max(1, (os.cpu_count() or 1) // num_processes) + 1)}
 
 
 def check_port(port: int) -> int:

@@ -7,7 +7,9 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
 
 if TYPE_CHECKING:
     from decentjax import overlap, runtime
@@ -16,6 +18,13 @@ GBIT = 1e9 / 8  # Bytes per second of 1 Gbit/s.
 # As tc writes them: bit is 1/8 byte per second, and each prefix a factor of 1000.
 RATES = {f"{prefix}bit": 1e3**n / 8 for n, prefix in enumerate(("", *"kmgt"))}
 TIMES = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0}
+# Options, whose help shows an example in the place of STR.
+Rate = Annotated[str, tyro.conf.arg(metavar="25gbit")]
+MaybeRate = Annotated[str | None, tyro.conf.arg(metavar="25gbit")]
+Rates = Annotated[tuple[str, ...], tyro.conf.arg(metavar="200mbit [200mbit ...]")]
+Time = Annotated[str, tyro.conf.arg(metavar="65ms")]
+MaybeTime = Annotated[str | None, tyro.conf.arg(metavar="65ms")]
+Count = Annotated[str, tyro.conf.arg(metavar="65M")]
 COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -77,7 +86,7 @@ class ClusterSpec:
 
 def rate(name: str, text: str) -> float:
     """Returns bytes per second, of a rate such as 25gbit."""
-    bytes_per_second = _parse(name, text, RATES, "25gbit")
+    bytes_per_second = _parse(name, text, RATES, "25gbit (3.1 GB/s)")
     if bytes_per_second == 0:
         raise ValueError(f"{name} must be positive, got {text!r}")
     return bytes_per_second

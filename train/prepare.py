@@ -1,4 +1,4 @@
-"""Prepares data for training: `python -m train.prepare KIND ... --out FOLDER`.
+"""Prepares data for training: `decentjax prepare KIND ... --out FOLDER`.
 
 Kinds are wmt14, pairs, text and imagenet.
 """
@@ -127,7 +127,11 @@ def imagenet(*, archives: Path, out: Path | None = None) -> None:
 def main(arguments: list[str]) -> None:
     kinds = {kind.__name__: kind for kind in (wmt14, pairs, text, imagenet)}
     tyro.extras.subcommand_cli_from_dict(
-        kinds, prog="python -m train.prepare", args=arguments
+        kinds,
+        prog="decentjax prepare",
+        description="Prepares data for training.\n\n"
+        "Example: `decentjax prepare text my_texts --out runs/corpus`.",
+        args=arguments,
     )
 
 

@@ -1,4 +1,4 @@
-"""A run of peers, repeated on one device: `python -m train.replay RUN`.
+"""A run of peers, repeated on one device: `decentjax replay RUN`.
 
 Each process has recorded which version of whose model it has mixed at which step. From
 that all workers take their steps again, one after the other, and come to the
@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from train.cli.command import command
+from train.cli.options import Trust
 from train.cli.tables import aligned
 from train.run.folder import process_folders
 from train.run.peers import read_used
@@ -22,8 +23,12 @@ from train.run.replayed import repeat
 from train.run.scores import read_trained
 
 
-def replay(run: Annotated[Path, tyro.conf.Positional]) -> dict[int, float]:
+def replay(
+    run: Annotated[Path, tyro.conf.Positional], trust: Trust = ()
+) -> dict[int, float]:
     """Repeats a run of peers from its record, and compares it with what was saved.
+
+    Example: `decentjax replay runs/peers`.
 
     Args:
       run: folder of the run.
@@ -39,7 +44,8 @@ def replay(run: Annotated[Path, tyro.conf.Positional]) -> dict[int, float]:
         raise ValueError(
             f"{run} holds no run of peers: they are those with --exchange.where peers"
         )
-    trained, records = read_trained(run), [read_used(folder) for folder in folders]
+    trained = read_trained(run, trust=trust)
+    records = [read_used(folder) for folder in folders]
     num_workers = trained.config.workers.num_workers
     # A process that was killed has recorded more than it has saved.
     used = [
@@ -76,4 +82,4 @@ def _difference(stacked: Any, saved: Any) -> float:
 
 if __name__ == "__main__":
     with command():
-        tyro.cli(replay, prog="python -m train.replay")
+        tyro.cli(replay, prog="decentjax replay")

@@ -1,10 +1,14 @@
 """One self-contained HTML page of a run, or of several side by side.
 
-`python -m train.report RUN [RUN ...] [--out FILE] [--figures FOLDER]`
+`decentjax report RUN [RUN ...] [--out FILE] [--figures FOLDER]`
 """
 
+import base64
 import html
+import itertools
 import json
+import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +18,38 @@ import tyro
 from decentjax import analysis
 from decentjax.topology import Topology
 from train.cli.command import command, show_usage
-from train.cli.config_json import differences
+from train.cli.config_json import differences, from_defaults
+from train.cli.options import Trust
+from train.cli.tables import quantity, words
 from train.figures.members_figure import draw_members, lives
 from train.figures.page import Section, html_table, write_page
+from train.figures.paths_figure import animate_paths, draw_paths
 from train.figures.run_figure import (
     draw_consensus,
     draw_evaluations,
     draw_losses,
     draw_mixed,
+    draw_throughput,
     draw_topology,
 )
-from train.figures.style import words
 from train.figures.timeline_figure import draw_timelines
 from train.run.folder import check_links
 from train.run.history import History, read_history
+from train.run.log import PER_SECOND
 from train.run.timeline import median_step_seconds, middle_steps, write_trace
 
 MAX_DRAWN_WORKERS = 64
 DRAWN_STEPS = 4
-NOTES = {"init_from", "changed", "joined_after"}
+# The facts of run.json that the page shows.
+SETUP = ("command", "began", "parameters", "workers", "nodes", "processes", "algorithm")
+SETUP += ("topology", "exchange", "devices", "training_examples", "versions")
 
 
 def write_report(
-    run_dirs: list[Path], out: Path, figures_dir: Path | None = None
+    run_dirs: list[Path],
+    out: Path,
+    figures_dir: Path | None = None,
+    trust: Sequence[str] = (),
 ) -> Path:
     """Writes the page of the runs to `out`, and returns that path.
 
@@ -44,19 +57,26 @@ def write_report(
       run_dirs: folders of the runs.
       out: file of the page.
       figures_dir: folder for each figure as an SVG file too, if any.
+      trust: modules and files of the user's own topologies.
     """
     for run_dir in run_dirs:
         check_links(run_dir)  # Before the page, or a trace, is written there.
     runs = [read_history(run_dir) for run_dir in run_dirs]
     parts = [part for run in runs for part in run.parts()]
     sections = [
+        Section("Results", None, _results(parts)),
+        Section("Setup", None, _setup(runs)),
+        Section("Held-out scores", draw_evaluations(parts)),
         Section("Loss", draw_losses(parts)),
-        Section("Results", draw_evaluations(parts), _results_table(parts)),
+        Section("Throughput", draw_throughput(parts)),
         Section("Consensus distance and learning rate", draw_consensus(parts)),
         *_peers_sections(parts),
         *_members_sections(parts),
+        *_events_sections(runs),
         *_timeline_sections(runs),
-        *(_topology_section(run) for run in runs),
+        *(_topology_section(run, trust) for run in runs),
+        *_paths_sections(runs, figures_dir),
+        *_sample_sections(runs),
         _configs_section(runs),
     ]
     write_page(", ".join(run.name for run in runs), sections, out, figures_dir)
@@ -70,7 +90,7 @@ def _peers_sections(parts: list[History]) -> list[Section]:
         return []
     text = (
         "<p>Each process is a run of its own, and its scores are those of its own "
-        "workers; <code>python -m train.evaluate</code> scores the mean of all. Where "
+        "workers; <code>decentjax evaluate</code> scores the mean of all. Where "
         "an age is negative, the model was of a later step than the worker's.</p>"
     )
     return [Section("Models of peers", draw_mixed(parts), text)]
@@ -89,6 +109,21 @@ def _members_sections(parts: list[History]) -> list[Section]:
     return [Section("Who trained when", draw_members(parts), text)]
 
 
+def _events_sections(runs: list[History]) -> list[Section]:
+    """How the runs began and resumed, and who has come and gone, in order of time."""
+    rows = []
+    for run in runs:
+        # Each process of an elastic run has its own clock, and tells when it began.
+        clocks = {part.name: [*itertools.chain(*lives(part))] for part in run.parts()}
+        start = min((timed[0][0] for timed in clocks.values() if timed), default=0.0)
+        for part in run.parts():
+            timed = clocks[part.name] or [(x["seconds"] + start, x) for x in part.rows]
+            rows += [(time - start, part.name, _event(row)) for time, row in timed]
+    rows = [[f"{time:.1f}", *event] for time, *event in sorted(rows) if event[1]]
+    heads = ["time, s", "run", "event"]
+    return [Section("Events", None, html_table(heads, rows))] if rows else []
+
+
 def _timeline_sections(runs: list[History]) -> list[Section]:
     """One figure of all runs with a timeline, on one scale of time, and the traces."""
     runs = [run for run in runs if run.spans]
@@ -103,17 +138,26 @@ def _timeline_sections(runs: list[History]) -> list[Section]:
     }
     figure = draw_timelines(timelines, seconds)
     traces = [write_trace(run.spans, run.folder / "trace.json") for run in runs]
-    items = [f"<li><code>{html.escape(str(trace))}</code></li>" for trace in traces]
+    profiles = [
+        path
+        for run in runs
+        for path in sorted(run.folder.glob("**/profile.*/**/*.trace.json.gz"))
+    ]
+    items = [
+        f"<li><code>{html.escape(str(trace))}</code></li>"
+        for trace in (*traces, *profiles)
+    ]
     text = (
         "<p>Each row is a process: its computation above, its messages below. Perfetto "
-        "(ui.perfetto.dev) opens the traces of the whole runs:</p>"
-        f"<ul>{''.join(items)}</ul>"
+        "(ui.perfetto.dev) opens the traces of the whole runs"
+        + ", and the device traces of log.profile" * bool(profiles)
+        + f":</p><ul>{''.join(items)}</ul>"
     )
     return [Section("Timeline", figure, text)]
 
 
-def _topology_section(run: History) -> Section:
-    topology = run.topology()
+def _topology_section(run: History, trust: Sequence[str]) -> Section:
+    topology = run.topology(trust)
     title = f"Topology of {run.name}: {topology.name}"
     # Numbers of more workers would cover each other.
     drawable = topology.num_workers <= MAX_DRAWN_WORKERS
@@ -138,22 +182,130 @@ def _topology_facts(topology: Topology) -> str:
     return html_table(["", ""], [[key, str(value)] for key, value in facts.items()])
 
 
-def _results_table(runs: list[History]) -> str:
+def _results(parts: list[History]) -> str:
+    """The final scores as sentences, and as a table of all runs."""
+    leads = [_lead(part) for part in parts if part.evaluations()]
+    heads = ["run", "steps", "time", "training loss", "steps/s (median)", "data/s"]
+    table = html_table(
+        [*heads, "mean model (single workers)"], [_result_row(part) for part in parts]
+    )
+    others = [row for part in parts for row in _other_scores(part)]
+    if others:
+        table += html_table(["run", "also scored", "score"], others)
+    return "".join(leads) + table
+
+
+def _lead(run: History) -> str:
+    name, value = next(iter(run.evaluations()[-1]["mean_model"].items()))
+    name = run.facts.get("headline", name)
+    value = run.evaluations()[-1]["mean_model"].get(name, value)
+    # A process of peers scores its own workers alone.
+    of = "own workers' mean model" if "/" in run.name else "mean model"
+    return (
+        f'<p class="lead"><b>{html.escape(quantity(value, run.unit(name)))}</b> '
+        f"held-out {html.escape(words(name))} of the {of} of "
+        f"{html.escape(run.name)}</p>"
+    )
+
+
+def _result_row(run: History) -> list[str]:
+    steps, losses = run.curve("loss", "step")
+    wanted = run.config.get("num_steps", steps[-1])
+    amount = run.facts.get("amount", "examples")
+    row = [
+        run.name,
+        f"{steps[-1]:g} of {wanted}",
+        f"{run.rows[-1]['seconds']:.4g} s",
+        quantity(losses[-1], run.unit("loss"), digits=4),
+        f"{_median(run, 'steps'):.3g}",
+        f"{_median(run, amount):,.0f} {amount}",
+    ]
+    if shares := run.curve("share_of_peak", "step")[1]:
+        row[-1] += f", {max(shares):.0%} of the peak FLOP/s at best"
+    for evaluation in run.evaluations()[-1:]:
+        for name, value in evaluation["mean_model"].items():
+            scores = [worker[name] for worker in evaluation["workers"]]
+            spread = (quantity(x, run.unit(name)) for x in (min(scores), max(scores)))
+            score = quantity(value, run.unit(name))
+            row.append(f"{words(name)} {score} ({' to '.join(spread)})")
+    return row
+
+
+def _median(run: History, what: str) -> float:
+    # The first rate includes compiling, which a mean would show.
+    _, rates = run.curve(what + PER_SECOND, "step")
+    return sorted(rates)[len(rates) // 2] if rates else math.nan
+
+
+def _other_scores(run: History) -> list[list[str]]:
+    """Rows of simpler models, and of the test scores of what the model generates."""
+    results, headline = run.facts.get("results", {}), run.facts.get("headline", "")
+    baselines = [
+        [run.name, name, f"{quantity(score, run.unit(headline))} {words(headline)}"]
+        for name, score in results.get("baselines", {}).items()
+    ]
+    test = [
+        [run.name, f"test {words(name)}", quantity(score, run.unit(name))]
+        for name, score in results.get("test", {}).items()
+    ]
+    return baselines + test
+
+
+def _setup(runs: list[History]) -> str:
+    """What each run is, a column each, and the fields that are not the default."""
+    known = [run for run in runs if run.facts]
     rows = []
+    for name in SETUP:
+        values = [run.facts.get(name) for run in known]
+        if any(value is not None for value in values):
+            rows.append([words(name), *map(_cell, values)])
+    text = html_table(["", *(run.name for run in known)], rows) if known else ""
+    changed = [{x[0]: x[1:] for x in from_defaults(run.config)} for run in runs]
+    # A run that has the default shows it too, beside one that has not.
+    defaults = {name: default for one in changed for name, (default, _) in one.items()}
+    fields = [
+        [
+            name,
+            *(str(one.get(name, (None, default))[1]) for one in changed),
+            "" if default is None else str(default),
+        ]
+        for name, default in defaults.items()
+    ]
+    heads = ["field", *(run.name for run in runs), "default"]
+    return f"{text}<h3>Fields that are not the default</h3>{html_table(heads, fields)}"
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {number}" for name, number in value.items())
+    return f"{value:,}" if isinstance(value, int) else str(value or "")
+
+
+def _sample_sections(runs: list[History]) -> list[Section]:
+    """What the mean models make, where they have a sample."""
+    samples = {run.name: run.facts.get("results", {}).get("sample") for run in runs}
+    return [
+        Section(f"Sample of {name}", None, f"<pre>{html.escape(str(sample))}</pre>")
+        for name, sample in samples.items()
+        if sample is not None
+    ]
+
+
+def _paths_sections(runs: list[History], figures_dir: Path | None) -> list[Section]:
+    """Episodes of the mean models, where they move on maps."""
+    sections = []
     for run in runs:
-        steps, losses = run.curve("loss", "step")
-        _, rates = run.curve("steps_per_second", "step")
-        row = [run.name, f"{steps[-1]:g}", f"{losses[-1]:.4f}"]
-        # The first rate includes compiling, which a mean would show.
-        row.append(f"{sorted(rates)[len(rates) // 2]:.1f}")
-        for evaluation in run.evaluations()[-1:]:
-            for name, value in evaluation["mean_model"].items():
-                scores = [worker[name] for worker in evaluation["workers"]]
-                spread = f"{min(scores):.3f} to {max(scores):.3f}"
-                row.append(f"{words(name)} {value:.3f} ({spread})")
-        rows.append(row)
-    heads = ["run", "steps", "training loss", "steps/s (median)"]
-    return html_table([*heads, "mean model (single workers)"], rows)
+        records = run.facts.get("results", {}).get("paths")
+        if not records:
+            continue
+        animation = animate_paths(records)
+        if figures_dir is not None:
+            figures_dir.mkdir(parents=True, exist_ok=True)
+            (figures_dir / f"paths_of_{run.name}.gif").write_bytes(animation)
+        data = base64.b64encode(animation).decode()
+        image = f'<img alt="the same, moving" src="data:image/gif;base64,{data}">'
+        sections.append(Section(f"Paths of {run.name}", draw_paths(records), image))
+    return sections
 
 
 def _configs_section(runs: list[History]) -> Section:
@@ -165,10 +317,6 @@ def _configs_section(runs: list[History]) -> Section:
             f"<p>{html.escape(run.name)}, against {html.escape(runs[0].name)}:</p>"
             f"<ul>{items}</ul>"
         )
-    parts = [part for run in runs for part in run.parts()]
-    lines += [
-        _note(one, row) for one in parts for row in one.rows if NOTES & row.keys()
-    ]
     config = html.escape(json.dumps(runs[0].config, indent=2))
     lines.append(
         f"<details><summary>{html.escape(runs[0].name)}/config.json</summary>"
@@ -177,27 +325,41 @@ def _configs_section(runs: list[History]) -> Section:
     return Section("Config", None, "\n".join(lines))
 
 
-def _note(run: History, row: dict[str, Any]) -> str:
-    """How a run began, or what changed when it resumed."""
+def _event(row: dict[str, Any]) -> str:
+    """How a run began or resumed, or who has come and gone; "" for any other row."""
     if "init_from" in row:
-        text = f"began with the model of {row['init_from']}, step {row['init_step']}"
-    elif "joined_after" in row:
+        step = f", step {row['init_step']}" if "init_step" in row else ""
+        return f"began with the model of {row['init_from']}{step}"
+    if "resumed" in row:
+        changed = "".join(f"; {one}" for one in row.get("changed", []))
+        return f"resumed at step {row['step']}: {row['resumed']}{changed}"
+    if "joined_after" in row:
+        if not row["joined_after"]:
+            return f"began with a peer's model at step {row['step']}"
         moved = f", {row['moved']:.3g} from its own" if "moved" in row else ""
-        text = (
+        return (
             f"came back from step {row['joined_after']}, and went on with a peer's "
             f"model at step {row['step']}{moved}"
         )
-    else:
-        text = f"from step {row['step']} on {', '.join(row['changed'])}"
-    return f"<p>{html.escape(f'{run.name}: {text}')}</p>"
+    if "mean_moved" in row:
+        alive = ", ".join(map(str, row["alive"]))
+        return (
+            f"from step {row['step']} on "
+            + (f"with models of workers {alive}" if alive else "alone")
+            + f"; the mean of all models moved by about {row['mean_moved']:.3g}"
+        )
+    return ""
 
 
 def main(
     runs: tyro.conf.Positional[tuple[Path, ...]],
     out: Path | None = None,
     figures: Path | None = None,
+    trust: Trust = (),
 ) -> None:
     """Writes an HTML page with the figures of one run, or of several compared.
+
+    Example: `decentjax report runs/ring runs/torus --out both.html`.
 
     Args:
       runs: folders of runs.
@@ -205,10 +367,11 @@ def main(
       figures: folder for each figure as an SVG file too.
     """
     if not runs:
-        show_usage("usage: python -m train.report RUN [RUN ...] [--out FILE]", [])
-    print(write_report(list(runs), out or runs[0] / "report.html", figures))
+        show_usage("usage: decentjax report RUN [RUN ...] [--out FILE]", [])
+    page = out or runs[0] / "report.html"
+    print(write_report(list(runs), page, figures, trust))
 
 
 if __name__ == "__main__":
     with command():
-        tyro.cli(main, prog="python -m train.report")
+        tyro.cli(main, prog="decentjax report")

@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.record import Record, ignore
 from decentjax.mixing import global_mean
-from decentjax.placement import check_not_donated, over_workers
+from decentjax.placement import check_mesh, check_not_donated, over_workers
 from decentjax.step import AXIS, Metrics, WorkerState
 
 
@@ -25,9 +25,24 @@ class AllReduce(Closing):
       adapt: `decentjax.adapt` with its keywords bound.
       mesh: mesh with the axis "workers" alone.
       record: function that is called with each activity of this process.
+
+    Examples:
+      >>> import functools
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import adapt, gossip, init_state, worker_mesh
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> optimizer = optax.adam(0.1)
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), 1)
+      >>> with gossip.AllReduce(local, worker_mesh(1)) as train_step:
+      ...     for t in range(10):
+      ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
     """
 
     def __init__(self, adapt: Callable, mesh: Mesh, record: Record | None = None):
+        check_mesh(mesh)
+
         # Each program is all of `adapt`, of which the compiler removes what the
         # program does not return: here the update, there the gradient.
         def gradients(params, opt_state, others, batch):

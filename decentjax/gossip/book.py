@@ -23,7 +23,16 @@ class Book(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A folder that all processes see, with a file per worker; private if made here."""
+    """A folder that all processes see, with a file per worker; private if made here.
+
+    Examples:
+      >>> import pathlib
+      >>> from decentjax import gossip
+      >>> book = gossip.Folder(pathlib.Path("peers"))
+      >>> book.write(0, "127.0.0.1:5000 first-start")
+      >>> book.read(0), book.read(1)
+      ('127.0.0.1:5000 first-start', None)
+    """
 
     path: Path
 
@@ -43,7 +52,13 @@ class Folder:
 
 @dataclasses.dataclass(frozen=True)
 class Addresses:
-    """A fixed list, HOST:PORT of each worker; workers of one process share one."""
+    """A fixed list, HOST:PORT of each worker; workers of one process share one.
+
+    Examples:
+      >>> from decentjax import gossip
+      >>> gossip.Addresses(["10.0.0.1:5000", "10.0.0.2:5000"]).read(1)
+      '10.0.0.2:5000'
+    """
 
     addresses: Sequence[str]
 

@@ -27,7 +27,7 @@ from decentjax.gossip.tuning import (
     fastest_pieces,
 )
 from decentjax.mixing import Lowering
-from decentjax.placement import over_workers
+from decentjax.placement import check_mesh, over_workers
 from decentjax.rounds import mix_of
 from decentjax.step import AXIS
 
@@ -59,6 +59,7 @@ class Carrier(Closing):
         record: Record,
         compression: Compression | None = None,
     ):
+        check_mesh(mesh)
         if dict(mesh.shape) != {AXIS: topology.num_workers}:
             raise ValueError(
                 f'exchanges in a thread need a mesh with the axis "{AXIS}" alone, of '
@@ -142,6 +143,11 @@ def host_mesh(mesh: Mesh) -> Mesh:
 
     Raises:
       ValueError: if a process has fewer CPU devices than it has workers, or none.
+
+    Examples:
+      >>> from decentjax import gossip, worker_mesh
+      >>> gossip.host_mesh(worker_mesh(1)).devices.item().platform
+      'cpu'
     """
     cpus: dict[int, list] = collections.defaultdict(list)
     try:

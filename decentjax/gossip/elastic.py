@@ -26,6 +26,11 @@ class Elastic(NamedTuple):
         `Peers.has_quorum`; more than half of all lets one side of a broken network
         train, and 1 both. Those that have ended in order count too.
       silent_seconds: a process that is not heard for so long counts as gone.
+
+    Examples:
+      >>> from decentjax import gossip, topology
+      >>> elastic = gossip.Elastic(topology.ring, quorum=3)
+      >>> elastic.check(num_workers=5)
     """
 
     graph: Callable[[int], Topology]

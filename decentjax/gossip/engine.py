@@ -46,6 +46,13 @@ class Engine(Closing):
 
     An error in the thread is raised, as itself, by the future of the call that failed,
     by the futures of all later calls, and by the next `submit`.
+
+    Examples:
+      >>> from decentjax import gossip
+      >>> with gossip.Engine() as engine:
+      ...     future = engine.submit(sum, [1, 2, 3])
+      ...     future.result()
+      6
     """
 
     def __init__(self):

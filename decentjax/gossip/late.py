@@ -20,6 +20,7 @@ from decentjax.mixing import Lowering
 from decentjax.placement import check_not_donated, over_workers
 from decentjax.rounds import (
     Rounds,
+    _check_rounds,
     receive,
     round_step,
     send,
@@ -233,6 +234,23 @@ class BackgroundRounds(LateRounds):
 
     Raises:
       ValueError: as in `Background`, or if the compression has shards.
+
+    Examples:
+      >>> import functools
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import Rounds, adapt, gossip, init_rounds, init_state
+      >>> from decentjax import schedule, topology, worker_mesh
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> optimizer, params = optax.adam(0.1), jnp.zeros(3)
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> rounds = Rounds(schedule.every(topology.ring(1), 5, delay=3))
+      >>> extra = init_rounds(rounds, params)
+      >>> state = init_state(params, optimizer, jax.random.key(0), 1, extra=extra)
+      >>> with gossip.BackgroundRounds(local, rounds, worker_mesh(1)) as train_step:
+      ...     for t in range(10):
+      ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
+      ...     train_step.settle()
     """
 
     def __init__(
@@ -245,6 +263,7 @@ class BackgroundRounds(LateRounds):
         exchange_mesh: Mesh | None = None,
         record: Record | None = None,
     ):
+        _check_rounds(rounds)
         if rounds.compression is not None and rounds.compression.shards is not None:
             raise ValueError(
                 "in a second thread a worker is one device: leave the compression's "

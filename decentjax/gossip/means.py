@@ -40,6 +40,12 @@ class Butterfly:
     Raises:
       ValueError: if a number is not allowed.
 
+    Examples:
+      >>> from decentjax import gossip
+      >>> groups = gossip.Butterfly(num_workers=8, group_size=4, period=10)
+      >>> groups.hops(0), groups.hops(1), groups.hops(9)
+      ([1, 2], [4, 1], [1, 2, 4])
+
     Source: Li et al., WAGMA-SGD (2020), algorithm 1; its printed shift of the mask
     accumulates, which does not give the groups of its own example.
     """

@@ -51,6 +51,24 @@ class PeerRounds(LateRounds):
     Raises:
       ValueError: if the rounds have nodes or a compression, the workers do not fit them
         or the mesh, or the patience is negative; at the first step as in `Peers`.
+
+    Examples:
+      >>> import functools
+      >>> import pathlib
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import adapt, gossip, init_rounds, init_state, methods
+      >>> from decentjax import topology, worker_mesh
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> optimizer, params, key = optax.adam(0.1), jnp.zeros(3), jax.random.key(0)
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> rounds = methods.local_sgd(topology.ring(1), num_steps=5)
+      >>> extra = init_rounds(rounds, params)
+      >>> state = init_state(params, optimizer, key, 1, extra=extra)
+      >>> book, mesh = gossip.Folder(pathlib.Path("peers")), worker_mesh(1)
+      >>> with gossip.PeerRounds(local, rounds, book, [0], mesh) as train_step:
+      ...     for t in range(10):
+      ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
     """
 
     def __init__(

@@ -31,6 +31,7 @@ from decentjax.step import Adapt, Metrics, WorkerState
 
 JOIN_SECONDS = 3.0  # For a peer's state, before the next peer is asked.
 MEET_SECONDS = 1.0  # For a peer that is ahead, where others are there.
+APART_STEPS = 10  # Between two measurements of how far models are apart.
 
 
 class Peers(Staged):
@@ -69,6 +70,22 @@ class Peers(Staged):
         with another way, without an end of the patience, or without a graph for each
         number of workers; at the first step, if the address is not free, or another
         process answers as one of these workers.
+
+    Examples:
+      >>> import functools
+      >>> import pathlib
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import adapt, gossip, init_state, topology, worker_mesh
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> optimizer = optax.adam(0.1)
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), 1)
+      >>> book = gossip.Folder(pathlib.Path("peers"))
+      >>> graph, mesh = topology.ring(1), worker_mesh(1)
+      >>> with gossip.Peers(local, graph, book, [0], mesh) as train_step:
+      ...     for t in range(10):
+      ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
     """
 
     def __init__(
@@ -119,6 +136,8 @@ class Peers(Staged):
         self._num_channels = 0  # Of models; the next one is for whole states.
         self._was_away = False
         self._masses: dict[tuple[int, int], float] = {}
+        # Squared distances to the models mixed last, by worker and leaf group.
+        self._apart: dict[tuple[int, int], list[jax.Array]] = {}
 
     @property
     def links(self) -> Links:
@@ -175,6 +194,19 @@ class Peers(Staged):
         """
         found, self._was_away = self._was_away, False
         return (self._links is not None and self._links.was_silent()) or found
+
+    def apart(self) -> float | None:
+        """Returns how far models are apart, as this process has seen it last.
+
+        The root mean square of `|x_j - x_i|`, over its workers i and the models of
+        peers j that they have mixed; with `elastic`, of one step in ten. For models at
+        a distance c from their mean, `E |x_j - x_i|^2 = 2 c^2 N / (N - 1)`. None
+        before any has come.
+        """
+        if not self._apart:
+            return None
+        of_groups = (np.mean([float(x) for x in one]) for one in self._apart.values())
+        return math.sqrt(sum(of_groups) / len(self._workers))
 
     def join(
         self,
@@ -279,6 +311,11 @@ class Peers(Staged):
             used, versions = self.way.take(worker, group, own, step, self._deadline)
             rows.append(self._make_way.combine(self._graph, used, versions))
             self._masses[worker, group] = used.mass
+            if self._elastic and used.models and step % APART_STEPS == 0:
+                self._apart[worker, group] = [
+                    _squared_distance(own, versions[taken.peer, taken.step])
+                    for taken in used.models
+                ]
             self._used(used)
         return with_rows(models, rows, self._mesh)
 
@@ -311,6 +348,15 @@ class Peers(Staged):
                     return message
             time.sleep(POLL_SECONDS)
         return None
+
+
+@jax.jit
+def _squared_distance(models: Rows, others: Rows) -> jax.Array:
+    squares = [
+        jnp.sum(jnp.square(x.astype(jnp.float32) - y))
+        for x, y in zip(models, others, strict=True)
+    ]
+    return sum(squares, jnp.float32(0))
 
 
 def _row(x: Any) -> jax.ShapeDtypeStruct:

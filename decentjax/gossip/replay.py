@@ -54,6 +54,25 @@ def replay(
 
     Raises:
       ValueError: if a model was mixed that the record does not give.
+
+    Examples:
+      >>> import functools
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import adapt, gossip, init_state, topology
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> def batches(worker, step):
+      ...     return jnp.full((1, 2), 1.0 + worker)
+      >>> optimizer, key = optax.sgd(0.5), jax.random.key(0)
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> init = functools.partial(init_state, jnp.zeros(2), optimizer, key, 2)
+      >>> states = [init(workers=[0]), init(workers=[1])]
+      >>> came = gossip.Used(step=0, worker=0, group=0, models=(gossip.Taken(1, 0, 0),))
+      >>> none = gossip.Used(step=0, worker=1, group=0, models=())
+      >>> graph, records = topology.ring(2), [came, none]
+      >>> after = gossip.replay(local, graph, "arrived", states, batches, records)
+      >>> print(after[0].params, after[1].params)
+      [[1. 1.]] [[2. 2.]]
     """
     versions: dict[tuple[int, int, int], Rows] = {}
     of_steps: dict[tuple[int, int], list[Used]] = collections.defaultdict(list)
@@ -120,6 +139,24 @@ def replay_wagma(
 
     Raises:
       ValueError: if a model was averaged that the record does not give.
+
+    Examples:
+      >>> import functools
+      >>> import jax, jax.numpy as jnp, numpy as np, optax
+      >>> from decentjax import adapt, gossip, init_state
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> def batches(worker, step):
+      ...     return jnp.full((1, 2), 1.0 + worker)
+      >>> optimizer, key = optax.sgd(0.5), jax.random.key(0)
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> init = functools.partial(init_state, jnp.zeros(2), optimizer, key, 2)
+      >>> states = [init(workers=[0]), init(workers=[1])]
+      >>> groups = gossip.Butterfly(num_workers=2, group_size=2, period=10)
+      >>> records = gossip.averages(groups, ready=np.array([[1.0, 1.0]]))
+      >>> after = gossip.replay_wagma(local, groups, "atc", states, batches, records)
+      >>> print(after[0].params, after[1].params)
+      [[1.5 1.5]] [[1.5 1.5]]
     """
     of_steps = {(one.worker, one.step): one for one in records}
     offered: dict[tuple[int, int], Sum] = {}

@@ -10,7 +10,7 @@ import jax
 from jax.sharding import Mesh
 
 from decentjax.gossip.cut import Cut, Part
-from decentjax.placement import over_workers
+from decentjax.placement import check_rows, over_workers
 from decentjax.step import Adapt, WorkerState
 
 # Leaves travel in groups of this size. One by one, the calls for small leaves would
@@ -85,7 +85,8 @@ def plan_of(
     leaves, structure = jax.tree.flatten((state, batch))
     kind = structure, tuple((x.shape, x.dtype) for x in leaves)
     if kind not in plans:
-        _check_rows(leaves, mesh.size)
+        hint = "; in a job of several processes, place them first"
+        check_rows({"state": state, "batch": batch}, mesh.size, hint)
         plans[kind] = make_plan(adapt, state, batch, mesh)
     return plans[kind]
 
@@ -137,12 +138,3 @@ def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[Leaves]:
             group, total = [], 0
     if group:
         yield tuple(group)
-
-
-def _check_rows(leaves: Sequence[jax.Array], num_workers: int) -> None:
-    rows = {x.shape[0] if x.shape else 0 for x in leaves}
-    if rows != {num_workers}:
-        raise ValueError(
-            f"stacked arrays have a row for each of the {num_workers} workers, got "
-            f"{sorted(rows)} rows; in a job of several processes, place them first"
-        )

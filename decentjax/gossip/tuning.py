@@ -45,6 +45,14 @@ def fastest_mixes(
       mesh: mesh with the axis "workers".
       num_bytes: size of one model, in bytes; at most 4 MiB of it are measured.
       message_dtype: as in `mix`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import gossip, topology, worker_mesh
+      >>> graph = topology.complete(1)
+      >>> mixes = gossip.fastest_mixes(graph, worker_mesh(1), num_bytes=1000)
+      >>> print(mixes[graph[0]]([jnp.ones((1, 3))])[0])
+      [[1. 1. 1.]]
     """
     measured = min(num_bytes, MEASURED_BYTES)
     mixes = {}

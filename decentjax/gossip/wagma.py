@@ -75,6 +75,22 @@ class Wagma(Staged):
       ValueError: if N or S is no power of two, S is more than N, the period is less
         than 1, or the workers do not fit; at the first step as `Peers`.
 
+    Examples:
+      >>> import functools
+      >>> import pathlib
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import adapt, gossip, init_state, worker_mesh
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> optimizer = optax.adam(0.1)
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), 1)
+      >>> book = gossip.Folder(pathlib.Path("peers"))
+      >>> mesh, sizes = worker_mesh(1), {"group_size": 1, "period": 10}
+      >>> with gossip.Wagma(local, 1, book, [0], mesh, **sizes) as train_step:
+      ...     for t in range(10):
+      ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
+
     Source: Li et al., WAGMA-SGD (2020), algorithm 2.
     """
 
@@ -260,6 +276,14 @@ def averages(groups: Butterfly, ready: np.ndarray) -> list[Averaged]:
       groups: who averages with whom.
       ready: moment at which each worker has its model of each step, [T, N], seconds,
         such as `start + compute` of `decentjax.runtime.wait_avoiding`.
+
+    Examples:
+      >>> import numpy as np
+      >>> from decentjax import gossip
+      >>> groups = gossip.Butterfly(num_workers=2, group_size=2, period=10)
+      >>> ready = np.array([[1.0, 1.0], [2.0, 5.0]])
+      >>> gossip.averages(groups, ready)[2].models
+      ((0, 1), (1, 0))
     """
     found = []
     for step, row in enumerate(ready):

@@ -148,6 +148,16 @@ def estimate(
 
     Raises:
       ValueError: if the nodes do not divide the devices.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import overlap
+      >>> x = jnp.ones((64, 64))
+      >>> schedule = overlap.read(jax.jit(lambda x: x @ x).lower(x).compile())
+      >>> accelerator = overlap.Accelerator({"f32": 67e12}, bytes_per_second=3.35e12)
+      >>> network = overlap.Network(1, 450e9, 50e9)
+      >>> overlap.estimate(schedule, accelerator, network).exposed
+      0.0
     """
     if schedule.num_devices % network.devices_per_node:
         raise ValueError(

@@ -52,6 +52,14 @@ def read(
     Raises:
       ValueError: if the text is no compiled program, the axes have another number of
         devices, or the groups of a collective have an unknown form.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import overlap
+      >>> x = jnp.ones((64, 64))
+      >>> schedule = overlap.read(jax.jit(lambda x: x @ x).lower(x).compile())
+      >>> schedule.num_devices, schedule.collectives
+      (1, ())
     """
     if isinstance(compiled, str):
         text = compiled

@@ -127,6 +127,16 @@ def links(collective: Collective) -> list[Link]:
     A permute sends the array along each pair, an all-to-all `1/S` of it to each other
     member of a group of S. The others go around a ring: each member sends `1 - 1/S` of
     the array, twice that in an all-reduce.
+
+    Examples:
+      >>> from decentjax import overlap
+      >>> beside = overlap.Work(flops={}, num_bytes=0)
+      >>> ring = overlap.Collective(
+      ...     "sum", "all-reduce", ("workers",), ((0, 1),), 100.0, 1, 0, 0, beside,
+      ...     in_conditional=False, in_loop=False, op_name="psum",
+      ... )
+      >>> [link.num_bytes for link in overlap.links(ring)]
+      [100.0, 100.0]
     """
     kind, num_bytes = collective.kind, collective.num_bytes
     if kind == "collective-permute":

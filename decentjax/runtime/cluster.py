@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from decentjax.analysis import Transfer, ring_all_reduce, stages
-from decentjax.exchange import Topology
+from decentjax.exchange import Topology, check_topology
 from decentjax.runtime.sharing import share, slots
 
 LATENCIES = "between_latency", "inside_latency"
@@ -33,6 +33,17 @@ class Cluster:
 
     Raises:
       ValueError: if a number is not positive, or a latency is negative or infinite.
+
+    Examples:
+      >>> from decentjax import runtime
+      >>> cluster = runtime.Cluster(
+      ...     num_nodes=4,
+      ...     workers_per_node=8,
+      ...     between_bytes_per_second=25e9 / 8,
+      ...     inside_bytes_per_second=50e9,
+      ... )
+      >>> cluster.num_workers
+      32
     """
 
     num_nodes: int
@@ -101,6 +112,12 @@ def all_reduce_seconds(cluster: Cluster, num_bytes: float) -> float:
 
     `ring_all_reduce` gives the share of the bytes that leaves each worker, and each
     card, and the rounds, each with the latency of its slowest message.
+
+    Examples:
+      >>> from decentjax import runtime
+      >>> cluster = runtime.Cluster(num_nodes=4, between_bytes_per_second=1e9)
+      >>> runtime.all_reduce_seconds(cluster, num_bytes=100e6)
+      0.15
     """
     share, rounds = ring_all_reduce(cluster.num_workers)
     # Worker i sends to i + 1. Of the L workers of a node only the last sends to another
@@ -120,6 +137,12 @@ def exchange_seconds(cluster: Cluster, topology: Topology, num_bytes: float) -> 
 
     Raises:
       ValueError: if the topology has another number of workers.
+
+    Examples:
+      >>> from decentjax import runtime, topology
+      >>> cluster = runtime.Cluster(num_nodes=4, between_bytes_per_second=1e9)
+      >>> runtime.exchange_seconds(cluster, topology.one_peer_ring(4), num_bytes=100e6)
+      0.1
     """
     ready, free = np.zeros(cluster.num_workers), np.zeros(cluster.num_nodes)
     ends = [
@@ -192,7 +215,8 @@ def _kinds(cluster: Cluster, transfer: Transfer) -> tuple[Messages, ...]:
 
 
 def check_size(cluster: Cluster, topology: Topology) -> None:
-    """Raises a ValueError if a topology has another number of workers."""
+    """Raises an error if this is no topology, or has another number of workers."""
+    check_topology(topology)
     if topology.num_workers != cluster.num_workers:
         raise ValueError(
             f"{topology.name} has {topology.num_workers} workers, the cluster has "

@@ -10,13 +10,27 @@ Compute = Callable[[int, int, np.random.Generator], np.ndarray]
 
 
 def constant(seconds: float) -> Compute:
-    """Returns the same time for every worker and step."""
+    """Returns the same time for every worker and step.
+
+    Examples:
+      >>> import numpy as np
+      >>> from decentjax import runtime
+      >>> print(runtime.constant(0.1)(0, 3, np.random.default_rng(0)))
+      [0.1 0.1 0.1]
+    """
     _check_mean(seconds)
     return lambda step, num_workers, random: np.full(num_workers, seconds)
 
 
 def normal(seconds: float, sigma: float) -> Compute:
-    """Draws from a normal of mean `seconds`, deviation `sigma * seconds`, clipped."""
+    """Draws from a normal of mean `seconds`, deviation `sigma * seconds`, clipped.
+
+    Examples:
+      >>> import numpy as np
+      >>> from decentjax import runtime
+      >>> print(runtime.normal(0.1, sigma=0.2)(0, 3, np.random.default_rng(0)).round(3))
+      [0.103 0.097 0.113]
+    """
     _check_mean(seconds, sigma)
     return lambda step, num_workers, random: np.maximum(
         random.normal(seconds, sigma * seconds, num_workers), 0
@@ -24,7 +38,14 @@ def normal(seconds: float, sigma: float) -> Compute:
 
 
 def gamma(seconds: float, sigma: float) -> Compute:
-    """Draws from a gamma of mean `seconds` and deviation `sigma * seconds`."""
+    """Draws from a gamma of mean `seconds` and deviation `sigma * seconds`.
+
+    Examples:
+      >>> import numpy as np
+      >>> from decentjax import runtime
+      >>> print(runtime.gamma(0.1, sigma=0.2)(0, 3, np.random.default_rng(0)).round(3))
+      [0.101 0.112 0.088]
+    """
     _check_mean(seconds, sigma)
     if sigma == 0:
         return constant(seconds)  # The shape, 1 / sigma^2, would be infinite.
@@ -35,7 +56,15 @@ def gamma(seconds: float, sigma: float) -> Compute:
 
 
 def log_normal(seconds: float, sigma: float) -> Compute:
-    """Draws from a log-normal of mean `seconds`, deviation `sigma * seconds`."""
+    """Draws from a log-normal of mean `seconds`, deviation `sigma * seconds`.
+
+    Examples:
+      >>> import numpy as np
+      >>> from decentjax import runtime
+      >>> compute = runtime.log_normal(0.1, sigma=0.2)
+      >>> print(compute(0, 3, np.random.default_rng(0)).round(3))
+      [0.101 0.096 0.111]
+    """
     _check_mean(seconds, sigma)
     # If the logarithm has the mean m and the variance v, the mean is exp(m + v / 2) and
     # the squared relative deviation exp(v) - 1.
@@ -47,7 +76,15 @@ def log_normal(seconds: float, sigma: float) -> Compute:
 
 
 def delayed(compute: Compute, count: int, seconds: float) -> Compute:
-    """Adds `seconds` to the times of `count` workers, drawn at random in each step."""
+    """Adds `seconds` to the times of `count` workers, drawn at random in each step.
+
+    Examples:
+      >>> import numpy as np
+      >>> from decentjax import runtime
+      >>> late = runtime.delayed(runtime.constant(0.1), count=1, seconds=0.4)
+      >>> print(sorted(late(0, 3, np.random.default_rng(0)).tolist()))
+      [0.1, 0.1, 0.5]
+    """
     if count < 0 or not 0 <= seconds < math.inf:
         raise ValueError(
             f"count and seconds must not be negative, got {count} and {seconds}"
@@ -64,7 +101,15 @@ def delayed(compute: Compute, count: int, seconds: float) -> Compute:
 
 
 def trace(seconds: np.ndarray) -> Compute:
-    """Repeats measured times in seconds, [T, N], after their last step."""
+    """Repeats measured times in seconds, [T, N], after their last step.
+
+    Examples:
+      >>> import numpy as np
+      >>> from decentjax import runtime
+      >>> compute = runtime.trace(np.array([[0.1, 0.2], [0.3, 0.1]]))
+      >>> print(compute(3, 2, np.random.default_rng(0)))
+      [0.3 0.1]
+    """
     seconds = np.array(seconds, float)
     if seconds.ndim != 2 or not seconds.size or not (seconds >= 0).all():
         raise ValueError(

@@ -20,6 +20,12 @@ class Job:
 
     Raises:
       ValueError: if a number is out of its range.
+
+    Examples:
+      >>> from decentjax import runtime
+      >>> job = runtime.Job(model_bytes=4 * 25e6, compute=runtime.constant(0.1))
+      >>> print(job.draw(step=0, num_workers=3, seed=0))
+      [0.1 0.1 0.1]
     """
 
     model_bytes: float

@@ -46,6 +46,14 @@ def ratios(
 
     Raises:
       ValueError: if the topology has another number of workers.
+
+    Examples:
+      >>> from decentjax import runtime, topology
+      >>> cluster = runtime.Cluster(num_nodes=8, between_bytes_per_second=1e9)
+      >>> job = runtime.Job(model_bytes=100e6, compute=runtime.constant(0.1))
+      >>> found = runtime.ratios(cluster, job, topology.one_peer_ring(8))
+      >>> print(f"gamma {found.gamma:.2f}, omega {found.omega:.2f}")
+      gamma 1.75, omega 0.57
     """
     whole = all_reduce_seconds(cluster, job.model_bytes)
     exchange = exchange_seconds(cluster, topology, job.model_bytes)
@@ -77,6 +85,13 @@ def moments(
 
     Raises:
       ValueError: if all compute times are 0.
+
+    Examples:
+      >>> from decentjax import runtime
+      >>> job = runtime.Job(model_bytes=1e6, compute=runtime.gamma(0.1, sigma=0.2))
+      >>> mean, variance = runtime.moments(job, num_workers=8)
+      >>> round(mean, 2), round(variance, 2)
+      (0.1, 0.04)
     """
     drawn = np.stack([job.draw(step, num_workers, seed) for step in range(num_steps)])
     mean = float(drawn.mean())
@@ -94,6 +109,13 @@ def all_reduce_without_stragglers(
 
     Raises:
       ValueError: if a number is out of its range.
+
+    Examples:
+      >>> from decentjax import runtime
+      >>> round(runtime.all_reduce_without_stragglers(gamma=0.5), 3)
+      1.05
+      >>> round(runtime.all_reduce_without_stragglers(gamma=2.0), 3)
+      2.4
     """
     check_not_negative(gamma=gamma)
     if not 0 <= forward_share <= 1 or num_buckets < 1:
@@ -114,6 +136,11 @@ def exchange_without_stragglers(gamma: float, omega: float) -> float:
 
     Raises:
       ValueError: if a number is out of its range.
+
+    Examples:
+      >>> from decentjax import runtime
+      >>> runtime.exchange_without_stragglers(gamma=2.0, omega=0.25)
+      1.0
     """
     check_not_negative(gamma=gamma, omega=omega)
     return max(1.0, omega * gamma)

@@ -104,6 +104,14 @@ def all_reduce(
       num_steps: number of steps, T.
       seed: seed of the compute times.
       num_buckets: number of buckets, B; with 1 nothing overlaps.
+
+    Examples:
+      >>> from decentjax import runtime
+      >>> cluster = runtime.Cluster(num_nodes=4, between_bytes_per_second=1e9)
+      >>> job = runtime.Job(model_bytes=100e6, compute=runtime.constant(0.1))
+      >>> times = runtime.all_reduce(cluster, job, num_steps=10)
+      >>> round(times.seconds_per_step(), 3)
+      0.19
     """
     check_positive(num_buckets=num_buckets)
     seconds = all_reduce_seconds(cluster, job.model_bytes) / num_buckets
@@ -147,6 +155,14 @@ def in_step(
 
     Raises:
       ValueError: if the topology has another number of workers.
+
+    Examples:
+      >>> from decentjax import runtime, topology
+      >>> cluster = runtime.Cluster(num_nodes=4, between_bytes_per_second=1e9)
+      >>> job = runtime.Job(model_bytes=100e6, compute=runtime.constant(0.1))
+      >>> times = runtime.in_step(cluster, job, topology.one_peer_ring(4), num_steps=10)
+      >>> round(times.seconds_per_step(), 3)
+      0.1
     """
     planned = plans(cluster, topology)
     free = np.zeros(cluster.num_nodes)
@@ -192,6 +208,15 @@ def background(
 
     Raises:
       ValueError: if the topology has another number of workers.
+
+    Examples:
+      >>> from decentjax import runtime, topology
+      >>> cluster = runtime.Cluster(num_nodes=4, between_bytes_per_second=1e9)
+      >>> job = runtime.Job(model_bytes=200e6, compute=runtime.constant(0.1))
+      >>> ring = topology.one_peer_ring(4)
+      >>> times = runtime.background(cluster, job, ring, num_steps=10)
+      >>> round(float(times.exposed[-1].mean()), 3)
+      0.1
 
     Source: the code of From Promise to Practice (ICLR 2025), Decent-DP.
     """
@@ -242,6 +267,14 @@ def rounds(
 
     Raises:
       ValueError: if the schedule has another number of workers.
+
+    Examples:
+      >>> from decentjax import runtime, schedule, topology
+      >>> cluster = runtime.Cluster(num_nodes=4, between_bytes_per_second=1e8)
+      >>> job = runtime.Job(model_bytes=100e6, compute=runtime.constant(0.1))
+      >>> plan = schedule.every(topology.complete(4), num_steps=50)
+      >>> round(runtime.rounds(cluster, job, plan, num_steps=100).seconds_per_step(), 3)
+      0.13
     """
     exchanges = {one.exchange for one in schedule.rounds if one.exchange is not None}
     legs = {one: plans(cluster, Topology("one", (one,)))[0] for one in exchanges}
@@ -296,6 +329,16 @@ def wait_avoiding(
     Raises:
       ValueError: if the topology has another number of workers.
 
+    Examples:
+      >>> from decentjax import runtime, topology
+      >>> cluster = runtime.Cluster(num_nodes=8, between_bytes_per_second=1e9)
+      >>> late = runtime.delayed(runtime.constant(0.1), count=1, seconds=0.3)
+      >>> job = runtime.Job(model_bytes=1e6, compute=late)
+      >>> groups = topology.butterfly_groups(8)
+      >>> times = runtime.wait_avoiding(cluster, job, groups, 100, sync_every=10)
+      >>> round(times.seconds_per_step(), 2)
+      0.19
+
     Source: Li et al., WAGMA-SGD (2020), section 3.
     """
     check_positive(sync_every=sync_every)
@@ -346,6 +389,14 @@ def peers(
 
     Raises:
       ValueError: if the topology has another number of workers, or groups or nodes.
+
+    Examples:
+      >>> from decentjax import runtime, topology
+      >>> cluster = runtime.Cluster(num_nodes=2, between_bytes_per_second=1e9)
+      >>> job = runtime.Job(model_bytes=10e6, compute=runtime.constant(0.1))
+      >>> times, mixed = runtime.peers(cluster, job, topology.ring(2), num_steps=2)
+      >>> mixed[0]
+      Mixed(step=0, worker=0, peer=1, version=0)
     """
     check_size(cluster, topology)
     edges = [_edges(exchange) for exchange in topology]

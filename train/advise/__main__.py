@@ -1,6 +1,6 @@
 """Advises whether to train decentralized on a cluster, and with which topology.
 
-`python -m train.advise --nodes 4 --workers-per-node 4 --between 25gbit
+`decentjax advise --nodes 4 --workers-per-node 4 --between 25gbit
 --inside 600gbit --compute 65ms --params 65M`, or `--measure CONFIG.py` on the
 processes of the training job.
 """
@@ -14,13 +14,15 @@ import jax
 import tyro
 from rich.console import Console
 
+from decentjax.distributed.devices import provide_cpu_devices
+from train.advise.race import Contender, read_race
 from train.advise.rank import compare
 from train.advise.setting import Flags, Setting
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.config import Config
-from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
+from train.job.distributed import fail_stop, leave, start
 
 MEASURE = "--measure"
 
@@ -41,48 +43,52 @@ def main(arguments: list[str]) -> int:
 
         With --measure CONFIG.py instead of these options, measures them.
 
+        Example: `decentjax advise --nodes 16 --between 25gbit --compute 200ms --params
+        124M`.
+
         Args:
           flags: cluster and job.
           steps: number of simulated steps.
           seed: seed of the compute times.
-          race: file quality.json of `python -m train.bench quality`, with the steps
+          race: file quality.json of `decentjax bench quality`, with the steps
             that each method has taken to a loss: says which one is there first on this
             cluster, and at which rates of the links another one is.
-          out: folder for advice.json, map.svg and steps.svg.
+          out: folder for advice.json, advice.html, map.svg and steps.svg.
         """
-        return look(flags.setting(), steps, seed, out, race)
+        return look(flags.setting(), steps, seed, out, read_race(race))
 
-    return tyro.cli(run, prog="python -m train.advise", args=arguments)
+    return tyro.cli(run, prog="decentjax advise", args=arguments)
 
 
 def look(
-    setting: Setting, steps: int, seed: int, out: Path, race: Path | None = None
+    setting: Setting, steps: int, seed: int, out: Path, contenders: list[Contender]
 ) -> int:
     """Compares the topologies, and prints, writes and draws the result."""
     # Imports matplotlib, which takes a while: not for --help.
     from train.advise import advice_report
-    from train.advise.race import read_race
+    from train.figures.page import Section
 
-    contenders = [] if race is None else read_race(race)  # Errors come first.
     console = Console(width=140, soft_wrap=True, markup=False, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
     progress = advice_report.progress
     shown = functools.partial(progress, title="simulating", console=console)
     found = compare(setting, steps, seed, shown)
-    advice_report.say(found, console)
+    advice_report.say(found, console, races=bool(contenders))
     finish = advice_report.say_race(setting, contenders, console)
     advice_report.write_advice(out / "advice.json", found, finish)
     baseline, *rows = found.rows
     choice, other, _ = found.advice
     # With all-reduce as the choice, the best topology shows why.
     drawn = other if choice is baseline else choice
-    if drawn is None:
-        console.print(f"\n{out / 'advice.json'}")
-        return 0
-    topology = found.topologies[rows.index(drawn)]
-    advice_report.draw_steps(out / "steps.svg", setting, drawn, topology)
-    advice_report.draw_map(out / "map.svg", found, drawn, topology, console)
-    console.print(f"\n{out / 'advice.json'}  map.svg  steps.svg")
+    figures = {}
+    if drawn is not None:
+        topology = found.topologies[rows.index(drawn)]
+        figures["Steps"] = advice_report.draw_steps(setting, drawn, topology)
+        figures["Map"] = advice_report.draw_map(found, drawn, topology, console)
+    sections = [Section(title, figure) for title, figure in figures.items()]
+    advice_report.write_advice_page(out, found, sections)
+    files = ["advice.html", "map.svg", "steps.svg"] if figures else ["advice.html"]
+    console.print(f"\n{'  '.join([str(out / 'advice.json'), *files])}")
     return 0
 
 
@@ -94,7 +100,7 @@ def _measured(arguments: list[str]) -> int:
     following = arguments[place + 1 : place + 2]
     if not following or following[0].startswith("-"):
         show_usage(
-            "usage: python -m train.advise --measure CONFIG.py [--field value ...]",
+            "usage: decentjax advise --measure CONFIG.py [--field value ...]",
             following,
         )
     path = Path(arguments[place + 1])
@@ -113,8 +119,8 @@ def _measured(arguments: list[str]) -> int:
           config: config of the run, with its workers and processes.
           measured_steps: number of steps whose compute times are measured.
           steps: number of simulated steps.
-          race: file quality.json of `python -m train.bench quality`.
-          out: folder for advice.json, map.svg and steps.svg.
+          race: file quality.json of `decentjax bench quality`.
+          out: folder for advice.json, advice.html, map.svg and steps.svg.
         """
         if min(steps, measured_steps) < 1:
             raise ValueError(
@@ -126,20 +132,25 @@ def _measured(arguments: list[str]) -> int:
                 "peers share no job in which to measure: take --exchange.where auto"
             )
         # First: an error should not cost a measurement.
+        contenders = read_race(race)
         out.mkdir(parents=True, exist_ok=True)
         if config.distributed.enabled:
             with fail_stop():
                 start(config.distributed, config.workers.num_workers)
-                return _here(config, measured_steps, steps, out, race)
+                return _here(config, measured_steps, steps, out, contenders)
         provide_cpu_devices(config.workers.num_workers)
-        return _here(config, measured_steps, steps, out, race)
+        return _here(config, measured_steps, steps, out, contenders)
 
-    prog = f"python -m train.advise --measure {path}"
+    prog = f"decentjax advise --measure {path}"
     return tyro.cli(run, prog=prog, args=rest, config=AS_OPTIONS)
 
 
 def _here(
-    config: Config, measured_steps: int, steps: int, out: Path, race: Path | None
+    config: Config,
+    measured_steps: int,
+    steps: int,
+    out: Path,
+    contenders: list[Contender],
 ) -> int:
     # Imports the trainer, which a prediction from flags does not need.
     from train.advise.measure import measure
@@ -148,7 +159,7 @@ def _here(
     leave()
     if jax.process_index() != 0:
         return 0
-    return look(setting, steps, config.seed, out, race)
+    return look(setting, steps, config.seed, out, contenders)
 
 
 if __name__ == "__main__":

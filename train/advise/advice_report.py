@@ -1,23 +1,25 @@
-"""The advice as tables, sentences, figures and JSON."""
+"""The advice as tables, sentences, JSON, and a page with figures."""
 
 import dataclasses
+import html
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from decentjax import Topology, runtime
-from train.advise.race import Contender, finishes, fitting, turns
+from train.advise.race import Contender, finishes, fitting, flags_of, turns
 from train.advise.rank import Findings, Prediction
 from train.advise.setting import Setting
-from train.cli.tables import aligned, write_json
+from train.cli.tables import aligned, counted, write_json
+from train.config import Config
 from train.figures.advice_figure import draw_speed_ups
-from train.figures.style import save_svg
+from train.figures.page import Section, html_table, write_page
 from train.figures.timeline_figure import draw_timelines
 from train.network import GBIT, duration
 from train.run.timeline import spans_of
@@ -36,7 +38,21 @@ def progress(items: Sequence[T], title: str, console: Console) -> Iterable[T]:
     return track(items, title, console=console, transient=True, disable=hidden)
 
 
-def times_table(rows: Sequence[Prediction], choice: str) -> Table:
+class Cells(NamedTuple):
+    """A table, for the terminal and for the page.
+
+    Args:
+      title: title of the table.
+      heads: heads of its columns.
+      rows: cells of its rows.
+    """
+
+    title: str
+    heads: list[str]
+    rows: list[list[str]]
+
+
+def times_table(rows: Sequence[Prediction]) -> Cells:
     """Returns the table of step times."""
     cells = [
         [
@@ -50,10 +66,10 @@ def times_table(rows: Sequence[Prediction], choice: str) -> Table:
         for row in rows
     ]
     heads = ["", "step", "compute", "exposed", "waiting", "speed-up"]
-    return aligned(heads, cells, bold=choice, title="time per step, ms")
+    return Cells("time per step, ms", heads, cells)
 
 
-def traffic_table(rows: Sequence[Prediction], choice: str) -> Table:
+def traffic_table(rows: Sequence[Prediction]) -> Cells:
     """Returns the table of traffic and consensus."""
     cells = [
         [
@@ -72,33 +88,79 @@ def traffic_table(rows: Sequence[Prediction], choice: str) -> Table:
     heads = ["", "messages", "MB of worker", "MB of card", "exchange, ms", "omega"]
     heads += ["factor per step", "per second", "exact after"]
     title = "traffic per step of the busiest worker and card, and consensus"
-    return aligned(heads, cells, bold=choice, title=title)
+    return Cells(title, heads, cells)
 
 
-def say(found: Findings, console: Console) -> None:
-    """Prints the question, the predictions and the advice."""
-    setting, cluster = found.setting, found.setting.cluster
-    console.print(
-        f"{cluster.num_nodes} nodes x {cluster.workers_per_node} workers, a model of "
-        f"{setting.job.model_bytes / 1e6:.4g} MB\n"
-        f"gamma = {found.gamma:.3g} (all-reduce over compute time), "
-        f"sigma = {found.sigma:.2g} (deviation of the compute time over its mean)"
-    )
-    for fact in setting.facts:
-        console.print(fact)
+def say(found: Findings, console: Console, races: bool = False) -> None:
+    """Prints the question, the predictions and the advice.
+
+    Args:
+      found: the predictions.
+      console: where they are printed.
+      races: whether `say_race` follows, which has another measure.
+    """
+    for line in question(found):
+        console.print(line)
     choice = found.advice.choice
-    for table in (times_table, traffic_table):
-        console.print("", table(found.rows, choice.name), sep="\n")
+    for title, heads, cells in (times_table(found.rows), traffic_table(found.rows)):
+        table = aligned(heads, cells, bold=choice.name, title=title)
+        console.print("", table, sep="\n")
     if found.unfit:
         console.print("\ndoes not fit")
         for name, reason in found.unfit.items():
             console.print(f"  {name}: {reason}")
-    console.print(f"\nadvice: {choice.name}\n  {found.advice.reason}")
-    workers = (
-        f"--workers.num-workers {cluster.num_workers} "
-        f"--workers.workers-per-node {cluster.workers_per_node}"
-    )
-    console.print(f"  python -m train CONFIG.py {workers} {choice.flags}")
+    measure = " by the time of a step" if races else ""
+    console.print(f"\nadvice{measure}: {choice.name}\n  {found.advice.reason}")
+    if choice is not found.rows[0] and not races:
+        console.print(
+            "  This is the time of a step: at equal steps all-reduce mostly has the "
+            "lower loss; --race compares the time to one loss."
+        )
+    console.print(f"  {command_of(found)}")
+
+
+def question(found: Findings) -> list[str]:
+    """Returns the lines that say for which cluster and job the advice is."""
+    setting, cluster = found.setting, found.setting.cluster
+    return [
+        f"{counted(cluster.num_nodes, 'node')} x "
+        f"{counted(cluster.workers_per_node, 'worker')}, a model of "
+        f"{setting.job.model_bytes / 1e6:.4g} MB",
+        f"gamma = {found.gamma:.3g} (all-reduce over compute time), "
+        f"sigma = {found.sigma:.2g} (deviation of the compute time over its mean)",
+        *setting.facts,
+    ]
+
+
+def command_of(found: Findings) -> str:
+    """Returns the command that trains as the advice says."""
+    return _command(found.setting, found.advice.choice.flags)
+
+
+def write_advice_page(out: Path, found: Findings, figures: Sequence[Section]) -> None:
+    """Writes advice.html, with the advice first, and the figures as files too."""
+    choice, _, reason = found.advice
+    lines = "<br>".join(map(html.escape, question(found)))
+    unfit = [[name, reason] for name, reason in found.unfit.items()]
+    sections = [
+        Section(
+            f"Advice: {choice.name}",
+            None,
+            f"<p>{html.escape(reason)}</p><pre>{html.escape(command_of(found))}</pre>"
+            f"<p>{lines}</p>",
+        ),
+        *(
+            Section(title[0].upper() + title[1:], None, html_table(heads, cells))
+            for title, heads, cells in (
+                times_table(found.rows),
+                traffic_table(found.rows),
+            )
+        ),
+        *figures,
+    ]
+    if unfit:
+        sections.append(Section("Does not fit", None, html_table(["", ""], unfit)))
+    write_page("Topologies on your cluster", sections, out / "advice.html", out)
 
 
 def say_race(
@@ -111,9 +173,11 @@ def say_race(
     if not contenders:
         return {}
     found, changes = finishes(setting, contenders), turns(setting, contenders)
+    configs = {one.name: one.config for one in contenders}
     cells = [
         [
             one.name,
+            _graph(configs[one.name]),
             f"{one.steps:.0f}",
             f"{1e3 * one.step:.1f}",
             f"{one.seconds:.4g}",
@@ -121,11 +185,14 @@ def say_race(
         ]
         for one in found
     ]
-    measured = contenders[0].config.workers.num_workers
-    heads = ["", "steps", "ms per step", "seconds", "of the first"]
-    title = f"time to one loss, by steps that were measured with {measured} workers"
-    console.print("", aligned(heads, cells, bold=found[0].name, title=title), sep="\n")
-    console.print(f"\nfirst at the loss: {found[0].name}")
+    measured = counted(contenders[0].config.workers.num_workers, "worker")
+    heads = ["", "graph", "steps", "ms per step", "seconds", "of the first"]
+    title = f"time to one loss, by steps that were measured with {measured}"
+    first = found[0].name
+    console.print("", aligned(heads, cells, 2, bold=first, title=title), sep="\n")
+    flags = flags_of(configs[first], setting.overlap)
+    console.print(f"\nadvice by the time to the loss: {first}")
+    console.print(f"  {_command(setting, flags)}")
     for turn in changes:
         rate = turn.rate / GBIT
         console.print(
@@ -177,24 +244,22 @@ def speed_ups(setting: Setting, topology: Topology, console: Console) -> np.ndar
 
 
 def draw_map(
-    path: Path, found: Findings, row: Prediction, topology: Topology, console: Console
-) -> None:
+    found: Findings, row: Prediction, topology: Topology, console: Console
+) -> Figure:
     """Draws a topology's speed-up over gamma and sigma, and the setting's point."""
     cluster = found.setting.cluster
-    figure = draw_speed_ups(
+    return draw_speed_ups(
         GAMMAS,
         SIGMAS,
         speed_ups(found.setting, topology, console),
         (found.gamma, found.sigma),
         row.speed_up,
-        f"{row.name} on {cluster.num_nodes} nodes x {cluster.workers_per_node}",
+        f"{row.name} on {counted(cluster.num_nodes, 'node')} x "
+        f"{cluster.workers_per_node}",
     )
-    save_svg(figure, path)
 
 
-def draw_steps(
-    path: Path, setting: Setting, row: Prediction, topology: Topology
-) -> None:
+def draw_steps(setting: Setting, row: Prediction, topology: Topology) -> Figure:
     """Draws a few steps of a few workers: all-reduce above, the topology below."""
     drawn = min(DRAWN_WORKERS, setting.cluster.num_workers)
     # Both on one scale of time, that of the slower one.
@@ -205,7 +270,22 @@ def draw_steps(
         title = f"{name}: {DRAWN_STEPS} steps in {duration(end)}"
         timelines[title] = spans_of(times, drawn)
         seconds = max(seconds, end)
-    save_svg(draw_timelines(timelines, seconds, "worker"), path)
+    return draw_timelines(timelines, seconds, "worker")
+
+
+def _graph(config: Config) -> str:
+    return "" if config.step.algorithm == "all_reduce" else config.topology.name
+
+
+def _command(setting: Setting, flags: str) -> str:
+    cluster = setting.cluster
+    start = f"decentjax launch -n {cluster.num_workers} CONFIG.py"
+    if cluster.num_nodes > 1:
+        start = "srun decentjax train CONFIG.py --distributed.enabled"
+    return (
+        f"{start} --workers.num-workers {cluster.num_workers} "
+        f"--workers.workers-per-node {cluster.workers_per_node} {flags}"
+    )
 
 
 def _factor(factor: float | None) -> str:

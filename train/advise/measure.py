@@ -41,7 +41,7 @@ from train.job.distributed import gather
 from train.network import GBIT, duration
 from train.run.build import build_lone_step, build_mesh, build_state, in_background
 from train.run.optimizers import build_optimizer
-from train.tasks.task import Task
+from train.tasks.task import Task, build_task
 
 REPEATS = 3  # Timed runs of an exchange, after one that compiles.
 
@@ -63,7 +63,7 @@ def measure(config: Config, num_steps: int) -> Setting:
     if mesh is None:
         raise ValueError(
             "simulated workers send no messages to measure: start processes, "
-            "`python -m train.launch --processes N --module train.advise --measure "
+            "`decentjax launch --processes N --module train.advise --measure "
             "CONFIG.py`, or give --workers.where mesh"
         )
     local = config.workers.workers_per_node
@@ -73,7 +73,7 @@ def measure(config: Config, num_steps: int) -> Setting:
         )
     own = (config.topology,)
     fit, _ = fitting(mesh.size, local, own)
-    task = config.task.build()
+    task = build_task(config.task)
     console = Console(quiet=jax.process_index() > 0, soft_wrap=True)
     with console.status(f"computing {num_steps} steps"):
         trace = _compute_times(config, task, mesh, num_steps)

@@ -4,7 +4,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -12,8 +12,8 @@ import numpy as np
 from decentjax import runtime
 from decentjax.runtime import Cluster, Job
 from decentjax.topology import Topology
-from train.advise.setting import Setting
-from train.cli.config_json import from_fields
+from train.advise.setting import Overlap, Setting
+from train.cli.config_json import changes, from_fields
 from train.config import Config
 from train.run.rounds import rounds_of, sent_bytes
 
@@ -69,12 +69,19 @@ class Turn(NamedTuple):
     above: str
 
 
-def read_race(path: Path) -> list[Contender]:
-    """Reads the steps that `python -m train.bench quality` has measured.
+def read_race(path: Path | None) -> list[Contender]:
+    """Reads the steps that `decentjax bench quality` has measured; none without a file.
 
     Raises:
       ValueError: if the file holds none, or those of another version.
     """
+    if path is None:
+        return []
+    if not path.is_file():
+        raise ValueError(
+            f"--race: there is no file {path}; `decentjax bench quality` writes one, "
+            "and a checkout has configs/quality.json"
+        )
     try:
         rows = json.loads(path.read_text())["steps"]
         if not rows:
@@ -85,8 +92,8 @@ def read_race(path: Path) -> list[Contender]:
         ]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{path} has no steps to a loss, which `python -m train.bench quality` "
-            f"writes: {error!r}"
+            f"{path} has no steps to a loss, which `decentjax bench quality` "
+            f"writes: {type(error).__name__}: {error}"
         ) from error
 
 
@@ -166,6 +173,23 @@ def step_seconds(setting: Setting, config: Config) -> float:
     if config.step.algorithm == "atc":
         setting = dataclasses.replace(setting, overlap="none")
     return setting.simulate(topology, steps, 0).seconds_per_step()
+
+
+def flags_of(config: Config, overlap: Overlap) -> str:
+    """Returns the options of `decentjax train` that select a config's method."""
+    options: dict[str, Any] = {
+        "optimizer.name": config.optimizer.name,
+        "step.algorithm": config.step.algorithm,
+        "step.message_dtype": config.step.message_dtype,
+        "topology.name": config.topology.name,
+    }
+    for part, value in (("topology", config.topology), ("rounds", config.rounds)):
+        found = changes(vars(type(value)()), vars(value), f"{part}.")
+        options |= {name: new for name, _, new in found}
+    hides = config.step.algorithm == "awc" or "rounds.delay" in options
+    if hides and overlap == "background":
+        options["exchange.where"] = overlap
+    return " ".join(f"--{x.replace('_', '-')} {y}" for x, y in options.items())
 
 
 def _of_rounds(setting: Setting, config: Config, topology: Topology) -> float:

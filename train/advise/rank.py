@@ -27,7 +27,7 @@ class Prediction(NamedTuple):
 
     Args:
       name: name of the scheme.
-      flags: options of `python -m train` that select it.
+      flags: options of `decentjax train` that select it.
       step: seconds of a step.
       compute: seconds of compute in a step.
       exposed: seconds of a step spent on messages that nothing hides.
@@ -161,9 +161,9 @@ def candidates(num_workers: int, workers_per_node: int) -> list[TopologyConfig]:
         TopologyConfig(name="base_k", degree=1),
         TopologyConfig(name="butterfly_groups"),
         TopologyConfig(name="complete"),
+        TopologyConfig(name="alternating_exponential_ring"),
     ]
     if workers_per_node > 1:
-        configs.append(TopologyConfig(name="alternating_exponential_ring"))
         between = "one_peer_ring", "one_peer_exponential", "complete"
         configs += [TopologyConfig(name="hierarchical", between=b) for b in between]
     return configs

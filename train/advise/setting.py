@@ -9,7 +9,16 @@ from decentjax import Topology, runtime
 from decentjax.runtime import Cluster, Compute, Job, Ratios, Times
 from decentjax.runtime.ratios import ratios_of
 from train.config import TopologyConfig
-from train.network import ClusterSpec, count, rate, seconds
+from train.network import (
+    ClusterSpec,
+    Count,
+    MaybeRate,
+    Rate,
+    Time,
+    count,
+    rate,
+    seconds,
+)
 
 Overlap = Literal["in_step", "background", "none"]
 
@@ -19,6 +28,11 @@ FORWARD_SHARES: dict[Overlap, float] = {
     "background": 1.0,
     "none": 1.0,
 }
+SIGMA = 0.05  # Where none is given.
+SIGMA_ASSUMED = (
+    f"sigma = {SIGMA:g} is assumed: on fast links the advice rests on it; give "
+    "--sigma, or measure it by --measure CONFIG"
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,7 +103,7 @@ class Flags:
       between_latency: latency of a message between nodes.
       inside_latency: latency of a message inside a node.
       compute: mean time of a step's forward and backward pass.
-      sigma: standard deviation of that time, over the mean.
+      sigma: standard deviation of that time, over the mean; by default 0.05.
       distribution: distribution of that time.
       late_workers: number of workers, drawn at random in each step, that are late.
       late_by: delay of the late workers.
@@ -103,16 +117,16 @@ class Flags:
 
     nodes: int
     workers_per_node: int = 1
-    between: str
-    inside: str | None = None
-    between_latency: str = "20us"
-    inside_latency: str = "5us"
-    compute: str
-    sigma: float = 0.05
+    between: Rate
+    inside: MaybeRate = None
+    between_latency: Time = "20us"
+    inside_latency: Time = "5us"
+    compute: Time
+    sigma: float | None = None
     distribution: Literal["constant", "normal", "gamma", "log_normal"] = "gamma"
     late_workers: int = 0
-    late_by: str = "0s"
-    params: str
+    late_by: Time = "0s"
+    params: Count
     bytes_per_param: float = 4.0
     forward_share: float | None = None
     overlap: Overlap = "in_step"
@@ -140,17 +154,21 @@ class Flags:
         share = self.forward_share
         job = Job(
             model_bytes=count("params", self.params) * self.bytes_per_param,
-            compute=self._compute(),
+            compute=self._compute(spec.num_nodes * spec.workers_per_node),
             forward_share=FORWARD_SHARES[self.overlap] if share is None else share,
         )
-        return Setting(cluster=spec.runtime_cluster(), job=job, overlap=self.overlap)
+        assumed = self.sigma is None and self.distribution != "constant"
+        facts = (SIGMA_ASSUMED,) if assumed else ()
+        cluster = spec.runtime_cluster()
+        return Setting(cluster=cluster, job=job, overlap=self.overlap, facts=facts)
 
-    def _compute(self) -> Compute:
+    def _compute(self, num_workers: int) -> Compute:
         mean = seconds("compute", self.compute)
         if self.distribution == "constant":
             compute = runtime.constant(mean)
         else:
-            compute = getattr(runtime, self.distribution)(mean, self.sigma)
+            sigma = SIGMA if self.sigma is None else self.sigma
+            compute = getattr(runtime, self.distribution)(mean, sigma)
         late_by = seconds("late_by", self.late_by)
         # One of the two alone would silently have no effect.
         if (self.late_workers == 0) != (late_by == 0):
@@ -160,4 +178,9 @@ class Flags:
             )
         if late_by == 0:
             return compute
+        if self.late_workers > num_workers:
+            raise ValueError(
+                f"late_workers must be at most {num_workers}, the number of all "
+                f"workers, got {self.late_workers}"
+            )
         return runtime.delayed(compute, self.late_workers, late_by)

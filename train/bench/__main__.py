@@ -1,4 +1,4 @@
-"""Speed, side by side: `python -m train.bench NAME [--option value ...]`."""
+"""Speed, side by side: `decentjax bench NAME [--option value ...]`."""
 
 import importlib
 import sys
@@ -28,11 +28,15 @@ BENCHES = {
     "codec": ("codecs", "how fast messages are encoded, beside a copy"),
     "data": ("input", "reading batches, beside training with them"),
     "model": ("model.model", "predicted step times, beside measured ones"),
+    "work": ("work", "how uneven the steps of workers are, each alone"),
 }
-USAGE = """usage: python -m train.bench {names} [--option value ...]
-       python -m train.bench NAME --help
+USAGE = """usage: decentjax bench {names} [--option value ...]
+       decentjax bench NAME --help
 
-{benches}"""
+{benches}
+
+example:
+  decentjax bench step --rounds 5"""
 
 
 @command()
@@ -46,7 +50,7 @@ def main(arguments: list[str]) -> int:
     run = importlib.import_module(f"train.bench.{BENCHES[name][0]}").main
     # The options are the fields of the class that `main` takes.
     kind, _ = typing.get_type_hints(run).values()
-    return run(tyro.cli(kind, prog=f"python -m train.bench {name}", args=options))
+    return run(tyro.cli(kind, prog=f"decentjax bench {name}", args=options))
 
 
 if __name__ == "__main__":

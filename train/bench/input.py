@@ -38,9 +38,9 @@ class DataBench:
     """
 
     configs: tuple[Path, ...] = (
-        Path("configs/digits_accumadam_aer.py"),
-        Path("configs/numbers_accumadam_aer.py"),
-        Path("configs/stdlib_accumadamw_aer.py"),
+        Path("digits_accumadam_aer"),
+        Path("numbers_accumadam_aer"),
+        Path("stdlib_accumadamw_aer"),
     )
     steps: int = 100
     processes: int | None = None

@@ -42,9 +42,9 @@ class StepBench:
     """
 
     configs: tuple[Path, ...] = (
-        Path("configs/openwebtext_accumadamw_aer.py"),
-        Path("configs/wmt14_de_accumadam_aer.py"),
-        Path("configs/imagenet_accumadam_aer.py"),
+        Path("openwebtext_accumadamw_aer"),
+        Path("wmt14_de_accumadam_aer"),
+        Path("imagenet_accumadam_aer"),
     )
     batches: tuple[int, ...] = (1, 512, 8)
     compute_dtype: Literal["float32", "bfloat16"] = "float32"

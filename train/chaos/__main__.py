@@ -1,6 +1,6 @@
 """Injects faults into real jobs at random, and checks what is promised.
 
-`python -m train.chaos CONFIG.py --minutes 5 --seed 0 [--field value ...]`
+`decentjax chaos CONFIG.py --minutes 5 --seed 0 [--field value ...]`
 """
 
 import dataclasses
@@ -19,6 +19,7 @@ from train.chaos import members
 from train.chaos.faults import FAULTS, Bench, reference
 from train.chaos.jobs import BrokenError, MissedError
 from train.cli.command import command, show_usage
+from train.cli.load import load_config
 from train.cli.tables import markdown, to_json, write_whole
 from train.figures.members_figure import draw_members
 from train.figures.style import save_svg
@@ -26,8 +27,10 @@ from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
 from train.run.history import read_history
 
 USAGE = (
-    "usage: python -m train.chaos CONFIG.py [--faults kill freeze ...] [--minutes 5] "
-    "[--seed 0] [--field value ...]"
+    "usage: decentjax chaos CONFIG.py [--faults kill,freeze,...] [--minutes 5] "
+    "[--seed 0] [--field value ...]\n\n"
+    "Injects faults into real jobs at random, and checks what is promised.\n\n"
+    "example:\n  decentjax chaos quickstart --faults kill freeze --minutes 5"
 )
 FaultName = Literal[
     "kill", "freeze", "stall", "partition", "corrupt", "full-disk", "sigterm", "nan"
@@ -41,7 +44,7 @@ class Chaos:
 
     Each fault gets a job of its own, of a few steps, which must end as an undisturbed
     one does. Kills and freezes are also done to one elastic run, while it trains.
-    Fields of the config follow, as for `python -m train`.
+    Fields of the config follow, as for `decentjax train`.
 
     Args:
       faults: the faults; each in turn, in a random order, until the time is over.
@@ -95,10 +98,11 @@ def main(arguments: list[str]) -> int:
     config, *options = arguments
     chaos, fields = tyro.cli(
         Chaos,
-        prog="python -m train.chaos CONFIG.py",
-        args=options,
+        prog="decentjax chaos CONFIG.py",
+        args=separated(options),
         return_unknown_args=True,
     )
+    load_config(Path(config))  # Each job would end with its error.
     if chaos.out.exists():
         raise ValueError(
             f"{chaos.out} is there already: choose another folder with --out"
@@ -106,6 +110,15 @@ def main(arguments: list[str]) -> int:
     chaos = dataclasses.replace(chaos, out=chaos.out.absolute())
     cluster = EmulatedCluster(nodes=chaos.processes)
     return in_cluster(cluster, lambda nodes: _run(chaos, [config, *fields], nodes))
+
+
+def separated(words: list[str]) -> list[str]:
+    """The words of a command line, with "kill,freeze" as two."""
+    names = set(get_args(FaultName))
+    parts = [word.split(",") for word in words]
+    return [
+        x for many in parts for x in (many if names >= {*many} else [",".join(many)])
+    ]
 
 
 def _run(chaos: Chaos, config: list[str], nodes: Nodes) -> int:

@@ -24,7 +24,9 @@ from train.chaos.jobs import (
 from train.job.namespaces import Nodes
 from train.run.checkpoint import find_checkpoints
 
-TIMEOUT = 6  # Seconds after which a job gives up a silent process.
+# On a busy machine a job may give up again while it starts.
+RESTARTS = 3
+TIMEOUT = 10  # Seconds after which a job gives up a silent process.
 SLACK = 30.0  # Seconds for a job to end beyond that, on a busy machine.
 STALL_SECONDS = 1.0
 NOT_FINITE = 71
@@ -102,11 +104,15 @@ def _middle(bench: Bench, draw: random.Random) -> int:
 
 
 def _signalled(
-    bench: Bench, name: str, draw: random.Random, *signals: tuple[int, float]
+    bench: Bench,
+    name: str,
+    draw: random.Random,
+    *signals: tuple[int, float],
+    timeout: int = 300,
 ) -> None:
     """A job whose process gets signals, each after some seconds, and that restarts."""
-    limit = ("--distributed.timeout-seconds", str(TIMEOUT))
-    with bench.launch(name, "--max-restarts", "1", "--", *limit) as job:
+    limit = ("--distributed.timeout-seconds", str(timeout))
+    with bench.launch(name, "--max-restarts", str(RESTARTS), "--", *limit) as job:
         job.reach(_middle(bench, draw))
         processes = sorted(job.processes().items())
         if not processes:
@@ -124,7 +130,7 @@ def kill(bench: Bench, name: str, draw: random.Random) -> None:
 
 
 def freeze(bench: Bench, name: str, draw: random.Random) -> None:
-    _signalled(bench, name, draw, (signal.SIGSTOP, 0))
+    _signalled(bench, name, draw, (signal.SIGSTOP, 0), timeout=TIMEOUT)
 
 
 def stall(bench: Bench, name: str, draw: random.Random) -> None:

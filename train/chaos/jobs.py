@@ -129,7 +129,7 @@ class Job(contextlib.AbstractContextManager):
 
 def module(name: str, *argv: object) -> list[str]:
     """The command of a module of this program."""
-    return [sys.executable, "-m", name, *map(str, argv)]
+    return [sys.executable, "-m", "decentjax", name, *map(str, argv)]
 
 
 def last_step(folder: Path) -> int:

@@ -15,9 +15,19 @@ from typing import Any, NoReturn
 
 # Of the signals SIGINT and SIGPIPE, 128 and their number, as shells have it.
 INTERRUPTED, CLOSED = 130, 141
+REQUEST = 1  # Cannot be carried out: it would end so again.
 FAILED = 70  # A run or a process of a job that began and failed, EX_SOFTWARE.
 NOT_FINITE = 71  # One whose numbers are no longer finite: it would end so again.
 OURS = ("decentjax", "train")
+# The extra that brings a package, by the name that is imported.
+EXTRAS = (
+    dict.fromkeys(("flax", "grain", "orbax", "rich", "tyro", "matplotlib"), "train")
+    | dict.fromkeys(("absl", "cloudpickle", "safetensors", "tensorboardX"), "train")
+    | dict.fromkeys(("num2words", "sacrebleu", "tensorflow_datasets"), "text")
+    | {"tokenizers": "text", "PIL": "images", "sklearn": "images"}
+    | {"datasets": "datasets", "xminigrid": "navigate"}
+    | {"pyroute2": "emulate", "nltk": "meteor", "torch": "peers", "decent_dp": "peers"}
+)
 
 
 class SaveError(Exception):
@@ -57,14 +67,16 @@ def command() -> Iterator[None]:
         raise SystemExit(f"error: {text}") from error
 
 
-def end_interrupted_imports() -> None:
-    """Makes Ctrl-C end the process as in `command`, also during the imports."""
+def end_imports_in_order() -> None:
+    """Makes Ctrl-C and a missing package end the imports as they end a `command`."""
 
     def hook(kind: type[BaseException], error: BaseException, trace: Any) -> None:
-        if not issubclass(kind, KeyboardInterrupt):
+        interrupted = issubclass(kind, KeyboardInterrupt)
+        text = sentence(error)
+        if text is None or not (interrupted or issubclass(kind, ModuleNotFoundError)):
             return sys.__excepthook__(kind, error, trace)
-        print(sentence(error), file=sys.stderr, flush=True)
-        os._exit(INTERRUPTED)
+        print(text if interrupted else f"error: {text}", file=sys.stderr, flush=True)
+        os._exit(INTERRUPTED if interrupted else 1)
 
     sys.excepthook = hook
 
@@ -79,13 +91,18 @@ def sentence(error: BaseException) -> str | None:
         if error.errno is None:
             return str(error)
         where = "" if error.filename is None else f": {os.fspath(error.filename)!r}"
+        if isinstance(error, FileExistsError | IsADirectoryError):
+            where += "; give another path"
         return f"{error.strerror}{where}"
     if isinstance(error, ImportError):
         name = error.name or ""
         if name.partition(".")[0] in OURS:
             return None
-        missing = isinstance(error, ModuleNotFoundError) and name
-        return f"this needs the package {name}: install it" if missing else str(error)
+        if not (isinstance(error, ModuleNotFoundError) and name):
+            return str(error)
+        extra = EXTRAS.get(name.partition(".")[0])
+        how = "install it" if extra is None else f"pip install 'decentjax[{extra}]'"
+        return f"this needs the package {name}: {how}"
     if isinstance(error, ValueError | FloatingPointError | SaveError):
         return str(error)
     return None

@@ -3,55 +3,70 @@
 import dataclasses
 import json
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from train.config import AnyTask, Config
+from train.cli.trust import find_own, find_task
+from train.config import TASKS, Config
+from train.fields import place_of, takes_function
+
+# The fields by which what is trained may be the user's own, as `place_of` writes it.
+PLACES = ("task.kind", "topology.make", "optimizer.make", "optimizer.schedule")
+HOOKS = ("on_step", "on_evaluation")
 
 
 def to_json(config: Config) -> str:
     """Returns the resolved config as JSON text, with the class of its task."""
-    fields = dataclasses.asdict(config)
-    # Which of the union's classes it is: fields alone do not say that.
-    fields["task"] = {"kind": type(config.task).__name__, **fields["task"]}
-    return json.dumps(fields, indent=2) + "\n"
+    kind, fields = type(config.task), dataclasses.asdict(config)
+    name = kind.__name__ if kind in TASKS else place_of(kind)
+    fields["task"] = {"kind": name, **fields["task"]}
+    return json.dumps(fields, indent=2, default=place_of) + "\n"
 
 
-def from_fields(fields: dict[str, Any], own_tasks: Sequence[type] = ()) -> Config:
+def from_fields(fields: dict[str, Any], trust: Sequence[str] = ()) -> Config:
     """Returns the config that `to_json` has written.
 
-    The fields are data: whatever they say, no code is imported or evaluated.
+    The fields are data: whatever they say, no code is imported or evaluated but that of
+    what is trusted.
 
     Args:
       fields: fields of the config, as JSON has them.
-      own_tasks: task classes beside those of `train.tasks`.
+      trust: modules and files of the user's own classes and functions.
 
     Raises:
       ValueError: if its task is unknown, or another version has written it.
     """
     task = fields.get("task") if isinstance(fields, dict) else fields
     kind = task.get("kind") if isinstance(task, dict) else task
-    kinds = {task.__name__: task for task in (*typing.get_args(AnyTask), *own_tasks)}
-    if not (isinstance(task, dict) and isinstance(kind, str) and kind in kinds):
+    kinds = {task.__name__: task for task in TASKS}
+    if not (isinstance(task, dict) and isinstance(kind, str)):
         raise ValueError(f"the task must be one of {', '.join(kinds)}, got {kind}")
+    if kind not in kinds and ":" not in kind:
+        raise ValueError(
+            f"the task must be one of {', '.join(kinds)}, or MODULE:CLASS, got {kind}"
+        )
     of_task = {name: value for name, value in task.items() if name != "kind"}
     try:
-        made = _make(kinds[kind], of_task)
-        return _make(Config, {**fields, "task": made})
+        made = make(kinds.get(kind) or find_task(kind, trust), of_task, trust)
+        return make(Config, {**fields, "task": made}, trust)
     except (TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"a config of another version: {error}") from error
 
 
-def read_config(path: Path) -> Config:
-    """Returns the config of a run's config.json.
+def read_config(path: Path, trust: Sequence[str] = ()) -> Config:
+    """Returns the config of a run's config.json, without functions that only watch it.
+
+    Args:
+      path: the file.
+      trust: see `from_fields`.
 
     Raises:
       ValueError: if it holds none, with the file's name.
     """
-    fields = read_fields(path)
+    fields = {**read_fields(path), **dict.fromkeys(HOOKS)}
     try:
-        return from_fields(fields)
+        return from_fields(fields, trust)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -73,29 +88,101 @@ def read_fields(path: Path) -> dict[str, Any]:
     return fields
 
 
+def sources(config: Config) -> tuple[str, ...]:
+    """Returns the modules and files of what a config trains that is the user's own."""
+    fields = json.loads(to_json(config))
+    places = (fields[part][name] for part, name in (x.split(".") for x in PLACES))
+    return tuple(x.partition(":")[0] for x in places if x is not None and ":" in x)
+
+
 def differences(
     old: dict[str, Any], new: dict[str, Any], prefix: str = ""
 ) -> list[str]:
     """Returns a phrase for each field in which two configs, as dicts, differ."""
-    phrases = []
+    found = changes(old, new, prefix)
+    return [f"{name} was {old!r} and is {new!r}" for name, old, new in found]
+
+
+def changes(
+    old: dict[str, Any], new: dict[str, Any], prefix: str = ""
+) -> Iterator[tuple[str, Any, Any]]:
+    """Yields the name and both values of each field in which two configs differ."""
     # Fields of either config: a version may have added one or removed one.
     for key in {**old, **new}:
         before, after = old.get(key), new.get(key)
         if isinstance(before, dict) and isinstance(after, dict):
-            phrases += differences(before, after, f"{prefix}{key}.")
+            yield from changes(before, after, f"{prefix}{key}.")
         elif before != after:
-            phrases.append(f"{prefix}{key} was {before!r} and is {after!r}")
-    return phrases
+            yield f"{prefix}{key}", before, after
 
 
-def _make(kind: Any, fields: dict[str, Any]) -> Any:
-    """A dataclass, with those inside it, from its fields as JSON has them."""
+def from_defaults(fields: dict[str, Any]) -> list[tuple[str, Any, Any]]:
+    """Returns the name, default and value of each field of a config that has another.
+
+    The default is None for a field that has none, and for those of a task of one's own.
+    """
+    return [
+        (name, default, value)
+        for name, value, default in changes(fields, _all_defaults(fields))
+        if not name.startswith("distributed.")
+    ]
+
+
+def with_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a config, and the defaults of those of later versions."""
+    return _filled(fields, _all_defaults(fields))
+
+
+def _filled(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
+    inner = {
+        key: _filled(value, defaults[key])
+        for key, value in fields.items()
+        if isinstance(value, dict) and isinstance(defaults.get(key), dict)
+    }
+    missing = {key: value for key, value in defaults.items() if key not in fields}
+    return {**fields, **inner, **missing}
+
+
+def _all_defaults(fields: dict[str, Any]) -> dict[str, Any]:
+    """The default of each field of a config, for a task of the same kind."""
+    kinds = {kind.__name__: kind for kind in TASKS}
+    own = fields["task"]["kind"]
+    task = _defaults(kinds[own]) if own in kinds else {}
+    # From JSON too, where a tuple is a list.
+    return json.loads(json.dumps(_defaults(Config) | {"task": task}))
+
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    """The default of each field of a dataclass, those inside it as dicts."""
+    hints, found = typing.get_type_hints(kind), {}
+    for field in dataclasses.fields(kind):
+        if field.default is not dataclasses.MISSING:
+            found[field.name] = field.default
+        elif dataclasses.is_dataclass(inner := hints[field.name]):
+            found[field.name] = _defaults(inner)
+    return found
+
+
+def make(kind: Any, fields: dict[str, Any], trust: Sequence[str] = ()) -> Any:
+    """Returns a dataclass, with those inside it, from its fields as JSON has them.
+
+    Raises:
+      KeyError: if it has no such field.
+      ValueError: if a value does not fit, or a function's module is not trusted.
+    """
     # JSON has lists and objects where a config has tuples, which hash, and dataclasses.
     hints = typing.get_type_hints(kind)
 
     def value(name: str, x: Any) -> Any:
-        if isinstance(x, dict) and dataclasses.is_dataclass(hints[name]):
-            return _make(hints[name], x)
-        return tuple(x) if isinstance(x, list) else x
+        hint = hints[name]
+        if isinstance(x, dict) and dataclasses.is_dataclass(hint):
+            return make(hint, x, trust)
+        if isinstance(x, str) and takes_function(hint):
+            return find_own(x, trust, f"{kind.__name__}.{name}")
+        return _as_tuple(x)
 
     return kind(**{name: value(name, x) for name, x in fields.items()})
+
+
+def _as_tuple(x: Any) -> Any:
+    return tuple(map(_as_tuple, x)) if isinstance(x, list) else x

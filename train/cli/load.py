@@ -1,11 +1,13 @@
 """What users name on the command line: files of Python, and folders."""
 
+import difflib
 import importlib.util
 import re
 import sys
 import traceback
 import typing
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import cloudpickle
@@ -14,8 +16,15 @@ if TYPE_CHECKING:
     from train.config import Config
 
 
+# The configs that come with the program.
+SHIPPED = Path(__file__).parents[2] / "configs"
+
+
 def load_config(path: Path) -> "Config":
     """Returns the `config` of a config file, a file of Python.
+
+    Args:
+      path: the file, or the name of a config that comes with the program: "quickstart".
 
     Raises:
       FileNotFoundError: if there is no such file.
@@ -23,7 +32,43 @@ def load_config(path: Path) -> "Config":
     """
     from train.config import Config  # Takes seconds, and not all commands need it.
 
-    return load_value(path, "config", Config)
+    return load_value(find_config(path), "config", Config)
+
+
+def own_sinks(path: Path) -> list[Any]:
+    """Returns the `sinks` of a config file, which runs unless it has; often none.
+
+    Raises:
+      ValueError: if they are no functions.
+    """
+    path = find_config(path)
+    module = sys.modules.get(str(path)) or load_file(path, "config file", str(path))
+    sinks = getattr(module, "sinks", [])
+    if not (isinstance(sinks, list | tuple) and all(map(callable, sinks))):
+        raise ValueError(f"{path} must define `sinks` as functions, got {sinks!r}")
+    return list(sinks)
+
+
+def find_config(path: Path) -> Path:
+    """Returns the file of a config that is given by its path or by its name.
+
+    Raises:
+      FileNotFoundError: if no config has the name, with the nearest one.
+    """
+    if path.suffix or len(path.parts) != 1:
+        return path
+    if not (found := SHIPPED / f"{path}.py").is_file():
+        near = difflib.get_close_matches(str(path), shipped_configs(), n=1)
+        hint = (
+            f"did you mean {near[0]}?" if near else "give the path of one of your own"
+        )
+        raise FileNotFoundError(f"no config is named {path}: {hint}")
+    return found
+
+
+def shipped_configs() -> list[str]:
+    """The names of the configs that come with the program."""
+    return sorted(path.stem for path in SHIPPED.glob("*.py"))
 
 
 def load_value(path: Path, name: str, kind: Any) -> Any:
@@ -38,11 +83,31 @@ def load_value(path: Path, name: str, kind: Any) -> Any:
       FileNotFoundError: if there is no such file.
       ValueError: if its value is no `kind`, or the file raises an error, with the line.
     """
+    value = getattr(load_file(path, f"{name} file", str(path)), name, None)
+    if not isinstance(value, kind):
+        kinds = typing.get_args(kind) or (kind,)
+        wanted = " or ".join(f"`{name} = {one.__name__}(...)`" for one in kinds)
+        raise ValueError(f"{path} must define {wanted}, got {value!r}")
+    return value
+
+
+def load_file(path: Path, what: str, module_name: str) -> ModuleType:
+    """Runs a file of Python, and returns it as a module.
+
+    Args:
+      path: the file.
+      what: what it is called in errors.
+      module_name: name of the module, which a run keeps for the classes of the file.
+
+    Raises:
+      FileNotFoundError: if there is no such file.
+      ValueError: if it raises an error, with the line.
+    """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {name} file {path}")
+        raise FileNotFoundError(f"there is no {what} {path}")
     if path.suffix != ".py":
-        raise ValueError(f"a {name} file is Python, NAME.py, got {path}")
-    spec = importlib.util.spec_from_file_location(f"{name} of {path.stem}", path)
+        raise ValueError(f"a {what} is Python, NAME.py, got {path}")
+    spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -58,12 +123,7 @@ def load_value(path: Path, name: str, kind: Any) -> Any:
         text = error.msg if isinstance(error, SyntaxError) else error
         where = f"{path}{_line(path, error)}"
         raise ValueError(f"{where}: {type(error).__name__}: {text}") from error
-    value = getattr(module, name, None)
-    if not isinstance(value, kind):
-        kinds = typing.get_args(kind) or (kind,)
-        wanted = " or ".join(f"`{name} = {one.__name__}(...)`" for one in kinds)
-        raise ValueError(f"{path} must define {wanted}, got {value!r}")
-    return value
+    return module
 
 
 def check_folder(*paths: Path | None) -> None:

@@ -9,6 +9,22 @@ from train.config import Config
 # --num-steps, not --config.num-steps.
 ConfigArgument = Annotated[Config, tyro.conf.arg(name="")]
 
-# The class of the task is that of the config file: a union of classes would otherwise
-# become subcommands. A flag has one form, the one that changes its default.
-AS_OPTIONS = (tyro.conf.AvoidSubcommands, tyro.conf.FlagCreatePairsOff)
+# Classes are those of the config file: a union of classes would otherwise become
+# subcommands. A flag has one form, the one that changes its default. Functions, which
+# no text can give, are no options.
+AS_OPTIONS = (
+    tyro.conf.AvoidSubcommands,
+    tyro.conf.FlagCreatePairsOff,
+    tyro.conf.SuppressFixed,
+)
+
+# For commands that read a run, whose task may be its user's own.
+Trust = Annotated[
+    tuple[str, ...],
+    tyro.conf.UseAppendAction,
+    tyro.conf.arg(
+        metavar="MODULE_OR_FILE",
+        help="module or file of the classes and functions of your own that the run "
+        "names, whose code then runs; may be given again.",
+    ),
+]

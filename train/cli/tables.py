@@ -10,7 +10,9 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rich.console import Group, RenderableType
 from rich.table import Table
+from rich.text import Text
 
 
 def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
@@ -26,7 +28,7 @@ def aligned(
     num_left: int = 1,
     bold: str | None = None,
     title: str | None = None,
-) -> Table:
+) -> RenderableType:
     """Returns a table for the terminal: text on the left, numbers aligned right.
 
     Args:
@@ -36,14 +38,15 @@ def aligned(
       bold: first cell of the row that is printed in bold, if any.
       title: title of the table, if any.
     """
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left")
+    table = Table(box=None, pad_edge=False)
     for column, head in enumerate(heads):
         # A cut name would select nothing when it is copied to a command line.
         is_text = column < num_left
         table.add_column(head, justify="left" if is_text else "right", no_wrap=is_text)
     for row in rows:
         table.add_row(*row, style="bold" if row[0] == bold else None)
-    return table
+    # As a table's own title it would be broken to the table's width.
+    return table if title is None else Group(Text(title, "italic"), table)
 
 
 def to_json(facts: Any) -> str:
@@ -60,6 +63,29 @@ def write_json(path: Path, facts: Any) -> None:
     """Writes facts as JSON, see `to_json`, and makes the folder where it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, to_json(facts))
+
+
+def words(name: str) -> str:
+    """A field's name as a label: "consensus_distance" as "consensus distance"."""
+    return name.replace("_", " ")
+
+
+def quantity(value: float, unit: str = "", digits: int = 3) -> str:
+    """Returns a score: "2.345 nats", of a "share" "97.2 %", without a unit "0.001234".
+
+    Args:
+      value: the score.
+      unit: its unit, if it has any.
+      digits: decimals of one with a unit; others may be of any size.
+    """
+    if unit == "share":
+        return f"{100 * value:.1f} %"
+    return f"{value:.{digits}f} {unit}" if unit else f"{value:.4g}"
+
+
+def counted(number: int, noun: str) -> str:
+    """Returns a number of things: "1 node", "1,024 nodes"."""
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def write_whole(path: Path, text: str) -> None:

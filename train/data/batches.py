@@ -77,7 +77,7 @@ def worker_steps(
         )
     if len(source) < num_workers * batch_per_worker:
         raise ValueError(
-            f"{num_workers} workers with batches of {batch_per_worker} need "
+            f"num_workers = {num_workers} with batches of {batch_per_worker} need "
             f"{num_workers * batch_per_worker} examples, the data has {len(source)}"
         )
     # Grain shuffles pass p by seed + p, so consecutive seeds would share their passes.

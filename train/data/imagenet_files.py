@@ -74,7 +74,7 @@ def open_imagenet(
         raise FileNotFoundError(
             f"there are no ImageNet {split} images in {folder}: download "
             f"{' and '.join(ARCHIVES.values())} from https://image-net.org into a "
-            f"folder and run `python -m train.prepare imagenet --archives FOLDER{out}`"
+            f"folder and run `decentjax prepare imagenet --archives FOLDER{out}`"
         )
     # Imported here and below, as it takes seconds and no other data needs it.
     import tensorflow_datasets as tfds

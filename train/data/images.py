@@ -19,7 +19,6 @@ from train.data.batches import Unreadable
 AREA_SHARE = (0.08, 1.0)
 ASPECT_RATIO = (3 / 4, 4 / 3)
 MAX_DRAWS = 10
-SHORTER_SIDE = 256  # In pixels, of an image before its center is cropped.
 # The errors that Pillow raises for a broken file.
 BROKEN = (OSError, SyntaxError, ValueError, Image.DecompressionBombError)
 
@@ -56,11 +55,13 @@ def random_resized_crop(
 
 
 def center_crop(image: bytes, size: int) -> np.ndarray:
-    """Returns the middle of an image whose shorter side is scaled to 256 pixels.
+    """Returns the middle of an image, seven eighths of its shorter side.
+
+    For 224 pixels it is the center of an image whose shorter side is scaled to 256.
 
     Args:
       image: JPEG or PNG bytes.
-      size: side of the middle, a square, in pixels; at most 256.
+      size: side of the middle, a square, in pixels after scaling.
 
     Returns:
       uint8 [size, size, 3].
@@ -125,8 +126,8 @@ def draw_box(width: int, height: int, random: np.random.Generator) -> Box:
 
 def _center(width: int, height: int, size: int) -> Box:
     """The part that becomes the middle, its corner on a whole pixel after scaling."""
-    shorter = min(width, height)
-    scaled = (SHORTER_SIDE * width // shorter, SHORTER_SIDE * height // shorter)
+    shorter, wanted = min(width, height), size * 8 // 7
+    scaled = (wanted * width // shorter, wanted * height // shorter)
     left, top = (round((length - size) / 2) for length in scaled)
     across, down = width / scaled[0], height / scaled[1]
     return Box(left * across, top * down, size * across, size * down)

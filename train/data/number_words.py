@@ -3,8 +3,6 @@
 import functools
 
 import numpy as np
-from num2words.lang_DE import Num2Word_DE
-from num2words.lang_EN import Num2Word_EN
 
 from train.data.pairs import Corpus, make_corpus
 from train.data.vocabulary import train_vocabulary
@@ -52,6 +50,9 @@ def _sums(
     numbers: np.ndarray, count: int, random: np.random.Generator
 ) -> list[tuple[str, str]]:
     """`count` sums of some numbers, in both languages."""
+    from num2words.lang_DE import Num2Word_DE  # Of the extra `text`.
+    from num2words.lang_EN import Num2Word_EN
+
     say = Num2Word_EN().to_cardinal, Num2Word_DE().to_cardinal
     words = {n: tuple(speak(n) for speak in say) for n in numbers.tolist()}
     terms = random.choice(numbers, (count, TERMS)).tolist()

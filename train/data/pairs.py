@@ -178,9 +178,9 @@ def read_corpus(folder: Path, vocabulary: int = 37120) -> Corpus:
     if not (folder / "corpus.json").is_file():
         raise FileNotFoundError(
             f"there is no corpus in {folder}: make it by "
-            f"`python -m train.prepare wmt14 --pair de-en --vocabulary {vocabulary} "
+            f"`decentjax prepare wmt14 --pair de-en --vocabulary {vocabulary} "
             f"--out {folder}` (or fr-en), or of text files of your own by "
-            "`python -m train.prepare pairs`"
+            "`decentjax prepare pairs`"
         )
     about = _read_json(folder / "corpus.json")
     return Corpus(

@@ -68,7 +68,7 @@ def read_tokens(folder: Path) -> Text:
         if not (folder / name).is_file():
             raise FileNotFoundError(
                 f"there is no {folder / name}: make it of text files by "
-                f"`python -m train.prepare text FILE ... --vocabulary 50257 --out "
+                f"`decentjax prepare text FILE ... --vocabulary 50257 --out "
                 f"{folder}`"
             )
     return Text(*(map_array(folder / name, np.uint16) for name in FILES))
@@ -141,6 +141,10 @@ def prepare_text(
       FileNotFoundError: if a file does not exist.
       ValueError: if one side has no document, or the tokenizer does not fit.
     """
+    if not 0 < held_out_share < 1:
+        raise ValueError(
+            f"held_out_share must be between 0 and 1, got {held_out_share}"
+        )
     paths, skipped = _all_files(files), {}
     documents = functools.partial(_documents, paths, held_out_share, skipped)
     with new_folder(out) as unfinished:

@@ -1,10 +1,15 @@
-"""Byte-level BPE, which maps any text to token ids, and back to the same text."""
+"""Byte-level BPE, which maps any text to token ids, and back to the same text.
+
+Needs the extra `text`, but for the names and numbers of special tokens.
+"""
 
 import itertools
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
 
 PAD, START, END = 0, 1, 2
 SPECIAL = ("<pad>", "<s>", "</s>")
@@ -18,7 +23,7 @@ class Vocabulary:
     characters, and is decoded to them.
     """
 
-    def __init__(self, tokenizer: Tokenizer):
+    def __init__(self, tokenizer: "Tokenizer"):
         # Against its name: text that looks like a special token is encoded as text.
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
@@ -50,6 +55,24 @@ class Vocabulary:
         self._tokenizer.save(str(path), pretty=False)
 
 
+class Bytes:
+    """The bytes of a text as its tokens, with the methods of a `Vocabulary`."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def encode(self, lines: Sequence[str]) -> list[list[int]]:
+        return [list(line.encode()) for line in lines]
+
+    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
+        return [bytes(row).decode(errors="replace") for row in rows]
+
+    def special(self, name: str) -> int:
+        """Returns the byte 0 for any special token: no text has it."""
+        del name
+        return 0
+
+
 def train_vocabulary(
     lines: Iterable[str], size: int, special: Sequence[str] = SPECIAL
 ) -> Vocabulary:
@@ -70,6 +93,8 @@ def train_vocabulary(
             f"a vocabulary of bytes and {len(special)} special tokens has at least "
             f"{256 + len(special)} tokens, got {size}"
         )
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -92,6 +117,8 @@ def load_vocabulary(path: Path) -> Vocabulary:
       FileNotFoundError: if there is no such file.
       ValueError: if it is not the file of a tokenizer.
     """
+    from tokenizers import Tokenizer
+
     if not path.is_file():
         raise FileNotFoundError(f"there is no vocabulary {path}")
     try:

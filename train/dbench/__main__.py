@@ -1,4 +1,4 @@
-"""What the graph does to accuracy: `python -m train.dbench CONFIG.py --graphs ...`.
+"""What the graph does to accuracy: `decentjax dbench CONFIG.py --graphs ...`.
 
 Trains a config over each graph with each number of workers, and measures how far the
 replicas drift apart.
@@ -17,6 +17,7 @@ from typing import Annotated
 import jax
 import tyro
 
+from decentjax.distributed.devices import provide_cpu_devices
 from train.cli.command import FAILED, command, sentence
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
@@ -26,10 +27,10 @@ from train.dbench.cells import Result, num_steps_of, train_cell
 from train.dbench.cost import check_cost
 from train.dbench.dbench_report import write_report
 from train.dbench.grid import Batch, Cell, Scaling, make_cells
-from train.job.distributed import fail_stop, leave, provide_cpu_devices, start
+from train.job.distributed import fail_stop, leave, start
 from train.run.resume import with_changes
 from train.run.tune import Grid, read_grid
-from train.tasks.task import Task
+from train.tasks.task import Task, build_task
 
 ALONE = DistributedConfig()
 RATE = "optimizer.learning-rate"
@@ -63,9 +64,11 @@ def dbench(
     trains what is missing. A cell that fails is reported, and loses no other; a graph
     that a scale cannot have is a row with its reason.
 
-    As a job of several processes, `python -m train.launch --processes 4 --module
+    As a job of several processes, `decentjax launch --processes 4 --module
     train.dbench CONFIG.py ...`, it trains the cells that have as many workers as the
     job has devices.
+
+    Example: `decentjax dbench quickstart --graphs ring complete --workers 4 8`.
 
     Args:
       config: config file. Its number of workers is the base of `batch` and `scaling`.
@@ -95,6 +98,8 @@ def dbench(
     """
     if seeds < 1:
         raise ValueError(f"seeds must be at least 1, got {seeds}")
+    if minutes is not None and not minutes > 0:
+        raise ValueError(f"minutes must be positive, got {minutes}")
     base, _ = with_changes(load_config(config), change)
     base = dataclasses.replace(base, distributed=distributed)
     if num_steps is not None:
@@ -114,7 +119,7 @@ def dbench(
             cells = [_of_job(cell) for cell in cells]
         elif base.workers.where == "mesh":
             provide_cpu_devices(max(workers))
-        task = base.task.build()
+        task = build_task(base.task)
         some = [cell for cell in cells if cell.config is not None]
         expected = check_cost(some, task, seeds, len(grid.choices), minutes)
         is_first = jax.process_index() == 0
@@ -176,6 +181,6 @@ def _say_nothing(step: int, words: str) -> None:
 
 if __name__ == "__main__":
     with command():
-        done = tyro.cli(dbench, prog="python -m train.dbench", config=AS_OPTIONS)
+        done = tyro.cli(dbench, prog="decentjax dbench", config=AS_OPTIONS)
         if any(result.error for result in done):
             raise SystemExit(FAILED)

@@ -7,13 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from train.cli.tables import markdown
+from train.cli.tables import markdown, words
 from train.config import Config
 from train.dbench.cells import Result
 from train.dbench.claims import MEASURE, Claim, accuracy, claims, early, late
 from train.figures.dbench_figure import draw_dispersion, draw_points, draw_tensors
 from train.figures.page import Section, html_table, write_page
-from train.figures.style import words
 from train.run.comparison import spread
 from train.run.tune import Grid
 from train.tasks.task import Headline

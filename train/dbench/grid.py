@@ -1,6 +1,7 @@
 """The cells of a grid: a graph at a scale, as a config."""
 
 import dataclasses
+import re
 import typing
 from typing import Any, Literal, NamedTuple
 
@@ -68,6 +69,8 @@ def make_cells(
     for name, given in (("graphs", graphs), ("workers", workers)):
         if not given or len(set(given)) < len(given):
             raise ValueError(f"--{name} needs different values, got {given}")
+    if min(workers) < 1:
+        raise ValueError(f"--workers must be at least 1 each, got {workers}")
     # A name that is unknown is an error before anything runs.
     fields = {graph: graph_fields(config, graph) for graph in graphs}
     return [
@@ -87,7 +90,7 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
       ValueError: if there is no such graph.
     """
     name, at, period = graph.partition("@")
-    if at and (not period.isdigit() or name in OWN_GRAPHS):
+    if at and (not re.fullmatch("0*[1-9][0-9]*", period) or name in OWN_GRAPHS):
         raise ValueError(f"wanted GRAPH or GRAPH@STEPS, such as ring@10, got {graph!r}")
     step, topology, policy = config.step, config.topology, config.policy
     if step.algorithm == ALL_REDUCE:

@@ -1,8 +1,10 @@
-"""The figure of a comparison: training losses, and the scores of all seeds."""
+"""The figure of a comparison: curves of losses and scores, and the final scores."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from train.figures.style import grid
@@ -10,39 +12,58 @@ from train.figures.style import grid
 Curve = Sequence[tuple[float, Sequence[float]]]
 
 
-def draw_comparison(
-    curves: Mapping[str, Curve],
-    scores: Mapping[str, Sequence[float]],
-    progress: str,
-    label: str,
-) -> Figure:
-    """Draws training losses by step or time, and a dot for the score of each seed.
+class Panel(NamedTuple):
+    """Curves on two axes.
 
     Args:
-      curves: rows (step or time, loss of each seed) of each config, by its name.
+      curves: rows (step, time or count, value of each seed) of each config, by name.
+      x: label of the axis of steps, times or counts.
+      y: label of the axis of values.
+    """
+
+    curves: Mapping[str, Curve]
+    x: str
+    y: str
+
+
+def draw_comparison(
+    panels: Sequence[Panel], scores: Mapping[str, Sequence[float]], label: str
+) -> Figure:
+    """Draws curves, and a dot for the final score of each seed.
+
+    Args:
+      panels: curves of the configs.
       scores: final score of each seed of each config, by its name.
-      progress: label of the axis of steps or times.
       label: label of the scores' axis.
     """
-    figure, ((left, right),) = grid(1, 2, 10, max(3.4, 0.4 * len(curves) + 1.2))
-    for number, (name, rows) in enumerate(curves.items()):
-        steps, losses = zip(*rows, strict=True)
-        values = np.array(losses)
-        color = f"C{number}"
-        left.plot(steps, values.mean(1), color=color, label=name)
-        # The band spans all seeds: a deviation of three says little.
-        left.fill_between(
-            steps, values.min(1), values.max(1), color=color, alpha=0.25, linewidth=0
-        )
-        ends = scores[name]
-        right.plot(ends, [number] * len(ends), "o", color=color, alpha=0.5)
+    height = max(3.4, 0.4 * len(scores) + 1.2)
+    num_rows = -(-(len(panels) + 1) // 2)
+    figure, cells = grid(num_rows, 2, 10, height * num_rows)
+    *axes, right = cells.flat[: len(panels) + 1]
+    for axis in cells.flat[len(panels) + 1 :]:
+        axis.axis("off")
+    for axis, panel in zip(axes, panels, strict=True):
+        for number, (name, rows) in enumerate(panel.curves.items()):
+            _draw_curve(axis, rows, f"C{number}", name)
+        axis.set(xlabel=panel.x, ylabel=f"{panel.y} (band: seeds)")
+    axes[0].legend()
+    for number, ends in enumerate(scores.values()):
+        right.plot(ends, [number] * len(ends), "o", color=f"C{number}", alpha=0.5)
         right.plot(np.mean(ends), number, "|", color="black", markersize=16)
-    left.set(xlabel=progress, ylabel="training loss (band: seeds)")
-    left.legend()
-    right.set_yticks(range(len(curves)), list(curves))
-    right.set_ylim(len(curves) - 0.5, -0.5)  # The first config at the top.
+    right.set_yticks(range(len(scores)), list(scores))
+    right.set_ylim(len(scores) - 0.5, -0.5)  # The first config at the top.
     right.set_xlabel(label)
     return figure
+
+
+def _draw_curve(axis: Axes, rows: Curve, color: str, name: str) -> None:
+    x, of_seeds = zip(*rows, strict=True)
+    values = np.array(of_seeds)
+    marker = "o" if len(x) == 1 else ""  # A line of one point is invisible.
+    axis.plot(x, values.mean(1), marker=marker, color=color, label=name)
+    # The band spans all seeds: a deviation of three says little.
+    low, high = values.min(1), values.max(1)
+    axis.fill_between(x, low, high, color=color, alpha=0.25, linewidth=0)
 
 
 def draw_tuning(

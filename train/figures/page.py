@@ -2,13 +2,14 @@
 
 import base64
 import dataclasses
+import functools
 import html
 from collections.abc import Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from train.figures.style import save_svg, to_svg
+from train.figures.style import to_svg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,11 +26,15 @@ class Section:
     figure: Figure | None
     text: str = ""
 
+    @functools.cached_property
+    def svg(self) -> bytes | None:
+        return None if self.figure is None else to_svg(self.figure)
+
     def html(self) -> str:
         title, image = html.escape(self.title), ""
-        if self.figure is not None:
+        if self.svg is not None:
             # Inside the page, so that it is one file that can be sent.
-            data = base64.b64encode(to_svg(self.figure)).decode()
+            data = base64.b64encode(self.svg).decode()
             image = f'<img alt="{title}" src="data:image/svg+xml;base64,{data}">'
         return f"<h2>{title}</h2>\n{image}\n{self.text}"
 
@@ -42,29 +47,48 @@ def write_page(
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(PAGE.format(title=html.escape(title), body=body))
     for section in sections:
-        if figures_dir is not None and section.figure is not None:
+        if figures_dir is not None and section.svg is not None:
+            figures_dir.mkdir(parents=True, exist_ok=True)
             name = section.title.lower().replace(":", "").replace(" ", "_")
-            save_svg(section.figure, figures_dir / f"{name}.svg")
+            (figures_dir / f"{name}.svg").write_bytes(section.svg)
 
 
 def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Returns a table as HTML."""
+    """Returns a table as HTML; empty heads have no row."""
 
     def line(cells: Sequence[str], tag: str) -> str:
         return "".join(f"<{tag}>{html.escape(cell)}</{tag}>" for cell in cells)
 
+    head = f"<tr>{line(heads, 'th')}</tr>" if any(heads) else ""
     body = "".join(f"<tr>{line(row, 'td')}</tr>" for row in rows)
-    return f"<table><tr>{line(heads, 'th')}</tr>{body}</table>"
+    return f'<div class="wide"><table>{head}{body}</table></div>'
 
 
+# Figures are drawn on white; where the reader prefers dark, their light is inverted and
+# their colours stay.
 PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title><style>
+<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
+<meta name="viewport" content="width=device-width"><style>
+:root {{ color-scheme: light dark; --ink: #222; --paper: #fff; --line: #ddd;
+        --soft: #f4f4f5; }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ink: #ddd; --paper: #171717; --line: #3a3a3a; --soft: #242424; }}
+  img {{ filter: invert(0.91) hue-rotate(180deg); }}
+}}
 body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 68rem; margin: 2rem auto;
-       padding: 0 1rem; color: #222; background: #fff; }}
+       padding: 0 1rem; color: var(--ink); background: var(--paper); }}
+h1, td, li, code {{ overflow-wrap: anywhere; }}
+h2 {{ margin-top: 2.5rem; }}
 img {{ max-width: 100%; }}
-table {{ border-collapse: collapse; }}
-td, th {{ padding: .2rem .8rem .2rem 0; text-align: left;
-          border-bottom: 1px solid #ddd; font-variant-numeric: tabular-nums; }}
+.lead {{ font-size: 1.1rem; }}
+.lead b {{ font-size: 1.8rem; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; margin: .5rem 0; }}
+td, th {{ padding: .2rem 1.2rem .2rem 0; text-align: left; vertical-align: top;
+          border-bottom: 1px solid var(--line); font-variant-numeric: tabular-nums; }}
+td:first-child {{ overflow-wrap: normal; }}
+pre {{ padding: .6rem .8rem; background: var(--soft); white-space: pre-wrap;
+      overflow-wrap: anywhere; }}
 </style></head><body><h1>{title}</h1>
 {body}
 </body></html>

@@ -1,18 +1,24 @@
-"""Figures of runs: losses, scores, consensus distance, and who hears from whom."""
+"""Figures of runs: losses, scores, throughput, and who hears from whom."""
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 
 from decentjax.topology import Exchange, Topology, matrices
-from train.figures.style import grid, words
+from train.cli.tables import words
+from train.figures.style import grid
 from train.run.history import History
+from train.run.log import PER_SECOND
 
 X_AXES = {"step": "step", "seconds": "time [s]"}
+# Among the scores of runs that count them.
+MORE_AXES = {"environment_steps": "environment steps per worker"}
 MAX_DRAWN_EXCHANGES = 6  # More would be too small on a page.
 
 
@@ -22,10 +28,15 @@ def draw_losses(runs: Sequence[History]) -> Figure:
 
 
 def draw_evaluations(runs: Sequence[History]) -> Figure | None:
-    """Draws held-out scores by step and by time; None where no run has any."""
-    if not any(run.evaluations() for run in runs):
+    """Draws the main held-out score by step and by time; None where no run has any.
+
+    Also by environment steps, where a run has counted them.
+    """
+    rows = [row["mean_model"] for run in runs for row in run.evaluations()]
+    if not rows:
         return None
-    return _by_step_and_time(runs, _draw_scores)
+    more = {x: label for x, label in MORE_AXES.items() if any(x in row for row in rows)}
+    return _by_step_and_time(runs, _draw_scores, more)
 
 
 def draw_consensus(runs: Sequence[History]) -> Figure:
@@ -37,6 +48,19 @@ def draw_consensus(runs: Sequence[History]) -> Figure:
     consensus.set(xlabel="step", ylabel="consensus distance")
     rate.set(xlabel="step", ylabel="learning rate")
     consensus.legend()
+    return figure
+
+
+def draw_throughput(runs: Sequence[History]) -> Figure:
+    """Draws steps, and tokens or images, per second, by time."""
+    figure, ((steps, amounts),) = grid(1, 2, 10, 3.4)
+    for run in runs:
+        amount = run.facts.get("amount", "examples")
+        for axis, name in ((steps, "steps"), (amounts, amount)):
+            axis.plot(*run.curve(name + PER_SECOND, "seconds"), label=run.name)
+            axis.set(xlabel="time [s]", ylabel=f"{name} per second")
+            axis.set_ylim(bottom=0)
+    steps.legend()
     return figure
 
 
@@ -87,11 +111,17 @@ def draw_exchange(axes: Axes, exchange: Exchange) -> None:
 
 
 def _by_step_and_time(
-    runs: Sequence[History], draw: Callable[[Axes, History, str, str], None]
+    runs: Sequence[History],
+    draw: Callable[[Axes, History, str, str], None],
+    more: Mapping[str, str] = MappingProxyType({}),
 ) -> Figure:
-    """Calls draw(axes, run, "step" or "seconds", color) for each run, on two axes."""
-    figure, axes = grid(1, 2, 10, 3.4)
-    for axis, (against, label) in zip(axes[0], X_AXES.items(), strict=True):
+    """Calls draw(axes, run, "step" or "seconds", color) for each run, on two axes.
+
+    `more` has the labels of further axes, by the name of what they are against.
+    """
+    x_axes = {**X_AXES, **more}
+    figure, axes = grid(1, len(x_axes), 5 * len(x_axes), 3.4)
+    for axis, (against, label) in zip(axes[0], x_axes.items(), strict=True):
         for number, run in enumerate(runs):
             draw(axis, run, against, f"C{number}")
         axis.set_xlabel(label)
@@ -103,7 +133,8 @@ def _draw_losses(axis: Axes, run: History, against: str, color: str) -> None:
     x, losses = run.curve("loss", against)
     axis.plot(x, losses, color=color, alpha=0.25)
     axis.plot(x, running_mean(losses), color=color, label=run.name)
-    axis.set_ylabel("training loss, and its running mean")
+    unit = f" [{run.unit('loss')}]" if run.unit("loss") else ""
+    axis.set_ylabel(f"training loss{unit}, running mean")
 
 
 def _draw_scores(axis: Axes, run: History, against: str, color: str) -> None:
@@ -111,14 +142,18 @@ def _draw_scores(axis: Axes, run: History, against: str, color: str) -> None:
     rows = run.evaluations()
     if not rows:  # It keeps its color, as in the figure of the losses.
         return
-    name = next(iter(rows[0]["mean_model"]))
-    x = [row[against] for row in rows]
+    name: str = run.facts.get("headline") or next(iter(rows[0]["mean_model"]))
+    x = [(row | row["mean_model"]).get(against, math.nan) for row in rows]
     mean = [row["mean_model"][name] for row in rows]
     workers = [[scores[name] for scores in row["workers"]] for row in rows]
     axis.plot(x, mean, marker="o", color=color, label=run.name)
     low, high = map(min, workers), map(max, workers)
     axis.fill_between(x, list(low), list(high), color=color, alpha=0.25)
-    axis.set_ylabel(f"held-out {words(name)} (band: workers)")
+    unit = f" [{run.unit(name)}]" if run.unit(name) else ""
+    if run.unit(name) == "share":
+        unit = " [%]"
+        axis.yaxis.set_major_formatter(PercentFormatter(1, symbol=""))
+    axis.set_ylabel(f"held-out {words(name)}{unit} (band: workers)")
 
 
 def _places(exchange: Exchange) -> list[tuple[float, float]]:

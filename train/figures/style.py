@@ -37,8 +37,3 @@ def save_svg(figure: Figure, path: Path) -> None:
     """Writes the figure as SVG, see `to_svg`, and makes the folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(to_svg(figure))
-
-
-def words(name: str) -> str:
-    """A field's name as a label: "consensus_distance" as "consensus distance"."""
-    return name.replace("_", " ")

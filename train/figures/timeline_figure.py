@@ -15,6 +15,7 @@ COLOURS = {
     "step": "tab:purple",
     "exchange": "0.55",
     "wait": "0.9",
+    "evaluate": "moccasin",
 }
 
 

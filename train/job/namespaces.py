@@ -23,7 +23,7 @@ from train.job.processes import (
     hold_stop_signals,
     pass_stop_signals_to,
 )
-from train.network import GBIT
+from train.network import GBIT, Rate
 from train.network import rate as bytes_per_second
 
 if sys.platform != "linux":
@@ -32,7 +32,7 @@ try:
     from pyroute2 import IPRoute, NetlinkError
 except ModuleNotFoundError as error:
     raise SystemExit(
-        "error: an emulated cluster needs its extra: pip install -e '.[emulate]'"
+        "error: an emulated cluster needs its extra: pip install 'decentjax[emulate]'"
     ) from error
 
 INTERFACE = "eth0"  # The name in each node.
@@ -64,7 +64,7 @@ class EmulatedCluster:
 
     nodes: int
     workers_per_node: int = 1
-    rate: str = "none"
+    rate: Rate = "none"
     distribution: Literal["block", "cyclic"] = "block"
     threads_per_worker: int = 1
 

@@ -1,15 +1,15 @@
 """The place of a process among peers, which have no coordinator and no job."""
 
 import fcntl
-import os
 import socket
 import struct
 from typing import NamedTuple
 
 import jax
 
+from decentjax.distributed.devices import provide_devices
 from train.config import Config
-from train.job.distributed import detect, provide_cpu_devices, workers_per_process
+from train.job.distributed import detect, workers_per_process
 
 _SIOCGIFADDR = 0x8915  # <linux/sockios.h>: the address of an interface.
 
@@ -37,7 +37,7 @@ def peer_place(config: Config) -> PeerPlace:
     if not config.distributed.enabled:
         raise ValueError(
             'exchange.where = "peers" is for several processes: start them with '
-            "`python -m train.launch`, or each with --distributed.enabled"
+            "`decentjax launch`, or each with --distributed.enabled"
         )
     place = detect("unused", config.distributed)  # Peers have no coordinator.
     count = workers_per_process(config.workers.num_workers, place.num_processes)
@@ -54,11 +54,8 @@ def process_place(config: Config) -> tuple[int, int]:
 
 def start_peer(config: Config) -> None:
     """Gives this process the devices of its workers; before anything has used one."""
-    provide_cpu_devices(len(peer_place(config).workers))
-    # In a job `jax.distributed` does the same.
-    if devices := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
-        jax.config.update("jax_cuda_visible_devices", devices)
-        jax.config.update("jax_rocm_visible_devices", devices)
+    own = peer_place(config).workers
+    provide_devices(detect("unused", config.distributed).local_id, len(own))
 
 
 def address_of(bind: str) -> str:

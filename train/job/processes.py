@@ -8,6 +8,7 @@ import ctypes
 import functools
 import math
 import os
+import re
 import selectors
 import shlex
 import signal
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 from train.cli.command import CLOSED, INTERRUPTED, NOT_FINITE
@@ -31,7 +33,22 @@ TERM_SECONDS = 0.4  # From SIGTERM to SIGKILL for those that did not.
 _HANGUP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
 # Slurm sends SIGUSR1 ahead of a limit where it is asked to.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANGUP)
-
+# What libraries say where a process is lost, a page from each of the others.
+_NOISE = re.compile(
+    rb"\[Gloo\] Rank|is connected to \d+ peer ranks"  # Or its end alone.
+    rb"|(preemption_\w+|coordination_service_agent)\.cc:\d+\]"
+    rb"|^Additional GRPC error information|^:UNKNOWN:"
+    rb"|^\*\*\* Check failure stack trace|^ +@ +0x"
+)
+# The line with which jax aborts a process: only this says why, up to a first period.
+_ABORT = re.compile(rb"Terminating process because the JAX.*absl::Status: ([^.]*)")
+# The last word of a run's header.
+_FOLDER = re.compile(rb"; folder (.+)")
+# A row of the log, such as "step 480/600  loss 2.1", or "step 480: lost worker 0".
+_STEP = re.compile(rb"\] step (\d+(?:/\d+)?)[: ]")
+# An error, without the number of its process, which all others may have too.
+_ERROR = re.compile(rb"^error: (?:process \d+: )?(.+)")
+SAME_SECONDS = 10.0  # In which an error of several processes is printed once.
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -57,16 +74,18 @@ class Ended(NamedTuple):
       code: its exit code.
       cause: which process failed first, and how; empty where none did.
       asked: whether a signal, or an output that closed, has ended it.
+      folder: the folder that a run has printed, if any.
     """
 
     code: int
     cause: str = ""
     asked: bool = False
+    folder: str = ""
 
 
 def supervise(
     start: Callable[[], Sequence[Process]],
-    max_restarts: int,
+    max_restarts: float,
     are_peers: Callable[[], bool] = lambda: False,
     grace: float = math.inf,
 ) -> int:
@@ -86,7 +105,8 @@ def supervise(
     """
     first, restarts = "", 0
     while True:
-        ended = run_job(start(), are_peers, max_restarts, grace)
+        processes = start()
+        ended = run_job(processes, are_peers, max_restarts, grace)
         first = first or ended.cause
         again = not (ended.asked or ended.code in FINAL or are_peers())
         if not again or restarts == max_restarts:
@@ -97,13 +117,19 @@ def supervise(
         print(
             f"error: gave up after {restarts} restarts; first {first}", file=sys.stderr
         )
+    if again and (step := _newest_step(ended.folder)):
+        print(
+            f"step {step} is saved: decentjax launch -n {len(processes)} --resume "
+            f"{ended.folder} goes on from it",
+            file=sys.stderr,
+        )
     return ended.code
 
 
 def run_job(
     processes: Sequence[Process],
     are_peers: Callable[[], bool] = lambda: False,
-    max_restarts: int = 0,
+    max_restarts: float = 0,
     grace: float = math.inf,
 ) -> Ended:
     """Runs all processes to their end and returns how they have ended.
@@ -144,9 +170,10 @@ def run_job(
     stopped = len(processes) > 1 and not are_peers()
     others = "; the others were stopped" if stopped else ""
     code, how = describe_exit(job.failed.popen.returncode)
-    cause = f"process {job.failed.name} ended first, {how}"
+    after = f", after step {job.after}" if job.after else ""
+    cause = f"process {job.failed.name} ended first, {how}{after}"
     print(f"error: {cause}{others}", file=sys.stderr)
-    return Ended(code, cause, job.asked)
+    return Ended(code, cause, job.asked, job.output.folder)
 
 
 def describe_exit(returncode: int) -> tuple[int, str]:
@@ -202,12 +229,27 @@ class _Output:
     Attributes:
       closed: whether it is closed.
       stops: whether the processes must still be stopped when it closes.
+      step: the last step that any process has printed, such as "480/600".
+      folder: the folder that a run has printed.
     """
 
     def __init__(self):
-        self.closed, self.stops = False, True
+        self.closed, self.stops, self.step, self.folder = False, True, "", ""
+        self._errors: dict[bytes, tuple[str, float]] = {}
+
+    def is_known(self, error: bytes, name: str) -> bool:
+        """Whether another process has had the same error just now."""
+        first, at = self._errors.get(error, (name, -math.inf))
+        known = first != name and time.monotonic() - at < SAME_SECONDS
+        if not known:
+            self._errors[error] = name, time.monotonic()
+        return known
 
     def print(self, data: bytes) -> None:
+        if steps := _STEP.findall(data):
+            self.step = steps[-1].decode()
+        if folder := _FOLDER.search(data):
+            self.folder = folder[1].decode()
         try:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
@@ -266,10 +308,15 @@ class _Child:
         os.close(self.pidfd)
 
     def _printed(self, line: bytes) -> bytes:
-        if b"[Gloo] Rank" in line:  # Gloo prints one for each pair of processes.
+        if _NOISE.search(line):
             return b""
-        text = _visible(line).rstrip(b"\r")
-        return b"[%b] %b\n" % (self.name.encode(), text)
+        name, text = self.name.encode(), _visible(line).rstrip(b"\r")
+        if abort := _ABORT.search(line):
+            text = b"error: process %b: lost a peer: %b" % (name, abort[1])
+        error = _ERROR.match(text)
+        if error and self._output.is_known(error[1].rstrip(), self.name):
+            return b""
+        return b"[%b] %b\n" % (name, text)
 
 
 def _begin(launcher: int) -> None:
@@ -290,6 +337,14 @@ def _say_how_to_return(child: _Child) -> None:
     )
 
 
+def _newest_step(run_dir: str) -> int | None:
+    """The newest step that a run has saved; `find_checkpoints` takes seconds."""
+    if not run_dir:
+        return None
+    names = [path.name for path in Path(run_dir, "checkpoints").glob("*")]
+    return max((int(name) for name in names if name.isdecimal()), default=None)
+
+
 def _visible(line: bytes) -> bytes:
     """Returns what a terminal shows of a line that progress has overwritten."""
     return line[line.rfind(b"\r", 0, -1) + 1 :]
@@ -301,6 +356,7 @@ class _Job:
     Attributes:
       children: all that were started.
       failed: the first that failed and was not started again, if any.
+      after: the last step that was printed before, such as "480/600", if any.
       asked: whether a signal has asked it to end.
     """
 
@@ -308,11 +364,12 @@ class _Job:
         self,
         selector: selectors.BaseSelector,
         are_peers: Callable[[], bool],
-        max_restarts: int,
+        max_restarts: float,
         grace: float,
     ):
         self.children: list[_Child] = []
         self.failed: _Child | None = None
+        self.after = ""
         self.asked, self.output = False, _Output()
         self._selector, self._are_peers = selector, are_peers
         self._restarts, self._grace = max_restarts, grace
@@ -362,9 +419,10 @@ class _Job:
                 self._escalation += [(term + TERM_SECONDS, signal.SIGKILL)]
         elif code not in FINAL and not self.asked and self._restarts:
             self._restarts -= 1
-            left = f"{self._restarts} restarts are left"
+            few = self._restarts < math.inf
+            left = f"; restarts left: {self._restarts}" if few else ""
             print(
-                f"warning: process {child.name} ended, {how}; started again, {left}",
+                f"warning: process {child.name} ended, {how}; started again{left}",
                 file=sys.stderr,
             )
             self.start(child.process)
@@ -372,7 +430,8 @@ class _Job:
         # One that cannot be carried out has said why, and would be no better off again.
         elif self._running and code not in (1, 2):
             _say_how_to_return(child)
-        self.failed = self.failed or child
+        if self.failed is None:
+            self.failed, self.after = child, self.output.step
 
 
 def _send(children: Iterable[_Child], signum: int) -> None:

@@ -8,6 +8,9 @@ import jax.numpy as jnp
 
 from train.models.sizes import Implementation
 
+KeysValues = tuple[jax.Array, jax.Array]
+"""Keys and values, both [B, S, H, K]."""
+
 
 def attend(
     q_BxTxHxK: jax.Array,

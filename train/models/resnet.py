@@ -182,7 +182,7 @@ class NormedConv(nnx.Module):
             use_bias=False,
             kernel_init=nnx.initializers.variance_scaling(2.0, "fan_out", "normal"),
             conv_general_dilated=(
-                _conv_as_matmul if by_matmul else jax.lax.conv_general_dilated
+                conv_as_matmul if by_matmul else jax.lax.conv_general_dilated
             ),
             dtype=config.compute_dtype,
             rngs=rngs,
@@ -198,7 +198,7 @@ class NormedConv(nnx.Module):
         return out.astype(self.dtype)
 
 
-def _conv_as_matmul(images_BxHxWxC, kernel_KxKxCxD, strides, padding, **_):
+def conv_as_matmul(images_BxHxWxC, kernel_KxKxCxD, strides, padding, **_):
     """Convolves as `jax.lax.conv_general_dilated` does, by one matrix product.
 
     out[b, h, w, d] = sum_ijc images[b, s h + i - p, s w + j - p, c] kernel[i, j, c, d]

@@ -17,13 +17,10 @@ import numpy as np
 from flax import nnx
 
 from train.fields import checked
-from train.models.attention import attend
+from train.models.attention import KeysValues, attend
 from train.models.sizes import Implementation, check_transformer
 
 _XAVIER = nnx.initializers.xavier_uniform()
-
-KeysValues = tuple[jax.Array, jax.Array]
-"""Keys and values, both [B, L, H, K]."""
 
 
 @checked

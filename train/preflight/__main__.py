@@ -1,6 +1,6 @@
 """Compiles a run for a cluster that need not exist, and reports overlap and memory.
 
-`python -m train.preflight CONFIG.py --target h100 --nodes 16 --gpus-per-node 8`
+`decentjax preflight CONFIG.py --target h100 --nodes 16 --gpus-per-node 8`
 """
 
 import os
@@ -22,8 +22,11 @@ from train.preflight.preflight_report import report
 def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         show_usage(
-            "usage: python -m train.preflight CONFIG.py --target TARGET --nodes N "
-            "--gpus-per-node L [--field value ...]",
+            "usage: decentjax preflight CONFIG.py --target TARGET --nodes N "
+            "--gpus-per-node L [--field value ...]\n\n"
+            "Compiles the config's step for a cluster, and reports overlap and memory."
+            "\n\nexample:\n  decentjax preflight quickstart --target h100 --nodes 2 "
+            "--gpus-per-node 4",
             arguments,
         )
     path = Path(arguments[0])
@@ -63,7 +66,7 @@ def main(arguments: list[str]) -> int:
             preflight = prepare(config, target, nodes, gpus_per_node, between_gbit)
             return report(preflight, tune, require_overlap, out, figure)
 
-        prog = f"python -m train.preflight {path}"
+        prog = f"decentjax preflight {path}"
         return tyro.cli(run, prog=prog, args=arguments[1:], config=AS_OPTIONS)
     # The compiler refuses: a name of a TPU slice, or an option of XLA, is wrong.
     except jax.errors.JaxRuntimeError as error:

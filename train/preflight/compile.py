@@ -17,12 +17,13 @@ from rich.console import Console
 from decentjax import AXIS, analysis, overlap
 from decentjax.overlap import Estimate, Schedule
 from decentjax.topology import complete
+from train import targets
 from train.config import Config
 from train.network import GBIT
-from train.preflight import targets
-from train.preflight.targets import Gpu, Target
 from train.run.build import build_in_step, build_state
 from train.run.optimizers import build_optimizer
+from train.targets import Gpu, Target
+from train.tasks.task import build_task
 from train.xla import COMPILE_ONLY, read_options
 
 Options = Mapping[str, str | bool | bytes]
@@ -135,7 +136,7 @@ class Preflight:
     ):
         self.config, self.target = config, target
         self.mesh, self.network = mesh, network
-        task = config.task.build()
+        task = build_task(config.task)
         optimizer = build_optimizer(config.optimizer, config.num_steps)
         self.train_step = build_in_step(config, task, optimizer, mesh)
         workers = range(config.workers.num_workers)

@@ -4,16 +4,15 @@ from pathlib import Path
 
 from matplotlib.backend_bases import FigureCanvasBase
 from matplotlib.figure import Figure
-from rich.console import Console
-from rich.table import Table
+from rich.console import Console, RenderableType
 
 from decentjax import AXIS
 from decentjax.overlap import Collective
 from train.cli.tables import aligned, write_json
 from train.figures.schedule_figure import draw_schedules
 from train.preflight.compile import Finding, Preflight, inspect, with_all_reduce
-from train.preflight.targets import Gpu
 from train.preflight.tune import Tuning, tuned
+from train.targets import Gpu
 from train.xla import as_arguments
 
 MEMORY_SHARE = 0.75  # XLA's default share of a GPU's memory.
@@ -177,7 +176,7 @@ def _title(preflight: Preflight) -> str:
     return f"{preflight.config.name} on {num_workers} x {preflight.target.name}"
 
 
-def _steps(rows: list[Finding]) -> Table:
+def _steps(rows: list[Finding]) -> RenderableType:
     """Returns the table of the compiled steps."""
     heads = ["step", "sent [MB]", "covered", "work [ms]", "messages [ms]", "step [ms]"]
     heads += ["exposed [ms]", "step / limit", "memory [GB]"]
@@ -198,7 +197,7 @@ def _steps(rows: list[Finding]) -> Table:
     return aligned(heads, cells)
 
 
-def _collectives(found: list[Finding]) -> Table:
+def _collectives(found: list[Finding]) -> RenderableType:
     """Returns the table of the collectives by kind and mesh axes."""
     groups: dict[tuple[str, str], list[Collective]] = {}
     for finding in found:

@@ -33,6 +33,7 @@ from decentjax import (
 )
 from decentjax.dispersion import NORMS, measured
 from decentjax.gossip import Record, host_mesh
+from decentjax.loss import kinds
 from decentjax.schedule import Schedule
 from decentjax.step import Metrics
 from decentjax.topology import Topology, alone
@@ -43,6 +44,7 @@ from train.job.peers import peer_place
 from train.run.choose import GRAPH, Chooser, build_policy
 from train.run.finite import poison_gradient, quarantined
 from train.run.rounds import build_rounds, check_rounds
+from train.run.trace import check_takes
 from train.tasks.task import Task
 from train.xla import check_options, read_options
 
@@ -50,13 +52,22 @@ ORDERS = {"awc": awc_step, "atc": atc_step, "tracking": tracking_step}
 
 
 def build_mesh(config: Config) -> Mesh | None:
-    """The devices of the workers, of peers its own; none where they are simulated."""
+    """The devices of the workers, of peers its own; none where they are simulated.
+
+    Raises:
+      ValueError: if simulated workers are to exchange in a second thread.
+    """
     if config.exchange.where == "peers":
         return worker_mesh(len(peer_place(config).workers))
     if config.distributed.enabled:
         return job_mesh(config, meet(config))
     if config.workers.where == "mesh":
         return worker_mesh(config.workers.num_workers)
+    if config.exchange.where == "background":
+        raise ValueError(
+            'simulated workers send nothing: exchange.where = "background" needs '
+            'workers.where = "mesh", or several processes'
+        )
     return None
 
 
@@ -107,13 +118,7 @@ def build_state(
 
 def _check_same_kind(model: Any, wanted: Any) -> None:
     """Raises if leaves, shapes or dtypes differ, with the first that does."""
-    got, want = (
-        {
-            jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}"
-            for path, x in jax.tree.leaves_with_path(tree)
-        }
-        for tree in (model, wanted)
-    )
+    got, want = kinds(model), kinds(wanted)
     wrong = [name for name in want | got if got.get(name) != want.get(name)]
     if wrong:
         name = wrong[0]
@@ -165,9 +170,10 @@ def build_steps(
     """The batches of all steps, with the rows of some workers.
 
     Raises:
-      ValueError: if classes are to be dealt, and the task has none.
+      ValueError: if classes are to be dealt, and the task has none, or its steps are
+        no grain.MapDataset.
     """
-    parts = {}
+    parts: dict[str, Any] = {"multiple_of": config.step.num_micro_batches}
     if config.data.skew is not None:
         if task.labels is None:
             raise ValueError(
@@ -177,14 +183,16 @@ def build_steps(
         _, alpha = config.data.skew
         count = config.workers.num_workers
         parts["parts"] = deal(task.labels(), count, alpha, config.seed)
-    return task.steps(
-        config.workers.num_workers,
-        config.step.batch_per_worker,
-        config.seed,
-        workers,
-        multiple_of=config.step.num_micro_batches,
-        **parts,
-    )
+    names = "num_workers", "batch_per_worker", "seed", "workers"
+    check_takes(task.steps, "steps", *names, **parts)
+    count, size = config.workers.num_workers, config.step.batch_per_worker
+    steps = task.steps(count, size, config.seed, workers, **parts)
+    if not isinstance(steps, grain.MapDataset):
+        raise ValueError(
+            "steps must return a grain.MapDataset, as worker_steps does, got a "
+            f"{type(steps).__name__}"
+        )
+    return steps
 
 
 def build_train_step(
@@ -199,11 +207,7 @@ def build_train_step(
         step = build_in_step(config, task, optimizer, mesh, step_options(config, mesh))
         chooser = None if config.step.algorithm == "rounds" else Chooser(config)
         return InStep(step, chooser, record)
-    if mesh is None:
-        raise ValueError(
-            'simulated workers send nothing: exchange.where = "background" needs '
-            'workers.where = "mesh", or several processes'
-        )
+    assert mesh is not None  # As `build_mesh` has made it.
     local = bind_adapt(config, task, optimizer)
     if config.step.algorithm == "all_reduce":
         return gossip.AllReduce(local, mesh, record)

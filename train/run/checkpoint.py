@@ -26,12 +26,13 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decentjax import WorkerState
+from decentjax.distributed.failure import lost_peer
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
 from train.config import Config
-from train.job.distributed import gather, lost_peer
+from train.job.distributed import gather
 from train.run.log import warn
-from train.run.manifest import check_files, write_manifest
+from train.run.manifest import check_files, sync, write_manifest
 
 # Its dataclasses hide their fields from type checkers.
 _args: Any = ocp.args
@@ -91,13 +92,17 @@ def choose(found: Found, run_dir: Path, step: int | None = None) -> list[int]:
     return [step]
 
 
+class DamagedError(ValueError):
+    """A file of a checkpoint is not as it was written."""
+
+
 def verify(path: Path) -> None:
     """Checks all files of a checkpoint against its manifest.
 
     A collective: each process of a job reads a part of the files.
 
     Raises:
-      ValueError: if a file is not as it was written, with its name; on all processes.
+      DamagedError: if a file is not as it was written, with its name; on all processes.
     """
     reason = None
     try:
@@ -106,7 +111,7 @@ def verify(path: Path) -> None:
         reason = str(error)
     for found in gather(reason):
         if found is not None:
-            raise ValueError(found)
+            raise DamagedError(found)
 
 
 def newest(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
@@ -119,7 +124,7 @@ def newest(run_dir: Path, step: int | None = None) -> tuple[int, Path]:
     for one in choose(found, run_dir, step):
         try:
             verify(found.steps[one])
-        except ValueError as error:
+        except DamagedError as error:  # No other: where a peer is lost, none may be.
             why = f"the checkpoint of step {one} of {run_dir} {error}"
             if step is not None:
                 raise ValueError(why) from error
@@ -242,6 +247,7 @@ class Checkpoints:
         """
         with self._explained():
             self._writer.wait_until_finished()
+            sync(self._folder)  # A power cut may undo orbax's rename until then.
         # Only once the newest is complete: until then the oldest may be the only one.
         if jax.process_index() == 0:
             for old in list(self._saved())[: -self._num_kept]:

@@ -30,7 +30,9 @@ def build_policy(config: Config) -> policies.Policy:
         return policies.thinning(num_workers, degree, options.per_epoch, options.least)
     if options.name == "holding":
         graphs = [
-            dataclasses.replace(config.topology, name=name).build(config.workers)
+            dataclasses.replace(config.topology, name=name, make=None).build(
+                config.workers
+            )
             for name in options.graphs
         ]
         graphs = graphs or policies.ladder(num_workers)
@@ -102,10 +104,9 @@ def dispersion(norms: np.ndarray, options: PolicyConfig) -> float | None:
 
 
 def _factor(config: Config) -> Callable[[int], float]:
-    """`(learning rate / peak)^p` after the warm-up, and 1 before."""
-    optimizer = config.optimizer
-    schedule = build_schedule(optimizer, config.num_steps)
+    """`(learning rate / peak)^p` after the peak, and 1 before."""
+    schedule = build_schedule(config.optimizer, config.num_steps)
     rates = np.array(jax.vmap(schedule)(jnp.arange(config.num_steps)))
-    factors = np.clip(rates / optimizer.learning_rate, 0, 1) ** config.policy.power
-    factors[: optimizer.warmup_steps] = 1
+    factors = np.clip(rates / rates.max(), 0, 1) ** config.policy.power
+    factors[: rates.argmax()] = 1
     return lambda step: float(factors[step])

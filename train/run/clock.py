@@ -12,9 +12,10 @@ import numpy as np
 from decentjax import gossip, runtime
 from decentjax.topology import butterfly_groups
 from train.config import Config
-from train.network import rate, seconds
+from train.network import MaybeRate, MaybeTime, Time, rate, seconds
 from train.run.peers import as_used, wagma_groups
 from train.run.rounds import build_rounds, sent_bytes
+from train.tasks.task import build_task
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,12 +33,19 @@ class Clock:
         take no time.
     """
 
-    compute: str | None = None
+    compute: MaybeTime = None
     sigma: float = 0.05
     late_workers: int = 0
-    late_by: str = "0s"
+    late_by: Time = "0s"
     trace: Path | None = None
-    between: str | None = None
+    between: MaybeRate = None
+
+    def __post_init__(self):
+        if not self.runs and (self.late_workers or self.between is not None):
+            raise ValueError(
+                "late workers and rates need to know how long a step computes: give "
+                "--clock.compute, such as 390ms, or --clock.trace"
+            )
 
     @property
     def runs(self) -> bool:
@@ -59,7 +67,8 @@ class Clock:
         Raises:
           ValueError: if there is no clock, or no model of the time of such a run.
         """
-        task, count, exchange = config.task.build(), config.num_steps, config.exchange
+        task, count = build_task(config.task), config.num_steps
+        exchange = config.exchange
         model, _ = jax.eval_shape(task.init, jax.random.key(0))
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model))
         cluster, job = self._cluster(config), self._job(size)

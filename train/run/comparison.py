@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from scipy import stats
 
-from train.cli.tables import markdown
+from train.cli.tables import markdown, words
 from train.run.outcome import SeedsOutcome
 from train.tasks.task import Headline
 
@@ -61,6 +61,7 @@ def table(
     entries: Sequence[Entry],
     simulated: Mapping[str, float],
     fields: Sequence[str] = (),
+    headline: str = "",
 ) -> str:
     """Returns a Markdown table: means over the seeds +- two standard deviations.
 
@@ -68,15 +69,18 @@ def table(
       entries: the configs.
       simulated: simulated seconds of each run, by its name; empty without a clock.
       fields: fields that were tuned.
+      headline: score that single workers are compared by; without one, and where it is
+        of the mean model alone, the first.
     """
     names = list(entries[0].scores())
-    head = ["", *names, f"{names[0]} of workers", "consensus distance", "seconds"]
+    main = headline if headline in entries[0].outcome.workers else names[0]
+    head = ["", *names, f"{main} of workers", "consensus distance", "seconds"]
     head += ["simulated seconds"] if simulated else []
     head += [field.rpartition(".")[2] for field in fields]
     rows = []
     for entry in entries:
         scores, outcome = entry.scores(), entry.outcome
-        of_workers = np.array(outcome.workers[names[0]])
+        of_workers = np.array(outcome.workers[main])
         row = [
             entry.name,
             *(spread(scores[name]) for name in names),
@@ -87,7 +91,7 @@ def table(
             *entry.chosen,
         ]
         rows.append(row)
-    return markdown([name.replace("_", " ") for name in head], rows)
+    return markdown([words(name) for name in head], rows)
 
 
 def statements(entries: Sequence[Entry], headline: Headline) -> list[str]:

@@ -10,7 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from decentjax import LossFn, WorkerState, over_workers
-from decentjax.step import Metrics
+from decentjax.loss import Metrics, check_loss
 
 Check = Callable[[WorkerState, int], None]
 QUARANTINED = "quarantined"  # Metric: 1 where a worker's update was not finite.
@@ -57,7 +57,11 @@ def poison_gradient(loss_fn: LossFn) -> LossFn:
     """The same loss; where it is not finite, its gradient is not finite either."""
 
     def poisoned(params, model_state, batch, key):
-        loss, rest = loss_fn(params, model_state, batch, key)
+        result = loss_fn(params, model_state, batch, key)
+        try:
+            loss, rest = check_loss(result, model_state)
+        except TypeError as error:  # Here the user's mistake, and no bug of ours.
+            raise ValueError(str(error)) from error
         # A loss may be NaN where its derivative is finite: d/dp of (p + NaN) is 1. As a
         # constant, the factor multiplies the gradient by 1 or NaN and adds no term.
         factor = jnp.where(jnp.isfinite(loss), 1, jnp.nan).astype(loss.dtype)

@@ -21,6 +21,15 @@ def process_folders(run_dir: Path) -> list[Path]:
     return sorted(folders, key=lambda path: (len(path.name), path.name))
 
 
+def check_run(run_dir: Path) -> None:
+    """Raises a ValueError where a folder holds no run."""
+    if (run_dir / "config.json").exists():
+        return
+    other = Path("runs") / run_dir
+    hint = f"; did you mean {other}?" if (other / "config.json").exists() else ""
+    raise ValueError(f"{run_dir} holds no run: it has no config.json{hint}")
+
+
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turns an error of the file system into a SaveError."""

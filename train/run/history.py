@@ -1,13 +1,15 @@
 """A run as recorded in its folder, without its models."""
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from decentjax.topology import Topology
-from train.cli.config_json import read_fields
+from train.cli.config_json import make, read_fields
 from train.config import TopologyConfig, WorkersConfig
-from train.run.folder import process_folders
+from train.run.facts import read_facts
+from train.run.folder import check_run, process_folders
 from train.run.log import METRICS, read_metrics
 from train.run.timeline import Span, read_timelines
 
@@ -22,6 +24,7 @@ class History:
       rows: rows of metrics.jsonl.
       spans: spans of timeline.*.jsonl, of the processes that recorded any.
       processes: of a run of peers, the history of each process, which has the rows.
+      facts: facts of run.json, see `train.run.facts`; of peers, those of the first.
     """
 
     folder: Path
@@ -29,6 +32,7 @@ class History:
     rows: list[dict[str, Any]]
     spans: list[Span]
     processes: "tuple[History, ...]" = ()
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -49,11 +53,16 @@ class History:
     def evaluations(self) -> list[dict[str, Any]]:
         return [row for row in self.rows if "mean_model" in row]
 
-    def topology(self) -> Topology:
+    def unit(self, score: str) -> str:
+        """The unit of the loss or of a score, "" where none is known."""
+        return self.facts.get("units", {}).get(score, "")
+
+    def topology(self, trust: Sequence[str] = ()) -> Topology:
+        """The topology; of a function of the user's own, whose module is trusted."""
         # Not `from_fields`, which would refuse other fields of an older version.
         try:
-            topology = TopologyConfig(**self.config["topology"])
-            return topology.build(WorkersConfig(**self.config["workers"]))
+            topology = make(TopologyConfig, self.config["topology"], trust)
+            return topology.build(make(WorkersConfig, self.config["workers"]))
         except (KeyError, TypeError) as error:
             raise ValueError(
                 f"{self.folder} has the config of another version: {error}"
@@ -66,14 +75,13 @@ def read_history(run_dir: Path) -> History:
     Raises:
       ValueError: if the folder holds no run.
     """
-    config = run_dir / "config.json"
-    if not config.exists():
-        raise ValueError(f"{run_dir} holds no run: it has no config.json")
+    check_run(run_dir)
     # A process that has only begun has no rows yet, and may have no config.
     folders = [path for path in process_folders(run_dir) if read_metrics(path)]
     processes = tuple(map(read_history, folders))
     rows = read_metrics(run_dir)
     if not rows and not processes:
         raise ValueError(f"{run_dir} has no rows in {METRICS} yet")
-    spans = read_timelines(run_dir)
-    return History(run_dir, read_fields(config), rows, spans, processes)
+    config, spans = read_fields(run_dir / "config.json"), read_timelines(run_dir)
+    facts = processes[0].facts if processes else read_facts(run_dir)
+    return History(run_dir, config, rows, spans, processes, facts)

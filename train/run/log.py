@@ -1,33 +1,42 @@
-"""The output of a run: a progress line, metrics.jsonl and TensorBoard events."""
+"""The output of a run: its header, a progress line, metrics.jsonl, and sinks."""
 
+import collections
 import json
 import os
+import statistics
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from train.cli.tables import write_whole
+from train.cli.tables import quantity, words, write_whole
 from train.run.folder import writing
 
 METRICS = "metrics.jsonl"
+PER_SECOND = "_per_second"
+Write = Callable[[int, dict[str, float]], None]
+"""Takes the numbers of a step, by name."""
+
 # Between the lines that are printed where there is no terminal to redraw one.
 SECONDS_BETWEEN_LINES = 10.0
+RECENT = 9  # Rows whose speeds tell the time that is left.
 
 
 class Log:
     """A context that records rows of metrics and shows the newest.
 
     Args:
-      run_dir: folder of metrics.jsonl and the TensorBoard events.
+      run_dir: folder of metrics.jsonl.
       num_steps: number of steps of the whole run.
       start: number of steps already done.
       headline: name of the score that an evaluation shows.
       kept: last step whose rows in metrics.jsonl are kept; by default `start`.
+      units: units of the loss and of the scores, by name.
+      write: function that takes each row too, such as that of `open_sinks`.
     """
 
     def __init__(
@@ -37,12 +46,16 @@ class Log:
         start: int,
         headline: str,
         kept: int | None = None,
+        units: Mapping[str, str] | None = None,
+        write: Write = lambda step, values: None,
     ):
         self._path = run_dir / METRICS
         rows = self.forget(start if kept is None else kept)
         self._num_steps, self._headline = num_steps, headline
+        self._units, self._write_sinks = units or {}, write
         self._seconds_before = rows[-1]["seconds"] if rows else 0.0
         self._start = self._last_line = time.monotonic()
+        self._rates: collections.deque[float] | None = None
         self._console = _Output()
         self._progress = Progress(
             TextColumn("{task.description}"),
@@ -56,7 +69,6 @@ class Log:
         self._bar = self._progress.add_task(
             "compiling", total=num_steps, completed=start
         )
-        self._events = _Events(run_dir / "tensorboard", start)
 
     def __enter__(self) -> "Log":
         self._progress.start()
@@ -64,7 +76,6 @@ class Log:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
-        self._events.close()
 
     @property
     def closed(self) -> bool:
@@ -91,18 +102,26 @@ class Log:
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Records training metrics, among them "loss" and "steps_per_second"."""
         self._write({"step": step, **values})
-        self._events.add(step, {f"train/{k}": v for k, v in values.items()})
-        parts = [f"step {step}/{self._num_steps}", f"loss {values['loss']:.4f}"]
+        self._write_sinks(step, {f"train/{k}": v for k, v in values.items()})
+        loss = quantity(values["loss"], self._units.get("loss", ""), digits=4)
+        parts = [f"step {step}/{self._num_steps}", f"loss {loss}"]
         if "consensus_distance" in values:
             parts.append(f"consensus {values['consensus_distance']:.3g}")
-        rate = values["steps_per_second"]
-        text = "  ".join([*parts, f"{rate:.1f} steps/s"])
+        if self._rates is None:  # The first steps include compiling.
+            self._rates = collections.deque(maxlen=RECENT)
+        else:
+            self._rates.append(values["steps_per_second"])
+            parts += _speeds(values)
+        text = "  ".join(parts)
         self._progress.update(self._bar, completed=step, description=text)
         now = time.monotonic()
         if self._progress.disable and now - self._last_line > SECONDS_BETWEEN_LINES:
             self._last_line = now
-            left = (self._num_steps - step) / rate
-            self._console.print(f"{text}  {left:.0f} s left", soft_wrap=True)
+            # A median: after a pause the newest rate says nothing of what is left.
+            if self._rates and step < self._num_steps:
+                left = (self._num_steps - step) / statistics.median(self._rates)
+                text += f"  {left:.0f} s left"
+            self._console.print(text, soft_wrap=True)
 
     def evaluation(
         self, step: int, mean: dict[str, float], workers: dict[int, dict[str, float]]
@@ -112,14 +131,18 @@ class Log:
         self._write({"step": step, "mean_model": mean, "workers": of_workers})
         models = {"mean_model": mean}
         models |= {f"worker_{number}": scores for number, scores in workers.items()}
-        for model, of_model in models.items():
-            prefix = f"evaluation/{model}"
-            self._events.add(step, {f"{prefix}/{k}": v for k, v in of_model.items()})
-        scores = [worker[self._headline] for worker in of_workers]
+        flat = {
+            f"evaluation/{model}/{name}": score
+            for model, of_model in models.items()
+            for name, score in of_model.items()
+        }
+        self._write_sinks(step, flat)
+        name, unit = self._headline, self._units.get(self._headline, "")
+        scores = [worker[name] for worker in of_workers]
+        shown = [quantity(x, unit) for x in (mean[name], min(scores), max(scores))]
         self._console.print(
-            f"step {step}/{self._num_steps}  held-out {self._headline} "
-            f"{mean[self._headline]:.3f} (workers {min(scores):.3f} to "
-            f"{max(scores):.3f})",
+            f"step {step}/{self._num_steps}  held-out {words(name)} "
+            "{} (workers {} to {})".format(*shown),
             soft_wrap=True,
         )
 
@@ -158,42 +181,6 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
-class _Events:
-    """Scalars for TensorBoard.
-
-    Written at once: tensorboardX's own writer has a thread, which waits forever after
-    an error, as on a full disk.
-    """
-
-    def __init__(self, folder: Path, start: int):
-        # Where torch is installed this takes seconds, and only process 0 needs it.
-        from tensorboardX import event_file_writer, summary
-        from tensorboardX.proto import event_pb2
-
-        self._folder = folder
-        folder.mkdir(exist_ok=True)
-        messages: Any = event_pb2  # Its classes are made at run time.
-        self._make_event, self._make_scalar = messages.Event, summary.scalar
-        self._writer = event_file_writer.EventsWriter(str(folder / "events"))
-        # Hides what an earlier process wrote of later steps.
-        started = messages.SessionLog(status=messages.SessionLog.START)
-        self._write(start + 1, session_log=started)
-
-    def add(self, step: int, values: dict[str, float]) -> None:
-        with writing(self._folder):
-            for tag, value in values.items():
-                self._write(step, summary=self._make_scalar(tag, value))
-            self._writer.flush()
-
-    def close(self) -> None:
-        with writing(self._folder):
-            self._writer.close()
-
-    def _write(self, step: int, **what: Any) -> None:
-        event = self._make_event(step=step, wall_time=time.time(), **what)
-        self._writer.write_event(event)
-
-
 class _Output(Console):
     """A console that goes quiet where its output is closed, or its disk is full."""
 
@@ -209,6 +196,17 @@ class _Output(Console):
         self.closed = self.quiet = True
         # Python flushes the descriptor at exit, which would fail again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _speeds(values: Mapping[str, float]) -> list[str]:
+    """What a line says of the speed of its steps."""
+    said = [f"{values['steps_per_second']:.3g} steps/s"]
+    for name, value in values.items():
+        if name.endswith(PER_SECOND) and name != f"steps{PER_SECOND}":
+            said.append(f"{value:,.0f} {name.removesuffix(PER_SECOND)}/s")
+    if "share_of_peak" in values:
+        said.append(f"{values['share_of_peak']:.0%} of the peak FLOP/s")
+    return said
 
 
 def _row(line: str) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,10 +11,11 @@ import jax
 from jax.sharding import Mesh
 
 from decentjax import WorkerState, gossip, local_workers, place
-from train.cli.config_json import to_json
+from train.cli.config_json import sources, to_json
 from train.cli.tables import write_whole
 from train.config import Config
 from train.data.batches import Batch, feed
+from train.fields import place_of
 from train.job.distributed import MetricMeans, gather
 from train.job.peers import process_place
 from train.run.build import (
@@ -27,6 +28,7 @@ from train.run.build import (
     step_options,
 )
 from train.run.checkpoint import Checkpoints, find_checkpoints, set_aside
+from train.run.facts import describe, header, peak_seconds, write_facts
 from train.run.finite import Check, build_check, check_gradients
 from train.run.folder import lock
 from train.run.log import Log, warn
@@ -41,12 +43,18 @@ from train.run.peers import (
     own_folder,
     write_shared,
 )
+from train.run.profile import profiled
 from train.run.resume import Begin, Resume, begin_again, begin_new
+from train.run.rounds import warn_of_few
+from train.run.sinks import Sink, named_sinks, open_sinks
 from train.run.stop import Stop
 from train.run.straggler import check_processes, delay
 from train.run.timeline import Timeline, drop_spans
-from train.tasks.task import Task
+from train.run.trace import check_batch, trace_task
+from train.tasks.task import Task, build_task
 from train.xla import as_arguments
+
+MakeState = Callable[..., WorkerState]
 
 
 class Outcome(NamedTuple):
@@ -77,6 +85,7 @@ class Parts(NamedTuple):
       checkpoints: writer of the checkpoints, in the background.
       stop: state of the signals that end the run.
       late: function that sleeps where this process is to be late at a step.
+      profile: function that starts and ends the trace of some steps.
       first: number of the worker of the first row of the arrays.
       admit: function that says, before a step, where an elastic process goes on.
     """
@@ -89,6 +98,7 @@ class Parts(NamedTuple):
     checkpoints: Checkpoints
     stop: Stop
     late: Callable[[int], None]
+    profile: Callable[[int, Any], None]
     first: int
     admit: Callable[[Begin], Begin] | None = None
 
@@ -98,6 +108,8 @@ def train(
     run_dir: Path,
     resume: Resume | None = None,
     init_from: Path | None = None,
+    trust: Sequence[str] = (),
+    sinks: Sequence[Sink] = (),
 ) -> Outcome:
     """Trains in `run_dir`, from the start or from a checkpoint there.
 
@@ -111,20 +123,32 @@ def train(
       config: config of the run.
       run_dir: folder of the run.
       resume: how the run resumes; by default it is new.
-      init_from: folder of another run, whose mean model all workers start from.
+      init_from: folder of another run, whose mean model all workers start from, or of a
+        GPT-2 in Hugging Face's layout.
+      trust: modules and files of that run's own classes and functions; those of the
+        config are trusted.
+      sinks: where rows go beside those of `log.sinks`.
 
     Raises:
+      ModuleNotFoundError: if `log.sinks` needs a package that is missing.
       ValueError: if the config cannot run, or the folder does not fit.
       FloatingPointError: if a number is no longer finite; it is not saved.
       SaveError: if a checkpoint cannot be written.
     """
     check_processes(config.straggler, process_place(config)[1])
+    sinks = [*named_sinks(config.log.sinks), *sinks]
     mesh = build_mesh(config)
+    task = build_task(config.task)
+    trace_task(task, config.step.batch_per_worker)
     folder = own_folder(config, run_dir)
     # The lock is taken first and released last: all else writes into the folder.
     with lock(folder), _advice(config, folder), contextlib.ExitStack() as stack:
-        task = config.task.build()
-        begin, parts = _prepare(config, folder, resume, init_from, task, mesh, stack)
+        trust = (*sources(config), *trust)
+        new = functools.partial(
+            begin_new, config, folder, init_from=init_from, trust=trust
+        )
+        given = config, folder, resume, new, task, mesh, sinks
+        begin, parts = _prepare(*given, stack)
         step, state = run_steps(config, begin, parts)
     return Outcome(step, state, parts.observer.mean(state), task)
 
@@ -134,10 +158,9 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
 
     A state is saved before it is evaluated, and only once it is known to be finite.
     """
-    train_step, batches, put, check, observer, checkpoints, stop, late, first, admit = (
-        parts
-    )
-    step, state, num_skipped = begin.step, begin.state, 0
+    train_step, batches, put, check, observer, checkpoints = parts[:6]
+    stop, late, profile, first, admit = parts[6:]
+    step, state = begin.step, begin.state
     try:
         while step < config.num_steps and not stop.stopped:
             if admit is not None:
@@ -151,10 +174,15 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
                         checkpoints.save(step, state, config)
                     break
             batch = next(batches)
-            arrays, num_skipped = put(batch.arrays), num_skipped + batch.skipped
+            observer.count(batch)
+            arrays = put(batch.arrays)
             late(step)
-            state, metrics = train_step(state, arrays, step)
+            profile(step, state)
+            with jax.profiler.StepTraceAnnotation("train", step_num=step):
+                state, metrics = train_step(state, arrays, step)
             step += 1
+            if config.on_step is not None:
+                config.on_step(step, state, metrics)
             checkpoints.check()
             # Asked before the poll, so that the run ends after this step.
             if observer.log is not None and observer.log.closed:
@@ -176,8 +204,7 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
                 if end or step % config.log.consensus_every_steps == 0:
                     train_step.settle()
                     settled = state
-                observer.measure(step, metrics, num_skipped, settled)
-                num_skipped = 0
+                observer.measure(step, metrics, settled)
             # The order of a save: an exchange may still bring a NaN, so it ends before
             # the check; the flush is a collective, after which process 0 has the rows
             # of all processes, so metrics.jsonl is complete up to each checkpoint.
@@ -200,8 +227,8 @@ def _begin(
     config: Config,
     run_dir: Path,
     resume: Resume | None,
-    init_from: Path | None,
-    make_state: Callable[..., WorkerState],
+    new: Callable[[MakeState], Begin],
+    make_state: MakeState,
     check: Check,
 ) -> Begin:
     """Where the run starts, with the folder ready for it."""
@@ -210,7 +237,7 @@ def _begin(
         was_saved = bool(find_checkpoints(run_dir).steps)
         resume = (resume or Resume()) if was_saved else None
     if resume is None:
-        begin = begin_new(run_dir, make_state, init_from)
+        begin = new(make_state)
     else:
         begin = begin_again(config, run_dir, make_state(), resume, check)
     if jax.process_index() == 0:
@@ -223,9 +250,10 @@ def _prepare(
     config: Config,
     run_dir: Path,
     resume: Resume | None,
-    init_from: Path | None,
+    new: Callable[[MakeState], Begin],
     task: Task,
     mesh: Mesh | None,
+    sinks: Sequence[Sink],
     stack: contextlib.ExitStack,
 ) -> tuple[Begin, Parts]:
     """Makes the state to start from and the parts of the loop, entered in `stack`."""
@@ -240,9 +268,12 @@ def _prepare(
     def make_state(model: tuple[Any, Any] | None = None) -> WorkerState:
         return put(build_state(config, task, optimizer, mine, model))
 
+    # Before anything is compiled: data that is missing, or does not fit, raises here.
+    steps = build_steps(config, task, mine)
+    check_batch(steps[0], task, config.step.batch_per_worker)
     check = build_check(mesh, first)
     is_late = watch is not None and has_begun(run_dir)
-    begin = _begin(config, run_dir, resume, init_from, make_state, check)
+    begin = _begin(config, run_dir, resume, new, make_state, check)
     process, num_processes = process_place(config)
     record = None
     if config.log.timeline:
@@ -255,10 +286,10 @@ def _prepare(
         # One who joins its peers does none of its steps again.
         joins = is_late or config.exchange.elastic
         kept = config.num_steps if joins else begin.step
-        headline = task.headline.name
-        log = Log(run_dir, config.num_steps, begin.step, headline, kept)
-        stack.enter_context(log)
-    batches = feed(build_steps(config, task, mine), config.data.num_processes)
+        log = _open_log(config, task, run_dir, begin, mesh, sinks, kept, stack)
+        if begin.facts and begin.step < config.num_steps:
+            log.note(begin.step, **begin.facts)
+    batches = feed(steps, config.data.num_processes)
     batches.set_step(begin.step)
     stack.enter_context(contextlib.closing(batches))
     if watch is None:
@@ -278,7 +309,9 @@ def _prepare(
             begin = join(*others, is_late=is_late)
             log.forget(begin.step)
         stack.enter_context(watch.opened(run_dir, begin.step, train_step))
-    observer = Observer(config, task, mesh, begin.step, means, log, watch)
+    least = peak_seconds(config, task, optimizer, begin.state, mesh)
+    others = means, log, watch, least, record
+    observer = Observer(config, task, mesh, begin.step, *others)
     stop = stack.enter_context(Stop())
     take_in = None
     if isinstance(train_step, gossip.Peers) and config.exchange.elastic:
@@ -289,13 +322,15 @@ def _prepare(
     checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept, peer_seconds)
     stack.enter_context(checkpoints)
     options = as_arguments(step_options(config, mesh))  # Checked by every process.
-    if log is not None and begin.facts:
-        log.note(begin.step, **begin.facts)
+    if log is not None and begin.step >= config.num_steps:
+        more = f"decentjax resume {run_dir} --num-steps {2 * config.num_steps}"
+        log.say(f"all {begin.step} steps are done already; {more} goes further")
     if log is not None and options:
         log.say(f"options of XLA: {options} (without: --step.xla-options)")
     late = functools.partial(
         delay, config.straggler, process, num_processes, record=record
     )
+    profile = profiled(run_dir / f"profile.{process}", config.log.profiled())
     return begin, Parts(
         train_step,
         batches,
@@ -305,9 +340,31 @@ def _prepare(
         checkpoints,
         stop,
         late,
+        stack.enter_context(profile),
         first,
         take_in,
     )
+
+
+def _open_log(
+    config: Config,
+    task: Task,
+    run_dir: Path,
+    begin: Begin,
+    mesh: Mesh | None,
+    sinks: Sequence[Sink],
+    kept: int,
+    stack: contextlib.ExitStack,
+) -> Log:
+    """Writes down what the run is, and opens its log and its sinks."""
+    warn_of_few(config, task)
+    facts = describe(config, task, begin.state, mesh)
+    write_facts(run_dir, facts)
+    write = stack.enter_context(open_sinks(sinks, config, run_dir, begin.step))
+    headline, units = task.headline.name, task.units
+    log = Log(run_dir, config.num_steps, begin.step, headline, kept, units, write)
+    stack.enter_context(log).say(header(facts, run_dir))
+    return log
 
 
 @contextlib.contextmanager
@@ -319,11 +376,13 @@ def _advice(config: Config, run_dir: Path) -> Iterator[None]:
         smaller = f"optimizer.learning-rate={config.optimizer.learning_rate / 2:g}"
         steps = find_checkpoints(run_dir).steps
         how = (
-            f"resume from step {max(steps)}, which is finite: python -m train --resume "
+            f"resume from step {max(steps)}, which is finite: decentjax resume "
             f"{run_dir} --change {smaller}"
             if steps
             else f"nothing has been saved yet: begin again with --{smaller}"
         )
+        if config.optimizer.schedule is not None:  # It has no such option.
+            how = f"make the rates of {place_of(config.optimizer.schedule)} smaller"
         if config.exchange.where == "peers":
             # One of another learning rate would be refused by the others.
             how = "started again, this process takes the model of a peer"

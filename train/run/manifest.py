@@ -14,12 +14,20 @@ UNREADABLE = OSError, ValueError, TypeError, LookupError, AttributeError, Recurs
 
 
 def write_manifest(folder: Path) -> None:
-    """Writes the hashes of all files in a folder, and waits until it is on disk."""
-    text = json.dumps({"sha256": _hashes(folder, _files(folder))}, indent=1)
-    with (folder / MANIFEST).open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    """Writes the hashes of all files in a folder, and waits until all are on disk."""
+    hashes = _hashes(folder, _files(folder))
+    (folder / MANIFEST).write_text(json.dumps({"sha256": hashes}, indent=1))
+    for path in (folder, *folder.rglob("*")):  # Orbax waits for the arrays alone.
+        sync(path)
+
+
+def sync(path: Path) -> None:
+    """Waits until a file, or the names in a folder, are on disk."""
+    file = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
 
 
 def check_files(folder: Path, part: str = "", share: tuple[int, int] = (0, 1)) -> None:

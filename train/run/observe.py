@@ -10,11 +10,13 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import AXIS, WorkerState, consensus_distance, mean_model, over_workers
+from decentjax.gossip import Record
 from decentjax.step import Metrics
 from train.config import Config
+from train.data.batches import Batch
 from train.job.distributed import MetricMeans, gather
 from train.run.finite import say_quarantined
-from train.run.log import Log, warn
+from train.run.log import PER_SECOND, Log, warn
 from train.run.optimizers import build_schedule
 from train.run.peers import Watch
 from train.run.scores import build_score
@@ -33,6 +35,8 @@ class Observer:
       means: metrics on their way to process 0.
       log: log of all processes; None but in process 0.
       watch: what this process learns of its peers, if it has any.
+      peak_seconds: seconds of a step at the devices' peak; None where unknown.
+      record: function that records an evaluation in the timeline, if there is one.
     """
 
     def __init__(
@@ -44,9 +48,15 @@ class Observer:
         means: MetricMeans,
         log: Log | None,
         watch: Watch | None = None,
+        peak_seconds: float | None = None,
+        record: Record | None = None,
     ):
         self.log, self._means, self._watch = log, means, watch
+        self._amount, self._peak_seconds = task.amount, peak_seconds
+        self._record = record
+        self._num_skipped = self._num_counted = 0
         self.mean = build_mean(mesh)
+        self._on_evaluation = config.on_evaluation
         self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
         self._consensus = build_consensus(mesh)
         self._score = build_score(task)
@@ -57,20 +67,21 @@ class Observer:
         """Leaves out steps that this process has not done, and the time before."""
         if num_steps:
             self._step, self._time = self._step + num_steps, time.monotonic()
+            self._num_counted = 0
+
+    def count(self, batch: Batch) -> None:
+        """Counts the examples that a step takes and those that were skipped."""
+        self._num_skipped += batch.skipped
+        self._num_counted += self._amount.count(batch.arrays)
 
     def measure(
-        self,
-        step: int,
-        metrics: Metrics,
-        num_skipped: int,
-        settled: WorkerState | None = None,
+        self, step: int, metrics: Metrics, settled: WorkerState | None = None
     ) -> None:
         """Measures the workers of this process, for a row of the log.
 
         Args:
           step: number of steps done.
           metrics: metrics of the step, of each worker.
-          num_skipped: number of examples skipped since the last row.
           settled: state whose consensus distance to measure, with no exchange on its
             way: the measurement is a collective of its own.
         """
@@ -83,11 +94,18 @@ class Observer:
             values["consensus_distance"] = self._consensus(settled)
         values["learning_rate"] = float(self._schedule(step - 1))
         now = time.monotonic()
-        rate = (step - self._step) / max(now - self._time, 1e-9)
-        values["steps_per_second"] = rate
-        self._step, self._time = step, now
+        seconds = max(now - self._time, 1e-9)
+        values["steps_per_second"] = rate = (step - self._step) / seconds
         # Times the processes, as the log has the mean over them.
-        values["skipped_examples"] = num_skipped * jax.process_count()
+        counted, skipped = (
+            n * jax.process_count() for n in (self._num_counted, self._num_skipped)
+        )
+        values[self._amount.unit + PER_SECOND] = counted / seconds
+        values["skipped_examples"] = skipped
+        if self._peak_seconds is not None:
+            values["share_of_peak"] = self._peak_seconds * rate
+        self._step, self._time = step, now
+        self._num_skipped = self._num_counted = 0
         self._means.put(step, values)
 
     def say_quarantined(self, step: int, state: WorkerState, first: int) -> None:
@@ -123,6 +141,7 @@ class Observer:
 
     def evaluate(self, step: int, state: WorkerState, stop: Stop) -> None:
         """Logs the scores of the mean model and of each worker's; none if stopped."""
+        begin = time.monotonic()
         rows = local_rows((state.params, state.model_state))
         numbers, models = zip(*rows, strict=True)
 
@@ -141,7 +160,11 @@ class Observer:
         of_all = sorted(pair for pairs in gather(own) for pair in pairs)
         if self.log is not None:
             self.log.evaluation(step, of_mean, dict(of_all))
+            if self._on_evaluation is not None:
+                self._on_evaluation(step, of_mean)
         self._time = time.monotonic()  # The rate is that of training alone.
+        if self._record is not None:
+            self._record("evaluate", step - 1, begin, self._time)
 
 
 def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:

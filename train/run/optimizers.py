@@ -14,11 +14,18 @@ from decentjax import (
     quasi_global_momentum,
 )
 from train.config import OptimizerConfig
+from train.fields import place_of
 from train.run.finite import watch_gradients
 
 
 def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
-    """A linear warm-up, then the config's decay."""
+    """A linear warm-up, then the config's decay; or its own schedule.
+
+    Raises:
+      ValueError: if the function of its own returns no schedule.
+    """
+    if config.schedule is not None:
+        return _own_schedule(config.schedule, num_steps)
     if config.decay == "cosine":
         return optax.warmup_cosine_decay_schedule(
             init_value=config.initial_learning_rate,
@@ -43,6 +50,21 @@ def build_schedule(config: OptimizerConfig, num_steps: int) -> optax.Schedule:
     return optax.join_schedules([rising, after[config.decay]], boundaries=[warmup])
 
 
+def _own_schedule(
+    make: Callable[[int], optax.Schedule], num_steps: int
+) -> optax.Schedule:
+    made = make(num_steps)
+    step = jax.ShapeDtypeStruct((), jnp.int32)
+    # The loop counts in Python and the optimizer in an array: both must do.
+    rate = jax.eval_shape(made, step) if callable(made) else None
+    if getattr(rate, "shape", None) != ():
+        raise ValueError(
+            f"optimizer.schedule = {place_of(make)} must return a function from a step "
+            f"to a learning rate, a scalar, got {made!r}"
+        )
+    return made
+
+
 class Kind(NamedTuple):
     """A kind of optimizer.
 
@@ -63,12 +85,33 @@ def _exact_diffusion(
     return exact_diffusion(optax.sgd(schedule, momentum))
 
 
+def _muon(
+    schedule: optax.Schedule,
+    momentum: float,
+    b1: float,
+    b2: float,
+    eps: float,
+    weight_decay: float,
+    mask: Callable[[Any], Any],
+) -> optax.GradientTransformation:
+    # The rate -1 leaves the direction as it is. Its own decay would be without the mask
+    # for all that is no matrix: kernels of convolutions and biases alike.
+    direction = optax.contrib.muon(-1.0, beta=momentum, eps=eps, adam_b1=b1, adam_b2=b2)
+    return optax.chain(
+        direction,
+        optax.add_decayed_weights(weight_decay, mask),
+        optax.scale_by_learning_rate(schedule),
+    )
+
+
 MOMENTS = ("b1", "b2", "eps")
 OPTIMIZERS = {
     "accum_adamw": Kind(accum_adamw, (*MOMENTS, "accum_steps"), decouples=True),
     "accum_adam": Kind(accum_adam, (*MOMENTS, "accum_steps"), decouples=False),
     "adamw": Kind(optax.adamw, MOMENTS, decouples=True),
     "adam": Kind(optax.adam, MOMENTS, decouples=False),
+    "lion": Kind(optax.lion, ("b1", "b2"), decouples=True),
+    "muon": Kind(_muon, ("momentum", *MOMENTS), decouples=True),
     "sgd": Kind(optax.sgd, ("momentum",), decouples=False),
     "exact_diffusion": Kind(_exact_diffusion, ("momentum",), decouples=False),
     "qg_dsgdm": Kind(quasi_global_momentum, ("momentum",), decouples=False),
@@ -85,20 +128,38 @@ def build_optimizer(
 def optimizer_with(
     config: OptimizerConfig, schedule: optax.Schedule
 ) -> optax.GradientTransformation:
-    """Watches and clips the worker's gradient, decays the weights, and steps."""
-    make, options, decouples = OPTIMIZERS[config.name]
-    named: dict[str, Any] = {option: getattr(config, option) for option in options}
+    """Watches and clips the worker's gradient, decays the weights, and steps.
+
+    Raises:
+      ValueError: if the function of the config's own returns no optimizer.
+    """
     # One flat chain: a checkpoint stores the optimizer state in the chain's order.
     # The watch comes first, as clipping would spread a NaN of one leaf to all.
     steps = [watch_gradients()]
     if config.clip_norm is not None:
         steps.append(optax.clip_by_global_norm(config.clip_norm))
+    if config.make is not None:
+        return optax.chain(*steps, _own_optimizer(config.make, schedule))
+    make, options, decouples = OPTIMIZERS[config.name]
+    named: dict[str, Any] = {option: getattr(config, option) for option in options}
     decay = {"weight_decay": config.weight_decay, "mask": _has_two_dims}
     if decouples:
         named |= decay
     else:
         steps.append(optax.add_decayed_weights(**decay))
     return optax.chain(*steps, make(schedule, **named))
+
+
+def _own_optimizer(
+    make: Callable[[optax.Schedule], Any], schedule: optax.Schedule
+) -> optax.GradientTransformation:
+    made = make(schedule)
+    if not isinstance(made, optax.GradientTransformation):
+        raise ValueError(
+            f"optimizer.make = {place_of(make)} must return an optax optimizer, a "
+            f"GradientTransformation, got {made!r}"
+        )
+    return made
 
 
 def _has_two_dims(params: Any) -> Any:

@@ -3,13 +3,13 @@
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from train.cli.config_json import from_fields, to_json
+from train.cli.config_json import HOOKS, from_fields, sources, to_json
 from train.cli.tables import write_whole
 from train.config import Config
 from train.job.distributed import gather
@@ -119,7 +119,7 @@ def kept(
       facts: what else the results depend on.
     """
     wanted = {"config": _trained(config), "seeds": list(seeds), **(facts or {})}
-    outcome = _read(path, wanted, type(config.task))
+    outcome = _read(path, wanted, sources(config))
     found = gather(outcome is not None)  # A folder may not yet show each the file.
     if outcome is not None and all(found):
         if jax.process_index() == 0:
@@ -137,16 +137,18 @@ def _trained(config: Config) -> dict[str, Any]:
     """The fields of a config that decide what it trains, as JSON has them."""
     fields = json.loads(to_json(config))
     del fields["distributed"], fields["workers"]["where"]
-    return fields
+    return {name: value for name, value in fields.items() if name not in HOOKS}
 
 
-def _read(path: Path, wanted: Mapping[str, Any], task: type) -> SeedsOutcome | None:
+def _read(
+    path: Path, wanted: Mapping[str, Any], trust: Sequence[str]
+) -> SeedsOutcome | None:
     if not path.exists():
         return None
     found = json.loads(path.read_text())
     # An older version of this program has fewer fields: they have their defaults.
     with contextlib.suppress(ValueError, KeyError):
-        found["config"] = _trained(from_fields(found["config"], [task]))
+        found["config"] = _trained(from_fields(found["config"], trust))
     # Another version may have kept other results.
     is_whole = found.get("outcome", {}).keys() == set(SeedsOutcome._fields)
     if not is_whole or {name: found.get(name) for name in wanted} != wanted:

@@ -20,19 +20,19 @@ import optax
 from jax.sharding import Mesh
 
 from decentjax import WorkerState, gossip
+from decentjax.distributed.rendezvous import is_loopback
 from decentjax.topology import butterfly_groups, matrices
 from train.cli.config_json import read_fields, to_json
 from train.config import Config
 from train.data.batches import Feed
 from train.job.peers import address_of, peer_place
-from train.job.rendezvous import is_loopback
 from train.job.secret import read_secret, shared_secret
 from train.run.build import LocalUpdate, PeerStep
-from train.run.checkpoint import find_checkpoints, restore, verify
+from train.run.checkpoint import DamagedError, find_checkpoints, restore, verify
 from train.run.finite import WatchState
 from train.run.folder import check_links, process_folders, writing
 from train.run.log import METRICS, Log, warn
-from train.run.resume import FREE, Begin, without
+from train.run.resume import Begin, trained_by
 from train.run.rounds import build_rounds
 from train.run.stop import Stop
 from train.tasks.task import Task
@@ -192,7 +192,7 @@ def digest(config: Config) -> str:
     """Returns a text of what all peers must share: what is trained, and by whom."""
     fields = json.loads(to_json(config))
     exchange = {k: v for k, v in fields["exchange"].items() if k not in OWN}
-    return json.dumps({**without(fields, FREE), "exchange": exchange}, sort_keys=True)
+    return json.dumps({**trained_by(fields), "exchange": exchange}, sort_keys=True)
 
 
 def join(
@@ -221,10 +221,10 @@ def join(
       is_late: whether others must have gone on; else it may well be the first.
     """
     if isinstance(peers, gossip.PeerRounds):
-        log.say(f"goes on with its own model of step {begin.step}")
+        log.say(f"goes on from its own step {begin.step}")
         return begin
     seconds = JOIN_SECONDS if is_late else START_SECONDS
-    log.say("asks its peers for a model")
+    log.say("looks for peers that are further")
     batch = put(next(batches).arrays)
     state, step = peers.join(
         begin.state, batch, STATE_SECONDS, begin.step, alone=seconds
@@ -236,8 +236,8 @@ def join(
         state, step = _saved_by_peers(folder, begin)
     batches.set_step(begin.step)
     if step is None:
-        why = "no peer is further, or has answered in time"
-        log.say(f"{why}: goes on with its own model of step {begin.step}")
+        how = f"goes on from its own step {begin.step}" if begin.step else "begins"
+        log.say(f"no peer is further: {how}")
         return begin
     step = min(step, last)
     batches.set_step(step)
@@ -258,7 +258,7 @@ def _saved_by_peers(folder: Path, begin: Begin) -> tuple[WorkerState, int | None
     for step, path in sorted((x for x in saved if x[0] > begin.step), reverse=True):
         try:
             verify(path)
-        except ValueError as error:
+        except DamagedError as error:
             warn(f"{path} {error}")
         else:
             return restore(path, begin.state)._replace(key=begin.state.key), step
@@ -354,19 +354,48 @@ class Watch:
         """Logs which peers have come, ended or died, and those that were refused."""
         alive = self._peers.alive() & self._senders
         if alive != self._alive:
+            said = f"step {step}: {_change(self._senders, self._alive, alive)}"
+            facts: dict[str, Any] = {"alive": sorted(alive)}
+            if (moved := self._mean_moved(alive)) is not None:
+                said += f"; the mean of all models moves by about {moved:.3g}"
+                facts["mean_moved"] = moved
+            log.note(step, **facts)
+            log.say(said)
             self._alive = alive
-            log.note(step, alive=sorted(alive))
-            gone = self._senders - alive
-            log.say(
-                f"step {step}: takes models of {_say(alive)}"
-                + (f", without {_say(gone)}" if gone else "")
-            )
         for why in set(self._peers.refused.values()) - self._refused:
             self._refused.add(why)
             warn(
                 f"refused {why}; start it with this run's config and secret, or in "
                 "another run"
             )
+
+    def _mean_moved(self, alive: set[int]) -> float | None:
+        """How far the mean of all models moves by who has come and gone, if known."""
+        before, peers = self._alive, self._peers
+        apart = peers.apart() if isinstance(peers, gossip.Peers) else None
+        if before is None or apart is None:
+            return None
+        count = len(self._workers) + len(before)
+        return mean_moved(apart, count, len(before - alive), len(alive - before))
+
+
+def mean_moved(apart: float, before: int, gone: int, came: int) -> float:
+    """Returns how far the mean of all models moves where workers go, and others come.
+
+    k of N models leave, n = N - k stay, and l begin with a model of one that stays.
+    Where those that leave, or are taken, are as any others, this is the root of
+    `E |move|^2 = |x_j - x_i|^2 (k / (2 N n) + l (n - 1) / (2 n (n + l)^2))`.
+
+    Args:
+      apart: root mean square distance of two models.
+      before: number of models, N.
+      gone: number of those that leave, k.
+      came: number of those that come, l.
+    """
+    stay = before - gone
+    by_going = gone / (2 * before * stay)
+    by_coming = came * (stay - 1) / (2 * stay * (stay + came) ** 2)
+    return apart * math.sqrt(by_going + by_coming)
 
 
 def read_used(folder: Path) -> list[gossip.Used]:
@@ -440,7 +469,17 @@ def _at_step(opt_state: Any, step: int) -> Any:
     return jax.tree.map(moved, opt_state, is_leaf=lambda x: isinstance(x, counting))
 
 
+def _change(senders: set[int], before: set[int] | None, alive: set[int]) -> str:
+    """A phrase for who has come and gone since before, None where it has just begun."""
+    known = senders if before is None else before
+    parts = {"lost": known - alive, "has again": alive - known, "mixes with": alive}
+    if before is None:
+        parts["is without"] = parts.pop("lost")
+    said = [f"{word} {_say(workers)}" for word, workers in parts.items() if workers]
+    return ", ".join(said if alive else [*said, "goes on alone"])
+
+
 def _say(workers: set[int]) -> str:
     numbers = sorted(workers)
     some = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-    return f"workers {some}" if numbers else "none"
+    return f"worker{'s' * (len(numbers) > 1)} {some}"

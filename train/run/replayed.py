@@ -21,7 +21,7 @@ from train.run.optimizers import build_optimizer
 from train.run.outcome import Report, SeedsOutcome, in_turn
 from train.run.peers import as_averaged, wagma_groups
 from train.run.programs import build_scores, far_apart, judge
-from train.tasks.task import Task
+from train.tasks.task import Task, build_task
 
 
 def repeat(
@@ -89,7 +89,7 @@ def train_by_clock(
       ValueError: if there is no clock for such a run.
       FloatingPointError: if a loss is no longer finite.
     """
-    task = task or config.task.build()
+    task = task or build_task(config.task)
 
     def train(seed: int, report: Report) -> SeedsOutcome:
         return _train(dataclasses.replace(config, seed=seed), task, report, clock)

@@ -1,10 +1,13 @@
 """How a run starts or resumes: from which config and which state.
 
-`python -m train --resume RUN` takes the config from the run's newest checkpoint.
+`decentjax resume RUN` takes the config from the run's newest checkpoint.
 """
 
 import dataclasses
+import difflib
 import json
+import shlex
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,16 +16,28 @@ import jax
 import tyro
 
 from decentjax import WorkerState
-from train.cli.config_json import differences, from_fields, read_fields, to_json
+from train.cli.config_json import (
+    HOOKS,
+    PLACES,
+    changes,
+    differences,
+    from_fields,
+    read_fields,
+    to_json,
+    with_defaults,
+)
 from train.cli.options import AS_OPTIONS
 from train.config import Config, DistributedConfig
+from train.models.gpt2 import read_gpt2
 from train.run.checkpoint import (
+    DamagedError,
     choose,
     find_checkpoints,
     restore,
     saved_fields,
     verify,
 )
+from train.run.facts import command_line
 from train.run.finite import Check
 from train.run.folder import process_folders
 from train.run.log import warn
@@ -47,6 +62,7 @@ FREE = (
     "straggler",
     "distributed",
     "workers.where",
+    *HOOKS,
 )
 
 
@@ -66,26 +82,22 @@ class Resume(NamedTuple):
     workers: How | None = None
 
 
-def saved_config(run_dir: Path, step: int | None, like: Config | None = None) -> Config:
+def saved_config(run_dir: Path, step: int | None, trust: Sequence[str] = ()) -> Config:
     """Returns the config of a run's checkpoint, without the place in its old job.
 
     Args:
       run_dir: folder of the run.
       step: step of the checkpoint; by default the newest.
-      like: config with the same task class, if that is the user's own.
+      trust: modules and files of the user's own classes and functions.
 
     Raises:
       ValueError: if there is no such checkpoint.
     """
-    own = () if like is None else (type(like.task),)
     path, fields = _saved(run_dir, step)
     try:
-        config = from_fields(fields, own)
+        config = from_fields(fields, trust)
     except ValueError as error:
-        raise ValueError(
-            f"{path}: {error}; where the task is a class of your own, give the config "
-            "file that has it with --config-file"
-        ) from error
+        raise ValueError(f"{path}: {error}") from error
     # The addresses of the processes are no longer true.
     given = config.distributed
     distributed = DistributedConfig(
@@ -128,6 +140,7 @@ def with_changes(
 
 def with_field(config: Config, field: str, value: str, prog: str) -> Config:
     """Returns the config with a field set, as on the command line of `train`."""
+    check_field(config, field, prog)
     return tyro.cli(
         Config,
         default=config,
@@ -135,6 +148,22 @@ def with_field(config: Config, field: str, value: str, prog: str) -> Config:
         prog=prog,
         config=AS_OPTIONS,
     )
+
+
+def check_field(config: Config, field: str, prog: str) -> None:
+    """Raises a ValueError if a config has no such field."""
+    part: Any = config
+    for name in field.replace("-", "_").split("."):
+        if not dataclasses.is_dataclass(part):
+            return  # What is inside, the parser knows.
+        names = [one.name for one in dataclasses.fields(part)]
+        if name not in names:
+            near = difflib.get_close_matches(name, names, 1) or names
+            raise ValueError(
+                f"{prog}: a config has no field {field}; did you mean "
+                f"{' or '.join(near)} in place of {name}?"
+            )
+        part = getattr(part, name)
 
 
 def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[str]:
@@ -151,7 +180,7 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
             "give a larger --num-steps, or an earlier --step"
         )
     # Both from JSON, where a tuple is a list.
-    saved, now = saved_fields(path), json.loads(to_json(config))
+    saved, now = with_defaults(saved_fields(path)), json.loads(to_json(config))
     before, after = (x["workers"]["num_workers"] for x in (saved, now))
     allowed = FREE + resume.changes
     if before != after:
@@ -159,13 +188,17 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
         allowed += ("workers", "topology")
     if now["num_steps"] > saved["num_steps"]:
         allowed += ("num_steps",)
-    refused = differences(without(saved, allowed), without(now, allowed))
+    trained = trained_by(saved, allowed), trained_by(now, allowed)
+    refused = differences(*trained)
     if refused:
+        name, _, value = next(changes(*trained))
+        words = " ".join(map(str, value)) if isinstance(value, list) else value
+        change = shlex.quote(f"{name.replace('_', '-')}={words}")
         raise ValueError(
             f"{path} was trained otherwise: {', '.join(refused)}; to change what is "
-            "trained, name it, as --change optimizer.learning-rate=1e-3"
+            f"trained, name it, as --change {change}"
         )
-    return differences(without(saved, FREE), without(now, FREE))
+    return differences(trained_by(saved), trained_by(now))
 
 
 def _check_workers(
@@ -205,16 +238,21 @@ class Begin(NamedTuple):
 
 
 def begin_new(
+    config: Config,
     run_dir: Path,
     make_state: Callable[..., WorkerState],
     init_from: Path | None,
+    trust: Sequence[str] = (),
 ) -> Begin:
     """Starts a run.
 
     Args:
+      config: config of the run.
       run_dir: folder of the run.
       make_state: makes the state of all workers, from a model if one is given.
-      init_from: folder of another run, whose mean model all workers start from.
+      init_from: folder of another run, whose mean model all workers start from, or of a
+        GPT-2 in Hugging Face's layout.
+      trust: modules and files of that run's own classes and functions.
 
     Raises:
       ValueError: if the folder already holds a run, or the other run's model does not
@@ -224,12 +262,16 @@ def begin_new(
     if found.steps:
         raise ValueError(
             f"{run_dir} already holds a run, saved after step {max(found.steps)}: go "
-            f"on with python -m train --resume {run_dir}, or choose another folder "
+            f"on with decentjax resume {run_dir}, or choose another folder "
             "with --run-dir"
         )
     if init_from is None:
         return Begin(0, make_state(), {})
-    trained = read_trained(init_from)
+    path = init_from / "config.json"
+    if path.exists() and "model_type" in (fields := read_fields(path)):
+        params = read_gpt2(init_from, fields, getattr(config.task, "model", None))
+        return Begin(0, make_state((params, ())), {"init_from": str(init_from)})
+    trained = read_trained(init_from, trust=trust)
     facts = {"init_from": str(init_from), "init_step": trained.step}
     return Begin(0, make_state(trained.mean()), facts)
 
@@ -257,7 +299,7 @@ def begin_again(
         why = f"the checkpoint of step {step} of {run_dir} cannot be used: "
         try:
             verify(found.steps[step])
-        except ValueError as error:
+        except DamagedError as error:
             if step == steps[-1]:
                 raise ValueError(f"{why}it {error}; steps {steps} are there") from error
             warn(f"{why}it {error}")
@@ -272,8 +314,10 @@ def begin_again(
                 raise ValueError(f"{why}{error}; steps {steps} are there") from error
             warn(f"{why}{error}")
         else:
-            facts = {"resumed": step, "changed": changed} if changed else {}
-            return Begin(step, restored, facts)
+            facts: dict[str, Any] = {"resumed": command_line(sys.argv)}
+            return Begin(
+                step, restored, facts | ({"changed": changed} if changed else {})
+            )
     raise AssertionError("choose returns at least one step")
 
 
@@ -282,6 +326,23 @@ def _restored(path: Path, step: int, state: WorkerState, resume: Resume) -> Work
     if resume.workers is None or num_saved == len(state.key):
         return restore(path, state)
     return restore_rows(path, state, num_saved, resume.workers, step)
+
+
+def trained_by(fields: dict[str, Any], names: Sequence[str] = FREE) -> dict[str, Any]:
+    """Returns the fields of a config that decide what it trains.
+
+    A class or function of the user's own is compared by its name: the file in which it
+    is found may be called otherwise on another machine, or be imported as a module.
+
+    Args:
+      fields: fields of the config, as JSON has them.
+      names: those that may differ, such as "task.data".
+    """
+    kept = without(fields, names)
+    for part, name in (place.split(".") for place in PLACES):
+        if isinstance(place := kept.get(part, {}).get(name), str):
+            kept[part][name] = place.rpartition(":")[2]
+    return kept
 
 
 def without(

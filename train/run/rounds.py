@@ -13,7 +13,9 @@ from decentjax.mixing import is_mixed
 from decentjax.rounds import blend, leaves_of, replace, shift
 from decentjax.schedule import Fragment, cut_leaves, every, in_fragments
 from decentjax.topology import Topology
+from train.cli.tables import counted
 from train.config import Config, RoundsConfig
+from train.run.log import warn
 from train.tasks.task import Task
 
 
@@ -23,6 +25,17 @@ def check_rounds(config: Config) -> None:
         raise ValueError(
             'the fields of rounds are for step.algorithm = "rounds", got '
             f'"{config.step.algorithm}": set it, or leave them out'
+        )
+
+
+def warn_of_few(config: Config, task: Task) -> None:
+    """Warns if the steps from one round to the next are more than those of the run."""
+    steps = config.rounds.every_steps
+    if config.step.algorithm == "rounds" and steps > config.num_steps:
+        count = build_rounds(config, task).schedule.count(config.num_steps)
+        warn(
+            f"rounds.every_steps = {steps} is more than num_steps = "
+            f"{config.num_steps}: the run has {counted(count, 'round')}"
         )
 
 

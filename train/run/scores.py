@@ -13,9 +13,9 @@ from train.config import Config
 from train.job.distributed import workers_per_process
 from train.run.build import build_state
 from train.run.checkpoint import read_models
-from train.run.folder import process_folders
+from train.run.folder import check_run, process_folders
 from train.run.optimizers import build_optimizer
-from train.tasks.task import Task, Totals
+from train.tasks.task import Task, Totals, build_task
 
 Model = tuple[Any, Any]
 
@@ -58,21 +58,22 @@ class TrainedRun(NamedTuple):
         return jax.tree.map(lambda x: x[number], self.models)
 
 
-def read_trained(run_dir: Path, step: int | None = None) -> TrainedRun:
+def read_trained(
+    run_dir: Path, step: int | None = None, trust: Sequence[str] = ()
+) -> TrainedRun:
     """Reads the models of a run.
 
     Args:
       run_dir: folder of the run.
       step: step of the checkpoint; by default the newest, of peers that of each.
+      trust: modules and files of the user's own classes and functions.
 
     Raises:
       ValueError: if the folder holds no run, or no such checkpoint.
     """
-    path = run_dir / "config.json"
-    if not path.exists():
-        raise ValueError(f"{run_dir} holds no run: it has no config.json")
-    config = read_config(path)
-    task = config.task.build()
+    check_run(run_dir)
+    config = read_config(run_dir / "config.json", trust)
+    task = build_task(config.task)
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     folders, num_processes = [run_dir], 1
     if process_folders(run_dir):

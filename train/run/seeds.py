@@ -26,7 +26,8 @@ from train.run.choose import build_policy, dispersion
 from train.run.optimizers import build_optimizer
 from train.run.outcome import Report, SeedsOutcome, in_turn
 from train.run.rounds import build_rounds, sent_bytes
-from train.tasks.task import Task
+from train.run.trace import trace_task
+from train.tasks.task import Task, build_task
 
 
 def train_seeds(
@@ -55,7 +56,8 @@ def train_seeds(
       ValueError: if the shapes of a step differ between the seeds.
       FloatingPointError: if a loss is no longer finite.
     """
-    task = task or config.task.build()
+    task = task or build_task(config.task)
+    trace_task(task, config.step.batch_per_worker)
     size = seeds_at_once(config, len(seeds), at_once)
     groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
     train = functools.partial(_train_together, config, task, mesh=mesh)
@@ -118,7 +120,7 @@ def _train_together(
         end = step == config.num_steps
         if end or step % config.log.every_steps == 0:
             loss = log.write(step, state.params, metrics[NORMS])
-            report(step, f"loss {loss:.4f}")
+            report(step, f"loss {loss:.4g}")
         if end or step % config.evaluation.every_steps == 0:
             evaluations.append((step, score_means(state)))
     one_model = jax.eval_shape(task.init, jax.random.key(0))[0]

@@ -1,14 +1,20 @@
 """How signals, and an output that is closed, end a run."""
 
 import contextlib
+import ctypes
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
+from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
 
 from train.job.processes import STOP_SIGNALS
+
+Handler = Callable[[int, FrameType | None], None]
+_LIBC = ctypes.CDLL(None)
 
 
 class Stop:
@@ -27,12 +33,12 @@ class Stop:
         self._polls = 0
 
     def __enter__(self) -> "Stop":
-        self._before = {s: signal.signal(s, self._receive) for s in self._signals}
+        self._handled = _handled(self._signals, self._receive)
+        self._handled.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._handled.__exit__(None, None, None)
 
     def poll(self) -> bool:
         """Whether the run is to end now; all processes call it equally often."""
@@ -57,7 +63,6 @@ class Stop:
 
     def _receive(self, number: int, frame: object) -> None:
         del number, frame
-        _end_at_next(self._signals)
         self.ask()
 
 
@@ -71,20 +76,13 @@ def stoppable() -> Iterator[None]:
 
     The second one ends the process at once.
     """
-    own = _stop_signals()
 
     def receive(number: int, frame: object) -> None:
         del number, frame
-        _end_at_next(own)
         raise Stopped
 
-    before = {s: signal.signal(s, receive) for s in own}
-    try:
+    with _handled(_stop_signals(), receive):
         yield
-    finally:
-        for number, handler in before.items():
-            # None is that of jax, in a job which has ended.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _stop_signals() -> set[signal.Signals]:
@@ -92,10 +90,38 @@ def _stop_signals() -> set[signal.Signals]:
     return {s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
 
 
-def _end_at_next(signals: set[signal.Signals]) -> None:
-    """Lets the kernel end the process at the next signal.
+@contextlib.contextmanager
+def _handled(numbers: Collection[int], receive: Handler) -> Iterator[None]:
+    """Calls `receive` at the first of these signals; the next ends the process.
 
-    Even where Python runs no handler, as inside a compiled program.
+    It does so even where Python runs no handler, as while a program compiles: the
+    kernel's default comes back as soon as the first one has come, by a thread.
     """
-    for number in signals:
-        signal.signal(number, signal.SIG_DFL)
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+
+    def end_at_next() -> None:
+        while came := os.read(reader, 1):  # Nothing once the context has ended.
+            if came[0] in numbers:
+                for number in numbers:
+                    _LIBC.signal(number, signal.SIG_DFL.value)
+
+    def first(number: int, frame: FrameType | None) -> None:
+        for one in numbers:
+            signal.signal(one, signal.SIG_DFL)
+        receive(number, frame)
+
+    thread = threading.Thread(target=end_at_next, daemon=True)
+    thread.start()
+    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    before = {number: signal.signal(number, first) for number in numbers}
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(woken)
+        os.close(writer)
+        thread.join()
+        os.close(reader)
+        for number, handler in before.items():
+            # None is that of jax, in a job which has ended.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)

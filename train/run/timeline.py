@@ -16,8 +16,10 @@ MEANINGS = {
     "step": "compute and exchange, in one program",
     "exchange": "exchange",
     "wait": "wait",
+    "evaluate": "evaluation",
 }
 FILES = "timeline.*.jsonl"
+MOST_WINDOWS = 100  # Each is a pass over all spans.
 
 
 class Span(NamedTuple):
@@ -99,12 +101,24 @@ def spans_of(times: Times, num_workers: int) -> list[Span]:
 
 
 def middle_steps(spans: Sequence[Span], seconds: float) -> list[Span]:
-    """Returns the spans of some seconds, from the middle step of the run on."""
+    """Returns the spans of some seconds, from the middle of the run on.
+
+    They begin at a step before which no evaluation runs, if there is one.
+    """
     # The middle: the first steps compile, and the last ones evaluate and save.
-    steps = sorted({span.step for span in spans})
-    first = steps[len(steps) // 2]
-    start = min(span.start for span in spans if span.step == first)
-    return [s for s in spans if s.end > start and s.start < start + seconds]
+    starts: dict[int, float] = {}
+    for span in spans:
+        if span.activity != "evaluate":
+            starts[span.step] = min(starts.get(span.step, span.start), span.start)
+    later = sorted(starts)[len(starts) // 2 :]
+
+    def window(first: int) -> list[Span]:
+        start = starts[first]
+        return [s for s in spans if s.end > start and s.start < start + seconds]
+
+    windows = map(window, later[:MOST_WINDOWS])
+    undisturbed = (w for w in windows if all(s.activity != "evaluate" for s in w))
+    return next(undisturbed, window(later[0]))
 
 
 def median_step_seconds(spans: Sequence[Span]) -> float:
@@ -113,7 +127,8 @@ def median_step_seconds(spans: Sequence[Span]) -> float:
     The last step counts up to the end of the run.
     """
     starts: dict[int, float] = {}
-    own = [span for span in spans if span.process == spans[0].process]
+    first = spans[0].process
+    own = [s for s in spans if s.process == first and s.activity != "evaluate"]
     for span in own:
         if span.activity in ("compute", "step"):
             starts[span.step] = min(starts.get(span.step, span.start), span.start)

@@ -1,7 +1,8 @@
 """Each config at its own best: fields, and values to choose from.
 
-The choice is by the loss of one more seed on one half of the held-out data, and results
-are of the other half: no result has been chosen by itself.
+The choice is by the loss of one more seed on one half of the held-out data, or by the
+main score of a task without such a loss, and results are of the other half: no result
+has been chosen by itself.
 """
 
 import dataclasses

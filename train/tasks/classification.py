@@ -1,7 +1,7 @@
 """Classification of images by a ResNet: the part that the image tasks share."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from train.models.resnet import ResNet, ResNetConfig
-from train.tasks.task import Headline, Task, Totals
+from train.tasks.task import Amount, Headline, Task, Totals, num_rows
 
 
 def image_task(
@@ -36,7 +36,7 @@ def image_task(
       sample: maps a trained model, itself a map from images to float32 logits
         [B, classes], to the text of the `Task`'s sample.
       normalise: maps images to the model's input.
-      parts: steps, labels, validation and baselines of the `Task`.
+      parts: steps, labels, validation, baselines and num_examples of the `Task`.
     """
     # Of shapes alone: initial parameters are computed by `init`, and not here.
     graph = nnx.graphdef(nnx.eval_shape(lambda: ResNet(config, rngs=nnx.Rngs(0))))
@@ -72,7 +72,24 @@ def image_task(
         ),
         headline=Headline("top_1", better="higher"),
         sample=lambda *model: sample(functools.partial(classify, *model)),
+        units={"loss": "nats", "top_1": "share", "top_5": "share"},
+        amount=Amount("images", num_rows),
         **parts,
+    )
+
+
+def say_classes(
+    batch: Any, classify: Callable[[np.ndarray], jax.Array], names: Sequence[Any]
+) -> str:
+    """Returns the class of each image of a batch, and what it is classified as."""
+    predicted = np.asarray(classify(batch["image"])).argmax(1)
+    pairs = zip(batch["label"], predicted, strict=True)
+    # A model may have more classes than there are names.
+    called = [[str(names[i]) if i < len(names) else str(i) for i in x] for x in pairs]
+    return "\n".join(
+        f"class {a}, classified as {b}"
+        for (a, b), label in zip(called, batch["label"], strict=True)
+        if label >= 0
     )
 
 

@@ -10,7 +10,7 @@ from train.tasks.translation import TranslationOptions, translation
 
 @checked
 class TranslationTask(TranslationOptions):
-    """Translation of a corpus that `python -m train.prepare` has prepared.
+    """Translation of a corpus that `decentjax prepare` has prepared.
 
     Args:
       data: folder of the corpus.

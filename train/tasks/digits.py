@@ -36,6 +36,7 @@ class DigitsTask:
             image=jax.ShapeDtypeStruct((8, 8, 1), np.float32),
             steps=functools.partial(worker_steps, train, transform=shift_digits),
             labels=lambda: train["label"],
+            num_examples=lambda: len(train),
             validation=lambda: [{x: held_out[x] for x in ("image", "label")}],
             sample=lambda classify: draw_wrong(classify(held_out["image"]), held_out),
             baselines=lambda: {"nearest neighbour": nearest_neighbour(train, held_out)},

@@ -16,7 +16,7 @@ from train.data.imagenet_files import (
 )
 from train.fields import checked
 from train.models.resnet import ResNetConfig
-from train.tasks.classification import image_task
+from train.tasks.classification import image_task, say_classes
 from train.tasks.task import Task
 
 NUM_CLASSES = 1000
@@ -61,17 +61,14 @@ class ImageNetTask:
 
         def sample(classify: Callable[[np.ndarray], jax.Array]) -> str:
             few = next(iter(validation(NUM_SAMPLES)))
-            predicted = np.asarray(classify(few["image"])).argmax(1)
-            pairs = zip(few["label"], predicted, strict=True)
-            return "\n".join(
-                f"class {a}, classified as {b}" for a, b in pairs if a >= 0
-            )
+            return say_classes(few, classify, range(NUM_CLASSES))
 
         return image_task(
             self.model,
             self.label_smoothing,
             image=jax.ShapeDtypeStruct((TRAIN_SIZE, TRAIN_SIZE, 3), np.uint8),
             steps=functools.partial(imagenet_steps, root),
+            num_examples=lambda: len(open_imagenet("train", root)),
             validation=lambda: validation(self.eval_rows, self.eval_processes),
             sample=sample,
             normalise=normalise,

@@ -1,7 +1,7 @@
 """Next-token prediction by a GPT: the part that the tasks on text share."""
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import grain
@@ -11,24 +11,10 @@ import numpy as np
 import optax
 from flax import nnx
 
-from train.data.vocabulary import Vocabulary
-from train.models.gpt import GPT, GPTConfig
-from train.tasks.task import Headline, Task, Totals
-
-TEMPERATURE = 0.7
-
-
-class Bytes:
-    """The bytes of a text as its tokens, with the methods of a `Vocabulary`."""
-
-    def __len__(self) -> int:
-        return 256
-
-    def encode(self, lines: Sequence[str]) -> list[list[int]]:
-        return [list(line.encode()) for line in lines]
-
-    def decode(self, rows: Sequence[Sequence[int]]) -> list[str]:
-        return [bytes(row).decode(errors="replace") for row in rows]
+from train.data.vocabulary import Bytes, Vocabulary
+from train.models.gpt import GPT, Cache, GPTConfig, start_cache
+from train.tasks.sampling import Sampling, continued, draw, spelled
+from train.tasks.task import Amount, Headline, Task, Totals, num_rows
 
 
 def check_sample(prompt: str, length: int) -> None:
@@ -59,14 +45,14 @@ def language_task(
       score: name of the loss among the scores.
       vocabulary: returns the tokens of the text; FileNotFoundError if it is missing.
       prompt: beginning of the sample.
-      length: number of tokens that are generated after a prompt, drawn at a
-        temperature of 0.7 with a fixed key.
+      length: number of tokens that are generated after a prompt by default.
       unit: maps nats to the unit of the score.
-      parts: steps, validation and baselines of the `Task`.
+      parts: steps, validation, baselines and num_examples of the `Task`.
     """
     graph = nnx.graphdef(nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0))))
     losses = functools.partial(_losses, graph)
-    next_token = jax.jit(functools.partial(_next_token, graph), static_argnames="known")
+    extend = jax.jit(functools.partial(_extend, graph), donate_argnames="cache")
+    choose = jax.jit(draw, static_argnames=("known", "sampling"))
 
     def loss_fn(params, model_state, batch, key):
         nats = losses(params, batch, rngs=nnx.Rngs(dropout=key))
@@ -77,17 +63,25 @@ def language_task(
         # Sum and count, not a mean: the last batch may have fewer windows.
         return {score: (unit(nats.sum()), jnp.asarray(nats.size))}
 
-    def generate(params: Any, _: Any, lines: Sequence[str]) -> list[str]:
+    def generate(
+        params: Any, _: Any, lines: Sequence[str], sampling: Sampling
+    ) -> Iterable[Iterable[str]]:
         text = vocabulary()
+        count = length if sampling.tokens is None else sampling.tokens
+        keys = jax.random.split(jax.random.key(sampling.seed), count)
         # Not more ids than the text has: a model's vocabulary may be padded to a number
         # that suits the hardware, 50,257 to 50,304.
-        draw = functools.partial(next_token, params, known=len(text))
-        rows = text.encode(lines)
-        return text.decode([_extend(draw, config.context, row, length) for row in rows])
+        chosen = functools.partial(choose, known=len(text), sampling=sampling)
+        read = functools.partial(extend, params)
+        for row in text.encode(lines):
+            cache = start_cache(config, num_rows=1)
+            texts = continued(read, chosen, cache, config.context, row, keys)
+            yield spelled(text.decode, texts)
 
     def sample(params: Any, model_state: Any) -> str:
         try:
-            return generate(params, model_state, [prompt])[0]
+            (pieces,) = generate(params, model_state, [prompt], Sampling())
+            return "".join(pieces)
         except FileNotFoundError as error:
             return f"none, as {error}"
 
@@ -101,6 +95,9 @@ def language_task(
         headline=Headline(score, better="lower"),
         sample=sample,
         generate=generate,
+        units={"loss": "nats"},
+        # A window [T + 1] has T tokens to predict.
+        amount=Amount("tokens", lambda x: num_rows(x) * (x.shape[-1] - 1)),
         **parts,
     )
 
@@ -123,21 +120,15 @@ def _losses(graph, params: Any, windows: jax.Array, rngs: nnx.Rngs | None = None
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:])
 
 
-def _next_token(graph, params, window, length, key, known: int) -> jax.Array:
-    """Token drawn after the first `length` of a window [T], from the ids < `known`."""
-    logits = nnx.merge(graph, params)(window[None])[0, length - 1] / TEMPERATURE
-    return jax.random.categorical(key, logits[:known])
-
-
 def _extend(
-    draw: Callable[..., jax.Array], context: int, tokens: Sequence[int], length: int
-) -> list[int]:
-    text = list(tokens)
-    # Of one shape from the first token on, so that the model is compiled once; what
-    # the window holds behind the text is hidden by the causal mask.
-    window = np.zeros(context, np.int32)
-    for key in jax.random.split(jax.random.key(0), length):
-        tail = text[-context:]
-        window[: len(tail)] = tail
-        text.append(int(draw(window, len(tail), key)))
-    return text
+    graph: Any,
+    params: Any,
+    tokens_T: jax.Array,
+    position: jax.Array,
+    last: jax.Array,
+    cache: Cache,
+) -> tuple[jax.Array, Cache]:
+    """Logits of the token after the `last` of some tokens, [V], and their cache."""
+    model = nnx.merge(graph, params)
+    logits_BxTxV, cache = model.extend(tokens_T[None], position, cache)
+    return logits_BxTxV[0, last], cache

@@ -9,10 +9,11 @@ import numpy as np
 from train.data.batches import worker_steps
 from train.data.python_source import read_stdlib
 from train.data.token_files import Windows
+from train.data.vocabulary import Bytes
 from train.fields import checked
 from train.models.gpt import GPTConfig
 from train.models.sizes import check_positive
-from train.tasks.language import Bytes, check_sample, language_task, spread
+from train.tasks.language import check_sample, language_task, spread
 from train.tasks.task import Task
 
 EVAL_ROWS = 64
@@ -68,6 +69,7 @@ class StdlibTask:
             prompt=self.sample_prompt,
             length=self.sample_bytes,
             baselines=baselines,
+            num_examples=lambda: len(Windows(train, context)),
         )
 
 

@@ -1,7 +1,8 @@
 """A task: data, model, loss and evaluation as functions."""
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import grain
 import jax
@@ -9,6 +10,7 @@ import numpy as np
 
 from decentjax import LossFn
 from train.data.batches import Batch
+from train.tasks.sampling import Sampling
 
 # Sum and count of each score. Batches differ in size, so only their sums may be added.
 Totals = dict[str, tuple[jax.Array, jax.Array]]
@@ -53,6 +55,24 @@ class Headline(NamedTuple):
         return min(scores) if self.better == "higher" else max(scores)
 
 
+class Amount(NamedTuple):
+    """The data that a run counts, for its throughput.
+
+    Args:
+      unit: plural noun, such as "tokens".
+      count: maps the arrays of a batch, NumPy, [workers, B, ...], to their number.
+    """
+
+    unit: str
+    count: Callable[[Any], int]
+
+
+def num_rows(arrays: Any) -> int:
+    """Returns the number of examples in a batch, [workers, B, ...]."""
+    workers, rows = jax.tree.leaves(arrays)[0].shape[:2]
+    return workers * rows
+
+
 class Task(NamedTuple):
     """The functions that a run needs of its task.
 
@@ -66,12 +86,21 @@ class Task(NamedTuple):
       score_fn: maps (params, model_state, batch) to (sum, count) of each score; pure. A
         score is the sum over all batches divided by the count over all batches.
       headline: main score.
-      sample: maps (params, model_state) of one model to text that shows what it does.
+      sample: maps (params, model_state) of one model to text that shows what it does;
+        None shows nothing.
       baselines: returns the main score of simpler models, by name.
-      generate: maps (params, model_state, lines) to the model's output for each line.
+      generate: maps (params, model_state, lines, sampling) to the model's output for
+        each line, in the pieces in which it is made.
+      prompts: the lines that it takes by default; none for those of the standard input.
+      paths: maps (params, model_state) to what the model does on some maps, as
+        `train.tasks.navigate` records an episode, for a report to draw.
       judge: maps (params, model_state) to scores of the model's output.
       labels: returns the class of each training example; `steps` then takes `parts`,
         the numbers of the examples of each worker.
+      units: unit of the loss and of each score, by name; "share" is one from 0 to 1,
+        shown in percent.
+      amount: what the throughput counts.
+      num_examples: returns the number of training examples.
     """
 
     batch_shape: Callable[[int], Any]
@@ -81,8 +110,43 @@ class Task(NamedTuple):
     validation: Callable[[], Iterable[Any]]
     score_fn: Callable[[Any, Any, Any], Totals]
     headline: Headline
-    sample: Callable[[Any, Any], str]
+    sample: Callable[[Any, Any], str] | None = None
     baselines: Callable[[], dict[str, float]] = dict
-    generate: Callable[[Any, Any, Sequence[str]], list[str]] | None = None
+    generate: (
+        Callable[[Any, Any, Sequence[str], Sampling], Iterable[Iterable[str]]] | None
+    ) = None
+    prompts: Sequence[str] = ()
+    paths: Callable[[Any, Any], list[dict[str, Any]]] | None = None
     judge: Callable[[Any, Any], dict[str, float]] | None = None
     labels: Callable[[], np.ndarray] | None = None
+    units: Mapping[str, str] = MappingProxyType({})
+    amount: Amount = Amount("examples", num_rows)
+    num_examples: Callable[[], int] | None = None
+
+
+@runtime_checkable
+class TaskOptions(Protocol):
+    """The options of a task: a frozen dataclass, as by `train.fields.checked`."""
+
+    def build(self) -> Task: ...
+
+
+def build_task(options: TaskOptions) -> Task:
+    """Returns the task of some options.
+
+    Raises:
+      ValueError: if `build` returns anything else, or the headline is none.
+    """
+    task = options.build()
+    if not isinstance(task, Task):
+        raise ValueError(
+            f"{type(options).__name__}.build must return a Task, got a "
+            f"{type(task).__name__}"
+        )
+    headline = task.headline
+    if not isinstance(headline, Headline) or headline.better not in ("lower", "higher"):
+        raise ValueError(
+            'headline must be Headline(name, better="lower") or better="higher", got '
+            f"{headline!r}"
+        )
+    return task

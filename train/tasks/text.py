@@ -62,6 +62,7 @@ class TextTask:
             self.model,
             dtype=np.uint16,
             steps=steps,
+            num_examples=lambda: len(Windows(read_tokens(folder).train, context)),
             validation=validation,
             score="loss",
             vocabulary=lambda: load_vocabulary(folder / "vocabulary.json"),

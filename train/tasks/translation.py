@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import sacrebleu
 from flax import nnx
 
 from train.data.by_length import length_steps, length_validation
@@ -20,7 +19,8 @@ from train.models.beam import beam_search
 from train.models.sizes import check_positive
 from train.models.transformer import Transformer, TransformerConfig
 from train.tasks.meteor import meteor
-from train.tasks.task import Headline, Task, Totals
+from train.tasks.sampling import Sampling
+from train.tasks.task import Amount, Headline, Task, Totals
 
 # Sources are padded to a multiple of this, so that few shapes are compiled.
 LENGTH_STEP = 16
@@ -92,9 +92,16 @@ def translation(read: Callable[[], Corpus], options: TranslationOptions) -> Task
         sources, references = zip(*corpus().test_lines, strict=True)
         return quality(translate(params, sources), references)
 
-    def generate(params: Any, _: Any, lines: Sequence[str]) -> list[str]:
+    def generate(
+        params: Any, _: Any, lines: Sequence[str], sampling: Sampling
+    ) -> list[list[str]]:
+        if sampling != Sampling():
+            raise ValueError(
+                "a translation is searched for, not drawn, as task.decoding of the "
+                "run's config says: leave out the options of sampling"
+            )
         _check_lengths(corpus(), lines)
-        return translate(params, lines)
+        return [[text] for text in translate(params, lines)]
 
     def sample(params: Any, _: Any) -> str:
         sources, references = zip(*corpus().test_lines[:NUM_SAMPLES], strict=True)
@@ -114,6 +121,10 @@ def translation(read: Callable[[], Corpus], options: TranslationOptions) -> Task
         sample=sample,
         generate=generate,
         judge=judge,
+        units={"loss": "nats", "exact_match": "share"},
+        # Of the targets, after `<s>`; padding is 0.
+        amount=Amount("tokens", lambda x: int((x["target"][..., 1:] > 0).sum())),
+        num_examples=lambda: len(corpus().train),
     )
 
 
@@ -122,6 +133,8 @@ def quality(translations: Sequence[str], references: Sequence[str]) -> dict[str,
 
     Also the share of the translations that equal their references.
     """
+    import sacrebleu  # Of the extra `text`.
+
     exact = [a == b for a, b in zip(translations, references, strict=True)]
     return {
         "exact_match": float(np.mean(exact)),

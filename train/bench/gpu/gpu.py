@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train.bench.results import check_at_least, write_results
+from train.cli.load import find_config
 from train.cli.tables import markdown, to_json
 from train.job.processes import Process, run_job
 from train.launch import check_port
@@ -44,7 +45,7 @@ class GpuBench:
       out: folder for gpu.json and gpu.md.
     """
 
-    config: Path = Path("configs/gpt2_small.py")
+    config: Path = Path("gpt2_small")
     batch: int | None = None
     processes: int = 2
     rounds: int = 5
@@ -61,7 +62,7 @@ class GpuBench:
             )
         if self.processes and sys.platform != "linux":
             raise ValueError("several processes as one job need Linux: --processes 0")
-        if not self.config.is_file():
+        if not find_config(self.config).is_file():
             raise ValueError(f"there is no config file {self.config}")
 
     @classmethod
@@ -102,7 +103,13 @@ def main(bench: GpuBench) -> int:
     if bench.device == "cpu":
         os.environ["JAX_PLATFORMS"] = "cpu"  # For the processes started below.
     # jax never starts in this process, as it would take the device's memory.
-    argv = [sys.executable, "-m", "train.bench.gpu.gpu_alone", to_json(bench)]
+    argv = [
+        sys.executable,
+        "-m",
+        "decentjax",
+        "train.bench.gpu.gpu_alone",
+        to_json(bench),
+    ]
     if code := subprocess.run(argv).returncode:
         return code
     result = GpuTiming(**_take_json(bench.out / "alone.json"))
@@ -180,7 +187,7 @@ def _shared(bench: GpuBench) -> Seconds:
         # Else the first process takes most of the device's memory.
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     }
-    module = [sys.executable, "-m", "train.bench.gpu.gpu_shared"]
+    module = [sys.executable, "-m", "decentjax", "train.bench.gpu.gpu_shared"]
     given = [*module, to_json(bench), str(check_port(0))]
     ranks = [str(rank) for rank in range(bench.processes)]
     if code := run_job([Process(rank, [*given, rank], env) for rank in ranks]).code:

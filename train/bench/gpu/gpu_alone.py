@@ -19,8 +19,8 @@ from train.cli.command import command
 from train.cli.load import load_config
 from train.cli.tables import write_json
 from train.config import Config, TopologyName
-from train.preflight.targets import GPUS
 from train.run.build import build_state
+from train.targets import peak_flops
 from train.tasks.task import Task
 
 
@@ -66,13 +66,12 @@ def measure(bench: GpuBench) -> GpuTiming:
         COPY: copy,
     }
     # By the driver's name of the device, as `preflight` knows GPUs by it.
-    known = {gpu.name: gpu.flops_per_second["bf16"] for gpu in GPUS.values()}
     return GpuTiming(
         device=device.device_kind,
         # Windows of text [examples, context + 1]: the last token is only predicted.
         tokens=batch.shape[0] * (batch.shape[1] - 1),
         flops=flops,
-        peak=known.get(device.device_kind),
+        peak=peak_flops(device.device_kind),
         copied_bytes=copied_bytes,
         update_bytes=update_bytes,
         compiled_bytes=compiled_bytes,

@@ -20,6 +20,7 @@ from train.bench.race.team import cluster_name, parse_cluster
 from train.bench.race.turns import Load, Turn
 from train.bench.results import check_at_least
 from train.job.namespaces import EmulatedCluster
+from train.network import Rates
 
 Part = Literal["emulated", "published", "imbalance", "diloco", "simulator"]
 
@@ -30,10 +31,10 @@ class ModelBench:
 
     Args:
       parts: emulated (as root: network namespaces), published (paper 1, Fig 6),
-        imbalance (paper 2), diloco (published shares of DiLoCo's time), simulator (the
-        time of the simulation itself).
+        imbalance (paper 2), diloco (published shares of DiLoCo's time; as root),
+        simulator (the time of the simulation itself).
       clusters: emulated clusters, each as NODESxWORKERS_PER_NODE.
-      rates: rates of each node's link, as for `train.emulate`.
+      rates: rates of each node's link, as for `decentjax emulate`.
       work: work of each worker, in addition to the pause.
       pause: seconds that each worker sleeps in a step, as a host does while its
         accelerator computes.
@@ -50,7 +51,7 @@ class ModelBench:
         "simulator",
     )
     clusters: tuple[str, ...] = ("4x1", "4x2")
-    rates: tuple[str, ...] = ("100mbit", "200mbit", "400mbit")
+    rates: Rates = ("100mbit", "200mbit", "400mbit")
     work: Load = dataclasses.field(
         default_factory=lambda: Load(layers=4, width=768, batch=16)
     )
@@ -79,7 +80,7 @@ def main(bench: ModelBench) -> int:
         "emulated": _emulated,
         "published": _published,
         "imbalance": lambda _: imbalance.lines(),
-        "diloco": lambda _: diloco.rows(),
+        "diloco": lambda x: diloco.rows(diloco.round_seconds(x.out)),
         "simulator": lambda _: simulator.rows(),
     }
     rows = (run(bench) if x in bench.parts else [] for x, run in parts.items())

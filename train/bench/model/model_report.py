@@ -133,9 +133,13 @@ def diloco_table(rows: list[diloco.DilocoRow]) -> str:
     """Returns Markdown: DiLoCo's shares of time spent computing."""
     cells: dict[int, list[str]] = {}
     for row in rows:
-        pair = f"{row.predicted:.1%} / {row.measured:.1%}"
-        cells.setdefault(row.num_steps, []).append(pair)
-    head = ["predicted / published", *(f"{rate} Mbit/s" for rate in diloco.RATES)]
+        shares = [f"{row.predicted:.1%}", f"{row.measured:.1%}"]
+        shares += [] if row.emulated is None else [f"{row.emulated:.1%}"]
+        cells.setdefault(row.num_steps, []).append(" / ".join(shares))
+    head = [
+        "predicted / published / emulated",
+        *(f"{rate} Mbit/s" for rate in diloco.RATES),
+    ]
     table = markdown(head, [[f"H = {x}", *found] for x, found in cells.items()])
     ratios = [row.predicted / row.measured for row in rows]
     return (

@@ -28,11 +28,12 @@ from train.bench.quality.real import real
 from train.bench.quality.seconds import Seconds, Setting, measure
 from train.bench.results import check_at_least, check_pattern, write_results
 from train.cli.config_json import to_json as config_json
-from train.cli.load import load_config
+from train.cli.load import SHIPPED, load_config
 from train.cli.tables import to_json, write_whole
 from train.figures.quality_figure import draw_quality
 from train.figures.style import to_svg
 from train.job.namespaces import parse_rate
+from train.network import Rates
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,8 +61,8 @@ class Quality:
       out: folder for quality.json, quality.md, quality.svg and all that is kept.
     """
 
-    rates: tuple[str, ...] = ("1gbit", "200mbit", "50mbit", "10mbit")
-    late_rates: tuple[str, ...] = ("200mbit",)
+    rates: Rates = ("1gbit", "200mbit", "50mbit", "10mbit")
+    late_rates: Rates = ("200mbit",)
     rounds: int = 3
     steps: int = 20
     seeds: int = 3
@@ -73,7 +74,7 @@ class Quality:
         "DAdamW, ring at 200mbit",
         "rounds of 4, int8 at 50mbit",
     )
-    configs: Path = Path("configs")
+    configs: Path = SHIPPED
     only: str = "."
     out: Path = Path("runs/quality")
 
@@ -130,7 +131,7 @@ def find_pair(pair: str, settings: Sequence[Setting]) -> tuple[Method, Setting]:
 
 def main(quality: Quality) -> int:
     if DDP not in quality.methods:
-        print("PyTorch and Decent-DP do not take part: pip install -e '.[peers]'")
+        print("PyTorch and Decent-DP do not take part: pip install 'decentjax[peers]'")
     quality.out.mkdir(parents=True, exist_ok=True)
     # First, as `in_cluster` forks, and jax starts threads.
     race = run(quality, step_seconds(quality))

@@ -92,7 +92,7 @@ def _run(argv: list[str], num_nodes: int, setting: Setting | None, log: Path) ->
       SystemExit: if it fails, with the end of its output.
     """
     limit = [] if setting is None else ["--rate", setting.rate]
-    python = [sys.executable, "-m"]
+    python = [sys.executable, "-m", "decentjax"]
     emulate = [*python, "train.emulate", "--nodes", str(num_nodes), *limit]
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("w") as output:

@@ -83,7 +83,7 @@ class Team:
         self._workers: list[Connection] = []
         # Kept over all turns, as epoll then holds events in the order of their arrival.
         self._selector = selectors.DefaultSelector()
-        argv = [sys.executable, "-m", module]
+        argv = [sys.executable, "-m", "decentjax", module]
         for rank in range(cluster.num_workers):
             process = nodes.worker(rank, argv)
             log = out / f"{self._kind}.{cluster_name(cluster)}.{rank}.txt"

@@ -18,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from decentjax.distributed.place import Place
+
 GREETING_SECONDS = 10.0  # Process 0 greets at once; another program may be silent.
 MAX_BYTES = 1024  # Largest message.
 
@@ -36,20 +38,6 @@ class Wait(NamedTuple):
     def left(self) -> float:
         """Seconds until its end; a little after it, so that a call tries once."""
         return max(0.1, self.end - time.monotonic())
-
-
-class Place(NamedTuple):
-    """The place of a process in its job.
-
-    Args:
-      address: address of process 0, "host:port".
-      num_processes: number of processes of the job.
-      process_id: number of this process.
-    """
-
-    address: str
-    num_processes: int
-    process_id: int
 
 
 @contextlib.contextmanager
@@ -96,8 +84,8 @@ def _claim(address: str) -> socket.socket:
     except (OSError, ValueError) as error:
         raise ValueError(
             f"process 0 cannot listen at {address} ({error}): choose another port "
-            "(distributed.coordinator, or JAX_COORDINATOR_PORT where jax finds the "
-            "address), or this machine's address in the network"
+            "(distributed.coordinator, MASTER_PORT, or JAX_COORDINATOR_PORT where jax "
+            "finds the address), or this machine's address in the network"
         ) from error
 
 

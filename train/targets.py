@@ -269,6 +269,12 @@ TPUS = {
 SLICES = ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")
 
 
+def peak_flops(device_kind: str) -> float | None:
+    """Returns the FLOP/s of a GPU in bfloat16; None for a device not in the table."""
+    peaks = {gpu.name: gpu.flops_per_second["bf16"] for gpu in GPUS.values()}
+    return peaks.get(device_kind)
+
+
 def find(name: str) -> Target:
     """Returns the target of a name, of a TPU slice ("v5e:4x8"), or of a file.
 

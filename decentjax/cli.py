@@ -1,0 +1,110 @@
+"""The command `decentjax`: one name for all programs of the project.
+
+A program is run as a module of its own, so that a command imports only what it needs.
+In a checkout the programs are in `train/`; the wheel has them inside this package,
+where no `train.py` of a user's can be mistaken for them.
+"""
+
+import difflib
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from decentjax import __version__
+
+LIBRARY = Path(__file__).parent
+WHEEL = LIBRARY / "_program"
+# The folder of the packages `train` and `configs`.
+PROGRAM = WHEEL if WHEEL.exists() else LIBRARY.parent
+
+
+class Command(NamedTuple):
+    """A command.
+
+    Args:
+      what: what it does, a phrase for the help.
+      module: module that is run as a program.
+      first: arguments before those of the user.
+    """
+
+    what: str
+    module: str
+    first: tuple[str, ...] = ()
+
+
+COMMANDS = {
+    "train": Command("train a config, on one machine or many", "train"),
+    "resume": Command("go on with a run", "train", ("--resume",)),
+    "launch": Command("several processes on this machine", "train.launch"),
+    "emulate": Command("several nodes, with limited links", "train.emulate"),
+    "advise": Command("which topology pays on a cluster", "train.advise"),
+    "preflight": Command("compile a run for GPUs, without one", "train.preflight"),
+    "prepare": Command("make data ready", "train.prepare"),
+    "evaluate": Command("score a run", "train.evaluate"),
+    "generate": Command("text from a trained model", "train.generate"),
+    "compare": Command("configs side by side, with seeds", "train.compare"),
+    "report": Command("draw one run or several", "train.report"),
+    "checkpoint": Command("list, verify or export what is saved", "train.checkpoint"),
+    "export": Command("a model as safetensors", "train.checkpoint", ("export",)),
+    "dbench": Command("what the graph does to accuracy", "train.dbench"),
+    "replay": Command("repeat a run of peers, bit for bit", "train.replay"),
+    "chaos": Command("faults at random into real jobs", "train.chaos"),
+    "bench": Command("speed, beside peers and limits", "train.bench"),
+}
+
+HELP = """\
+usage: decentjax COMMAND [ARGUMENT ...]
+       decentjax COMMAND --help
+
+Decentralized training for JAX.
+
+commands:
+{commands}
+
+examples:
+  decentjax train quickstart
+  decentjax train quickstart --topology.name ring --run-dir runs/ring
+  decentjax launch -n 4 my_script.py
+  decentjax advise --nodes 16 --between 25gbit --compute 200ms --params 124M
+  decentjax report runs/quickstart
+"""
+
+
+def main() -> None:
+    """Runs the command that the arguments name."""
+    name, *rest = sys.argv[1:] or ["--help"]
+    if name in ("--help", "-h"):
+        width = max(map(len, COMMANDS))
+        lines = (f"  {n:{width}}  {c.what}" for n, c in COMMANDS.items())
+        print(HELP.format(commands="\n".join(lines)), end="")
+        return
+    if name == "--version":
+        print(f"decentjax {__version__}")
+        return
+    command = COMMANDS.get(name)
+    # Programs start others by the names of their modules.
+    if command is None and name.startswith("train."):
+        command = Command("", name)
+    if command is None:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else "decentjax --help lists them"
+        print(f"error: decentjax has no command {name!r}: {hint}", file=sys.stderr)
+        raise SystemExit(2)
+    _show_program()
+    sys.argv = ["-m", *command.first, *rest]
+    runpy.run_module(command.module, run_name="__main__", alter_sys=True)
+
+
+def _show_program() -> None:
+    """Puts the program first among the modules, and the user's own folder last."""
+    program, here = str(PROGRAM), os.getcwd()
+    sys.path[:] = [program, *(path for path in sys.path if path != program)]
+    # As for `python -m`; with the console script it is not there.
+    if here not in sys.path and "" not in sys.path:
+        sys.path.append(here)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,59 @@
+"""The devices of a process, and the mesh of those of all processes."""
+
+import os
+
+import jax
+from jax.sharding import Mesh
+
+from decentjax.placement import worker_mesh
+
+
+def provide_devices(local_id: int | None, count: int) -> None:
+    """Gives this process `count` devices; before anything has used one.
+
+    Args:
+      local_id: number of this process among those of its machine; None if unknown.
+      count: number of devices.
+    """
+    provide_cpu_devices(count)
+    if gpus := own_gpus(local_id, count):
+        visible = ",".join(map(str, gpus))
+        jax.config.update("jax_cuda_visible_devices", visible)
+        jax.config.update("jax_rocm_visible_devices", visible)
+
+
+def provide_cpu_devices(count: int) -> None:
+    """Makes the CPU appear as `count` devices; other platforms ignore it.
+
+    XLA runs the devices of a CPU mesh on one pool of threads, where a collective holds
+    its thread until every device has arrived: with too few threads they deadlock. A
+    single device needs a thread to exchange while another computes.
+    """
+    needed = 2 if count == 1 else 8 * count
+    given = int(os.environ.get("NPROC", os.cpu_count() or 1))
+    os.environ["NPROC"] = str(max(given, needed))
+    jax.config.update("jax_num_cpu_devices", count)
+
+
+def own_gpus(local_id: int | None, count: int) -> list[int] | None:
+    """Returns the numbers of this process's GPUs on its machine, or None if unknown."""
+    if given := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
+        return list(map(int, given.split(",")))
+    if local_id is None:
+        return None
+    return list(range(local_id * count, (local_id + 1) * count))
+
+
+def node_mesh(hosts: list[str]) -> Mesh:
+    """A mesh of all devices, in which the workers of a node are consecutive.
+
+    Args:
+      hosts: host name of each process.
+    """
+    # A node's processes need not have consecutive numbers, as with srun's cyclic
+    # distribution: hosts A, B, A, B give the order of processes 0, 2, 1, 3.
+    devices = sorted(
+        jax.devices(),
+        key=lambda d: (hosts.index(hosts[d.process_index]), d.process_index, d.id),
+    )
+    return worker_mesh(len(devices), devices)

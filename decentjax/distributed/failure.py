@@ -1,0 +1,71 @@
+"""How a process of a job ends when it fails: at once, so that its peers notice it."""
+
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+from types import TracebackType
+from typing import NoReturn
+
+import jax
+from jax._src import distributed as internals
+
+
+def end_where_uncaught() -> None:
+    """Makes an uncaught exception, in any thread, end this process at once.
+
+    The exit code is 70. An ordinary exit would wait for peers that wait for this
+    process.
+    """
+
+    def hook(
+        kind: type[BaseException],
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if issubclass(kind, SystemExit):  # Of a thread, which ends alone.
+            return
+        error = error or kind()
+        if (message := lost_peer(error)) is None:
+            traceback.print_exception(kind, error, trace)
+            message = traceback.format_exception_only(error)[-1].strip()
+        end_process(message, os.EX_SOFTWARE)
+
+    sys.excepthook = hook
+    threading.excepthook = lambda x: hook(x.exc_type, x.exc_value, x.exc_traceback)
+
+
+def end_process(message: str, code: int) -> NoReturn:
+    """Prints a message that names this process, and ends it at once."""
+    try:
+        job = internals.global_state
+        print(
+            f"error: process {job.process_id}: {message}", file=sys.stderr, flush=True
+        )
+        sys.stdout.flush()
+        if job.process_id == 0 and job.num_processes > 1:
+            # The coordinator ends with this process, and jax then aborts all others;
+            # this leaves them time to print their own errors first.
+            time.sleep(1)
+    finally:
+        # No atexit handlers, where jax waits for the others, and no join of threads
+        # that hang in a collective; the kernel closes the sockets at once.
+        os._exit(code)
+
+
+def lost_peer(error: BaseException) -> str | None:
+    """A sentence for an error that a lost peer has caused; None for any other."""
+    # They have no class of their own: jax raises some as a ValueError.
+    if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
+        return None
+    lost = re.search(r"([Gg]loo|[Cc]oordination service).*", str(error))
+    if lost is None:
+        return None
+    # Not the place in Gloo's source.
+    reason = re.sub(r"\[external/\S+\] ", "", lost[0])
+    # Of its notes, the step; jax's own, of several lines, is on its tracebacks.
+    notes = [note for note in getattr(error, "__notes__", []) if "\n" not in note]
+    where = [f"{note}, " for note in notes]
+    return "".join(["lost a peer: ", *where, reason])

@@ -1,0 +1,154 @@
+"""The place of a process in its job, as the program that has started it says it."""
+
+import os
+from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class Place(NamedTuple):
+    """The place of a process in its job.
+
+    Args:
+      address: address of process 0, "host:port"; empty for a process that nothing has
+        started as one of a job.
+      num_processes: number of processes of the job.
+      process_id: number of this process.
+      local_id: its number among the processes of its machine, or None if unknown.
+    """
+
+    address: str
+    num_processes: int
+    process_id: int
+    local_id: int | None = None
+
+
+class Variables(NamedTuple):
+    """The environment variables in which a launcher says the place of a process.
+
+    Args:
+      num_processes: name of the variable of `Place.num_processes`.
+      process_id: that of `Place.process_id`.
+      local_id: that of `Place.local_id`.
+      address: those of the parts of `Place.address`.
+    """
+
+    num_processes: str
+    process_id: str
+    local_id: str
+    address: tuple[str, ...]
+
+
+OURS = Variables(
+    "DECENTJAX_NUM_PROCESSES",
+    "DECENTJAX_PROCESS_ID",
+    "DECENTJAX_LOCAL_ID",
+    ("DECENTJAX_COORDINATOR",),
+)
+# Names a file by which the launcher learns that a script has asked for its place.
+ASKED = "DECENTJAX_ASKED"
+TORCHRUN = Variables("WORLD_SIZE", "RANK", "LOCAL_RANK", ("MASTER_ADDR", "MASTER_PORT"))
+# Open MPI 5 no longer says an address; jax finds that of Open MPI 4.
+OPEN_MPI = Variables(
+    "OMPI_COMM_WORLD_SIZE",
+    "OMPI_COMM_WORLD_RANK",
+    "OMPI_COMM_WORLD_LOCAL_RANK",
+    ("MASTER_ADDR", "MASTER_PORT"),
+)
+
+
+def variables_of(place: Place) -> dict[str, str]:
+    """Returns the variables in which `decentjax launch` says a place."""
+    return {
+        OURS.num_processes: str(place.num_processes),
+        OURS.process_id: str(place.process_id),
+        OURS.local_id: str(place.local_id),
+        OURS.address[0]: place.address,
+    }
+
+
+def find_place(seconds: int) -> Place:
+    """Returns the place of this process; without a job, that of a job of one.
+
+    `decentjax launch` and torchrun may run inside a job of Slurm or Open MPI, and then
+    their variables count. Variables of torchrun that are set by hand, such as for
+    PyTorch in the same job, must agree with those of the job.
+
+    Args:
+      seconds: longest wait for an answer of the cluster, where jax asks it.
+
+    Raises:
+      ValueError: if variables are missing, impossible, or contradict each other.
+    """
+    if OURS.process_id in os.environ:
+        if asked := os.environ.get(ASKED):
+            Path(asked).touch()
+        return _read(OURS)
+    found = _found_by_jax(seconds)
+    if TORCHRUN.process_id not in os.environ:
+        if found is None and OPEN_MPI.process_id in os.environ:
+            return _read(OPEN_MPI)
+        return found or Place("", 1, 0, 0)
+    own = _read(TORCHRUN)
+    if found is None or "TORCHELASTIC_RUN_ID" in os.environ:
+        return own
+    if found[1:3] != own[1:3]:
+        raise ValueError(
+            f"{TORCHRUN.process_id} and {TORCHRUN.num_processes} say process "
+            f"{own.process_id} of {own.num_processes}, and Slurm or Open MPI say "
+            f"process {found.process_id} of {found.num_processes}: unset the former, "
+            "or make them agree"
+        )
+    return found  # PyTorch itself may listen at the other address.
+
+
+def _read(names: Variables) -> Place:
+    """The place that the variables of a launcher say."""
+    wanted = (names.num_processes, names.process_id, *names.address)
+    if missing := [name for name in wanted if not os.environ.get(name)]:
+        raise ValueError(
+            f"{names.process_id} says that this is a process of a job: set "
+            f"{' and '.join(missing)} too, or unset it"
+        )
+    local = _number(names.local_id, 0) if os.environ.get(names.local_id) else None
+    count, own = _number(names.num_processes, 1), _number(names.process_id, 0)
+    if own >= count:
+        raise ValueError(
+            f"{names.process_id} must be from 0 to {count - 1}, as "
+            f"{names.num_processes} is {count}; got {own}"
+        )
+    return Place(_address(names), count, own, local)
+
+
+def _number(name: str, least: int) -> int:
+    text = os.environ[name]
+    if not text.isdecimal() or int(text) < least:
+        raise ValueError(
+            f"{name} must be a whole number of at least {least}, got {text!r}"
+        )
+    return int(text)
+
+
+def _address(names: Variables) -> str:
+    *host, end = (os.environ[name] for name in names.address)
+    # There torchrun itself listens, and the port beside it is likely free.
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names == TORCHRUN:
+        end = str(_number(names.address[-1], 1) + 1)
+    return ":".join([*host, end])
+
+
+def _found_by_jax(seconds: int) -> Place | None:
+    """The place that Slurm, Open MPI 4 or a cluster of TPUs says, if any."""
+    from jax._src.clusters import ClusterEnv
+
+    # Private, with one signature in jax 0.10.2 and 0.12.0. jax detects them too, but
+    # only while it joins, which is too late for `rendezvous`.
+    find: Any = ClusterEnv.auto_detect_unset_distributed_params
+    address = os.environ.get("JAX_COORDINATOR_ADDRESS")
+    try:
+        *found, local = find(address, None, None, None, None, seconds)
+    except (ValueError, TypeError, KeyError, RuntimeError) as error:
+        raise ValueError(f"cannot find the other processes: {error}") from error
+    if None in found:
+        return None
+    host, count, own = found
+    return Place(host, count, own, local[0] if local else None)

@@ -1,0 +1,150 @@
+"""The start of a script as one process of a job, or as one of several peers."""
+
+import json
+import socket
+from typing import Any, NamedTuple
+
+import jax
+from jax._src import xla_bridge
+from jax.sharding import Mesh
+
+from decentjax.distributed.devices import node_mesh, provide_devices
+from decentjax.distributed.failure import end_where_uncaught
+from decentjax.distributed.join import join, share
+from decentjax.distributed.place import find_place
+from decentjax.placement import worker_mesh
+
+
+class Peer(NamedTuple):
+    """One process among peers, which share no job.
+
+    Args:
+      workers: numbers of its workers.
+      num_workers: number of the workers of all processes.
+      mesh: mesh of its own devices, with the axis "workers".
+    """
+
+    workers: range
+    num_workers: int
+    mesh: Mesh
+
+
+def initialize(
+    local_workers: int = 1, *, timeout_seconds: int = 300, start_seconds: int = 300
+) -> Mesh:
+    """Joins the processes of the job, and returns the mesh of all their workers.
+
+    Call it once, in all processes, before jax uses a device. Each process gets
+    `local_workers` devices: CPU devices with threads for their collectives, or as many
+    GPUs as the process's number on its machine says. The place in the job comes from
+    the variables of `decentjax launch`, torchrun, Open MPI or Slurm; without any, the
+    process is a job of its own.
+
+    In a job, an exception that nothing catches ends its process at once, with exit code
+    70 and a line that names the process; the others lose their connections and end so
+    too. `sys.exit` does not: the process waits for the others.
+
+    Args:
+      local_workers: number of workers of each process, the same in all.
+      timeout_seconds: longest wait of a collective on CPU for a peer, before it fails.
+      start_seconds: longest wait for all processes.
+
+    Returns:
+      A mesh with the axis "workers", in which the workers of a node are consecutive.
+
+    Raises:
+      ValueError: if an argument or a variable is impossible, it is too late or the
+        second call, another job uses the address, processes are missing, or they
+        differ in `local_workers` or have other devices.
+
+    Examples:
+      >>> from decentjax import distributed
+      >>> mesh = distributed.initialize()
+    """
+    _check_at_least(1, local_workers=local_workers, timeout_seconds=timeout_seconds)
+    _check_at_least(3, start_seconds=start_seconds)
+    _check_unused()
+    place = find_place(start_seconds)
+    hosts = [""]
+    if place.address:
+        end_where_uncaught()
+        join(place, local_workers, timeout_seconds, start_seconds)
+        hosts = _hosts(local_workers, start_seconds)
+    else:
+        provide_devices(place.local_id, local_workers)
+    _check_devices(local_workers)
+    return node_mesh(hosts)
+
+
+def initialize_peer(local_workers: int = 1) -> Peer:
+    """Gives this process its devices and its place among peers.
+
+    As `initialize`, but without a job: no process waits for another, and one that fails
+    ends alone. The exchanges are those of `gossip.Peers`.
+
+    Args:
+      local_workers: number of workers of each process, the same in all.
+
+    Raises:
+      ValueError: if an argument or a variable is impossible, it is too late or the
+        second call, or the process has other devices.
+
+    Examples:
+      >>> from decentjax import distributed
+      >>> workers, num_workers, mesh = distributed.initialize_peer()
+    """
+    _check_at_least(1, local_workers=local_workers)
+    _check_unused()
+    place = find_place(seconds=1)
+    provide_devices(place.local_id, local_workers)
+    _check_devices(local_workers)
+    first = place.process_id * local_workers
+    return Peer(
+        range(first, first + local_workers),
+        place.num_processes * local_workers,
+        worker_mesh(local_workers),
+    )
+
+
+def _check_at_least(least: int, **arguments: Any) -> None:
+    for name, value in arguments.items():
+        if type(value) is not int or value < least:
+            raise ValueError(
+                f"{name} must be an integer of at least {least}, got {value!r}"
+            )
+
+
+def _check_unused() -> None:
+    if jax.distributed.is_initialized():
+        raise ValueError(
+            "this process has joined its job already: call initialize() once, and "
+            "leave out jax.distributed.initialize()"
+        )
+    if xla_bridge.backends_are_initialized():
+        raise ValueError(
+            "jax has used a device already, or this is the second call: call "
+            "initialize() once, before anything else that needs jax's devices"
+        )
+
+
+def _check_devices(local_workers: int) -> None:
+    devices = jax.local_devices()
+    if len(devices) != local_workers:
+        raise ValueError(
+            f"{local_workers} workers of a process need as many devices, and this "
+            f"process has {len(devices)}, {devices[0].device_kind}: call initialize"
+            f"({len(devices)}), or choose its devices by JAX_LOCAL_DEVICE_IDS"
+        )
+
+
+def _hosts(local_workers: int, seconds: int) -> list[str]:
+    """The host name of each process, if all have as many workers."""
+    texts = share("start", json.dumps([socket.gethostname(), local_workers]), seconds)
+    found = [json.loads(text) for text in texts]
+    for number, (_, count) in enumerate(found):
+        if count != found[0][1]:
+            raise ValueError(
+                f"process 0 has {found[0][1]} workers, and process {number} has "
+                f"{count}: call initialize() with one local_workers in all processes"
+            )
+    return [host for host, _ in found]

@@ -1,0 +1,432 @@
+"""What a run says while it runs: header, units, throughput, sinks and traces."""
+
+import contextlib
+import dataclasses
+import gzip
+import json
+import os
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny_numbers
+from line import config as line
+
+import decentjax
+from train.__main__ import main
+from train.cli.command import sentence
+from train.cli.tables import quantity
+from train.config import LogConfig, StepConfig
+from train.run import sinks
+from train.run.build import build_state
+from train.run.facts import command_line, peak_seconds, read_facts, worker_flops
+from train.run.log import read_metrics
+from train.run.loop import train
+from train.run.optimizers import build_optimizer
+from train.run.resume import Resume
+from train.run.sinks import named_sinks
+from train.targets import peak_flops
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+ROOT = Path(__file__).parent.parent
+# Ten steps, without TensorBoard.
+SHORT = dataclasses.replace(line, num_steps=10, log=LogConfig(every_steps=1, sinks=()))
+
+
+def with_log(**changes):
+    return dataclasses.replace(SHORT, log=dataclasses.replace(SHORT.log, **changes))
+
+
+def test_a_run_says_what_it_is_and_keeps_that(tmp_path, capsys):
+    train(SHORT, tmp_path / "run")
+    said = capsys.readouterr().out
+    assert (
+        "2 parameters, 4 workers on 4 nodes; awc (adapt while communicating) ov" in said
+    )
+    versions = f"decentjax {decentjax.__version__}, jax {jax.__version__}, Python 3."
+    assert f"1 x cpu; {versions}" in said
+    facts = read_facts(tmp_path / "run")
+    assert (facts["parameters"], facts["workers"], facts["topology"]) == (2, 4, "ring")
+    # One that goes on is the same run, begun at the same time.
+    train(SHORT, tmp_path / "run", Resume())
+    again = read_facts(tmp_path / "run")
+    assert [again[k] for k in ("id", "began")] == [facts[k] for k in ("id", "began")]
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["/x/train/__main__.py", "a b.py"], "decentjax train 'a b.py'"),
+        (["/x/train/__main__.py", "--resume", "runs/a"], "decentjax resume runs/a"),
+        (["mine.py", "--seed", "1"], "python mine.py --seed 1"),
+    ],
+)
+def test_the_command_is_what_a_user_types(argv, text):
+    assert command_line(argv) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [
+        (0.9718, "share", "97.2 %"),
+        (2.3456, "nats", "2.346 nats"),
+        (3.0, "", "3"),
+        (0.00012345, "", "0.0001234"),
+    ],
+)
+def test_a_score_has_its_unit(value, unit, text):
+    assert quantity(value, unit) == text
+
+
+def test_the_throughput_is_that_of_all_workers(tmp_path):
+    config = dataclasses.replace(SHORT, step=StepConfig(batch_per_worker=3))
+    train(config, tmp_path)
+    rows = [row for row in read_metrics(tmp_path) if "loss" in row]
+    per_step = [row["examples_per_second"] / row["steps_per_second"] for row in rows]
+    np.testing.assert_allclose(per_step, 4 * 3)  # Of 4 workers.
+
+
+def test_tokens_are_those_to_predict_without_padding():
+    task = tiny_numbers.config.task.build()
+    batch = task.steps(2, 96, 0, range(2))[0].arrays
+    rows = batch["target"].reshape(-1, batch["target"].shape[-1]).tolist()
+    wanted = sum(sum(token != 0 for token in row[1:]) for row in rows)
+    assert 0 < task.amount.count(batch) == wanted < batch["target"].size
+
+
+def test_flops_are_those_of_the_matmuls_whatever_the_micro_batches():
+    batch, inside, out = 16, 64, 48
+
+    def loss_fn(params, model_state, x, key):
+        return jnp.mean((x @ params) ** 2), (model_state, {})
+
+    task = line.task.build()._replace(
+        init=lambda key: (jnp.ones((inside, out)), ()),
+        batch_shape=lambda rows: jax.ShapeDtypeStruct((rows, inside), np.float32),
+        loss_fn=loss_fn,
+    )
+    optimizer = build_optimizer(SHORT.optimizer, 10)
+    for parts in (1, 4):
+        step = StepConfig(batch_per_worker=batch, num_micro_batches=parts)
+        config = dataclasses.replace(SHORT, step=step)
+        state = build_state(config, task, optimizer, range(4))
+        # Forward, and the gradient of the weights.
+        matmuls = 2 * 2 * batch * inside * out
+        update = 40 * inside * out  # Adam's, at most.
+        found = worker_flops(config, task, optimizer, state)
+        assert matmuls < found < matmuls + update
+    assert peak_seconds(config, task, optimizer, state, None) is None  # On a CPU.
+    assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
+    assert peak_flops("cpu") is None
+
+
+def recorder(kept):
+    @contextlib.contextmanager
+    def sink(config, run_dir, start):
+        kept.append((config["name"], run_dir, start))
+        yield lambda step, values: kept.append((step, values))
+        kept.append("ended")
+
+    return sink
+
+
+def test_a_sink_of_ones_own_gets_each_row_once(tmp_path):
+    kept = []
+    train(SHORT, tmp_path, sinks=[recorder(kept)])
+    assert kept[0] == ("line", tmp_path, 0)
+    assert kept[-1] == "ended"
+    rows = read_metrics(tmp_path)
+    trained = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    got = [row for row in kept[1:-1] if "train/loss" in row[1]]
+    assert [(step, values["train/loss"]) for step, values in got] == trained
+    (scored,) = (values for _, values in kept[1:-1] if "train/loss" not in values)
+    models = ["mean_model", *(f"worker_{i}" for i in range(4))]
+    assert list(scored) == [f"evaluation/{model}/loss" for model in models]
+
+
+def fails_at_once(config, run_dir, start):
+    raise OSError("no such server")
+
+
+@contextlib.contextmanager
+def fails_at_a_row(config, run_dir, start):
+    def write(step, values):
+        raise ValueError(f"a bad row {step}")
+
+    yield write
+
+
+@contextlib.contextmanager
+def hangs(config, run_dir, start):
+    yield lambda step, values: time.sleep(3600)
+
+
+@contextlib.contextmanager
+def is_slow(config, run_dir, start):
+    yield lambda step, values: time.sleep(0.4)
+
+
+def test_a_sink_that_fails_is_said_once_and_dropped(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sinks, "END_SECONDS", 0.2)
+    kept = []
+    bad = [fails_at_once, fails_at_a_row, hangs]
+    train(SHORT, tmp_path, sinks=[*bad, recorder(kept)])
+    said = capsys.readouterr().err
+    assert said.count("the sink fails_at_once is dropped") == 1
+    assert "the run goes on without it: OSError: no such server" in said
+    assert said.count("the sink fails_at_a_row is dropped") == 1
+    assert "ValueError: a bad row 1\n" in said
+    assert said.count("the sink hangs is dropped") == 1
+    assert kept[-1] == "ended"
+    assert len(read_metrics(tmp_path)) == 11
+
+
+def test_a_sink_that_is_behind_does_not_slow_the_run(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(sinks, "MOST_ROWS", 3)
+    monkeypatch.setattr(sinks, "END_SECONDS", 5.0)
+    begin = time.monotonic()
+    with sinks.open_sinks([is_slow], SHORT, tmp_path, 0) as write:
+        for step in range(10):
+            write(step, {})
+        assert time.monotonic() - begin < 0.4
+    assert capsys.readouterr().err.count("it is 3 rows behind") == 1
+
+
+def test_a_sink_learns_that_the_run_has_failed(tmp_path):
+    seen = []
+
+    @contextlib.contextmanager
+    def sink(config, run_dir, start):
+        try:
+            yield lambda step, values: None
+        except FloatingPointError as error:
+            seen.append(str(error))
+            raise
+
+    task = dataclasses.replace(SHORT.task, poison_step=3)
+    bad = dataclasses.replace(SHORT, task=task)
+    with pytest.raises(FloatingPointError, match="worker 2"):
+        train(bad, tmp_path, sinks=[sink])
+    assert len(seen) == 1
+
+
+def test_a_missing_package_names_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(sinks.SINKS, "wandb", (fails_at_once, "not_installed"))
+    (tmp_path / "not_installed").mkdir()  # As wandb's own folder of runs.
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ModuleNotFoundError) as caught:
+        train(with_log(sinks=("tensorboard", "wandb")), tmp_path / "run")
+    text = sentence(caught.value)
+    assert text is not None
+    assert "pip install 'decentjax[wandb]'" in text
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_sinks_of_the_config_are_those_that_exist():
+    names = LogConfig.__annotations__["sinks"].__args__[0].__args__
+    assert set(names) == set(sinks.SINKS)
+    assert named_sinks(()) == []
+    with pytest.raises(ValueError, match="must name each sink once"):
+        LogConfig(sinks=("wandb", "wandb"))
+
+
+def test_sinks_of_a_config_file_are_used(tmp_path):
+    """And again where it is resumed with that file."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import contextlib\n"
+        "from tests.line import config\n"
+        "@contextlib.contextmanager\n"
+        "def to_a_file(config, run_dir, start):\n"
+        "    with (run_dir / 'mine.txt').open('a') as file:\n"
+        "        yield lambda step, values: print(step, file=file)\n"
+        "sinks = [to_a_file]\n"
+    )
+    folder = str(tmp_path / "run")
+    main([str(file), "--num-steps", "4", "--run-dir", folder])
+    main(
+        [
+            "--resume",
+            folder,
+            "--num-steps",
+            "6",
+            "--trust",
+            str(file),
+            "--trust",
+            "tests.line",
+        ]
+    )
+    steps = (tmp_path / "run" / "mine.txt").read_text().split()
+    assert steps == ["1", "2", "3", "4", "4", "5", "6", "6"]
+    file.write_text("from tests.line import config\nsinks = 3\n")
+    with pytest.raises(SystemExit, match="must define `sinks` as functions, got 3"):
+        main([str(file)])
+
+
+def events_of(path: Path) -> list:
+    """The events of a TFRecord file: length, its checksum, data, its checksum."""
+    from tensorboardX.proto import event_pb2
+
+    data, events = path.read_bytes(), []
+    while data:
+        (length,) = struct.unpack("<Q", data[:8])
+        events.append(event_pb2.Event.FromString(data[12 : 12 + length]))
+        data = data[16 + length :]
+    return events
+
+
+def test_tensorboard_has_the_rows(tmp_path):
+    train(with_log(sinks=("tensorboard",)), tmp_path)
+    (path,) = (tmp_path / "tensorboard").iterdir()
+    found = {
+        (e.step, v.tag): v.simple_value
+        for e in events_of(path)
+        for v in e.summary.value
+    }
+    for row in read_metrics(tmp_path):
+        if "loss" in row:
+            assert found[row["step"], "train/loss"] == pytest.approx(row["loss"])
+    assert (10, "evaluation/worker_3/loss") in found
+
+
+def records_of(path: Path) -> list[bytes]:
+    """The records of a file of wandb, a log of LevelDB with a header of 7 bytes."""
+    data, place, records, part = path.read_bytes(), 7, [], b""
+    while place + 7 <= len(data):
+        if 2**15 - place % 2**15 < 7:  # A block's end, too short for a record's head.
+            place += 2**15 - place % 2**15
+            continue
+        length, kind = struct.unpack("<HB", data[place + 4 : place + 7])
+        part += data[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):  # A whole record, or the last part of one.
+            records.append(part)
+            part = b""
+    return records
+
+
+@pytest.mark.slow
+def test_wandb_keeps_the_rows_offline(tmp_path, monkeypatch):
+    pytest.importorskip("wandb")
+    from wandb.proto import wandb_internal_pb2 as messages
+
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    train(with_log(sinks=("wandb",)), tmp_path)
+    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
+    history = []
+    for data in records_of(path):
+        record = messages.Record.FromString(data)
+        items = record.history.item
+        history.append({(x.key or x.nested_key[0]): x.value_json for x in items})
+        if record.run.run_id:
+            assert record.run.run_id == read_facts(tmp_path)["id"]
+    losses = [json.loads(row["train/loss"]) for row in history if "train/loss" in row]
+    assert losses == [row["loss"] for row in read_metrics(tmp_path) if "loss" in row]
+
+
+@pytest.mark.slow
+def test_mlflow_keeps_the_rows_in_one_run(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow")
+    store = tmp_path / "mlruns"
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", store.as_uri())
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    config = with_log(sinks=("mlflow",))
+    train(dataclasses.replace(config, num_steps=5), tmp_path / "run")
+    train(config, tmp_path / "run", Resume())
+    client = mlflow.MlflowClient()
+    experiment = client.get_experiment_by_name("decentjax")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.info.status == "FINISHED"
+    assert run.data.params["optimizer.learning_rate"] == "0.1"
+    found = client.get_metric_history(run.info.run_id, "train/loss")
+    rows = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
+    assert [(x.step, x.value) for x in found] == [(x["step"], x["loss"]) for x in rows]
+
+
+@pytest.mark.slow
+def test_trackio_keeps_the_rows_on_this_machine(tmp_path):
+    pytest.importorskip("trackio")
+    code = (
+        "from pathlib import Path\n"
+        "from test_log import with_log, train, read_facts\n"
+        "from trackio.sqlite_storage import SQLiteStorage\n"
+        f"folder = Path({str(tmp_path / 'run')!r})\n"
+        "train(with_log(sinks=('trackio',)), folder)\n"
+        "name = 'line-' + read_facts(folder)['id']\n"
+        "logs = SQLiteStorage.get_logs('decentjax', name)\n"
+        "import json\n"
+        "print(json.dumps([x['train/loss'] for x in logs if 'train/loss' in x]))\n"
+    )
+    # It reads where to write when it is imported.
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")},
+        cwd=ROOT / "tests",
+        check=True,
+        capture_output=True,
+        text=True,
+    )
+    rows = read_metrics(tmp_path / "run")
+    wanted = [row["loss"] for row in rows if "loss" in row]
+    assert json.loads(done.stdout.splitlines()[-1]) == wanted
+
+
+@pytest.mark.parametrize(
+    "text", ["7:3", "3:3", "-1:5", "3", "a:b", "3:5:7", "", ":5", "3:"]
+)
+def test_a_trace_of_no_steps_is_refused(text):
+    with pytest.raises(ValueError, match=r"log\.profile must be FIRST:LAST, two"):
+        LogConfig(profile=text)
+
+
+def test_a_trace_beyond_the_run_is_refused():
+    assert with_log(profile="9:10").log.profiled() == range(9, 10)
+    with pytest.raises(ValueError, match=r"profile = 9:11 must end within the run"):
+        with_log(profile="9:11")
+
+
+def traced_steps(folder: Path) -> list[int]:
+    """The numbers of the annotated steps in the trace of a folder."""
+    (path,) = folder.glob("plugins/profile/*/*.trace.json.gz")
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    steps = [e["args"]["step_num"] for e in events if e.get("name") == "train"]
+    return sorted(map(int, steps))
+
+
+def test_a_trace_has_the_steps_that_were_asked_for(tmp_path):
+    train(with_log(profile="3:6"), tmp_path)
+    assert traced_steps(tmp_path / "profile.0") == [3, 4, 5]
+
+
+def test_a_resumed_run_traces_the_rest_to_its_last_step(tmp_path):
+    config = with_log(profile="5:10")
+    train(dataclasses.replace(SHORT, num_steps=7), tmp_path)
+    assert not (tmp_path / "profile.0").exists()
+    train(config, tmp_path, Resume())
+    assert traced_steps(tmp_path / "profile.0") == [7, 8, 9]
+
+
+@pytest.mark.slow
+def test_each_process_of_a_job_has_a_trace_of_its_own(tmp_path):
+    words = ["decentjax", "launch", "--processes", "2", "tests/job_line.py"]
+    options = ["--log.profile", "4:6", "--num-steps", "8", "--run-dir", str(tmp_path)]
+    run = [sys.executable, "-m", *words, *options]
+    done = subprocess.run(run, cwd=ROOT, check=True, capture_output=True, text=True)
+    for process in (0, 1):
+        assert traced_steps(tmp_path / f"profile.{process}") == [4, 5]
+    assert "4 workers on 2 nodes, 2 processes; awc (adapt" in done.stdout
+    assert (
+        f"decentjax launch {' '.join([*words[2:], *options])}"
+        == (read_facts(tmp_path)["command"])
+    )
+    rows = [row for row in read_metrics(tmp_path) if "loss" in row]
+    per_step = [row["examples_per_second"] / row["steps_per_second"] for row in rows]
+    # Of both processes; means of ratios, as their clocks differ a little.
+    np.testing.assert_allclose(per_step, 4 * 2, rtol=0.3)

@@ -1,0 +1,293 @@
+"""Folders of images and Hugging Face datasets as tasks, of tiny data made here."""
+
+import dataclasses
+import functools
+import io
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from train.config import Config
+from train.data.image_folder import read_image_folder
+from train.data.vocabulary import train_vocabulary
+from train.models.gpt import GPTConfig
+from train.models.resnet import ResNetConfig
+from train.run import loop
+from train.run.loop import train
+from train.run.scores import build_score
+from train.tasks.classification import say_classes
+from train.tasks.hub_images import HubImagesTask
+from train.tasks.hub_text import HubTextTask
+from train.tasks.image_folder import ImageFolderTask
+from train.tasks.task import build_task
+
+datasets = pytest.importorskip("datasets")
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+NET = ResNetConfig(depth=8, width=4, num_classes=3, convolution="matmul")
+GPT = GPTConfig(context=8, num_layers=1, num_heads=2, width=16)
+COLORS = {"blue": (0, 0, 255), "green": (0, 255, 0), "red": (255, 0, 0)}
+TEXTS = [f"text {i} of few words" for i in range(20)]
+
+
+def paint(folder: Path, **counts: int) -> Path:
+    """A folder for each class, with images of its color."""
+    for name, count in counts.items():
+        (folder / name).mkdir(parents=True)
+        for i in range(count):
+            image = Image.new("RGB", (20 + i, 12), COLORS[name])
+            image.save(folder / name / f"{i}.{'png' if i % 2 else 'JPG'}")
+    return folder
+
+
+def images_of(source):
+    """The class of each example, by the color of its middle; and its label."""
+    found = []
+    for i in range(len(source)):
+        example = source[i]
+        with Image.open(io.BytesIO(example["image"])) as image:
+            pixel = np.asarray(image.convert("RGB"))[6, 6]
+        found.append((sorted(COLORS)[2 - int(pixel.argmax())], example["label"]))
+    return found
+
+
+@pytest.fixture(params=["folder", "hub"])
+def colored(request, tmp_path):
+    """The task of images in three colors, of either kind."""
+    folder = paint(tmp_path / "images", blue=4, green=6, red=11)
+    if request.param == "folder":
+        return ImageFolderTask(data=str(folder), model=NET, size=8, eval_rows=4)
+    files = sorted(folder.rglob("*.*"))
+    features = {
+        "image": datasets.Image(),
+        "label": datasets.ClassLabel(names=[*COLORS]),
+    }
+    columns = {
+        "image": list(map(str, files)),
+        "label": [path.parent.name for path in files],
+    }
+    made = datasets.Dataset.from_dict(columns, datasets.Features(features))
+    # As a dataset from elsewhere, with the images inside it.
+    made.save_to_disk(tmp_path / "saved")
+    return HubImagesTask(data=str(tmp_path / "saved"), model=NET, size=8, eval_rows=4)
+
+
+def test_images_come_with_the_number_of_their_class(colored):
+    task = build_task(colored)
+    batch = task.steps(3, 2, 0, range(3))[0].arrays
+    assert batch["image"].shape == (3, 2, 8, 8, 3)
+    shapes = task.batch_shape(2)
+    assert shapes["image"].shape == batch["image"].shape[1:]
+    assert shapes["label"].dtype == batch["label"].dtype
+    seen = []
+    for batch in task.validation():
+        channel = batch["image"][:, 4, 4].argmax(1)
+        kept = batch["label"] >= 0
+        np.testing.assert_array_equal(2 - channel[kept], batch["label"][kept])
+        seen += batch["label"][kept].tolist()
+    assert len(seen) == (3 if isinstance(colored, ImageFolderTask) else 2)
+    assert len(task.labels()) + len(seen) == 21
+    model = jax.jit(task.init)(jax.random.key(0))
+    (scores,) = build_score(task)([model])
+    assert 0 <= scores["top_1"] <= 1
+    assert task.sample(*model).count("class ") == len(seen)
+
+
+def test_classes_are_said_by_their_names():
+    batch = {"image": np.eye(4)[[0, 1, 3]], "label": np.array([0, 2, -1])}
+    said = say_classes(batch, lambda images: images, ["a", "b", "c"])
+    assert said == "class a, classified as a\nclass c, classified as b"
+
+
+def test_each_class_is_on_both_sides_and_no_image_is(tmp_path):
+    folder = paint(tmp_path, blue=2, green=10, red=20)
+    (folder / "red" / "notes.txt").write_text("no image")
+    (folder / "empty").mkdir()
+    for share in (0.01, 0.1, 0.5, 0.99):
+        found = read_image_folder(folder, share)
+        sides = [{path for path, _ in x.files} for x in (found.train, found.held_out)]
+        assert not sides[0] & sides[1]
+        assert len(sides[0] | sides[1]) == 32
+        for name, count in {"blue": 2, "green": 10, "red": 20}.items():
+            held_out = sum(path.parent.name == name for path in sides[1])
+            assert held_out == min(max(round(share * count), 1), count - 1)
+        for source in (found.train, found.held_out):
+            of_color = {name: k for k, name in enumerate(found.names)}
+            assert all(of_color[color] == label for color, label in images_of(source))
+        copy = pickle.loads(pickle.dumps(found.train))
+        assert copy[0] == found.train[0]
+        assert found.labels.tolist() == [label for _, label in found.train.files]
+
+
+def test_given_folders_to_validate_on_are_taken_as_they_are(tmp_path):
+    paint(tmp_path / "train", blue=1, green=2, red=3)
+    paint(tmp_path / "validation", red=1, blue=1)
+    found = read_image_folder(tmp_path, 0.5)
+    assert sorted(images_of(found.held_out)) == [("blue", 0), ("red", 2)]
+    assert len(found.train) == 6
+
+
+def of(task) -> Config:
+    return Config(name="x", num_steps=60, task=task)
+
+
+def save(path: Path, columns: dict, **features) -> str:
+    made = datasets.Dataset.from_dict(columns, datasets.Features(features))
+    made.save_to_disk(path)
+    return str(path)
+
+
+STRING, NUMBER = datasets.Value("string"), datasets.Value("int64")
+WORDS = {"image": TEXTS, "label": TEXTS}
+NO_TEXT = "the column 'n' must be of text, got Value"
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda x: folder_task(x), "has no images: it needs a folder for each class"),
+        (lambda x: folder_task(x / "none"), "there is no folder of images"),
+        (
+            lambda x: folder_task(paint(x, red=3, blue=1)),
+            "the class blue has one image",
+        ),
+        (lambda x: folder_task(unknown(x)), "/validation has the class blue, and "),
+        (
+            lambda x: folder_task(paint(x, red=2, blue=2), 1),
+            "have 2 classes, .* model 1",
+        ),
+        (
+            lambda x: text_task(
+                save(x / "a", {"text": TEXTS}, text=STRING), column="t"
+            ),
+            "the dataset has no column 't', it has text$",
+        ),
+        (
+            lambda x: text_task(save(x / "a", {"n": [1, 2]}, n=NUMBER), column="n"),
+            NO_TEXT,
+        ),
+        (
+            lambda x: text_task(save(x / "a", {"text": ["one"]}, text=STRING)),
+            r"needs rows to train on and to hold out, it has \[1\]",
+        ),
+        (
+            lambda x: text_task(save(x / "a", {"text": ["a", "b"]}, text=STRING)),
+            "a window of 8 tokens needs a longer text, got 2",
+        ),
+        (lambda x: text_task(only_test(x)), "needs a split train, it has test"),
+        (
+            lambda x: HubImagesTask(
+                data=save(
+                    x / "a",
+                    {"image": TEXTS, "label": TEXTS},
+                    image=STRING,
+                    label=STRING,
+                ),
+                model=NET,
+            ),
+            "'image' must be of images and 'label' of classes, got Value",
+        ),
+        (lambda x: text_task(str(paint(x, red=1))), "neither a `Dataset` directory"),
+    ],
+)
+def test_data_that_does_not_fit_is_said_before_it_compiles(
+    make, words, tmp_path, monkeypatch
+):
+    task = make(tmp_path)
+    monkeypatch.setattr(loop, "build_state", None)
+    with pytest.raises((ValueError, OSError), match=words):
+        train(of(task), tmp_path / "run")
+
+
+def folder_task(folder: Path, num_classes: int = 3) -> ImageFolderTask:
+    net = dataclasses.replace(NET, num_classes=num_classes)
+    return ImageFolderTask(data=str(folder), model=net, size=8)
+
+
+def images_task(data: str) -> HubImagesTask:
+    return HubImagesTask(data=data, model=NET)
+
+
+def text_task(data: str, **options) -> HubTextTask:
+    return HubTextTask(data=data, **{"model": GPT, **options})
+
+
+def unknown(folder: Path) -> Path:
+    paint(folder / "train", red=2)
+    paint(folder / "validation", blue=2)
+    return folder
+
+
+def only_test(folder: Path) -> str:
+    rows = datasets.Dataset.from_dict({"text": TEXTS})
+    datasets.DatasetDict({"test": rows}).save_to_disk(folder / "a")
+    return str(folder / "a")
+
+
+@functools.cache
+def vocabulary():
+    return train_vocabulary(TEXTS, 280, special=["<|endoftext|>"])
+
+
+@pytest.mark.parametrize("tokenizer", [False, True])
+def test_text_is_one_sequence_of_tokens(tokenizer, tmp_path):
+    """Of all documents that have any, in their order."""
+    rows = {
+        "train": datasets.Dataset.from_dict({"words": [*TEXTS, None, ""]}),
+        "test": datasets.Dataset.from_dict({"words": ["held out, and held out again"]}),
+    }
+    datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")
+    options = {}
+    if tokenizer:
+        vocabulary().save(tmp_path / "bpe.json")
+        model = dataclasses.replace(GPT, vocabulary=512)
+        options = {"tokenizer": str(tmp_path / "bpe.json"), "model": model}
+    made = text_task(str(tmp_path / "saved"), column="words", **options)
+    task = build_task(made)
+    (held_out,) = [np.concatenate(task.validation())]
+    words = b"held out, and held out again\0"
+    if not tokenizer:
+        assert bytes(held_out[0].tolist()) == words[:9]
+        assert bytes(held_out[-1].tolist()) == words[16:25]
+        whole = "\0".join([*TEXTS, ""]).encode()
+        assert task.headline.name == "bits_per_byte"
+    came = task.steps(2, 3, 0, range(2))[0].arrays
+    assert came.shape == (2, 3, 9)
+    assert came.dtype == task.batch_shape(3).dtype
+    for window in came.reshape(-1, 9).tolist():
+        if tokenizer:
+            (text,) = vocabulary().decode([window])
+            assert text
+            assert text in " ".join(TEXTS) or 0 in window
+        else:
+            assert bytes(window) in whole
+    assert task.sample(*jax.jit(task.init)(jax.random.key(0))).startswith("The")
+
+
+def test_a_dataset_on_disk_is_left_as_it_was(tmp_path):
+    data = save(tmp_path / "a", {"text": TEXTS}, text=STRING)
+    before = sorted(path.name for path in Path(data).rglob("*"))
+    task = build_task(text_task(data))
+    assert len(task.validation()) >= 1
+    assert sorted(path.name for path in Path(data).rglob("*")) == before
+
+
+def test_without_the_extra_its_name_is_said():
+    code = (
+        "import sys; sys.modules['datasets'] = None\n"
+        "from train.cli.command import command\n"
+        "from train.data.hub_datasets import read_splits\n"
+        "with command(): read_splits('x', None, 0.1)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert done.stderr == (
+        "error: this needs the package datasets: pip install 'decentjax[datasets]'\n"
+    )

@@ -1,0 +1,79 @@
+"""Files for GitHub, containers and clusters: facts agree, and commands run."""
+
+import re
+import subprocess
+import sys
+import tomllib
+
+import pytest
+import yaml
+
+import decentjax
+from tests.test_readme import ENV, ROOT
+
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+FORMS = sorted((ROOT / ".github").rglob("*.yml"))
+
+
+def python_versions() -> list[str]:
+    classifiers = "\n".join(PROJECT["project"]["classifiers"])
+    return re.findall(r"Python :: (\d+\.\d+)$", classifiers, re.MULTILINE)
+
+
+def test_ci_runs_the_oldest_and_the_newest_python():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
+    versions = python_versions()
+    assert jobs["run"]["strategy"]["matrix"]["python"] == [versions[0], versions[-1]]
+    assert jobs["run"]["steps"][-1] == {"run": ".ci/run"}
+    assert (ROOT / ".ci" / "run").is_file()
+
+
+@pytest.mark.parametrize("path", FORMS, ids=lambda path: path.name)
+def test_forms_are_yaml(path):
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_the_citation_has_the_version():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == decentjax.__version__
+    papers = (ROOT / "docs" / "papers.md").read_text()
+    assert f"version = {{{decentjax.__version__}}}" in papers
+
+
+def test_the_image_has_what_the_wheel_is_made_of():
+    text = (ROOT / "Dockerfile").read_text()
+    copied = {
+        source
+        for line in re.findall(r"^COPY (.*) \S+$", text, re.MULTILINE)
+        for source in line.split()
+    }
+    assert all((ROOT / source).exists() for source in copied)
+    wheel = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+    assert {*wheel["only-include"], "pyproject.toml", "README.md"} <= copied
+    assert set(re.findall(r"python:([\d.]+)-slim", text)) == {python_versions()[-1]}
+    extras = re.findall(r"EXTRAS=([\w,]+)", text)
+    assert {x for one in extras for x in one.split(",")} <= {
+        *PROJECT["project"]["optional-dependencies"]
+    }
+
+
+def test_each_pod_of_the_job_set_runs_a_process_of_one_job():
+    job_set = yaml.safe_load((ROOT / "configs" / "jobset.yaml").read_text())
+    (job,) = job_set["spec"]["replicatedJobs"]
+    spec = job["template"]["spec"]
+    (container,) = spec["template"]["spec"]["containers"]
+    arguments = [x.replace("$(JOB_COMPLETION_INDEX)", "3") for x in container["args"]]
+    host = f"{job_set['metadata']['name']}-{job['name']}-0-0"
+    port = container["ports"][0]["containerPort"]
+    address = f"{host}.{job_set['spec']['network']['subdomain']}:{port}"
+    assert spec["completionMode"] == "Indexed"
+    assert spec["parallelism"] == spec["completions"] == 4
+    assert f"--distributed.num-processes={spec['completions']}" in arguments
+    assert f"--distributed.coordinator={address}" in arguments
+    done = subprocess.run(
+        [sys.executable, "-m", "decentjax", *arguments, "--help"],
+        env=ENV,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr

@@ -1,0 +1,149 @@
+"""Hugging Face datasets, saved on disk or named on the hub: text, and labelled images.
+
+Needs the extra `datasets`. Nothing of a dataset is run: since version 4 the library
+reads data files alone.
+"""
+
+import dataclasses
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from train.data.image_folder import Labelled
+from train.data.token_files import SEPARATOR
+from train.data.vocabulary import Bytes, Vocabulary
+
+DOCUMENTS_AT_ONCE = 1000
+HELD_OUT_SPLITS = ("validation", "test")
+
+
+class Splits(NamedTuple):
+    """The rows to train on, and those held out."""
+
+    train: Any
+    held_out: Any
+
+
+class Tokens(NamedTuple):
+    """Tokens to train on and held-out tokens, each int32 [tokens]."""
+
+    train: np.ndarray
+    held_out: np.ndarray
+
+
+def read_splits(data: str, subset: str | None, held_out_share: float) -> Splits:
+    """Returns the split "train", and "validation" or "test"; else a share of "train".
+
+    Args:
+      data: folder that `save_to_disk` has written, else a name on the hub.
+      subset: name of one of several subsets on the hub.
+      held_out_share: share of the rows that is held out where no split is for it.
+
+    Raises:
+      OSError: if there is no such folder, and the hub cannot be reached or has none.
+      ValueError: if there is no split to train on, or a split is empty.
+    """
+    import datasets  # Of the extra `datasets`.
+
+    if Path(data).exists():
+        loaded: Any = datasets.load_from_disk(data)
+    else:
+        loaded = datasets.load_dataset(data, subset)
+    splits = loaded if isinstance(loaded, dict) else {"train": loaded}
+    if "train" not in splits:
+        raise ValueError(f"{data} needs a split train, it has {', '.join(splits)}")
+    train = splits["train"]
+    held_out = next((splits[x] for x in HELD_OUT_SPLITS if x in splits), None)
+    counts = [len(rows) for rows in (train, held_out) if rows is not None]
+    if sum(counts) < 2 or not all(counts):
+        raise ValueError(
+            f"{data} needs rows to train on and to hold out, it has {counts}"
+        )
+    if held_out is None:
+        count = min(max(round(held_out_share * len(train)), 1), len(train) - 1)
+        order = np.random.default_rng(0).permutation(len(train))
+        # In memory: by default it writes a file beside the data.
+        held_out, train = (
+            train.select(sorted(rows), keep_in_memory=True)
+            for rows in np.split(order, [count])
+        )
+    return Splits(train, held_out)
+
+
+def read_text(splits: Splits, column: str, vocabulary: Vocabulary | Bytes) -> Tokens:
+    """Returns the tokens of a column of text, each document with a separator behind it.
+
+    Raises:
+      ValueError: if there is no such column, or it is no text.
+    """
+    _check_columns(splits, column)
+    kind = splits.train.features[column]
+    if getattr(kind, "dtype", None) not in ("string", "large_string"):
+        raise ValueError(f"the column {column!r} must be of text, got {kind}")
+    between = vocabulary.special(SEPARATOR)
+
+    def tokens(rows: Any) -> np.ndarray:
+        parts = [np.zeros(0, np.int32)]
+        for batch in rows.select_columns(column).iter(DOCUMENTS_AT_ONCE):
+            documents = [text for text in batch[column] if text]  # Some have None.
+            for row in vocabulary.encode(documents):
+                parts.append(np.array([*row, between], np.int32))
+        return np.concatenate(parts)
+
+    return Tokens(*map(tokens, splits))
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """The examples of a split, as `Labelled` has them."""
+
+    rows: Any
+    image: str
+    label: str
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        row = self.rows[int(index)]
+        image = row[self.image]
+        name = image["path"] or f"row {index}"
+        encoded = image["bytes"] or Path(image["path"]).read_bytes()
+        return {"image": encoded, "label": row[self.label], "file_name": name}
+
+
+def read_images(splits: Splits, image: str, label: str) -> Labelled:
+    """Returns the images of one column, with the classes of another.
+
+    Raises:
+      ValueError: if there is no such column, or it holds no images or no classes.
+    """
+    import datasets
+
+    _check_columns(splits, image, label)
+    kinds = splits.train.features
+    if not isinstance(kinds[image], datasets.Image) or not isinstance(
+        kinds[label], datasets.ClassLabel
+    ):
+        raise ValueError(
+            f"the column {image!r} must be of images and {label!r} of classes, got "
+            f"{kinds[image]} and {kinds[label]}"
+        )
+    # They are decoded with their crop.
+    undecoded = datasets.Image(decode=False)
+    train, held_out = (
+        Rows(x.cast_column(image, undecoded), image, label) for x in splits
+    )
+    labels = np.array(splits.train[label][:], np.int32)
+    return Labelled(train, held_out, labels, kinds[label].names)
+
+
+def _check_columns(splits: Splits, *names: str) -> None:
+    for rows in splits:
+        for name in names:
+            if name not in rows.column_names:
+                raise ValueError(
+                    f"the dataset has no column {name!r}, it has "
+                    f"{', '.join(rows.column_names)}"
+                )

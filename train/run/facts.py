@@ -1,0 +1,169 @@
+"""What a run is: shown when it starts, and kept in run.json for sinks and reports."""
+
+import dataclasses
+import datetime
+import math
+import os
+import platform
+import shlex
+import sys
+import uuid
+from pathlib import Path
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+import decentjax
+from decentjax import WorkerState
+from train.cli.config_json import read_fields
+from train.cli.tables import counted, write_json
+from train.config import Config
+from train.job.peers import process_place
+from train.run.build import bind_adapt, in_background
+from train.targets import peak_flops
+from train.tasks.task import Task
+
+FACTS = "run.json"
+LONG_NAMES = {"awc": "adapt while communicating", "atc": "adapt then combine"}
+
+
+def describe(
+    config: Config, task: Task, state: WorkerState, mesh: Mesh | None
+) -> dict[str, Any]:
+    """Returns the facts of a run that starts here.
+
+    Args:
+      config: config of the run.
+      task: the trained task.
+      state: stacked state of the workers.
+      mesh: mesh of the workers, None where they are simulated.
+    """
+    leaves = jax.tree.leaves(state.params)
+    devices = [jax.devices()[0]] if mesh is None else list(mesh.devices.flat)
+    workers = config.workers
+    return {
+        "id": uuid.uuid4().hex[:12],
+        "began": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "command": command_line(sys.argv),
+        "parameters": sum(math.prod(x.shape[1:]) for x in leaves),
+        "workers": workers.num_workers,
+        "nodes": workers.num_workers // workers.workers_per_node,
+        "processes": process_place(config)[1],
+        "algorithm": config.step.algorithm,
+        "topology": config.topology.build(workers).name,
+        "exchange": _exchange(config, mesh),
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+        "training_examples": None if task.num_examples is None else task.num_examples(),
+        "versions": {
+            "decentjax": decentjax.__version__,
+            "jax": jax.__version__,
+            "Python": platform.python_version(),
+        },
+        "headline": task.headline.name,
+        "units": dict(task.units),
+        "amount": task.amount.unit,
+    }
+
+
+def write_facts(run_dir: Path, facts: dict[str, Any]) -> None:
+    """Writes run.json; a run that resumes keeps its id, date and command."""
+    before = read_facts(run_dir)
+    names = ("id", "began", "command")
+    kept = {name: before[name] for name in names if name in before}
+    write_json(run_dir / FACTS, facts | kept)
+
+
+def add_results(run_dir: Path, **results: Any) -> None:
+    """Adds results, such as scores or the sample, to run.json."""
+    facts = read_facts(run_dir)
+    facts["results"] = facts.get("results", {}) | results
+    write_json(run_dir / FACTS, facts)
+
+
+def read_facts(run_dir: Path) -> dict[str, Any]:
+    """Returns the facts of a run; none of one from before there were any."""
+    path = run_dir / FACTS
+    return read_fields(path) if path.exists() else {}
+
+
+def header(facts: dict[str, Any], run_dir: Path) -> str:
+    """Returns the lines that are shown when a run starts."""
+    examples, versions = facts["training_examples"], facts["versions"]
+    data = "" if examples is None else f"{counted(examples, 'training example')}; "
+    processes = "" if facts["processes"] == 1 else f", {facts['processes']} processes"
+    order = facts["algorithm"]
+    if order in LONG_NAMES:
+        order = f"{order} ({LONG_NAMES[order]})"
+    if order != "all_reduce":  # It has no topology.
+        order = f"{order} over {facts['topology']}"
+    return (
+        f"{counted(facts['parameters'], 'parameter')}, "
+        f"{counted(facts['workers'], 'worker')} on {counted(facts['nodes'], 'node')}"
+        f"{processes}; {order}, {facts['exchange']}\n"
+        f"{data}{facts['devices']}; "
+        f"{', '.join(f'{name} {number}' for name, number in versions.items())}; "
+        f"folder {run_dir}"
+    )
+
+
+def command_line(argv: list[str]) -> str:
+    """Returns the command of this process as a user types it."""
+    if launched := os.environ.get("DECENTJAX_COMMAND"):
+        return launched
+    program, *rest = argv
+    words = ["python", program]
+    if Path(program).parts[-2:] == ("train", "__main__.py"):
+        words = ["decentjax", "resume" if rest[:1] == ["--resume"] else "train"]
+        rest = rest[1:] if rest[:1] == ["--resume"] else rest
+    return shlex.join([*words, *rest])
+
+
+def peak_seconds(
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    state: WorkerState,
+    mesh: Mesh | None,
+) -> float | None:
+    """Returns the seconds of a step at the devices' peak; None where that is unknown.
+
+    Divided by the seconds of a step they are the share of the peak (MFU).
+    """
+    peak = peak_flops(jax.devices()[0].device_kind)
+    if peak is None:
+        return None
+    workers_per_device = config.workers.num_workers if mesh is None else 1
+    return workers_per_device * worker_flops(config, task, optimizer, state) / peak
+
+
+def worker_flops(
+    config: Config,
+    task: Task,
+    optimizer: optax.GradientTransformation,
+    state: WorkerState,
+) -> float:
+    """Returns the FLOPs of a worker's local update, as XLA's cost analysis counts them.
+
+    It counts a loop once, so the micro-batches are taken as one batch; kernels of
+    cuDNN, such as fused attention, count as nothing.
+    """
+    whole = dataclasses.replace(config.step, num_micro_batches=1)
+    local = bind_adapt(dataclasses.replace(config, step=whole), task, optimizer)
+    one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
+    batch = task.batch_shape(config.step.batch_per_worker)
+    # Lowered, not compiled: that would take as long again as the step itself.
+    costs = jax.jit(local).lower(one, batch, one.params).cost_analysis()
+    assert costs is not None
+    return float(costs["flops"])
+
+
+def _exchange(config: Config, mesh: Mesh | None) -> str:
+    """Where models are exchanged, as a phrase."""
+    if config.exchange.where == "peers":
+        return "from peer to peer"
+    if mesh is None:
+        return "simulated on one device"
+    where = "a second thread" if in_background(config, mesh) else "the compiled step"
+    return f"exchanged in {where}"

@@ -1,0 +1,240 @@
+"""Where a run's rows go beside metrics.jsonl: TensorBoard, wandb, mlflow, trackio.
+
+A sink is a function of the config, the run's folder and the step where it starts. It
+returns a context, whose value takes each row: a step, and numbers by name.
+"""
+
+import contextlib
+import importlib.util
+import json
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from train.cli.config_json import to_json
+from train.config import Config
+from train.run.facts import read_facts
+from train.run.log import Write, warn
+
+Sink = Callable[[dict[str, Any], Path, int], AbstractContextManager[Write]]
+"""Maps the config's fields, the folder and the number of steps done to a context."""
+
+MOST_ROWS = 10_000  # Of a sink that is behind, as of a server that does not answer.
+END_SECONDS = 60.0
+
+
+@contextlib.contextmanager
+def _tensorboard(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write]:
+    """Writes events into RUN/tensorboard."""
+    # Where torch is installed this takes seconds.
+    from tensorboardX import event_file_writer, summary
+    from tensorboardX.proto import event_pb2
+
+    del config
+    folder = run_dir / "tensorboard"
+    folder.mkdir(exist_ok=True)
+    messages: Any = event_pb2  # Its classes are made at run time.
+    # Not tensorboardX's own thread, which waits forever after an error.
+    writer = event_file_writer.EventsWriter(str(folder / "events"))
+
+    def add(step: int, **what: Any) -> None:
+        writer.write_event(messages.Event(step=step, wall_time=time.time(), **what))
+
+    def write(step: int, values: dict[str, float]) -> None:
+        for tag, value in values.items():
+            add(step, summary=summary.scalar(tag, value))
+        writer.flush()
+
+    # Hides what an earlier process wrote of later steps.
+    started = messages.SessionLog(status=messages.SessionLog.START)
+    with contextlib.closing(writer):
+        add(start + 1, session_log=started)
+        yield write
+
+
+@contextlib.contextmanager
+def _wandb(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write]:
+    """Logs to Weights & Biases; the id of the run lets a resumed one go on."""
+    import wandb
+
+    del start
+    # It would ask for a key at the terminal, which the run shares.
+    has_place = wandb.api.api_key or "WANDB_MODE" in os.environ
+    with wandb.init(
+        project=os.environ.get("WANDB_PROJECT", "decentjax"),
+        mode=None if has_place else "offline",
+        id=read_facts(run_dir)["id"],
+        name=config["name"],
+        dir=str(run_dir),
+        config=config,
+        resume="allow",
+        settings=wandb.Settings(console="off"),
+    ) as run:
+        yield lambda step, values: run.log(values, step=step)
+
+
+@contextlib.contextmanager
+def _mlflow(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write]:
+    """Logs to the server or the folder of MLFLOW_TRACKING_URI."""
+    import mlflow
+    from mlflow.entities import Metric, Param
+
+    del start
+    client = mlflow.MlflowClient()
+    name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "decentjax")
+    found = client.get_experiment_by_name(name)
+    experiment = (
+        client.create_experiment(name) if found is None else found.experiment_id
+    )
+    own = read_facts(run_dir)["id"]
+    # A run that resumes goes on in its own.
+    before = client.search_runs([experiment], f"tags.`decentjax.id` = '{own}'")
+    tags = {"decentjax.id": own}
+    run = (
+        before[0]
+        if before
+        else client.create_run(experiment, tags=tags, run_name=config["name"])
+    )
+    place = run.info.run_id
+    params = [Param(key, str(value)) for key, value in _flat(config).items()]
+    if not before:  # Params cannot change.
+        client.log_batch(place, params=params)
+
+    def write(step: int, values: dict[str, float]) -> None:
+        now = int(1000 * time.time())
+        metrics = [Metric(name, value, now, step) for name, value in values.items()]
+        client.log_batch(place, metrics)
+
+    try:
+        yield write
+    except BaseException:
+        client.set_terminated(place, "FAILED")
+        raise
+    client.set_terminated(place, "FINISHED")
+
+
+@contextlib.contextmanager
+def _trackio(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write]:
+    """Logs to trackio, on this machine or in the Space of TRACKIO_SPACE_ID."""
+    import trackio  # pyright: ignore[reportMissingImports]
+
+    del start
+    own = f"{config['name']}-{read_facts(run_dir)['id']}"
+    run = trackio.init("decentjax", name=own, config=_flat(config), resume="allow")
+    try:
+        yield lambda step, values: run.log(values, step=step)
+    finally:
+        run.finish()
+
+
+# The function of each name of `log.sinks`, and the package that it needs.
+SINKS: dict[str, tuple[Sink, str]] = {
+    "tensorboard": (_tensorboard, "tensorboardX"),
+    "wandb": (_wandb, "wandb"),
+    "mlflow": (_mlflow, "mlflow"),
+    "trackio": (_trackio, "trackio"),
+}
+
+
+def named_sinks(names: Sequence[str]) -> list[Sink]:
+    """Returns the sinks of these names, without importing their packages.
+
+    Raises:
+      ModuleNotFoundError: if a package is missing.
+    """
+    for name in names:
+        _, package = SINKS[name]
+        found = importlib.util.find_spec(package)
+        # A folder "wandb" of an earlier run is found too, as a package without a file.
+        if found is None or found.origin is None:
+            raise ModuleNotFoundError(
+                f"log.sinks has {name}, which is not installed: pip install "
+                f"'decentjax[{'train' if name == 'tensorboard' else name}]'"
+            )
+    return [SINKS[name][0] for name in names]
+
+
+@contextlib.contextmanager
+def open_sinks(
+    sinks: Sequence[Sink], config: Config, run_dir: Path, start: int
+) -> Iterator[Write]:
+    """Yields a function that gives a row to all sinks, and waits for none of them.
+
+    Each runs in a thread of its own. One that fails is dropped with a warning.
+    """
+    fields = json.loads(to_json(config))
+    with contextlib.ExitStack() as stack:
+        writes = [
+            stack.enter_context(_in_a_thread(sink, fields, run_dir, start))
+            for sink in sinks
+        ]
+
+        def write(step: int, values: dict[str, float]) -> None:
+            for one in writes:
+                one(step, values)
+
+        yield write
+
+
+@contextlib.contextmanager
+def _in_a_thread(
+    sink: Sink, fields: dict[str, Any], run_dir: Path, start: int
+) -> Iterator[Write]:
+    # An error ends the sink's context as it ends the run, None as a run that is done.
+    rows: queue.Queue[Any] = queue.Queue(MOST_ROWS)
+    name = getattr(sink, "__name__", repr(sink)).strip("_")
+    dropped = threading.Event()
+
+    def drop(why: object) -> None:
+        if not dropped.is_set():
+            dropped.set()
+            warn(f"the sink {name} is dropped, and the run goes on without it: {why}")
+
+    def work() -> None:
+        row = None
+        try:
+            with sink(fields, run_dir, start) as write:
+                while (row := rows.get()) is not None:
+                    if isinstance(row, BaseException):
+                        raise row
+                    write(*row)
+        except BaseException as error:
+            if error is not row:
+                drop(f"{type(error).__name__}: {error}")
+
+    def put(row: Any) -> None:
+        try:
+            if not dropped.is_set():
+                rows.put_nowait(row)
+        except queue.Full:
+            drop(f"it is {MOST_ROWS} rows behind")
+
+    # A daemon: one that hangs does not keep the process alive.
+    thread = threading.Thread(target=work, name=f"sink {name}", daemon=True)
+    thread.start()
+    end: BaseException | None = None
+    try:
+        yield lambda step, values: put((step, values))
+    except BaseException as error:
+        end = error
+        raise
+    finally:
+        put(end)
+        if not dropped.is_set():
+            thread.join(END_SECONDS)
+        if thread.is_alive():
+            drop(f"it has not ended in {END_SECONDS:.0f} s")
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The fields of a config by their full names, "optimizer.learning_rate"."""
+    flat = {}
+    for name, value in fields.items():
+        inner = isinstance(value, dict)
+        flat |= _flat(value, f"{prefix}{name}.") if inner else {prefix + name: value}
+    return flat
