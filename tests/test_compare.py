@@ -375,7 +375,7 @@ def test_a_value_that_is_none_is_named(tmp_path, capsys):
 
 
 def test_a_field_that_is_none_is_named(tmp_path):
-    with pytest.raises(ValueError, match="no field topology.nam; did you mean name in"):
+    with pytest.raises(ValueError, match="did you mean name in place of nam"):
         compare((LINE_FILE,), vary=("topology.nam", "ring"), out=tmp_path)
 
 

@@ -477,6 +477,12 @@ def test_a_folder_with_a_run_is_not_overwritten(run_dir):
         train(LINE, run_dir)
 
 
+def test_a_run_that_is_refused_leaves_no_folder(tmp_path):
+    with pytest.raises(ValueError, match="none holds no run"):
+        train(LINE, tmp_path / "run", init_from=tmp_path / "none")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_there_must_be_a_run_to_go_on_with(tmp_path):
     with pytest.raises(ValueError, match="holds no checkpoint of a run"):
         saved_config(tmp_path / "nothing", None)

@@ -17,6 +17,7 @@ from train.cli.tables import write_whole
 from train.run.checkpoint import UNFINISHED, find_checkpoints, verify
 from train.run.folder import lock
 from train.run.log import Log, read_metrics
+from train.run.resume import saved_config
 from train.run.stop import Stop
 
 ROOT = Path(__file__).parent.parent
@@ -138,6 +139,7 @@ def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path):
 IN_NATIVE_CODE = """
 import hashlib
 
+from train.run.resume import saved_config
 from train.run.stop import Stop
 
 with Stop():
@@ -231,8 +233,11 @@ def test_two_runs_never_share_a_folder(tmp_path):
 
 def test_a_folder_is_locked_until_its_run_has_ended(tmp_path):
     message = f"in use by process {os.getpid()} on "
-    with lock(tmp_path), pytest.raises(ValueError, match=message), lock(tmp_path):
-        pass
+    with lock(tmp_path):
+        with pytest.raises(ValueError, match=message), lock(tmp_path):
+            pass
+        with pytest.raises(ValueError, match=f"yet: process {os.getpid()} on "):
+            saved_config(tmp_path, None)
     with lock(tmp_path):
         pass
 

@@ -70,22 +70,46 @@ def lock(run_dir: Path) -> Iterator[None]:
         return
     if run_dir.is_file():
         raise ValueError(f"{run_dir} is a file: a run needs a folder of its own")
+    is_new = not run_dir.exists()
     run_dir.mkdir(parents=True, exist_ok=True)
     check_links(run_dir)
+    path = run_dir / "lock"
     # Appended to: "w" would erase the name of the holder before the lock is tried.
-    with (run_dir / "lock").open("a+") as file:
+    with path.open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
-            file.seek(0)
             raise ValueError(
-                f"{run_dir} is in use by {file.read().strip() or 'another job'}: wait "
-                "for its end, or choose another folder with --run-dir; processes of "
-                "one job need --distributed.enabled"
+                f"{run_dir} is in use by {_written_in(path)}: wait for its end, or "
+                "choose another folder with --run-dir; processes of one job need "
+                "--distributed.enabled"
             ) from error
         except OSError:
             pass  # Some network file systems have no locks.
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
-        yield
+        try:
+            yield
+        finally:
+            # A run that is refused before it has written anything leaves nothing.
+            if is_new and list(run_dir.iterdir()) == [path]:
+                path.unlink()
+                run_dir.rmdir()
+
+
+def holder(run_dir: Path) -> str | None:
+    """Returns the process that trains in a folder, as far as its lock tells."""
+    path = run_dir / "lock"
+    try:
+        with path.open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return _written_in(path)
+    except OSError:
+        pass  # No lock, or a file system without locks.
+    return None
+
+
+def _written_in(path: Path) -> str:
+    return path.read_text().strip() or "another job"

@@ -39,7 +39,7 @@ from train.run.checkpoint import (
 )
 from train.run.facts import command_line
 from train.run.finite import Check
-from train.run.folder import process_folders
+from train.run.folder import holder, process_folders
 from train.run.log import warn
 from train.run.regroup import How, restore_rows
 from train.run.scores import read_trained
@@ -113,6 +113,8 @@ def _saved(run_dir: Path, step: int | None) -> tuple[Path, dict[str, Any]]:
     if process_folders(run_dir) and path.exists():
         return path, read_fields(path)
     found = find_checkpoints(run_dir)
+    if not found.steps and (trains := holder(run_dir)):
+        raise ValueError(f"{run_dir} has no checkpoint yet: {trains} trains in it")
     path = found.steps[choose(found, run_dir, step)[0]]
     return path, saved_fields(path)
 
