@@ -29,6 +29,12 @@ GAMMAS = np.geomspace(0.03, 10, 11)
 SIGMAS = np.linspace(0, 0.4, 7)
 DRAWN_STEPS, DRAWN_WORKERS = 10, 8
 MAP_STEPS, MAP_SKIPPED = 72, 12  # Simulated steps of each point.
+COLUMNS = (
+    "exposed: what the compute does not hide of the messages. waiting: for the slowest "
+    "worker. omega: time of an exchange over that of an all-reduce. factor: what is left "
+    "of the models' distance from their mean, after a step and after a second, at worst; "
+    "0 where a period of the graph makes the mean exact, after so many exchanges."
+)
 
 
 def progress(items: Sequence[T], title: str, console: Console) -> Iterable[T]:
@@ -105,6 +111,7 @@ def say(found: Findings, console: Console, races: bool = False) -> None:
     for title, heads, cells in (times_table(found.rows), traffic_table(found.rows)):
         table = aligned(heads, cells, bold=choice.name, title=title)
         console.print("", table, sep="\n")
+    console.print(f"\n{COLUMNS}")
     if found.unfit:
         console.print("\ndoes not fit")
         for name, reason in found.unfit.items():
@@ -156,6 +163,7 @@ def write_advice_page(out: Path, found: Findings, figures: Sequence[Section]) ->
                 traffic_table(found.rows),
             )
         ),
+        Section("Columns", None, f"<p>{html.escape(COLUMNS)}</p>"),
         *figures,
     ]
     if unfit:

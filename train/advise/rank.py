@@ -163,7 +163,7 @@ def candidates(num_workers: int, workers_per_node: int) -> list[TopologyConfig]:
         TopologyConfig(name="complete"),
         TopologyConfig(name="alternating_exponential_ring"),
     ]
-    if workers_per_node > 1:
+    if 1 < workers_per_node < num_workers:
         between = "one_peer_ring", "one_peer_exponential", "complete"
         configs += [TopologyConfig(name="hierarchical", between=b) for b in between]
     return configs
