@@ -131,7 +131,7 @@ def test_it_is_told_and_kept(tmp_path):
     assert (
         "advice by the time to the loss: ring\n  srun decentjax train CONFIG.py" in text
     )
-    assert "it turns: rounds below, ring above" in text
+    assert "between nodes rounds is first, above ring" in text
 
 
 @pytest.mark.parametrize(

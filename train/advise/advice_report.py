@@ -31,9 +31,9 @@ DRAWN_STEPS, DRAWN_WORKERS = 10, 8
 MAP_STEPS, MAP_SKIPPED = 72, 12  # Simulated steps of each point.
 COLUMNS = (
     "exposed: what the compute does not hide of the messages. waiting: for the slowest "
-    "worker. omega: time of an exchange over that of an all-reduce. factor: what is left "
-    "of the models' distance from their mean, after a step and after a second, at worst; "
-    "0 where a period of the graph makes the mean exact, after so many exchanges."
+    "worker. omega: time of an exchange over that of an all-reduce. factor: what is "
+    "left of the models' distance from their mean, after a step and after a second, at "
+    "worst; 0 where a period of the graph makes it exact, after so many exchanges."
 )
 
 
@@ -204,8 +204,8 @@ def say_race(
     for turn in changes:
         rate = turn.rate / GBIT
         console.print(
-            f"  at {rate:.3g} Gbit/s between nodes it turns: {turn.below} below, "
-            f"{turn.above} above"
+            f"  below {rate:.3g} Gbit/s between nodes {turn.below} is first, above "
+            f"{turn.above}"
         )
     return {"finishes": found, "turns": changes}
 

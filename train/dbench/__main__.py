@@ -9,6 +9,7 @@ Learning (2025), whose code is not public.
 
 import contextlib
 import dataclasses
+import math
 import time
 import traceback
 from pathlib import Path
@@ -22,6 +23,7 @@ from train.cli.command import FAILED, command, sentence
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
 from train.cli.progress import progress
+from train.cli.tables import counted
 from train.config import DistributedConfig
 from train.dbench.cells import Result, num_steps_of, train_cell
 from train.dbench.cost import check_cost
@@ -125,7 +127,8 @@ def dbench(
         is_first = jax.process_index() == 0
         if is_first:
             out.mkdir(parents=True, exist_ok=True)
-            print(f"{len(some)} cells, about {expected:.3g} minutes if all are new")
+            minutes_left = counted(math.ceil(expected), "minute")
+            print(f"{counted(len(some), 'cell')}, up to {minutes_left} if all are new")
         results = []
         for number, cell in enumerate(cells, 1):
             name = f"{cell.name} ({number} of {len(cells)})"
