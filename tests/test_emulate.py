@@ -246,6 +246,30 @@ def test_a_link_has_its_rate_and_a_node_inside_is_faster():
     assert between > 5 * inside
 
 
+BUSY = """
+import time
+
+began = time.perf_counter()
+while (seconds := time.perf_counter() - began) < 1:
+    pass
+print(time.process_time() / seconds)
+"""
+
+
+@needs_root
+def test_a_worker_has_its_share_of_a_core_and_no_more():
+    """An upper limit: another program may take what it does not use."""
+    job = emulate("--nodes 2 --cores 0.2", sys.executable, "-c", BUSY)
+    assert job.returncode == 0, job.stdout
+    shares = [float(line.split()[1]) for line in job.stdout.splitlines()]
+    assert len(shares) == 2
+    assert max(shares) < 0.3
+    mounts = Path("/proc/mounts").read_text().splitlines()
+    roots = [Path(x.split()[1]) for x in mounts if x.split()[2].startswith("cgroup")]
+    assert roots
+    assert not [left for root in roots for left in root.glob("decentjax-*")]
+
+
 CHANGE_RATE = """
 import sys
 from train.job.namespaces import EmulatedCluster, in_cluster
@@ -492,6 +516,7 @@ def test_a_rate_is_read_in_its_unit(rate, bits):
             "--nodes 2 --threads-per-worker 0 -- true",
             "threads_per_worker must be at le",
         ),
+        ("--nodes 2 --cores 0 -- true", "cores must be from 0.01 to 64, got 0.0"),
         ("--nodes 2 --rate 200 -- true", "rate must be like 200mbit"),
         ("--nodes 2 --rate 200MB -- true", "rate must be like 200mbit"),
         ("--nodes 2 --rate 0mbit -- true", "rate must be like 200mbit"),

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from train.job.cores import core_shares
 from train.job.processes import (
     STOP_SIGNALS,
     Process,
@@ -39,6 +40,7 @@ INTERFACE = "eth0"  # The name in each node.
 BURST_SECONDS = 0.01  # Size of the token bucket, as time at the link's rate ...
 MIN_BURST_BYTES = 2**15  # ... but at least a few packets, or a slow link sends none.
 QUEUE_SECONDS = 0.4  # Size of the queue, as time at the link's rate.
+LEAST_CORES, MOST_CORES = 0.01, 64
 MIN_RATE, MAX_RATE = 1e-6 * GBIT, 32 * GBIT  # What the token bucket can count.
 
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000  # <linux/sched.h>
@@ -60,6 +62,8 @@ class EmulatedCluster:
       distribution: placement of the workers: "block" fills a node before the next,
         "cyclic" assigns them to the nodes in turn.
       threads_per_worker: number of compute threads per worker, in jax and OpenMP.
+      cores: processor time of each worker, in cores, such as 0.2: time that a worker
+        waits is then lost, as on machines of their own; None shares this machine's.
     """
 
     nodes: int
@@ -67,6 +71,7 @@ class EmulatedCluster:
     rate: Rate = "none"
     distribution: Literal["block", "cyclic"] = "block"
     threads_per_worker: int = 1
+    cores: float | None = None
 
     def __post_init__(self):
         if not 1 <= self.nodes <= 254:
@@ -76,6 +81,10 @@ class EmulatedCluster:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
                 )
+        if self.cores is not None and not LEAST_CORES <= self.cores <= MOST_CORES:
+            raise ValueError(
+                f"cores must be from {LEAST_CORES} to {MOST_CORES}, got {self.cores}"
+            )
         parse_rate(self.rate)
 
     @property
@@ -90,12 +99,18 @@ class Nodes:
       cluster: the cluster.
       switch: open file of the switch's network namespace.
       entries: open files of each node's network and host name.
+      groups: by which file a worker gets its processor time, none where it is shared.
     """
 
     def __init__(
-        self, cluster: EmulatedCluster, switch: int, entries: list[tuple[int, int]]
+        self,
+        cluster: EmulatedCluster,
+        switch: int,
+        entries: list[tuple[int, int]],
+        groups: Sequence[Path] = (),
     ):
         self._cluster, self._switch, self._entries = cluster, switch, entries
+        self._groups = groups
 
     def worker(self, rank: int, argv: Sequence[str]) -> Process:
         """Returns the process to start as a worker.
@@ -105,6 +120,8 @@ class Nodes:
         env = environment(self._cluster, rank)
         net, uts = map(_path_of, self._entries[int(env["SLURM_NODEID"])])
         enter = ["nsenter", f"--net={net}", f"--uts={uts}"]
+        if self._groups:
+            enter += ["sh", "-c", 'echo 0 >"$0" && exec "$@"', str(self._groups[rank])]
         return Process(str(rank), [*enter, *argv], env)
 
     def set_rate(self, rate: str) -> None:
@@ -134,8 +151,18 @@ def in_cluster(cluster: EmulatedCluster, job: Callable[[Nodes], int]) -> int:
     Raises:
       PermissionError: if this process may not create namespaces.
     """
+    if cluster.cores is None:
+        return _in_cluster(cluster, job, ())
+    name = f"decentjax-{os.getpid()}"
+    with core_shares(name, cluster.num_workers, cluster.cores) as groups:
+        return _in_cluster(cluster, job, groups)
+
+
+def _in_cluster(
+    cluster: EmulatedCluster, job: Callable[[Nodes], int], groups: Sequence[Path]
+) -> int:
     switch = multiprocessing.get_context("fork").Process(
-        target=_run_in_switch, args=(cluster, job)
+        target=_run_in_switch, args=(cluster, job, groups)
     )
 
     def send(signum: int) -> None:
@@ -209,7 +236,9 @@ def parse_rate(rate: str) -> float | None:
     return parsed
 
 
-def _run_in_switch(cluster: EmulatedCluster, job: Callable[[Nodes], int]) -> None:
+def _run_in_switch(
+    cluster: EmulatedCluster, job: Callable[[Nodes], int], groups: Sequence[Path]
+) -> None:
     """Runs as pid 1 of the cluster: the kernel ends all others when it ends."""
     # The kernel ignores signals without a handler for a first process, as this one is.
     # SystemExit lets `finally` blocks end the workers before.
@@ -220,7 +249,7 @@ def _run_in_switch(cluster: EmulatedCluster, job: Callable[[Nodes], int]) -> Non
     die_with_parent(launcher.is_alive)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     try:
-        nodes = _build(cluster)
+        nodes = _build(cluster, groups)
     except (OSError, NetlinkError) as error:
         raise SystemExit(
             f"error: cannot build the emulated cluster: {error}"
@@ -228,7 +257,7 @@ def _run_in_switch(cluster: EmulatedCluster, job: Callable[[Nodes], int]) -> Non
     raise SystemExit(job(nodes))
 
 
-def _build(cluster: EmulatedCluster) -> Nodes:
+def _build(cluster: EmulatedCluster, groups: Sequence[Path]) -> Nodes:
     """Builds the network around this process, which becomes the switch.
 
     A bridge is the switch, and a pair of virtual interfaces connects a node to it. Both
@@ -262,7 +291,7 @@ def _build(cluster: EmulatedCluster) -> Nodes:
             index = _index(ip, f"node{node}")
             _limit(ip, index, rate, "add")
             ip.link("set", index=index, master=_index(ip, "switch"), state="up")
-    return Nodes(cluster, switch_net, entries)
+    return Nodes(cluster, switch_net, entries, groups)
 
 
 def _name_nodes(cluster: EmulatedCluster) -> None:

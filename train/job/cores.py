@@ -1,0 +1,60 @@
+"""Slow processors: a share of a core for each of several processes.
+
+The kernel's control groups, of either version, stop a process that has used its share
+of a period until the next, so that what it does not use helps no other.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+LEAST_SECONDS, PERIOD_SECONDS = 1e-3, 5e-3  # The kernel counts no shorter time.
+MOUNTS = Path("/proc/mounts")
+
+
+@contextlib.contextmanager
+def core_shares(name: str, count: int, share: float) -> Iterator[list[Path]]:
+    """Yields a file for each process, which joins its group by writing 0 to it.
+
+    Args:
+      name: of the groups, unique on this machine.
+      count: number of processes.
+      share: cores of each, such as 0.25; what it starts shares them.
+
+    Raises:
+      OSError: if this process may not make control groups, or there are none.
+    """
+    root, is_second = _root()
+    period = max(PERIOD_SECONDS, LEAST_SECONDS / share)
+    times = [round(1e6 * share * period), round(1e6 * period)]
+    groups = [root / f"{name}-{number}" for number in range(count)]
+    with contextlib.ExitStack() as stack:
+        for group in groups:
+            try:
+                group.mkdir(exist_ok=True)
+            except OSError as error:
+                raise OSError(
+                    f"a share of a core needs a control group, and none can be made "
+                    f"({error}): run as root, or leave out cores"
+                ) from error
+            stack.callback(group.rmdir)
+            if is_second:
+                (group / "cpu.max").write_text("{} {}".format(*times))
+            else:
+                (group / "cpu.cfs_period_us").write_text(str(times[1]))
+                (group / "cpu.cfs_quota_us").write_text(str(times[0]))
+        yield [group / "cgroup.procs" for group in groups]
+
+
+def _root() -> tuple[Path, bool]:
+    """The folder of the groups of processors, and whether it is of version 2."""
+    for line in MOUNTS.read_text().splitlines():
+        _, place, kind, options, *_ = line.split()
+        if kind == "cgroup" and "cpu" in options.split(","):
+            return Path(place), False
+        if kind == "cgroup2":
+            root = Path(place)
+            if "cpu" in (root / "cgroup.controllers").read_text().split():
+                (root / "cgroup.subtree_control").write_text("+cpu")
+                return root, True
+    raise FileNotFoundError("this machine has no control groups of processors")
