@@ -29,6 +29,7 @@ BENCHES = {
     "data": ("input", "reading batches, beside training with them"),
     "model": ("model.model", "predicted step times, beside measured ones"),
     "work": ("work", "how uneven the steps of workers are, each alone"),
+    "uneven": ("uneven", "whole runs of uneven work on an emulated cluster, by time"),
 }
 USAGE = """usage: decentjax bench {names} [--option value ...]
        decentjax bench NAME --help

@@ -1,0 +1,29 @@
+"""Navigation with uneven work, 8 workers: all-reduce of the gradients.
+
+An iteration is one episode of each worker, on a map of 9, 25 or 41 tiles, so that one
+worker collects for much longer than another.
+
+Command: `decentjax bench uneven`, or `decentjax train` with this file
+"""
+
+import dataclasses
+
+from configs.navigate_allreduce import config as all_reduce
+from train.config import EvaluationConfig
+from train.tasks.navigate import NavigateTask
+from train.tasks.ppo import PPOConfig
+
+config = dataclasses.replace(
+    all_reduce,
+    name="navigate_uneven_allreduce",
+    num_steps=1200,
+    task=NavigateTask(
+        environments=1,
+        horizon=160,
+        sizes=(9, 25, 41),
+        ppo=PPOConfig(epochs=2),
+    ),
+    step=dataclasses.replace(all_reduce.step, batch_per_worker=1),
+    optimizer=dataclasses.replace(all_reduce.optimizer, learning_rate=3e-3),
+    evaluation=EvaluationConfig(every_steps=100),
+)

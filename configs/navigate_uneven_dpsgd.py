@@ -1,0 +1,16 @@
+"""Navigation with uneven work, 8 workers: D-PSGD on a ring.
+
+Command: as in navigate_uneven_allreduce.py.
+"""
+
+import dataclasses
+
+from configs.navigate_uneven_allreduce import config as all_reduce
+from train.config import TopologyConfig
+
+config = dataclasses.replace(
+    all_reduce,
+    name="navigate_uneven_dpsgd",
+    topology=TopologyConfig(name="ring"),
+    step=dataclasses.replace(all_reduce.step, algorithm="awc"),
+)

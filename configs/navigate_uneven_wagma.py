@@ -1,0 +1,17 @@
+"""Navigation with uneven work, 8 workers: WAGMA-SGD, the mean of all every 32 steps.
+
+Command: as in navigate_uneven_allreduce.py.
+"""
+
+import dataclasses
+
+from configs.navigate_uneven_allreduce import config as all_reduce
+from train.config import ExchangeConfig, TopologyConfig
+
+config = dataclasses.replace(
+    all_reduce,
+    name="navigate_uneven_wagma",
+    topology=TopologyConfig(name="butterfly_groups", group_size=4, mean_every=32),
+    step=dataclasses.replace(all_reduce.step, algorithm="atc"),
+    exchange=ExchangeConfig(where="peers", way="wagma"),
+)

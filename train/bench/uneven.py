@@ -1,0 +1,240 @@
+"""Whole runs of uneven work on an emulated cluster: steps per second, score by time."""
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from train.bench.results import check_at_least, write_results
+from train.cli.load import load_config
+from train.cli.tables import markdown
+from train.config import Config
+from train.figures.style import grid, to_svg
+from train.job.namespaces import INTERFACE
+from train.run.log import read_metrics
+from train.tasks.navigate import NavigateTask
+from train.tasks.task import build_task
+
+CONFIGS = "allreduce", "dpsgd", "wagma", "peers"
+COUNT = "environment_steps"
+LOOK_SECONDS = 1.0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class UnevenBench:
+    """Trains configs on an emulated cluster, a process on a node for each worker.
+
+    The first steps, which compile, have the whole machine. Then the run is stopped, and
+    resumed with a share of a core for each worker: time that a worker waits is lost, as
+    on a machine of its own. Only these steps are timed, without their evaluations.
+
+    Args:
+      configs: configs of as many workers, all with the same steps and evaluations; the
+        others are compared with the first.
+      start: number of steps before the measured ones, from which a score is known.
+      cores: share of a core of each worker.
+      out: folder for the runs, which are kept, and for uneven.json, uneven.md and
+        uneven.svg.
+    """
+
+    configs: tuple[Path, ...] = tuple(Path(f"navigate_uneven_{x}") for x in CONFIGS)
+    start: int = 100
+    cores: float = 0.2
+    out: Path = Path("runs/uneven")
+
+    def __post_init__(self):
+        check_at_least(self, start=1)
+
+
+class Measured(NamedTuple):
+    """What a run has done in time.
+
+    Args:
+      seconds: seconds of training after each evaluation, from the first one on.
+      scores: score of the mean model then; of peers, the mean of their own scores.
+      steps: steps per second of a worker.
+      counted: environment steps per second of all workers.
+    """
+
+    seconds: list[float]
+    scores: list[float]
+    steps: float
+    counted: float
+
+
+def main(bench: UnevenBench) -> int:
+    configs = {path: load_config(path) for path in bench.configs}
+    check(configs.values(), bench.start)
+    headline = build_task(next(iter(configs.values())).task).headline.name
+    found = {}
+    for path, config in configs.items():
+        folder = whole_run(path, config, bench)
+        found[config.name] = read(folder, config, bench.start, headline)
+    facts = {name: measured._asdict() for name, measured in found.items()}
+    text = table(found, headline)
+    svg = to_svg(draw(found, headline))
+    print(write_results(bench.out, "uneven", {"runs": facts}, text, svg))
+    return 0
+
+
+def check(configs: Collection[Config], start: int) -> None:
+    """Raises a ValueError if the runs of these configs cannot be compared."""
+    first, *_ = configs
+    for config in configs:
+        if not isinstance(config.task, NavigateTask):
+            raise ValueError(
+                f"{config.name} has no environment steps to count: its task must be a "
+                f"NavigateTask, got {type(config.task).__name__}"
+            )
+        facts = _comparable(config)
+        if facts != _comparable(first):
+            raise ValueError(
+                f"all runs must have the same workers, steps and evaluations: "
+                f"{first.name} has {_comparable(first)}, {config.name} {facts}"
+            )
+    if not start < first.num_steps:
+        raise ValueError(
+            f"start must be less than the {first.num_steps} steps of a run, got {start}"
+        )
+
+
+def _comparable(config: Config) -> dict[str, int | None]:
+    return {
+        "workers": config.workers.num_workers,
+        "steps": config.num_steps,
+        "every_steps": config.evaluation.every_steps,
+    }
+
+
+def whole_run(path: Path, config: Config, bench: UnevenBench) -> Path:
+    """Trains a config, if it has not been, and returns the folder of its run."""
+    folder = bench.out / config.name
+    done = folder / "done"
+    if not done.exists():
+        shutil.rmtree(folder, ignore_errors=True)  # One that was stopped.
+        python = [sys.executable, "-m", "decentjax"]
+        nodes = ["emulate", "--nodes", str(config.workers.num_workers)]
+        place = ["--distributed.enabled"]
+        if config.exchange.where == "peers":
+            place += ["--exchange.bind", INTERFACE]
+        begin = [*python, "train", str(path), "--run-dir", str(folder), *place]
+        again = [*python, "resume", str(folder), *place]
+        print(f"{config.name}: {bench.start} steps, which compile", flush=True)
+        _run([*python, *nodes, "--", *begin], folder, bench.start)
+        print(f"{config.name}: the others, {bench.cores} cores a worker", flush=True)
+        share = ["--cores", str(bench.cores)]
+        _run([*python, *nodes, *share, "--", *again], folder, None)
+        done.touch()
+    return folder
+
+
+def _run(command: Sequence[str], folder: Path, until: int | None) -> None:
+    """Runs a command to its end, or stops it after some steps of a run.
+
+    Raises:
+      SystemExit: if it fails, with the end of its output.
+    """
+    log = folder.with_suffix(".txt")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    # What has compiled once is read again: with little of a core it would take minutes.
+    cache = {
+        "JAX_COMPILATION_CACHE_DIR": str(folder.with_suffix(".programs").resolve()),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=output, env=os.environ | cache
+        )
+        try:
+            while until is not None and process.poll() is None:
+                rows = [row for one in _folders(folder) for row in read_metrics(one)]
+                if any(_scored(row, until) for row in rows):
+                    process.send_signal(signal.SIGTERM)
+                    break
+                time.sleep(LOOK_SECONDS)
+            code = process.wait()
+        finally:
+            process.terminate()
+    if code:
+        tail = "\n".join(log.read_text().splitlines()[-10:])
+        raise SystemExit(f"error: {' '.join(command)} failed; end of {log}:\n{tail}")
+
+
+def _folders(folder: Path) -> list[Path]:
+    return sorted(folder.glob("process-*")) or [folder]
+
+
+def _scored(row: dict[str, Any], step: int) -> bool:
+    return "mean_model" in row and row["step"] >= step
+
+
+def read(folder: Path, config: Config, start: int, score: str) -> Measured:
+    """Returns what the run of a folder has done since its resumption."""
+    found = [_read(read_metrics(one), start, score) for one in _folders(folder)]
+    seconds, scores, steps, counted = zip(*found, strict=True)
+    # A job has one folder, whose rows are means over its workers.
+    each = config.workers.num_workers / len(found)
+    return Measured(
+        np.mean(seconds, axis=0).tolist(),
+        np.mean(scores, axis=0).tolist(),
+        float(np.mean(steps)),
+        each * float(np.sum(counted)),
+    )
+
+
+def _read(rows: list[dict[str, Any]], start: int, score: str) -> Measured:
+    resumed = max(i for i, row in enumerate(rows) if "resumed" in row)
+    # The first row after it has loaded the programs.
+    _, first, *timed = (row for row in rows[resumed:] if "loss" in row)
+    steps = np.array([first["step"], *(row["step"] for row in timed)])
+    rates = np.array([row["steps_per_second"] for row in timed])
+    seconds = np.concatenate([[0], np.cumsum(np.diff(steps) / rates)])
+    scored = [row for row in rows if _scored(row, start)]
+    at = np.interp([row["step"] for row in scored], steps, seconds)
+    actions = timed[-1][COUNT] - first[COUNT]
+    return Measured(
+        at.tolist(),
+        [row["mean_model"][score] for row in scored],
+        (steps[-1] - steps[0]) / seconds[-1],
+        actions / seconds[-1],
+    )
+
+
+def table(found: dict[str, Measured], score: str) -> str:
+    """Returns Markdown: speeds, over those of the first run, and scores at one time."""
+    end = min(one.seconds[-1] for one in found.values())
+    first = next(iter(found.values()))
+    rows = [
+        [
+            name,
+            f"{one.steps:.2f}",
+            f"{one.steps / first.steps:.2f}",
+            f"{one.counted:.0f}",
+            f"{one.counted / first.counted:.2f}",
+            *(f"{np.interp(x * end, one.seconds, one.scores):.3f}" for x in (0.5, 1)),
+            f"{one.scores[-1]:.3f}",
+        ]
+        for name, one in found.items()
+    ]
+    heads = ["", "steps per second", "over the first", "environment steps per second"]
+    heads += ["over the first", f"{score} after {end / 2:.0f} s", f"after {end:.0f} s"]
+    return markdown([*heads, "at the end"], rows)
+
+
+def draw(found: dict[str, Measured], score: str) -> Figure:
+    """Draws the score of each run by its seconds of training."""
+    figure, ((axis,),) = grid(1, 1, 6, 3.4)
+    for name, one in found.items():
+        axis.plot(one.seconds, one.scores, label=name)
+    axis.set(xlabel="seconds of training", ylabel=score)
+    axis.legend(loc="lower right")
+    return figure
