@@ -156,8 +156,8 @@ def _run(command: Sequence[str], folder: Path, until: int | None) -> None:
         )
         try:
             while until is not None and process.poll() is None:
-                rows = [row for one in _folders(folder) for row in read_metrics(one)]
-                if any(_scored(row, until) for row in rows):
+                of_processes = map(read_metrics, _folders(folder))
+                if all(any(_scored(x, until) for x in rows) for rows in of_processes):
                     process.send_signal(signal.SIGTERM)
                     break
                 time.sleep(LOOK_SECONDS)
@@ -179,7 +179,13 @@ def _scored(row: dict[str, Any], step: int) -> bool:
 
 def read(folder: Path, config: Config, start: int, score: str) -> Measured:
     """Returns what the run of a folder has done since its resumption."""
-    found = [_read(read_metrics(one), start, score) for one in _folders(folder)]
+    of_processes = [read_metrics(one) for one in _folders(folder)]
+    if not all(any("resumed" in row for row in rows) for rows in of_processes):
+        raise ValueError(
+            f"the run in {folder} has ended before it was stopped: take a smaller "
+            "start or more steps"
+        )
+    found = [_read(rows, start, score) for rows in of_processes]
     seconds, scores, steps, counted = zip(*found, strict=True)
     # A job has one folder, whose rows are means over its workers.
     each = config.workers.num_workers / len(found)
@@ -193,8 +199,8 @@ def read(folder: Path, config: Config, start: int, score: str) -> Measured:
 
 def _read(rows: list[dict[str, Any]], start: int, score: str) -> Measured:
     resumed = max(i for i, row in enumerate(rows) if "resumed" in row)
-    # The first row after it has loaded the programs.
-    _, first, *timed = (row for row in rows[resumed:] if "loss" in row)
+    # In the steps of the first row it has loaded the programs.
+    first, *timed = (row for row in rows[resumed:] if "loss" in row)
     steps = np.array([first["step"], *(row["step"] for row in timed)])
     rates = np.array([row["steps_per_second"] for row in timed])
     seconds = np.concatenate([[0], np.cumsum(np.diff(steps) / rates)])
