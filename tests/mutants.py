@@ -3580,7 +3580,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/launch.py",
-        ', "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"',
+        '"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",',
         "",
         "tests/test_launch.py -k finds_what_was_compiled",
     ),

@@ -92,7 +92,7 @@ def test_a_launched_job_listens_on_loopback_alone(options, tmp_path):
         assert not listeners(launcher)
         job.terminate()
         output = ended(job)
-    assert "warning" not in output
+    assert "warning: " not in output
 
 
 ONE = ["--distributed.num-processes", "1", "--distributed.process-id", "0"]

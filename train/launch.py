@@ -25,7 +25,7 @@ from train.cli.command import command
 from train.job.processes import Process, supervise
 
 COMMAND = "DECENTJAX_COMMAND"  # As `train.run.facts` reads it.
-CACHE = "JAX_COMPILATION_CACHE_DIR"
+CACHE, WARNINGS = "JAX_COMPILATION_CACHE_DIR", "PYTHONWARNINGS"
 # What may stand before a folder or a config in place of a config, by module.
 FIRST = {"train": "--resume", "train.advise": "--measure"}
 USAGE = """\
@@ -288,7 +288,13 @@ def cache_of_programs(
         yield {}
         return
     with tempfile.TemporaryDirectory("-decentjax", ignore_cleanup_errors=True) as cache:
-        yield {CACHE: cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+        # A process may read what another is still writing: it compiles, and would warn.
+        torn = "ignore:Error reading persistent compilation cache"
+        yield {
+            CACHE: cache,
+            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+            WARNINGS: ",".join(filter(None, [given.get(WARNINGS), torn])),
+        }
 
 
 def check_restarts(module: str, arguments: Sequence[str]) -> None:
