@@ -16,11 +16,12 @@ from train.tasks.ppo import PPOConfig
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_allreduce",
-    num_steps=1200,
+    num_steps=500,
     task=NavigateTask(
         environments=1,
         horizon=160,
         sizes=(9, 25, 41),
+        per_map=5,
         ppo=PPOConfig(epochs=2),
     ),
     step=dataclasses.replace(all_reduce.step, batch_per_worker=1),

@@ -20,6 +20,7 @@ from train.cli.tables import markdown
 from train.config import Config
 from train.figures.style import grid, to_svg
 from train.job.namespaces import INTERFACE
+from train.job.processes import pass_stop_signals_to
 from train.run.log import read_metrics
 from train.tasks.navigate import NavigateTask
 from train.tasks.task import build_task
@@ -152,9 +153,19 @@ def _run(command: Sequence[str], folder: Path, until: int | None) -> None:
     }
     with log.open("a") as output:
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=os.environ | cache
+            command,
+            stdout=output,
+            stderr=output,
+            env=os.environ | cache,
+            start_new_session=True,
         )
-        try:
+        asked = []
+
+        def stop(signum: int) -> None:
+            asked.append(signum)
+            process.send_signal(signum)
+
+        with pass_stop_signals_to(stop):
             while until is not None and process.poll() is None:
                 of_processes = map(read_metrics, _folders(folder))
                 if all(any(_scored(x, until) for x in rows) for rows in of_processes):
@@ -162,8 +173,8 @@ def _run(command: Sequence[str], folder: Path, until: int | None) -> None:
                     break
                 time.sleep(LOOK_SECONDS)
             code = process.wait()
-        finally:
-            process.terminate()
+    if asked:
+        raise SystemExit(128 + asked[0])
     if code:
         tail = "\n".join(log.read_text().splitlines()[-10:])
         raise SystemExit(f"error: {' '.join(command)} failed; end of {log}:\n{tail}")

@@ -1,0 +1,161 @@
+"""The bench of whole runs of uneven work: what is timed, and a run of it."""
+
+import dataclasses
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
+
+from train.bench.uneven import Measured, UnevenBench, main, read, table
+from train.cli.load import load_config
+
+PEERS = load_config(Path("navigate_uneven_peers"))
+LINE_FILE = Path(__file__).parent / "job_line.py"
+
+needs_root = pytest.mark.skipif(
+    subprocess.run(
+        ["unshare", "--net", "--mount", "true"], capture_output=True
+    ).returncode
+    != 0,
+    reason="needs root for network namespaces",
+)
+
+
+def of_training(step: int, rate: float, actions: float) -> dict[str, float]:
+    of_workers = {"loss": 0.5, "environment_steps": actions}
+    return {"step": step, "steps_per_second": rate, **of_workers}
+
+
+def scored(step: int, spl: float) -> dict:
+    return {"step": step, "mean_model": {"spl": spl}}
+
+
+def write(folder: Path, rows: list[dict]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = (json.dumps({"seconds": 0.0, **row}) for row in rows)
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+
+
+ROWS = [
+    of_training(10, 1000.0, 100.0),
+    scored(10, 0.1),
+    {"step": 10, "resumed": "decentjax resume"},
+    of_training(20, 0.001, 400.0),  # Loads its programs.
+    scored(20, 0.2),
+    of_training(30, 5.0, 450.0),
+    scored(30, 0.4),
+    of_training(40, 10.0, 500.0),
+    scored(40, 0.8),
+]
+
+
+def test_time_is_that_of_the_steps_after_the_programs_are_loaded(tmp_path):
+    """2 s for ten steps and 1 s for ten more, in which a worker acts 100 times."""
+    write(tmp_path, ROWS)
+    found = read(tmp_path, PEERS, 20, "spl")
+    assert found.seconds == pytest.approx([0, 2, 3])
+    assert found.scores == [0.2, 0.4, 0.8]
+    assert found.steps == pytest.approx(20 / 3)
+    assert found.counted == pytest.approx(8 * 100 / 3)
+
+
+def test_of_peers_each_process_counts_its_own(tmp_path):
+    workers = dataclasses.replace(PEERS.workers, num_workers=2)
+    config = dataclasses.replace(PEERS, workers=workers)
+    write(tmp_path / "process-0", ROWS)
+    faster = [
+        row | {"steps_per_second": 2 * row["steps_per_second"]}
+        if "loss" in row
+        else row
+        for row in ROWS
+    ]
+    write(tmp_path / "process-1", faster)
+    found = read(tmp_path, config, 20, "spl")
+    assert found.seconds == pytest.approx([0, 1.5, 2.25])
+    assert found.steps == pytest.approx((20 / 3 + 40 / 3) / 2)
+    assert found.counted == pytest.approx(100 / 3 + 200 / 3)
+
+
+def test_scores_are_compared_at_the_time_at_which_the_fastest_ends():
+    slow = Measured([0.0, 10.0, 20.0], [0.0, 0.4, 0.8], 1.0, 10.0)
+    fast = Measured([0.0, 5.0, 10.0], [0.1, 0.5, 0.7], 2.0, 30.0)
+    text = table({"slow": slow, "fast": fast}, "spl")
+    assert "spl after 5 s | after 10 s |" in text
+    assert "| slow | 1.00 | 1.00 | 10 | 1.00 | 0.200 | 0.400 | 0.800 |" in text
+    assert "| fast | 2.00 | 2.00 | 30 | 3.00 | 0.500 | 0.700 | 0.700 |" in text
+
+
+def test_a_run_that_ends_before_it_is_measured_gets_a_sentence(tmp_path):
+    write(tmp_path, ROWS[:2])
+    with pytest.raises(ValueError, match="has ended before it was stopped: take a sma"):
+        read(tmp_path, PEERS, 10, "spl")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": 0}, "start must be at least 1, got 0"),
+        ({"start": 500}, "start must be less than the 500 steps"),
+        ({"configs": (LINE_FILE,)}, "must be a NavigateTask, got JobLine"),
+        (
+            {"configs": (Path("navigate_uneven_wagma"), Path("navigate_wagma"))},
+            "the same workers, steps and evaluations",
+        ),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(options, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        main(UnevenBench(**options, out=tmp_path))
+    assert list(tmp_path.iterdir()) == []
+
+
+TINY = """
+import dataclasses
+from configs.navigate_uneven_{of} import config
+from train.config import TopologyConfig
+
+config = dataclasses.replace(
+    config,
+    name="{of}",
+    num_steps=600,
+    workers=dataclasses.replace(config.workers, num_workers=2),
+    topology=TopologyConfig(name="butterfly_groups", group_size=2, mean_every=4),
+    task=dataclasses.replace(
+        config.task,
+        sizes=(9,),
+        horizon=24,
+        num_maps=2,
+        num_held_out=2,
+        num_eval_episodes=2,
+    ),
+    optimizer=dataclasses.replace(config.optimizer, warmup_steps=2),
+    evaluation=dataclasses.replace(config.evaluation, every_steps=200),
+    log=dataclasses.replace(config.log, every_steps=50),
+)
+"""
+
+
+@pytest.mark.slow
+@needs_root
+def test_a_job_and_peers_run_with_shares_of_a_core(tmp_path, capsys):
+    pytest.importorskip("xminigrid", reason="needs the extra: '.[navigate]'")
+    files = []
+    for of in ("allreduce", "wagma"):
+        files.append(tmp_path / f"{of}.py")
+        files[-1].write_text(TINY.format(of=of))
+    out = tmp_path / "out"
+    bench = UnevenBench(configs=tuple(files), start=200, cores=0.5, out=out)
+    assert main(bench) == 0
+    runs = json.loads((out / "uneven.json").read_text())["runs"]
+    assert list(runs) == ["allreduce", "wagma"]
+    for run in runs.values():
+        assert run["seconds"] == sorted(run["seconds"])
+        assert run["steps"] > 0
+        assert run["counted"] > 0
+    assert (out / "wagma" / "process-1").is_dir()
+    capsys.readouterr()
+    assert main(bench) == 0  # From the runs that are kept.
+    assert "which compile" not in capsys.readouterr().out
