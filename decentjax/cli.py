@@ -51,7 +51,7 @@ COMMANDS = {
     "dbench": Command("what the graph does to accuracy", "train.dbench"),
     "replay": Command("repeat a run of peers, bit for bit", "train.replay"),
     "chaos": Command("faults at random into real jobs", "train.chaos"),
-    "bench": Command("speed, beside peers and limits", "train.bench"),
+    "bench": Command("speed, beside other libraries and limits", "train.bench"),
 }
 
 HELP = """\

@@ -188,7 +188,7 @@ def test_every_method_has_a_config_of_one_model_and_data():
 
 
 def test_pytorch_has_the_loss_of_jax():
-    pytest.importorskip("torch", reason="needs the extra: pip install -e '.[peers]'")
+    pytest.importorskip("torch", reason="needs the extra: pip install -e '.[rivals]'")
     import jax
     import torch
 

@@ -1,8 +1,7 @@
-"""The bench of whole runs of uneven work: what is timed, and a run of it."""
+"""The bench of whole runs of uneven work: what is timed, and what is compared."""
 
 import dataclasses
 import json
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -14,14 +13,6 @@ from train.cli.load import load_config
 
 PEERS = load_config(Path("navigate_uneven_peers"))
 LINE_FILE = Path(__file__).parent / "job_line.py"
-
-needs_root = pytest.mark.skipif(
-    subprocess.run(
-        ["unshare", "--net", "--mount", "true"], capture_output=True
-    ).returncode
-    != 0,
-    reason="needs root for network namespaces",
-)
 
 
 def of_training(step: int, rate: float, actions: float) -> dict[str, float]:
@@ -110,52 +101,3 @@ def test_what_cannot_be_compared_is_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         main(UnevenBench(**options, out=tmp_path))
     assert list(tmp_path.iterdir()) == []
-
-
-TINY = """
-import dataclasses
-from configs.navigate_uneven_{of} import config
-from train.config import TopologyConfig
-
-config = dataclasses.replace(
-    config,
-    name="{of}",
-    num_steps=600,
-    workers=dataclasses.replace(config.workers, num_workers=2),
-    topology=TopologyConfig(name="butterfly_groups", group_size=2, mean_every=4),
-    task=dataclasses.replace(
-        config.task,
-        sizes=(9,),
-        horizon=24,
-        num_maps=2,
-        num_held_out=2,
-        num_eval_episodes=2,
-    ),
-    optimizer=dataclasses.replace(config.optimizer, warmup_steps=2),
-    evaluation=dataclasses.replace(config.evaluation, every_steps=200),
-    log=dataclasses.replace(config.log, every_steps=50),
-)
-"""
-
-
-@pytest.mark.slow
-@needs_root
-def test_a_job_and_peers_run_with_shares_of_a_core(tmp_path, capsys):
-    pytest.importorskip("xminigrid", reason="needs the extra: '.[navigate]'")
-    files = []
-    for of in ("allreduce", "wagma"):
-        files.append(tmp_path / f"{of}.py")
-        files[-1].write_text(TINY.format(of=of))
-    out = tmp_path / "out"
-    bench = UnevenBench(configs=tuple(files), start=200, cores=0.5, out=out)
-    assert main(bench) == 0
-    runs = json.loads((out / "uneven.json").read_text())["runs"]
-    assert list(runs) == ["allreduce", "wagma"]
-    for run in runs.values():
-        assert run["seconds"] == sorted(run["seconds"])
-        assert run["steps"] > 0
-        assert run["counted"] > 0
-    assert (out / "wagma" / "process-1").is_dir()
-    capsys.readouterr()
-    assert main(bench) == 0  # From the runs that are kept.
-    assert "which compile" not in capsys.readouterr().out

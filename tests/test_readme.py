@@ -15,6 +15,7 @@ from typing import NamedTuple
 import pytest
 
 import decentjax
+import train.__main__ as train_command
 from decentjax.cli import COMMANDS as TOOLS
 
 ROOT = Path(__file__).parent.parent
@@ -42,7 +43,7 @@ MODULES = {
     "trackio": {"trackio"},
     "meteor": {"nltk"},
     "datasets": {"datasets"},
-    "peers": {"torch", "decent_dp"},
+    "rivals": {"torch", "decent_dp"},
     "docs": {"latex2mathml", "material", "mkdocs", "mkdocstrings"},
     "test": {"hypothesis", "importlinter", "pyright", "pytest", "ruff"},
 }
@@ -272,6 +273,24 @@ def test_the_configs_of_commands_exist():
     words = [x for x in words if x.endswith((".py", ".sbatch")) and "/" in x]
     paths = [word.replace("NAME", "quickstart") for word in words]
     assert [path for path in paths if not list(ROOT.glob(path))] == []
+
+
+def test_the_configs_of_train_commands_fit_together(monkeypatch):
+    """With their options, which are read as by the program; nothing is trained."""
+    made = []
+    monkeypatch.setattr(
+        train_command, "run_here", lambda config, *_, **__: made.append(config)
+    )
+    config = r"decentjax train ((?:configs/|tests/)?\w+(?:\.py)?) ?(.*)"
+    for line in [part for command in COMMANDS for part in parts(command.line)]:
+        found = re.search(config, line)
+        # Not the reader's own, nor one that is cut short, nor help.
+        if not found or ("." in found[1] and not (ROOT / found[1]).exists()):
+            continue
+        if any(word in line for word in ("...", "…", "NAME", "--help")):
+            continue
+        train_command.main([found[1], *shlex.split(found[2])])
+    assert len(made) > 20
 
 
 @pytest.fixture(scope="module")

@@ -131,7 +131,7 @@ def find_pair(pair: str, settings: Sequence[Setting]) -> tuple[Method, Setting]:
 
 def main(quality: Quality) -> int:
     if DDP not in quality.methods:
-        print("PyTorch and Decent-DP do not take part: pip install 'decentjax[peers]'")
+        print("PyTorch and Decent-DP do not take part: pip install 'decentjax[rivals]'")
     quality.out.mkdir(parents=True, exist_ok=True)
     # First, as `in_cluster` forks, and jax starts threads.
     race = run(quality, step_seconds(quality))

@@ -75,7 +75,7 @@ def main(race: Race) -> int:
     # Found, not imported: `in_cluster` forks, and torch starts threads.
     peers = find_spec("torch") is not None and find_spec("decent_dp") is not None
     if not peers:
-        print("PyTorch and Decent-DP do not take part: pip install 'decentjax[peers]'")
+        print("PyTorch and Decent-DP do not take part: pip install 'decentjax[rivals]'")
     # All are selected first, so that a mistake in the last cluster is reported at once.
     clusters = [parse_cluster(name, race.rate) for name in race.clusters]
     chosen = [select(race, cluster, peers) for cluster in clusters]
