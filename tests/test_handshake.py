@@ -346,6 +346,6 @@ def test_who_asks_to_join_is_known_and_keeps_its_connection():
         line = guest.ask(host.address, 1, 0).result(LONG).line
         answer = guest.ask(host.address, 1, 0, joins=True).result(LONG)
         assert answer.link is None
-        assert host.joining == {(1, 0)}
+        until(lambda: host.joining == {(1, 0)})
         until(lambda: answer.line.lost)
         assert not line.lost
