@@ -3,7 +3,10 @@
 An iteration is one episode of each worker, on a map of 9, 25 or 41 tiles, so that one
 worker collects for much longer than another.
 
-Command: `decentjax bench uneven`, or `decentjax train` with this file
+Command: `decentjax bench uneven`
+Hardware: 2 cores of an AMD EPYC, a fifth of one for each of eight processes.
+Result: held-out SPL 0.844 after 500 steps, 1.2 steps per second (one run, which lost a
+connection as it ended). The learning rate has not been tuned.
 """
 
 import dataclasses

@@ -299,6 +299,8 @@ def test_levels_are_looked_at_where_nodes_have_several_workers():
     alone, together = ({c.name for c in candidates(8, n)} for n in (1, 2))
     assert together - alone == {"hierarchical"}
     between = {c.between for c in candidates(8, 2) if c.name == "hierarchical"}
+    # On one node each of them would be the complete graph.
+    assert {c.name for c in candidates(8, 8)} == alone
     assert between == {"one_peer_ring", "one_peer_exponential", "complete"}
 
 

@@ -8,7 +8,15 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
-from train.bench.uneven import Measured, UnevenBench, main, read, table
+from train.bench import uneven
+from train.bench.uneven import (
+    Measured,
+    UnevenBench,
+    main,
+    read,
+    table,
+    whole_run,
+)
 from train.cli.load import load_config
 
 PEERS = load_config(Path("navigate_uneven_peers"))
@@ -68,6 +76,22 @@ def test_of_peers_each_process_counts_its_own(tmp_path):
     assert found.seconds == pytest.approx([0, 1.5, 2.25])
     assert found.steps == pytest.approx((20 / 3 + 40 / 3) / 2)
     assert found.counted == pytest.approx(100 / 3 + 200 / 3)
+
+
+def test_a_run_is_kept_until_something_else_is_asked_for(tmp_path, monkeypatch):
+    commands = []
+    monkeypatch.setattr(uneven, "_run", lambda command, *_: commands.append(command))
+    monkeypatch.setattr(uneven.shutil, "rmtree", lambda *_, **__: None)
+    (tmp_path / PEERS.name).mkdir()
+    for cores, count in ((0.2, 2), (0.2, 2), (0.1, 4)):
+        bench = UnevenBench(cores=cores, out=tmp_path)
+        whole_run(Path("navigate_uneven_peers"), PEERS, bench)
+        assert len(commands) == count
+    begin, again = map(" ".join, commands[2:])
+    assert "--nodes 8 --" in begin
+    assert "--cores 0.1 --" in again
+    assert "--exchange.bind eth0" in begin
+    assert "--exchange.bind eth0" in again
 
 
 def test_scores_are_compared_at_the_time_at_which_the_fastest_ends():

@@ -30,10 +30,11 @@ SIGMAS = np.linspace(0, 0.4, 7)
 DRAWN_STEPS, DRAWN_WORKERS = 10, 8
 MAP_STEPS, MAP_SKIPPED = 72, 12  # Simulated steps of each point.
 COLUMNS = (
-    "exposed: what the compute does not hide of the messages. waiting: for the slowest "
-    "worker. omega: time of an exchange over that of an all-reduce. factor: what is "
-    "left of the models' distance from their mean, after a step and after a second, at "
-    "worst; 0 where a period of the graph makes it exact, after so many exchanges."
+    "exposed: communication that compute does not hide. waiting: for the slowest "
+    "worker. omega: time of an exchange over that of an all-reduce. factor: what "
+    "remains at worst of the models' distance from their mean, after a step and after "
+    "a second; 0 if a period of the graph makes all models the exact mean. exact after: "
+    "the number of exchanges that this takes."
 )
 
 

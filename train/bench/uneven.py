@@ -15,6 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from train.bench.results import check_at_least, write_results
+from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.tables import markdown
 from train.config import Config
@@ -117,10 +118,12 @@ def _comparable(config: Config) -> dict[str, int | None]:
 
 
 def whole_run(path: Path, config: Config, bench: UnevenBench) -> Path:
-    """Trains a config, if it has not been, and returns the folder of its run."""
+    """Trains a config, unless such a run is kept, and returns the folder of the run."""
     folder = bench.out / config.name
     done = folder / "done"
-    if not done.exists():
+    # What was asked for: a run of another config, start or share is trained anew.
+    asked = f"{to_json(config)}\nstart {bench.start}, cores {bench.cores}\n"
+    if not done.exists() or done.read_text() != asked:
         shutil.rmtree(folder, ignore_errors=True)  # One that was stopped.
         python = [sys.executable, "-m", "decentjax"]
         nodes = ["emulate", "--nodes", str(config.workers.num_workers)]
@@ -134,7 +137,7 @@ def whole_run(path: Path, config: Config, bench: UnevenBench) -> Path:
         print(f"{config.name}: the others, {bench.cores} cores a worker", flush=True)
         share = ["--cores", str(bench.cores)]
         _run([*python, *nodes, *share, "--", *again], folder, None)
-        done.touch()
+        done.write_text(asked)
     return folder
 
 

@@ -127,8 +127,9 @@ def dbench(
         is_first = jax.process_index() == 0
         if is_first:
             out.mkdir(parents=True, exist_ok=True)
-            minutes_left = counted(math.ceil(expected), "minute")
-            print(f"{counted(len(some), 'cell')}, up to {minutes_left} if all are new")
+            # Of steps alone: compiling and scores are not in the estimate.
+            minutes_all = counted(math.ceil(expected), "minute")
+            print(f"{counted(len(some), 'cell')}, about {minutes_all} if all are new")
         results = []
         for number, cell in enumerate(cells, 1):
             name = f"{cell.name} ({number} of {len(cells)})"

@@ -8,8 +8,8 @@ import contextlib
 from collections.abc import Iterator
 from pathlib import Path
 
-LEAST_SECONDS, PERIOD_SECONDS = 1e-3, 5e-3  # The kernel counts no shorter time.
-MOUNTS = Path("/proc/mounts")
+# The shorter the period, the more even the speed; the kernel takes no shorter quota.
+PERIOD_SECONDS, LEAST_QUOTA_SECONDS = 5e-3, 1e-3
 
 
 @contextlib.contextmanager
@@ -24,31 +24,33 @@ def core_shares(name: str, count: int, share: float) -> Iterator[list[Path]]:
     Raises:
       OSError: if this process may not make control groups, or there are none.
     """
-    root, is_second = _root()
-    period = max(PERIOD_SECONDS, LEAST_SECONDS / share)
-    times = [round(1e6 * share * period), round(1e6 * period)]
-    groups = [root / f"{name}-{number}" for number in range(count)]
+    period = max(PERIOD_SECONDS, LEAST_QUOTA_SECONDS / share)
+    quota_us, period_us = round(1e6 * share * period), round(1e6 * period)
+    groups = []
     with contextlib.ExitStack() as stack:
-        for group in groups:
-            try:
+        try:
+            root, is_second = _root()
+            for number in range(count):
+                group = root / f"{name}-{number}"
                 group.mkdir(exist_ok=True)
-            except OSError as error:
-                raise OSError(
-                    f"a share of a core needs a control group, and none can be made "
-                    f"({error}): run as root, or leave out cores"
-                ) from error
-            stack.callback(group.rmdir)
-            if is_second:
-                (group / "cpu.max").write_text("{} {}".format(*times))
-            else:
-                (group / "cpu.cfs_period_us").write_text(str(times[1]))
-                (group / "cpu.cfs_quota_us").write_text(str(times[0]))
+                stack.callback(group.rmdir)
+                groups.append(group)
+                if is_second:
+                    (group / "cpu.max").write_text(f"{quota_us} {period_us}")
+                else:
+                    (group / "cpu.cfs_period_us").write_text(str(period_us))
+                    (group / "cpu.cfs_quota_us").write_text(str(quota_us))
+        except OSError as error:
+            raise OSError(
+                f"a share of a core needs a control group, and none can be made "
+                f"({error}): run as root, or leave out cores"
+            ) from error
         yield [group / "cgroup.procs" for group in groups]
 
 
 def _root() -> tuple[Path, bool]:
     """The folder of the groups of processors, and whether it is of version 2."""
-    for line in MOUNTS.read_text().splitlines():
+    for line in Path("/proc/mounts").read_text().splitlines():
         _, place, kind, options, *_ = line.split()
         if kind == "cgroup" and "cpu" in options.split(","):
             return Path(place), False
