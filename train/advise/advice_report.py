@@ -33,8 +33,8 @@ COLUMNS = (
     "exposed: communication that compute does not hide. waiting: for the slowest "
     "worker. omega: time of an exchange over that of an all-reduce. factor: what "
     "remains at worst of the models' distance from their mean, after a step and after "
-    "a second; 0 if a period of the graph makes all models the exact mean. exact after: "
-    "the number of exchanges that this takes."
+    "a second; 0 if a period of the graph makes all models the exact mean. exact "
+    "after: the number of exchanges that this takes."
 )
 
 
