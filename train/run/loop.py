@@ -150,7 +150,10 @@ def train(
         given = config, folder, resume, new, task, mesh, sinks
         begin, parts = _prepare(*given, stack)
         step, state = run_steps(config, begin, parts)
-    return Outcome(step, state, parts.observer.mean(state), task)
+    # A collective, which runs on after it was dispatched: a process that left the job
+    # in the meantime would break it for those that are slower.
+    mean = jax.block_until_ready(parts.observer.mean(state))
+    return Outcome(step, state, mean, task)
 
 
 def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerState]:
