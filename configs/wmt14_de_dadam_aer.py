@@ -21,6 +21,5 @@ config = dataclasses.replace(
         learning_rate=2.8e-3,
         initial_learning_rate=2.8e-5,
         b1=0.974,
-        b2=0.999,
     ),
 )

@@ -14,50 +14,15 @@ The warm-up is that of the released code, the dropout that of its older configs;
 code's average of all models after each pass is not made here.
 """
 
-from train.config import (
-    CheckpointConfig,
-    Config,
-    EvaluationConfig,
-    OptimizerConfig,
-    StepConfig,
-    TopologyConfig,
-    WorkersConfig,
-)
-from train.models.transformer import TransformerConfig
-from train.tasks.corpus import TranslationTask
+import dataclasses
 
-config = Config(
+from configs.wmt14_de_accumadam_aer import config as de
+
+model = dataclasses.replace(
+    de.task.model, vocabulary=32000, num_heads=16, width=1024, hidden=4096
+)
+config = dataclasses.replace(
+    de,
     name="wmt14_fr_accumadam_aer",
-    num_steps=130_000,
-    task=TranslationTask(
-        data="data/wmt14_fr-en",
-        model=TransformerConfig(
-            vocabulary=32000,
-            context=256,
-            num_layers=6,
-            num_heads=16,
-            width=1024,
-            hidden=4096,
-            dropout=0.1,
-            compute_dtype="bfloat16",
-        ),
-    ),
-    workers=WorkersConfig(num_workers=16, workers_per_node=4),
-    topology=TopologyConfig(name="alternating_exponential_ring"),
-    step=StepConfig(algorithm="awc", batch_per_worker=1562),
-    optimizer=OptimizerConfig(
-        name="accum_adamw",
-        learning_rate=7e-4,
-        initial_learning_rate=7e-6,
-        warmup_steps=4000,
-        decay="inverse_sqrt",
-        accum_steps=8,
-        b1=0.9,
-        b2=0.999,
-        eps=1e-9,
-        weight_decay=0.0,
-        clip_norm=None,
-    ),
-    evaluation=EvaluationConfig(every_steps=5000),
-    checkpoint=CheckpointConfig(every_steps=5000),
+    task=dataclasses.replace(de.task, data="data/wmt14_fr-en", model=model),
 )

@@ -20,6 +20,5 @@ config = dataclasses.replace(
         learning_rate=2.5e-3,
         initial_learning_rate=2.5e-5,
         b1=0.974,
-        b2=0.999,
     ),
 )

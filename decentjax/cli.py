@@ -104,7 +104,3 @@ def _show_program() -> None:
     # As for `python -m`; with the console script it is not there.
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)
-
-
-if __name__ == "__main__":
-    main()

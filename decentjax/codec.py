@@ -68,8 +68,7 @@ def int8(block: int = 256) -> Codec:
     _check_block(block)
 
     def encode(x: jax.Array, key: jax.Array) -> Message:
-        levels, scales = _quantized(x, key, block, 127, _uniform)
-        return levels, scales
+        return _quantized(x, key, block, 127, _uniform)
 
     def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
         levels, scales = message

@@ -8,6 +8,7 @@ imports jax.
 import dataclasses
 import functools
 import math
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -212,7 +213,8 @@ def check_topology(topology: Any) -> None:
 def check_whole(name: str, number: Any) -> None:
     """Raises a TypeError unless this is a whole number."""
     if not isinstance(number, int | np.integer):
-        raise TypeError(f"{name} must be a whole number, got {number!r}")
+        got = reprlib.repr(number)  # A topology, say, would fill the screen.
+        raise TypeError(f"{name} must be a whole number, got {got}")
 
 
 def count_nodes(num_workers: int, workers_per_node: int) -> int:

@@ -288,6 +288,7 @@ def test_each_config_is_compared_at_its_own_best(tmp_path, capsys):
     compare((LINE_FILE, ring), **options)
     text = capsys.readouterr().out
     assert "| learning-rate | accum-steps |" in text
+    assert "(edge): the best value is at an end of those tried" in text
     for name in ("job_line", "ring"):
         (row,) = [row for row in text.splitlines() if row.startswith(f"| {name} |")]
         rate, accum = row.strip("| ").split(" | ")[-2:]

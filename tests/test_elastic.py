@@ -288,7 +288,8 @@ def test_a_state_that_is_not_older_is_adopted(pair, monkeypatch):
     mesh = Mesh(jax.devices()[1:2], (AXIS,))
     peers = Peers(LOCAL, topology.ring(2), Folder("unused"), [1], mesh)
     peers._links = guest
-    message = peers._whole(1, after=10, seconds=LONG, alone=LONG)
+    end = time.monotonic() + LONG
+    message = peers._whole(1, after=10, end=end, alone=end)
     assert message is not None
     assert message.said.step == 20
 
@@ -296,4 +297,24 @@ def test_a_state_that_is_not_older_is_adopted(pair, monkeypatch):
 def test_who_has_no_other_process_waits_for_none(tmp_path):
     mesh = Mesh(jax.devices()[:2], (AXIS,))
     peers = Peers(LOCAL, topology.ring(2), Folder(tmp_path), [0, 1], mesh)
-    assert peers._whole(0, after=-1, seconds=math.inf, alone=math.inf) is None
+    assert peers._whole(0, after=-1, end=math.inf, alone=math.inf) is None
+
+
+def test_all_workers_of_a_process_share_the_time_to_join(pair, monkeypatch):
+    """Of peers who are ahead and leave nothing, as where all of them evaluate."""
+    _, guest = pair
+    asked = []
+    monkeypatch.setattr(Links, "ahead", lambda *_: set(range(20)))
+    monkeypatch.setattr(
+        Links, "ask_to_join", lambda _, worker, __: asked.append(worker)
+    )
+    wait = lambda *args: time.sleep(max(args[-1] - time.monotonic(), 0))  # noqa: E731
+    monkeypatch.setattr(Links, "wait", wait)
+    mesh = Mesh(jax.devices()[:2], (AXIS,))
+    peers = Peers(LOCAL, topology.ring(22), Folder("unused"), [20, 21], mesh)
+    peers._links, peers._compile = guest, lambda *_: None
+    begin = time.monotonic()
+    assert peers.join(None, None, seconds=4) == (None, None)
+    # A peer is given at least three seconds: 20 of them, for each worker, were 120.
+    assert time.monotonic() - begin < 60
+    assert set(asked) == {20}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from train.job.processes import REPEAT_SECONDS
 from train.launch import (
     CACHE,
     cache_of_programs,
@@ -145,13 +146,22 @@ def test_progress_that_comes_in_pieces_ends_as_one_line():
     assert run(pieces) == (0, ["[0] 4"])
 
 
+def test_a_folder_need_not_be_text():
+    line = b"config; folder caf\xe9\n"
+    code = f"import sys; sys.stdout.buffer.write({line!r})"
+    with start(code) as job:
+        assert job.communicate(timeout=100)[0] == b"[0] " + line
+    assert job.returncode == 0
+
+
 def test_bytes_that_are_no_text_pass():
     code = "import os; os.write(1, b'\\xff\\n')"
     with start(code) as job:
         assert job.communicate(timeout=100)[0] == b"[0] \xff\n"
 
 
-# What jax 0.10.2 and gloo say in a process whose coordinator has been killed.
+# What jax 0.10.2 and gloo say in a process whose coordinator has been killed, and what
+# 0.12 adds.
 PAGE = """\
 W1124 20:07:00.885848   16976 preemption_sync_manager.cc:147] Failed to retrieve pree
 Additional GRPC error information from remote target coordination_service while calli
@@ -163,14 +173,21 @@ buted service detected fatal errors. This most likely indicates that another tas
 RPC to coordination service. Either the leader task was preempted/died/restarted
 *** Check failure stack trace: ***
     @     0x7fac57220634  absl::lts_20260107::log_internal::LogMessage::SendToLog()
+:UNAVAILABLE:Stream removed (Socket closed)
+=== Source Location Trace: ===
+external/xla+/xla/tsl/distributed_runtime/rpc/grpc_util.h:89
+. This is only expected if one of the tasks is unhealthy. Check the logs for the actua
+=== Source Location Trace: ===
+external/xla+/xla/util.h:302
+
 [Gloo] Rank 1 is connected to 1 peer ranks. Expected number of connected peer ranks is
 """
 
 
 def test_of_a_page_of_a_library_the_reason_is_printed():
-    code = f"print('step 7', flush=True)\nprint({PAGE!r}, end='')\nprint('the end')"
+    code = f"print('step 7\\n', flush=True)\nprint({PAGE!r}, end='')\nprint('the end')"
     reason = "UNAVAILABLE: Failed to send RPC to coordination service"
-    lines = ["step 7", f"error: process 0: lost a peer: {reason}", "the end"]
+    lines = ["step 7", "", f"error: process 0: lost a peer: {reason}", "the end"]
     assert run(code) == (0, [f"[0] {line}" for line in lines])
 
 
@@ -227,6 +244,8 @@ def test_a_signal_to_the_launcher_lets_all_save(signum):
     with start(SAVE, SAVE) as job:
         read_pids(job, 2)
         job.send_signal(signum)
+        time.sleep(0.05)
+        job.send_signal(signum)  # As a terminal that closes does; the same request.
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 0
     assert sorted(out.splitlines()) == [b"[0] saved", b"[1] saved"]
@@ -294,6 +313,75 @@ def test_when_nobody_reads_all_save_and_no_word_is_said(signum, tmp_path, monkey
     assert [path.read_text() for path in tmp_path.iterdir()] == ["saved", "saved"]
 
 
+def test_who_is_started_while_a_signal_comes_is_told_too():
+    program = RUN_JOB.replace(
+        "import sys", "import os, signal, sys, train.job.processes"
+    )
+    # Another thread may take a signal that the main one holds.
+    program = program.replace(
+        "sys.exit(",
+        "begin = train.job.processes._Child.__init__\n"
+        "def told(*all):\n"
+        "    begin(*all)\n"
+        "    if all[1].name == '1':\n"
+        "        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])\n"
+        "        os.kill(os.getpid(), signal.SIGTERM)\n"
+        "train.job.processes._Child.__init__ = told\n"
+        "sys.exit(",
+    )
+    with start(SLEEP, SLEEP, SLEEP, program=program) as job:
+        job.communicate(timeout=100)
+    assert job.returncode == 128 + signal.SIGTERM
+
+
+# Peers, of whom 1 fails twelve times at once, until 0 sees the file of the last one.
+FAILS = """
+import os, sys
+from pathlib import Path
+
+print("open", len(os.listdir(f"/proc/{os.getppid()}/fd")), flush=True)
+starts = Path(os.environ["STARTS"])
+starts.open("a").write(".")
+sys.exit(70 if len(starts.read_text()) < 5 else 0)
+"""
+
+
+def test_a_peer_that_fails_at_once_is_started_again_after_a_pause(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    program = RUN_JOB.replace(
+        "run_job(processes)", "run_job(processes, lambda: True, float('inf'))"
+    )
+    program = program.replace("import sys", "import sys, train.job.processes")
+    program = program.replace(
+        "processes = [", "train.job.processes.LONGEST_PAUSE = 1.0\nprocesses = ["
+    )
+    with start("print('whole')", FAILS, program=program) as job:
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 0
+    lines = out.decode().splitlines()
+    said = [line for line in lines if line.startswith("warning")]
+    ended = "warning: process 1 ended, with exit code 70; started again"
+    assert said == [ended, *[f"{ended} in 1 s"] * 3]
+    # Nothing of the earlier ones is left in the launcher.
+    opened = [int(line.split()[-1]) for line in lines if "open" in line]
+    assert len(opened) == 5
+    assert max(opened[1:]) <= opened[0]
+
+
+def test_a_warning_that_nobody_reads_ends_no_peer(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAVED", str(tmp_path / "saved"))
+    program = RUN_JOB.replace("run_job(processes)", "run_job(processes, lambda: True)")
+    with start(CHATTY, "import time; time.sleep(3); 1 / 0", program=program) as job:
+        read_pids(job, 1)
+        assert job.stdout is not None
+        job.stdout.close()  # The standard error is the same pipe.
+        # 120 is Python's, whose last flush of the error fails: `command` drops it.
+        assert job.wait(timeout=100) in (120, 128 + signal.SIGPIPE)
+    assert (tmp_path / "saved0").read_text() == "saved"
+
+
 def test_a_terminals_ctrl_c_comes_to_the_launcher_alone():
     with start(SLEEP, SLEEP) as job:
         pids = read_pids(job, 2)
@@ -304,7 +392,7 @@ def test_a_second_signal_kills_at_once():
     with start(DEAF, DEAF) as job:
         pids = read_pids(job, 2)
         job.send_signal(signal.SIGINT)
-        time.sleep(0.5)
+        time.sleep(1.5 * REPEAT_SECONDS)
         assert all(map(lives, pids))
         job.send_signal(signal.SIGINT)
         job.communicate(timeout=100)

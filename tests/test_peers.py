@@ -558,6 +558,68 @@ def test_a_message_is_not_lost_to_a_process_that_has_ended(tmp_path):
     assert message.said.step == 7
 
 
+def until(condition):
+    end = time.monotonic() + LONG
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("way", ["push_sum", "swaps"])
+def test_a_connection_that_breaks_loses_and_repeats_nothing(way, tmp_path):
+    """Both processes live, and go on while it is away: what was sent counts once."""
+    channel, graph = [jax.ShapeDtypeStruct((1, 3), jnp.float32)], topology.ring(2)
+    channels = [channel, []] if WAYS[way].answers else [channel]
+    links = [
+        Links(Folder(tmp_path), 2, {worker: jax.devices()[worker]}, channels)
+        for worker in range(2)
+    ]
+    for one in links:
+        one.meet({0, 1} - one._devices.keys(), time.monotonic() + LONG)
+    ways = [WAYS[way](one, graph, 1) for one in links]
+    own = [[jax.device_put(jnp.ones((1, 3)), device)] for device in jax.devices()[:2]]
+
+    def take(step):
+        late = time.monotonic() + 0.1
+        found = [ways[i].take(i, 0, own[i], step, late)[0] for i in range(2)]
+        return [len(used.models) for used in found]
+
+    def mix(step):
+        for worker in range(2):
+            ways[worker].send(worker, 0, own[worker], step)
+        return take(step)
+
+    until(lambda: mix(0) == [1, 1])
+    host = links[1]._handshakes
+    host._loop.call_soon_threadsafe(host._held[0, 1].transport.abort)
+    until(lambda: not links[0].alive())
+    for step in range(1, 4):
+        mix(step)
+    until(lambda: links[0].alive())
+    until(lambda: mix(4) == [1, 1])
+    until(lambda: take(4) == [0, 0] and not any(map(is_under_way, ways)))
+    if way == "push_sum":
+        masses = [ways[i]._masses[i, 0] for i in range(2)]
+        np.testing.assert_allclose(sum(masses), 2)
+    for one in links:
+        one.close()
+
+
+def is_under_way(way):
+    """Whether a message of a `PushSum` was not answered yet."""
+    pushes = getattr(way, "_pushes", {}).values()
+    return any(push.mass for of_peers in pushes for push in of_peers.values())
+
+
+def test_who_has_died_is_known_to_have(tmp_path):
+    """Nothing listens there: what was sent to it can be taken back."""
+    first, publish = two_links(tmp_path)
+    writer = publish.func.__self__
+    assert writer.life_of(0)
+    first.close()
+    until(lambda: not writer.life_of(0))
+
+
 def test_an_older_message_is_taken_only_when_time_is_up(tmp_path):
     reader, publish = two_links(tmp_path)
     # Of the first step, and soon of the second.

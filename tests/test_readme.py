@@ -17,6 +17,7 @@ import pytest
 import decentjax
 import train.__main__ as train_command
 from decentjax.cli import COMMANDS as TOOLS
+from train.cli.command import EXTRAS as BROUGHT_BY
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -229,6 +230,10 @@ def run_all(commands: list[tuple[str, ...]], extras: set[str]) -> list[list]:
 def test_every_extra_is_known_here():
     assert MODULES.keys() == EXTRAS.keys()
     assert all(command.extras <= EXTRAS.keys() for command in COMMANDS)
+    # Of a missing package the error names the extra, which brings it or its owner.
+    assert set(BROUGHT_BY.values()) <= EXTRAS.keys()
+    for package, extra in BROUGHT_BY.items():
+        assert extra == "train" or package in MODULES[extra] | {"PIL"}
 
 
 def test_it_has_a_command_of_each_tool():

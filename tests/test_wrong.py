@@ -367,6 +367,10 @@ CALLS = [
         lambda: methods.diloco(4, num_steps=0),
         "at least 1 step from one to the next, go",
     ),
+    (
+        lambda: methods.diloco(topology.ring(8)),
+        r"num_workers must be a whole number, got Topology.{0,40}$",
+    ),
     (lambda: methods.diloco(4, num_steps=2.5), "num_steps must be a whole number, got"),
     (
         lambda: methods.diloco(4, learning_rate=-1),

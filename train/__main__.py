@@ -7,6 +7,7 @@ import argparse
 import functools
 import sys
 import textwrap
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
@@ -15,7 +16,7 @@ import jax
 import tyro
 
 from decentjax.distributed.devices import provide_cpu_devices
-from train.cli.command import SaveError, command, failure, show_usage
+from train.cli.command import REQUEST, code_of, command, sentence, show_usage
 from train.cli.config_json import sources
 from train.cli.load import check_folder, load_config, own_sinks, shipped_configs
 from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
@@ -72,9 +73,15 @@ def main(arguments: list[str]) -> None:
     with command():
         try:
             parse(Path(path), options)
-        except (FloatingPointError, SaveError) as error:
-            print(f"error: {error}", file=sys.stderr)
-            raise SystemExit(failure(error)) from error
+        except Exception as error:
+            code, said = code_of(error), sentence(error)
+            if code == REQUEST or isinstance(error, BrokenPipeError):
+                raise
+            if said is None:
+                traceback.print_exception(error)
+            else:
+                print(f"error: {said}", file=sys.stderr)
+            raise SystemExit(code) from error
 
 
 def _begin(path: Path, options: list[str]) -> None:
@@ -120,7 +127,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
     before.add_argument("--trust", action="append", default=[])
     known, _ = before.parse_known_args(options)
     files = [Path(one) for one in known.trust if one.endswith(".py")]
-    sinks = [sink for file in files for sink in own_sinks(file)]
+    sinks = [sink for file in files for sink in own_sinks(file, "trusted file")]
     # A step that is no number raises below, with all other options.
     step = int(known.step) if known.step.isdecimal() else None
     default = saved_config(run_dir, step, known.trust)

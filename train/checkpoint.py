@@ -10,13 +10,13 @@ import jax
 import numpy as np
 import tyro
 from rich.console import Console
-from rich.progress import track
 from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from train.cli.command import SaveError, command
 from train.cli.config_json import to_json
 from train.cli.options import Trust
+from train.cli.progress import over
 from train.cli.tables import aligned, write_json, write_whole
 from train.config import Config
 from train.data.files import check_new, new_folder
@@ -58,10 +58,10 @@ def verify_all(run: RunFolder) -> int:
     Args:
       run: folder of the run.
     """
-    rows, damaged = [], False
+    rows, damaged, console = [], False, Console()
     for name, found in _of_processes(run):
         reasons: dict[Any, str] = {k: f"it {v}" for k, v in found.skipped.items()}
-        for step, path in track(found.steps.items(), "reading", transient=True):
+        for step, path in over(list(found.steps.items()), "reading", console):
             reasons[step] = "whole"
             try:
                 verify(path)
@@ -69,7 +69,7 @@ def verify_all(run: RunFolder) -> int:
                 reasons[step] = f"it {error}"
         damaged |= any(reason != "whole" for reason in reasons.values())
         rows += [[f"{name}{step}", reason] for step, reason in reasons.items()]
-    Console().print(aligned(["step", ""], rows, title=str(run)))
+    console.print(aligned(["step", ""], rows, title=str(run)))
     return int(damaged)
 
 

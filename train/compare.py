@@ -28,7 +28,7 @@ from train.run.outcome import SeedsOutcome, kept
 from train.run.replayed import train_by_clock
 from train.run.resume import with_changes, with_field
 from train.run.seeds import draws_of, seeds_at_once, train_seeds
-from train.run.tune import Best, Grid, choose, profiles, read_grid
+from train.run.tune import EDGE, Best, Grid, choose, profiles, read_grid
 from train.tasks.task import Headline, Task, build_task
 
 NO_CLOCK = Clock()
@@ -104,6 +104,11 @@ def compare(
     seconds = {name: of_steps[-1] for name, of_steps in ends.items()}
     simulated = seconds if clock.runs else {}
     parts = [table(entries, simulated, grid.fields, headline.name)]
+    if EDGE in parts[0]:
+        parts.append(
+            f"{EDGE}: the best value is at an end of those tried; a better "
+            "one may lie beyond."
+        )
     text = "\n\n".join([*parts, *statements(entries, headline)])
     (out / "compare.md").write_text(text + "\n")
     time = "seconds, simulated" if clock.runs else "step"

@@ -9,16 +9,17 @@ launch -n N SCRIPT.py [ARGUMENT ...]` runs a script, whose processes find each o
 import argparse
 import concurrent.futures
 import contextlib
+import dis
 import math
 import os
 import shlex
 import socket
-import symtable
 import sys
 import tempfile
 import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from symtable import symtable
 
 from decentjax.distributed.place import ASKED, Place, variables_of
 from train.cli.command import command
@@ -169,14 +170,14 @@ def is_config(target: str) -> bool:
         raise FileNotFoundError(f"there is no config or script {path}")
     try:
         with tokenize.open(path) as file:
-            names = symtable.symtable(file.read(), target, "exec")
+            text = file.read()
+        code, names = (make(text, target, "exec") for make in (compile, symtable))
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{path} is not Python: {error}") from error
-    if "config" not in names.get_identifiers():
-        return False
-    found = names.lookup("config")
-    is_bound = found.is_assigned() or found.is_imported()
-    return is_bound and not found.is_namespace()  # Neither function nor class.
+    # The table alone has the variable of a comprehension too, since Python 3.12.
+    stored = {x.argval for x in dis.get_instructions(code) if x.opname == "STORE_NAME"}
+    # Neither function nor class.
+    return "config" in stored and not names.lookup("config").is_namespace()
 
 
 def check(options: argparse.Namespace) -> None:

@@ -45,8 +45,8 @@ class Folder:
 
     def read(self, worker: int) -> str | None:
         try:
-            return (self.path / f"worker-{worker}").read_text()
-        except FileNotFoundError:
+            return (self.path / f"worker-{worker}").read_text() or None
+        except OSError:  # It is not there, or its file server is not, for a moment.
             return None
 
 

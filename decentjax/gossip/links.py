@@ -92,8 +92,10 @@ class _Peer:
     line: Line | None = None
     floor: int = -1  # Its models of steps up to this one are from before a silence.
     is_known: bool = False
-    is_out: bool = False  # Its process has died, or it was refused: nothing awaits it.
-    life: int = 0  # Tells its process from the one before; 0 where it is not known.
+    is_out: bool = False  # Lost, or refused: nothing awaits it.
+    life: int = (
+        0  # Tells its process from the one before; 0 for none, or one that died.
+    )
     looked_up: float = float("-inf")
     edges: dict[tuple[int, int], _Edge] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(_Edge)
@@ -172,7 +174,6 @@ class Links:
         # Life and slot of what was left last, by worker, peer and channel.
         self._left: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._peers = {peer: _Peer() for peer in range(num_workers)}
-        self._lives: dict[int, int] = {}  # The last that was heard of each peer.
         self._life = 1 + secrets.randbelow(2**62)  # Tells this process from others.
         try:
             self._check_numbers()
@@ -275,7 +276,7 @@ class Links:
         """Returns the peer's message of exactly one number, if it comes in time.
 
         Messages of earlier numbers are dropped; once one of a later number is there,
-        it no longer waits.
+        or the peer is lost, it no longer waits.
 
         Args:
           worker: number of the worker that receives.
@@ -288,14 +289,15 @@ class Links:
         while True:
             messages = self._arrived(worker, peer, channel)
             # Looked at after what arrived, which is of the life that is known now.
-            if self._peers[peer].life != life:
+            known = self._peers[peer]
+            if known.life != life:
                 return None
             messages[:] = [m for m in messages if m.said.number >= number]
             for place, message in enumerate(messages):
                 if message.said.number == number:
                     return messages.pop(place)
             self._ask_for_all(worker, peer, channel)
-            if messages or time.monotonic() >= deadline:
+            if messages or known.is_out or time.monotonic() >= deadline:
                 return None
             time.sleep(POLL_SECONDS)
 
@@ -313,8 +315,13 @@ class Links:
             time.sleep(POLL_SECONDS)
 
     def life_of(self, peer: int) -> int:
-        """Returns a number that changes when the peer's process does; 0 if unknown."""
-        return self._peers[peer].life if self._is_known(peer) else 0
+        """Returns a number that changes when the peer's process does.
+
+        It stays where a connection breaks, for what was sent may have come. 0 before
+        the peer has answered, and once its process has died.
+        """
+        self._is_known(peer)
+        return self._peers[peer].life
 
     def alive(self) -> set[int]:
         """Returns the workers that have greeted and whose process has not died."""
@@ -377,45 +384,59 @@ class Links:
             asks = known.link is None and known.answer is None
             if entry is not None and (entry != known.entry or asks):
                 self._ask(peer, entry)
-                known = self._peers[peer]
         if known.answer is not None and known.answer.done():
             self._hear(peer, known.answer)
         elif known.line is not None and known.line.lost:
             if known.line.left:
                 self.left.add(peer)
+                known.life = 0
             self._lose(peer)
-        return self._peers[peer].is_known
+        return known.is_known
 
     def _ask(self, peer: int, entry: str) -> None:
         """Asks the process of an entry whether it is that peer; returns at once."""
-        answer = self._handshakes.ask(entry.split()[0], min(self._devices), peer)
-        is_out, now = self._peers[peer].is_out, time.monotonic()
-        self._peers[peer] = _Peer(entry, answer, is_out=is_out, looked_up=now)
+        known = self._peers[peer]
+        known.entry, known.link, known.line, known.is_known = entry, None, None, False
+        address = entry.split()[0]
+        known.answer = self._handshakes.ask(address, min(self._devices), peer)
 
     def _hear(self, peer: int, answer: concurrent.futures.Future[Answer]) -> None:
         """Takes an answer that has come."""
         known = self._peers[peer]
         known.answer = None
         try:
-            known.life, known.link, known.line = answer.result()
+            life, known.link, known.line = answer.result()
         except RefusedError as why:
             self.refused[peer] = f"worker {peer} at {known.entry}: {why}"
-            known.is_out = True
+            known.is_out, known.life = True, 0
+        except ConnectionRefusedError:
+            known.life = 0  # Nothing listens there: not yet, or no longer.
         except (OSError, EOFError):
-            pass  # Nothing listens there yet, or it has not answered.
+            pass  # It has not answered.
         else:
             known.is_known, known.is_out = True, False
             self.refused.pop(peer, None)
             self.left.discard(peer)
-            # A process leaves its models one step ahead.
-            if self._lives.get(peer) == known.life:
+            if life == known.life:
+                # A process leaves its models one step ahead.
                 known.floor = known.line.step + 1
-            self._lives[peer] = known.life
+            else:
+                known.life, known.floor = life, -1
+                known.edges.clear()
 
     def _lose(self, peer: int) -> None:
-        """Forgets a link that failed; the book is asked again."""
-        entry = self._peers[peer].entry
-        self._peers[peer] = _Peer(entry, is_out=True, looked_up=time.monotonic())
+        """Forgets a link that failed; the book is asked again.
+
+        What has come stays, and what was asked for, as a pull cannot be taken back: the
+        process may be the same when it is found again.
+        """
+        known = self._peers[peer]
+        known.link, known.line, known.is_known = None, None, False
+        known.is_out, known.looked_up = True, time.monotonic()
+        for edge in known.edges.values():
+            failed = [slot for slot, pull in edge.pulls.items() if _has_failed(pull)]
+            for slot in failed:
+                del edge.pulls[slot]
 
     def _ask_for_all(self, worker: int, peer: int, channel: int) -> None:
         """Asks under both names: a peer that awaits an answer leaves nothing else."""
@@ -477,6 +498,14 @@ class Links:
                     f"worker {worker} is running already, at {entry}: end it, or "
                     "choose another number"
                 )
+
+
+def _has_failed(pull: Sequence[jax.Array]) -> bool:
+    try:
+        jax.block_until_ready([x for x in pull if x.is_ready()])
+    except jax.errors.JaxRuntimeError:
+        return True
+    return False
 
 
 def _to_bytes(said: Said) -> np.ndarray:

@@ -305,9 +305,9 @@ class GroupMeans(Closing):
 
     def _has_left(self, worker: int, peer: int) -> bool:
         """Tells a partner that it is not needed; whether the same is known of it."""
-        life = self._links.life_of(peer)
-        if peer not in self._groups.partners(worker) or not life:
+        if peer not in {*self._groups.partners(worker)} & self._links.alive():
             return True
+        life = self._links.life_of(peer)
         if self._told.get((worker, peer)) != life:
             self._told[worker, peer] = life
             self._links.publish(worker, peer, FAREWELLS, [], Said(self._step))

@@ -233,10 +233,12 @@ class Peers(Staged):
           none has answered.
         """
         self._compile(state, batch)  # Else the others would be far ahead by then.
-        found = [self._whole(w, after, seconds, alone) for w in self._workers]
-        messages = [message for message in found if message is not None]
-        if len(messages) < len(found):
-            return state, None
+        messages, now = [], time.monotonic()
+        for worker in self._workers:
+            message = self._whole(worker, after, now + seconds, now + alone)
+            if message is None:
+                return state, None
+            messages.append(message)
         leaves, structure = jax.tree.flatten(state._replace(key=()))
         rows = [message.arrays for message in messages]
         new = jax.tree.unflatten(
@@ -330,19 +332,23 @@ class Peers(Staged):
         return sorted(self.alive() | set(self._workers))
 
     def _whole(
-        self, worker: int, after: int, seconds: float, alone: float
+        self, worker: int, after: int, end: float, alone: float
     ) -> Message | None:
-        """The whole state of the first peer that leaves it, of those that are ahead."""
+        """The whole state of the first peer that leaves it, of those that are ahead.
+
+        Waits until `end`, and where no peer is there until `alone`.
+        """
         if self._topology.num_workers == len(self._workers):
             return None
         begin, whole = time.monotonic(), self._num_channels
-        while (now := time.monotonic()) < begin + seconds:
+        each = max(JOIN_SECONDS, (end - begin) / 4)
+        while (now := time.monotonic()) < end:
             ahead = self.links.ahead(after)
-            if not ahead and now > begin + (MEET_SECONDS if self.alive() else alone):
+            if not ahead and now > (begin + MEET_SECONDS if self.alive() else alone):
                 break
             for peer in sorted(ahead):
                 self.links.ask_to_join(worker, peer)
-                late = time.monotonic() + max(JOIN_SECONDS, seconds / 4)
+                late = min(time.monotonic() + each, end)
                 message = self.links.wait(worker, peer, whole, after + 1, late)
                 if message is not None and message.said.step > after:
                     return message

@@ -21,6 +21,7 @@ from train.advise.setting import Flags, Setting
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
+from train.cli.progress import over
 from train.config import Config
 from train.job.distributed import fail_stop, leave, start
 
@@ -70,8 +71,7 @@ def look(
 
     console = Console(width=140, soft_wrap=True, markup=False, highlight=False)
     out.mkdir(parents=True, exist_ok=True)
-    progress = advice_report.progress
-    shown = functools.partial(progress, title="simulating", console=console)
+    shown = functools.partial(over, title="simulating", console=console)
     found = compare(setting, steps, seed, shown)
     advice_report.say(found, console, races=bool(contenders))
     finish = advice_report.say_race(setting, contenders, console)

@@ -3,19 +3,19 @@
 import dataclasses
 import html
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
 from rich.console import Console
-from rich.progress import track
 
 from decentjax import Topology, runtime
 from train.advise.race import Contender, finishes, fitting, flags_of, turns
 from train.advise.rank import Findings, Prediction
 from train.advise.setting import Setting
+from train.cli.progress import over
 from train.cli.tables import aligned, counted, write_json
 from train.config import Config
 from train.figures.advice_figure import draw_speed_ups
@@ -24,7 +24,6 @@ from train.figures.timeline_figure import draw_timelines
 from train.network import GBIT, duration
 from train.run.timeline import spans_of
 
-T = TypeVar("T")
 GAMMAS = np.geomspace(0.03, 10, 11)
 SIGMAS = np.linspace(0, 0.4, 7)
 DRAWN_STEPS, DRAWN_WORKERS = 10, 8
@@ -36,13 +35,6 @@ COLUMNS = (
     "a second; 0 if a period of the graph makes all models the exact mean. exact "
     "after: the number of exchanges that this takes."
 )
-
-
-def progress(items: Sequence[T], title: str, console: Console) -> Iterable[T]:
-    """Shows the progress of an iteration, on a terminal."""
-    # In a file or a pipe a bar would be many lines of control characters.
-    hidden = not console.is_terminal
-    return track(items, title, console=console, transient=True, disable=hidden)
 
 
 class Cells(NamedTuple):
@@ -238,7 +230,7 @@ def speed_ups(setting: Setting, topology: Topology, console: Console) -> np.ndar
     whole = setting.exchange_seconds(None)
     ratios = []
     points = list(itertools.product(SIGMAS, GAMMAS))
-    for sigma, gamma in progress(points, "drawing the map", console):
+    for sigma, gamma in over(points, "drawing the map", console):
         # gamma is whole over compute, so this compute time has the wanted gamma.
         job = dataclasses.replace(
             setting.job, compute=runtime.gamma(whole / gamma, sigma)

@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from rich.console import Console
-from rich.progress import track
 
 from decentjax import (
     AXIS,
@@ -36,10 +35,17 @@ from decentjax.runtime import Cluster, Job
 from decentjax.topology import alone, hierarchical
 from train.advise.rank import fitting
 from train.advise.setting import FORWARD_SHARES, Overlap, Setting
+from train.cli.progress import over
 from train.config import Config
 from train.job.distributed import gather
 from train.network import GBIT, duration
-from train.run.build import build_lone_step, build_mesh, build_state, in_background
+from train.run.build import (
+    build_lone_step,
+    build_mesh,
+    build_state,
+    build_steps,
+    in_background,
+)
 from train.run.optimizers import build_optimizer
 from train.tasks.task import Task, build_task
 
@@ -81,8 +87,7 @@ def measure(config: Config, num_steps: int) -> Setting:
     with console.status("sending"):
         cluster = _cluster(config, exchanges)
     measured: dict[Topology | None, float] = {None: exchanges.all_reduce()}
-    for _, topology in track(fit, "exchanging", console=console, transient=True):
-        # `track` shows its bar on a terminal alone.
+    for _, topology in over(fit, "exchanging", console):
         if not console.is_terminal:
             console.print(f"exchanging: {topology.name}")
         measured[topology] = float(np.mean([exchanges.exchange(e) for e in topology]))
@@ -186,13 +191,7 @@ def _compute_times(
     alone = worker_mesh(len(mine), devices)
     train_step = build_lone_step(config, task, optimizer, alone)
     state = place(build_state(config, task, optimizer, mine), alone)
-    steps = task.steps(
-        config.workers.num_workers,
-        config.step.batch_per_worker,
-        config.seed,
-        mine,
-        multiple_of=config.step.num_micro_batches,
-    )
+    steps = build_steps(config, task, mine)
     batches = [batch for t in range(num_steps) if (batch := steps[t]) is not None]
     seconds: list[float] = []
     for measured in (False, True):  # The first pass compiles each shape of a batch.

@@ -17,7 +17,7 @@ from train.cli.tables import markdown
 from train.config import Config
 from train.data.batches import Feed, feed
 from train.data.vocabulary import PAD
-from train.run.build import build_in_step, build_state
+from train.run.build import build_in_step, build_state, build_steps
 from train.run.optimizers import build_optimizer
 from train.tasks.task import Task
 
@@ -94,14 +94,7 @@ def measure(config: Config, steps: int, processes: int | None) -> InputTiming:
       processes: number of processes that read ahead; None for that of the config.
     """
     task = config.task.build()
-    num_workers, step = config.workers.num_workers, config.step
-    made = task.steps(
-        num_workers,
-        step.batch_per_worker,
-        config.seed,
-        range(num_workers),
-        multiple_of=step.num_micro_batches,
-    )
+    made = build_steps(config, task, range(config.workers.num_workers))
     count = config.data.num_processes if processes is None else processes
     batches, read = _timed(feed(made, count), steps)
     trained, compiled = _train(config, task, batches)
@@ -117,7 +110,7 @@ def measure(config: Config, steps: int, processes: int | None) -> InputTiming:
         shapes=len({str(jax.tree.map(np.shape, batch)) for batch in batches}),
         exchanges=(
             1
-            if step.algorithm == "all_reduce"
+            if config.step.algorithm == "all_reduce"
             else len(set(config.topology.build(config.workers)))
         ),
         compiled=compiled,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from train.bench.results import check_at_least, write_results
+from train.bench.results import check_at_least, fail, write_results
 from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.tables import markdown
@@ -22,6 +22,7 @@ from train.config import Config
 from train.figures.style import grid, to_svg
 from train.job.namespaces import INTERFACE
 from train.job.processes import pass_stop_signals_to
+from train.run.folder import process_folders
 from train.run.log import read_metrics
 from train.tasks.navigate import NavigateTask
 from train.tasks.task import build_task
@@ -179,12 +180,11 @@ def _run(command: Sequence[str], folder: Path, until: int | None) -> None:
     if asked:
         raise SystemExit(128 + asked[0])
     if code:
-        tail = "\n".join(log.read_text().splitlines()[-10:])
-        raise SystemExit(f"error: {' '.join(command)} failed; end of {log}:\n{tail}")
+        fail(command, log)
 
 
 def _folders(folder: Path) -> list[Path]:
-    return sorted(folder.glob("process-*")) or [folder]
+    return process_folders(folder) or [folder]
 
 
 def _scored(row: dict[str, Any], step: int) -> bool:

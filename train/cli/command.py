@@ -18,6 +18,16 @@ INTERRUPTED, CLOSED = 130, 141
 REQUEST = 1  # Cannot be carried out: it would end so again.
 FAILED = 70  # A run or a process of a job that began and failed, EX_SOFTWARE.
 NOT_FINITE = 71  # One whose numbers are no longer finite: it would end so again.
+# Errors that a request causes, as long as no step has been taken.
+WRONG = (
+    ValueError,
+    ModuleNotFoundError,
+    FileNotFoundError,
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 OURS = ("decentjax", "train")
 # The extra that brings a package, by the name that is imported.
 EXTRAS = (
@@ -26,7 +36,12 @@ EXTRAS = (
     | dict.fromkeys(("num2words", "sacrebleu", "tensorflow_datasets"), "text")
     | {"tokenizers": "text", "PIL": "images", "sklearn": "images"}
     | {"datasets": "datasets", "xminigrid": "navigate"}
-    | {"pyroute2": "emulate", "nltk": "meteor", "torch": "peers", "decent_dp": "peers"}
+    | {
+        "pyroute2": "emulate",
+        "nltk": "meteor",
+        "torch": "rivals",
+        "decent_dp": "rivals",
+    }
 )
 
 
@@ -37,6 +52,13 @@ class SaveError(Exception):
 def failure(error: BaseException) -> int:
     """The exit code of a run that began and failed."""
     return NOT_FINITE if isinstance(error, FloatingPointError) else FAILED
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code for an error: 1 for a wrong request, which no restart mends."""
+    # One of the work itself says where it was; jax's own notes have several lines.
+    where = [x for x in getattr(error, "__notes__", []) if "\n" not in x]
+    return REQUEST if isinstance(error, WRONG) and not where else failure(error)
 
 
 @contextlib.contextmanager

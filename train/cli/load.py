@@ -35,14 +35,14 @@ def load_config(path: Path) -> "Config":
     return load_value(find_config(path), "config", Config)
 
 
-def own_sinks(path: Path) -> list[Any]:
-    """Returns the `sinks` of a config file, which runs unless it has; often none.
+def own_sinks(path: Path, what: str = "config file") -> list[Any]:
+    """Returns the `sinks` of a file of Python, which runs unless it has; often none.
 
     Raises:
       ValueError: if they are no functions.
     """
     path = find_config(path)
-    module = sys.modules.get(str(path)) or load_file(path, "config file", str(path))
+    module = sys.modules.get(str(path)) or load_file(path, what, str(path))
     sinks = getattr(module, "sinks", [])
     if not (isinstance(sinks, list | tuple) and all(map(callable, sinks))):
         raise ValueError(f"{path} must define `sinks` as functions, got {sinks!r}")

@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 from rich.console import Console
 from rich.progress import (
@@ -11,9 +12,18 @@ from rich.progress import (
     Progress,
     TextColumn,
     TimeRemainingColumn,
+    track,
 )
 
+T = TypeVar("T")
+
 SECONDS_BETWEEN = 20.0
+
+
+def over(items: Sequence[T], title: str, console: Console) -> Iterable[T]:
+    """Returns the items, and shows the progress over them, on a terminal alone."""
+    hidden = not console.is_terminal
+    return track(items, title, console=console, transient=True, disable=hidden)
 
 
 @contextlib.contextmanager

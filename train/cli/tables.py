@@ -49,6 +49,13 @@ def aligned(
     return table if title is None else Group(Text(title, "italic"), table)
 
 
+def say_workers(workers: Iterable[int]) -> str:
+    """Returns "worker 3", or "workers 3, 4", with the first eight of many."""
+    numbers = sorted(workers)
+    some = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
+    return f"worker{'s' * (len(numbers) > 1)} {some}"
+
+
 def to_json(facts: Any) -> str:
     """Returns facts as JSON text, with a newline at its end.
 

@@ -23,13 +23,8 @@ def read_digits() -> tuple[Any, Any]:
     Raises:
       ModuleNotFoundError: if scikit-learn is not installed.
     """
-    try:
-        from sklearn.datasets import load_digits
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "the digits come with scikit-learn, which is not installed: "
-            "pip install scikit-learn"
-        ) from error
+    from sklearn.datasets import load_digits  # Of the extra `images`.
+
     pixels, labels = load_digits(return_X_y=True)
     digits = np.empty(len(labels), DIGIT)
     # Each value is the number of set pixels in a 4 x 4 block, 0 to 16.

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from train.data.image_folder import Labelled
-from train.data.token_files import SEPARATOR
+from train.data.token_files import SEPARATOR, Tokens
 from train.data.vocabulary import Bytes, Vocabulary
 
 DOCUMENTS_AT_ONCE = 1000
@@ -23,13 +23,6 @@ class Splits(NamedTuple):
 
     train: Any
     held_out: Any
-
-
-class Tokens(NamedTuple):
-    """Tokens to train on and held-out tokens, each int32 [tokens]."""
-
-    train: np.ndarray
-    held_out: np.ndarray
 
 
 def read_splits(data: str, subset: str | None, held_out_share: float) -> Splits:
@@ -73,6 +66,8 @@ def read_splits(data: str, subset: str | None, held_out_share: float) -> Splits:
 
 def read_text(splits: Splits, column: str, vocabulary: Vocabulary | Bytes) -> Tokens:
     """Returns the tokens of a column of text, each document with a separator behind it.
+
+    They are int32.
 
     Raises:
       ValueError: if there is no such column, or it is no text.

@@ -50,15 +50,17 @@ class Windows:
         return self._text[start : start + self._length + 1]
 
 
-class Text(NamedTuple):
-    """Training tokens and held-out tokens, memory-mapped uint16, each [tokens]."""
+class Tokens(NamedTuple):
+    """Tokens to train on and held-out tokens, each [tokens]."""
 
     train: np.ndarray
     held_out: np.ndarray
 
 
-def read_tokens(folder: Path) -> Text:
+def read_tokens(folder: Path) -> Tokens:
     """Returns the tokens of a folder's train.bin and val.bin, in nanoGPT's format.
+
+    They are uint16, and memory-mapped.
 
     Raises:
       FileNotFoundError: if a file is missing.
@@ -71,7 +73,7 @@ def read_tokens(folder: Path) -> Text:
                 f"`decentjax prepare text FILE ... --vocabulary 50257 --out "
                 f"{folder}`"
             )
-    return Text(*(map_array(folder / name, np.uint16) for name in FILES))
+    return Tokens(*(map_array(folder / name, np.uint16) for name in FILES))
 
 
 def check_tokens(folder: Path, vocabulary: int) -> None:

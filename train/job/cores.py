@@ -5,19 +5,20 @@ of a period until the next, so that what it does not use helps no other.
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
+PREFIX = "decentjax-"
 # The shorter the period, the more even the speed; the kernel takes no shorter quota.
 PERIOD_SECONDS, LEAST_QUOTA_SECONDS = 5e-3, 1e-3
 
 
 @contextlib.contextmanager
-def core_shares(name: str, count: int, share: float) -> Iterator[list[Path]]:
+def core_shares(count: int, share: float) -> Iterator[list[Path]]:
     """Yields a file for each process, which joins its group by writing 0 to it.
 
     Args:
-      name: of the groups, unique on this machine.
       count: number of processes.
       share: cores of each, such as 0.25; what it starts shares them.
 
@@ -30,9 +31,10 @@ def core_shares(name: str, count: int, share: float) -> Iterator[list[Path]]:
     with contextlib.ExitStack() as stack:
         try:
             root, is_second = _root()
+            _remove_left(root)
             for number in range(count):
-                group = root / f"{name}-{number}"
-                group.mkdir(exist_ok=True)
+                group = root / f"{PREFIX}{os.getpid()}-{number}"
+                group.mkdir()
                 stack.callback(group.rmdir)
                 groups.append(group)
                 if is_second:
@@ -46,6 +48,15 @@ def core_shares(name: str, count: int, share: float) -> Iterator[list[Path]]:
                 f"({error}): run as root, or leave out cores"
             ) from error
         yield [group / "cgroup.procs" for group in groups]
+
+
+def _remove_left(root: Path) -> None:
+    """Removes the groups of processes that were killed before they could."""
+    for group in root.glob(f"{PREFIX}*-*"):
+        process = group.name.removeprefix(PREFIX).partition("-")[0]
+        if not Path("/proc", process).exists():
+            with contextlib.suppress(OSError):  # One that is in use.
+                group.rmdir()
 
 
 def _root() -> tuple[Path, bool]:

@@ -28,7 +28,7 @@ from decentjax.distributed.failure import end_process, lost_peer
 from decentjax.distributed.join import client, join
 from decentjax.distributed.place import Place, find_place
 from decentjax.gossip import Engine
-from train.cli.command import REQUEST, failure, sentence
+from train.cli.command import code_of, failure, sentence
 from train.cli.config_json import differences, to_json
 from train.config import Config, DistributedConfig
 
@@ -91,7 +91,9 @@ def fail_stop() -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise
-        end_process(_explain(error), _code(error))
+        lost = lost_peer(error) is not None
+        code = failure(error) if lost else code_of(error)
+        end_process(_explain(error), code)
 
 
 def meet(config: Config) -> list[str]:
@@ -237,16 +239,6 @@ def _explain(error: BaseException) -> str:
         return str(error)
     trace = "failed:\n" + "".join(traceback.format_exception(error)).rstrip()
     return sentence(error) or trace
-
-
-def _code(error: BaseException) -> int:
-    """The exit code for an error: 1 for a wrong request, which no restart mends."""
-    wrong = isinstance(error, ValueError | ModuleNotFoundError | FileNotFoundError)
-    # One of the work itself says where it was; jax's own notes have several lines.
-    where = [x for x in getattr(error, "__notes__", []) if "\n" not in x]
-    if wrong and not where and lost_peer(error) is None:
-        return REQUEST
-    return failure(error)
 
 
 def _place(config: DistributedConfig) -> Place:

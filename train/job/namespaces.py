@@ -4,6 +4,7 @@ All namespaces are anonymous and live as long as the processes inside them, so t
 kernel removes the cluster however the job ends.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import multiprocessing
@@ -151,27 +152,23 @@ def in_cluster(cluster: EmulatedCluster, job: Callable[[Nodes], int]) -> int:
     Raises:
       PermissionError: if this process may not create namespaces.
     """
-    if cluster.cores is None:
-        return _in_cluster(cluster, job, ())
-    name = f"decentjax-{os.getpid()}"
-    with core_shares(name, cluster.num_workers, cluster.cores) as groups:
-        return _in_cluster(cluster, job, groups)
-
-
-def _in_cluster(
-    cluster: EmulatedCluster, job: Callable[[Nodes], int], groups: Sequence[Path]
-) -> int:
-    switch = multiprocessing.get_context("fork").Process(
-        target=_run_in_switch, args=(cluster, job, groups)
-    )
 
     def send(signum: int) -> None:
         assert switch.pid is not None
         if switch.is_alive():
             os.kill(switch.pid, signum)
 
-    with pass_stop_signals_to(send):
+    with contextlib.ExitStack() as stack:
         with hold_stop_signals(), open("/proc/self/ns/pid") as own_pids:
+            # No signal ends this process before the groups are removed.
+            stack.enter_context(pass_stop_signals_to(send))
+            groups: list[Path] = []
+            if cluster.cores is not None:
+                shares = core_shares(cluster.num_workers, cluster.cores)
+                groups = stack.enter_context(shares)
+            switch = multiprocessing.get_context("fork").Process(
+                target=_run_in_switch, args=(cluster, job, groups)
+            )
             try:
                 # The next child is the first process of a new pid namespace. Later
                 # children of this process stay in ours: setns below takes it back.

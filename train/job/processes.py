@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from train.cli.command import CLOSED, INTERRUPTED, NOT_FINITE
 
@@ -37,7 +37,8 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANGUP)
 _NOISE = re.compile(
     rb"\[Gloo\] Rank|is connected to \d+ peer ranks"  # Or its end alone.
     rb"|(preemption_\w+|coordination_service_agent)\.cc:\d+\]"
-    rb"|^Additional GRPC error information|^:UNKNOWN:"
+    rb"|^Additional GRPC error information|^:UN(KNOWN|AVAILABLE):"
+    rb"|^=== Source Location Trace|^external/\S+:\d+$|^\. This is only expected if"
     rb"|^\*\*\* Check failure stack trace|^ +@ +0x"
 )
 # The line with which jax aborts a process: only this says why, up to a first period.
@@ -49,6 +50,12 @@ _STEP = re.compile(rb"\] step (\d+(?:/\d+)?)[: ]")
 # An error, without the number of its process, which all others may have too.
 _ERROR = re.compile(rb"^error: (?:process \d+: )?(.+)")
 SAME_SECONDS = 10.0  # In which an error of several processes is printed once.
+# A terminal that closes sends SIGHUP twice, and systemd tells the launcher's children
+# too: what comes so soon after the first signal is no second request.
+REPEAT_SECONDS = 1.0
+# A peer that fails so soon is started again after a pause, twice as long each time.
+QUICK_SECONDS = 15.0
+LONGEST_PAUSE = 60.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -112,16 +119,13 @@ def supervise(
         if not again or restarts == max_restarts:
             break
         restarts += 1
-        print(f"warning: restart {restarts} of {max_restarts}", file=sys.stderr)
+        _say(f"warning: restart {restarts} of {max_restarts}")
     if again and max_restarts:
-        print(
-            f"error: gave up after {restarts} restarts; first {first}", file=sys.stderr
-        )
+        _say(f"error: gave up after {restarts} restarts; first {first}")
     if again and (step := _newest_step(ended.folder)):
-        print(
+        _say(
             f"step {step} is saved: decentjax launch -n {len(processes)} --resume "
-            f"{ended.folder} goes on from it",
-            file=sys.stderr,
+            f"{ended.folder} goes on from it"
         )
     return ended.code
 
@@ -138,7 +142,8 @@ def run_job(
     the signal if one killed it. The others then have 1.5 s to end by themselves, and
     0.4 s from SIGTERM to SIGKILL; peers go on, and the one that was lost is started
     again, or the command is printed that does it. The first SIGINT, SIGTERM, SIGHUP or
-    SIGUSR1 reaches all as SIGTERM, for them to save and end, the second as SIGKILL. A
+    SIGUSR1 reaches all as SIGTERM, for them to save and end; a second one, a second
+    later at the earliest, as SIGKILL. A
     closed output, as after `| head`, counts as such a signal; the code is then 141, as
     for SIGPIPE.
 
@@ -172,7 +177,7 @@ def run_job(
     code, how = describe_exit(job.failed.popen.returncode)
     after = f", after step {job.after}" if job.after else ""
     cause = f"process {job.failed.name} ended first, {how}{after}"
-    print(f"error: {cause}{others}", file=sys.stderr)
+    _say(f"error: {cause}{others}")
     return Ended(code, cause, job.asked, job.output.folder)
 
 
@@ -187,14 +192,20 @@ def describe_exit(returncode: int) -> tuple[int, str]:
 
 @contextlib.contextmanager
 def pass_stop_signals_to(send: Callable[[int], None]) -> Iterator[None]:
-    """Calls send(SIGTERM) at the first stop signal, and send(SIGKILL) at the next.
+    """Calls send(SIGTERM) at the first stop signal, and send(SIGKILL) at a later one.
 
     Children have sessions of their own, which a terminal's Ctrl-C does not reach.
     """
-    first = iter([signal.SIGTERM])  # Empty from the second signal on.
+    first = None
 
     def pass_on(signum, frame):
-        send(next(first, signal.SIGKILL))
+        nonlocal first
+        now = time.monotonic()
+        if first is None:
+            first = now
+            send(signal.SIGTERM)
+        elif now - first >= REPEAT_SECONDS:
+            send(signal.SIGKILL)
 
     previous = {signum: signal.signal(signum, pass_on) for signum in STOP_SIGNALS}
     try:
@@ -206,12 +217,12 @@ def pass_stop_signals_to(send: Callable[[int], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def hold_stop_signals() -> Iterator[None]:
-    """Keeps stop signals waiting, so that none falls between two children."""
-    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    """Keeps stop signals waiting, where no other thread can take them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with_parent(parent_lives: Callable[[], bool]) -> None:
@@ -249,7 +260,7 @@ class _Output:
         if steps := _STEP.findall(data):
             self.step = steps[-1].decode()
         if folder := _FOLDER.search(data):
-            self.folder = folder[1].decode()
+            self.folder = os.fsdecode(folder[1])
         try:
             sys.stdout.buffer.write(data)
             sys.stdout.buffer.flush()
@@ -267,8 +278,10 @@ class _Child:
         self, process: Process, selector: selectors.BaseSelector, output: _Output
     ):
         self.name, self.process = process.name, process
-        self._output = output
+        self.began = time.monotonic()
+        self._selector, self._output = selector, output
         self.unprinted = b""
+        self.in_noise = False
         self.popen = subprocess.Popen(
             process.argv,
             # Without it Python buffers lines, and loses them when it is killed.
@@ -290,13 +303,22 @@ class _Child:
         selector.register(self.pipe, selectors.EVENT_READ, self)
         selector.register(self.pidfd, selectors.EVENT_READ, self)
 
-    def print_lines(self) -> bool:
-        """Prints the lines that have come, and returns whether more can come."""
+    def print_lines(self) -> None:
+        """Prints the lines that have come."""
+        if self.pipe.closed:
+            return
         data = self.pipe.read(1 << 20)  # None where nothing has come, b"" at the end.
         *lines, rest = (self.unprinted + (data or b"")).split(b"\n")
         self.unprinted = _visible(rest)
         self._output.print(b"".join(map(self._printed, lines)))
-        return data != b""
+        if data == b"":
+            self.forget(self.pipe)
+            self.pipe.close()
+
+    def forget(self, file: Any) -> None:
+        """No longer waits for the pipe or the pidfd."""
+        with contextlib.suppress(KeyError, ValueError):  # It was forgotten before.
+            self._selector.unregister(file)
 
     def close(self) -> None:
         """Kills the process if it still runs, and prints the rest of its output."""
@@ -304,11 +326,15 @@ class _Child:
         self.popen.wait()
         if self.unprinted:
             self._output.print(self._printed(self.unprinted))
+        self.forget(self.pipe)  # A grandchild may hold it open for ever.
+        self.forget(self.pidfd)
         self.pipe.close()
         os.close(self.pidfd)
 
     def _printed(self, line: bytes) -> bytes:
-        if _NOISE.search(line):
+        # With the empty line at the end of a page.
+        self.in_noise = bool(_NOISE.search(line)) or (self.in_noise and not line)
+        if self.in_noise:
             return b""
         name, text = self.name.encode(), _visible(line).rstrip(b"\r")
         if abort := _ABORT.search(line):
@@ -330,11 +356,16 @@ def _say_how_to_return(child: _Child) -> None:
     _, how = describe_exit(child.popen.returncode)
     env = [f"{name}={shlex.quote(x)}" for name, x in child.process.env.items()]
     command = " ".join([*env, shlex.join(child.process.argv)])
-    print(
+    _say(
         f"warning: process {child.name} ended, {how}; the others go on, and this "
-        f"command brings it back: {command}",
-        file=sys.stderr,
+        f"command brings it back: {command}"
     )
+
+
+def _say(text: str) -> None:
+    """Prints a line on the standard error, which may be closed, as the output may."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
 
 
 def _newest_step(run_dir: str) -> int | None:
@@ -354,7 +385,7 @@ class _Job:
     """Processes that run beside each other.
 
     Attributes:
-      children: all that were started.
+      children: all that were started, without those that were started again.
       failed: the first that failed and was not started again, if any.
       after: the last step that was printed before, such as "480/600", if any.
       asked: whether a signal has asked it to end.
@@ -375,11 +406,15 @@ class _Job:
         self._restarts, self._grace = max_restarts, grace
         self._running: set[_Child] = set()
         self._escalation: list[tuple[float, int]] = []
+        self._pauses: dict[str, float] = {}  # The next one, of each that has failed.
+        self._paused: list[tuple[float, Process]] = []
 
     def start(self, process: Process) -> None:
         child = _Child(process, self._selector, self.output)
         self.children.append(child)
         self._running.add(child)
+        if self.asked:  # It came too late for `stop` to reach it.
+            child.popen.send_signal(signal.SIGTERM)
 
     def stop(self, signum: int) -> None:
         self.asked = True
@@ -389,20 +424,23 @@ class _Job:
 
     def wait(self) -> None:
         """Prints and waits until all have ended."""
-        while self._running:
+        while self._running or (self._paused and not self.asked):
             at, signum = min(self._escalation, default=(math.inf, 0))
-            left = max(0.0, at - time.monotonic())
+            again = min((when for when, _ in self._paused), default=math.inf)
+            left = max(0.0, min(at, again) - time.monotonic())
             for key, _ in self._selector.select(min(left, LONGEST_WAIT)):
                 child = key.data
-                more = child.print_lines()
+                child.print_lines()
                 if key.fileobj == child.pidfd:
-                    # A grandchild may hold the pipe open forever.
-                    self._selector.unregister(child.pidfd)
+                    child.forget(child.pidfd)
                     self._running.remove(child)
                     if child.popen.wait():
                         self._fail(child)
-                elif not more:
-                    self._selector.unregister(child.pipe)
+            now = time.monotonic()
+            due = [process for when, process in self._paused if when <= now]
+            self._paused = [one for one in self._paused if one[0] > now]
+            for process in due:
+                self.start(process)
             if self.output.closed and self.output.stops:
                 self.stop(signal.SIGTERM)
             if time.monotonic() >= at:
@@ -421,17 +459,26 @@ class _Job:
             self._restarts -= 1
             few = self._restarts < math.inf
             left = f"; restarts left: {self._restarts}" if few else ""
-            print(
-                f"warning: process {child.name} ended, {how}; started again{left}",
-                file=sys.stderr,
-            )
-            self.start(child.process)
+            pause = self._pause(child)
+            when = f" in {pause:.0f} s" if pause else ""
+            again = f"started again{when}{left}"
+            _say(f"warning: process {child.name} ended, {how}; {again}")
+            self.children.remove(child)
+            child.close()
+            self._paused.append((time.monotonic() + pause, child.process))
             return
         # One that cannot be carried out has said why, and would be no better off again.
         elif self._running and code not in (1, 2):
             _say_how_to_return(child)
         if self.failed is None:
             self.failed, self.after = child, self.output.step
+
+    def _pause(self, child: _Child) -> float:
+        """Seconds until a process is started again: 0, and 1, 2, 4, ... if in vain."""
+        is_soon = time.monotonic() - child.began < QUICK_SECONDS
+        pause = self._pauses.get(child.name, 0.0) if is_soon else 0.0
+        self._pauses[child.name] = min(max(1.0, 2 * pause), LONGEST_PAUSE)
+        return pause
 
 
 def _send(children: Iterable[_Child], signum: int) -> None:

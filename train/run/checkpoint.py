@@ -251,7 +251,16 @@ class Checkpoints:
         # Only once the newest is complete: until then the oldest may be the only one.
         if jax.process_index() == 0:
             for old in list(self._saved())[: -self._num_kept]:
-                shutil.rmtree(self._folder / str(old))
+                self._remove(old)
+
+    def _remove(self, step: int) -> None:
+        path = self._folder / str(step)
+        unfinished = path.with_name(path.name + UNFINISHED.strip("*"))
+        try:
+            path.rename(unfinished)  # No reader finds it half removed.
+            shutil.rmtree(unfinished)
+        except OSError as error:  # Such as a file that another machine still reads.
+            warn(f"{path} could not be removed: {error.strerror}")
 
     def has(self, step: int) -> bool:
         """Whether a step is saved, or is being saved."""

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from decentjax import LossFn, WorkerState, over_workers
 from decentjax.loss import Metrics, check_loss
+from train.cli.tables import say_workers
 
 Check = Callable[[WorkerState, int], None]
 QUARANTINED = "quarantined"  # Metric: 1 where a worker's update was not finite.
@@ -138,7 +139,7 @@ def check_gradients(state: WorkerState, first_worker: int = 0) -> None:
     workers = sorted(worker for worker, step in steps.items() if step == first)
     leaf = int(_rows(watch.leaf, first_worker)[workers[0]])
     raise FloatingPointError(
-        f"the gradient of {_say(workers)} is not finite at step {first}, in "
+        f"the gradient of {say_workers(workers)} is not finite at step {first}, in "
         f"{_names(state.params, 'params')[leaf]}"
     )
 
@@ -164,7 +165,7 @@ def build_check(mesh: Mesh | None, first_worker: int = 0) -> Check:
         leaf = min(int(np.argmin(row)) for row in wrong.values())
         name = _names(state)[floats[leaf]].removeprefix(".")
         raise FloatingPointError(
-            f"the state of {_say(list(wrong))} is not finite after step {step}, in "
+            f"the state of {say_workers(wrong)} is not finite after step {step}, in "
             f"{name}"
         )
 
@@ -191,8 +192,3 @@ def _rows(stacked: jax.Array, first_worker: int) -> dict[int, np.ndarray]:
 def _names(tree: Any, prefix: str = "") -> list[str]:
     paths = jax.tree.leaves_with_path(tree)
     return [prefix + jax.tree_util.keystr(path) for path, _ in paths]
-
-
-def _say(workers: list[int]) -> str:
-    some = ", ".join(map(str, workers[:4])) + (", ..." if len(workers) > 4 else "")
-    return f"worker {some}" if len(workers) == 1 else f"workers {some}"

@@ -38,6 +38,15 @@ def check_files(folder: Path, part: str = "", share: tuple[int, int] = (0, 1)) -
       part: folder in it whose files are read; by default all.
       share: (k, n) reads every n-th file from the k-th on.
     """
+    try:
+        _check_files(folder, part, share)
+    except OSError as error:  # Its run may be removing it.
+        raise ValueError(
+            f"cannot be read: {error.strerror}: {error.filename!r}"
+        ) from error
+
+
+def _check_files(folder: Path, part: str, share: tuple[int, int]) -> None:
     wanted, found = _read(folder), _files(folder)
     for name in sorted(wanted.keys() ^ set(found)):
         raise ValueError(f"{'lacks' if name in wanted else 'has a stray'} {name}")

@@ -23,12 +23,13 @@ from decentjax import WorkerState, gossip
 from decentjax.distributed.rendezvous import is_loopback
 from decentjax.topology import butterfly_groups, matrices
 from train.cli.config_json import read_fields, to_json
+from train.cli.tables import say_workers
 from train.config import Config
 from train.data.batches import Feed
 from train.job.peers import address_of, peer_place
 from train.job.secret import read_secret, shared_secret
 from train.run.build import LocalUpdate, PeerStep
-from train.run.checkpoint import DamagedError, find_checkpoints, restore, verify
+from train.run.checkpoint import find_checkpoints, restore, verify
 from train.run.finite import WatchState
 from train.run.folder import check_links, process_folders, writing
 from train.run.log import METRICS, Log, warn
@@ -258,10 +259,11 @@ def _saved_by_peers(folder: Path, begin: Begin) -> tuple[WorkerState, int | None
     for step, path in sorted((x for x in saved if x[0] > begin.step), reverse=True):
         try:
             verify(path)
-        except DamagedError as error:
+            state = restore(path, begin.state)
+        except Exception as error:  # Its own process may be removing it.
             warn(f"{path} {error}")
         else:
-            return restore(path, begin.state)._replace(key=begin.state.key), step
+            return state._replace(key=begin.state.key), step
     return begin.state, None
 
 
@@ -475,11 +477,5 @@ def _change(senders: set[int], before: set[int] | None, alive: set[int]) -> str:
     parts = {"lost": known - alive, "has again": alive - known, "mixes with": alive}
     if before is None:
         parts["is without"] = parts.pop("lost")
-    said = [f"{word} {_say(workers)}" for word, workers in parts.items() if workers]
+    said = [f"{word} {say_workers(some)}" for word, some in parts.items() if some]
     return ", ".join(said if alive else [*said, "goes on alone"])
-
-
-def _say(workers: set[int]) -> str:
-    numbers = sorted(workers)
-    some = ", ".join(map(str, numbers[:8])) + (", ..." if len(numbers) > 8 else "")
-    return f"worker{'s' * (len(numbers) > 1)} {some}"

@@ -76,12 +76,11 @@ def build_step(
     local = _adapt_program(*key)
     if config.step.algorithm == "rounds":
         return _in_rounds(build_rounds(config, task), config.step, local, mesh)
-    order = functools.partial(
+    return functools.partial(
         ORDERS[config.step.algorithm],
         adapt=local,
         mix=lambda x, exchange: _mix_program(mesh, config.step, exchange)(x),
     )
-    return lambda state, batch, taken: order(state, batch, taken)
 
 
 def _in_rounds(

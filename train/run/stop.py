@@ -2,16 +2,19 @@
 
 import contextlib
 import ctypes
+import math
 import os
+import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
 
-from train.job.processes import STOP_SIGNALS
+from train.job.processes import REPEAT_SECONDS, STOP_SIGNALS
 
 Handler = Callable[[int, FrameType | None], None]
 _LIBC = ctypes.CDLL(None)
@@ -20,7 +23,8 @@ _LIBC = ctypes.CDLL(None)
 class Stop:
     """A context in which the first stop signal ends the loop, with all saved.
 
-    The second one ends the process at once, by the kernel's default. In a job of
+    One that comes a second later or more ends the process at once, by the kernel's
+    default; before that it is taken for the same. In a job of
     several processes jax receives SIGTERM, and all processes agree on the last step.
     """
 
@@ -74,7 +78,7 @@ class Stopped(BaseException):
 def stoppable() -> Iterator[None]:
     """A context in which the first stop signal raises `Stopped`.
 
-    The second one ends the process at once.
+    A later one ends the process at once.
     """
 
     def receive(number: int, frame: object) -> None:
@@ -92,26 +96,35 @@ def _stop_signals() -> set[signal.Signals]:
 
 @contextlib.contextmanager
 def _handled(numbers: Collection[int], receive: Handler) -> Iterator[None]:
-    """Calls `receive` at the first of these signals; the next ends the process.
+    """Calls `receive` at the first of these signals; a later one ends the process.
 
     It does so even where Python runs no handler, as while a program compiles: the
-    kernel's default comes back as soon as the first one has come, by a thread.
+    kernel's default comes back REPEAT_SECONDS after the first one, by a thread.
     """
     reader, writer = os.pipe()
     os.set_blocking(writer, False)
+    received = False
 
-    def end_at_next() -> None:
-        while came := os.read(reader, 1):  # Nothing once the context has ended.
-            if came[0] in numbers:
+    def end_at_later() -> None:
+        at = math.inf
+        while True:
+            left = None if at == math.inf else max(0.0, at - time.monotonic())
+            if not select.select([reader], [], [], left)[0]:
+                at = math.inf
                 for number in numbers:
                     _LIBC.signal(number, signal.SIG_DFL.value)
+            elif not (came := os.read(reader, 1)):  # The context has ended.
+                return
+            elif came[0] in numbers:
+                at = min(at, time.monotonic() + REPEAT_SECONDS)
 
     def first(number: int, frame: FrameType | None) -> None:
-        for one in numbers:
-            signal.signal(one, signal.SIG_DFL)
-        receive(number, frame)
+        nonlocal received
+        if not received:
+            received = True
+            receive(number, frame)
 
-    thread = threading.Thread(target=end_at_next, daemon=True)
+    thread = threading.Thread(target=end_at_later, daemon=True)
     thread.start()
     woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     before = {number: signal.signal(number, first) for number in numbers}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decentjax.runtime import Times
+from train.run.log import write_rows
 
 MEANINGS = {
     "compute": "compute",
@@ -71,8 +72,7 @@ class Timeline:
 def drop_spans(run_dir: Path, start: int) -> None:
     """Removes the spans that a run which resumes at step `start` will redo."""
     for path in run_dir.glob(FILES):
-        spans = [span for span in _read(path) if span.step < start]
-        path.write_text("".join(json.dumps(span) + "\n" for span in spans))
+        write_rows(path, [span for span in _read(path) if span.step < start])
 
 
 def read_timelines(run_dir: Path) -> list[Span]:

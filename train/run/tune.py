@@ -22,6 +22,8 @@ from train.tasks.task import Headline, Task
 
 LOSS = Headline("loss", better="lower")  # Of few examples it tells more than accuracy.
 
+EDGE = "(edge)"  # Marks a best value at an end of those tried.
+
 Choice = tuple[str, ...]
 """A value for each field that is tuned, as on the command line."""
 
@@ -66,7 +68,7 @@ class Grid:
     def say(self, choice: Choice) -> list[str]:
         """A choice as cells of a table: at an edge a better one may lie beyond."""
         return [
-            f"{value} (edge)" if value in _edges(values) else value
+            f"{value} {EDGE}" if value in _edges(values) else value
             for value, values in zip(choice, self.values, strict=True)
         ]
 

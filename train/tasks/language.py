@@ -11,8 +11,12 @@ import numpy as np
 import optax
 from flax import nnx
 
+from train.data.batches import worker_steps
+from train.data.token_files import Tokens, Windows
 from train.data.vocabulary import Bytes, Vocabulary
+from train.fields import checked
 from train.models.gpt import GPT, Cache, GPTConfig, start_cache
+from train.models.sizes import check_positive
 from train.tasks.sampling import Sampling, continued, draw, spelled
 from train.tasks.task import Amount, Headline, Task, Totals, num_rows
 
@@ -24,6 +28,62 @@ def check_sample(prompt: str, length: int) -> None:
             "sample_prompt must not be empty, and the length of the sample not "
             f"negative, got {prompt!r} and {length}"
         )
+
+
+@checked
+class TextOptions:
+    """The options that the tasks on one's own text share.
+
+    Args:
+      model: sizes of the GPT; its context is the window of the data, in tokens.
+      num_eval_windows: number of held-out windows of an evaluation, evenly spread.
+      eval_rows: held-out windows per batch.
+      sample_prompt: beginning of the sample.
+      sample_tokens: length of what is generated after a prompt, in tokens.
+    """
+
+    model: GPTConfig
+    num_eval_windows: int = 512
+    eval_rows: int = 64
+    sample_prompt: str = "The"
+    sample_tokens: int = 100
+
+    def __post_init__(self):
+        check_positive(self, "num_eval_windows", "eval_rows")
+        check_sample(self.sample_prompt, self.sample_tokens)
+
+
+def text_task(read: Callable[[], Tokens], options: TextOptions, **parts: Any) -> Task:
+    """Returns the task of some text.
+
+    Args:
+      read: returns its tokens; called once, when they are first used.
+      options: options of the task.
+      parts: dtype, score, vocabulary and unit, see `language_task`.
+    """
+    context = options.model.context
+    # Read when first used, as a task is also built where its data is missing.
+    text = functools.cache(read)
+
+    def train() -> Windows:
+        return Windows(text().train, context)
+
+    # Kept, as each evaluation of a run scores the same windows.
+    @functools.cache
+    def validation() -> list[np.ndarray]:
+        windows = Windows(text().held_out, context)
+        count = min(len(windows), options.num_eval_windows)
+        return spread(windows, count, options.eval_rows)
+
+    return language_task(
+        options.model,
+        steps=lambda *args, **named: worker_steps(train(), *args, **named),
+        num_examples=lambda: len(train()),
+        validation=validation,
+        prompt=options.sample_prompt,
+        length=options.sample_tokens,
+        **parts,
+    )
 
 
 def language_task(

@@ -11,8 +11,10 @@ import numpy as np
 from train.bench.quality.curves import FIELD, Curve, with_rate
 from train.bench.quality.methods import Method
 from train.bench.quality.seconds import Setting
+from train.bench.results import fail
 from train.config import Config
 from train.job.namespaces import INTERFACE
+from train.run.folder import process_folders
 from train.run.log import read_metrics
 
 
@@ -49,7 +51,7 @@ def real(
         argv = [*_train(method, path, config, delay, rate), "--run-dir", str(folder)]
         _run(argv, config.workers.num_workers, setting, folder.with_suffix(".txt"))
         (folder / "done").touch()
-    own = sorted(folder.glob("process-*"))  # Of peers each process has its rows.
+    own = process_folders(folder)  # Of peers each process has its rows.
     return as_curve(read_metrics(own[0] if own else folder), config.num_steps)
 
 
@@ -99,5 +101,4 @@ def _run(argv: list[str], num_nodes: int, setting: Setting | None, log: Path) ->
         command = [*emulate, "--", *python, *argv]
         code = subprocess.run(command, stdout=output, stderr=output).returncode
     if code:
-        tail = "\n".join(log.read_text().splitlines()[-10:])
-        raise SystemExit(f"error: {' '.join(argv)} failed; the end of {log}:\n{tail}")
+        fail(argv, log)

@@ -13,7 +13,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import track
 
 from train.bench.race.contestants import (
     WORKER,
@@ -25,6 +24,7 @@ from train.bench.race.race_report import Timing, bars, table
 from train.bench.race.team import Team, cluster_name, measure_in, parse_cluster
 from train.bench.race.turns import Load, Turn
 from train.bench.results import check_at_least, check_pattern, write_results
+from train.cli.progress import over
 from train.figures.race_figure import draw_race
 from train.figures.style import to_svg
 from train.job.namespaces import EmulatedCluster, Nodes
@@ -73,12 +73,12 @@ class Race:
 
 def main(race: Race) -> int:
     # Found, not imported: `in_cluster` forks, and torch starts threads.
-    peers = find_spec("torch") is not None and find_spec("decent_dp") is not None
-    if not peers:
+    rivals = all(map(find_spec, ("torch", "decent_dp")))
+    if not rivals:
         print("PyTorch and Decent-DP do not take part: pip install 'decentjax[rivals]'")
     # All are selected first, so that a mistake in the last cluster is reported at once.
     clusters = [parse_cluster(name, race.rate) for name in race.clusters]
-    chosen = [select(race, cluster, peers) for cluster in clusters]
+    chosen = [select(race, cluster, rivals) for cluster in clusters]
     race.out.mkdir(parents=True, exist_ok=True)
     results: Results = []
     text = ""
@@ -90,19 +90,19 @@ def main(race: Race) -> int:
     return 0
 
 
-def select(race: Race, cluster: EmulatedCluster, peers: bool) -> list[Contestant]:
+def select(race: Race, cluster: EmulatedCluster, rivals: bool) -> list[Contestant]:
     """Returns the contestants that run on a cluster, in the order of their turns.
 
     Args:
       race: the options.
       cluster: emulated cluster.
-      peers: whether PyTorch and Decent-DP are installed.
+      rivals: whether PyTorch and Decent-DP are installed.
 
     Raises:
       ValueError: if `race.only` matches none.
     """
     name = cluster_name(cluster)
-    every = all_contestants(cluster.workers_per_node, peers)
+    every = all_contestants(cluster.workers_per_node, rivals)
     possible = [x for x in every if x.exists(cluster.nodes)]
     left_out = ", ".join(str(x) for x in every if x not in possible)
     if left_out:
@@ -146,7 +146,7 @@ def run(
         title = f"{size}, round {number + 1} of {race.rounds}"
         if not console.is_terminal:
             console.print(title)
-        for contestant in track(turns, title, console=console, transient=True):
+        for contestant in over(turns, title, console):
             first = number == 0 and not contestant.straggler
             warmup = FIRST_WARMUP if first else WARMUP
             delay = race.straggler if contestant.straggler else 0.0
