@@ -1,6 +1,7 @@
 """Checkpoints that are damaged, killed while they are written, listed and exported."""
 
 import dataclasses
+import errno
 import json
 import random
 import shutil
@@ -22,7 +23,7 @@ from safetensors.numpy import load_file
 from test_distributed import ENV, LONG, ROOT
 
 from train.checkpoint import main, named
-from train.run import checkpoint
+from train.run import checkpoint, manifest
 from train.run.checkpoint import (
     UNFINISHED,
     find_checkpoints,
@@ -123,6 +124,35 @@ def test_what_is_damaged_is_named_and_the_step_before_taken(
     words = capsys.readouterr().err
     assert reason in words
     assert main(["verify", str(run_dir)]) == 0
+
+
+def test_a_checkpoint_that_goes_while_it_is_read_is_none(run_dir, monkeypatch):
+    """As another process removes its oldest one."""
+    hashes = manifest._hashes
+
+    def gone(folder, names):
+        shutil.rmtree(folder)
+        return hashes(folder, names)
+
+    monkeypatch.setattr(manifest, "_hashes", gone)
+    found = find_checkpoints(run_dir)
+    assert found.steps == {}
+    assert all(
+        why.startswith("cannot be read: No such") for why in found.skipped.values()
+    )
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
+    tmp_path, monkeypatch, capsys
+):
+    def refuse(path, **_):
+        raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", refuse)
+    outcome = train(dataclasses.replace(LINE, num_steps=20), tmp_path)
+    assert outcome.step == 20
+    assert "checkpoints/5 could not be removed: Direct" in capsys.readouterr().err
+    assert list(find_checkpoints(tmp_path).steps) == [15, 20]
 
 
 def test_each_process_of_a_job_reads_a_part_of_the_files(run_dir):

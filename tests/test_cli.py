@@ -62,6 +62,35 @@ def ended(error: BaseException) -> tuple[object, str]:
 
 
 @pytest.mark.parametrize(
+    ("error", "note", "code", "said"),
+    [
+        (ValueError("too few"), None, "error: too few", ""),
+        (PermissionError(errno.EACCES, "Denied"), None, "error: Denied", ""),
+        (ValueError("too few"), "at step 3", 70, "error: too few\n"),
+        (OSError(errno.EIO, "Input/output"), "at step 3", 70, "error: Input/output\n"),
+        (ConnectionResetError(errno.ECONNRESET, "Reset"), None, 70, "error: Reset\n"),
+        (RuntimeError("broken"), "at step 3", 70, "RuntimeError: broken\nat step 3\n"),
+        (FloatingPointError("nan"), "at step 3", 71, "error: nan\n"),
+    ],
+)
+def test_only_a_wrong_request_has_the_code_that_no_restart_mends(
+    error, note, code, said, monkeypatch, capsys
+):
+    """Of a run alone and of peers: a job of processes has its own end."""
+
+    def fail(*_):
+        if note:
+            error.add_note(note)
+        raise error
+
+    monkeypatch.setattr("train.__main__._begin", fail)
+    with pytest.raises(SystemExit) as ended:
+        train_main(["quickstart"])
+    assert ended.value.code == code
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("error", "text"),
     [
         (ValueError("num is 3"), "num is 3"),

@@ -18,6 +18,7 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 
 import tiny
 
+from train.job.cores import _root
 from train.job.namespaces import EmulatedCluster, environment, parse_rate
 from train.run.log import read_metrics
 from train.run.loop import train
@@ -259,6 +260,9 @@ print(time.process_time() / seconds)
 @needs_root
 def test_a_worker_has_its_share_of_a_core_and_no_more():
     """An upper limit: another program may take what it does not use."""
+    with subprocess.Popen(["true"]) as ended:
+        ended.wait()
+    (_root()[0] / f"decentjax-{ended.pid}-0").mkdir()  # Of one that was killed.
     job = emulate("--nodes 2 --cores 0.2", sys.executable, "-c", BUSY)
     assert job.returncode == 0, job.stdout
     shares = [float(line.split()[1]) for line in job.stdout.splitlines()]

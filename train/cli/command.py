@@ -18,16 +18,6 @@ INTERRUPTED, CLOSED = 130, 141
 REQUEST = 1  # Cannot be carried out: it would end so again.
 FAILED = 70  # A run or a process of a job that began and failed, EX_SOFTWARE.
 NOT_FINITE = 71  # One whose numbers are no longer finite: it would end so again.
-# Errors that a request causes, as long as no step has been taken.
-WRONG = (
-    ValueError,
-    ModuleNotFoundError,
-    FileNotFoundError,
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
 OURS = ("decentjax", "train")
 # The extra that brings a package, by the name that is imported.
 EXTRAS = (
@@ -58,7 +48,9 @@ def code_of(error: BaseException) -> int:
     """The exit code for an error: 1 for a wrong request, which no restart mends."""
     # One of the work itself says where it was; jax's own notes have several lines.
     where = [x for x in getattr(error, "__notes__", []) if "\n" not in x]
-    return REQUEST if isinstance(error, WRONG) and not where else failure(error)
+    network = isinstance(error, ConnectionError | TimeoutError)
+    wrong = isinstance(error, ValueError | ModuleNotFoundError | OSError)
+    return REQUEST if wrong and not network and not where else failure(error)
 
 
 @contextlib.contextmanager
