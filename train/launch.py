@@ -171,7 +171,7 @@ def is_config(target: str) -> bool:
     try:
         with tokenize.open(path) as file:
             text = file.read()
-        code, names = (make(text, target, "exec") for make in (compile, symtable))
+        code, names = compile(text, target, "exec"), symtable(text, target, "exec")
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"{path} is not Python: {error}") from error
     # The table alone has the variable of a comprehension too, since Python 3.12.
