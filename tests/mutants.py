@@ -1180,8 +1180,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/launch.py",
-        "is_bound and not found.is_namespace()",
-        "is_bound",
+        '"config" in stored and not names.lookup("config").is_namespace()',
+        '"config" in stored',
         "tests/test_launch.py -k a_config_is",
     ),
     Mutant(
@@ -1695,10 +1695,16 @@ MUTANTS = [
         "tests/test_peer_job.py -k evaluation_has",
     ),
     Mutant(
-        "train/job/distributed.py",
-        "if wrong and not where and lost_peer(error) is None:",
-        "if wrong and lost_peer(error) is None:",
-        "tests/test_distributed.py -k fails_says_why",
+        "train/cli/command.py",
+        "wrong and not network and not where",
+        "wrong and not network",
+        "tests/test_cli.py -k no_restart_mends",
+    ),
+    Mutant(
+        "train/cli/command.py",
+        "wrong and not network and not where",
+        "wrong and not where",
+        "tests/test_cli.py -k no_restart_mends",
     ),
     Mutant(
         "train/job/processes.py",
@@ -2067,9 +2073,9 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/stop.py",
-        "            signal.signal(one, signal.SIG_DFL)",
-        "            pass",
-        "tests/test_stop.py -k others_are_the_kernels",
+        "at = min(at, time.monotonic() + REPEAT_SECONDS)",
+        "at = min(at, time.monotonic())",
+        "tests/test_stop.py -k twice_at_once",
     ),
     Mutant(
         "train/run/stop.py",
@@ -2314,7 +2320,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/__main__.py",
-        "raise SystemExit(failure(error)) from error",
+        "raise SystemExit(code) from error",
         "raise SystemExit(1) from error",
         "tests/test_resume.py -k ends_with_its_own_code",
     ),
@@ -2914,9 +2920,81 @@ MUTANTS = [
     ),
     Mutant(
         "train/job/processes.py",
-        "send(next(first, signal.SIGKILL))",
-        "send(signal.SIGTERM)",
+        "            send(signal.SIGKILL)",
+        "            send(signal.SIGTERM)",
         "tests/test_launch.py -k a_second_signal",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "elif now - first >= REPEAT_SECONDS:",
+        "else:",
+        "tests/test_launch.py -k lets_all_save",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "        if self.asked:  # It came",
+        "        if False:  # It came",
+        "tests/test_launch.py -k is_told_too",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "            child.close()\n            self._paused",
+        "            self._paused",
+        "tests/test_launch.py -k again_after_a_pause",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "self._pauses.get(child.name, 0.0) if is_soon else 0.0",
+        "0.0",
+        "tests/test_launch.py -k again_after_a_pause",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "os.fsdecode(folder[1])",
+        "folder[1].decode()",
+        "tests/test_launch.py -k need_not_be_text",
+    ),
+    Mutant(
+        "train/job/processes.py",
+        "    with contextlib.suppress(OSError):\n        print(text",
+        "    with contextlib.suppress(KeyError):\n        print(text",
+        "tests/test_launch.py -k a_warning_that_nobody_reads",
+    ),
+    Mutant(
+        "train/job/cores.py",
+        "            _remove_left(root)",
+        "",
+        "tests/test_emulate.py -k has_its_share",
+    ),
+    Mutant(
+        "train/run/manifest.py",
+        "    except OSError as error:  # Its run",
+        "    except KeyError as error:  # Its run",
+        "tests/test_checkpoint.py -k goes_while_it_is_read",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "        except OSError as error:  # Such as",
+        "        except KeyError as error:  # Such as",
+        "tests/test_checkpoint.py -k cannot_be_removed",
+    ),
+    Mutant(
+        "decentjax/gossip/links.py",
+        "            if life == known.life:",
+        "            if False:",
+        "tests/test_peers.py -k connection_that_breaks",
+    ),
+    Mutant(
+        "decentjax/gossip/links.py",
+        "            known.life = 0  # Nothing listens",
+        "            pass  # Nothing listens",
+        "tests/test_peers.py -k who_has_died",
+    ),
+    Mutant(
+        "decentjax/gossip/peers.py",
+        "late = min(time.monotonic() + each, end)",
+        "late = time.monotonic() + each",
+        "tests/test_elastic.py -k share_the_time",
     ),
     Mutant(
         "train/job/processes.py",
@@ -3502,8 +3580,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "            self._lose(peer)\n        return self._peers",
-        "            pass\n        return self._peers",
+        "            self._lose(peer)\n        return known.is_known",
+        "            pass\n        return known.is_known",
         "tests/test_elastic.py -k dead_leave",
     ),
     Mutant(
@@ -3556,8 +3634,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/peers.py",
-        "return restore(path, begin.state)._replace(key=begin.state.key), step",
-        "return restore(path, begin.state), step",
+        "return state._replace(key=begin.state.key), step",
+        "return state, step",
         "tests/test_peer_job.py -k away_when_the_others",
     ),
     Mutant(

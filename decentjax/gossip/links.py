@@ -93,9 +93,7 @@ class _Peer:
     floor: int = -1  # Its models of steps up to this one are from before a silence.
     is_known: bool = False
     is_out: bool = False  # Lost, or refused: nothing awaits it.
-    life: int = (
-        0  # Tells its process from the one before; 0 for none, or one that died.
-    )
+    life: int = 0  # Tells its process from others; 0 where none is known to live.
     looked_up: float = float("-inf")
     edges: dict[tuple[int, int], _Edge] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(_Edge)
@@ -500,7 +498,7 @@ class Links:
                 )
 
 
-def _has_failed(pull: Sequence[jax.Array]) -> bool:
+def _has_failed(pull: Sequence[Any]) -> bool:
     try:
         jax.block_until_ready([x for x in pull if x.is_ready()])
     except jax.errors.JaxRuntimeError:

@@ -288,7 +288,7 @@ class GroupMeans(Closing):
         deadline = time.monotonic() + self._patience if answers else 0.0
         message = self._links.wait_for_number(worker, peer, SUMS, step, life, deadline)
         if message is None:
-            if time.monotonic() >= deadline:
+            if time.monotonic() >= deadline or peer not in self._links.alive():
                 self._answering.pop(peer, None)
             return None
         steps, *leaves = message.arrays
