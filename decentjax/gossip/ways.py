@@ -259,7 +259,8 @@ class PushSum(Way):
 
     A message is answered before the next one on its edge, so no mass is lost or counted
     twice. What is sent to a process that dies is taken back, once nothing listens at
-    its address or another process has taken its place; a restarted one has mass one. A worker that would keep less than 1/8 sends a thousandth of its mass.
+    its address or another process has taken its place; a restarted one has mass one. A
+    worker that would keep less than 1/8 sends a thousandth of its mass.
     """
 
     answers = True
