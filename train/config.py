@@ -31,6 +31,8 @@ from train.tasks.task import TaskOptions
 from train.tasks.text import TextTask
 from train.xla import read_options
 
+# Optimizers that follow what the last exchange has moved.
+NEED_ATC = ("exact_diffusion", "qg_dsgdm")
 # Those that come with the program, which a run's config.json names alone.
 TASKS = (
     StdlibTask,
@@ -751,7 +753,7 @@ def _check_algorithm(config: Config) -> None:
             '"in_step"'
         )
     name = config.optimizer.name if config.optimizer.make is None else ""
-    if name in ("exact_diffusion", "qg_dsgdm") and algorithm != "atc":
+    if name in NEED_ATC and algorithm != "atc":
         raise ValueError(
             f"optimizer.name = {name} follows what the last exchange has moved: "
             f'set step.algorithm to "atc", got {algorithm}'

@@ -37,10 +37,10 @@ def evaluate(
       step: step of the checkpoint; by default the newest.
     """
     trained = read_trained(run, step, trust)
-    num_workers = trained.config.workers.num_workers
     if not workers:
-        spread = np.linspace(0, num_workers - 1, min(num_workers, SHOWN_WORKERS))
-        workers = tuple(spread.astype(int).tolist())
+        last = len(trained.workers) - 1
+        spread = np.linspace(0, last, min(last + 1, SHOWN_WORKERS)).astype(int)
+        workers = tuple(trained.workers[row] for row in spread)
     chosen = {"mean model": trained.mean()}
     chosen |= {f"worker {number}": trained.worker(number) for number in workers}
     # Once, as each batch of the held-out data needs all of them.

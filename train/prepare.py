@@ -14,7 +14,7 @@ from train.cli.load import check_folder
 from train.data.by_length import choose_shapes
 from train.data.files import check_new, progress
 from train.data.imagenet_files import prepare_imagenet
-from train.data.pairs import Corpus, Lines, ParallelFiles, write_corpus
+from train.data.pairs import Corpus, Lines, ParallelFiles, check_sizes, write_corpus
 from train.data.token_files import prepare_text
 from train.data.vocabulary import train_vocabulary
 from train.data.wmt14 import Pair, Wmt14
@@ -139,6 +139,7 @@ def _tokenize(
     lines: Mapping[str, Lines], out: Path, vocabulary: int, max_tokens: int
 ) -> None:
     """Learns a vocabulary, and writes the corpus of the three splits."""
+    check_sizes(vocabulary, max_tokens)  # Before hours of learning.
     shown: Iterable = progress(lines["train"], "learning a vocabulary")
     texts = (line.strip() for pair in shown for line in pair)
     tokenizer = train_vocabulary(texts, vocabulary)

@@ -45,6 +45,8 @@ def replay(
             f"{run} holds no run of peers: they are those with --exchange.where peers"
         )
     trained = read_trained(run, trust=trust)
+    if len(trained.steps) < len(folders):
+        raise ValueError(f"{run} has processes that left: it cannot be repeated")
     records = [read_used(folder) for folder in folders]
     num_workers = trained.config.workers.num_workers
     # A process that was killed has recorded more than it has saved.

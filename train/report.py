@@ -74,7 +74,7 @@ def write_report(
         *_members_sections(parts),
         *_events_sections(runs),
         *_timeline_sections(runs),
-        *(_topology_section(run, trust) for run in runs),
+        *(_topology_section(run, trust) for run in runs if _has_graph(run)),
         *_paths_sections(runs, figures_dir),
         *_sample_sections(runs),
         _configs_section(runs),
@@ -156,6 +156,13 @@ def _timeline_sections(runs: list[History]) -> list[Section]:
     return [Section("Timeline", figure, text)]
 
 
+def _has_graph(run: History) -> bool:
+    """Whether its topology is what it mixes by: not where a policy has graphs."""
+    step, policy = run.config.get("step", {}), run.config.get("policy", {})
+    has_graphs = policy.get("name") in ("thinning", "holding")
+    return not has_graphs and step.get("algorithm") != "all_reduce"
+
+
 def _topology_section(run: History, trust: Sequence[str]) -> Section:
     topology = run.topology(trust)
     title = f"Topology of {run.name}: {topology.name}"
@@ -210,6 +217,8 @@ def _lead(run: History) -> str:
 
 def _result_row(run: History) -> list[str]:
     steps, losses = run.curve("loss", "step")
+    if not steps:  # It has only begun.
+        return [run.name, "no step yet"]
     wanted = run.config.get("num_steps", steps[-1])
     amount = run.facts.get("amount", "examples")
     row = [

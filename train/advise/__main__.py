@@ -24,6 +24,7 @@ from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.progress import over
 from train.config import Config
 from train.job.distributed import fail_stop, leave, start
+from train.run.log import warn
 
 MEASURE = "--measure"
 
@@ -159,7 +160,16 @@ def _here(
     leave()
     if jax.process_index() != 0:
         return 0
-    return look(setting, steps, config.seed, out, contenders)
+    code = look(setting, steps, config.seed, out, contenders)
+    has = {
+        "topology.make": config.topology.make is not None,
+        "rounds": config.step.algorithm == "rounds",
+        "step.message_dtype": config.step.message_dtype is not None,
+    }
+    if any(has.values()):
+        fields = ", ".join(name for name, there in has.items() if there)
+        warn(f"before another graph is chosen by these options, remove {fields}")
+    return code
 
 
 if __name__ == "__main__":

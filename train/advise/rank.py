@@ -12,6 +12,7 @@ from decentjax import Topology, analysis
 from decentjax import topology as topologies
 from train.advise.setting import Overlap, Setting
 from train.config import TopologyConfig, WorkersConfig
+from train.fields import place_of
 from train.network import duration
 
 MOST_WORKERS = 4096  # Some graphs are built as an N x N matrix.
@@ -314,6 +315,8 @@ def _why_stay(baseline: Prediction, best: Prediction) -> str:
 
 def _options(config: TopologyConfig) -> list[str]:
     """Returns the fields on which the topology depends, by its function's signature."""
+    if config.make is not None:
+        return []
     parameters = inspect.signature(getattr(topologies, config.name)).parameters
     return [name for name in parameters if hasattr(config, name)]
 
@@ -321,7 +324,8 @@ def _options(config: TopologyConfig) -> list[str]:
 def _name(config: TopologyConfig) -> str:
     values = (getattr(config, option) for option in _options(config))
     options = [str(value) for value in values if value is not None]
-    name = f"{config.name} ({', '.join(options)})" if options else config.name
+    name = config.name if config.make is None else place_of(config.make)
+    name = f"{name} ({', '.join(options)})" if options else name
     if config.factor != 1:
         name = f"{name}, damped by {config.factor:g}"
     if config.mean_every is not None:
@@ -335,5 +339,6 @@ def _flags(config: TopologyConfig, overlap: Overlap) -> str:
     options = [
         f"--topology.{option.replace('_', '-')} {getattr(config, option)}"
         for option in ("name", *_options(config), "factor", "mean_every")
+        if option != "name" or config.make is None
     ]
     return " ".join([f"--step.algorithm awc --exchange.where {where}", *options])

@@ -110,7 +110,7 @@ def make_corpus(
     max_tokens: int = 156,
 ) -> Corpus:
     """Returns a corpus in memory; see `write_corpus`."""
-    _check(vocabulary, max_tokens)
+    check_sizes(len(vocabulary), max_tokens)
     lines = dict(zip(SPLITS, map(list, (train, validation, test)), strict=True))
     pairs, counts = {}, {}
     for split, some in lines.items():
@@ -149,7 +149,7 @@ def write_corpus(
       FileExistsError: if the folder already exists and is not empty.
       ValueError: if no training pair is left.
     """
-    _check(vocabulary, max_tokens)
+    check_sizes(len(vocabulary), max_tokens)
     test = list(test)  # Read twice: for its tokens, and as the references of BLEU.
     with new_folder(folder) as unfinished:
         counts = {}
@@ -218,11 +218,12 @@ class ParallelFiles:
         return zip(_lines(self.source), _lines(self.target), strict=True)
 
 
-def _check(vocabulary: Vocabulary, max_tokens: int) -> None:
-    if len(vocabulary) > 2**16:
+def check_sizes(vocabulary: int, max_tokens: int) -> None:
+    """Raises a ValueError for a vocabulary or a length that no corpus can have."""
+    if vocabulary > 2**16:
         raise ValueError(
             f"tokens are kept in 16 bits: a vocabulary has at most {2**16}, got "
-            f"{len(vocabulary)}"
+            f"{vocabulary}"
         )
     if max_tokens < 2:
         raise ValueError(

@@ -147,6 +147,11 @@ def prepare_text(
         raise ValueError(
             f"held_out_share must be between 0 and 1, got {held_out_share}"
         )
+    if tokenizer is None and vocabulary > 2**16:
+        raise ValueError(
+            f"tokens are kept in 16 bits: a vocabulary has at most {2**16}, got "
+            f"{vocabulary}"
+        )
     paths, skipped = _all_files(files), {}
     documents = functools.partial(_documents, paths, held_out_share, skipped)
     with new_folder(out) as unfinished:

@@ -2,14 +2,16 @@
 
 Each seed gives a rank correlation within each block of cells: of graphs at one scale,
 or of scales of one graph. The mean over the blocks is a value for each seed, from which
-come the mean and its interval. The test permutes the cells within their blocks, alike
-in all seeds; the p-values are corrected by Holm.
+come the mean and its interval. The test permutes the graphs, or the scales, alike in
+all blocks and seeds: cells of one scale share initial models and data, so that another
+block is no independent repetition. The p-values are corrected by Holm.
 
 Source: Xie et al. (2025), whose three observations are these.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -67,12 +69,12 @@ def claims(results: Sequence[Result], headline: Headline) -> list[Claim]:
     by_graph = _blocks(done, lambda one: one.cell.graph)
     by_scale = _blocks(peers, lambda one: str(one.cell.num_workers))
     found = [
-        _claim(text, sign, blocks, headline, quantity)
-        for text, sign, blocks, quantity in (
-            ("more workers, lower accuracy", -1, by_graph, _workers),
-            ("more connections, higher accuracy", 1, by_scale, _connections),
-            ("more dispersion early, lower accuracy", -1, by_scale, early),
-            ("more dispersion late, lower accuracy", -1, by_scale, late),
+        _claim(text, sign, blocks, label, headline, quantity)
+        for text, sign, blocks, label, quantity in (
+            ("more workers, lower accuracy", -1, by_graph, _scale, _workers),
+            ("more connections, higher accuracy", 1, by_scale, _graph, _connections),
+            ("more dispersion early, lower accuracy", -1, by_scale, _graph, early),
+            ("more dispersion late, lower accuracy", -1, by_scale, _graph, late),
         )
     ]
     made = [claim for claim in found if claim is not None]
@@ -110,6 +112,14 @@ def _mean_dispersion(one: Result, part: Callable[[list, int], list]) -> list[flo
     return np.mean(part(rows, max(1, len(rows) // PART)), axis=(0, 2)).tolist()
 
 
+def _graph(one: Result) -> Hashable:
+    return one.cell.graph
+
+
+def _scale(one: Result) -> Hashable:
+    return one.cell.num_workers
+
+
 def _workers(one: Result) -> list[float]:
     assert one.outcome is not None
     return [float(one.cell.num_workers)] * len(one.outcome.training_loss)
@@ -124,10 +134,11 @@ def _claim(
     text: str,
     sign: int,
     blocks: Mapping[str, Sequence[Result]],
+    label: Callable[[Result], Hashable],
     headline: Headline,
     quantity: Callable[[Result], list[float]],
 ) -> Claim | None:
-    """The claim over blocks of cells; None where their cells have no order."""
+    """The claim over blocks of labelled cells; None where the labels have no order."""
     up = 1 if headline.better == "higher" else -1
     ranked, names = [], []
     for name, cells in blocks.items():
@@ -139,13 +150,19 @@ def _claim(
         if (x.any(1) & y.any(1)).all():  # In each seed the cells differ.
             ranked.append((x, y))
             names.append(name)
-    # Of two cells the order is a coin's.
-    if sum(math.lgamma(len(blocks[name]) + 1) for name in names) <= math.log(2):
+    of_blocks = [[label(one) for one in blocks[name]] for name in names]
+    labels = list(dict.fromkeys(itertools.chain(*of_blocks)))
+    if len(labels) <= 2:  # Of two the order is a coin's.
         return None
+    places = [[labels.index(one) for one in of_block] for of_block in of_blocks]
     values = np.mean([(x * y).sum(1) for x, y in ranked], axis=0)
     random, count = np.random.default_rng(0), 0
     for _ in range(DRAWS):
-        drawn = [(x * y[:, random.permutation(y.shape[1])]).sum(1) for x, y in ranked]
+        # One order of all labels, of which each block has its part.
+        keys = random.permutation(len(labels))
+        orders = [np.argsort(keys[place]) for place in places]
+        pairs = zip(ranked, orders, strict=True)
+        drawn = [(x * y[:, order]).sum(1) for (x, y), order in pairs]
         count += abs(np.mean(drawn)) >= abs(values.mean()) - 1e-9
     p_value = (count + 1) / (DRAWS + 1)
     return Claim(text, ", ".join(names), sign, values.tolist(), p_value)

@@ -1,6 +1,7 @@
 """What a grid costs in memory and time, asked before anything runs."""
 
 import functools
+import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -65,6 +66,7 @@ def check_cost(
             of_batches[size] = _measure(cell.config, task)
         cost, runs = of_batches[size], num_seeds + num_values
         at_once = seeds_at_once(cell.config, num_seeds)
+        count = _on_a_device(cell.config, count)
         needed[cell.name] = at_once * count * cost.num_bytes
         seconds += runs * count * cost.seconds * cell.config.num_steps
     name = max(needed, key=lambda name: needed[name], default="")
@@ -81,6 +83,15 @@ def check_cost(
             f"{minutes:g} that it may: take fewer cells, seeds or steps"
         )
     return seconds / 60
+
+
+def _on_a_device(config: Config, num_workers: int) -> int:
+    """How many workers share what is measured: a device, or the processors."""
+    if config.workers.where != "mesh" and jax.process_count() == 1:
+        return num_workers
+    if jax.default_backend() != "cpu":
+        return 1
+    return math.ceil(num_workers / jax.process_count())
 
 
 def _measure(config: Config, task: Task) -> Cost:

@@ -56,6 +56,11 @@ def make_cells(
     Raises:
       ValueError: if a name is unknown, or the rules contradict each other.
     """
+    if config.optimizer.schedule is not None and scaling != "none":
+        raise ValueError(
+            f"--scaling {scaling} scales optimizer.learning-rate, and the config has a "
+            "schedule of its own: leave it out"
+        )
     if batch == "global" and scaling != "none":
         raise ValueError(
             f"--scaling {scaling} follows the batch of all workers, which --batch "
@@ -102,9 +107,9 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
         step = dataclasses.replace(step, algorithm=ALL_REDUCE)
         topology = TopologyConfig(name="complete")
     elif name in OWN_GRAPHS:  # The config's topology may not fit the scale.
-        topology = dataclasses.replace(topology, name="complete")
-    elif name not in POLICIES:
-        topology = dataclasses.replace(topology, name=name)
+        topology = dataclasses.replace(topology, name="complete", make=None)
+    elif name not in POLICIES:  # Its own function would go before any name.
+        topology = dataclasses.replace(topology, name=name, make=None)
     policy = dataclasses.replace(policy, name=name if name in POLICIES else "fixed")
     if period:
         topology = dataclasses.replace(topology, mean_every=int(period))

@@ -14,7 +14,7 @@ from decentjax.topology import butterfly_groups
 from train.config import Config
 from train.network import MaybeRate, MaybeTime, Time, rate, seconds
 from train.run.peers import as_used, wagma_groups
-from train.run.rounds import build_rounds, sent_bytes
+from train.run.rounds import build_rounds, sent_bytes, step_bytes
 from train.tasks.task import build_task
 
 
@@ -41,6 +41,15 @@ class Clock:
     between: MaybeRate = None
 
     def __post_init__(self):
+        if bool(self.late_workers) != (seconds("late_by", self.late_by) > 0):
+            raise ValueError(
+                "late workers are --clock.late-workers, how many, and --clock.late-by, "
+                f"how long, got {self.late_workers} and {self.late_by}"
+            )
+        if self.compute is not None and self.trace is not None:
+            raise ValueError(
+                "times are computed or measured: give --clock.compute or --clock.trace"
+            )
         if not self.runs and (self.late_workers or self.between is not None):
             raise ValueError(
                 "late workers and rates need to know how long a step computes: give "
@@ -69,9 +78,18 @@ class Clock:
         """
         task, count = build_task(config.task), config.num_steps
         exchange = config.exchange
+        if config.policy.name != "fixed":
+            raise ValueError(
+                f"policy.name = {config.policy.name} chooses the graph as the run goes "
+                'on, and has no clock: take "fixed"'
+            )
+        if (exchange.where, exchange.way) == ("peers", "arrived") and exchange.patience:
+            raise ValueError(
+                "by the clock peers wait for nobody: set exchange.patience to 0, got "
+                f"{exchange.patience}"
+            )
         model, _ = jax.eval_shape(task.init, jax.random.key(0))
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(model))
-        cluster, job = self._cluster(config), self._job(size)
+        cluster, job = self._cluster(config), self._job(step_bytes(config, model))
         if config.step.algorithm == "all_reduce":
             return Timed(runtime.all_reduce(cluster, job, count, seed))
         if config.step.algorithm == "rounds":
@@ -88,7 +106,7 @@ class Clock:
         if exchange.where == "background":
             return Timed(runtime.background(cluster, job, graph, count, seed))
         if exchange.where != "peers":
-            hidden = config.step.algorithm == "awc"
+            hidden = config.step.algorithm in ("awc", "tracking")
             return Timed(runtime.in_step(cluster, job, graph, count, seed, hidden))
         if exchange.way == "arrived":
             times, mixed = runtime.peers(cluster, job, graph, count, seed)

@@ -28,6 +28,7 @@ from train.cli.config_json import (
 )
 from train.cli.options import AS_OPTIONS
 from train.config import Config, DistributedConfig
+from train.fields import place_of
 from train.models.gpt2 import read_gpt2
 from train.run.checkpoint import (
     DamagedError,
@@ -63,6 +64,21 @@ FREE = (
     "distributed",
     "workers.where",
     *HOOKS,
+)
+
+
+# These have no effect beside a schedule of the user's own.
+RATES = tuple(
+    f"optimizer.{name}"
+    for name in (
+        "learning_rate",
+        "initial_learning_rate",
+        "final_learning_rate",
+        "warmup_steps",
+        "decay",
+        "decay_steps",
+        "decay_factor",
+    )
 )
 
 
@@ -141,14 +157,25 @@ def with_changes(
 
 
 def with_field(config: Config, field: str, value: str, prog: str) -> Config:
-    """Returns the config with a field set, as on the command line of `train`."""
+    """Returns the config with a field set, as on the command line of `train`.
+
+    Raises:
+      ValueError: if there is no such field, or it would change nothing.
+    """
     check_field(config, field, prog)
+    schedule = config.optimizer.schedule
+    if schedule is not None and field.replace("-", "_") in RATES:
+        raise ValueError(
+            f"{prog}: {field} would change nothing, as optimizer.schedule = "
+            f"{place_of(schedule)} has the rates"
+        )
     return tyro.cli(
         Config,
         default=config,
         args=[f"--{field}", *value.split()],
         prog=prog,
-        config=AS_OPTIONS,
+        # A flag has a value here, True or False, as any other field.
+        config=(*AS_OPTIONS, tyro.conf.FlagConversionOff),
     )
 
 

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 
 from decentjax import Rounds
@@ -73,6 +74,22 @@ def rounds_of(
     merges = {"replace": replace, "shift": shift, "blend": blend(options.share)}
     merge = merges[options.merge]
     return Rounds(schedule, _outer(options), merge, _compression(options))
+
+
+def step_bytes(config: Config, model: Any) -> int:
+    """Returns the size of what an exchange in each step sends, in bytes.
+
+    Args:
+      config: config of the run.
+      model: model as shapes.
+    """
+    narrow = config.step.message_dtype and np.dtype(config.step.message_dtype).itemsize
+    size = sum(
+        x.size * min(x.dtype.itemsize, narrow or x.dtype.itemsize)
+        for x in jax.tree.leaves(model)
+    )
+    # Tracking sends an estimate of the gradient beside the model.
+    return size * (2 if config.step.algorithm == "tracking" else 1)
 
 
 def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:

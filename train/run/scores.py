@@ -9,11 +9,13 @@ import numpy as np
 
 from decentjax import mean_model
 from train.cli.config_json import read_config
+from train.cli.tables import say_workers
 from train.config import Config
 from train.job.distributed import workers_per_process
 from train.run.build import build_state
-from train.run.checkpoint import read_models
+from train.run.checkpoint import find_checkpoints, read_models
 from train.run.folder import check_run, process_folders
+from train.run.log import warn
 from train.run.optimizers import build_optimizer
 from train.tasks.task import Task, Totals, build_task
 
@@ -27,13 +29,16 @@ class TrainedRun(NamedTuple):
       config: config of the run.
       task: the trained task.
       steps: step of the checkpoint; of peers, that of each process.
-      models: params and model state of all workers, NumPy, [N, ...].
+      models: params and model state of the workers, NumPy, [rows, ...].
+      workers: number of the worker of each row: of an elastic run those who are in the
+        mean, else 0 to N - 1.
     """
 
     config: Config
     task: Task
     steps: tuple[int, ...]
     models: Model
+    workers: Sequence[int]
 
     @property
     def step(self) -> int:
@@ -55,13 +60,22 @@ class TrainedRun(NamedTuple):
             raise ValueError(
                 f"the run has workers 0 to {num_workers - 1}, got {number}"
             )
-        return jax.tree.map(lambda x: x[number], self.models)
+        if number not in self.workers:
+            raise ValueError(
+                f"worker {number} is not among those of the newest checkpoints: "
+                f"{say_workers(self.workers)}"
+            )
+        row = list(self.workers).index(number)
+        return jax.tree.map(lambda x: x[row], self.models)
 
 
 def read_trained(
     run_dir: Path, step: int | None = None, trust: Sequence[str] = ()
 ) -> TrainedRun:
     """Reads the models of a run.
+
+    Of an elastic run those of the processes that were there to the end: the models of
+    others are as old as their absence is long.
 
     Args:
       run_dir: folder of the run.
@@ -75,19 +89,43 @@ def read_trained(
     config = read_config(run_dir / "config.json", trust)
     task = build_task(config.task)
     optimizer = build_optimizer(config.optimizer, config.num_steps)
-    folders, num_processes = [run_dir], 1
+    folders, num_processes = {0: run_dir}, 1
     if process_folders(run_dir):
         num_processes = config.distributed.num_processes or 1
-        folders = [run_dir / f"process-{i}" for i in range(num_processes)]
-    workers = range(workers_per_process(config.workers.num_workers, num_processes))
+        folders = {i: run_dir / f"process-{i}" for i in range(num_processes)}
+        if config.exchange.elastic and step is None:
+            folders = _there_to_the_end(folders, config)
+    count = workers_per_process(config.workers.num_workers, num_processes)
+    workers = range(count)
     # Shapes alone: the checkpoint's arrays are read into them, without the optimizer's.
     state = jax.eval_shape(lambda: build_state(config, task, optimizer, workers))
     shapes = {"params": state.params, "model_state": state.model_state}
     steps, parts = zip(
-        *(read_models(folder, shapes, step) for folder in folders), strict=True
+        *(read_models(folder, shapes, step) for folder in folders.values()), strict=True
     )
     models = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-    return TrainedRun(config, task, steps, (models["params"], models["model_state"]))
+    numbers = [process * count + i for process in folders for i in workers]
+    stacked = models["params"], models["model_state"]
+    return TrainedRun(config, task, steps, stacked, numbers)
+
+
+def _there_to_the_end(folders: dict[int, Path], config: Config) -> dict[int, Path]:
+    """The processes whose newest checkpoints are about as new as that of any."""
+    newest = {
+        process: max(find_checkpoints(folder).steps, default=-1)
+        for process, folder in folders.items()
+    }
+    least = max(0, max(newest.values()) - config.checkpoint.every_steps)
+    gone = [process for process, step in newest.items() if step < least]
+    if len(gone) == len(folders):  # Nothing is saved yet: the first is refused.
+        return folders
+    for process in gone:
+        what = f"is of step {newest[process]}" if newest[process] >= 0 else "is missing"
+        warn(
+            f"process {process} is left out: its newest checkpoint {what}, and that of "
+            f"others of step {max(newest.values())}"
+        )
+    return {i: folder for i, folder in folders.items() if i not in gone}
 
 
 class Score(Protocol):

@@ -25,7 +25,7 @@ from train.run.build import build_state, build_steps
 from train.run.choose import build_policy, dispersion
 from train.run.optimizers import build_optimizer
 from train.run.outcome import Report, SeedsOutcome, in_turn
-from train.run.rounds import build_rounds, sent_bytes
+from train.run.rounds import build_rounds, sent_bytes, step_bytes
 from train.run.trace import trace_task
 from train.tasks.task import Task, build_task
 
@@ -193,8 +193,7 @@ def sent_by(
       taken: the exchange of each step, or its rounds.
       one_model: model as shapes.
     """
-    whole = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(one_model))
-    whole *= 2 if config.step.algorithm == "tracking" else 1
+    whole = step_bytes(config, one_model)
     total = {"connections": 0.0, "per worker": 0.0, "per link": 0.0}
     for one, count in collections.Counter(taken).items():
         if not isinstance(one, Event):
