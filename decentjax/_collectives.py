@@ -161,6 +161,8 @@ def _collective(
 ) -> jax.Array:
     """`on_mesh` of one worker's array, or `stacked` of all workers' arrays."""
 
+    total = lax.axis_size(axis_name)
+
     # The index is an argument since only arguments of custom_vmap say whether they are
     # batched: it is the one value that the vmap over the workers alone batches.
     @custom_vmap
@@ -174,6 +176,11 @@ def _collective(
         # Under any other vmap, as over seeds, x has a further dim.
         if not index_batched:
             return collective(x, index), True
+        if size != total:
+            raise ValueError(
+                f"{total} workers on the axes {axis_name!r}, of which a vmap maps "
+                f"{size}: map all of them by one vmap, or all on devices"
+            )
         if not x_batched:
             x = jnp.broadcast_to(x, (size, *x.shape))
         return stacked(x), True

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from decentjax._collectives import sum_dtype
 from decentjax.exchange import Exchange
 from decentjax.step import Metrics, Mix, WorkerState, check_optimizer, mix_workers
 
@@ -37,6 +38,9 @@ def exact_diffusion(
     Args:
       inner: local optimizer, such as `optax.sgd`.
 
+    Raises:
+      ValueError: by its init, for params narrower than float32.
+
     Examples:
       >>> import optax
       >>> from decentjax import decentralize_atc, exact_diffusion, topology
@@ -50,7 +54,16 @@ def exact_diffusion(
     inner = optax.with_extra_args_support(inner)
 
     def init_fn(params):
-        return ExactDiffusionState(params, inner.init(params))
+        for x in map(jnp.asarray, jax.tree.leaves(params)):
+            # What the exchanges have moved is summed up: so would be each rounding.
+            if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
+                raise ValueError(
+                    "exact_diffusion needs params of float32 or wider, got "
+                    f"{x.dtype.name}"
+                )
+        # A copy, so that a step can donate both.
+        adapted = jax.tree.map(jnp.copy, params)
+        return ExactDiffusionState(adapted, inner.init(params))
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is None:
@@ -73,6 +86,7 @@ class QuasiGlobalState(NamedTuple):
     count: jax.Array  # int32, []; steps done
     momentum: optax.Updates  # of the movement of the model, exchanges included
     before: optax.Params  # the model before the last update
+    rate: jax.Array  # float32, []; of the last update, 0 before the first
 
 
 def quasi_global_momentum(
@@ -107,18 +121,19 @@ def quasi_global_momentum(
         return learning_rate(count) if callable(learning_rate) else learning_rate
 
     def init_fn(params):
-        return QuasiGlobalState(
-            jnp.zeros([], jnp.int32), optax.tree.zeros_like(params), params
-        )
+        momentum = optax.tree.zeros_like(params)
+        # A copy, so that a step can donate both.
+        before = jax.tree.map(jnp.copy, params)
+        start = jnp.zeros([], jnp.int32), momentum, before
+        return QuasiGlobalState(*start, rate=jnp.zeros([], float))
 
     def update_fn(updates, state, params=None):
         if params is None:
             raise ValueError(
                 "quasi_global_momentum needs the params: pass them to update"
             )
-        last = rate(jnp.maximum(state.count - 1, 0))
-        # Before the first step nothing has moved: params is what `init` was given.
-        # A rate of 0, as at the start of a warm-up, has moved nothing either.
+        # A rate of 0, as before the first step or in a warm-up, has moved nothing.
+        last = state.rate
         scale = jnp.where(last > 0, (1 - momentum) / jnp.where(last > 0, last, 1), 0)
         moved = jax.tree.map(
             lambda m, old, x: momentum * m + (scale * (old - x)).astype(m.dtype),
@@ -131,13 +146,17 @@ def quasi_global_momentum(
             ahead = jax.tree.map(lambda m, g: g + momentum * m, ahead, updates)
         now = rate(state.count)
         updates = jax.tree.map(lambda x: -now * x, ahead)
-        return updates, QuasiGlobalState(state.count + 1, moved, params)
+        rates = jnp.asarray(now, state.rate.dtype)
+        return updates, QuasiGlobalState(state.count + 1, moved, params, rates)
 
     return optax.GradientTransformation(init_fn, update_fn)
 
 
 class Tracked(NamedTuple):
-    """What `tracking_step` carries, as `extra`: y and the gradient of the last step."""
+    """What `tracking_step` carries, as `extra`: y and the gradient of the last step.
+
+    In float32 at least: each rounding of y would stay in it.
+    """
 
     tracker: Any
     gradient: Any
@@ -153,7 +172,7 @@ def init_tracking(params: Any) -> Tracked:
       >>> extra = init_tracking(params)
       >>> state = init_state(params, optax.sgd(0.1), key, num_workers=4, extra=extra)
     """
-    zeros = jax.tree.map(jnp.zeros_like, params)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params)
     return Tracked(zeros, jax.tree.map(jnp.copy, zeros))
 
 
@@ -210,14 +229,12 @@ def tracking_step(
     found = []
 
     def track(gradient: Any) -> Any:
+        wide = jax.tree.map(lambda y, g: g.astype(y.dtype), tracker, gradient)
         new = jax.tree.map(
-            lambda y, g, old: y + jnp.subtract(g, old),
-            tracker,
-            gradient,
-            before.gradient,
+            lambda y, g, old: y + jnp.subtract(g, old), tracker, wide, before.gradient
         )
-        found.append(Tracked(new, gradient))
-        return new
+        found.append(Tracked(new, wide))
+        return jax.tree.map(lambda y, g: y.astype(g.dtype), new, gradient)
 
     state, metrics = adapt(state, batch, params, reduce_gradients=track)
     return state._replace(extra=found[0]), metrics

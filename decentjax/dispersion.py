@@ -32,7 +32,10 @@ def tensor_norms(params: Any) -> jax.Array:
       [0. 5.]
     """
     return jnp.stack(
-        [jnp.linalg.norm(x.astype(jnp.float32)) for x in jax.tree.leaves(params)]
+        [
+            jnp.linalg.norm(jnp.abs(x).astype(jnp.float32))
+            for x in jax.tree.leaves(params)
+        ]
     )
 
 
@@ -53,8 +56,9 @@ def tensor_distances(params: Any, axis_name: AxisName) -> jax.Array:
     """
 
     def square(x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.float32)
-        return jnp.sum((x - jax.lax.pmean(x, axis_name)) ** 2)
+        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        apart = jnp.abs(x - jax.lax.pmean(x, axis_name))
+        return jnp.sum(apart.astype(jnp.float32) ** 2)
 
     squares = jnp.stack([square(x) for x in jax.tree.leaves(params)])
     return jnp.sqrt(jax.lax.pmean(squares, axis_name))

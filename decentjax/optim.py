@@ -93,11 +93,13 @@ def scale_by_accum_adam(
     adam: Any = optax.scale_by_adam(b1, b2, eps, eps_root)
 
     def init_fn(params):
+        params = jax.tree.map(jnp.asarray, params)
         acc = jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params)
         return ScaleByAccumAdamState(*adam.init(params), acc=acc)
 
     def update_fn(updates, state, params=None):
         del params
+        updates = jax.tree.map(jnp.asarray, updates)
         count = jnp.asarray(optax.safe_increment(state.count))
         window = (count + accum_steps - 1) // accum_steps
         # Adam as it stands after the last full window. s = 4: the steps 1 to 4 are each

@@ -362,7 +362,7 @@ def check_not_donated(state: WorkerState) -> None:
             "a train step takes a WorkerState, as init_state makes it, got "
             f"{type(state).__name__}"
         )
-    if state.key.is_deleted():
+    if isinstance(state.key, jax.Array) and state.key.is_deleted():
         raise ValueError(
             "a step donates the buffers of its state, and this state was donated to an "
             "earlier step: use the state that it returned, or give it a copy, "

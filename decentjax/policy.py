@@ -119,7 +119,7 @@ def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) ->
         return max(degree - math.floor(per_epoch * epoch), least)
 
     last = math.ceil((degree - least) / per_epoch) if per_epoch else 0
-    reached = map(neighbors, range(last + 1))
+    reached = [*map(neighbors, range(last + 1)), *[least] * (per_epoch > 0)]
     if 0 < per_epoch < 1:  # Each number, however many epochs that takes.
         reached = range(degree, least - 1, -1)
     graphs = {k: lattice(num_workers, k) for k in reached}

@@ -217,7 +217,8 @@ def adapt(
     )
     if reduce_gradients is not None:
         grads = reduce_gradients(grads)
-    params, opt_state = descend(optimizer, grads, state.opt_state, mixed)
+    loss = metrics["loss"]
+    params, opt_state = descend(optimizer, grads, state.opt_state, mixed, loss)
     state = state._replace(
         params=params, opt_state=opt_state, model_state=model_state, key=key
     )
@@ -244,7 +245,13 @@ def gradient(
       ValueError: if the batch has no `num_micro_batches` equal parts.
     """
     key, step_key = jax.random.split(state.key)
-    grad = jax.grad(_with_loss_metric(loss_fn), has_aux=True)
+    differentiate = jax.grad(_with_loss_metric(loss_fn), has_aux=True)
+
+    def grad(*args):
+        grads, aux = differentiate(*args)
+        # Of a complex number jax gives the conjugate of the direction of ascent.
+        return jax.tree.map(jnp.conj, grads), aux
+
     if num_micro_batches == 1:
         grads, (model_state, metrics) = grad(
             state.params, state.model_state, batch, step_key
@@ -290,9 +297,15 @@ def check_optimizer(optimizer: Any) -> None:
 
 
 def descend(
-    optimizer: optax.GradientTransformation, grads: Any, opt_state: Any, params: Any
+    optimizer: optax.GradientTransformation,
+    grads: Any,
+    opt_state: Any,
+    params: Any,
+    loss: jax.Array,
 ) -> tuple[Any, Any]:
     """One update of an optimizer that leaves the exchange to the step.
+
+    An optimizer that takes `value`, as `optax.contrib.reduce_on_plateau`, has the loss.
 
     Returns:
       The updated params, and the optimizer's new state.
@@ -307,7 +320,8 @@ def descend(
             "this step: give it the inner optimizer, as optax.adamw(1e-3)"
         )
     check_optimizer(optimizer)
-    updates, opt_state = optimizer.update(grads, opt_state, params)
+    update = optax.with_extra_args_support(optimizer).update
+    updates, opt_state = update(grads, opt_state, params, value=loss)
     return optax.apply_updates(params, updates), opt_state
 
 

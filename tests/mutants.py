@@ -436,8 +436,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/step.py",
-        "descend(optimizer, grads, state.opt_state, mixed)",
-        "descend(optimizer, grads, state.opt_state, state.params)",
+        "descend(optimizer, grads, state.opt_state, mixed, loss)",
+        "descend(optimizer, grads, state.opt_state, state.params, loss)",
         "tests/test_step.py -k adapt_sends_nothing",
     ),
     Mutant(
@@ -556,13 +556,13 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/correction.py",
-        "last = rate(jnp.maximum(state.count - 1, 0))",
+        "last = state.rate",
         "last = rate(state.count)",
         "tests/test_correction.py -k quasi_global_momentum_is",
     ),
     Mutant(
         "decentjax/correction.py",
-        "found.append(Tracked(new, gradient))",
+        "found.append(Tracked(new, wide))",
         "found.append(Tracked(new, before.gradient))",
         "tests/test_correction.py -k diging",
     ),
@@ -796,8 +796,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/placement.py",
-        "if state.key.is_deleted():",
-        "if False:",
+        "and state.key.is_deleted():",
+        "and False:",
         "tests/test_step.py -k a_state_that_was_given_up",
     ),
     Mutant(

@@ -14,6 +14,7 @@ from train.compare import _held_out, compare
 from train.config import (
     ExchangeConfig,
     LogConfig,
+    PolicyConfig,
     RoundsConfig,
     TopologyConfig,
     WorkersConfig,
@@ -185,6 +186,47 @@ def test_peers_that_have_no_clock_are_refused(way, algorithm, clock, words):
     config = by_peers(dataclasses.replace(base, step=step), way)
     with pytest.raises(ValueError, match=words):
         clock.run(config, 0)
+
+
+def test_a_message_takes_as_long_as_it_is():
+    """Of a half-precision model, and of gradient tracking, which sends two."""
+    clock = Clock(compute="1us", sigma=0, between="1kbit")  # The messages are all.
+
+    def seconds(**fields):
+        step = dataclasses.replace(RING.step, **fields)
+        return clock.run(dataclasses.replace(RING, step=step), 0).times.end.max()
+
+    one = seconds()
+    assert seconds(message_dtype="bfloat16") == pytest.approx(one / 2, rel=1e-3)
+    assert seconds(algorithm="tracking") == pytest.approx(2 * one, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"policy": PolicyConfig(name="thinning")}, "as the run goes on, and has no c"),
+        (
+            {"exchange": ExchangeConfig(where="peers", patience=1.0)},
+            "peers wait for nobody: set exchange.patience to 0, got 1.0",
+        ),
+    ],
+)
+def test_what_the_clock_would_ignore_is_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        Clock(compute="1s").run(dataclasses.replace(RING, **changes), 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"late_workers": 1}, "got 1 and 0s"),
+        ({"late_by": "1s"}, "got 0 and 1s"),
+        ({"trace": Path("times.npy")}, "--clock.compute or --clock.trace"),
+    ],
+)
+def test_half_a_clock_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        Clock(compute="1s", **options)
 
 
 def test_late_workers_delay_a_mean_of_all():

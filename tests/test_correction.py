@@ -178,3 +178,55 @@ def test_they_need_the_params(optimizer):
     state = optimizer.init(jnp.zeros(2))
     with pytest.raises(ValueError, match="needs the params: pass them to update"):
         optimizer.update(jnp.zeros(2), state)
+
+
+def test_an_injected_rate_is_that_of_the_step_that_moved():
+    """As a number the rate of now alone is known: it has to be kept."""
+    schedule = optax.exponential_decay(0.2, 1, 0.5)
+    injected = optax.inject_hyperparams(quasi_global_momentum)
+    plain, other = (
+        train(atc_step, make(schedule), 8) for make in (quasi_global_momentum, injected)
+    )
+    np.testing.assert_allclose(other, plain, rtol=1e-6)
+
+
+def test_narrow_params_are_tracked_in_float32_or_refused():
+    params = jnp.zeros(3, jnp.bfloat16)
+    optimizer = optax.sgd(0.1)
+    state = init_state(
+        params, optimizer, jax.random.key(0), N, extra=init_tracking(params)
+    )
+
+    def loss_fn(params, model_state, batch, key):
+        return (params.astype(jnp.float32) * batch).sum(), (model_state, {})
+
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    step = simulate(functools.partial(tracking_step, adapt=local), GRAPH)
+    batches = GENERATOR.standard_normal((50, N, 3)).astype("float32")
+    for t, batch in enumerate(batches):
+        state, _ = step(state, batch, t)
+    assert state.params.dtype == jnp.bfloat16
+    assert state.extra.tracker.dtype == jnp.float32
+    # The mean of all y is that of the gradients, whose own dtype is that of the params.
+    gradients = np.asarray(jnp.asarray(batches[-1], jnp.bfloat16), np.float32)
+    found = np.asarray(state.extra.tracker).mean(0)
+    np.testing.assert_allclose(found, gradients.mean(0), atol=1e-5)
+    with pytest.raises(ValueError, match="float32 or wider, got bfloat16"):
+        exact_diffusion(optimizer).init(params)
+
+
+@pytest.mark.parametrize(
+    "inner", [exact_diffusion(optax.sgd(0.1)), quasi_global_momentum(0.1)]
+)
+def test_a_step_may_donate_params_and_state(inner):
+    optimizer = decentralize_atc(inner, GRAPH, "workers")
+
+    def step(params, opt_state):
+        updates, opt_state = optimizer.update(params, opt_state, params)
+        return optax.apply_updates(params, updates), opt_state
+
+    step = jax.jit(jax.vmap(step, axis_name="workers"), donate_argnums=(0, 1))
+    params = jnp.ones((N, 3))
+    opt_state = jax.vmap(optimizer.init)(params)
+    params, _ = step(params, opt_state)
+    np.testing.assert_allclose(params, 0.9, rtol=1e-6)

@@ -71,6 +71,9 @@ def test_graphs_have_names_and_policies_too():
     assert made["one_peer_ring"].topology.name == "one_peer_ring"
     for name in POLICIES:
         assert made[name].policy.name == name
+    own = dataclasses.replace(LINE, topology=TopologyConfig(make=topology.alone))
+    for cell in make_cells(own, ("ring", "thinning"), (8,), "local", "none"):
+        assert cell.config.topology.make is None  # It would go before the name.
     assert made["damping"].topology == made["merged"].topology == LINE.topology
 
 

@@ -950,3 +950,11 @@ def test_shards_are_sent_in_pieces_too():
     _assert_mixed(mapped(placed), before, exchange)
     text = mapped.lower(placed).compile().as_text()
     assert {c.num_bytes for c in hlo.collectives(text, 8)} == {48}
+
+
+def test_workers_on_two_axes_are_not_mapped_by_two_vmaps():
+    """Each would see a part of the workers."""
+    models = jnp.arange(8.0).reshape(2, 4)
+    mean = functools.partial(global_mean, axis_name=("node", "local"))
+    with pytest.raises(ValueError, match=r"8 workers on the axes .* vmap maps 4: map"):
+        jax.vmap(jax.vmap(mean, axis_name="local"), axis_name="node")(models)

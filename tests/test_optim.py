@@ -782,3 +782,10 @@ def test_other_arguments_of_update_reach_the_inner_optimizer():
     inner = optax.GradientTransformationExtraArgs(lambda _: (), update_fn)
     optimizer = decentralize(inner, topology.complete(4), AXIS)
     np.testing.assert_allclose(_update_once(optimizer, scale=7.0, step=0), 7)
+
+
+def test_numbers_of_python_are_params():
+    optimizer = accum_adam(0.1, accum_steps=2)
+    state = optimizer.init({"w": 1.0})
+    updates, _ = optimizer.update({"w": 2.0}, state)
+    np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-5)

@@ -382,6 +382,27 @@ def test_a_process_alone_trains_and_when_started_again_goes_on(
     assert "looks for peers" not in capsys.readouterr().out
 
 
+def test_of_an_elastic_run_the_mean_is_of_who_was_there_to_the_end(
+    tmp_path, monkeypatch, capsys
+):
+    """One has left early, and the place of another was never taken."""
+    monkeypatch.setattr(peers, "START_SECONDS", 0.2)
+    exchange = ExchangeConfig(where="peers", elastic=True)
+    for number, steps in ((0, 20), (1, 5)):
+        train(as_process(number, 3, exchange=exchange, num_steps=steps), tmp_path)
+    found = read_trained(tmp_path)
+    assert list(found.workers) == [0]
+    assert found.steps == (20,)
+    said = capsys.readouterr().err
+    assert "process 1 is left out: its newest checkpoint is of step 5, and" in said
+    assert "process 2 is left out: its newest checkpoint is missing, and" in said
+    mean, own = (jax.tree.leaves(x) for x in (found.mean(), found.worker(0)))
+    for x, y in zip(mean, own, strict=True):
+        np.testing.assert_array_equal(x, y)
+    with pytest.raises(ValueError, match=r"worker 2 is not among those .*: worker 0$"):
+        found.worker(2)
+
+
 def test_who_was_away_when_the_others_ended_goes_on_with_what_they_saved(
     tmp_path, monkeypatch, capsys
 ):

@@ -14,6 +14,7 @@ from hlo import collective_names
 from scipy import stats
 
 from decentjax import (
+    AXIS,
     adapt,
     awc_step,
     init_state,
@@ -32,6 +33,7 @@ from decentjax.dispersion import (
     index_of_dispersion,
     measured,
     quartile_coefficient,
+    tensor_distances,
     tensor_names,
     tensor_norms,
 )
@@ -316,3 +318,16 @@ def test_a_policy_needs_an_exchange_in_the_step(change):
         changes["exchange"] = dataclasses.replace(config.exchange, where=change)
     with pytest.raises(ValueError, match=r"policy.name = thinning .* got \w+ with \w+"):
         dataclasses.replace(config, **changes)
+
+
+def test_ada_has_its_last_graph_whatever_is_rounded():
+    """63 / 1.4 is 45 in floats, and 1.4 * 45 less than 63."""
+    ada = policy.thinning(128, degree=65, per_epoch=1.4)
+    names = [ada.graphs[ada(0, epoch=epoch)].name for epoch in (0, 45, 46, 100)]
+    assert len(set(names[2:])) == 1
+
+
+def test_norms_of_complex_numbers_are_of_both_parts():
+    assert tensor_norms({"w": jnp.array([3 + 4j])}).tolist() == [5.0]
+    apart = over_workers(functools.partial(tensor_distances, axis_name=AXIS))
+    np.testing.assert_allclose(apart({"w": jnp.array([3 + 4j, -3 - 4j])}), 5)

@@ -154,6 +154,25 @@ def test_a_run_without_evaluations_is_drawn_too(tmp_path):
     assert images(write_report([run], tmp_path / "page.html").read_text())
 
 
+def test_a_run_without_a_step_is_a_row(tmp_path):
+    """As a process that has joined and takes its first one."""
+    runs = [make_run(tmp_path / name, 2.5) for name in ("first", "second")]
+    (runs[1] / METRICS).write_text('{"seconds": 0.1, "step": 0, "began": 1.0}\n')
+    page = write_report(runs, tmp_path / "page.html").read_text()
+    assert "<td>no step yet</td>" in page
+
+
+def test_all_reduce_has_no_topology(tmp_path):
+    step = dataclasses.replace(TINY.step, algorithm="all_reduce", message_dtype=None)
+    runs = [
+        make_run(tmp_path / "first", 2.5),
+        make_run(tmp_path / "all", 2.5, step=step),
+    ]
+    page = write_report(runs, tmp_path / "page.html").read_text()
+    assert "Topology of first" in page
+    assert "Topology of all" not in page
+
+
 def test_a_row_that_was_cut_off_is_left_out(tmp_path):
     run = make_run(tmp_path / "run", 2.5)
     with (run / METRICS).open("a") as file:

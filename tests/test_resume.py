@@ -13,6 +13,7 @@ import jax
 import job_line
 import line
 import numpy as np
+import optax
 import orbax.checkpoint as ocp
 import pytest
 
@@ -22,6 +23,7 @@ from train.cli.command import SaveError
 from train.cli.config_json import to_json
 from train.config import TopologyConfig
 from train.data.batches import Batch
+from train.dbench.grid import make_cells
 from train.report import write_report
 from train.run.checkpoint import Checkpoints, find_checkpoints, read_models
 from train.run.finite import WatchState, build_check
@@ -66,6 +68,25 @@ def run_dir(finished, tmp_path):
 def poisoned(poison: str, worker: int = 2, at: int = 9, **fields):
     task = line.Line(poison=poison, poison_step=at, poison_worker=worker)
     return dataclasses.replace(LINE, task=task, **fields)
+
+
+def test_a_flag_is_changed_by_its_value():
+    changed, fields = with_changes(LINE, ("log.timeline=True",))
+    assert changed.log.timeline
+    assert fields == ("log.timeline",)
+
+
+def rates(num_steps):
+    return optax.constant_schedule(0.1)
+
+
+def test_a_rate_that_changes_nothing_is_refused():
+    optimizer = dataclasses.replace(LINE.optimizer, schedule=rates)
+    config = dataclasses.replace(LINE, optimizer=optimizer)
+    with pytest.raises(ValueError, match=r"optimizer.schedule = .*:rates has the r"):
+        with_changes(config, ("optimizer.learning-rate=0.5",))
+    with pytest.raises(ValueError, match=r"--scaling linear scales .* leave it out"):
+        make_cells(config, ("ring",), (4,), "local", "linear")
 
 
 @pytest.mark.parametrize(

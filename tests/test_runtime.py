@@ -666,3 +666,11 @@ def test_rounds_need_the_clusters_workers():
     made = schedule.every(topology.ring(3), 2)
     with pytest.raises(ValueError, match="3 workers, the cluster has 16"):
         runtime.rounds(CLUSTER, JOB, made, 4)
+
+
+def test_a_delay_changes_no_times_of_anothers():
+    kept = np.ones(4, int)
+    late = runtime.delayed(lambda *_: kept, count=4, seconds=0.5)
+    for _ in range(2):
+        assert late(0, 4, np.random.default_rng(0)).tolist() == [1.5] * 4
+    assert kept.tolist() == [1] * 4

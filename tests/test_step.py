@@ -991,3 +991,52 @@ def test_an_algorithm_keeps_a_state_of_its_own(simulated):
     # With the true gradient of the mean loss, a constant rate reaches the optimum.
     wanted = np.broadcast_to(np.asarray(problem.optima).mean((0, 1)), (5, 3, 4))
     np.testing.assert_allclose(state.params["x"], wanted, atol=1e-3)
+
+
+def test_a_complex_model_descends():
+    optimizer = optax.sgd(0.2)
+    for parts in (1, 2):
+
+        def loss_of_parts(params, model_state, batch, key):
+            return jnp.mean(jnp.abs(params - batch) ** 2), (model_state, {})
+
+        local = functools.partial(
+            adapt, loss_fn=loss_of_parts, optimizer=optimizer, num_micro_batches=parts
+        )
+        step = simulate(functools.partial(awc_step, adapt=local), topology.ring(4))
+        params = jnp.zeros((), jnp.complex64)
+        state = init_state(params, optimizer, jax.random.key(0), 4)
+        batch = jnp.full((4, 2), 1 + 2j)
+        for t in range(40):
+            state, _ = step(state, batch, t)
+        np.testing.assert_allclose(state.params, 1 + 2j, rtol=1e-4)
+
+
+def test_an_optimizer_that_takes_the_loss_has_it():
+    plateau = optax.contrib.reduce_on_plateau(factor=0.5, patience=1, cooldown=0)
+    optimizer = optax.chain(optax.sgd(0.0), plateau)
+
+    def loss_fn(params, model_state, batch, key):
+        return jnp.sum(params**2), (model_state, {})
+
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    step = simulate(functools.partial(awc_step, adapt=local), topology.ring(3))
+    state = init_state(jnp.ones(2), optimizer, jax.random.key(0), 3)
+    for t in range(4):  # Its loss stays.
+        state, _ = step(state, jnp.zeros((3, 1)), t)
+    np.testing.assert_allclose(state.opt_state[-1].best_value, 2.0)
+    assert (state.opt_state[-1].scale < 1).all()
+
+
+def test_a_key_of_numpy_is_taken():
+    """As one that was kept in a file."""
+    state = init_state(jnp.ones(2), optax.sgd(0.1), jax.random.PRNGKey(0), 3)
+    state = jax.device_get(state)
+
+    def loss_fn(params, model_state, batch, key):
+        return jnp.sum(params**2), (model_state, {})
+
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+    step = simulate(functools.partial(awc_step, adapt=local), topology.ring(3))
+    state, _ = step(state, np.zeros((3, 1)), 0)
+    np.testing.assert_allclose(state.params, 0.8, rtol=1e-6)

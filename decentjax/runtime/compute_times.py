@@ -91,9 +91,8 @@ def delayed(compute: Compute, count: int, seconds: float) -> Compute:
         )
 
     def draw(step: int, num_workers: int, random: np.random.Generator) -> np.ndarray:
-        times = compute(step, num_workers, random)
+        times = np.array(compute(step, num_workers, random), float)
         late = random.choice(num_workers, min(count, num_workers), replace=False)
-        # In place: every `Compute` returns an array of its own.
         times[late] += seconds
         return times
 
