@@ -2,12 +2,10 @@
 
 import contextlib
 import ctypes
-import math
 import os
 import select
 import signal
 import threading
-import time
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 
@@ -106,17 +104,17 @@ def _handled(numbers: Collection[int], receive: Handler) -> Iterator[None]:
     received = False
 
     def end_at_later() -> None:
-        at = math.inf
+        readable, milliseconds = select.poll(), None
+        readable.register(reader, select.POLLIN)
         while True:
-            left = None if at == math.inf else max(0.0, at - time.monotonic())
-            if not select.select([reader], [], [], left)[0]:
-                at = math.inf
+            if not readable.poll(milliseconds):
                 for number in numbers:
                     _LIBC.signal(number, signal.SIG_DFL.value)
+                milliseconds = None
             elif not (came := os.read(reader, 1)):  # The context has ended.
                 return
             elif came[0] in numbers:
-                at = min(at, time.monotonic() + REPEAT_SECONDS)
+                milliseconds = 1000 * REPEAT_SECONDS
 
     def first(number: int, frame: FrameType | None) -> None:
         nonlocal received
