@@ -2073,8 +2073,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/stop.py",
-        "milliseconds = 1000 * REPEAT_SECONDS",
-        "milliseconds = 0",
+        "at = min(at, time.monotonic() + REPEAT_SECONDS)",
+        "at = min(at, time.monotonic())",
         "tests/test_stop.py -k twice_at_once",
     ),
     Mutant(

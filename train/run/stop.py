@@ -2,10 +2,12 @@
 
 import contextlib
 import ctypes
+import math
 import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator
 from types import FrameType
 
@@ -104,17 +106,18 @@ def _handled(numbers: Collection[int], receive: Handler) -> Iterator[None]:
     received = False
 
     def end_at_later() -> None:
-        readable, milliseconds = select.poll(), None
+        at, readable = math.inf, select.poll()
         readable.register(reader, select.POLLIN)
         while True:
-            if not readable.poll(milliseconds):
+            left = max(0.0, at - time.monotonic())
+            if not readable.poll(None if at == math.inf else 1000 * left):
+                at = math.inf
                 for number in numbers:
                     _LIBC.signal(number, signal.SIG_DFL.value)
-                milliseconds = None
             elif not (came := os.read(reader, 1)):  # The context has ended.
                 return
             elif came[0] in numbers:
-                milliseconds = 1000 * REPEAT_SECONDS
+                at = min(at, time.monotonic() + REPEAT_SECONDS)
 
     def first(number: int, frame: FrameType | None) -> None:
         nonlocal received
