@@ -6,11 +6,13 @@ Command: as in navigate_uneven_allreduce.py.
 import dataclasses
 
 from configs.navigate_uneven_allreduce import config as all_reduce
-from train.config import ExchangeConfig, TopologyConfig
+from train.config import EvaluationConfig, ExchangeConfig, TopologyConfig
 
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_wagma",
+    num_steps=2000,
+    evaluation=EvaluationConfig(every_steps=200),
     topology=TopologyConfig(name="butterfly_groups", group_size=4, mean_every=32),
     step=dataclasses.replace(all_reduce.step, algorithm="atc"),
     exchange=ExchangeConfig(where="peers", way="wagma"),

@@ -73,7 +73,9 @@ def test_of_peers_each_process_counts_its_own(tmp_path):
     ]
     write(tmp_path / "process-1", faster)
     found = read(tmp_path, config, 20, "spl")
-    assert found.seconds == pytest.approx([0, 1.5, 2.25])
+    assert found.seconds == pytest.approx([0, 1, 1.5, 2, 3])
+    # The first has 0.3 after 1 s, the second 0.4; in the end both have 0.8.
+    assert found.scores == pytest.approx([0.2, 0.35, 0.55, 0.6, 0.8])
     assert found.steps == pytest.approx((20 / 3 + 40 / 3) / 2)
     assert found.counted == pytest.approx(100 / 3 + 200 / 3)
 
@@ -115,13 +117,16 @@ def test_a_run_that_ends_before_it_is_measured_gets_a_sentence(tmp_path):
         ({"start": 0}, "start must be at least 1, got 0"),
         ({"start": 500}, "start must be less than the 500 steps"),
         ({"configs": (LINE_FILE,)}, "must be a NavigateTask, got JobLine"),
-        (
-            {"configs": (Path("navigate_uneven_wagma"), Path("navigate_wagma"))},
-            "the same workers, steps and evaluations",
-        ),
     ],
 )
 def test_what_cannot_be_compared_is_refused(options, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         main(UnevenBench(**options, out=tmp_path))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_runs_of_other_workers_are_not_compared():
+    four = dataclasses.replace(PEERS.workers, num_workers=4)
+    other = dataclasses.replace(PEERS, name="four", workers=four)
+    with pytest.raises(ValueError, match=r"as many workers: .*_peers has 8, four 4$"):
+        uneven.check([PEERS, other], 1)

@@ -41,8 +41,8 @@ class UnevenBench:
     on a machine of its own. Only these steps are timed, without their evaluations.
 
     Args:
-      configs: configs of as many workers, all with the same steps and evaluations; the
-        others are compared with the first.
+      configs: configs of as many workers, each with as many steps as it can take in
+        about one time; the others are compared with the first.
       start: number of steps before the measured ones, from which a score is known.
       cores: share of a core of each worker.
       out: folder for the runs, which are kept, and for uneven.json, uneven.md and
@@ -98,24 +98,17 @@ def check(configs: Collection[Config], start: int) -> None:
                 f"{config.name} has no environment steps to count: its task must be a "
                 f"NavigateTask, got {type(config.task).__name__}"
             )
-        facts = _comparable(config)
-        if facts != _comparable(first):
+        if config.workers.num_workers != first.workers.num_workers:
             raise ValueError(
-                f"all runs must have the same workers, steps and evaluations: "
-                f"{first.name} has {_comparable(first)}, {config.name} {facts}"
+                f"all runs must have as many workers: {first.name} has "
+                f"{first.workers.num_workers}, {config.name} "
+                f"{config.workers.num_workers}"
             )
-    if not start < first.num_steps:
-        raise ValueError(
-            f"start must be less than the {first.num_steps} steps of a run, got {start}"
-        )
-
-
-def _comparable(config: Config) -> dict[str, int | None]:
-    return {
-        "workers": config.workers.num_workers,
-        "steps": config.num_steps,
-        "every_steps": config.evaluation.every_steps,
-    }
+        if not start < config.num_steps:
+            raise ValueError(
+                f"start must be less than the {config.num_steps} steps of "
+                f"{config.name}, got {start}"
+            )
 
 
 def whole_run(path: Path, config: Config, bench: UnevenBench) -> Path:
@@ -201,11 +194,14 @@ def read(folder: Path, config: Config, start: int, score: str) -> Measured:
         )
     found = [_read(rows, start, score) for rows in of_processes]
     seconds, scores, steps, counted = zip(*found, strict=True)
+    # Peers are evaluated each at a time of its own.
+    times = np.unique(np.concatenate(seconds))
+    at_times = [np.interp(times, *one) for one in zip(seconds, scores, strict=True)]
     # A job has one folder, whose rows are means over its workers.
     each = config.workers.num_workers / len(found)
     return Measured(
-        np.mean(seconds, axis=0).tolist(),
-        np.mean(scores, axis=0).tolist(),
+        times.tolist(),
+        np.mean(at_times, axis=0).tolist(),
         float(np.mean(steps)),
         each * float(np.sum(counted)),
     )
@@ -219,6 +215,8 @@ def _read(rows: list[dict[str, Any]], start: int, score: str) -> Measured:
     rates = np.array([row["steps_per_second"] for row in timed])
     seconds = np.concatenate([[0], np.cumsum(np.diff(steps) / rates)])
     scored = [row for row in rows if _scored(row, start)]
+    begun = sum(row["step"] <= steps[0] for row in scored)
+    scored = scored[max(begun - 1, 0) :]  # The newest score is that at the beginning.
     at = np.interp([row["step"] for row in scored], steps, seconds)
     actions = timed[-1][COUNT] - first[COUNT]
     return Measured(
