@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from decentjax._collectives import AxisName, sum_dtype
 from decentjax.exchange import Topology, check_topology
 from decentjax.mixing import mix
-from decentjax.rounds import Rounds, check_rounds, init_rounds, round_step
+from decentjax.rounds import Rounds, _check_rounds, init_rounds, round_step
 from decentjax.schedule import Schedule
 from decentjax.step import (
     DecentralizeState,
@@ -288,7 +288,7 @@ def decentralize_rounds(
       >>> rounds = methods.diloco(num_workers=8, num_steps=50)
       >>> optimizer = decentralize_rounds(optax.adamw(1e-3), rounds, "workers")
     """
-    check_rounds(rounds)
+    _check_rounds(rounds)
     if rounds.compression is not None:
         raise ValueError(
             "a codec rounds with each worker's random key, which a transformation does "

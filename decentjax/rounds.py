@@ -161,7 +161,7 @@ class RoundState(NamedTuple):
     coded: Coded | None = None
 
 
-def check_rounds(rounds: Any) -> None:
+def _check_rounds(rounds: Any) -> None:
     """Raises a TypeError unless these are rounds."""
     if not isinstance(rounds, Rounds):
         raise TypeError(
@@ -186,7 +186,7 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
       >>> extra, key = init_rounds(rounds, params), jax.random.key(0)
       >>> state = init_state(params, optax.adam(1e-3), key, 4, extra=extra)
     """
-    check_rounds(rounds)
+    _check_rounds(rounds)
     parts = [leaves_of(fragment, params) for fragment in rounds.schedule.fragments]
 
     leaves = functools.reduce(operator.or_, parts, {})

@@ -29,6 +29,7 @@ from train.advise.rank import (
     predict,
 )
 from train.advise.setting import Flags, Setting
+from train.cli.progress import over
 from train.config import TopologyConfig, WorkersConfig
 from train.network import count, duration, rate, seconds
 
@@ -1025,5 +1026,5 @@ def test_progress_is_shown_to_those_who_look():
     for looks in (True, False):
         seen = io.StringIO()
         console = Console(file=seen, force_terminal=looks, width=80)
-        assert list(advice_report.progress([1, 2], "simulating", console)) == [1, 2]
+        assert list(over([1, 2], "simulating", console)) == [1, 2]
         assert ("simulating" in seen.getvalue()) == looks

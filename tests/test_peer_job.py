@@ -389,7 +389,7 @@ def test_of_an_elastic_run_the_mean_is_of_who_was_there_to_the_end(
     monkeypatch.setattr(peers, "START_SECONDS", 0.2)
     exchange = ExchangeConfig(where="peers", elastic=True)
     for number, steps in ((0, 20), (1, 5)):
-        train(as_process(number, 3, exchange=exchange, num_steps=steps), tmp_path)
+        train(as_process(number, 4, exchange=exchange, num_steps=steps), tmp_path)
     found = read_trained(tmp_path)
     assert list(found.workers) == [0]
     assert found.steps == (20,)
@@ -471,7 +471,7 @@ if len(starts.read_text().split()) < LIVES_AT:
     again = "warning: process 0 ended, killed by SIGKILL; started again"
     assert [line for line in lines if "start" in line] == [
         *("[0] start 1", f"{again}; restarts left: 1"),
-        *("[0] start 2", f"{again}; restarts left: 0"),
+        *("[0] start 2", f"{again} in 1 s; restarts left: 0"),
         "[0] start 3",
     ]
     with launcher(dies.replace("LIVES_AT", "9"), lives, program=RESTARTED) as job:

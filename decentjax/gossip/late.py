@@ -20,7 +20,7 @@ from decentjax.mixing import Lowering
 from decentjax.placement import check_not_donated, over_workers
 from decentjax.rounds import (
     Rounds,
-    check_rounds,
+    _check_rounds,
     receive,
     round_step,
     send,
@@ -263,7 +263,7 @@ class BackgroundRounds(LateRounds):
         exchange_mesh: Mesh | None = None,
         record: Record | None = None,
     ):
-        check_rounds(rounds)
+        _check_rounds(rounds)
         if rounds.compression is not None and rounds.compression.shards is not None:
             raise ValueError(
                 "in a second thread a worker is one device: leave the compression's "
