@@ -75,7 +75,7 @@ def test_of_peers_each_process_counts_its_own(tmp_path):
     found = read(tmp_path, config, 20, "spl")
     assert found.seconds == pytest.approx([0, 1, 1.5, 2, 3])
     # The first has 0.3 after 1 s, the second 0.4; in the end both have 0.8.
-    assert found.scores == pytest.approx([0.2, 0.35, 0.55, 0.6, 0.8])
+    assert found.scores == pytest.approx([0.2, 0.35, 0.575, 0.6, 0.8])
     assert found.steps == pytest.approx((20 / 3 + 40 / 3) / 2)
     assert found.counted == pytest.approx(100 / 3 + 200 / 3)
 
