@@ -209,6 +209,10 @@ def test_a_message_takes_as_long_as_it_is():
             {"exchange": ExchangeConfig(where="peers", patience=1.0)},
             "peers wait for nobody: set exchange.patience to 0, got 1.0",
         ),
+        (
+            {"exchange": ExchangeConfig(where="peers", patience=None)},
+            "set exchange.patience to 0, got None",
+        ),
     ],
 )
 def test_what_the_clock_would_ignore_is_refused(changes, words):

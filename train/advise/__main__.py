@@ -168,7 +168,7 @@ def _here(
     }
     if any(has.values()):
         fields = ", ".join(name for name, there in has.items() if there)
-        warn(f"before another graph is chosen by these options, remove {fields}")
+        warn(f"these options are for a config without {fields}: leave it out there")
     return code
 
 

@@ -83,7 +83,8 @@ class Clock:
                 f"policy.name = {config.policy.name} chooses the graph as the run goes "
                 'on, and has no clock: take "fixed"'
             )
-        if (exchange.where, exchange.way) == ("peers", "arrived") and exchange.patience:
+        waits = exchange.patience != 0
+        if waits and (exchange.where, exchange.way) == ("peers", "arrived"):
             raise ValueError(
                 "by the clock peers wait for nobody: set exchange.patience to 0, got "
                 f"{exchange.patience}"
