@@ -105,9 +105,9 @@ def test_workers_die_come_back_freeze_and_join(tmp_path):
     assert job.returncode == 0
     assert "process 0 ended, killed by SIGKILL; started again" in output
     joined = r"goes on with a peer's model at step (\d+), \S+ from its own"
-    # On a busy machine it may be away once more.
-    of_first, *_ = map(int, re.findall(rf"\[0\] {joined}", output))
-    assert of_first >= gone_at
+    # On a busy machine it may begin after the others too, or be away once more.
+    of_first = [int(step) for step in re.findall(rf"\[0\] {joined}", output)]
+    of_first = next(step for step in of_first if step >= gone_at)
     assert re.search(r"\[2\] step \d+: was away, while others may have gone on", output)
     assert re.search(rf"\[2\] {joined}", output)
     (of_fourth,) = map(int, re.findall(joined, said))
