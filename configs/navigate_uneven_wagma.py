@@ -1,18 +1,18 @@
 """Navigation with uneven work, 8 workers: WAGMA-SGD, the mean of all every 32 steps.
 
 Command: as in navigate_uneven_allreduce.py.
+Result: held-out SPL 0.735 after 500 steps, 6.23 steps per second (one run). The
+learning rate has not been tuned.
 """
 
 import dataclasses
 
 from configs.navigate_uneven_allreduce import config as all_reduce
-from train.config import EvaluationConfig, ExchangeConfig, TopologyConfig
+from train.config import ExchangeConfig, TopologyConfig
 
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_wagma",
-    num_steps=2000,
-    evaluation=EvaluationConfig(every_steps=200),
     topology=TopologyConfig(name="butterfly_groups", group_size=4, mean_every=32),
     step=dataclasses.replace(all_reduce.step, algorithm="atc"),
     exchange=ExchangeConfig(where="peers", way="wagma"),
