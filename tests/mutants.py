@@ -2093,7 +2093,7 @@ MUTANTS = [
         "train/run/stop.py",
         "signal.SIG_DFL if handler is None else handler",
         "signal.SIG_DFL",
-        "tests/test_stop.py -k others_are_the_kernels",
+        "tests/test_stop.py -k twice_at_once",
     ),
     Mutant(
         "train/run/stop.py",
