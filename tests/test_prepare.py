@@ -100,6 +100,14 @@ def test_files_that_do_not_fit_are_one_sentence(pairs, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_sizes_that_no_corpus_has_are_refused_before_any_work(pairs, tmp_path):
+    large = ("--vocabulary", 70_000, "--out", tmp_path / "out")
+    words = "error: tokens are kept in 16 bits: a vocabulary has at most 65536, got 7"
+    options = pairs[: pairs.index("--vocabulary")]
+    for kind in (["pairs", *options], ["text", tmp_path / "train.en"]):
+        assert failed(*kind, *large).startswith(words)
+
+
 def test_wmt14_becomes_a_corpus(tmp_path, capsys):
     tfds = pytest.importorskip("tensorflow_datasets")
     out = tmp_path / "out"
