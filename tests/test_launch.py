@@ -241,7 +241,9 @@ def test_after_a_failure_the_others_are_asked_then_killed():
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_lets_all_save(signum):
-    with start(SAVE, SAVE) as job:
+    # So long that a busy machine cannot come in between.
+    program = f"import train.job.processes as p\np.REPEAT_SECONDS = 60.0\n{RUN_JOB}"
+    with start(SAVE, SAVE, program=program) as job:
         read_pids(job, 2)
         job.send_signal(signum)
         time.sleep(0.05)

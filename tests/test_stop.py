@@ -171,8 +171,9 @@ def test_a_second_signal_ends_what_runs_no_handler():
     assert process.returncode == -signal.SIGINT
 
 
-def test_a_signal_that_comes_twice_at_once_is_one():
+def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
     """As SIGHUP does where a terminal closes. After the run all are as they were."""
+    monkeypatch.setattr("train.run.stop.REPEAT_SECONDS", 60.0)  # On a busy machine.
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
     with Stop() as stop:
