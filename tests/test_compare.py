@@ -207,7 +207,7 @@ def test_a_message_takes_as_long_as_it_is():
         ({"policy": PolicyConfig(name="thinning")}, "as the run goes on, and has no c"),
         (
             {"exchange": ExchangeConfig(where="peers", patience=1.0)},
-            "peers wait for nobody: set exchange.patience to 0, got 1.0",
+            "peers wait for no other: set exchange.patience to 0, got 1.0",
         ),
         (
             {"exchange": ExchangeConfig(where="peers", patience=None)},

@@ -115,7 +115,7 @@ def whole_run(path: Path, config: Config, bench: UnevenBench) -> Path:
     """Trains a config, unless such a run is kept, and returns the folder of the run."""
     folder = bench.out / config.name
     done = folder / "done"
-    # What was asked for: a run of another config, start or share is trained anew.
+    # What was asked for: a run of another config, start or share is trained again.
     asked = f"{to_json(config)}\nstart {bench.start}, cores {bench.cores}\n"
     if not done.exists() or done.read_text() != asked:
         shutil.rmtree(folder, ignore_errors=True)  # One that was stopped.

@@ -86,7 +86,7 @@ class Clock:
         waits = exchange.patience != 0
         if waits and (exchange.where, exchange.way) == ("peers", "arrived"):
             raise ValueError(
-                "by the clock peers wait for nobody: set exchange.patience to 0, got "
+                "by the clock peers wait for no other: set exchange.patience to 0, got "
                 f"{exchange.patience}"
             )
         model, _ = jax.eval_shape(task.init, jax.random.key(0))

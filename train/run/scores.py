@@ -38,7 +38,7 @@ class TrainedRun(NamedTuple):
     task: Task
     steps: tuple[int, ...]
     models: Model
-    workers: Sequence[int]
+    workers: tuple[int, ...]
 
     @property
     def step(self) -> int:
@@ -65,7 +65,7 @@ class TrainedRun(NamedTuple):
                 f"worker {number} is not among those of the newest checkpoints: "
                 f"{say_workers(self.workers)}"
             )
-        row = list(self.workers).index(number)
+        row = self.workers.index(number)
         return jax.tree.map(lambda x: x[row], self.models)
 
 
@@ -104,7 +104,7 @@ def read_trained(
         *(read_models(folder, shapes, step) for folder in folders.values()), strict=True
     )
     models = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
-    numbers = [process * count + i for process in folders for i in workers]
+    numbers = tuple(process * count + i for process in folders for i in workers)
     stacked = models["params"], models["model_state"]
     return TrainedRun(config, task, steps, stacked, numbers)
 

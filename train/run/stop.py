@@ -24,8 +24,8 @@ class Stop:
     """A context in which the first stop signal ends the loop, with all saved.
 
     One that comes a second later or more ends the process at once, by the kernel's
-    default; before that it is taken for the same. In a job of
-    several processes jax receives SIGTERM, and all processes agree on the last step.
+    default; before that it is taken for the same. In a job of several processes jax
+    receives SIGTERM, and all processes agree on the last step.
     """
 
     def __init__(self):
