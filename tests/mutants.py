@@ -898,6 +898,12 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/links.py",
+        "ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))",
+        "pass",
+        "tests/test_peers.py -k serves_its_peers",
+    ),
+    Mutant(
+        "decentjax/gossip/links.py",
         "self._left[worker, peer, channel] = life, 1 - slot",
         "self._left[worker, peer, channel] = life, slot",
         "tests/test_peers.py -k numbers_of_awc",

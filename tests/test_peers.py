@@ -806,6 +806,47 @@ def read_until(process, step):
     raise AssertionError("it has ended")
 
 
+# What C's exit does comes after the end of Python: it says so, and takes its time.
+ENDS = """
+import ctypes, sys, time
+from pathlib import Path
+import jax, jax.numpy as jnp
+from decentjax.gossip import Folder
+from decentjax.gossip.links import Links, Said
+
+def leave():
+    channel = [jax.ShapeDtypeStruct((3,), "float32")]
+    links = Links(Folder(Path(sys.argv[1])), 2, {0: jax.devices()[0]}, [channel])
+    links.meet([1], time.monotonic() + float(sys.argv[2]))
+    links.publish(0, 1, 0, [jnp.arange(3.0)], Said(step=0))
+    links.close()
+
+leave()
+libc = ctypes.CDLL(None)
+at_exit = getattr(libc, "__cxa_atexit")
+at_exit(libc.sleep, int(float(sys.argv[2])), None)
+at_exit(libc.close, 1, None)
+"""
+
+
+def test_a_process_that_ends_serves_its_peers_to_the_last(tmp_path):
+    """Its transport has threads that outlive Python, and used to crash it then."""
+    argv = [sys.executable, "-c", ENDS, str(tmp_path), str(LONG)]
+    channel = [jax.ShapeDtypeStruct((3,), jnp.float32)]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as other:
+        links = Links(Folder(tmp_path), 2, {1: jax.devices()[0]}, [channel])
+        links.meet([0], time.monotonic() + LONG)
+        link = links._peers[0].link
+        assert other.stdout is not None
+        other.stdout.read()  # To its end.
+        name = links._name(0, 1, links._life, 0, 0)
+        _, left = jax.block_until_ready(link.pull(name, links._specs[1, 0]))
+        np.testing.assert_array_equal(left, [0, 1, 2])
+        links.close()
+        other.terminate()
+    assert other.returncode == -signal.SIGTERM
+
+
 def test_a_job_under_jax_distributed_has_a_book(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         store = f"127.0.0.1:{probe.getsockname()[1]}"

@@ -15,6 +15,8 @@ What the transport does, measured with jax 0.10.2 and 0.12, and relied on here:
   after they had been left.
 - An array without elements never comes.
 - Two servers share a port without an error.
+- Its threads serve what was left until the process is gone, after the end of Python
+  too.
 - It has no authentication and no encryption: who knows a server's address and the
   name of an array takes it. So names are HMACs by the secret, and the address is told
   in handshakes alone. A message that it does not know aborts the process (jax 0.10.2,
@@ -24,6 +26,7 @@ What the transport does, measured with jax 0.10.2 and 0.12, and relied on here:
 import collections
 import concurrent.futures
 import contextlib
+import ctypes
 import dataclasses
 import hashlib
 import hmac
@@ -161,9 +164,12 @@ class Links:
             lambda address: self._server.connect(address),
             silent_seconds,
         )
-        host = self._handshakes.host
+        host, client = self._handshakes.host, next(iter(self._devices.values())).client
+        # Never freed: the transport's threads serve peers until the process is gone,
+        # and Python's end would take the arrays' client from under them (a crash).
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
         self._server = transfer.start_transfer_server(
-            next(iter(self._devices.values())).client,
+            client,
             f"{host}:0",
             [f"{host}:0"],
             transfer_size=TRANSFER_BYTES,
