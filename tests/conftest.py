@@ -41,7 +41,10 @@ def quick_compile():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Draws cases of the tests with the mark `draw`; the others are slow."""
+    """Draws cases of the tests with the mark `draw`; the others are slow, as `nightly`."""
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.slow)
     drawn = [item for item in items if item.get_closest_marker("draw")]
     for function, cases in itertools.groupby(drawn, lambda item: item.function):
         cases = list(cases)

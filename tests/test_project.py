@@ -24,7 +24,7 @@ def test_ci_runs_the_oldest_and_the_newest_python():
     jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yml").read_text())["jobs"]
     versions = python_versions()
     assert jobs["run"]["strategy"]["matrix"]["python"] == [versions[0], versions[-1]]
-    assert jobs["run"]["steps"][-1] == {"run": ".ci/run"}
+    assert jobs["run"]["steps"][-1]["run"].startswith(".ci/run ")
     assert (ROOT / ".ci" / "run").is_file()
 
 

@@ -3,10 +3,8 @@
 import dataclasses
 import os
 import shutil
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +27,19 @@ from train.tasks.task import build_task
 
 CONFIGS = "allreduce", "dpsgd", "wagma", "peers"
 COUNT = "environment_steps"
-LOOK_SECONDS = 1.0
+# All processes stop after one step, whichever is the slowest. The resumed run passes it
+# no more.
+FIRST = """
+import dataclasses, os, signal
+from pathlib import Path
+from train.cli.load import load_config
+
+def stop(step, state, metrics):
+    if step == {step}:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+config = dataclasses.replace(load_config(Path({path!r})), on_step=stop)
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +53,8 @@ class UnevenBench:
     Args:
       configs: configs of as many workers, each with as many steps as it can take in
         about one time; the others are compared with the first.
-      start: number of steps before the measured ones, from which a score is known.
+      start: number of steps after which a score is known; the run is stopped after one
+        more.
       cores: share of a core of each worker.
       out: folder for the runs, which are kept, and for uneven.json, uneven.md and
         uneven.svg.
@@ -124,25 +135,28 @@ def whole_run(path: Path, config: Config, bench: UnevenBench) -> Path:
         place = ["--distributed.enabled"]
         if config.exchange.where == "peers":
             place += ["--exchange.bind", INTERFACE]
-        begin = [*python, "train", str(path), "--run-dir", str(folder), *place]
-        again = [*python, "resume", str(folder), *place]
-        print(f"{config.name}: {bench.start} steps, which compile", flush=True)
-        _run([*python, *nodes, "--", *begin], folder, bench.start)
+        first = folder.with_suffix(".py").resolve()
+        first.parent.mkdir(parents=True, exist_ok=True)
+        step = bench.start + 1
+        first.write_text(FIRST.format(step=step, path=str(path)))
+        begin = [*python, "train", str(first), "--run-dir", str(folder), *place]
+        again = [*python, "resume", str(folder), "--trust", str(first), *place]
+        print(f"{config.name}: {step} steps, which compile", flush=True)
+        _run([*python, *nodes, "--", *begin], folder)
         print(f"{config.name}: the others, {bench.cores} cores a worker", flush=True)
         share = ["--cores", str(bench.cores)]
-        _run([*python, *nodes, *share, "--", *again], folder, None)
+        _run([*python, *nodes, *share, "--", *again], folder)
         done.write_text(asked)
     return folder
 
 
-def _run(command: Sequence[str], folder: Path, until: int | None) -> None:
-    """Runs a command to its end, or stops it after some steps of a run.
+def _run(command: Sequence[str], folder: Path) -> None:
+    """Runs a command, with a log and compiled programs beside the run's folder.
 
     Raises:
       SystemExit: if it fails, with the end of its output.
     """
     log = folder.with_suffix(".txt")
-    log.parent.mkdir(parents=True, exist_ok=True)
     # What has compiled once is read again: with little of a core it would take minutes.
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder.with_suffix(".programs").resolve()),
@@ -163,12 +177,6 @@ def _run(command: Sequence[str], folder: Path, until: int | None) -> None:
             process.send_signal(signum)
 
         with pass_stop_signals_to(stop):
-            while until is not None and process.poll() is None:
-                of_processes = map(read_metrics, _folders(folder))
-                if all(any(_scored(x, until) for x in rows) for rows in of_processes):
-                    process.send_signal(signal.SIGTERM)
-                    break
-                time.sleep(LOOK_SECONDS)
             code = process.wait()
     if asked:
         raise SystemExit(128 + asked[0])
@@ -176,17 +184,9 @@ def _run(command: Sequence[str], folder: Path, until: int | None) -> None:
         fail(command, log)
 
 
-def _folders(folder: Path) -> list[Path]:
-    return process_folders(folder) or [folder]
-
-
-def _scored(row: dict[str, Any], step: int) -> bool:
-    return "mean_model" in row and row["step"] >= step
-
-
 def read(folder: Path, config: Config, start: int, score: str) -> Measured:
     """Returns what the run of a folder has done since its resumption."""
-    of_processes = [read_metrics(one) for one in _folders(folder)]
+    of_processes = [read_metrics(x) for x in process_folders(folder) or [folder]]
     if not all(any("resumed" in row for row in rows) for rows in of_processes):
         raise ValueError(
             f"the run in {folder} has ended before it was stopped: take a smaller "
@@ -214,7 +214,7 @@ def _read(rows: list[dict[str, Any]], start: int, score: str) -> Measured:
     steps = np.array([first["step"], *(row["step"] for row in timed)])
     rates = np.array([row["steps_per_second"] for row in timed])
     seconds = np.concatenate([[0], np.cumsum(np.diff(steps) / rates)])
-    scored = [row for row in rows if _scored(row, start)]
+    scored = [row for row in rows if "mean_model" in row and row["step"] >= start]
     begun = sum(row["step"] <= steps[0] for row in scored)
     scored = scored[max(begun - 1, 0) :]  # The newest score is that at the beginning.
     at = np.interp([row["step"] for row in scored], steps, seconds)
