@@ -1,5 +1,6 @@
 """The rounds of a config."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,11 +9,11 @@ import numpy as np
 import optax
 
 from decentjax import Rounds
-from decentjax.codec import int2, int4, int8, num_bytes, top_k
+from decentjax.codec import as_permutations, int2, int4, int8, num_bytes, top_k
 from decentjax.compression import Compression
 from decentjax.mixing import is_mixed
 from decentjax.rounds import blend, leaves_of, replace, shift
-from decentjax.schedule import Fragment, cut_leaves, every, in_fragments
+from decentjax.schedule import Fragment, Schedule, cut_leaves, every, in_fragments
 from decentjax.topology import Topology
 from train.cli.tables import counted
 from train.config import Config, RoundsConfig
@@ -104,6 +105,23 @@ def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:
     if rounds.compression is None:
         return sum(x.size * x.dtype.itemsize for x in leaves)
     return sum(num_bytes(rounds.compression.codec, x.shape) for x in leaves)
+
+
+def sent_schedule(rounds: Rounds) -> Schedule:
+    """The schedule as messages travel: encoded ones go from each worker to each.
+
+    Args:
+      rounds: the rounds.
+    """
+    if rounds.compression is None:
+        return rounds.schedule
+    sent = tuple(
+        dataclasses.replace(one, exchange=as_permutations(one.exchange))
+        if one.exchange
+        else one
+        for one in rounds.schedule.rounds
+    )
+    return dataclasses.replace(rounds.schedule, rounds=sent)
 
 
 def _compression(options: RoundsConfig) -> Compression | None:
