@@ -108,7 +108,7 @@ class Compression:
             raise ValueError(
                 f"copies of the peers need a graph that never changes, and "
                 f"{schedule.name} has {len(exchanges)} exchanges: take a graph with "
-                'one, such as ring, or of = "model"'
+                "one, such as ring, or send the models themselves"
             )
         if (self.of == "drift") != has_anchor:
             raise ValueError(
@@ -117,8 +117,9 @@ class Compression:
             )
         if self.of == "drift" and not all(map(_is_mean_of_all, exchanges)):
             raise ValueError(
-                'of = "drift" needs an anchor that all workers share, and so means of '
-                f"all models; {schedule.name} has others"
+                "an outer optimizer of encoded models needs an anchor that all workers "
+                f"share, and so means of all models; {schedule.name} has others: take "
+                "the complete graph, or no codec"
             )
 
 

@@ -247,8 +247,8 @@ def in_fragments(
     count = len(fragments)
     if not 1 <= count <= num_steps:
         raise ValueError(
-            f"each fragment needs a step of its own: {count} fragments in {num_steps} "
-            "steps"
+            f"each fragment needs a step of its own: {num_steps} steps can have 1 to "
+            f"{num_steps} fragments, got {count}"
         )
     begins = {part * num_steps // count: tuple(x) for part, x in enumerate(fragments)}
     rounds = [

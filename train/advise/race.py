@@ -15,7 +15,7 @@ from decentjax.topology import Topology
 from train.advise.setting import Overlap, Setting
 from train.cli.config_json import changes, from_fields
 from train.config import Config
-from train.run.rounds import rounds_of, sent_bytes, sent_schedule
+from train.run.rounds import sent_bytes, sent_schedule
 
 STEPS = 64  # Simulated steps of a prediction, or the first whole periods after them.
 RATES = np.geomspace(1e5, 1e11, 25)  # Bytes per second at which the order is looked at.
@@ -193,8 +193,7 @@ def flags_of(config: Config, overlap: Overlap) -> str:
 
 
 def _of_rounds(setting: Setting, config: Config, topology: Topology) -> float:
-    count = config.rounds.fragments
-    rounds = rounds_of(config.rounds, topology, [1] * count)
+    rounds = config.rounds.build(topology)
     model = [jax.ShapeDtypeStruct((PLENTY,), np.float32)]
     sent = sent_bytes(rounds, None, model) / (4 * PLENTY)
     schedule = sent_schedule(rounds)
