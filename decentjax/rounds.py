@@ -177,7 +177,8 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
       params: one model.
 
     Raises:
-      ValueError: if the schedule names a leaf that the model does not have.
+      ValueError: if the schedule names a leaf that the model does not have, or a round
+        would send nothing, as exchanges average floats alone.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -187,7 +188,7 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
       >>> state = init_state(params, optax.adam(1e-3), key, 4, extra=extra)
     """
     _check_rounds(rounds)
-    parts = [leaves_of(fragment, params) for fragment in rounds.schedule.fragments]
+    parts = [_leaves_to_send(one, params) for one in rounds.schedule.fragments]
 
     leaves = functools.reduce(operator.or_, parts, {})
     is_late = rounds.schedule.delay > 1
@@ -481,6 +482,18 @@ def leaves_of(fragment: Fragment, params: Any) -> Leaves:
 
     arrays = [x if is_array(x) else jnp.asarray(x) for x in leaves]
     return {n: arrays[n] for n in numbers if is_mixed(arrays[n])}
+
+
+def _leaves_to_send(fragment: Fragment, params: Any) -> Leaves:
+    """The leaves of a fragment that exchanges change, of which there must be one."""
+    leaves = leaves_of(fragment, params)
+    if not leaves:
+        raise ValueError(
+            "exchanges average floats, and there is none among the leaves "
+            f"{fragment or 'of the model'}, whose round would send nothing: give it "
+            "others, as schedule.cut_leaves does, or leave it out"
+        )
+    return leaves
 
 
 def _move_anchor(

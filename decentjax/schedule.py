@@ -224,7 +224,8 @@ def in_fragments(
     """Exchanges of parts of the model, each in each H-th step, spread over the steps.
 
     Of P fragments the p-th begins floor(p H / P) steps after the first, which first
-    sends the initial model.
+    sends the initial model. Leaves that no fragment names stay at home: each worker
+    trains its own.
 
     Args:
       topology: exchanges of a fragment's rounds, taken in turn.

@@ -765,6 +765,12 @@ MUTANTS = [
         "tests/test_codec.py -k deep_squeeze",
     ),
     Mutant(
+        "decentjax/rounds.py",
+        "    if not leaves:\n",
+        "    if False:\n",
+        "tests/test_rounds.py -k without_sense",
+    ),
+    Mutant(
         "decentjax/compression.py",
         "moved[number] = moved[number] + difference",
         "moved[number] = difference",
