@@ -35,9 +35,18 @@ from decentjax.compression import (
     init_coded,
 )
 from decentjax.exchange import Exchange
+from decentjax.loss import check_call
 from decentjax.mixing import is_mixed, mix, over_shards
 from decentjax.schedule import Event, Fragment, Round, Schedule
-from decentjax.step import AXIS, Adapt, Metrics, Mix, WorkerState, mix_workers
+from decentjax.step import (
+    AXIS,
+    Adapt,
+    Metrics,
+    Mix,
+    WorkerState,
+    check_optimizer,
+    mix_workers,
+)
 
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(leaf now, leaf as it was sent, leaf of the round) to the merged leaf."""
@@ -114,6 +123,7 @@ class Rounds:
     Raises:
       ValueError: if there is an outer optimizer, and no local step between two rounds,
         or the compression does not fit the schedule.
+      TypeError: if a part is something else.
 
     Examples:
       >>> import optax
@@ -132,6 +142,19 @@ class Rounds:
             raise TypeError(
                 "wanted a Schedule, such as schedule.every(topology.ring(8), 10), got "
                 f"{type(self.schedule).__name__}"
+            )
+        if self.outer is not None:
+            check_optimizer(self.outer)
+        if not callable(self.merge):
+            raise TypeError(
+                "wanted a merge, such as rounds.shift or rounds.blend(0.5), got "
+                f"{self.merge!r}"
+            )
+        check_call(self.merge, "merge", "now", "sent", "new")
+        if not isinstance(self.compression, Compression | None):
+            raise TypeError(
+                "wanted a Compression, such as Compression(codec.int8()), got "
+                f"{type(self.compression).__name__}"
             )
         in_each_step = all(one.exchange for one in self.schedule.rounds)
         if self.outer and in_each_step and len(self.schedule.fragments) == 1:
