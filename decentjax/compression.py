@@ -70,11 +70,13 @@ class Compression:
     def __post_init__(self):
         if not isinstance(self.codec, Codec):
             raise TypeError(f"wanted a Codec, such as codec.int8(), got {self.codec!r}")
-        for one in jax.tree.leaves(self.shards):
-            if not isinstance(one, NamedSharding):
+        if self.shards is not None:
+            found = jax.tree.leaves(self.shards) or [self.shards]
+            wrong = [one for one in found if not isinstance(one, NamedSharding)]
+            if wrong:
                 raise TypeError(
                     "shards must have a NamedSharding for each leaf of a model, got "
-                    f"{type(one).__name__}"
+                    f"{type(wrong[0]).__name__}"
                 )
         if self.of not in ("model", "drift", "copy"):
             raise ValueError(f'of must be "model", "drift" or "copy", got {self.of!r}')
@@ -92,7 +94,15 @@ class Compression:
 
     def sharding(self, number: int) -> NamedSharding | None:
         """Where the shards of a leaf lie, by its number."""
-        return None if self.shards is None else jax.tree.leaves(self.shards)[number]
+        if self.shards is None:
+            return None
+        found = jax.tree.leaves(self.shards)
+        if number >= len(found):
+            raise ValueError(
+                "shards must have a NamedSharding for each leaf of a model, got "
+                f"{len(found)}, and the model has a leaf {number}, counted from 0"
+            )
+        return found[number]
 
     def codec_of(self, number: int) -> Codec:
         """The codec of a leaf, by its number."""
@@ -108,7 +118,7 @@ class Compression:
             raise ValueError(
                 f"copies of the peers need a graph that never changes, and "
                 f"{schedule.name} has {len(exchanges)} exchanges: take a graph with "
-                'one, such as ring, or of = "model"'
+                "one, such as ring, or send the models themselves"
             )
         if (self.of == "drift") != has_anchor:
             raise ValueError(
@@ -117,8 +127,9 @@ class Compression:
             )
         if self.of == "drift" and not all(map(_is_mean_of_all, exchanges)):
             raise ValueError(
-                'of = "drift" needs an anchor that all workers share, and so means of '
-                f"all models; {schedule.name} has others"
+                "an outer optimizer of encoded models needs an anchor that all workers "
+                f"share, and so means of all models; {schedule.name} has others: take "
+                "the complete graph, or no codec"
             )
 
 

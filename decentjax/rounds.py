@@ -35,9 +35,18 @@ from decentjax.compression import (
     init_coded,
 )
 from decentjax.exchange import Exchange
+from decentjax.loss import check_call
 from decentjax.mixing import is_mixed, mix, over_shards
 from decentjax.schedule import Event, Fragment, Round, Schedule
-from decentjax.step import AXIS, Adapt, Metrics, Mix, WorkerState, mix_workers
+from decentjax.step import (
+    AXIS,
+    Adapt,
+    Metrics,
+    Mix,
+    WorkerState,
+    check_optimizer,
+    mix_workers,
+)
 
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(leaf now, leaf as it was sent, leaf of the round) to the merged leaf."""
@@ -114,6 +123,7 @@ class Rounds:
     Raises:
       ValueError: if there is an outer optimizer, and no local step between two rounds,
         or the compression does not fit the schedule.
+      TypeError: if a part is something else.
 
     Examples:
       >>> import optax
@@ -132,6 +142,19 @@ class Rounds:
             raise TypeError(
                 "wanted a Schedule, such as schedule.every(topology.ring(8), 10), got "
                 f"{type(self.schedule).__name__}"
+            )
+        if self.outer is not None:
+            check_optimizer(self.outer)
+        if not callable(self.merge):
+            raise TypeError(
+                "wanted a merge, such as rounds.shift or rounds.blend(0.5), got "
+                f"{self.merge!r}"
+            )
+        check_call(self.merge, "merge", "now", "sent", "new")
+        if not isinstance(self.compression, Compression | None):
+            raise TypeError(
+                "wanted a Compression, such as Compression(codec.int8()), got "
+                f"{type(self.compression).__name__}"
             )
         in_each_step = all(one.exchange for one in self.schedule.rounds)
         if self.outer and in_each_step and len(self.schedule.fragments) == 1:
@@ -177,7 +200,8 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
       params: one model.
 
     Raises:
-      ValueError: if the schedule names a leaf that the model does not have.
+      ValueError: if the schedule names a leaf that the model does not have, or a round
+        would send nothing, as exchanges average floats alone.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -187,7 +211,7 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
       >>> state = init_state(params, optax.adam(1e-3), key, 4, extra=extra)
     """
     _check_rounds(rounds)
-    parts = [leaves_of(fragment, params) for fragment in rounds.schedule.fragments]
+    parts = [_leaves_to_send(one, params) for one in rounds.schedule.fragments]
 
     leaves = functools.reduce(operator.or_, parts, {})
     is_late = rounds.schedule.delay > 1
@@ -481,6 +505,18 @@ def leaves_of(fragment: Fragment, params: Any) -> Leaves:
 
     arrays = [x if is_array(x) else jnp.asarray(x) for x in leaves]
     return {n: arrays[n] for n in numbers if is_mixed(arrays[n])}
+
+
+def _leaves_to_send(fragment: Fragment, params: Any) -> Leaves:
+    """The leaves of a fragment that exchanges change, of which there must be one."""
+    leaves = leaves_of(fragment, params)
+    if not leaves:
+        raise ValueError(
+            "exchanges average floats, and there is none among the leaves "
+            f"{fragment or 'of the model'}, whose round would send nothing: give it "
+            "others, as schedule.cut_leaves does, or leave it out"
+        )
+    return leaves
 
 
 def _move_anchor(

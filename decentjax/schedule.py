@@ -224,7 +224,8 @@ def in_fragments(
     """Exchanges of parts of the model, each in each H-th step, spread over the steps.
 
     Of P fragments the p-th begins floor(p H / P) steps after the first, which first
-    sends the initial model.
+    sends the initial model. Leaves that no fragment names stay at home: each worker
+    trains its own.
 
     Args:
       topology: exchanges of a fragment's rounds, taken in turn.
@@ -247,8 +248,8 @@ def in_fragments(
     count = len(fragments)
     if not 1 <= count <= num_steps:
         raise ValueError(
-            f"each fragment needs a step of its own: {count} fragments in {num_steps} "
-            "steps"
+            f"each fragment needs a step of its own: {num_steps} steps can have 1 to "
+            f"{num_steps} fragments, got {count}"
         )
     begins = {part * num_steps // count: tuple(x) for part, x in enumerate(fragments)}
     rounds = [

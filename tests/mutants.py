@@ -765,16 +765,40 @@ MUTANTS = [
         "tests/test_codec.py -k deep_squeeze",
     ),
     Mutant(
+        "decentjax/rounds.py",
+        "    if not leaves:\n",
+        "    if False:\n",
+        "tests/test_rounds.py -k without_sense",
+    ),
+    Mutant(
         "decentjax/compression.py",
         "moved[number] = moved[number] + difference",
         "moved[number] = difference",
         "tests/test_codec.py -k choco_is",
     ),
     Mutant(
-        "train/run/rounds.py",
-        "    if options.copies:\n",
-        "    if False:\n",
+        "train/config.py",
+        "        if self.copies:\n",
+        "        if False:\n",
         "tests/test_train_rounds.py -k copies_of_peers",
+    ),
+    Mutant(
+        "train/config.py",
+        "            self.rounds.build(topology)  # For its errors.\n",
+        "            pass\n",
+        "tests/test_train_rounds.py -k cannot_be",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "    check_rounds(config, task)\n",
+        "",
+        "tests/test_train_rounds.py -k before_data_is_read",
+    ),
+    Mutant(
+        "train/run/rounds.py",
+        "    if rounds.compression is None:\n        return rounds.schedule\n",
+        "    return rounds.schedule\n",
+        "tests/test_compare.py tests/test_advise_race.py -k each_to_each",
     ),
     Mutant(
         "train/run/seeds.py",

@@ -83,6 +83,14 @@ def test_a_step_takes_its_compute_and_what_is_exposed(made, overlap, seconds):
     assert found == pytest.approx(seconds, rel=0.05)
 
 
+@pytest.mark.parametrize("num_nodes", [4, 8])
+def test_encoded_means_are_sent_from_each_to_each(num_nodes):
+    made = config(**ROUNDS, topology="complete", outer="nesterov", codec="int8")
+    message = 2 * 260 / 1024
+    found = step_seconds(setting(RATE, num_nodes=num_nodes), made)
+    assert found == pytest.approx(COMPUTE + (num_nodes - 1) * message / 4)
+
+
 CONTENDERS = [
     Contender("all-reduce", 100, config("all_reduce", "complete")),
     Contender("ring", 150, config()),

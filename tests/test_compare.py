@@ -260,6 +260,22 @@ def test_rounds_have_a_clock():
         clock.run(config, 0)
 
 
+@pytest.mark.parametrize("num_workers", [4, 8])
+def test_the_clock_sends_encoded_means_from_each_to_each(num_workers):
+    config = dataclasses.replace(
+        LINE,
+        num_steps=8,
+        workers=WorkersConfig(num_workers=num_workers),
+        topology=TopologyConfig(name="complete"),
+        step=dataclasses.replace(LINE.step, algorithm="rounds", message_dtype=None),
+        rounds=RoundsConfig(every_steps=4, outer="nesterov", codec="int8"),
+    )
+    clock = Clock(compute="1us", sigma=0, between="1kbit")  # The messages are all.
+    # Two rounds, of two leaves of 5 bytes, at 125 bytes a second to each other worker.
+    wanted = 2 * (num_workers - 1) * 2 * 5 / 125
+    assert clock.run(config, 0).times.end.max() == pytest.approx(wanted, rel=1e-3)
+
+
 def test_a_comparison_by_the_clock_has_simulated_seconds(tmp_path, capsys):
     file, out = tmp_path / "late.py", tmp_path / "out"
     file.write_text(

@@ -324,6 +324,9 @@ def test_leaves_are_cut_into_fragments_of_about_equal_size():
 RING = topology.ring(4)
 
 
+COUNTED = [jnp.ones(3), jnp.array(0)]
+
+
 def run_without_extra():
     how, optimizer = methods.diloco(2, 2), optax.sgd(RATE)
     step = functools.partial(round_step, rounds=how, adapt=bind(optimizer))
@@ -338,7 +341,7 @@ def run_without_extra():
         (lambda: every(RING, 3, 4), "merged after 4 steps, and .* sent again after 3"),
         (lambda: every(RING, 3, -1), "a delay is at least 0 steps, got -1"),
         (lambda: every(topology.ring, 3), "wanted a Topology"),
-        (lambda: in_fragments(RING, 2, [(0,), (1,), (2,)]), "3 fragments in 2 steps"),
+        (lambda: in_fragments(RING, 2, [(0,), (1,), (2,)]), "1 to 2 fragments, got 3"),
         (lambda: in_fragments(RING, 4, [(0,), ()]), "needs leaves, each of them once"),
         (lambda: in_fragments(RING, 4, [(0, 1), (1,)]), "a leaf belongs to one set"),
         (lambda: in_fragments(RING, 4, [(0,), (1,)], 5), "sent again after 4"),
@@ -366,6 +369,14 @@ def run_without_extra():
         (
             lambda: init_rounds(Rounds(in_fragments(RING, 4, [(9,)])), model()),
             "sends leaf 9, and the model has 2",
+        ),
+        (
+            lambda: init_rounds(Rounds(in_fragments(RING, 4, [(0,), (1,)])), COUNTED),
+            r"there is none among the leaves \(1,\), whose round would send nothing",
+        ),
+        (
+            lambda: init_rounds(Rounds(every(RING, 4)), COUNTED[1:]),
+            "there is none among the leaves of the model, whose round",
         ),
     ],
 )

@@ -18,6 +18,7 @@ from train.config import (
     TopologyConfig,
     WorkersConfig,
 )
+from train.run import loop
 from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
@@ -40,6 +41,7 @@ METHODS = {
         every_steps=5, outer="nesterov", codec="top_k", sent_share=0.5, error_kept=0.9
     ),
 }
+COPIES = RoundsConfig(every_steps=1, codec="int8", copies=True, copy_step=0.8)
 EACH_METHOD = pytest.mark.parametrize("method", METHODS)
 
 
@@ -179,6 +181,26 @@ def test_rounds_of_no_sense_are_refused(changes, words):
             },
             "messages have one form",
         ),
+        (
+            {"rounds": COPIES, "topology": TopologyConfig(name="one_peer_ring")},
+            "copies of the peers need a graph that never changes, and one_peer_ring",
+        ),
+        (
+            {"rounds": METHODS["sparse"], "topology": TopologyConfig(name="ring")},
+            "means of all models; ring every .* has others: take the complete graph",
+        ),
+        (
+            {
+                "rounds": RoundsConfig(codec="int8"),
+                "topology": TopologyConfig(name="hierarchical"),
+                "workers": dataclasses.replace(NOISY.workers, workers_per_node=2),
+            },
+            "a codec needs exchanges of single workers, got nodes of 2",
+        ),
+        (
+            {"rounds": RoundsConfig(every_steps=2, fragments=3)},
+            "2 steps can have 1 to 2 fragments, got 3",
+        ),
     ],
 )
 def test_where_rounds_cannot_be_is_refused(changes, words):
@@ -204,23 +226,22 @@ def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):
     )
 
 
-def test_more_fragments_than_leaves_are_refused_before_the_first_step(tmp_path):
+def test_more_fragments_than_leaves_are_refused_before_data_is_read(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(loop, "build_steps", None)
     rounds = RoundsConfig(every_steps=8, fragments=5)
     config = dataclasses.replace(config_of("diloco"), rounds=rounds)
     with pytest.raises(ValueError, match="no leaf falls into the fragments"):
-        train(config, tmp_path)
+        train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_copies_of_peers_hold_what_workers_have(tmp_path):
     """CHOCO-SGD: with each message the copy is nearer to the model."""
-    rounds = RoundsConfig(every_steps=1, codec="int8", copies=True, copy_step=0.8)
-    ring = TopologyConfig(name="ring")
-    config = dataclasses.replace(config_of("diloco"), rounds=rounds, topology=ring)
+    config = config_of("int8", rounds=COPIES, topology=TopologyConfig(name="ring"))
     state = train(config, tmp_path).state
     known, params = state.extra.coded.memory, jax.tree.leaves(state.params)
     # One level of 127 of the last change of a step.
     for number, copy in known.items():
         np.testing.assert_allclose(copy, params[number], atol=0.02)
-    moving = TopologyConfig(name="one_peer_ring")
-    with pytest.raises(ValueError, match="a graph that never changes"):
-        train(dataclasses.replace(config, topology=moving), tmp_path / "other")

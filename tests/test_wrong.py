@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import NamedSharding, PartitionSpec
 from test_readme import run_all
 
 from decentjax import (
@@ -193,6 +194,7 @@ def test_each_command_has_help_with_an_example():
 
 FRAME = str.maketrans(dict.fromkeys("│─╭╮╰╯", " "))
 RING, LOST = topology.ring(4), topology.ring
+WHOLE = NamedSharding(worker_mesh(1), PartitionSpec())
 EVERY = schedule.every(RING, 2)
 DILOCO = methods.diloco(4)
 SGD = optax.sgd(0.1)
@@ -355,7 +357,22 @@ CALLS = [
     (lambda: codec.int8(block=0), "a block needs at least 1 number, got 0"),
     (lambda: compression.Compression(codec.int8), "wanted a Codec, .* got <"),
     (lambda: compression.Compression(codec.int8(), keep=2), "keep must be in .* got 2"),
+    (
+        lambda: compression.Compression(codec.int8(), shards=[]),
+        "a NamedSharding for each leaf of a model, got list",
+    ),
+    (
+        lambda: compression.Compression(codec.int8(), shards=[WHOLE]).sharding(1),
+        "each leaf of a model, got 1, and the model has a leaf 1, counted from 0",
+    ),
     (lambda: Rounds(RING), "wanted a Schedule, .* got Topology"),
+    (lambda: Rounds(EVERY, outer=optax.sgd), OPTIMIZER),
+    (lambda: Rounds(EVERY, merge="shift"), r"such as rounds.shift or .* got 'shift'"),
+    (
+        lambda: Rounds(EVERY, merge=rounds.blend),
+        r"merge is called as merge\(now, sent, new\): too many positional",
+    ),
+    (lambda: Rounds(EVERY, compression=codec.int8()), "wanted a Compression, .* Codec"),
     (lambda: init_rounds(RING, jnp.ones(3)), "wanted Rounds, .* got Topology"),
     (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1.0"),
     (lambda: schedule.every(LOST, 2), FUNCTION),

@@ -9,13 +9,19 @@ import inspect
 import itertools
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
+import optax
+
+from decentjax import Rounds
 from decentjax import policy as policies
 from decentjax import schedule as schedules
 from decentjax import topology as topologies
+from decentjax.codec import int2, int4, int8, top_k
+from decentjax.compression import Compression
+from decentjax.rounds import blend, replace, shift
 from decentjax.topology import Permutations, Topology
 from train.fields import checked, place_of
 from train.tasks.corpus import TranslationTask
@@ -303,6 +309,45 @@ class RoundsConfig:
                 f"rounds.outer = {self.outer} moves models that have trained alone "
                 "since the last round: set rounds.every_steps to 2 or more"
             )
+
+    def build(self, topology: Topology, sizes: Sequence[int] | None = None) -> Rounds:
+        """Returns the rounds over a topology.
+
+        Args:
+          topology: the topology.
+          sizes: numbers of each leaf of the model; by default each fragment is a leaf.
+
+        Raises:
+          ValueError: if the topology does not fit, or no leaf falls into a fragment.
+        """
+        schedule = schedules.every(topology, self.every_steps, self.delay)
+        if self.fragments > 1:
+            leaves = [1] * self.fragments if sizes is None else sizes
+            fragments = schedules.cut_leaves(leaves, self.fragments)
+            schedule = schedules.in_fragments(
+                topology, self.every_steps, fragments, self.delay
+            )
+        merges = {"replace": replace, "shift": shift, "blend": blend(self.share)}
+        merge = merges[self.merge]
+        return Rounds(schedule, self._outer(), merge, self._compression())
+
+    def _outer(self) -> optax.GradientTransformation | None:
+        if self.outer == "none":
+            return None
+        looks_ahead = self.outer == "nesterov"
+        return optax.sgd(self.learning_rate, self.momentum, nesterov=looks_ahead)
+
+    def _compression(self) -> Compression | None:
+        if self.codec == "none":
+            return None
+        bits = {32: None, 8: int8(), 4: int4(), 2: int2()}
+        largest = top_k(self.sent_share, values=bits[self.sent_bits])
+        codecs = {"int8": int8(), "int4": int4(), "int2": int2(), "top_k": largest}
+        of = "model" if self.outer == "none" else "drift"
+        codec = codecs[self.codec]
+        if self.copies:
+            return Compression(codec, "copy", step=self.copy_step)
+        return Compression(codec, of, keep=self.error_kept)
 
     def _check_used(self) -> None:
         """Raises a ValueError for a number that nothing would use."""
@@ -696,6 +741,8 @@ class Config:
         topology = self.topology.build(self.workers)
         if self.exchange.where == "peers":
             _check_peers(self.step, self.rounds, topology, self.exchange.way)
+        if self.step.algorithm == "rounds":
+            self.rounds.build(topology)  # For its errors.
         if self.exchange.elastic:
             _check_elastic(self)
         if self.exchange.way == "wagma":

@@ -260,7 +260,7 @@ def rounds(
       cluster: nodes, workers and links.
       job: model size and compute times; of several fragments each is an equal part of
         the model.
-      schedule: the rounds.
+      schedule: the rounds; means of encoded models as `codec.as_permutations` has them.
       num_steps: number of steps, T.
       seed: seed of the compute times.
       hidden: whether messages run beside the gradient of the step that merges them.

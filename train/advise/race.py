@@ -15,7 +15,7 @@ from decentjax.topology import Topology
 from train.advise.setting import Overlap, Setting
 from train.cli.config_json import changes, from_fields
 from train.config import Config
-from train.run.rounds import rounds_of, sent_bytes
+from train.run.rounds import sent_bytes, sent_schedule
 
 STEPS = 64  # Simulated steps of a prediction, or the first whole periods after them.
 RATES = np.geomspace(1e5, 1e11, 25)  # Bytes per second at which the order is looked at.
@@ -193,14 +193,14 @@ def flags_of(config: Config, overlap: Overlap) -> str:
 
 
 def _of_rounds(setting: Setting, config: Config, topology: Topology) -> float:
-    count = config.rounds.fragments
-    rounds = rounds_of(config.rounds, topology, [1] * count)
+    rounds = config.rounds.build(topology)
     model = [jax.ShapeDtypeStruct((PLENTY,), np.float32)]
     sent = sent_bytes(rounds, None, model) / (4 * PLENTY)
-    steps = _whole_periods(rounds.schedule.period)
+    schedule = sent_schedule(rounds)
+    steps = _whole_periods(schedule.period)
     cluster: Cluster = setting.cluster
     job, hidden = _smaller(setting.job, sent), setting.overlap != "none"
-    times = runtime.rounds(cluster, job, rounds.schedule, steps, hidden=hidden)
+    times = runtime.rounds(cluster, job, schedule, steps, hidden=hidden)
     return times.seconds_per_step()
 
 

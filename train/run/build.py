@@ -91,7 +91,7 @@ def build_state(
       ValueError: if the model does not fit the task.
     """
 
-    check_rounds(config)
+    check_rounds(config, task)
 
     def init_extra(params: Any) -> Any:
         if config.step.algorithm == "rounds":

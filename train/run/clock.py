@@ -14,7 +14,7 @@ from decentjax.topology import butterfly_groups
 from train.config import Config
 from train.network import MaybeRate, MaybeTime, Time, rate, seconds
 from train.run.peers import as_used, wagma_groups
-from train.run.rounds import build_rounds, sent_bytes, step_bytes
+from train.run.rounds import build_rounds, sent_bytes, sent_schedule, step_bytes
 from train.tasks.task import build_task
 
 
@@ -101,7 +101,7 @@ class Clock:
                 )
             rounds = build_rounds(config, task)
             job = dataclasses.replace(job, model_bytes=sent_bytes(rounds, None, model))
-            schedule = rounds.schedule
+            schedule = sent_schedule(rounds)
             return Timed(runtime.rounds(cluster, job, schedule, count, seed))
         graph = config.topology.build(config.workers)
         if exchange.where == "background":

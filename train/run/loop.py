@@ -45,7 +45,7 @@ from train.run.peers import (
 )
 from train.run.profile import profiled
 from train.run.resume import Begin, Resume, begin_again, begin_new
-from train.run.rounds import warn_of_few
+from train.run.rounds import check_rounds, warn_of_few
 from train.run.sinks import Sink, named_sinks, open_sinks
 from train.run.stop import Stop
 from train.run.straggler import check_processes, delay
@@ -140,6 +140,7 @@ def train(
     mesh = build_mesh(config)
     task = build_task(config.task)
     trace_task(task, config.step.batch_per_worker)
+    check_rounds(config, task)
     folder = own_folder(config, run_dir)
     # The lock is taken first and released last: all else writes into the folder.
     with lock(folder), _advice(config, folder), contextlib.ExitStack() as stack:

@@ -1,28 +1,27 @@
 """The rounds of a config."""
 
-from collections.abc import Sequence
+import dataclasses
 from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 from decentjax import Rounds
-from decentjax.codec import int2, int4, int8, num_bytes, top_k
-from decentjax.compression import Compression
+from decentjax.codec import as_permutations, num_bytes
 from decentjax.mixing import is_mixed
-from decentjax.rounds import blend, leaves_of, replace, shift
-from decentjax.schedule import Fragment, cut_leaves, every, in_fragments
-from decentjax.topology import Topology
+from decentjax.rounds import leaves_of
+from decentjax.schedule import Fragment, Schedule
 from train.cli.tables import counted
 from train.config import Config, RoundsConfig
 from train.run.log import warn
 from train.tasks.task import Task
 
 
-def check_rounds(config: Config) -> None:
-    """Raises a ValueError if a config has rounds that its step does not take."""
-    if config.rounds != RoundsConfig() and config.step.algorithm != "rounds":
+def check_rounds(config: Config, task: Task) -> None:
+    """Raises a ValueError for rounds that the step or the task's model do not take."""
+    if config.step.algorithm == "rounds":
+        build_rounds(config, task)
+    elif config.rounds != RoundsConfig():
         raise ValueError(
             'the fields of rounds are for step.algorithm = "rounds", got '
             f'"{config.step.algorithm}": set it, or leave them out'
@@ -46,34 +45,11 @@ def build_rounds(config: Config, task: Task) -> Rounds:
     Raises:
       ValueError: if no leaf of the task's model falls into a fragment.
     """
-    sizes = []
+    sizes = None
     if config.rounds.fragments > 1:
         params, _ = jax.eval_shape(task.init, jax.random.key(0))
         sizes = [x.size if is_mixed(x) else 0 for x in jax.tree.leaves(params)]
-    return rounds_of(config.rounds, config.topology.build(config.workers), sizes)
-
-
-def rounds_of(
-    options: RoundsConfig, topology: Topology, sizes: Sequence[int] = ()
-) -> Rounds:
-    """Returns rounds over a topology.
-
-    Args:
-      options: the rounds' options.
-      topology: the topology.
-      sizes: numbers of each leaf of the model, where it is sent in fragments.
-
-    Raises:
-      ValueError: if no leaf falls into a fragment.
-    """
-    schedule = every(topology, options.every_steps, options.delay)
-    if options.fragments > 1:
-        fragments = cut_leaves(sizes, options.fragments)
-        num_steps, delay = options.every_steps, options.delay
-        schedule = in_fragments(topology, num_steps, fragments, delay)
-    merges = {"replace": replace, "shift": shift, "blend": blend(options.share)}
-    merge = merges[options.merge]
-    return Rounds(schedule, _outer(options), merge, _compression(options))
+    return config.rounds.build(config.topology.build(config.workers), sizes)
 
 
 def step_bytes(config: Config, model: Any) -> int:
@@ -106,21 +82,18 @@ def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:
     return sum(num_bytes(rounds.compression.codec, x.shape) for x in leaves)
 
 
-def _compression(options: RoundsConfig) -> Compression | None:
-    if options.codec == "none":
-        return None
-    bits = {32: None, 8: int8(), 4: int4(), 2: int2()}
-    largest = top_k(options.sent_share, values=bits[options.sent_bits])
-    codecs = {"int8": int8(), "int4": int4(), "int2": int2(), "top_k": largest}
-    of = "model" if options.outer == "none" else "drift"
-    one = codecs[options.codec]
-    if options.copies:
-        return Compression(one, "copy", step=options.copy_step)
-    return Compression(one, of, keep=options.error_kept)
+def sent_schedule(rounds: Rounds) -> Schedule:
+    """The schedule as messages travel: encoded ones go from each worker to each.
 
-
-def _outer(options: RoundsConfig) -> optax.GradientTransformation | None:
-    if options.outer == "none":
-        return None
-    looks_ahead = options.outer == "nesterov"
-    return optax.sgd(options.learning_rate, options.momentum, nesterov=looks_ahead)
+    Args:
+      rounds: the rounds.
+    """
+    if rounds.compression is None:
+        return rounds.schedule
+    sent = tuple(
+        dataclasses.replace(one, exchange=as_permutations(one.exchange))
+        if one.exchange
+        else one
+        for one in rounds.schedule.rounds
+    )
+    return dataclasses.replace(rounds.schedule, rounds=sent)
