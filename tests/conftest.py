@@ -41,10 +41,7 @@ def quick_compile():
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Draws cases of the tests with the mark `draw`; the others are slow, as `nightly`."""
-    for item in items:
-        if item.get_closest_marker("nightly"):
-            item.add_marker(pytest.mark.slow)
+    """Draws cases of tests with `draw`, the others are nightly; those are slow too."""
     drawn = [item for item in items if item.get_closest_marker("draw")]
     for function, cases in itertools.groupby(drawn, lambda item: item.function):
         cases = list(cases)
@@ -52,4 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # The name is the seed: all workers of xdist must collect the same tests.
         draw = random.Random(function.__name__)
         for case in draw.sample(cases, len(cases) - -(-len(cases) // one_in)):
-            case.add_marker(pytest.mark.slow)
+            case.add_marker(pytest.mark.nightly)
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.slow)

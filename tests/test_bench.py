@@ -100,7 +100,7 @@ def test_bad_input_gets_a_sentence_before_anything_runs(
     assert not (tmp_path / "race").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_root
 def test_a_race_is_written_down_and_drawn(tmp_path):
     only = f"^({'|'.join(OURS)})$"

@@ -103,7 +103,7 @@ def test_a_folder_that_cannot_be_gets_a_sentence():
     assert "Traceback" not in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_on_a_cpu_measures_steps_and_processes(tmp_path):
     options = f"--device cpu --config {TINY} --rounds 1 --steps 1 --out {tmp_path}"
     result = bench(*options.split())
@@ -198,7 +198,7 @@ def test_our_step_is_the_plain_step_and_that_is_optax():
         np.testing.assert_allclose(other, right, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_what_the_processes_do_is_a_step_an_exchange_and_both():
     """Here as four workers of one process, with the same examples and other dropout."""
     config = of_workers(GpuBench(config=TINY, batch=8), 4, "one_peer_exponential")

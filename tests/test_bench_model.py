@@ -261,7 +261,7 @@ def test_what_cannot_be_compared_gets_a_sentence(changes, message):
         dataclasses.replace(ModelBench(), **changes)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_root
 def test_a_real_cluster_is_predicted_first_and_then_measured(tmp_path):
     options = (

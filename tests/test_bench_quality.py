@@ -224,7 +224,7 @@ config = dataclasses.replace(whole, task=task, num_steps=60, optimizer=optimizer
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_root
 def test_a_race_of_few_steps(tmp_path):
     """With a tiny model: compiled, simulated, and run on the cluster."""

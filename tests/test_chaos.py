@@ -79,7 +79,7 @@ def test_other_numbers_are_a_broken_promise(run_dir, tmp_path):
 OPTIONS = ["--processes", "2", "--steps", "12", "--task.step-seconds", "0.1"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_root
 def test_faults_are_injected_and_their_promises_are_kept(tmp_path):
     """One of each that ends a job, then an elastic run whose workers are killed."""

@@ -273,7 +273,7 @@ def test_a_wrong_request_in_a_job_is_not_tried_again(tmp_path):
     assert "restart" not in output
 
 
-@pytest.mark.slow  # It compiles a transformer for several shapes.
+@pytest.mark.nightly  # It compiles a transformer for several shapes.
 def test_batches_of_several_shapes_train_in_processes_as_in_one(tmp_path):
     """Of a transformer, and what comes after the last step."""
     job, alone = tmp_path / "job", tmp_path / "alone"

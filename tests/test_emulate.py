@@ -426,7 +426,7 @@ def test_workers_that_do_not_fit_a_node_get_a_sentence(tmp_path):
     assert "workers_per_node = 4 does not fit node node0, which has 2 w" in job.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_root
 def test_training_on_a_cluster_is_training_on_one_machine(tmp_path):
     job = emulate(

@@ -370,7 +370,7 @@ def test_a_run_resumes_bit_for_bit_amid_an_iteration(tmp_path):
     assert not np.array_equal(rollouts.place[0], rollouts.place[1])
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize(("num_workers", "how"), [(4, "repeat"), (1, "mean")])
 def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp_path):
     """At step 6, amid an iteration: the mean of two workers' episodes is no episode."""

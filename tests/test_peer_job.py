@@ -150,7 +150,7 @@ WAGMA = ["--exchange.where", "peers", "--exchange.way", "wagma", "--step.algorit
 WAGMA += ["atc", "--topology.name", "butterfly_groups", "--topology.mean-every", "8"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("way", [PUSH_SUM, WAGMA], ids=["push_sum", "wagma"])
 def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
     way, tmp_path, capsys

@@ -83,7 +83,7 @@ def refused(*options: str) -> str:
     return str(error.value)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("nodes", [16, 126])
 def test_what_ships_hides_its_busiest_exchange(name, nodes):

@@ -49,7 +49,7 @@ def test_bad_input_gets_a_sentence_before_anything_runs(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @needs_root
 def test_a_bench_of_stragglers_is_written_down_and_drawn(tmp_path):
     options = "--clusters 3x1 --rounds 2 --steps 3 --pause 0.05 --out"

@@ -7,6 +7,7 @@ processes of the training job.
 
 import functools
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -17,6 +18,7 @@ from rich.console import Console
 from decentjax.distributed.devices import provide_cpu_devices
 from train.advise.race import Contender, read_race
 from train.advise.rank import compare
+from train.advise.rounds import CODECS, EVERY, Codec, compare_rounds
 from train.advise.setting import Flags, Setting
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
@@ -38,6 +40,8 @@ def main(arguments: list[str]) -> int:
         flags: Annotated[Flags, tyro.conf.arg(name="")],
         steps: int = 300,
         seed: int = 0,
+        every: tuple[int, ...] = EVERY,
+        codecs: tuple[Codec, ...] = CODECS,
         race: Path | None = None,
         out: Path = Path("runs/advice"),
     ) -> int:
@@ -52,18 +56,29 @@ def main(arguments: list[str]) -> int:
           flags: cluster and job.
           steps: number of simulated steps.
           seed: seed of the compute times.
+          every: numbers of steps from one round to the next, for methods of rounds.
+          codecs: how their messages are encoded.
           race: file quality.json of `decentjax bench quality`, with the steps
             that each method has taken to a loss: says which one is there first on this
             cluster, and at which rates of the links another one is.
           out: folder for advice.json, advice.html, map.svg and steps.svg.
         """
-        return look(flags.setting(), steps, seed, out, read_race(race))
+        if min(every, default=1) < 1:
+            raise ValueError(f"every must have numbers of at least 1, got {every}")
+        asked = flags.setting(), steps, seed, every, codecs
+        return look(*asked, out, read_race(race))
 
     return tyro.cli(run, prog="decentjax advise", args=arguments)
 
 
 def look(
-    setting: Setting, steps: int, seed: int, out: Path, contenders: list[Contender]
+    setting: Setting,
+    steps: int,
+    seed: int,
+    every: Sequence[int],
+    codecs: Sequence[Codec],
+    out: Path,
+    contenders: list[Contender],
 ) -> int:
     """Compares the topologies, and prints, writes and draws the result."""
     # Imports matplotlib, which takes a while: not for --help.
@@ -74,9 +89,10 @@ def look(
     out.mkdir(parents=True, exist_ok=True)
     shown = functools.partial(over, title="simulating", console=console)
     found = compare(setting, steps, seed, shown)
-    advice_report.say(found, console, races=bool(contenders))
+    rounds = compare_rounds(setting, every, codecs, found.rows[0].step)
+    advice_report.say(found, rounds, console, races=bool(contenders))
     finish = advice_report.say_race(setting, contenders, console)
-    advice_report.write_advice(out / "advice.json", found, finish)
+    advice_report.write_advice(out / "advice.json", found, rounds, finish)
     baseline, *rows = found.rows
     choice, other, _ = found.advice
     # With all-reduce as the choice, the best topology shows why.
@@ -87,7 +103,7 @@ def look(
         figures["Steps"] = advice_report.draw_steps(setting, drawn, topology)
         figures["Map"] = advice_report.draw_map(found, drawn, topology, console)
     sections = [Section(title, figure) for title, figure in figures.items()]
-    advice_report.write_advice_page(out, found, sections)
+    advice_report.write_advice_page(out, found, rounds, sections)
     files = ["advice.html", "map.svg", "steps.svg"] if figures else ["advice.html"]
     console.print(f"\n{'  '.join([str(out / 'advice.json'), *files])}")
     return 0
@@ -160,7 +176,7 @@ def _here(
     leave()
     if jax.process_index() != 0:
         return 0
-    code = look(setting, steps, config.seed, out, contenders)
+    code = look(setting, steps, config.seed, EVERY, CODECS, out, contenders)
     has = {
         "topology.make": config.topology.make is not None,
         "rounds": config.step.algorithm == "rounds",

@@ -14,6 +14,7 @@ from rich.console import Console
 from decentjax import Topology, runtime
 from train.advise.race import Contender, finishes, fitting, flags_of, turns
 from train.advise.rank import Findings, Prediction
+from train.advise.rounds import RoundsRow
 from train.advise.setting import Setting
 from train.cli.progress import over
 from train.cli.tables import aligned, counted, write_json
@@ -34,6 +35,15 @@ COLUMNS = (
     "remains at worst of the models' distance from their mean, after a step and after "
     "a second; 0 if a period of the graph makes all models the exact mean. exact "
     "after: the number of exchanges that this takes."
+)
+
+
+ROUNDS = (
+    "Each worker trains alone, and every few steps they average: DiLoCo over all "
+    "models, and waits; one_peer_exponential in pairs, and with --overlap background "
+    "merges at the next round. The rarer, the more steps to one loss, which --race "
+    "counts. An encoded mean of all is a message from each worker to each: from eight "
+    "workers on int8 sends more than none. advice.json has the options of each row."
 )
 
 
@@ -90,11 +100,34 @@ def traffic_table(rows: Sequence[Prediction]) -> Cells:
     return Cells(title, heads, cells)
 
 
-def say(found: Findings, console: Console, races: bool = False) -> None:
+def rounds_table(rows: Sequence[RoundsRow]) -> Cells:
+    """Returns the table of methods that average every few steps."""
+    cells = [
+        [
+            row.name,
+            str(row.every_steps),
+            row.codec,
+            f"{1e3 * row.step:.1f}",
+            f"{row.speed_up:.2f}x",
+            f"{row.worker_bytes / 1e6:.4g}",
+        ]
+        for row in rows
+    ]
+    heads = ["", "every", "codec", "ms per step", "speed-up", "MB of worker per step"]
+    return Cells("rounds: averaging every few steps", heads, cells)
+
+
+def say(
+    found: Findings,
+    rounds: Sequence[RoundsRow],
+    console: Console,
+    races: bool = False,
+) -> None:
     """Prints the question, the predictions and the advice.
 
     Args:
       found: the predictions.
+      rounds: those of methods that average every few steps.
       console: where they are printed.
       races: whether `say_race` follows, which has another measure.
     """
@@ -105,6 +138,9 @@ def say(found: Findings, console: Console, races: bool = False) -> None:
         table = aligned(heads, cells, bold=choice.name, title=title)
         console.print("", table, sep="\n")
     console.print(f"\n{COLUMNS}")
+    title, heads, cells = rounds_table(rounds)
+    console.print("", aligned(heads, cells, 3, title=title), sep="\n")
+    console.print(f"\n{ROUNDS}")
     if found.unfit:
         console.print("\ndoes not fit")
         for name, reason in found.unfit.items():
@@ -137,7 +173,12 @@ def command_of(found: Findings) -> str:
     return _command(found.setting, found.advice.choice.flags)
 
 
-def write_advice_page(out: Path, found: Findings, figures: Sequence[Section]) -> None:
+def write_advice_page(
+    out: Path,
+    found: Findings,
+    rounds: Sequence[RoundsRow],
+    figures: Sequence[Section],
+) -> None:
     """Writes advice.html, with the advice first, and the figures as files too."""
     choice, _, reason = found.advice
     lines = "<br>".join(map(html.escape, question(found)))
@@ -154,9 +195,10 @@ def write_advice_page(out: Path, found: Findings, figures: Sequence[Section]) ->
             for title, heads, cells in (
                 times_table(found.rows),
                 traffic_table(found.rows),
+                rounds_table(rounds),
             )
         ),
-        Section("Columns", None, f"<p>{html.escape(COLUMNS)}</p>"),
+        Section("Columns", None, f"<p>{html.escape(COLUMNS)}</p><p>{ROUNDS}</p>"),
         *figures,
     ]
     if unfit:
@@ -203,7 +245,12 @@ def say_race(
     return {"finishes": found, "turns": changes}
 
 
-def write_advice(path: Path, found: Findings, race: dict[str, list]) -> None:
+def write_advice(
+    path: Path,
+    found: Findings,
+    rounds: Sequence[RoundsRow],
+    race: dict[str, list],
+) -> None:
     """Writes what `say` and `say_race` print."""
     setting, advice = found.setting, found.advice
     facts = {
@@ -214,6 +261,7 @@ def write_advice(path: Path, found: Findings, race: dict[str, list]) -> None:
         "gamma": found.gamma,
         "sigma": found.sigma,
         "rows": found.rows,
+        "rounds": rounds,
         "does_not_fit": found.unfit,
         "race": race,
         "advice": {"choice": advice.choice.name, "reason": advice.reason},

@@ -6,21 +6,16 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
 import numpy as np
 
-from decentjax import runtime
-from decentjax.runtime import Cluster, Job
-from decentjax.topology import Topology
+from decentjax.runtime import Job
+from train.advise.rounds import STEPS, rounds_seconds
 from train.advise.setting import Overlap, Setting
 from train.cli.config_json import changes, from_fields
 from train.config import Config
-from train.run.rounds import sent_bytes, sent_schedule
 
-STEPS = 64  # Simulated steps of a prediction, or the first whole periods after them.
 RATES = np.geomspace(1e5, 1e11, 25)  # Bytes per second at which the order is looked at.
 HALVINGS = 12  # Of the interval in which the first method changes.
-PLENTY = 2**20  # Numbers of a model whose codec's bytes a number are those of any.
 
 
 class Contender(NamedTuple):
@@ -164,7 +159,7 @@ def step_seconds(setting: Setting, config: Config) -> float:
     )
     topology = config.topology.build(workers)
     if config.step.algorithm == "rounds":
-        return _of_rounds(setting, config, topology)
+        return rounds_seconds(setting, config.rounds, topology)
     # Of four bytes a number; tracking sends an estimate beside the model.
     sent = 0.5 if config.step.message_dtype == "bfloat16" else 1.0
     sent *= 2.0 if config.step.algorithm == "tracking" else 1.0
@@ -190,18 +185,6 @@ def flags_of(config: Config, overlap: Overlap) -> str:
     if hides and overlap == "background":
         options["exchange.where"] = overlap
     return " ".join(f"--{x.replace('_', '-')} {y}" for x, y in options.items())
-
-
-def _of_rounds(setting: Setting, config: Config, topology: Topology) -> float:
-    rounds = config.rounds.build(topology)
-    model = [jax.ShapeDtypeStruct((PLENTY,), np.float32)]
-    sent = sent_bytes(rounds, None, model) / (4 * PLENTY)
-    schedule = sent_schedule(rounds)
-    steps = _whole_periods(schedule.period)
-    cluster: Cluster = setting.cluster
-    job, hidden = _smaller(setting.job, sent), setting.overlap != "none"
-    times = runtime.rounds(cluster, job, schedule, steps, hidden=hidden)
-    return times.seconds_per_step()
 
 
 def _smaller(job: Job, factor: float) -> Job:

@@ -1,0 +1,104 @@
+"""Steps of methods that average every few steps, by their closed forms."""
+
+import json
+from pathlib import Path
+
+import pytest
+import tyro
+
+from decentjax import runtime
+from decentjax.runtime import Cluster, Job
+from train.advise.__main__ import main
+from train.advise.rounds import CODECS, MOST_ENCODED, RoundsRow, compare_rounds
+from train.advise.setting import Setting
+from train.cli.load import load_config
+from train.cli.options import AS_OPTIONS
+from train.config import Config
+
+COMPUTE, RATE, MODEL = 0.1, 2e6, 4e6  # A model takes 2 s.
+INT8 = 260 / 1024  # A byte for each number, and four for each block of 256.
+PAIRS = "one_peer_exponential"
+
+
+def rows(num_workers=8, overlap="background", every=(4,), codecs=CODECS):
+    cluster = Cluster(num_nodes=num_workers, between_bytes_per_second=RATE)
+    job = Job(model_bytes=MODEL, compute=runtime.constant(COMPUTE), forward_share=1.0)
+    setting = Setting(cluster=cluster, job=job, overlap=overlap)
+    found = compare_rounds(setting, every, codecs, all_reduce_step=3.6)
+    return {(row.name, row.every_steps, row.codec): row for row in found}
+
+
+@pytest.mark.parametrize("num_workers", [2, 3, 8])
+@pytest.mark.parametrize("every", [1, 4, 64])
+def test_a_mean_of_all_waits_for_a_share_of_its_messages(num_workers, every):
+    found = rows(num_workers, every=(every,))
+    name = "complete" if every == 1 else "DiLoCo"
+    for codec, models in (
+        ("none", 2 * (num_workers - 1) / num_workers),
+        ("int8", (num_workers - 1) * INT8),
+    ):
+        row = found[name, every, codec]
+        assert row.step == pytest.approx(COMPUTE + 2 * models / every)
+        assert row.speed_up == pytest.approx(3.6 / row.step)
+        assert row.worker_bytes == pytest.approx(models * MODEL / every)
+
+
+@pytest.mark.parametrize(
+    ("overlap", "codec", "step"),
+    [
+        ("none", "none", COMPUTE + 2 / 4),
+        ("background", "none", 2 / 4),
+        ("background", "int8", 2 * INT8 / 4),
+    ],
+)
+def test_what_pairs_send_hides_behind_a_round(overlap, codec, step):
+    row = rows(overlap=overlap)[PAIRS, 4, codec]
+    assert row.step == pytest.approx(max(step, COMPUTE), rel=0.05)
+    models = INT8 if codec == "int8" else 1
+    assert row.worker_bytes == pytest.approx(models * MODEL / 4)
+
+
+def test_one_worker_sends_nothing():
+    for row in rows(num_workers=1).values():
+        assert (row.step, row.worker_bytes) == (pytest.approx(COMPUTE), 0)
+
+
+def test_encoded_means_of_too_many_are_left_out():
+    found = rows(MOST_ENCODED + 1)
+    left = {("DiLoCo", "none"), (PAIRS, "none"), (PAIRS, "int8")}
+    assert {(name, codec) for name, _, codec in found} == left
+
+
+@pytest.mark.parametrize("overlap", ["none", "background"])
+def test_the_flags_of_a_row_train_with_it(overlap):
+    quickstart = load_config(Path("quickstart"))
+    for row in rows(overlap=overlap, every=(1, 4)).values():
+        options = f"--workers.num-workers 8 --workers.where mesh {row.flags}".split()
+        config = tyro.cli(Config, args=options, default=quickstart, config=AS_OPTIONS)
+        assert config.rounds.every_steps == row.every_steps
+        assert config.rounds.codec == row.codec
+        hides = overlap == "background" and row.name == PAIRS
+        assert config.rounds.delay == (row.every_steps if hides else 0)
+        assert (config.exchange.where == "background") == hides
+
+
+def test_what_is_asked_for_is_written(tmp_path, capsys):
+    asked = "--nodes 3 --between 1gbit --compute 65ms --params 1M --steps 5 --every 7"
+    assert main([*asked.split(), "--codecs", "top_k", "--out", str(tmp_path)]) == 0
+    written = json.loads((tmp_path / "advice.json").read_text())["rounds"]
+    assert [(row["name"], row["every_steps"], row["codec"]) for row in written] == [
+        ("DiLoCo", 7, "top_k"),
+        (PAIRS, 7, "top_k"),
+    ]
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    for row in (RoundsRow(**fields) for fields in written):
+        (cells,) = [x[3:5] for x in printed if x[:3] == [row.name, "7", "top_k"]]
+        assert cells == [f"{1e3 * row.step:.1f}", f"{row.speed_up:.2f}x"]
+    assert "averaging every few steps" in (tmp_path / "advice.html").read_text()
+
+
+def test_rounds_of_no_step_are_refused(tmp_path):
+    asked = "--nodes 3 --between 1gbit --compute 65ms --params 1M --every 4 0"
+    with pytest.raises(SystemExit, match=r"every must have numbers of at least 1"):
+        main([*asked.split(), "--out", str(tmp_path)])
+    assert list(tmp_path.iterdir()) == []
