@@ -3357,6 +3357,18 @@ MUTANTS = [
         "tests/test_dbench.py -k halves",
     ),
     Mutant(
+        "train/compare.py",
+        "grid, try_one, score)",
+        "grid, try_one)",
+        "tests/test_compare.py -k score_of_the_comparison",
+    ),
+    Mutant(
+        "train/run/tune.py",
+        "min(equal, key=lambda x: losses[x])",
+        "equal[0]",
+        "tests/test_compare.py -k is_compared_chooses",
+    ),
+    Mutant(
         "train/run/tune.py",
         "score.best(tried.values())",
         "max(tried.values())",

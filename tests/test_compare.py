@@ -27,7 +27,7 @@ from train.run.loop import train
 from train.run.outcome import SeedsOutcome
 from train.run.replayed import train_by_clock
 from train.run.seeds import draws_of, train_seeds
-from train.run.tune import Grid, profiles
+from train.run.tune import LOSS, Grid, choose, profiles
 from train.tasks.task import Headline
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -351,6 +351,7 @@ def test_each_config_is_compared_at_its_own_best(tmp_path, capsys):
     text = capsys.readouterr().out
     assert "| learning-rate | accum-steps |" in text
     assert "(edge): the best value is at an end of those tried" in text
+    assert "Values are chosen by the held-out loss of one more seed" in text
     for name in ("job_line", "ring"):
         (row,) = [row for row in text.splitlines() if row.startswith(f"| {name} |")]
         rate, accum = row.strip("| ").split(" | ")[-2:]
@@ -371,6 +372,51 @@ def test_each_config_is_compared_at_its_own_best(tmp_path, capsys):
     # Of all held-out data these are other results, and trained anew.
     compare((LINE_FILE,), seeds=2, out=tmp_path / "out")
     assert "from " not in capsys.readouterr().out.partition("|")[0]
+
+
+# Of each learning rate the held-out loss, top-1 and the training loss.
+TRIED = {"1": (0.1, 0.8, 0.5), "2": (0.3, 0.9, 0.4), "3": (0.2, 0.9, 0.3)}
+
+
+@pytest.mark.parametrize(
+    ("score", "best", "by"),
+    [
+        (LOSS, "1", "loss"),
+        (Headline("top_1", "higher"), "3", "top_1"),  # Of two alike by the loss.
+        (Headline("training_loss", "lower"), "3", "training_loss"),
+        (Headline("top_1", "lower"), "1", "top_1"),
+        # A judge's scores are of data without halves.
+        (Headline("bleu", "higher"), "1", "loss"),
+    ],
+)
+def test_the_score_that_is_compared_chooses(score, best, by):
+    def tried(config, task, name):
+        loss, top_1, training_loss = TRIED[f"{config.optimizer.learning_rate:g}"]
+        scores = {"loss": [loss], "top_1": [top_1]}
+        return outcome([training_loss], evaluations=[(2, scores)])
+
+    grid = Grid(("optimizer.learning-rate",), (tuple(TRIED),))
+    found = choose(LINE, LINE.task.build(), grid, tried, score)
+    assert found.choice == (best,)
+    assert found.score.name == by
+
+
+def test_each_config_is_at_its_best_by_the_score_of_the_comparison(tmp_path, capsys):
+    tune = (("optimizer.learning-rate", "0.003", "0.03"),)
+    options = {"seeds": 1, "tune": tune, "out": tmp_path}
+    compare((LINE_FILE,), **options)
+    assert "| 0.03 (edge) |" in capsys.readouterr().out
+    kept = tmp_path / "job_line-optimizer_learning-rate-0_003.json"
+    found = json.loads(kept.read_text())
+    found["outcome"]["training_loss"] = [0.0]
+    kept.write_text(json.dumps(found))
+    compare((LINE_FILE,), **options, score="training_loss")
+    text = capsys.readouterr().out
+    assert "| 0.003 (edge) |" in text
+    assert "Values are chosen by the training loss of one more seed" in text
+    figure = (tmp_path / "tune.svg").read_text()
+    assert "training loss of one seed" in figure
+    assert "held-out" not in figure
 
 
 @pytest.mark.parametrize(

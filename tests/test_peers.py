@@ -512,6 +512,14 @@ def test_a_record_that_is_not_whole_is_refused():
         )
 
 
+def test_a_folder_has_a_path_or_its_name(tmp_path):
+    name = str(tmp_path / "peers")
+    Folder(name).write(0, "127.0.0.1:5000 first")
+    for book in (Folder(name), Folder(tmp_path / "peers")):
+        assert book.read(0) == "127.0.0.1:5000 first"
+        assert book.read(1) is None
+
+
 def test_a_list_of_addresses_is_a_book():
     probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
     binds = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]

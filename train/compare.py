@@ -69,12 +69,12 @@ def compare(
       vary: a field and its values, such as "optimizer.accum-steps 1 2 4"; each config
         is trained with each value.
       tune: a field and its values, such as "optimizer.learning-rate 5e-3 1e-2 2e-2":
-        each config has its best, chosen by the loss of one more seed on every second
-        held-out example, or by the main score of a task without a held-out loss;
-        results are then of the others. Given again, it adds a field: each choice of
-        values is tried.
-      score: score that is tested for differences, such as "training_loss"; by default
-        the headline of the task.
+        each config has its best, chosen by `score` of one more seed on every second
+        held-out example; results are then of the others. Given again, it adds a field:
+        each choice of values is tried.
+      score: score that is tested for differences, and by which `tune` chooses, such as
+        "training_loss"; by default the headline of the task, which also chooses in
+        place of a score of generated text, such as "bleu".
       clock: how long workers compute, in simulated time.
       out: folder for all results, the table and the figure.
 
@@ -86,7 +86,7 @@ def compare(
     if at_once is not None and at_once < 1:
         raise ValueError(f"at_once must be at least 1, got {at_once}")
     chosen = [config for path in configs for config in _varied(path, change, vary)]
-    own = _common_headline(chosen)
+    headline = _compared(_common_headline(chosen), score)
     numbers = range(first_seed, first_seed + seeds)
     for config in chosen:
         _ends(config, numbers, clock)
@@ -94,16 +94,22 @@ def compare(
     out.mkdir(parents=True, exist_ok=True)
     train = functools.partial(_trained, at_once=at_once, out=out, clock=clock)
     entries, bests = zip(
-        *(_entry(config, numbers, grid, train) for config in chosen), strict=True
+        *(_entry(config, numbers, grid, train, headline) for config in chosen),
+        strict=True,
     )
+    _check_score(headline, entries[0])
     ends = {
         entry.name: _ends(best.config, numbers, clock)
         for entry, best in zip(entries, bests, strict=True)
     }
-    headline = _headline(own, score, entries[0])
     seconds = {name: of_steps[-1] for name, of_steps in ends.items()}
     simulated = seconds if clock.runs else {}
     parts = [table(entries, simulated, grid.fields, headline.name)]
+    if grid.fields:
+        parts.append(
+            f"Values are chosen by the {_words(bests[0].score)} of one more seed; "
+            "held-out scores are of examples that have chosen nothing."
+        )
     if EDGE in parts[0]:
         parts.append(
             f"{EDGE}: the best value is at an end of those tried; a better "
@@ -147,8 +153,7 @@ def _draw_entries(
     time: str,
     path: Path,
 ) -> None:
-    where = "" if headline.name == "training_loss" else "held-out "
-    score = f"{where}{words(headline.name)}"
+    score = _words(headline)
     losses = {
         one.name: [(ends[one.name][step], row) for step, row in one.outcome.losses]
         for one in entries
@@ -197,19 +202,29 @@ def _draw_tuning(bests: Mapping[str, Best], grid: Grid, path: Path) -> None:
         name: profiles(grid, best.tried, best.score) for name, best in bests.items()
     }
     score = next(iter(bests.values())).score
-    label = f"held-out {words(score.name)} of one seed"
+    label = f"{_words(score)} of one seed"
     values = dict(zip(grid.fields, grid.values, strict=True))
     save_svg(draw_tuning(curves, values, label), path)
 
 
-def _headline(own: Headline, score: str | None, entry: Entry) -> Headline:
+def _words(score: Headline) -> str:
+    """What a score is called in a text."""
+    where = "" if score.name == "training_loss" else "held-out "
+    return f"{where}{words(score.name)}"
+
+
+def _compared(own: Headline, score: str | None) -> Headline:
+    """The score that is compared, by default the configs' own."""
     if score is None or score == own.name:
         return own
-    if score not in entry.scores():
-        raise ValueError(
-            f"there is no score {score}; there are: {', '.join(entry.scores())}"
-        )
     return Headline(score, better="lower" if "loss" in score else "higher")
+
+
+def _check_score(score: Headline, entry: Entry) -> None:
+    if score.name not in entry.scores():
+        raise ValueError(
+            f"there is no score {score.name}; there are: {', '.join(entry.scores())}"
+        )
 
 
 def _varied(path: Path, change: Sequence[str], vary: Sequence[str]) -> list[Config]:
@@ -242,15 +257,16 @@ def _entry(
     seeds: range,
     grid: Grid,
     train: Callable[[Config, Task, range, str], SeedsOutcome],
+    score: Headline,
 ) -> tuple[Entry, Best]:
-    """The results of a config at its best."""
+    """The results of a config at its best by a score."""
 
     def try_one(one: Config, task: Task, name: str) -> SeedsOutcome:
         return train(
             one, task, range(seeds.stop, seeds.stop + 1), f"{config.name}-{name}"
         )
 
-    best = choose(config, build_task(config.task), grid, try_one)
+    best = choose(config, build_task(config.task), grid, try_one, score)
     outcome = train(best.config, best.task, seeds, grid.results(config.name))
     draws = draws_of(best.config, seeds)
     return Entry(config.name, outcome, draws, grid.say(best.choice)), best

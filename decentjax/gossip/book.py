@@ -26,26 +26,26 @@ class Folder:
     """A folder that all processes see, with a file per worker; private if made here.
 
     Examples:
-      >>> import pathlib
       >>> from decentjax import gossip
-      >>> book = gossip.Folder(pathlib.Path("peers"))
+      >>> book = gossip.Folder("peers")
       >>> book.write(0, "127.0.0.1:5000 first-start")
       >>> book.read(0), book.read(1)
       ('127.0.0.1:5000 first-start', None)
     """
 
-    path: Path
+    path: Path | str
 
     def write(self, worker: int, entry: str) -> None:
-        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder = Path(self.path)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Renamed into place: a reader sees all of the entry, or the one before.
-        part = self.path / f".worker-{worker}.part"
+        part = folder / f".worker-{worker}.part"
         part.write_text(entry)
-        part.replace(self.path / f"worker-{worker}")
+        part.replace(folder / f"worker-{worker}")
 
     def read(self, worker: int) -> str | None:
         try:
-            return (self.path / f"worker-{worker}").read_text() or None
+            return Path(self.path, f"worker-{worker}").read_text() or None
         except OSError:  # It is not there, or its file server is not, for a moment.
             return None
 

@@ -54,7 +54,6 @@ class PeerRounds(LateRounds):
 
     Examples:
       >>> import functools
-      >>> import pathlib
       >>> import jax, jax.numpy as jnp, optax
       >>> from decentjax import adapt, gossip, init_rounds, init_state, methods
       >>> from decentjax import topology, worker_mesh
@@ -65,7 +64,7 @@ class PeerRounds(LateRounds):
       >>> rounds = methods.local_sgd(topology.ring(1), num_steps=5)
       >>> extra = init_rounds(rounds, params)
       >>> state = init_state(params, optimizer, key, 1, extra=extra)
-      >>> book, mesh = gossip.Folder(pathlib.Path("peers")), worker_mesh(1)
+      >>> book, mesh = gossip.Folder("peers"), worker_mesh(1)
       >>> with gossip.PeerRounds(local, rounds, book, [0], mesh) as train_step:
       ...     for t in range(10):
       ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)

@@ -73,7 +73,6 @@ class Peers(Staged):
 
     Examples:
       >>> import functools
-      >>> import pathlib
       >>> import jax, jax.numpy as jnp, optax
       >>> from decentjax import adapt, gossip, init_state, topology, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
@@ -81,7 +80,7 @@ class Peers(Staged):
       >>> optimizer = optax.adam(0.1)
       >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
       >>> state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), 1)
-      >>> book = gossip.Folder(pathlib.Path("peers"))
+      >>> book = gossip.Folder("peers")
       >>> graph, mesh = topology.ring(1), worker_mesh(1)
       >>> with gossip.Peers(local, graph, book, [0], mesh) as train_step:
       ...     for t in range(10):

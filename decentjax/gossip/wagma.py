@@ -77,7 +77,6 @@ class Wagma(Staged):
 
     Examples:
       >>> import functools
-      >>> import pathlib
       >>> import jax, jax.numpy as jnp, optax
       >>> from decentjax import adapt, gossip, init_state, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
@@ -85,7 +84,7 @@ class Wagma(Staged):
       >>> optimizer = optax.adam(0.1)
       >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
       >>> state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), 1)
-      >>> book = gossip.Folder(pathlib.Path("peers"))
+      >>> book = gossip.Folder("peers")
       >>> mesh, sizes = worker_mesh(1), {"group_size": 1, "period": 10}
       >>> with gossip.Wagma(local, 1, book, [0], mesh, **sizes) as train_step:
       ...     for t in range(10):

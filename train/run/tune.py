@@ -1,8 +1,7 @@
 """Each config at its own best: fields, and values to choose from.
 
-The choice is by the loss of one more seed on one half of the held-out data, or by the
-main score of a task without such a loss, and results are of the other half: no result
-has been chosen by itself.
+The choice is by a score of one more seed, on one half of the held-out data, and results
+are of the other half: no result has been chosen by itself.
 """
 
 import dataclasses
@@ -134,6 +133,7 @@ def choose(
     task: Task,
     grid: Grid,
     train: Callable[[Config, Task, str], SeedsOutcome],
+    score: Headline = LOSS,
 ) -> Best:
     """Returns a config at its best.
 
@@ -143,28 +143,34 @@ def choose(
       grid: fields and values.
       train: function that trains a config with the seed that chooses, on a task with a
         part of the held-out data, under a name.
+      score: score that chooses, held out or "training_loss"; its ties are broken by the
+        held-out loss. The main score of the task stands for one that it does not have,
+        or that its judge gives: that one's data has no halves.
 
     Raises:
       FloatingPointError: if no choice trains, with the reasons.
     """
     if not grid.choices:
         return Best(config, task)
-    tried, failed, score = {}, [], task.headline
+    tried, losses, failed = {}, {}, []
     part = half(task, 0)._replace(judge=None)
     for choice in grid.choices:
         try:
             found = train(grid.set(config, choice), part, grid.name(choice))
-            _, scores = found.evaluations[-1]
-            score = LOSS if LOSS.name in scores else task.headline
+            _, held_out = found.evaluations[-1]
+            scores = {**held_out, "training_loss": found.training_loss}
+            score = score if score.name in scores else task.headline
             (value,) = scores[score.name]
             if not math.isfinite(value):
                 raise FloatingPointError(f"the {score.name} is {value}")
             tried[choice] = value
+            losses[choice] = scores.get(LOSS.name, [0.0])
         except (FloatingPointError, ValueError) as error:
             failed.append(f"{grid.name(choice)}: {error}")
     if not tried:
         raise FloatingPointError(f"no choice trains: {'; '.join(failed)}")
-    best = next(x for x in tried if tried[x] == score.best(tried.values()))
+    equal = [x for x in tried if tried[x] == score.best(tried.values())]
+    best = min(equal, key=lambda x: losses[x])
     return Best(grid.set(config, best), half(task, 1), best, tried, score)
 
 
