@@ -303,6 +303,26 @@ def test_what_is_left_for_peers_is_the_message(codec, tmp_path, monkeypatch):
     assert sent == [wanted] * 4
 
 
+@pytest.mark.parametrize("codec", [None, int8()], ids=["as they are", "int8"])
+def test_a_fragment_without_elements_stops_no_round(codec, tmp_path):
+    """An array without elements would never come."""
+    how = Rounds(in_fragments(topology.ring(2), 2, [(0,), (1, 2)], 1))
+    how = how if codec is None else encoded(how, codec)
+    params = {"a": jnp.zeros(0), "b": jnp.zeros(0), "c": jnp.zeros(3)}
+    mesh, extra, used = Mesh(jax.devices()[:2], (AXIS,)), init_rounds(how, params), []
+    key = jax.random.key(0)
+    state = init_state(params, OPTIMIZER, key, 2, extra=extra)
+    state, batch = place((state, np.float32([1, 3])), mesh)
+    options = {"patience": math.inf, "used": used.append}
+    with PeerRounds(LOCAL, how, Folder(tmp_path), [0, 1], mesh, **options) as step:
+        for t in range(4):
+            state, _ = step(state, batch, t)
+    assert [(one.step, one.group) for one in used[::2]] == [
+        (t, t % 2) for t in range(4)
+    ]
+    assert all(one.models for one in used)
+
+
 def rows(values):
     return [jnp.asarray(x, jnp.float32)[None] for x in values]
 
