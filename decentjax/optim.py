@@ -17,7 +17,7 @@ from jax.typing import ArrayLike, DTypeLike
 from decentjax._collectives import AxisName, sum_dtype
 from decentjax.exchange import Topology, check_topology
 from decentjax.mixing import mix
-from decentjax.rounds import Rounds, _check_rounds, init_rounds, round_step
+from decentjax.rounds import Rounds, _check_rounds, init_rounds, mix_of, round_step
 from decentjax.schedule import Schedule
 from decentjax.step import (
     DecentralizeState,
@@ -267,6 +267,7 @@ def decentralize_rounds(
     rounds: Rounds,
     axis_name: AxisName,
     message_dtype: DTypeLike | None = None,
+    seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
     """Averages models in rounds, as `round_step` does; otherwise as `decentralize`.
 
@@ -277,9 +278,10 @@ def decentralize_rounds(
       rounds: rounds, such as `methods.diloco(8)`, with as many workers as the axis.
       axis_name: mapped axis of the workers.
       message_dtype: as in `mix`.
+      seed: seed of the random numbers by which a codec rounds.
 
     Raises:
-      ValueError: if messages are encoded.
+      ValueError: if encoded messages have shards, or a dtype.
       TypeError: in `update`, without the step.
 
     Examples:
@@ -289,12 +291,15 @@ def decentralize_rounds(
       >>> optimizer = decentralize_rounds(optax.adamw(1e-3), rounds, "workers")
     """
     _check_rounds(rounds)
-    if rounds.compression is not None:
-        raise ValueError(
-            "a codec rounds with each worker's random key, which a transformation does "
-            "not have: use round_step, or leave compression at None"
-        )
     order = functools.partial(round_step, rounds=rounds)
+    if rounds.compression is not None:
+        if message_dtype is not None or rounds.compression.shards is not None:
+            raise ValueError(
+                "encoded messages of a transformation have the codec's dtype and no "
+                "shards: leave message_dtype and the compression's shards at None"
+            )
+        average = functools.partial(mix_of(rounds.compression), axis_name=axis_name)
+        order = _with_keys(functools.partial(order, mix=average), axis_name, seed)
     init_extra = functools.partial(init_rounds, rounds)
     schedule = rounds.schedule
     return _in_order(order, inner, schedule, axis_name, message_dtype, init_extra)
@@ -362,6 +367,18 @@ def dadamw(
     return decentralize(adamw, topology, axis_name)
 
 
+def _with_keys(order: Callable, axis_name: AxisName, seed: int) -> Callable:
+    """The order, in which each worker has a random key of its own in each step."""
+
+    def with_key(worker, updates, event, *, adapt, mix):
+        del mix  # The order has its own.
+        key = jax.random.fold_in(jax.random.key(seed), worker.key)
+        key = jax.random.fold_in(key, lax.axis_index(axis_name))
+        return order(worker._replace(key=key), updates, event, adapt=adapt)
+
+    return with_key
+
+
 def _in_order(
     order: Callable,
     inner: optax.GradientTransformation,
@@ -408,9 +425,9 @@ def _in_order(
             target = optax.apply_updates(mixed, update)
             return worker._replace(params=target, opt_state=opt_state), update
 
-        # A step of `decentjax.step`, with the gradient in the place of the batch, and
-        # the update in that of the metrics.
-        worker = WorkerState(params, state.inner_state, (), jnp.zeros([]), state.extra)
+        # A step of `decentjax.step`, with the gradient in the place of the batch, the
+        # update in that of the metrics, and the count in that of the key.
+        worker = WorkerState(params, state.inner_state, (), state.count, state.extra)
         mixing, taken = (
             (mix_in_turn, state.count) if step is None else (mix_once, plan[step])
         )

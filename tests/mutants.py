@@ -634,8 +634,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/peer_rounds.py",
-        "number = self.schedule.count(step)",
-        "number = step",
+        "number, one = schedule.count(step),",
+        "number, one = step,",
         "tests/test_peers.py -k rounds_by_peers",
     ),
     Mutant(
@@ -3859,6 +3859,60 @@ MUTANTS = [
         "np.min(found, axis=0)",
         "np.max(found, axis=0)",
         "tests/test_bench_work.py -k shortest_round",
+    ),
+    Mutant(
+        "decentjax/gossip/messages.py",
+        "y + weight * (x - q) for",
+        "y + weight * x for",
+        "tests/test_peers.py -k missing_message",
+    ),
+    Mutant(
+        "decentjax/gossip/messages.py",
+        "messages = {number: message for number, (_, message) in models.items()}",
+        "messages = {number: leaf for number, (leaf, _) in models.items()}",
+        "tests/test_peers.py -k left_for_peers_is_the_message",
+    ),
+    Mutant(
+        "decentjax/gossip/messages.py",
+        "functools.reduce(jnp.add, x) / len(models)",
+        "functools.reduce(jnp.add, x)",
+        "tests/test_peers.py -k rounds_by_peers",
+    ),
+    Mutant(
+        "decentjax/gossip/peer_rounds.py",
+        "if missing and self._forms[used.group].needs_all:",
+        "if False:",
+        "tests/test_peers.py -k must_miss_nothing",
+    ),
+    Mutant(
+        "decentjax/gossip/peer_rounds.py",
+        "while self._behind(self.links) and time",
+        "while False and time",
+        "tests/test_peers.py -k who_ends_waits",
+    ),
+    Mutant(
+        "decentjax/gossip/links.py",
+        "self._is_known(peer) and peer not in self.left:",
+        "self._is_known(peer):",
+        "tests/test_peers.py -k who_has_ended_counts",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "jax.random.fold_in(key, lax.axis_index(axis_name))",
+        "key",
+        "tests/test_rounds.py -k rounds_apart",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "jax.random.fold_in(jax.random.key(seed), worker.key)",
+        "jax.random.key(seed)",
+        "tests/test_rounds.py -k rounds_apart",
+    ),
+    Mutant(
+        "train/config.py",
+        'are_changes = rounds.copies or rounds.outer != "none"',
+        'are_changes = rounds.outer != "none"',
+        "tests/test_peer_job.py -k refused_at_once",
     ),
 ]
 

@@ -359,9 +359,9 @@ def test_encoded_leaves_of_other_workers_are_refused():
         (lambda: Compression(codec.int8(), step=0.5), "step for nothing else"),
         (
             lambda: decentralize_rounds(
-                optax.sgd(1.0), lossy(methods.local_sgd(RING, 2)), "workers"
+                optax.sgd(1.0), lossy(methods.local_sgd(RING, 2)), "workers", "bfloat16"
             ),
-            "a codec rounds with each worker's random key",
+            "have the codec's dtype and no shards",
         ),
         (
             lambda: lossy(methods.local_sgd(topology.one_peer_ring(4), 2), of="copy"),

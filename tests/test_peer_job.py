@@ -122,11 +122,14 @@ def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
     assert all(step == version for step, *_, version in rows)
 
 
-def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(tmp_path):
+@pytest.mark.parametrize(
+    "codec", ["none", pytest.param("int8", marks=pytest.mark.slow)]
+)
+def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(codec, tmp_path):
     options = [*RING, "--exchange.patience", "None", "--step.algorithm", "rounds"]
     options += ["--rounds.every-steps", "3", "--rounds.delay", "2"]
     options += ["--rounds.outer", "nesterov", "--rounds.merge", "shift"]
-    options += ["--topology.name", "complete"]  # DiLoCo's.
+    options += ["--rounds.codec", codec, "--topology.name", "complete"]  # DiLoCo's.
     run_dir = tmp_path / "line"
     with launch(2, run_dir, *options) as job:
         ended(job)
@@ -134,7 +137,9 @@ def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(tmp_path):
         job_line.config,
         topology=TopologyConfig(name="complete"),
         step=dataclasses.replace(job_line.config.step, algorithm="rounds"),
-        rounds=RoundsConfig(every_steps=3, delay=2, outer="nesterov", merge="shift"),
+        rounds=RoundsConfig(
+            every_steps=3, delay=2, outer="nesterov", merge="shift", codec=codec
+        ),
     )
     check_trained(run_dir, train(config, tmp_path / "simulated").state.params)
     rows = used(run_dir, 0)
@@ -547,8 +552,12 @@ def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
         ),
         ({"step": StepConfig(message_dtype="bfloat16")}, "in their own dtype"),
         (
-            {"step": ROUNDS, "rounds": RoundsConfig(every_steps=2, codec="int8")},
-            'leave rounds.codec at "none", got int8',
+            {"step": ROUNDS, "rounds": RoundsConfig(codec="int8", outer="nesterov")},
+            "int8 with .* sends changes, .* set exchange.patience to None, got 0.0",
+        ),
+        (
+            {"step": ROUNDS, "rounds": RoundsConfig(codec="int4", copies=True)},
+            "int4 with .* sends changes",
         ),
         (
             {"step": ROUNDS, "exchange": ExchangeConfig(where="peers", way="swaps")},

@@ -1,6 +1,7 @@
 """Exchanges from peer to peer: what they compute, and who waits for whom."""
 
 import concurrent.futures
+import dataclasses
 import functools
 import math
 import os
@@ -17,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
     AXIS,
@@ -30,10 +31,11 @@ from decentjax import (
     simulate,
     topology,
 )
-from decentjax.codec import int8
+from decentjax.codec import exact, int2, int4, int8, num_bytes, top_k
 from decentjax.compression import Compression
 from decentjax.gossip import Folder, PeerRounds, Peers
 from decentjax.gossip.links import Links, Said
+from decentjax.gossip.messages import form_of
 from decentjax.gossip.ways import WAYS, PushSum, Way
 from decentjax.mixing import mix_arrived
 from decentjax.rounds import Rounds, init_rounds, round_step
@@ -224,6 +226,16 @@ def rounds_run(how, folder, num_steps):
     return stacked, used
 
 
+PARTS = [(0,), (1,)]
+
+
+SHARDED = NamedSharding(AbstractMesh((1,), ("model",)), PartitionSpec())
+
+
+def encoded(how, codec, of="model", **options):
+    return dataclasses.replace(how, compression=Compression(codec, of, **options))
+
+
 @pytest.mark.parametrize(
     "how",
     [
@@ -232,8 +244,26 @@ def rounds_run(how, folder, num_steps):
         Rounds(every(topology.ring(4), 3, delay=2)),
         Rounds(every(topology.one_peer_exponential(3), 1, delay=1)),
         Rounds(in_fragments(topology.ring(2), 4, [(0,), (1,)], delay=3)),
+        encoded(Rounds(every(topology.ring(3), 1, delay=1)), int8(4)),
+        encoded(Rounds(every(topology.complete(3), 5, delay=4)), top_k(0.5)),
+        encoded(Rounds(in_fragments(topology.ring(2), 4, PARTS, 3)), int4(2)),
+        encoded(methods.diloco(3, 2), top_k(0.5), "drift", keep=0.9),
+        encoded(Rounds(every(topology.ring(4), 1)), int8(4), "copy", step=0.5),
+        encoded(Rounds(every(topology.ring(2), 3, 2)), int2(2), "copy", step=0.5),
     ],
-    ids=["diloco", "noloco", "late", "each step", "fragments"],
+    ids=[
+        "diloco",
+        "noloco",
+        "late",
+        "each step",
+        "fragments",
+        "int8",
+        "top late to all",
+        "int4 in fragments",
+        "sparse diloco",
+        "choco",
+        "choco late",
+    ],
 )
 def test_rounds_by_peers_have_the_numbers_of_the_step(how, tmp_path):
     num_steps, num_workers = 9, how.schedule.num_workers
@@ -258,9 +288,107 @@ def test_rounds_by_peers_have_the_numbers_of_the_step(how, tmp_path):
         assert all(one.models for one in of_worker)
 
 
-def test_a_late_peer_of_a_round_is_not_awaited(tmp_path):
+@pytest.mark.parametrize("codec", [exact(), int2(2), top_k(0.5)])
+def test_what_is_left_for_peers_is_the_message(codec, tmp_path, monkeypatch):
+    how, sent, publish = Rounds(every(topology.ring(2), 1, 1)), [], Links.publish
+
+    def counted(links, worker, peer, channel, arrays, said):
+        sent.append(sum(x.nbytes for x in arrays))
+        publish(links, worker, peer, channel, arrays, said)
+
+    monkeypatch.setattr(Links, "publish", counted)
+    rounds_run(encoded(how, codec), tmp_path, 2)
+    # A matrix of two by three, and a scalar; to a peer in each of two steps.
+    wanted = sum(num_bytes(codec, shape) for shape in ((2, 3), ()))
+    assert sent == [wanted] * 4
+
+
+@pytest.mark.parametrize("codec", [None, int8()], ids=["as they are", "int8"])
+def test_a_fragment_without_elements_stops_no_round(codec, tmp_path):
+    """An array without elements would never come."""
+    how = Rounds(in_fragments(topology.ring(2), 2, [(0,), (1, 2)], 1))
+    how = how if codec is None else encoded(how, codec)
+    params = {"a": jnp.zeros(0), "b": jnp.zeros(0), "c": jnp.zeros(3)}
+    mesh, extra, used = Mesh(jax.devices()[:2], (AXIS,)), init_rounds(how, params), []
+    key = jax.random.key(0)
+    state = init_state(params, OPTIMIZER, key, 2, extra=extra)
+    state, batch = place((state, np.float32([1, 3])), mesh)
+    options = {"patience": math.inf, "used": used.append}
+    with PeerRounds(LOCAL, how, Folder(tmp_path), [0, 1], mesh, **options) as step:
+        for t in range(4):
+            state, _ = step(state, batch, t)
+    assert [(one.step, one.group) for one in used[::2]] == [
+        (t, t % 2) for t in range(4)
+    ]
+    assert all(one.models for one in used)
+
+
+def rows(values):
+    return [jnp.asarray(x, jnp.float32)[None] for x in values]
+
+
+def test_the_weight_of_a_missing_message_stays_with_the_own_model():
+    """Of 1 nothing has come, of 2 the message of the round before."""
+    graph, shapes = topology.ring(3), {0: jax.ShapeDtypeStruct((2,), jnp.float32)}
+    form = form_of(Compression(exact()), shapes)
+    used = gossip.Used(5, 0, 0, (gossip.Taken(2, 4, 5),))
+    models = {(0, 5): rows([[1.0, 2.0]]), (2, 4): rows([[7.0, -1.0]])}
+    (difference,) = form.average(graph, used, models)
+    np.testing.assert_allclose(difference, [[2.0, -1.0]], rtol=1e-6)
+
+
+def test_who_must_miss_nothing_does_not_go_on_without(tmp_path, monkeypatch):
+    monkeypatch.setattr(Links, "meet", lambda *_: None)
+    monkeypatch.setattr(Links, "wait", lambda *_: None)
+    mesh, plan = Mesh(jax.devices()[:1], (AXIS,)), every(topology.ring(2), 1, 1)
+    params = jax.tree.map(lambda x: x[0], start(1).params)
+
+    def step(of):
+        how = encoded(Rounds(plan), int8(), of)
+        key, extra = jax.random.key(0), init_rounds(how, params)
+        state = place(init_state(params, OPTIMIZER, key, 2, (), [0], extra), mesh)
+        folder = Folder(tmp_path / of)
+        with PeerRounds(LOCAL, how, folder, [0], mesh, patience=math.inf) as step:
+            return step(state, place(np.ones(1, "f4"), mesh), 0)
+
+    step("model")
+    words = r"worker 0 has no message of the workers \[1\] in round 0"
+    with pytest.raises(ConnectionError, match=words):
+        step("copy")
+
+
+def test_who_ends_waits_until_what_it_has_left_is_taken(tmp_path):
+    """Worker 1 has long gradients, behind which messages travel."""
+    how, times = Rounds(every(topology.ring(2), 1, delay=1)), {}
+    params = jax.tree.map(lambda x: x[0], start(1).params)
+
+    def work(worker):
+        mesh, extra = Mesh([jax.devices()[worker]], (AXIS,)), init_rounds(how, params)
+        key = jax.random.key(0)
+        state = init_state(params, OPTIMIZER, key, 2, (), [worker], extra)
+        state, batch = place((state, np.ones(1, "f4")), mesh)
+        options = {
+            "patience": math.inf,
+            "record": lambda name, *_: time.sleep(0.7 * worker * (name == "compute")),
+            "used": lambda one: times.update({worker: (time.monotonic(), one)}),
+        }
+        with PeerRounds(LOCAL, how, Folder(tmp_path), [worker], mesh, **options) as it:
+            for step in range(3):
+                state, _ = it(state, batch, step)
+        return time.monotonic()
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        ends = list(pool.map(work, range(2), timeout=LONG))
+    taken, used = times[1]
+    assert (used.step, len(used.models)) == (2, 1)
+    assert ends[0] > taken
+
+
+@pytest.mark.parametrize("codec", [None, int8(4)], ids=["as they are", "int8"])
+def test_a_late_peer_of_a_round_is_not_awaited(codec, tmp_path):
     """The only one who is there goes on with its own model."""
     how = Rounds(every(topology.ring(3), 2, delay=1))
+    how = how if codec is None else encoded(how, codec)
     mesh = Mesh(jax.devices()[:1], (AXIS,))
     params = jax.tree.map(lambda x: x[0], start(1).params)
     extra, used = init_rounds(how, params), []
@@ -298,9 +426,19 @@ def adapt_alone(params, num_steps):
         ),
         (Rounds(every(topology.ring(2), 2)), {"workers": [2]}, "numbers from 0 to 1"),
         (
-            Rounds(every(topology.ring(2), 2), compression=Compression(int8())),
+            encoded(Rounds(every(topology.ring(2), 2)), int8(), "copy"),
+            {"patience": 9.0},
+            'of = "copy" sends changes, .* take patience=math.inf, got 9.0',
+        ),
+        (
+            encoded(methods.diloco(2, 2), int8(), "drift"),
             {},
-            "leave compression at None",
+            'of = "drift" sends changes',
+        ),
+        (
+            encoded(Rounds(every(topology.ring(2), 2)), int8(), shards=[SHARDED]),
+            {},
+            "leave the compression's shards at None",
         ),
         (
             Rounds(every(topology.hierarchical(4, 2, topology.ring), 2)),
@@ -626,6 +764,21 @@ def test_who_has_died_is_known_to_have(tmp_path):
     assert writer.life_of(0)
     first.close()
     until(lambda: not writer.life_of(0))
+
+
+def test_what_has_come_of_one_who_has_ended_counts(tmp_path):
+    reader, publish = two_links(tmp_path)
+    publish(Said(0))
+    assert reader.wait(0, 1, 0, 0, time.monotonic() + LONG) is not None
+    reader.ask(0, 1, 0)
+    publish(Said(1))
+    (pull,) = reader._peers[1].edges[0, 0].pulls.values()
+    until(lambda: all(x.is_ready() for x in pull))
+    publish.func.__self__.close()
+    until(lambda: not reader.alive())
+    message = reader.wait(0, 1, 0, 1, time.monotonic() + LONG)
+    assert message is not None
+    assert message.said.step == 1
 
 
 def test_an_older_message_is_taken_only_when_time_is_up(tmp_path):

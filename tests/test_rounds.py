@@ -1,5 +1,6 @@
 """Methods of low communication against their papers' pseudocode, in float64 NumPy."""
 
+import dataclasses
 import functools
 import itertools
 
@@ -55,6 +56,10 @@ def model(dtype=jnp.float32):
 def flat(params):
     rows = [params["a"], params["b"].reshape(len(params["b"]), 4)]
     return np.concatenate([np.asarray(x, np.float64) for x in rows], 1)
+
+
+def encoded(how, codec, of="model"):
+    return dataclasses.replace(how, compression=Compression(codec, of))
 
 
 def targets(n, num_steps):
@@ -412,8 +417,10 @@ def test_a_run_goes_on_in_the_middle_of_a_round():
         methods.diloco(4, 3),
         methods.noloco(4, 2),
         methods.streaming_diloco(4, model(), 5, 2, delay=3),
+        encoded(Rounds(every(topology.ring(4), 2, delay=1)), top_k(0.5)),
+        encoded(methods.streaming_diloco(4, model(), 5, 2, 3), top_k(0.5), "drift"),
     ],
-    ids=["diloco", "noloco", "streaming"],
+    ids=["diloco", "noloco", "streaming", "encoded", "encoded streaming"],
 )
 def test_as_a_transformation_rounds_do_what_the_step_does(how):
     optimizer = optax.chain(
@@ -436,6 +443,31 @@ def test_as_a_transformation_rounds_do_what_the_step_does(how):
             params, opt_state = train_step(params, opt_state, rows, t)
             found.append(flat(params))
     np.testing.assert_allclose(found, run(how, 4, 14), rtol=1e-10, atol=1e-12)
+
+
+def test_a_transformation_rounds_apart_on_each_worker_and_step():
+    """Of equal models exchanges change nothing but by the noise of the codec."""
+    how = encoded(Rounds(every(topology.ring(4), 1)), int8())
+
+    def moves(seed):
+        optimizer = decentralize_rounds(optax.sgd(0.0), how, "workers", seed=seed)
+        found, models = [], jax.tree.map(lambda x: jnp.stack([x] * 4), model())
+        state = jax.vmap(optimizer.init)(models)
+        memory = state.extra.coded.memory
+        for _ in range(2):
+            update = functools.partial(optimizer.update, step=0)
+            moved, state = over_workers(update)(models, state, models)
+            # What was dropped before is sent now: without it, the noise alone.
+            coded = state.extra.coded._replace(memory=memory)
+            state = state._replace(extra=state.extra._replace(coded=coded))
+            found.append(flat(moved))
+        return np.array(found)
+
+    first, second = moves(0)
+    assert np.abs(first).max() > 0
+    assert np.abs(first - second).max() > 0
+    assert np.abs(first - moves(1)[0]).max() > 0
+    np.testing.assert_array_equal(first, moves(0)[0])
 
 
 def over_workers_of_step(function):

@@ -740,7 +740,8 @@ class Config:
         # Raises for workers to whom the topology does not apply.
         topology = self.topology.build(self.workers)
         if self.exchange.where == "peers":
-            _check_peers(self.step, self.rounds, topology, self.exchange.way)
+            _check_peers(self.step, topology, self.exchange.way)
+            _check_changes(self.rounds, self.exchange.patience)
         if self.step.algorithm == "rounds":
             self.rounds.build(topology)  # For its errors.
         if self.exchange.elastic:
@@ -854,9 +855,18 @@ def _check_task(task: Any) -> None:
         ) from error
 
 
-def _check_peers(
-    step: StepConfig, rounds: RoundsConfig, topology: Topology, way: str
-) -> None:
+def _check_changes(rounds: RoundsConfig, patience: float | None) -> None:
+    """Raises a ValueError for peers who would go on without a change of others."""
+    are_changes = rounds.copies or rounds.outer != "none"
+    if rounds.codec != "none" and are_changes and patience is not None:
+        raise ValueError(
+            f"rounds.codec = {rounds.codec} with rounds.copies or an outer optimizer "
+            "sends changes, and a worker that goes on without one would be off by it "
+            f"for ever: set exchange.patience to None, got {patience}"
+        )
+
+
+def _check_peers(step: StepConfig, topology: Topology, way: str) -> None:
     """Raises a ValueError for what takes collectives between the processes."""
     ways = {"atc": "wagma", "rounds": "arrived"}  # That of each other algorithm.
     other = ways.get(step.algorithm)
@@ -866,11 +876,6 @@ def _check_peers(
             'peers wait for none; set step.algorithm to "awc", '
             + (f'exchange.way to "{other}", ' if other else "")
             + 'or exchange.where to "auto"'
-        )
-    if rounds.codec != "none":
-        raise ValueError(
-            f'peers send models as they are: leave rounds.codec at "none", got '
-            f"{rounds.codec}"
         )
     if step.message_dtype is not None:
         raise ValueError(

@@ -450,7 +450,8 @@ class Links:
 
     def _arrived(self, worker: int, peer: int, channel: int) -> list[Message]:
         """What has come on an edge and was not yet returned."""
-        if not self._is_known(peer):
+        # Of one that has ended in order, what has come until then still counts.
+        if not self._is_known(peer) and peer not in self.left:
             return []
         edge = self._peers[peer].edges[worker, channel]
         for slot in list(edge.pulls):

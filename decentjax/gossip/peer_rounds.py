@@ -14,13 +14,13 @@ from decentjax.compression import Leaves
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.book import Book
 from decentjax.gossip.late import LateRounds
-from decentjax.gossip.links import Links
+from decentjax.gossip.links import POLL_SECONDS, Links
+from decentjax.gossip.messages import check_compression, form_of
 from decentjax.gossip.peers import check_graph
 from decentjax.gossip.record import Record
 from decentjax.gossip.rows import Rows, check_workers, rows_of, with_rows
 from decentjax.gossip.ways import Arrived, Used, neighbors, senders
 from decentjax.rounds import Rounds, leaves_of
-from decentjax.schedule import Schedule
 from decentjax.step import Adapt
 
 
@@ -31,12 +31,19 @@ class PeerRounds(LateRounds):
     what has come from them; it waits at most `patience` seconds for the rest, whose
     weight stays with its own model. The rows of W sum to one then, but its columns need
     not: the mean of all models moves towards those that others receive more often. With
-    `patience=math.inf` the numbers are those of `round_step`, up to rounding. A mean of
-    all models is a message from each worker to each.
+    `patience=math.inf` the numbers are those of `round_step`, up to rounding, and a
+    worker ends once its peers have what it has left, or after 10 s. A mean of all
+    models is a message from each worker to each.
+
+    With a compression the encoded messages travel. Of "model" a worker averages what
+    has come, q the decoded messages: `x_i + sum_j W_ij (q_j - q_i)`. Each message of
+    "drift" or "copy" is a change of what workers share, and one that is missing would
+    part them for ever: these need `patience=math.inf`, and end with an error where a
+    peer is lost.
 
     Args:
       adapt: as in `BackgroundRounds`.
-      rounds: the rounds, without compression; each worker counts its own steps.
+      rounds: the rounds; each worker counts its own steps.
       book: where the workers' addresses stand, such as `Folder("peers")`.
       workers: numbers of the workers of this process, in the order of the mesh.
       mesh: mesh of this process's devices, with the axis "workers" alone.
@@ -49,8 +56,10 @@ class PeerRounds(LateRounds):
         step at which it begins, and `group` is the number of the fragment.
 
     Raises:
-      ValueError: if the rounds have nodes or a compression, the workers do not fit them
-        or the mesh, or the patience is negative; at the first step as in `Peers`.
+      ValueError: if the rounds have nodes or shards, the workers do not fit them or the
+        mesh, or the patience is negative or too short for the compression; at the first
+        step as in `Peers`.
+      ConnectionError: at a step, if a message of "drift" or "copy" is missing.
 
     Examples:
       >>> import functools
@@ -85,10 +94,9 @@ class PeerRounds(LateRounds):
         record: Record | None = None,
         used: Callable[[Used], None] | None = None,
     ):
-        if rounds.compression is not None:
-            raise ValueError("peers send leaves as they are: leave compression at None")
         if not patience >= 0:
             raise ValueError(f"patience must not be negative, got {patience}")
+        check_compression(rounds.compression, patience)
         schedule = rounds.schedule
         check_workers(workers, schedule.num_workers, mesh)
         exchanges = tuple(map(as_permutations, schedule.exchanges))
@@ -103,7 +111,7 @@ class PeerRounds(LateRounds):
             secret=secret,
         )
         self._peers = _PeerCarrier(
-            schedule,
+            rounds,
             topology,
             workers,
             mesh,
@@ -134,7 +142,7 @@ class _PeerCarrier:
     """Leaves what rounds send for peers, and takes what they have left.
 
     Args:
-      schedule: the rounds.
+      rounds: the rounds.
       topology: their exchanges, by the number of the round.
       workers: numbers of the workers of this process.
       mesh: mesh of its devices.
@@ -144,7 +152,7 @@ class _PeerCarrier:
       links: links to the peers, once there are any.
     """
 
-    schedule: Schedule
+    rounds: Rounds
     topology: Topology
     workers: Sequence[int]
     mesh: Mesh
@@ -152,50 +160,69 @@ class _PeerCarrier:
     connect: Callable[..., Links]
     used: Callable[[Used], None]
     links: Links | None = None
+    _taken: int = -1
 
     def start(self, params: Any) -> None:
-        channels = [
-            [
-                jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-                for x in leaves_of(fragment, params).values()
-            ]
-            for fragment in self.schedule.fragments
+        one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
+        self._forms = [
+            form_of(self.rounds.compression, leaves_of(fragment, one))
+            for fragment in self.rounds.schedule.fragments
         ]
         devices = dict(zip(self.workers, self.mesh.devices.flat, strict=True))
-        self.links = self.connect(devices, channels)
-        self._way = Arrived(self.links, self.topology, len(channels))
-        graph = {j for i in self.workers for j in neighbors(self.topology, i)}
-        self.links.meet(graph, time.monotonic() + self.patience)
+        self.links = self.connect(devices, [form.arrays for form in self._forms])
+        self._way = Arrived(self.links, self.topology, len(self._forms))
+        self._graph = {j for i in self.workers for j in neighbors(self.topology, i)}
+        self.links.meet(self._graph, time.monotonic() + self.patience)
 
-    def carry(self, models: Leaves, exchange: Exchange, step: int) -> "_Awaited":
+    def carry(self, models: Any, exchange: Exchange, step: int) -> "_Awaited":
         del exchange  # That of the round's number.
         assert self.links is not None
-        number = self.schedule.count(step)
-        one = self.schedule[step].sends
+        schedule = self.rounds.schedule
+        number, one = schedule.count(step), schedule[step].sends
         assert one is not None
-        group = self.schedule.fragments.index(one.leaves)
-        of_workers = rows_of(list(models.values()))
+        group = schedule.fragments.index(one.leaves)
+        leaves, arrays = self._forms[group].parts(models)
+        # A fragment of counters or empty leaves sends nothing but its number.
+        of_workers = rows_of(arrays, lambda _: True) or [[] for _ in self.workers]
         for worker, own in zip(self.workers, of_workers, strict=True):
             self._way.send(worker, group, own, number)
             for peer, _ in senders(self.topology[number], worker):
                 self.links.ask(worker, peer, group)
-        return _Awaited(self, models, of_workers, group, number)
+        return _Awaited(self, leaves, of_workers, group, number)
 
     def take(
-        self, models: Leaves, of_workers: list[Rows], group: int, number: int
+        self, leaves: Leaves, of_workers: list[Rows], group: int, number: int
     ) -> Leaves:
+        assert self.links is not None
         deadline = time.monotonic() + self.patience
         rows = []
         for worker, own in zip(self.workers, of_workers, strict=True):
             used, versions = self._way.take(worker, group, own, number, deadline)
-            rows.append(Arrived.combine(self.topology, used, versions))
+            self._check_whole(used)
+            rows.append(self._forms[group].average(self.topology, used, versions))
             self.used(self._by_step(used))
-        mixed = with_rows(list(models.values()), rows, self.mesh)
-        return dict(zip(models, mixed, strict=True))
+        # As in `Peers`, where models are left a step ahead.
+        self._taken = number - 1
+        self.links.at(self._taken)
+        flat, structure = jax.tree.flatten(leaves)
+        return jax.tree.unflatten(structure, with_rows(flat, rows, self.mesh))
+
+    def _check_whole(self, used: Used) -> None:
+        """Raises a ConnectionError where a change is missing."""
+        assert self.links is not None
+        came = {one.peer for one in used.models if one.step == used.step}
+        senders_of = senders(self.topology[used.step], used.worker)
+        missing = sorted({peer for peer, _ in senders_of} - came)
+        if missing and self._forms[used.group].needs_all:
+            raise ConnectionError(
+                f"worker {used.worker} has no message of the workers {missing} in "
+                f"round {used.step}, and would be off by it for ever: go on with all "
+                "workers from checkpoints of one step"
+            )
 
     def _by_step(self, used: Used) -> Used:
         """A record of rounds by the steps at which they begin."""
-        at = self.schedule.step_of
+        at = self.rounds.schedule.step_of
         models = (
             one._replace(step=at(one.step), sent=at(one.sent)) for one in used.models
         )
@@ -205,16 +232,24 @@ class _PeerCarrier:
         """Returns at once: no other program can wait for an exchange of this one."""
 
     def _end(self, seconds: float) -> None:
-        del seconds
-        if self.links is not None:
-            self.links.close()
+        if self.links is None:
+            return
+        end = time.monotonic() + min(seconds, self.patience)
+        # What a process has left cannot be taken once it has ended.
+        while self._behind(self.links) and time.monotonic() < end:
+            time.sleep(POLL_SECONDS)
+        self.links.close()
+
+    def _behind(self, links: Links) -> set[int]:
+        """The peers that have not yet taken the last round that is taken here."""
+        return self._graph & links.alive() - links.ahead(self._taken - 1)
 
 
 class _Awaited(NamedTuple):
     """A round under way."""
 
     carrier: _PeerCarrier
-    models: Leaves
+    leaves: Leaves
     of_workers: list[Rows]
     group: int
     number: int

@@ -390,8 +390,14 @@ def neighbors(topology: Topology, worker: int) -> set[int]:
     }
 
 
-def _average(topology: Graph, used: Used, models: Models) -> Rows:
-    """The mean with the peers of the step, by the weights of its exchange."""
+def chosen(
+    topology: Graph, used: Used, models: Models
+) -> tuple[Rows, list[Rows], tuple[float, ...]]:
+    """Returns a worker's own model, one for each peer of the step, and their weights.
+
+    In place of a model that has not come its own leaves it as it is: one program, and
+    not one for each choice of those that have.
+    """
     own = models[used.worker, used.step]
     came = {
         one.peer: models[one.peer, one.step]
@@ -399,10 +405,13 @@ def _average(topology: Graph, used: Used, models: Models) -> Rows:
         if one.sent == used.step
     }
     exchange = senders(topology[used.step], used.worker)
-    # In place of a model that has not come the worker's own leaves it as it is: one
-    # program, and not one for each choice of those that have.
-    chosen = [came.get(peer, own) for peer, _ in exchange]
-    return _mix_arrived(own, chosen, tuple(weight for _, weight in exchange))
+    found = [came.get(peer, own) for peer, _ in exchange]
+    return own, found, tuple(weight for _, weight in exchange)
+
+
+def _average(topology: Graph, used: Used, models: Models) -> Rows:
+    """The mean with the peers of the step, by the weights of its exchange."""
+    return _mix_arrived(*chosen(topology, used, models))
 
 
 @functools.partial(jax.jit, static_argnums=2)

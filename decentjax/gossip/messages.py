@@ -1,0 +1,110 @@
+"""What a round leaves for peers, as it is or encoded, and what it makes of theirs."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from decentjax.compression import Compression, Leaves, init_coded
+from decentjax.gossip.rows import Rows
+from decentjax.gossip.ways import Arrived, Graph, Models, Used, chosen
+
+
+class Form(NamedTuple):
+    """How leaves of one worker travel, and are averaged.
+
+    Args:
+      compression: how they are encoded; None sends them as they are.
+      structure: tree of the arrays that travel, by number of the leaf.
+      arrays: these arrays, as shapes.
+      leaves: shapes of the leaves, in the order of their numbers.
+    """
+
+    compression: Compression | None
+    structure: Any
+    arrays: tuple[jax.ShapeDtypeStruct, ...]
+    leaves: tuple[tuple[int, ...], ...]
+
+    @property
+    def needs_all(self) -> bool:
+        """Whether messages are changes, which are of use to who has all of them."""
+        return self.compression is not None and self.compression.of != "model"
+
+    def parts(self, models: Any) -> tuple[Leaves, list[jax.Array]]:
+        """The leaves and the arrays that travel, of what `travelling` returns."""
+        if self.compression is None:
+            return models, jax.tree.leaves(models)
+        messages = {number: message for number, (_, message) in models.items()}
+        leaves = {number: leaf for number, (leaf, _) in models.items()}
+        return leaves, jax.tree.leaves(messages)
+
+    def average(self, graph: Graph, used: Used, models: Models) -> Rows:
+        """The averages, or what `default_mix` returns of encoded leaves.
+
+        Over what has come, with q the decoded messages, these are
+
+            as they are      x_i + sum_j W_ij (x_j - x_i)
+            "model", "copy"  sum_j W_ij (q_j - q_i)
+            "drift"          the mean of all q_j, and q_i
+        """
+        if self.compression is None:
+            return Arrived.combine(graph, used, models)
+        if self.compression.of == "drift":
+            # In one order on all workers: their anchors stay the same bit for bit.
+            return _mean(self, [models[key] for key in sorted(models)])
+        return _difference(self, *chosen(graph, used, models))
+
+    def decode(self, rows: Rows) -> Rows:
+        """The leaves of a message."""
+        assert self.compression is not None
+        codec = self.compression.codec
+        messages = jax.tree.unflatten(self.structure, [x[0] for x in rows])
+        pairs = zip(messages.values(), self.leaves, strict=True)
+        return [codec.decode(message, shape)[None] for message, shape in pairs]
+
+
+def form_of(compression: Compression | None, leaves: Leaves) -> Form:
+    """The form of one worker's leaves, of which shapes are enough."""
+    sent: Any = leaves
+    if compression is not None:
+        first = functools.partial(init_coded, compression, is_late=True)
+        sent = jax.eval_shape(first, leaves).messages
+    arrays, structure = jax.tree.flatten(sent)
+    shapes = tuple(jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in arrays)
+    of_leaves = tuple(x.shape for x in jax.tree.leaves(leaves))
+    return Form(compression, structure, shapes, of_leaves)
+
+
+def check_compression(compression: Compression | None, patience: float) -> None:
+    """Raises a ValueError for what peers do not encode, or must not miss."""
+    if compression is None:
+        return
+    if compression.shards is not None:
+        raise ValueError(
+            "a worker of peers is one device: leave the compression's shards at None"
+        )
+    if compression.of != "model" and patience < math.inf:
+        raise ValueError(
+            f'of = "{compression.of}" sends changes, and a worker that goes on without '
+            "one would be off by it for ever: take patience=math.inf, got "
+            f"{patience}"
+        )
+
+
+@functools.partial(jax.jit, static_argnums=(0, 3))
+def _difference(
+    form: Form, own: Rows, models: list[Rows], weights: tuple[float, ...]
+) -> Rows:
+    total = [jnp.zeros_like(x) for x in form.decode(own)]
+    for model, weight in zip(models, weights, strict=True):
+        pairs = zip(form.decode(model), form.decode(own), total, strict=True)
+        total = [y + weight * (x - q) for x, q, y in pairs]
+    return total
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _mean(form: Form, models: list[Rows]) -> Rows:
+    of_leaves = zip(*map(form.decode, models), strict=True)
+    return [functools.reduce(jnp.add, x) / len(models) for x in of_leaves]
