@@ -1,8 +1,8 @@
 """Published methods of low communication, as rounds.
 
 Each is a schedule, an outer optimizer and a merge; `decentjax.rounds.round_step` runs
-them, with any optax optimizer inside. MuLoCo is `diloco` with `optax.contrib.muon`
-inside.
+them, with any optax optimizer inside. MuLoCo (Thérien et al., 2025) is `diloco` with
+`optax.contrib.muon` inside.
 """
 
 from collections.abc import Sequence

@@ -463,7 +463,8 @@ def with_mean_every(topology: Topology, period: int) -> Topology:
     """Makes every `period`-th exchange the mean over all workers.
 
     Exchange t is complete where (t + 1) mod period = 0, and `topology[t]` elsewhere.
-    Over `alone` this is local SGD, over `butterfly_groups` WAGMA-SGD.
+    Over `alone` this is local SGD, over `butterfly_groups` WAGMA-SGD, and over a graph
+    of neighbours Gossip-PGA.
 
     Args:
       topology: the other exchanges.
@@ -477,7 +478,8 @@ def with_mean_every(topology: Topology, period: int) -> Topology:
        [1.   0.   0.   0.  ]
        [0.25 0.25 0.25 0.25]]
 
-    Source: WAGMA-SGD (2021), Algorithm 2, where the period is tau.
+    Source: WAGMA-SGD (2021), Algorithm 2, where the period is tau; Chen et al.,
+    Accelerating Gossip SGD with Periodic Global Averaging (2021).
     """
     check_topology(topology)
     if period < 1:

@@ -807,6 +807,49 @@ MUTANTS = [
         "tests/test_train_rounds.py -k numbers_of_its_seeds",
     ),
     Mutant(
+        "decentjax/gossip/carrier.py",
+        "return self._engine.submit(self._exchange, models, exchange, step)",
+        "done = self._engine.submit(self._exchange, models, exchange, step)\n"
+        "        done.result()\n        return done",
+        "tests/test_rounds.py -k fragments_fly",
+    ),
+    Mutant(
+        "decentjax/gossip/carrier.py",
+        'if compression.of != "drift":',
+        "if True:",
+        "tests/test_rounds.py -k second_thread",
+    ),
+    Mutant(
+        "decentjax/codec.py",
+        "lambda x: lax.all_gather(x, axis_name)",
+        'lambda x: lax.all_gather(x.astype("float32"), axis_name).astype(x.dtype)',
+        "tests/test_codec.py -k bytes_are_what_travels",
+    ),
+    Mutant(
+        "decentjax/rounds.py",
+        "    numbers = leaves_of(fragment, state.params)\n    if",
+        "    numbers = leaves_of(None, state.params)\n    if",
+        "tests/test_codec.py -k bytes_are_what_travels",
+    ),
+    Mutant(
+        "decentjax/topology.py",
+        "order = generator.permutation(num_workers).tolist()",
+        "order = list(range(num_workers))",
+        "tests/test_rounds.py -k noloco_is",
+    ),
+    Mutant(
+        "train/run/build.py",
+        '(config.step.algorithm == "awc" or late)',
+        'config.step.algorithm == "awc"',
+        "tests/test_distributed.py -k rounds_in_processes",
+    ),
+    Mutant(
+        "train/run/peers.py",
+        "    if isinstance(peers, gossip.PeerRounds):\n",
+        "    if False:\n",
+        "tests/test_peer_job.py -k of_rounds_who_was_away",
+    ),
+    Mutant(
         "decentjax/placement.py",
         "self._jit(self._plan[place])(state, batch)",
         "self._jit(self._plan[0])(state, batch)",

@@ -22,6 +22,14 @@ def one_peer_ring(n):
     return np.stack([group_means(n, even), group_means(n, odd)])
 
 
+def random_matching(n, period, seed):
+    """Pairs are neighbours in a random order; of an odd number the last rests."""
+    generator = np.random.default_rng(seed)
+    orders = [generator.permutation(n) for _ in range(period)]
+    pairs = [[order[k : k + 2] for k in range(0, n, 2)] for order in orders]
+    return np.stack([group_means(n, of_round) for of_round in pairs])
+
+
 def exponential(n):
     hops = [2**r for r in range(n) if 2**r < n]
     return _neighbours(n, lambda i: [i] + [i - hop for hop in hops])[None]

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracles
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -33,7 +34,7 @@ from decentjax.codec import as_permutations, mix_encoded, num_bytes
 from decentjax.compression import Compression
 from decentjax.exchange import Topology
 from decentjax.rounds import Rounds, init_rounds, replace, round_step
-from decentjax.schedule import every
+from decentjax.schedule import every, in_fragments
 
 CODECS = {
     "int8": codec.int8(16),
@@ -153,7 +154,7 @@ EITHER_WAY = pytest.mark.parametrize("where", ["simulated", "mesh"])
 
 @EITHER_WAY
 def test_deep_squeeze_is_its_algorithm(where):
-    w = topology.matrices(RING)[0]
+    w = oracles.ring(4)[0]
     x, error, wanted = initial(4), np.zeros((4, 7)), []
     for t, batch in enumerate(targets(4, 12)):
         x = x - RATE * CURVATURE * (x - batch)
@@ -168,7 +169,7 @@ def test_deep_squeeze_is_its_algorithm(where):
 
 @EITHER_WAY
 def test_choco_is_its_algorithm_2(where):
-    w = topology.matrices(RING)[0]
+    w = oracles.ring(4)[0]
     x, known, wanted = initial(4), initial(4), []
     for batch in targets(4, 12):
         x = x - RATE * CURVATURE * (x - batch)
@@ -231,22 +232,36 @@ def loss_fn(params, model_state, batch, key):
     return 0.5 * jnp.mean((params["w"] - batch) ** 2), (model_state, {})
 
 
-@pytest.mark.parametrize("name", ["int8", "int4", "top"])
-def test_the_encoded_bytes_are_what_travels(name):
+PLANS = {
+    **{name: (name, "model", every(RING, 2, delay=1), 2) for name in CODECS},
+    "drift": ("top in 2 bits", "drift", every(topology.complete(4), 2, delay=1), 3),
+    "groups": ("int4", "model", every(topology.butterfly_groups(8, 4), 2, delay=1), 3),
+    "fragments": ("int8", "model", in_fragments(RING, 2, [(1,), (0,)]), 2),
+}
+
+
+@pytest.mark.parametrize(("name", "of", "plan", "peers"), PLANS.values(), ids=PLANS)
+def test_the_encoded_bytes_are_what_travels(name, of, plan, peers):
     """Read from the compiled program, and equal to what analysis says."""
-    one, size = CODECS[name], 1000
-    how = Rounds(every(RING, 1), compression=Compression(one))
-    optimizer, params = optax.sgd(0.1), {"w": jnp.zeros(size)}
+    one, sizes, n = CODECS[name], [300, 1000], plan.num_workers
+    outer = optax.sgd(0.7) if of == "drift" else None
+    how = Rounds(plan, outer, compression=Compression(one, of))
+    optimizer = optax.sgd(0.1)
+    params = {"v": jnp.zeros(sizes[0]), "w": jnp.zeros(sizes[1])}
     local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
     step = functools.partial(round_step, rounds=how, adapt=local)
-    mesh, extra = worker_mesh(4), init_rounds(how, params)
-    state = init_state(params, optimizer, jax.random.key(0), 4, extra=extra)
-    state, batch = place((state, jnp.ones((4, size))), mesh)
-    text = on_mesh(step, how.schedule, mesh).lower(state, batch, 0).compile().as_text()
-    sent = sum(x.num_bytes for x in hlo.collectives(text, 4))
-    (wanted,) = analysis.traffic(RING, num_bytes(one, (size,)))
-    assert sent == wanted.worker_bytes.mean()
-    assert sent < 0.55 * 2 * 4 * size
+    mesh, extra = worker_mesh(n), init_rounds(how, params)
+    state = init_state(params, optimizer, jax.random.key(0), n, extra=extra)
+    state, batch = place((state, jnp.ones((n, 1000))), mesh)
+    text = on_mesh(step, plan, mesh).lower(state, batch, 0).compile().as_text()
+    leaves = [sizes[leaf] for leaf in plan.rounds[0].leaves or (0, 1)]
+    message = sum(num_bytes(one, (size,)) for size in leaves)
+    graph = Topology("permutations", (as_permutations(plan.exchanges[0]),))
+    (wanted,) = analysis.traffic(graph, message)
+    sent = hlo.traffic(text, n, 1).worker_bytes
+    assert (sent == wanted.worker_bytes).all()
+    assert (sent == peers * message).all()
+    assert message < 0.55 * 4 * sum(leaves)
 
 
 def train(how, num_steps, seed=0):

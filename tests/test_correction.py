@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracles
 import pytest
 
 from decentjax import (
@@ -31,7 +32,7 @@ GENERATOR = np.random.default_rng(0)
 CURVATURE = GENERATOR.uniform(0.5, 2, (N, 1))
 OPTIMA = GENERATOR.standard_normal((N, D))
 SHARED = (CURVATURE * OPTIMA).sum(0) / CURVATURE.sum(0)
-W = topology.matrices(GRAPH)[0]
+W = oracles.ring(N)[0]
 
 
 def gradient(x):

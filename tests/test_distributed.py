@@ -20,6 +20,7 @@ import jax
 import job_line
 import numpy as np
 import pytest
+import rounds_line
 import tiny_numbers
 from jax._src.distributed import global_state
 
@@ -281,6 +282,21 @@ def test_batches_of_several_shapes_train_in_processes_as_in_one(tmp_path):
         assert "exact match" in ended(process)
     train(tiny_numbers.config, alone)
     np.testing.assert_allclose(losses(job), losses(alone), rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_rounds_in_processes_train_as_simulated_workers_do(tmp_path):
+    """Fragments, late and encoded, in the second thread of each process."""
+    config, job, alone = rounds_line.config, tmp_path / "job", tmp_path / "alone"
+    with launch(2, job, "--log.timeline", config="tests/rounds_line.py") as process:
+        ended(process)
+    wanted, got = train(config, alone).state, train(config, job, Resume()).state
+    np.testing.assert_allclose(losses(job), losses(alone), rtol=1e-4)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, (got.params, got.extra), (wanted.params, wanted.extra))
+    spans = read_timelines(job)
+    sent = sorted((s.process, s.step) for s in spans if s.activity == "exchange")
+    assert sent == [(process, step) for process in (0, 1) for step in range(0, 12, 2)]
 
 
 def test_the_others_end_while_process_0_shows_the_results(runs):

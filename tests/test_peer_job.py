@@ -328,6 +328,38 @@ def test_a_stopped_run_of_peers_is_saved_and_goes_on(tmp_path):
 
 
 @pytest.mark.slow
+def test_rounds_by_peers_that_were_killed_or_stopped_go_on(tmp_path):
+    """Each process from its own checkpoint, whatever steps the others have done."""
+    options = [*OPTIONS, "--workers.num-workers", "4", "--topology.name", "complete"]
+    options += ["--num-steps", "150", "--step.algorithm", "rounds"]
+    options += ["--rounds.every-steps", "3", "--rounds.delay", "2"]
+    options += ["--rounds.outer", "nesterov", "--rounds.merge", "shift"]
+    with launch(2, tmp_path, *options, config="tests/line.py") as job:
+        wait_until(lambda: last_step(tmp_path, 0) > 45)
+        os.kill(process_id(tmp_path, 0), signal.SIGKILL)
+        killed_at = last_step(tmp_path, 0)
+        wait_until(lambda: last_step(tmp_path, 1) > killed_at + 10)
+        job.terminate()
+        output, _ = job.communicate(timeout=LONG)
+    assert re.search(r"\[1\] stopped after step \d+ of 150", output)
+    saved = [max(find_checkpoints(tmp_path / f"process-{i}").steps) for i in (0, 1)]
+    assert saved[0] % 40 == 0
+    assert saved[0] < killed_at < saved[1]
+    with relaunch(2, tmp_path, "--trust", "tests/line.py") as job:
+        output = ended(job)
+    for number, step in enumerate(saved):
+        assert f"[{number}] goes on from its own step {step}\n" in output
+        assert f"[{number}] all 150 steps are done" in output
+        rows = read_metrics(tmp_path / f"process-{number}")
+        logged = [row["step"] for row in rows if "loss" in row]
+        assert logged == sorted(set(logged))
+        mixed = [row[0] for row in used(tmp_path, number)]
+        assert mixed == sorted(mixed)
+        assert {step % 3 for step in mixed} == {0}
+        assert mixed[0] < step < mixed[-1]
+
+
+@pytest.mark.slow
 def test_a_peer_of_another_config_is_named(tmp_path):
     def process(number: int, *options: str):
         place = f"--distributed.process-id {number} --distributed.num-processes 3"
@@ -431,6 +463,19 @@ def test_who_was_away_when_the_others_ended_goes_on_with_what_they_saved(
     assert max(of_late) < 1  # A model that begins has 2.3.
 
 
+def test_of_rounds_who_was_away_goes_on_from_its_own_step(tmp_path, capsys):
+    """What another has saved is no state of its own rounds."""
+    rounds = {"step": ROUNDS, "rounds": RoundsConfig(every_steps=3, delay=2)}
+    train(as_process(1, 2, **rounds), tmp_path)
+    capsys.readouterr()
+    train(as_process(0, 2, num_steps=10, **rounds), tmp_path)
+    assert "goes on from its own step 0\n" in capsys.readouterr().out
+    train(as_process(0, 2, **rounds), tmp_path)
+    assert "goes on from its own step 10\n" in capsys.readouterr().out
+    rows = read_metrics(tmp_path / "process-0")
+    assert [row["step"] for row in rows if "loss" in row] == [*range(1, 21)]
+
+
 def test_what_was_used_stays_known_up_to_the_step_where_a_run_goes_on(tmp_path):
     watch = peers.Watch(as_process(1, 2))
     begun = functools.partial(watch.opened, tmp_path, peers=None)
@@ -513,11 +558,18 @@ def test_stopped_peers_end_as_any_job():
 
 def test_an_error_names_the_worker_by_its_number_among_all(tmp_path):
     task = dataclasses.replace(line.config.task, poison_step=3, poison_worker=1)
-    with pytest.raises(FloatingPointError, match="gradient of worker 3 is not finite"):
-        train(as_process(1, 2, task=task), tmp_path)
+    rounds = {"step": ROUNDS, "rounds": RoundsConfig(every_steps=3, delay=2)}
+    with pytest.raises(
+        FloatingPointError,
+        match=r"gradient of worker 3 is not finite .* from its own checkpoint$",
+    ):
+        train(as_process(1, 2, task=task, **rounds), tmp_path)
     checkpoint = dataclasses.replace(line.config.checkpoint, every_steps=1)
     config = as_process(1, 2, task=Growing(), checkpoint=checkpoint)
-    with pytest.raises(FloatingPointError, match="state of workers 2, 3 is not finite"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"state of workers 2, 3 is not finite .* takes the model of a peer$",
+    ):
         train(config, tmp_path / "growing")
 
 

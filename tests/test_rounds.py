@@ -3,12 +3,14 @@
 import dataclasses
 import functools
 import itertools
+import threading
 
 import hlo
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import oracles
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -111,7 +113,7 @@ def test_local_sgd_averages_after_h_steps(n):
     for t, batch in enumerate(targets(n, 11)):
         x = x - RATE * CURVATURE * (x - batch)
         if t % 3 == 2:
-            x = topology.matrices(graph)[0] @ x
+            x = oracles.ring(n)[0] @ x
         wanted.append(x)
     close(run(methods.local_sgd(graph, 3), n, 11), wanted)
 
@@ -198,7 +200,7 @@ def test_streaming_diloco_sends_fragments_and_blends_them_late(where):
 def test_noloco_is_its_code(n):
     """Whose momentum is written in other terms: of the mean drift, and mean anchor."""
     how = methods.noloco(n, 3, period=4, seed=7)
-    pairs = topology.matrices(topology.random_matching(n, 4, 7))
+    pairs = oracles.random_matching(n, 4, 7)
     x, wanted = initial(n), []
     slow, momentum = x.copy(), np.zeros((n, 7))
     for t, batch in enumerate(targets(n, 20)):
@@ -222,7 +224,7 @@ def test_a_late_round_keeps_what_a_worker_has_learned_since():
             sent = x.copy()
         gradient = CURVATURE * (x - batch)
         if t % 4 == delay - 1:
-            w = topology.matrices(graph)[t // 4 % 2]
+            w = oracles.one_peer_ring(n)[t // 4 % 2]
             x = w @ sent + (x - sent)
         x = x - RATE * gradient
         wanted.append(x)
@@ -640,8 +642,20 @@ def test_the_shards_of_encoded_leaves_are_the_compressions():
             every(topology.one_peer_ring(4), 1, delay=1),
             compression=Compression(int8()),
         ),
+        Rounds(
+            every(topology.complete(4), 3, delay=3),
+            optax.sgd(0.7, 0.9, nesterov=True),
+            compression=Compression(top_k(0.5), "drift", keep=0.9),
+        ),
+        Rounds(
+            every(RING, 2, delay=2),
+            compression=Compression(top_k(0.5), "copy", step=0.5),
+        ),
     ],
-    ids=["diloco", "noloco", "streaming", "shift", "each step", "int8"],
+    ids=[
+        *("diloco", "noloco", "streaming", "shift", "each step"),
+        *("int8", "drift", "copy"),
+    ],
 )
 def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
     """Also from a state in the middle, as after a restart."""
@@ -664,7 +678,37 @@ def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
     begun = [t for t in range(13) if how.schedule[t].sends]
     # What was under way at the restart is sent again.
     assert set(begun) <= set(sent)
-    if how.schedule.delay > 0:  # A round is awaited once a gradient is computed.
+    if (delay := how.schedule.delay) > 0:  # A round is awaited behind d gradients.
         order = [name for name, *_ in spans if name != "exchange"]
-        assert order[:2] == ["compute", "wait"] or how.schedule.delay > 1
+        assert order[: delay + 1] == [*delay * ["compute"], "wait"]
         assert all(a != b or a == "compute" for a, b in itertools.pairwise(order))
+
+
+def test_fragments_fly_while_all_steps_of_their_delay_are_computed():
+    """No step waits for an exchange that ends after all gradients of its delay."""
+    delay, num_steps = 4, 14
+    how, mesh = methods.streaming_diloco(4, model(), 5, 2, delay), worker_mesh(4)
+    events, changed = [], threading.Condition()
+
+    def record(name, step, *_):
+        with changed:
+            if name == "exchange":
+                last = "compute", min(step + delay, num_steps) - 1
+                assert changed.wait_for(lambda: last in events, 30), (step, events)
+            events.append((name, step))
+            changed.notify_all()
+
+    extra = init_rounds(how, model())
+    state = place(init_state(model(), SGD, jax.random.key(0), 4, extra=extra), mesh)
+    rows = [place(jnp.float32(x[:, None]), mesh) for x in targets(4, num_steps)]
+    options = {"lowering": Lowering(), "record": record}
+    with BackgroundRounds(bind(SGD), how, mesh, **options) as train_step:
+        for t in range(num_steps):
+            state, _ = train_step(state, rows[t], t)
+        train_step.settle()
+    begun = [t for t in range(num_steps) if how.schedule[t].sends]
+    assert begun == [step for name, step in events if name == "exchange"]
+    for step in begun[:-1]:
+        computed = [("compute", step + k) for k in range(delay)]
+        known = [*computed, ("exchange", step), ("wait", step + delay - 1)]
+        assert [one for one in events if one in known] == known

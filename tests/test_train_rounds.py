@@ -7,6 +7,7 @@ import jax
 import line
 import numpy as np
 import pytest
+import rounds_line
 
 from decentjax.analysis import traffic
 from decentjax.topology import complete
@@ -27,7 +28,10 @@ from train.run.seeds import train_seeds
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 NOISY = dataclasses.replace(
-    line.NOISY, name="rounds", topology=TopologyConfig(name="complete")
+    line.NOISY,
+    name="rounds",
+    task=rounds_line.config.task,
+    topology=TopologyConfig(name="complete"),
 )
 METHODS = {
     "local_sgd": RoundsConfig(every_steps=5),
@@ -43,12 +47,34 @@ METHODS = {
 }
 COPIES = RoundsConfig(every_steps=1, codec="int8", copies=True, copy_step=0.8)
 EACH_METHOD = pytest.mark.parametrize("method", METHODS)
+# Further ones that a run has to resume, with what they need beside their rounds.
+MORE = {
+    "noloco": (
+        RoundsConfig(every_steps=5, outer="heavy_ball", momentum=0.5),
+        {"topology": TopologyConfig(name="random_matching")},
+    ),
+    "muloco": (
+        METHODS["diloco"],
+        {"optimizer": dataclasses.replace(NOISY.optimizer, name="muon")},
+    ),
+    "choco": (
+        RoundsConfig(every_steps=3, delay=2, merge="shift", codec="int4", copies=True),
+        {"topology": TopologyConfig(name="ring")},
+    ),
+    "int2": (
+        RoundsConfig(
+            every_steps=4, delay=3, merge="shift", outer="nesterov", codec="int2"
+        ),
+        {},
+    ),
+}
 
 
 def config_of(method, **changes):
     step = dataclasses.replace(NOISY.step, algorithm="rounds")
+    rounds, others = MORE.get(method) or (METHODS[method], {})
     return dataclasses.replace(
-        NOISY, **{"step": step, "rounds": METHODS[method], **changes}
+        NOISY, **{"step": step, "rounds": rounds, **others, **changes}
     )
 
 
@@ -64,12 +90,12 @@ def test_a_run_has_the_numbers_of_its_seeds(method, tmp_path):
     together = train_seeds(config, range(2), lambda *_: None)
     seeds = [values[0] for _, values in together.losses]
     np.testing.assert_allclose(alone, seeds, rtol=1e-4)
-    whole, fragments = traffic(complete(4), 8)[0].worker_bytes.mean(), 2
+    whole, fragments = traffic(complete(4), 32)[0].worker_bytes.mean(), 2
     # 24 steps: of a fragment of one leaf of two, each.
     sent = {"local_sgd": 4, "diloco": 4, "streaming": 8 / fragments, "late": 8}
     sent = {name: count * whole for name, count in sent.items()}
-    # To three peers: a number of 1 byte and its scale of 4, or one and its place.
-    sent |= {"int8": 8 * 3 * 2 * 5, "sparse": 4 * 3 * 2 * 6}
+    # To three peers, of each leaf: four bytes and a scale, or two of four numbers.
+    sent |= {"int8": 8 * 3 * 2 * (4 + 4), "sparse": 4 * 3 * 2 * 2 * (4 + 2)}
     assert together.sent["per worker"] == [sent[method] / 24] * 2
 
 
@@ -79,6 +105,8 @@ PLACES = [
     for where in ("simulate", "mesh", "background")
     if where != "background" or rounds.delay > 0  # Else nothing is hidden.
 ]
+PLACES += [("noloco", "mesh"), ("muloco", "simulate")]
+PLACES += [("choco", "background"), ("int2", "background")]
 
 
 @pytest.mark.draw(2)
@@ -239,7 +267,8 @@ def test_more_fragments_than_leaves_are_refused_before_data_is_read(
 
 def test_copies_of_peers_hold_what_workers_have(tmp_path):
     """CHOCO-SGD: with each message the copy is nearer to the model."""
-    config = config_of("int8", rounds=COPIES, topology=TopologyConfig(name="ring"))
+    ring, task = TopologyConfig(name="ring"), line.NOISY.task
+    config = config_of("int8", rounds=COPIES, topology=ring, task=task)
     state = train(config, tmp_path).state
     known, params = state.extra.coded.memory, jax.tree.leaves(state.params)
     # One level of 127 of the last change of a step.

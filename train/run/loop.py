@@ -390,6 +390,8 @@ def _advice(config: Config, run_dir: Path) -> Iterator[None]:
         if config.exchange.where == "peers":
             # One of another learning rate would be refused by the others.
             how = "started again, this process takes the model of a peer"
+            if config.step.algorithm == "rounds":
+                how = "started again, this process goes on from its own checkpoint"
         raise FloatingPointError(f"{error}; {how}") from error
 
 
