@@ -8,12 +8,14 @@ learning rate has not been tuned.
 import dataclasses
 
 from configs.navigate_uneven_allreduce import config as all_reduce
-from train.config import ExchangeConfig, TopologyConfig
+from train.config import EvaluationConfig, ExchangeConfig, TopologyConfig
 
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_peers",
+    num_steps=3100,
     topology=TopologyConfig(name="one_peer_exponential"),
     step=dataclasses.replace(all_reduce.step, algorithm="awc"),
+    evaluation=EvaluationConfig(every_steps=100),
     exchange=ExchangeConfig(where="peers"),
 )

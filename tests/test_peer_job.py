@@ -631,6 +631,17 @@ def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
             },
             "averages over groups or nodes, which takes collectives",
         ),
+        (
+            {
+                "step": StepConfig(algorithm="atc"),
+                "exchange": ExchangeConfig(where="peers", way="wagma"),
+                "topology": TopologyConfig(name="butterfly_groups", mean_every=4),
+                "optimizer": dataclasses.replace(
+                    line.config.optimizer, name="qg_dsgdm"
+                ),
+            },
+            'exchange.where to "auto", got atc and peers',
+        ),
     ],
 )
 def test_what_takes_collectives_is_refused_at_once(changes, words):

@@ -801,10 +801,12 @@ def _check_algorithm(config: Config) -> None:
             '"in_step"'
         )
     name = config.optimizer.name if config.optimizer.make is None else ""
-    if name in NEED_ATC and algorithm != "atc":
+    where = config.exchange.where
+    if name in NEED_ATC and (algorithm != "atc" or where == "peers"):
         raise ValueError(
             f"optimizer.name = {name} follows what the last exchange has moved: "
-            f'set step.algorithm to "atc", got {algorithm}'
+            'set step.algorithm to "atc" and exchange.where to "auto", got '
+            f"{algorithm} and {where}"
         )
     if config.policy.name != "fixed" and (
         config.exchange.where in ("background", "peers")
