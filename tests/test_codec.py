@@ -37,6 +37,8 @@ from decentjax.rounds import Rounds, init_rounds, replace, round_step
 from decentjax.schedule import every, in_fragments
 
 CODECS = {
+    "float16": codec.float16(),
+    "bfloat16": codec.bfloat16(),
     "int8": codec.int8(16),
     "int4": codec.int4(8),
     "int2": codec.int2(4),
@@ -63,6 +65,18 @@ def test_a_level_is_at_most_one_away(name, size, seed, exponent):
     step = np.abs(blocks).max(1) / LEVELS[name]
     error = np.pad(through(one, x, seed) - x, (0, -size % block))
     assert (np.abs(error.reshape(-1, block)) <= step[:, None] * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_of_16_bits_each_is_the_nearest(dtype):
+    """Of numbers beyond the range of float16 too."""
+    x = np.random.default_rng(0).standard_normal(1000).astype(np.float32) * 1e7
+    largest = np.abs(x).max()
+    wanted = (x / largest).astype(jnp.dtype(dtype)).astype(np.float32) * largest
+    np.testing.assert_array_equal(through(CODECS[dtype], x), wanted)
+    error = np.abs(wanted - x) - largest * 2.0**-25
+    bits = {"float16": 11, "bfloat16": 8}[dtype]
+    assert (error <= 2.0**-bits * np.abs(x) * (1 + 1e-5)).all()
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
@@ -117,6 +131,7 @@ def test_roundings_of_keys_and_places_are_independent():
 
 
 def test_bytes_are_counted():
+    assert num_bytes(codec.float16(), (3, 5)) == 2 * 15 + 4
     assert num_bytes(codec.int8(256), (1000,)) == 1000 + 4 * 4
     assert num_bytes(codec.int4(64), (1001,)) == 501 + 16 * 4
     assert num_bytes(codec.int2(64), (1001,)) == 251 + 16 * 4

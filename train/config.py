@@ -19,7 +19,7 @@ from decentjax import Rounds
 from decentjax import policy as policies
 from decentjax import schedule as schedules
 from decentjax import topology as topologies
-from decentjax.codec import int2, int4, int8, top_k
+from decentjax.codec import bfloat16, float16, int2, int4, int8, top_k
 from decentjax.compression import Compression
 from decentjax.rounds import blend, replace, shift
 from decentjax.topology import Permutations, Topology
@@ -256,9 +256,9 @@ class RoundsConfig:
       merge: how a worker goes on: "replace" takes the result, "shift" adds what the
         worker has learned since it sent, "blend" is `share` x + (1 - share) result.
       share: part of the worker's own model, for "blend".
-      codec: how messages are encoded: 8, 4 or 2 bits a number, or the largest numbers;
-        what a message drops is sent later. With an outer optimizer it encodes how far
-        a worker has moved, and needs means of all models.
+      codec: how messages are encoded: 16, 8, 4 or 2 bits a number, or the largest
+        numbers; what a message drops is sent later. With an outer optimizer it encodes
+        how far a worker has moved, and needs means of all models.
       sent_share: share of the numbers that "top_k" sends.
       sent_bits: bits of each of them, beside its place.
       error_kept: part of what was dropped that is sent later.
@@ -275,7 +275,9 @@ class RoundsConfig:
     momentum: float = 0.9
     merge: Literal["replace", "shift", "blend"] = "replace"
     share: float = 0.5
-    codec: Literal["none", "int8", "int4", "int2", "top_k"] = "none"
+    codec: Literal["none", "float16", "bfloat16", "int8", "int4", "int2", "top_k"] = (
+        "none"
+    )
     sent_share: float = 0.01
     sent_bits: Literal[32, 8, 4, 2] = 32
     error_kept: float = 1.0
@@ -342,7 +344,14 @@ class RoundsConfig:
             return None
         bits = {32: None, 8: int8(), 4: int4(), 2: int2()}
         largest = top_k(self.sent_share, values=bits[self.sent_bits])
-        codecs = {"int8": int8(), "int4": int4(), "int2": int2(), "top_k": largest}
+        codecs = {
+            "float16": float16(),
+            "bfloat16": bfloat16(),
+            "int8": int8(),
+            "int4": int4(),
+            "int2": int2(),
+            "top_k": largest,
+        }
         of = "model" if self.outer == "none" else "drift"
         codec = codecs[self.codec]
         if self.copies:

@@ -20,7 +20,7 @@ PLENTY = 2**20  # Numbers of a model whose codec's bytes a number are those of a
 # A mean of encoded models is a message from each worker to each: too many to plan.
 MOST_ENCODED = 64
 
-Codec = Literal["none", "int8", "int4", "int2", "top_k"]
+Codec = Literal["none", "float16", "bfloat16", "int8", "int4", "int2", "top_k"]
 EVERY = 4, 16, 64
 CODECS: tuple[Codec, ...] = "none", "int8"
 
