@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -94,6 +96,21 @@ def test_a_run_is_kept_until_something_else_is_asked_for(tmp_path, monkeypatch):
     assert "--cores 0.1 --" in again
     assert "--exchange.bind eth0" in begin
     assert "--exchange.bind eth0" in again
+
+
+@pytest.mark.slow
+def test_a_run_stops_after_the_step_and_goes_on(tmp_path):
+    first, folder = tmp_path / "first.py", str(tmp_path / "run")
+    line = str(Path(__file__).parent / "line.py")
+    first.write_text(uneven.FIRST.format(step=7, path=line))
+    train = [sys.executable, "-m", "train"]
+    for command, said in (
+        ([str(first), "--run-dir", folder], "stopped after step 7 of"),
+        (["--resume", folder, "--trust", str(first), "--trust", line], "held-out loss"),
+    ):
+        done = subprocess.run([*train, *command], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        assert said in done.stdout
 
 
 def test_scores_are_compared_at_the_time_at_which_the_fastest_ends():
