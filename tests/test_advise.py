@@ -914,7 +914,7 @@ def test_tables_hold_what_each_scheme_takes_and_sends(monkeypatch, tmp_path, cap
     assert program.main(asked) == 0
     printed = capsys.readouterr().out
     for row in advice_in(tmp_path)["rows"]:
-        first, second = (
+        first, second, *_ = (
             line.removeprefix(row["name"]).split()
             for line in printed.splitlines()
             if line.startswith(f"{row['name']}  ")

@@ -19,6 +19,7 @@ from decentjax.runtime import Cluster
 from train.advise import __main__ as program
 from train.advise import measure
 from train.advise.rank import Prediction, advise, fitting
+from train.advise.rounds import CODECS, EVERY
 from train.config import ExchangeConfig, TopologyConfig, WorkersConfig
 
 ROOT = Path(__file__).parent.parent
@@ -303,7 +304,7 @@ def test_measure_may_stand_before_other_options_or_after_them(first, monkeypatch
     program.main([word for name in names for word in (name, *options[name])])
     (((config, measured_steps), *rest),) = begun
     assert config == dataclasses.replace(tiny.config, seed=2)
-    assert (measured_steps, *rest) == (5, 7, 2, Path("there"), [])
+    assert (measured_steps, *rest) == (5, 7, 2, EVERY, CODECS, Path("there"), [])
 
 
 def run(*command: str) -> str:

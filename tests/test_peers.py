@@ -304,11 +304,11 @@ def test_what_is_left_for_peers_is_the_message(codec, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("codec", [None, int8()], ids=["as they are", "int8"])
-def test_a_fragment_without_elements_stops_no_round(codec, tmp_path):
+def test_a_leaf_without_elements_stops_no_round(codec, tmp_path):
     """An array without elements would never come."""
     how = Rounds(in_fragments(topology.ring(2), 2, [(0,), (1, 2)], 1))
     how = how if codec is None else encoded(how, codec)
-    params = {"a": jnp.zeros(0), "b": jnp.zeros(0), "c": jnp.zeros(3)}
+    params = {"a": jnp.zeros(2), "b": jnp.zeros(0), "c": jnp.zeros(3)}
     mesh, extra, used = Mesh(jax.devices()[:2], (AXIS,)), init_rounds(how, params), []
     key = jax.random.key(0)
     state = init_state(params, OPTIMIZER, key, 2, extra=extra)

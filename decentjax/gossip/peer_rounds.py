@@ -182,8 +182,7 @@ class _PeerCarrier:
         assert one is not None
         group = schedule.fragments.index(one.leaves)
         leaves, arrays = self._forms[group].parts(models)
-        # A fragment of counters or empty leaves sends nothing but its number.
-        of_workers = rows_of(arrays, lambda _: True) or [[] for _ in self.workers]
+        of_workers = rows_of(arrays, travels=lambda _: True)
         for worker, own in zip(self.workers, of_workers, strict=True):
             self._way.send(worker, group, own, number)
             for peer, _ in senders(self.topology[number], worker):

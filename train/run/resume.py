@@ -8,7 +8,7 @@ import difflib
 import json
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -143,7 +143,7 @@ def with_changes(
     Raises:
       ValueError: if one is not of that form.
     """
-    fields = []
+    values = {}
     for change in changes:
         field, equals, value = change.partition("=")
         if not (field and equals):
@@ -151,32 +151,43 @@ def with_changes(
                 "--change takes FIELD=VALUE, as optimizer.learning-rate=1e-3, got "
                 f"{change!r}"
             )
-        config = with_field(config, field, value, prog=f"--change {field}")
-        fields.append(field.replace("-", "_"))
-    return config, tuple(fields)
+        values[field] = value
+    prog = " ".join(f"--change {field}" for field in values)
+    config = with_fields(config, values, prog)
+    return config, tuple(field.replace("-", "_") for field in values)
 
 
 def with_field(config: Config, field: str, value: str, prog: str) -> Config:
-    """Returns the config with a field set, as on the command line of `train`.
+    """Returns the config with one field set, as `with_fields` does."""
+    return with_fields(config, {field: value}, prog)
+
+
+def with_fields(config: Config, values: Mapping[str, str], prog: str) -> Config:
+    """Returns the config with fields set, as on the command line of `train`.
 
     Raises:
       ValueError: if there is no such field, or it would change nothing.
     """
-    check_field(config, field, prog)
     schedule = config.optimizer.schedule
-    if schedule is not None and field.replace("-", "_") in RATES:
-        raise ValueError(
-            f"{prog}: {field} would change nothing, as optimizer.schedule = "
-            f"{place_of(schedule)} has the rates"
-        )
+    for field in values:
+        check_field(config, field, prog)
+        if schedule is not None and field.replace("-", "_") in RATES:
+            raise ValueError(
+                f"{prog}: {field} would change nothing, as optimizer.schedule = "
+                f"{place_of(schedule)} has the rates"
+            )
     return tyro.cli(
         Config,
         default=config,
-        args=[f"--{field}", *value.split()],
+        args=[x for field, value in values.items() for x in _flag(field, value)],
         prog=prog,
         # A flag has a value here, True or False, as any other field.
         config=(*AS_OPTIONS, tyro.conf.FlagConversionOff),
     )
+
+
+def _flag(field: str, value: str) -> list[str]:
+    return [f"--{field}", *value.split()]
 
 
 def check_field(config: Config, field: str, prog: str) -> None:
