@@ -70,6 +70,16 @@ def poisoned(poison: str, worker: int = 2, at: int = 9, **fields):
     return dataclasses.replace(LINE, task=task, **fields)
 
 
+def test_changes_hold_together():
+    """Whole models in nodes have no codec: neither change fits alone."""
+    nodes = dataclasses.replace(LINE.workers, workers_per_node=2)
+    ring = dataclasses.replace(LINE.topology, name="alternating_exponential_ring")
+    config = dataclasses.replace(LINE, workers=nodes, topology=ring)
+    changes = ["step.algorithm=rounds", "rounds.codec=int8", "topology.name=ring"]
+    changed, _ = with_changes(config, changes)
+    assert (changed.rounds.codec, changed.topology.name) == ("int8", "ring")
+
+
 def test_a_flag_is_changed_by_its_value():
     changed, fields = with_changes(LINE, ("log.timeline=True",))
     assert changed.log.timeline
