@@ -19,7 +19,14 @@ from jax.typing import DTypeLike
 
 from decentjax._collectives import AxisName, permute, sum_dtype
 from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
-from decentjax.mixing import Lowering, check_size, in_pieces, over_shards, weighted
+from decentjax.mixing import (
+    Lowering,
+    check_size,
+    in_pieces,
+    over_shards,
+    rounded,
+    weighted,
+)
 
 Message = tuple[jax.Array, ...]
 Noise = Callable[[jax.Array, int], jax.Array]
@@ -47,7 +54,7 @@ def float16() -> Codec:
     """2 bytes a number: float16 of x over the leaf's largest, to the nearest.
 
     The error of x is at most 2^-11 |x|, or 2^-25 of the largest where x is tiny. Each
-    leaf also sends its largest magnitude in 4 bytes.
+    leaf also sends its largest magnitude in 4 bytes, of float64 in 8.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -502,7 +509,7 @@ def _narrow(dtype: DTypeLike) -> Codec:
         del key
         flat = x.ravel().astype(sum_dtype(x))
         largest = jnp.max(jnp.abs(flat), keepdims=True, initial=0)
-        narrow = (flat / jnp.where(largest > 0, largest, 1)).astype(dtype)
+        narrow = rounded(flat / jnp.where(largest > 0, largest, 1), jnp.dtype(dtype))
         # As integers, which no compiler widens on their way.
         return lax.bitcast_convert_type(narrow, jnp.uint16), largest
 

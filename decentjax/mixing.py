@@ -271,7 +271,7 @@ def _average_between(x: jax.Array, how: _Mixing) -> jax.Array:
     if isinstance(between, Permutations):
         permuted = functools.partial(_permuted, between=between, how=how)
         return in_pieces(permuted, x, how.lowering.piece_bytes)
-    sent = _rounded(x, how.message_dtype)
+    sent = rounded(x, how.message_dtype)
     groups = workers_of(np.array(between.members).T, per_node).T.tolist()
     mean = _group_mean(sent, groups, how)
     if sent.dtype == x.dtype:
@@ -281,7 +281,7 @@ def _average_between(x: jax.Array, how: _Mixing) -> jax.Array:
     return x.astype(dtype) + (mean.astype(dtype) - sent.astype(dtype))
 
 
-def _rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
+def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     """A cast that always rounds; XLA may remove a cast to a dtype and back."""
     if x.dtype == dtype:
         return x
@@ -330,7 +330,7 @@ def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
     own, permutes = permutes_of(between)
     if not permutes:
         return x
-    sent = _rounded(x, how.message_dtype)
+    sent = rounded(x, how.message_dtype)
     dtype = sum_dtype(x)
     models = []
     for one in permutes:

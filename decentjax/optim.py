@@ -408,11 +408,12 @@ def _in_order(
 
     def init_fn(params):
         count = jnp.zeros([], jnp.int32)
-        return DecentralizeState(count, inner.init(params), init_extra(params))
+        # A mask can leave nothing to average.
+        extra = init_extra(params) if jax.tree.leaves(params) else ()
+        return DecentralizeState(count, inner.init(params), extra)
 
     def update_fn(updates, state, params=None, *, step=None, **extra_args):
         _check_arguments(params, step, isinstance(plan, Topology))
-        # A mask can leave nothing to average.
         if not jax.tree.leaves(params):
             return updates, state
         _check_can_mix(params, axis_name)

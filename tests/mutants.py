@@ -586,6 +586,42 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/codec.py",
+        "rounded(flat / jnp.where(largest > 0, largest, 1), jnp.dtype(dtype))",
+        "(flat / jnp.where(largest > 0, largest, 1)).astype(dtype)",
+        "tests/test_codec.py -k in_one_program_16",
+    ),
+    Mutant(
+        "decentjax/codec.py",
+        "return (numbers * largest).reshape(shape)",
+        "return numbers.reshape(shape)",
+        "tests/test_codec.py -k of_16_bits_each",
+    ),
+    Mutant(
+        "train/advise/rounds.py",
+        "    return per_number * setting.job.model_bytes / setting.bytes_per_param",
+        "    return per_number * setting.job.model_bytes / 4",
+        "tests/test_advise_rounds.py -k own_bytes",
+    ),
+    Mutant(
+        "train/advise/rounds.py",
+        "setting.cluster_of(None if is_mean else topology)",
+        "setting.cluster",
+        "tests/test_advise_rounds.py -k they_were_measured",
+    ),
+    Mutant(
+        "train/advise/rounds.py",
+        "return float(bytes_of_workers.max()) / schedule.period",
+        "return float(bytes_of_workers.max())",
+        "tests/test_advise_rounds.py -k mean_of_all",
+    ),
+    Mutant(
+        "train/bench/uneven.py",
+        "    if step == {step}:",
+        "    if step > {step}:",
+        "tests/test_bench_uneven.py -k goes_on",
+    ),
+    Mutant(
+        "decentjax/codec.py",
         "jnp.floor(blocks * scale[:, None] + added)",
         "jnp.round(blocks * scale[:, None])",
         "tests/test_codec.py -k right_on_average",

@@ -20,11 +20,11 @@ INT8 = 260 / 1024  # A byte for each number, and four for each block of 256.
 PAIRS = "one_peer_exponential"
 
 
-def rows(num_workers=8, overlap="background", every=(4,), codecs=CODECS):
+def rows(num_workers=8, overlap="background", every=(4,), codecs=CODECS, **changes):
     cluster = Cluster(num_nodes=num_workers, between_bytes_per_second=RATE)
     job = Job(model_bytes=MODEL, compute=runtime.constant(COMPUTE), forward_share=1.0)
-    setting = Setting(cluster=cluster, job=job, overlap=overlap)
-    found = compare_rounds(setting, every, codecs, all_reduce_step=3.6)
+    setting = Setting(cluster=cluster, job=job, overlap=overlap, **changes)
+    found = compare_rounds(setting, every, codecs, 3.6, num_steps=64, seed=0)
     return {(row.name, row.every_steps, row.codec): row for row in found}
 
 
@@ -56,6 +56,22 @@ def test_what_pairs_send_hides_behind_a_round(overlap, codec, step):
     assert row.step == pytest.approx(max(step, COMPUTE), rel=0.05)
     models = INT8 if codec == "int8" else 1
     assert row.worker_bytes == pytest.approx(models * MODEL / 4)
+
+
+def test_a_codec_has_its_own_bytes_whatever_the_model_has():
+    """Of 8 bytes a parameter 4 MB are half as many parameters."""
+    whole, half = rows(), rows(bytes_per_param=8.0)
+    assert half[PAIRS, 4, "none"].worker_bytes == whole[PAIRS, 4, "none"].worker_bytes
+    assert half[PAIRS, 4, "int8"].worker_bytes == pytest.approx(
+        whole[PAIRS, 4, "int8"].worker_bytes / 2
+    )
+
+
+def test_links_are_as_fast_as_they_were_measured():
+    """An all-reduce that takes three times as long as the rates say."""
+    found = rows(measured={None: 3 * 2 * 2 * 7 / 8})
+    assert found["DiLoCo", 4, "none"].step == pytest.approx(COMPUTE + 3 * 3.5 / 4)
+    assert found[PAIRS, 4, "none"] == rows()[PAIRS, 4, "none"]
 
 
 def test_one_worker_sends_nothing():

@@ -31,7 +31,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.codec import as_permutations, mix_encoded, num_bytes
-from decentjax.compression import Compression
+from decentjax.compression import Compression, encode_leaves, init_coded
 from decentjax.exchange import Topology
 from decentjax.rounds import Rounds, init_rounds, replace, round_step
 from decentjax.schedule import every, in_fragments
@@ -77,6 +77,28 @@ def test_of_16_bits_each_is_the_nearest(dtype):
     error = np.abs(wanted - x) - largest * 2.0**-25
     bits = {"float16": 11, "bfloat16": 8}[dtype]
     assert (error <= 2.0**-bits * np.abs(x) * (1 + 1e-5)).all()
+
+
+@pytest.mark.parametrize("name", ["float16", "bfloat16"])
+@pytest.mark.parametrize("wide", ["float32", "float64"])
+def test_in_one_program_16_bits_keep_what_they_drop(name, wide):
+    """XLA may leave out a cast there and back, but no reduce_precision."""
+    x = np.random.default_rng(0).standard_normal(1000).astype(wide)
+    half = Compression(CODECS[name])
+
+    def memory(x):
+        coded = init_coded(half, {0: x}, is_late=False)
+        return encode_leaves(half, {0: x}, {}, jax.random.key(0), coded).memory[0]
+
+    with jax.enable_x64(wide == "float64"):
+        program = jax.jit(memory).lower(x)
+        assert "reduce_precision" in program.as_text()
+        kept = np.asarray(program.compile()(x))
+    largest = np.abs(x).max()
+    narrow = (x / largest).astype(jnp.dtype(name)).astype(wide)
+    assert kept.dtype == wide
+    np.testing.assert_allclose(kept, x - narrow * largest, atol=1e-6)
+    assert np.abs(kept).max() > 2.0 ** {"float16": -12, "bfloat16": -9}[name]
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])

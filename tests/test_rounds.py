@@ -480,6 +480,21 @@ def over_workers_of_step(function):
     return mapped
 
 
+def test_a_transformation_of_rounds_may_have_nothing_to_average():
+    """As where a mask or `multi_transform` leaves it no leaf."""
+    inner = decentralize_rounds(optax.sgd(RATE), methods.diloco(2, 3), "workers")
+    both = {"a": optax.sgd(RATE), "nobody": inner}
+    optimizer = optax.multi_transform(both, {"w": "a"})
+    params = {"w": jnp.ones((2, 3))}
+
+    def update(params):
+        given = optimizer.init(params), params
+        return optimizer.update(params, *given, step=0)[0]
+
+    updates = jax.vmap(update, axis_name="workers")(params)
+    np.testing.assert_allclose(updates["w"], -RATE)
+
+
 def test_as_a_transformation_rounds_need_the_step():
     optimizer = decentralize_rounds(optax.sgd(RATE), methods.diloco(2, 3), "workers")
     state = optimizer.init(model())

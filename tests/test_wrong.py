@@ -353,6 +353,10 @@ CALLS = [
         lambda: gossip.BackgroundRounds(local, RING, worker_mesh(4)),
         "wanted Rounds, such as methods.diloco.8., got Topology",
     ),
+    (
+        lambda: gossip.PeerRounds(local, RING, gossip.Folder("x"), [0], worker_mesh(1)),
+        "wanted Rounds, such as methods.diloco.8., got Topology",
+    ),
     (lambda: codec.top_k(0), r"must be in \(0, 1\], got 0"),
     (lambda: codec.int8(block=0), "a block needs at least 1 number, got 0"),
     (lambda: compression.Compression(codec.int8), "wanted a Codec, .* got <"),

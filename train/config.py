@@ -240,6 +240,9 @@ class PolicyConfig:
         policies.holding(policies.ladder(2), self.target, self.slack)
 
 
+CodecName = Literal["none", "float16", "bfloat16", "int8", "int4", "int2", "top_k"]
+
+
 @checked
 class RoundsConfig:
     """Rounds of communication, for step.algorithm = "rounds"; see `decentjax.rounds`.
@@ -275,9 +278,7 @@ class RoundsConfig:
     momentum: float = 0.9
     merge: Literal["replace", "shift", "blend"] = "replace"
     share: float = 0.5
-    codec: Literal["none", "float16", "bfloat16", "int8", "int4", "int2", "top_k"] = (
-        "none"
-    )
+    codec: CodecName = "none"
     sent_share: float = 0.01
     sent_bits: Literal[32, 8, 4, 2] = 32
     error_kept: float = 1.0
@@ -750,9 +751,10 @@ class Config:
         topology = self.topology.build(self.workers)
         if self.exchange.where == "peers":
             _check_peers(self.step, topology, self.exchange.way)
-            _check_changes(self.rounds, self.exchange.patience)
         if self.step.algorithm == "rounds":
             self.rounds.build(topology)  # For its errors.
+            if self.exchange.where == "peers":
+                _check_changes(self.rounds, self.exchange.patience)
         if self.exchange.elastic:
             _check_elastic(self)
         if self.exchange.way == "wagma":

@@ -26,7 +26,7 @@ from decentjax.gossip.tuning import (
     fastest_mixes,
     fastest_pieces,
 )
-from decentjax.mixing import Lowering
+from decentjax.mixing import Lowering, is_mixed
 from decentjax.placement import check_mesh, over_workers
 from decentjax.rounds import mix_of
 from decentjax.step import AXIS
@@ -110,8 +110,8 @@ class Carrier(Closing):
 
     def _lower_encoded(self, compression: Compression, params: Any) -> Mixes:
         mesh, codec, mixes = self._exchange_mesh, compression.codec, {}
-        shapes = [x.shape[1:] for x in jax.tree.leaves(params)]
-        size = sum(num_bytes(codec, shape) for shape in shapes)
+        leaves = filter(is_mixed, jax.tree.leaves(params))
+        size = sum(num_bytes(codec, x.shape[1:]) for x in leaves)
         for exchange in self._topology:
             # A mean of all is gathered whole.
             options = {}

@@ -20,7 +20,7 @@ from decentjax.gossip.peers import check_graph
 from decentjax.gossip.record import Record
 from decentjax.gossip.rows import Rows, check_workers, rows_of, with_rows
 from decentjax.gossip.ways import Arrived, Used, neighbors, senders
-from decentjax.rounds import Rounds, leaves_of
+from decentjax.rounds import Rounds, _check_rounds, leaves_of
 from decentjax.step import Adapt
 
 
@@ -96,6 +96,7 @@ class PeerRounds(LateRounds):
     ):
         if not patience >= 0:
             raise ValueError(f"patience must not be negative, got {patience}")
+        _check_rounds(rounds)
         check_compression(rounds.compression, patience)
         schedule = rounds.schedule
         check_workers(workers, schedule.num_workers, mesh)
@@ -216,7 +217,7 @@ class _PeerCarrier:
             raise ConnectionError(
                 f"worker {used.worker} has no message of the workers {missing} in "
                 f"round {used.step}, and would be off by it for ever: go on with all "
-                "workers from checkpoints of one step"
+                "workers from a step that all have saved, by decentjax resume --step"
             )
 
     def _by_step(self, used: Used) -> Used:

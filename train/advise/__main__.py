@@ -18,13 +18,13 @@ from rich.console import Console
 from decentjax.distributed.devices import provide_cpu_devices
 from train.advise.race import Contender, read_race
 from train.advise.rank import compare
-from train.advise.rounds import CODECS, EVERY, Codec, compare_rounds
+from train.advise.rounds import CODECS, EVERY, compare_rounds
 from train.advise.setting import Flags, Setting
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.progress import over
-from train.config import Config
+from train.config import CodecName, Config
 from train.job.distributed import fail_stop, leave, start
 from train.run.log import warn
 
@@ -41,7 +41,7 @@ def main(arguments: list[str]) -> int:
         steps: int = 300,
         seed: int = 0,
         every: tuple[int, ...] = EVERY,
-        codecs: tuple[Codec, ...] = CODECS,
+        codecs: tuple[CodecName, ...] = CODECS,
         race: Path | None = None,
         out: Path = Path("runs/advice"),
     ) -> int:
@@ -76,7 +76,7 @@ def look(
     steps: int,
     seed: int,
     every: Sequence[int],
-    codecs: Sequence[Codec],
+    codecs: Sequence[CodecName],
     out: Path,
     contenders: list[Contender],
 ) -> int:
@@ -89,7 +89,8 @@ def look(
     out.mkdir(parents=True, exist_ok=True)
     shown = functools.partial(over, title="simulating", console=console)
     found = compare(setting, steps, seed, shown)
-    rounds = compare_rounds(setting, every, codecs, found.rows[0].step)
+    simulated = found.rows[0].step, steps, seed
+    rounds = compare_rounds(setting, every, codecs, *simulated)
     advice_report.say(found, rounds, console, races=bool(contenders))
     finish = advice_report.say_race(setting, contenders, console)
     advice_report.write_advice(out / "advice.json", found, rounds, finish)

@@ -40,10 +40,11 @@ COLUMNS = (
 
 ROUNDS = (
     "Each worker trains alone, and every few steps they average: DiLoCo over all "
-    "models, and waits; one_peer_exponential in pairs, and with --overlap background "
-    "merges at the next round. The rarer, the more steps to one loss, which --race "
-    "counts. An encoded mean of all is a message from each worker to each: from eight "
-    "workers on int8 sends more than none. advice.json has the options of each row."
+    "models, and waits; one_peer_exponential with one peer, and with --overlap "
+    "background merges at the next round. The rarer, the more steps to one loss, which "
+    "--race counts. An encoded mean of all is a message from each worker to each: from "
+    "eight workers on int8 sends more than none, and of more than 64 it is left out. "
+    "advice.json has the options of each row."
 )
 
 

@@ -107,6 +107,7 @@ def measure(config: Config, num_steps: int) -> Setting:
         overlap=overlap,
         measured=measured,
         own=own,
+        bytes_per_param=exchanges.model_bytes / exchanges.num_params,
         facts=_facts(trace, cluster),
     )
 
@@ -151,8 +152,10 @@ class _Exchanges:
         rows = jax.tree.map(np.asarray, jax.tree.leaves(state.params))
         self.models = place(rows, mesh)
         dtypes = [jnp.dtype(self.message_dtype or x.dtype) for x in rows]
-        sizes = [x[0].size * d.itemsize for x, d in zip(rows, dtypes, strict=True)]
-        self.model_bytes = float(sum(sizes))
+        sizes = [x[0].size for x in rows]
+        pairs = zip(sizes, dtypes, strict=True)
+        self.num_params = sum(sizes)
+        self.model_bytes = float(sum(size * dtype.itemsize for size, dtype in pairs))
         # Topologies can have exchanges in common.
         self._known: dict[Exchange, float] = {}
 

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decentjax.runtime import Job
-from train.advise.rounds import STEPS, rounds_seconds
+from train.advise.rounds import STEPS, rounds_seconds, whole_periods
 from train.advise.setting import Overlap, Setting
 from train.cli.config_json import changes, from_fields
 from train.config import Config
@@ -164,7 +164,7 @@ def step_seconds(setting: Setting, config: Config) -> float:
     sent = 0.5 if config.step.message_dtype == "bfloat16" else 1.0
     sent *= 2.0 if config.step.algorithm == "tracking" else 1.0
     setting = dataclasses.replace(setting, job=_smaller(job, sent))
-    steps = _whole_periods(topology.period)
+    steps = whole_periods(topology.period, STEPS)
     if config.step.algorithm == "atc":
         setting = dataclasses.replace(setting, overlap="none")
     return setting.simulate(topology, steps, 0).seconds_per_step()
@@ -189,7 +189,3 @@ def flags_of(config: Config, overlap: Overlap) -> str:
 
 def _smaller(job: Job, factor: float) -> Job:
     return dataclasses.replace(job, model_bytes=factor * job.model_bytes)
-
-
-def _whole_periods(period: int) -> int:
-    return period * math.ceil(STEPS / period)

@@ -4,25 +4,31 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Collection
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from decentjax import Rounds, Topology, analysis, runtime
+from decentjax.topology import complete
 from train.advise.setting import Setting
 from train.cli.config_json import changes
-from train.config import RoundsConfig, TopologyConfig, TopologyName, WorkersConfig
+from train.config import (
+    CodecName,
+    RoundsConfig,
+    TopologyConfig,
+    TopologyName,
+    WorkersConfig,
+)
 from train.run.rounds import sent_bytes, sent_schedule
 
-STEPS = 64  # Simulated steps of a prediction, or the first whole periods after them.
+STEPS = 64  # Simulated steps of a prediction.
 PLENTY = 2**20  # Numbers of a model whose codec's bytes a number are those of any.
 # A mean of encoded models is a message from each worker to each: too many to plan.
 MOST_ENCODED = 64
 
-Codec = Literal["none", "float16", "bfloat16", "int8", "int4", "int2", "top_k"]
 EVERY = 4, 16, 64
-CODECS: tuple[Codec, ...] = "none", "int8"
+CODECS: tuple[CodecName, ...] = "none", "int8"
 
 
 class RoundsRow(NamedTuple):
@@ -50,19 +56,23 @@ class RoundsRow(NamedTuple):
 def compare_rounds(
     setting: Setting,
     every: Collection[int],
-    codecs: Collection[Codec],
+    codecs: Collection[CodecName],
     all_reduce_step: float,
+    num_steps: int,
+    seed: int,
 ) -> list[RoundsRow]:
     """Simulates DiLoCo and a one-peer graph for each H and codec.
 
-    DiLoCo waits for its messages; what pairs send is merged H steps later where a
-    second thread sends it.
+    DiLoCo waits for its messages; what goes to one peer is merged H steps later where a
+    second thread sends it. Encoded means of many workers are left out.
 
     Args:
       setting: the question.
       every: numbers of steps from one round to the next, H.
       codecs: codecs of the messages.
       all_reduce_step: seconds of a step of all-reduce, for the speed-up.
+      num_steps: number of simulated steps that count.
+      seed: seed of the compute times.
 
     Raises:
       ValueError: if an H is less than 1.
@@ -80,7 +90,7 @@ def compare_rounds(
             if is_many and codec != "none":
                 continue
             topology = TopologyConfig(name=graph).build(workers)
-            step = rounds_seconds(setting, rounds, topology)
+            step = rounds_seconds(setting, rounds, topology, num_steps, seed)
             sent = _worker_bytes(setting, rounds.build(topology))
             speed_up, flags = all_reduce_step / step, _flags(graph, rounds)
             name = "DiLoCo" if rounds.outer != "none" else graph
@@ -90,13 +100,15 @@ def compare_rounds(
     return rows
 
 
-def _methods(every: int, codec: Codec, hides: bool) -> dict[TopologyName, RoundsConfig]:
+def _methods(
+    every: int, codec: CodecName, hides: bool
+) -> dict[TopologyName, RoundsConfig]:
     """The rounds over each graph."""
     common = RoundsConfig(every_steps=every, codec=codec)
-    pairs = dataclasses.replace(common, delay=every, merge="shift")
+    late = dataclasses.replace(common, delay=every, merge="shift")
     # An outer optimizer moves models that have trained alone for a while.
     mean = dataclasses.replace(common, outer="nesterov" if every > 1 else "none")
-    return {"complete": mean, "one_peer_exponential": pairs if hides else common}
+    return {"complete": mean, "one_peer_exponential": late if hides else common}
 
 
 def _flags(graph: TopologyName, rounds: RoundsConfig) -> str:
@@ -106,30 +118,54 @@ def _flags(graph: TopologyName, rounds: RoundsConfig) -> str:
     return " ".join([f"--step.algorithm rounds --topology.name {graph}", *flags])
 
 
-def rounds_seconds(setting: Setting, rounds: RoundsConfig, topology: Topology) -> float:
-    """Returns the predicted seconds of a step, averaged over whole rounds."""
+def rounds_seconds(
+    setting: Setting,
+    rounds: RoundsConfig,
+    topology: Topology,
+    num_steps: int = STEPS,
+    seed: int = 0,
+) -> float:
+    """Returns the predicted seconds of a step, averaged over whole rounds.
+
+    Args:
+      setting: the question.
+      rounds: the rounds.
+      topology: their exchanges.
+      num_steps: number of simulated steps that count, or the first whole periods after
+        them; a tenth is simulated before, in which the workers' lateness spreads.
+      seed: seed of the compute times.
+    """
     built = rounds.build(topology)
     schedule = sent_schedule(built)
-    steps = schedule.period * math.ceil(STEPS / schedule.period)
+    skipped, counted = (
+        whole_periods(schedule.period, x) for x in (num_steps / 10, num_steps)
+    )
+    is_mean = topology == complete(topology.num_workers)
+    cluster = setting.cluster_of(None if is_mean else topology)
     job = dataclasses.replace(setting.job, model_bytes=_model_bytes(setting, built))
     hidden = setting.overlap != "none"
-    times = runtime.rounds(setting.cluster, job, schedule, steps, hidden=hidden)
-    return times.seconds_per_step()
+    simulated = cluster, job, schedule, skipped + counted, seed, hidden
+    return runtime.rounds(*simulated).seconds_per_step(skipped)
+
+
+def whole_periods(period: int, num_steps: float) -> int:
+    """Returns the number of steps of the first whole periods after some steps."""
+    return period * math.ceil(num_steps / period)
 
 
 def _model_bytes(setting: Setting, rounds: Rounds) -> float:
     """The size of the setting's model as it is sent."""
+    if rounds.compression is None:
+        return setting.job.model_bytes
     plenty = [jax.ShapeDtypeStruct((PLENTY,), np.float32)]
-    return setting.job.model_bytes * sent_bytes(rounds, None, plenty) / (4 * PLENTY)
+    per_number = sent_bytes(rounds, None, plenty) / PLENTY
+    return per_number * setting.job.model_bytes / setting.bytes_per_param
 
 
 def _worker_bytes(setting: Setting, rounds: Rounds) -> float:
     schedule = sent_schedule(rounds)
     exchanges = tuple(x.exchange for x in schedule.rounds if x.exchange is not None)
-    sent = analysis.traffic(
-        Topology("sent", exchanges),
-        _model_bytes(setting, rounds),
-        setting.cluster.workers_per_node,
-    )
+    size, per_node = _model_bytes(setting, rounds), setting.cluster.workers_per_node
+    sent = analysis.traffic(Topology("sent", exchanges), size, per_node)
     bytes_of_workers = np.sum([x.worker_bytes for x in sent], axis=0)
     return float(bytes_of_workers.max()) / schedule.period

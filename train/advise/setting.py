@@ -47,6 +47,7 @@ class Setting:
       measured: seconds of an exchange by topology, and of an all-reduce by None, where
         they are known; all messages are slowed down to match.
       own: topologies to compare in addition to the candidates.
+      bytes_per_param: bytes of a parameter in the job's model.
       facts: lines about where the numbers come from.
     """
 
@@ -55,6 +56,7 @@ class Setting:
     overlap: Overlap = "in_step"
     measured: Mapping[Topology | None, float] = dataclasses.field(default_factory=dict)
     own: tuple[TopologyConfig, ...] = ()
+    bytes_per_param: float = 4.0
     facts: tuple[str, ...] = ()
 
     def ratios(self, topology: Topology | None, num_steps: int, seed: int) -> Ratios:
@@ -70,18 +72,22 @@ class Setting:
 
     def simulate(self, topology: Topology | None, num_steps: int, seed: int) -> Times:
         """Simulates averaging with the topology; with None, all-reduce."""
-        cluster, job = self.cluster, self.job
-        # Only the messages are slowed down: what overlaps them is still simulated.
-        predicted = self._predicted_seconds(topology)
-        # A worker alone sends nothing, which no factor makes longer.
-        if topology in self.measured and predicted:
-            cluster = cluster.slowed(self.measured[topology] / predicted)
+        cluster, job = self.cluster_of(topology), self.job
         if topology is None:
             return runtime.all_reduce(cluster, job, num_steps, seed)
         if self.overlap == "background":
             return runtime.background(cluster, job, topology, num_steps, seed)
         hidden = self.overlap == "in_step"
         return runtime.in_step(cluster, job, topology, num_steps, seed, hidden)
+
+    def cluster_of(self, topology: Topology | None) -> Cluster:
+        """Returns the cluster with links as fast as the exchanges were measured."""
+        # Only the messages are slowed down: what overlaps them is still simulated.
+        predicted = self._predicted_seconds(topology)
+        # A worker alone sends nothing, which no factor makes longer.
+        if topology in self.measured and predicted:
+            return self.cluster.slowed(self.measured[topology] / predicted)
+        return self.cluster
 
     def _predicted_seconds(self, topology: Topology | None) -> float:
         """What the rates and latencies alone give."""
@@ -160,7 +166,13 @@ class Flags:
         assumed = self.sigma is None and self.distribution != "constant"
         facts = (SIGMA_ASSUMED,) if assumed else ()
         cluster = spec.runtime_cluster()
-        return Setting(cluster=cluster, job=job, overlap=self.overlap, facts=facts)
+        return Setting(
+            cluster=cluster,
+            job=job,
+            overlap=self.overlap,
+            bytes_per_param=self.bytes_per_param,
+            facts=facts,
+        )
 
     def _compute(self, num_workers: int) -> Compute:
         mean = seconds("compute", self.compute)

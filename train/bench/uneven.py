@@ -115,10 +115,10 @@ def check(configs: Collection[Config], start: int) -> None:
                 f"{first.workers.num_workers}, {config.name} "
                 f"{config.workers.num_workers}"
             )
-        if not start < config.num_steps:
+        if not start + 1 < config.num_steps:
             raise ValueError(
-                f"start must be less than the {config.num_steps} steps of "
-                f"{config.name}, got {start}"
+                f"start must leave steps of the {config.num_steps} of {config.name} "
+                f"that are measured: at most {config.num_steps - 2}, got {start}"
             )
 
 

@@ -152,6 +152,8 @@ def with_changes(
                 f"{change!r}"
             )
         values[field] = value
+    if not values:
+        return config, ()
     prog = " ".join(f"--change {field}" for field in values)
     config = with_fields(config, values, prog)
     return config, tuple(field.replace("-", "_") for field in values)

@@ -16,7 +16,7 @@ import jax
 from train.cli.tables import file_name
 from train.config import Config
 from train.run.outcome import SeedsOutcome
-from train.run.resume import with_field
+from train.run.resume import with_fields
 from train.tasks.task import Headline, Task
 
 LOSS = Headline("loss", better="lower")  # Of few examples it tells more than accuracy.
@@ -57,12 +57,12 @@ class Grid:
         Raises:
           ValueError: if it has no such field, or cannot have a value.
         """
-        for field, value in zip(self.fields, choice, strict=True):
-            try:
-                config = with_field(config, field, value, prog=f"--tune {field}")
-            except SystemExit as error:  # tyro has printed why.
-                raise ValueError(f"--tune: {field} cannot be {value}") from error
-        return config
+        values = dict(zip(self.fields, choice, strict=True))
+        said = " and ".join(f"{field} cannot be {x}" for field, x in values.items())
+        try:
+            return with_fields(config, values, prog=f"--tune {' '.join(values)}")
+        except SystemExit as error:  # tyro has printed why.
+            raise ValueError(f"--tune: {said}") from error
 
     def say(self, choice: Choice) -> list[str]:
         """A choice as cells of a table: at an edge a better one may lie beyond."""
