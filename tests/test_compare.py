@@ -433,6 +433,16 @@ def test_grids_of_no_sense_get_a_sentence(tune, words, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_the_values_of_a_choice_hold_together():
+    """A round of four steps with a delay of eight does not fit; of eight it does."""
+    rounds = RoundsConfig(every_steps=4, delay=4)
+    step = dataclasses.replace(LINE.step, algorithm="rounds")
+    config = dataclasses.replace(LINE, step=step, rounds=rounds)
+    grid = Grid(("rounds.delay", "rounds.every-steps"), (("8",), ("8",)))
+    changed = grid.set(config, ("8", "8"))
+    assert (changed.rounds.delay, changed.rounds.every_steps) == (8, 8)
+
+
 def test_a_profile_has_the_best_of_each_value():
     tried = {("1", "a"): 3.0, ("1", "b"): 2.0, ("2", "a"): 1.0}
     grid = Grid(("x", "y"), (("1", "2", "3"), ("a", "b")))

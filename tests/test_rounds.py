@@ -699,6 +699,18 @@ def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
         assert all(a != b or a == "compute" for a, b in itertools.pairwise(order))
 
 
+def test_in_a_second_thread_an_empty_leaf_stays_at_home():
+    """A codec finds no block in it."""
+    how = Rounds(every(topology.ring(4), 1, 1), compression=Compression(top_k(0.5)))
+    params, mesh = model() | {"empty": jnp.zeros(0)}, worker_mesh(4)
+    key, extra = jax.random.key(0), init_rounds(how, params)
+    state = place(init_state(params, SGD, key, 4, extra=extra), mesh)
+    batch = place(jnp.asarray(targets(4, 1)[0][:, None], jnp.float32), mesh)
+    with BackgroundRounds(bind(SGD), how, mesh) as train_step:
+        state, _ = train_step(state, batch, 0)
+    assert state.params["empty"].shape == (4, 0)
+
+
 def test_fragments_fly_while_all_steps_of_their_delay_are_computed():
     """No step waits for an exchange that ends after all gradients of its delay."""
     delay, num_steps = 4, 14
