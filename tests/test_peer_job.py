@@ -609,7 +609,11 @@ def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
         ),
         ({"step": StepConfig(message_dtype="bfloat16")}, "in their own dtype"),
         (
-            {"step": ROUNDS, "rounds": RoundsConfig(codec="int8", outer="nesterov")},
+            {
+                "step": ROUNDS,
+                "rounds": RoundsConfig(codec="int8", outer="nesterov"),
+                "topology": TopologyConfig(name="complete"),
+            },
             "int8 with .* sends changes, .* set exchange.patience to None, got 0.0",
         ),
         (
