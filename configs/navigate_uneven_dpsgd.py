@@ -1,8 +1,8 @@
 """Navigation with uneven work, 8 workers: D-PSGD on a ring.
 
 Command: as in navigate_uneven_allreduce.py.
-Result: held-out SPL 0.757 after 500 steps, 4.43 steps per second (one run). The
-learning rate has not been tuned.
+Result: held-out SPL 0.850 after 1,000 steps, 3.98 steps per second (one run). The
+learning rate is the best of five.
 """
 
 import dataclasses

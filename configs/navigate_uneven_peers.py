@@ -1,8 +1,8 @@
 """Navigation with uneven work, 8 workers: models of the peers as they come.
 
 Command: as in navigate_uneven_allreduce.py.
-Result: held-out SPL 0.539 after 500 steps, 14.83 steps per second (one run). The
-learning rate has not been tuned.
+Result: held-out SPL 0.884 after 3,100 steps, 16.10 steps per second (one run). The
+learning rate is the best of five.
 """
 
 import dataclasses
