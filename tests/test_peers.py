@@ -980,6 +980,7 @@ def leave():
     links = Links(Folder(Path(sys.argv[1])), 2, {0: jax.devices()[0]}, [channel])
     links.meet([1], time.monotonic() + float(sys.argv[2]))
     links.publish(0, 1, 0, [jnp.arange(3.0)], Said(step=0))
+    sys.stdin.readline()  # Until the peer has met it too.
     links.close()
 
 leave()
@@ -994,17 +995,23 @@ def test_a_process_that_ends_serves_its_peers_to_the_last(tmp_path):
     """Its transport has threads that outlive Python, and used to crash it then."""
     argv = [sys.executable, "-c", ENDS, str(tmp_path), str(LONG)]
     channel = [jax.ShapeDtypeStruct((3,), jnp.float32)]
-    with subprocess.Popen(argv, stdout=subprocess.PIPE) as other:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(argv, stdin=pipe, stdout=pipe) as other:
         links = Links(Folder(tmp_path), 2, {1: jax.devices()[0]}, [channel])
         links.meet([0], time.monotonic() + LONG)
         link = links._peers[0].link
+        assert other.stdin is not None
         assert other.stdout is not None
+        other.stdin.write(b"met\n")
+        other.stdin.flush()
         other.stdout.read()  # To its end.
         name = links._name(0, 1, links._life, 0, 0)
         pulled = link.pull(name, links._specs[1, 0])
-        # One of a process that has crashed may stay open.
-        while not all(x.is_ready() for x in pulled) and other.poll() is None:
+        # One of a process that crashes may stay open.
+        end = time.monotonic() + LONG / 3
+        while not all(x.is_ready() for x in pulled) and time.monotonic() < end:
             time.sleep(0.01)
+        assert all(x.is_ready() for x in pulled)
         _, left = pulled
         assert other.poll() is None
         np.testing.assert_array_equal(left, [0, 1, 2])
