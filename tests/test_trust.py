@@ -447,7 +447,9 @@ def test_a_process_with_another_secret_is_named_and_the_others_go_on(tmp_path):
         return started(*run, "--distributed.enabled", *place.split(), *options)
 
     with process(0) as first, process(1, "--exchange.secret-file", str(other)) as last:
-        wait_until(lambda: all(read_metrics(run_dir / f"process-{i}") for i in (0, 1)))
+        for i in (0, 1):  # A busy machine may be late with one.
+            rows = functools.partial(read_metrics, run_dir / f"process-{i}")
+            wait_until(lambda rows=rows: any("loss" in row for row in rows()))
         outputs = []
         before = len(read_metrics(run_dir / "process-0"))
         wait_until(lambda: len(read_metrics(run_dir / "process-0")) > before + 60)
