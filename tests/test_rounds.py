@@ -483,7 +483,7 @@ def over_workers_of_step(function):
 def test_a_transformation_of_rounds_may_have_nothing_to_average():
     """As where a mask or `multi_transform` leaves it no leaf."""
     inner = decentralize_rounds(optax.sgd(RATE), methods.diloco(2, 3), "workers")
-    both = {"a": optax.sgd(RATE), "nobody": inner}
+    both = {"a": optax.sgd(RATE), "unused": inner}
     optimizer = optax.multi_transform(both, {"w": "a"})
     params = {"w": jnp.ones((2, 3))}
 

@@ -209,7 +209,6 @@ class _PeerCarrier:
 
     def _check_whole(self, used: Used) -> None:
         """Raises a ConnectionError where a change is missing."""
-        assert self.links is not None
         came = {one.peer for one in used.models if one.step == used.step}
         senders_of = senders(self.topology[used.step], used.worker)
         missing = sorted({peer for peer, _ in senders_of} - came)
@@ -217,7 +216,7 @@ class _PeerCarrier:
             raise ConnectionError(
                 f"worker {used.worker} has no message of the workers {missing} in "
                 f"round {used.step}, and would be off by it for ever: go on with all "
-                "workers from a step that all have saved, by decentjax resume --step"
+                "workers from a step that all have saved"
             )
 
     def _by_step(self, used: Used) -> Used:

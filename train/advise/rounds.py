@@ -82,12 +82,11 @@ def compare_rounds(
         num_workers=num_workers,
         workers_per_node=setting.cluster.workers_per_node,
     )
-    rows = []
+    hides, rows = setting.overlap == "background", []
     for every_steps, codec in itertools.product(every, codecs):
-        hides = setting.overlap == "background"
         for graph, rounds in _methods(every_steps, codec, hides).items():
-            is_many = graph == "complete" and num_workers > MOST_ENCODED
-            if is_many and codec != "none":
+            is_encoded_mean = graph == "complete" and codec != "none"
+            if is_encoded_mean and num_workers > MOST_ENCODED:
                 continue
             topology = TopologyConfig(name=graph).build(workers)
             step = rounds_seconds(setting, rounds, topology, num_steps, seed)
