@@ -25,12 +25,7 @@ if TYPE_CHECKING:
         schedule,
         topology,
     )
-    from decentjax.correction import (
-        exact_diffusion,
-        init_tracking,
-        quasi_global_momentum,
-        tracking_step,
-    )
+    from decentjax.correction import exact_diffusion, quasi_global_momentum
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
     from decentjax.loss import LossFn, compute_in
     from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
@@ -103,7 +98,6 @@ __all__ = [
     "gossip",
     "init_rounds",
     "init_state",
-    "init_tracking",
     "local_workers",
     "mean_model",
     "methods",
@@ -121,7 +115,6 @@ __all__ = [
     "schedule",
     "simulate",
     "topology",
-    "tracking_step",
     "worker_mesh",
 ]
 

@@ -14,8 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from decentjax._collectives import sum_dtype
-from decentjax.exchange import Exchange
-from decentjax.step import Metrics, Mix, WorkerState, check_optimizer, mix_workers
+from decentjax.step import Adapt, Metrics, WorkerState, check_optimizer
 
 
 class ExactDiffusionState(NamedTuple):
@@ -32,8 +31,15 @@ def exact_diffusion(
 
     An ordinary transformation: its update is that of `inner`, plus what the last
     exchange has moved the model, `x - p_before`. Give it to `atc_step`, or inside
-    `decentralize_atc`, over a symmetric graph whose W has no eigenvalue of -1/3 or
-    less, such as `topology.damped(graph, 0.5)`.
+    `decentralize_atc`, over a symmetric graph that stays, whose W has no eigenvalue of
+    -1/3 or less, such as `topology.damped(graph, 0.5)`. In `awc_step`, `decentralize`
+    and `gossip` it is EXTRA, whose exchange waits for no gradient and which needs a
+    lower learning rate:
+
+        x <- W (2 x - x_before) + update(grad) - update(grad_before)
+
+    Each exchange has to be whole, as in `gossip.Peers` with `patience=math.inf`: what a
+    missing model would have moved stays in the sum.
 
     Args:
       inner: local optimizer, such as `optax.sgd`.
@@ -48,7 +54,9 @@ def exact_diffusion(
       >>> d2 = decentralize_atc(exact_diffusion(optax.sgd(0.1)), graph, "workers")
 
     Source: Tang et al., D²: Decentralized Training over Decentralized Data (2018);
-    Yuan et al., Exact Diffusion for Distributed Optimization and Learning (2019).
+    Yuan et al., Exact Diffusion for Distributed Optimization and Learning (2019); Shi
+    et al., EXTRA: An Exact First-Order Algorithm for Decentralized Consensus
+    Optimization (2015), with (I + W) / 2 as W.
     """
     check_optimizer(inner)
     inner = optax.with_extra_args_support(inner)
@@ -99,7 +107,9 @@ def quasi_global_momentum(
 
     The movement contains what the exchange has done, so workers with different data
     push in one direction. An ordinary transformation for `atc_step`, or inside
-    `decentralize_atc`. With `nesterov` the update is `-a (g + b (b m + g))`.
+    `decentralize_atc`. With `nesterov` the update is `-a (g + b (b m + g))`. In
+    `awc_step`, `decentralize` and `gossip` x is the mixed model here, W x of before;
+    this form is not the paper's.
 
     Args:
       learning_rate: a, a number or a schedule.
@@ -153,7 +163,7 @@ def quasi_global_momentum(
 
 
 class Tracked(NamedTuple):
-    """What `tracking_step` carries, as `extra`: y and the gradient of the last step.
+    """What gradient tracking carries: y, and the gradient of the last step.
 
     In float32 at least: each rounding of y would stay in it.
     """
@@ -163,78 +173,60 @@ class Tracked(NamedTuple):
 
 
 def init_tracking(params: Any) -> Tracked:
-    """The first `extra` of `tracking_step`, for one model.
+    """The first y, and the gradient before the first, of one model: zeros.
 
     Examples:
-      >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import init_state, init_tracking
-      >>> params, key = jnp.zeros(3), jax.random.key(0)
-      >>> extra = init_tracking(params)
-      >>> state = init_state(params, optax.sgd(0.1), key, num_workers=4, extra=extra)
+      >>> import jax.numpy as jnp
+      >>> from decentjax.correction import init_tracking
+      >>> print(init_tracking(jnp.ones(2)).tracker)
+      [0. 0.]
     """
     zeros = jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params)
     return Tracked(zeros, jax.tree.map(jnp.copy, zeros))
 
 
-def tracking_step(
-    state: WorkerState,
-    batch: Any,
-    exchange: Exchange,
-    *,
-    adapt: Callable,
-    mix: Mix = mix_workers,
-) -> tuple[WorkerState, Metrics]:
-    """Gradient tracking: each worker descends along an estimate of the mean gradient.
+def tracked(adapt: Callable) -> Adapt:
+    """The local update of gradient tracking, of pairs: `y <- y + g - g_before`.
 
-        y <- W y + g - g_before,  x <- W x + update(y)
-
-    The mean of all y is the mean of all gradients. Two models travel, and both beside
-    the gradient, as in `awc_step`.
+    The params are `(y, x)`, which travel together, the optimizer's state is `(state,
+    g_before)`, and the optimizer gets y as its gradient.
 
     Args:
-      state: this worker's state, with `init_tracking` as its `extra`.
-      batch: this worker's batch.
-      exchange: the static exchange of this step.
       adapt: the local update, which takes `reduce_gradients` as `decentjax.adapt` does.
-      mix: the averaging, `decentjax.mix` with its keywords bound; without `shards`.
-
-    Returns:
-      As `awc_step`.
-
-    Raises:
-      TypeError: if the state carries something else.
 
     Examples:
       >>> import functools
       >>> import optax
-      >>> from decentjax import adapt, simulate, topology, tracking_step
+      >>> from decentjax import adapt
+      >>> from decentjax.correction import tracked
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
-      >>> step = functools.partial(tracking_step, adapt=local)
-      >>> train_step = simulate(step, topology.ring(8))
-
-    Source: Nedić, Olshevsky, Shi: Achieving Geometric Convergence for Distributed
-    Optimization over Time-Varying Graphs (2017), DIGing.
+      >>> local = tracked(local)
     """
-    before = state.extra
-    if not isinstance(before, Tracked):
-        raise TypeError(
-            "tracking_step carries a gradient: give init_state extra="
-            f"init_tracking(params), got {type(before).__name__}"
-        )
-    params, tracker = jax.lax.optimization_barrier(
-        mix((state.params, before.tracker), exchange)
-    )
-    found = []
 
-    def track(gradient: Any) -> Any:
-        wide = jax.tree.map(lambda y, g: g.astype(y.dtype), tracker, gradient)
-        new = jax.tree.map(
-            lambda y, g, old: y + jnp.subtract(g, old), tracker, wide, before.gradient
-        )
-        found.append(Tracked(new, wide))
-        return jax.tree.map(lambda y, g: y.astype(g.dtype), new, gradient)
+    def adapt_pair(
+        state: WorkerState, batch: Any, mixed: Any
+    ) -> tuple[WorkerState, Metrics]:
+        (_, params), (opt_state, before) = state.params, state.opt_state
+        tracker, model = mixed
+        found = []
 
-    state, metrics = adapt(state, batch, params, reduce_gradients=track)
-    return state._replace(extra=found[0]), metrics
+        def track(gradient: Any) -> Any:
+            wide = jax.tree.map(lambda y, g: g.astype(y.dtype), tracker, gradient)
+            new = jax.tree.map(
+                lambda y, g, old: y + jnp.subtract(g, old), tracker, wide, before
+            )
+            found.append(Tracked(new, wide))
+            return jax.tree.map(lambda y, g: y.astype(g.dtype), new, gradient)
+
+        state = state._replace(params=params, opt_state=opt_state)
+        new, metrics = adapt(state, batch, model, reduce_gradients=track)
+        ((tracker, gradient),) = found
+        pair = {
+            "params": (tracker, new.params),
+            "opt_state": (new.opt_state, gradient),
+        }
+        return new._replace(**pair), metrics
+
+    return adapt_pair

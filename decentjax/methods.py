@@ -153,6 +153,38 @@ def noloco(
     return Rounds(every(topology, num_steps), outer, replace)
 
 
+def gradient_tracking(topology: Topology, num_steps: int = 1, delay: int = 1) -> Rounds:
+    """Gradient tracking: each worker descends along an estimate of the mean gradient.
+
+        y <- y + g - g_before,  x <- x + update(y),  and in a round  (x, y) <- W (x, y)
+
+    The mean of all y is that of all gradients, so models come to the optimum of all
+    data, however uneven these are. With delay 1 both travel beside the gradient, with
+    0 after the update. The local update has to take `reduce_gradients`, as
+    `decentjax.adapt` does.
+
+    Args:
+      topology: exchanges of the rounds, taken in turn; the columns of each W sum to one
+        too.
+      num_steps: H; with more than one step it is local gradient tracking.
+      delay: steps until what was sent is merged.
+
+    Raises:
+      ValueError: if the delay is longer than H.
+
+    Examples:
+      >>> from decentjax import methods, topology
+      >>> rounds = methods.gradient_tracking(topology.ring(8))
+      >>> rounds.schedule.period, rounds.schedule.delay
+      (1, 1)
+
+    Source: Nedić, Olshevsky, Shi: Achieving Geometric Convergence for Distributed
+    Optimization over Time-Varying Graphs (2017), DIGing; Nguyen et al., On the
+    Performance of Gradient Tracking with Local Updates (2022).
+    """
+    return Rounds(every(topology, num_steps, delay), tracking=True)
+
+
 def _sgd(
     learning_rate: optax.ScalarOrSchedule, momentum: float, nesterov: bool
 ) -> optax.GradientTransformation:

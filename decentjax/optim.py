@@ -418,7 +418,8 @@ def _in_order(
             return updates, state
         _check_can_mix(params, axis_name)
 
-        def adapt(worker, grads, mixed):
+        def adapt(worker, grads, mixed, reduce_gradients=lambda x: x):
+            grads = reduce_gradients(grads)
             update, opt_state = inner.update(
                 grads, worker.opt_state, mixed, **extra_args
             )

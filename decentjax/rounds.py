@@ -34,6 +34,7 @@ from decentjax.compression import (
     encode_leaves,
     init_coded,
 )
+from decentjax.correction import Tracked, init_tracking, tracked
 from decentjax.exchange import Exchange
 from decentjax.loss import check_call
 from decentjax.mixing import is_mixed, mix, over_shards
@@ -119,10 +120,14 @@ class Rounds:
         the anchor to the average.
       merge: how a worker goes on from the anchor: `replace`, `shift` or `blend(c)`.
       compression: how messages are encoded; None sends leaves as they are.
+      tracking: whether an estimate y of the mean gradient is averaged with the model,
+        along which a worker descends, `y <- y + g - g_before`; twice as much is sent.
 
     Raises:
       ValueError: if there is an outer optimizer, and no local step between two rounds,
-        or the compression does not fit the schedule.
+        or the compression does not fit the schedule, or rounds with tracking would not
+        keep the sum of all y: with an outer optimizer, fragments, or another merge than
+        `shift` of what was sent before.
       TypeError: if a part is something else.
 
     Examples:
@@ -136,6 +141,7 @@ class Rounds:
     outer: optax.GradientTransformation | None = None
     merge: Merge = shift
     compression: Compression | None = None
+    tracking: bool = False
 
     def __post_init__(self):
         if not isinstance(self.schedule, Schedule):
@@ -165,6 +171,21 @@ class Rounds:
             )
         if self.compression is not None:
             self.compression.check(self.schedule, self.outer is not None)
+        if self.tracking:
+            self._check_keeps_sums()
+
+    def _check_keeps_sums(self) -> None:
+        """Raises a ValueError for rounds that would change the sum of all y."""
+        delay = self.schedule.delay
+        is_kept = self.merge is shift or (self.merge is replace and delay == 0)
+        if self.outer or not is_kept or self.schedule.fragments != (None,):
+            raise ValueError(
+                "tracking averages whole models and estimates, and keeps their sums: "
+                "take merge=shift, no outer optimizer and no fragments, got "
+                f"{getattr(self.merge, '__name__', self.merge)} with a delay of {delay}"
+                f"{', an outer optimizer' if self.outer else ''} and "
+                f"{len(self.schedule.fragments)} fragments"
+            )
 
 
 class RoundState(NamedTuple):
@@ -176,12 +197,14 @@ class RoundState(NamedTuple):
       sent: leaves as they were sent last; empty where a round ends in the step in which
         it begins.
       coded: what compression carries; None without any.
+      tracked: what tracking carries; None without it.
     """
 
     anchor: Leaves
     outer: tuple[Any, ...]
     sent: Leaves
     coded: Coded | None = None
+    tracked: Tracked | None = None
 
 
 def _check_rounds(rounds: Any) -> None:
@@ -211,8 +234,11 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
       >>> state = init_state(params, optax.adam(1e-3), key, 4, extra=extra)
     """
     _check_rounds(rounds)
+    if rounds.tracking:
+        one = init_tracking(params)
+        alone = dataclasses.replace(rounds, tracking=False)
+        return init_rounds(alone, (one.tracker, params))._replace(tracked=one)
     parts = [_leaves_to_send(one, params) for one in rounds.schedule.fragments]
-
     leaves = functools.reduce(operator.or_, parts, {})
     is_late = rounds.schedule.delay > 1
 
@@ -360,11 +386,73 @@ def round_step(
             "round_step carries what a round has sent: give init_state extra="
             f"init_rounds(rounds, params), got {type(state.extra).__name__}"
         )
-    averages = default_mix(rounds) if mix is None else mix
+    take = functools.partial(
+        take_round,
+        rounds=rounds,
+        adapt=tracked(adapt) if rounds.tracking else adapt,
+        mix=default_mix(rounds) if mix is None else mix,
+        send=send,
+        receive=receive,
+    )
+    return in_pairs(rounds, take)(state, batch, event)
+
+
+def in_pairs(rounds: Rounds, step: Callable[..., tuple[WorkerState, Metrics]]) -> Any:
+    """The step itself, or with tracking that of states whose params are `(y, x)`.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import WorkerState, init_rounds, methods, topology
+      >>> from decentjax.rounds import in_pairs
+      >>> rounds = methods.gradient_tracking(topology.ring(8))
+      >>> extra = init_rounds(rounds, jnp.ones(2))
+      >>> state = WorkerState(jnp.ones(2), (), (), jax.random.key(0), extra)
+      >>> def step(state, batch):
+      ...     return state, state.params
+      >>> in_pairs(rounds, step)(state, None)[1]
+      (Array([0., 0.], dtype=float32), Array([1., 1.], dtype=float32))
+    """
+
+    def pair(state: WorkerState, *rest: Any) -> tuple[WorkerState, Metrics]:
+        one = state.extra.tracked
+        params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
+        extra = state.extra._replace(tracked=None)
+        new, metrics = step(
+            state._replace(params=params, opt_state=opt_state, extra=extra), *rest
+        )
+        (tracker, params), (opt_state, gradient) = new.params, new.opt_state
+        extra = new.extra._replace(tracked=Tracked(tracker, gradient))
+        new = new._replace(params=params, opt_state=opt_state, extra=extra)
+        return new, metrics
+
+    return pair if rounds.tracking else step
+
+
+def take_round(
+    state: WorkerState,
+    batch: Any,
+    event: Event,
+    *,
+    rounds: Rounds,
+    adapt: Adapt,
+    mix: Mix,
+    send: Send,
+    receive: Receive,
+) -> tuple[WorkerState, Metrics]:
+    """`round_step` with all its parts given, of pairs where the rounds have tracking.
+
+    Examples:
+      >>> import functools
+      >>> from decentjax import methods
+      >>> from decentjax.rounds import default_mix, receive, send, take_round
+      >>> rounds = methods.diloco(num_workers=8)
+      >>> parts = {"mix": default_mix(rounds), "send": send, "receive": receive}
+      >>> step = functools.partial(take_round, rounds=rounds, **parts)
+    """
 
     def end(one: Round, state: WorkerState) -> WorkerState:
         assert one.exchange is not None
-        mixed = averages(travelling(one.leaves, state), one.exchange)
+        mixed = mix(travelling(one.leaves, state), one.exchange)
         return receive(rounds, one.leaves, state, mixed)
 
     sends, receives = event

@@ -563,8 +563,56 @@ MUTANTS = [
     Mutant(
         "decentjax/correction.py",
         "found.append(Tracked(new, wide))",
-        "found.append(Tracked(new, before.gradient))",
+        "found.append(Tracked(new, before))",
         "tests/test_correction.py -k diging",
+    ),
+    Mutant(
+        "decentjax/correction.py",
+        "adapt(state, batch, model, reduce_gradients=track)",
+        "adapt(state, batch, params, reduce_gradients=track)",
+        "tests/test_correction.py -k diging",
+    ),
+    Mutant(
+        "decentjax/rounds.py",
+        "is_kept = self.merge is shift or",
+        "is_kept = True or",
+        "tests/test_correction.py -k change_the_sum",
+    ),
+    Mutant(
+        "decentjax/gossip/late.py",
+        "adapt = tracked(adapt) if rounds.tracking else adapt",
+        "adapt = tracked(adapt)",
+        "tests/test_rounds.py -k second_thread",
+    ),
+    Mutant(
+        "decentjax/gossip/messages.py",
+        "return rounds.tracking or sends_changes",
+        "return sends_changes",
+        "tests/test_peers.py -k must_miss_nothing",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "            grads = reduce_gradients(grads)\n",
+        "",
+        "tests/test_correction.py -k compose",
+    ),
+    Mutant(
+        "train/run/rounds.py",
+        "jax.eval_shape(init_tracking, model).tracker if rounds.tracking else ()",
+        "()",
+        "tests/test_compare.py -k as_long_as_it_is",
+    ),
+    Mutant(
+        "train/run/programs.py",
+        "tracked(_local(*key)) if tracking else _local(*key)",
+        "_local(*key)",
+        "tests/test_train_rounds.py -k corrections_train",
+    ),
+    Mutant(
+        "train/config.py",
+        '    if adds_up and exchange.where == "peers" and not is_whole:',
+        "    if False:",
+        "tests/test_train_rounds.py -k corrections_that",
     ),
     Mutant(
         "decentjax/gossip/late.py",
@@ -741,9 +789,9 @@ MUTANTS = [
         "tests/test_advise_race.py -k exposed",
     ),
     Mutant(
-        "train/advise/race.py",
-        "sent *= 2.0 if",
-        "sent *= 1.0 if",
+        "train/advise/rounds.py",
+        "compression is None and not rounds.tracking:",
+        "compression is None:",
         "tests/test_advise_race.py -k exposed",
     ),
     Mutant(
@@ -3959,7 +4007,7 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/peer_rounds.py",
-        "if missing and self._forms[used.group].needs_all:",
+        "if missing and needs_all(self.rounds):",
         "if False:",
         "tests/test_peers.py -k must_miss_nothing",
     ),

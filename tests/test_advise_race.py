@@ -56,6 +56,10 @@ def config(algorithm="awc", topology="one_peer_ring", dtype=None, **rounds) -> C
 
 
 ROUNDS = {"algorithm": "rounds", "every_steps": 4}
+TRACKING = {
+    **{"algorithm": "rounds", "every_steps": 1, "delay": 1},
+    **{"merge": "shift", "tracking": True},
+}
 RATE = 2e6  # A model takes 2 s.
 
 
@@ -66,7 +70,7 @@ RATE = 2e6  # A model takes 2 s.
         (config(), "background", 2.0),
         (config(), "none", 2.1),
         (config("atc"), "background", 2.1),
-        (config("tracking"), "background", 4.0),
+        (config(**TRACKING), "background", 4.0),
         (config(dtype="bfloat16"), "background", 1.0),
         (config(**ROUNDS), "background", COMPUTE + 2 / 4),
         (config(**ROUNDS, delay=4), "none", COMPUTE + (2 - 0.3) / 4),

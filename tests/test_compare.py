@@ -192,13 +192,16 @@ def test_a_message_takes_as_long_as_it_is():
     """Of a half-precision model, and of gradient tracking, which sends two."""
     clock = Clock(compute="1us", sigma=0, between="1kbit")  # The messages are all.
 
-    def seconds(**fields):
+    def seconds(rounds=RING.rounds, **fields):
         step = dataclasses.replace(RING.step, **fields)
-        return clock.run(dataclasses.replace(RING, step=step), 0).times.end.max()
+        config = dataclasses.replace(RING, step=step, rounds=rounds)
+        return clock.run(config, 0).times.end.max()
 
     one = seconds()
     assert seconds(message_dtype="bfloat16") == pytest.approx(one / 2, rel=1e-3)
-    assert seconds(algorithm="tracking") == pytest.approx(2 * one, rel=1e-3)
+    rounds = RoundsConfig(every_steps=1, delay=1, merge="shift", tracking=True)
+    tracking = seconds(algorithm="rounds", rounds=rounds)
+    assert tracking == pytest.approx(2 * one, rel=1e-3)
 
 
 @pytest.mark.parametrize(

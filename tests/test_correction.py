@@ -1,5 +1,6 @@
 """Corrections for uneven data, on quadratics whose optimum is known."""
 
+import contextlib
 import functools
 
 import jax
@@ -12,19 +13,27 @@ import pytest
 from decentjax import (
     adapt,
     atc_step,
+    awc_step,
+    decentralize,
     decentralize_atc,
+    decentralize_rounds,
     exact_diffusion,
+    gossip,
+    init_rounds,
     init_state,
-    init_tracking,
+    methods,
     on_mesh,
     over_workers,
     place,
     quasi_global_momentum,
+    round_step,
     simulate,
     topology,
-    tracking_step,
     worker_mesh,
 )
+from decentjax.mixing import Lowering
+from decentjax.rounds import Rounds, blend, replace, shift
+from decentjax.schedule import every, in_fragments
 
 N, D = 6, 5
 GRAPH = topology.ring(N)
@@ -45,24 +54,37 @@ def loss_fn(params, model_state, batch, key):
 
 
 def train(step, optimizer, num_steps, graph=GRAPH, where="simulated"):
-    """The models after each step, float64 [num_steps, N, D]."""
+    """The models after each step, float64 [num_steps, N, D].
+
+    The step is of one worker, or the rounds that it takes.
+    """
     with jax.enable_x64(True):
-        params = jnp.zeros(D)
+        params, extra = jnp.zeros(D), ()
         local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
-        step = functools.partial(step, adapt=local)
-        extra = init_tracking(params) if step.func is tracking_step else ()
-        state = init_state(params, optimizer, jax.random.key(0), N, extra=extra)
-        batch = jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)
-        if where == "mesh":
-            mesh = worker_mesh(N)
-            train_step = on_mesh(step, graph, mesh)
-            state, batch = place((state, batch), mesh)
+        if not isinstance(step, Rounds):
+            one = functools.partial(step, adapt=local)
         else:
-            train_step = simulate(step, graph)
+            one = functools.partial(round_step, rounds=step, adapt=local)
+            graph, extra = step.schedule, init_rounds(step, params)
+        state = init_state(params, optimizer, jax.random.key(0), N, extra=extra)
+        batch, mesh = (jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)), worker_mesh(N)
+        if where == "simulated":
+            taking = contextlib.nullcontext(simulate(one, graph))
+        else:
+            state, batch = place((state, batch), mesh)
+            options = {"lowering": Lowering()}
+            taking = contextlib.nullcontext(on_mesh(one, graph, mesh))
+            if where == "thread" and isinstance(step, Rounds):
+                taking = gossip.BackgroundRounds(local, step, mesh, **options)
+            elif where == "thread":
+                taking = gossip.Background(local, graph, mesh, **options)
         found = []
-        for t in range(num_steps):
-            state, _ = train_step(state, batch, t)
-            found.append(np.asarray(state.params))
+        with taking as train_step:
+            for t in range(num_steps):
+                state, _ = train_step(state, batch, t)
+                found.append(np.asarray(state.params))
+            if where == "thread":
+                train_step.settle()
     return np.stack(found)
 
 
@@ -75,21 +97,33 @@ def test_plain_averaging_stalls_and_corrections_come_to_the_optimum():
     damped = topology.damped(GRAPH, 0.5)
     plain = [away(train(atc_step, optax.sgd(rate), 800)) for rate in (0.2, 0.1, 0.05)]
     assert plain[0] > 1.5 * plain[1] > 2 * plain[2] > 0.05
-    optimizer = exact_diffusion(optax.sgd(0.2))
-    assert away(train(atc_step, optimizer, 800, damped)) < 1e-12
-    assert away(train(tracking_step, optax.sgd(0.1), 1500)) < 1e-12
+    corrected = exact_diffusion(optax.sgd(0.2))
+    assert away(train(atc_step, corrected, 800, damped)) < 1e-12
+    assert away(train(awc_step, exact_diffusion(optax.sgd(0.1)), 1500, damped)) < 1e-12
+    for how in (
+        methods.gradient_tracking(GRAPH),
+        methods.gradient_tracking(GRAPH, delay=0),
+        methods.gradient_tracking(GRAPH, num_steps=2, delay=2),
+    ):
+        assert away(train(how, optax.sgd(0.05), 2500)) < 1e-12, how
     # At rest nothing moves, and quasi-global momentum is nothing.
     rests = train(atc_step, quasi_global_momentum(0.05), 3000)[-1]
     np.testing.assert_allclose(rests, train(atc_step, optax.sgd(0.05), 3000)[-1])
 
 
-def test_what_is_tracked_has_to_be_in_the_state():
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
-    step = functools.partial(tracking_step, adapt=local)
-    state = init_state(jnp.zeros(D), optax.sgd(0.1), jax.random.key(0), N)
-    batch = jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)
-    with pytest.raises(TypeError, match="give init_state extra=init_tracking"):
-        simulate(step, GRAPH)(state, batch, 0)
+@pytest.mark.parametrize(
+    ("plan", "merge", "outer"),
+    [
+        (every(GRAPH, 2), shift, optax.sgd(0.7)),
+        (every(GRAPH, 2), blend(0.5), None),
+        (every(GRAPH, 2, 1), replace, None),
+        (in_fragments(GRAPH, 2, [(0,), (1,)]), shift, None),
+    ],
+    ids=["outer", "blend", "replace late", "fragments"],
+)
+def test_rounds_that_change_the_sum_of_all_estimates_are_refused(plan, merge, outer):
+    with pytest.raises(ValueError, match="tracking averages whole models"):
+        Rounds(plan, outer, merge, tracking=True)
 
 
 @pytest.mark.parametrize("where", ["simulated", "mesh"])
@@ -108,7 +142,25 @@ def test_exact_diffusion_is_d2(where):
     np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-13)
 
 
-@pytest.mark.parametrize("where", ["simulated", "mesh"])
+EVERYWHERE = pytest.mark.parametrize("where", ["simulated", "mesh", "thread"])
+
+
+@EVERYWHERE
+def test_beside_the_gradient_exact_diffusion_is_extra(where):
+    """x <- (I + V) x - (I + V) / 2 x_before - lr (g - g_before), (I + V) / 2 = W."""
+    half = 0.5 * (np.eye(N) + W)
+    x, wanted = np.zeros((N, D)), []
+    new = W @ x - 0.1 * gradient(x)
+    for _ in range(9):
+        wanted.append(new)
+        moved = 0.1 * (gradient(new) - gradient(x))
+        new, x = (np.eye(N) + W) @ new - half @ x - moved, new
+    damped, optimizer = topology.damped(GRAPH, 0.5), exact_diffusion(optax.sgd(0.1))
+    got = train(awc_step, optimizer, 9, damped, where)
+    np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-13)
+
+
+@EVERYWHERE
 def test_gradient_tracking_is_diging(where):
     x = np.zeros((N, D))
     y, wanted = gradient(x), []
@@ -117,8 +169,48 @@ def test_gradient_tracking_is_diging(where):
         y = W @ y + gradient(new) - gradient(x)
         x = new
         wanted.append(x)
-    got = train(tracking_step, optax.sgd(0.1), 9, where=where)
+    got = train(methods.gradient_tracking(GRAPH), optax.sgd(0.1), 9, where=where)
     np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "delay"), [(1, 0), (3, 0), (3, 1), (2, 2), (4, 3)]
+)
+@pytest.mark.parametrize("where", ["simulated", "thread"])
+def test_gradient_tracking_in_rounds(num_steps, delay, where):
+    """Of a round all that was learned while it travelled is kept."""
+    x, y, last, wanted = *np.zeros((3, N, D)), []
+    sent = {}
+    for t in range(13):
+        if t % num_steps == 0 and delay:
+            sent[t + delay - 1] = x, y
+        after_x, after_y = x, y
+        if t in sent:
+            after_x, after_y = (
+                W @ old + now - old for old, now in zip(sent[t], (x, y), strict=True)
+            )
+        g = gradient(x)
+        y = after_y + g - last
+        x, last = after_x - 0.05 * y, g
+        if (t + 1) % num_steps == 0 and not delay:
+            x, y = W @ x, W @ y
+        wanted.append(x)
+    how = methods.gradient_tracking(GRAPH, num_steps, delay)
+    got = train(how, optax.sgd(0.05), 13, where=where)
+    np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-13)
+
+
+@EVERYWHERE
+def test_beside_the_gradient_quasi_global_momentum_is_of_mixed_models(where):
+    x, buffer, before, wanted = np.zeros((N, D)), np.zeros((N, D)), None, []
+    for _ in range(9):
+        mixed = W @ x
+        if before is not None:
+            buffer = 0.9 * buffer + 0.1 * (before - mixed) / 0.1
+        x, before = mixed - 0.1 * (0.9 * buffer + gradient(x)), mixed
+        wanted.append(x)
+    got = train(awc_step, quasi_global_momentum(0.1), 9, where=where)
+    np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("nesterov", [False, True])
@@ -140,35 +232,38 @@ def test_quasi_global_momentum_is_its_algorithm_1(nesterov):
     np.testing.assert_allclose(got, wanted, rtol=1e-6, atol=1e-8)
 
 
+TRACKING = methods.gradient_tracking(GRAPH)
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("step", "compose", "inner"),
     [
-        lambda: exact_diffusion(optax.adam(0.1)),
-        lambda: quasi_global_momentum(0.1),
+        (atc_step, decentralize_atc, exact_diffusion(optax.adam(0.1))),
+        (awc_step, decentralize, exact_diffusion(optax.sgd(0.1))),
+        (atc_step, decentralize_atc, quasi_global_momentum(0.1)),
+        (awc_step, decentralize, quasi_global_momentum(0.1)),
+        (TRACKING, decentralize_rounds, optax.adam(0.1)),
     ],
-    ids=["exact_diffusion", "quasi_global_momentum"],
+    ids=["D2", "EXTRA", "QG", "QG beside", "tracking"],
 )
-def test_they_compose_inside_decentralize(make):
+def test_they_compose_inside_decentralize(step, compose, inner):
     """As a transformation in one's own loop they do what the steps do."""
-    optimizer = optax.chain(
-        optax.clip_by_global_norm(10.0),
-        decentralize_atc(make(), GRAPH, "workers"),
-    )
+    plan = TRACKING if step is TRACKING else GRAPH
+    optimizer = compose(inner, plan, "workers")
     with jax.enable_x64(True):
 
         def one(params, opt_state, batch):
             grads = jax.grad(lambda x: loss_fn(x, (), batch, None)[0])(params)
-            updates, opt_state = optimizer.update(grads, opt_state, params)
+            updates, opt_state = optimizer.update(grads, opt_state, params, step=0)
             return optax.apply_updates(params, updates), opt_state
 
         params = jnp.zeros((N, D))
         opt_state = jax.vmap(optimizer.init)(params)
-        step = jax.jit(over_workers(one))
+        take = jax.jit(over_workers(one))
         for _ in range(5):
             batch = jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)
-            params, opt_state = step(params, opt_state, batch)
-    inner = optax.chain(optax.clip_by_global_norm(10.0), make())
-    wanted = train(atc_step, inner, 5)[-1]
+            params, opt_state = take(params, opt_state, batch)
+    wanted = train(step, inner, 5)[-1]
     np.testing.assert_allclose(params, wanted, rtol=1e-9, atol=1e-12)
 
 
@@ -194,23 +289,24 @@ def test_an_injected_rate_is_that_of_the_step_that_moved():
 def test_narrow_params_are_tracked_in_float32_or_refused():
     params = jnp.zeros(3, jnp.bfloat16)
     optimizer = optax.sgd(0.1)
-    state = init_state(
-        params, optimizer, jax.random.key(0), N, extra=init_tracking(params)
-    )
+    how = methods.gradient_tracking(GRAPH)
+    extra = init_rounds(how, params)
+    state = init_state(params, optimizer, jax.random.key(0), N, extra=extra)
 
     def loss_fn(params, model_state, batch, key):
         return (params.astype(jnp.float32) * batch).sum(), (model_state, {})
 
     local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
-    step = simulate(functools.partial(tracking_step, adapt=local), GRAPH)
+    step = functools.partial(round_step, rounds=how, adapt=local)
+    step = simulate(step, how.schedule)
     batches = GENERATOR.standard_normal((50, N, 3)).astype("float32")
     for t, batch in enumerate(batches):
         state, _ = step(state, batch, t)
     assert state.params.dtype == jnp.bfloat16
-    assert state.extra.tracker.dtype == jnp.float32
+    assert state.extra.tracked.tracker.dtype == jnp.float32
     # The mean of all y is that of the gradients, whose own dtype is that of the params.
     gradients = np.asarray(jnp.asarray(batches[-1], jnp.bfloat16), np.float32)
-    found = np.asarray(state.extra.tracker).mean(0)
+    found = np.asarray(state.extra.tracked.tracker).mean(0)
     np.testing.assert_allclose(found, gradients.mean(0), atol=1e-5)
     with pytest.raises(ValueError, match="float32 or wider, got bfloat16"):
         exact_diffusion(optimizer).init(params)

@@ -122,24 +122,39 @@ def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
     assert all(step == version for step, *_, version in rows)
 
 
+DILOCO = RoundsConfig(every_steps=3, delay=2, outer="nesterov", merge="shift")
+INT8 = dataclasses.replace(DILOCO, codec="int8")
+TRACKING = RoundsConfig(every_steps=3, delay=2, merge="shift", tracking=True)
+
+
 @pytest.mark.parametrize(
-    "codec", ["none", pytest.param("int8", marks=pytest.mark.slow)]
+    ("rounds", "flags", "graph"),
+    [
+        (DILOCO, ["--rounds.outer", "nesterov"], "complete"),
+        pytest.param(
+            INT8,
+            ["--rounds.outer", "nesterov", "--rounds.codec", "int8"],
+            "complete",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(TRACKING, ["--rounds.tracking"], "ring", marks=pytest.mark.slow),
+    ],
+    ids=["DiLoCo", "int8", "tracking"],
 )
-def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(codec, tmp_path):
+def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(
+    rounds, flags, graph, tmp_path
+):
     options = [*RING, "--exchange.patience", "None", "--step.algorithm", "rounds"]
-    options += ["--rounds.every-steps", "3", "--rounds.delay", "2"]
-    options += ["--rounds.outer", "nesterov", "--rounds.merge", "shift"]
-    options += ["--rounds.codec", codec, "--topology.name", "complete"]  # DiLoCo's.
+    options += ["--rounds.every-steps", "3", "--rounds.delay", "2", *flags]
+    options += ["--rounds.merge", "shift", "--topology.name", graph]
     run_dir = tmp_path / "line"
     with launch(2, run_dir, *options) as job:
         ended(job)
     config = dataclasses.replace(
         job_line.config,
-        topology=TopologyConfig(name="complete"),
+        topology=TopologyConfig(name=graph),
         step=dataclasses.replace(job_line.config.step, algorithm="rounds"),
-        rounds=RoundsConfig(
-            every_steps=3, delay=2, outer="nesterov", merge="shift", codec=codec
-        ),
+        rounds=rounds,
     )
     check_trained(run_dir, train(config, tmp_path / "simulated").state.params)
     rows = used(run_dir, 0)
@@ -641,10 +656,10 @@ def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
                 "exchange": ExchangeConfig(where="peers", way="wagma"),
                 "topology": TopologyConfig(name="butterfly_groups", mean_every=4),
                 "optimizer": dataclasses.replace(
-                    line.config.optimizer, name="qg_dsgdm"
+                    line.config.optimizer, name="exact_diffusion"
                 ),
             },
-            'exchange.where to "auto", got atc and peers',
+            'exchange.way to "arrived", got 0.0 and wagma',
         ),
     ],
 )

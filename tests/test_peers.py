@@ -250,6 +250,8 @@ def encoded(how, codec, of="model", **options):
         encoded(methods.diloco(3, 2), top_k(0.5), "drift", keep=0.9),
         encoded(Rounds(every(topology.ring(4), 1)), int8(4), "copy", step=0.5),
         encoded(Rounds(every(topology.ring(2), 3, 2)), int2(2), "copy", step=0.5),
+        methods.gradient_tracking(topology.ring(3)),
+        methods.gradient_tracking(topology.ring(4), num_steps=3, delay=2),
     ],
     ids=[
         "diloco",
@@ -263,6 +265,8 @@ def encoded(how, codec, of="model", **options):
         "sparse diloco",
         "choco",
         "choco late",
+        "tracking",
+        "tracking late",
     ],
 )
 def test_rounds_by_peers_have_the_numbers_of_the_step(how, tmp_path):
@@ -343,18 +347,19 @@ def test_who_must_miss_nothing_does_not_go_on_without(tmp_path, monkeypatch):
     mesh, plan = Mesh(jax.devices()[:1], (AXIS,)), every(topology.ring(2), 1, 1)
     params = jax.tree.map(lambda x: x[0], start(1).params)
 
-    def step(of):
-        how = encoded(Rounds(plan), int8(), of)
+    def step(how, name):
         key, extra = jax.random.key(0), init_rounds(how, params)
         state = place(init_state(params, OPTIMIZER, key, 2, (), [0], extra), mesh)
-        folder = Folder(tmp_path / of)
+        folder = Folder(tmp_path / name)
         with PeerRounds(LOCAL, how, folder, [0], mesh, patience=math.inf) as step:
             return step(state, place(np.ones(1, "f4"), mesh), 0)
 
-    step("model")
+    step(encoded(Rounds(plan), int8()), "model")
     words = r"worker 0 has no message of the workers \[1\] in round 0"
     with pytest.raises(ConnectionError, match=words):
-        step("copy")
+        step(encoded(Rounds(plan), int8(), "copy"), "copy")
+    with pytest.raises(ConnectionError, match=words):
+        step(methods.gradient_tracking(topology.ring(2)), "tracking")
 
 
 def test_who_ends_waits_until_what_it_has_left_is_taken(tmp_path):
@@ -428,12 +433,17 @@ def adapt_alone(params, num_steps):
         (
             encoded(Rounds(every(topology.ring(2), 2)), int8(), "copy"),
             {"patience": 9.0},
-            'of = "copy" sends changes, .* take patience=math.inf, got 9.0',
+            'of = "copy" sends what .* take patience=math.inf, got 9.0',
         ),
         (
             encoded(methods.diloco(2, 2), int8(), "drift"),
             {},
-            'of = "drift" sends changes',
+            'of = "drift" sends what a worker cannot go on without',
+        ),
+        (
+            methods.gradient_tracking(topology.ring(2)),
+            {"patience": 2.0},
+            "tracking sends what a worker cannot go on without, .* got 2.0",
         ),
         (
             encoded(Rounds(every(topology.ring(2), 2)), int8(), shards=[SHARDED]),

@@ -13,7 +13,6 @@ from decentjax.analysis import traffic
 from decentjax.topology import complete
 from train.config import (
     ExchangeConfig,
-    OptimizerConfig,
     RoundsConfig,
     StepConfig,
     TopologyConfig,
@@ -133,30 +132,49 @@ def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
         )
 
 
+TRACKING = {
+    "optimizer": dataclasses.replace(NOISY.optimizer, learning_rate=0.01),
+    "step": StepConfig(algorithm="rounds"),
+    "rounds": RoundsConfig(every_steps=1, delay=1, merge="shift", tracking=True),
+}
+LOCAL_TRACKING = {
+    "optimizer": dataclasses.replace(NOISY.optimizer, learning_rate=0.01),
+    "step": StepConfig(algorithm="rounds"),
+    "rounds": RoundsConfig(every_steps=3, delay=2, merge="shift", tracking=True),
+}
+SGD = dataclasses.replace(NOISY.optimizer, warmup_steps=2, learning_rate=0.01)
+QG = {"optimizer": dataclasses.replace(SGD, name="qg_dsgdm")}
+D2 = {
+    "topology": TopologyConfig(name="ring", factor=0.5),
+    "optimizer": dataclasses.replace(SGD, name="exact_diffusion"),
+}
+ATC = {"step": StepConfig(algorithm="atc")}
+ONES = {
+    "step": StepConfig(algorithm="rounds"),
+    "rounds": RoundsConfig(every_steps=1),
+}
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "where"),
     [
-        {"step": StepConfig(algorithm="tracking")},
-        {
-            "step": StepConfig(algorithm="atc"),
-            "optimizer": OptimizerConfig(name="qg_dsgdm", decay="steps"),
-        },
-        {
-            "step": StepConfig(algorithm="atc"),
-            "topology": TopologyConfig(name="ring", factor=0.5),
-            "optimizer": OptimizerConfig(name="exact_diffusion", decay="steps"),
-        },
+        (TRACKING, "simulate"),
+        (TRACKING, "mesh"),
+        (TRACKING, "background"),
+        (LOCAL_TRACKING, "background"),
+        (QG | ATC, "simulate"),
+        (QG | ATC, "mesh"),
+        (QG, "background"),
+        (D2 | ATC, "mesh"),
+        (D2 | ONES, "simulate"),
+        (D2, "background"),
     ],
-    ids=["tracking", "qg_dsgdm", "exact_diffusion"],
 )
-@pytest.mark.parametrize("where", ["simulate", "mesh"])
 def test_corrections_train_and_resume(changes, where, tmp_path):
-    workers = WorkersConfig(num_workers=4, where=where)
-    optimizer = dataclasses.replace(
-        changes.get("optimizer", NOISY.optimizer), warmup_steps=2, learning_rate=0.01
-    )
-    changes = {**changes, "optimizer": optimizer, "workers": workers}
-    config = dataclasses.replace(NOISY, **changes)
+    in_thread = where == "background"
+    workers = WorkersConfig(num_workers=4, where="mesh" if in_thread else where)
+    exchange = ExchangeConfig(where=where if in_thread else "auto")
+    config = dataclasses.replace(NOISY, **changes, workers=workers, exchange=exchange)
     whole = train(config, tmp_path / "whole").state
     train(dataclasses.replace(config, num_steps=11), tmp_path / "half")
     resumed = train(config, tmp_path / "half", Resume()).state
@@ -187,6 +205,10 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"copies": True}, "rounds.copies are of encoded models"),
         ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
         ({"codec": "int8", "copy_step": 0.0}, r"copy_step in \(0, 1\]"),
+        ({"tracking": True, "merge": "blend"}, "tracking keeps the sums .*, got blend"),
+        ({"tracking": True, "delay": 1}, 'set rounds.merge to "shift"'),
+        ({"tracking": True, "outer": "nesterov"}, 'rounds.outer to "none"'),
+        ({"tracking": True, "fragments": 2}, "rounds.fragments to 1, got"),
     ],
 )
 def test_rounds_of_no_sense_are_refused(changes, words):
@@ -240,9 +262,32 @@ def test_rounds_that_no_step_takes_are_refused(tmp_path):
     config = dataclasses.replace(NOISY, rounds=RoundsConfig(every_steps=3))
     with pytest.raises(ValueError, match="the fields of rounds are for"):
         train(config, tmp_path)
-    optimizer = dataclasses.replace(NOISY.optimizer, name="qg_dsgdm")
-    with pytest.raises(ValueError, match="qg_dsgdm follows what the last exchange"):
-        dataclasses.replace(NOISY, optimizer=optimizer)
+
+
+PEERS = ExchangeConfig(where="peers")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (QG | {"step": StepConfig(algorithm="all_reduce")}, "qg_dsgdm follows what"),
+        (LOCAL_TRACKING | D2, "rounds.every_steps to 1 without a codec, got rounds"),
+        (D2 | {"exchange": PEERS}, "patience to None and .*, got 0.0 and arrived"),
+        (
+            D2 | {"exchange": dataclasses.replace(PEERS, patience=None, way="swaps")},
+            'exchange.way to "arrived", got None and swaps',
+        ),
+        (TRACKING | {"exchange": PEERS}, "add up what exchanges move, so each has to"),
+        (
+            LOCAL_TRACKING
+            | {"step": StepConfig(algorithm="rounds", not_finite="quarantine")},
+            'adds up gradients, .* set step.not_finite to "stop"',
+        ),
+    ],
+)
+def test_corrections_that_an_exchange_would_spoil_are_refused(changes, words):
+    with pytest.raises(ValueError, match=words):
+        dataclasses.replace(NOISY, **changes)
 
 
 def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):

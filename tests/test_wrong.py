@@ -49,7 +49,6 @@ from decentjax import (
     schedule,
     simulate,
     topology,
-    tracking_step,
     worker_mesh,
 )
 from train.run.finite import poison_gradient
@@ -209,7 +208,6 @@ def loss_fn(params, model_state, batch, key):
 
 local = functools.partial(adapt, loss_fn=loss_fn, optimizer=SGD)
 step = functools.partial(awc_step, adapt=local)
-tracking = functools.partial(tracking_step, adapt=local)
 rounding = functools.partial(round_step, rounds=DILOCO, adapt=local)
 
 
@@ -333,8 +331,8 @@ CALLS = [
     ),
     (lambda: run(rounding), "takes the events of rounds.schedule, .* got Exchange"),
     (
-        lambda: run(tracking),
-        "give init_state extra=init_tracking",
+        lambda: Rounds(schedule.every(RING, 2), optax.sgd(0.7), tracking=True),
+        "tracking averages whole models .* take merge=shift, no outer optimizer",
     ),
     (lambda: on_mesh(step, RING, None), "wanted a mesh, .* got NoneType; simulate"),
     (lambda: worker_mesh(0), "num_workers must be at least one, got 0"),

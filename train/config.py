@@ -38,7 +38,7 @@ from train.tasks.text import TextTask
 from train.xla import read_options
 
 # Optimizers that follow what the last exchange has moved.
-NEED_ATC = ("exact_diffusion", "qg_dsgdm")
+FOLLOW_EXCHANGES = ("exact_diffusion", "qg_dsgdm")
 # Those that come with the program, which a run's config.json names alone.
 TASKS = (
     StdlibTask,
@@ -268,6 +268,8 @@ class RoundsConfig:
       copies: whether to send changes of copies that the peers keep, as CHOCO-SGD does;
         for a graph that never changes.
       copy_step: step towards the average of the copies, in (0, 1].
+      tracking: whether an estimate of the mean gradient is averaged with the model,
+        along which a worker descends: gradient tracking, for uneven data.
     """
 
     every_steps: int = 10
@@ -284,6 +286,7 @@ class RoundsConfig:
     error_kept: float = 1.0
     copies: bool = False
     copy_step: float = 1.0
+    tracking: bool = False
 
     def __post_init__(self):
         _check_at_least(self, 1, "every_steps", "fragments")
@@ -312,6 +315,14 @@ class RoundsConfig:
                 f"rounds.outer = {self.outer} moves models that have trained alone "
                 "since the last round: set rounds.every_steps to 2 or more"
             )
+        keeps = self.merge == "shift" or (self.merge == "replace" and self.delay == 0)
+        if self.tracking and (self.outer != "none" or self.fragments > 1 or not keeps):
+            raise ValueError(
+                "rounds.tracking keeps the sums of whole models, and what was learned "
+                'while they travel: set rounds.merge to "shift", rounds.outer to '
+                f'"none" and rounds.fragments to 1, got {self.merge}, {self.outer} and '
+                f"{self.fragments}"
+            )
 
     def build(self, topology: Topology, sizes: Sequence[int] | None = None) -> Rounds:
         """Returns the rounds over a topology.
@@ -332,7 +343,8 @@ class RoundsConfig:
             )
         merges = {"replace": replace, "shift": shift, "blend": blend(self.share)}
         merge = merges[self.merge]
-        return Rounds(schedule, self._outer(), merge, self._compression())
+        parts = self._outer(), merge, self._compression(), self.tracking
+        return Rounds(schedule, *parts)
 
     def _outer(self) -> optax.GradientTransformation | None:
         if self.outer == "none":
@@ -382,8 +394,7 @@ class StepConfig:
 
     Args:
       algorithm: "awc" averages the models while the gradient is computed, "atc" after
-        the update, "rounds" now and then, as `rounds` says; "tracking" also averages
-        an estimate of the mean gradient, beside the gradient; "all_reduce" averages the
+        the update, "rounds" now and then, as `rounds` says; "all_reduce" averages the
         gradients instead.
       batch_per_worker: batch size per worker and step, in the task's unit: windows,
         images, or for translation tokens on each side.
@@ -398,7 +409,7 @@ class StepConfig:
         defaults.
     """
 
-    algorithm: Literal["awc", "atc", "rounds", "tracking", "all_reduce"] = "awc"
+    algorithm: Literal["awc", "atc", "rounds", "all_reduce"] = "awc"
     batch_per_worker: int = 8
     num_micro_batches: int = 1
     message_dtype: Literal["bfloat16"] | None = None
@@ -546,8 +557,8 @@ class OptimizerConfig:
         learning rate times parameters from the parameters; the others add weight decay
         times parameters to the gradient. "muon" is for matrices; parameters of other
         shapes have Adam with Nesterov momentum. "exact_diffusion" and "qg_dsgdm"
-        correct for uneven data, with step.algorithm = "atc"; the first wants a
-        topology.factor of 0.5.
+        correct for uneven data; the first wants a topology.factor of 0.5, and is D²
+        with step.algorithm = "atc", EXTRA with "awc".
       learning_rate: peak of the schedule.
       initial_learning_rate: learning rate at the first step of the warm-up.
       warmup_steps: number of steps up to the peak.
@@ -806,19 +817,7 @@ def _check_algorithm(config: Config) -> None:
             "nothing overlaps a background exchange; set exchange.where to "
             '"in_step"' + ", or rounds.delay to 1 or more" * at_once
         )
-    if config.exchange.where == "background" and algorithm == "tracking":
-        raise ValueError(
-            "tracking has its exchange in the compiled step: set exchange.where to "
-            '"in_step"'
-        )
-    name = config.optimizer.name if config.optimizer.make is None else ""
-    where = config.exchange.where
-    if name in NEED_ATC and (algorithm != "atc" or where == "peers"):
-        raise ValueError(
-            f"optimizer.name = {name} follows what the last exchange has moved: "
-            'set step.algorithm to "atc" and exchange.where to "auto", got '
-            f"{algorithm} and {where}"
-        )
+    _check_correction(config)
     if config.policy.name != "fixed" and (
         config.exchange.where in ("background", "peers")
         or algorithm not in ("awc", "atc")
@@ -833,6 +832,35 @@ def _check_algorithm(config: Config) -> None:
         raise ValueError(
             "messages have one form: leave step.message_dtype at None, or "
             'rounds.codec at "none"'
+        )
+
+
+def _check_correction(config: Config) -> None:
+    """Raises a ValueError for corrections that the exchange would spoil."""
+    name = config.optimizer.name if config.optimizer.make is None else ""
+    rounds, algorithm = config.rounds, config.step.algorithm
+    in_each_step = algorithm in ("awc", "atc") or (
+        algorithm == "rounds" and rounds.every_steps == 1 and rounds.codec == "none"
+    )
+    if name in FOLLOW_EXCHANGES and not in_each_step:
+        raise ValueError(
+            f"optimizer.name = {name} follows what the exchange of each step has "
+            'moved: set step.algorithm to "awc" or "atc", or rounds.every_steps to 1 '
+            f"without a codec, got {algorithm}"
+        )
+    adds_up = name == "exact_diffusion" or rounds.tracking
+    exchange = config.exchange
+    is_whole = exchange.patience is None and exchange.way == "arrived"
+    if adds_up and exchange.where == "peers" and not is_whole:
+        raise ValueError(
+            "exact_diffusion and rounds.tracking add up what exchanges move, so each "
+            "has to be whole: set exchange.patience to None and exchange.way to "
+            f'"arrived", got {exchange.patience} and {exchange.way}'
+        )
+    if rounds.tracking and config.step.not_finite == "quarantine":
+        raise ValueError(
+            "rounds.tracking adds up gradients, also those that are not finite: set "
+            'step.not_finite to "stop"'
         )
 
 

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from decentjax.compression import Leaves
+from decentjax.correction import tracked
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.carrier import Carrier
 from decentjax.gossip.engine import Closing
@@ -21,9 +22,10 @@ from decentjax.placement import check_not_donated, over_workers
 from decentjax.rounds import (
     Rounds,
     _check_rounds,
+    in_pairs,
     receive,
-    round_step,
     send,
+    take_round,
     travelling,
 )
 from decentjax.schedule import Fragment
@@ -77,6 +79,7 @@ class LateRounds(Closing):
     ):
         self._rounds, self._mesh, self._record = rounds, mesh, record or ignore
         self._carrier = carrier
+        adapt = tracked(adapt) if rounds.tracking else adapt
         self._adapt_whole, self._plans = adapt, {}
         self._is_started, self._next, self._step = False, -1, 0
         self._ahead: tuple[Plan, list[jax.Array]] | None = None
@@ -122,15 +125,24 @@ class LateRounds(Closing):
           BaseException: any error of an exchange, as itself.
         """
         check_not_donated(state)
+        # What is on its way is of the state that the last call returned.
+        is_next = step == self._next and state.extra is self._extra
+        take = in_pairs(self._rounds, self._take)
+        state, metrics = take(state, batch, step, is_next)
+        self._extra = state.extra
+        return state, metrics
+
+    def _take(
+        self, state: WorkerState, batch: Any, step: int, is_next: bool
+    ) -> tuple[WorkerState, Metrics]:
         if not self._is_started:
             self._carrier.start(state.params)
             self._is_started = True
-        # What is on its way is of the state that the last call returned.
-        if step != self._next or state.extra is not self._extra:
+        if not is_next:
             self._send_again(state, step)
         self._step, self._next = step, step + 1
         self._pending, self._ahead = (state, batch), None
-        state, metrics = round_step(
+        return take_round(
             state,
             batch,
             self._rounds.schedule[step],
@@ -140,8 +152,6 @@ class LateRounds(Closing):
             send=self._send,
             receive=self._receive,
         )
-        self._extra = state.extra
-        return state, metrics
 
     def settle(self) -> None:
         """Waits for the exchanges under way; call it before any other collective."""

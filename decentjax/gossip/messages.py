@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from decentjax.compression import Compression, Leaves, init_coded
 from decentjax.gossip.rows import Rows
 from decentjax.gossip.ways import Arrived, Graph, Models, Used, chosen
+from decentjax.rounds import Rounds
 
 
 class Form(NamedTuple):
@@ -26,11 +27,6 @@ class Form(NamedTuple):
     structure: Any
     arrays: tuple[jax.ShapeDtypeStruct, ...]
     leaves: tuple[tuple[int, ...], ...]
-
-    @property
-    def needs_all(self) -> bool:
-        """Whether messages are changes, which are of use to who has all of them."""
-        return self.compression is not None and self.compression.of != "model"
 
     def parts(self, models: Any) -> tuple[Leaves, list[jax.Array]]:
         """The leaves and the arrays that travel, of what `travelling` returns."""
@@ -77,19 +73,26 @@ def form_of(compression: Compression | None, leaves: Leaves) -> Form:
     return Form(compression, structure, shapes, of_leaves)
 
 
-def check_compression(compression: Compression | None, patience: float) -> None:
+def needs_all(rounds: Rounds) -> bool:
+    """Whether a missing message stays missing: one of changes, or of what is summed."""
+    compression = rounds.compression
+    sends_changes = compression is not None and compression.of != "model"
+    return rounds.tracking or sends_changes
+
+
+def check_whole(rounds: Rounds, patience: float) -> None:
     """Raises a ValueError for what peers do not encode, or must not miss."""
-    if compression is None:
-        return
-    if compression.shards is not None:
+    compression = rounds.compression
+    if compression is not None and compression.shards is not None:
         raise ValueError(
             "a worker of peers is one device: leave the compression's shards at None"
         )
-    if compression.of != "model" and patience < math.inf:
+    if needs_all(rounds) and patience < math.inf:
+        of = compression.of if compression and not rounds.tracking else None
+        what = f'of = "{of}"' if of else "tracking"
         raise ValueError(
-            f'of = "{compression.of}" sends changes, and a worker that goes on without '
-            "one would be off by it for ever: take patience=math.inf, got "
-            f"{patience}"
+            f"{what} sends what a worker cannot go on without, or it would be off by "
+            f"it for ever: take patience=math.inf, got {patience}"
         )
 
 

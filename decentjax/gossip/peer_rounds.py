@@ -15,7 +15,7 @@ from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.book import Book
 from decentjax.gossip.late import LateRounds
 from decentjax.gossip.links import POLL_SECONDS, Links
-from decentjax.gossip.messages import check_compression, form_of
+from decentjax.gossip.messages import check_whole, form_of, needs_all
 from decentjax.gossip.peers import check_graph
 from decentjax.gossip.record import Record
 from decentjax.gossip.rows import Rows, check_workers, rows_of, with_rows
@@ -37,9 +37,9 @@ class PeerRounds(LateRounds):
 
     With a compression the encoded messages travel. Of "model" a worker averages what
     has come, q the decoded messages: `x_i + sum_j W_ij (q_j - q_i)`. Each message of
-    "drift" or "copy" is a change of what workers share, and one that is missing would
-    part them for ever: these need `patience=math.inf`, and end with an error where a
-    peer is lost.
+    "drift" or "copy" is a change of what workers share, and of tracking a part of a
+    sum; one that is missing would be missing for ever: these need
+    `patience=math.inf`, and end with an error where a peer is lost.
 
     Args:
       adapt: as in `BackgroundRounds`.
@@ -57,9 +57,10 @@ class PeerRounds(LateRounds):
 
     Raises:
       ValueError: if the rounds have nodes or shards, the workers do not fit them or the
-        mesh, or the patience is negative or too short for the compression; at the first
+        mesh, or the patience is negative or too short for these rounds; at the first
         step as in `Peers`.
-      ConnectionError: at a step, if a message of "drift" or "copy" is missing.
+      ConnectionError: at a step, if a message of "drift", "copy" or tracking is
+        missing.
 
     Examples:
       >>> import functools
@@ -97,7 +98,7 @@ class PeerRounds(LateRounds):
         if not patience >= 0:
             raise ValueError(f"patience must not be negative, got {patience}")
         _check_rounds(rounds)
-        check_compression(rounds.compression, patience)
+        check_whole(rounds, patience)
         schedule = rounds.schedule
         check_workers(workers, schedule.num_workers, mesh)
         exchanges = tuple(map(as_permutations, schedule.exchanges))
@@ -212,7 +213,7 @@ class _PeerCarrier:
         came = {one.peer for one in used.models if one.step == used.step}
         senders_of = senders(self.topology[used.step], used.worker)
         missing = sorted({peer for peer, _ in senders_of} - came)
-        if missing and self._forms[used.group].needs_all:
+        if missing and needs_all(self.rounds):
             raise ConnectionError(
                 f"worker {used.worker} has no message of the workers {missing} in "
                 f"round {used.step}, and would be off by it for ever: go on with all "

@@ -36,7 +36,7 @@ from decentjax.topology import alone, hierarchical
 from train.advise.rank import fitting
 from train.advise.setting import FORWARD_SHARES, Overlap, Setting
 from train.cli.progress import over
-from train.config import NEED_ATC, Config, RoundsConfig
+from train.config import Config, RoundsConfig
 from train.job.distributed import gather
 from train.network import GBIT, duration
 from train.run.build import (
@@ -63,12 +63,8 @@ def measure(config: Config, num_steps: int) -> Setting:
       ValueError: if the workers are simulated, or do not fill their nodes.
     """
     # The question is how the topologies would run, whichever algorithm is configured.
-    step, optimizer = config.step, config.optimizer
-    step = dataclasses.replace(step, algorithm="awc")
-    if optimizer.name in NEED_ATC:  # As fast, but for the difference of two models.
-        optimizer = dataclasses.replace(optimizer, name="sgd")
-    fields = {"step": step, "optimizer": optimizer, "rounds": RoundsConfig()}
-    config = dataclasses.replace(config, **fields)
+    step = dataclasses.replace(config.step, algorithm="awc")
+    config = dataclasses.replace(config, step=step, rounds=RoundsConfig())
     mesh = build_mesh(config)
     if mesh is None:
         raise ValueError(

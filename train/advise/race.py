@@ -160,9 +160,8 @@ def step_seconds(setting: Setting, config: Config) -> float:
     topology = config.topology.build(workers)
     if config.step.algorithm == "rounds":
         return rounds_seconds(setting, config.rounds, topology)
-    # Of four bytes a number; tracking sends an estimate beside the model.
+    # Of four bytes a number.
     sent = 0.5 if config.step.message_dtype == "bfloat16" else 1.0
-    sent *= 2.0 if config.step.algorithm == "tracking" else 1.0
     setting = dataclasses.replace(setting, job=_smaller(job, sent))
     steps = whole_periods(topology.period, STEPS)
     if config.step.algorithm == "atc":

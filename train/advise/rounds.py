@@ -154,7 +154,7 @@ def whole_periods(period: int, num_steps: float) -> int:
 
 def _model_bytes(setting: Setting, rounds: Rounds) -> float:
     """The size of the setting's model as it is sent."""
-    if rounds.compression is None:
+    if rounds.compression is None and not rounds.tracking:
         return setting.job.model_bytes
     plenty = [jax.ShapeDtypeStruct((PLENTY,), np.float32)]
     per_number = sent_bytes(rounds, None, plenty) / PLENTY

@@ -23,12 +23,10 @@ from decentjax import (
     gossip,
     init_rounds,
     init_state,
-    init_tracking,
     mix,
     on_mesh,
     round_step,
     simulate,
-    tracking_step,
     worker_mesh,
 )
 from decentjax.dispersion import NORMS, measured
@@ -48,7 +46,7 @@ from train.run.trace import check_takes
 from train.tasks.task import Task
 from train.xla import check_options, read_options
 
-ORDERS = {"awc": awc_step, "atc": atc_step, "tracking": tracking_step}
+ORDERS = {"awc": awc_step, "atc": atc_step}
 
 
 def build_mesh(config: Config) -> Mesh | None:
@@ -96,8 +94,6 @@ def build_state(
     def init_extra(params: Any) -> Any:
         if config.step.algorithm == "rounds":
             return init_rounds(build_rounds(config, task), params)
-        if config.step.algorithm == "tracking":
-            return init_tracking(params)
         return {GRAPH: jnp.int32(0)} if config.policy.name == "holding" else ()
 
     # One program: without jit each leaf would be a dispatch, and exist twice.

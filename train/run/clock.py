@@ -107,7 +107,7 @@ class Clock:
         if exchange.where == "background":
             return Timed(runtime.background(cluster, job, graph, count, seed))
         if exchange.where != "peers":
-            hidden = config.step.algorithm in ("awc", "tracking")
+            hidden = config.step.algorithm == "awc"
             return Timed(runtime.in_step(cluster, job, graph, count, seed, hidden))
         if exchange.way == "arrived":
             times, mixed = runtime.peers(cluster, job, graph, count, seed)

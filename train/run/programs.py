@@ -24,11 +24,10 @@ from decentjax import (
     consensus_distance,
     mean_model,
     over_workers,
-    round_step,
-    tracking_step,
 )
+from decentjax.correction import tracked
 from decentjax.dispersion import measured, tensor_distances
-from decentjax.rounds import default_mix, receive, send
+from decentjax.rounds import default_mix, in_pairs, receive, send, take_round
 from decentjax.step import Metrics
 from train.config import Config, OptimizerConfig, StepConfig
 from train.run.build import ORDERS, bind_mix
@@ -69,15 +68,15 @@ def build_step(
     """
     algorithm = config.step.algorithm
     late = algorithm == "rounds" and config.rounds.delay > 0
-    before = algorithm in ("awc", "tracking") or late
+    before = algorithm == "awc" or late
     key = mesh, task.loss_fn, config.optimizer, config.num_steps, config.step, before
-    if config.step.algorithm in WHOLE:
-        return lambda state, batch, taken: _whole_program(taken, *key)(state, batch)
-    local = _adapt_program(*key)
-    if config.step.algorithm == "rounds":
+    if algorithm == "all_reduce":
+        return lambda state, batch, taken: _reduce_program(taken, *key)(state, batch)
+    local = _adapt_program(config.rounds.tracking, *key)
+    if algorithm == "rounds":
         return _in_rounds(build_rounds(config, task), config.step, local, mesh)
     return functools.partial(
-        ORDERS[config.step.algorithm],
+        ORDERS[algorithm],
         adapt=local,
         mix=lambda x, exchange: _mix_program(mesh, config.step, exchange)(x),
     )
@@ -93,18 +92,15 @@ def _in_rounds(
         one = functools.partial(function, *static, **named)
         return jax.jit(_over_all(one, mesh))
 
-    return functools.partial(
-        round_step,
+    take = functools.partial(
+        take_round,
         rounds=rounds,
         adapt=local,
         mix=lambda sent, exchange: program(average, exchange=exchange)(sent),
         send=lambda rounds, part, state: program(send, rounds, part)(state),
         receive=lambda rounds, part, *arrays: program(receive, rounds, part)(*arrays),
     )
-
-
-# Their exchange is of gradients, inside the local update.
-WHOLE = {"all_reduce": all_reduce_step, "tracking": tracking_step}
+    return in_pairs(rounds, take)
 
 
 def _over_all(function: Callable, mesh: Mesh | None) -> Callable:
@@ -129,20 +125,15 @@ def _local(
 
 
 @functools.lru_cache(maxsize=8)
-def _adapt_program(mesh: Mesh | None, *key: Any) -> Callable:
-    return jax.jit(_over_all(_local(*key), mesh))
+def _adapt_program(tracking: bool, mesh: Mesh | None, *key: Any) -> Callable:
+    local = tracked(_local(*key)) if tracking else _local(*key)
+    return jax.jit(_over_all(local, mesh))
 
 
 @functools.lru_cache(maxsize=64)
-def _whole_program(exchange: Exchange, mesh: Mesh | None, *key: Any) -> Callable:
-    *_, step, _ = key
-    options = {"mix": bind_mix(step)} if step.algorithm == "tracking" else {}
-
-    def one(state: WorkerState, batch: Any) -> tuple[WorkerState, Metrics]:
-        whole = WHOLE[step.algorithm]
-        return whole(state, batch, exchange, adapt=_local(*key), **options)
-
-    return jax.jit(_over_all(one, mesh), donate_argnums=0)
+def _reduce_program(exchange: Exchange, mesh: Mesh | None, *key: Any) -> Callable:
+    step = functools.partial(all_reduce_step, exchange=exchange, adapt=_local(*key))
+    return jax.jit(_over_all(step, mesh), donate_argnums=0)
 
 
 @functools.lru_cache(maxsize=64)

@@ -8,6 +8,7 @@ import numpy as np
 
 from decentjax import Rounds
 from decentjax.codec import as_permutations, num_bytes
+from decentjax.correction import init_tracking
 from decentjax.mixing import is_mixed
 from decentjax.rounds import leaves_of
 from decentjax.schedule import Fragment, Schedule
@@ -60,12 +61,10 @@ def step_bytes(config: Config, model: Any) -> int:
       model: model as shapes.
     """
     narrow = config.step.message_dtype and np.dtype(config.step.message_dtype).itemsize
-    size = sum(
+    return sum(
         x.size * min(x.dtype.itemsize, narrow or x.dtype.itemsize)
         for x in jax.tree.leaves(model)
     )
-    # Tracking sends an estimate of the gradient beside the model.
-    return size * (2 if config.step.algorithm == "tracking" else 1)
 
 
 def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:
@@ -76,7 +75,9 @@ def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:
       fragment: leaves that travel.
       model: model as shapes.
     """
-    leaves = leaves_of(fragment, model).values()
+    # With tracking an estimate travels beside the model, in float32 at least.
+    beside = jax.eval_shape(init_tracking, model).tracker if rounds.tracking else ()
+    leaves = leaves_of(fragment, (beside, model)).values()
     if rounds.compression is None:
         return sum(x.size * x.dtype.itemsize for x in leaves)
     return sum(num_bytes(rounds.compression.codec, x.shape) for x in leaves)
