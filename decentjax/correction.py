@@ -162,27 +162,18 @@ def quasi_global_momentum(
     return optax.GradientTransformation(init_fn, update_fn)
 
 
-class Tracked(NamedTuple):
-    """What gradient tracking carries: y, and the gradient of the last step.
+def init_tracker(params: Any) -> Any:
+    """The first y of one model: zeros, in float32 at least.
 
-    In float32 at least: each rounding of y would stay in it.
-    """
-
-    tracker: Any
-    gradient: Any
-
-
-def init_tracking(params: Any) -> Tracked:
-    """The first y, and the gradient before the first, of one model: zeros.
+    Each rounding of y would stay in it.
 
     Examples:
       >>> import jax.numpy as jnp
-      >>> from decentjax.correction import init_tracking
-      >>> print(init_tracking(jnp.ones(2)).tracker)
+      >>> from decentjax.correction import init_tracker
+      >>> print(init_tracker(jnp.ones(2)))
       [0. 0.]
     """
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params)
-    return Tracked(zeros, jax.tree.map(jnp.copy, zeros))
+    return jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params)
 
 
 def tracked(adapt: Callable) -> Adapt:
@@ -217,7 +208,7 @@ def tracked(adapt: Callable) -> Adapt:
             new = jax.tree.map(
                 lambda y, g, old: y + jnp.subtract(g, old), tracker, wide, before
             )
-            found.append(Tracked(new, wide))
+            found.append((new, wide))
             return jax.tree.map(lambda y, g: y.astype(g.dtype), new, gradient)
 
         state = state._replace(params=params, opt_state=opt_state)

@@ -34,7 +34,7 @@ from decentjax.compression import (
     encode_leaves,
     init_coded,
 )
-from decentjax.correction import Tracked, init_tracking, tracked
+from decentjax.correction import init_tracker, tracked
 from decentjax.exchange import Exchange
 from decentjax.loss import check_call
 from decentjax.mixing import is_mixed, mix, over_shards
@@ -197,14 +197,26 @@ class RoundState(NamedTuple):
       sent: leaves as they were sent last; empty where a round ends in the step in which
         it begins.
       coded: what compression carries; None without any.
-      tracked: what tracking carries; None without it.
     """
 
     anchor: Leaves
     outer: tuple[Any, ...]
     sent: Leaves
     coded: Coded | None = None
-    tracked: Tracked | None = None
+
+
+class Tracked(NamedTuple):
+    """What a worker carries in rounds with tracking.
+
+    Args:
+      carried: what it carries of the rounds of y and x.
+      tracker: y.
+      gradient: that of the last step.
+    """
+
+    carried: RoundState
+    tracker: Any
+    gradient: Any
 
 
 def _check_rounds(rounds: Any) -> None:
@@ -215,7 +227,7 @@ def _check_rounds(rounds: Any) -> None:
         )
 
 
-def init_rounds(rounds: Rounds, params: Any) -> RoundState:
+def init_rounds(rounds: Rounds, params: Any) -> RoundState | Tracked:
     """The first state of a worker, the `extra` of `init_state`.
 
     Args:
@@ -234,10 +246,13 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState:
       >>> state = init_state(params, optax.adam(1e-3), key, 4, extra=extra)
     """
     _check_rounds(rounds)
-    if rounds.tracking:
-        one = init_tracking(params)
-        alone = dataclasses.replace(rounds, tracking=False)
-        return init_rounds(alone, (one.tracker, params))._replace(tracked=one)
+    if not rounds.tracking:
+        return _init_carried(rounds, params)
+    tracker, gradient = init_tracker(params), init_tracker(params)
+    return Tracked(_init_carried(rounds, (tracker, params)), tracker, gradient)
+
+
+def _init_carried(rounds: Rounds, params: Any) -> RoundState:
     parts = [_leaves_to_send(one, params) for one in rounds.schedule.fragments]
     leaves = functools.reduce(operator.or_, parts, {})
     is_late = rounds.schedule.delay > 1
@@ -381,7 +396,7 @@ def round_step(
             "round_step takes the events of rounds.schedule, as in simulate(step, "
             f"rounds.schedule), got {type(event).__name__}"
         )
-    if not isinstance(state.extra, RoundState):
+    if not isinstance(state.extra, Tracked if rounds.tracking else RoundState):
         raise TypeError(
             "round_step carries what a round has sent: give init_state extra="
             f"init_rounds(rounds, params), got {type(state.extra).__name__}"
@@ -414,16 +429,14 @@ def in_pairs(rounds: Rounds, step: Callable[..., tuple[WorkerState, Metrics]]) -
     """
 
     def pair(state: WorkerState, *rest: Any) -> tuple[WorkerState, Metrics]:
-        one = state.extra.tracked
+        one: Tracked = state.extra
         params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
-        extra = state.extra._replace(tracked=None)
         new, metrics = step(
-            state._replace(params=params, opt_state=opt_state, extra=extra), *rest
+            state._replace(params=params, opt_state=opt_state, extra=one.carried), *rest
         )
         (tracker, params), (opt_state, gradient) = new.params, new.opt_state
-        extra = new.extra._replace(tracked=Tracked(tracker, gradient))
-        new = new._replace(params=params, opt_state=opt_state, extra=extra)
-        return new, metrics
+        extra = Tracked(new.extra, tracker, gradient)
+        return new._replace(params=params, opt_state=opt_state, extra=extra), metrics
 
     return pair if rounds.tracking else step
 

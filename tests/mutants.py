@@ -562,8 +562,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/correction.py",
-        "found.append(Tracked(new, wide))",
-        "found.append(Tracked(new, before))",
+        "found.append((new, wide))",
+        "found.append((new, before))",
         "tests/test_correction.py -k diging",
     ),
     Mutant(
@@ -598,7 +598,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/rounds.py",
-        "jax.eval_shape(init_tracking, model).tracker if rounds.tracking else ()",
+        "jax.eval_shape(init_tracker, model) if rounds.tracking else ()",
         "()",
         "tests/test_compare.py -k as_long_as_it_is",
     ),

@@ -8,7 +8,7 @@ import numpy as np
 
 from decentjax import Rounds
 from decentjax.codec import as_permutations, num_bytes
-from decentjax.correction import init_tracking
+from decentjax.correction import init_tracker
 from decentjax.mixing import is_mixed
 from decentjax.rounds import leaves_of
 from decentjax.schedule import Fragment, Schedule
@@ -76,7 +76,7 @@ def sent_bytes(rounds: Rounds, fragment: Fragment, model: Any) -> float:
       model: model as shapes.
     """
     # With tracking an estimate travels beside the model, in float32 at least.
-    beside = jax.eval_shape(init_tracking, model).tracker if rounds.tracking else ()
+    beside = jax.eval_shape(init_tracker, model) if rounds.tracking else ()
     leaves = leaves_of(fragment, (beside, model)).values()
     if rounds.compression is None:
         return sum(x.size * x.dtype.itemsize for x in leaves)
