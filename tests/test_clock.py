@@ -50,6 +50,7 @@ BACK = pytest.mark.xfail(strict=True, reason="jax ends a job whose clock is set 
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("shift", [DAY, pytest.param(-DAY, marks=BACK)])
 def test_a_job_goes_on_when_the_wall_clock_is_set(shift, tmp_path):

@@ -406,6 +406,7 @@ ENDLESS = (
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_that_hangs_is_given_up(who, tmp_path):
     options = "--num-steps 100000 --distributed.timeout-seconds 10"

@@ -67,7 +67,7 @@ def listens(port: int) -> set[str]:
 ENDLESS = ["--num-steps", "100000", "--checkpoint.every-steps", "100000"]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_second_job_at_the_same_address_leaves_the_first_alone(tmp_path):
     """Whether it is given by hand, or derived from job ids 4096 apart."""
     port = 65535 - os.getpid() % 4096  # As jax derives it from the job's id.

@@ -217,7 +217,7 @@ def tuned_to(config, monkeypatch, *candidates) -> tuple[Tuning, str]:
     return tuning, printed.get()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_options_that_do_not_help_are_not_kept(monkeypatch):
     """Of so small a model all messages are joined already."""
     tuning, text = tuned_to(tiny.config, monkeypatch, {"xla_gpu_autotune_level": "0"})
@@ -245,6 +245,7 @@ def test_options_that_help_are_kept(monkeypatch):
     assert "  take --step.xla-options\n" in text
 
 
+@pytest.mark.nightly
 def test_a_profile_that_saves_enough_is_advised(monkeypatch):
     for least, is_worth_it in ((-1.0, True), (0.99, False)):
         monkeypatch.setattr("train.preflight.tune.WORTH_A_PROFILE", least)
@@ -439,6 +440,7 @@ def test_memory_beyond_the_share_of_xla_is_warned_of(capsys):
     assert "take a smaller batch_per_worker" in printed[2][1]
 
 
+@pytest.mark.nightly
 def test_a_slower_network_exposes_more():
     config = dataclasses.replace(
         tiny.config, step=StepConfig(algorithm="all_reduce", batch_per_worker=2)
@@ -459,6 +461,7 @@ def test_background_is_refused_by_the_library_too():
         prepare(config, "h100", 2, 2)
 
 
+@pytest.mark.nightly
 def test_a_half_precision_message_needs_half_the_bytes():
     model = GPTConfig(context=8, num_layers=1, num_heads=2, width=16)
     task = dataclasses.replace(tiny.config.task, model=model)

@@ -81,6 +81,7 @@ def params_of(state):
     return jax.device_get(state.params)
 
 
+@pytest.mark.draw(2)
 @EACH_METHOD
 def test_a_run_has_the_numbers_of_its_seeds(method, tmp_path):
     config = config_of(method)
@@ -155,6 +156,7 @@ ONES = {
 }
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     ("changes", "where"),
     [
