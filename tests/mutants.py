@@ -603,6 +603,12 @@ MUTANTS = [
         "tests/test_compare.py -k as_long_as_it_is",
     ),
     Mutant(
+        "train/run/replayed.py",
+        "if done < config.num_steps and done % config.evaluation.every_steps:",
+        "if done < config.num_steps:",
+        "tests/test_compare.py -k nobody_is_late",
+    ),
+    Mutant(
         "train/run/programs.py",
         "tracked(_local(*key)) if tracking else _local(*key)",
         "_local(*key)",

@@ -12,6 +12,7 @@ from scipy import stats
 
 from train.compare import _held_out, compare
 from train.config import (
+    EvaluationConfig,
     ExchangeConfig,
     LogConfig,
     PolicyConfig,
@@ -32,7 +33,9 @@ from train.tasks.task import Headline
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
-LINE = dataclasses.replace(job_line.config, num_steps=6)
+LINE = dataclasses.replace(
+    job_line.config, num_steps=6, evaluation=EvaluationConfig(every_steps=4)
+)
 LINE_FILE = Path(job_line.__file__)
 LOWER = Headline("loss", better="lower")
 
@@ -146,10 +149,14 @@ def test_by_the_clock_nobody_is_late_where_all_take_as_long(config, way):
     for name in ("training_loss", "workers"):
         got, want = (jax.tree.leaves(getattr(x, name)) for x in (found, wanted))
         np.testing.assert_allclose(got, want, rtol=1e-4)
-    (_, got), (_, want) = found.evaluations[-1], wanted.evaluations[-1]
-    assert got.keys() == want.keys()
-    for name in got:
-        np.testing.assert_allclose(got[name], want[name], rtol=1e-4)
+    assert len(found.evaluations) > 1
+    for (step, got), (at, want) in zip(
+        found.evaluations, wanted.evaluations, strict=True
+    ):
+        assert step == at
+        assert got.keys() == want.keys()
+        for name in got:
+            np.testing.assert_allclose(got[name], want[name], rtol=1e-4)
 
 
 def test_the_clock_makes_models_old_and_spares_others_the_wait(tmp_path):

@@ -26,7 +26,9 @@ from decentjax.step import Adapt, Metrics, WorkerState
 
 Batches = Callable[[int, int], Any]
 """(worker, step) to the worker's batch, stacked, [1, ...]."""
-Observe = Callable[[int, int, Metrics], None]
+Observe = Callable[[int, int, WorkerState, Metrics], None]
+"""Called with worker, step, the state after it, and metrics; the next step donates all
+of the state but its params."""
 
 
 def replay(
@@ -47,7 +49,8 @@ def replay(
       states: the state of each worker at the first step, stacked, [1, ...].
       batches: the batch of a worker at a step.
       records: what all workers have used, for each group of leaves, or once for all.
-      observe: function that is called with worker, step and metrics of each step.
+      observe: function that is called with worker, step, state and metrics of each
+        step; the next one donates all of the state but its params.
 
     Returns:
       The state of each worker after its last recorded step.
@@ -100,7 +103,7 @@ def replay(
         def finish() -> None:
             batch = batches(worker, step)
             states[worker], metrics = steps[worker](states[worker], batch, step)
-            observe(worker, step, metrics)
+            observe(worker, step, states[worker], metrics)
             for used in of_steps[worker, step]:
                 _drop(_mixed(used), uses, versions)
 
@@ -132,7 +135,8 @@ def replay_wagma(
       states: the state of each worker at the first step, stacked, [1, ...].
       batches: the batch of a worker at a step.
       records: what all workers have averaged.
-      observe: function that is called with worker, step and metrics of each step.
+      observe: function that is called with worker, step, state and metrics of each
+        step; the next one donates all of the state but its params.
 
     Returns:
       The state of each worker after its last recorded step.
@@ -183,7 +187,7 @@ def replay_wagma(
 
         def set_state() -> None:
             states[worker], metrics = finish()
-            observe(worker, step, metrics)
+            observe(worker, step, states[worker], metrics)
             own = worker, step
             _drop({*of_steps[own].models, own}, uses, offered)
 

@@ -3,10 +3,11 @@
 The workers take their steps one after the other, by the code of a real run.
 """
 
+import collections
 import dataclasses
 import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -28,7 +29,7 @@ def repeat(
     config: Config,
     task: Task,
     records: Sequence[gossip.Used],
-    observe: Callable[[int, int, Metrics], None],
+    observe: Callable[[int, int, WorkerState, Metrics], None],
 ) -> list[WorkerState]:
     """Returns the state of each worker, stacked, [1, ...], after its last record.
 
@@ -36,7 +37,8 @@ def repeat(
       config: config of the run.
       task: its task.
       records: what each worker has mixed at each step.
-      observe: function that is called with worker, step and metrics of each step.
+      observe: function that is called with worker, step, state and metrics of each
+        step; the next one donates all of the state but its params.
 
     Raises:
       ValueError: if the record is not whole, or of rounds or an elastic run.
@@ -101,10 +103,12 @@ def _train(config: Config, task: Task, report: Report, clock: Clock) -> SeedsOut
     start = time.monotonic()
     records = clock.run(config, config.seed).records
     num_workers, every = config.workers.num_workers, config.log.every_steps
+    score_means, score_workers = build_scores(task)
     losses = np.full((config.num_steps, num_workers), np.nan)
-    num_done = 0
+    models: dict[int, dict[int, WorkerState]] = collections.defaultdict(dict)
+    evaluations, num_done = [], 0
 
-    def observe(worker: int, step: int, metrics: Metrics) -> None:
+    def observe(worker: int, step: int, state: WorkerState, metrics: Metrics) -> None:
         nonlocal num_done
         loss, num_done = float(metrics["loss"][0]), num_done + 1
         if not np.isfinite(loss):
@@ -114,17 +118,24 @@ def _train(config: Config, task: Task, report: Report, clock: Clock) -> SeedsOut
         losses[step, worker] = loss
         if num_done % (every * num_workers) == 0:
             report(num_done // num_workers, f"loss {loss:.4f}")
+        done = step + 1
+        if done < config.num_steps and done % config.evaluation.every_steps:
+            return
+        # Each worker comes there at its own time.
+        kept = jax.tree.map(jnp.copy, state.model_state)
+        own = state.params, (), kept, jax.random.key(0)[None]
+        models[done][worker] = WorkerState(*own)
+        if len(models[done]) == num_workers:
+            evaluations.append((done, score_means(_together(models.pop(done)))))
 
     states = repeat(config, task, records, observe)
-    # One seed of all workers, [1, N, ...].
-    state: WorkerState = jax.tree.map(lambda *x: jnp.concatenate(x)[None], *states)
-    score_means, score_workers = build_scores(task)
+    state = _together(dict(enumerate(states)))
     cuts = [*range(0, config.num_steps, every), config.num_steps]
     return SeedsOutcome(
         time.monotonic() - start,
         [(b, [losses[a:b].mean().item()]) for a, b in itertools.pairwise(cuts)],
         [losses[9 * config.num_steps // 10 :].mean().item()],
-        [(config.num_steps, score_means(state))],
+        evaluations,
         judge(task, state),
         score_workers(state),
         far_apart(state),
@@ -132,3 +143,9 @@ def _train(config: Config, task: Task, report: Report, clock: Clock) -> SeedsOut
         dispersion=[],
         sent={},
     )
+
+
+def _together(states: Mapping[int, WorkerState]) -> WorkerState:
+    """One seed of all workers, [1, N, ...], in the order of their numbers."""
+    rows = [states[worker] for worker in range(len(states))]
+    return jax.tree.map(lambda *x: jnp.concatenate(x)[None], *rows)

@@ -67,12 +67,12 @@ class Grid:
     def say(self, choice: Choice) -> list[str]:
         """A choice as cells of a table: at an edge a better one may lie beyond."""
         return [
-            f"{value} {EDGE}" if value in _edges(values) else value
+            f"{value} {EDGE}" if value in edges_of(values) else value
             for value, values in zip(choice, self.values, strict=True)
         ]
 
 
-def _edges(values: tuple[str, ...]) -> set[str]:
+def edges_of(values: tuple[str, ...]) -> set[str]:
     """The least and the largest, of several numbers."""
     try:
         ordered = sorted(values, key=float)

@@ -34,6 +34,7 @@ from train.figures.quality_figure import draw_quality
 from train.figures.style import to_svg
 from train.job.namespaces import parse_rate
 from train.network import Rates
+from train.run.tune import EDGE, edges_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -100,8 +101,7 @@ class Quality:
 
     def say(self, rate: str) -> str:
         """A learning rate in a table: at an edge a better one may lie beyond."""
-        edges = {self.tune[0], self.tune[-1]} if len(self.tune) > 1 else set()
-        return f"{rate} (edge)" if rate in edges else rate
+        return f"{rate} {EDGE}" if rate in edges_of(self.tune) else rate
 
     @property
     def methods(self) -> list[Method]:
