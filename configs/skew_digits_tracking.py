@@ -9,5 +9,5 @@ config = dataclasses.replace(
     sgd,
     name="skew_digits_tracking",
     step=StepConfig(algorithm="rounds", batch_per_worker=8),
-    rounds=RoundsConfig(every_steps=1, delay=1, merge="shift", tracking=True),
+    rounds=RoundsConfig(every_steps=1, delay=1, tracking=True),
 )

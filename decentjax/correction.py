@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import optax
 
 from decentjax._collectives import sum_dtype
+from decentjax.loss import check_call
+from decentjax.mixing import is_mixed
 from decentjax.step import Adapt, Metrics, WorkerState, check_optimizer
 
 
@@ -173,7 +175,12 @@ def init_tracker(params: Any) -> Any:
       >>> print(init_tracker(jnp.ones(2)))
       [0. 0.]
     """
-    return jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params)
+
+    def zeros(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        return jnp.zeros_like(x, sum_dtype(x) if is_mixed(x) else x.dtype)
+
+    return jax.tree.map(zeros, params)
 
 
 def tracked(adapt: Callable) -> Adapt:
@@ -185,6 +192,9 @@ def tracked(adapt: Callable) -> Adapt:
     Args:
       adapt: the local update, which takes `reduce_gradients` as `decentjax.adapt` does.
 
+    Raises:
+      TypeError: if it does not, or when traced, if it does not call it once.
+
     Examples:
       >>> import functools
       >>> import optax
@@ -195,6 +205,8 @@ def tracked(adapt: Callable) -> Adapt:
       >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
       >>> local = tracked(local)
     """
+    arguments = "state", "batch", "mixed"
+    check_call(adapt, "the adapt of tracking", *arguments, reduce_gradients=None)
 
     def adapt_pair(
         state: WorkerState, batch: Any, mixed: Any
@@ -213,6 +225,12 @@ def tracked(adapt: Callable) -> Adapt:
 
         state = state._replace(params=params, opt_state=opt_state)
         new, metrics = adapt(state, batch, model, reduce_gradients=track)
+        if len(found) != 1:
+            raise TypeError(
+                "tracking needs an adapt that calls reduce_gradients once, with its "
+                f"gradient, as decentjax.adapt does: this one called it {len(found)} "
+                "times"
+            )
         ((tracker, gradient),) = found
         pair = {
             "params": (tracker, new.params),

@@ -281,7 +281,7 @@ def decentralize_rounds(
       seed: seed of the random numbers by which a codec rounds.
 
     Raises:
-      ValueError: if encoded messages have shards, or a dtype.
+      ValueError: if encoded messages have shards, or these or tracking a dtype.
       TypeError: in `update`, without the step.
 
     Examples:
@@ -291,6 +291,11 @@ def decentralize_rounds(
       >>> optimizer = decentralize_rounds(optax.adamw(1e-3), rounds, "workers")
     """
     _check_rounds(rounds)
+    if rounds.tracking and message_dtype is not None:
+        raise ValueError(
+            "rounds with tracking add up what is rounded on its way: leave "
+            f"message_dtype at None, got {message_dtype}"
+        )
     order = functools.partial(round_step, rounds=rounds)
     if rounds.compression is not None:
         if message_dtype is not None or rounds.compression.shards is not None:

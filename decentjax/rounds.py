@@ -126,8 +126,8 @@ class Rounds:
     Raises:
       ValueError: if there is an outer optimizer, and no local step between two rounds,
         or the compression does not fit the schedule, or rounds with tracking would not
-        keep the sum of all y: with an outer optimizer, fragments, or another merge than
-        `shift` of what was sent before.
+        keep the sum of all y: with an outer optimizer, fragments, a compression of
+        copies or with shards, `blend`, or `replace` of what was sent steps before.
       TypeError: if a part is something else.
 
     Examples:
@@ -176,20 +176,27 @@ class Rounds:
 
     def _check_keeps_sums(self) -> None:
         """Raises a ValueError for rounds that would change the sum of all y."""
-        delay = self.schedule.delay
-        is_kept = self.merge is shift or (self.merge is replace and delay == 0)
-        if self.outer or not is_kept or self.schedule.fragments != (None,):
+        delay, coded = self.schedule.delay, self.compression
+        is_kept = self.merge is shift or (self.merge is replace and delay <= 1)
+        is_whole = self.schedule.fragments == (None,)
+        # The rounding of sums of changes would be added to y in each round.
+        is_coded = coded is not None and (coded.of == "copy" or coded.shards)
+        if self.outer or not is_kept or not is_whole or is_coded:
             raise ValueError(
                 "tracking averages whole models and estimates, and keeps their sums: "
-                "take merge=shift, no outer optimizer and no fragments, got "
+                "take merge=shift, no outer optimizer, no fragments, and a compression "
+                f'of="model" without shards at most, got '
                 f"{getattr(self.merge, '__name__', self.merge)} with a delay of {delay}"
-                f"{', an outer optimizer' if self.outer else ''} and "
-                f"{len(self.schedule.fragments)} fragments"
+                f"{', an outer optimizer' if self.outer else ''}"
+                f"{'' if is_whole else ', fragments'}"
+                f"{f', {coded.of} and {coded.shards}' if coded else ''}"
             )
 
 
 class RoundState(NamedTuple):
     """What a worker carries from round to round, by number of the leaf.
+
+    With tracking the leaves are those of `(y, x)`.
 
     Args:
       anchor: z, in float32 at least; empty without an outer optimizer.
@@ -205,7 +212,7 @@ class RoundState(NamedTuple):
     coded: Coded | None = None
 
 
-class Tracked(NamedTuple):
+class TrackingState(NamedTuple):
     """What a worker carries in rounds with tracking.
 
     Args:
@@ -227,7 +234,7 @@ def _check_rounds(rounds: Any) -> None:
         )
 
 
-def init_rounds(rounds: Rounds, params: Any) -> RoundState | Tracked:
+def init_rounds(rounds: Rounds, params: Any) -> RoundState | TrackingState:
     """The first state of a worker, the `extra` of `init_state`.
 
     Args:
@@ -249,7 +256,7 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState | Tracked:
     if not rounds.tracking:
         return _init_carried(rounds, params)
     tracker, gradient = init_tracker(params), init_tracker(params)
-    return Tracked(_init_carried(rounds, (tracker, params)), tracker, gradient)
+    return TrackingState(_init_carried(rounds, (tracker, params)), tracker, gradient)
 
 
 def _init_carried(rounds: Rounds, params: Any) -> RoundState:
@@ -396,11 +403,6 @@ def round_step(
             "round_step takes the events of rounds.schedule, as in simulate(step, "
             f"rounds.schedule), got {type(event).__name__}"
         )
-    if not isinstance(state.extra, Tracked if rounds.tracking else RoundState):
-        raise TypeError(
-            "round_step carries what a round has sent: give init_state extra="
-            f"init_rounds(rounds, params), got {type(state.extra).__name__}"
-        )
     take = functools.partial(
         take_round,
         rounds=rounds,
@@ -415,6 +417,9 @@ def round_step(
 def in_pairs(rounds: Rounds, step: Callable[..., tuple[WorkerState, Metrics]]) -> Any:
     """The step itself, or with tracking that of states whose params are `(y, x)`.
 
+    Raises:
+      TypeError: in a step, if the state does not carry what these rounds do.
+
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from decentjax import WorkerState, init_rounds, methods, topology
@@ -428,17 +433,27 @@ def in_pairs(rounds: Rounds, step: Callable[..., tuple[WorkerState, Metrics]]) -
       (Array([0., 0.], dtype=float32), Array([1., 1.], dtype=float32))
     """
 
+    kind = TrackingState if rounds.tracking else RoundState
+
+    def checked(state: WorkerState, *rest: Any) -> tuple[WorkerState, Metrics]:
+        if not isinstance(state.extra, kind):
+            raise TypeError(
+                "rounds carry what they have sent: give init_state extra="
+                f"init_rounds(rounds, params), got {type(state.extra).__name__}"
+            )
+        return pair(state, *rest) if rounds.tracking else step(state, *rest)
+
     def pair(state: WorkerState, *rest: Any) -> tuple[WorkerState, Metrics]:
-        one: Tracked = state.extra
+        one: TrackingState = state.extra
         params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
         new, metrics = step(
             state._replace(params=params, opt_state=opt_state, extra=one.carried), *rest
         )
         (tracker, params), (opt_state, gradient) = new.params, new.opt_state
-        extra = Tracked(new.extra, tracker, gradient)
+        extra = TrackingState(new.extra, tracker, gradient)
         return new._replace(params=params, opt_state=opt_state, extra=extra), metrics
 
-    return pair if rounds.tracking else step
+    return checked
 
 
 def take_round(
@@ -524,7 +539,8 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
     if compression is None:
         if shards is None:
             return mix_workers
-        specs = jax.tree.leaves(shards, is_leaf=lambda x: isinstance(x, PartitionSpec))
+        specs = (shards, shards) if rounds.tracking else shards
+        specs = jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, PartitionSpec))
         return functools.partial(_mix_shards, specs)
     if shards is not None:
         raise ValueError(

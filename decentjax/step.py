@@ -283,7 +283,7 @@ class DecentralizeState(NamedTuple):
 
     count: jax.Array  # int32, []; number of steps done
     inner_state: optax.OptState
-    extra: Any = ()  # of rounds, their `RoundState`
+    extra: Any = ()  # of rounds, what they carry
 
 
 def check_optimizer(optimizer: Any) -> None:

@@ -579,6 +579,42 @@ MUTANTS = [
         "tests/test_correction.py -k change_the_sum",
     ),
     Mutant(
+        "decentjax/rounds.py",
+        "if not isinstance(state.extra, kind):",
+        "if False:",
+        "tests/test_rounds.py -k carries_what_was_sent",
+    ),
+    Mutant(
+        "decentjax/rounds.py",
+        "specs = (shards, shards) if rounds.tracking else shards",
+        "specs = shards",
+        "tests/test_rounds.py -k on_a_slice",
+    ),
+    Mutant(
+        "decentjax/rounds.py",
+        'coded.of == "copy" or coded.shards',
+        "coded.shards",
+        "tests/test_correction.py -k change_the_sum",
+    ),
+    Mutant(
+        "decentjax/gossip/peer_rounds.py",
+        "        if needs_all(rounds):",
+        "        if False:",
+        "tests/test_peers.py -k peers_cannot_have",
+    ),
+    Mutant(
+        "train/run/resume.py",
+        '    if sums and resume.workers != "mean":',
+        "    if False:",
+        "tests/test_resume.py -k parts_of_a_sum",
+    ),
+    Mutant(
+        "train/advise/race.py",
+        '("" if y is True else f" {y}")',
+        'f" {y}"',
+        "tests/test_advise_race.py -k command_of_the_first",
+    ),
+    Mutant(
         "decentjax/gossip/late.py",
         "adapt = tracked(adapt) if rounds.tracking else adapt",
         "adapt = tracked(adapt)",

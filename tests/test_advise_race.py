@@ -58,7 +58,7 @@ def config(algorithm="awc", topology="one_peer_ring", dtype=None, **rounds) -> C
 ROUNDS = {"algorithm": "rounds", "every_steps": 4}
 TRACKING = {
     **{"algorithm": "rounds", "every_steps": 1, "delay": 1},
-    **{"merge": "shift", "tracking": True},
+    "tracking": True,
 }
 RATE = 2e6  # A model takes 2 s.
 
@@ -153,6 +153,7 @@ def test_it_is_told_and_kept(tmp_path):
         (config(dtype="bfloat16"), "background"),
         (config(**ROUNDS), "auto"),
         (config(**ROUNDS, delay=2, merge="shift"), "background"),
+        (config(**TRACKING), "background"),
     ],
 )
 def test_the_command_of_the_first_trains_its_method(wanted, where):

@@ -1,6 +1,7 @@
 """Corrections for uneven data, on quadratics whose optimum is known."""
 
 import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -11,6 +12,7 @@ import oracles
 import pytest
 
 from decentjax import (
+    WorkerState,
     adapt,
     atc_step,
     awc_step,
@@ -31,11 +33,13 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from decentjax.codec import int8, top_k
+from decentjax.compression import Compression
 from decentjax.mixing import Lowering
-from decentjax.rounds import Rounds, blend, replace, shift
+from decentjax.rounds import Rounds, blend, replace
 from decentjax.schedule import every, in_fragments
 
-N, D = 6, 5
+N, D, ZERO = 6, 5, np.int64(0)
 GRAPH = topology.ring(N)
 GENERATOR = np.random.default_rng(0)
 CURVATURE = GENERATOR.uniform(0.5, 2, (N, 1))
@@ -112,18 +116,79 @@ def test_plain_averaging_stalls_and_corrections_come_to_the_optimum():
 
 
 @pytest.mark.parametrize(
-    ("plan", "merge", "outer"),
+    ("plan", "parts", "words"),
     [
-        (every(GRAPH, 2), shift, optax.sgd(0.7)),
-        (every(GRAPH, 2), blend(0.5), None),
-        (every(GRAPH, 2, 1), replace, None),
-        (in_fragments(GRAPH, 2, [(0,), (1,)]), shift, None),
+        (every(GRAPH, 2), {"outer": optax.sgd(0.7)}, "of 0, an outer optimizer"),
+        (every(GRAPH, 2), {"merge": blend(0.5)}, "got merge with a delay of 0$"),
+        (every(GRAPH, 2, 2), {"merge": replace}, "got replace with a delay of 2$"),
+        (in_fragments(GRAPH, 2, [(0,), (1,)]), {}, "a delay of 1, fragments$"),
+        (
+            every(GRAPH, 2),
+            {"compression": Compression(int8(), "copy")},
+            "a delay of 0, copy and None$",
+        ),
     ],
-    ids=["outer", "blend", "replace late", "fragments"],
+    ids=["outer", "blend", "replace late", "fragments", "copies"],
 )
-def test_rounds_that_change_the_sum_of_all_estimates_are_refused(plan, merge, outer):
-    with pytest.raises(ValueError, match="tracking averages whole models"):
-        Rounds(plan, outer, merge, tracking=True)
+def test_rounds_that_change_the_sum_of_all_estimates_are_refused(plan, parts, words):
+    with pytest.raises(ValueError, match=f"tracking averages whole models .*{words}"):
+        Rounds(plan, **parts, tracking=True)
+
+
+@pytest.mark.parametrize("codec", [None, int8(4), top_k(0.4)])
+@pytest.mark.parametrize(("num_steps", "delay"), [(1, 0), (1, 1), (3, 2)])
+def test_the_estimates_have_the_sum_of_the_gradients(num_steps, delay, codec):
+    coded = None if codec is None else Compression(codec)
+    how = methods.gradient_tracking(GRAPH, num_steps, delay)
+    how = dataclasses.replace(how, compression=coded)
+    with jax.enable_x64(True):
+        params = {"x": jnp.zeros(D), "count": jnp.array(3)}
+
+        def loss_fn(params, model_state, batch, key):
+            curvature, optimum = batch
+            square = jnp.sum((params["x"] - optimum) ** 2)
+            return 0.5 * curvature[0] * square, (model_state, {})
+
+        optimizer = optax.masked(optax.sgd(0.05), {"x": True, "count": False})
+
+        def local(state, batch, mixed, reduce_gradients):
+            grads = jax.grad(lambda x: loss_fn({"x": x}, (), batch, None)[0])
+            found = reduce_gradients({"x": grads(state.params["x"]), "count": ZERO})
+            updates = {"x": -0.05 * found["x"], "count": ZERO}
+            new = optax.apply_updates(mixed, updates)
+            return state._replace(params=new), {}
+
+        extra = init_rounds(how, params)
+        state = init_state(params, optimizer, jax.random.key(0), N, extra=extra)
+        step = functools.partial(round_step, rounds=how, adapt=local)
+        train_step = simulate(step, how.schedule)
+        for t in range(40):
+            batch = jnp.asarray(CURVATURE), jnp.asarray(OPTIMA)
+            state, _ = train_step(state, batch, t)
+    sums = [state.extra.tracker["x"].sum(0), state.extra.gradient["x"].sum(0)]
+    assert np.abs(sums[1]).max() > 1e-3
+    np.testing.assert_allclose(*sums, atol=1e-11)
+    assert state.params["count"].tolist() == [3] * N  # A counter stays at home.
+
+
+@pytest.mark.parametrize(
+    ("local", "words"),
+    [
+        (lambda state, batch, mixed: (state, {}), "is called as .*reduce_gradients"),
+        (
+            lambda state, batch, mixed, reduce_gradients: (state, {}),
+            "calls reduce_gradients once, .* this one called it 0 times",
+        ),
+    ],
+)
+def test_an_adapt_that_hides_its_gradient_cannot_be_tracked(local, words):
+    how = methods.gradient_tracking(GRAPH)
+    params = jnp.zeros(D)
+    state = WorkerState(params, (), (), jax.random.key(0), init_rounds(how, params))
+    step = functools.partial(round_step, rounds=how, adapt=local)
+    state = jax.tree.map(lambda x: jnp.stack([x] * N), state)
+    with pytest.raises(TypeError, match=words):
+        simulate(step, how.schedule)(state, jnp.zeros((N, 1)), 0)
 
 
 @pytest.mark.parametrize("where", ["simulated", "mesh"])

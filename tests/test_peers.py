@@ -446,6 +446,11 @@ def adapt_alone(params, num_steps):
             "tracking sends what a worker cannot go on without, .* got 2.0",
         ),
         (
+            methods.gradient_tracking(topology.exponential(5)),
+            {"patience": math.inf},
+            "not symmetric: rounds that must miss no message need a graph",
+        ),
+        (
             encoded(Rounds(every(topology.ring(2), 2)), int8(), shards=[SHARDED]),
             {},
             "leave the compression's shards at None",

@@ -21,7 +21,7 @@ from decentjax import WorkerState
 from train.__main__ import main
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
-from train.config import TopologyConfig
+from train.config import RoundsConfig, TopologyConfig
 from train.data.batches import Batch
 from train.dbench.grid import make_cells
 from train.report import write_report
@@ -350,6 +350,26 @@ def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_
     assert train(longer, run_dir, resume).step == 30
     row = next(row for row in read_metrics(run_dir) if "changed" in row)
     assert f"workers.num_workers was 4 and is {num_workers}" in row["changed"]
+
+
+def test_parts_of_a_sum_go_on_as_their_mean_alone(tmp_path):
+    config = dataclasses.replace(
+        LINE,
+        step=dataclasses.replace(LINE.step, algorithm="rounds"),
+        rounds=RoundsConfig(every_steps=1, delay=1, tracking=True),
+    )
+    before = train(config, tmp_path).state
+    workers = dataclasses.replace(LINE.workers, num_workers=3)
+    config = dataclasses.replace(config, workers=workers)
+    for how in ("repeat", "select"):
+        with pytest.raises(
+            ValueError, match=f"{how} would drop or repeat .* take mean"
+        ):
+            train(config, tmp_path, Resume(workers=how))
+    after = train(config, tmp_path, Resume(workers="mean")).state
+    for one in (before.extra, after.extra):
+        sums = [x["w"].sum(0) for x in (one.tracker, one.gradient)]
+        np.testing.assert_allclose(*sums, rtol=1e-4, atol=1e-6)
 
 
 def test_a_run_on_a_mesh_takes_another_number_of_workers(run_dir, tmp_path):

@@ -508,8 +508,9 @@ def test_as_a_transformation_rounds_need_the_step():
         methods.diloco(4, 3),
         methods.streaming_diloco(4, model(), 5, 2, delay=4),
         Rounds(every(topology.ring(4), 2, delay=1)),
+        methods.gradient_tracking(topology.ring(4)),
     ],
-    ids=["diloco", "streaming", "shift"],
+    ids=["diloco", "streaming", "shift", "tracking"],
 )
 def test_a_worker_on_a_slice_of_the_mesh_has_rounds_too(how):
     """The matrix is sharded over two devices, which send their shards alone."""
@@ -643,6 +644,18 @@ def test_the_shards_of_encoded_leaves_are_the_compressions():
         BackgroundRounds(bind(SGD), coded, worker_mesh(4))
     with pytest.raises(TypeError, match="a NamedSharding for each leaf of a model"):
         Compression(int8(), shards={"a": PartitionSpec("model")})
+
+
+@pytest.mark.parametrize("tracking", [False, True])
+def test_in_a_second_thread_too_the_state_carries_what_was_sent(tracking):
+    how = Rounds(every(topology.ring(4), 1, 1), tracking=tracking)
+    state = init_state(model(), SGD, jax.random.key(0), 4)
+    state = place(state, worker_mesh(4))
+    with (
+        BackgroundRounds(bind(SGD), how, worker_mesh(4)) as train_step,
+        pytest.raises(TypeError, match="give init_state extra=init_rounds.*got tuple"),
+    ):
+        train_step(state, place(jnp.zeros((4, 1, 7)), worker_mesh(4)), 0)
 
 
 @pytest.mark.parametrize(

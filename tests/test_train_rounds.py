@@ -136,7 +136,7 @@ def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
 TRACKING = {
     "optimizer": dataclasses.replace(NOISY.optimizer, learning_rate=0.01),
     "step": StepConfig(algorithm="rounds"),
-    "rounds": RoundsConfig(every_steps=1, delay=1, merge="shift", tracking=True),
+    "rounds": RoundsConfig(every_steps=1, delay=1, tracking=True),
 }
 LOCAL_TRACKING = {
     "optimizer": dataclasses.replace(NOISY.optimizer, learning_rate=0.01),
@@ -207,10 +207,6 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"copies": True}, "rounds.copies are of encoded models"),
         ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
         ({"codec": "int8", "copy_step": 0.0}, r"copy_step in \(0, 1\]"),
-        ({"tracking": True, "merge": "blend"}, "tracking keeps the sums .*, got blend"),
-        ({"tracking": True, "delay": 1}, 'set rounds.merge to "shift"'),
-        ({"tracking": True, "outer": "nesterov"}, 'rounds.outer to "none"'),
-        ({"tracking": True, "fragments": 2}, "rounds.fragments to 1, got"),
     ],
 )
 def test_rounds_of_no_sense_are_refused(changes, words):
@@ -250,6 +246,10 @@ def test_rounds_of_no_sense_are_refused(changes, words):
             "a codec needs exchanges of single workers, got nodes of 2",
         ),
         (
+            {"rounds": RoundsConfig(every_steps=3, delay=2, tracking=True)},
+            "take merge=shift, .* got replace with a delay of 2",
+        ),
+        (
             {"rounds": RoundsConfig(every_steps=2, fragments=3)},
             "2 steps can have 1 to 2 fragments, got 3",
         ),
@@ -273,7 +273,10 @@ PEERS = ExchangeConfig(where="peers")
     ("changes", "words"),
     [
         (QG | {"step": StepConfig(algorithm="all_reduce")}, "qg_dsgdm follows what"),
-        (LOCAL_TRACKING | D2, "rounds.every_steps to 1 without a codec, got rounds"),
+        (
+            LOCAL_TRACKING | D2,
+            "1 without codec and tracking, got rounds with 3, none and True",
+        ),
         (D2 | {"exchange": PEERS}, "patience to None and .*, got 0.0 and arrived"),
         (
             D2 | {"exchange": dataclasses.replace(PEERS, patience=None, way="swaps")},
@@ -284,6 +287,11 @@ PEERS = ExchangeConfig(where="peers")
             LOCAL_TRACKING
             | {"step": StepConfig(algorithm="rounds", not_finite="quarantine")},
             'adds up gradients, .* set step.not_finite to "stop"',
+        ),
+        (
+            TRACKING
+            | {"step": StepConfig(algorithm="rounds", message_dtype="bfloat16")},
+            "step.message_dtype to None, got stop and bfloat16",
         ),
     ],
 )

@@ -315,14 +315,6 @@ class RoundsConfig:
                 f"rounds.outer = {self.outer} moves models that have trained alone "
                 "since the last round: set rounds.every_steps to 2 or more"
             )
-        keeps = self.merge == "shift" or (self.merge == "replace" and self.delay == 0)
-        if self.tracking and (self.outer != "none" or self.fragments > 1 or not keeps):
-            raise ValueError(
-                "rounds.tracking keeps the sums of whole models, and what was learned "
-                'while they travel: set rounds.merge to "shift", rounds.outer to '
-                f'"none" and rounds.fragments to 1, got {self.merge}, {self.outer} and '
-                f"{self.fragments}"
-            )
 
     def build(self, topology: Topology, sizes: Sequence[int] | None = None) -> Rounds:
         """Returns the rounds over a topology.
@@ -576,7 +568,8 @@ class OptimizerConfig:
       b2: decay rate of the second moment.
       eps: term added to the root of the second moment.
       weight_decay: coefficient for parameters of two dims or more.
-      clip_norm: largest global norm of a worker's gradient; None does not clip.
+      clip_norm: largest global norm of a worker's gradient, or of its estimate with
+        rounds.tracking; None does not clip.
       make: function of your own from the schedule to an optax optimizer, which takes
         the place of the named one, its options and the weight decay; at the top of a
         module.
@@ -838,17 +831,20 @@ def _check_algorithm(config: Config) -> None:
 def _check_correction(config: Config) -> None:
     """Raises a ValueError for corrections that the exchange would spoil."""
     name = config.optimizer.name if config.optimizer.make is None else ""
-    rounds, algorithm = config.rounds, config.step.algorithm
-    in_each_step = algorithm in ("awc", "atc") or (
-        algorithm == "rounds" and rounds.every_steps == 1 and rounds.codec == "none"
+    step, rounds = config.step, config.rounds
+    tracks = step.algorithm == "rounds" and rounds.tracking
+    plain = rounds.every_steps == 1 and rounds.codec == "none" and not tracks
+    in_each_step = step.algorithm in ("awc", "atc") or (
+        step.algorithm == "rounds" and plain
     )
     if name in FOLLOW_EXCHANGES and not in_each_step:
         raise ValueError(
             f"optimizer.name = {name} follows what the exchange of each step has "
             'moved: set step.algorithm to "awc" or "atc", or rounds.every_steps to 1 '
-            f"without a codec, got {algorithm}"
+            f"without codec and tracking, got {step.algorithm} with "
+            f"{rounds.every_steps}, {rounds.codec} and {rounds.tracking}"
         )
-    adds_up = name == "exact_diffusion" or rounds.tracking
+    adds_up = name == "exact_diffusion" or tracks
     exchange = config.exchange
     is_whole = exchange.patience is None and exchange.way == "arrived"
     if adds_up and exchange.where == "peers" and not is_whole:
@@ -857,10 +853,11 @@ def _check_correction(config: Config) -> None:
             "has to be whole: set exchange.patience to None and exchange.way to "
             f'"arrived", got {exchange.patience} and {exchange.way}'
         )
-    if rounds.tracking and config.step.not_finite == "quarantine":
+    if tracks and (step.not_finite == "quarantine" or step.message_dtype is not None):
         raise ValueError(
-            "rounds.tracking adds up gradients, also those that are not finite: set "
-            'step.not_finite to "stop"'
+            "rounds.tracking adds up gradients, what is not finite and what is rounded "
+            'on its way too: set step.not_finite to "stop" and step.message_dtype to '
+            f"None, got {step.not_finite} and {step.message_dtype}"
         )
 
 

@@ -118,7 +118,8 @@ class LateRounds(Closing):
     ) -> tuple[WorkerState, Metrics]:
         """Returns the new state and metrics.
 
-        The state's buffers are donated, except those of its params and of the rounds.
+        The state's buffers are donated, except those of its params and of the rounds;
+        of tracking the last gradient is donated too.
 
         Raises:
           ValueError: if the state was donated to an earlier step.

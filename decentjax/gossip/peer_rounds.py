@@ -19,7 +19,13 @@ from decentjax.gossip.messages import check_whole, form_of, needs_all
 from decentjax.gossip.peers import check_graph
 from decentjax.gossip.record import Record
 from decentjax.gossip.rows import Rows, check_workers, rows_of, with_rows
-from decentjax.gossip.ways import Arrived, Used, neighbors, senders
+from decentjax.gossip.ways import (
+    Arrived,
+    Used,
+    check_symmetric,
+    neighbors,
+    senders,
+)
 from decentjax.rounds import Rounds, _check_rounds, leaves_of
 from decentjax.step import Adapt
 
@@ -39,7 +45,8 @@ class PeerRounds(LateRounds):
     has come, q the decoded messages: `x_i + sum_j W_ij (q_j - q_i)`. Each message of
     "drift" or "copy" is a change of what workers share, and of tracking a part of a
     sum; one that is missing would be missing for ever: these need
-    `patience=math.inf`, and end with an error where a peer is lost.
+    `patience=math.inf` and a symmetric graph, and end with an error where a peer is
+    lost.
 
     Args:
       adapt: as in `BackgroundRounds`.
@@ -104,6 +111,9 @@ class PeerRounds(LateRounds):
         exchanges = tuple(map(as_permutations, schedule.exchanges))
         topology = Topology(schedule.name, exchanges)
         check_graph(topology)
+        if needs_all(rounds):
+            # Else who is fast would replace a message that nobody has taken.
+            check_symmetric(topology, "rounds that must miss no message")
         connect = functools.partial(
             Links,
             book,

@@ -174,14 +174,7 @@ class Swaps(Way):
 
     @staticmethod
     def check(topology: Topology) -> None:
-        for exchange in topology:
-            for worker in range(exchange.num_workers):
-                if set(senders(exchange, worker)) != set(receivers(exchange, worker)):
-                    raise ValueError(
-                        f"{topology.name} is not symmetric: swaps need a graph in "
-                        "which each worker receives from those to whom it sends, with "
-                        "the same weight, such as ring or random_matching"
-                    )
+        check_symmetric(topology, "swaps")
 
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
         for peer, _ in senders(self._topology[step], worker):
@@ -439,3 +432,15 @@ def _mix_pushed(own: Rows, models: list[Rows], shares: Any) -> Rows:
 
 def _by_leaf(models: Sequence[Rows], own: Rows) -> Sequence[Sequence[jax.Array]]:
     return list(zip(*models, strict=True)) if models else [()] * len(own)
+
+
+def check_symmetric(topology: Topology, what: str) -> None:
+    """Raises a ValueError if who sends to a worker does not receive from it."""
+    for exchange in topology:
+        for worker in range(exchange.num_workers):
+            if set(senders(exchange, worker)) != set(receivers(exchange, worker)):
+                raise ValueError(
+                    f"{topology.name} is not symmetric: {what} need a graph in which "
+                    "each worker receives from those to whom it sends, with the same "
+                    "weight, such as ring or random_matching"
+                )

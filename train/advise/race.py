@@ -183,7 +183,10 @@ def flags_of(config: Config, overlap: Overlap) -> str:
     hides = config.step.algorithm == "awc" or "rounds.delay" in options
     if hides and overlap == "background":
         options["exchange.where"] = overlap
-    return " ".join(f"--{x.replace('_', '-')} {y}" for x, y in options.items())
+    return " ".join(
+        f"--{x.replace('_', '-')}" + ("" if y is True else f" {y}")
+        for x, y in options.items()
+    )
 
 
 def _smaller(job: Job, factor: float) -> Job:

@@ -156,7 +156,8 @@ def _model_bytes(setting: Setting, rounds: Rounds) -> float:
     """The size of the setting's model as it is sent."""
     if rounds.compression is None and not rounds.tracking:
         return setting.job.model_bytes
-    plenty = [jax.ShapeDtypeStruct((PLENTY,), np.float32)]
+    dtype = np.float16 if setting.bytes_per_param == 2 else np.float32
+    plenty = [jax.ShapeDtypeStruct((PLENTY,), dtype)]
     per_number = sent_bytes(rounds, None, plenty) / PLENTY
     return per_number * setting.job.model_bytes / setting.bytes_per_param
 

@@ -83,6 +83,12 @@ class Clock:
                 f"policy.name = {config.policy.name} chooses the graph as the run goes "
                 'on, and has no clock: take "fixed"'
             )
+        algorithm, by_peers = config.step.algorithm, exchange.where == "peers"
+        if by_peers and (algorithm == "rounds" or exchange.patience is None):
+            raise ValueError(
+                "rounds by peers, and peers who wait for all, have no clock: compare "
+                "them with exchange.where = auto, which has their numbers"
+            )
         waits = exchange.patience != 0
         if waits and (exchange.where, exchange.way) == ("peers", "arrived"):
             raise ValueError(
@@ -94,11 +100,6 @@ class Clock:
         if config.step.algorithm == "all_reduce":
             return Timed(runtime.all_reduce(cluster, job, count, seed))
         if config.step.algorithm == "rounds":
-            if exchange.where == "peers":
-                raise ValueError(
-                    "rounds by peers have no clock: compare them with exchange.where = "
-                    "auto, which has their numbers where they wait for all"
-                )
             rounds = build_rounds(config, task)
             job = dataclasses.replace(job, model_bytes=sent_bytes(rounds, None, model))
             schedule = sent_schedule(rounds)

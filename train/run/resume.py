@@ -258,6 +258,13 @@ def _check_workers(
             f"{after}; say what becomes of the {before} models, with --resume.workers "
             "mean, repeat or select"
         )
+    sums = config.rounds.tracking or config.optimizer.name == "exact_diffusion"
+    if sums and resume.workers != "mean":
+        raise ValueError(
+            "rounds.tracking and exact_diffusion carry parts of a sum over all "
+            f"workers, of which --resume.workers {resume.workers} would drop or repeat "
+            "some: take mean"
+        )
     if resume.workers == "select" and after > before:
         raise ValueError(
             f"--resume.workers select takes the first of {before} workers, and there "
