@@ -653,7 +653,7 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent(tracking):
     state = place(state, worker_mesh(4))
     with (
         BackgroundRounds(bind(SGD), how, worker_mesh(4)) as train_step,
-        pytest.raises(TypeError, match="give init_state extra=init_rounds.*got tuple"),
+        pytest.raises(TypeError, match=r"extra=init_rounds.*, got tuple"),
     ):
         train_step(state, place(jnp.zeros((4, 1, 7)), worker_mesh(4)), 0)
 
