@@ -433,22 +433,18 @@ def in_pairs(rounds: Rounds, step: Callable[..., tuple[WorkerState, Metrics]]) -
       (Array([0., 0.], dtype=float32), Array([1., 1.], dtype=float32))
     """
 
-    kind = TrackingState if rounds.tracking else RoundState
-
     def checked(state: WorkerState, *rest: Any) -> tuple[WorkerState, Metrics]:
-        if not isinstance(state.extra, kind):
+        one = state.extra
+        if not isinstance(one, TrackingState if rounds.tracking else RoundState):
             raise TypeError(
                 "rounds carry what they have sent: give init_state extra="
-                f"init_rounds(rounds, params), got {type(state.extra).__name__}"
+                f"init_rounds(rounds, params), got {type(one).__name__}"
             )
-        return pair(state, *rest) if rounds.tracking else step(state, *rest)
-
-    def pair(state: WorkerState, *rest: Any) -> tuple[WorkerState, Metrics]:
-        one: TrackingState = state.extra
+        if not rounds.tracking:
+            return step(state, *rest)
         params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
-        new, metrics = step(
-            state._replace(params=params, opt_state=opt_state, extra=one.carried), *rest
-        )
+        state = state._replace(params=params, opt_state=opt_state, extra=one.carried)
+        new, metrics = step(state, *rest)
         (tracker, params), (opt_state, gradient) = new.params, new.opt_state
         extra = TrackingState(new.extra, tracker, gradient)
         return new._replace(params=params, opt_state=opt_state, extra=extra), metrics
