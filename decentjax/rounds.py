@@ -434,8 +434,8 @@ def in_pairs(rounds: Rounds, step: Callable[..., tuple[WorkerState, Metrics]]) -
     """
 
     def checked(state: WorkerState, *rest: Any) -> tuple[WorkerState, Metrics]:
-        one = state.extra
-        if not isinstance(one, TrackingState if rounds.tracking else RoundState):
+        one: Any = state.extra
+        if type(one) is not (TrackingState if rounds.tracking else RoundState):
             raise TypeError(
                 "rounds carry what they have sent: give init_state extra="
                 f"init_rounds(rounds, params), got {type(one).__name__}"

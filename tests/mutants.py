@@ -580,7 +580,7 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/rounds.py",
-        "if not isinstance(one, TrackingState if rounds.tracking else RoundState):",
+        "if type(one) is not (TrackingState if rounds.tracking else RoundState):",
         "if False:",
         "tests/test_rounds.py -k carries_what_was_sent",
     ),
