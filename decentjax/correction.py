@@ -16,7 +16,13 @@ import optax
 from decentjax._collectives import sum_dtype
 from decentjax.loss import check_call
 from decentjax.mixing import is_mixed
-from decentjax.step import Adapt, Metrics, WorkerState, check_optimizer
+from decentjax.step import (
+    Adapt,
+    Metrics,
+    WorkerState,
+    check_averages_nothing,
+    check_optimizer,
+)
 
 
 class ExactDiffusionState(NamedTuple):
@@ -48,6 +54,7 @@ def exact_diffusion(
 
     Raises:
       ValueError: by its init, for params narrower than float32.
+      TypeError: by its init, if `inner` averages the models itself.
 
     Examples:
       >>> import optax
@@ -72,8 +79,9 @@ def exact_diffusion(
                     f"{x.dtype.name}"
                 )
         # A copy, so that a step can donate both.
-        adapted = jax.tree.map(jnp.copy, params)
-        return ExactDiffusionState(adapted, inner.init(params))
+        adapted, inner_state = jax.tree.map(jnp.copy, params), inner.init(params)
+        check_averages_nothing(inner_state, "what is around exact_diffusion")
+        return ExactDiffusionState(adapted, inner_state)
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is None:

@@ -433,9 +433,11 @@ def in_pairs(rounds: Rounds, step: Callable[..., tuple[WorkerState, Metrics]]) -
       (Array([0., 0.], dtype=float32), Array([1., 1.], dtype=float32))
     """
 
+    kind: Any = TrackingState if rounds.tracking else RoundState
+
     def checked(state: WorkerState, *rest: Any) -> tuple[WorkerState, Metrics]:
-        one: Any = state.extra
-        if type(one) is not (TrackingState if rounds.tracking else RoundState):
+        one = state.extra
+        if not isinstance(one, kind):
             raise TypeError(
                 "rounds carry what they have sent: give init_state extra="
                 f"init_rounds(rounds, params), got {type(one).__name__}"

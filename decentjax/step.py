@@ -286,6 +286,16 @@ class DecentralizeState(NamedTuple):
     extra: Any = ()  # of rounds, what they carry
 
 
+def check_averages_nothing(opt_state: Any, what: str) -> None:
+    """Raises a TypeError for the state of an optimizer by `decentralize`."""
+    is_decentralized = lambda x: isinstance(x, DecentralizeState)  # noqa: E731
+    if any(map(is_decentralized, jax.tree.leaves(opt_state, is_leaf=is_decentralized))):
+        raise TypeError(
+            "the optimizer averages the models itself, by decentralize, and so does "
+            f"{what}: give it the inner optimizer, as optax.adamw(1e-3)"
+        )
+
+
 def check_optimizer(optimizer: Any) -> None:
     """Raises a TypeError unless this is an optimizer, and not the function of one."""
     # By its methods: optax.MultiSteps is no GradientTransformation.
@@ -313,12 +323,7 @@ def descend(
     Raises:
       TypeError: if the optimizer averages the models itself.
     """
-    is_decentralized = lambda x: isinstance(x, DecentralizeState)  # noqa: E731
-    if any(map(is_decentralized, jax.tree.leaves(opt_state, is_leaf=is_decentralized))):
-        raise TypeError(
-            "the optimizer averages the models itself, by decentralize, and so does "
-            "this step: give it the inner optimizer, as optax.adamw(1e-3)"
-        )
+    check_averages_nothing(opt_state, "this step")
     check_optimizer(optimizer)
     update = optax.with_extra_args_support(optimizer).update
     updates, opt_state = update(grads, opt_state, params, value=loss)

@@ -580,7 +580,7 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/rounds.py",
-        "if type(one) is not (TrackingState if rounds.tracking else RoundState):",
+        "if not isinstance(one, kind):",
         "if False:",
         "tests/test_rounds.py -k carries_what_was_sent",
     ),
@@ -613,6 +613,18 @@ MUTANTS = [
         '("" if y is True else f" {y}")',
         'f" {y}"',
         "tests/test_advise_race.py -k command_of_the_first",
+    ),
+    Mutant(
+        "train/config.py",
+        "    if more or not least > -1 / 3 + ROUNDING:",
+        "    if False:",
+        "tests/test_train_rounds.py -k would_spoil",
+    ),
+    Mutant(
+        "decentjax/correction.py",
+        "check_averages_nothing(inner_state,",
+        "check_averages_nothing((),",
+        "tests/test_correction.py -k averages_nothing",
     ),
     Mutant(
         "decentjax/gossip/late.py",
@@ -652,9 +664,9 @@ MUTANTS = [
     ),
     Mutant(
         "train/config.py",
-        '    if adds_up and exchange.where == "peers" and not is_whole:',
-        "    if False:",
-        "tests/test_train_rounds.py -k corrections_that",
+        "        if got != wanted:",
+        "        if False:",
+        "tests/test_train_rounds.py -k would_spoil",
     ),
     Mutant(
         "decentjax/gossip/late.py",

@@ -334,6 +334,12 @@ def test_they_need_the_params(optimizer):
         optimizer.update(jnp.zeros(2), state)
 
 
+def test_a_correction_inside_averages_nothing_itself():
+    inner = decentralize_atc(optax.sgd(0.1), GRAPH, "workers")
+    with pytest.raises(TypeError, match="and so does what is around exact_diffusion"):
+        exact_diffusion(inner).init(jnp.zeros(2))
+
+
 def test_an_injected_rate_is_that_of_the_step_that_moved():
     """As a number the rate of now alone is known: it has to be kept."""
     schedule = optax.exponential_decay(0.2, 1, 0.5)

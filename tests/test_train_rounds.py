@@ -272,26 +272,41 @@ PEERS = ExchangeConfig(where="peers")
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
+        (
+            D2 | {"topology": TopologyConfig(name="one_peer_ring", factor=0.5)},
+            r"take ring with topology.factor = 0.5, .* which has 2 exchanges in turn",
+        ),
+        (
+            D2 | {"topology": TopologyConfig(name="exponential")},
+            r"got exponential, which has directed edges",
+        ),
+        (
+            D2 | {"topology": TopologyConfig(name="ring")},
+            "got ring, which has a least eigenvalue of -0.333",
+        ),
         (QG | {"step": StepConfig(algorithm="all_reduce")}, "qg_dsgdm follows what"),
         (
             LOCAL_TRACKING | D2,
             "1 without codec and tracking, got rounds with 3, none and True",
         ),
-        (D2 | {"exchange": PEERS}, "patience to None and .*, got 0.0 and arrived"),
+        (D2 | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
         (
             D2 | {"exchange": dataclasses.replace(PEERS, patience=None, way="swaps")},
-            'exchange.way to "arrived", got None and swaps',
+            "set exchange.way to arrived, got swaps",
         ),
-        (TRACKING | {"exchange": PEERS}, "add up what exchanges move, so each has to"),
+        (
+            TRACKING | {"exchange": PEERS},
+            "add up what exchanges move, also what is missing",
+        ),
         (
             LOCAL_TRACKING
             | {"step": StepConfig(algorithm="rounds", not_finite="quarantine")},
-            'adds up gradients, .* set step.not_finite to "stop"',
+            "set step.not_finite to stop, got quarantine",
         ),
         (
             TRACKING
             | {"step": StepConfig(algorithm="rounds", message_dtype="bfloat16")},
-            "step.message_dtype to None, got stop and bfloat16",
+            "set step.message_dtype to None, got bfloat16",
         ),
     ],
 )

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import field
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import optax
 
 from decentjax import Rounds
@@ -22,7 +23,7 @@ from decentjax import topology as topologies
 from decentjax.codec import bfloat16, float16, int2, int4, int8, top_k
 from decentjax.compression import Compression
 from decentjax.rounds import blend, replace, shift
-from decentjax.topology import Permutations, Topology
+from decentjax.topology import Permutations, Topology, matrices
 from train.fields import checked, place_of
 from train.tasks.corpus import TranslationTask
 from train.tasks.digits import DigitsTask
@@ -38,6 +39,7 @@ from train.tasks.text import TextTask
 from train.xla import read_options
 
 # Optimizers that follow what the last exchange has moved.
+ROUNDING = 1e-9  # Of eigenvalues.
 FOLLOW_EXCHANGES = ("exact_diffusion", "qg_dsgdm")
 # Those that come with the program, which a run's config.json names alone.
 TASKS = (
@@ -753,6 +755,7 @@ class Config:
         _check_nodes(self.workers)
         # Raises for workers to whom the topology does not apply.
         topology = self.topology.build(self.workers)
+        _check_correction(self, topology)
         if self.exchange.where == "peers":
             _check_peers(self.step, topology, self.exchange.way)
         if self.step.algorithm == "rounds":
@@ -784,7 +787,8 @@ def _check_length(config: Config) -> None:
     if given is None and config.optimizer.warmup_steps >= config.num_steps:
         raise ValueError(
             f"warmup_steps = {config.optimizer.warmup_steps} must be less than "
-            f"num_steps = {config.num_steps}: set optimizer.warmup-steps"
+            f"num_steps = {config.num_steps}: set optimizer.warmup-steps, to "
+            f"{config.num_steps // 10} for example"
         )
 
 
@@ -810,7 +814,6 @@ def _check_algorithm(config: Config) -> None:
             "nothing overlaps a background exchange; set exchange.where to "
             '"in_step"' + ", or rounds.delay to 1 or more" * at_once
         )
-    _check_correction(config)
     if config.policy.name != "fixed" and (
         config.exchange.where in ("background", "peers")
         or algorithm not in ("awc", "atc")
@@ -828,7 +831,7 @@ def _check_algorithm(config: Config) -> None:
         )
 
 
-def _check_correction(config: Config) -> None:
+def _check_correction(config: Config, topology: Topology) -> None:
     """Raises a ValueError for corrections that the exchange would spoil."""
     name = config.optimizer.name if config.optimizer.make is None else ""
     step, rounds = config.step, config.rounds
@@ -844,20 +847,44 @@ def _check_correction(config: Config) -> None:
             f"without codec and tracking, got {step.algorithm} with "
             f"{rounds.every_steps}, {rounds.codec} and {rounds.tracking}"
         )
-    adds_up = name == "exact_diffusion" or tracks
+    if name == "exact_diffusion":
+        _check_steady(topology)
+    if name != "exact_diffusion" and not tracks:
+        return
     exchange = config.exchange
-    is_whole = exchange.patience is None and exchange.way == "arrived"
-    if adds_up and exchange.where == "peers" and not is_whole:
-        raise ValueError(
-            "exact_diffusion and rounds.tracking add up what exchanges move, so each "
-            "has to be whole: set exchange.patience to None and exchange.way to "
-            f'"arrived", got {exchange.patience} and {exchange.way}'
+    needed = {
+        "step.message_dtype": (step.message_dtype, None),
+        "step.not_finite": (step.not_finite, "stop" if tracks else step.not_finite),
+    }
+    if exchange.where == "peers":
+        needed["exchange.patience"] = exchange.patience, None
+        needed["exchange.way"] = exchange.way, "arrived"
+    for name, (got, wanted) in needed.items():
+        if got != wanted:
+            raise ValueError(
+                "exact_diffusion and rounds.tracking add up what exchanges move, also "
+                "what is missing, rounded or not finite once: set "
+                f"{name} to {wanted}, got {got}"
+            )
+
+
+def _check_steady(topology: Topology) -> None:
+    """Raises a ValueError for a graph over which exact diffusion can diverge."""
+    first, *more = matrices(topology)
+    is_symmetric = np.allclose(first, first.T)
+    least = np.linalg.eigvalsh(first)[0] if is_symmetric else math.nan
+    if more or not least > -1 / 3 + ROUNDING:
+        what = (
+            f"{1 + len(more)} exchanges in turn"
+            if more
+            else f"a least eigenvalue of {least:.3g}"
+            if is_symmetric
+            else "directed edges"
         )
-    if tracks and (step.not_finite == "quarantine" or step.message_dtype is not None):
         raise ValueError(
-            "rounds.tracking adds up gradients, what is not finite and what is rounded "
-            'on its way too: set step.not_finite to "stop" and step.message_dtype to '
-            f"None, got {step.not_finite} and {step.message_dtype}"
+            "exact_diffusion can diverge unless each step has the same symmetric "
+            "exchange, whose W has no eigenvalue of -1/3 or less: take ring with "
+            f"topology.factor = 0.5, got {topology.name}, which has {what}"
         )
 
 
@@ -930,8 +957,7 @@ def _check_peers(step: StepConfig, topology: Topology, way: str) -> None:
         if exchange.workers_per_node > 1 or not can_send:
             raise ValueError(
                 f"{topology.name} averages over groups or nodes, which takes "
-                "collectives; peers need a graph of single workers, such as ring, and "
-                "workers.workers_per_node = 1"
+                "collectives; peers need a graph of single workers, such as ring"
             )
 
 
