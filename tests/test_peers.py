@@ -490,8 +490,8 @@ def exchange_only(graph, book, way, num_steps):
                 state, _ = peers(state, batch, step)
             # In step from here on, so that all that was open is completed.
             same.wait(LONG)
-            peers._patience = 10.0
-            for step in range(num_steps, num_steps + 4 * graph.period):
+            peers._patience = 2.0
+            for step in range(num_steps, num_steps + 6 * graph.period):
                 state, _ = peers(state, batch, step)
                 same.wait(LONG)
             ways[worker] = peers.way
