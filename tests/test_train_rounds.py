@@ -13,6 +13,7 @@ from decentjax.analysis import traffic
 from decentjax.topology import complete
 from train.config import (
     ExchangeConfig,
+    PolicyConfig,
     RoundsConfig,
     StepConfig,
     TopologyConfig,
@@ -288,6 +289,10 @@ PEERS = ExchangeConfig(where="peers")
         (
             LOCAL_TRACKING | D2,
             "1 without codec and tracking, got rounds with 3, none and True",
+        ),
+        (
+            D2 | {"policy": PolicyConfig(name="damping")},
+            "set policy.name to fixed, got damping",
         ),
         (D2 | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
         (

@@ -853,6 +853,7 @@ def _check_correction(config: Config, topology: Topology) -> None:
         return
     exchange = config.exchange
     needed = {
+        "policy.name": (config.policy.name, "fixed"),
         "step.message_dtype": (step.message_dtype, None),
         "step.not_finite": (step.not_finite, "stop" if tracks else step.not_finite),
     }
@@ -863,7 +864,7 @@ def _check_correction(config: Config, topology: Topology) -> None:
         if got != wanted:
             raise ValueError(
                 "exact_diffusion and rounds.tracking add up what exchanges move, also "
-                "what is missing, rounded or not finite once: set "
+                "what is missing, rounded, not finite or of another graph once: set "
                 f"{name} to {wanted}, got {got}"
             )
 
