@@ -107,6 +107,7 @@ def blend(share: float) -> Merge:
         mixed = share * now.astype(dtype) + (1 - share) * new.astype(dtype)
         return mixed.astype(new.dtype)
 
+    merge.__name__ = f"blend({share})"  # For errors.
     return merge
 
 

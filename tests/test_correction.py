@@ -119,7 +119,11 @@ def test_plain_averaging_stalls_and_corrections_come_to_the_optimum():
     ("plan", "parts", "words"),
     [
         (every(GRAPH, 2), {"outer": optax.sgd(0.7)}, "of 0, an outer optimizer"),
-        (every(GRAPH, 2), {"merge": blend(0.5)}, "got merge with a delay of 0$"),
+        (
+            every(GRAPH, 2),
+            {"merge": blend(0.5)},
+            r"got blend\(0.5\) with a delay of 0$",
+        ),
         (every(GRAPH, 2, 2), {"merge": replace}, "got replace with a delay of 2$"),
         (in_fragments(GRAPH, 2, [(0,), (1,)]), {}, "a delay of 1, fragments$"),
         (

@@ -855,7 +855,7 @@ def _check_correction(config: Config, topology: Topology) -> None:
     needed = {
         "policy.name": (config.policy.name, "fixed"),
         "step.message_dtype": (step.message_dtype, None),
-        "step.not_finite": (step.not_finite, "stop" if tracks else step.not_finite),
+        "step.not_finite": (step.not_finite, "stop"),
     }
     if exchange.where == "peers":
         needed["exchange.patience"] = exchange.patience, None

@@ -88,8 +88,9 @@ def check_whole(rounds: Rounds, patience: float) -> None:
             "a worker of peers is one device: leave the compression's shards at None"
         )
     if needs_all(rounds) and patience < math.inf:
-        of = compression.of if compression and not rounds.tracking else None
-        what = f'of = "{of}"' if of else "tracking"
+        what = "tracking"
+        if compression is not None and compression.of != "model":
+            what = f'of = "{compression.of}"'
         raise ValueError(
             f"{what} sends what a worker cannot go on without, or it would be off by "
             f"it for ever: take patience=math.inf, got {patience}"

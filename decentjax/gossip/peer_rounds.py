@@ -37,9 +37,10 @@ class PeerRounds(LateRounds):
     what has come from them; it waits at most `patience` seconds for the rest, whose
     weight stays with its own model. The rows of W sum to one then, but its columns need
     not: the mean of all models moves towards those that others receive more often. With
-    `patience=math.inf` the numbers are those of `round_step`, up to rounding, and a
-    worker ends once its peers have what it has left, or after 10 s. A mean of all
-    models is a message from each worker to each.
+    `patience=math.inf` and exchanges in which each receives from those to whom it sends
+    the numbers are those of `round_step`, up to rounding, and a worker ends once its
+    peers have what it has left, or after 10 s. A mean of all models is a message from
+    each worker to each.
 
     With a compression the encoded messages travel. Of "model" a worker averages what
     has come, q the decoded messages: `x_i + sum_j W_ij (q_j - q_i)`. Each message of
@@ -112,7 +113,7 @@ class PeerRounds(LateRounds):
         topology = Topology(schedule.name, exchanges)
         check_graph(topology)
         if needs_all(rounds):
-            # Else who is fast would replace a message that nobody has taken.
+            # Else a fast worker would replace a message that its peer has not taken.
             check_symmetric(topology, "rounds that must miss no message")
         connect = functools.partial(
             Links,

@@ -87,9 +87,10 @@ def load_value(path: Path, name: str, kind: Any) -> Any:
     if not isinstance(value, kind):
         kinds = typing.get_args(kind) or (kind,)
         wanted = " or ".join(f"`{name} = {one.__name__}(...)`" for one in kinds)
-        script = "; a script of your own runs by decentjax launch --script"
+        hint = "; a script of your own runs by decentjax launch --script"
         raise ValueError(
-            f"{path} must define {wanted}, got {value!r}{script * (name == 'config')}"
+            f"{path} must define {wanted}, got {value!r}"
+            + (hint if name == "config" else "")
         )
     return value
 
