@@ -399,6 +399,8 @@ def _in_order(
             "message_dtype must be a dtype, got an array: inject_hyperparams takes a "
             'dtype such as jnp.bfloat16 for a schedule; give its name, "bfloat16"'
         )
+    if message_dtype is not None:
+        jnp.dtype(message_dtype)  # Raises for what is no dtype.
     check_optimizer(inner)
     inner = optax.with_extra_args_support(inner)
     mix_once = functools.partial(mix, axis_name=axis_name, message_dtype=message_dtype)

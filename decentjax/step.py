@@ -356,7 +356,7 @@ def init_state(
       The stacked state, each leaf [N, ...].
 
     Raises:
-      TypeError: if `optimizer` is no optimizer.
+      TypeError: if `optimizer` is no optimizer, or `key` no key.
       ValueError: if there is no such worker, or the model has no leaf.
 
     Examples:
@@ -369,6 +369,8 @@ def init_state(
       (4, 3, 2)
     """
     check_optimizer(optimizer)
+    if not isinstance(key, jax.Array):
+        raise TypeError(f"key must be a random key, as jax.random.key(0), got {key!r}")
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least one, got {num_workers}")
     if workers is not None and not all(0 <= i < num_workers for i in workers):

@@ -88,7 +88,10 @@ def race(**changes) -> Race:
             "DiLoCo": {fast: [never], slow: [never]},
         },
         "wholes": {
-            "DAdamW at 1gbit": (FALLING._replace(seconds=(1, 2, 3, 4.5)), FALLING)
+            "DAdamW at 1gbit": (
+                FALLING._replace(losses=(4.0, 3.0, 2.0, 1.9), seconds=(1, 2, 3, 5)),
+                FALLING,
+            )
         },
     }
     return Race(**(parts | changes))
@@ -100,7 +103,7 @@ def test_the_table_has_ratios_to_ddp_and_says_who_never_arrives():
     assert "| DAdamW | 1e-2 | 40 | 0.50 | 0.50 |" in text
     assert "| DiLoCo | 5e-3 | 2.100 after 40 | never | never |" in text
     assert "- 1gbit: DAdamW is the fastest of this library, 0.50 of PyTorch DDP" in text
-    assert "| DAdamW at 1gbit | 2.000 | 2.000 | 4 | 4 |" in text
+    assert "| DAdamW at 1gbit | 40 | 1.900 | 2.000 | 5 | 4 | 3 | 4 |" in text
     assert "| compute alone | 0.100 | 0.100 |" in text
 
 

@@ -294,6 +294,10 @@ PEERS = ExchangeConfig(where="peers")
             D2 | {"policy": PolicyConfig(name="damping")},
             "set policy.name to fixed, got damping",
         ),
+        (
+            D2 | {"step": StepConfig(not_finite="quarantine")},
+            "set step.not_finite to stop, got quarantine",
+        ),
         (D2 | {"exchange": PEERS}, "set exchange.patience to None, got 0.0"),
         (
             D2 | {"exchange": dataclasses.replace(PEERS, patience=None, way="swaps")},

@@ -5,9 +5,10 @@
 
 import dataclasses
 import functools
+import itertools
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -56,7 +57,8 @@ def compare(
     late: the table has the simulated seconds, and the figure is over them. Configs of
     peers need one, since what a worker mixes depends on who is late.
 
-    Example: `decentjax compare quickstart quickstart_allreduce --seeds 3`.
+    Examples: `decentjax compare quickstart quickstart_allreduce --seeds 3`, and as a
+    short trial first with `--change num-steps=200`.
 
     Args:
       configs: config files.
@@ -92,7 +94,12 @@ def compare(
         _ends(config, numbers, clock)
     (grid,) = {read_grid(tune, config) for config in chosen}
     out.mkdir(parents=True, exist_ok=True)
-    train = functools.partial(_trained, at_once=at_once, out=out, clock=clock)
+    # A config is trained with each choice of values, and with the best of them.
+    total = len(chosen) * (len(grid.choices) + 1)
+    places = (f"{number} of {total}" for number in itertools.count(1))
+    train = functools.partial(
+        _trained, at_once=at_once, out=out, clock=clock, places=places
+    )
     entries, bests = zip(
         *(_entry(config, numbers, grid, train, headline) for config in chosen),
         strict=True,
@@ -281,8 +288,10 @@ def _trained(
     at_once: int | None,
     out: Path,
     clock: Clock,
+    places: Iterator[str],
 ) -> SeedsOutcome:
     """The results of a config, from the folder or trained now."""
+    title = f"{next(places)}: {name}"
     # Of peers each seed is a run of its own.
     is_late = config.exchange.where == "peers"
     size = 1 if is_late else seeds_at_once(config, len(seeds), at_once)
@@ -290,7 +299,7 @@ def _trained(
     num_steps = math.ceil(len(seeds) / size) * config.num_steps
 
     def train() -> SeedsOutcome:
-        with progress(name, num_steps) as report:
+        with progress(title, num_steps) as report:
             if is_late:
                 return train_by_clock(config, seeds, report, clock, task)
             return train_seeds(config, seeds, report, at_once, task)

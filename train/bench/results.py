@@ -1,9 +1,9 @@
 """What all benches share: the checks of their options, and the files they write."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from train.cli.tables import machine, write_json
 
@@ -30,12 +30,6 @@ def check_pattern(only: str) -> None:
         raise ValueError(
             f"only must be a regular expression, got {only!r}: {error}"
         ) from error
-
-
-def fail(command: Sequence[str], log: Path) -> NoReturn:
-    """Ends a bench whose command has failed, with the end of its output."""
-    tail = "\n".join(log.read_text().splitlines()[-10:])
-    raise SystemExit(f"error: {' '.join(command)} failed; end of {log}:\n{tail}")
 
 
 def write_results(

@@ -1,9 +1,7 @@
 """Whole runs of uneven work on an emulated cluster: steps per second, score by time."""
 
 import dataclasses
-import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -12,14 +10,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from matplotlib.figure import Figure
 
-from train.bench.results import check_at_least, fail, write_results
+from train.bench.logged import run_logged
+from train.bench.results import check_at_least, write_results
 from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.tables import markdown
 from train.config import Config
 from train.figures.style import grid, to_svg
 from train.job.namespaces import INTERFACE
-from train.job.processes import pass_stop_signals_to
 from train.run.folder import process_folders
 from train.run.log import read_metrics
 from train.tasks.navigate import NavigateTask
@@ -151,37 +149,13 @@ def whole_run(path: Path, config: Config, bench: UnevenBench) -> Path:
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
-    """Runs a command, with a log and compiled programs beside the run's folder.
-
-    Raises:
-      SystemExit: if it fails, with the end of its output.
-    """
-    log = folder.with_suffix(".txt")
+    """Runs a command, with a log and compiled programs beside the run's folder."""
     # What has compiled once is read again: with little of a core it would take minutes.
     cache = {
         "JAX_COMPILATION_CACHE_DIR": str(folder.with_suffix(".programs").resolve()),
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
     }
-    with log.open("a") as output:
-        process = subprocess.Popen(
-            command,
-            stdout=output,
-            stderr=output,
-            env=os.environ | cache,
-            start_new_session=True,
-        )
-        asked = []
-
-        def stop(signum: int) -> None:
-            asked.append(signum)
-            process.send_signal(signum)
-
-        with pass_stop_signals_to(stop):
-            code = process.wait()
-    if asked:
-        raise SystemExit(128 + asked[0])
-    if code:
-        fail(command, log)
+    run_logged(command, folder.with_suffix(".txt"), cache)
 
 
 def read(folder: Path, config: Config, start: int, score: str) -> Measured:

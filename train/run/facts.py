@@ -52,7 +52,7 @@ def describe(
         "nodes": workers.num_workers // workers.workers_per_node,
         "processes": process_place(config)[1],
         "algorithm": config.step.algorithm,
-        "topology": config.topology.build(workers).name,
+        "topology": _graph(config),
         "exchange": _exchange(config, mesh),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
         "training_examples": None if task.num_examples is None else task.num_examples(),
@@ -157,6 +157,13 @@ def worker_flops(
     costs = jax.jit(local).lower(one, batch, one.params).cost_analysis()
     assert costs is not None
     return float(costs["flops"])
+
+
+def _graph(config: Config) -> str:
+    """What the workers average over."""
+    if config.policy.name != "fixed":
+        return f"the graphs of the policy {config.policy.name}"
+    return config.topology.build(config.workers).name
 
 
 def _exchange(config: Config, mesh: Mesh | None) -> str:

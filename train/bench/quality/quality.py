@@ -55,7 +55,8 @@ class Quality:
       horizons: numbers of steps of a run, as multiples of the configs'. All-reduce's
         final loss of the first is the goal; each method has the first two, and then
         the others in turn until one reaches it.
-      real: whole runs on the cluster, as "METHOD at RATE".
+      real: whole runs on the cluster, as "METHOD at NETWORK", of as many steps as the
+        run that is predicted to reach the goal first.
       configs: folder of the methods' configs, quality.py and those named quality_*.py.
       only: regular expression for the names of the methods; DDP and all-reduce, to
         which they are compared, always run.
@@ -72,8 +73,10 @@ class Quality:
     real: tuple[str, ...] = (
         "PyTorch DDP at 200mbit",
         "all-reduce at 200mbit",
-        "DAdamW, ring at 200mbit",
+        "DAdamW, ring, bfloat16 at 200mbit",
+        "rounds of 2, int8 at 200mbit with a straggler",
         "rounds of 4, int8 at 50mbit",
+        "DiLoCo at 10mbit",
     )
     configs: Path = SHIPPED
     only: str = "."
@@ -256,11 +259,17 @@ class Runs:
 
     def whole(self, method: Method, setting: Setting) -> tuple[Curve, Curve]:
         """A whole run on the cluster, and that of its seed in the simulator."""
-        found = self.real(method, setting, self._first)
+        runs = zip(self._quality.horizons, self.curves(method, setting), strict=False)
+        # None, of a method that runs on the cluster, where they would end after DDP's.
+        shortest = self._first, None
+        horizon, _ = min(
+            runs, key=lambda run: run[1].steps_to(self.goal), default=shortest
+        )
         path, rate = method.file(self._configs), self.rate(method)
         seed = load_config(path).seed
         seeds = range(seed, seed + 1)
-        return found, simulated(path, rate, self._first, seeds, self._out)
+        predicted = simulated(path, rate, horizon, seeds, self._out)
+        return self.real(method, setting, horizon), predicted
 
     @functools.cache  # noqa: B019
     def _simulated(self, method: Method, horizon: float) -> Curve:

@@ -73,13 +73,15 @@ def tables(race: Race) -> str:
     ]
     if race.wholes:
         found = [_whole(race, pair) for pair in race.wholes]
-        heads = ["whole run", "loss", "predicted", "seconds", "predicted"]
+        heads = ["whole run", "steps"]
+        for one in ("loss", "seconds", "seconds to the goal"):
+            heads += [one, "predicted"]
         parts += ["Whole runs on the cluster:", markdown(heads, found)]
     return "\n\n".join(parts)
 
 
-def _finite(loss: float) -> str:
-    return f"{loss:.3f}" if math.isfinite(loss) else "-"
+def _finite(value: float, digits: int = 3) -> str:
+    return f"{value:.{digits}f}" if math.isfinite(value) else "-"
 
 
 def _times(race: Race, networks: list[str]) -> str:
@@ -125,15 +127,11 @@ def _best_lines(race: Race, networks: list[str]) -> str:
 
 def _whole(race: Race, pair: str) -> list[str]:
     method, _, network = pair.partition(" at ")
-    whole, predicted = race.wholes[pair]
-    seconds = race.seconds[network][method] * predicted.num_steps
-    return [
-        pair,
-        f"{whole.losses[-1]:.3f}",
-        f"{predicted.losses[-1]:.3f}",
-        f"{whole.seconds[-1]:.0f}",
-        f"{seconds:.0f}",
-    ]
+    runs, per_step = race.wholes[pair], race.seconds[network][method]
+    cells = [pair, str(runs[0].num_steps)]
+    cells += [f"{run.losses[-1]:.3f}" for run in runs]
+    cells += [f"{run.times(per_step)[-1]:.0f}" for run in runs]
+    return cells + [_finite(run.seconds_to(race.goal, per_step), 0) for run in runs]
 
 
 def panels(race: Race) -> list[Panel]:

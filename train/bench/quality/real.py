@@ -1,17 +1,16 @@
 """Whole runs of the quality race on the emulated cluster."""
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from train.bench.logged import run_logged
 from train.bench.quality.curves import FIELD, Curve, with_rate
 from train.bench.quality.methods import Method
 from train.bench.quality.seconds import Setting
-from train.bench.results import fail
 from train.config import Config
 from train.job.namespaces import INTERFACE
 from train.run.folder import process_folders
@@ -96,9 +95,4 @@ def _run(argv: list[str], num_nodes: int, setting: Setting | None, log: Path) ->
     limit = [] if setting is None else ["--rate", setting.rate]
     python = [sys.executable, "-m", "decentjax"]
     emulate = [*python, "train.emulate", "--nodes", str(num_nodes), *limit]
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as output:
-        command = [*emulate, "--", *python, *argv]
-        code = subprocess.run(command, stdout=output, stderr=output).returncode
-    if code:
-        fail(argv, log)
+    run_logged([*emulate, "--", *python, *argv], log)

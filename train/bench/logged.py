@@ -1,0 +1,48 @@
+"""A command that a bench runs, with its output in a file."""
+
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from train.job.processes import pass_stop_signals_to
+
+NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def run_logged(
+    command: Sequence[str], log: Path, env: Mapping[str, str] = NOTHING
+) -> None:
+    """Runs a command, to which signals to stop are passed on.
+
+    Args:
+      command: program and arguments.
+      log: file to which the output is added.
+      env: further variables of its environment.
+
+    Raises:
+      SystemExit: if it fails, with the end of its output, or was stopped.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with log.open("a") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=output,
+            env=os.environ | env,
+            start_new_session=True,
+        )
+        asked = []
+
+        def stop(signum: int) -> None:
+            asked.append(signum)
+            process.send_signal(signum)
+
+        with pass_stop_signals_to(stop):
+            code = process.wait()
+    if asked:
+        raise SystemExit(128 + asked[0])
+    if code:
+        tail = "\n".join(log.read_text().splitlines()[-10:])
+        raise SystemExit(f"error: {' '.join(command)} failed; end of {log}:\n{tail}")
