@@ -41,7 +41,7 @@ def test_what_is_compiled_is_counted_once():
     assert compiled() == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_step_is_compiled_once_for_each_shape_and_exchange():
     result = measure(tiny_numbers, steps=24, processes=0)
     assert result.shapes == 2

@@ -225,7 +225,7 @@ def test_options_that_do_not_help_are_not_kept(monkeypatch):
     assert "no options are better than those of the run" in text
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_options_that_help_are_kept(monkeypatch):
     """Nine messages of 60 us each become one, though it hides behind nothing."""
     one, joined = ({ALL_REDUCE_THRESHOLD: size} for size in ("1", "100000000"))
