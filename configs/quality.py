@@ -34,7 +34,7 @@ config = Config(
     step=StepConfig(algorithm="awc", batch_per_worker=4),
     optimizer=OptimizerConfig(
         name="adamw",
-        learning_rate=1e-2,
+        learning_rate=5e-3,
         final_learning_rate=1e-4,
         warmup_steps=50,
         b2=0.99,

@@ -7,5 +7,7 @@ from configs.quality import config as quality
 config = dataclasses.replace(
     quality,
     name="quality_accum",
-    optimizer=dataclasses.replace(quality.optimizer, name="accum_adamw", accum_steps=2),
+    optimizer=dataclasses.replace(
+        quality.optimizer, name="accum_adamw", accum_steps=2, learning_rate=2.5e-3
+    ),
 )

@@ -10,5 +10,5 @@ config = dataclasses.replace(
     name="quality_allreduce",
     topology=TopologyConfig(name="complete"),
     step=dataclasses.replace(quality.step, algorithm="all_reduce"),
-    optimizer=dataclasses.replace(quality.optimizer, learning_rate=5e-3),
+    optimizer=dataclasses.replace(quality.optimizer, learning_rate=2.5e-3),
 )

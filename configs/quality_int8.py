@@ -14,4 +14,5 @@ config = dataclasses.replace(
     topology=TopologyConfig(name="one_peer_exponential"),
     step=dataclasses.replace(quality.step, algorithm="rounds"),
     rounds=RoundsConfig(every_steps=2, delay=2, merge="shift", codec="int8"),
+    optimizer=dataclasses.replace(quality.optimizer, learning_rate=2.5e-3),
 )

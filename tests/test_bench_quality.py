@@ -155,7 +155,7 @@ def test_each_network_has_a_panel_with_its_whole_runs():
     [
         ({"rates": ("none",)}, "a race needs rates, such as 200mbit: got 'none'"),
         ({"rates": ("fast",)}, "rate must be like 200mbit"),
-        ({"rates": ()}, "rates, tune and horizons need a value each"),
+        ({"rates": ()}, "rates and horizons need a value each"),
         ({"tune": ("1e-2", "1e-3")}, "tune must have learning rates that rise"),
         ({"horizons": (2.0, 1.0)}, "horizons must be positive and rise, got"),
         ({"horizons": (0.0,)}, "horizons must be positive and rise, got"),
@@ -174,7 +174,7 @@ def test_a_rate_at_the_edge_is_marked():
     quality = Quality(tune=("1e-3", "2e-3", "4e-3"))
     said = [quality.say(rate) for rate in quality.tune]
     assert said == ["1e-3 (edge)", "2e-3", "4e-3 (edge)"]
-    assert Quality(tune=("1e-3",)).say("1e-3") == "1e-3"
+    assert Quality().say("1e-3") == "1e-3"
 
 
 def test_a_whole_run_may_have_a_straggler():
@@ -237,7 +237,7 @@ def test_a_race_of_few_steps(tmp_path):
         (configs / f"{file}.py").write_text(TINY.format(name=file))
     options = (
         f"--configs {configs} --only ^DAdamW,.ring$ --rates 200mbit --late-rates "
-        f"--rounds 1 --steps 4 --seeds 1 --tune 5e-3 --horizons 1 --out {tmp_path}"
+        f"--rounds 1 --steps 4 --seeds 1 --horizons 1 --out {tmp_path}"
     )
     argv = [sys.executable, "-m", "train.bench", "quality", *options.split()]
     argv += ["--real", f"{name} at 200mbit"]

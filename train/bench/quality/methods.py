@@ -9,6 +9,9 @@ from typing import NamedTuple
 JAX, TORCH = (f"train.bench.quality.{kind}_worker" for kind in ("jax", "torch"))
 
 
+SIMULATED, UNLIMITED, LIMITED = "simulated", "without limit", "in each network"
+
+
 class Method(NamedTuple):
     """A method.
 
@@ -18,15 +21,17 @@ class Method(NamedTuple):
         jax.
       torch: how PyTorch trains it, "ddp" with or without "fp16" or "powersgd", or
         "decent_dp"; none in jax.
-      simulated: whether its losses by step are those of the simulated config.
-      like: name of the config whose best learning rate it takes, where the network
-        decides what it learns; else its own.
+      losses: where its losses by step come from: SIMULATED, the simulated config;
+        UNLIMITED, processes on links without a limit; or LIMITED, processes in each
+        network, as that decides what they learn.
+      like: name of the config whose best learning rate it takes, where it cannot be
+        simulated; else its own.
     """
 
     name: str
     config: str
     torch: str = ""
-    simulated: bool = True
+    losses: str = SIMULATED
     like: str = ""
 
     def __str__(self) -> str:
@@ -48,7 +53,7 @@ ALL_REDUCE = Method("all-reduce", "quality_allreduce")
 DDP = Method("PyTorch DDP", ALL_REDUCE.config, "ddp")
 FP16 = Method("PyTorch DDP, fp16 hook", ALL_REDUCE.config, "fp16")
 POWERSGD = Method(
-    "PyTorch DDP, PowerSGD hook", ALL_REDUCE.config, "powersgd", simulated=False
+    "PyTorch DDP, PowerSGD hook", ALL_REDUCE.config, "powersgd", UNLIMITED
 )
 METHODS = (
     DDP,
@@ -66,6 +71,7 @@ METHODS = (
     Method("rounds of 4, int8", "quality_int8_rare"),
     Method("DiLoCo", "quality_diloco"),
     Method("NoLoCo", "quality_noloco"),
-    Method("WAGMA", "quality_wagma", simulated=False, like=DADAM),
-    Method("peers", "quality_peers", simulated=False, like=DADAM),
+    Method("WAGMA", "quality_wagma", losses=LIMITED, like=DADAM),
+    # They wait longer than any message takes, so no network changes what they learn.
+    Method("peers", "quality_peers", losses=UNLIMITED, like=DADAM),
 )

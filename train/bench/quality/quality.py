@@ -22,7 +22,15 @@ from train.bench.quality.curves import (
     tuning_loss,
     until,
 )
-from train.bench.quality.methods import ALL_REDUCE, ALONE, DDP, METHODS, Method
+from train.bench.quality.methods import (
+    ALL_REDUCE,
+    ALONE,
+    DDP,
+    METHODS,
+    SIMULATED,
+    UNLIMITED,
+    Method,
+)
 from train.bench.quality.quality_report import Race, panels, tables
 from train.bench.quality.real import real
 from train.bench.quality.seconds import Seconds, Setting, measure
@@ -50,8 +58,9 @@ class Quality:
       rounds: turns of each method in each network; a step's time is their median.
       steps: steps of a turn; a multiple of the methods' rounds.
       seeds: number of seeds of the simulated runs.
-      tune: learning rates that rise; each method has its best, searched from the middle
-        one on.
+      tune: learning rates that rise, such as 6e-4 1.25e-3 2.5e-3 5e-3 1e-2; each method
+        has its best, searched from the middle one on. By default each has that of its
+        config, which such a search has found.
       horizons: numbers of steps of a run, as multiples of the configs'. All-reduce's
         final loss of the first is the goal; each method has the first two, and then
         the others in turn until one reaches it.
@@ -68,7 +77,7 @@ class Quality:
     rounds: int = 3
     steps: int = 20
     seeds: int = 3
-    tune: tuple[str, ...] = ("6e-4", "1.25e-3", "2.5e-3", "5e-3", "1e-2")
+    tune: tuple[str, ...] = ()
     horizons: tuple[float, ...] = (1.0, 1.5, 2.0)
     real: tuple[str, ...] = (
         "PyTorch DDP at 200mbit",
@@ -87,8 +96,8 @@ class Quality:
         for rate in (*self.rates, *self.late_rates):
             if parse_rate(rate) is None:
                 raise ValueError(f"a race needs rates, such as 200mbit: got {rate!r}")
-        if not self.rates or not self.tune or not self.horizons:
-            raise ValueError("rates, tune and horizons need a value each")
+        if not self.rates or not self.horizons:
+            raise ValueError("rates and horizons need a value each")
         if list(map(float, self.tune)) != sorted(map(float, self.tune)):
             raise ValueError(f"tune must have learning rates that rise: {self.tune}")
         if min(self.horizons) <= 0 or list(self.horizons) != sorted(self.horizons):
@@ -207,7 +216,8 @@ def steps_to_goal(quality: Quality, race: Race) -> list[dict[str, Any]]:
     for method in quality.methods:
         runs = race.curves[method.name][str(quality.settings[0])]
         steps = min((run.steps_to(race.goal) for run in runs), default=math.inf)
-        if method.simulated and not method.torch and math.isfinite(steps):
+        is_ours = method.losses == SIMULATED and not method.torch
+        if is_ours and math.isfinite(steps):
             config = json.loads(config_json(load_config(method.file(quality.configs))))
             rows.append({"name": method.name, "steps": steps, "config": config})
     return rows
@@ -230,13 +240,13 @@ class Runs:
     def rate(self, method: Method) -> str:
         """The best learning rate of a method."""
         rates = self._quality.tune
-        if len(rates) == 1:
-            return rates[0]
-        simulated = not method.torch or method.simulated
-        return best(rates, functools.partial(self._tuning_loss, method, simulated))
+        if not rates:
+            config = load_config(method.file(self._configs))
+            return f"{config.optimizer.learning_rate:g}"
+        return best(rates, functools.partial(self._tuning_loss, method))
 
-    def _tuning_loss(self, method: Method, simulated: bool, rate: str) -> float:
-        if simulated:
+    def _tuning_loss(self, method: Method, rate: str) -> float:
+        if method.losses == SIMULATED or method.like:
             like = method._replace(config=method.like or method.config)
             path, seed = like.file(self._configs), self._seeds.stop
             return tuning_loss(path, rate, self._first, seed, self._out)
@@ -245,9 +255,9 @@ class Runs:
     def curves(self, method: Method, setting: Setting) -> list[Curve]:
         """Runs of ever more steps, as `until` has them."""
         horizons = self._quality.horizons
-        if method.simulated:
+        if method.losses == SIMULATED:
             train = functools.partial(self._simulated, method)
-        elif method.torch:
+        elif method.losses == UNLIMITED:
             train = functools.partial(self._unlimited, method)
         else:
             train = functools.partial(self.real, method, setting)
