@@ -248,7 +248,7 @@ def test_a_race_of_few_steps(tmp_path):
         return done.stdout
 
     output = run()
-    assert "compiling: DAdamW, ring" in output
+    assert "compiling for 200mbit: DAdamW, ring" in output
     facts = json.loads((tmp_path / "quality.json").read_text())
     whole, predicted = facts["race"]["wholes"][f"{name} at 200mbit"]
     # One seed, data and algorithm: the simulator's losses are those of the cluster.

@@ -1,5 +1,7 @@
-"""Seconds of a step of each method, on an emulated cluster whose links change."""
+"""Seconds of a step of each method, on emulated clusters."""
 
+import functools
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
@@ -42,7 +44,8 @@ def measure(
 ) -> Seconds:
     """Returns the median seconds of a step, by setting and method.
 
-    The methods take turns, so that whatever slows the machine slows all of them.
+    The methods take turns, so that whatever slows the machine slows all of them. Each
+    rate has workers of its own, as they measure at their start how to send.
 
     Args:
       methods: the methods; what computes alone is added.
@@ -53,40 +56,51 @@ def measure(
       configs: folder of the methods' configs.
       out: folder for the workers' output.
     """
-    cluster = EmulatedCluster(nodes=num_nodes, rate=settings[0].rate)
     every = [ALONE, *methods]
+    found: Seconds = {}
+    for rate in dict.fromkeys(x.rate for x in settings):
+        cluster = EmulatedCluster(nodes=num_nodes, rate=rate)
+        here = [x for x in settings if x.rate == rate]
+        in_turn = functools.partial(
+            _in_turn, cluster, every, here, (rounds, steps), (configs, out)
+        )
+        found |= measure_in(cluster, in_turn)
+    return {str(x): found[str(x)] for x in settings}
 
-    def in_turn(nodes: Nodes) -> Seconds:
-        teams = {
-            module: Team(module, configs, out, cluster, nodes)
-            for module in {x.worker for x in every}
-        }
-        # The first turn compiles, and measures how messages are sent best: on a link
-        # that is slow beside the calls, but not so slow that it takes long.
-        nodes.set_rate(settings[(len(settings) - 1) // 3].rate)
-        for method in every:
-            print(f"compiling: {method.name}", flush=True)
-            teams[method.worker].take(Turn(method, 0, WARMUP))
-        alone = teams[ALONE.worker].take(Turn(ALONE, WARMUP, steps))
-        seconds = {str(x): {m.name: [] for m in every} for x in settings}
-        for number in range(rounds):
-            for setting in settings:
-                nodes.set_rate(setting.rate)
-                delay = alone if setting.late else 0.0
-                for method in every:
-                    turn = Turn(method, WARMUP, steps, delay)
-                    taken = teams[method.worker].take(turn)
-                    seconds[str(setting)][method.name].append(taken)
-                    print(
-                        f"round {number + 1} of {rounds}, {setting}, {method.name}: "
-                        f"{taken:.3f} s",
-                        flush=True,
-                    )
-        for team in teams.values():
-            team.close()
-        return {
-            setting: {name: median(values) for name, values in found.items()}
-            for setting, found in seconds.items()
-        }
 
-    return measure_in(cluster, in_turn)
+def _in_turn(
+    cluster: EmulatedCluster,
+    methods: Sequence[Method],
+    settings: Sequence[Setting],
+    turns: tuple[int, int],
+    folders: tuple[Path, Path],
+    nodes: Nodes,
+) -> Seconds:
+    """`measure`, in settings of one rate."""
+    (rounds, steps), (configs, out) = turns, folders
+    teams = {
+        module: Team(module, configs, out, cluster, nodes)
+        for module in {x.worker for x in methods}
+    }
+    for method in methods:
+        print(f"compiling for {settings[0].rate}: {method.name}", flush=True)
+        teams[method.worker].take(Turn(method, 0, WARMUP))
+    alone = teams[ALONE.worker].take(Turn(ALONE, WARMUP, steps))
+    seconds = {str(x): {m.name: [] for m in methods} for x in settings}
+    for number, setting in itertools.product(range(rounds), settings):
+        delay = alone if setting.late else 0.0
+        for method in methods:
+            turn = Turn(method, WARMUP, steps, delay)
+            taken = teams[method.worker].take(turn)
+            seconds[str(setting)][method.name].append(taken)
+            print(
+                f"round {number + 1} of {rounds}, {setting}, {method.name}: "
+                f"{taken:.3f} s",
+                flush=True,
+            )
+    for team in teams.values():
+        team.close()
+    return {
+        setting: {name: median(values) for name, values in found.items()}
+        for setting, found in seconds.items()
+    }
