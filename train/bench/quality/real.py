@@ -48,7 +48,8 @@ def real(
         print(f"real run: {name}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)  # One that was stopped.
         argv = [*_train(method, path, config, delay, rate), "--run-dir", str(folder)]
-        _run(argv, config.workers.num_workers, setting, folder.with_suffix(".txt"))
+        log = out / f"{folder.name}.txt"  # The name ends with a number: no suffix.
+        _run(argv, config.workers.num_workers, setting, log)
         (folder / "done").touch()
     own = process_folders(folder)  # Of peers each process has its rows.
     return as_curve(read_metrics(own[0] if own else folder), config.num_steps)
