@@ -56,7 +56,7 @@ from train.run.finite import poison_gradient
 TINY = "tests/tiny.py"
 ADVISE = "advise --nodes 4 --between 25gbit --compute 65ms --params 65M"
 TEXT = f"prepare text {TINY} --out nowhere"
-INT = r"invalid literal for int\(\) with base 10: 'many'"
+INT = "an integer of at most 2,147,483,647, got 'many'"
 
 # A command line, and what is said of it. The folder is the repository's.
 COMMANDS = [
@@ -68,11 +68,11 @@ COMMANDS = [
     ("train quikstart", "no config is named quikstart: did you mean quickstart"),
     ("train README.md", "a config file is Python, NAME.py, got README.md"),
     (f"train {TINY} --num-steps -3", "num_steps must be at least 1, got -3"),
-    (f"train {TINY} --num-steps many", f"--num-steps: {INT}"),
-    (f"train {TINY} --num-steps", "Missing value for argument '--num-steps'"),
-    (f"train {TINY} --num-stps 3", "Perhaps you meant: --num-steps"),
-    (f"train {TINY} extra", "Unrecognized options: extra"),
-    (f"train {TINY} --topology.name rign", "invalid choice 'rign' for argument '--to"),
+    (f"train {TINY} --num-steps many", f"--num-steps must be {INT}"),
+    (f"train {TINY} --num-steps", "--num-steps must be an integer .* got nothing"),
+    (f"train {TINY} --num-stps 3", "no option --num-stps: did you mean --num-steps"),
+    (f"train {TINY} extra", "'extra' follows no option: "),
+    (f"train {TINY} --topology.name rign", "got 'rign': did you mean 'ring'"),
     (
         f"train {TINY} --topology.name hypercube --workers.num-workers 6",
         "hypercube needs num_workers to be a power of two, got 6",
@@ -106,7 +106,7 @@ COMMANDS = [
     ("emulate --nodes 2", "usage: decentjax emulate --nodes N .* -- COMMAND"),
     ("emulate --nodes 0 -- true", "nodes must be between 1 and 254, got 0"),
     ("emulate --nodes 2 --rate fast -- true", "rate must be like 200mbit, .*'fast'"),
-    ("advise", "Missing from decentjax advise: --nodes INT .* --between"),
+    ("advise", "give --nodes INT --between 25gbit --compute"),
     (f"{ADVISE} --between 25", "number with one of the units .*25gbit.*, got '25'"),
     (f"{ADVISE} --compute 65", "number with one of the units .* as 65ms, got '65'"),
     (f"{ADVISE} --workers-per-node 4", "nodes of 4 workers need --inside, such as"),
@@ -124,17 +124,17 @@ COMMANDS = [
         "--race: there is no file nosuch.json; ",
     ),
     (f"advise --measure {TINY} --measured-steps 0", "must be positive, got 300 and 0"),
-    (f"preflight {TINY}", "Missing from decentjax preflight .*: --target STR"),
+    (f"preflight {TINY}", "give --target STR .* --help explains it"),
     (
         f"preflight {TINY} --target h10 --nodes 2 --gpus-per-node 8",
         "no target 'h10': take t4, a40",
     ),
-    ("prepare", "Expected one of .wmt14, pairs, text, imagenet"),
+    ("prepare", "give a command: wmt14, pairs, text, imagenet"),
     (f"{TEXT} --vocabulary 3", "at least 257 tokens, got 3"),
     (f"{TEXT} --held-out-share 2", "must be between 0 and 1, got 2.0"),
     (f"{TEXT} --tokenizer README.md", "README.md is not the JSON file of a tokenizer"),
     ("evaluate README.md", "README.md holds no run: it has no config.json"),
-    ("evaluate nowhere --workers many", "--workers: .*'many'"),
+    ("evaluate nowhere --workers many", r"--workers takes \[INT .*, got 'many'"),
     ("generate nowhere a", "nowhere holds no run: it has no config.json"),
     (f"compare {TINY} {TINY}", r"a name of its own, got \['tiny', 'tiny'\]"),
     (f"compare {TINY} --seeds 0", "seeds must be at least 1, got 0"),
@@ -149,7 +149,7 @@ COMMANDS = [
     (f"compare {TINY} --vary num-steps", "needs a field and its values, got num-step"),
     (f"compare {TINY} --clock.between 1gbit", "need to know how long a step computes"),
     ("report nowhere", "nowhere holds no run: it has no config.json"),
-    ("checkpoint nosuch nowhere", "Available subcommands: list, verify, export"),
+    ("checkpoint nosuch nowhere", "no command 'nosuch': take one of list, verify, ex"),
     ("checkpoint list nowhere", "nowhere holds no run: it has no config.json"),
     ("export nowhere --to model.bin", "a file NAME.safetensors, got model.bin"),
     (f"dbench {TINY} --graphs nosuch", "TopologyConfig.name must be one of 'complete"),
@@ -166,15 +166,16 @@ COMMANDS = [
 
 
 def test_a_wrong_command_is_answered_by_what_is_wrong():
-    """In one process: a traceback would end it, and fail."""
+    """In one sentence; in one process: a traceback would end it, and fail."""
     lines = [("decentjax", *shlex.split(line)) for line, _ in COMMANDS]
     results = run_all(lines, {"train", "text", "images", "emulate"})
     for (line, wanted), (code, text) in zip(COMMANDS, results, strict=True):
         # A sentence in place of a code is printed, and the code is then 1.
         assert code in (1, 2) or str(code).startswith("error: "), (line, code, text)
-        said = " ".join(f"{code} {text}".translate(FRAME).split())
-        assert re.search(wanted, said), (line, said)
-        assert "Traceback" not in said
+        said = text if code in (1, 2) else str(code)
+        assert re.search(wanted, " ".join(said.split())), (line, said)
+        if "usage: " not in said:
+            assert re.fullmatch(r"error: .*\n?", said), (line, said)
 
 
 def test_each_command_has_help_with_an_example():

@@ -20,6 +20,7 @@ from train.cli.command import REQUEST, code_of, command, sentence, show_usage
 from train.cli.config_json import sources
 from train.cli.load import check_folder, load_config, own_sinks, shipped_configs
 from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
+from train.cli.read import from_options
 from train.cli.tables import quantity, words
 from train.config import Config
 from train.job.distributed import fail_stop, leave, start
@@ -115,7 +116,7 @@ def _begin(path: Path, options: list[str]) -> None:
         else:
             run_here(config, folder, init_from=init_from, trust=trust, sinks=sinks)
 
-    tyro.cli(run, prog=f"decentjax train {path}", args=options, config=AS_OPTIONS)
+    from_options(run, prog=f"decentjax train {path}", args=options, config=AS_OPTIONS)
 
 
 def _resume(run_dir: Path, options: list[str]) -> None:
@@ -154,7 +155,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         run_here(changed, run_dir, Resume(step, fields, workers), sinks=sinks)
 
     prog = f"decentjax resume {run_dir}"
-    tyro.cli(run, prog=prog, args=options, config=AS_OPTIONS)
+    from_options(run, prog=prog, args=options, config=AS_OPTIONS)
 
 
 def run_here(

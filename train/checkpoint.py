@@ -17,6 +17,7 @@ from train.cli.command import SaveError, command
 from train.cli.config_json import to_json
 from train.cli.options import Trust
 from train.cli.progress import over
+from train.cli.read import from_options
 from train.cli.tables import aligned, write_json, write_whole
 from train.config import Config
 from train.data.files import check_new, new_folder
@@ -177,8 +178,9 @@ def _saved_at(path: Path) -> float:
 @command()
 def main(arguments: list[str] | None = None) -> int:
     kinds = {"list": show, "verify": verify_all, "export": export}
-    return tyro.extras.subcommand_cli_from_dict(
+    return from_options(
         kinds,
+        read=tyro.extras.subcommand_cli_from_dict,
         prog="decentjax checkpoint",
         description="Shows what is saved of a run.\n\n"
         "Example: `decentjax checkpoint list runs/ring`.",

@@ -18,6 +18,7 @@ import tyro
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.progress import progress
+from train.cli.read import from_options
 from train.cli.tables import file_name, words
 from train.config import Config
 from train.figures.comparison_figure import Panel, draw_comparison, draw_tuning
@@ -312,4 +313,4 @@ if __name__ == "__main__":
     with command():
         if not sys.argv[1:]:
             show_usage("usage: decentjax compare CONFIG.py [CONFIG.py ...]", [])
-        tyro.cli(compare, prog="decentjax compare")
+        from_options(compare, prog="decentjax compare")

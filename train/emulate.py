@@ -5,9 +5,8 @@
 
 import sys
 
-import tyro
-
 from train.cli.command import command, show_usage
+from train.cli.read import from_options
 from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
 from train.job.processes import run_job
 
@@ -30,7 +29,7 @@ def main(arguments: list[str]) -> int:
     own, argv = arguments[:end], arguments[end + 1 :]
     if not argv and "--help" not in own:
         show_usage(USAGE, own)
-    cluster = tyro.cli(
+    cluster = from_options(
         EmulatedCluster, prog="decentjax emulate", description=DESCRIPTION, args=own
     )
 

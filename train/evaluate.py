@@ -14,6 +14,7 @@ from rich.console import Console
 
 from train.cli.command import command
 from train.cli.options import Trust
+from train.cli.read import from_options
 from train.cli.tables import aligned, quantity, write_json
 from train.run.scores import Model, build_score, read_trained
 
@@ -71,4 +72,4 @@ def evaluate(
 
 if __name__ == "__main__":
     with command():
-        tyro.cli(evaluate, prog="decentjax evaluate")
+        from_options(evaluate, prog="decentjax evaluate")

@@ -114,9 +114,9 @@ def check_types(config: Any) -> None:
         hint, value = hints[field.name], getattr(config, field.name)
         if not _fits(value, hint):
             name = f"{type(config).__name__}.{field.name}"
-            near = _nearest(value, hint)
+            near = nearest(value, hint)
             raise ValueError(
-                f"{name} must be {_words(hint)}, got {value!r}"
+                f"{name} must be {words(hint)}, got {value!r}"
                 + (f": did you mean {near!r}?" if near else "")
             )
 
@@ -149,22 +149,22 @@ def _fits(value: Any, hint: Any) -> bool:
     return hint is Any or isinstance(value, kind or hint)
 
 
-def _words(hint: Any) -> str:
+def words(hint: Any) -> str:
     kind, inner = typing.get_origin(hint), typing.get_args(hint)
     if kind is Literal:
         return f"one of {', '.join(map(repr, inner))}"
     if kind in (Union, types.UnionType):
-        return " or ".join(map(_words, inner))
+        return " or ".join(map(words, inner))
     if kind is tuple:
         if inner[-1] is ...:
-            return f"a tuple, each part {_words(inner[0])}"
-        return f"({', '.join(map(_words, inner))})"
+            return f"a tuple, each part {words(inner[0])}"
+        return f"({', '.join(map(words, inner))})"
     if kind is collections.abc.Callable:
         return "a function at the top of a module"
     return WORDS.get(hint) or f"a {hint.__name__}"
 
 
-def _nearest(value: Any, hint: Any) -> str | None:
+def nearest(value: Any, hint: Any) -> str | None:
     """The name that was probably meant, if the annotation lists names."""
     kinds = [
         x for x in (hint, *typing.get_args(hint)) if typing.get_origin(x) is Literal

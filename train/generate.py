@@ -14,6 +14,7 @@ import tyro
 
 from train.cli.command import command
 from train.cli.options import Trust
+from train.cli.read import from_options
 from train.run.scores import read_trained
 from train.tasks.sampling import Sampling
 
@@ -67,4 +68,4 @@ def generate(
 
 if __name__ == "__main__":
     with command():
-        tyro.cli(generate, prog="decentjax generate")
+        from_options(generate, prog="decentjax generate")

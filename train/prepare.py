@@ -11,6 +11,7 @@ import tyro
 
 from train.cli.command import command
 from train.cli.load import check_folder
+from train.cli.read import from_options
 from train.data.by_length import choose_shapes
 from train.data.files import check_new, progress
 from train.data.imagenet_files import prepare_imagenet
@@ -126,8 +127,9 @@ def imagenet(*, archives: Path, out: Path | None = None) -> None:
 @command()
 def main(arguments: list[str]) -> None:
     kinds = {kind.__name__: kind for kind in (wmt14, pairs, text, imagenet)}
-    tyro.extras.subcommand_cli_from_dict(
+    from_options(
         kinds,
+        read=tyro.extras.subcommand_cli_from_dict,
         prog="decentjax prepare",
         description="Prepares data for training.\n\n"
         "Example: `decentjax prepare text my_texts --out runs/corpus`.",

@@ -16,6 +16,7 @@ from rich.progress import Progress
 
 from train.cli.command import command
 from train.cli.options import Trust
+from train.cli.read import from_options
 from train.cli.tables import aligned
 from train.run.folder import process_folders
 from train.run.peers import read_used
@@ -84,4 +85,4 @@ def _difference(stacked: Any, saved: Any) -> float:
 
 if __name__ == "__main__":
     with command():
-        tyro.cli(replay, prog="decentjax replay")
+        from_options(replay, prog="decentjax replay")

@@ -20,6 +20,7 @@ from decentjax.topology import Topology
 from train.cli.command import command, show_usage
 from train.cli.config_json import differences, from_defaults
 from train.cli.options import Trust
+from train.cli.read import from_options
 from train.cli.tables import quantity, words
 from train.figures.members_figure import draw_members, lives
 from train.figures.page import Section, html_table, write_page
@@ -383,4 +384,4 @@ def main(
 
 if __name__ == "__main__":
     with command():
-        tyro.cli(main, prog="decentjax report")
+        from_options(main, prog="decentjax report")

@@ -24,6 +24,7 @@ from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.progress import over
+from train.cli.read import from_options
 from train.config import CodecName, Config
 from train.job.distributed import fail_stop, leave, start
 from train.run.log import warn
@@ -68,7 +69,7 @@ def main(arguments: list[str]) -> int:
         asked = flags.setting(), steps, seed, every, codecs
         return look(*asked, out, read_race(race))
 
-    return tyro.cli(run, prog="decentjax advise", args=arguments)
+    return from_options(run, prog="decentjax advise", args=arguments)
 
 
 def look(
@@ -160,7 +161,7 @@ def _measured(arguments: list[str]) -> int:
         return _here(config, measured_steps, steps, out, contenders)
 
     prog = f"decentjax advise --measure {path}"
-    return tyro.cli(run, prog=prog, args=rest, config=AS_OPTIONS)
+    return from_options(run, prog=prog, args=rest, config=AS_OPTIONS)
 
 
 def _here(

@@ -4,9 +4,8 @@ import importlib
 import sys
 import typing
 
-import tyro
-
 from train.cli.command import command, show_usage
+from train.cli.read import from_options
 
 # Module with `main(options) -> int`, and what it measures. Imported by name, as each
 # bench may do without what another one needs.
@@ -51,7 +50,7 @@ def main(arguments: list[str]) -> int:
     run = importlib.import_module(f"train.bench.{BENCHES[name][0]}").main
     # The options are the fields of the class that `main` takes.
     kind, _ = typing.get_type_hints(run).values()
-    return run(tyro.cli(kind, prog=f"decentjax bench {name}", args=options))
+    return run(from_options(kind, prog=f"decentjax bench {name}", args=options))
 
 
 if __name__ == "__main__":

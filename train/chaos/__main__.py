@@ -13,13 +13,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
-import tyro
-
 from train.chaos import members
 from train.chaos.faults import FAULTS, Bench, reference
 from train.chaos.jobs import BrokenError, MissedError
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
+from train.cli.read import from_options
 from train.cli.tables import markdown, to_json, write_whole
 from train.figures.members_figure import draw_members
 from train.figures.style import save_svg
@@ -96,7 +95,7 @@ def main(arguments: list[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         show_usage(USAGE, arguments)
     config, *options = arguments
-    chaos, fields = tyro.cli(
+    chaos, fields = from_options(
         Chaos,
         prog="decentjax chaos CONFIG.py",
         args=separated(options),

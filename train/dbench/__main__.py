@@ -23,6 +23,7 @@ from train.cli.command import FAILED, command, sentence
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
 from train.cli.progress import progress
+from train.cli.read import from_options
 from train.cli.tables import counted
 from train.config import DistributedConfig
 from train.dbench.cells import Result, num_steps_of, train_cell
@@ -185,6 +186,6 @@ def _say_nothing(step: int, words: str) -> None:
 
 if __name__ == "__main__":
     with command():
-        done = tyro.cli(dbench, prog="decentjax dbench", config=AS_OPTIONS)
+        done = from_options(dbench, prog="decentjax dbench", config=AS_OPTIONS)
         if any(result.error for result in done):
             raise SystemExit(FAILED)

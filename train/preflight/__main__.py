@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import jax
-import tyro
 
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.plugins import reveal_cuda_plugin
+from train.cli.read import from_options
 from train.preflight.compile import prepare
 from train.preflight.preflight_report import report
 
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
             return report(preflight, tune, require_overlap, out, figure)
 
         prog = f"decentjax preflight {path}"
-        return tyro.cli(run, prog=prog, args=arguments[1:], config=AS_OPTIONS)
+        return from_options(run, prog=prog, args=arguments[1:], config=AS_OPTIONS)
     # The compiler refuses: a name of a TPU slice, or an option of XLA, is wrong.
     except jax.errors.JaxRuntimeError as error:
         raise SystemExit(f"error: {error}") from error

@@ -27,6 +27,7 @@ from train.cli.config_json import (
     with_defaults,
 )
 from train.cli.options import AS_OPTIONS
+from train.cli.read import from_options
 from train.config import Config, DistributedConfig
 from train.fields import place_of
 from train.models.gpt2 import read_gpt2
@@ -178,7 +179,7 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str) -> Config:
                 f"{prog}: {field} would change nothing, as optimizer.schedule = "
                 f"{place_of(schedule)} has the rates"
             )
-    return tyro.cli(
+    return from_options(
         Config,
         default=config,
         args=[x for field, value in values.items() for x in _flag(field, value)],

@@ -12,6 +12,7 @@ import tyro
 
 from train.bench.quality.torch_gpt import TorchTrainer
 from train.cli.load import load_config
+from train.cli.read import from_options
 from train.run.log import METRICS
 from train.run.resume import with_field
 
@@ -64,4 +65,4 @@ def run(
 
 
 if __name__ == "__main__":
-    tyro.cli(run)
+    from_options(run)
