@@ -7,7 +7,7 @@ configs/gpt2_small.svg`; the tuned all-reduce with `--step.algorithm all_reduce
 --topology.name complete --step.xla-options
 xla_gpu_all_reduce_combine_threshold_bytes=100000000
 xla_gpu_experimental_parallel_collective_overlap_limit=4`; the slower network with
-`--between-gbit 100` after either, where the row "as configured, with a profile of its
+`--between 100gbit` after either, where the row "as configured, with a profile of its
 times" is among the options tried.
 Hardware: none of it; compiled on 2 cores of an AMD EPYC.
 Wall time: 269 s, 11 s for each program (Python 3.11, jax 0.10.2).

@@ -267,7 +267,7 @@ def test_a_profile_of_times_starts_messages_in_time():
         topology=TopologyConfig(name="one_peer_ring"),
         step=StepConfig(batch_per_worker=16),
     )
-    run = prepare(config, "h100", 4, 1, between_gbit=200)
+    run = prepare(config, "h100", 4, 1, between="200gbit")
     plain = run.find("", 0, run.options)
     times = profile(plain.schedule, run.target.accelerator(), run.network)
     profiled = run.find("", 0, {**run.options, "fdo_profile": times})
@@ -333,8 +333,8 @@ def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
             "alternating_exponential_ring needs num_workers / workers_per_node to be a",
         ),
         (
-            "--target h100 --nodes 2 --gpus-per-node 2 --between-gbit 0",
-            "between-gbit must be positive, got 0.0",
+            "--target h100 --nodes 2 --gpus-per-node 2 --between 0gbit",
+            "between must be positive, got '0gbit'",
         ),
         (
             "--target h100 --nodes 2 --gpus-per-node 2 --require-overlap 95",
@@ -446,8 +446,8 @@ def test_a_slower_network_exposes_more():
         tiny.config, step=StepConfig(algorithm="all_reduce", batch_per_worker=2)
     )
     exposed = []
-    for gbit in (1.0, 100.0):
-        run = prepare(config, "h100", 2, 2, between_gbit=gbit)
+    for rate in ("1gbit", "100gbit"):
+        run = prepare(config, "h100", 2, 2, between=rate)
         (finding,) = inspect(run, {}, QUIET)
         exposed.append(finding.estimate.exposed)
     assert exposed[0] > 2 * exposed[1]

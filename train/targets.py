@@ -2,7 +2,7 @@
 
 FLOP/s are those of dense matmuls in the vendors' data sheets, with TF32 for float32
 where a GPU has it, as XLA uses it. Networks are those of the vendors' own servers (DGX;
-for T4 and A40 PCIe inside, 50 Gbit/s between): `--between-gbit` sets another rate.
+for T4 and A40 PCIe inside, 50 Gbit/s between): `--between` sets another rate.
 """
 
 import dataclasses

@@ -14,6 +14,7 @@ from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.plugins import reveal_cuda_plugin
 from train.cli.read import from_options
+from train.network import MaybeRate
 from train.preflight.compile import prepare
 from train.preflight.preflight_report import report
 
@@ -39,7 +40,7 @@ def main(arguments: list[str]) -> int:
             target: str,
             nodes: int,
             gpus_per_node: int,
-            between_gbit: float | None = None,
+            between: MaybeRate = None,
             tune: bool = True,
             require_overlap: float | None = None,
             out: Path | None = None,
@@ -53,8 +54,8 @@ def main(arguments: list[str]) -> int:
                 v5e:4x4, or a file NAME.py that defines `target`.
               nodes: number of nodes; their GPUs are the workers.
               gpus_per_node: number of GPUs per node.
-              between_gbit: Gbit/s of a node to other nodes, over one link; by default
-                that of the vendor's own servers.
+              between: rate of a node to other nodes, over one link, such as 100gbit; by
+                default that of the vendor's own servers.
               tune: search for options of XLA that make the step shorter; --no-tune
                 skips it.
               require_overlap: exit with code 1 if a smaller share of the exchanged
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
               out: file for all results as JSON.
               figure: file for the schedule as a figure, such as NAME.svg.
             """
-            preflight = prepare(config, target, nodes, gpus_per_node, between_gbit)
+            preflight = prepare(config, target, nodes, gpus_per_node, between)
             return report(preflight, tune, require_overlap, out, figure)
 
         prog = f"decentjax preflight {path}"

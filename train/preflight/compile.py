@@ -1,7 +1,6 @@
 """Compiles the train steps of a run for a cluster, and reads their schedules."""
 
 import dataclasses
-import math
 import os
 import time
 from collections.abc import Mapping
@@ -19,7 +18,7 @@ from decentjax.overlap import Estimate, Schedule
 from decentjax.topology import complete
 from train import targets
 from train.config import Config
-from train.network import GBIT
+from train.network import rate
 from train.run.build import build_in_step, build_state
 from train.run.optimizers import build_optimizer
 from train.targets import Gpu, Target
@@ -205,7 +204,7 @@ def prepare(
     target_name: str,
     nodes: int,
     devices_per_node: int,
-    between_gbit: float | None = None,
+    between: str | None = None,
 ) -> Preflight:
     """Places a run on a cluster.
 
@@ -214,14 +213,14 @@ def prepare(
       target_name: name or file of the target.
       nodes: number of nodes.
       devices_per_node: number of devices per node.
-      between_gbit: Gbit/s of a node to others over one link; by default the target's.
+      between: rate of a node to others over one link, such as 100gbit; by default the
+        target's.
 
     Raises:
       ValueError: if the run or the target does not fit the cluster.
       ModuleNotFoundError: if the target's compiler is not installed.
     """
-    if between_gbit is not None and not 0 < between_gbit < math.inf:
-        raise ValueError(f"between-gbit must be positive, got {between_gbit}")
+    speed = None if between is None else rate("between", between)
     for name, count in [("nodes", nodes), ("gpus-per-node", devices_per_node)]:
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
@@ -240,12 +239,10 @@ def prepare(
     target = targets.find(target_name)
     mesh = Mesh(_devices(target, nodes, devices_per_node), (AXIS,))
     cluster = target.cluster(nodes, devices_per_node)
-    if between_gbit is not None and not isinstance(target, Gpu):
-        raise ValueError("a slice of TPUs has no nodes: leave out --between-gbit")
-    if between_gbit is not None:
-        cluster = dataclasses.replace(
-            cluster, between=between_gbit * GBIT, links_per_node=1
-        )
+    if speed is not None and not isinstance(target, Gpu):
+        raise ValueError("a slice of TPUs has no nodes: leave out --between")
+    if speed is not None:
+        cluster = dataclasses.replace(cluster, between=speed, links_per_node=1)
     return Preflight(config, target, mesh, cluster.overlap_network())
 
 

@@ -28,6 +28,7 @@ from train.cli.progress import over
 from train.figures.race_figure import draw_race
 from train.figures.style import to_svg
 from train.job.namespaces import EmulatedCluster, Nodes
+from train.network import Rate
 
 Results = list[tuple[EmulatedCluster, list[Timing]]]
 
@@ -45,7 +46,7 @@ class Race:
 
     Args:
       clusters: emulated clusters, each as NODESxWORKERS_PER_NODE.
-      rate: rate of each node's link, as for `train.emulate`.
+      rate: rate of each node's link, as for `decentjax emulate`.
       work: load of each worker.
       rounds: number of turns of each contestant.
       steps: steps measured in a turn; a multiple of the topologies' periods.
@@ -56,7 +57,7 @@ class Race:
     """
 
     clusters: tuple[str, ...] = ("4x1", "4x2")
-    rate: str = "200mbit"
+    rate: Rate = "200mbit"
     work: Load = dataclasses.field(default_factory=Load)
     rounds: int = 5
     steps: int = 4

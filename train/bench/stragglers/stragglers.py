@@ -29,6 +29,7 @@ from train.figures.race_figure import draw_race
 from train.figures.style import save_svg, to_svg
 from train.figures.timeline_figure import draw_timelines
 from train.job.namespaces import EmulatedCluster, Nodes
+from train.network import Rate
 from train.run.timeline import middle_steps
 
 Results = list[tuple[EmulatedCluster, list[Delayed]]]
@@ -52,7 +53,7 @@ class Stragglers:
 
     Args:
       clusters: emulated clusters, each as NODESx1.
-      rate: rate of each node's link, as for `train.emulate`. At the default the
+      rate: rate of each node's link, as for `decentjax emulate`. At the default the
         exchange takes far less time than the compute.
       work: load of each worker, beside the pause.
       pause: seconds that every worker sleeps in each step, for its accelerator.
@@ -66,7 +67,7 @@ class Stragglers:
     """
 
     clusters: tuple[str, ...] = ("4x1", "8x1")
-    rate: str = "1gbit"
+    rate: Rate = "1gbit"
     work: Load = dataclasses.field(
         default_factory=lambda: Load(layers=4, width=128, batch=8)
     )
