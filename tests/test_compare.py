@@ -628,12 +628,12 @@ def test_seeds_pair_where_model_and_data_are_the_same(section, changes, pairs):
 
 def test_the_table_has_means_and_two_standard_deviations():
     made = outcome([1.0, 3.0], judged={"bleu": [10.0, 10.0]})
-    text = table([Entry("a", made, None)], {})
+    text = table([Entry("a", made, None)], {}, units={"loss": "nats"})
     row = (
         "| a | 2.0000 ± 2.8284 | 10.0000 ± 0.0000 | 2.0000 ± 2.8284 | 1.0000 to 4.0000"
     )
     assert row in text
-    assert "| loss | bleu | training loss | loss of workers |" in text
+    assert "| loss, nats | bleu | training loss, nats | loss of workers |" in text
 
 
 def test_the_figure_has_curves_of_a_score_that_is_evaluated_often():

@@ -19,13 +19,13 @@ from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.progress import progress
 from train.cli.read import from_options
-from train.cli.tables import file_name, words
+from train.cli.tables import file_name, label
 from train.config import Config
 from train.figures.comparison_figure import Panel, draw_comparison, draw_tuning
 from train.figures.run_figure import MORE_AXES
 from train.figures.style import save_svg
 from train.run.clock import Clock
-from train.run.comparison import Entry, statements, table
+from train.run.comparison import NO_UNITS, Entry, statements, table
 from train.run.outcome import SeedsOutcome, kept
 from train.run.replayed import train_by_clock
 from train.run.resume import with_changes, with_field
@@ -112,7 +112,8 @@ def compare(
     }
     seconds = {name: of_steps[-1] for name, of_steps in ends.items()}
     simulated = seconds if clock.runs else {}
-    parts = [table(entries, simulated, grid.fields, headline.name)]
+    units = build_task(chosen[0].task).units
+    parts = [table(entries, simulated, grid.fields, headline.name, units)]
     if grid.fields:
         parts.append(
             f"Values are chosen by the {_words(bests[0].score)} of one more seed; "
@@ -126,7 +127,7 @@ def compare(
     text = "\n\n".join([*parts, *statements(entries, headline)])
     (out / "compare.md").write_text(text + "\n")
     time = "seconds, simulated" if clock.runs else "step"
-    _draw_entries(entries, ends, headline, time, out / "compare.svg")
+    _draw_entries(entries, ends, headline, units, time, out / "compare.svg")
     print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")
     if grid.fields:
         names = [config.name for config in chosen]
@@ -158,19 +159,20 @@ def _draw_entries(
     entries: Sequence[Entry],
     ends: Mapping[str, Sequence[float]],
     headline: Headline,
+    units: Mapping[str, str],
     time: str,
     path: Path,
 ) -> None:
-    score = _words(headline)
+    score = _words(headline, units)
     losses = {
         one.name: [(ends[one.name][step], row) for step, row in one.outcome.losses]
         for one in entries
     }
-    panels = [Panel(losses, time, "training loss")]
+    panels = [Panel(losses, time, label("training_loss", units))]
     panels += _held_out(entries, ends, headline.name, time, score)
     scores = {entry.name: entry.scores()[headline.name] for entry in entries}
-    label = f"{score} ({headline.better} is better; dots are seeds)"
-    save_svg(draw_comparison(panels, scores, label), path)
+    text = f"{score} ({headline.better} is better; dots are seeds)"
+    save_svg(draw_comparison(panels, scores, text), path)
 
 
 def _held_out(
@@ -178,7 +180,7 @@ def _held_out(
     ends: Mapping[str, Sequence[float]],
     name: str,
     time: str,
-    label: str,
+    y_label: str,
 ) -> list[Panel]:
     """The curves of a score, where it was evaluated more than once."""
     rows = {
@@ -193,7 +195,7 @@ def _held_out(
             run: [(x(run, step, scores), scores[name]) for step, scores in found]
             for run, found in rows.items()
         }
-        return Panel(curves, x_label, label)
+        return Panel(curves, x_label, y_label)
 
     counts = [x for x in MORE_AXES if x in entries[0].scores()]
     return [
@@ -210,15 +212,15 @@ def _draw_tuning(bests: Mapping[str, Best], grid: Grid, path: Path) -> None:
         name: profiles(grid, best.tried, best.score) for name, best in bests.items()
     }
     score = next(iter(bests.values())).score
-    label = f"{_words(score)} of one seed"
+    text = f"{_words(score)} of one seed"
     values = dict(zip(grid.fields, grid.values, strict=True))
-    save_svg(draw_tuning(curves, values, label), path)
+    save_svg(draw_tuning(curves, values, text), path)
 
 
-def _words(score: Headline) -> str:
+def _words(score: Headline, units: Mapping[str, str] = NO_UNITS) -> str:
     """What a score is called in a text."""
     where = "" if score.name == "training_loss" else "held-out "
-    return f"{where}{words(score.name)}"
+    return f"{where}{label(score.name, units)}"
 
 
 def _compared(own: Headline, score: str | None) -> Headline:

@@ -77,6 +77,17 @@ def words(name: str) -> str:
     return name.replace("_", " ")
 
 
+def label(name: str, units: Mapping[str, str]) -> str:
+    """A score as a label with its unit: "training_loss" as "training loss, nats".
+
+    Args:
+      name: name of the score; the training loss has the unit of the loss.
+      units: unit of each score, by name.
+    """
+    unit = units.get("loss" if name == "training_loss" else name, "")
+    return f"{words(name)}, {unit}" if unit else words(name)
+
+
 def quantity(value: float, unit: str = "", digits: int = 3) -> str:
     """Returns a score: "2.345 nats", of a "share" "97.2 %", without a unit "0.001234".
 

@@ -19,16 +19,18 @@ Winter (2013), Using the Student's t-test with extremely small sample sizes; Boi
 import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy import stats
 
-from train.cli.tables import markdown, words
+from train.cli.tables import label, markdown, words
 from train.run.outcome import SeedsOutcome
 from train.tasks.task import Headline
 
 LEVEL = 0.05
+NO_UNITS: Mapping[str, str] = MappingProxyType({})
 
 
 class Entry(NamedTuple):
@@ -62,6 +64,7 @@ def table(
     simulated: Mapping[str, float],
     fields: Sequence[str] = (),
     headline: str = "",
+    units: Mapping[str, str] = NO_UNITS,
 ) -> str:
     """Returns a Markdown table: means over the seeds +- two standard deviations.
 
@@ -71,10 +74,12 @@ def table(
       fields: fields that were tuned.
       headline: score that single workers are compared by; without one, and where it is
         of the mean model alone, the first.
+      units: units of the scores, by name.
     """
     names = list(entries[0].scores())
     main = headline if headline in entries[0].outcome.workers else names[0]
-    head = ["", *names, f"{main} of workers", "consensus distance", "seconds"]
+    head = ["", *(label(name, units) for name in names)]
+    head += [f"{words(main)} of workers", "consensus distance", "seconds"]
     head += ["simulated seconds"] if simulated else []
     head += [field.rpartition(".")[2] for field in fields]
     rows = []
@@ -91,7 +96,7 @@ def table(
             *entry.chosen,
         ]
         rows.append(row)
-    return markdown([words(name) for name in head], rows)
+    return markdown(head, rows)
 
 
 def statements(entries: Sequence[Entry], headline: Headline) -> list[str]:
