@@ -66,6 +66,14 @@ COMMANDS = [
     ("train --num-steps 3", "usage: decentjax train CONFIG"),
     ("train nosuch", "no config is named nosuch: give the path"),
     ("train quikstart", "no config is named quikstart: did you mean quickstart"),
+    (
+        "train elsewhere/quickstart.py",
+        "file elsewhere/quickstart.py: did you mean quickstart, which comes with the",
+    ),
+    (
+        "launch -n 2 elsewhere/quickstart.py",
+        "no config or script elsewhere/quickstart.py: did you mean quickstart, which",
+    ),
     ("train README.md", "a config file is Python, NAME.py, got README.md"),
     (f"train {TINY} --num-steps -3", "num_steps must be at least 1, got -3"),
     (f"train {TINY} --num-steps many", f"--num-steps must be {INT}"),

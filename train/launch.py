@@ -167,7 +167,9 @@ def is_config(target: str) -> bool:
     if not path.suffix:  # The name of a config that comes with the program.
         return True
     if not path.exists():
-        raise FileNotFoundError(f"there is no config or script {path}")
+        from train.cli.load import no_file  # Takes long.
+
+        raise no_file("config or script", path)
     try:
         with tokenize.open(path) as file:
             text = file.read()

@@ -35,6 +35,13 @@ def load_config(path: Path) -> "Config":
     return load_value(find_config(path), "config", Config)
 
 
+def no_file(what: str, path: Path) -> FileNotFoundError:
+    """The error of a file that is missing; it may be one of the program's own."""
+    known = path.suffix == ".py" and path.stem in shipped_configs()
+    hint = f": did you mean {path.stem}, which comes with the program?" if known else ""
+    return FileNotFoundError(f"there is no {what} {path}{hint}")
+
+
 def own_sinks(path: Path, what: str = "config file") -> list[Any]:
     """Returns the `sinks` of a file of Python, which runs unless it has; often none.
 
@@ -108,7 +115,7 @@ def load_file(path: Path, what: str, module_name: str) -> ModuleType:
       ValueError: if it raises an error, with the line.
     """
     if not path.is_file():
-        raise FileNotFoundError(f"there is no {what} {path}")
+        raise no_file(what, path)
     if path.suffix != ".py":
         raise ValueError(f"a {what} is Python, NAME.py, got {path}")
     spec = importlib.util.spec_from_file_location(module_name, path)
