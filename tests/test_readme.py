@@ -151,7 +151,7 @@ def asked(line: str) -> Asked | None:
         measured = ["--measure"] if "--measure" in rest else []
         config = [word.replace("NAME", "quickstart") for word in rest if ".py" in word]
         # By its name, without a path.
-        config += [word for word in rest[:1] if word.isidentifier()]
+        config += [x for x in rest if (ROOT / "configs" / f"{x}.py").is_file()]
         return Asked((module, *measured, *config[:1], "--help"), options)
     kind = () if name == "resume" else first
     if name in ("bench", "prepare", "checkpoint"):
@@ -165,7 +165,7 @@ def parts(line: str) -> list[str]:
     if separator:
         return [before, after]
     own = r"(?: --(?:minutes|seed|faults|steps|out) \S+)*"
-    harmed = re.fullmatch(rf"(.*decentjax chaos)( \S+\.py)({own})(.*)", line)
+    harmed = re.fullmatch(rf"(.*decentjax chaos)( [^-]\S*)({own})(.*)", line)
     if harmed:
         return [harmed[1] + harmed[3], f"decentjax train{harmed[2]}{harmed[4]}"]
     own = r"--processes \d+(?: --elastic)?"
