@@ -191,7 +191,7 @@ found, models = np.asarray(losses), globals().get("stacked")
 models = state.params if models is None else models
 assert found.shape[1] == 8
 assert found[-10:].mean() < found[0].mean() / 5
-assert all(jnp.abs(x - x.mean(0)).max() < 0.1 for x in jax.tree.leaves(models))
+assert all(abs(x - x.mean(0)).max() < 0.1 for x in jax.tree.leaves(models))
 """
 CHECKS = {
     "targets = jnp.array": "assert abs(x - 1.4444).max() < 1e-3",
@@ -297,6 +297,15 @@ def test_the_configs_of_train_commands_fit_together(monkeypatch):
             continue
         train_command.main([found[1], *shlex.split(found[2])])
     assert len(made) > 20
+
+
+@pytest.mark.parametrize(
+    ("page", "word", "most"),
+    [("recipes", "nnx.split(model)", 20), ("own-project", "initialize()", 25)],
+)
+def test_a_model_of_flax_needs_few_lines(page, word, most):
+    (block,) = (x for at, x in BLOCKS if at == f"docs/guides/{page}.md" and word in x)
+    assert sum(map(bool, map(str.strip, block.split("\n")))) <= most
 
 
 @pytest.fixture(scope="module")
