@@ -51,6 +51,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from train.bench.__main__ import BENCHES
 from train.run.finite import poison_gradient
 
 TINY = "tests/tiny.py"
@@ -168,7 +169,7 @@ COMMANDS = [
     ("replay nowhere", "nowhere holds no run of peers: they are those with --exch"),
     ("chaos nosuch.py --out nowhere", "there is no config file nosuch.py"),
     (f"chaos {TINY} --steps 1", "at least 2 processes and 6 steps, got 4 and 1"),
-    ("bench nosuch", "usage: decentjax bench .race,quality"),
+    ("bench nosuch --help", "no bench 'nosuch': take one of race, quality, "),
     ("bench step --rounds 0", "rounds must be at least 1, got 0"),
 ]
 
@@ -200,6 +201,24 @@ def test_each_command_has_help_with_an_example():
     assert " STR " not in advice
 
 
+@pytest.mark.parametrize("name", ["prepare", "checkpoint", "bench"])
+def test_each_kind_of_a_command_has_an_example(name):
+    kinds = {
+        "prepare": ("wmt14", "pairs", "text", "imagenet"),
+        "checkpoint": ("list", "verify", "export"),
+        "bench": tuple(BENCHES),
+    }[name]
+    lines = [("decentjax", name, kind, "--help") for kind in kinds]
+    if name == "bench":  # And those whose options are those of a config.
+        lines += [("decentjax", x, "quickstart", "--help") for x in OF_CONFIGS]
+    results = run_all(lines, {"train", "text", "images", "emulate"})
+    for line, (code, text) in zip(lines, results, strict=True):
+        said = " ".join(text.translate(FRAME).split())
+        assert code == 0, (line, code, text)
+        assert re.search(r"[Ee]xamples?: `?(srun |taskset -c 0 )?decentjax", said), line
+
+
+OF_CONFIGS = ("train", "chaos", "preflight")
 FRAME = str.maketrans(dict.fromkeys("│─╭╮╰╯", " "))
 RING, LOST = topology.ring(4), topology.ring
 WHOLE = NamedSharding(worker_mesh(1), PartitionSpec())

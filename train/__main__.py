@@ -103,6 +103,8 @@ def _begin(path: Path, options: list[str]) -> None:
     ) -> None:
         """Trains the config.
 
+        Example: `decentjax train quickstart --topology.name ring --run-dir runs/ring`.
+
         Args:
           run_dir: folder of the run; by default runs/NAME.
           init_from: folder of another run, whose mean model all workers start from, or

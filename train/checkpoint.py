@@ -37,6 +37,8 @@ Facts = dict[str, str]
 def show(run: RunFolder) -> int:
     """Lists the checkpoints of a run, and folders that are none; reads no arrays.
 
+    Example: `decentjax checkpoint list runs/ring`.
+
     Args:
       run: folder of the run.
     """
@@ -55,6 +57,8 @@ def show(run: RunFolder) -> int:
 
 def verify_all(run: RunFolder) -> int:
     """Reads all checkpoints; ends with code 1 if a file is not as it was written.
+
+    Example: `decentjax checkpoint verify runs/ring`.
 
     Args:
       run: folder of the run.

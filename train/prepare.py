@@ -36,6 +36,8 @@ def wmt14(
 ) -> None:
     """Downloads WMT14, English to German or French, and tokenizes it.
 
+    Example: `decentjax prepare wmt14 --pair fr-en --out data/wmt14`.
+
     Args:
       out: new folder.
       pair: languages, as TFDS names them.
@@ -62,6 +64,9 @@ def pairs(
 ) -> None:
     """Tokenizes your own text files, a sentence per line.
 
+    Example: `decentjax prepare pairs --train a.en a.de --validation b.en b.de --test
+    c.en c.de --out data/mine`.
+
     Args:
       out: new folder.
       train: two files, source and target, whose lines correspond.
@@ -86,6 +91,8 @@ def text(
     held_out_share: float = 0.005,
 ) -> None:
     """Tokenizes text files for a language model, into train.bin and val.bin.
+
+    Example: `decentjax prepare text my_texts --out data/corpus`.
 
     Args:
       files: UTF-8 files, or folders of them; a file is one document, or several that
@@ -114,6 +121,8 @@ def text(
 
 def imagenet(*, archives: Path, out: Path | None = None) -> None:
     """Converts the archives of ImageNet-1K into files with random access.
+
+    Example: `decentjax prepare imagenet --archives downloads`.
 
     Args:
       archives: folder with ILSVRC2012_img_train.tar and ILSVRC2012_img_val.tar.

@@ -134,6 +134,8 @@ def _measured(arguments: list[str]) -> int:
     ) -> int:
         """Measures a config on these processes, predicts its step times, and advises.
 
+        Example: `srun decentjax advise --measure quickstart --distributed.enabled`.
+
         Args:
           config: config of the run, with its workers and processes.
           measured_steps: number of steps whose compute times are measured.

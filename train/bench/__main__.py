@@ -41,6 +41,10 @@ example:
 
 @command()
 def main(arguments: list[str]) -> int:
+    if arguments and arguments[0] not in (*BENCHES, "--help", "-h"):
+        raise ValueError(
+            f"there is no bench {arguments[0]!r}: take one of {', '.join(BENCHES)}"
+        )
     if not arguments or arguments[0] not in BENCHES:
         width = max(map(len, BENCHES))
         benches = (f"  {n:{width}}  {what}" for n, (_, what) in BENCHES.items())

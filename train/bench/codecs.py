@@ -28,6 +28,8 @@ CODECS = {
 class CodecBench:
     """Measures each codec on one float32 leaf, in turns. Pin it to measure one core.
 
+    Example: `taskset -c 0 decentjax bench codec`.
+
     Args:
       size: numbers in the leaf.
       rounds: number of turns, of which the median counts.

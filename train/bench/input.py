@@ -30,6 +30,8 @@ COMPILED = "/jax/core/compile/backend_compile_duration"
 class DataBench:
     """Measures the input pipeline alone, and the simulated train step alone.
 
+    Example: `decentjax bench data --configs digits_allreduce`.
+
     Args:
       configs: configs of the runs.
       steps: number of steps measured; the model trains on them once before.

@@ -31,6 +31,8 @@ class StepBench:
 
     The batch consists of ones, so no data is needed.
 
+    Example: `decentjax bench step --rounds 5`.
+
     Args:
       configs: configs whose models are trained.
       batches: batch of each config, in the task's unit; small enough for a CPU.

@@ -48,6 +48,8 @@ class UnevenBench:
     resumed with a share of a core for each worker: time that a worker waits is lost, as
     on a machine of its own. Only these steps are timed, without their evaluations.
 
+    Example: `decentjax bench uneven --cores 0.2`.
+
     Args:
       configs: configs of as many workers, each with as many steps as it can take in
         about one time; the others are compared with the first.

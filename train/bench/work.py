@@ -33,6 +33,8 @@ class WorkBench:
     trace.npy has the seconds of each step and worker, for the clock of `decentjax
     compare`.
 
+    Example: `decentjax bench work --change workers.num-workers=16`.
+
     Args:
       config: config of the run.
       change: FIELD=VALUE of the config, such as "workers.num-workers=16".

@@ -26,9 +26,10 @@ from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
 from train.run.history import read_history
 
 USAGE = (
-    "usage: decentjax chaos CONFIG.py [--faults kill,freeze,...] [--minutes 5] "
+    "usage: decentjax chaos CONFIG.py [--faults kill freeze ...] [--minutes 5] "
     "[--seed 0] [--field value ...]\n\n"
-    "Injects faults into real jobs at random, and checks what is promised.\n\n"
+    "Injects faults into real jobs at random, and checks what is promised.\n"
+    "decentjax chaos CONFIG.py --help lists all options.\n\n"
     "example:\n  decentjax chaos quickstart --faults kill freeze --minutes 5"
 )
 FaultName = Literal[
@@ -44,6 +45,8 @@ class Chaos:
     Each fault gets a job of its own, of a few steps, which must end as an undisturbed
     one does. Kills and freezes are also done to one elastic run, while it trains.
     Fields of the config follow, as for `decentjax train`.
+
+    Example: `decentjax chaos quickstart --faults kill freeze --minutes 5`.
 
     Args:
       faults: the faults; each in turn, in a random order, until the time is over.

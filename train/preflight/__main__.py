@@ -26,6 +26,7 @@ def main(arguments: list[str]) -> int:
             "usage: decentjax preflight CONFIG.py --target TARGET --nodes N "
             "--gpus-per-node L [--field value ...]\n\n"
             "Compiles the config's step for a cluster, and reports overlap and memory."
+            "\ndecentjax preflight CONFIG.py --help lists all options."
             "\n\nexample:\n  decentjax preflight quickstart --target h100 --nodes 2 "
             "--gpus-per-node 4",
             arguments,
@@ -47,6 +48,9 @@ def main(arguments: list[str]) -> int:
             figure: Path | None = None,
         ) -> int:
             """Compiles the config's step for a cluster, and reports overlap and memory.
+
+            Example: `decentjax preflight quickstart --target h100 --nodes 2
+            --gpus-per-node 4`.
 
             Args:
               config: config of the run.

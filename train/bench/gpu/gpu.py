@@ -33,6 +33,8 @@ Seconds = dict[str, float]
 class GpuBench:
     """Measures a train step on one GPU, without and with the library around it.
 
+    Example: `decentjax bench gpu --rounds 3`.
+
     Args:
       config: config whose model, batch, accum_steps and options of XLA are used; its
         batch is computed as one.

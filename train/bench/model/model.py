@@ -29,6 +29,8 @@ Part = Literal["emulated", "published", "imbalance", "diloco", "simulator"]
 class ModelBench:
     """Predicts step times, and compares them with measurements.
 
+    Example: `decentjax bench model --rounds 1`.
+
     Args:
       parts: emulated (as root: network namespaces), published (paper 1, Fig 6),
         imbalance (paper 2), diloco (published shares of DiLoCo's time; as root),

@@ -52,6 +52,8 @@ class Quality:
 
     Takes hours; what is finished is kept in `out`, and a second call goes on.
 
+    Example: `decentjax bench quality --rates 200mbit --only DiLoCo`.
+
     Args:
       rates: rates of each node's link, the fastest first.
       late_rates: rates that are also measured with worker t mod N late at step t, by

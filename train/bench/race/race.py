@@ -44,6 +44,8 @@ class Race:
     odd number of nodes each worker averages with both neighbours in a step, else with
     one.
 
+    Example: `decentjax bench race --clusters 4x1 --rounds 3`.
+
     Args:
       clusters: emulated clusters, each as NODESxWORKERS_PER_NODE.
       rate: rate of each node's link, as for `decentjax emulate`.

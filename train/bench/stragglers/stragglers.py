@@ -51,6 +51,8 @@ DRAWN_STEPS = 10  # Width of the timelines, as steps of workers that never wait.
 class Stragglers:
     """Measures step times beside late workers: all-reduce, waiting for peers, or not.
 
+    Example: `decentjax bench stragglers --clusters 4x1 --rounds 1`.
+
     Args:
       clusters: emulated clusters, each as NODESx1.
       rate: rate of each node's link, as for `decentjax emulate`. At the default the
