@@ -351,7 +351,7 @@ def test_a_code_block_runs_as_pasted(number, pasted):
 
 def test_the_checks_of_blocks_are_of_some():
     blocks = [block for _, block in BLOCKS]
-    assert len(blocks) == 37
+    assert len(blocks) == 38
     assert sum(word in block for word in CHECKS for block in blocks) == 18
     for word in ("analysis.traffic", "runtime.all_reduce"):
         assert sum(word in block for block in blocks) == 1
@@ -372,6 +372,7 @@ def test_each_page_is_linked():
 
 def test_readme_is_short():
     assert PAGES["README.md"].count("\n") <= 150
+    assert len(PAGES["README.md"].split()) <= 1300
 
 
 @pytest.mark.parametrize(
