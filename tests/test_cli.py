@@ -19,7 +19,6 @@ from train.cli.command import command, sentence
 from train.cli.config_json import from_fields, read_config, to_json
 from train.cli.load import load_config
 from train.config import (
-    TASKS,
     Config,
     OptimizerConfig,
     StepConfig,
@@ -42,6 +41,7 @@ from train.tasks.imagenet import ImageNetTask
 from train.tasks.navigate import NavigateTask
 from train.tasks.numbers import NumbersTask
 from train.tasks.ppo import PPOConfig
+from train.tasks.shipped import MODULES, shipped_task
 from train.tasks.text import TextTask
 
 ROOT = Path(__file__).parent.parent
@@ -201,7 +201,7 @@ CONFIGS = [config for config in MADE if dataclasses.is_dataclass(config)]
 
 def test_configs_of_every_class_are_checked_here():
     """All dataclasses that a Config can hold."""
-    kinds, open_kinds = set(), [Config, *TASKS]
+    kinds, open_kinds = set(), [Config, *map(shipped_task, MODULES)]
     while open_kinds:
         kinds.add(kind := open_kinds.pop())
         hints = typing.get_type_hints(kind).values()
@@ -434,3 +434,15 @@ def test_a_config_that_ends_the_process_is_an_error(tmp_path):
         _, errors = process.communicate()
     assert process.returncode == 1
     assert errors.endswith("exits.py, line 2: SystemExit: 0\n")
+
+
+@pytest.mark.parametrize("command", ["advise", "report"])
+def test_a_command_without_a_task_loads_no_model(command):
+    program = (
+        "import sys; from decentjax import cli\n"
+        f"sys.argv = ['decentjax', {command!r}, '--help']\n"
+        "try:\n    cli.main()\nexcept SystemExit:\n    pass\n"
+        "assert 'jax' in sys.modules and 'flax' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True)
+    assert done.returncode == 0, done.stderr

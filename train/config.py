@@ -25,35 +25,12 @@ from decentjax.compression import Compression
 from decentjax.rounds import blend, replace, shift
 from decentjax.topology import Permutations, Topology, matrices
 from train.fields import checked, place_of
-from train.tasks.corpus import TranslationTask
-from train.tasks.digits import DigitsTask
-from train.tasks.hub_images import HubImagesTask
-from train.tasks.hub_text import HubTextTask
-from train.tasks.image_folder import ImageFolderTask
-from train.tasks.imagenet import ImageNetTask
-from train.tasks.navigate import NavigateTask
-from train.tasks.numbers import NumbersTask
-from train.tasks.stdlib import StdlibTask
 from train.tasks.task import TaskOptions
-from train.tasks.text import TextTask
 from train.xla import read_options
 
-# Optimizers that follow what the last exchange has moved.
 ROUNDING = 1e-9  # Of eigenvalues.
+# Optimizers that follow what the last exchange has moved.
 FOLLOW_EXCHANGES = ("exact_diffusion", "qg_dsgdm")
-# Those that come with the program, which a run's config.json names alone.
-TASKS = (
-    StdlibTask,
-    DigitsTask,
-    NumbersTask,
-    NavigateTask,
-    ImageNetTask,
-    ImageFolderTask,
-    HubImagesTask,
-    TranslationTask,
-    TextTask,
-    HubTextTask,
-)
 
 
 def _graphs() -> tuple[str, ...]:

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from train.cli.trust import find_own, find_task
-from train.config import TASKS, Config
+from train.config import Config
 from train.fields import place_of, takes_function
+from train.tasks.shipped import MODULES, is_shipped, shipped_task
 
 # The fields by which what is trained may be the user's own, as `place_of` writes it.
 PLACES = ("task.kind", "topology.make", "optimizer.make", "optimizer.schedule")
@@ -19,7 +20,7 @@ HOOKS = ("on_step", "on_evaluation")
 def to_json(config: Config) -> str:
     """Returns the resolved config as JSON text, with the class of its task."""
     kind, fields = type(config.task), dataclasses.asdict(config)
-    name = kind.__name__ if kind in TASKS else place_of(kind)
+    name = kind.__name__ if is_shipped(kind) else place_of(kind)
     fields["task"] = {"kind": name, **fields["task"]}
     return json.dumps(fields, indent=2, default=place_of) + "\n"
 
@@ -39,16 +40,16 @@ def from_fields(fields: dict[str, Any], trust: Sequence[str] = ()) -> Config:
     """
     task = fields.get("task") if isinstance(fields, dict) else fields
     kind = task.get("kind") if isinstance(task, dict) else task
-    kinds = {task.__name__: task for task in TASKS}
+    wanted = f"the task must be one of {', '.join(MODULES)}"
     if not (isinstance(task, dict) and isinstance(kind, str)):
-        raise ValueError(f"the task must be one of {', '.join(kinds)}, got {kind}")
-    if kind not in kinds and ":" not in kind:
-        raise ValueError(
-            f"the task must be one of {', '.join(kinds)}, or MODULE:CLASS, got {kind}"
-        )
+        raise ValueError(f"{wanted}, got {kind}")
+    if kind not in MODULES and ":" not in kind:
+        raise ValueError(f"{wanted}, or MODULE:CLASS, got {kind}")
     of_task = {name: value for name, value in task.items() if name != "kind"}
     try:
-        made = make(kinds.get(kind) or find_task(kind, trust), of_task, trust)
+        own = kind not in MODULES
+        found = find_task(kind, trust) if own else shipped_task(kind)
+        made = make(found, of_task, trust)
         return make(Config, {**fields, "task": made}, trust)
     except (TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"a config of another version: {error}") from error
@@ -145,9 +146,8 @@ def _filled(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
 
 def _all_defaults(fields: dict[str, Any]) -> dict[str, Any]:
     """The default of each field of a config, for a task of the same kind."""
-    kinds = {kind.__name__: kind for kind in TASKS}
-    own = fields["task"]["kind"]
-    task = _defaults(kinds[own]) if own in kinds else {}
+    kind = fields["task"]["kind"]
+    task = _defaults(shipped_task(kind)) if kind in MODULES else {}
     # From JSON too, where a tuple is a list.
     return json.loads(json.dumps(_defaults(Config) | {"task": task}))
 
