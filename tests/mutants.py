@@ -867,6 +867,48 @@ MUTANTS = [
         "tests/test_bench_quality.py -k from_the_middle",
     ),
     Mutant(
+        "train/bench/quality/curves.py",
+        "return min(steps, default=(math.inf, horizons[0]))[1]",
+        "return max(steps, default=(math.inf, horizons[0]))[1]",
+        "tests/test_bench_quality.py -k first_at",
+    ),
+    Mutant(
+        "train/cli/read.py",
+        "if not first.startswith(NOT_OF_KIND):",
+        "if first:",
+        "tests/test_wrong.py -k wrong_command",
+    ),
+    Mutant(
+        "train/cli/read.py",
+        "raise SystemExit(WRONG)",
+        "return",
+        "tests/test_wrong.py -k wrong_command",
+    ),
+    Mutant(
+        "train/cli/tables.py",
+        '"loss" if name == "training_loss" else name, ""',
+        'name, ""',
+        "tests/test_compare.py -k table_has_means",
+    ),
+    Mutant(
+        "train/cli/load.py",
+        "path.stem in shipped_configs()",
+        "path.stem == shipped_configs()",
+        "tests/test_wrong.py -k wrong_command",
+    ),
+    Mutant(
+        "train/tasks/shipped.py",
+        'kind.__module__ == f"train.tasks.{MODULES.get(kind.__name__)}"',
+        "kind.__name__ in MODULES",
+        "tests/test_own_task.py -k shipped",
+    ),
+    Mutant(
+        "train/run/facts.py",
+        'if config.policy.name != "fixed":',
+        "if False:",
+        "tests/test_log.py -k policy",
+    ),
+    Mutant(
         "train/bench/quality/quality_report.py",
         "min((run.seconds_to(self.goal, per_step) for run in runs), default=inf)",
         "runs[0].seconds_to(self.goal, per_step)",

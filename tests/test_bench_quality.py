@@ -14,7 +14,7 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
-from train.bench.quality.curves import Curve, best, until
+from train.bench.quality.curves import Curve, best, first_at, until
 from train.bench.quality.methods import ALL_REDUCE, DDP, METHODS, RING
 from train.bench.quality.quality import Quality, find_pair, in_time
 from train.bench.quality.quality_report import Race, panels, tables
@@ -51,6 +51,13 @@ def test_longer_runs_are_tried_until_one_reaches_the_loss(loss, tried):
     found = until(loss, (1.0, 2.0, 4.0), run)
     assert asked == tried
     assert found[-1].steps_to(loss) <= 40
+
+
+@pytest.mark.parametrize(("loss", "first"), [(3.0, 1.0), (1.5, 2.0), (0.1, 1.0)])
+def test_a_whole_run_is_that_which_is_first_at_the_loss(loss, first):
+    long = FALLING._replace(steps=(20, 40, 60, 80), losses=(4.0, 3.0, 2.0, 1.0))
+    assert first_at(loss, (1.0, 2.0, 4.0), [FALLING, long]) == first
+    assert first_at(loss, (1.0, 2.0), []) == 1.0
 
 
 @pytest.mark.parametrize("least", range(5))

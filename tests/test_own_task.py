@@ -40,6 +40,8 @@ from train.run.loop import train
 from train.run.resume import Resume, saved_config, trained_by
 from train.run.scores import read_trained
 from train.run.trace import COLUMNS, check_batch, trace_task
+from train.tasks.shipped import is_shipped
+from train.tasks.stdlib import StdlibTask
 from train.tasks.task import Headline, Task
 
 ROOT = Path(__file__).parent.parent
@@ -499,3 +501,9 @@ def test_a_run_of_an_optimizer_by_name_resumes_bit_for_bit(name, tmp_path):
         if jax.dtypes.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_array_equal(a, b)
+
+
+def test_a_class_with_the_name_of_a_shipped_one_is_not_it():
+    own = type("StdlibTask", (), {"__module__": "mine"})
+    assert is_shipped(StdlibTask)
+    assert not is_shipped(own)

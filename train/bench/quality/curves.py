@@ -82,6 +82,19 @@ def until(
     return found
 
 
+def first_at(loss: float, horizons: Sequence[float], runs: Sequence[Curve]) -> float:
+    """The horizon of the run that is first at the loss, the shortest where none is.
+
+    Args:
+      loss: the loss.
+      horizons: multiples of the config's steps, which rise.
+      runs: runs of the first of them, none of a method that would be slower than DDP.
+    """
+    tried = zip(horizons, runs, strict=False)
+    steps = [(run.steps_to(loss), horizon) for horizon, run in tried]
+    return min(steps, default=(math.inf, horizons[0]))[1]
+
+
 def best(rates: Sequence[str], loss: Callable[[str], float]) -> str:
     """Returns the rate of the least loss, which rises to both sides of it.
 

@@ -19,6 +19,7 @@ from typing import Any
 from train.bench.quality.curves import (
     Curve,
     best,
+    first_at,
     simulated,
     tuning_loss,
     until,
@@ -275,12 +276,8 @@ class Runs:
 
     def whole(self, method: Method, setting: Setting) -> tuple[Curve, Curve]:
         """A whole run on the cluster, and that of its seed in the simulator."""
-        runs = zip(self._quality.horizons, self.curves(method, setting), strict=False)
-        # None, of a method that runs on the cluster, where they would end after DDP's.
-        shortest = self._first, None
-        horizon, _ = min(
-            runs, key=lambda run: run[1].steps_to(self.goal), default=shortest
-        )
+        curves = self.curves(method, setting)
+        horizon = first_at(self.goal, self._quality.horizons, curves)
         path, rate = method.file(self._configs), self.rate(method)
         seed = load_config(path).seed
         seeds = range(seed, seed + 1)
