@@ -369,7 +369,7 @@ def init_state(
       (4, 3, 2)
     """
     check_optimizer(optimizer)
-    if not isinstance(key, jax.Array):
+    if not hasattr(key, "dtype"):
         raise TypeError(f"key must be a random key, as jax.random.key(0), got {key!r}")
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least one, got {num_workers}")
