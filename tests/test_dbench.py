@@ -208,9 +208,11 @@ def test_a_cell_has_the_best_of_its_own(tmp_path):
     assert tried["0.03",] < tried["0.01",] < tried["1e-6",]
     paths = sorted(tmp_path.glob("ring-4-optimizer*"))
     assert [json.loads(path.read_text())["seeds"] for path in paths] == [[2]] * 3
-    _, (row,) = table([found], task.headline, tuned)
+    in_nats = task._replace(units={"loss": "nats"})
+    heads, (row,) = table([found], in_nats, tuned)
+    assert "training loss, nats" in heads
     assert row[-1] == "0.03"  # Beyond it is one that diverges.
-    _, (row,) = table([found], task.headline, Grid(tuned.fields, (("0.01", "0.03"),)))
+    _, (row,) = table([found], task, Grid(tuned.fields, (("0.01", "0.03"),)))
     assert row[-1] == "0.03 (edge)"
 
 

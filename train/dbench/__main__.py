@@ -137,7 +137,7 @@ def dbench(
             results.append(_run(name, cell, task, numbers, grid, out))
         leave()
     if is_first:
-        print(write_report(base, results, numbers, grid, task.headline, out))
+        print(write_report(base, results, numbers, grid, task, out))
     return results
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from train.cli.tables import markdown, words
+from train.cli.tables import label, markdown, words
 from train.config import Config
 from train.dbench.cells import Result
 from train.dbench.claims import MEASURE, Claim, accuracy, claims, early, late
@@ -15,7 +15,7 @@ from train.figures.dbench_figure import draw_dispersion, draw_points, draw_tenso
 from train.figures.page import Section, html_table, write_page
 from train.run.comparison import spread
 from train.run.tune import Grid
-from train.tasks.task import Headline
+from train.tasks.task import Headline, Task
 
 MOST_MAPS = 6
 
@@ -25,7 +25,7 @@ def write_report(
     results: Sequence[Result],
     seeds: range,
     grid: Grid,
-    headline: Headline,
+    task: Task,
     out: Path,
 ) -> str:
     """Writes report.html, dbench.md and the CSV files; returns the text.
@@ -35,10 +35,10 @@ def write_report(
       results: what each cell has come to.
       seeds: seeds of the results.
       grid: the fields that each cell has chosen, if any.
-      headline: main score of the task.
+      task: the task, with its main score and units.
       out: folder.
     """
-    heads, rows = table(results, headline, grid)
+    headline, (heads, rows) = task.headline, table(results, task, grid)
     said = [_say(claim) for claim in claims(results, headline)]
     lines = [markdown(heads, rows), *said]
     (out / "dbench.md").write_text("\n\n".join(lines) + "\n")
@@ -54,11 +54,13 @@ def write_report(
 
 
 def table(
-    results: Sequence[Result], headline: Headline, grid: Grid
+    results: Sequence[Result], task: Task, grid: Grid
 ) -> tuple[list[str], list[list[str]]]:
     """Returns heads and rows: a row for each cell, with two standard deviations."""
-    heads = ["graph", "workers", words(headline.name), "worst worker", "training loss"]
-    heads += ["connections", "kB per worker", "kB per link", "gini, early", "late"]
+    headline, units = task.headline, task.units
+    heads = ["graph", "workers", label(headline.name, units), "worst worker"]
+    heads += [label("training_loss", units), "connections", "kB per worker"]
+    heads += ["kB per link", "gini, early", "late"]
     heads += [field.rpartition(".")[2] for field in grid.fields]
     rows = []
     for one in results:
@@ -92,7 +94,7 @@ def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
     assert first is not None
     steps = [step for step, _ in first.dispersion]
     means = {name: (steps, x.mean(1)) for name, (steps, x) in curves.items()}
-    label = f"{MEASURE} of the norms over {most} workers"
+    text = f"{MEASURE} of the norms over {most} workers"
 
     def by(title: str, place: str, of: Callable[[Result], float]) -> Section:
         points = {one.cell.graph: [] for one in done}
@@ -107,7 +109,7 @@ def _figures(done: Sequence[Result], headline: Headline) -> list[Section]:
         by("Accuracy by connections", "connections of a worker", _sent("connections")),
         by("Accuracy by bytes", "kB of a worker in a step", _sent("per worker", 1e3)),
         by("Accuracy by scale", "workers", lambda one: one.cell.num_workers),
-        Section("Dispersion over time", draw_dispersion(means, label)),
+        Section("Dispersion over time", draw_dispersion(means, text)),
     ]
     some = dict(list(apart.items())[:MOST_MAPS])
     if some:
