@@ -79,7 +79,7 @@ def _sentences(say: Callable[[Any], str | None]) -> Iterator[None]:
 def _sentence(
     event: Any, commands: list[str], names: Callable[[], list[str]]
 ) -> str | None:
-    """What is wrong, what was wanted and what to do; None where tyro knows better."""
+    """What is wrong, what was wanted and what to do; None for tyro's own text."""
     assert mistakes is not None
     if isinstance(event, mistakes.InstantiationFailure):
         return _not_made(event.message, event.argument)
