@@ -7,6 +7,7 @@ on one device; both keep the workers' state stacked, with a leading dim of N wor
 import functools
 import inspect
 import operator
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from decentjax._collectives import sum_dtype
 from decentjax.exchange import Exchange, Topology, check_topology
 from decentjax.schedule import Event, Schedule
 from decentjax.step import AXIS, Metrics, Step, WorkerState
+
+PROCESS = secrets.token_hex(8)  # Tells the programs of this process from others.
 
 
 class TrainStep:
@@ -135,6 +138,19 @@ def on_mesh(
     return _in_turn(step, topology, mesh, compiler_options)
 
 
+def is_between_cpus(mesh: Mesh) -> bool:
+    """Whether collectives of this mesh are between processes, on CPUs.
+
+    There XLA keeps the order of a program's collectives if it has compiled the program
+    itself. If jax has loaded it from its persistent cache, some run at once, and a
+    process takes one message for another: an abort, or wrong numbers (measured with jax
+    0.10.2 and 0.12.0). Such programs must not come from the cache.
+    """
+    devices = list(mesh.devices.flat)
+    processes = {device.process_index for device in devices}
+    return len(processes) > 1 and devices[0].platform == "cpu"
+
+
 def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of one device per worker.
 
@@ -193,6 +209,8 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
         result = function(*jax.tree.map(lambda x: x[0], stacked))
         return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
 
+    if is_between_cpus(mesh):
+        on_slice.__name__ += f"_{PROCESS}"  # Not to be loaded from jax's cache.
     spec = PartitionSpec(AXIS)
     mapped = jax.shard_map(
         on_slice,

@@ -1451,6 +1451,18 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/distributed/join.py",
+        '"jax_enable_compilation_cache", False',
+        '"jax_enable_compilation_cache", True',
+        "tests/test_initialize.py -k from_the_cache",
+    ),
+    Mutant(
+        "decentjax/placement.py",
+        'return len(processes) > 1 and devices[0].platform == "cpu"',
+        "return False",
+        "tests/test_initialize.py -k from_the_cache",
+    ),
+    Mutant(
+        "decentjax/distributed/join.py",
         'hostname="127.0.0.1"',
         'hostname=""',
         "tests/test_trust.py -k listens",

@@ -325,6 +325,58 @@ def test_each_process_has_gpus_of_its_own(local_id, count, given, wanted, monkey
     assert own_gpus(local_id, count) == wanted
 
 
+# Two processes swap arrays of two sizes, many in a program: in a job that the library
+# starts by a program of the script's own, else by one of the library's.
+SWAPS = """
+import os, sys
+import jax, numpy as np
+from jax.sharding import PartitionSpec
+from decentjax import distributed, local_workers, over_workers, place, worker_mesh
+
+if sys.argv[1] == "library":
+    mesh = distributed.initialize()
+else:
+    address = os.environ["DECENTJAX_COORDINATOR"]
+    number = int(os.environ["DECENTJAX_PROCESS_ID"])
+    jax.distributed.initialize(address, 2, number)
+    mesh = worker_mesh(2)
+shapes = [(128,), (64, 256)] * 12
+draws = np.random.default_rng(0)
+both = [draws.standard_normal((2, *shape)).astype(np.float32) for shape in shapes]
+(own,) = local_workers(mesh)
+arrays = place([x[own : own + 1] for x in both], mesh)
+
+def swap(arrays):
+    return [jax.lax.ppermute(x, "workers", [(0, 1), (1, 0)]) for x in arrays]
+
+if sys.argv[1] == "library":
+    spec = PartitionSpec("workers")
+    swap = jax.shard_map(swap, mesh=mesh, in_specs=spec, out_specs=spec)
+else:
+    swap = over_workers(swap, mesh)
+swap = jax.jit(swap)
+for _ in range(100):
+    for x, came in zip(both, jax.block_until_ready(swap(arrays)), strict=True):
+        np.testing.assert_array_equal(came.addressable_data(0)[0], x[1 - own])
+print("as sent", flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("who", ["library", "script"])
+def test_a_job_that_starts_again_loads_no_exchange_from_the_cache(who, tmp_path):
+    """XLA would run its messages in any order."""
+    script, cache = tmp_path / "script.py", tmp_path / "programs"
+    script.write_text(SWAPS)
+    env = {
+        "JAX_COMPILATION_CACHE_DIR": str(cache),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    }
+    for _ in range(2):
+        code, output = ended(start(*LAUNCH, 2, script, who, **env))
+        assert (code, output.count("as sent")) == (0, 2), output
+
+
 def scripts_of(page: str) -> list[str]:
     """The Python blocks of a page that are a job's processes."""
     text = (ROOT / page).read_text()

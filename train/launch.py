@@ -283,9 +283,9 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
 def cache_of_programs(
     restarts: bool, given: Mapping[str, str]
 ) -> Iterator[dict[str, str]]:
-    """Variables by which a process that is started again compiles nothing again.
+    """Variables by which a process that is started again compiles little again.
 
-    The folder ends with the launcher, and is not in that of the run: programs are code.
+    On CPUs a peer compiles nothing, and a job all, see `is_between_cpus`. The folder ends with the launcher, and is not in that of the run: programs are code.
     """
     if not restarts or CACHE in given:
         yield {}

@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
@@ -149,9 +148,6 @@ def main(quality: Quality) -> int:
     if DDP not in quality.methods:
         print("PyTorch and Decent-DP do not take part: pip install 'decentjax[rivals]'")
     quality.out.mkdir(parents=True, exist_ok=True)
-    # Of the workers, who start again for each rate.
-    programs = str((quality.out / "programs").resolve())
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", programs)
     # First, as `in_cluster` forks, and jax starts threads.
     race = run(quality, step_seconds(quality))
     svg = to_svg(draw_quality(panels(race)))
