@@ -331,9 +331,8 @@ MEANS = """
 import os, sys
 import jax, numpy as np
 from jax.sharding import PartitionSpec
-from decentjax import (
-    Lowering, distributed, local_workers, mix, over_workers, place, topology, worker_mesh
-)
+from decentjax import Lowering, distributed, local_workers, mix, over_workers, place
+from decentjax import topology, worker_mesh
 
 if sys.argv[1] == "library":
     mesh = distributed.initialize()

@@ -285,7 +285,8 @@ def cache_of_programs(
 ) -> Iterator[dict[str, str]]:
     """Variables by which a process that is started again compiles little again.
 
-    On CPUs a peer compiles nothing, and a job all, see `is_between_cpus`. The folder ends with the launcher, and is not in that of the run: programs are code.
+    On CPUs a peer compiles nothing, and a job all, see `is_between_cpus`. The folder
+    ends with the launcher, and is not in that of the run: programs are code.
     """
     if not restarts or CACHE in given:
         yield {}
