@@ -139,16 +139,16 @@ def on_mesh(
 
 
 def is_between_cpus(mesh: Mesh) -> bool:
-    """Whether collectives of this mesh are between processes, on CPUs.
+    """Whether collectives of this mesh are those of a job on CPUs.
 
     There XLA keeps the order of a program's collectives if it has compiled the program
     itself. If jax has loaded it from its persistent cache, some run at once, and a
-    process takes one message for another: an abort, or wrong numbers (measured with jax
+    device takes one message for another: an abort, or wrong numbers (measured with jax
     0.10.2 and 0.12.0). Such programs must not come from the cache.
     """
-    devices = list(mesh.devices.flat)
-    processes = {device.process_index for device in devices}
-    return len(processes) > 1 and devices[0].platform == "cpu"
+    # Then the devices of a single process exchange by gloo too.
+    is_job = mesh.size > 1 and jax.distributed.is_initialized()
+    return is_job and mesh.devices.flat[0].platform == "cpu"
 
 
 def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:

@@ -1457,7 +1457,13 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/placement.py",
-        'return len(processes) > 1 and devices[0].platform == "cpu"',
+        "is_job = mesh.size > 1 and jax.distributed.is_initialized()",
+        "is_job = jax.process_count() > 1",
+        "tests/test_initialize.py -k from_the_cache",
+    ),
+    Mutant(
+        "decentjax/placement.py",
+        'return is_job and mesh.devices.flat[0].platform == "cpu"',
         "return False",
         "tests/test_initialize.py -k from_the_cache",
     ),
