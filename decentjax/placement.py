@@ -21,8 +21,6 @@ from decentjax.exchange import Exchange, Topology, check_topology
 from decentjax.schedule import Event, Schedule
 from decentjax.step import AXIS, Metrics, Step, WorkerState
 
-PROCESS = secrets.token_hex(8)  # Tells the programs of this process from others.
-
 
 class TrainStep:
     """Compiled steps of stacked arrays, one for each exchange, taken in turn.
@@ -139,16 +137,15 @@ def on_mesh(
 
 
 def is_between_cpus(mesh: Mesh) -> bool:
-    """Whether collectives of this mesh are those of a job on CPUs.
+    """Whether collectives of this mesh are between CPUs.
 
     There XLA keeps the order of a program's collectives if it has compiled the program
-    itself. If jax has loaded it from its persistent cache, some run at once, and a
-    device takes one message for another: an abort, or wrong numbers (measured with jax
-    0.10.2 and 0.12.0). Such programs must not come from the cache.
+    itself. If jax has loaded it from its persistent cache, some run at once: devices of
+    one process abort, and processes abort or take one message for another, which gives
+    wrong numbers (measured with jax 0.10.2 and 0.12.0). Such programs must not come
+    from the cache.
     """
-    # Then the devices of a single process exchange by gloo too.
-    is_job = mesh.size > 1 and jax.distributed.is_initialized()
-    return is_job and mesh.devices.flat[0].platform == "cpu"
+    return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
 
 
 def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
@@ -210,7 +207,8 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
         return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
 
     if is_between_cpus(mesh):
-        on_slice.__name__ += f"_{PROCESS}"  # Not to be loaded from jax's cache.
+        # A new name, which no program in jax's cache has.
+        on_slice.__name__ += f"_{secrets.token_hex(8)}"
     spec = PartitionSpec(AXIS)
     mapped = jax.shard_map(
         on_slice,

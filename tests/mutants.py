@@ -1457,13 +1457,13 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/placement.py",
-        "is_job = mesh.size > 1 and jax.distributed.is_initialized()",
-        "is_job = jax.process_count() > 1",
+        "_{secrets.token_hex(8)}",
+        "_{jax.process_index()}",
         "tests/test_initialize.py -k from_the_cache",
     ),
     Mutant(
         "decentjax/placement.py",
-        'return is_job and mesh.devices.flat[0].platform == "cpu"',
+        'return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"',
         "return False",
         "tests/test_initialize.py -k from_the_cache",
     ),
