@@ -325,8 +325,9 @@ def test_each_process_has_gpus_of_its_own(local_id, count, given, wanted, monkey
     assert own_gpus(local_id, count) == wanted
 
 
-# Two workers average many arrays in one program: in a job that the library starts by a
-# program of the script's own, else by one of the library's.
+# Two workers average many arrays in one program, of the script's own in a job that the
+# library starts, else of the library's: a second program like it could come from the
+# cache that the first has filled.
 MEANS = """
 import os, sys
 import jax, numpy as np

@@ -62,8 +62,9 @@ def join(
     if is_loopback(place.address.rpartition(":")[0].strip("[]")):
         _keep_gloo_on_loopback()
     provide_cpu_devices(num_devices)
+    # Starts jax's backends, so it comes after all of their settings.
     if jax.default_backend() == "cpu":
-        # For all programs of the job, see `is_between_cpus`.
+        # For the collectives of all programs, see `is_between_cpus`.
         jax.config.update("jax_enable_compilation_cache", False)
 
 
