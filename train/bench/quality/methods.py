@@ -71,6 +71,7 @@ METHODS = (
     Method("rounds of 4, int8", "quality_int8_rare"),
     Method("DiLoCo", "quality_diloco"),
     Method("NoLoCo", "quality_noloco"),
+    Method("SparseLoCo", "quality_sparse"),
     Method("WAGMA", "quality_wagma", losses=LIMITED, like=DADAM),
     # They wait longer than any message takes, so no network changes what they learn.
     Method("peers", "quality_peers", losses=UNLIMITED, like=DADAM),
