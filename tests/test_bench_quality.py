@@ -124,11 +124,12 @@ def test_at_the_end_of_ddp_each_method_has_a_loss():
     assert half.loss_at_goal("DAdamW", "1gbit") == math.inf  # Before any evaluation.
 
 
-def test_who_would_end_after_ddp_is_not_run():
+def test_who_would_end_after_ddp_is_at_the_goal_is_not_run():
     wagma = next(x for x in METHODS if x.name == "WAGMA")
     seconds = {ALL_REDUCE.name: 0.4, "WAGMA": 0.25}
-    assert in_time((1.0, 1.5, 2.0), seconds, wagma) == [1.0, 1.5]
-    assert in_time((0.5, 1.0), seconds | {DDP.name: 0.2}, wagma) == []
+    assert in_time((1.0, 1.5, 2.0), 1.0, seconds, wagma) == [1.0, 1.5]
+    assert in_time((1.0, 1.5, 2.0), 0.9, seconds, wagma) == [1.0]
+    assert in_time((0.5, 1.0), 0.5, seconds | {DDP.name: 0.2}, wagma) == []
     curves = race().curves | {"WAGMA": {"1gbit": [], "10mbit with a straggler": []}}
     seconds = {x: of | {"WAGMA": 9.0} for x, of in race().seconds.items()}
     text = tables(race(curves=curves, seconds=seconds, rates=race().rates | WAGMA_RATE))

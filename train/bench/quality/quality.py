@@ -157,16 +157,17 @@ def main(quality: Quality) -> int:
 
 
 def in_time(
-    horizons: Sequence[float], seconds: Mapping[str, float], method: Method
+    horizons: Sequence[float], steps: float, seconds: Mapping[str, float], method: Method
 ) -> list[float]:
-    """The horizons of a method that would end no later than DDP's first.
+    """The horizons of a method that end before the reference is at the goal.
 
     Args:
       horizons: multiples of the configs' steps, which rise.
+      steps: steps of the reference to the goal, as such a multiple.
       seconds: seconds of a step in a network, by method.
       method: the method.
     """
-    longest = horizons[0] * seconds.get(DDP.name, seconds[ALL_REDUCE.name])
+    longest = steps * seconds.get(DDP.name, seconds[ALL_REDUCE.name])
     return [x for x in horizons if x * seconds[method.name] <= longest]
 
 
@@ -229,7 +230,8 @@ def steps_to_goal(quality: Quality, race: Race) -> list[dict[str, Any]]:
 class Runs:
     """The runs of a race, trained when they are asked for, and kept.
 
-    A whole run on the cluster is not asked for if it would end after DDP's.
+    A whole run on the cluster is not asked for if DDP would be at the goal before it
+    ends.
     """
 
     def __init__(self, quality: Quality, seconds: Seconds):
@@ -237,7 +239,11 @@ class Runs:
         self._configs = quality.configs
         self._out, self._seeds = quality.out / "runs", range(quality.seeds)
         self._first = quality.horizons[0]
-        self.goal = self._simulated(ALL_REDUCE, self._first).losses[-1]
+        reference = self._simulated(ALL_REDUCE, self._first)
+        self.goal = reference.losses[-1]
+        self._goal_at = (
+            self._first * reference.steps_to(self.goal) / reference.num_steps
+        )
 
     @functools.cache  # noqa: B019  It lives as long as the race.
     def rate(self, method: Method) -> str:
@@ -264,7 +270,8 @@ class Runs:
             train = functools.partial(self._unlimited, method)
         else:
             train = functools.partial(self.real, method, setting)
-            horizons = in_time(horizons, self._seconds[str(setting)], method)
+            seconds = self._seconds[str(setting)]
+            horizons = in_time(horizons, self._goal_at, seconds, method)
         return until(self.goal, horizons, train)
 
     def real(self, method: Method, setting: Setting, horizon: float) -> Curve:

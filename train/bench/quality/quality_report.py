@@ -20,7 +20,7 @@ class Race(NamedTuple):
       seconds: seconds of a step by network and method.
       rates: best learning rate of each method.
       curves: runs of each method by network; the last reaches the goal, if one does.
-        A method that must run on the cluster has none where it would end after DDP.
+        A method that must run on the cluster has none where DDP is at the goal first.
       wholes: whole runs on the cluster by "METHOD at NETWORK", each with its
         prediction by step.
     """
