@@ -157,7 +157,10 @@ def main(quality: Quality) -> int:
 
 
 def in_time(
-    horizons: Sequence[float], steps: float, seconds: Mapping[str, float], method: Method
+    horizons: Sequence[float],
+    steps: float,
+    seconds: Mapping[str, float],
+    method: Method,
 ) -> list[float]:
     """The horizons of a method that end before the reference is at the goal.
 
