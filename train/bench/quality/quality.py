@@ -242,11 +242,7 @@ class Runs:
         self._configs = quality.configs
         self._out, self._seeds = quality.out / "runs", range(quality.seeds)
         self._first = quality.horizons[0]
-        reference = self._simulated(ALL_REDUCE, self._first)
-        self.goal = reference.losses[-1]
-        self._goal_at = (
-            self._first * reference.steps_to(self.goal) / reference.num_steps
-        )
+        self.goal = self._simulated(ALL_REDUCE, self._first).losses[-1]
 
     @functools.cache  # noqa: B019  It lives as long as the race.
     def rate(self, method: Method) -> str:
@@ -274,8 +270,17 @@ class Runs:
         else:
             train = functools.partial(self.real, method, setting)
             seconds = self._seconds[str(setting)]
-            horizons = in_time(horizons, self._goal_at, seconds, method)
+            horizons = in_time(horizons, self._of_reference(), seconds, method)
         return until(self.goal, horizons, train)
+
+    @functools.cache  # noqa: B019
+    def _of_reference(self) -> float:
+        """Steps to the goal of DDP, which trains as all-reduce, as a horizon."""
+        train = functools.partial(self._simulated, ALL_REDUCE)
+        runs = until(self.goal, self._quality.horizons, train)
+        # At its end the first run is at the goal.
+        num_steps = runs[0].num_steps / self._first
+        return min(run.steps_to(self.goal) for run in runs) / num_steps
 
     def real(self, method: Method, setting: Setting, horizon: float) -> Curve:
         return self._real(method, setting, self.rate(method), horizon)
