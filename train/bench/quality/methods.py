@@ -19,8 +19,8 @@ class Method(NamedTuple):
       name: its name in tables and for `--only`.
       config: name of its config file; of a method in PyTorch, the same method's in
         jax.
-      torch: how PyTorch trains it, "ddp" with or without "fp16" or "powersgd", or
-        "decent_dp"; none in jax.
+      torch: how PyTorch trains it, "ddp", "fp16" or "decent_dp", or PowerSGD with the
+        rank of its approximation, such as "powersgd 4"; none in jax.
       losses: where its losses by step come from: SIMULATED, the simulated config;
         UNLIMITED, processes on links without a limit; or LIMITED, processes in each
         network, as that decides what they learn.
@@ -52,13 +52,19 @@ ALONE = Method("compute alone", "quality_alone")
 ALL_REDUCE = Method("all-reduce", "quality_allreduce")
 DDP = Method("PyTorch DDP", ALL_REDUCE.config, "ddp")
 FP16 = Method("PyTorch DDP, fp16 hook", ALL_REDUCE.config, "fp16")
-POWERSGD = Method(
-    "PyTorch DDP, PowerSGD hook", ALL_REDUCE.config, "powersgd", UNLIMITED
+POWERSGD = tuple(
+    Method(
+        f"PyTorch DDP, PowerSGD hook, rank {rank}",
+        ALL_REDUCE.config,
+        f"powersgd {rank}",
+        UNLIMITED,
+    )
+    for rank in (1, 4, 16)
 )
 METHODS = (
     DDP,
     FP16,
-    POWERSGD,
+    *POWERSGD,
     # Its alternating exponential ring fails where a node has one worker.
     Method("Decent-DP, ring", RING, "decent_dp"),
     ALL_REDUCE,

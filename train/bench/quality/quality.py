@@ -86,9 +86,9 @@ class Quality:
         "PyTorch DDP at 200mbit",
         "all-reduce at 200mbit",
         "DAdamW, ring, bfloat16 at 200mbit",
-        "rounds of 2, int8 at 200mbit with a straggler",
-        "rounds of 4, int8 at 50mbit",
-        "DiLoCo at 10mbit",
+        "SparseLoCo at 1gbit",
+        "SparseLoCo at 10mbit",
+        "SparseLoCo at 200mbit with a straggler",
     )
     configs: Path = SHIPPED
     only: str = "."

@@ -111,7 +111,7 @@ def _ratio(race: Race, method: str, reference: str, network: str) -> str:
 
 def _best_lines(race: Race, networks: list[str]) -> str:
     """The fastest method of each network, beside the best of DDP and its hooks."""
-    theirs = [x.name for x in (DDP, FP16, POWERSGD) if x.name in race.curves]
+    theirs = [x.name for x in (DDP, FP16, *POWERSGD) if x.name in race.curves]
     ours = [x for x in race.curves if "PyTorch" not in x and "Decent-DP" not in x]
     lines = []
     for network in networks:

@@ -30,8 +30,7 @@ from train.run.optimizers import build_schedule
 from train.tasks.stdlib import StdlibTask
 from train.tasks.task import Task
 
-# Of PowerSGD's hook: the rank of its approximation, and the steps before it begins.
-RANK, FIRST_STEPS = 4, 10
+FIRST_STEPS = 10  # Before PowerSGD's hook begins.
 ONE_BUCKET = 1000  # MiB, more than the model has.
 LAYER_NORM_EPS = 1e-6  # Of flax.
 
@@ -121,14 +120,14 @@ class TorchTrainer:
             return
         # With gloo the callbacks of PowerSGD's buckets run in another order on each
         # worker, and their messages would meet: it gets a single bucket.
-        bucket = ONE_BUCKET if wrapper == "powersgd" else None
+        hook, _, rank = wrapper.partition(" ")
+        bucket = ONE_BUCKET if hook == "powersgd" else None
         ddp = DistributedDataParallel(self._plain, bucket_cap_mb=bucket)
-        if wrapper == "fp16":
+        if hook == "fp16":
             ddp.register_comm_hook(None, fp16_compress_hook)
-        elif wrapper == "powersgd":
-            ddp.register_comm_hook(
-                PowerSGDState(None, RANK, FIRST_STEPS), powerSGD_hook
-            )
+        elif hook == "powersgd":
+            state = PowerSGDState(None, int(rank), FIRST_STEPS)
+            ddp.register_comm_hook(state, powerSGD_hook)
         self._model = ddp
         self._optimizer = make(list(self._plain.parameters()))
         self._schedule = decay(self._optimizer)
