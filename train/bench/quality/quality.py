@@ -88,7 +88,6 @@ class Quality:
         "DAdamW, ring, bfloat16 at 200mbit",
         "SparseLoCo at 1gbit",
         "SparseLoCo at 10mbit",
-        "SparseLoCo at 200mbit with a straggler",
     )
     configs: Path = SHIPPED
     only: str = "."
