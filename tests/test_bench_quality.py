@@ -126,15 +126,22 @@ def test_at_the_end_of_ddp_each_method_has_a_loss():
 
 def test_who_would_end_after_ddp_is_at_the_goal_is_not_run():
     wagma = next(x for x in METHODS if x.name == "WAGMA")
-    seconds = {ALL_REDUCE.name: 0.4, "WAGMA": 0.25}
-    assert in_time((1.0, 1.5, 2.0), 1.0, seconds, wagma) == [1.0, 1.5]
-    assert in_time((1.0, 1.5, 2.0), 0.9, seconds, wagma) == [1.0]
-    assert in_time((0.5, 1.0), 0.5, seconds | {DDP.name: 0.2}, wagma) == []
+    seconds, horizons = {ALL_REDUCE.name: 0.4, "WAGMA": 0.25}, (1.0, 1.5, 2.0)
+    # At 2.0 after 40 steps of 40, and after 30 of 60: 16 s and 12 s.
+    longer = Curve(60, (15, 30, 60), (3.0, 2.0, 1.5))
+    assert in_time(2.0, horizons, [FALLING], seconds, wagma) == [1.0, 1.5]
+    assert in_time(2.0, horizons, [FALLING, longer], seconds, wagma) == [1.0]
+    assert in_time(2.0, (0.5, 1.0), [FALLING], seconds, wagma) == [0.5]
+    seconds |= {DDP.name: 0.2}
+    assert in_time(2.0, horizons, [FALLING], seconds, wagma) == []
     curves = race().curves | {"WAGMA": {"1gbit": [], "10mbit with a straggler": []}}
     seconds = {x: of | {"WAGMA": 9.0} for x, of in race().seconds.items()}
     text = tables(race(curves=curves, seconds=seconds, rates=race().rates | WAGMA_RATE))
     assert "| WAGMA | 1e-2 | not run | slower | slower |" in text
     assert "| WAGMA | - | - |" in text
+    curves["WAGMA"]["10mbit with a straggler"] = [FALLING._replace(losses=(4, 4, 3, 3))]
+    text = tables(race(curves=curves, seconds=seconds, rates=race().rates | WAGMA_RATE))
+    assert "| WAGMA | 1e-2 | 3.000 after 40 | slower | never |" in text
 
 
 def test_without_pytorch_times_are_over_those_of_all_reduce():

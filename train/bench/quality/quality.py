@@ -156,21 +156,25 @@ def main(quality: Quality) -> int:
 
 
 def in_time(
+    goal: float,
     horizons: Sequence[float],
-    steps: float,
+    reference: Sequence[Curve],
     seconds: Mapping[str, float],
     method: Method,
 ) -> list[float]:
-    """The horizons of a method that end before the reference is at the goal.
+    """The horizons of a method whose runs end before DDP is at the goal.
 
     Args:
+      goal: held-out loss, which a run of the reference reaches.
       horizons: multiples of the configs' steps, which rise.
-      steps: steps of the reference to the goal, as such a multiple.
+      reference: runs of all-reduce, by step DDP's too, the first of the first horizon.
       seconds: seconds of a step in a network, by method.
       method: the method.
     """
-    longest = steps * seconds.get(DDP.name, seconds[ALL_REDUCE.name])
-    return [x for x in horizons if x * seconds[method.name] <= longest]
+    per_step = seconds.get(DDP.name, seconds[ALL_REDUCE.name])
+    longest = min(run.seconds_to(goal, per_step) for run in reference)
+    num_steps = reference[0].num_steps / horizons[0]
+    return [x for x in horizons if x * num_steps * seconds[method.name] <= longest]
 
 
 def step_seconds(quality: Quality) -> Seconds:
@@ -268,18 +272,10 @@ class Runs:
             train = functools.partial(self._unlimited, method)
         else:
             train = functools.partial(self.real, method, setting)
+            reference = self.curves(ALL_REDUCE, setting)
             seconds = self._seconds[str(setting)]
-            horizons = in_time(horizons, self._of_reference(), seconds, method)
+            horizons = in_time(self.goal, horizons, reference, seconds, method)
         return until(self.goal, horizons, train)
-
-    @functools.cache  # noqa: B019
-    def _of_reference(self) -> float:
-        """Steps to the goal of DDP, which trains as all-reduce, as a horizon."""
-        train = functools.partial(self._simulated, ALL_REDUCE)
-        runs = until(self.goal, self._quality.horizons, train)
-        # At its end the first run is at the goal.
-        num_steps = runs[0].num_steps / self._first
-        return min(run.steps_to(self.goal) for run in runs) / num_steps
 
     def real(self, method: Method, setting: Setting, horizon: float) -> Curve:
         return self._real(method, setting, self.rate(method), horizon)

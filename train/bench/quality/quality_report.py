@@ -88,7 +88,7 @@ def _times(race: Race, networks: list[str]) -> str:
     rows = []
     for method, of_networks in race.curves.items():
         cells = [_ratio(race, method, race.reference, x) for x in networks]
-        steps = _steps(race.goal, of_networks[networks[0]])
+        steps = _steps(race.goal, next(filter(None, of_networks.values()), []))
         rows.append([method, race.rates[method], steps, *cells])
     return markdown(["method", "learning rate", "steps", *networks], rows)
 

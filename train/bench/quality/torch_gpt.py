@@ -118,9 +118,9 @@ class TorchTrainer:
                 grad_clip_norm=self._clip or 0.0,
             )
             return
+        hook, _, rank = wrapper.partition(" ")
         # With gloo the callbacks of PowerSGD's buckets run in another order on each
         # worker, and their messages would meet: it gets a single bucket.
-        hook, _, rank = wrapper.partition(" ")
         bucket = ONE_BUCKET if hook == "powersgd" else None
         ddp = DistributedDataParallel(self._plain, bucket_cap_mb=bucket)
         if hook == "fp16":
