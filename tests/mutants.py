@@ -814,8 +814,20 @@ MUTANTS = [
     ),
     Mutant(
         "train/bench/quality/quality.py",
-        "if x * seconds[method.name] <= longest",
+        "if x * num_steps * seconds[method.name] <= longest",
         "",
+        "tests/test_bench_quality.py -k end_after_ddp",
+    ),
+    Mutant(
+        "train/bench/quality/quality.py",
+        "min(run.seconds_to(goal, per_step) for run in reference)",
+        "reference[0].seconds_to(goal, per_step)",
+        "tests/test_bench_quality.py -k end_after_ddp",
+    ),
+    Mutant(
+        "train/bench/quality/quality_report.py",
+        "next(filter(None, of_networks.values()), [])",
+        "of_networks[networks[0]]",
         "tests/test_bench_quality.py -k end_after_ddp",
     ),
     Mutant(
