@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
@@ -22,6 +21,7 @@ from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
 from decentjax.mixing import (
     Lowering,
     check_size,
+    in_joined,
     in_pieces,
     over_shards,
     rounded,
@@ -421,15 +421,8 @@ def _moved(move: Callable[[jax.Array], jax.Array], messages: Any) -> Any:
       messages: tree of arrays.
     """
     arrays, structure = jax.tree.flatten(messages)
-    found = dict(enumerate(arrays))
-    for dtype in dict.fromkeys(x.dtype for x in arrays):
-        places = [place for place, x in found.items() if x.dtype == dtype]
-        joined = move(jnp.concatenate([arrays[place].ravel() for place in places]))
-        ends = np.cumsum([arrays[place].size for place in places])
-        parts = jnp.split(joined, ends[:-1], axis=-1)
-        for place, part in zip(places, parts, strict=True):
-            found[place] = part.reshape(*joined.shape[:-1], *arrays[place].shape)
-    return jax.tree.unflatten(structure, found.values())
+    moved = in_joined(move, arrays, [x.dtype for x in arrays])
+    return jax.tree.unflatten(structure, moved)
 
 
 def check_encodable(exchange: Exchange) -> None:

@@ -340,9 +340,33 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/mixing.py",
-        "jnp.abs(x.astype(sum_dtype(x)) - _mean(x, axis_name))",
-        "x.astype(sum_dtype(x)) - _mean(x, axis_name)",
+        "jnp.abs(x.astype(mean.dtype) - mean)",
+        "x.astype(mean.dtype) - mean",
         "tests/test_mixing.py -k counts_imaginary_parts",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "if x.nbytes < limit else place",
+        "if x.nbytes <= limit else place",
+        "tests/test_mixing.py -k below_a_size",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "(x.dtype, jax.typeof(x).manual_axis_type) if",
+        "x.dtype if",
+        "tests/test_mixing.py -k joined_with_one",
+    ),
+    Mutant(
+        "decentjax/mixing.py",
+        "join_bytes if set(mesh.axis_names) == set(mesh.manual_axes) else 0",
+        "join_bytes",
+        "tests/test_mixing.py -k gathered_to_be_joined",
+    ),
+    Mutant(
+        "train/bench/uneven.py",
+        "seeded = dataclasses.replace(config, seed=seed)",
+        "seeded = config",
+        "tests/test_bench_uneven.py -k each_seed",
     ),
     Mutant(
         "decentjax/mixing.py",
@@ -741,7 +765,7 @@ MUTANTS = [
         "tests/test_codec.py -k nearest_level",
     ),
     Mutant(
-        "decentjax/codec.py",
+        "decentjax/mixing.py",
         "jnp.split(joined, ends[:-1], axis=-1)",
         "jnp.split(joined, ends[:-1], axis=-1)[::-1]",
         "tests/test_codec.py -k deep_squeeze",

@@ -86,7 +86,7 @@ def test_a_run_is_kept_until_something_else_is_asked_for(tmp_path, monkeypatch):
     commands = []
     monkeypatch.setattr(uneven, "_run", lambda command, *_: commands.append(command))
     monkeypatch.setattr(uneven.shutil, "rmtree", lambda *_, **__: None)
-    (tmp_path / PEERS.name).mkdir()
+    (tmp_path / f"{PEERS.name}-seed-0").mkdir()
     for cores, count in ((0.2, 2), (0.2, 2), (0.1, 4)):
         bench = UnevenBench(cores=cores, out=tmp_path)
         whole_run(Path("navigate_uneven_peers"), PEERS, bench)
@@ -102,7 +102,7 @@ def test_a_run_is_kept_until_something_else_is_asked_for(tmp_path, monkeypatch):
 def test_a_run_stops_after_the_step_and_goes_on(tmp_path):
     first, folder = tmp_path / "first.py", str(tmp_path / "run")
     line = str(Path(__file__).parent / "line.py")
-    first.write_text(uneven.FIRST.format(step=7, path=line))
+    first.write_text(uneven.FIRST.format(step=7, path=line, seed=3))
     train = [sys.executable, "-m", "train"]
     for command, said in (
         ([str(first), "--run-dir", folder], "stopped after step 7 of"),
@@ -111,15 +111,48 @@ def test_a_run_stops_after_the_step_and_goes_on(tmp_path):
         done = subprocess.run([*train, *command], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         assert said in done.stdout
+    assert json.loads((tmp_path / "run" / "config.json").read_text())["seed"] == 3
 
 
 def test_scores_are_compared_at_the_time_at_which_the_fastest_ends():
     slow = Measured([0.0, 10.0, 20.0], [0.0, 0.4, 0.8], 1.0, 10.0)
     fast = Measured([0.0, 5.0, 10.0], [0.1, 0.5, 0.7], 2.0, 30.0)
-    text = table({"slow": slow, "fast": fast}, "spl")
+    text = table({"slow": [slow], "fast": [fast]}, "spl")
     assert "spl after 5 s | after 10 s |" in text
     assert "| slow | 1.00 | 1.00 | 10 | 1.00 | 0.200 | 0.400 | 0.800 |" in text
     assert "| fast | 2.00 | 2.00 | 30 | 3.00 | 0.500 | 0.700 | 0.700 |" in text
+
+
+def test_each_seed_has_runs_of_all_configs(tmp_path, monkeypatch):
+    trained = []
+
+    def whole_run(path, config, bench):
+        trained.append((config.name, config.seed))
+        write(tmp_path / f"{config.name}-{config.seed}", ROWS)
+        return tmp_path / f"{config.name}-{config.seed}"
+
+    monkeypatch.setattr(uneven, "whole_run", whole_run)
+    paths = Path("navigate_uneven_wagma"), Path("navigate_uneven_peers")
+    main(UnevenBench(configs=paths, seeds=2, start=20, out=tmp_path / "out"))
+    names = [path.name for path in paths]
+    assert trained == [(name, seed) for seed in (0, 1) for name in names]
+    runs = json.loads((tmp_path / "out" / "uneven.json").read_text())["runs"]
+    assert {name: len(found) for name, found in runs.items()} == {
+        names[0]: 2,
+        names[1]: 2,
+    }
+
+
+def test_of_several_seeds_the_spread_is_shown():
+    """Ratios are those of one seed each: 2 and 4, whose mean is not 5 / 1.5."""
+    slow = [Measured([0.0, 10.0], [0.0, 0.8], x, 10.0) for x in (1.0, 2.0)]
+    fast = [Measured([0.0, 10.0], [0.0, x], y, 30.0) for x, y in ((0.4, 2), (0.6, 8))]
+    text = table({"slow": slow, "fast": fast}, "spl")
+    assert "| slow | 1.50 ± 1.41 | 1.00 ± 0.00 | 10 ± 0 | 1.00 ± 0.00 | 0.400 " in text
+    assert (
+        "| fast | 5.00 ± 8.49 | 3.00 ± 2.83 | 30 ± 0 | 3.00 ± 0.00 | 0.250 ± 0.141 | "
+        "0.500 ± 0.283 | 0.500 ± 0.283 |"
+    ) in text
 
 
 def test_a_run_that_ends_before_it_is_measured_gets_a_sentence(tmp_path):
@@ -131,6 +164,7 @@ def test_a_run_that_ends_before_it_is_measured_gets_a_sentence(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"start": 0}, "start must be at least 1, got 0"),
         ({"start": 349}, "of the 350 of .*allreduce .*: at most 348, got 349"),
         ({"configs": (LINE_FILE,)}, "must be a NavigateTask, got JobLine"),

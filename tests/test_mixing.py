@@ -1,6 +1,7 @@
 """Mixing against dense matrices, on devices and simulated, and what it sends."""
 
 import functools
+import math
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -290,8 +291,11 @@ def test_another_vmap_may_run_inside_the_workers(exchange, simulated):
     before = jax.random.normal(jax.random.key(0), (8, 2, 13))
     shared = jax.random.normal(jax.random.key(1), (8, 5))
 
+    # Joined with a leaf that the inner vmap maps, the other would come back mapped too.
+    alone = Lowering(join_bytes=0)
+
     def of_worker(seeds, shared):
-        mixed = lambda seed: mix((seed, shared), exchange, AXIS)  # noqa: E731
+        mixed = lambda x: mix((x, shared), exchange, AXIS, lowering=alone)  # noqa: E731
         return jax.vmap(mixed, out_axes=(0, None))(seeds)
 
     after = _run(of_worker, before, shared, simulated=simulated)
@@ -824,6 +828,7 @@ LOWERED = PATHS | {
     [
         ({"piece_bytes": 0}, "piece_bytes must be at least 1, got 0"),
         ({"piece_bytes": -1}, "piece_bytes must be at least 1, got -1"),
+        ({"join_bytes": -1}, "join_bytes must be at least 0, got -1"),
         ({"groups": "psum"}, 'groups must be "scatter" or "sum", got \'psum\''),
     ],
 )
@@ -866,6 +871,92 @@ def test_nor_with_a_message_dtype_but_for_rounding(path, lowering, simulated):
     )
     got, wanted = mixing(lowering=lowering), mixing()
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2 * EPSILON["float32"])
+
+
+SHORT_AND_LONG = {
+    "matrix": (7, 11),
+    "vector": (5,),
+    "scalar": (),
+    "narrow": (6,),
+    "narrow_too": (2, 3),
+    "long": (40, 10),
+}
+
+
+def _short_and_long(num_workers: int) -> dict[str, jax.Array]:
+    leaves = {
+        name: jax.random.normal(jax.random.key(i), (num_workers, *shape))
+        for i, (name, shape) in enumerate(SHORT_AND_LONG.items())
+    }
+    narrow = {k: x.astype(jnp.bfloat16) for k, x in leaves.items() if "narrow" in k}
+    counter = {"counter": jnp.arange(num_workers)}
+    return leaves | narrow | counter
+
+
+@EITHER_WAY
+@pytest.mark.parametrize("message_dtype", [None, jnp.bfloat16])
+@pytest.mark.parametrize("path", LOWERED)
+def test_leaves_that_are_sent_as_one_are_mixed_as_alone(path, message_dtype, simulated):
+    exchange = LOWERED[path]
+    before = _short_and_long(exchange.num_workers)
+    one, each = (
+        _mix(
+            before,
+            exchange,
+            simulated,
+            message_dtype=message_dtype,
+            lowering=Lowering(join_bytes=size),
+        )
+        for size in (1000, 0)
+    )
+    jax.tree.map(np.testing.assert_array_equal, one, each)
+    np.testing.assert_array_equal(one["counter"], before["counter"])
+
+
+@pytest.mark.parametrize(
+    ("join_bytes", "sizes"),
+    [
+        # float32: 77 + 5 + 1 numbers; bfloat16: 6 + 6; the leaf of 1,600 bytes alone.
+        (1600, [24, 332, 1600]),
+        (1601, [24, 1932]),
+        (2**18, [24, 1932]),
+        (0, [4, 12, 12, 20, 308, 1600]),
+    ],
+)
+def test_leaves_below_a_size_are_one_message_for_each_dtype(join_bytes, sizes):
+    models, lowering = _short_and_long(8), Lowering(join_bytes=join_bytes)
+    mixed = functools.partial(
+        mix, exchange=PATHS["pairs"], axis_name=AXIS, lowering=lowering
+    )
+    text = jax.jit(over_workers(mixed, worker_mesh(8))).lower(models).as_text()
+    sent = re.findall(r"collective_permute.*-> tensor<((?:\d+x)*)[a-z]+(\d+)>", text)
+    assert sizes == sorted(
+        math.prod(map(int, re.findall(r"\d+", shape))) * int(bits) // 8
+        for shape, bits in sent
+    )
+
+
+def test_a_leaf_that_does_not_vary_over_an_axis_is_not_joined_with_one_that_does():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "model"))
+    whole, cut = jnp.arange(12.0).reshape(4, 3), jnp.arange(8.0).reshape(4, 2)
+    specs = PartitionSpec(AXIS), PartitionSpec(AXIS, "model")
+    exchange = topology.ring(4)[0]
+    mapped = jax.shard_map(
+        lambda *x: mix(x, exchange, AXIS), mesh=mesh, in_specs=specs, out_specs=specs
+    )
+    _assert_mixed(jax.jit(mapped)(whole, cut), (whole, cut), exchange)
+
+
+def test_leaves_that_the_compiler_shards_are_not_gathered_to_be_joined():
+    mesh = Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "model"))
+    sharding = jax.sharding.NamedSharding(mesh, PartitionSpec(AXIS, None, "model"))
+    leaf = jax.device_put(jnp.ones((4, 6, 10)), sharding)
+    mixed = functools.partial(mix, exchange=topology.ring(4)[0], axis_name=AXIS)
+    compiled = jax.jit(over_workers(mixed, mesh)).lower([leaf, leaf]).compile()
+    sent = hlo.collectives(compiled.as_text(), 8)
+    assert [(one.kind, one.num_bytes) for one in sent] == [
+        ("collective-permute", 120)
+    ] * 4
 
 
 @pytest.mark.parametrize("check_vma", [True, False])

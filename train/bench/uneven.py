@@ -36,7 +36,8 @@ def stop(step, state, metrics):
     if step == {step}:
         os.kill(os.getpid(), signal.SIGTERM)
 
-config = dataclasses.replace(load_config(Path({path!r})), on_step=stop)
+config = load_config(Path({path!r}))
+config = dataclasses.replace(config, seed={seed}, on_step=stop)
 """
 
 
@@ -53,6 +54,7 @@ class UnevenBench:
     Args:
       configs: configs of as many workers, each with as many steps as it can take in
         about one time; the others are compared with the first.
+      seeds: runs of each config, with seeds 0, 1, ...
       start: number of steps after which a score is known; the run is stopped after one
         more.
       cores: share of a core of each worker.
@@ -61,12 +63,13 @@ class UnevenBench:
     """
 
     configs: tuple[Path, ...] = tuple(Path(f"navigate_uneven_{x}") for x in CONFIGS)
+    seeds: int = 1
     start: int = 100
     cores: float = 0.2
     out: Path = Path("runs/uneven")
 
     def __post_init__(self):
-        check_at_least(self, start=1)
+        check_at_least(self, seeds=1, start=1)
 
 
 class Measured(NamedTuple):
@@ -89,11 +92,14 @@ def main(bench: UnevenBench) -> int:
     configs = {path: load_config(path) for path in bench.configs}
     check(configs.values(), bench.start)
     headline = build_task(next(iter(configs.values())).task).headline.name
-    found = {}
-    for path, config in configs.items():
-        folder = whole_run(path, config, bench)
-        found[config.name] = read(folder, config, bench.start, headline)
-    facts = {name: measured._asdict() for name, measured in found.items()}
+    found = {config.name: [] for config in configs.values()}
+    # Seed after seed: what is done when the bench is stopped compares all configs.
+    for seed in range(bench.seeds):
+        for path, config in configs.items():
+            seeded = dataclasses.replace(config, seed=seed)
+            folder = whole_run(path, seeded, bench)
+            found[config.name].append(read(folder, config, bench.start, headline))
+    facts = {name: [run._asdict() for run in runs] for name, runs in found.items()}
     text = table(found, headline)
     svg = to_svg(draw(found, headline))
     print(write_results(bench.out, "uneven", {"runs": facts}, text, svg))
@@ -124,7 +130,7 @@ def check(configs: Collection[Config], start: int) -> None:
 
 def whole_run(path: Path, config: Config, bench: UnevenBench) -> Path:
     """Trains a config, unless such a run is kept, and returns the folder of the run."""
-    folder = bench.out / config.name
+    folder = bench.out / f"{config.name}-seed-{config.seed}"
     done = folder / "done"
     # What was asked for: a run of another config, start or share is trained again.
     asked = f"{to_json(config)}\nstart {bench.start}, cores {bench.cores}\n"
@@ -138,12 +144,12 @@ def whole_run(path: Path, config: Config, bench: UnevenBench) -> Path:
         first = folder.with_suffix(".py").resolve()
         first.parent.mkdir(parents=True, exist_ok=True)
         step = bench.start + 1
-        first.write_text(FIRST.format(step=step, path=str(path)))
+        first.write_text(FIRST.format(step=step, path=str(path), seed=config.seed))
         begin = [*python, "train", str(first), "--run-dir", str(folder), *place]
         again = [*python, "resume", str(folder), "--trust", str(first), *place]
-        print(f"{config.name}: {step} steps, which compile", flush=True)
+        print(f"{folder.name}: {step} steps, which compile", flush=True)
         _run([*python, *nodes, "--", *begin], folder)
-        print(f"{config.name}: the others, {bench.cores} cores a worker", flush=True)
+        print(f"{folder.name}: the others, {bench.cores} cores a worker", flush=True)
         share = ["--cores", str(bench.cores)]
         _run([*python, *nodes, *share, "--", *again], folder)
         done.write_text(asked)
@@ -203,32 +209,44 @@ def _read(rows: list[dict[str, Any]], start: int, score: str) -> Measured:
     )
 
 
-def table(found: dict[str, Measured], score: str) -> str:
-    """Returns Markdown: speeds, over those of the first run, and scores at one time."""
-    end = min(one.seconds[-1] for one in found.values())
+def table(found: dict[str, list[Measured]], score: str) -> str:
+    """Returns Markdown: speeds, over those of the first config, and scores at one time.
+
+    Of several seeds the mean, and two standard deviations.
+    """
+    end = min(run.seconds[-1] for runs in found.values() for run in runs)
     first = next(iter(found.values()))
-    rows = [
-        [
-            name,
-            f"{one.steps:.2f}",
-            f"{one.steps / first.steps:.2f}",
-            f"{one.counted:.0f}",
-            f"{one.counted / first.counted:.2f}",
-            *(f"{np.interp(x * end, one.seconds, one.scores):.3f}" for x in (0.5, 1)),
-            f"{one.scores[-1]:.3f}",
+    rows = []
+    for name, runs in found.items():
+        pairs = list(zip(runs, first, strict=True))
+        at_times = [np.interp((end / 2, end), x.seconds, x.scores) for x in runs]
+        cells = [
+            _spread([run.steps for run in runs], 2),
+            _spread([run.steps / other.steps for run, other in pairs], 2),
+            _spread([run.counted for run in runs], 0),
+            _spread([run.counted / other.counted for run, other in pairs], 2),
+            *(_spread(scores, 3) for scores in zip(*at_times, strict=True)),
+            _spread([run.scores[-1] for run in runs], 3),
         ]
-        for name, one in found.items()
-    ]
+        rows.append([name, *cells])
     heads = ["", "steps per second", "over the first", "environment steps per second"]
     heads += ["over the first", f"{score} after {end / 2:.0f} s", f"after {end:.0f} s"]
     return markdown([*heads, "at the end"], rows)
 
 
-def draw(found: dict[str, Measured], score: str) -> Figure:
+def _spread(values: Sequence[float], digits: int) -> str:
+    mean = f"{np.mean(values):.{digits}f}"
+    if len(values) == 1:
+        return mean
+    return f"{mean} ± {2 * np.std(values, ddof=1):.{digits}f}"
+
+
+def draw(found: dict[str, list[Measured]], score: str) -> Figure:
     """Draws the score of each run by its seconds of training."""
     figure, ((axis,),) = grid(1, 1, 6, 3.4)
-    for name, one in found.items():
-        axis.plot(one.seconds, one.scores, label=name)
+    for number, (name, runs) in enumerate(found.items()):
+        for run, label in zip(runs, [name, *[None] * (len(runs) - 1)], strict=True):
+            axis.plot(run.seconds, run.scores, color=f"C{number}", label=label)
     axis.set(xlabel="seconds of training", ylabel=score)
     axis.legend(loc="lower right")
     return figure
