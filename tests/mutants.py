@@ -742,9 +742,9 @@ MUTANTS = [
     ),
     Mutant(
         "train/bench/uneven.py",
-        "    if step == {step}:",
-        "    if step > {step}:",
-        "tests/test_bench_uneven.py -k goes_on",
+        "    if step == {first}:",
+        "    if step < {first}:",
+        "tests/test_bench_uneven.py -k a_share_of_a_core",
     ),
     Mutant(
         "decentjax/codec.py",

@@ -20,6 +20,7 @@ from train.bench.uneven import (
     whole_run,
 )
 from train.cli.load import load_config
+from train.job import cores
 
 PEERS = load_config(Path("navigate_uneven_peers"))
 LINE_FILE = Path(__file__).parent / "job_line.py"
@@ -43,8 +44,7 @@ def write(folder: Path, rows: list[dict]) -> None:
 ROWS = [
     of_training(10, 1000.0, 100.0),
     scored(10, 0.1),
-    {"step": 10, "resumed": "decentjax resume"},
-    of_training(20, 0.001, 400.0),  # Loads its programs.
+    of_training(20, 0.001, 400.0),  # Some of its steps had the whole machine.
     scored(20, 0.2),
     of_training(30, 5.0, 450.0),
     scored(30, 0.4),
@@ -53,10 +53,10 @@ ROWS = [
 ]
 
 
-def test_time_is_that_of_the_steps_after_the_programs_are_loaded(tmp_path):
+def test_time_is_that_of_the_steps_after_the_first(tmp_path):
     """2 s for ten steps and 1 s for ten more, in which a worker acts 100 times."""
     write(tmp_path, ROWS)
-    found = read(tmp_path, PEERS, 20, "spl")
+    found = read(tmp_path, PEERS, 15, "spl")
     assert found.seconds == pytest.approx([0, 2, 3])
     assert found.scores == [0.2, 0.4, 0.8]
     assert found.steps == pytest.approx(20 / 3)
@@ -84,34 +84,54 @@ def test_of_peers_each_process_counts_its_own(tmp_path):
 
 def test_a_run_is_kept_until_something_else_is_asked_for(tmp_path, monkeypatch):
     commands = []
-    monkeypatch.setattr(uneven, "_run", lambda command, *_: commands.append(command))
-    monkeypatch.setattr(uneven.shutil, "rmtree", lambda *_, **__: None)
-    (tmp_path / f"{PEERS.name}-seed-0").mkdir()
-    for cores, count in ((0.2, 2), (0.2, 2), (0.1, 4)):
-        bench = UnevenBench(cores=cores, out=tmp_path)
+
+    def run_logged(command, log):
+        commands.append(" ".join(command))
+        (tmp_path / f"{PEERS.name}-seed-0").mkdir()
+
+    monkeypatch.setattr(uneven, "run_logged", run_logged)
+    for share, count in ((0.2, 1), (0.2, 1), (0.1, 2)):
+        bench = UnevenBench(cores=share, out=tmp_path)
         whole_run(Path("navigate_uneven_peers"), PEERS, bench)
         assert len(commands) == count
-    begin, again = map(" ".join, commands[2:])
-    assert "--nodes 8 --" in begin
-    assert "--cores 0.1 --" in again
-    assert "--exchange.bind eth0" in begin
-    assert "--exchange.bind eth0" in again
+    assert "emulate --nodes 8 --" in commands[0]
+    assert "--exchange.bind eth0" in commands[0]
 
 
 @pytest.mark.slow
-def test_a_run_stops_after_the_step_and_goes_on(tmp_path):
-    first, folder = tmp_path / "first.py", str(tmp_path / "run")
-    line = str(Path(__file__).parent / "line.py")
-    first.write_text(uneven.FIRST.format(step=7, path=line, seed=3))
-    train = [sys.executable, "-m", "train"]
-    for command, said in (
-        ([str(first), "--run-dir", folder], "stopped after step 7 of"),
-        (["--resume", folder, "--trust", str(first), "--trust", line], "held-out loss"),
-    ):
-        done = subprocess.run([*train, *command], capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        assert said in done.stdout
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["seed"] == 3
+def test_after_the_first_steps_a_process_has_a_share_of_a_core(tmp_path):
+    """It tells its group after each step; by its end the group is gone."""
+    config = tmp_path / "slowed.py"
+    line = Path(__file__).parent / "line.py"
+    told = """
+import os
+
+def told(step, state, metrics):
+    slow(step, state, metrics)
+    if step in (6, 7):
+        groups = open("/proc/self/cgroup").read()
+        print(f"{step} {config.seed}", f"decentjax-{os.getpid()}-0" in groups)
+
+config = dataclasses.replace(config, on_step=told)
+"""
+    given = {"path": str(line), "seed": 3, "first": 7, "cores": 0.5}
+    config.write_text(uneven.SLOWED.format(**given) + told)
+    train = [
+        sys.executable,
+        "-m",
+        "train",
+        str(config),
+        "--run-dir",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run(train, capture_output=True, text=True)
+    if "run as root" in done.stderr:
+        pytest.skip("control groups need root")
+    assert done.returncode == 0, done.stderr
+    assert "6 3 False" in done.stdout
+    assert "7 3 True" in done.stdout
+    root, _ = cores._root()
+    assert not list(root.glob("decentjax-*-0"))
 
 
 def test_scores_are_compared_at_the_time_at_which_the_fastest_ends():
@@ -153,12 +173,6 @@ def test_of_several_seeds_the_spread_is_shown():
         "| fast | 5.00 ± 8.49 | 3.00 ± 2.83 | 30 ± 0 | 3.00 ± 0.00 | 0.250 ± 0.141 | "
         "0.500 ± 0.283 | 0.500 ± 0.283 |"
     ) in text
-
-
-def test_a_run_that_ends_before_it_is_measured_gets_a_sentence(tmp_path):
-    write(tmp_path, ROWS[:2])
-    with pytest.raises(ValueError, match="has ended before it was stopped: take a sma"):
-        read(tmp_path, PEERS, 10, "spl")
 
 
 @pytest.mark.parametrize(

@@ -25,19 +25,17 @@ from train.tasks.task import build_task
 
 CONFIGS = "allreduce", "dpsgd", "wagma", "peers"
 COUNT = "environment_steps"
-# All processes stop after one step, whichever is the slowest. The resumed run passes it
-# no more.
-FIRST = """
-import dataclasses, os, signal
+SLOWED = """
+import dataclasses
 from pathlib import Path
 from train.cli.load import load_config
+from train.job.cores import take_share
 
-def stop(step, state, metrics):
-    if step == {step}:
-        os.kill(os.getpid(), signal.SIGTERM)
+def slow(step, state, metrics):
+    if step == {first}:
+        take_share({cores})
 
-config = load_config(Path({path!r}))
-config = dataclasses.replace(config, seed={seed}, on_step=stop)
+config = dataclasses.replace(load_config(Path({path!r})), seed={seed}, on_step=slow)
 """
 
 
@@ -45,9 +43,9 @@ config = dataclasses.replace(config, seed={seed}, on_step=stop)
 class UnevenBench:
     """Trains configs on an emulated cluster, a process on a node for each worker.
 
-    The first steps, which compile, have the whole machine. Then the run is stopped, and
-    resumed with a share of a core for each worker: time that a worker waits is lost, as
-    on a machine of its own. Only these steps are timed, without their evaluations.
+    The first steps, which compile, have the whole machine. In those after them each
+    worker has a share of a core: time that it waits is lost, as on a machine of its
+    own. Only these are timed, without their evaluations.
 
     Example: `decentjax bench uneven --cores 0.2`.
 
@@ -55,8 +53,7 @@ class UnevenBench:
       configs: configs of as many workers, each with as many steps as it can take in
         about one time; the others are compared with the first.
       seeds: runs of each config, with seeds 0, 1, ...
-      start: number of steps after which a score is known; the run is stopped after one
-        more.
+      start: number of steps that have the whole machine.
       cores: share of a core of each worker.
       out: folder for the runs, which are kept, and for uneven.json, uneven.md and
         uneven.svg.
@@ -136,44 +133,25 @@ def whole_run(path: Path, config: Config, bench: UnevenBench) -> Path:
     asked = f"{to_json(config)}\nstart {bench.start}, cores {bench.cores}\n"
     if not done.exists() or done.read_text() != asked:
         shutil.rmtree(folder, ignore_errors=True)  # One that was stopped.
-        python = [sys.executable, "-m", "decentjax"]
-        nodes = ["emulate", "--nodes", str(config.workers.num_workers)]
-        place = ["--distributed.enabled"]
+        file = folder.with_suffix(".py").resolve()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        given = {"seed": config.seed, "first": bench.start, "cores": bench.cores}
+        file.write_text(SLOWED.format(path=str(path), **given))
+        command = [sys.executable, "-m", "decentjax", "emulate"]
+        command += ["--nodes", str(config.workers.num_workers), "--"]
+        command += [sys.executable, "-m", "decentjax", "train", str(file)]
+        command += ["--run-dir", str(folder), "--distributed.enabled"]
         if config.exchange.where == "peers":
-            place += ["--exchange.bind", INTERFACE]
-        first = folder.with_suffix(".py").resolve()
-        first.parent.mkdir(parents=True, exist_ok=True)
-        step = bench.start + 1
-        first.write_text(FIRST.format(step=step, path=str(path), seed=config.seed))
-        begin = [*python, "train", str(first), "--run-dir", str(folder), *place]
-        again = [*python, "resume", str(folder), "--trust", str(first), *place]
-        print(f"{folder.name}: {step} steps, which compile", flush=True)
-        _run([*python, *nodes, "--", *begin], folder)
-        print(f"{folder.name}: the others, {bench.cores} cores a worker", flush=True)
-        share = ["--cores", str(bench.cores)]
-        _run([*python, *nodes, *share, "--", *again], folder)
+            command += ["--exchange.bind", INTERFACE]
+        print(folder.name, flush=True)
+        run_logged(command, folder.with_suffix(".txt"))
         done.write_text(asked)
     return folder
 
 
-def _run(command: Sequence[str], folder: Path) -> None:
-    """Runs a command, with a log and compiled programs beside the run's folder."""
-    # What has compiled once is read again: with little of a core it would take minutes.
-    cache = {
-        "JAX_COMPILATION_CACHE_DIR": str(folder.with_suffix(".programs").resolve()),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-    }
-    run_logged(command, folder.with_suffix(".txt"), cache)
-
-
 def read(folder: Path, config: Config, start: int, score: str) -> Measured:
-    """Returns what the run of a folder has done since its resumption."""
+    """Returns what the run of a folder has done since its first steps."""
     of_processes = [read_metrics(x) for x in process_folders(folder) or [folder]]
-    if not all(any("resumed" in row for row in rows) for rows in of_processes):
-        raise ValueError(
-            f"the run in {folder} has ended before it was stopped: take a smaller "
-            "start or more steps"
-        )
     found = [_read(rows, start, score) for rows in of_processes]
     seconds, scores, steps, counted = zip(*found, strict=True)
     # Peers are evaluated each at a time of its own.
@@ -190,15 +168,13 @@ def read(folder: Path, config: Config, start: int, score: str) -> Measured:
 
 
 def _read(rows: list[dict[str, Any]], start: int, score: str) -> Measured:
-    resumed = max(i for i, row in enumerate(rows) if "resumed" in row)
-    # In the steps of the first row it has loaded the programs.
-    first, *timed = (row for row in rows[resumed:] if "loss" in row)
-    steps = np.array([first["step"], *(row["step"] for row in timed)])
+    logged = [row for row in rows if "loss" in row and row["step"] >= start]
+    # Of the steps of the first row some had the whole machine.
+    first, *timed = logged
+    steps = np.array([row["step"] for row in logged])
     rates = np.array([row["steps_per_second"] for row in timed])
     seconds = np.concatenate([[0], np.cumsum(np.diff(steps) / rates)])
     scored = [row for row in rows if "mean_model" in row and row["step"] >= start]
-    begun = sum(row["step"] <= steps[0] for row in scored)
-    scored = scored[max(begun - 1, 0) :]  # The newest score is that at the beginning.
     at = np.interp([row["step"] for row in scored], steps, seconds)
     actions = timed[-1][COUNT] - first[COUNT]
     return Measured(

@@ -4,6 +4,7 @@ The kernel's control groups, of either version, stop a process that has used its
 of a period until the next, so that what it does not use helps no other.
 """
 
+import atexit
 import contextlib
 import os
 from collections.abc import Iterator
@@ -48,6 +49,16 @@ def core_shares(count: int, share: float) -> Iterator[list[Path]]:
                 f"({error}): run as root, or leave out cores"
             ) from error
         yield [group / "cgroup.procs" for group in groups]
+
+
+def take_share(share: float) -> None:
+    """Gives this process a share of a core, as `core_shares`, until it ends."""
+    stack = contextlib.ExitStack()
+    [joins] = stack.enter_context(core_shares(1, share))
+    joins.write_text("0")
+    # A group that has a process cannot be removed.
+    stack.callback((joins.parent.parent / joins.name).write_text, "0")
+    atexit.register(stack.close)
 
 
 def _remove_left(root: Path) -> None:
