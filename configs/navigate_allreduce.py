@@ -13,4 +13,5 @@ config = dataclasses.replace(
     name="navigate_allreduce",
     topology=TopologyConfig(name="complete"),
     step=dataclasses.replace(wagma.step, algorithm="all_reduce"),
+    optimizer=dataclasses.replace(wagma.optimizer, learning_rate=1.6e-2),
 )

@@ -14,5 +14,4 @@ config = dataclasses.replace(
     workers=WorkersConfig(num_workers=8, workers_per_node=2),
     topology=TopologyConfig(name="alternating_exponential_ring"),
     step=dataclasses.replace(wagma.step, algorithm="awc"),
-    optimizer=dataclasses.replace(wagma.optimizer, learning_rate=4e-3),
 )

@@ -12,4 +12,5 @@ config = dataclasses.replace(
     wagma,
     name="navigate_local_sgd",
     topology=TopologyConfig(name="alone", mean_every=8),
+    optimizer=dataclasses.replace(wagma.optimizer, learning_rate=8e-3),
 )

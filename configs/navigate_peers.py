@@ -12,5 +12,6 @@ from train.config import ExchangeConfig
 config = dataclasses.replace(
     wagma,
     name="navigate_peers",
+    optimizer=dataclasses.replace(wagma.optimizer, learning_rate=6.4e-2),
     exchange=ExchangeConfig(where="peers", way="wagma"),
 )

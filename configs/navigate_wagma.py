@@ -30,7 +30,7 @@ config = Config(
     step=StepConfig(algorithm="atc", batch_per_worker=8),
     optimizer=OptimizerConfig(
         name="adam",
-        learning_rate=8e-3,
+        learning_rate=3.2e-2,
         final_learning_rate=1e-4,
         warmup_steps=20,
         weight_decay=0.0,

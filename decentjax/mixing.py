@@ -28,6 +28,7 @@ from decentjax._collectives import (
     sum_dtype,
     sum_over,
 )
+from decentjax._joining import JOIN_BYTES, join, places_of, split
 from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
 
 Tree = TypeVar("Tree")
@@ -61,7 +62,7 @@ class Lowering:
     """
 
     piece_bytes: int | None = None
-    join_bytes: int = 2**18
+    join_bytes: int = JOIN_BYTES
     groups: Literal["scatter", "sum"] = "scatter"
 
     def __post_init__(self):
@@ -504,18 +505,9 @@ def in_joined(
       arrays: the arrays.
       keys: key of each.
     """
-    results = {}
-    for key in dict.fromkeys(keys):
-        places = [place for place, other in enumerate(keys) if other == key]
-        if len(places) == 1:
-            results[places[0]] = function(arrays[places[0]])
-            continue
-        joined = function(jnp.concatenate([arrays[place].ravel() for place in places]))
-        ends = np.cumsum([arrays[place].size for place in places])
-        parts = jnp.split(joined, ends[:-1], axis=-1)
-        for place, part in zip(places, parts, strict=True):
-            results[place] = part.reshape(*joined.shape[:-1], *arrays[place].shape)
-    return [results[place] for place in range(len(arrays))]
+    places = places_of(keys)
+    results = [function(x) for x in join(arrays, places)]
+    return split(results, places, [x.shape for x in arrays])
 
 
 def check_size(exchange: Exchange, axis_name: AxisName) -> None:

@@ -28,8 +28,10 @@ import concurrent.futures
 import contextlib
 import ctypes
 import dataclasses
+import functools
 import hashlib
 import hmac
+import math
 import secrets
 import time
 from collections.abc import Collection, Mapping, Sequence
@@ -40,6 +42,7 @@ import numpy as np
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
+from decentjax._joining import JOIN_BYTES, join, places_of, split
 from decentjax.gossip.book import Book
 from decentjax.gossip.handshake import Answer, Handshakes, Line, RefusedError
 
@@ -48,6 +51,8 @@ TRANSFER_BYTES = 4 * 2**20
 PARALLEL_COPIES = 4
 POLL_SECONDS = 2e-4
 MIN_SECRET_BYTES = 16
+_join = jax.jit(join, static_argnums=1)
+_split = jax.jit(split, static_argnums=(1, 2))
 LOOK_UP_SECONDS = 0.2  # Between two looks into the book.
 ANSWER_SECONDS = 1.0  # For an answer of another worker of one's own number.
 # Of a `Said`, as bytes: an array of float64 would be one of float32 in jax.
@@ -149,10 +154,21 @@ class Links:
         self._book, self._num_workers = book, num_workers
         self._devices, self._channels = dict(devices), [list(c) for c in channels]
         header = jax.ShapeDtypeStruct((HEADER.itemsize,), np.uint8)
+        # The transport takes a call, and a turn of its threads, for each array.
+        self._joins = [
+            places_of(
+                [x.dtype if _bytes_of(x) < JOIN_BYTES else i for i, x in enumerate(c)]
+            )
+            for c in self._channels
+        ]
+        travels = [
+            [header, *jax.eval_shape(functools.partial(join, places=places), c)]
+            for c, places in zip(self._channels, self._joins, strict=True)
+        ]
         self._specs = {
-            (worker, number): [self._spec(worker, x) for x in (header, *channel)]
+            (worker, number): [self._spec(worker, x) for x in arrays]
             for worker in self._devices
-            for number, channel in enumerate(self._channels)
+            for number, arrays in enumerate(travels)
         }
         shapes = [[(x.shape, x.dtype.name) for x in c] for c in self._channels]
         text = repr((num_workers, shapes, digest))
@@ -215,7 +231,8 @@ class Links:
         # step after the next. Where both wait for each other, it was taken by then.
         self._left[worker, peer, channel] = life, 1 - slot
         name = self._name(worker, peer, life, channel, slot)
-        self._server.await_pull(name, [header, *arrays])
+        joined = _join(arrays, self._joins[channel])
+        self._server.await_pull(name, [header, *joined])
 
     def ask(self, worker: int, peer: int, channel: int) -> None:
         """Asks a peer for its next message, which flows as soon as it is left."""
@@ -458,11 +475,13 @@ class Links:
             if not all(x.is_ready() for x in edge.pulls[slot]):
                 continue
             try:
-                header, *arrays = jax.block_until_ready(edge.pulls.pop(slot))
+                header, *joined = jax.block_until_ready(edge.pulls.pop(slot))
             except jax.errors.JaxRuntimeError:  # The peer died.
                 self._lose(peer)
                 return []
             said = _from_bytes(np.asarray(header))
+            shapes = tuple(x.shape for x in self._channels[channel])
+            arrays = _split(joined, self._joins[channel], shapes)
             edge.messages.append(Message(said, arrays))
             edge.newest = max(edge.newest, (said.step, said.number, slot))
         return edge.messages
@@ -503,6 +522,10 @@ class Links:
                     f"worker {worker} is running already, at {entry}: end it, or "
                     "choose another number"
                 )
+
+
+def _bytes_of(x: jax.ShapeDtypeStruct) -> int:
+    return math.prod(x.shape) * x.dtype.itemsize
 
 
 def _has_failed(pull: Sequence[Any]) -> bool:

@@ -1,0 +1,46 @@
+"""Short arrays as one: a message costs a latency, and each of its arrays a call."""
+
+from collections.abc import Hashable, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+JOIN_BYTES = 2**18  # Of an array that is long enough to travel alone.
+
+Places = tuple[tuple[int, ...], ...]
+"""Which arrays are joined, by their numbers."""
+
+
+def places_of(keys: Sequence[Hashable]) -> Places:
+    """Arrays that have one key are joined."""
+    return tuple(
+        tuple(place for place, other in enumerate(keys) if other == key)
+        for key in dict.fromkeys(keys)
+    )
+
+
+def join(arrays: Sequence[jax.Array], places: Places) -> list[jax.Array]:
+    """A vector for all arrays of a group; one that is alone stays as it is."""
+    return [
+        arrays[group[0]]
+        if len(group) == 1
+        else jnp.concatenate([arrays[place].ravel() for place in group])
+        for group in places
+    ]
+
+
+def split(
+    joined: Sequence[jax.Array], places: Places, shapes: Sequence[tuple[int, ...]]
+) -> list[jax.Array]:
+    """The arrays, of these shapes; a vector may have got other dims in front."""
+    arrays = {}
+    for whole, group in zip(joined, places, strict=True):
+        if len(group) == 1:
+            arrays[group[0]] = whole
+            continue
+        ends = np.cumsum([np.prod(shapes[place], dtype=int) for place in group])
+        parts = jnp.split(whole, ends[:-1], axis=-1)
+        for place, part in zip(group, parts, strict=True):
+            arrays[place] = part.reshape(*whole.shape[:-1], *shapes[place])
+    return [arrays[place] for place in range(len(shapes))]
