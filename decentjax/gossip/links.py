@@ -49,7 +49,7 @@ from decentjax.gossip.handshake import Answer, Handshakes, Line, RefusedError
 # Without these two the transport maps some 6 GiB.
 TRANSFER_BYTES = 4 * 2**20
 PARALLEL_COPIES = 4
-POLL_SECONDS = 2e-4
+POLL_SECONDS, MOST_POLL_SECONDS = 2e-4, 4e-3  # Between two looks for a message.
 MIN_SECRET_BYTES = 16
 _join = jax.jit(join, static_argnums=1)
 _split = jax.jit(split, static_argnums=(1, 2))
@@ -260,7 +260,7 @@ class Links:
           step: the first step that is not too old.
           deadline: value of `time.monotonic` at which it no longer waits.
         """
-        life = self.life_of(peer)
+        life, begun = self.life_of(peer), time.monotonic()
         while True:
             messages = self._arrived(worker, peer, channel)
             known = self._peers[peer]
@@ -283,7 +283,7 @@ class Links:
                 newest = max(messages, key=_step_of, default=None)
                 messages.clear()
                 return newest
-            time.sleep(POLL_SECONDS)
+            _nap(begun)
 
     def wait_for_number(
         self,
@@ -307,6 +307,7 @@ class Links:
           life: that of the peer's process; where it is another one, this returns None.
           deadline: value of `time.monotonic` at which it no longer waits.
         """
+        begun = time.monotonic()
         while True:
             messages = self._arrived(worker, peer, channel)
             # Looked at after what arrived, which is of the life that is known now.
@@ -320,7 +321,7 @@ class Links:
             self._ask_for_all(worker, peer, channel)
             if messages or known.is_out or time.monotonic() >= deadline:
                 return None
-            time.sleep(POLL_SECONDS)
+            _nap(begun)
 
     def newest_number(self, worker: int, peer: int, channel: int) -> int:
         """Returns the highest number of a message that is there; -1 if none is."""
@@ -522,6 +523,12 @@ class Links:
                     f"worker {worker} is running already, at {entry}: end it, or "
                     "choose another number"
                 )
+
+
+def _nap(begun: float) -> None:
+    """Sleeps for a small share of a wait: a look takes the processor from training."""
+    share = (time.monotonic() - begun) / 20
+    time.sleep(min(max(POLL_SECONDS, share), MOST_POLL_SECONDS))
 
 
 def _bytes_of(x: jax.ShapeDtypeStruct) -> int:

@@ -20,7 +20,7 @@ from decentjax.gossip.links import Links, Said
 from decentjax.gossip.rows import Rows
 from decentjax.topology import butterfly_hops
 
-IDLE_SECONDS = 1e-3  # Between two looks for a group that has begun.
+IDLE_SECONDS = 4e-3  # Between two looks for a group that a partner has begun.
 SUMS, FAREWELLS = 0, 1  # Channels of the links.
 
 
@@ -160,6 +160,7 @@ class GroupMeans(Closing):
         with self._changed:
             first = self._offered is None
             self._offered = Sums(step, offered)
+            self._changed.notify_all()
         if first:
             self._step = step
             partners = {*self._others, *self._workers}
@@ -237,7 +238,8 @@ class GroupMeans(Closing):
                 if self._is_due():
                     self._exchange()
                 else:
-                    time.sleep(IDLE_SECONDS)
+                    with self._changed:
+                        self._changed.wait_for(self._is_offered, IDLE_SECONDS)
         except BaseException as error:
             with self._changed:
                 self._error = error
@@ -245,8 +247,7 @@ class GroupMeans(Closing):
 
     def _is_due(self) -> bool:
         """Whether this process, or a partner, begins the next exchange."""
-        assert self._offered is not None
-        if self._offered.step >= self._step:
+        if self._is_offered():
             return True
         if self._groups.is_global(self._step):
             return False
@@ -255,6 +256,9 @@ class GroupMeans(Closing):
             for worker in self._workers
             for peer in self._groups.partners(worker)
         )
+
+    def _is_offered(self) -> bool:
+        return self._offered is not None and self._offered.step >= self._step
 
     def _exchange(self) -> None:
         """Adds up the sums of one step, one hop after the other."""
