@@ -19,7 +19,7 @@ from train.tasks.ppo import PPOConfig
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_allreduce",
-    num_steps=350,
+    num_steps=1000,
     task=NavigateTask(
         environments=1,
         horizon=160,
@@ -29,5 +29,5 @@ config = dataclasses.replace(
     ),
     step=dataclasses.replace(all_reduce.step, batch_per_worker=1),
     optimizer=dataclasses.replace(all_reduce.optimizer, learning_rate=1.2e-2),
-    evaluation=EvaluationConfig(every_steps=50),
+    evaluation=EvaluationConfig(every_steps=200),
 )

@@ -8,14 +8,13 @@ learning rate is the best of five.
 import dataclasses
 
 from configs.navigate_uneven_allreduce import config as all_reduce
-from train.config import EvaluationConfig, TopologyConfig
+from train.config import TopologyConfig
 
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_dpsgd",
-    num_steps=1000,
+    num_steps=1300,
     topology=TopologyConfig(name="ring"),
     step=dataclasses.replace(all_reduce.step, algorithm="awc"),
     optimizer=dataclasses.replace(all_reduce.optimizer, learning_rate=6e-3),
-    evaluation=EvaluationConfig(every_steps=100),
 )

@@ -8,14 +8,13 @@ learning rate is the best of five.
 import dataclasses
 
 from configs.navigate_uneven_allreduce import config as all_reduce
-from train.config import EvaluationConfig, ExchangeConfig, TopologyConfig
+from train.config import ExchangeConfig, TopologyConfig
 
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_peers",
-    num_steps=3100,
+    num_steps=1700,
     topology=TopologyConfig(name="one_peer_exponential"),
     step=dataclasses.replace(all_reduce.step, algorithm="awc"),
-    evaluation=EvaluationConfig(every_steps=100),
     exchange=ExchangeConfig(where="peers"),
 )

@@ -8,14 +8,13 @@ learning rate is the best of five.
 import dataclasses
 
 from configs.navigate_uneven_allreduce import config as all_reduce
-from train.config import EvaluationConfig, ExchangeConfig, TopologyConfig
+from train.config import ExchangeConfig, TopologyConfig
 
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_wagma",
-    num_steps=1350,
+    num_steps=900,
     topology=TopologyConfig(name="butterfly_groups", group_size=4, mean_every=32),
     step=dataclasses.replace(all_reduce.step, algorithm="atc"),
-    evaluation=EvaluationConfig(every_steps=100),
     exchange=ExchangeConfig(where="peers", way="wagma"),
 )
