@@ -1,6 +1,8 @@
 """Navigation between rooms, 8 workers: all-reduce of the gradients, as DD-PPO has it.
 
-Command, hardware and results: as in navigate_wagma.py.
+Command and hardware: as in navigate_wagma.py.
+Result: held-out SPL 0.933 ± 0.016 (two standard deviations of three seeds) after 600
+steps. The learning rate is the best of four, see docs/results/navigate.md.
 """
 
 import dataclasses

@@ -1,6 +1,8 @@
 """Navigation between rooms, 8 workers: local SGD, the mean of all every 8 steps.
 
-Command, hardware and results: as in navigate_wagma.py.
+Command and hardware: as in navigate_wagma.py.
+Result: held-out SPL 0.928 ± 0.025 (two standard deviations of three seeds) after 600
+steps. The learning rate is the best of five, see docs/results/navigate.md.
 """
 
 import dataclasses

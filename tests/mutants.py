@@ -363,6 +363,19 @@ MUTANTS = [
         "tests/test_mixing.py -k gathered_to_be_joined",
     ),
     Mutant(
+        "decentjax/gossip/links.py",
+        "x.dtype if _bytes_of(x) < JOIN_BYTES else i for",
+        "x.dtype for",
+        "tests/test_peers.py -k short_leaves_travel",
+    ),
+    Mutant(
+        "train/job/cores.py",
+        """joins.write_text("0")
+    # A""",
+        "# A",
+        "tests/test_bench_uneven.py -k a_share_of_a_core",
+    ),
+    Mutant(
         "train/bench/uneven.py",
         "seeded = dataclasses.replace(config, seed=seed)",
         "seeded = config",
@@ -765,9 +778,9 @@ MUTANTS = [
         "tests/test_codec.py -k nearest_level",
     ),
     Mutant(
-        "decentjax/mixing.py",
-        "jnp.split(joined, ends[:-1], axis=-1)",
-        "jnp.split(joined, ends[:-1], axis=-1)[::-1]",
+        "decentjax/_joining.py",
+        "jnp.split(whole, ends[:-1], axis=-1)",
+        "jnp.split(whole, ends[:-1], axis=-1)[::-1]",
         "tests/test_codec.py -k deep_squeeze",
     ),
     Mutant(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -31,6 +32,7 @@ from decentjax import (
     simulate,
     topology,
 )
+from decentjax._joining import JOIN_BYTES
 from decentjax.codec import exact, int2, int4, int8, num_bytes, top_k
 from decentjax.compression import Compression
 from decentjax.gossip import Folder, PeerRounds, Peers
@@ -717,6 +719,32 @@ def test_a_message_is_not_lost_to_a_process_that_has_ended(tmp_path):
     message = second.wait(0, 1, 0, 7, time.monotonic() + 10)
     assert message is not None
     assert message.said.step == 7
+
+
+def test_short_leaves_travel_as_one_array_of_each_dtype(tmp_path):
+    long = JOIN_BYTES // 4
+    shapes = (1, 2, 3), (1, long), (1, 5), (1,), (1, long - 1)
+    leaves = [jax.random.normal(jax.random.key(0), shape) for shape in shapes]
+    leaves[2] = leaves[2].astype(jnp.bfloat16)
+    channel = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    reader, writer = (
+        Links(Folder(tmp_path), 2, {worker: jax.devices()[0]}, [channel])
+        for worker in range(2)
+    )
+    for links, peer in ((writer, 0), (reader, 1)):
+        links.meet([peer], time.monotonic() + LONG)
+    server, sizes = writer._server, []
+
+    def await_pull(name, arrays):
+        sizes.append([x.size for x in arrays])
+        server.await_pull(name, arrays)
+
+    writer._server = types.SimpleNamespace(await_pull=await_pull)
+    writer.publish(1, 0, 0, leaves, Said(7))
+    message = reader.wait(0, 1, 0, 7, time.monotonic() + LONG)
+    jax.tree.map(np.testing.assert_array_equal, message.arrays, leaves)
+    header = 16
+    assert sizes == [[header, 6 + 1 + long - 1, long, 5]]
 
 
 def until(condition):
