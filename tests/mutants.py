@@ -371,8 +371,8 @@ MUTANTS = [
     Mutant(
         "train/job/cores.py",
         """joins.write_text("0")
-    # A""",
-        "# A",
+        try""",
+        "try",
         "tests/test_bench_uneven.py -k a_share_of_a_core",
     ),
     Mutant(

@@ -895,7 +895,7 @@ def _short_and_long(num_workers: int) -> dict[str, jax.Array]:
 
 @EITHER_WAY
 @pytest.mark.parametrize("message_dtype", [None, jnp.bfloat16])
-@pytest.mark.parametrize("path", LOWERED)
+@pytest.mark.parametrize("path", ["uneven_weights", "groups", "nodes_swap", "odd"])
 def test_leaves_that_are_sent_as_one_are_mixed_as_alone(path, message_dtype, simulated):
     exchange = LOWERED[path]
     before = _short_and_long(exchange.num_workers)

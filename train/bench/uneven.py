@@ -26,16 +26,25 @@ from train.tasks.task import build_task
 CONFIGS = "allreduce", "dpsgd", "wagma", "peers"
 COUNT = "environment_steps"
 SLOWED = """
-import dataclasses
+import atexit, contextlib, dataclasses
 from pathlib import Path
 from train.cli.load import load_config
-from train.job.cores import take_share
+from train.job.cores import core_share
+
+share = contextlib.ExitStack()
+atexit.register(share.close)
 
 def slow(step, state, metrics):
     if step == {first}:
-        take_share({cores})
+        share.enter_context(core_share({cores}))
 
-config = dataclasses.replace(load_config(Path({path!r})), seed={seed}, on_step=slow)
+def whole(step, scores):
+    if step == config.num_steps:  # What is left is not timed.
+        share.close()
+
+config = load_config(Path({path!r}))
+hooks = {{"on_step": slow, "on_evaluation": whole}}
+config = dataclasses.replace(config, seed={seed}, **hooks)
 """
 
 

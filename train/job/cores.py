@@ -4,13 +4,14 @@ The kernel's control groups, of either version, stop a process that has used its
 of a period until the next, so that what it does not use helps no other.
 """
 
-import atexit
 import contextlib
-import os
+import secrets
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "decentjax-"
+START_SECONDS = 60  # Longest time in which a process joins its group.
 # The shorter the period, the more even the speed; the kernel takes no shorter quota.
 PERIOD_SECONDS, LEAST_QUOTA_SECONDS = 5e-3, 1e-3
 
@@ -28,13 +29,14 @@ def core_shares(count: int, share: float) -> Iterator[list[Path]]:
     """
     period = max(PERIOD_SECONDS, LEAST_QUOTA_SECONDS / share)
     quota_us, period_us = round(1e6 * share * period), round(1e6 * period)
-    groups = []
+    # Not the process's number, which in a namespace of its own another has too.
+    groups, token = [], secrets.token_hex(8)
     with contextlib.ExitStack() as stack:
         try:
             root, is_second = _root()
             _remove_left(root)
             for number in range(count):
-                group = root / f"{PREFIX}{os.getpid()}-{number}"
+                group = root / f"{PREFIX}{token}-{number}"
                 group.mkdir()
                 stack.callback(group.rmdir)
                 groups.append(group)
@@ -51,22 +53,23 @@ def core_shares(count: int, share: float) -> Iterator[list[Path]]:
         yield [group / "cgroup.procs" for group in groups]
 
 
-def take_share(share: float) -> None:
-    """Gives this process a share of a core, as `core_shares`, until it ends."""
-    stack = contextlib.ExitStack()
-    [joins] = stack.enter_context(core_shares(1, share))
-    joins.write_text("0")
-    # A group that has a process cannot be removed.
-    stack.callback((joins.parent.parent / joins.name).write_text, "0")
-    atexit.register(stack.close)
+@contextlib.contextmanager
+def core_share(share: float) -> Iterator[None]:
+    """Gives this process a share of a core, as `core_shares`, until it leaves."""
+    with core_shares(1, share) as [joins]:
+        joins.write_text("0")
+        try:
+            yield
+        finally:  # A group that has a process cannot be removed.
+            (joins.parent.parent / joins.name).write_text("0")
 
 
 def _remove_left(root: Path) -> None:
     """Removes the groups of processes that were killed before they could."""
-    for group in root.glob(f"{PREFIX}*-*"):
-        process = group.name.removeprefix(PREFIX).partition("-")[0]
-        if not Path("/proc", process).exists():
-            with contextlib.suppress(OSError):  # One that is in use.
+    for group in root.glob(f"{PREFIX}*"):
+        # One that is in use cannot be removed; a new one may not be in use yet.
+        with contextlib.suppress(OSError):
+            if time.time() - group.stat().st_mtime > START_SECONDS:
                 group.rmdir()
 
 
