@@ -44,13 +44,13 @@ class Lowering:
         leaf, one after the other; None sends a leaf whole. Between processes on CPU
         the two directions of a swap alternate on a whole leaf, and overlap in pieces
         of 256 KiB. A GPU compiler overlaps a whole leaf, not a loop over pieces.
+      groups: collectives of a mean over one of several groups: "scatter" is
+        reduce-scatter and all-gather, "sum" is `psum` over the group (unavailable in a
+        `jax.shard_map` with `check_vma`).
       join_bytes: size of a leaf, in bytes, below which it is sent together with all
         other such leaves of its dtype, as one: a message costs a latency, however
         short it is. 0 sends each leaf alone. (Joined with one that a `jax.vmap` of the
         caller maps, a leaf that it does not map comes back mapped.)
-      groups: collectives of a mean over one of several groups: "scatter" is
-        reduce-scatter and all-gather, "sum" is `psum` over the group (unavailable in a
-        `jax.shard_map` with `check_vma`).
 
     Raises:
       ValueError: if an argument has none of these values.
@@ -62,8 +62,8 @@ class Lowering:
     """
 
     piece_bytes: int | None = None
-    join_bytes: int = JOIN_BYTES
     groups: Literal["scatter", "sum"] = "scatter"
+    join_bytes: int = JOIN_BYTES
 
     def __post_init__(self):
         if self.piece_bytes is not None and self.piece_bytes < 1:

@@ -14,6 +14,8 @@ What the transport does, measured with jax 0.10.2 and 0.12, and relied on here:
 - Arrays of other shapes are an error at the reader. So are arrays that were donated
   after they had been left.
 - An array without elements never comes.
+- Each array takes its time: 17 of 122 kB in all came in 4.0 ms, one of as many bytes in
+  0.8 ms. So short ones travel as one.
 - Two servers share a port without an error.
 - Its threads serve what was left until the process is gone, after the end of Python
   too.
@@ -51,12 +53,13 @@ TRANSFER_BYTES = 4 * 2**20
 PARALLEL_COPIES = 4
 POLL_SECONDS, MOST_POLL_SECONDS = 2e-4, 4e-3  # Between two looks for a message.
 MIN_SECRET_BYTES = 16
-_join = jax.jit(join, static_argnums=1)
-_split = jax.jit(split, static_argnums=(1, 2))
 LOOK_UP_SECONDS = 0.2  # Between two looks into the book.
 ANSWER_SECONDS = 1.0  # For an answer of another worker of one's own number.
 # Of a `Said`, as bytes: an array of float64 would be one of float32 in jax.
 HEADER = np.dtype([("step", "<i4"), ("number", "<i4"), ("mass", "<f8")])
+
+_join = jax.jit(join, static_argnums=1)
+_split = jax.jit(split, static_argnums=(1, 2))
 
 
 class Said(NamedTuple):
@@ -154,7 +157,6 @@ class Links:
         self._book, self._num_workers = book, num_workers
         self._devices, self._channels = dict(devices), [list(c) for c in channels]
         header = jax.ShapeDtypeStruct((HEADER.itemsize,), np.uint8)
-        # The transport takes a call, and a turn of its threads, for each array.
         self._joins = [
             places_of(
                 [x.dtype if _bytes_of(x) < JOIN_BYTES else i for i, x in enumerate(c)]
