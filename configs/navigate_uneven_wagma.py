@@ -1,7 +1,7 @@
 """Navigation with uneven work, 8 workers: WAGMA-SGD, the mean of all every 32 steps.
 
 Command: as in navigate_uneven_allreduce.py.
-Result: held-out SPL 0.843 ± 0.007 after 900 steps, 9.78 steps per second (two seeds).
+Result: held-out SPL 0.843 ± 0.007 after 900 steps, 9.78 steps a second (two seeds).
 The learning rate is the best of five.
 """
 
