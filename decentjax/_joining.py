@@ -1,6 +1,6 @@
 """Short arrays as one: a message costs a latency, and each of its arrays a call."""
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,3 +44,20 @@ def split(
         for place, part in zip(group, parts, strict=True):
             arrays[place] = part.reshape(*whole.shape[:-1], *shapes[place])
     return [arrays[place] for place in range(len(shapes))]
+
+
+def in_joined(
+    function: Callable[[jax.Array], jax.Array],
+    arrays: Sequence[jax.Array],
+    keys: Sequence[Hashable],
+) -> list[jax.Array]:
+    """The elementwise function of arrays, called once for all that have one key.
+
+    Args:
+      function: function of an array, to whose dims it may put others in front.
+      arrays: the arrays.
+      keys: key of each.
+    """
+    places = places_of(keys)
+    results = [function(x) for x in join(arrays, places)]
+    return split(results, places, [x.shape for x in arrays])

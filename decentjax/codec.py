@@ -17,11 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from decentjax._collectives import AxisName, permute, sum_dtype
+from decentjax._joining import in_joined
 from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
 from decentjax.mixing import (
     Lowering,
     check_size,
-    in_joined,
     in_pieces,
     over_shards,
     rounded,

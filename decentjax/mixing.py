@@ -9,7 +9,7 @@ its own dtype.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, TypeVar
 
 import jax
@@ -28,7 +28,7 @@ from decentjax._collectives import (
     sum_dtype,
     sum_over,
 )
-from decentjax._joining import JOIN_BYTES, join, places_of, split
+from decentjax._joining import JOIN_BYTES, in_joined
 from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
 
 Tree = TypeVar("Tree")
@@ -491,23 +491,6 @@ def _map_floats(
     for place, result in zip(found, results, strict=True):
         leaves[place] = result
     return jax.tree.unflatten(structure, leaves)
-
-
-def in_joined(
-    function: Callable[[jax.Array], jax.Array],
-    arrays: Sequence[jax.Array],
-    keys: Sequence[Hashable],
-) -> list[jax.Array]:
-    """The elementwise function of arrays, called once for all that have one key.
-
-    Args:
-      function: function of an array, to whose dims it may put others in front.
-      arrays: the arrays.
-      keys: key of each.
-    """
-    places = places_of(keys)
-    results = [function(x) for x in join(arrays, places)]
-    return split(results, places, [x.shape for x in arrays])
 
 
 def check_size(exchange: Exchange, axis_name: AxisName) -> None:

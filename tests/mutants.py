@@ -364,8 +364,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "x.dtype if _bytes_of(x) < JOIN_BYTES else i for",
-        "x.dtype for",
+        "x.dtype if size < JOIN_BYTES else place",
+        "x.dtype",
         "tests/test_peers.py -k short_leaves_travel",
     ),
     Mutant(
@@ -374,6 +374,24 @@ MUTANTS = [
         try""",
         "try",
         "tests/test_bench_uneven.py -k a_share_of_a_core",
+    ),
+    Mutant(
+        "train/bench/uneven.py",
+        "latest = (config.num_steps - 1) // every * every",
+        "latest = config.num_steps - 2",
+        "tests/test_bench_uneven.py -k cannot_be_compared",
+    ),
+    Mutant(
+        "train/bench/uneven.py",
+        "if step == config.num_steps:  #",
+        "if step > config.num_steps:  #",
+        "tests/test_bench_uneven.py -k a_share_of_a_core",
+    ),
+    Mutant(
+        "train/bench/uneven.py",
+        "        check_cores(self.cores)\n",
+        "",
+        "tests/test_bench_uneven.py -k cannot_be_compared",
     ),
     Mutant(
         "train/bench/uneven.py",

@@ -101,19 +101,27 @@ def test_a_run_is_kept_until_something_else_is_asked_for(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_after_the_first_steps_a_process_has_a_share_of_a_core(tmp_path):
-    """It tells its group after each step; by its end the group is gone."""
+    """Until its last evaluation; by its end the group is gone."""
     config = tmp_path / "slowed.py"
     line = Path(__file__).parent / "line.py"
     told = """
 import re
 
+def tell(when):
+    group = re.search(r"decentjax-\\w+-0", Path("/proc/self/cgroup").read_text())
+    print(when, config.seed, "in", group and group[0])
+
 def told(step, state, metrics):
     slow(step, state, metrics)
     if step in (6, 7):
-        group = re.search(r"decentjax-\\w+-0", Path("/proc/self/cgroup").read_text())
-        print(f"{step} {config.seed} in", group and group[0])
+        tell(step)
 
-config = dataclasses.replace(config, on_step=told)
+def scored(step, scores):
+    whole(step, scores)
+    if step == config.num_steps:
+        tell("end")
+
+config = dataclasses.replace(config, on_step=told, on_evaluation=scored)
 """
     given = {"path": str(line), "seed": 3, "first": 7, "cores": 0.5}
     config.write_text(uneven.SLOWED.format(**given) + told)
@@ -131,6 +139,7 @@ config = dataclasses.replace(config, on_step=told)
     assert done.returncode == 0, done.stderr
     assert "6 3 in None" in done.stdout
     group = re.search(r"7 3 in (decentjax-\w+)", done.stdout)[1]
+    assert "end 3 in None" in done.stdout
     assert not (cores._root()[0] / group).exists()
 
 
@@ -180,7 +189,8 @@ def test_of_several_seeds_the_spread_is_shown():
     [
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"start": 0}, "start must be at least 1, got 0"),
-        ({"start": 999}, "of the 1000 of .*allreduce .*: at most 998, got 999"),
+        ({"cores": 0.0}, "cores must be from 0.01 to 64, got 0.0"),
+        ({"start": 991}, "of the 1000 of .*allreduce .*: at most 990, got 991"),
         ({"configs": (LINE_FILE,)}, "must be a NavigateTask, got JobLine"),
     ],
 )

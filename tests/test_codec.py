@@ -54,7 +54,7 @@ def through(one, x, seed=0):
     return np.asarray(one.decode(message, np.shape(x)))
 
 
-# Few sizes, as each compiles anew.
+# Few sizes, as each is compiled again.
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from([1, 2, 7, 16, 70]), st.integers(0, 9), st.floats(-20, 20))
 @pytest.mark.parametrize("name", LEVELS)

@@ -20,7 +20,7 @@ from decentjax.gossip.links import Links, Said
 from decentjax.gossip.rows import Rows
 from decentjax.topology import butterfly_hops
 
-IDLE_SECONDS = 4e-3  # Between two looks for a group that a partner has begun.
+IDLE_SECONDS = 4e-3  # Between two polls for a group that a partner has begun.
 SUMS, FAREWELLS = 0, 1  # Channels of the links.
 
 

@@ -3,7 +3,7 @@
 import dataclasses
 import shutil
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,9 @@ from train.cli.load import load_config
 from train.cli.tables import markdown
 from train.config import Config
 from train.figures.style import grid, to_svg
+from train.job.cores import check_cores
 from train.job.namespaces import INTERFACE
+from train.run.comparison import spread
 from train.run.folder import process_folders
 from train.run.log import read_metrics
 from train.tasks.navigate import NavigateTask
@@ -25,6 +27,8 @@ from train.tasks.task import build_task
 
 CONFIGS = "allreduce", "dpsgd", "wagma", "peers"
 COUNT = "environment_steps"
+# A config in a file, since hooks must be functions at the top of a module. In a job only
+# process 0 calls on_evaluation, and only it has work left then.
 SLOWED = """
 import atexit, contextlib, dataclasses
 from pathlib import Path
@@ -76,6 +80,7 @@ class UnevenBench:
 
     def __post_init__(self):
         check_at_least(self, seeds=1, start=1)
+        check_cores(self.cores)
 
 
 class Measured(NamedTuple):
@@ -127,10 +132,14 @@ def check(configs: Collection[Config], start: int) -> None:
                 f"{first.workers.num_workers}, {config.name} "
                 f"{config.workers.num_workers}"
             )
-        if not start + 1 < config.num_steps:
+        # The first measured row is followed by another.
+        every = config.log.every_steps
+        latest = (config.num_steps - 1) // every * every
+        if start > latest:
             raise ValueError(
                 f"start must leave steps of the {config.num_steps} of {config.name} "
-                f"that are measured: at most {config.num_steps - 2}, got {start}"
+                f"that are measured, of which each {every} are logged: at most "
+                f"{latest}, got {start}"
             )
 
 
@@ -178,7 +187,7 @@ def read(folder: Path, config: Config, start: int, score: str) -> Measured:
 
 def _read(rows: list[dict[str, Any]], start: int, score: str) -> Measured:
     logged = [row for row in rows if "loss" in row and row["step"] >= start]
-    # Of the steps of the first row some had the whole machine.
+    # Some steps of the first row, or all, had the whole machine: time begins after it.
     first, *timed = logged
     steps = np.array([row["step"] for row in logged])
     rates = np.array([row["steps_per_second"] for row in timed])
@@ -206,24 +215,17 @@ def table(found: dict[str, list[Measured]], score: str) -> str:
         pairs = list(zip(runs, first, strict=True))
         at_times = [np.interp((end / 2, end), x.seconds, x.scores) for x in runs]
         cells = [
-            _spread([run.steps for run in runs], 2),
-            _spread([run.steps / other.steps for run, other in pairs], 2),
-            _spread([run.counted for run in runs], 0),
-            _spread([run.counted / other.counted for run, other in pairs], 2),
-            *(_spread(scores, 3) for scores in zip(*at_times, strict=True)),
-            _spread([run.scores[-1] for run in runs], 3),
+            spread([run.steps for run in runs], 2),
+            spread([run.steps / other.steps for run, other in pairs], 2),
+            spread([run.counted for run in runs], 0),
+            spread([run.counted / other.counted for run, other in pairs], 2),
+            *(spread(scores, 3) for scores in zip(*at_times, strict=True)),
+            spread([run.scores[-1] for run in runs], 3),
         ]
         rows.append([name, *cells])
     heads = ["", "steps per second", "over the first", "environment steps per second"]
     heads += ["over the first", f"{score} after {end / 2:.0f} s", f"after {end:.0f} s"]
     return markdown([*heads, "at the end"], rows)
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    mean = f"{np.mean(values):.{digits}f}"
-    if len(values) == 1:
-        return mean
-    return f"{mean} ± {2 * np.std(values, ddof=1):.{digits}f}"
 
 
 def draw(found: dict[str, list[Measured]], score: str) -> Figure:

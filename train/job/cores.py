@@ -11,9 +11,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 PREFIX = "decentjax-"
+LEAST_CORES, MOST_CORES = 0.01, 64
 START_SECONDS = 60  # Longest time in which a process joins its group.
 # The shorter the period, the more even the speed; the kernel takes no shorter quota.
 PERIOD_SECONDS, LEAST_QUOTA_SECONDS = 5e-3, 1e-3
+
+
+def check_cores(share: float) -> None:
+    """Raises a ValueError where a share of a core is no sensible one."""
+    if not LEAST_CORES <= share <= MOST_CORES:
+        raise ValueError(
+            f"cores must be from {LEAST_CORES} to {MOST_CORES}, got {share}"
+        )
 
 
 @contextlib.contextmanager

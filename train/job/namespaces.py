@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from train.job.cores import core_shares
+from train.job.cores import check_cores, core_shares
 from train.job.processes import (
     STOP_SIGNALS,
     Process,
@@ -41,7 +41,6 @@ INTERFACE = "eth0"  # The name in each node.
 BURST_SECONDS = 0.01  # Size of the token bucket, as time at the link's rate ...
 MIN_BURST_BYTES = 2**15  # ... but at least a few packets, or a slow link sends none.
 QUEUE_SECONDS = 0.4  # Size of the queue, as time at the link's rate.
-LEAST_CORES, MOST_CORES = 0.01, 64
 MIN_RATE, MAX_RATE = 1e-6 * GBIT, 32 * GBIT  # What the token bucket can count.
 
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000  # <linux/sched.h>
@@ -82,10 +81,8 @@ class EmulatedCluster:
                 raise ValueError(
                     f"{name} must be at least 1, got {getattr(self, name)}"
                 )
-        if self.cores is not None and not LEAST_CORES <= self.cores <= MOST_CORES:
-            raise ValueError(
-                f"cores must be from {LEAST_CORES} to {MOST_CORES}, got {self.cores}"
-            )
+        if self.cores is not None:
+            check_cores(self.cores)
         parse_rate(self.rate)
 
     @property

@@ -183,8 +183,9 @@ def _statement(
     )
 
 
-def spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float], digits: int = 4) -> str:
     """Mean and two standard deviations, as text."""
+    mean = f"{np.mean(values):.{digits}f}"
     if len(values) < 2:
-        return f"{values[0]:.4f}"
-    return f"{np.mean(values):.4f} ± {2 * np.std(values, ddof=1):.4f}"
+        return mean
+    return f"{mean} ± {2 * np.std(values, ddof=1):.{digits}f}"
