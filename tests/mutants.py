@@ -391,7 +391,7 @@ MUTANTS = [
         "train/bench/uneven.py",
         "        check_cores(self.cores)\n",
         "",
-        "tests/test_bench_uneven.py -k cannot_be_compared",
+        "tests/test_bench_uneven.py -k no_share_of_a_core",
     ),
     Mutant(
         "train/bench/uneven.py",

@@ -189,7 +189,6 @@ def test_of_several_seeds_the_spread_is_shown():
     [
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"start": 0}, "start must be at least 1, got 0"),
-        ({"cores": 0.0}, "cores must be from 0.01 to 64, got 0.0"),
         ({"start": 991}, "of the 1000 of .*allreduce .*: at most 990, got 991"),
         ({"configs": (LINE_FILE,)}, "must be a NavigateTask, got JobLine"),
     ],
@@ -205,3 +204,8 @@ def test_runs_of_other_workers_are_not_compared():
     other = dataclasses.replace(PEERS, name="four", workers=four)
     with pytest.raises(ValueError, match=r"as many workers: .*_peers has 8, four 4$"):
         uneven.check([PEERS, other], 1)
+
+
+def test_no_share_of_a_core_is_refused():
+    with pytest.raises(ValueError, match=r"cores must be from 0\.01 to 64, got 0\.0$"):
+        UnevenBench(cores=0.0)

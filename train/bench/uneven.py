@@ -27,8 +27,8 @@ from train.tasks.task import build_task
 
 CONFIGS = "allreduce", "dpsgd", "wagma", "peers"
 COUNT = "environment_steps"
-# A config in a file, since hooks must be functions at the top of a module. In a job only
-# process 0 calls on_evaluation, and only it has work left then.
+# A config in a file, since hooks must be functions at the top of a module. In a job
+# process 0 alone calls on_evaluation, and has work left then.
 SLOWED = """
 import atexit, contextlib, dataclasses
 from pathlib import Path
