@@ -8,6 +8,7 @@ import numpy as np
 
 JOIN_BYTES = 2**18  # Of an array that is long enough to travel alone.
 
+Array = jax.Array | jax.ShapeDtypeStruct
 Places = tuple[tuple[int, ...], ...]
 """Which arrays are joined, by their numbers."""
 
@@ -17,6 +18,17 @@ def places_of(keys: Sequence[Hashable]) -> Places:
     return tuple(
         tuple(place for place, other in enumerate(keys) if other == key)
         for key in dict.fromkeys(keys)
+    )
+
+
+def short_places(arrays: Sequence[Array]) -> Places:
+    """The short ones of each dtype are joined."""
+    sizes = [x.size * x.dtype.itemsize for x in arrays]
+    return places_of(
+        [
+            x.dtype if size < JOIN_BYTES else place
+            for place, (x, size) in enumerate(zip(arrays, sizes, strict=True))
+        ]
     )
 
 

@@ -363,10 +363,46 @@ MUTANTS = [
         "tests/test_mixing.py -k gathered_to_be_joined",
     ),
     Mutant(
-        "decentjax/gossip/links.py",
+        "decentjax/_joining.py",
         "x.dtype if size < JOIN_BYTES else place",
         "x.dtype",
         "tests/test_peers.py -k short_leaves_travel",
+    ),
+    Mutant(
+        "decentjax/gossip/links.py",
+        "self._handshakes.tell(worker, min(ones))",
+        "self._handshakes.tell(worker, peer)",
+        "tests/test_handshake.py -k hears_at_once",
+    ),
+    Mutant(
+        "decentjax/gossip/handshake.py",
+        "_send(writer, self.step)\n\n        self._loop",
+        "pass\n\n        self._loop",
+        "tests/test_handshake.py -k hears_at_once",
+    ),
+    Mutant(
+        "decentjax/gossip/handshake.py",
+        "line.lost = True\n            self.bell.ring()",
+        "line.lost = True",
+        "tests/test_handshake.py -k hears_at_once",
+    ),
+    Mutant(
+        "decentjax/gossip/bell.py",
+        "self.count > heard, due",
+        "False, due",
+        "tests/test_handshake.py -k a_bell_wakes",
+    ),
+    Mutant(
+        "decentjax/gossip/means.py",
+        "split(means, short_places(wide)",
+        "split(means, short_places(own)",
+        "tests/test_wagma_peers.py -k whatever_their_leaves",
+    ),
+    Mutant(
+        "decentjax/gossip/means.py",
+        "_mean(own, _added(sums, _as_sum(own)), count)",
+        "_mean(own, sums, count)",
+        "tests/test_wagma_peers.py -k whatever_their_leaves",
     ),
     Mutant(
         "train/job/cores.py",

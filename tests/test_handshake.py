@@ -14,7 +14,7 @@ import pytest
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
-from decentjax.gossip import Addresses, Folder
+from decentjax.gossip import Addresses, Folder, bell, handshake
 from decentjax.gossip.handshake import MAX_GUESTS, Handshakes, RefusedError
 from decentjax.gossip.links import Links, Said
 
@@ -322,6 +322,39 @@ def test_a_guest_hears_where_the_host_is_and_when_it_ends():
             assert (second.step, second.lost, other.lost) == (7, False, False)
         until(lambda: second.lost and other.lost)
         assert (line.left, second.left, other.left) == (False, True, True)
+
+
+def test_a_guest_hears_at_once_that_a_message_was_left(tmp_path, monkeypatch):
+    """Rather than by looking all the time; all workers of its process do."""
+    monkeypatch.setattr(handshake, "BEAT_SECONDS", 10 * LONG)
+    devices = {worker: jax.devices()[worker] for worker in (0, 1)}
+    reader = Links(Folder(tmp_path), 3, devices, [[SHAPE]], "digest", secret=OURS)
+    with links(tmp_path, 2, count=3) as writer:
+        for one, peers in ((writer, [0, 1]), (reader, [2])):
+            one.meet(peers, time.monotonic() + LONG)
+        model = jax.device_put(jnp.zeros(3), jax.devices()[2])
+        for worker in (0, 1):
+            until(lambda: writer._handshakes._held)
+            heard = reader.bell.count
+            writer.publish(2, worker, 0, [model], Said(worker))
+            until(lambda heard=heard: reader.bell.count > heard)
+        # And that it ends.
+        heard = reader.bell.count
+    until(lambda: reader.bell.count > heard)
+    reader.close()
+
+
+def test_a_bell_wakes_who_waits_and_who_has_missed_it(monkeypatch):
+    monkeypatch.setattr(bell, "MOST_SECONDS", LONG)
+    one, begin = bell.Bell(), time.monotonic()
+    heard = one.count
+    timer = threading.Timer(0.05, one.ring)
+    timer.start()
+    one.wait(heard)
+    one.wait(heard)
+    timer.join()
+    assert one.count == heard + 1
+    assert time.monotonic() < begin + LONG / 2
 
 
 def test_a_stranger_and_one_of_another_run_do_not_keep_a_connection():

@@ -14,7 +14,8 @@ import pytest
 from jax.sharding import Mesh
 
 from decentjax import AXIS, adapt, init_state, place, topology
-from decentjax.gossip import Butterfly, Folder, Wagma, averages, replay_wagma
+from decentjax._joining import JOIN_BYTES
+from decentjax.gossip import Butterfly, Folder, Wagma, averages, means, replay_wagma
 
 LONG = 180.0
 RATE = 0.125
@@ -137,6 +138,35 @@ def test_what_was_averaged_is_what_was_recorded(sizes, order, tmp_path):
     )
     for state, (found, _) in zip(states, results, strict=True):
         np.testing.assert_array_equal(flat(state), found[-1])
+
+
+def test_a_mean_is_that_of_the_models_whatever_their_leaves():
+    """Against float64: with leaves that travel joined and alone, of several dtypes."""
+    long = JOIN_BYTES // 4
+    shapes = (2, 3), (long,), (5,), (), (long - 1,)
+    draws = np.random.default_rng(0)
+    models = [[draws.standard_normal((1, *shape)) for shape in shapes] for _ in "abc"]
+    halves = [jnp.float32, jnp.float32, jnp.bfloat16, jnp.float32, jnp.bfloat16]
+    rows = [
+        [jnp.asarray(x, dtype) for x, dtype in zip(model, halves, strict=True)]
+        for model in models
+    ]
+    one, other = (means.offered_by(i, 4, 7, rows[i]) for i in (0, 1))
+    both = means.added(one, other)
+    assert both.steps.tolist() == [7, 7, -1, -1]
+    for worker, step, members in ((0, 7, (0, 1)), (0, 8, (0, 1, 2))):
+        # In the second case the worker's own model of a later step is folded in.
+        own = rows[members[-1] if step == 8 else worker]
+        found = means.mean_of(both, worker, own, step)
+        for number, leaf in enumerate(found):
+            wanted = np.mean(
+                [np.asarray(rows[i][number], np.float64) for i in members], axis=0
+            )
+            assert (leaf.dtype, leaf.shape) == (own[number].dtype, own[number].shape)
+            close = 1e-2 if leaf.dtype == jnp.bfloat16 else 1e-5
+            np.testing.assert_allclose(
+                np.asarray(leaf, np.float64), wanted, rtol=close, atol=close
+            )
 
 
 def test_a_mean_of_all_has_every_model_of_its_step(tmp_path):

@@ -13,8 +13,8 @@ role is part of what is proved, so a proof cannot be sent back to its sender. An
 program may connect: its messages are short and its time is limited.
 
 The connection of a guest with the secret stays open, and the host says its step on it
-now and then: its end is the end of the host's process, and silence is a process that is
-frozen, or behind a link that is down.
+twice a second, and when it has left a message for the guest: its end is the end of the
+host's process, and silence is a process that is frozen, or behind a link that is down.
 """
 
 import asyncio
@@ -29,6 +29,8 @@ import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any, Literal, NamedTuple
+
+from decentjax.gossip.bell import Bell
 
 HANDSHAKE_SECONDS = 5.0  # Longest.
 MAX_BYTES = 4096  # Largest message.
@@ -82,6 +84,7 @@ class Handshakes:
       silent_seconds: silence after which a process is lost; None for none.
 
     Attributes:
+      bell: rings at each word of a host, and each answer.
       step: the step that this process is at, which it tells its guests.
       joining: workers of other processes that ask for a whole state, each with the
         worker here whose state it is.
@@ -100,6 +103,7 @@ class Handshakes:
         silent_seconds: float | None = None,
     ):
         self.step, self.was_silent = -1, False
+        self.bell = Bell()
         self.joining = set[tuple[int, int]]()
         self._listener = _listen(bind)
         self.host, port = self._listener.getsockname()
@@ -143,7 +147,19 @@ class Handshakes:
           joins: whether the guest asks for that worker's whole state.
         """
         asking = self._ask(address, guest, worker, joins)
-        return asyncio.run_coroutine_threadsafe(asking, self._loop)
+        answer = asyncio.run_coroutine_threadsafe(asking, self._loop)
+        answer.add_done_callback(lambda _: self.bell.ring())
+        return answer
+
+    def tell(self, worker: int, guest: int) -> None:
+        """Says the step of a worker here to a guest at once; as to any, see `ask`."""
+
+        def say() -> None:
+            writer = self._held.get((guest, worker))
+            if writer is not None and not writer.is_closing():
+                _send(writer, self.step)
+
+        self._loop.call_soon_threadsafe(say)
 
     def close(self) -> None:
         """Ends the thread, and no longer listens."""
@@ -286,9 +302,11 @@ class Handshakes:
                         word = await _read(reader)
                     line.left = word == LEFT
                     line.step = int(word)
+                    self.bell.ring()
         finally:
             writer.transport.abort()
             line.lost = True
+            self.bell.ring()
 
     async def _heard(
         self,

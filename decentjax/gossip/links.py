@@ -43,19 +43,18 @@ import numpy as np
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
-from decentjax._joining import JOIN_BYTES, Places, join, places_of, split
+from decentjax._joining import join, short_places, split
 from decentjax.gossip.book import Book
 from decentjax.gossip.handshake import Answer, Handshakes, Line, RefusedError
 
 # Without these two the transport maps some 6 GiB.
 TRANSFER_BYTES = 4 * 2**20
 PARALLEL_COPIES = 4
-POLL_SECONDS, MOST_POLL_SECONDS = 2e-4, 4e-3  # Between two polls for a message.
 MIN_SECRET_BYTES = 16
 LOOK_UP_SECONDS = 0.2  # Between two looks into the book.
 ANSWER_SECONDS = 1.0  # For an answer of another worker of one's own number.
 # Of a `Said`, as bytes: an array of float64 would be one of float32 in jax.
-HEADER = np.dtype([("step", "<i4"), ("number", "<i4"), ("mass", "<f8")])
+HEADER = ("step", "<i4"), ("number", "<i4"), ("mass", "<f8")
 
 # A long array comes out of jit as the same buffer: it is not copied.
 _join = jax.jit(join, static_argnums=1)
@@ -69,11 +68,14 @@ class Said(NamedTuple):
       step: the worker's step for which it leaves them.
       number: number of the message, where each is answered before the next.
       mass: share of the worker's mass that comes with them, for push-sum.
+      parts: step of each worker's model in a sum of models, [N]; -1 where it has
+        none, or for all.
     """
 
     step: int
     number: int = 0
     mass: float = 1.0
+    parts: tuple[int, ...] = (-1,)
 
 
 class Message(NamedTuple):
@@ -130,6 +132,10 @@ class Links:
       secret: bytes that all processes share, at least 16 random ones; None for none.
       silent_seconds: silence after which a process counts as dead, until it is heard
         again; None for none.
+      num_parts: number of parts that a `Said` has.
+
+    Attributes:
+      bell: rings when a peer has left a message.
 
     Raises:
       ValueError: if the port is in use, the secret is short, or a worker of this number
@@ -146,6 +152,7 @@ class Links:
         bind: str = "127.0.0.1",
         secret: bytes | None = None,
         silent_seconds: float | None = None,
+        num_parts: int = 0,
     ):
         if secret is not None and len(secret) < MIN_SECRET_BYTES:
             raise ValueError(
@@ -156,8 +163,9 @@ class Links:
         self.left: set[int] = set()
         self._book, self._num_workers = book, num_workers
         self._devices, self._channels = dict(devices), [list(c) for c in channels]
-        header = jax.ShapeDtypeStruct((HEADER.itemsize,), np.uint8)
-        self._joins = [_places(channel) for channel in self._channels]
+        self._header = np.dtype([*HEADER, ("parts", "<i4", (num_parts,))])
+        header = jax.ShapeDtypeStruct((self._header.itemsize,), np.uint8)
+        self._joins = [short_places(channel) for channel in self._channels]
         travels = [
             [header, *jax.eval_shape(functools.partial(join, places=places), c)]
             for c, places in zip(self._channels, self._joins, strict=True)
@@ -177,6 +185,7 @@ class Links:
             lambda address: self._server.connect(address),
             silent_seconds,
         )
+        self.bell = self._handshakes.bell
         host, client = self._handshakes.host, next(iter(self._devices.values())).client
         # Never freed: the transport's threads serve peers until the process is gone,
         # and Python's end would take the arrays' client from under them (a crash).
@@ -219,7 +228,7 @@ class Links:
         if not life:
             return
         before, slot = self._left.get((worker, peer, channel), (life, 0))
-        header = jax.device_put(_to_bytes(said), self._devices[worker])
+        header = jax.device_put(self._to_bytes(said), self._devices[worker])
         if before != life:  # Frees the arrays that no process will take.
             for old in (0, 1):
                 name = self._name(worker, peer, before, channel, old)
@@ -230,6 +239,9 @@ class Links:
         name = self._name(worker, peer, life, channel, slot)
         joined = _join(arrays, self._joins[channel])
         self._server.await_pull(name, [header, *joined])
+        # A process asks under the number of its first worker.
+        ones = (j for j, other in self._peers.items() if other.life == life)
+        self._handshakes.tell(worker, min(ones))
 
     def ask(self, worker: int, peer: int, channel: int) -> None:
         """Asks a peer for its next message, which flows as soon as it is left."""
@@ -257,8 +269,9 @@ class Links:
           step: the first step that is not too old.
           deadline: value of `time.monotonic` at which it no longer waits.
         """
-        life, begun = self.life_of(peer), time.monotonic()
+        life = self.life_of(peer)
         while True:
+            heard = self.bell.count
             messages = self._arrived(worker, peer, channel)
             known = self._peers[peer]
             fresh = [message for message in messages if message.said.step >= step]
@@ -280,7 +293,7 @@ class Links:
                 newest = max(messages, key=_step_of, default=None)
                 messages.clear()
                 return newest
-            _nap(begun)
+            self.bell.wait(heard)
 
     def wait_for_number(
         self,
@@ -304,8 +317,8 @@ class Links:
           life: that of the peer's process; where it is another one, this returns None.
           deadline: value of `time.monotonic` at which it no longer waits.
         """
-        begun = time.monotonic()
         while True:
+            heard = self.bell.count
             messages = self._arrived(worker, peer, channel)
             # Looked at after what arrived, which is of the life that is known now.
             known = self._peers[peer]
@@ -318,7 +331,7 @@ class Links:
             self._ask_for_all(worker, peer, channel)
             if messages or known.is_out or time.monotonic() >= deadline:
                 return None
-            _nap(begun)
+            self.bell.wait(heard)
 
     def newest_number(self, worker: int, peer: int, channel: int) -> int:
         """Returns the highest number of a message that is there; -1 if none is."""
@@ -329,9 +342,10 @@ class Links:
     def meet(self, peers: Collection[int], deadline: float) -> None:
         """Waits for peers who are starting too, so that the first step has them."""
         while time.monotonic() < deadline:
+            heard = self.bell.count
             if all(self._is_known(j) or self._peers[j].is_out for j in peers):
                 return
-            time.sleep(POLL_SECONDS)
+            self.bell.wait(heard)
 
     def life_of(self, peer: int) -> int:
         """Returns a number that changes when the peer's process does.
@@ -477,7 +491,7 @@ class Links:
             except jax.errors.JaxRuntimeError:  # The peer died.
                 self._lose(peer)
                 return []
-            said = _from_bytes(np.asarray(header))
+            said = self._from_bytes(np.asarray(header))
             shapes = tuple(x.shape for x in self._channels[channel])
             arrays = _split(joined, self._joins[channel], shapes)
             edge.messages.append(Message(said, arrays))
@@ -493,6 +507,14 @@ class Links:
     def _spec(self, worker: int, x: Any) -> jax.ShapeDtypeStruct:
         place = SingleDeviceSharding(self._devices[worker])
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    def _to_bytes(self, said: Said) -> np.ndarray:
+        return np.frombuffer(np.array([tuple(said)], self._header).tobytes(), np.uint8)
+
+    def _from_bytes(self, header: np.ndarray) -> Said:
+        (found,) = np.frombuffer(header.tobytes(), self._header)
+        step, number, mass, parts = (found[name].tolist() for name in Said._fields)
+        return Said(step, number, mass, tuple(parts))
 
     def _name(
         self, source: int, target: int, life: int, channel: int, slot: int
@@ -522,36 +544,12 @@ class Links:
                 )
 
 
-def _nap(begun: float) -> None:
-    """Sleeps before the next poll, longer in a longer wait: polling slows training."""
-    share = (time.monotonic() - begun) / 20
-    time.sleep(min(max(POLL_SECONDS, share), MOST_POLL_SECONDS))
-
-
-def _places(channel: Sequence[jax.ShapeDtypeStruct]) -> Places:
-    """Which arrays of a message travel as one: the short ones of each dtype."""
-    sizes = [x.size * x.dtype.itemsize for x in channel]
-    keys = [
-        x.dtype if size < JOIN_BYTES else place
-        for place, (x, size) in enumerate(zip(channel, sizes, strict=True))
-    ]
-    return places_of(keys)
-
-
 def _has_failed(pull: Sequence[Any]) -> bool:
     try:
         jax.block_until_ready([x for x in pull if x.is_ready()])
     except jax.errors.JaxRuntimeError:
         return True
     return False
-
-
-def _to_bytes(said: Said) -> np.ndarray:
-    return np.frombuffer(np.array([tuple(said)], HEADER).tobytes(), np.uint8)
-
-
-def _from_bytes(header: np.ndarray) -> Said:
-    return Said(*np.frombuffer(header.tobytes(), HEADER).item())
 
 
 def _step_of(message: Message) -> int:

@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decentjax._joining import join, short_places, split
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.links import Links, Said
 from decentjax.gossip.rows import Rows
 from decentjax.topology import butterfly_hops
 
-IDLE_SECONDS = 4e-3  # Between two polls for a group that a partner has begun.
 SUMS, FAREWELLS = 0, 1  # Channels of the links.
 
 
@@ -89,11 +89,11 @@ class Sum(NamedTuple):
     """A sum of models.
 
     Args:
-      leaves: the leaves, [1, ...], in float32 at least.
+      leaves: the leaves, in float32 at least; the short ones of a dtype as one vector.
       steps: step of each worker's model in it, [N]; -1 for who is not in it.
     """
 
-    leaves: Rows
+    leaves: list[jax.Array]
     steps: np.ndarray
 
 
@@ -121,7 +121,7 @@ class GroupMeans(Closing):
     folds its model in.
 
     Args:
-      links: links to all partners; channel 0 has the leaves of a `Sum`, channel 1
+      links: links to all partners; channel 0 has `sum_specs` and N parts, and channel 1
         nothing.
       groups: who averages with whom.
       workers: numbers of the workers of this process.
@@ -160,7 +160,7 @@ class GroupMeans(Closing):
         with self._changed:
             first = self._offered is None
             self._offered = Sums(step, offered)
-            self._changed.notify_all()
+        self._links.bell.ring()
         if first:
             self._step = step
             partners = {*self._others, *self._workers}
@@ -205,15 +205,16 @@ class GroupMeans(Closing):
         """
         deadline, step, means = time.monotonic() + seconds, -1, {}
         while len(means) < len(own) and time.monotonic() < deadline:
+            heard = self._links.bell.count
             for worker in own.keys() - means.keys():
                 for peer in self._links.alive() & {*self._groups.partners(worker)}:
                     message = self._links.wait(worker, peer, SUMS, 0, deadline=0)
                     if message is not None:
-                        steps, *leaves = message.arrays
-                        count = int((np.asarray(steps) >= 0).sum())
-                        means[worker] = _mean(own[worker], leaves, count)
-                        step = max(step, message.said.step)
-            time.sleep(IDLE_SECONDS)
+                        said, sums = message
+                        count = sum(at >= 0 for at in said.parts)
+                        means[worker] = _mean(own[worker], sums, count)
+                        step = max(step, said.step)
+            self._links.bell.wait(heard)
         return step, means
 
     @property
@@ -235,11 +236,11 @@ class GroupMeans(Closing):
     def _run(self) -> None:
         try:
             while not self._is_over():
+                heard = self._links.bell.count
                 if self._is_due():
                     self._exchange()
                 else:
-                    with self._changed:
-                        self._changed.wait_for(self._is_offered, IDLE_SECONDS)
+                    self._links.bell.wait(heard)
         except BaseException as error:
             with self._changed:
                 self._error = error
@@ -269,9 +270,9 @@ class GroupMeans(Closing):
         for hop in self._groups.hops(step):
             lives = {i: self._links.life_of(i ^ hop) for i in self._workers}
             for worker in self._workers:
-                arrays = [_placed(sums[worker]), *sums[worker].leaves]
-                said = Said(step, step)
-                self._links.publish(worker, worker ^ hop, SUMS, arrays, said)
+                leaves, steps = sums[worker]
+                said = Said(step, step, parts=tuple(steps.tolist()))
+                self._links.publish(worker, worker ^ hop, SUMS, leaves, said)
             for worker, life in lives.items():
                 came = self._receive(worker, worker ^ hop, step, life)
                 if came is not None:
@@ -295,8 +296,7 @@ class GroupMeans(Closing):
             if time.monotonic() >= deadline or peer not in self._links.alive():
                 self._answering.pop(peer, None)
             return None
-        steps, *leaves = message.arrays
-        return Sum(leaves, np.asarray(steps)[0])
+        return Sum(message.arrays, np.array(message.said.parts))
 
     def _is_over(self) -> bool:
         """Whether the end is asked for, and no partner needs this process any more."""
@@ -328,9 +328,9 @@ def mean_of(one: Sum, worker: int, own: Rows, step: int) -> Rows:
 
 def offered_by(worker: int, num_workers: int, step: int, rows: Rows) -> Sum:
     """The sum of one worker's model alone."""
-    steps = np.full(num_workers, -1, np.int32)
+    steps = np.full(num_workers, -1)
     steps[worker] = step
-    return Sum(_widened(rows), steps)
+    return Sum(_as_sum(rows), steps)
 
 
 def added(one: Sum, other: Sum) -> Sum:
@@ -338,32 +338,35 @@ def added(one: Sum, other: Sum) -> Sum:
     return Sum(_added(one.leaves, other.leaves), np.maximum(one.steps, other.steps))
 
 
-def _placed(one: Sum) -> jax.Array:
-    (device,) = one.leaves[0].devices()
-    return jax.device_put(one.steps[None], device)
-
-
-def wide_dtype(x: jax.Array) -> np.dtype:
-    """The dtype in which leaves are added up and sent."""
-    return jnp.promote_types(x.dtype, jnp.float32)
+def sum_specs(leaves: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
+    """What the sums of models of these leaves, [N, ...], are made of."""
+    rows = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves]
+    return jax.eval_shape(_as_sum, rows)
 
 
 @jax.jit
-def _widened(rows: Rows) -> Rows:
-    return [x.astype(wide_dtype(x)) for x in rows]
+def _as_sum(rows: Rows) -> list[jax.Array]:
+    wide = _widened(rows)
+    return join(wide, short_places(wide))
 
 
 @jax.jit
-def _added(one: Rows, other: Rows) -> Rows:
+def _added(one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
     return [x + y for x, y in zip(one, other, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _mean(own: Rows, sums: Rows, count: int) -> Rows:
-    return [(s / count).astype(x.dtype) for x, s in zip(own, sums, strict=True)]
+def _mean(own: Rows, sums: list[jax.Array], count: int) -> Rows:
+    wide = jax.eval_shape(_widened, own)
+    means = [x / count for x in sums]
+    leaves = split(means, short_places(wide), [x.shape for x in own])
+    return [y.astype(x.dtype) for x, y in zip(own, leaves, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _mean_with(own: Rows, sums: Rows, count: int) -> Rows:
-    together = [s + x.astype(s.dtype) for x, s in zip(own, sums, strict=True)]
-    return _mean(own, together, count)
+def _mean_with(own: Rows, sums: list[jax.Array], count: int) -> Rows:
+    return _mean(own, _added(sums, _as_sum(own)), count)
+
+
+def _widened(rows: Rows) -> Rows:
+    return [x.astype(jnp.promote_types(x.dtype, jnp.float32)) for x in rows]

@@ -14,7 +14,7 @@ from decentjax.compression import Leaves
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.book import Book
 from decentjax.gossip.late import LateRounds
-from decentjax.gossip.links import POLL_SECONDS, Links
+from decentjax.gossip.links import Links
 from decentjax.gossip.messages import check_whole, form_of, needs_all
 from decentjax.gossip.peers import check_graph
 from decentjax.gossip.record import Record
@@ -248,7 +248,7 @@ class _PeerCarrier:
         end = time.monotonic() + min(seconds, self.patience)
         # What a process has left cannot be taken once it has ended.
         while self._behind(self.links) and time.monotonic() < end:
-            time.sleep(POLL_SECONDS)
+            self.links.bell.wait(self.links.bell.count)
         self.links.close()
 
     def _behind(self, links: Links) -> set[int]:

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from decentjax.exchange import Permutations, Topology, check_topology
 from decentjax.gossip.book import Book
 from decentjax.gossip.elastic import Elastic, Living, adopted, copies, travels
-from decentjax.gossip.links import POLL_SECONDS, Links, Message, Said
+from decentjax.gossip.links import Links, Message, Said
 from decentjax.gossip.record import Record
 from decentjax.gossip.rows import Rows, check_workers, rows_of, with_rows
 from decentjax.gossip.staged import Arrival, Staged
@@ -342,6 +342,7 @@ class Peers(Staged):
         begin, whole = time.monotonic(), self._num_channels
         each = max(JOIN_SECONDS, (end - begin) / 4)
         while (now := time.monotonic()) < end:
+            heard = self.links.bell.count
             ahead = self.links.ahead(after)
             if not ahead and now > (begin + MEET_SECONDS if self.alive() else alone):
                 break
@@ -351,7 +352,7 @@ class Peers(Staged):
                 message = self.links.wait(worker, peer, whole, after + 1, late)
                 if message is not None and message.said.step > after:
                     return message
-            time.sleep(POLL_SECONDS)
+            self.links.bell.wait(heard)
         return None
 
 

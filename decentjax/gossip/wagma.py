@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from decentjax.gossip.book import Book
 from decentjax.gossip.links import Links
-from decentjax.gossip.means import Butterfly, GroupMeans, Means, Sums, wide_dtype
+from decentjax.gossip.means import Butterfly, GroupMeans, Means, Sums, sum_specs
 from decentjax.gossip.record import Record
 from decentjax.gossip.rows import Rows, check_workers, rows_of, with_rows
 from decentjax.gossip.staged import Arrival, Staged
@@ -209,21 +209,19 @@ class Wagma(Staged):
         if self._group_means is not None:
             return self._group_means
         num_workers = self._groups.num_workers
-        steps = jax.ShapeDtypeStruct((1, num_workers), np.int32)
-        sums = [
-            jax.ShapeDtypeStruct((1, *x.shape[1:]), wide_dtype(x))
-            for x in filter(is_mixed, leaves)
-        ]
+        models = list(filter(is_mixed, leaves))
+        shapes = [(x.shape[1:], x.dtype.name) for x in models]
         devices = dict(zip(self._workers, self._mesh.devices.flat, strict=True))
-        channels = [[steps, *sums], []]
+        channels = [sum_specs(models), []]
         links = Links(
             self._book,
             num_workers,
             devices,
             channels,
-            self._digest,
+            f"{self._digest} {shapes}",
             self._bind,
             self._secret,
+            num_parts=num_workers,
         )
         means = GroupMeans(links, self._groups, self._workers, self._patience)
         self._group_means = self._means = means
