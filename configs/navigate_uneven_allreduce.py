@@ -13,14 +13,16 @@ import dataclasses
 
 from configs.navigate_allreduce import config as all_reduce
 from train.config import EvaluationConfig
+from train.models.navigator import NavigatorConfig
 from train.tasks.navigate import NavigateTask
 from train.tasks.ppo import PPOConfig
 
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_allreduce",
-    num_steps=1000,
+    num_steps=700,
     task=NavigateTask(
+        model=NavigatorConfig(channels=32, width=128),
         environments=1,
         horizon=160,
         sizes=(9, 25, 41),
@@ -29,5 +31,5 @@ config = dataclasses.replace(
     ),
     step=dataclasses.replace(all_reduce.step, batch_per_worker=1),
     optimizer=dataclasses.replace(all_reduce.optimizer, learning_rate=1.2e-2),
-    evaluation=EvaluationConfig(every_steps=200),
+    evaluation=EvaluationConfig(every_steps=100),
 )

@@ -13,7 +13,7 @@ from train.config import TopologyConfig
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_dpsgd",
-    num_steps=1300,
+    num_steps=900,
     topology=TopologyConfig(name="ring"),
     step=dataclasses.replace(all_reduce.step, algorithm="awc"),
     optimizer=dataclasses.replace(all_reduce.optimizer, learning_rate=6e-3),

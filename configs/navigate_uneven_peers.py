@@ -13,7 +13,7 @@ from train.config import ExchangeConfig, TopologyConfig
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_peers",
-    num_steps=1700,
+    num_steps=1100,
     topology=TopologyConfig(name="one_peer_exponential"),
     step=dataclasses.replace(all_reduce.step, algorithm="awc"),
     exchange=ExchangeConfig(where="peers"),

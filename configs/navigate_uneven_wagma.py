@@ -13,8 +13,8 @@ from train.config import ExchangeConfig, TopologyConfig
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_wagma",
-    num_steps=900,
-    topology=TopologyConfig(name="butterfly_groups", group_size=4, mean_every=32),
+    num_steps=1000,
+    topology=TopologyConfig(name="butterfly_groups", group_size=2, mean_every=64),
     step=dataclasses.replace(all_reduce.step, algorithm="atc"),
     exchange=ExchangeConfig(where="peers", way="wagma"),
 )

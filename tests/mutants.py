@@ -4152,6 +4152,12 @@ MUTANTS = [
     ),
     Mutant(
         "train/tasks/navigate.py",
+        "if len(set(self.sizes)) < len(self.sizes)",
+        "if False",
+        "tests/test_navigate.py -k do_not_fit_are_refused",
+    ),
+    Mutant(
+        "train/tasks/navigate.py",
         "old=old, live=live",
         "old=old",
         "tests/test_navigate.py -k plays_nothing",

@@ -447,6 +447,7 @@ def refused(**options):
         (refused(sizes=()), "sizes must be larger than the view"),
         (refused(sizes=(7, 5)), r"larger than the view of 5 tiles, .* got \(7, 5\)"),
         (refused(sizes=(7, 101)), "at most 99, got"),
+        (refused(sizes=(7, 9, 7)), r"sizes must differ, .* got \(7, 9, 7\)"),
         (refused(horizon=30), "horizon must be a multiple of 8, got 30"),
         (refused(environments=0), "environments must be positive, got 0"),
     ],

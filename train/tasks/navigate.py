@@ -75,7 +75,7 @@ class NavigateTask:
         iteration. Minibatches have `step.batch_per_worker` of them, and each episode is
         in `ppo.epochs` minibatches.
       horizon: number of actions after which an episode ends.
-      sizes: sides of the maps, in tiles.
+      sizes: sides of the maps, in tiles, all different; as many maps of each.
       num_maps: number of training maps.
       num_held_out: number of held-out maps.
       per_map: number of episodes on each map.
@@ -100,6 +100,11 @@ class NavigateTask:
             raise ValueError(
                 f"sizes must be larger than the view of {view} tiles, and at most "
                 f"{LARGEST}, got {self.sizes}"
+            )
+        if len(set(self.sizes)) < len(self.sizes):
+            raise ValueError(
+                "sizes must differ, or maps of both splits could be the same, got "
+                f"{self.sizes}"
             )
         if self.horizon % BLOCK:
             raise ValueError(
