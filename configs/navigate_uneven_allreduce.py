@@ -30,6 +30,6 @@ config = dataclasses.replace(
         ppo=PPOConfig(epochs=2),
     ),
     step=dataclasses.replace(all_reduce.step, batch_per_worker=1),
-    optimizer=dataclasses.replace(all_reduce.optimizer, learning_rate=1.2e-2),
+    optimizer=dataclasses.replace(all_reduce.optimizer, learning_rate=1.5e-3),
     evaluation=EvaluationConfig(every_steps=100),
 )

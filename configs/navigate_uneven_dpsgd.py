@@ -16,5 +16,5 @@ config = dataclasses.replace(
     num_steps=900,
     topology=TopologyConfig(name="ring"),
     step=dataclasses.replace(all_reduce.step, algorithm="awc"),
-    optimizer=dataclasses.replace(all_reduce.optimizer, learning_rate=6e-3),
+    optimizer=dataclasses.replace(all_reduce.optimizer, learning_rate=1.2e-2),
 )

@@ -13,6 +13,7 @@ from train.config import ExchangeConfig, TopologyConfig
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_peers",
+    optimizer=dataclasses.replace(all_reduce.optimizer, learning_rate=6e-3),
     num_steps=1100,
     topology=TopologyConfig(name="one_peer_exponential"),
     step=dataclasses.replace(all_reduce.step, algorithm="awc"),

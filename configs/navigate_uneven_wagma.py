@@ -13,6 +13,7 @@ from train.config import ExchangeConfig, TopologyConfig
 config = dataclasses.replace(
     all_reduce,
     name="navigate_uneven_wagma",
+    optimizer=dataclasses.replace(all_reduce.optimizer, learning_rate=6e-3),
     num_steps=1000,
     topology=TopologyConfig(name="butterfly_groups", group_size=2, mean_every=64),
     step=dataclasses.replace(all_reduce.step, algorithm="atc"),

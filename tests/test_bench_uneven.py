@@ -189,7 +189,7 @@ def test_of_several_seeds_the_spread_is_shown():
     [
         ({"seeds": 0}, "seeds must be at least 1, got 0"),
         ({"start": 0}, "start must be at least 1, got 0"),
-        ({"start": 991}, "of the 1000 of .*allreduce .*: at most 990, got 991"),
+        ({"start": 691}, "of the 700 of .*allreduce .*: at most 690, got 691"),
         ({"configs": (LINE_FILE,)}, "must be a NavigateTask, got JobLine"),
     ],
 )
