@@ -370,14 +370,14 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/links.py",
-        "self._handshakes.tell(worker, min(ones))",
-        "self._handshakes.tell(worker, peer)",
+        "announce(worker, min(ones)",
+        "announce(worker, peer",
         "tests/test_handshake.py -k hears_at_once",
     ),
     Mutant(
         "decentjax/gossip/handshake.py",
-        "_send(writer, self.step)\n\n        self._loop",
-        "pass\n\n        self._loop",
+        "_send(writer, message)",
+        "pass",
         "tests/test_handshake.py -k hears_at_once",
     ),
     Mutant(
@@ -385,6 +385,24 @@ MUTANTS = [
         "line.lost = True\n            self.bell.ring()",
         "line.lost = True",
         "tests/test_handshake.py -k hears_at_once",
+    ),
+    Mutant(
+        "decentjax/gossip/links.py",
+        "self.bell.arrived((peer, worker, channel, slot))",
+        "pass",
+        "tests/test_handshake.py -k hears_at_once",
+    ),
+    Mutant(
+        "decentjax/gossip/bell.py",
+        "self._coming.pop(message, None)",
+        "pass",
+        "tests/test_handshake.py -k looks_often",
+    ),
+    Mutant(
+        "decentjax/gossip/bell.py",
+        "self._coming[message] = time.monotonic()",
+        "pass",
+        "tests/test_handshake.py -k looks_often",
     ),
     Mutant(
         "decentjax/gossip/bell.py",

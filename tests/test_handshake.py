@@ -338,6 +338,10 @@ def test_a_guest_hears_at_once_that_a_message_was_left(tmp_path, monkeypatch):
             heard = reader.bell.count
             writer.publish(2, worker, 0, [model], Said(worker))
             until(lambda heard=heard: reader.bell.count > heard)
+            assert list(reader.bell._coming) == [(2, worker, 0, 0)]
+            message = reader.wait(worker, 2, 0, worker, time.monotonic() + LONG)
+            assert message is not None
+            assert not reader.bell._coming
         # And that it ends.
         heard = reader.bell.count
     until(lambda: reader.bell.count > heard)
@@ -351,6 +355,21 @@ def test_a_bell_wakes_who_waits_and_who_has_missed_it(monkeypatch):
     timer = threading.Timer(0.05, one.ring)
     timer.start()
     one.wait(heard)
+    one.wait(heard)
+    timer.join()
+    assert one.count == heard + 1
+    assert time.monotonic() < begin + LONG / 2
+
+
+def test_who_waits_looks_often_while_a_message_is_on_its_way(monkeypatch):
+    monkeypatch.setattr(bell, "MOST_SECONDS", LONG)
+    one, begin = bell.Bell(), time.monotonic()
+    one.ring("message")
+    heard = one.count
+    one.wait(heard)
+    one.arrived("message")
+    timer = threading.Timer(0.05, one.ring)
+    timer.start()
     one.wait(heard)
     timer.join()
     assert one.count == heard + 1

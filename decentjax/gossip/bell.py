@@ -1,40 +1,51 @@
-"""A bell for the threads that wait for what other processes leave."""
+"""Wakes threads that wait for messages of other processes."""
 
 import threading
 import time
+from collections.abc import Hashable
 
-# Between two looks: what a word announces comes soon after it, and where no word can
-# come, what was left is found nevertheless.
-LEAST_SECONDS, MOST_SECONDS = 3e-4, 5e-2
+# Between two looks: of the time since the newest message on its way was announced.
+SHARE, LEAST_SECONDS, MOST_SECONDS = 1 / 8, 3e-4, 2e-2
 
 
 class Bell:
-    """Wakes a thread at a word of any peer, which is cheaper than to look all the time.
+    """Wakes threads when a peer has left a message, which is cheaper than polling.
+
+    It is announced before it has arrived, so that who waits looks often from then on.
+    Where the word is lost, one of the rare looks finds the message.
 
     Attributes:
-      count: number of times that it rang.
+      count: number of times that it has rung.
 
     Examples:
       >>> from decentjax.gossip.bell import Bell
       >>> bell = Bell()
-      >>> heard = bell.count  # Then look whether what you want is there, and if not:
-      >>> bell.wait(heard)
+      >>> heard = bell.count  # Before looking, so that no word is missed.
+      >>> bell.wait(heard)  # If what is wanted is not there.
     """
 
     def __init__(self):
         self._rang = threading.Condition()
-        self._last = float("-inf")
+        self._coming: dict[Hashable, float] = {}
         self.count = 0
 
-    def ring(self) -> None:
+    def ring(self, message: Hashable = None) -> None:
+        """Wakes all who wait, as a message is on its way, or for another reason."""
         with self._rang:
-            self._last = time.monotonic()
+            if message is not None:
+                self._coming[message] = time.monotonic()
             self.count += 1
             self._rang.notify_all()
 
-    def wait(self, heard: int) -> None:
-        """Returns when it has rung more often than `heard`, or a look is due anyway."""
+    def arrived(self, message: Hashable) -> None:
+        """Notes that a message is no longer on its way."""
         with self._rang:
-            since = time.monotonic() - self._last
-            due = min(max(LEAST_SECONDS, since), MOST_SECONDS)
+            self._coming.pop(message, None)
+
+    def wait(self, heard: int) -> None:
+        """Returns once the count is above `heard`, or the next look is due."""
+        with self._rang:
+            newest = max(self._coming.values(), default=float("-inf"))
+            due = SHARE * (time.monotonic() - newest)
+            due = min(max(LEAST_SECONDS, due), MOST_SECONDS)
             self._rang.wait_for(lambda: self.count > heard, due)

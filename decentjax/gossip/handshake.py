@@ -13,8 +13,8 @@ role is part of what is proved, so a proof cannot be sent back to its sender. An
 program may connect: its messages are short and its time is limited.
 
 The connection of a guest with the secret stays open, and the host says its step on it
-twice a second, and when it has left a message for the guest: its end is the end of the
-host's process, and silence is a process that is frozen, or behind a link that is down.
+now and then, and what it has left for the guest: its end is the end of the host's
+process, and silence is a process that is frozen, or behind a link that is down.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 from decentjax.gossip.bell import Bell
@@ -84,7 +84,7 @@ class Handshakes:
       silent_seconds: silence after which a process is lost; None for none.
 
     Attributes:
-      bell: rings at each word of a host, and each answer.
+      bell: rings when a host answers, has left a message, or ends.
       step: the step that this process is at, which it tells its guests.
       joining: workers of other processes that ask for a whole state, each with the
         worker here whose state it is.
@@ -151,13 +151,19 @@ class Handshakes:
         answer.add_done_callback(lambda _: self.bell.ring())
         return answer
 
-    def tell(self, worker: int, guest: int) -> None:
-        """Says the step of a worker here to a guest at once; as to any, see `ask`."""
+    def announce(self, worker: int, guest: int, message: Sequence[int]) -> None:
+        """Tells a guest that a message was left for it; returns at once.
+
+        Args:
+          worker: number of the worker here that the guest has asked for.
+          guest: number by which it has asked.
+          message: numbers that tell the message from others of this worker.
+        """
 
         def say() -> None:
             writer = self._held.get((guest, worker))
             if writer is not None and not writer.is_closing():
-                _send(writer, self.step)
+                _send(writer, message)
 
         self._loop.call_soon_threadsafe(say)
 
@@ -275,7 +281,7 @@ class Handshakes:
                     raise RefusedError("it is another program") from error
                 raise
         line = Line(found["step"])
-        self._loop.create_task(self._watch(*streams, line))
+        self._loop.create_task(self._watch(*streams, worker, line))
         # At once: to a process that has died meanwhile, a link would wait for ever.
         link = None if joins else self._connect(found["transfer"])
         return Answer(found["life"], link, line)
@@ -291,6 +297,7 @@ class Handshakes:
         self,
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
+        worker: int,
         line: Line,
     ) -> None:
         """Ends when a host does, or is silent for too long."""
@@ -300,9 +307,11 @@ class Handshakes:
                 while True:
                     async with asyncio.timeout(self._silent_seconds):
                         word = await _read(reader)
+                    if isinstance(word, list):
+                        self.bell.ring((worker, *word))
+                        continue
                     line.left = word == LEFT
                     line.step = int(word)
-                    self.bell.ring()
         finally:
             writer.transport.abort()
             line.lost = True

@@ -241,7 +241,7 @@ class Links:
         self._server.await_pull(name, [header, *joined])
         # A process asks under the number of its first worker.
         ones = (j for j, other in self._peers.items() if other.life == life)
-        self._handshakes.tell(worker, min(ones))
+        self._handshakes.announce(worker, min(ones), (peer, channel, slot))
 
     def ask(self, worker: int, peer: int, channel: int) -> None:
         """Asks a peer for its next message, which flows as soon as it is left."""
@@ -486,6 +486,7 @@ class Links:
         for slot in list(edge.pulls):
             if not all(x.is_ready() for x in edge.pulls[slot]):
                 continue
+            self.bell.arrived((peer, worker, channel, slot))
             try:
                 header, *joined = jax.block_until_ready(edge.pulls.pop(slot))
             except jax.errors.JaxRuntimeError:  # The peer died.
