@@ -5,7 +5,7 @@ worker collects for much longer than another.
 
 Command: `decentjax bench uneven --seeds 2`
 Hardware: 2 cores of an AMD EPYC, a fifth of one for each of eight processes.
-Result: held-out SPL 0.870 ± 0.048 after 1,000 steps, 10.28 steps a second (two seeds).
+Result: held-out SPL 0.866 ± 0.006 after 700 steps, 7.67 steps a second (two seeds).
 The learning rate is the best of five, see docs/results/navigate.md.
 """
 

