@@ -371,8 +371,8 @@ def test_who_waits_looks_often_while_a_message_is_on_its_way(monkeypatch):
     timer = threading.Timer(0.05, one.ring)
     timer.start()
     one.wait(heard)
-    timer.join()
     assert one.count == heard + 1
+    timer.join()
     assert time.monotonic() < begin + LONG / 2
 
 
