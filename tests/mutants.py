@@ -394,6 +394,12 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/bell.py",
+        "min(due, deadline - now)",
+        "due",
+        "tests/test_handshake.py -k at_its_deadline",
+    ),
+    Mutant(
+        "decentjax/gossip/bell.py",
         "self._coming.pop(message, None)",
         "pass",
         "tests/test_handshake.py -k looks_often",
@@ -406,8 +412,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/bell.py",
-        "self.count > heard, due",
-        "False, due",
+        "self.count > heard, min",
+        "False, min",
         "tests/test_handshake.py -k a_bell_wakes",
     ),
     Mutant(

@@ -364,7 +364,7 @@ def test_a_bell_wakes_who_waits_and_who_has_missed_it(monkeypatch):
 def test_who_waits_looks_often_while_a_message_is_on_its_way(monkeypatch):
     monkeypatch.setattr(bell, "MOST_SECONDS", LONG)
     one, begin = bell.Bell(), time.monotonic()
-    one.ring("message")
+    one.announced("message")
     heard = one.count
     one.wait(heard)
     one.arrived("message")
@@ -373,6 +373,14 @@ def test_who_waits_looks_often_while_a_message_is_on_its_way(monkeypatch):
     one.wait(heard)
     assert one.count == heard + 1
     timer.join()
+    assert time.monotonic() < begin + LONG / 2
+
+
+def test_who_waits_looks_at_its_deadline(monkeypatch):
+    monkeypatch.setattr(bell, "MOST_SECONDS", LONG)
+    one, begin = bell.Bell(), time.monotonic()
+    one.wait(one.count, begin + 0.05)
+    one.wait(one.count, begin)  # A deadline that has passed.
     assert time.monotonic() < begin + LONG / 2
 
 

@@ -1,5 +1,6 @@
 """Wakes threads that wait for messages of other processes."""
 
+import math
 import threading
 import time
 from collections.abc import Hashable
@@ -29,23 +30,34 @@ class Bell:
         self._coming: dict[Hashable, float] = {}
         self.count = 0
 
-    def ring(self, message: Hashable = None) -> None:
-        """Wakes all who wait, as a message is on its way, or for another reason."""
+    def ring(self) -> None:
+        """Wakes all who wait."""
         with self._rang:
-            if message is not None:
-                self._coming[message] = time.monotonic()
             self.count += 1
             self._rang.notify_all()
+
+    def announced(self, message: Hashable) -> None:
+        """Wakes all who wait, as a message is on its way."""
+        # One that has arrived before its word counts until the next of its name has
+        # arrived, which costs a few looks: the pace falls with its age.
+        with self._rang:
+            self._coming[message] = time.monotonic()
+        self.ring()
 
     def arrived(self, message: Hashable) -> None:
         """Notes that a message is no longer on its way."""
         with self._rang:
             self._coming.pop(message, None)
 
-    def wait(self, heard: int) -> None:
-        """Returns once the count is above `heard`, or the next look is due."""
+    def wait(self, heard: int, deadline: float = math.inf) -> None:
+        """Returns once the count is above `heard`, or the next look is due.
+
+        Args:
+          heard: the count before the last look.
+          deadline: value of `time.monotonic` at which a look is due anyway.
+        """
         with self._rang:
-            newest = max(self._coming.values(), default=float("-inf"))
-            due = SHARE * (time.monotonic() - newest)
-            due = min(max(LEAST_SECONDS, due), MOST_SECONDS)
-            self._rang.wait_for(lambda: self.count > heard, due)
+            now = time.monotonic()
+            age = now - max(self._coming.values(), default=-math.inf)
+            due = min(max(LEAST_SECONDS, SHARE * age), MOST_SECONDS)
+            self._rang.wait_for(lambda: self.count > heard, min(due, deadline - now))

@@ -308,7 +308,7 @@ class Handshakes:
                     async with asyncio.timeout(self._silent_seconds):
                         word = await _read(reader)
                     if isinstance(word, list):
-                        self.bell.ring((worker, *word))
+                        self.bell.announced((worker, *word))
                         continue
                     line.left = word == LEFT
                     line.step = int(word)

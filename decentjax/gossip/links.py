@@ -293,7 +293,7 @@ class Links:
                 newest = max(messages, key=_step_of, default=None)
                 messages.clear()
                 return newest
-            self.bell.wait(heard)
+            self.bell.wait(heard, deadline)
 
     def wait_for_number(
         self,
@@ -331,7 +331,7 @@ class Links:
             self._ask_for_all(worker, peer, channel)
             if messages or known.is_out or time.monotonic() >= deadline:
                 return None
-            self.bell.wait(heard)
+            self.bell.wait(heard, deadline)
 
     def newest_number(self, worker: int, peer: int, channel: int) -> int:
         """Returns the highest number of a message that is there; -1 if none is."""
@@ -345,7 +345,7 @@ class Links:
             heard = self.bell.count
             if all(self._is_known(j) or self._peers[j].is_out for j in peers):
                 return
-            self.bell.wait(heard)
+            self.bell.wait(heard, deadline)
 
     def life_of(self, peer: int) -> int:
         """Returns a number that changes when the peer's process does.

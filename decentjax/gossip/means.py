@@ -214,7 +214,7 @@ class GroupMeans(Closing):
                         count = sum(at >= 0 for at in said.parts)
                         means[worker] = _mean(own[worker], sums, count)
                         step = max(step, said.step)
-            self._links.bell.wait(heard)
+            self._links.bell.wait(heard, deadline)
         return step, means
 
     @property
