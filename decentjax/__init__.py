@@ -42,6 +42,7 @@ if TYPE_CHECKING:
     )
     from decentjax.placement import (
         TrainStep,
+        check_one_model,
         local_workers,
         mean_model,
         on_mesh,
@@ -82,6 +83,7 @@ __all__ = [
     "analysis",
     "atc_step",
     "awc_step",
+    "check_one_model",
     "codec",
     "compression",
     "compute_in",

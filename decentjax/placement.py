@@ -17,9 +17,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax._collectives import sum_dtype
+from decentjax._first_model import ADVICE, fingerprints
 from decentjax.exchange import Exchange, Topology, check_topology
 from decentjax.schedule import Event, Schedule
-from decentjax.step import AXIS, Metrics, Step, WorkerState
+from decentjax.step import AXIS, Metrics, Step, WorkerState, all_reduce_step
 
 
 class TrainStep:
@@ -28,14 +29,16 @@ class TrainStep:
     Args:
       plan: what each step takes, its exchange or its rounds.
       jit: function that makes the jitted step which takes it.
+      check: check of the params with which the first call begins, and its step.
     """
 
     def __init__(
         self,
         plan: Topology | Schedule,
         jit: Callable[[Exchange | Event], jax.stages.Wrapped],
+        check: Callable[[Any, int], None] | None = None,
     ):
-        self._plan = plan
+        self._plan, self._check = plan, check
         # Some topologies repeat an exchange within a period, and it compiles once.
         self._jit = functools.cache(jit)
 
@@ -45,7 +48,8 @@ class TrainStep:
         """Does this step; the state's buffers are donated.
 
         Raises:
-          ValueError: if they were donated to an earlier step.
+          ValueError: if they were donated to an earlier step, or the workers of
+            several processes begin with different models.
           TypeError: if `step` is no int.
         """
         check_not_donated(state)
@@ -55,6 +59,9 @@ class TrainStep:
             raise TypeError(
                 f"a train step takes the step as a Python int, got {step!r}"
             ) from None
+        if self._check is not None:
+            self._check(state.params, place)
+            self._check = None
         return self._jit(self._plan[place])(state, batch)
 
     def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
@@ -146,6 +153,11 @@ def is_between_cpus(mesh: Mesh) -> bool:
     from the cache.
     """
     return mesh.size > 1 and mesh.devices.flat[0].platform == "cpu"
+
+
+def is_between_processes(mesh: Mesh) -> bool:
+    """Whether the workers of a mesh are in several processes."""
+    return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
 def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
@@ -355,6 +367,42 @@ def mean_model(stacked: Any) -> Any:
     return jax.tree.map(mean, stacked)
 
 
+def check_one_model(stacked: Any, mesh: Mesh) -> None:
+    """Raises a ValueError unless all workers have the same model; a collective.
+
+    The train steps of jobs of several processes call it before step 0, and all-reduce
+    before its first step, whichever that is.
+
+    Args:
+      stacked: params of the workers, [N, ...], placed on the mesh.
+      mesh: mesh with the axis "workers".
+
+    Raises:
+      ValueError: if a leaf of some worker is not that of worker 0, bit for bit.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import check_one_model, worker_mesh
+      >>> check_one_model({"w": jnp.zeros((1, 3))}, worker_mesh(1))
+    """
+
+    def all_fingerprints(params: Any) -> jax.Array:
+        return jax.lax.all_gather(fingerprints(params), AXIS)
+
+    found = jax.jit(over_workers(all_fingerprints, mesh))(stacked)
+    rows = np.asarray(found.addressable_shards[0].data)[0]
+    wrong = rows != rows[0]
+    if wrong.any():
+        leaf = int(np.argmax(wrong.any(0)))
+        paths = [path for path, _ in jax.tree.leaves_with_path(stacked)]
+        raise ValueError(
+            "the workers must begin with one model, and params"
+            f"{jax.tree_util.keystr(paths[leaf])} of the workers "
+            f"{np.flatnonzero(wrong[:, leaf]).tolist()} is not that of worker 0: "
+            + ADVICE
+        )
+
+
 def check_mesh(mesh: Any) -> None:
     """Raises a TypeError unless this is a mesh."""
     if not isinstance(mesh, Mesh):
@@ -402,7 +450,16 @@ def _in_turn(
             compiler_options=dict(compiler_options or {}),
         )
 
-    return TrainStep(plan, jit)
+    if mesh is None or not is_between_processes(mesh):
+        return TrainStep(plan, jit)
+    is_one_model = getattr(step, "func", step) is all_reduce_step
+
+    def check(params: Any, at: int) -> None:
+        # Decentralized workers that go on from a later step have models of their own.
+        if at == 0 or is_one_model:
+            check_one_model(params, mesh)
+
+    return TrainStep(plan, jit, check)
 
 
 def _check_plan(plan: Any) -> None:

@@ -54,7 +54,8 @@ def main(address: str, number: int) -> None:
             )
             for value, size in zip(values, sizes, strict=True)
         ]
-        for t in range(NUM_STEPS):
+        # Not from step 0, before which all workers must have one model.
+        for t in range(1, NUM_STEPS + 1):
             for i, train_step in enumerate(trainers):
                 states[i], _ = train_step(states[i], batch, t)
         for train_step in trainers:

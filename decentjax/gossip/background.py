@@ -96,9 +96,9 @@ class Background(Staged):
     def _end(self, seconds: float) -> None:
         self._carrier._end(seconds)
 
-    def _start(self, state: WorkerState, plan: Plan) -> None:
+    def _start(self, state: WorkerState, plan: Plan, step: int) -> None:
         del plan
-        self._carrier.start(state.params)
+        self._carrier.start(state.params, step)
 
     def _carry(self, group: int, models: list[jax.Array], step: int) -> Arrival:
         del group

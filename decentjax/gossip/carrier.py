@@ -27,7 +27,12 @@ from decentjax.gossip.tuning import (
     fastest_pieces,
 )
 from decentjax.mixing import Lowering, is_mixed
-from decentjax.placement import check_mesh, over_workers
+from decentjax.placement import (
+    check_mesh,
+    check_one_model,
+    is_between_processes,
+    over_workers,
+)
 from decentjax.rounds import mix_of
 from decentjax.step import AXIS
 
@@ -74,8 +79,14 @@ class Carrier(Closing):
         self._record, self._compression = record, compression
         self._mixes: Mixes = {}
 
-    def start(self, params: Any) -> None:
-        """Prepares exchanges of models like these; collective."""
+    def start(self, params: Any, step: int) -> None:
+        """Prepares exchanges of models like these; collective.
+
+        Raises:
+          ValueError: if workers of several processes begin with different models.
+        """
+        if step == 0 and is_between_processes(self._mesh):
+            check_one_model(params, self._mesh)
         # In the thread: after the exchanges of other users, and in all processes in
         # the same place.
         self._mixes = self._engine.submit(self._lower, params).result()

@@ -101,6 +101,7 @@ class Handshakes:
         digest: str,
         connect: Callable[[str], Any],
         silent_seconds: float | None = None,
+        first_model: str = "",
     ):
         self.step, self.was_silent = -1, False
         self.bell = Bell()
@@ -109,6 +110,8 @@ class Handshakes:
         self.host, port = self._listener.getsockname()
         self.address = f"{self.host}:{port}"
         self._secret, self._digest, self._connect = secret, digest, connect
+        self._first_model = first_model
+        self.unlike = set[int]()  # Peers that began with another first model.
         self._says: dict[int, dict[str, Any]] = {}
         self._silent_seconds = silent_seconds
         self._guests: dict[asyncio.StreamWriter, None] = {}  # The oldest first.
@@ -125,6 +128,7 @@ class Handshakes:
     def answer(self, workers: Collection[int], life: int, transfer: str) -> None:
         """Answers from here on for these workers, of this life and transfer address."""
         of_all = {"digest": self._digest, "life": life, "transfer": transfer}
+        of_all |= {"first": self._first_model}
         self._says = {worker: {"worker": worker, **of_all} for worker in workers}
         serving = asyncio.start_server(
             self._receive, sock=self._listener, limit=MAX_BYTES
@@ -246,7 +250,15 @@ class Handshakes:
         if said.get("joins"):
             self.joining.add((guest, worker))
             return None
+        self._compare(guest, said)
         return guest, worker
+
+    def _compare(self, peer: int, said: dict[str, Any]) -> None:
+        """Notes a peer whose first model is another than that of this process."""
+        first = said.get("first", "")
+        if self._first_model and first and first != self._first_model:
+            self.unlike.add(peer)
+            self.bell.ring()
 
     def _hold(self, edge: tuple[int, int], writer: asyncio.StreamWriter) -> None:
         if edge in self._held:
@@ -333,7 +345,7 @@ class Handshakes:
             case _:
                 raise RefusedError("it is another program")
         said = {"guest": guest, "worker": worker, "digest": self._digest}
-        says = json.dumps({**said, "joins": joins})
+        says = json.dumps({**said, "joins": joins, "first": self._first_model})
         mac = self._prove("guest", other, nonce, says)
         _send(writer, {"nonce": nonce, "says": says, "mac": mac})
         match await _read(reader):
@@ -348,6 +360,8 @@ class Handshakes:
             raise RefusedError(f"it is worker {found['worker']}")
         if found["digest"] != self._digest:
             raise RefusedError("its config or its model differs")
+        if not joins:
+            self._compare(worker, found)
         return found
 
     def _prove(self, role: Literal["guest", "host"], *said: str) -> str:

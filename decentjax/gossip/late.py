@@ -43,8 +43,8 @@ class Arriving(Protocol):
 class Carrying(Protocol):
     """Carries what rounds send, beside the step."""
 
-    def start(self, params: Any) -> None:
-        """Prepares exchanges of models like these; before the first."""
+    def start(self, params: Any, step: int) -> None:
+        """Prepares exchanges of models like these; before the first step."""
 
     def carry(self, models: Any, exchange: Exchange, step: int) -> Arriving:
         """Puts leaves, by number, on their way."""
@@ -137,7 +137,7 @@ class LateRounds(Closing):
         self, state: WorkerState, batch: Any, step: int, is_next: bool
     ) -> tuple[WorkerState, Metrics]:
         if not self._is_started:
-            self._carrier.start(state.params)
+            self._carrier.start(state.params, step)
             self._is_started = True
         if not is_next:
             self._send_again(state, step)

@@ -43,6 +43,7 @@ import numpy as np
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
+from decentjax._first_model import ADVICE
 from decentjax._joining import join, short_places, split
 from decentjax.gossip.book import Book
 from decentjax.gossip.handshake import Answer, Handshakes, Line, RefusedError
@@ -153,6 +154,7 @@ class Links:
         secret: bytes | None = None,
         silent_seconds: float | None = None,
         num_parts: int = 0,
+        first_model: str = "",
     ):
         if secret is not None and len(secret) < MIN_SECRET_BYTES:
             raise ValueError(
@@ -184,6 +186,7 @@ class Links:
             hashlib.sha256(text.encode()).hexdigest(),
             lambda address: self._server.connect(address),
             silent_seconds,
+            first_model,
         )
         self.bell = self._handshakes.bell
         host, client = self._handshakes.host, next(iter(self._devices.values())).client
@@ -243,6 +246,14 @@ class Links:
         ones = (j for j, other in self._peers.items() if other.life == life)
         self._handshakes.announce(worker, min(ones), (peer, channel, slot))
 
+    def check_first_models(self) -> None:
+        """Raises a ValueError if a peer began with another first model."""
+        if unlike := sorted(self._handshakes.unlike):
+            raise ValueError(
+                "the workers must begin with one model, and that of the workers "
+                f"{unlike} is not that of this process: {ADVICE}"
+            )
+
     def ask(self, worker: int, peer: int, channel: int) -> None:
         """Asks a peer for its next message, which flows as soon as it is left."""
         if not self._is_known(peer):
@@ -268,10 +279,14 @@ class Links:
           channel: channel of the message.
           step: the first step that is not too old.
           deadline: value of `time.monotonic` at which it no longer waits.
+
+        Raises:
+          ValueError: if a peer began with another first model.
         """
         life = self.life_of(peer)
         while True:
             heard = self.bell.count
+            self.check_first_models()
             messages = self._arrived(worker, peer, channel)
             known = self._peers[peer]
             fresh = [message for message in messages if message.said.step >= step]
@@ -340,9 +355,14 @@ class Links:
         return max((message.said.number for message in messages), default=-1)
 
     def meet(self, peers: Collection[int], deadline: float) -> None:
-        """Waits for peers who are starting too, so that the first step has them."""
+        """Waits for peers who are starting too, so that the first step has them.
+
+        Raises:
+          ValueError: if one of them begins with another first model.
+        """
         while time.monotonic() < deadline:
             heard = self.bell.count
+            self.check_first_models()
             if all(self._is_known(j) or self._peers[j].is_out for j in peers):
                 return
             self.bell.wait(heard, deadline)

@@ -132,6 +132,7 @@ class GroupMeans(Closing):
     def __init__(
         self, links: Links, groups: Butterfly, workers: Sequence[int], patience: float
     ):
+        self.check_first_models = links.check_first_models
         self._links, self._groups, self._workers = links, groups, tuple(workers)
         self._patience = patience
         self._changed = threading.Condition()

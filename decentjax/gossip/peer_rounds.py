@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from decentjax._first_model import first_model
 from decentjax.codec import as_permutations
 from decentjax.compression import Leaves
 from decentjax.exchange import Exchange, Topology
@@ -175,14 +176,18 @@ class _PeerCarrier:
     links: Links | None = None
     _taken: int = -1
 
-    def start(self, params: Any) -> None:
+    def start(self, params: Any, step: int) -> None:
         one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), params)
         self._forms = [
             form_of(self.rounds.compression, leaves_of(fragment, one))
             for fragment in self.rounds.schedule.fragments
         ]
         devices = dict(zip(self.workers, self.mesh.devices.flat, strict=True))
-        self.links = self.connect(devices, [form.arrays for form in self._forms])
+        self.links = self.connect(
+            devices,
+            [form.arrays for form in self._forms],
+            first_model=first_model(params, step),
+        )
         self._way = Arrived(self.links, self.topology, len(self._forms))
         self._graph = {j for i in self.workers for j in neighbors(self.topology, i)}
         self.links.meet(self._graph, time.monotonic() + self.patience)

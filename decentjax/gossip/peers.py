@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from decentjax._first_model import first_model
 from decentjax.exchange import Permutations, Topology, check_topology
 from decentjax.gossip.book import Book
 from decentjax.gossip.elastic import Elastic, Living, adopted, copies, travels
@@ -163,7 +164,7 @@ class Peers(Staged):
         self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
         """As that of `Background`; a peer that asks for the state gets a copy."""
-        self._plan(state, batch)
+        self._plan(state, batch, step)
         guests = self.links.joining()
         own = {w: copies(state, self._workers.index(w)) for w in {w for _, w in guests}}
         for guest, worker in guests:
@@ -247,7 +248,7 @@ class Peers(Staged):
 
     def _compile(self, state: WorkerState, batch: Any) -> None:
         """Compiles the parts of a step, whose results are dropped."""
-        plan = self._plan(state, batch)
+        plan = self._plan(state, batch, step=-1)
         state = jax.tree.map(jnp.copy, state)  # It is donated.
         values = plan.early(state.params, state[1:], batch)
         mixed = dict(enumerate(jax.tree.leaves(state.params)))
@@ -262,7 +263,7 @@ class Peers(Staged):
         if self._links is not None:
             self._links.close()
 
-    def _start(self, state: WorkerState, plan: Plan) -> None:
+    def _start(self, state: WorkerState, plan: Plan, step: int) -> None:
         leaves = jax.tree.leaves(state.params)
         channels = [
             [_row(leaves[i]) for i in stage.leaves if is_mixed(leaves[i])]
@@ -285,6 +286,7 @@ class Peers(Staged):
             self._bind,
             self._secret,
             None if self._elastic is None else self._elastic.silent_seconds,
+            first_model=first_model(state.params, step),
         )
         if self._elastic is not None:
             self._graph = Living(self._elastic, num_workers, self._living)

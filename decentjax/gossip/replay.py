@@ -277,7 +277,8 @@ class _Repeated(Staged):
 
     def prepare(self, state: WorkerState, batch: Any, step: int) -> int:
         """Gives the first models to the others; returns the number of leaf groups."""
-        leaves, groups = jax.tree.leaves(state.params), self._plan(state, batch).groups
+        leaves = jax.tree.leaves(state.params)
+        groups = self._plan(state, batch, step).groups
         for group, stage in enumerate(groups):
             self._carry(group, [leaves[i] for i in stage.leaves], step)
         return len(groups)
@@ -288,8 +289,8 @@ class _Repeated(Staged):
     def _end(self, seconds: float) -> None:
         del seconds
 
-    def _start(self, state: WorkerState, plan: Plan) -> None:
-        del state, plan
+    def _start(self, state: WorkerState, plan: Plan, step: int) -> None:
+        del state, plan, step
 
     def _carry(self, group: int, models: list[jax.Array], step: int) -> Arrival:
         (own,) = rows_of(models)
@@ -376,6 +377,6 @@ class _WagmaRepeated(Wagma):
         self._plans = plans
         self._recorded = _Recorded(groups, worker, of_steps, offered)
 
-    def _open(self, leaves: list[jax.Array]) -> Any:
-        del leaves
+    def _open(self, params: Any, step: int) -> Any:
+        del params, step
         self._means = self._recorded

@@ -41,7 +41,7 @@ class Staged(Closing):
         self._arriving: collections.deque[tuple[Leaves, Arrival]] = collections.deque()
 
     @abc.abstractmethod
-    def _start(self, state: WorkerState, plan: Plan) -> None:
+    def _start(self, state: WorkerState, plan: Plan, step: int) -> None:
         """Prepares the carrying of models like those of a state; before the first."""
 
     @abc.abstractmethod
@@ -69,7 +69,7 @@ class Staged(Closing):
           BaseException: any error of an exchange, as itself.
         """
         check_not_donated(state)
-        plan = self._plan(state, batch)
+        plan = self._plan(state, batch, step)
         models = jax.tree.leaves(state.params)
         # The call before has sent the params that it returned, for the step after it.
         # Other arrays, or another step, are sent now; what is under way is dropped.
@@ -112,10 +112,10 @@ class Staged(Closing):
         self._sent += sent
         self._arriving.append((leaves, self._carry(group, sent, step)))
 
-    def _plan(self, state: WorkerState, batch: Any) -> Plan:
+    def _plan(self, state: WorkerState, batch: Any, step: int) -> Plan:
         plan = plan_of(self._plans, self._adapt, state, batch, self._mesh)
         if not self._is_started:
-            self._start(state, plan)
+            self._start(state, plan, step)
             self._is_started = True
         return plan
 

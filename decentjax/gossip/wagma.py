@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
+from decentjax._first_model import first_model
 from decentjax.gossip.book import Book
 from decentjax.gossip.links import Links
 from decentjax.gossip.means import Butterfly, GroupMeans, Means, Sums, sum_specs
@@ -146,7 +147,7 @@ class Wagma(Staged):
         if self._order == "awc":
             return functools.partial(super().__call__, state, batch, step)
         check_not_donated(state)
-        self._open(jax.tree.leaves(state.params))
+        self._open(state.params, step)
         start = time.monotonic()
         new, metrics = self._local(state.params, state[1:], batch)
         leaves = jax.tree.leaves(jax.block_until_ready(new.params))
@@ -185,7 +186,7 @@ class Wagma(Staged):
         """
         del batch
         leaves, structure = jax.tree.flatten(state.params)
-        means, seconds = self._open(leaves), min(seconds, alone)
+        means, seconds = self._open(state.params, -1), min(seconds, alone)
         own = dict(zip(self._workers, rows_of(leaves), strict=True))
         step, found = means.ask(own, seconds)
         if len(found) < len(own) or step < after:
@@ -201,15 +202,15 @@ class Wagma(Staged):
         if self._group_means is not None:
             self._group_means._end(seconds)
 
-    def _start(self, state: WorkerState, plan: Plan) -> None:
+    def _start(self, state: WorkerState, plan: Plan, step: int) -> None:
         self._num_groups = len(plan.groups)
-        self._open(jax.tree.leaves(state.params))
+        self._open(state.params, step)
 
-    def _open(self, leaves: list[jax.Array]) -> GroupMeans:
+    def _open(self, params: Any, step: int) -> GroupMeans:
         if self._group_means is not None:
             return self._group_means
         num_workers = self._groups.num_workers
-        models = list(filter(is_mixed, leaves))
+        models = list(filter(is_mixed, jax.tree.leaves(params)))
         shapes = [(x.shape[1:], x.dtype.name) for x in models]
         devices = dict(zip(self._workers, self._mesh.devices.flat, strict=True))
         channels = [sum_specs(models), []]
@@ -222,6 +223,7 @@ class Wagma(Staged):
             self._bind,
             self._secret,
             num_parts=num_workers,
+            first_model=first_model(params, step),
         )
         means = GroupMeans(links, self._groups, self._workers, self._patience)
         self._group_means = self._means = means
@@ -247,6 +249,8 @@ class Wagma(Staged):
     def _offer(self, leaves: list[jax.Array], step: int) -> dict[int, Rows]:
         own = dict(zip(self._workers, rows_of(leaves), strict=True))
         assert self._means is not None
+        if self._group_means is not None:
+            self._group_means.check_first_models()
         self._means.offer(step, own)
         return own
 

@@ -1,0 +1,61 @@
+"""Fingerprints of models, by which workers see that they begin with one model."""
+
+import hashlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+_PRIMES = (
+    np.uint32(0x9E3779B1),
+    np.uint32(0x85EBCA77),
+)  # Odd, so that no bit of a product is lost.
+
+
+ADVICE = (
+    "make the params from the same random key, or the same file, in each process; a "
+    "run that goes on begins at the step after its last"
+)
+
+
+def fingerprints(params: Any) -> jax.Array:
+    """A number of each leaf that its bits and their places decide, uint32 [L].
+
+    A sum, which is the same however a compiler cuts the leaves over devices.
+    """
+    leaves = map(jnp.asarray, jax.tree.leaves(params))
+    return jnp.stack([_fingerprint(x) for x in leaves])
+
+
+def first_model(params: Any, step: int) -> str:
+    """The hash of the first worker's model before step 0, or "" at any other step.
+
+    Args:
+      params: stacked params of this process's workers.
+      step: step that begins.
+    """
+    if step != 0:
+        return ""
+    digest = hashlib.sha256()
+    for x in jax.tree.leaves(params):
+        digest.update(np.asarray(x.addressable_shards[0].data[0]).tobytes())
+    return digest.hexdigest()
+
+
+def _fingerprint(x: jax.Array) -> jax.Array:
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    if jnp.issubdtype(x.dtype, jnp.complexfloating):
+        x = jnp.stack([x.real, x.imag])
+    if jnp.issubdtype(x.dtype, jnp.floating):
+        # Of 8 bytes, two numbers of 4 in a new last dim.
+        size = min(x.dtype.itemsize, 4)
+        x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * size}"))
+    bits, place = x.astype(jnp.uint32), jnp.uint32(1)
+    for dim, size in enumerate(x.shape):
+        along = lax.broadcasted_iota(jnp.uint32, x.shape, dim)
+        place = place * jnp.uint32(size) + along
+    mixed = (bits ^ (bits >> 15)) * _PRIMES[0] ^ place * _PRIMES[1]
+    return jnp.sum((mixed ^ (mixed >> 13)) * _PRIMES[0], dtype=jnp.uint32)

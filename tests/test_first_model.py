@@ -1,0 +1,138 @@
+"""Workers begin with one model, or are told which of them does not."""
+
+import concurrent.futures
+import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import Mesh
+
+from decentjax import (
+    AXIS,
+    adapt,
+    check_one_model,
+    gossip,
+    init_rounds,
+    init_state,
+    methods,
+    place,
+    topology,
+    worker_mesh,
+)
+from decentjax._first_model import fingerprints
+
+ROOT = Path(__file__).parent.parent
+LONG = 240
+
+
+def test_processes_that_begin_with_different_models_are_told_so():
+    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    script = ROOT / "tests" / "first_models.py"
+    done = subprocess.run(
+        [sys.executable, "-m", "decentjax", "launch", "-n", "2", str(script)],
+        env=env | {"PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+    lines = [x.split("] ", 1)[1] for x in done.stdout.splitlines() if "]" in x]
+    said = dict(line.split(": ", 1) for line in lines if ": " in line)
+    told = {name for name, words in said.items() if words.startswith("says: ")}
+    wrong = {
+        "awc",
+        "all_reduce",
+        "all_reduce goes on",
+        "pieces",
+        "background",
+        "rounds",
+    }
+    assert told == wrong, done.stdout + done.stderr
+    assert {"awc goes on", "awc alike", "background alike"} <= said.keys() - told
+    words = r"params['w'] of the workers [1] is not that of worker 0: make the params"
+    assert all(words in said[name] for name in told)
+
+
+@pytest.mark.parametrize("kind", ["peers", "rounds", "wagma"])
+@pytest.mark.parametrize("unlike", [False, True])
+def test_peers_that_begin_with_different_models_are_told_so(kind, unlike, tmp_path):
+    def loss_fn(params, model_state, batch, key):
+        return jnp.sum((params - batch) ** 2), (model_state, {})
+
+    optimizer, book = optax.sgd(0.1), gossip.Folder(tmp_path)
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    rounds = methods.diloco(2, 2)
+
+    def work(worker):
+        mesh = Mesh(jax.devices()[worker : worker + 1], (AXIS,))
+        params = jnp.full(3, 1.0 + worker * unlike)
+        extra = init_rounds(rounds, params) if kind == "rounds" else ()
+        key = jax.random.key(0)
+        state = init_state(params, optimizer, key, 2, workers=[worker], extra=extra)
+        state, where = place(state, mesh), (book, [worker], mesh)
+        if kind == "peers":
+            peers = gossip.Peers(local, topology.ring(2), *where, patience=60.0)
+        elif kind == "rounds":
+            peers = gossip.PeerRounds(local, rounds, *where, patience=60.0)
+        else:
+            groups = {"group_size": 2, "period": 4}
+            peers = gossip.Wagma(local, 2, *where, patience=60.0, **groups)
+        with peers:
+            for step in range(4):
+                state, _ = peers(state, place(jnp.zeros((1, 3)), mesh), step)
+        return "trained"
+
+    with concurrent.futures.ThreadPoolExecutor(2) as pool:
+        futures = [pool.submit(work, worker) for worker in (0, 1)]
+        found = [future.exception(LONG) for future in futures]
+    if unlike:
+        told = [str(error) for error in found if isinstance(error, ValueError)]
+        assert any("must begin with one model" in words for words in told), found
+    else:
+        assert found == [None, None]
+
+
+SHAPES = st.lists(st.integers(1, 4), max_size=3).map(tuple)
+DTYPES = st.sampled_from(
+    ["float32", "bfloat16", "float16", "int32", "complex64", "bool"]
+)
+
+
+@settings(deadline=None, max_examples=15)
+@given(SHAPES, DTYPES, st.data())
+def test_a_change_of_one_number_or_of_two_places_changes_the_fingerprint(
+    shape, dtype, data
+):
+    draw = np.random.default_rng(data.draw(st.integers(0, 2**31)))
+    x = np.asarray(jnp.asarray(draw.standard_normal(shape) > 0).astype(dtype))
+    if dtype != "bool":
+        x = np.asarray(jnp.asarray(draw.standard_normal(shape)).astype(dtype))
+    own = fingerprints([x])
+    assert (fingerprints([x.copy()]) == own).all()
+    place = data.draw(st.integers(0, x.size - 1))
+    other = x.copy()
+    other.flat[place] = 1 - x.flat[place] if dtype != "bool" else not x.flat[place]
+    assert (other.flat[place] == x.flat[place]) or (fingerprints([other]) != own).all()
+    swapped = x.ravel()[::-1].reshape(shape)
+    assert (swapped == x).all() or (fingerprints([swapped]) != own).all()
+
+
+@pytest.mark.parametrize("n", [1, 3, 5])
+def test_workers_of_one_mesh_are_compared_too(n):
+    mesh = worker_mesh(n)
+    params = {"a": jnp.ones((n, 2)), "b": jnp.zeros((n, 3, 2))}
+    check_one_model(place(params, mesh), mesh)
+    if n > 1:
+        params["b"] = params["b"].at[n - 1, 2, 1].set(-0.0)
+        with pytest.raises(
+            ValueError, match=rf"params\['b'\] of the workers \[{n - 1}\]"
+        ):
+            check_one_model(place(params, mesh), mesh)
