@@ -121,6 +121,28 @@ def all_gather(
     return flat[: int(np.prod(shape))].reshape(shape)
 
 
+def unmapped(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """A scalar that all workers share, as one value that no vmap over them maps.
+
+    A conditional on it then runs one branch, and not all of them.
+    """
+
+    @custom_vmap
+    def shared(x, index):
+        del index
+        return x
+
+    @shared.def_vmap
+    def _(size, in_batched, x, index):
+        del size
+        x_batched, index_batched = in_batched
+        if index_batched:  # As in `_collective`: the vmap over the workers.
+            return (x.max(0) if x_batched else x), False
+        return shared(x, index), x_batched
+
+    return shared(x, lax.axis_index(axis_name))
+
+
 def sum_dtype(x: jax.Array) -> np.dtype:
     """The dtype of sums: that of x, and float32 at least."""
     if x.dtype.itemsize == 1:  # jax promotes no float of 8 bits by itself.

@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 Metrics = dict[str, jax.Array]
+Weighted = tuple[jax.Array, jax.Array | None]
+"""(loss, weight), scalars; the loss of a batch in parts is their weighted mean."""
 
 
 class LossFn(Protocol):
@@ -18,6 +20,9 @@ class LossFn(Protocol):
 
     Returns the scalar loss, and as auxiliary output the new model state and a dict of
     scalar metrics. The new model state has the structure, shapes and dtypes of the old.
+    A loss that is a mean over something other than the examples, such as tokens without
+    padding, is returned as a pair, `(loss, weight)`, with their number as the weight:
+    then micro-batches do not change the mean.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -30,7 +35,7 @@ class LossFn(Protocol):
 
     def __call__(
         self, params: Any, model_state: Any, batch: Any, key: jax.Array
-    ) -> tuple[jax.Array, tuple[Any, Metrics]]: ...
+    ) -> tuple[jax.Array | Weighted, tuple[Any, Metrics]]: ...
 
 
 def compute_in(loss_fn: LossFn, dtype: DTypeLike) -> LossFn:
@@ -84,8 +89,10 @@ def check_call(function: Any, name: str, *arguments: str, **options: Any) -> Non
         raise TypeError(f"{wanted}: {error}") from None
 
 
-def check_loss(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Any, Metrics]]:
-    """Returns the result of a `LossFn`; it is checked as it is traced, at no cost.
+def check_loss(result: Any, model_state: Any) -> tuple[Weighted, tuple[Any, Metrics]]:
+    """Returns the result of a `LossFn`, with the weight of the loss, or None.
+
+    It is checked as it is traced, at no cost.
 
     Args:
       result: result of the loss.
@@ -103,6 +110,12 @@ def check_loss(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Any, Met
                 "dict, as in `return loss, (model_state, {})`; got the structure "
                 f"{jax.tree.structure(result)}"
             )
+    weight = None
+    if isinstance(loss, tuple) and len(loss) == 2:
+        loss, weight = loss
+    if weight is not None:
+        _check_scalar("weight of the loss", weight)
+        weight = jnp.asarray(weight)
     _check_scalar("loss", loss)
     if not jnp.issubdtype(jnp.result_type(loss), jnp.floating):
         raise TypeError(
@@ -113,7 +126,7 @@ def check_loss(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Any, Met
         _check_scalar(f"metric {name!r}", metric)
     _check_same_kind(model_state, new_state)
     _warn_of_kept_keys(model_state, new_state)
-    return jnp.asarray(loss), (new_state, dict(metrics))
+    return (jnp.asarray(loss), weight), (new_state, dict(metrics))
 
 
 def kinds(tree: Any) -> dict[str, str]:

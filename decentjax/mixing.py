@@ -495,7 +495,7 @@ def _map_floats(
 
 def check_size(exchange: Exchange, axis_name: AxisName) -> None:
     """Raises a ValueError unless the axis has as many workers as the exchange."""
-    size = _axis_size(axis_name)
+    size = axis_size(axis_name)
     if size != exchange.num_workers:
         raise ValueError(
             f"the exchange is for {exchange.num_workers} workers, but axis "
@@ -506,10 +506,11 @@ def check_size(exchange: Exchange, axis_name: AxisName) -> None:
 def _check_call(params: Any, axis_name: AxisName) -> None:
     if not jax.tree.leaves(params):
         raise ValueError("nothing to average: the tree has no leaves")
-    _axis_size(axis_name)
+    axis_size(axis_name)
 
 
-def _axis_size(axis_name: AxisName) -> int:
+def axis_size(axis_name: AxisName) -> int:
+    """Returns the number of workers; a ValueError where their axis is not mapped."""
     try:
         return lax.axis_size(axis_name)
     except NameError as error:

@@ -1,7 +1,4 @@
-"""AccumAdam, and the wrapper that makes any optax optimizer a decentralized one.
-
-Ordinary optax transformations, to be chained, masked, scheduled and wrapped.
-"""
+"""AccumAdam, and the wrapper that makes an optax optimizer a decentralized one."""
 
 import functools
 from collections.abc import Callable
@@ -11,13 +8,21 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax._src import core
 from jax.typing import ArrayLike, DTypeLike
 
-from decentjax._collectives import AxisName, sum_dtype
-from decentjax.exchange import Topology, check_topology
-from decentjax.mixing import mix
-from decentjax.rounds import Rounds, _check_rounds, init_rounds, mix_of, round_step
+from decentjax._collectives import AxisName, sum_dtype, unmapped
+from decentjax._own_models import check_averageable, first_keys, own_keys
+from decentjax._surroundings import check_is_last, in_conditional
+from decentjax.exchange import Exchange, Topology, check_topology
+from decentjax.mixing import axis_size, mix
+from decentjax.rounds import (
+    Rounds,
+    _check_rounds,
+    init_rounds,
+    mix_of,
+    round_step,
+    turn_of,
+)
 from decentjax.schedule import Schedule
 from decentjax.step import (
     DecentralizeState,
@@ -195,6 +200,11 @@ def decentralize(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer decentralized: its updates carry the exchange of the models.
 
+    It goes around the whole optimizer, `decentralize(optax.chain(...), ...)`, and its
+    updates go to `optax.apply_updates` as they are: what would scale, clip or delay
+    them afterwards would do so to the exchange. Transformations of gradients may come
+    before it in a chain; wrappers of optax that change its updates are refused.
+
     Adapt while communicating, as `awc_step` does: with u the update of `inner`,
     `optax.apply_updates(params, updates)` becomes
 
@@ -205,10 +215,11 @@ def decentralize(
     in `jax.vmap` with the `axis_name`, with plain params and gradients. Do not use it
     inside the steps of `decentjax`, which average the models themselves.
 
-    Every worker takes part in every exchange. Wrappers that skip updates in a
-    conditional, such as `optax.apply_if_finite` or `optax.MultiSteps`, go inside,
-    around `inner`, where they skip the update alone. Updates are float32 at least, the
-    difference to where `optax.apply_updates` is to arrive.
+    Every worker takes part in every exchange. `optax.apply_if_finite` and
+    `optax.MultiSteps` go inside, where they skip the update alone: with k micro-steps
+    there are k exchanges. Updates are float32 at least, the difference to where
+    `optax.apply_updates` is to arrive. Random keys in the optimizer's state, such as
+    that of `optax.add_noise`, become the worker's own at the first step.
 
     `update` takes a static keyword `step`, the step as a Python int: one compiled step
     for each exchange of the topology, and the exchange overlaps the gradient. Without
@@ -216,22 +227,24 @@ def decentralize(
     several exchanges then sits in a conditional, which no compiler overlaps.
 
     Args:
-      inner: any optimizer.
+      inner: any optimizer that keeps averaged models, as most of optax do; z of
+        schedule-free ones is averaged too.
       topology: topology with as many workers as the axis.
       axis_name: mapped axis of the workers.
       message_dtype: as in `mix`; under `optax.inject_hyperparams` by name, "bfloat16".
 
     Raises:
-      ValueError: in `update`, if it is called in a conditional in which workers may
-        take different branches.
+      ValueError: in `update`, if a wrapper of optax changes the updates, or it is
+        called in a conditional in which workers may take different branches.
+      TypeError: in `update`, if the optimizer undoes the average, as `optax.lbfgs`,
+        `optax.rprop` and, of `optax.contrib`, `cocob`, `dadapt_adamw`, `madgrad`,
+        `mechanize` and `prodigy` do.
 
     Examples:
       >>> import optax
       >>> from decentjax import decentralize, topology
-      >>> optimizer = optax.chain(
-      ...     optax.clip_by_global_norm(1.0),
-      ...     decentralize(optax.adamw(1e-3), topology.ring(8), "workers"),
-      ... )
+      >>> adamw = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+      >>> optimizer = decentralize(adamw, topology.ring(8), "workers")
 
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
@@ -271,7 +284,10 @@ def decentralize_rounds(
 ) -> optax.GradientTransformationExtraArgs:
     """Averages models in rounds, as `round_step` does; otherwise as `decentralize`.
 
-    `update` needs the static `step`, as it says what is sent and merged.
+    `update` takes the static `step`, from 0 on and without gaps, or
+    `t % rounds.schedule.period`, so that there are as many programs as kinds of steps.
+    Without it the transformation counts its steps, in one program, as a scan or
+    `TrainState.apply_gradients` needs; its rounds then sit in a conditional.
 
     Args:
       inner: any optimizer.
@@ -282,7 +298,6 @@ def decentralize_rounds(
 
     Raises:
       ValueError: if encoded messages have shards, or these or tracking a dtype.
-      TypeError: in `update`, without the step.
 
     Examples:
       >>> import optax
@@ -405,25 +420,36 @@ def _in_order(
     inner = optax.with_extra_args_support(inner)
     mix_once = functools.partial(mix, axis_name=axis_name, message_dtype=message_dtype)
 
-    def mix_in_turn(params, count):
+    def average(params, taken):
+        if isinstance(taken, Exchange):
+            return mix_once(params, taken)
         assert isinstance(plan, Topology)
-        if plan.period == 1:
-            return mix_once(params, plan[0])
         # An exchange is static, so the traced count can only choose among branches.
         branches = [functools.partial(mix_once, exchange=e) for e in plan]
-        return lax.switch(count % plan.period, branches, params)
+        return lax.switch(taken, branches, params)
+
+    def taken_by(step, count):
+        if isinstance(plan, Schedule):
+            return turn_of(plan, unmapped(count, axis_name), step)
+        if step is None and plan.period > 1:
+            return unmapped(count, axis_name) % plan.period
+        return plan[step or 0]
 
     def init_fn(params):
         count = jnp.zeros([], jnp.int32)
         # A mask can leave nothing to average.
         extra = init_extra(params) if jax.tree.leaves(params) else ()
-        return DecentralizeState(count, inner.init(params), extra)
+        inner_state = own_keys(inner.init(params), axis_name)
+        return DecentralizeState(count, inner_state, extra)
 
     def update_fn(updates, state, params=None, *, step=None, **extra_args):
-        _check_arguments(params, step, isinstance(plan, Topology))
+        _check_arguments(params, step)
+        check_is_last()
         if not jax.tree.leaves(params):
             return updates, state
+        axis_size(axis_name)
         _check_can_mix(params, axis_name)
+        check_averageable(state.inner_state)
 
         def adapt(worker, grads, mixed, reduce_gradients=lambda x: x):
             grads = reduce_gradients(grads)
@@ -436,11 +462,10 @@ def _in_order(
 
         # A step of `decentjax.step`, with the gradient in the place of the batch, the
         # update in that of the metrics, and the count in that of the key.
-        worker = WorkerState(params, state.inner_state, (), state.count, state.extra)
-        mixing, taken = (
-            (mix_in_turn, state.count) if step is None else (mix_once, plan[step])
-        )
-        worker, update = order(worker, updates, taken, adapt=adapt, mix=mixing)
+        inner_state = first_keys(state.inner_state, state.count, axis_name)
+        worker = WorkerState(params, inner_state, (), state.count, state.extra)
+        taken = taken_by(step, state.count)
+        worker, update = order(worker, updates, taken, adapt=adapt, mix=average)
         updates = jax.tree.map(_difference, worker.params, params, update)
         count, inner_state = state.count + 1, worker.opt_state
         return updates, DecentralizeState(count, inner_state, worker.extra)
@@ -457,14 +482,9 @@ def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Ar
     return target.astype(dtype) - params.astype(dtype)
 
 
-def _check_arguments(params: Any, step: Any, counts: bool) -> None:
+def _check_arguments(params: Any, step: Any) -> None:
     if params is None:
         raise ValueError("decentralize averages the models: pass params to update")
-    if step is None and not counts:
-        raise TypeError(
-            "decentralize_rounds needs the step: update(updates, state, params, "
-            "step=t), with t a static argument of your jit"
-        )
     if step is not None and not isinstance(step, int):
         raise TypeError(
             "step is static, a Python int: make it a static argument of your jit, "
@@ -473,11 +493,10 @@ def _check_arguments(params: Any, step: Any, counts: bool) -> None:
 
 
 def _check_can_mix(params: Any, axis_name: AxisName) -> None:
-    if _in_conditional(axis_name):
+    if in_conditional(axis_name):
         raise ValueError(
-            "decentralize is called in a conditional, such as that of "
-            "optax.apply_if_finite or optax.MultiSteps: workers that take different "
-            "branches wait for each other for ever. Put the wrapper inside, as "
+            "decentralize is called in a conditional, and workers that take different "
+            "branches wait for each other for ever: put the conditional inside, as in "
             "decentralize(optax.apply_if_finite(inner, 5), ...); to average every few "
             "steps, use a topology with exchanges of topology.alone"
         )
@@ -487,26 +506,3 @@ def _check_can_mix(params: Any, axis_name: AxisName) -> None:
                 f"optax cannot add updates to a leaf in {x.dtype.name}: mask it, as in "
                 "optax.masked(decentralize(...), mask), and average it by decentjax.mix"
             )
-
-
-def _in_conditional(axis_name: AxisName) -> bool:
-    """Whether a branch is being traced that one worker may take and another not.
-
-    A conditional around the mapped axis, where all workers take one branch, does not
-    count.
-    """
-    # jax has no public name for this. Its traces form a chain, innermost first: a vmap
-    # or shard_map has axis_data, a traced function a frame that says what it is for.
-    axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
-    trace = core.trace_ctx.trace
-    while trace is not None:
-        axis = getattr(trace, "axis_data", None)
-        if axis is not None and axis.name in axes:
-            return False
-        frame = getattr(trace, "frame", None)
-        traced_for = frame.debug_info.traced_for if frame is not None else None
-        if traced_for in ("cond", "switch"):
-            return True
-        # The chain of traces ends at jax.shard_map, outside all conditionals.
-        trace = getattr(trace, "parent_trace", None)
-    return False

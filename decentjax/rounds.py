@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._collectives import sum_dtype
+from decentjax._own_models import check_no_own_model
 from decentjax.codec import axes_of, mean_encoded, mix_encoded
 from decentjax.compression import (
     Coded,
@@ -350,6 +351,50 @@ def receive(
     return state._replace(params=params, extra=carried)
 
 
+class Turn(NamedTuple):
+    """One of several events, chosen in the compiled step.
+
+    Args:
+      events: the events.
+      index: int32, []; number of the one that is taken, the same on all workers.
+    """
+
+    events: tuple[Event, ...]
+    index: jax.Array
+
+
+def turn_of(schedule: Schedule, count: jax.Array, step: int | None = None) -> Turn:
+    """What a step takes, where the steps since the start are counted in an array.
+
+    Args:
+      schedule: the schedule.
+      count: int32, []; steps that the state has done, the same on all workers.
+      step: the static step, which may be taken modulo the period; None for `count`.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import schedule, topology
+      >>> from decentjax.rounds import turn_of
+      >>> plan = schedule.every(topology.complete(4), num_steps=100)
+      >>> len(turn_of(plan, jnp.array(0)).events)
+      2
+    """
+    # The first steps receive nothing, as nothing was sent before them; at the same
+    # places of later periods, messages of the period before arrive.
+    period, first = schedule.period, max(0, schedule.delay - 1)
+    if step is None:
+        events = [schedule[t] for t in range(first + period)]
+        place = jnp.where(count < first, count, first + (count - first) % period)
+    elif step >= first:
+        events, place = [schedule[step]], jnp.int32(0)
+    else:
+        events = [schedule[step], schedule[step + -(-first // period) * period]]
+        place = (count >= first).astype(jnp.int32)
+    distinct = tuple(dict.fromkeys(events))
+    table = jnp.array([distinct.index(one) for one in events], jnp.int32)
+    return Turn(distinct, table[place])
+
+
 Send = Callable[[Rounds, Fragment, WorkerState], WorkerState]
 Receive = Callable[[Rounds, Fragment, WorkerState, Leaves], WorkerState]
 
@@ -357,7 +402,7 @@ Receive = Callable[[Rounds, Fragment, WorkerState, Leaves], WorkerState]
 def round_step(
     state: WorkerState,
     batch: Any,
-    event: Event,
+    event: Event | Turn,
     *,
     rounds: Rounds,
     adapt: Adapt,
@@ -374,7 +419,7 @@ def round_step(
     Args:
       state: this worker's state, with `init_rounds` as its `extra`.
       batch: this worker's batch.
-      event: what this step does, as in `rounds.schedule[step]`.
+      event: what this step does, as in `rounds.schedule[step]`, or a `Turn`.
       rounds: the rounds.
       adapt: the local update, `decentjax.adapt` with its keywords bound.
       mix: the averaging of leaves by number, by default that of `default_mix`; where a
@@ -399,7 +444,7 @@ def round_step(
       >>> step = functools.partial(round_step, rounds=rounds, adapt=local)
       >>> train_step = simulate(step, rounds.schedule)
     """
-    if not isinstance(event, Event):
+    if not isinstance(event, Event | Turn):
         raise TypeError(
             "round_step takes the events of rounds.schedule, as in simulate(step, "
             f"rounds.schedule), got {type(event).__name__}"
@@ -443,6 +488,7 @@ def in_pairs(rounds: Rounds, step: Callable[..., tuple[WorkerState, Metrics]]) -
                 "rounds carry what they have sent: give init_state extra="
                 f"init_rounds(rounds, params), got {type(one).__name__}"
             )
+        check_no_own_model(state.opt_state, "a round")
         if not rounds.tracking:
             return step(state, *rest)
         params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
@@ -458,7 +504,7 @@ def in_pairs(rounds: Rounds, step: Callable[..., tuple[WorkerState, Metrics]]) -
 def take_round(
     state: WorkerState,
     batch: Any,
-    event: Event,
+    event: Event | Turn,
     *,
     rounds: Rounds,
     adapt: Adapt,
@@ -476,24 +522,35 @@ def take_round(
       >>> parts = {"mix": default_mix(rounds), "send": send, "receive": receive}
       >>> step = functools.partial(take_round, rounds=rounds, **parts)
     """
+    is_late = rounds.schedule.delay > 0
 
     def end(one: Round, state: WorkerState) -> WorkerState:
         assert one.exchange is not None
         mixed = mix(travelling(one.leaves, state), one.exchange)
         return receive(rounds, one.leaves, state, mixed)
 
-    sends, receives = event
-    if sends is not None and sends.delay > 0:
-        state = send(rounds, sends.leaves, state)
-    mixed = state if receives is None else end(receives, state)
+    def exchange(event: Event, state: WorkerState) -> WorkerState:
+        sends, receives = event
+        if sends is not None:
+            state = send(rounds, sends.leaves, state)
+        ends = receives if is_late else sends
+        if ends is not None:
+            state = end(ends, state)
+        if rounds.schedule.delay <= 1:
+            state = state._replace(extra=_without_messages(state.extra))
+        return state
+
+    def exchanged(state: WorkerState) -> WorkerState:
+        if isinstance(event, Event):
+            return exchange(event, state)
+        branches = [functools.partial(exchange, one) for one in event.events]
+        return lax.switch(event.index, branches, state)
+
+    mixed = exchanged(state) if is_late else state
     # The gradient is that of the model before the round, as in `awc_step`.
     new, metrics = adapt(state, batch, mixed.params)
     new = new._replace(extra=mixed.extra)
-    if sends is not None and sends.delay == 0:
-        new = end(sends, send(rounds, sends.leaves, new))
-    if rounds.schedule.delay <= 1:
-        new = new._replace(extra=_without_messages(new.extra))
-    return new, metrics
+    return (new if is_late else exchanged(new)), metrics
 
 
 def travelling(fragment: Fragment, state: WorkerState) -> Any:

@@ -6,6 +6,7 @@ mesh of devices or simulated on one.
 """
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -15,6 +16,12 @@ import optax
 from jax import lax
 
 from decentjax._collectives import sum_dtype
+from decentjax._own_models import (
+    average_own_models,
+    check_averageable,
+    common_keys,
+    map_keys,
+)
 from decentjax.exchange import Exchange
 from decentjax.loss import LossFn, check_call, check_loss
 from decentjax.loss import Metrics as Metrics
@@ -38,6 +45,8 @@ Mix = Callable[[Any, Exchange], Any]
 """(params, exchange) to the mixed params; `mix` with its other arguments bound."""
 
 mix_workers: Mix = functools.partial(mix_over, axis_name=AXIS)
+
+ADAPT_ARGUMENTS = "state", "batch", "mixed"
 
 
 class Adapt(Protocol):
@@ -109,8 +118,9 @@ def awc_step(
     # first use: with the barrier that is before the first update, so the last messages
     # overlap the backward pass too. And without it a sum that is fused with the update
     # may be contracted, which rounds differently from an exchange in its own program.
+    opt_state = average_own_models(state.opt_state, lambda z: mix(z, exchange))
     mixed = lax.optimization_barrier(mix(state.params, exchange))
-    return adapt(state, batch, mixed)
+    return adapt(state._replace(opt_state=opt_state), batch, mixed)
 
 
 def atc_step(
@@ -137,7 +147,9 @@ def atc_step(
       >>> train_step = simulate(step, topology.ring(8))
     """
     state, metrics = adapt(state, batch, state.params)
-    return state._replace(params=mix(state.params, exchange)), metrics
+    opt_state = average_own_models(state.opt_state, lambda z: mix(z, exchange))
+    mixed = mix(state.params, exchange)
+    return state._replace(params=mixed, opt_state=opt_state), metrics
 
 
 def all_reduce_step(
@@ -145,11 +157,14 @@ def all_reduce_step(
 ) -> tuple[WorkerState, Metrics]:
     """The baseline: `x <- x + update(1/N sum_j grad f_j(x))`, one x on all workers.
 
+    The optimizer is given the mean loss, and its random numbers are the same on all
+    workers.
+
     Args:
       state: this worker's state.
       batch: this worker's batch.
       exchange: ignored; the mean is over all workers in every step.
-      adapt: the local update, which takes `reduce_gradients` as `decentjax.adapt` does.
+      adapt: the local update, which takes `mean` as `decentjax.adapt` does.
 
     Returns:
       As `awc_step`.
@@ -165,8 +180,10 @@ def all_reduce_step(
       >>> train_step = simulate(step, topology.complete(8))
     """
     del exchange
+    check_call(adapt, "the adapt of all_reduce_step", *ADAPT_ARGUMENTS, mean=None)
     mean = functools.partial(global_mean, axis_name=AXIS)
-    return adapt(state, batch, state.params, reduce_gradients=mean)
+    state = state._replace(opt_state=common_keys(state.opt_state, AXIS))
+    return adapt(state, batch, state.params, mean=mean)
 
 
 def adapt(
@@ -178,6 +195,7 @@ def adapt(
     optimizer: optax.GradientTransformation,
     num_micro_batches: int = 1,
     reduce_gradients: Callable[[Any], Any] | None = None,
+    mean: Callable[[Any], Any] | None = None,
 ) -> tuple[WorkerState, Metrics]:
     """The local update: `x_i <- mixed_i + update(grad f_i(x_i))`.
 
@@ -186,17 +204,22 @@ def adapt(
       batch: this worker's batch, any pytree of arrays [examples, ...].
       mixed: the model after the exchange.
       loss_fn: the loss, see `LossFn`.
-      optimizer: any optax optimizer; its state is never mixed.
+      optimizer: optax optimizer; one that watches the loss is given it as `value`.
       num_micro_batches: number of equal parts of the batch, computed one after the
-        other to save memory; gradients, loss and metrics are their means.
+        other to save memory; gradients, loss and metrics are their means, by the
+        weights that the loss returns, if it does.
       reduce_gradients: function of the worker's gradient, applied before the
         optimizer; by default none.
+      mean: function of a tree that returns its mean over the workers who take one
+        update together, as in `all_reduce_step`; called with the gradient, and then
+        with the loss. By default each worker updates alone.
 
     Returns:
       The new state, and the metrics with `loss` among them.
 
     Raises:
-      TypeError: if `loss_fn` is no `LossFn`, or the optimizer averages models itself.
+      TypeError: if `loss_fn` is no `LossFn`, or the optimizer averages models itself,
+        undoes their average, or needs other arguments.
       ValueError: if the batch has no `num_micro_batches` equal parts.
 
     Examples:
@@ -215,9 +238,13 @@ def adapt(
     grads, model_state, key, metrics = gradient(
         loss_fn, state, batch, num_micro_batches
     )
+    loss = metrics["loss"]
+    if mean is None:
+        check_averageable(state.opt_state)
+    else:
+        grads, loss = mean(grads), mean(loss)
     if reduce_gradients is not None:
         grads = reduce_gradients(grads)
-    loss = metrics["loss"]
     params, opt_state = descend(optimizer, grads, state.opt_state, mixed, loss)
     state = state._replace(
         params=params, opt_state=opt_state, model_state=model_state, key=key
@@ -246,6 +273,7 @@ def gradient(
     """
     key, step_key = jax.random.split(state.key)
     differentiate = jax.grad(_with_loss_metric(loss_fn), has_aux=True)
+    params, model_state = state.params, state.model_state
 
     def grad(*args):
         grads, aux = differentiate(*args)
@@ -253,26 +281,43 @@ def gradient(
         return jax.tree.map(jnp.conj, grads), aux
 
     if num_micro_batches == 1:
-        grads, (model_state, metrics) = grad(
-            state.params, state.model_state, batch, step_key
-        )
+        grads, (model_state, metrics, _) = grad(params, model_state, batch, step_key)
         return grads, model_state, key, metrics
 
     def add_micro_batch(carry, part):
         model_state, total = carry
-        grads, (model_state, metrics) = grad(state.params, model_state, *part)
-        total = jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, grads)
-        return (model_state, total), metrics
+        grads, (model_state, metrics, weight) = grad(params, model_state, *part)
+        terms = _weighted(grads, weight)
+        total = jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, terms)
+        return (model_state, total), (_weighted(metrics, weight), weight)
 
-    cut = functools.partial(_cut, num_parts=num_micro_batches)
-    parts = (jax.tree.map(cut, batch), jax.random.split(step_key, num_micro_batches))
-    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), state.params)
-    start = (state.model_state, zeros)
-    (model_state, total), metrics = lax.scan(add_micro_batch, start, parts)
-    grads = jax.tree.map(
-        lambda s, x: (s / num_micro_batches).astype(x.dtype), total, state.params
+    parts = (
+        _cut(batch, num_micro_batches),
+        jax.random.split(step_key, num_micro_batches),
     )
-    return grads, model_state, key, jax.tree.map(lambda x: x.mean(0), metrics)
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params)
+    (model_state, total), (metrics, weights) = lax.scan(
+        add_micro_batch, (model_state, zeros), parts
+    )
+    if weights is None:
+        count, mean = num_micro_batches, lambda x: x.mean(0)
+    else:  # Where all weights are zero, the sums are zero too.
+        count = jnp.where(weights.any(), weights.sum(), 1)
+        mean = lambda x: x.sum(0) / count  # noqa: E731
+    grads = jax.tree.map(lambda s, x: (s / count).astype(x.dtype), total, params)
+    return grads, model_state, key, jax.tree.map(mean, metrics)
+
+
+def _weighted(tree: Any, weight: jax.Array | None) -> Any:
+    """The terms of a weighted sum, in float32 at least; without a weight the tree."""
+    if weight is None:
+        return tree
+
+    def term(x: jax.Array) -> jax.Array:
+        dtype = sum_dtype(x)
+        return weight.astype(dtype) * x.astype(dtype)
+
+    return jax.tree.map(term, tree)
 
 
 class DecentralizeState(NamedTuple):
@@ -321,13 +366,29 @@ def descend(
       The updated params, and the optimizer's new state.
 
     Raises:
-      TypeError: if the optimizer averages the models itself.
+      TypeError: if the optimizer averages the models itself, or needs other arguments.
     """
     check_averages_nothing(opt_state, "this step")
     check_optimizer(optimizer)
     update = optax.with_extra_args_support(optimizer).update
-    updates, opt_state = update(grads, opt_state, params, value=loss)
+    options = {"value": loss} if _takes_value(update) else {}
+    try:
+        updates, opt_state = update(grads, opt_state, params, **options)
+    except TypeError as error:
+        if isinstance(error, jax.errors.JAXTypeError):
+            raise
+        raise TypeError(
+            "the optimizer's update is called with grads, state, params"
+            f"{' and value=loss' if options else ''}, and says: {error}. For one that "
+            "takes other arguments, such as grad_fn or value_fn, use decentralize, "
+            "whose update hands them on"
+        ) from error
     return optax.apply_updates(params, updates), opt_state
+
+
+def _takes_value(update: Callable) -> bool:
+    parameters = inspect.signature(update).parameters.values()
+    return any(x.name == "value" or x.kind is x.VAR_KEYWORD for x in parameters)
 
 
 def init_state(
@@ -396,24 +457,46 @@ def init_state(
     model_state = jax.tree.map(repeat_or_split, model_state)
     # Some optimizers keep the params themselves, and a buffer is donated only once.
     opt_state = jax.tree.map(lambda x: x.copy(), jax.vmap(optimizer.init)(params))
-    return WorkerState(params, opt_state, model_state, keys, extra)
+    # With one key all workers would add the same noise.
+    split = functools.partial(jax.vmap(jax.random.fold_in), data=numbers)
+    return WorkerState(params, map_keys(split, opt_state), model_state, keys, extra)
 
 
-def _cut(x: jax.Array, num_parts: int) -> jax.Array:
-    if num_parts < 1 or x.shape[0] % num_parts:
+def _cut(batch: Any, num_parts: int) -> Any:
+    """The batch in parts of consecutive examples; each part has all of a scalar."""
+    shapes = {
+        jax.tree_util.keystr(path): jnp.shape(x)
+        for path, x in jax.tree.leaves_with_path(batch)
+    }
+    sizes = {path: shape[0] for path, shape in shapes.items() if shape}
+    if len(set(sizes.values())) > 1:
         raise ValueError(
-            f"a worker's batch of {x.shape[0]} cannot be cut into {num_parts} "
-            "micro-batches of one size"
+            "micro-batches cut each array of the batch by its examples, and a worker's "
+            f"arrays have other numbers of these: {sizes}; let what belongs to the "
+            "whole batch be a scalar, or repeat it for each example"
         )
-    return x.reshape(num_parts, -1, *x.shape[1:])
+    size = max(sizes.values(), default=num_parts)
+    if num_parts < 1 or size % num_parts:
+        raise ValueError(
+            f"a worker's batch of {size} cannot be cut into {num_parts} micro-batches "
+            "of one size"
+        )
+
+    def cut(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if x.ndim == 0:
+            return jnp.broadcast_to(x, num_parts)
+        return x.reshape(num_parts, -1, *x.shape[1:])
+
+    return jax.tree.map(cut, batch)
 
 
-def _with_loss_metric(loss_fn: LossFn) -> LossFn:
+def _with_loss_metric(loss_fn: LossFn) -> Callable:
     check_call(loss_fn, "loss_fn", "params", "model_state", "batch", "key")
 
     def with_loss(params, model_state, batch, key):
         result = loss_fn(params, model_state, batch, key)
-        loss, (model_state, metrics) = check_loss(result, model_state)
-        return loss, (model_state, {"loss": loss, **metrics})
+        (loss, weight), (model_state, metrics) = check_loss(result, model_state)
+        return loss, (model_state, {"loss": loss, **metrics}, weight)
 
     return with_loss

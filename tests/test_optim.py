@@ -641,7 +641,7 @@ def test_around_it_a_wrapper_that_skips_updates_is_refused(wrapper, graph, simul
         return optimizer.update(params, optimizer.init(params), params)[0]
 
     mapped = over_workers(update, None if simulated else worker_mesh(4))
-    message = r"in a conditional, .* Put the wrapper inside, as decentralize\(optax.app"
+    message = r"optax.\w+ changes the updates .* put it inside, as in decentralize\(opt"
     with pytest.raises(ValueError, match=message):
         jax.jit(mapped)(jnp.ones((4, 3)))
 
@@ -789,3 +789,67 @@ def test_numbers_of_python_are_params():
     state = optimizer.init({"w": 1.0})
     updates, _ = optimizer.update({"w": 2.0}, state)
     np.testing.assert_allclose(updates["w"], -0.1, rtol=1e-5)
+
+
+AFTER = {
+    "scale": lambda d: optax.chain(d, optax.scale(-1e-3)),
+    "learning_rate": lambda d: optax.chain(d, optax.scale_by_learning_rate(1e-3)),
+    "clip": lambda d: optax.chain(optax.clip(1.0), d, optax.clip(0.1)),
+    "ema": lambda d: optax.chain(d, optax.ema(0.9)),
+    "twice": lambda d: optax.chain(d, d),
+    "inner_chain": lambda d: optax.chain(
+        optax.chain(optax.clip(1.0), d), optax.clip(1)
+    ),
+    "masked_first": lambda d: optax.chain(optax.masked(d, True), optax.scale(0.1)),
+    "named": lambda d: optax.named_chain(("d", d), ("scale", optax.scale(0.1))),
+    "injected": lambda d: optax.inject_hyperparams(
+        lambda rate: optax.chain(d, optax.scale(rate))
+    )(0.1),
+    "lookahead": lambda d: optax.lookahead(d, sync_period=2, slow_step_size=0.5),
+    "schedule_free": lambda d: optax.contrib.schedule_free(d, 0.1),
+    "sam": lambda d: optax.contrib.sam(d, optax.sgd(0.1)),
+    "multi_steps": lambda d: optax.MultiSteps(d, 2),
+    "mechanize": lambda d: optax.contrib.mechanize(d),
+}
+AROUND = {
+    "alone": lambda d: d,
+    "last": lambda d: optax.chain(optax.clip(9.0), optax.identity(), d),
+    "last_of_last": lambda d: optax.chain(optax.identity(), optax.chain(d)),
+    "named_last": lambda d: optax.named_chain(("i", optax.identity()), ("d", d)),
+    "masked": lambda d: optax.masked(d, True),
+    "partition": lambda d: optax.partition({"a": d}, "a"),
+    "frozen": lambda d: optax.selective_transform(d, freeze_mask=False),
+    "flatten": lambda d: optax.flatten(d),
+    "real": lambda d: optax.contrib.split_real_and_imaginary(d),
+}
+
+
+def _first_updates(optimizer, params):
+    if "lookahead" in str(optimizer.init):
+        params = optax.LookaheadParams(params, params)
+    state = jax.vmap(optimizer.init)(params)
+
+    def update(state, params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        zeros = zeros.fast if isinstance(zeros, optax.LookaheadParams) else zeros
+        return optimizer.update(zeros, state, params)[0]
+
+    return jax.vmap(update, axis_name=AXIS)(state, params)
+
+
+@pytest.mark.parametrize("make", AFTER.values(), ids=AFTER)
+@pytest.mark.parametrize("order", [decentralize, decentralize_atc])
+def test_what_would_change_the_exchange_after_it_is_refused(order, make):
+    optimizer = make(order(optax.sgd(0.1), topology.ring(4), AXIS))
+    message = r"optax\.\w+ changes the updates of decentralize, .* put it inside"
+    with pytest.raises(ValueError, match=message):
+        _first_updates(optimizer, jnp.ones((4, 3)))
+
+
+@pytest.mark.parametrize("make", AROUND.values(), ids=AROUND)
+def test_what_hands_its_updates_on_may_be_around_it(make):
+    graph, models = topology.ring(4), jnp.arange(12.0).reshape(4, 3)
+    optimizer = make(decentralize(optax.sgd(0.1), graph, AXIS))
+    found = models + _first_updates(optimizer, models)
+    wanted = topology.matrices(graph)[0] @ models
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-5)

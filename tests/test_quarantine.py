@@ -10,7 +10,17 @@ import numpy as np
 import optax
 import pytest
 
-from decentjax import WorkerState, adapt
+from decentjax import (
+    WorkerState,
+    adapt,
+    all_reduce_step,
+    gossip,
+    init_state,
+    on_mesh,
+    simulate,
+    topology,
+    worker_mesh,
+)
 from train.config import ExchangeConfig, StepConfig
 from train.run.finite import QUARANTINED, quarantined, watch_gradients
 from train.run.log import read_metrics
@@ -120,3 +130,36 @@ def test_it_goes_on_from_a_checkpoint_with_what_was_counted(tmp_path, capsys):
 
 def test_by_default_a_run_stops():
     assert StepConfig().not_finite == "stop"
+
+
+@pytest.mark.parametrize("where", ["simulated", "mesh", "pieces"])
+@pytest.mark.parametrize("wrong", ["gradient", "model state"])
+def test_in_all_reduce_all_workers_drop_an_update_or_none(wrong, where):
+    """One worker that decided alone would have another model from then on."""
+    n, poison = 3, np.array([0, 1, 0])
+
+    def loss_fn(params, model_state, batch, key):
+        nan = jnp.where(batch[0] > 50, jnp.nan, 1.0)
+        state = model_state * 0 + (nan if wrong == "model state" else 1.0)
+        loss = jnp.mean((params - batch) ** 2)
+        return loss * (nan if wrong == "gradient" else 1.0), (state, {})
+
+    optimizer = optax.chain(watch_gradients(), optax.adam(0.1))
+    local = quarantined(functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer))
+    step = functools.partial(all_reduce_step, adapt=local)
+    if where == "pieces":
+        train_step = gossip.AllReduce(local, worker_mesh(n))
+    elif where == "mesh":
+        train_step = on_mesh(step, topology.complete(n), worker_mesh(n))
+    else:
+        train_step = simulate(step, topology.complete(n))
+    key = jax.random.key(0)
+    state = init_state(jnp.zeros(2), optimizer, key, n, jnp.zeros(()))
+    models = []
+    for t in range(4):
+        batch = jnp.full((n, 2), 1.0) + 99.0 * poison[:, None] * (t == 2)
+        state, _ = train_step(state, batch, t)
+        models.append(np.asarray(state.params))
+        assert (models[-1] == models[-1][0]).all()
+    assert (models[2] == models[1]).all()
+    assert (models[3] != models[2]).all()

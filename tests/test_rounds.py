@@ -495,11 +495,67 @@ def test_a_transformation_of_rounds_may_have_nothing_to_average():
     np.testing.assert_allclose(updates["w"], -RATE)
 
 
-def test_as_a_transformation_rounds_need_the_step():
-    optimizer = decentralize_rounds(optax.sgd(RATE), methods.diloco(2, 3), "workers")
-    state = optimizer.init(model())
-    with pytest.raises(TypeError, match="decentralize_rounds needs the step"):
-        optimizer.update(model(), state, model())
+TURNS = {
+    "diloco": methods.diloco(4, 3),
+    "noloco": methods.noloco(4, 2, period=3),
+    "late": Rounds(every(topology.one_peer_exponential(4), 3, delay=3)),
+    "streaming": methods.streaming_diloco(4, model(), 6, 2, delay=5),
+    "long delay": methods.streaming_diloco(4, model(), 5, 2, delay=4),
+    "encoded": encoded(methods.streaming_diloco(4, model(), 5, 2, 3), int8(), "drift"),
+    "tracking": methods.gradient_tracking(topology.ring(4), 2, delay=2),
+}
+
+
+@pytest.mark.parametrize("how", TURNS.values(), ids=TURNS)
+@pytest.mark.parametrize("where", [None, 4], ids=["simulated", "mesh"])
+def test_a_transformation_of_rounds_may_count_its_steps(how, where):
+    """Told the step, the step modulo the period, or nothing: the same numbers."""
+    optimizer = decentralize_rounds(optax.sgd(RATE), how, "workers")
+    mesh = None if where is None else worker_mesh(where)
+    data = jnp.asarray(targets(4, 20)[:, :, None], jnp.float32)
+    start = jax.tree.map(lambda x: jnp.stack([x] * 4), model())
+
+    def train_step(params, opt_state, batch, **options):
+        grads = jax.grad(lambda x: loss_fn(x, (), batch, None)[0])(params)
+        updates, opt_state = optimizer.update(grads, opt_state, params, **options)
+        return optax.apply_updates(params, updates), opt_state
+
+    @functools.cache
+    def program(step):
+        options = {} if step is None else {"step": step}
+        one = functools.partial(train_step, **options)
+        return jax.jit(over_workers(one, mesh))
+
+    def trained(turn):
+        params, opt_state = start, jax.vmap(optimizer.init)(start)
+        for t, batch in enumerate(data):
+            params, opt_state = program(turn(t))(params, opt_state, batch)
+        return flat(params)
+
+    wanted = trained(lambda t: t)
+    for turn in (lambda t: t % how.schedule.period, lambda t: None):
+        np.testing.assert_allclose(trained(turn), wanted, rtol=0, atol=1e-6)
+
+
+def test_a_counting_round_fits_a_scan_and_runs_one_branch():
+    optimizer = decentralize_rounds(optax.sgd(RATE), methods.diloco(4, 50), "workers")
+
+    def trained(params, batch):
+        def body(carry, _):
+            params, state = carry
+            grads = jax.grad(lambda x: loss_fn(x, (), batch, None)[0])(params)
+            updates, state = optimizer.update(grads, state, params)
+            return (optax.apply_updates(params, updates), state), params["a"].sum()
+
+        return jax.lax.scan(body, (params, optimizer.init(params)), length=55)[1]
+
+    params = jax.tree.map(lambda x: jnp.stack([x] * 4), model())
+    batch = jnp.asarray(targets(4, 1)[0][:, None], jnp.float32)
+    run = jax.jit(over_workers(trained))
+    means = np.asarray(run(params, batch))
+    assert np.ptp(means[:, 49]) > 0.1
+    assert np.ptp(means[:, 50]) < 1e-6
+    assert " conditional(" in run.lower(params, batch).compile().as_text()
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
+from decentjax.step import gradient
 
 EITHER_WAY = pytest.mark.parametrize("simulated", [True, False])
 STEPS = {"awc": awc_step, "atc": atc_step, "all_reduce": all_reduce_step}
@@ -648,7 +649,7 @@ def test_a_step_gives_up_the_buffers_of_its_state(simulated):
 
 @pytest.mark.parametrize("num_workers", [1, 4])
 @pytest.mark.parametrize(
-    "optimizer", [optax.contrib.prodigy(0.1), optax.contrib.mechanize(optax.sgd(0.1))]
+    "optimizer", [optax.contrib.dog(0.1), optax.contrib.schedule_free_sgd(0.1)]
 )
 def test_an_optimizer_may_keep_the_params_in_its_state(optimizer, num_workers):
     graph = topology.ring(num_workers)
@@ -1040,3 +1041,91 @@ def test_a_key_of_numpy_is_taken():
     step = simulate(functools.partial(awc_step, adapt=local), topology.ring(3))
     state, _ = step(state, np.zeros((3, 1)), 0)
     np.testing.assert_allclose(state.params, 0.8, rtol=1e-6)
+
+
+def _masked_mean(params, model_state, batch, key):
+    """The mean over tokens without padding, whose number is the weight."""
+    del key
+    there = batch > -9
+    count = there.sum()
+    squares = jnp.sum((params["x"][0, 0] - batch) ** 2, where=there)
+    loss = squares / jnp.maximum(count, 1)
+    return (loss, count), (model_state, {"twice": 2 * loss})
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 6])
+@pytest.mark.parametrize("lengths", [[4, 1, 0, 0, 2, 3], [0] * 6, [1] * 6])
+def test_micro_batches_keep_the_mean_of_a_loss_with_a_weight(parts, lengths):
+    tokens = np.random.default_rng(1).standard_normal((6, 4)).astype(np.float32)
+    tokens[np.arange(4) >= np.array(lengths)[:, None]] = -10
+    state = jax.tree.map(lambda x: x[0], _start(_problem(1), optax.sgd(0.1), 1))
+    grads, _, _, metrics = gradient(_masked_mean, state, jnp.asarray(tokens), parts)
+    x = float(state.params["x"][0, 0])
+    told = tokens[tokens > -9].astype(np.float64)
+    loss, slope = (
+        (((x - told) ** 2).mean(), 2 * (x - told).mean()) if len(told) else (0, 0)
+    )
+    np.testing.assert_allclose(metrics["loss"], loss, rtol=1e-5)
+    np.testing.assert_allclose(metrics["twice"], 2 * loss, rtol=1e-5)
+    np.testing.assert_allclose(grads["x"][0, 0], slope, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("wrap", [compute_in, None], ids=["compute_in", "plain"])
+def test_the_weight_of_a_loss_passes_through_what_wraps_it(wrap):
+    loss_fn = _masked_mean if wrap is None else wrap(_masked_mean, jnp.float32)
+    graph, tokens = topology.ring(2), jnp.asarray([[[1.0], [-10.0]], [[3.0], [4.0]]])
+    step = _bind(awc_step, optax.sgd(0.1), loss_fn, num_micro_batches=2)
+    _, metrics = simulate(step, graph)(
+        _start(_problem(2), optax.sgd(0.1), 2), tokens, 0
+    )
+    x = float(_problem(2).start["x"][0, 0])
+    wanted = [(x - 1) ** 2, ((x - 3) ** 2 + (x - 4) ** 2) / 2]
+    np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+
+
+def test_a_weight_that_is_no_scalar_is_refused():
+    def loss_fn(params, model_state, batch, key):
+        return (jnp.sum(params["x"]), batch), (model_state, {})
+
+    with pytest.raises(TypeError, match="the weight of the loss must be a scalar, got"):
+        _noisy_run(awc_step, loss_fn=loss_fn)
+
+
+def test_each_micro_batch_has_the_scalars_of_the_batch():
+    def loss_fn(params, model_state, batch, key):
+        loss = batch["weight"] * jnp.mean((params["x"] - batch["x"][0]) ** 2)
+        return loss, (model_state, {})
+
+    step = _bind(awc_step, optax.sgd(0.1), loss_fn, num_micro_batches=2)
+    state = _start(_problem(2), optax.sgd(0.1), 2)
+    examples = jnp.zeros((2, 4))
+    batch = {"x": examples, "weight": jnp.array([1.0, 3.0])}
+    _, metrics = simulate(step, topology.ring(2))(state, batch, 0)
+    np.testing.assert_allclose(metrics["loss"][1], 3 * metrics["loss"][0], rtol=1e-6)
+    for wrong in (jnp.ones((2, 1)), jnp.ones((2, 2))):
+        message = r"arrays have other numbers of these: .*\['weight'\].*\['x'\]"
+        with pytest.raises(ValueError, match=message):
+            simulate(step, topology.ring(2)).lower(state, batch | {"weight": wrong}, 0)
+
+
+def test_an_optimizer_gets_the_loss_if_it_takes_one():
+    def update(updates, state, params=None, *, value):
+        return jax.tree.map(lambda g: 0 * g + value, updates), state
+
+    def needy(updates, state, params=None, *, value_fn):
+        return updates, state
+
+    init = lambda params: ()  # noqa: E731
+    watching = optax.GradientTransformationExtraArgs(init, update)
+    models = _train(awc_step, topology.ring(2), watching, 1)
+    assert (np.ptp(models[0] - _first_models(2), axis=(1, 2)) < 1e-5).all()
+    other = optax.GradientTransformationExtraArgs(init, needy)
+    for optimizer in (other, optax.chain(optax.clip(1.0), other)):
+        message = r"called with grads, state, params.* says: .*value_fn.* use decentral"
+        with pytest.raises(TypeError, match=message):
+            _train(awc_step, topology.ring(2), optimizer, 1)
+
+
+def _first_models(n):
+    """The models before the first step, [N, 3, 4]."""
+    return np.stack([_problem(n).start["x"]] * n)

@@ -8,11 +8,19 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from decentjax._own_models import common_keys
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.record import Record, ignore
+from decentjax.loss import check_call
 from decentjax.mixing import global_mean
-from decentjax.placement import check_mesh, check_not_donated, over_workers
-from decentjax.step import AXIS, Metrics, WorkerState
+from decentjax.placement import (
+    check_mesh,
+    check_not_donated,
+    check_one_model,
+    is_between_processes,
+    over_workers,
+)
+from decentjax.step import ADAPT_ARGUMENTS, AXIS, Metrics, WorkerState
 
 
 class AllReduce(Closing):
@@ -43,24 +51,29 @@ class AllReduce(Closing):
     def __init__(self, adapt: Callable, mesh: Mesh, record: Record | None = None):
         check_mesh(mesh)
 
+        check_call(adapt, "the adapt of AllReduce", *ADAPT_ARGUMENTS, mean=None)
+        mean = functools.partial(global_mean, axis_name=AXIS)
+        self._mesh, self._is_checked = mesh, not is_between_processes(mesh)
+
         # Each program is all of `adapt`, of which the compiler removes what the
         # program does not return: here the update, there the gradient.
         def gradients(params, opt_state, others, batch):
             state, found = WorkerState(params, opt_state, *others), []
             state, metrics = adapt(
-                state,
-                batch,
-                state.params,
-                reduce_gradients=lambda grads: found.append(grads) or grads,
+                state, batch, params, mean=lambda x: found.append(x) or x
             )
-            return found[0], (state.model_state, state.key, state.extra), metrics
+            # The gradient and the loss; what comes after them depends on the update.
+            return found[:2], (state.model_state, state.key, state.extra), metrics
 
-        def update(params, opt_state, others, batch, grads):
-            state = WorkerState(params, opt_state, *others)
-            state, _ = adapt(state, batch, params, reduce_gradients=lambda _: grads)
+        def update(params, opt_state, others, batch, first_means):
+            state = WorkerState(params, common_keys(opt_state, AXIS), *others)
+            # A local update may agree on more, such as whether all is finite.
+            means = list(reversed(first_means))
+            state, _ = adapt(
+                state, batch, params, mean=lambda x: means.pop() if means else mean(x)
+            )
             return state.params, state.opt_state
 
-        mean = functools.partial(global_mean, axis_name=AXIS)
         self._record = record or ignore
         # The params are donated to the update alone, which needs them after the mean;
         # the gradients to the mean, which then takes no memory of its own.
@@ -71,8 +84,15 @@ class AllReduce(Closing):
     def __call__(
         self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
-        """Returns the new state and metrics; donates the buffers of the state."""
+        """Returns the new state and metrics; donates the buffers of the state.
+
+        Raises:
+          ValueError: at the first call, if the workers have different models.
+        """
         check_not_donated(state)
+        if not self._is_checked:
+            check_one_model(state.params, self._mesh)
+            self._is_checked = True
         start = time.monotonic()
         params, opt_state, *others = state
         grads, others, metrics = jax.block_until_ready(

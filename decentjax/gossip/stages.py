@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
+from decentjax._own_models import check_no_own_model
 from decentjax.gossip.cut import Cut, Part
 from decentjax.placement import check_rows, over_workers
 from decentjax.step import Adapt, WorkerState
@@ -92,6 +93,7 @@ def plan_of(
 
 
 def make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> Plan:
+    check_no_own_model(state.opt_state, "an exchange beside the step")
     of_worker = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state, batch)
     )

@@ -60,13 +60,13 @@ def poison_gradient(loss_fn: LossFn) -> LossFn:
     def poisoned(params, model_state, batch, key):
         result = loss_fn(params, model_state, batch, key)
         try:
-            loss, rest = check_loss(result, model_state)
+            (loss, weight), rest = check_loss(result, model_state)
         except TypeError as error:  # Here the user's mistake, and no bug of ours.
             raise ValueError(str(error)) from error
         # A loss may be NaN where its derivative is finite: d/dp of (p + NaN) is 1. As a
         # constant, the factor multiplies the gradient by 1 or NaN and adds no term.
         factor = jnp.where(jnp.isfinite(loss), 1, jnp.nan).astype(loss.dtype)
-        return loss * jax.lax.stop_gradient(factor), rest
+        return (loss * jax.lax.stop_gradient(factor), weight), rest
 
     return poisoned
 
@@ -75,7 +75,8 @@ def quarantined(local: Callable[..., tuple[WorkerState, Metrics]]) -> Callable:
     """The local update, of which a worker takes nothing that is not finite.
 
     Its model is then its neighbours' average with its own; moments and model state stay
-    as they were. So no model that is not finite is ever sent.
+    as they were. So no model that is not finite is ever sent. In all-reduce no worker
+    takes an update that is not finite on one of them.
 
     Args:
       local: the local update, `decentjax.adapt` with its keywords bound.
@@ -89,6 +90,8 @@ def quarantined(local: Callable[..., tuple[WorkerState, Metrics]]) -> Callable:
         before = mixed, state.opt_state, state.model_state
         floats = filter(_is_float, jax.tree.leaves(after))
         is_finite = jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
+        if (mean := options.get("mean")) is not None:
+            is_finite = mean(is_finite.astype(jnp.float32)) == 1
 
         def choose(x: Any, kept: Any) -> Any:
             # What has been watched stays known.

@@ -171,7 +171,9 @@ def _loss_fn(
     key: jax.Array,
 ):
     nats, there = _losses(graph, smoothing, params, batch, nnx.Rngs(dropout=key))
-    return jnp.mean(nats, where=there), (model_state, {})
+    count = there.sum()
+    loss = jnp.sum(nats, where=there) / jnp.maximum(count, 1)
+    return (loss, count), (model_state, {})
 
 
 def _score_fn(graph: Any, params: Any, model_state: Any, batch: Any) -> Totals:

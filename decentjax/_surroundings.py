@@ -1,0 +1,72 @@
+"""What is around a call of `decentralize`: wrappers of optax, and conditionals.
+
+Both are known only while the step is traced, and neither has a public name.
+"""
+
+import sys
+from types import FrameType
+
+from jax._src import core
+
+from decentjax._collectives import AxisName
+
+# They choose or arrange leaves, and hand the updates on as they are.
+_KEEP_UPDATES = (
+    "flatten",
+    "inject_hyperparams",
+    "masked",
+    "partition",
+    "split_real_and_imaginary",
+)
+_CHAINS = {"chain": "update_fns", "named_chain": "transforms"}
+
+
+def check_is_last() -> None:
+    """Raises a ValueError if a wrapper of optax changes the updates after this call.
+
+    The updates of `decentralize` carry the exchange: what scales, clips, delays or
+    drops them would do so to the exchange.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        wrapper = frame.f_code.co_qualname.partition(".")[0]
+        is_kept = wrapper in _KEEP_UPDATES or _is_at_the_end(frame, wrapper)
+        if package == "optax" and not is_kept:
+            raise ValueError(
+                f"optax.{wrapper} changes the updates of decentralize, and with them "
+                "the exchange of the models, which they carry: put it inside, as in "
+                "decentralize(optax.chain(optax.adam(1e-3), optax.clip(1.0)), "
+                "topology, axis_name)"
+            )
+        frame = frame.f_back
+
+
+def _is_at_the_end(frame: FrameType, wrapper: str) -> bool:
+    """Whether a chain calls the last of its transformations."""
+    transforms = frame.f_locals.get(_CHAINS.get(wrapper, ""), ())
+    done = frame.f_locals.get("new_state", ())
+    return len(done) + 1 == len(transforms)
+
+
+def in_conditional(axis_name: AxisName) -> bool:
+    """Whether a branch is being traced that one worker may take and another not.
+
+    A conditional around the mapped axis, where all workers take one branch, does not
+    count.
+    """
+    # jax's traces form a chain, innermost first: a vmap or shard_map has axis_data, a
+    # traced function a frame that says what it is for.
+    axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
+    trace = core.trace_ctx.trace
+    while trace is not None:
+        axis = getattr(trace, "axis_data", None)
+        if axis is not None and axis.name in axes:
+            return False
+        frame = getattr(trace, "frame", None)
+        traced_for = frame.debug_info.traced_for if frame is not None else None
+        if traced_for in ("cond", "switch"):
+            return True
+        # The chain of traces ends at jax.shard_map, outside all conditionals.
+        trace = getattr(trace, "parent_trace", None)
+    return False

@@ -1,0 +1,389 @@
+"""Every optimizer of optax, on workers with uneven data."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from optax import contrib
+
+from decentjax import (
+    AXIS,
+    adapt,
+    all_reduce_step,
+    atc_step,
+    awc_step,
+    decentralize,
+    decentralize_atc,
+    gossip,
+    init_rounds,
+    init_state,
+    methods,
+    on_mesh,
+    over_workers,
+    round_step,
+    simulate,
+    topology,
+    worker_mesh,
+)
+
+N = 4
+DATA = np.random.default_rng(0).standard_normal((N, 4, 3)).astype(np.float32) * 2
+START = jnp.full((4, 3), 3.0)
+# The models that workers reach alone are as far as this from their mean.
+APART = float(np.abs(DATA - DATA.mean(0)).max())
+FAR = float(np.abs(3 - DATA.mean(0)).max())
+NUM_STEPS = 600
+
+AVERAGED = {
+    "adabelief": optax.adabelief(0.02),
+    "adadelta": optax.adadelta(1.0),
+    "adafactor": optax.adafactor(0.02),
+    "adagrad": optax.adagrad(0.1),
+    "adam": optax.adam(0.02),
+    "adamax": optax.adamax(0.02),
+    "adamaxw": optax.adamaxw(0.02),
+    "adamw": optax.adamw(0.02),
+    "adan": optax.adan(0.02),
+    "amsgrad": optax.amsgrad(0.02),
+    "fromage": optax.fromage(0.02),
+    "lamb": optax.lamb(0.02),
+    "lars": optax.lars(0.1),
+    "lion": optax.lion(0.02),
+    "nadam": optax.nadam(0.02),
+    "nadamw": optax.nadamw(0.02),
+    "noisy_sgd": optax.noisy_sgd(0.02, eta=1e-4, key=0),
+    "novograd": optax.novograd(0.02),
+    "optimistic_adam_v2": optax.optimistic_adam_v2(0.02),
+    "optimistic_gradient_descent": optax.optimistic_gradient_descent(0.02),
+    "polyak_sgd": optax.polyak_sgd(max_learning_rate=0.1),
+    "radam": optax.radam(0.02),
+    "rmsprop": optax.rmsprop(0.02),
+    "sgd": optax.sgd(0.02, momentum=0.9, nesterov=True),
+    "sign_sgd": optax.sign_sgd(0.02),
+    "signum": optax.signum(0.02),
+    "sm3": optax.sm3(0.1),
+    "yogi": optax.yogi(0.02),
+    "acprop": contrib.acprop(0.02),
+    "ademamix": contrib.ademamix(0.02),
+    "adopt": contrib.adopt(0.02),
+    "dog": contrib.dog(1.0),
+    "dowg": contrib.dowg(1.0),
+    "galore": contrib.galore(0.02, 2),
+    "momo": contrib.momo(0.1),
+    "momo_adam": contrib.momo_adam(0.02),
+    "muon": contrib.muon(0.02),
+    "sam": contrib.sam(
+        optax.sgd(0.02), optax.chain(contrib.normalize(), optax.sgd(0.02))
+    ),
+    "schedule_free_adamw": contrib.schedule_free_adamw(0.05, warmup_steps=20),
+    "schedule_free_sgd": contrib.schedule_free_sgd(0.05),
+    "simplified_ademamix": contrib.simplified_ademamix(1e-4),
+    "reduce_on_plateau": optax.chain(
+        optax.sgd(0.02), contrib.reduce_on_plateau(patience=100)
+    ),
+    "MultiSteps": optax.MultiSteps(optax.adam(0.05), 3),
+    "ema": optax.chain(optax.ema(0.9), optax.sgd(0.02)),
+    "apply_if_finite": optax.apply_if_finite(optax.adam(0.02), 5),
+    "apply_every": optax.chain(optax.apply_every(2), optax.sgd(0.02)),
+    "clip": optax.chain(optax.adaptive_grad_clip(0.1), optax.sgd(0.02)),
+    "split_real_and_imaginary": contrib.split_real_and_imaginary(optax.adam(0.02)),
+}
+REFUSED = {
+    "lbfgs": optax.lbfgs(0.01, linesearch=None),
+    "rprop": optax.rprop(0.02),
+    "cocob": contrib.cocob(),
+    "dadapt_adamw": contrib.dadapt_adamw(1.0),
+    "madgrad": contrib.madgrad(0.02),
+    "mechanize": contrib.mechanize(optax.sgd(0.02)),
+    "prodigy": contrib.prodigy(1.0),
+}
+
+
+def noisy(params, model_state, batch, key):
+    """Half the squared distance to a worker's own data, with noise."""
+    noise = 0.5 * jax.random.normal(key, params.shape)
+    return 0.5 * jnp.sum((params - batch - noise) ** 2), (model_state, {})
+
+
+@functools.lru_cache(maxsize=2)
+def _trained(name, order, graph=topology.complete(N)):  # noqa: B008
+    optimizer = (AVERAGED | REFUSED)[name]
+    local = functools.partial(adapt, loss_fn=noisy, optimizer=optimizer)
+
+    def worker(state, data):
+        def body(state, _):
+            return order(state, data, graph[0], adapt=local)[0], None
+
+        return jax.lax.scan(body, state, length=NUM_STEPS)[0]
+
+    state = init_state(START, optimizer, jax.random.key(0), N)
+    return jax.jit(over_workers(worker))(state, DATA)
+
+
+@pytest.mark.draw(6)
+@pytest.mark.parametrize("name", AVERAGED)
+def test_an_optimizer_keeps_the_average_of_the_models(name):
+    models = np.asarray(_trained(name, awc_step).params)
+    assert np.abs(models - models.mean(0)).max() < APART / 4
+    assert np.abs(models.mean(0) - DATA.mean(0)).max() < 0.7 * FAR
+
+
+@pytest.mark.draw(6)
+@pytest.mark.parametrize("name", AVERAGED | REFUSED)
+def test_all_reduce_keeps_one_model_with_any_optimizer(name):
+    models = np.asarray(_trained(name, all_reduce_step).params)
+    assert np.isfinite(models).all()
+    assert (models == models[0]).all()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_an_optimizer_that_undoes_the_average_is_refused(name):
+    message = r"does not keep averaged models: .*; take another optimizer"
+    optimizer = REFUSED[name]
+    local = functools.partial(adapt, loss_fn=noisy, optimizer=optimizer)
+    state = init_state(START, optimizer, jax.random.key(0), N)
+    for order in (awc_step, atc_step):
+        step = simulate(functools.partial(order, adapt=local), topology.ring(N))
+        with pytest.raises(TypeError, match=message):
+            step.lower(state, DATA, 0)
+    for make in (decentralize, decentralize_atc):
+        whole = make(optax.masked(optimizer, True), topology.ring(N), AXIS)
+        with pytest.raises(TypeError, match=message):
+            _updated(whole)
+
+
+def _updated(optimizer, params=None, **options):
+    """The first updates of all workers, by gradients of zero."""
+    params = jnp.ones((N, 3)) if params is None else params
+    state = jax.vmap(optimizer.init)(params)
+
+    def update(state, params):
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return optimizer.update(zeros, state, params, **options)
+
+    return jax.vmap(update, axis_name=AXIS)(state, params)
+
+
+def _transformations(module):
+    """The public functions of a module that return a transformation."""
+    return {
+        name
+        for name, function in inspect.getmembers(module, inspect.isfunction)
+        if "GradientTransf" in str(inspect.signature(function).return_annotation)
+        and not name.startswith("_")
+    }
+
+
+# Parts of optimizers, and wrappers around them, which keep no model.
+PARTS = {
+    *(name for name in dir(optax) if name.startswith("scale")),
+    *(name for name in dir(contrib) if name.startswith("scale_by_")),
+    "adaptive_grad_clip",
+    "add_decayed_weights",
+    "add_noise",
+    "apply_if_finite",
+    "centralize",
+    "chain",
+    "clip",
+    "clip_by_block_rms",
+    "clip_by_global_norm",
+    "conditionally_mask",
+    "conditionally_transform",
+    "flatten",
+    "freeze",
+    "identity",
+    "inject_hyperparams",
+    "inject_stateful_hyperparams",
+    "keep_params_nonnegative",
+    "masked",
+    "measure_with_ema",
+    "multi_transform",
+    "named_chain",
+    "normalize_by_update_norm",
+    "partition",
+    "selective_transform",
+    "set_to_zero",
+    "snapshot",
+    "stateless",
+    "stateless_with_tree_map",
+    "trace",
+    "with_extra_args_support",
+    "zero_nans",
+    "differentially_private_aggregate",
+    "normalize",
+}
+# The first has a new name, the others ask for arguments or params of their own.
+OTHERS = {"optimistic_adam", "lookahead", "dpsgd", "sophia", "schedule_free"}
+
+
+def test_each_optimizer_of_optax_is_in_a_table():
+    found = _transformations(optax) | _transformations(contrib)
+    assert found - PARTS - OTHERS - {*AVERAGED, *REFUSED} == set()
+    assert {"adam", "cocob", "schedule_free"} <= found
+
+
+@pytest.mark.parametrize("order", [awc_step, atc_step])
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_z_of_schedule_free_is_averaged_with_the_model(order, n):
+    rate, b1, steps = 0.1, 0.9, 30
+    optimizer = contrib.schedule_free_sgd(rate, b1=b1)
+    graph, data = topology.ring(n), np.arange(n, dtype=np.float32)[:, None]
+
+    def loss_fn(params, model_state, batch, key):
+        return 0.5 * jnp.sum((params - batch) ** 2), (model_state, {})
+
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    step = simulate(functools.partial(order, adapt=local), graph)
+    state = init_state(jnp.full(1, 5.0), optimizer, jax.random.key(0), n)
+    for t in range(steps):
+        state, _ = step(state, data, t)
+
+    matrix = topology.matrices(graph)[0]
+    y = z = np.full((n, 1), 5.0)
+    for t in range(steps):
+        gradient = y - data
+        if order is awc_step:
+            y, z = matrix @ y, matrix @ z
+        x = (y - (1 - b1) * z) / b1
+        z = z - rate * gradient
+        x = x + (z - x) / (t + 1)
+        y = b1 * x + (1 - b1) * z
+        if order is atc_step:
+            y, z = matrix @ y, matrix @ z
+    np.testing.assert_allclose(state.params, y, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(state.opt_state.z, z, rtol=0, atol=1e-4)
+
+
+def test_z_of_schedule_free_is_averaged_inside_decentralize():
+    optimizer = contrib.schedule_free_sgd(0.1, warmup_steps=2)
+    whole = decentralize(
+        optax.chain(optax.clip(9.0), optimizer), topology.ring(5), AXIS
+    )
+    z = jnp.arange(5.0)[:, None]
+    state = jax.vmap(whole.init)(z)
+    update = jax.vmap(lambda s, x: whole.update(0 * x, s, x), axis_name=AXIS)
+    found = update(state, z)[1].inner_state[1].z
+    wanted = topology.matrices(topology.ring(5))[0] @ z
+    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-6)
+
+
+def test_where_z_would_not_be_averaged_schedule_free_is_refused():
+    optimizer = contrib.schedule_free_sgd(0.1)
+    local = functools.partial(adapt, loss_fn=noisy, optimizer=optimizer)
+    rounds, graph = methods.diloco(N, 5), topology.ring(N)
+    extra = init_rounds(rounds, START)
+    state = init_state(START, optimizer, jax.random.key(0), N, extra=extra)
+    step = functools.partial(round_step, rounds=rounds, adapt=local)
+    message = "keeps a model z of its own, .* and {} averages the params alone"
+    with pytest.raises(TypeError, match=message.format("a round")):
+        simulate(step, rounds.schedule).lower(state, DATA, 0)
+    with (
+        gossip.Background(local, graph, worker_mesh(N)) as beside,
+        pytest.raises(TypeError, match=message.format("an exchange beside the step")),
+    ):
+        beside(state._replace(extra=()), DATA, 0)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: optax.noisy_sgd(1.0, eta=1.0, gamma=0.0, key=0),
+        lambda: optax.chain(optax.add_noise(1.0, 0.0, key=1), optax.sgd(1.0)),
+        lambda: optax.chain(_private(), optax.sgd(1.0)),
+        lambda: optax.chain(_with_old_key(), optax.sgd(1.0)),
+    ],
+    ids=["noisy_sgd", "add_noise", "dpsgd", "old_key"],
+)
+@pytest.mark.parametrize("how", ["init_state", "decentralize", "init_in_axis"])
+def test_each_worker_draws_noise_of_its_own(make, how):
+    optimizer, n = make(), 5
+    zeros = jnp.zeros((n, 1000))
+
+    def loss_fn(params, model_state, batch, key):
+        return 0.0 * jnp.sum(params), (model_state, {})
+
+    if how == "init_state":
+        state = init_state(zeros[0], optimizer, jax.random.key(0), n)
+        update = jax.vmap(lambda s, x: optimizer.update(_examples(s, x), s, x)[0])
+        drawn = update(state.opt_state, zeros)
+    else:
+        whole = decentralize(optimizer, topology.ring(n), AXIS)
+        name = AXIS if how == "init_in_axis" else None
+        state = jax.vmap(whole.init, axis_name=name)(zeros)
+        step = jax.vmap(
+            lambda s, x: whole.update(_examples(s, x), s, x), axis_name=AXIS
+        )
+        first, state = step(state, zeros)
+        drawn = step(state, zeros)[0]
+        assert np.abs(np.corrcoef(first[0], drawn[0])[0, 1]) < 0.15
+    apart = np.corrcoef(drawn) - np.eye(n)
+    assert np.abs(apart).max() < 0.15
+
+
+def _examples(state, x):
+    """A gradient of zero; of each example, where privacy asks for that."""
+    found = jax.tree.leaves(state, is_leaf=_is_private)
+    return jnp.zeros((2, *x.shape)) if any(map(_is_private, found)) else 0 * x
+
+
+def _is_private(x):
+    return isinstance(x, contrib.DifferentiallyPrivateAggregateState)
+
+
+def _private():
+    return contrib.differentially_private_aggregate(1e6, 1e-6, key=0)
+
+
+def _with_old_key():
+    """Noise by a key in jax's old form, as that of `contrib.sophia`."""
+
+    def update(updates, state, params=None):
+        key, draw = jax.random.split(state.key)
+        noise = jax.random.normal(draw, updates.shape)
+        return updates + noise, contrib.HutchinsonState(key=key)
+
+    def init(params):
+        return contrib.HutchinsonState(key=jax.random.PRNGKey(0))
+
+    return optax.GradientTransformation(init, update)
+
+
+@pytest.mark.parametrize("n", [1, 3, 4])
+@pytest.mark.parametrize("where", ["simulated", "mesh", "pieces"])
+def test_all_reduce_watches_the_mean_loss(n, where):
+    """As one process does with all data, whose loss falls where a worker's rises."""
+    optimizer = optax.chain(
+        optax.sgd(0.05), contrib.reduce_on_plateau(factor=0.5, patience=2)
+    )
+    data = 10.0 * np.arange(n) + np.random.default_rng(0).standard_normal((60, n))
+    data = jnp.asarray(data, jnp.float32)
+
+    def loss_fn(params, model_state, batch, key):
+        return jnp.mean((params - batch) ** 2), (model_state, {})
+
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    state = init_state(jnp.zeros(()), optimizer, jax.random.key(0), n)
+    step = functools.partial(all_reduce_step, adapt=local)
+    if where == "simulated":
+        train_step = simulate(step, topology.complete(n))
+    elif where == "mesh":
+        train_step = on_mesh(step, topology.complete(n), worker_mesh(n))
+    else:
+        train_step = gossip.AllReduce(local, worker_mesh(n))
+    for t, batch in enumerate(data):
+        state, _ = train_step(state, batch, t)
+
+    x, one = jnp.zeros(()), optimizer.init(jnp.zeros(()))
+    for batch in data:
+        value, gradient = jax.value_and_grad(lambda x: jnp.mean((x - batch) ** 2))(x)  # noqa: B023
+        updates, one = optimizer.update(gradient, one, x, value=value)
+        x = optax.apply_updates(x, updates)
+    scale = state.opt_state[1].scale
+    assert (scale == one[1].scale).all()
+    assert one[1].scale < 1
+    assert (state.params == state.params[0]).all()
+    np.testing.assert_allclose(state.params[0], x, rtol=1e-5)
