@@ -1320,9 +1320,15 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/handshake.py",
-        "create_server((host, int(port or 0))",
-        "create_server((host, 0)",
+        "socket.getaddrinfo(host, port, type",
+        "socket.getaddrinfo(host, 0, type",
         "tests/test_peers.py -k not_free",
+    ),
+    Mutant(
+        "decentjax/gossip/handshake.py",
+        'if (":" in transfer) != (":" in self.host):',
+        "if False:",
+        "tests/test_peers.py -k ipv4_and_ipv6",
     ),
     Mutant(
         "decentjax/mixing.py",
@@ -1533,6 +1539,18 @@ MUTANTS = [
         "range(local_id * count, (local_id + 1) * count)",
         "range(local_id, local_id + count)",
         "tests/test_initialize.py -k gpus_of_its_own",
+    ),
+    Mutant(
+        "decentjax/distributed/address.py",
+        'return f"[{host}]:{port}" if ":" in host else',
+        "return",
+        "tests/test_initialize.py -k launcher_says",
+    ),
+    Mutant(
+        "decentjax/distributed/address.py",
+        '_is_ipv6(host) if ":" in host else bool(host)',
+        "bool(host)",
+        "tests/test_initialize.py -k what_is_no_address",
     ),
     Mutant(
         "decentjax/distributed/place.py",
