@@ -2994,6 +2994,18 @@ MUTANTS = [
     ),
     Mutant(
         "train/data/files.py",
+        'return data.decode("utf-8-sig")',
+        "return data.decode()",
+        "tests/test_prepare.py -k files_of_windows",
+    ),
+    Mutant(
+        "train/data/files.py",
+        'if marked or b"\\0" in data[:2] or b"\\n\\0" in data or b"\\0\\n" in data:',
+        "if marked:",
+        "tests/test_prepare.py -k another_encoding",
+    ),
+    Mutant(
+        "train/data/files.py",
         "    if size % width:",
         "    if False:",
         "tests/test_text_data.py -k missing_or_cut_off",
