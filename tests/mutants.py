@@ -2471,6 +2471,12 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/finite.py",
+        "jnp.isfinite(x).all() for x in jax.tree.leaves(updates)",
+        "jnp.isfinite((x**2).sum()) for x in jax.tree.leaves(updates)",
+        "tests/test_norms.py -k watched",
+    ),
+    Mutant(
+        "train/run/finite.py",
         "jnp.isfinite(x).all() for x in leaves",
         "jnp.isfinite(x).any() for x in leaves",
         "tests/test_resume.py -k one_number",
@@ -3636,9 +3642,27 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/dispersion.py",
-        "square(x) for x in",
-        "square(x) ** 0.5 for x in",
+        "norm_of(jax.lax.pmean(of_leaves, axis_name))",
+        "jax.lax.pmean(norm_of(of_leaves), axis_name)",
         "tests/test_dbench.py -k how_far_replicas",
+    ),
+    Mutant(
+        "decentjax/_norms.py",
+        "return jnp.where(jnp.isfinite(plain), plain, small / SMALL)",
+        "return plain",
+        "tests/test_norms.py -k apart",
+    ),
+    Mutant(
+        "decentjax/_norms.py",
+        "size.astype(sum_dtype(size))",
+        "size",
+        "tests/test_norms.py -k apart",
+    ),
+    Mutant(
+        "train/run/optimizers.py",
+        "scale = jnp.where(jnp.isfinite(plain), 1, 2.0**-80)",
+        "scale = 1",
+        "tests/test_norms.py -k clipped",
     ),
     Mutant(
         "decentjax/policy.py",

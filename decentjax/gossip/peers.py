@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from decentjax._norms import norm_of, sums_of_squares
 from decentjax.exchange import Permutations, Topology, check_topology
 from decentjax.gossip.book import Book
 from decentjax.gossip.elastic import Elastic, Living, adopted, copies, travels
@@ -204,8 +205,9 @@ class Peers(Staged):
         """
         if not self._apart:
             return None
-        of_groups = (np.mean([float(x) for x in one]) for one in self._apart.values())
-        return math.sqrt(sum(of_groups) / len(self._workers))
+        groups = self._apart.values()
+        squares = sum(np.mean([float(x) ** 2 for x in one]) for one in groups)
+        return math.sqrt(squares / len(self._workers))
 
     def join(
         self,
@@ -314,7 +316,7 @@ class Peers(Staged):
             self._masses[worker, group] = used.mass
             if self._elastic and used.models and step % APART_STEPS == 0:
                 self._apart[worker, group] = [
-                    _squared_distance(own, versions[taken.peer, taken.step])
+                    _distance(own, versions[taken.peer, taken.step])
                     for taken in used.models
                 ]
             self._used(used)
@@ -357,12 +359,9 @@ class Peers(Staged):
 
 
 @jax.jit
-def _squared_distance(models: Rows, others: Rows) -> jax.Array:
-    squares = [
-        jnp.sum(jnp.square(x.astype(jnp.float32) - y))
-        for x, y in zip(models, others, strict=True)
-    ]
-    return sum(squares, jnp.float32(0))
+def _distance(models: Rows, others: Rows) -> jax.Array:
+    pairs = zip(models, others, strict=True)
+    return norm_of(sums_of_squares([x.astype(jnp.float32) - y for x, y in pairs]))
 
 
 def _row(x: Any) -> jax.ShapeDtypeStruct:
