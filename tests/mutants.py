@@ -334,14 +334,14 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/mixing.py",
-        "jnp.sqrt(sum_over(squares, axis_name) / lax.axis_size(axis_name))",
-        "jnp.sqrt(sum_over(squares, axis_name))",
+        "norm_of(sum_over(squares, axis_name) / lax.axis_size(axis_name))",
+        "norm_of(sum_over(squares, axis_name))",
         "tests/test_mixing.py -k consensus_distance_is_the_root",
     ),
     Mutant(
-        "decentjax/mixing.py",
-        "jnp.abs(x.astype(mean.dtype) - mean)",
-        "x.astype(mean.dtype) - mean",
+        "decentjax/_norms.py",
+        "size = jnp.abs(x)",
+        "size = x",
         "tests/test_mixing.py -k counts_imaginary_parts",
     ),
     Mutant(
@@ -1620,7 +1620,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/cli/config_json.py",
-        "fields = json.loads(path.read_text())",
+        "fields = json.loads(path.read_bytes())",
         "fields = eval(path.read_text(), dict(null=None, true=True, false=False))",
         "tests/test_trust.py -k evaluates_no_code",
     ),
@@ -3438,8 +3438,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/peers.py",
-        "return math.sqrt(sum(of_groups) / len(self._workers))",
-        "return math.sqrt(sum(of_groups))  / len(self._workers) / 2",
+        "return math.sqrt(squares / len(self._workers))",
+        "return math.sqrt(squares) / len(self._workers) / 2",
         "tests/test_elastic.py -k distance_of_the_models",
     ),
     Mutant(
