@@ -773,8 +773,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/programs.py",
-        "tracked(_local(*key)) if tracking else _local(*key)",
-        "_local(*key)",
+        "tracked(_local(step, *key)) if tracking else _local(step, *key)",
+        "_local(step, *key)",
         "tests/test_train_rounds.py -k corrections_train",
     ),
     Mutant(
@@ -2417,8 +2417,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/build.py",
-        "loss_fn=poison_gradient(task.loss_fn)",
-        "loss_fn=task.loss_fn",
+        "loss_fn=poison_gradient(loss_fn)",
+        "loss_fn=loss_fn",
         'tests/test_resume.py -k "named_and_never_saved and loss"',
     ),
     Mutant(
@@ -2886,15 +2886,33 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/seeds.py",
-        "10 * step > 9 * self._num_steps",
-        "10 * step >= 9 * self._num_steps",
+        "10 * step > 9 * self._config.num_steps",
+        "10 * step >= 9 * self._config.num_steps",
         "tests/test_compare.py -k last_tenth",
     ),
     Mutant(
         "train/run/seeds.py",
+        "if not self._drops and not np.isfinite(values).all():",
         "if not np.isfinite(values).all():",
+        "tests/test_compare.py -k no_update_is_finite",
+    ),
+    Mutant(
+        "train/run/seeds.py",
+        "if not self._drops and programs.fetch(watch_of(state).total).any():",
         "if False:",
-        "tests/test_compare.py -k a_loss_that_is_not_finite",
+        "tests/test_compare.py -k its_update_is_finite",
+    ),
+    Mutant(
+        "train/run/programs.py",
+        "compiler_options=dict(options or {}) or None",
+        "compiler_options=None",
+        "tests/test_compare.py -k 'each_field and xla_options'",
+    ),
+    Mutant(
+        "train/run/replayed.py",
+        "check_gradients(state, worker)",
+        "pass",
+        "tests/test_compare.py -k its_update_is_finite",
     ),
     Mutant(
         "train/run/timeline.py",

@@ -104,7 +104,7 @@ def quarantined(local: Callable[..., tuple[WorkerState, Metrics]]) -> Callable:
 
 def say_quarantined(state: WorkerState, first_worker: int = 0) -> dict[int, str]:
     """Says of each worker how many gradients were not finite, and where the newest."""
-    (watch,) = (x for x in state.opt_state if isinstance(x, WatchState))
+    watch = watch_of(state)
     totals, steps, leaves = (
         _rows(x, first_worker) for x in (watch.total, watch.step, watch.leaf)
     )
@@ -115,6 +115,12 @@ def say_quarantined(state: WorkerState, first_worker: int = 0) -> dict[int, str]
         for worker, total in totals.items()
         if total > 0
     }
+
+
+def watch_of(state: WorkerState) -> WatchState:
+    """What `watch_gradients` has seen of the gradients of some workers."""
+    (watch,) = filter(_is_watch, state.opt_state)
+    return watch
 
 
 def check_gradients(state: WorkerState, first_worker: int = 0) -> None:
@@ -129,7 +135,7 @@ def check_gradients(state: WorkerState, first_worker: int = 0) -> None:
     Raises:
       FloatingPointError: with the first such step, its workers and its first leaf.
     """
-    (watch,) = (x for x in state.opt_state if isinstance(x, WatchState))
+    watch = watch_of(state)
     rows = _rows(watch.step, first_worker)
     steps = {worker: step for worker, step in rows.items() if step > 0}
     if not steps:
