@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decentjax._norms import norm_of, sums_of_squares
 from decentjax.mixing import AxisName
 from decentjax.step import Adapt, Metrics, WorkerState
 
@@ -31,12 +32,7 @@ def tensor_norms(params: Any) -> jax.Array:
       >>> print(dispersion.tensor_norms(params))
       [0. 5.]
     """
-    return jnp.stack(
-        [
-            jnp.linalg.norm(jnp.abs(x).astype(jnp.float32))
-            for x in jax.tree.leaves(params)
-        ]
-    )
+    return norm_of(jnp.stack([sums_of_squares([x]) for x in jax.tree.leaves(params)]))
 
 
 def tensor_distances(params: Any, axis_name: AxisName) -> jax.Array:
@@ -55,13 +51,12 @@ def tensor_distances(params: Any, axis_name: AxisName) -> jax.Array:
        [1.]]
     """
 
-    def square(x: jax.Array) -> jax.Array:
+    def squares(x: jax.Array) -> jax.Array:
         x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        apart = jnp.abs(x - jax.lax.pmean(x, axis_name))
-        return jnp.sum(apart.astype(jnp.float32) ** 2)
+        return sums_of_squares([x - jax.lax.pmean(x, axis_name)])
 
-    squares = jnp.stack([square(x) for x in jax.tree.leaves(params)])
-    return jnp.sqrt(jax.lax.pmean(squares, axis_name))
+    of_leaves = jnp.stack([squares(x) for x in jax.tree.leaves(params)])
+    return norm_of(jax.lax.pmean(of_leaves, axis_name))
 
 
 def tensor_names(params: Any) -> list[str]:

@@ -29,6 +29,7 @@ from decentjax._collectives import (
     sum_over,
 )
 from decentjax._joining import JOIN_BYTES, in_joined
+from decentjax._norms import norm_of, sums_of_squares
 from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
 
 Tree = TypeVar("Tree")
@@ -200,12 +201,9 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
     _check_call(params, axis_name)
     floats = [x for x in map(jnp.asarray, jax.tree.leaves(params)) if is_mixed(x)]
     means = _map_floats(lambda x: _mean(x, axis_name), floats)
-    squares = jnp.zeros((), jnp.float32)
-    for x, mean in zip(floats, means, strict=True):
-        # The absolute value: of a complex number, the square would be complex.
-        difference = jnp.abs(x.astype(mean.dtype) - mean)
-        squares += jnp.sum(jnp.square(difference)).astype(jnp.float32)
-    return jnp.sqrt(sum_over(squares, axis_name) / lax.axis_size(axis_name))
+    pairs = zip(floats, means, strict=True)
+    squares = sums_of_squares([x.astype(mean.dtype) - mean for x, mean in pairs])
+    return norm_of(sum_over(squares, axis_name) / lax.axis_size(axis_name))
 
 
 def _mean(x: jax.Array, axis_name: AxisName) -> jax.Array:

@@ -334,14 +334,14 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/mixing.py",
-        "jnp.sqrt(sum_over(squares, axis_name) / lax.axis_size(axis_name))",
-        "jnp.sqrt(sum_over(squares, axis_name))",
+        "norm_of(sum_over(squares, axis_name) / lax.axis_size(axis_name))",
+        "norm_of(sum_over(squares, axis_name))",
         "tests/test_mixing.py -k consensus_distance_is_the_root",
     ),
     Mutant(
-        "decentjax/mixing.py",
-        "jnp.abs(x.astype(mean.dtype) - mean)",
-        "x.astype(mean.dtype) - mean",
+        "decentjax/_norms.py",
+        "size = jnp.abs(x)",
+        "size = x",
         "tests/test_mixing.py -k counts_imaginary_parts",
     ),
     Mutant(
@@ -773,8 +773,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/programs.py",
-        "tracked(_local(*key)) if tracking else _local(*key)",
-        "_local(*key)",
+        "tracked(_local(step, *key)) if tracking else _local(step, *key)",
+        "_local(step, *key)",
         "tests/test_train_rounds.py -k corrections_train",
     ),
     Mutant(
@@ -1458,9 +1458,15 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/handshake.py",
-        "create_server((host, int(port or 0))",
-        "create_server((host, 0)",
+        "socket.getaddrinfo(host, port, type",
+        "socket.getaddrinfo(host, 0, type",
         "tests/test_peers.py -k not_free",
+    ),
+    Mutant(
+        "decentjax/gossip/handshake.py",
+        'if (":" in transfer) != (":" in self.host):',
+        "if False:",
+        "tests/test_peers.py -k ipv4_and_ipv6",
     ),
     Mutant(
         "decentjax/mixing.py",
@@ -1673,6 +1679,18 @@ MUTANTS = [
         "tests/test_initialize.py -k gpus_of_its_own",
     ),
     Mutant(
+        "decentjax/distributed/address.py",
+        'return f"[{host}]:{port}" if ":" in host else',
+        "return",
+        "tests/test_initialize.py -k launcher_says",
+    ),
+    Mutant(
+        "decentjax/distributed/address.py",
+        '_is_ipv6(host) if ":" in host else bool(host)',
+        "bool(host)",
+        "tests/test_initialize.py -k what_is_no_address",
+    ),
+    Mutant(
         "decentjax/distributed/place.py",
         "if found[1:3] != own[1:3]:",
         "if False:",
@@ -1740,7 +1758,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/cli/config_json.py",
-        "fields = json.loads(path.read_text())",
+        "fields = json.loads(path.read_bytes())",
         "fields = eval(path.read_text(), dict(null=None, true=True, false=False))",
         "tests/test_trust.py -k evaluates_no_code",
     ),
@@ -2537,8 +2555,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/build.py",
-        "loss_fn=poison_gradient(task.loss_fn)",
-        "loss_fn=task.loss_fn",
+        "loss_fn=poison_gradient(loss_fn)",
+        "loss_fn=loss_fn",
         'tests/test_resume.py -k "named_and_never_saved and loss"',
     ),
     Mutant(
@@ -2588,6 +2606,12 @@ MUTANTS = [
         "is_first = is_wrong & (state.last != state.count)",
         "is_first = wrong.any()",
         'tests/test_resume.py -k "named_and_never_saved and batch"',
+    ),
+    Mutant(
+        "train/run/finite.py",
+        "jnp.isfinite(x).all() for x in jax.tree.leaves(updates)",
+        "jnp.isfinite((x**2).sum()) for x in jax.tree.leaves(updates)",
+        "tests/test_norms.py -k watched",
     ),
     Mutant(
         "train/run/finite.py",
@@ -3000,15 +3024,33 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/seeds.py",
-        "10 * step > 9 * self._num_steps",
-        "10 * step >= 9 * self._num_steps",
+        "10 * step > 9 * self._config.num_steps",
+        "10 * step >= 9 * self._config.num_steps",
         "tests/test_compare.py -k last_tenth",
     ),
     Mutant(
         "train/run/seeds.py",
+        "if not self._drops and not np.isfinite(values).all():",
         "if not np.isfinite(values).all():",
+        "tests/test_compare.py -k no_update_is_finite",
+    ),
+    Mutant(
+        "train/run/seeds.py",
+        "if not self._drops and programs.fetch(watch_of(state).total).any():",
         "if False:",
-        "tests/test_compare.py -k a_loss_that_is_not_finite",
+        "tests/test_compare.py -k its_update_is_finite",
+    ),
+    Mutant(
+        "train/run/programs.py",
+        "compiler_options=dict(options or {}) or None",
+        "compiler_options=None",
+        "tests/test_compare.py -k 'each_field and xla_options'",
+    ),
+    Mutant(
+        "train/run/replayed.py",
+        "check_gradients(state, worker)",
+        "pass",
+        "tests/test_compare.py -k its_update_is_finite",
     ),
     Mutant(
         "train/run/timeline.py",
@@ -3111,6 +3153,18 @@ MUTANTS = [
         "np.full(self.rows, NO_LABEL, np.int32)",
         "np.zeros(self.rows, np.int32)",
         "tests/test_image_data.py -k validation_has_each_image",
+    ),
+    Mutant(
+        "train/data/files.py",
+        'return data.decode("utf-8-sig")',
+        "return data.decode()",
+        "tests/test_prepare.py -k files_of_windows",
+    ),
+    Mutant(
+        "train/data/files.py",
+        'if marked or b"\\0" in data[:2] or b"\\n\\0" in data or b"\\0\\n" in data:',
+        "if marked:",
+        "tests/test_prepare.py -k another_encoding",
     ),
     Mutant(
         "train/data/files.py",
@@ -3540,8 +3594,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/peers.py",
-        "return math.sqrt(sum(of_groups) / len(self._workers))",
-        "return math.sqrt(sum(of_groups))  / len(self._workers) / 2",
+        "return math.sqrt(squares / len(self._workers))",
+        "return math.sqrt(squares) / len(self._workers) / 2",
         "tests/test_elastic.py -k distance_of_the_models",
     ),
     Mutant(
@@ -3744,9 +3798,27 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/dispersion.py",
-        "square(x) for x in",
-        "square(x) ** 0.5 for x in",
+        "norm_of(jax.lax.pmean(of_leaves, axis_name))",
+        "jax.lax.pmean(norm_of(of_leaves), axis_name)",
         "tests/test_dbench.py -k how_far_replicas",
+    ),
+    Mutant(
+        "decentjax/_norms.py",
+        "return jnp.where(jnp.isfinite(plain), plain, small / SMALL)",
+        "return plain",
+        "tests/test_norms.py -k apart",
+    ),
+    Mutant(
+        "decentjax/_norms.py",
+        "size.astype(sum_dtype(size))",
+        "size",
+        "tests/test_norms.py -k apart",
+    ),
+    Mutant(
+        "train/run/optimizers.py",
+        "scale = jnp.where(jnp.isfinite(plain), 1, 2.0**-80)",
+        "scale = 1",
+        "tests/test_norms.py -k clipped",
     ),
     Mutant(
         "decentjax/policy.py",

@@ -293,6 +293,13 @@ def test_a_config_of_a_run_is_read_as_it_was():
     assert from_fields(json.loads(to_json(tiny.config))) == tiny.config
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_config_that_windows_has_saved_is_read_as_it_was(encoding, tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text(to_json(tiny.config), encoding=encoding, newline="\r\n")
+    assert read_config(path) == tiny.config
+
+
 def refused(main, *arguments: object) -> str:
     with pytest.raises(SystemExit) as exit:
         main(list(map(str, arguments)))

@@ -12,8 +12,10 @@ from pathlib import Path
 
 import jax
 import pytest
+from ipv6 import has_ipv6
 
 from decentjax import distributed
+from decentjax.distributed.address import is_loopback, split_address, to_address
 from decentjax.distributed.devices import own_gpus
 from decentjax.distributed.place import Place, find_place, variables_of
 from train.launch import check_port
@@ -44,6 +46,10 @@ def by_torchrun(number: int, count: int, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
+
+
+MASTER_IPV6 = {"MASTER_ADDR": "::1"}
+MPI_IPV6 = {"OMPI_MCA_orte_hnp_uri": "8192.0;tcp6://[::1,fd00::2]:34911"}
 
 
 def by_slurm(number: int, count: int, port: int) -> dict[str, str]:
@@ -116,6 +122,13 @@ def jobs(tmp_path_factory):
     for name, way in [("torchrun", by_torchrun), ("slurm", by_slurm)]:
         port = check_port(0)
         started[name] = [start(script, 1, **way(i, 2, port)) for i in (0, 1)]
+    for name, way, ipv6 in [
+        ("torchrun, IPv6", by_torchrun, MASTER_IPV6),
+        ("mpirun, IPv6", by_open_mpi, MPI_IPV6),
+    ]:
+        port = check_port(0)
+        given = [way(i, 2, port) | ipv6 for i in (0, 1) if has_ipv6()]
+        started[name] = [start(script, 1, **env) for env in given]
     yield started
     for process in itertools.chain(*started.values()):
         process.kill()
@@ -130,9 +143,14 @@ def jobs(tmp_path_factory):
         ("launch", [0, 0, 2, 2, 1, 1], [[0, 1], [2, 3], [4, 5]]),
         ("torchrun", [0, 1], [[0], [1]]),
         ("slurm", [0, 1], [[0], [1]]),
+        # As these have it, without brackets; jax would abort.
+        ("torchrun, IPv6", [0, 1], [[0], [1]]),
+        ("mpirun, IPv6", [0, 1], [[0], [1]]),
     ],
 )
 def test_a_script_finds_its_place(way, order, own, jobs):
+    if not jobs[way]:
+        pytest.skip("this machine has no IPv6")
     results = [ended(process) for process in jobs[way]]
     assert {code for code, _ in results} == {0}, results
     facts = facts_in("".join(output for _, output in results))
@@ -267,6 +285,8 @@ MPI_5 = {"OMPI_COMM_WORLD_SIZE": "3", "OMPI_COMM_WORLD_RANK": "2"}
         (by_torchrun(1, 3, 99), ("127.0.0.1:99", 3, 1, 1)),
         # Where torchrun itself listens, the next port.
         (by_torchrun(1, 3, 99) | ELASTIC, ("127.0.0.1:100", 3, 1, 1)),
+        (by_torchrun(1, 3, 99) | MASTER_IPV6, ("[::1]:99", 3, 1, 1)),
+        (by_torchrun(1, 3, 99) | {"MASTER_ADDR": "[::1]"}, ("[::1]:99", 3, 1, 1)),
         (by_slurm(1, 3, 99), ("localhost:99", 3, 1, 1)),
         (by_open_mpi(1, 3, 99), ("127.0.0.1:99", 3, 1, 1)),
         (MPI_5 | {"MASTER_ADDR": "a", "MASTER_PORT": "9"}, ("a:9", 3, 2, None)),
@@ -284,6 +304,54 @@ def test_each_launcher_says_a_place(env, place, monkeypatch):
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     assert find_place(1) == place
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port"),
+    [
+        ("127.0.0.1:5", "127.0.0.1", 5),
+        ("node7:65535", "node7", 65535),
+        ("[::1]:5", "::1", 5),
+        ("::1:5", "::1", 5),
+        ("0:0:0:0:0:0:0:1:5", "::1", 5),
+        ("[fe80::1%eth0]:5", "fe80::1%eth0", 5),
+    ],
+)
+def test_an_address_has_a_host_and_a_port(address, host, port):
+    assert split_address(address) == (host, port)
+    assert split_address(to_address(host, port)) == (host, port)
+    with pytest.raises(ValueError, match=r"an address is HOST:PORT, .* from 1 to"):
+        split_address(to_address(host, 0))
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "5", ":5", "a", "a:", "a:b", "a:65536", "a:-5", "::1", "[::1]", "a:b:5"],
+)
+def test_what_is_no_address_gets_a_sentence(address):
+    with pytest.raises(ValueError, match=f"HOST:PORT.* got '{re.escape(address)}'"):
+        split_address(address)
+
+
+@pytest.mark.parametrize(
+    ("bind", "where"),
+    [
+        ("node7", ("node7", 0)),
+        ("node7:0", ("node7", 0)),
+        ("127.0.0.1:5", ("127.0.0.1", 5)),
+        ("::1", ("::1", 0)),
+        ("[::1]", ("::1", 0)),
+        ("[::1]:5", ("::1", 5)),
+        ("fe80::1:5", ("fe80::1:5", 0)),
+    ],
+)
+def test_where_a_port_may_be_missing_a_whole_ipv6_address_is_a_host(bind, where):
+    assert split_address(bind, port=0) == where
+
+
+def test_loopback_is_known_in_each_form():
+    assert all(map(is_loopback, ["127.0.0.1", "127.1", "localhost", "::1", "0::1"]))
+    assert not any(map(is_loopback, ["10.0.0.1", "fe80::1%eth0", "::", "node7", ""]))
 
 
 @pytest.mark.parametrize(

@@ -239,7 +239,9 @@ def vocabulary():
 def test_text_is_one_sequence_of_tokens(tokenizer, tmp_path):
     """Of all documents that have any, in their order."""
     rows = {
-        "train": datasets.Dataset.from_dict({"words": [*TEXTS, None, ""]}),
+        "train": datasets.Dataset.from_dict(
+            {"words": ["\ufeff" + TEXTS[0], *TEXTS[1:], None, ""]}
+        ),
         "test": datasets.Dataset.from_dict({"words": ["held out, and held out again"]}),
     }
     datasets.DatasetDict(rows).save_to_disk(tmp_path / "saved")

@@ -18,6 +18,7 @@ import line
 import numpy as np
 import pytest
 import tiny
+from ipv6 import has_ipv6
 from test_distributed import ENV, LONG, ROOT, ended, launch, relaunch, started
 from test_emulate import needs_root
 from test_launch import RUN_JOB, SAVE, read_pids, wait_until
@@ -319,7 +320,8 @@ def test_a_killed_process_comes_back_and_no_other_waits(tmp_path):
 @pytest.mark.slow
 def test_a_stopped_run_of_peers_is_saved_and_goes_on(tmp_path):
     ports = [check_port(0), check_port(0)]
-    addresses = [f"127.0.0.1:{port}" for port in ports]
+    host = "::1" if has_ipv6() else "127.0.0.1"
+    addresses = [f"{host}:{port}" for port in ports]
     secret = tmp_path / "secret"
     secret.write_text("what all know" * 2)
     secret.chmod(0o600)

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from ipv6 import needs_ipv6
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from decentjax import (
@@ -42,6 +43,7 @@ from decentjax.gossip.ways import WAYS, PushSum, Way
 from decentjax.mixing import mix_arrived
 from decentjax.rounds import Rounds, init_rounds, round_step
 from decentjax.schedule import every, in_fragments
+from train.launch import check_port
 
 # Longer than any wait here should be, so that a deadlock is a failure.
 LONG = 180.0
@@ -675,14 +677,43 @@ def test_a_folder_has_a_path_or_its_name(tmp_path):
         assert book.read(1) is None
 
 
-def test_a_list_of_addresses_is_a_book():
-    probes = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
-    binds = [f"127.0.0.1:{probe.getsockname()[1]}" for probe in probes]
-    for probe in probes:
-        probe.close()
-    results = run(topology.ring(2), gossip.Addresses(binds), binds=binds)
+@pytest.mark.parametrize(
+    "hosts",
+    [("127.0.0.1",), pytest.param(("[::1]", "0:0::1"), marks=needs_ipv6)],
+)
+def test_a_list_of_addresses_is_a_book(hosts):
+    ports = [check_port(0), check_port(0)]
+    binds = [f"{hosts[0]}:{port}" for port in ports]
+    book = gossip.Addresses([f"{hosts[-1]}:{port}" for port in ports])
+    results = run(topology.ring(2), book, binds=binds)
     for _, used in results:
         assert [len(one.models) for one in used] == [1] * STEPS
+
+
+@needs_ipv6
+def test_peers_find_each_other_by_ipv6_too(tmp_path):
+    results = run(topology.ring(2), Folder(tmp_path), binds=["::1", "[::1]"])
+    for worker, (_, used) in enumerate(results):
+        assert (Folder(tmp_path).read(worker) or "").startswith("[::1]:")
+        assert [len(one.models) for one in used] == [1] * STEPS
+
+
+@needs_ipv6
+def test_peers_of_ipv4_and_ipv6_refuse_each_other_by_name(tmp_path):
+    """jax's transfer would abort both processes."""
+    binds, shape = ["::1", "127.0.0.1"], [jax.ShapeDtypeStruct((3,), jnp.float32)]
+    both = [
+        Links(Folder(tmp_path), 2, {worker: jax.devices()[0]}, [shape], bind=bind)
+        for worker, bind in enumerate(binds)
+    ]
+    for worker, links in enumerate(both):
+        links.meet([1 - worker], time.monotonic() + LONG)
+        assert "bind all to IPv4, or all to IPv6" in links.refused[1 - worker]
+
+
+def test_a_list_with_what_is_no_address_is_refused():
+    with pytest.raises(ValueError, match=r"an address is HOST:PORT, or .* got '::1'"):
+        gossip.Addresses(["127.0.0.1:5000", "::1"])
 
 
 def test_an_address_other_than_that_of_the_list_is_refused():
@@ -972,9 +1003,10 @@ def test_what_peers_cannot_do_is_refused(change, words, tmp_path):
     ("bind", "words"),
     [
         ("no.such.host.invalid", "cannot listen at"),
-        ("127.0.0.1:x", "bind must be HOST or HOST:PORT"),
-        ("127.0.0.1:70000", "bind must be HOST or HOST:PORT"),
+        ("127.0.0.1:x", "an address is HOST:PORT, .* got .127.0.0.1:x."),
+        ("127.0.0.1:70000", "with a port from 0 to 65535, got .127.0.0.1:70000."),
         ("0.0.0.0", "an address at which peers reach this process"),
+        pytest.param("::", "at which peers reach this process", marks=needs_ipv6),
         ("in use", "cannot listen at .* in use"),
     ],
 )

@@ -66,13 +66,61 @@ def test_text_files_become_tokens(tmp_path):
     assert f"training tokens  {len(train):,}" in printed
     assert f"held-out tokens  {len(held_out):,}" in printed
     assert "skipped files    1\n" in printed
-    assert "b.txt: 'utf-8' codec" in printed
+    assert "b.txt: it is not UTF-8, as its byte 0 is 0xff: convert" in printed
 
 
 def failed(*arguments: object) -> str:
     with pytest.raises(SystemExit) as ended:
         main(list(map(str, arguments)))
     return str(ended.value)
+
+
+WINDOWS = {"plain": ("utf-8", "\n"), "windows": ("utf-8-sig", "\r\n")}
+
+
+def test_files_of_windows_give_the_tokens_of_plain_ones(pairs, tmp_path):
+    """With a byte order mark, and \\r\\n at the ends of lines."""
+    files = [path for path in pairs if isinstance(path, Path)]
+    texts = [path.read_text() for path in files]
+    for name, (encoding, newline) in WINDOWS.items():
+        for path, text in zip(files, texts, strict=True):
+            path.write_text(text, encoding=encoding, newline=newline)
+        main(["pairs", *map(str, pairs), "--out", str(tmp_path / name)])
+        text = tmp_path / f"{name}.txt"
+        text.write_text("<|endoftext|>".join(texts), encoding=encoding)
+        options = ["--held-out-share", "0.5", "--out", str(tmp_path / f"{name}-text")]
+        main(["text", str(text), "--vocabulary", "280", *options])
+    for folder in ("plain", "plain-text"):
+        for path in (tmp_path / folder).iterdir():
+            other = tmp_path / folder.replace("plain", "windows") / path.name
+            assert other.read_bytes() == path.read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("encoding", "words"),
+    [
+        ("utf-16", r"is UTF-16 rather than UTF-8: convert the file by `iconv -f UTF-1"),
+        ("utf-16-le", "is UTF-16 rather than UTF-8"),
+        ("utf-16-be", "is UTF-16 rather than UTF-8"),
+        ("cp1251", r"is not UTF-8, as its byte 0 is 0xc1: convert the file from its"),
+    ],
+)
+def test_another_encoding_gets_a_sentence_that_names_the_file(
+    encoding, words, pairs, tmp_path
+):
+    path, out = tmp_path / "train.de", tmp_path / "out"
+    path.write_text("Был май\nи ещё май\n" * 20, encoding=encoding)
+    message = failed("pairs", *pairs, "--out", out)
+    assert re.match(rf"error: {path}, line [12] {words}", message)
+    message = failed("text", path, "--out", out)
+    assert re.search(
+        rf"of 1 files, 1 of them skipped: .*; skipped {path}: it {words}", message
+    )
+    message = failed("text", tmp_path / "train.en", "--tokenizer", path, "--out", out)
+    assert re.match(
+        rf"error: {path} is not the JSON .* of a tokenizer \(it {words}", message
+    )
+    assert not out.exists()
 
 
 def test_an_existing_folder_is_refused_before_any_work(pairs, tmp_path):

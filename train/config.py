@@ -415,8 +415,8 @@ class ExchangeConfig:
       bind: IP address, or name of a network interface, where a process of "peers"
         listens. Nothing is encrypted: an address other than loopback must be on a
         private network.
-      addresses: IP:PORT of each process of "peers"; by default they find each other
-        through files in the run's folder.
+      addresses: IP:PORT, or [IP]:PORT for IPv6, of each process of "peers"; by default
+        they find each other through files in the run's folder.
       secret_file: file with the secret by which processes of "peers" know each other,
         readable by its owner alone; by default one that is made in the run's folder.
       elastic: whether processes of "peers" may come and go: a step's graph is then the
@@ -485,8 +485,8 @@ class DistributedConfig:
     Args:
       enabled: whether this process is one of several. Slurm and Open MPI provide the
         other fields, and so does `decentjax launch`.
-      coordinator: HOST:PORT, the only address at which process 0 listens; peers have
-        none.
+      coordinator: HOST:PORT, or [HOST]:PORT for IPv6, the only address at which
+        process 0 listens; peers have none.
       num_processes: P.
       process_id: number of this process, 0 to P - 1.
       start_seconds: longest wait for all processes at the start.

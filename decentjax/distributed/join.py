@@ -11,9 +11,10 @@ from jax._src import distributed as internals  # The key-value store has no publ
 from jax._src import xla_bridge
 from jax.extend.backend import register_backend_factory
 
+from decentjax.distributed.address import is_loopback, split_address, to_address
 from decentjax.distributed.devices import own_gpus, provide_cpu_devices
 from decentjax.distributed.place import Place
-from decentjax.distributed.rendezvous import is_loopback, rendezvous
+from decentjax.distributed.rendezvous import rendezvous
 
 MONTH_SECONDS = 30 * 24 * 3600
 
@@ -52,14 +53,17 @@ def join(
     internals.global_state.process_id = place.process_id
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
     with rendezvous(place, run_dir, start_seconds) as listen_at:
+        host, port = split_address(place.address)
         distributed.initialize(
-            *place[:3],
+            to_address(host, port),  # jax aborts on an IPv6 host without brackets.
+            place.num_processes,
+            place.process_id,
             local_device_ids=own_gpus(place.local_id, num_devices),
             initialization_timeout=start_seconds,
             heartbeat_timeout_seconds=heartbeats,
             coordinator_bind_address=listen_at,
         )
-    if is_loopback(place.address.rpartition(":")[0].strip("[]")):
+    if is_loopback(host):
         _keep_gloo_on_loopback()
     provide_cpu_devices(num_devices)
     # Starts jax's backends, so it comes after all of their settings.

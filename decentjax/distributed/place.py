@@ -4,12 +4,14 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from decentjax.distributed.address import to_address
+
 
 class Place(NamedTuple):
     """The place of a process in its job.
 
     Args:
-      address: address of process 0, "host:port"; empty for a process that nothing has
+      address: address of process 0, HOST:PORT; empty for a process that nothing has
         started as one of a job.
       num_processes: number of processes of the job.
       process_id: number of this process.
@@ -133,7 +135,7 @@ def _address(names: Variables) -> str:
     # There torchrun itself listens, and the port beside it is likely free.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names == TORCHRUN:
         end = str(_number(names.address[-1], 1) + 1)
-    return ":".join([*host, end])
+    return to_address(host[0], end) if host else end
 
 
 def _found_by_jax(seconds: int) -> Place | None:

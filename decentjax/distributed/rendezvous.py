@@ -18,6 +18,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from decentjax.distributed.address import (
+    address_of,
+    is_loopback,
+    split_address,
+    to_address,
+)
 from decentjax.distributed.place import Place
 
 GREETING_SECONDS = 10.0  # Process 0 greets at once; another program may be silent.
@@ -63,23 +69,25 @@ def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[s
     with _claim(place.address) as server:
         with _token(run_dir) as token:
             _host(server, place, token, wait)
-        host, port = server.getsockname()[:2]
+        host, port = address_of(server)
         if not is_loopback(host):
             _warn_of_strangers(place.address)
-        yield f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        yield to_address(host, port)
 
 
 def _claim(address: str) -> socket.socket:
     """Listens at an address of this machine where no other socket does."""
     try:
-        host, port = _split(os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address))
+        host, port = split_address(
+            os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
+        )
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         # A name may have several addresses. Debian gives a machine's own name one that
         # no other machine can reach.
         found.sort(key=lambda x: (is_loopback(str(x[4][0])), x[0]))
-        family, own = found[0][0], str(found[0][4][0])
+        family, own = found[0][0], found[0][4]
         return socket.create_server(
-            (own, port), family=family, backlog=4096, dualstack_ipv6=own == "::"
+            own, family=family, backlog=4096, dualstack_ipv6=own[0] == "::"
         )
     except (OSError, ValueError) as error:
         raise ValueError(
@@ -184,7 +192,7 @@ def _connected(address: str, wait: Wait) -> socket.socket:
     """A connection, once the address can be reached."""
     while True:
         try:
-            connection = socket.create_connection(_split(address), wait.left())
+            connection = socket.create_connection(split_address(address), wait.left())
             # Without a listener the kernel may connect a socket to itself: a port of
             # the ephemeral range can be drawn as the port of this end too.
             if connection.getsockname() != connection.getpeername():
@@ -275,15 +283,3 @@ def _warn_of_strangers(address: str) -> None:
         file=sys.stderr,
         flush=True,
     )
-
-
-def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or not 0 < int(port) < 2**16:
-        raise ValueError(f"an address is HOST:PORT, with a port from 1 to {2**16 - 1}")
-    return host.strip("[]"), int(port)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone."""
-    return host.startswith("127.") or host in ("::1", "localhost")

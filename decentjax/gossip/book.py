@@ -8,12 +8,14 @@ from typing import Any, Protocol
 
 import jax
 
+from decentjax.distributed.address import split_address, to_address
+
 
 class Book(Protocol):
     """Where workers leave their addresses, and find those of their peers.
 
-    An entry is one line of text: the address, as HOST:PORT, and after a space a token
-    that differs between two starts of the worker.
+    An entry is one line of text: the address, HOST:PORT or [HOST]:PORT for IPv6, and
+    after a space a token that differs between two starts of the worker.
     """
 
     def write(self, worker: int, entry: str) -> None: ...
@@ -54,6 +56,11 @@ class Folder:
 class Addresses:
     """A fixed list, HOST:PORT of each worker; workers of one process share one.
 
+    An IPv6 host stands in brackets: "[fd00::1]:5000".
+
+    Raises:
+      ValueError: if one is no address.
+
     Examples:
       >>> from decentjax import gossip
       >>> gossip.Addresses(["10.0.0.1:5000", "10.0.0.2:5000"]).read(1)
@@ -62,15 +69,19 @@ class Addresses:
 
     addresses: Sequence[str]
 
+    def __post_init__(self):
+        for worker in range(len(self.addresses)):
+            self.read(worker)
+
     def write(self, worker: int, entry: str) -> None:
-        if entry.split()[0] != self.addresses[worker]:
+        if entry.split()[0] != self.read(worker):
             raise ValueError(
                 f"worker {worker} listens at {entry.split()[0]}, and the list says "
                 f"{self.addresses[worker]}: bind it to the address of the list"
             )
 
-    def read(self, worker: int) -> str | None:
-        return self.addresses[worker]
+    def read(self, worker: int) -> str:
+        return to_address(*split_address(self.addresses[worker]))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,6 +30,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
+from decentjax.distributed.address import address_of, split_address, to_address
 from decentjax.gossip.bell import Bell
 
 HANDSHAKE_SECONDS = 5.0  # Longest.
@@ -77,7 +78,7 @@ class Handshakes:
     """Answers other processes and asks them, in a thread.
 
     Args:
-      bind: HOST or HOST:PORT where this process listens.
+      bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens.
       secret: bytes that all processes share; empty where there is no secret.
       digest: text that all processes must share.
       connect: function that opens a link to a transfer server's address.
@@ -107,8 +108,8 @@ class Handshakes:
         self.bell = Bell()
         self.joining = set[tuple[int, int]]()
         self._listener = _listen(bind)
-        self.host, port = self._listener.getsockname()
-        self.address = f"{self.host}:{port}"
+        self.host, port = address_of(self._listener)
+        self.address = to_address(self.host, port)
         self._secret, self._digest, self._connect = secret, digest, connect
         self._first_model = first_model
         self.unlike = set[int]()  # Peers that began with another first model.
@@ -282,7 +283,7 @@ class Handshakes:
 
     async def _ask(self, address: str, guest: int, worker: int, joins: bool) -> Answer:
         self._track()
-        host, _, port = address.rpartition(":")
+        host, port = split_address(address)
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             streams = await asyncio.open_connection(host, port, limit=MAX_BYTES)
             try:
@@ -362,6 +363,12 @@ class Handshakes:
             raise RefusedError("its config or its model differs")
         if not joins:
             self._compare(worker, found)
+        transfer = split_address(found["transfer"])[0]
+        if (":" in transfer) != (":" in self.host):  # jax's transfer would abort.
+            raise RefusedError(
+                f"it listens at {transfer}, and this process at {self.host}: bind all "
+                "to IPv4, or all to IPv6"
+            )
         return found
 
     def _prove(self, role: Literal["guest", "host"], *said: str) -> str:
@@ -371,14 +378,16 @@ class Handshakes:
 
 
 def _listen(bind: str) -> socket.socket:
-    host, _, port = bind.partition(":")
-    if port and not (port.isdecimal() and int(port) < 2**16):
-        raise ValueError(f"bind must be HOST or HOST:PORT, got {bind!r}")
     try:
-        listener = socket.create_server((host, int(port or 0)), backlog=1024)
-    except OSError as error:
-        raise ValueError(f"cannot listen at {bind}: {error}") from error
-    if listener.getsockname()[0] == "0.0.0.0":
+        host, port = split_address(bind, port=0)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        # A name may have several addresses; IPv4 is what all peers are likely to have.
+        family, *_, own = min(found, key=lambda x: x[0])
+        listener = socket.create_server(own, family=family, backlog=1024)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot listen at bind={bind}: {error}") from error
+    own = address_of(listener)[0]
+    if own in ("0.0.0.0", "::") or "%" in own:  # jax's transfer knows no interfaces.
         listener.close()
         raise ValueError(
             f"bind must be an address at which peers reach this process, got {bind!r}"

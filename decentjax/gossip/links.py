@@ -45,6 +45,7 @@ from jax.sharding import SingleDeviceSharding
 
 from decentjax._first_model import ADVICE
 from decentjax._joining import join, short_places, split
+from decentjax.distributed.address import to_address
 from decentjax.gossip.book import Book
 from decentjax.gossip.handshake import Answer, Handshakes, Line, RefusedError
 
@@ -128,8 +129,8 @@ class Links:
       devices: device of each worker of this process, by the worker's number.
       channels: arrays of a message, for each channel; leaf groups are channels.
       digest: text that all workers must share, such as their config.
-      bind: HOST or HOST:PORT where this process listens; see SECURITY.md before it is
-        another address than loopback.
+      bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens; see
+        SECURITY.md before it is another address than loopback.
       secret: bytes that all processes share, at least 16 random ones; None for none.
       silent_seconds: silence after which a process counts as dead, until it is heard
         again; None for none.
@@ -195,8 +196,8 @@ class Links:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
         self._server = transfer.start_transfer_server(
             client,
-            f"{host}:0",
-            [f"{host}:0"],
+            to_address(host, 0),
+            [to_address(host, 0)],
             transfer_size=TRANSFER_BYTES,
             max_num_parallel_copies=PARALLEL_COPIES,
         )

@@ -58,7 +58,7 @@ class PeerRounds(LateRounds):
       mesh: mesh of this process's devices, with the axis "workers" alone.
       patience: longest time that a round waits for models, in seconds.
       digest: text that all workers must share, such as their config.
-      bind: HOST or HOST:PORT where this process listens.
+      bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens.
       secret: bytes that all processes share, and prove to know; None for none.
       record: as in `Background`, for "compute" and "wait".
       used: function that is called with what each worker has mixed; a round has the

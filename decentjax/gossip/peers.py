@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from decentjax._first_model import first_model
+from decentjax._norms import norm_of, sums_of_squares
 from decentjax.exchange import Permutations, Topology, check_topology
 from decentjax.gossip.book import Book
 from decentjax.gossip.elastic import Elastic, Living, adopted, copies, travels
@@ -56,7 +57,7 @@ class Peers(Staged):
         models with peers, "push_sum" sends mass along; see `decentjax.gossip.ways`.
       patience: longest time that a step waits for models, in seconds.
       digest: text that all workers must share, such as their config.
-      bind: HOST or HOST:PORT where this process listens.
+      bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens.
       secret: bytes that all processes share, and prove to know; None for none.
       record: as in `Background`, for "compute" and "wait".
       used: function that is called with what each worker has mixed.
@@ -205,8 +206,9 @@ class Peers(Staged):
         """
         if not self._apart:
             return None
-        of_groups = (np.mean([float(x) for x in one]) for one in self._apart.values())
-        return math.sqrt(sum(of_groups) / len(self._workers))
+        groups = self._apart.values()
+        squares = sum(np.mean([float(x) ** 2 for x in one]) for one in groups)
+        return math.sqrt(squares / len(self._workers))
 
     def join(
         self,
@@ -316,7 +318,7 @@ class Peers(Staged):
             self._masses[worker, group] = used.mass
             if self._elastic and used.models and step % APART_STEPS == 0:
                 self._apart[worker, group] = [
-                    _squared_distance(own, versions[taken.peer, taken.step])
+                    _distance(own, versions[taken.peer, taken.step])
                     for taken in used.models
                 ]
             self._used(used)
@@ -359,12 +361,9 @@ class Peers(Staged):
 
 
 @jax.jit
-def _squared_distance(models: Rows, others: Rows) -> jax.Array:
-    squares = [
-        jnp.sum(jnp.square(x.astype(jnp.float32) - y))
-        for x, y in zip(models, others, strict=True)
-    ]
-    return sum(squares, jnp.float32(0))
+def _distance(models: Rows, others: Rows) -> jax.Array:
+    pairs = zip(models, others, strict=True)
+    return norm_of(sums_of_squares([x.astype(jnp.float32) - y for x, y in pairs]))
 
 
 def _row(x: Any) -> jax.ShapeDtypeStruct:

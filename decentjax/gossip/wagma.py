@@ -67,7 +67,7 @@ class Wagma(Staged):
       patience: longest wait for a worker that is alive and silent, in seconds; in a
         mean of all workers, for the slowest.
       digest: text that all workers must share, such as their config.
-      bind: HOST or HOST:PORT where this process listens.
+      bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens.
       secret: bytes that all processes share, and prove to know; None for none.
       record: as in `Background`, for "compute" and "wait".
       used: function that is called with what each worker has averaged.

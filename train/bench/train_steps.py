@@ -102,7 +102,7 @@ def measured_step(
 ) -> Runner:
     """Returns the same step, which also measures the norm of each tensor."""
     mesh = worker_mesh(1, jax.local_devices())
-    local = measured(bind_adapt(config, task, optimizer))
+    local = measured(bind_adapt(config.step, task.loss_fn, optimizer))
     step = functools.partial(awc_step, adapt=local, mix=bind_mix(config.step))
     topology = config.topology.build(config.workers)
     train_step = on_mesh(step, topology, mesh, step_options(config, mesh))

@@ -79,7 +79,7 @@ def read_fields(path: Path) -> dict[str, Any]:
       ValueError: if the file holds no JSON object, with its name.
     """
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(path.read_bytes())
     # Thousands of nested brackets are a RecursionError of json.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is no JSON of a config: {error}") from error

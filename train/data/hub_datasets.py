@@ -81,7 +81,9 @@ def read_text(splits: Splits, column: str, vocabulary: Vocabulary | Bytes) -> To
     def tokens(rows: Any) -> np.ndarray:
         parts = [np.zeros(0, np.int32)]
         for batch in rows.select_columns(column).iter(DOCUMENTS_AT_ONCE):
-            documents = [text for text in batch[column] if text]  # Some have None.
+            # Some have None, or the byte order mark of a file.
+            texts = [(text or "").removeprefix("\ufeff") for text in batch[column]]
+            documents = list(filter(None, texts))
             for row in vocabulary.encode(documents):
                 parts.append(np.array([*row, between], np.int32))
         return np.concatenate(parts)

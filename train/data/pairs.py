@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.data.files import map_array, new_folder, progress
+from train.data.files import as_text, map_array, new_folder, progress
 from train.data.vocabulary import Vocabulary, in_chunks, load_vocabulary
 
 PAIRS_AT_ONCE = 10_000  # Few for the memory, enough for all cores of the tokenizer.
@@ -300,7 +300,7 @@ def _write_json(path: Path, value: Any) -> None:
 
 def _read_json(path: Path) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is broken: {error}") from error
 
@@ -309,7 +309,4 @@ def _lines(path: Path) -> Iterator[str]:
     """Lines that end at a newline only: str.splitlines splits at U+2028 too."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            try:
-                yield line.decode().rstrip("\r\n")
-            except UnicodeDecodeError as error:
-                raise ValueError(f"{path}, line {number}: {error}") from error
+            yield as_text(line, f"{path}, line {number}").rstrip("\r\n")

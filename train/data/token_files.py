@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from train.data.files import map_array, new_folder, progress
+from train.data.files import as_text, map_array, new_folder, progress
 from train.data.vocabulary import (
     Vocabulary,
     in_chunks,
@@ -159,10 +159,12 @@ def prepare_text(
         num_documents, num_tokens = _write(unfinished, documents, bpe)
         bpe.save(unfinished / "vocabulary.json")
         if 0 in num_documents:
+            left = [f"; skipped {path}: {why}" for path, why in skipped.items()]
             raise ValueError(
                 f"{num_documents[0]} documents are to train on and {num_documents[1]} "
-                f"are held out, of {len(paths)} files: give more, or another "
-                f"held_out_share than {held_out_share}"
+                f"are held out, of {len(paths)} files, {len(left)} of them skipped: "
+                f"give more, or another held_out_share than {held_out_share}"
+                + "".join(left[:3])
             )
     train_tokens, held_out_tokens = num_tokens
     return Prepared(
@@ -176,8 +178,8 @@ def _documents(
     """All documents, and whether they are held out; adds to the skipped files."""
     for path in progress(paths, what):
         try:
-            text = path.read_bytes().decode()
-        except (OSError, UnicodeDecodeError) as error:
+            text = as_text(path.read_bytes(), "it")
+        except (OSError, ValueError) as error:
             skipped[str(path)] = str(error)
             continue
         for document in text.split(SEPARATOR):

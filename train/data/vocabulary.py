@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from train.data.files import as_text
+
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
@@ -122,7 +124,7 @@ def load_vocabulary(path: Path) -> Vocabulary:
     if not path.is_file():
         raise FileNotFoundError(f"there is no vocabulary {path}")
     try:
-        return Vocabulary(Tokenizer.from_str(path.read_text(encoding="utf-8")))
+        return Vocabulary(Tokenizer.from_str(as_text(path.read_bytes(), "it")))
     except Exception as error:  # The library raises nothing narrower.
         raise ValueError(
             f"{path} is not the JSON file of a tokenizer ({error})"

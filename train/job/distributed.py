@@ -23,6 +23,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import decentjax
+from decentjax.distributed.address import is_loopback, split_address
 from decentjax.distributed.devices import node_mesh
 from decentjax.distributed.failure import end_process, lost_peer
 from decentjax.distributed.join import client, join
@@ -279,11 +280,12 @@ def detect(address: str | None, config: DistributedConfig) -> Place:
 
 def _check_name(address: str) -> None:
     """Raises for a name that is a loopback address here: no other could reach it."""
-    host = address.rpartition(":")[0]
+    host, port = split_address(address)
     with contextlib.suppress(OSError):  # An unknown name raises where it is used.
-        own = socket.gethostbyname(host)
-        if own.startswith("127.") and host not in ("localhost", own):
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        own = [str(where[0]) for *_, where in found]
+        if all(map(is_loopback, own)) and not is_loopback(host):
             raise ValueError(
-                f"distributed.coordinator {address} is unavailable: {host} is {own} on "
-                "this machine itself; give this machine's address in the network"
+                f"distributed.coordinator {address} is unavailable: {host} is {own[0]} "
+                "on this machine itself; give this machine's address in the network"
             )

@@ -68,6 +68,7 @@ def address_of(bind: str) -> str:
             found = fcntl.ioctl(probe, _SIOCGIFADDR, name)
         except OSError as error:
             raise ValueError(
-                f"cannot listen at the interface {bind}: {error.strerror}"
+                f"cannot listen at the interface {bind}, {error.strerror}: give it an "
+                "IPv4 address, or bind to its IPv6 address"
             ) from error
     return socket.inet_ntoa(found[20:24])

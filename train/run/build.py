@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 
 from decentjax import (
     AXIS,
+    LossFn,
     TrainStep,
     WorkerState,
     adapt,
@@ -204,7 +205,7 @@ def build_train_step(
         chooser = None if config.step.algorithm == "rounds" else Chooser(config)
         return InStep(step, chooser, record)
     assert mesh is not None  # As `build_mesh` has made it.
-    local = bind_adapt(config, task, optimizer)
+    local = bind_adapt(config.step, task.loss_fn, optimizer)
     if config.step.algorithm == "all_reduce":
         return gossip.AllReduce(local, mesh, record)
     # Two programs run at once on CPUs, but one after the other on a GPU: there the
@@ -231,7 +232,8 @@ def build_in_step(
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """The compiled step of the config's algorithm, its exchange inside."""
-    local, policy = bind_adapt(config, task, optimizer), build_policy(config)
+    local = bind_adapt(config.step, task.loss_fn, optimizer)
+    policy = build_policy(config)
     plan: Topology | Schedule = policy.menu
     if policy.measures:
         local = measured(local, before_update=config.step.algorithm == "awc")
@@ -254,7 +256,8 @@ def build_lone_step(
     config: Config, task: Task, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainStep:
     """The compiled step of workers who exchange nothing."""
-    step = functools.partial(awc_step, adapt=bind_adapt(config, task, optimizer))
+    local = bind_adapt(config.step, task.loss_fn, optimizer)
+    step = functools.partial(awc_step, adapt=local)
     options = step_options(config, mesh)
     return on_mesh(step, alone(mesh.shape[AXIS]), mesh, options)
 
@@ -265,11 +268,18 @@ def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:
     Raises:
       ValueError: if XLA does not know one, needed or not.
     """
-    check_options(config.step.xla_options, jax.default_backend())
     beside = config.exchange.where == "peers" or in_background(config, mesh)
-    if mesh is None or beside:
-        return {}
-    return read_options(config.step.xla_options, jax.default_backend())
+    return options_on(None if beside else mesh, config.step)
+
+
+def options_on(mesh: Mesh | None, step: StepConfig) -> dict[str, str]:
+    """The options of XLA for a program on a mesh; none where there is no mesh.
+
+    Raises:
+      ValueError: if XLA does not know one, needed or not.
+    """
+    check_options(step.xla_options, jax.default_backend())
+    return {} if mesh is None else read_options(step.xla_options, jax.default_backend())
 
 
 def in_background(config: Config, mesh: Mesh | None) -> bool:
@@ -286,16 +296,16 @@ def in_background(config: Config, mesh: Mesh | None) -> bool:
 
 
 def bind_adapt(
-    config: Config, task: Task, optimizer: optax.GradientTransformation
+    step: StepConfig, loss_fn: LossFn, optimizer: optax.GradientTransformation
 ) -> LocalUpdate:
     """The local update, in which a loss that is not finite poisons its gradient."""
     local = functools.partial(
         adapt,
-        loss_fn=poison_gradient(task.loss_fn),
+        loss_fn=poison_gradient(loss_fn),
         optimizer=optimizer,
-        num_micro_batches=config.step.num_micro_batches,
+        num_micro_batches=step.num_micro_batches,
     )
-    return quarantined(local) if config.step.not_finite == "quarantine" else local
+    return quarantined(local) if step.not_finite == "quarantine" else local
 
 
 def bind_mix(config: StepConfig) -> Callable[..., Any]:

@@ -150,7 +150,7 @@ def worker_flops(
     cuDNN, such as fused attention, count as nothing.
     """
     whole = dataclasses.replace(config.step, num_micro_batches=1)
-    local = bind_adapt(dataclasses.replace(config, step=whole), task, optimizer)
+    local = bind_adapt(whole, task.loss_fn, optimizer)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     batch = task.batch_shape(config.step.batch_per_worker)
     # Lowered, not compiled: that would take as long again as the step itself.

@@ -30,8 +30,7 @@ class WatchState(NamedTuple):
 def watch_gradients() -> optax.GradientTransformation:
     """Records a step from which on gradients are not finite, and its first such leaf.
 
-    A leaf counts as finite if the sum of its squares is, which clipping by the global
-    norm computes anyway. The updates pass unchanged.
+    The updates pass unchanged.
     """
 
     def init_fn(params):
@@ -42,8 +41,8 @@ def watch_gradients() -> optax.GradientTransformation:
     def update_fn(updates, state, params=None):
         del params
         count = state.count + 1
-        squares = [optax.tree.norm([x], squared=True) for x in jax.tree.leaves(updates)]
-        wrong = ~jnp.isfinite(jnp.stack(squares))
+        finite = [jnp.isfinite(x).all() for x in jax.tree.leaves(updates)]
+        wrong = ~jnp.stack(finite)
         is_wrong = wrong.any()
         is_first = is_wrong & (state.last != state.count)
         step = jnp.where(is_first, count, state.step)
@@ -108,7 +107,7 @@ def quarantined(local: Callable[..., tuple[WorkerState, Metrics]]) -> Callable:
 
 def say_quarantined(state: WorkerState, first_worker: int = 0) -> dict[int, str]:
     """Says of each worker how many gradients were not finite, and where the newest."""
-    (watch,) = (x for x in state.opt_state if isinstance(x, WatchState))
+    watch = watch_of(state)
     totals, steps, leaves = (
         _rows(x, first_worker) for x in (watch.total, watch.step, watch.leaf)
     )
@@ -119,6 +118,12 @@ def say_quarantined(state: WorkerState, first_worker: int = 0) -> dict[int, str]
         for worker, total in totals.items()
         if total > 0
     }
+
+
+def watch_of(state: WorkerState) -> WatchState:
+    """What `watch_gradients` has seen of the gradients of some workers."""
+    (watch,) = filter(_is_watch, state.opt_state)
+    return watch
 
 
 def check_gradients(state: WorkerState, first_worker: int = 0) -> None:
@@ -133,7 +138,7 @@ def check_gradients(state: WorkerState, first_worker: int = 0) -> None:
     Raises:
       FloatingPointError: with the first such step, its workers and its first leaf.
     """
-    (watch,) = (x for x in state.opt_state if isinstance(x, WatchState))
+    watch = watch_of(state)
     rows = _rows(watch.step, first_worker)
     steps = {worker: step for worker, step in rows.items() if step > 0}
     if not steps:

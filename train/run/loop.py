@@ -302,7 +302,7 @@ def _prepare(
     else:
         assert mesh is not None
         assert log is not None
-        local = bind_adapt(config, task, optimizer)
+        local = bind_adapt(config.step, task.loss_fn, optimizer)
         train_step = build_peers(config, task, local, mesh, run_dir, watch.add, record)
         stack.enter_context(train_step)
         last = config.num_steps - 1

@@ -137,7 +137,7 @@ def optimizer_with(
     # The watch comes first, as clipping would spread a NaN of one leaf to all.
     steps = [watch_gradients()]
     if config.clip_norm is not None:
-        steps.append(optax.clip_by_global_norm(config.clip_norm))
+        steps.append(clip_by_global_norm(config.clip_norm))
     if config.make is not None:
         return optax.chain(*steps, _own_optimizer(config.make, schedule))
     make, options, decouples = OPTIMIZERS[config.name]
@@ -148,6 +148,32 @@ def optimizer_with(
     else:
         steps.append(optax.add_decayed_weights(**decay))
     return optax.chain(*steps, make(schedule, **named))
+
+
+def clip_by_global_norm(max_norm: float) -> optax.GradientTransformation:
+    """As that of optax, also for numbers whose squares overflow.
+
+    For these the norm of optax is infinite, and so each clipped update is 0.
+    """
+
+    def update_fn(updates, state, params=None):
+        del params
+        updates = jax.tree.map(jnp.asarray, updates)
+        wide = jax.tree.map(
+            lambda x: x.astype(jnp.promote_types(x.dtype, jnp.float32)), updates
+        )
+        plain = optax.tree.norm(wide)
+        # Of numbers within 2^80 of the largest, a power of two changes no digit.
+        scale = jnp.where(jnp.isfinite(plain), 1, 2.0**-80)
+        norm = optax.tree.norm(jax.tree.map(lambda x: scale * x, wide))
+
+        def clip(x, given):
+            clipped = scale * x / norm * max_norm
+            return jnp.where(plain < max_norm, given, clipped.astype(given.dtype))
+
+        return jax.tree.map(clip, wide, updates), state
+
+    return optax.GradientTransformation(optax.init_empty_state, update_fn)
 
 
 def _own_optimizer(

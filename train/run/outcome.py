@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import jax
+import numpy as np
 
 from train.cli.config_json import HOOKS, from_fields, sources, to_json
 from train.cli.tables import write_whole
@@ -49,6 +50,18 @@ class SeedsOutcome(NamedTuple):
     tensors: list[str]
     dispersion: list[tuple[int, dict[str, list[list[float]]]]]
     sent: dict[str, list[float]]
+
+
+def finite_mean(
+    losses: np.ndarray, axis: int | tuple[int, ...] | None = None
+) -> np.ndarray:
+    """Returns the mean of the losses that are finite, NaN of none.
+
+    A worker drops its update where its loss is not finite, or the run ends.
+    """
+    finite = np.isfinite(losses)
+    with np.errstate(invalid="ignore"):
+        return np.where(finite, losses, 0).sum(axis) / finite.sum(axis)
 
 
 def in_turn(

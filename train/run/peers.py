@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from decentjax import WorkerState, gossip
-from decentjax.distributed.rendezvous import is_loopback
+from decentjax.distributed.address import is_loopback, split_address, to_address
 from decentjax.topology import butterfly_groups, matrices
 from train.cli.config_json import read_fields, to_json
 from train.cli.tables import say_workers
@@ -168,10 +168,10 @@ def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
                 f"exchange.addresses must have one for each of {place.num_processes} "
                 f"processes, got {len(exchange.addresses)}"
             )
-        bind = exchange.addresses[place.process]
+        bind = to_address(*split_address(exchange.addresses[place.process]))
         # The workers of a process share its address.
         book = gossip.Addresses([x for x in exchange.addresses for _ in place.workers])
-    if not is_loopback(bind.partition(":")[0]):
+    if not is_loopback(split_address(bind, port=0)[0]):
         warn(
             f"listens at {bind}: who reaches this process can end it, and who is "
             "between the machines can read and change the models, as nothing is "

@@ -5,7 +5,7 @@ are batched in each worker.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,6 @@ from decentjax import (
     LossFn,
     Rounds,
     WorkerState,
-    adapt,
     all_reduce_step,
     consensus_distance,
     mean_model,
@@ -30,7 +29,7 @@ from decentjax.dispersion import measured, tensor_distances
 from decentjax.rounds import default_mix, in_pairs, receive, send, take_round
 from decentjax.step import Metrics
 from train.config import Config, OptimizerConfig, StepConfig
-from train.run.build import ORDERS, bind_mix
+from train.run.build import ORDERS, bind_adapt, bind_mix, options_on
 from train.run.optimizers import build_optimizer
 from train.run.rounds import build_rounds
 from train.run.scores import ratios
@@ -69,7 +68,7 @@ def build_step(
     algorithm = config.step.algorithm
     late = algorithm == "rounds" and config.rounds.delay > 0
     before = algorithm == "awc" or late
-    key = mesh, task.loss_fn, config.optimizer, config.num_steps, config.step, before
+    key = mesh, config.step, task.loss_fn, config.optimizer, config.num_steps, before
     if algorithm == "all_reduce":
         return lambda state, batch, taken: _reduce_program(taken, *key)(state, batch)
     local = _adapt_program(config.rounds.tracking, *key)
@@ -90,7 +89,7 @@ def _in_rounds(
     @functools.cache
     def program(function: Callable, *static: Any, **named: Any) -> Callable:
         one = functools.partial(function, *static, **named)
-        return jax.jit(_over_all(one, mesh))
+        return _over_all(one, mesh, options_on(mesh, step))
 
     take = functools.partial(
         take_round,
@@ -103,48 +102,56 @@ def _in_rounds(
     return in_pairs(rounds, take)
 
 
-def _over_all(function: Callable, mesh: Mesh | None) -> Callable:
+def _over_all(
+    function: Callable,
+    mesh: Mesh | None,
+    options: Mapping[str, str] | None = None,
+    **named: Any,
+) -> Callable:
+    """The compiled function of one worker over [K, N, ...], with options of XLA."""
     # The outer axis has no name: K seeds of N workers each never mix.
-    return jax.vmap(over_workers(function, mesh))
+    over = jax.vmap(over_workers(function, mesh))
+    return jax.jit(over, compiler_options=dict(options or {}) or None, **named)
 
 
 def _local(
+    step: StepConfig,
     loss_fn: LossFn,
     optimizer: OptimizerConfig,
     num_steps: int,
-    step: StepConfig,
     before: bool,
 ) -> Callable:
-    local = functools.partial(
-        adapt,
-        loss_fn=loss_fn,
-        optimizer=build_optimizer(optimizer, num_steps),
-        num_micro_batches=step.num_micro_batches,
-    )
+    local = bind_adapt(step, loss_fn, build_optimizer(optimizer, num_steps))
     return measured(local, before_update=before)
 
 
 @functools.lru_cache(maxsize=8)
-def _adapt_program(tracking: bool, mesh: Mesh | None, *key: Any) -> Callable:
-    local = tracked(_local(*key)) if tracking else _local(*key)
-    return jax.jit(_over_all(local, mesh))
+def _adapt_program(
+    tracking: bool, mesh: Mesh | None, step: StepConfig, *key: Any
+) -> Callable:
+    local = tracked(_local(step, *key)) if tracking else _local(step, *key)
+    return _over_all(local, mesh, options_on(mesh, step))
 
 
 @functools.lru_cache(maxsize=64)
-def _reduce_program(exchange: Exchange, mesh: Mesh | None, *key: Any) -> Callable:
-    step = functools.partial(all_reduce_step, exchange=exchange, adapt=_local(*key))
-    return jax.jit(_over_all(step, mesh), donate_argnums=0)
+def _reduce_program(
+    exchange: Exchange, mesh: Mesh | None, step: StepConfig, *key: Any
+) -> Callable:
+    reduce = functools.partial(
+        all_reduce_step, exchange=exchange, adapt=_local(step, *key)
+    )
+    return _over_all(reduce, mesh, options_on(mesh, step), donate_argnums=0)
 
 
 @functools.lru_cache(maxsize=64)
 def _mix_program(mesh: Mesh | None, step: StepConfig, exchange: Exchange) -> Callable:
     mix = functools.partial(bind_mix(step), exchange=exchange)
-    return jax.jit(_over_all(mix, mesh))
+    return _over_all(mix, mesh, options_on(mesh, step))
 
 
 @functools.lru_cache(maxsize=8)
 def _of_params(function: Callable, mesh: Mesh | None) -> Callable:
-    return jax.jit(_over_all(function, mesh))
+    return _over_all(function, mesh)
 
 
 def distances(params: Any, mesh: Mesh | None) -> jax.Array:

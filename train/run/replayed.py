@@ -16,10 +16,11 @@ import numpy as np
 from decentjax import WorkerState, gossip
 from decentjax.step import Metrics
 from train.config import Config
-from train.run.build import bind_adapt, build_state, build_steps
+from train.run.build import bind_adapt, build_state, build_steps, options_on
 from train.run.clock import Clock
+from train.run.finite import check_gradients
 from train.run.optimizers import build_optimizer
-from train.run.outcome import Report, SeedsOutcome, in_turn
+from train.run.outcome import Report, SeedsOutcome, finite_mean, in_turn
 from train.run.peers import as_averaged, wagma_groups
 from train.run.programs import build_scores, far_apart, judge
 from train.tasks.task import Task, build_task
@@ -51,7 +52,7 @@ def repeat(
         )
     workers = range(config.workers.num_workers)
     optimizer = build_optimizer(config.optimizer, config.num_steps)
-    local = bind_adapt(config, task, optimizer)
+    local = bind_adapt(config.step, task.loss_fn, optimizer)
     start = [build_state(config, task, optimizer, [worker]) for worker in workers]
     rows = [build_steps(config, task, [worker]) for worker in workers]
 
@@ -92,6 +93,7 @@ def train_by_clock(
       FloatingPointError: if a loss is no longer finite.
     """
     task = task or build_task(config.task)
+    options_on(None, config.step)  # For its errors: no program is on a mesh.
 
     def train(seed: int, report: Report) -> SeedsOutcome:
         return _train(dataclasses.replace(config, seed=seed), task, report, clock)
@@ -111,7 +113,10 @@ def _train(config: Config, task: Task, report: Report, clock: Clock) -> SeedsOut
     def observe(worker: int, step: int, state: WorkerState, metrics: Metrics) -> None:
         nonlocal num_done
         loss, num_done = float(metrics["loss"][0]), num_done + 1
-        if not np.isfinite(loss):
+        if config.step.not_finite == "stop":
+            check_gradients(state, worker)
+        # Else its update was dropped.
+        if config.step.not_finite == "stop" and not np.isfinite(loss):
             raise FloatingPointError(
                 f"the loss of worker {worker} is {loss} at step {step}"
             )
@@ -133,8 +138,8 @@ def _train(config: Config, task: Task, report: Report, clock: Clock) -> SeedsOut
     cuts = [*range(0, config.num_steps, every), config.num_steps]
     return SeedsOutcome(
         time.monotonic() - start,
-        [(b, [losses[a:b].mean().item()]) for a, b in itertools.pairwise(cuts)],
-        [losses[9 * config.num_steps // 10 :].mean().item()],
+        [(b, [finite_mean(losses[a:b]).item()]) for a, b in itertools.pairwise(cuts)],
+        [finite_mean(losses[9 * config.num_steps // 10 :]).item()],
         evaluations,
         judge(task, state),
         score_workers(state),

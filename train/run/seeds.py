@@ -12,19 +12,22 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import Exchange, Rounds, local_workers
+from decentjax import Exchange, Rounds, WorkerState, local_workers
 from decentjax.analysis import traffic
 from decentjax.codec import as_permutations
 from decentjax.dispersion import MEASURES, NORMS, tensor_names
 from decentjax.schedule import Event
+from decentjax.step import Metrics
 from decentjax.topology import Topology, matrices
 from train.config import Config
 from train.data.batches import feed
 from train.run import programs
 from train.run.build import build_state, build_steps
 from train.run.choose import build_policy, dispersion
+from train.run.finite import QUARANTINED, watch_of
+from train.run.log import warn
 from train.run.optimizers import build_optimizer
-from train.run.outcome import Report, SeedsOutcome, in_turn
+from train.run.outcome import Report, SeedsOutcome, finite_mean, in_turn
 from train.run.rounds import build_rounds, sent_bytes, step_bytes
 from train.run.trace import trace_task
 from train.tasks.task import Task, build_task
@@ -102,7 +105,7 @@ def _train_together(
     state = programs.put(jax.tree.map(lambda *rows: jnp.stack(rows), *states), mesh)
     batches = [feed(build_steps(one, task, workers)) for one in configs]
     score_means, score_workers = programs.build_scores(task)
-    start, log = time.monotonic(), _Log(config.num_steps, mesh)
+    start, log = time.monotonic(), _Log(config, mesh)
     evaluations, taken = [], []
     for step in range(1, config.num_steps + 1):
         rows = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
@@ -116,19 +119,20 @@ def _train_together(
         if policy.measures and step % options.every_steps == 0:
             (norms,) = programs.fetch(metrics[NORMS])  # Of the one seed.
             policy(step, step / options.epoch_steps, dispersion(norms, options))
-        log.add(step, metrics["loss"])
+        log.add(step, metrics)
         end = step == config.num_steps
         if end or step % config.log.every_steps == 0:
-            loss = log.write(step, state.params, metrics[NORMS])
+            loss = log.write(step, state, metrics[NORMS])
             report(step, f"loss {loss:.4g}")
         if end or step % config.evaluation.every_steps == 0:
             evaluations.append((step, score_means(state)))
+    log.say_dropped()
     one_model = jax.eval_shape(task.init, jax.random.key(0))[0]
     sent = sent_by(config, rounds, taken, one_model)
     return SeedsOutcome(
         time.monotonic() - start,
         log.losses,
-        _mean_loss(log.last_tenth).tolist(),
+        log.mean_loss(log.last_tenth).tolist(),
         evaluations,
         programs.judge(task, state),
         score_workers(state),
@@ -142,41 +146,59 @@ def _train_together(
 class _Log:
     """Losses and dispersion of K seeds while they train."""
 
-    def __init__(self, num_steps: int, mesh: Mesh | None):
+    def __init__(self, config: Config, mesh: Mesh | None):
         self.losses, self.dispersion, self.last_tenth = [], [], []
-        self._num_steps, self._mesh, self._recent = num_steps, mesh, []
+        self._config, self._mesh, self._recent = config, mesh, []
+        self._drops = config.step.not_finite == "quarantine"
+        self._dropped = []
 
-    def add(self, step: int, loss: jax.Array) -> None:
+    def add(self, step: int, metrics: Metrics) -> None:
         """Keeps the losses of a step, [K, N], on the device."""
         # Their values would make each step wait for the last.
-        self._recent.append(loss)
-        if 10 * step > 9 * self._num_steps:  # At least the last step.
-            self.last_tenth.append(loss)
+        self._recent.append(metrics["loss"])
+        self._dropped += [metrics[QUARANTINED]] if self._drops else []
+        if 10 * step > 9 * self._config.num_steps:  # At least the last step.
+            self.last_tenth.append(metrics["loss"])
 
-    def write(self, step: int, params: Any, norms: jax.Array) -> float:
+    def write(self, step: int, state: WorkerState, norms: jax.Array) -> float:
         """Writes the rows of a step, and returns the mean loss since the last.
 
         Raises:
-          FloatingPointError: if a loss or a model is no longer finite.
+          FloatingPointError: if a loss, a gradient or a model is no longer finite.
         """
-        values = _mean_loss(self._recent)
-        if not np.isfinite(values).all():
+        values = self.mean_loss(self._recent)
+        if not self._drops and not np.isfinite(values).all():
             raise FloatingPointError(f"the loss is {values} after step {step}")
-        distances = programs.distances(params, self._mesh)
+        if not self._drops and programs.fetch(watch_of(state).total).any():
+            raise FloatingPointError(f"a gradient is not finite after step {step}")
+        distances = programs.distances(state.params, self._mesh)
         found = programs.fetch((norms, distances))
-        # Finite losses may be followed by an update that is not.
-        if not np.isfinite(found[0]).all():
+        # Finite gradients may be followed by an update that is not.
+        if not all(np.isfinite(x).all() for x in found):
             raise FloatingPointError(f"the models are not finite after step {step}")
         self.losses.append((step, values.tolist()))
         self.dispersion.append((step, _spread(*found)))
         self._recent = []
         return values.mean()
 
+    def say_dropped(self) -> None:
+        """Warns of updates that were not finite, and so were dropped."""
+        if not self._drops:
+            return
+        counts = np.sum(programs.fetch(self._dropped), (0, 2)).astype(int).tolist()
+        if any(counts) and jax.process_index() == 0:
+            warn(
+                "updates that were not finite were dropped, of the seeds in turn "
+                f"{', '.join(map(str, counts))}"
+            )
 
-def _mean_loss(rows: list[jax.Array]) -> np.ndarray:
-    """The mean over steps and workers of each seed, which may be infinite."""
-    with np.errstate(over="ignore", invalid="ignore"):
-        return np.mean(programs.fetch(rows), axis=(0, 2))
+    def mean_loss(self, rows: list[jax.Array]) -> np.ndarray:
+        """The mean over steps and workers of each seed, which may be infinite."""
+        found = np.array(programs.fetch(rows))
+        if self._drops:
+            return finite_mean(found, (0, 2))
+        with np.errstate(over="ignore", invalid="ignore"):
+            return np.mean(found, axis=(0, 2))
 
 
 def sent_by(

@@ -1,0 +1,58 @@
+"""Addresses of processes: HOST:PORT, and [HOST]:PORT where the host is IPv6."""
+
+import ipaddress
+import socket
+
+
+def to_address(host: str, port: int | str) -> str:
+    """Returns the address of a host, whose brackets may be missing, and a port."""
+    host = host.strip("[]")
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def split_address(address: str, port: int | None = None) -> tuple[str, int]:
+    """Returns the host, without brackets, and the port of an address.
+
+    Args:
+      address: HOST:PORT; an IPv6 host without brackets ends at the last colon.
+      port: port of an address that is a host alone; None where that is refused.
+
+    Raises:
+      ValueError: if it is no address.
+    """
+    whole = address.strip("[]")
+    if port is not None and (":" not in whole or _is_ipv6(whole)):
+        return whole, port
+    host, _, end = address.rpartition(":")
+    host, least = host.strip("[]"), 1 if port is None else 0
+    is_host = _is_ipv6(host) if ":" in host else bool(host)
+    if not is_host or not end.isdecimal() or not least <= int(end) < 2**16:
+        raise ValueError(
+            "an address is HOST:PORT, or [HOST]:PORT for IPv6, with a port from "
+            f"{least} to {2**16 - 1}, got {address!r}"
+        )
+    # An IPv6 address can be written in several ways.
+    return str(ipaddress.ip_address(host)) if ":" in host else host, int(end)
+
+
+def address_of(listener: socket.socket) -> tuple[str, int]:
+    """Returns host and port at which a socket listens."""
+    # Unlike `getsockname`, with the interface of a link-local address: fe80::1%eth0.
+    flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
+    host, port = socket.getnameinfo(listener.getsockname(), flags)
+    return host, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host is reached from this machine alone."""
+    if _is_ipv6(host):
+        return ipaddress.ip_address(host).is_loopback
+    return host.startswith("127.") or host == "localhost"
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    return True
