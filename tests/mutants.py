@@ -1619,6 +1619,24 @@ MUTANTS = [
         "tests/test_trust.py -k link",
     ),
     Mutant(
+        "train/run/folder.py",
+        "folders[:] = [name for name in folders if name not in SINK_FOLDERS]",
+        "folders[:] = folders",
+        "tests/test_trust.py -k folder_of_a_sink",
+    ),
+    Mutant(
+        "train/run/folder.py",
+        "Path(os.path.realpath(path)).is_relative_to(inside)",
+        "path.parent.is_relative_to(run_dir)",
+        "tests/test_trust.py -k link_out",
+    ),
+    Mutant(
+        "train/__main__.py",
+        "except (OSError, ValueError) as error:",
+        "except OSError as error:",
+        "tests/test_trust.py -k folder_of_a_sink",
+    ),
+    Mutant(
         "decentjax/gossip/peers.py",
         "return x + (y - x) / mass if is_mixed(x) else y",
         "return y",

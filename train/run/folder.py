@@ -14,6 +14,10 @@ import jax
 
 from train.cli.command import SaveError
 
+# Folders in that of a run in which sinks write, and this program does not: "sinks" is
+# for those of the user's own. What is in them is not the run's.
+SINK_FOLDERS = ("wandb", ".wandb", "mlruns", "trackio", "sinks")
+
 
 def process_folders(run_dir: Path) -> list[Path]:
     """Returns the folders of a run of peers, in the order of their numbers."""
@@ -42,17 +46,22 @@ def writing(path: Path) -> Iterator[None]:
 def check_links(run_dir: Path) -> None:
     """Raises for a link in the folder of a run by which a write would leave it.
 
+    Links within the folders of sinks may lead anywhere.
+
     Raises:
       ValueError: if there is one; the folder itself may be a link.
     """
     inside = run_dir.resolve()
     for folder, folders, files in os.walk(run_dir):
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+        paths = (Path(folder, name) for name in (*folders, *files))
+        for path in filter(Path.is_symlink, paths):
+            # Not Path.resolve, which raises for a link to itself.
+            if not Path(os.path.realpath(path)).is_relative_to(inside):
                 raise ValueError(
                     f"{path} is a link to {os.readlink(path)}, outside of the run's "
                     "folder: remove it, or move the whole folder there"
                 )
+        folders[:] = [name for name in folders if name not in SINK_FOLDERS]
 
 
 @contextlib.contextmanager
