@@ -2519,7 +2519,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/folder.py",
-        "            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "            pass",
         "tests/test_stop.py -k is_locked_until",
     ),
@@ -2562,8 +2562,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/loop.py",
-        "        checkpoints.check()",
-        "",
+        "checkpoints.check()",
+        "False",
         "tests/test_resume.py -k failed_save",
     ),
     Mutant(
@@ -2658,9 +2658,51 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/checkpoint.py",
-        "        if kind is None:\n            self.wait()\n            return",
-        "        if kind is None:\n            return",
+        "            if self.wait():",
+        "            if False:",
         "tests/test_train.py -k leaves_its_config",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "        self._renew()\n",
+        "",
+        "tests/test_resume.py -k is_made_anew",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "if step not in self._saved():  # What",
+        "if False:  # What",
+        "tests/test_resume.py -k removed_as_it_is_saved",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "            if _is_removed(error) or",
+        "            if",
+        "tests/test_resume.py -k removed_as_it_is_saved",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "if any(gather(checkpoints.wait())):",
+        "if False:",
+        "tests/test_resume.py -k is_made_anew",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "        _write_config(config, run_dir)\n        write_json",
+        "        write_json",
+        "tests/test_resume.py -k is_made_anew",
+    ),
+    Mutant(
+        "train/run/folder.py",
+        "if held and _is_at(held[-1], path):",
+        "if held:",
+        "tests/test_resume.py -k stays_locked",
+    ),
+    Mutant(
+        "train/run/log.py",
+        "                self._renew()\n",
+        "",
+        "tests/test_resume.py -k is_made_anew",
     ),
     Mutant(
         "train/run/checkpoint.py",
@@ -2760,8 +2802,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/facts.py",
-        "write_json(run_dir / FACTS, facts | kept)",
-        "write_json(run_dir / FACTS, facts)",
+        "    facts |= {name: before[name]",
+        "    before |= {name: before[name]",
         "tests/test_log.py -k says_what_it_is",
     ),
     Mutant(

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import shutil
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +17,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from saving import state_of
 
 from decentjax import WorkerState
 from train.__main__ import main
@@ -25,8 +27,15 @@ from train.config import RoundsConfig, TopologyConfig
 from train.data.batches import Batch
 from train.dbench.grid import make_cells
 from train.report import write_report
-from train.run.checkpoint import Checkpoints, find_checkpoints, read_models
+from train.run.checkpoint import (
+    Checkpoints,
+    find_checkpoints,
+    read_models,
+    restore,
+    verify,
+)
 from train.run.finite import WatchState, build_check
+from train.run.folder import lock
 from train.run.log import read_metrics
 from train.run.loop import Parts, run_steps, train
 from train.run.resume import Begin, Resume, saved_config, what_changed, with_changes
@@ -235,7 +244,9 @@ def test_what_is_saved_is_settled_checked_and_written_down():
         put=lambda arrays: arrays,
         check=note("check"),
         observer=SimpleNamespace(log=None, **{name: note(name) for name in names}),
-        checkpoints=SimpleNamespace(check=lambda: None, save=note("save")),
+        checkpoints=SimpleNamespace(
+            check=lambda: False, save=note("save"), wait=lambda: False
+        ),
         stop=Stop(),
         late=lambda step: None,
         profile=lambda step, state: None,
@@ -254,6 +265,85 @@ def test_what_is_evaluated_is_saved_before(tmp_path):
     with pytest.raises(ZeroDivisionError):
         train(dataclasses.replace(LINE, task=task, evaluation=evaluation), tmp_path)
     assert steps(tmp_path) == [5, 7]
+
+
+REMOVED = {12: "checkpoints"}  # By the step after which it is.
+
+
+def removes(step, state, metrics):
+    if step in REMOVED:
+        run_dir = Path(os.environ["RUN_DIR"])
+        while [*run_dir.glob("checkpoints/*tmp*")]:
+            time.sleep(0.01)
+        path = run_dir / REMOVED[step]
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("removed", "said"),
+    [
+        ({12: "checkpoints"}, ["/checkpoints"]),
+        ({12: "", 18: ""}, ["", ""]),
+        ({7: "checkpoints", 9: "lock"}, ["/checkpoints"]),
+        ({12: "config.json"}, ["/config.json"]),
+        ({12: "run.json", 13: "tensorboard"}, ["/run.json"]),
+        ({13: "metrics.jsonl"}, []),
+        ({13: "checkpoints/5"}, []),
+    ],
+)
+def test_what_is_removed_while_it_trains_is_made_anew(
+    removed, said, tmp_path, monkeypatch, capsys
+):
+    """And a line says so; the run ends as if nothing had been removed."""
+    run_dir = tmp_path / "run"
+    monkeypatch.setenv("RUN_DIR", str(run_dir))
+    monkeypatch.setattr(sys.modules[__name__], "REMOVED", removed)
+    log = dataclasses.replace(LINE.log, every_steps=1)
+    config = dataclasses.replace(LINE, on_step=removes, log=log, num_steps=20)
+    outcome = train(config, run_dir)
+    anew = "was removed while the run trains, and is made anew\n"
+    warned = capsys.readouterr().err
+    assert warned == "".join(f"warning: {run_dir}{one} {anew}" for one in said)
+    assert steps(run_dir)[-1] == 20
+    for name in ("config.json", "run.json", "lock", "tensorboard"):
+        assert (run_dir / name).exists()
+    assert read_metrics(run_dir)[-1]["step"] == 20
+    write_report([run_dir], run_dir / "report.html")
+    with lock(run_dir):  # Its own is not held for ever.
+        pass
+    again = train(config, run_dir, Resume())
+    for x, y in zip(rows_of(outcome.state), rows_of(again.state), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_a_folder_that_is_removed_stays_locked(tmp_path):
+    run_dir = tmp_path / "run"
+    with lock(run_dir) as hold:
+        shutil.rmtree(run_dir)
+        hold()
+        hold()
+        with pytest.raises(ValueError, match="in use by"), lock(run_dir):
+            pass
+        shutil.rmtree(run_dir)
+        with lock(run_dir), pytest.raises(ValueError, match="in use by"):
+            hold()
+
+
+def test_a_checkpoint_that_is_removed_as_it_is_saved_is_saved_again(tmp_path):
+    folder, num_lost = tmp_path / "checkpoints", 0
+    with Checkpoints(tmp_path, 3, 1) as checkpoints:
+        for step in range(1, 8):
+            checkpoints.save(step, state_of(step), LINE)
+            time.sleep(0.005 * step)
+            shutil.rmtree(folder, ignore_errors=True)
+            num_lost += checkpoints.wait()
+        checkpoints.save(step, state_of(step), LINE)
+    assert num_lost > 3
+    assert steps(tmp_path)[-1] == step
+    path = find_checkpoints(tmp_path).steps[step]
+    verify(path)
+    found = restore(path, state_of(0)).params["a"]
+    np.testing.assert_array_equal(found, state_of(step).params["a"])
 
 
 def test_after_an_error_the_last_save_is_waited_for(tmp_path, monkeypatch):

@@ -67,12 +67,17 @@ def describe(
     }
 
 
-def write_facts(run_dir: Path, facts: dict[str, Any]) -> None:
-    """Writes run.json; a run that resumes keeps its id, date and command."""
+def write_facts(run_dir: Path, facts: dict[str, Any]) -> dict[str, Any]:
+    """Writes run.json; a run that resumes keeps its id, date and command.
+
+    Returns:
+      What is written.
+    """
     before = read_facts(run_dir)
     names = ("id", "began", "command")
-    kept = {name: before[name] for name in names if name in before}
-    write_json(run_dir / FACTS, facts | kept)
+    facts |= {name: before[name] for name in names if name in before}
+    write_json(run_dir / FACTS, facts)
+    return facts
 
 
 def add_results(run_dir: Path, **results: Any) -> None:

@@ -37,6 +37,7 @@ class Log:
       kept: last step whose rows in metrics.jsonl are kept; by default `start`.
       units: units of the loss and of the scores, by name.
       write: function that takes each row too, such as that of `open_sinks`.
+      renew: function that makes the run's folder anew, where it was removed.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Log:
         kept: int | None = None,
         units: Mapping[str, str] | None = None,
         write: Write = lambda step, values: None,
+        renew: Callable[[], None] = lambda: None,
     ):
-        self._path = run_dir / METRICS
+        self._path, self._renew = run_dir / METRICS, renew
         rows = self.forget(start if kept is None else kept)
         self._num_steps, self._headline = num_steps, headline
         self._units, self._write_sinks = units or {}, write
@@ -148,9 +150,18 @@ class Log:
 
     def _write(self, row: dict[str, Any]) -> None:
         seconds = self._seconds_before + time.monotonic() - self._start
+        line = json.dumps({"seconds": round(seconds, 3), **row}) + "\n"
+        with writing(self._path):
+            try:
+                self._append(line)
+            except FileNotFoundError:
+                self._renew()
+                self._append(line)
+
+    def _append(self, line: str) -> None:
         # Closed after each row, so that a run that is killed loses none.
-        with writing(self._path), self._path.open("a") as file:
-            file.write(json.dumps({"seconds": round(seconds, 3), **row}) + "\n")
+        with self._path.open("a") as file:
+            file.write(line)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

@@ -37,23 +37,30 @@ def _tensorboard(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[
 
     del config
     folder = run_dir / "tensorboard"
-    folder.mkdir(exist_ok=True)
     messages: Any = event_pb2  # Its classes are made at run time.
-    # Not tensorboardX's own thread, which waits forever after an error.
-    writer = event_file_writer.EventsWriter(str(folder / "events"))
 
-    def add(step: int, **what: Any) -> None:
+    def add(writer: Any, step: int, **what: Any) -> None:
         writer.write_event(messages.Event(step=step, wall_time=time.time(), **what))
 
+    def open_file() -> Any:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Not tensorboardX's own thread, which waits forever after an error.
+        writer = event_file_writer.EventsWriter(str(folder / "events"))
+        # Hides what an earlier process wrote of later steps.
+        started = messages.SessionLog(status=messages.SessionLog.START)
+        add(writer, start + 1, session_log=started)
+        return stack.enter_context(contextlib.closing(writer))
+
     def write(step: int, values: dict[str, float]) -> None:
+        nonlocal writer
+        if not folder.exists():  # Removed while the run trains.
+            writer = open_file()
         for tag, value in values.items():
-            add(step, summary=summary.scalar(tag, value))
+            add(writer, step, summary=summary.scalar(tag, value))
         writer.flush()
 
-    # Hides what an earlier process wrote of later steps.
-    started = messages.SessionLog(status=messages.SessionLog.START)
-    with contextlib.closing(writer):
-        add(start + 1, session_log=started)
+    with contextlib.ExitStack() as stack:
+        writer = open_file()
         yield write
 
 
