@@ -2684,7 +2684,7 @@ MUTANTS = [
         "train/run/loop.py",
         "if any(gather(checkpoints.wait())):",
         "if False:",
-        "tests/test_resume.py -k is_made_anew",
+        "tests/test_resume.py -k last_checkpoint_that_is_removed",
     ),
     Mutant(
         "train/run/loop.py",
@@ -2802,9 +2802,27 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/facts.py",
-        "    facts |= {name: before[name]",
-        "    before |= {name: before[name]",
+        "    facts = facts | kept |",
+        "    facts = facts |",
         "tests/test_log.py -k says_what_it_is",
+    ),
+    Mutant(
+        "train/run/facts.py",
+        'if goes_back and "id" in kept:',
+        "if False:",
+        "tests/test_log.py -k goes_back",
+    ),
+    Mutant(
+        "train/run/facts.py",
+        "known = set() if goes_back else set(",
+        "known = set(",
+        "tests/test_log.py -k goes_back",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "if step <= kept and values]",
+        "if values]",
+        "tests/test_log.py -k goes_back",
     ),
     Mutant(
         "train/run/sinks.py",

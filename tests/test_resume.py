@@ -316,6 +316,21 @@ def test_what_is_removed_while_it_trains_is_made_anew(
         np.testing.assert_array_equal(x, y)
 
 
+def removes_all(step, scores):
+    removes("evaluated", None, None)
+
+
+def test_a_last_checkpoint_that_is_removed_is_saved_again(tmp_path, monkeypatch):
+    """Its state is still in memory, as the run has not ended."""
+    monkeypatch.setenv("RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        sys.modules[__name__], "REMOVED", {"evaluated": "checkpoints/20"}
+    )
+    config = dataclasses.replace(LINE, on_evaluation=removes_all, num_steps=20)
+    train(config, tmp_path)
+    assert steps(tmp_path) == [15, 20]
+
+
 def test_a_folder_that_is_removed_stays_locked(tmp_path):
     run_dir = tmp_path / "run"
     with lock(run_dir) as hold:

@@ -104,7 +104,6 @@ class Log:
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Records training metrics, among them "loss" and "steps_per_second"."""
         self._write({"step": step, **values})
-        self._write_sinks(step, {f"train/{k}": v for k, v in values.items()})
         loss = quantity(values["loss"], self._units.get("loss", ""), digits=4)
         parts = [f"step {step}/{self._num_steps}", f"loss {loss}"]
         if "consensus_distance" in values:
@@ -130,15 +129,8 @@ class Log:
     ) -> None:
         """Records the scores of the mean model and of each worker's, by its number."""
         of_workers = list(workers.values())
-        self._write({"step": step, "mean_model": mean, "workers": of_workers})
-        models = {"mean_model": mean}
-        models |= {f"worker_{number}": scores for number, scores in workers.items()}
-        flat = {
-            f"evaluation/{model}/{name}": score
-            for model, of_model in models.items()
-            for name, score in of_model.items()
-        }
-        self._write_sinks(step, flat)
+        row = {"step": step, "mean_model": mean, "workers": of_workers}
+        self._write(row, first=min(workers))
         name, unit = self._headline, self._units.get(self._headline, "")
         scores = [worker[name] for worker in of_workers]
         shown = [quantity(x, unit) for x in (mean[name], min(scores), max(scores))]
@@ -148,7 +140,7 @@ class Log:
             soft_wrap=True,
         )
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, Any], first: int = 0) -> None:
         seconds = self._seconds_before + time.monotonic() - self._start
         line = json.dumps({"seconds": round(seconds, 3), **row}) + "\n"
         with writing(self._path):
@@ -157,6 +149,8 @@ class Log:
             except FileNotFoundError:
                 self._renew()
                 self._append(line)
+        if values := for_sinks(row, first):
+            self._write_sinks(row["step"], values)
 
     def _append(self, line: str) -> None:
         # Closed after each row, so that a run that is killed loses none.
@@ -180,6 +174,25 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
         warn(f"{path}: left out {len(broken)} broken row(s), in line {shown}")
     return [row for row in [*rows, _row(last)] if row is not None]
+
+
+def for_sinks(row: Mapping[str, Any], first: int = 0) -> dict[str, float]:
+    """Returns the numbers of a row of metrics.jsonl, named as sinks have them.
+
+    Args:
+      row: the row; one that only notes facts has none.
+      first: number of the first worker that it has scores of.
+    """
+    if "loss" in row:
+        return {f"train/{k}": x for k, x in row.items() if k not in ("step", "seconds")}
+    models = {"mean_model": row["mean_model"]} if "mean_model" in row else {}
+    for number, scores in enumerate(row.get("workers", ()), first):
+        models[f"worker_{number}"] = scores
+    return {
+        f"evaluation/{model}/{name}": score
+        for model, scores in models.items()
+        for name, score in scores.items()
+    }
 
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:

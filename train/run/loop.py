@@ -31,7 +31,7 @@ from train.run.checkpoint import Checkpoints, find_checkpoints, set_aside
 from train.run.facts import FACTS, describe, header, peak_seconds, write_facts
 from train.run.finite import Check, build_check, check_gradients
 from train.run.folder import MADE_ANEW, lock
-from train.run.log import Log, warn
+from train.run.log import Log, for_sinks, read_metrics, warn
 from train.run.observe import Observer
 from train.run.optimizers import build_optimizer
 from train.run.peers import (
@@ -46,7 +46,7 @@ from train.run.peers import (
 from train.run.profile import profiled
 from train.run.resume import Begin, Resume, begin_again, begin_new
 from train.run.rounds import check_rounds, warn_of_few
-from train.run.sinks import Sink, named_sinks, open_sinks
+from train.run.sinks import Sink, named_sinks, open_sinks, with_rows_before
 from train.run.stop import Stop
 from train.run.straggler import check_processes, delay
 from train.run.timeline import Timeline, drop_spans
@@ -296,11 +296,12 @@ def _prepare(
     means = stack.enter_context(MetricMeans(config.distributed.timeout_seconds))
     log, renew = None, lambda: None
     if jax.process_index() == 0:
-        facts = write_facts(run_dir, describe(config, task, begin.state, mesh))
-        renew = functools.partial(_renew, config, run_dir, facts, hold)
         # One who joins its peers does none of its steps again.
         joins = is_late or config.exchange.elastic
         kept = config.num_steps if joins else begin.step
+        facts = describe(config, task, begin.state, mesh)
+        facts, sinks = _write_facts(config, run_dir, facts, sinks, kept, first)
+        renew = functools.partial(_renew, config, run_dir, facts, hold)
         others = facts, sinks, kept, renew
         log = _open_log(config, task, run_dir, begin, *others, stack)
         if begin.facts and begin.step < config.num_steps:
@@ -360,6 +361,23 @@ def _prepare(
         first,
         take_in,
     )
+
+
+def _write_facts(
+    config: Config,
+    run_dir: Path,
+    facts: dict[str, Any],
+    sinks: Sequence[Sink],
+    kept: int,
+    first: int,
+) -> tuple[dict[str, Any], Sequence[Sink]]:
+    """Writes down what the run is, and gives its sinks the rows that they lack."""
+    rows = read_metrics(run_dir)
+    goes_back = any(row["step"] > kept for row in rows)
+    facts, new = write_facts(run_dir, facts, config.log.sinks, goes_back)
+    before = [(row["step"], for_sinks(row, first)) for row in rows]
+    before = [(step, values) for step, values in before if step <= kept and values]
+    return facts, with_rows_before(sinks, new, before)
 
 
 def _open_log(

@@ -5,6 +5,7 @@ returns a context, whose value takes each row: a step, and numbers by name.
 """
 
 import contextlib
+import functools
 import importlib.util
 import json
 import os
@@ -147,6 +148,9 @@ SINKS: dict[str, tuple[Sink, str]] = {
     "trackio": (_trackio, "trackio"),
 }
 
+# They keep the rows of a run under its id, and forget none.
+BY_ID = ("wandb", "mlflow", "trackio")
+
 
 def named_sinks(names: Sequence[str]) -> list[Sink]:
     """Returns the sinks of these names, without importing their packages.
@@ -164,6 +168,32 @@ def named_sinks(names: Sequence[str]) -> list[Sink]:
                 f"'decentjax[{'train' if name == 'tensorboard' else name}]'"
             )
     return [SINKS[name][0] for name in names]
+
+
+def with_rows_before(
+    sinks: Sequence[Sink], new: Sequence[str], rows: Sequence[tuple[int, Any]]
+) -> list[Sink]:
+    """Returns the sinks; those that have nothing of a run yet begin with earlier rows.
+
+    Args:
+      sinks: the sinks of a run that resumes.
+      new: names of those that have none of its rows under its id.
+      rows: step and numbers of the rows that the run keeps.
+    """
+    empty = [SINKS[name][0] for name in BY_ID if name in new]
+    return [_after(rows, sink) if sink in empty else sink for sink in sinks]
+
+
+def _after(rows: Sequence[tuple[int, Any]], sink: Sink) -> Sink:
+    @functools.wraps(sink)
+    @contextlib.contextmanager
+    def after(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write]:
+        with sink(config, run_dir, start) as write:
+            for row in rows:
+                write(*row)
+            yield write
+
+    return after
 
 
 @contextlib.contextmanager
