@@ -2622,8 +2622,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/observe.py",
-        "        self._num_skipped = self._num_counted = 0\n        self._means.put",
-        "        self._means.put",
+        "        self._num_skipped = self._num_counted = 0\n        counts",
+        "        counts",
         "tests/test_resume.py -k skipped_is_in",
     ),
     Mutant(
@@ -2805,6 +2805,36 @@ MUTANTS = [
         "    facts = facts | kept |",
         "    facts = facts |",
         "tests/test_log.py -k says_what_it_is",
+    ),
+    Mutant(
+        "train/run/log.py",
+        "    return json.dumps(plain(row)) +",
+        "    return json.dumps(row) +",
+        "tests/test_log.py -k rows_of_json",
+    ),
+    Mutant(
+        "train/run/log.py",
+        "row = measured(json.loads(line))",
+        "row = json.loads(line)",
+        "tests/test_log.py -k rows_of_json",
+    ),
+    Mutant(
+        "train/run/outcome.py",
+        'measured(found["outcome"])',
+        'found["outcome"]',
+        "tests/test_compare.py -k kept_is_json",
+    ),
+    Mutant(
+        "train/report.py",
+        'measured(run.facts.get("results", {}))',
+        'run.facts.get("results", {})',
+        "tests/test_report.py -k not_finite",
+    ),
+    Mutant(
+        "train/job/distributed.py",
+        "np.average(values, weights=counts)",
+        "np.average(values)",
+        "tests/test_distributed.py -k error_of_one",
     ),
     Mutant(
         "train/run/facts.py",
@@ -3366,8 +3396,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/job/distributed.py",
-        "float(np.mean([row[k] for row in rows]))",
-        "float(np.sum([row[k] for row in rows]))",
+        "    return float(np.average(values, weights=counts))",
+        "    return float(np.dot(values, counts))",
         "tests/test_distributed.py -k processes_train_as",
     ),
     Mutant(

@@ -98,6 +98,66 @@ def test_the_throughput_is_that_of_all_workers(tmp_path):
     np.testing.assert_allclose(per_step, 4 * 3)  # Of 4 workers.
 
 
+def loss_with_odd_metrics(params, model_state, batch, key):
+    loss, (model_state, _) = line.task.build().loss_fn(params, model_state, batch, key)
+    x = batch[0, 0]
+    odd = {"some": jnp.where(x > 0, x, jnp.nan), "all": 0 * x + jnp.inf}
+    return loss, (model_state, odd)
+
+
+class Odd(type(line.task)):
+    """Its metrics are not finite on some workers, or on all, nor is one of its scores.
+
+    A recall without positives is such a metric.
+    """
+
+    def build(self):
+        task = super().build()
+
+        def score_fn(params, model_state, batch):
+            found = task.score_fn(params, model_state, batch)
+            return found | {"recall": (jnp.zeros(()), jnp.zeros(()))}
+
+        return task._replace(loss_fn=loss_with_odd_metrics, score_fn=score_fn)
+
+
+SOME = []
+
+
+def keep_some(step, state, metrics):
+    SOME.append(np.asarray(metrics["some"]))
+
+
+def no_such_number(name):
+    raise ValueError(f"JSON has no {name}")
+
+
+@pytest.mark.parametrize("num_workers", [1, 3, 4])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
+def test_a_metric_that_is_not_finite_leaves_rows_of_json(num_workers, tmp_path, capfd):
+    SOME.clear()
+    workers = dataclasses.replace(line.workers, num_workers=num_workers)
+    config = dataclasses.replace(
+        with_log(sinks=("tensorboard",)), task=Odd(), workers=workers, on_step=keep_some
+    )
+    train(config, tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(one, parse_constant=no_such_number) for one in lines]
+    assert [row["all"] for row in rows if "loss" in row] == [None] * 10
+    for row, some in zip((row for row in rows if "loss" in row), SOME, strict=True):
+        finite = some[some == some]
+        wanted = finite.mean() if finite.size else None
+        assert row["some"] == (wanted and pytest.approx(float(wanted)))
+    assert rows[-1]["mean_model"]["recall"] is None
+    assert any(np.isnan(some).any() for some in SOME)
+    # As it was read before: null is NaN, also after the file was written again.
+    train(dataclasses.replace(config, num_steps=11), tmp_path, Resume())
+    read = [row["all"] for row in read_metrics(tmp_path) if "loss" in row]
+    assert len(read) == 11
+    assert np.isnan(read).all()
+    assert "NaN" not in capfd.readouterr().err
+
+
 def test_tokens_are_those_to_predict_without_padding():
     task = tiny_numbers.config.task.build()
     batch = task.steps(2, 96, 0, range(2))[0].arrays

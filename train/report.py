@@ -21,7 +21,7 @@ from train.cli.command import command, show_usage
 from train.cli.config_json import differences, from_defaults
 from train.cli.options import Trust
 from train.cli.read import from_options
-from train.cli.tables import quantity, words
+from train.cli.tables import measured, quantity, words
 from train.figures.members_figure import draw_members, lives
 from train.figures.page import Section, html_table, write_page
 from train.figures.paths_figure import animate_paths, draw_paths
@@ -249,7 +249,8 @@ def _median(run: History, what: str) -> float:
 
 def _other_scores(run: History) -> list[list[str]]:
     """Rows of simpler models, and of the test scores of what the model generates."""
-    results, headline = run.facts.get("results", {}), run.facts.get("headline", "")
+    results = measured(run.facts.get("results", {}))
+    headline = run.facts.get("headline", "")
     baselines = [
         [run.name, name, f"{quantity(score, run.unit(headline))} {words(headline)}"]
         for name, score in results.get("baselines", {}).items()

@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from train.cli.tables import quantity, words, write_whole
+from train.cli.tables import measured, plain, quantity, words, write_whole
 from train.run.folder import writing
 
 METRICS = "metrics.jsonl"
@@ -142,7 +142,7 @@ class Log:
 
     def _write(self, row: dict[str, Any], first: int = 0) -> None:
         seconds = self._seconds_before + time.monotonic() - self._start
-        line = json.dumps({"seconds": round(seconds, 3), **row}) + "\n"
+        line = line_of({"seconds": round(seconds, 3), **row})
         with writing(self._path):
             try:
                 self._append(line)
@@ -161,8 +161,8 @@ class Log:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's metrics.jsonl, none where there is no such file.
 
-    Rows that are broken are left out with a warning; one at the end without, as the
-    file may be read while it is written.
+    A number that was not finite is NaN. Rows that are broken are left out with a
+    warning; one at the end without, as the file may be read while it is written.
     """
     path = run_dir / METRICS
     if not path.exists():
@@ -197,7 +197,12 @@ def for_sinks(row: Mapping[str, Any], first: int = 0) -> dict[str, float]:
 
 def write_rows(path: Path, rows: Iterable[Any]) -> None:
     """Writes a file with a line of JSON for each row."""
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_whole(path, "".join(map(line_of, rows)))
+
+
+def line_of(row: Any) -> str:
+    """Returns a row as a line of JSON, with null for a number that is not finite."""
+    return json.dumps(plain(row)) + "\n"
 
 
 def warn(text: str) -> None:
@@ -236,7 +241,7 @@ def _speeds(values: Mapping[str, float]) -> list[str]:
 def _row(line: str) -> dict[str, Any] | None:
     """A row of metrics.jsonl, None for a broken line."""
     try:
-        row = json.loads(line)
+        row = measured(json.loads(line))
     except (json.JSONDecodeError, RecursionError):
         return None
     return row if isinstance(row, dict) and {"step", "seconds"} <= row.keys() else None

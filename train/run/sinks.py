@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib.util
 import json
+import logging
 import os
 import queue
 import threading
@@ -37,6 +38,8 @@ def _tensorboard(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[
     from tensorboardX.proto import event_pb2
 
     del config
+    # It would warn at each number that is not finite.
+    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
     folder = run_dir / "tensorboard"
     messages: Any = event_pb2  # Its classes are made at run time.
 
