@@ -2837,6 +2837,24 @@ MUTANTS = [
         "tests/test_distributed.py -k error_of_one",
     ),
     Mutant(
+        "train/run/rates.py",
+        "jumps = not (_is_near(last, found) or _is_near(next_, found))",
+        "jumps = not _is_near(last, found)",
+        "tests/test_resume.py -k within_a_run_may_jump",
+    ),
+    Mutant(
+        "train/run/rates.py",
+        "before[1] == now[1] or rates_at(",
+        "before[1] == now[1] and rates_at(",
+        "tests/test_resume.py -k rate_that_jumps",
+    ),
+    Mutant(
+        "train/run/rates.py",
+        "    if step == config.num_steps:\n        return {}",
+        "",
+        "tests/test_resume.py -k rate_that_jumps",
+    ),
+    Mutant(
         "train/run/facts.py",
         'if goes_back and "id" in kept:',
         "if False:",

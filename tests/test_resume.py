@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -23,7 +24,7 @@ from decentjax import WorkerState
 from train.__main__ import main
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
-from train.config import RoundsConfig, TopologyConfig
+from train.config import OptimizerConfig, RoundsConfig, TopologyConfig
 from train.data.batches import Batch
 from train.dbench.grid import make_cells
 from train.report import write_report
@@ -38,6 +39,7 @@ from train.run.finite import WatchState, build_check
 from train.run.folder import lock
 from train.run.log import read_metrics
 from train.run.loop import Parts, run_steps, train
+from train.run.rates import rates_at
 from train.run.resume import Begin, Resume, saved_config, what_changed, with_changes
 from train.run.scores import read_trained
 from train.run.stop import Stop
@@ -45,6 +47,8 @@ from train.run.stop import Stop
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 LINE = line.config
+# The rate of its last step of 20.
+KEPT = tuple(f"optimizer.{x}-rate=0.000715" for x in ("learning", "final-learning"))
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -506,6 +510,68 @@ def test_a_change_that_is_named_is_made_and_recorded(run_dir):
     assert changed in row["changed"]
     page = write_report([run_dir], run_dir / "report.html").read_text()
     assert f"; num_steps was 20 and is 25; {changed}" in page
+
+
+def cosine(step, num_steps, peak=0.1, final=1e-4):
+    """The rate of a run of LINE, which has no warm-up."""
+    return final + (peak - final) * (1 + np.cos(np.pi * step / num_steps)) / 2
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "changes", "now", "how"),
+    [
+        (45, (), cosine(20, 45), "add --change optimizer.learning-rate={0} --ch.*{0}"),
+        (25, ("optimizer.learning-rate=0.5",), cosine(20, 25, 0.5), "to keep it, add"),
+        (25, ("optimizer.decay=steps",), 0.1, "to keep it, add"),
+        (90, ("optimizer.warmup-steps=80",), 0.1 * 20 / 80, "without the change it"),
+        # What the line advises, a change that is no change, and what is not a rate.
+        (40, KEPT, None, ""),
+        (21, ("optimizer.b1=0.5", KEPT[0], KEPT[1]), None, ""),
+        (20, ("optimizer.learning-rate=0.5",), None, ""),
+    ],
+)
+def test_a_rate_that_jumps_is_said(num_steps, changes, now, how, run_dir, capsys):
+    """By its schedules, whatever the option; the log and the report have it too."""
+    longer = dataclasses.replace(LINE, num_steps=num_steps)
+    config, fields = with_changes(longer, changes)
+    train(config, run_dir, Resume(changes=fields))
+    said = capsys.readouterr().err
+    rows = [row["rate_jump"] for row in read_metrics(run_dir) if "rate_jump" in row]
+    if now is None:
+        assert (said, rows) == ("", [])
+        return
+    np.testing.assert_allclose(rows, [(cosine(19, 20), now)], rtol=1e-4)
+    last = f"{cosine(19, 20):.3g}"
+    assert re.search(
+        rf"^warning: the learning rate jumps from {last}, where the run stopped, to "
+        rf"{now:.3g} at step 20: num_steps was 20 and is {num_steps}.*; .*"
+        + how.format(last),
+        said,
+    )
+    page = write_report([run_dir], run_dir / "report.html").read_text()
+    assert f"; the learning rate jumped from {last} to {now:.3g}" in page
+
+
+def test_a_rate_within_a_run_may_jump():
+    """One that falls by its schedule does not jump, nor one that is left as it was."""
+    falls = OptimizerConfig(decay="steps", decay_steps=(60,), warmup_steps=5)
+    assert rates_at((falls, 100), (falls, 200), 60) is None
+    sooner = dataclasses.replace(falls, decay_steps=(50,))
+    assert rates_at((falls, 100), (sooner, 100), 60) is None  # As it would have been.
+    later = dataclasses.replace(falls, decay_steps=(70,))
+    assert rates_at((falls, 100), (later, 100), 60) is None  # As it was.
+    last, now = rates_at((falls, 100), (sooner, 100), 55) or (0, 0)
+    assert (last, now) == pytest.approx((1e-3, 1e-4))
+    own = dataclasses.replace(falls, schedule=rising)
+    assert rates_at((own, 100), (own, 120), 50) is None
+    last, now = rates_at((own, 100), (own, 200), 50) or (0, 0)
+    assert (last, now) == pytest.approx((0.49, 0.25))
+    zero = dataclasses.replace(falls, learning_rate=0.0)
+    assert rates_at((zero, 100), (zero, 200), 60) is None
+
+
+def rising(num_steps):
+    return lambda step: step / num_steps
 
 
 @pytest.mark.parametrize("change", ["nothing", "=1", "optimizer.learning-rate"])

@@ -343,6 +343,9 @@ def _event(row: dict[str, Any]) -> str:
         return f"began with the model of {row['init_from']}{step}"
     if "resumed" in row:
         changed = "".join(f"; {one}" for one in row.get("changed", []))
+        if "rate_jump" in row:
+            last, now = row["rate_jump"]
+            changed += f"; the learning rate jumped from {last:.3g} to {now:.3g}"
         return f"resumed at step {row['step']}: {row['resumed']}{changed}"
     if "joined_after" in row:
         if not row["joined_after"]:
