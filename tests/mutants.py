@@ -1775,6 +1775,24 @@ MUTANTS = [
         "tests/test_trust.py -k link",
     ),
     Mutant(
+        "train/run/folder.py",
+        "folders[:] = [name for name in folders if name not in SINK_FOLDERS]",
+        "folders[:] = folders",
+        "tests/test_trust.py -k folder_of_a_sink",
+    ),
+    Mutant(
+        "train/run/folder.py",
+        "Path(os.path.realpath(path)).is_relative_to(inside)",
+        "path.parent.is_relative_to(run_dir)",
+        "tests/test_trust.py -k link_out",
+    ),
+    Mutant(
+        "train/__main__.py",
+        "except (OSError, ValueError) as error:",
+        "except OSError as error:",
+        "tests/test_trust.py -k folder_of_a_sink",
+    ),
+    Mutant(
         "decentjax/gossip/peers.py",
         "return x + (y - x) / mass if is_mixed(x) else y",
         "return y",
@@ -2663,7 +2681,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/folder.py",
-        "            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
+        "        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)",
         "            pass",
         "tests/test_stop.py -k is_locked_until",
     ),
@@ -2706,8 +2724,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/loop.py",
-        "        checkpoints.check()",
-        "",
+        "checkpoints.check()",
+        "False",
         "tests/test_resume.py -k failed_save",
     ),
     Mutant(
@@ -2766,8 +2784,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/observe.py",
-        "        self._num_skipped = self._num_counted = 0\n        self._means.put",
-        "        self._means.put",
+        "        self._num_skipped = self._num_counted = 0\n        counts",
+        "        counts",
         "tests/test_resume.py -k skipped_is_in",
     ),
     Mutant(
@@ -2802,9 +2820,51 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/checkpoint.py",
-        "        if kind is None:\n            self.wait()\n            return",
-        "        if kind is None:\n            return",
+        "            if self.wait():",
+        "            if False:",
         "tests/test_train.py -k leaves_its_config",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "        self._renew()\n",
+        "",
+        "tests/test_resume.py -k is_made_anew",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "if step not in self._saved():  # What",
+        "if False:  # What",
+        "tests/test_resume.py -k removed_as_it_is_saved",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "            if _is_removed(error) or",
+        "            if",
+        "tests/test_resume.py -k removed_as_it_is_saved",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "if any(gather(checkpoints.wait())):",
+        "if False:",
+        "tests/test_resume.py -k last_checkpoint_that_is_removed",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "        _write_config(config, run_dir)\n        write_json",
+        "        write_json",
+        "tests/test_resume.py -k is_made_anew",
+    ),
+    Mutant(
+        "train/run/folder.py",
+        "if held and _is_at(held[-1], path):",
+        "if held:",
+        "tests/test_resume.py -k stays_locked",
+    ),
+    Mutant(
+        "train/run/log.py",
+        "                self._renew()\n",
+        "",
+        "tests/test_resume.py -k is_made_anew",
     ),
     Mutant(
         "train/run/checkpoint.py",
@@ -2904,9 +2964,75 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/facts.py",
-        "write_json(run_dir / FACTS, facts | kept)",
-        "write_json(run_dir / FACTS, facts)",
+        "    facts = facts | kept |",
+        "    facts = facts |",
         "tests/test_log.py -k says_what_it_is",
+    ),
+    Mutant(
+        "train/run/log.py",
+        "    return json.dumps(plain(row)) +",
+        "    return json.dumps(row) +",
+        "tests/test_log.py -k rows_of_json",
+    ),
+    Mutant(
+        "train/run/log.py",
+        "row = measured(json.loads(line))",
+        "row = json.loads(line)",
+        "tests/test_log.py -k rows_of_json",
+    ),
+    Mutant(
+        "train/run/outcome.py",
+        'measured(found["outcome"])',
+        'found["outcome"]',
+        "tests/test_compare.py -k kept_is_json",
+    ),
+    Mutant(
+        "train/report.py",
+        'measured(run.facts.get("results", {}))',
+        'run.facts.get("results", {})',
+        "tests/test_report.py -k not_finite",
+    ),
+    Mutant(
+        "train/job/distributed.py",
+        "np.average(values, weights=counts)",
+        "np.average(values)",
+        "tests/test_distributed.py -k error_of_one",
+    ),
+    Mutant(
+        "train/run/rates.py",
+        "jumps = not (_is_near(last, found) or _is_near(next_, found))",
+        "jumps = not _is_near(last, found)",
+        "tests/test_resume.py -k within_a_run_may_jump",
+    ),
+    Mutant(
+        "train/run/rates.py",
+        "before[1] == now[1] or rates_at(",
+        "before[1] == now[1] and rates_at(",
+        "tests/test_resume.py -k rate_that_jumps",
+    ),
+    Mutant(
+        "train/run/rates.py",
+        "    if step == config.num_steps:\n        return {}",
+        "",
+        "tests/test_resume.py -k rate_that_jumps",
+    ),
+    Mutant(
+        "train/run/facts.py",
+        'if goes_back and "id" in kept:',
+        "if False:",
+        "tests/test_log.py -k goes_back",
+    ),
+    Mutant(
+        "train/run/facts.py",
+        "known = set() if goes_back else set(",
+        "known = set(",
+        "tests/test_log.py -k goes_back",
+    ),
+    Mutant(
+        "train/run/loop.py",
+        "if step <= kept and values]",
+        "if values]",
+        "tests/test_log.py -k goes_back",
     ),
     Mutant(
         "train/run/sinks.py",
@@ -3480,8 +3606,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/job/distributed.py",
-        "float(np.mean([row[k] for row in rows]))",
-        "float(np.sum([row[k] for row in rows]))",
+        "    return float(np.average(values, weights=counts))",
+        "    return float(np.dot(values, counts))",
         "tests/test_distributed.py -k processes_train_as",
     ),
     Mutant(

@@ -32,7 +32,7 @@ from train.run.clock import Clock
 from train.run.comparison import Entry, holm, statements, table
 from train.run.log import read_metrics
 from train.run.loop import train
-from train.run.outcome import SeedsOutcome
+from train.run.outcome import SeedsOutcome, kept
 from train.run.replayed import train_by_clock
 from train.run.seeds import draws_of, train_seeds
 from train.run.tune import LOSS, Grid, choose, profiles
@@ -61,6 +61,25 @@ def outcome(scores, **changes):
         sent={},
     )
     return made._replace(**changes)
+
+
+def strict(text):
+    """JSON that other programs read too."""
+
+    def refuse(name):
+        raise ValueError(name)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_what_is_kept_is_json_and_has_what_is_not_finite(tmp_path):
+    path = tmp_path / "kept.json"
+    made = outcome([2.0, 3.0], judged={"bleu": [np.nan, 1.0]})
+    once = kept(path, LINE, range(2), lambda: made)
+    assert strict(path.read_text())["outcome"]["judged"]["bleu"] == [None, 1.0]
+    again = kept(path, LINE, range(2), pytest.fail)
+    assert (again.training_loss, again.losses[1][1]) == ([2.0, 3.0], [2.0, 3.0])
+    np.testing.assert_equal(again.judged, once.judged)
 
 
 def entry(name, scores, draws=None) -> Entry:

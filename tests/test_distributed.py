@@ -425,14 +425,23 @@ import dataclasses
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 
 from tests.job_line import config as line
 from tests.line import Line
 
 
+def loss_fn(params, model_state, batch, key):
+    loss, (model_state, _) = Line().build().loss_fn(params, model_state, batch, key)
+    worker = batch[0, 0]
+    return loss, (model_state, {"worker": jnp.where(worker == 3, jnp.nan, worker)})
+
+
 def read(step, batch):
     if step > 6 and jax.process_index() == 1:
         raise RuntimeError("the disk is on fire")
+    for place in range(2):
+        batch.arrays[place, :, 0] = 2 * jax.process_index() + place
     return batch
 
 
@@ -440,7 +449,7 @@ class Task(Line):
     def build(self):
         task = super().build()
         steps = lambda *args, **kw: task.steps(*args, **kw).map_with_index(read)
-        return task._replace(steps=steps)
+        return task._replace(steps=steps, loss_fn=loss_fn)
 
 
 config = dataclasses.replace(line, task=Task())
@@ -458,6 +467,10 @@ def test_the_error_of_one_ends_all_with_its_name_and_traceback(tmp_path):
     assert "[0] Traceback" not in output
     assert "error: process 1 ended first, with exit code 70" in output
     assert of_run(tmp_path) == {}
+    # A metric is the mean of the workers that have one, whatever their process.
+    found = [row["worker"] for row in read_metrics(tmp_path) if "loss" in row]
+    assert found
+    np.testing.assert_allclose(found, (0 + 1 + 2) / 3)
 
 
 def test_a_loss_that_is_not_finite_ends_all_with_a_sentence(tmp_path):

@@ -22,14 +22,14 @@ import decentjax
 from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.tables import quantity
-from train.config import LogConfig, PolicyConfig, StepConfig
+from train.config import CheckpointConfig, LogConfig, PolicyConfig, StepConfig
 from train.run import sinks
 from train.run.build import build_state
 from train.run.facts import command_line, peak_seconds, read_facts, worker_flops
 from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.optimizers import build_optimizer
-from train.run.resume import Resume
+from train.run.resume import Resume, saved_config
 from train.run.sinks import named_sinks
 from train.targets import peak_flops
 
@@ -96,6 +96,66 @@ def test_the_throughput_is_that_of_all_workers(tmp_path):
     rows = [row for row in read_metrics(tmp_path) if "loss" in row]
     per_step = [row["examples_per_second"] / row["steps_per_second"] for row in rows]
     np.testing.assert_allclose(per_step, 4 * 3)  # Of 4 workers.
+
+
+def loss_with_odd_metrics(params, model_state, batch, key):
+    loss, (model_state, _) = line.task.build().loss_fn(params, model_state, batch, key)
+    x = batch[0, 0]
+    odd = {"some": jnp.where(x > 0, x, jnp.nan), "all": 0 * x + jnp.inf}
+    return loss, (model_state, odd)
+
+
+class Odd(type(line.task)):
+    """Its metrics are not finite on some workers, or on all, nor is one of its scores.
+
+    A recall without positives is such a metric.
+    """
+
+    def build(self):
+        task = super().build()
+
+        def score_fn(params, model_state, batch):
+            found = task.score_fn(params, model_state, batch)
+            return found | {"recall": (jnp.zeros(()), jnp.zeros(()))}
+
+        return task._replace(loss_fn=loss_with_odd_metrics, score_fn=score_fn)
+
+
+SOME = []
+
+
+def keep_some(step, state, metrics):
+    SOME.append(np.asarray(metrics["some"]))
+
+
+def no_such_number(name):
+    raise ValueError(f"JSON has no {name}")
+
+
+@pytest.mark.parametrize("num_workers", [1, 3, 4])
+@pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
+def test_a_metric_that_is_not_finite_leaves_rows_of_json(num_workers, tmp_path, capfd):
+    SOME.clear()
+    workers = dataclasses.replace(line.workers, num_workers=num_workers)
+    config = dataclasses.replace(
+        with_log(sinks=("tensorboard",)), task=Odd(), workers=workers, on_step=keep_some
+    )
+    train(config, tmp_path)
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(one, parse_constant=no_such_number) for one in lines]
+    assert [row["all"] for row in rows if "loss" in row] == [None] * 10
+    for row, some in zip((row for row in rows if "loss" in row), SOME, strict=True):
+        finite = some[some == some]
+        wanted = finite.mean() if finite.size else None
+        assert row["some"] == (wanted and pytest.approx(float(wanted)))
+    assert rows[-1]["mean_model"]["recall"] is None
+    assert any(np.isnan(some).any() for some in SOME)
+    # As it was read before: null is NaN, also after the file was written again.
+    train(dataclasses.replace(config, num_steps=11), tmp_path, Resume())
+    read = [row["all"] for row in read_metrics(tmp_path) if "loss" in row]
+    assert len(read) == 11
+    assert np.isnan(read).all()
+    assert "NaN" not in capfd.readouterr().err
 
 
 def test_tokens_are_those_to_predict_without_padding():
@@ -301,6 +361,73 @@ def test_tensorboard_has_the_rows(tmp_path):
     assert (10, "evaluation/worker_3/loss") in found
 
 
+def shown_of(folder: Path) -> list[tuple[int, str]]:
+    """Step and name of the values in a folder, without those that a restart hides."""
+    kept: list[tuple[int, str]] = []
+    for path in sorted(folder.iterdir()):
+        for event in events_of(path):
+            if event.session_log.status == event.session_log.START:
+                kept = [pair for pair in kept if pair[0] < event.step]
+            kept += [(event.step, value.tag) for value in event.summary.value]
+    return kept
+
+
+def values_once(run_dir: Path) -> list[int]:
+    """Goes back to step 6 of 10, by the command, and on to 14; returns the steps."""
+    options = ["--trust", "line", "--step", "6", "--num-steps", "14"]
+    main(["--resume", str(run_dir), *options])
+    trained = [row["step"] for row in read_metrics(run_dir) if "loss" in row]
+    assert trained == list(range(1, 15))
+    return trained
+
+
+def kept_config(*names):
+    checkpoint = CheckpointConfig(every_steps=3, num_kept=9)
+    return dataclasses.replace(with_log(sinks=names), checkpoint=checkpoint)
+
+
+def test_where_a_run_goes_back_each_sink_has_each_step_once(tmp_path, monkeypatch):
+    """TensorBoard hides what is done again; others get a new run, with what is kept."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    kept, own = [], []
+
+    @contextlib.contextmanager
+    def by_id(config, run_dir, start):
+        identity = read_facts(run_dir)["id"]
+        yield lambda step, values: kept.append((identity, step, *values))
+
+    monkeypatch.setitem(sinks.SINKS, "mlflow", (by_id, "json"))
+    train(kept_config("tensorboard", "mlflow"), tmp_path, sinks=[recorder(own)])
+    first = read_facts(tmp_path)["id"]
+    trained = values_once(tmp_path)
+    shown = shown_of(tmp_path / "tensorboard")
+    assert [step for step, tag in shown if tag == "train/loss"] == trained
+    assert len(shown) == len(set(shown))
+    second = read_facts(tmp_path)["id"]
+    assert second == f"{first}-2"
+    steps = [step for name, step, *tags in kept if (name, tags[0]) == (second, LOSS)]
+    assert steps == trained
+    # One that goes on from its last step goes on in its own.
+    num_rows = len(kept)
+    longer = dataclasses.replace(saved_config(tmp_path, None, ["line"]), num_steps=16)
+    train(longer, tmp_path, Resume())
+    assert {row[:2] for row in kept[num_rows:]} == {(second, 15), (second, 16)}
+    train(longer, tmp_path, Resume(step=12))
+    assert read_facts(tmp_path)["id"] == f"{first}-3"
+
+
+def test_a_sink_that_is_added_begins_with_the_rows_before(tmp_path, monkeypatch):
+    kept = []
+    monkeypatch.setitem(sinks.SINKS, "wandb", (recorder(kept), "json"))
+    train(kept_config(), tmp_path)
+    longer = dataclasses.replace(kept_config("wandb"), num_steps=12)
+    train(longer, tmp_path, Resume())
+    assert [step for step, values in kept[1:-1] if LOSS in values] == list(range(1, 13))
+
+
+LOSS = "train/loss"
+
+
 def records_of(path: Path) -> list[bytes]:
     """The records of a file of wandb, a log of LevelDB with a header of 7 bytes."""
     data, place, records, part = path.read_bytes(), 7, [], b""
@@ -318,41 +445,62 @@ def records_of(path: Path) -> list[bytes]:
 
 
 @pytest.mark.slow
-def test_wandb_keeps_the_rows_offline(tmp_path, monkeypatch):
+def test_wandb_keeps_each_row_once_offline(tmp_path, monkeypatch):
+    """Its link out of the folder is not the run's; one that goes back is a new run."""
     pytest.importorskip("wandb")
     from wandb.proto import wandb_internal_pb2 as messages
 
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setenv("WANDB_MODE", "offline")
-    train(with_log(sinks=("wandb",)), tmp_path)
-    (path,) = tmp_path.glob("wandb/offline-run-*/*.wandb")
-    history = []
-    for data in records_of(path):
-        record = messages.Record.FromString(data)
-        items = record.history.item
-        history.append({(x.key or x.nested_key[0]): x.value_json for x in items})
-        if record.run.run_id:
-            assert record.run.run_id == read_facts(tmp_path)["id"]
-    losses = [json.loads(row["train/loss"]) for row in history if "train/loss" in row]
-    assert losses == [row["loss"] for row in read_metrics(tmp_path) if "loss" in row]
+    train(kept_config("wandb"), tmp_path)
+    first = read_facts(tmp_path)["id"]
+    trained = values_once(tmp_path)
+    found: dict[str, list] = {first: [], f"{first}-2": []}
+    for name, history in found.items():
+        (path,) = tmp_path.glob(f"wandb/offline-run-*-{name}/*.wandb")
+        for data in records_of(path):
+            record = messages.Record.FromString(data)
+            items = record.history.item
+            row = {(x.key or x.nested_key[0]): x.value_json for x in items}
+            if LOSS in row:
+                step = json.loads(row["_step"])
+                history.append((step, json.loads(row[LOSS])))
+            assert record.run.run_id in ("", name)
+    assert [step for step, _ in found[first]] == list(range(1, 11))
+    rows = [row for row in read_metrics(tmp_path) if "loss" in row]
+    assert found[f"{first}-2"] == [(row["step"], row["loss"]) for row in rows]
+    assert [row["step"] for row in rows] == trained
+    assert (tmp_path / "report.html").exists()
 
 
 @pytest.mark.slow
 def test_mlflow_keeps_the_rows_in_one_run(tmp_path, monkeypatch):
+    """Unless it goes back, which is a new run."""
     mlflow = pytest.importorskip("mlflow")
-    store = tmp_path / "mlruns"
+    store = tmp_path / "run" / "mlruns"
+    monkeypatch.setattr(os, "environ", dict(os.environ))
     monkeypatch.setenv("MLFLOW_TRACKING_URI", store.as_uri())
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
-    config = with_log(sinks=("mlflow",))
-    train(dataclasses.replace(config, num_steps=5), tmp_path / "run")
-    train(config, tmp_path / "run", Resume())
+    config = kept_config("mlflow")
     client = mlflow.MlflowClient()
-    experiment = client.get_experiment_by_name("decentjax")
-    (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.status == "FINISHED"
-    assert run.data.params["optimizer.learning_rate"] == "0.1"
-    found = client.get_metric_history(run.info.run_id, "train/loss")
-    rows = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
-    assert [(x.step, x.value) for x in found] == [(x["step"], x["loss"]) for x in rows]
+
+    def newest(count):
+        experiment = client.get_experiment_by_name("decentjax")
+        run, *others = client.search_runs([experiment.experiment_id])
+        assert len(others) == count - 1
+        assert run.info.status == "FINISHED"
+        assert run.data.params["optimizer.learning_rate"] == "0.1"
+        found = client.get_metric_history(run.info.run_id, LOSS)
+        rows = [row for row in read_metrics(tmp_path / "run") if "loss" in row]
+        wanted = [(x["step"], x["loss"]) for x in rows]
+        assert sorted((x.step, x.value) for x in found) == wanted
+
+    train(dataclasses.replace(config, num_steps=5), tmp_path / "run")
+    (store / "log").symlink_to("/var/log")
+    train(config, tmp_path / "run", Resume())
+    newest(1)
+    values_once(tmp_path / "run")
+    newest(2)
 
 
 @pytest.mark.slow

@@ -110,6 +110,23 @@ def test_the_page_says_how_the_run_was_made_and_what_came_of_it(tmp_path):
     assert "<td>step.algorithm</td>" not in page
 
 
+def test_numbers_that_are_not_finite_are_shown_as_such(tmp_path):
+    """Of each kind, and in all rows: null is what the files have."""
+    run = make_run(tmp_path / "run", 2.5)
+    rows = [json.loads(line) for line in (run / METRICS).read_text().splitlines()]
+    for row in rows:
+        row |= {x: None for x in ("loss", "consensus_distance") if x in row}
+        if "mean_model" in row:
+            row |= {"mean_model": {"bits_per_byte": None}}
+            row["workers"][2] = {"bits_per_byte": None}
+    (run / METRICS).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = {"baselines": {"count": None}, "test": {"bleu": None}}
+    (run / "run.json").write_text(json.dumps({**FACTS, "results": results}))
+    page = write_report([run], tmp_path / "page.html").read_text()
+    assert "<b>nan</b> held-out bits per byte" in page
+    assert "<td>test bleu</td><td>nan</td>" in page
+
+
 def test_a_share_is_drawn_in_percent():
     rows = [{"step": 1, "seconds": 1.0, "mean_model": {"top_1": 0.5}}]
     rows[0]["workers"] = [{"top_1": 0.25}, {"top_1": 0.75}]

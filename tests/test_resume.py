@@ -4,7 +4,9 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,19 +18,28 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import pytest
+from saving import state_of
 
 from decentjax import WorkerState
 from train.__main__ import main
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
-from train.config import RoundsConfig, TopologyConfig
+from train.config import OptimizerConfig, RoundsConfig, TopologyConfig
 from train.data.batches import Batch
 from train.dbench.grid import make_cells
 from train.report import write_report
-from train.run.checkpoint import Checkpoints, find_checkpoints, read_models
+from train.run.checkpoint import (
+    Checkpoints,
+    find_checkpoints,
+    read_models,
+    restore,
+    verify,
+)
 from train.run.finite import WatchState, build_check
+from train.run.folder import lock
 from train.run.log import read_metrics
 from train.run.loop import Parts, run_steps, train
+from train.run.rates import rates_at
 from train.run.resume import Begin, Resume, saved_config, what_changed, with_changes
 from train.run.scores import read_trained
 from train.run.stop import Stop
@@ -36,6 +47,8 @@ from train.run.stop import Stop
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 LINE = line.config
+# The rate of its last step of 20.
+KEPT = tuple(f"optimizer.{x}-rate=0.000715" for x in ("learning", "final-learning"))
 
 
 def losses(run_dir: Path) -> list[float]:
@@ -235,7 +248,9 @@ def test_what_is_saved_is_settled_checked_and_written_down():
         put=lambda arrays: arrays,
         check=note("check"),
         observer=SimpleNamespace(log=None, **{name: note(name) for name in names}),
-        checkpoints=SimpleNamespace(check=lambda: None, save=note("save")),
+        checkpoints=SimpleNamespace(
+            check=lambda: False, save=note("save"), wait=lambda: False
+        ),
         stop=Stop(),
         late=lambda step: None,
         profile=lambda step, state: None,
@@ -254,6 +269,100 @@ def test_what_is_evaluated_is_saved_before(tmp_path):
     with pytest.raises(ZeroDivisionError):
         train(dataclasses.replace(LINE, task=task, evaluation=evaluation), tmp_path)
     assert steps(tmp_path) == [5, 7]
+
+
+REMOVED = {12: "checkpoints"}  # By the step after which it is.
+
+
+def removes(step, state, metrics):
+    if step in REMOVED:
+        run_dir = Path(os.environ["RUN_DIR"])
+        while [*run_dir.glob("checkpoints/*tmp*")]:
+            time.sleep(0.01)
+        path = run_dir / REMOVED[step]
+        path.unlink() if path.is_file() else shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    ("removed", "said"),
+    [
+        ({12: "checkpoints"}, ["/checkpoints"]),
+        ({12: "", 18: ""}, ["", ""]),
+        ({7: "checkpoints", 9: "lock"}, ["/checkpoints"]),
+        ({12: "config.json"}, ["/config.json"]),
+        ({12: "run.json", 13: "tensorboard"}, ["/run.json"]),
+        ({13: "metrics.jsonl"}, []),
+        ({13: "checkpoints/5"}, []),
+    ],
+)
+def test_what_is_removed_while_it_trains_is_made_anew(
+    removed, said, tmp_path, monkeypatch, capsys
+):
+    """And a line says so; the run ends as if nothing had been removed."""
+    run_dir = tmp_path / "run"
+    monkeypatch.setenv("RUN_DIR", str(run_dir))
+    monkeypatch.setattr(sys.modules[__name__], "REMOVED", removed)
+    log = dataclasses.replace(LINE.log, every_steps=1)
+    config = dataclasses.replace(LINE, on_step=removes, log=log, num_steps=20)
+    outcome = train(config, run_dir)
+    anew = "was removed while the run trains, and is made anew\n"
+    warned = capsys.readouterr().err
+    assert warned == "".join(f"warning: {run_dir}{one} {anew}" for one in said)
+    assert steps(run_dir)[-1] == 20
+    for name in ("config.json", "run.json", "lock", "tensorboard"):
+        assert (run_dir / name).exists()
+    assert read_metrics(run_dir)[-1]["step"] == 20
+    write_report([run_dir], run_dir / "report.html")
+    with lock(run_dir):  # Its own is not held for ever.
+        pass
+    again = train(config, run_dir, Resume())
+    for x, y in zip(rows_of(outcome.state), rows_of(again.state), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def removes_all(step, scores):
+    removes("evaluated", None, None)
+
+
+def test_a_last_checkpoint_that_is_removed_is_saved_again(tmp_path, monkeypatch):
+    """Its state is still in memory, as the run has not ended."""
+    monkeypatch.setenv("RUN_DIR", str(tmp_path))
+    monkeypatch.setattr(
+        sys.modules[__name__], "REMOVED", {"evaluated": "checkpoints/20"}
+    )
+    config = dataclasses.replace(LINE, on_evaluation=removes_all, num_steps=20)
+    train(config, tmp_path)
+    assert steps(tmp_path) == [15, 20]
+
+
+def test_a_folder_that_is_removed_stays_locked(tmp_path):
+    run_dir = tmp_path / "run"
+    with lock(run_dir) as hold:
+        shutil.rmtree(run_dir)
+        hold()
+        hold()
+        with pytest.raises(ValueError, match="in use by"), lock(run_dir):
+            pass
+        shutil.rmtree(run_dir)
+        with lock(run_dir), pytest.raises(ValueError, match="in use by"):
+            hold()
+
+
+def test_a_checkpoint_that_is_removed_as_it_is_saved_is_saved_again(tmp_path):
+    folder, num_lost = tmp_path / "checkpoints", 0
+    with Checkpoints(tmp_path, 3, 1) as checkpoints:
+        for step in range(1, 8):
+            checkpoints.save(step, state_of(step), LINE)
+            time.sleep(0.005 * step)
+            shutil.rmtree(folder, ignore_errors=True)
+            num_lost += checkpoints.wait()
+        checkpoints.save(step, state_of(step), LINE)
+    assert num_lost > 3
+    assert steps(tmp_path)[-1] == step
+    path = find_checkpoints(tmp_path).steps[step]
+    verify(path)
+    found = restore(path, state_of(0)).params["a"]
+    np.testing.assert_array_equal(found, state_of(step).params["a"])
 
 
 def test_after_an_error_the_last_save_is_waited_for(tmp_path, monkeypatch):
@@ -401,6 +510,68 @@ def test_a_change_that_is_named_is_made_and_recorded(run_dir):
     assert changed in row["changed"]
     page = write_report([run_dir], run_dir / "report.html").read_text()
     assert f"; num_steps was 20 and is 25; {changed}" in page
+
+
+def cosine(step, num_steps, peak=0.1, final=1e-4):
+    """The rate of a run of LINE, which has no warm-up."""
+    return final + (peak - final) * (1 + np.cos(np.pi * step / num_steps)) / 2
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "changes", "now", "how"),
+    [
+        (45, (), cosine(20, 45), "add --change optimizer.learning-rate={0} --ch.*{0}"),
+        (25, ("optimizer.learning-rate=0.5",), cosine(20, 25, 0.5), "to keep it, add"),
+        (25, ("optimizer.decay=steps",), 0.1, "to keep it, add"),
+        (90, ("optimizer.warmup-steps=80",), 0.1 * 20 / 80, "without the change it"),
+        # What the line advises, a change that is no change, and what is not a rate.
+        (40, KEPT, None, ""),
+        (21, ("optimizer.b1=0.5", KEPT[0], KEPT[1]), None, ""),
+        (20, ("optimizer.learning-rate=0.5",), None, ""),
+    ],
+)
+def test_a_rate_that_jumps_is_said(num_steps, changes, now, how, run_dir, capsys):
+    """By its schedules, whatever the option; the log and the report have it too."""
+    longer = dataclasses.replace(LINE, num_steps=num_steps)
+    config, fields = with_changes(longer, changes)
+    train(config, run_dir, Resume(changes=fields))
+    said = capsys.readouterr().err
+    rows = [row["rate_jump"] for row in read_metrics(run_dir) if "rate_jump" in row]
+    if now is None:
+        assert (said, rows) == ("", [])
+        return
+    np.testing.assert_allclose(rows, [(cosine(19, 20), now)], rtol=1e-4)
+    last = f"{cosine(19, 20):.3g}"
+    assert re.search(
+        rf"^warning: the learning rate jumps from {last}, where the run stopped, to "
+        rf"{now:.3g} at step 20: num_steps was 20 and is {num_steps}.*; .*"
+        + how.format(last),
+        said,
+    )
+    page = write_report([run_dir], run_dir / "report.html").read_text()
+    assert f"; the learning rate jumped from {last} to {now:.3g}" in page
+
+
+def test_a_rate_within_a_run_may_jump():
+    """One that falls by its schedule does not jump, nor one that is left as it was."""
+    falls = OptimizerConfig(decay="steps", decay_steps=(60,), warmup_steps=5)
+    assert rates_at((falls, 100), (falls, 200), 60) is None
+    sooner = dataclasses.replace(falls, decay_steps=(50,))
+    assert rates_at((falls, 100), (sooner, 100), 60) is None  # As it would have been.
+    later = dataclasses.replace(falls, decay_steps=(70,))
+    assert rates_at((falls, 100), (later, 100), 60) is None  # As it was.
+    last, now = rates_at((falls, 100), (sooner, 100), 55) or (0, 0)
+    assert (last, now) == pytest.approx((1e-3, 1e-4))
+    own = dataclasses.replace(falls, schedule=rising)
+    assert rates_at((own, 100), (own, 120), 50) is None
+    last, now = rates_at((own, 100), (own, 200), 50) or (0, 0)
+    assert (last, now) == pytest.approx((0.49, 0.25))
+    zero = dataclasses.replace(falls, learning_rate=0.0)
+    assert rates_at((zero, 100), (zero, 200), 60) is None
+
+
+def rising(num_steps):
+    return lambda step: step / num_steps
 
 
 @pytest.mark.parametrize("change", ["nothing", "=1", "optimizer.learning-rate"])

@@ -20,6 +20,7 @@ from test_emulate import needs_root
 from test_launch import wait_until
 from test_peer_job import as_process, last_step, process_id
 
+from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.config_json import from_fields, to_json
 from train.config import ExchangeConfig
@@ -338,7 +339,7 @@ def test_the_name_of_a_run_is_a_name_in_its_folder(name, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "name", ["metrics.jsonl", "lock", "checkpoints", "tensorboard", "a/b"]
+    "name", ["metrics.jsonl", "lock", "checkpoints", "tensorboard", "wandb", "a/b"]
 )
 @pytest.mark.parametrize("where", ["alone", "peers", "report"])
 def test_a_link_out_of_a_run_is_not_written_through(name, where, tmp_path):
@@ -365,6 +366,51 @@ def test_a_run_may_itself_be_a_link(tmp_path):
     (tmp_path / "run").symlink_to(tmp_path / "disk")
     assert train(as_process(0, 2, num_steps=2), tmp_path / "run").step == 2
     assert (tmp_path / "disk" / "process-0" / "metrics.jsonl").exists()
+
+
+LEAVES = """
+import contextlib, dataclasses, socket
+from tests.line import config
+
+config = dataclasses.replace(config, num_steps=10)
+
+@contextlib.contextmanager
+def leaves(config, run_dir, start):
+    for name in ("wandb", "mlruns/0", "sinks/mine"):
+        folder = run_dir / name
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"log{start}").symlink_to("/var/log")
+        (folder / f"gone{start}").symlink_to("/nowhere/at/all")
+        (folder / f"again{start}").symlink_to(f"again{start}")
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(folder / f"socket{start}"))
+        (folder / f"secret{start}").touch(mode=0o000)
+    yield lambda step, values: None
+    if start == 20:
+        (run_dir / "link").symlink_to("/var/log")
+
+sinks = [leaves]
+"""
+
+
+def test_what_is_in_the_folder_of_a_sink_is_not_the_runs(tmp_path, monkeypatch, capsys):
+    """A link elsewhere, left in the last step, does not fail a run that is saved."""
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.chdir(tmp_path)  # For short names of sockets.
+    Path("own.py").write_text(LEAVES)
+    trust = ["--trust", "own.py", "--trust", "tests.line"]
+    main(["own.py", "--run-dir", "run"])
+    main(["--resume", "run", *trust, "--num-steps", "20"])
+    write_report([Path("run")], Path("page.html"), trust=["own.py"])
+    assert capsys.readouterr().err == ""
+    main(["own.py", "--run-dir", "run", "--auto-resume", "--num-steps", "30"])
+    assert re.search(
+        "saved, but its report is not written: run/link is a link to /var/log, .*: "
+        "remove it, .*; then decentjax report run writes it",
+        capsys.readouterr().err,
+    )
+    with pytest.raises(SystemExit, match="run/link is a link to /var/log, outside"):
+        main(["--resume", "run", *trust, "--num-steps", "40"])
 
 
 def modes(folder: Path) -> dict[str, int]:

@@ -28,7 +28,7 @@ from train.job.peers import start_peer
 from train.run.checkpoint import find_checkpoints
 from train.run.facts import add_results
 from train.run.folder import check_run
-from train.run.log import read_metrics
+from train.run.log import read_metrics, warn
 from train.run.loop import Outcome, train
 from train.run.regroup import How
 from train.run.resume import Resume, saved_config, with_changes
@@ -205,14 +205,26 @@ def _train(begin: Callable[[], Outcome], config: Config, run_dir: Path) -> None:
 
 def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
     """Prints the results, keeps them, and writes the report."""
-    from train.report import write_report  # Only process 0 needs matplotlib.
-
     try:
         is_whole = _show_results(outcome, config, run_dir)
     finally:  # Also where a signal has ended what takes long.
-        report = write_report([run_dir], run_dir / "report.html", trust=sources(config))
-    if is_whole:
+        report = _draw(config, run_dir)
+    if is_whole and report is not None:
         print(f"\nreport  {report}")
+
+
+def _draw(config: Config, run_dir: Path) -> Path | None:
+    """Writes the report; a run that is saved does not fail for want of a page."""
+    from train.report import write_report  # Only process 0 needs matplotlib.
+
+    try:
+        return write_report([run_dir], run_dir / "report.html", trust=sources(config))
+    except (OSError, ValueError) as error:
+        warn(
+            f"the run is saved, but its report is not written: {sentence(error)}; then "
+            f"decentjax report {run_dir} writes it"
+        )
+    return None
 
 
 def _show_results(outcome: Outcome, config: Config, run_dir: Path) -> bool:

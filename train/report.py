@@ -21,7 +21,7 @@ from train.cli.command import command, show_usage
 from train.cli.config_json import differences, from_defaults
 from train.cli.options import Trust
 from train.cli.read import from_options
-from train.cli.tables import quantity, words
+from train.cli.tables import measured, quantity, words
 from train.figures.members_figure import draw_members, lives
 from train.figures.page import Section, html_table, write_page
 from train.figures.paths_figure import animate_paths, draw_paths
@@ -249,7 +249,8 @@ def _median(run: History, what: str) -> float:
 
 def _other_scores(run: History) -> list[list[str]]:
     """Rows of simpler models, and of the test scores of what the model generates."""
-    results, headline = run.facts.get("results", {}), run.facts.get("headline", "")
+    results = measured(run.facts.get("results", {}))
+    headline = run.facts.get("headline", "")
     baselines = [
         [run.name, name, f"{quantity(score, run.unit(headline))} {words(headline)}"]
         for name, score in results.get("baselines", {}).items()
@@ -342,6 +343,9 @@ def _event(row: dict[str, Any]) -> str:
         return f"began with the model of {row['init_from']}{step}"
     if "resumed" in row:
         changed = "".join(f"; {one}" for one in row.get("changed", []))
+        if "rate_jump" in row:
+            last, now = row["rate_jump"]
+            changed += f"; the learning rate jumped from {last:.3g} to {now:.3g}"
         return f"resumed at step {row['step']}: {row['resumed']}{changed}"
     if "joined_after" in row:
         if not row["joined_after"]:

@@ -63,7 +63,36 @@ def to_json(facts: Any) -> str:
       facts: nested dicts, dataclasses, named tuples, sequences and plain values. Paths
         and types become strings; a number that is not finite becomes null.
     """
-    return json.dumps(_plain(facts), indent=2, default=str) + "\n"
+    return json.dumps(plain(facts), indent=2, default=str) + "\n"
+
+
+def plain(value: Any) -> Any:
+    """Returns a value as JSON has it: dataclasses and named tuples as dicts.
+
+    A number that is not finite becomes None, null in JSON, which has no NaN.
+    """
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        # Not `asdict`, which would leave named tuples inside as they are.
+        fields = dataclasses.fields(value)
+        return {field.name: plain(getattr(value, field.name)) for field in fields}
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return {name: plain(x) for name, x in zip(value._fields, value, strict=True)}  # type: ignore[attr-defined]
+    if isinstance(value, Mapping):
+        return {name: plain(x) for name, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(x) for x in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def measured(value: Any) -> Any:
+    """Returns what JSON has of measured numbers, with NaN for null, see `plain`."""
+    if isinstance(value, dict):
+        return {name: measured(x) for name, x in value.items()}
+    if isinstance(value, list):
+        return [measured(x) for x in value]
+    return math.nan if value is None else value
 
 
 def write_json(path: Path, facts: Any) -> None:
@@ -119,23 +148,6 @@ def machine(*packages: str) -> str:
     cores = f"{os.cpu_count()} cores"
     python = f"Python {platform.python_version()}"
     return ", ".join([cores, platform.machine(), python, *versions])
-
-
-def _plain(value: Any) -> Any:
-    """The value with dataclasses and named tuples as dicts, which json has not."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        # Not `asdict`, which would leave named tuples inside as they are.
-        fields = dataclasses.fields(value)
-        return {field.name: _plain(getattr(value, field.name)) for field in fields}
-    if isinstance(value, tuple) and hasattr(value, "_asdict"):
-        return {name: _plain(x) for name, x in zip(value._fields, value, strict=True)}  # type: ignore[attr-defined]
-    if isinstance(value, Mapping):
-        return {name: _plain(x) for name, x in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(x) for x in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None  # JSON has no infinity.
-    return value
 
 
 def file_name(text: str) -> str:

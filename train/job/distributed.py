@@ -7,13 +7,15 @@ import collections
 import contextlib
 import hashlib
 import json
+import math
 import os
 import platform
 import socket
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -156,6 +158,10 @@ def job_mesh(config: Config, hosts: list[str]) -> Mesh:
     return mesh
 
 
+Means = dict[str, tuple[float, int]]
+"""Means over the workers of a process and their numbers of workers, by name."""
+
+
 class MetricMeans:
     """Means of metrics over the processes, collected by process 0 without waiting.
 
@@ -167,7 +173,7 @@ class MetricMeans:
     # the coordinator never answers where process 0 hangs.
 
     def __init__(self, timeout_seconds: float):
-        self._own: collections.deque[tuple[int, dict[str, float]]] = collections.deque()
+        self._own: collections.deque[tuple[int, Means]] = collections.deque()
         self._timeout_seconds = timeout_seconds
         self._engine = Engine()
 
@@ -177,13 +183,25 @@ class MetricMeans:
     def __exit__(self, *error: Any) -> None:
         self._engine.__exit__(*error)
 
-    def put(self, step: int, values: dict[str, float]) -> None:
-        """Sends the values of this process; `step` must rise from call to call."""
+    def put(
+        self,
+        step: int,
+        values: Mapping[str, float],
+        counts: Mapping[str, int] = MappingProxyType({}),
+    ) -> None:
+        """Sends the values of this process; `step` must rise from call to call.
+
+        Args:
+          step: number of steps done.
+          values: values by name.
+          counts: number of workers that a value is the mean of; by default one.
+        """
+        means = {name: (x, counts.get(name, 1)) for name, x in values.items()}
         if jax.process_index() == 0:
-            self._own.append((step, values))
+            self._own.append((step, means))
             return
         key = f"metrics/{step}/{jax.process_index()}"
-        self._engine.submit(client().key_value_set, key, json.dumps(values))
+        self._engine.submit(client().key_value_set, key, json.dumps(means))
 
     def flush(self) -> None:
         """Waits until process 0 has all values of this process.
@@ -205,7 +223,7 @@ class MetricMeans:
         Only process 0 has any.
         """
         while self._own:
-            step, values = self._own[0]
+            step, own = self._own[0]
             folder, num_others = f"metrics/{step}/", jax.process_count() - 1
             others = client().key_value_dir_get(folder) if num_others else []
             if len(others) < num_others:
@@ -213,8 +231,17 @@ class MetricMeans:
             self._own.popleft()
             if num_others:  # The coordinator keeps them in memory until it ends.
                 client().key_value_delete(folder)
-            rows = [values, *(json.loads(text) for _, text in others)]
-            yield step, {k: float(np.mean([row[k] for row in rows])) for k in values}
+            rows = [own, *(json.loads(text) for _, text in others)]
+            yield step, {name: _mean([row[name] for row in rows]) for name in own}
+
+
+def _mean(means: list[tuple[float, int]]) -> float:
+    """The mean of all of which there are means and counts, NaN of none."""
+    some = [(mean, count) for mean, count in means if count]
+    if not some:
+        return math.nan
+    values, counts = zip(*some, strict=True)
+    return float(np.average(values, weights=counts))
 
 
 def gather(value: Any) -> list[Any]:

@@ -27,10 +27,12 @@ import orbax.checkpoint as ocp
 
 from decentjax import WorkerState
 from decentjax.distributed.failure import lost_peer
+from decentjax.distributed.join import client
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
 from train.config import Config
 from train.job.distributed import gather
+from train.run.folder import MADE_ANEW, writing
 from train.run.log import warn
 from train.run.manifest import check_files, sync, write_manifest
 
@@ -39,6 +41,7 @@ _args: Any = ocp.args
 
 UNFINISHED = "*.orbax-checkpoint-tmp*"  # As orbax names what it is still writing.
 BARRIER_SECONDS = 2.0  # For a barrier to say that its time is over.
+TOLD_SECONDS = 0.5  # Between looks at whether a process has told the others.
 FAILING_SECONDS = 1.0  # After an error in a job, so that the peers learn of it soon.
 # Errors of a file system that explain why nothing can be written.
 REASONS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO)
@@ -163,10 +166,17 @@ class Checkpoints:
       run_dir: folder of the run.
       num_kept: number of newest checkpoints that stay on disk.
       peer_seconds: longest wait, in a job, for all processes to write their parts.
+      renew: function that makes the run's folder anew, where it was removed.
     """
 
-    def __init__(self, run_dir: Path, num_kept: int, peer_seconds: int):
-        self._folder = (run_dir / "checkpoints").absolute()
+    def __init__(
+        self,
+        run_dir: Path,
+        num_kept: int,
+        peer_seconds: int,
+        renew: Callable[[], None] = lambda: None,
+    ):
+        self._folder, self._renew = (run_dir / "checkpoints").absolute(), renew
         self._num_kept = num_kept
         options = ocp.options.AsyncOptions(
             post_finalization_callback=self._sign,
@@ -175,11 +185,14 @@ class Checkpoints:
         )
         if jax.process_count() > 1:
             options.timeout_secs = peer_seconds
-            options.barrier_sync_fn = _bounded(ocp.multihost.get_barrier_sync_fn())
+            barrier = ocp.multihost.get_barrier_sync_fn()
+            options.barrier_sync_fn = _bounded(barrier, self._is_told)
         self._writer = ocp.AsyncCheckpointer(
             ocp.CompositeCheckpointHandler(), async_options=options
         )
         self._step = -1  # Step of the newest save, for its error.
+        self._is_lost = False  # Whether the files of that save were removed.
+        self._num_saves = 0
         _hide_closed_loops()
         for name in ("absl", "asyncio"):
             logging.getLogger(name).addFilter(_is_not_of_orbax)
@@ -192,7 +205,8 @@ class Checkpoints:
 
     def __exit__(self, kind: object, *_: object) -> None:
         if kind is None:
-            self.wait()
+            if self.wait():
+                raise SaveError(f"{self._folder} was removed as the run ended")
             return
         # A lost peer never writes its part, so in a job the wait is short. The thread
         # is a daemon: Python would wait for any other at its exit.
@@ -212,7 +226,10 @@ class Checkpoints:
           SaveError: if this checkpoint cannot be written, or the last one was not.
         """
         self.wait()
-        self._step = step
+        if jax.process_index() == 0:
+            self._make_anew(step)
+        self._step, self._is_lost = step, False
+        self._num_saves += 1
         # Orbax copies the state to the host before `save` returns: the next step
         # donates, and so overwrites, these arrays.
         with self._explained():
@@ -231,27 +248,52 @@ class Checkpoints:
 
         Orbax calls it in its thread, in process 0, once all processes have written.
         """
-        (path,) = self._folder.glob(f"{self._step}{UNFINISHED[1:]}")
-        write_manifest(path)
+        for path in self._folder.glob(f"{self._step}{UNFINISHED[1:]}"):
+            return write_manifest(path)
+        raise FileNotFoundError(f"the unfinished step {self._step} is gone")
 
-    def check(self) -> None:
-        """Raises a SaveError if the newest checkpoint could not be written."""
+    def _make_anew(self, step: int) -> None:
+        """Makes the folder for a step again, where it was removed meanwhile."""
+        self._renew()
+        if self._is_lost or not self._folder.exists():
+            warn(f"{self._folder} {MADE_ANEW}")
+        with writing(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+        if step not in self._saved():  # What is left of one that was removed in part.
+            shutil.rmtree(self._folder / str(step), ignore_errors=True)
+
+    def check(self) -> bool:
+        """Whether to save again at once, as the newest checkpoint was removed.
+
+        A job does at its next save, of which all processes know.
+
+        Raises:
+          SaveError: if it could not be written.
+        """
         with self._explained():
             self._writer.check_for_errors()
+        return self._is_lost and jax.process_count() == 1
 
-    def wait(self) -> None:
+    def wait(self) -> bool:
         """Waits until all is on disk, and removes the oldest checkpoints.
+
+        Returns:
+          Whether the newest was removed meanwhile.
 
         Raises:
           SaveError: if the newest checkpoint could not be written.
         """
         with self._explained():
             self._writer.wait_until_finished()
-            sync(self._folder)  # A power cut may undo orbax's rename until then.
+            if self._folder.exists():
+                sync(self._folder)  # A power cut may undo orbax's rename until then.
         # Only once the newest is complete: until then the oldest may be the only one.
         if jax.process_index() == 0:
-            for old in list(self._saved())[: -self._num_kept]:
+            saved = list(self._saved())
+            for old in saved[: -self._num_kept]:
                 self._remove(old)
+            return self._is_lost or (self._step >= 0 and self._step not in saved)
+        return self._is_lost
 
     def _remove(self, step: int) -> None:
         path = self._folder / str(step)
@@ -275,12 +317,31 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
+            is_gone = not [*self._folder.glob(f"{self._step}{UNFINISHED[1:]}")]
             self._drop_unfinished()
+            # Tensorstore may wait in a folder that is gone until its time is over.
+            if _is_removed(error) or (is_gone and isinstance(error, TimeoutError)):
+                self._step, self._is_lost = -1, True
+                self._tell()
+                return
             raise SaveError(
                 f"the checkpoint of step {self._step} could not be written to "
                 f"{self._folder}: {_reason(error)}; on disk are steps "
                 f"{list(self._saved())}"
             ) from error
+
+    def _tell(self) -> None:
+        """Tells the other processes of a job, who wait for this one in a barrier."""
+        if jax.process_count() > 1:
+            key = f"{self._key()}{jax.process_index()}"
+            tell = functools.partial(client().key_value_set, key, "removed")
+            threading.Thread(target=tell, daemon=True).start()
+
+    def _is_told(self) -> bool:
+        return bool(client().key_value_dir_get(self._key()))
+
+    def _key(self) -> str:
+        return f"checkpoints/{self._num_saves}/"
 
     def _drop_unfinished(self) -> None:
         """Removes incomplete checkpoints of an earlier process, or of a failure."""
@@ -384,14 +445,18 @@ def _read_run(path: Path) -> dict[str, Any]:
     raise ValueError("does not say which step it is of")
 
 
-def _bounded(barrier: Callable[..., None]) -> Callable[..., None]:
+def _bounded(
+    barrier: Callable[..., None], is_told: Callable[[], bool] = lambda: False
+) -> Callable[..., None]:
     """A barrier that ends where the coordinator, who counts its time, is out of reach.
 
-    jax's call to a coordinator behind a link that is down does not return.
+    jax's call to a coordinator behind a link that is down does not return. It ends too
+    where a process has told the others that the files were removed.
     """
 
     def wait(*, key: str, timeout_ms: int) -> None:
         ends: queue.SimpleQueue[Exception | None] = queue.SimpleQueue()
+        has_ended = threading.Event()
 
         def call() -> None:
             try:
@@ -401,11 +466,18 @@ def _bounded(barrier: Callable[..., None]) -> Callable[..., None]:
             else:
                 ends.put(None)
 
-        threading.Thread(target=call, daemon=True).start()
+        def watch() -> None:
+            while not has_ended.wait(TOLD_SECONDS):
+                if is_told():
+                    return ends.put(FileNotFoundError("a peer's files were removed"))
+
+        for one in (call, watch):
+            threading.Thread(target=one, daemon=True).start()
         try:
             error = ends.get(timeout=timeout_ms / 1000 + BARRIER_SECONDS)
         except queue.Empty:
             error = TimeoutError(f"no answer at {key}")
+        has_ended.set()
         if error is not None:
             raise error
 
@@ -430,6 +502,13 @@ def _hide_closed_loops() -> None:
 def _is_not_of_orbax(record: logging.LogRecord) -> bool:
     """A filter of orbax's threads, which log a traceback for what is a SaveError."""
     return "orbax" not in record.pathname + record.getMessage()
+
+
+def _is_removed(error: Exception) -> bool:
+    """Whether a save failed as someone has removed its files."""
+    # Of the system, tensorstore and orbax.
+    words = os.strerror(errno.ENOENT), "NOT_FOUND", "does not exist"
+    return isinstance(error, FileNotFoundError) or any(x in str(error) for x in words)
 
 
 def _reason(error: Exception) -> str:

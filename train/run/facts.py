@@ -8,6 +8,7 @@ import platform
 import shlex
 import sys
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +68,35 @@ def describe(
     }
 
 
-def write_facts(run_dir: Path, facts: dict[str, Any]) -> None:
-    """Writes run.json; a run that resumes keeps its id, date and command."""
+def write_facts(
+    run_dir: Path,
+    facts: dict[str, Any],
+    sinks: Sequence[str] = (),
+    goes_back: bool = False,
+) -> tuple[dict[str, Any], list[str]]:
+    """Writes run.json; a run that resumes keeps its id, date and command.
+
+    One that goes back behind what its sinks have has a new id, as sinks forget nothing.
+
+    Args:
+      run_dir: folder of the run.
+      facts: facts of a run that starts here.
+      sinks: names of its sinks.
+      goes_back: whether it has rows of steps that it does again.
+
+    Returns:
+      What is written, and the sinks that have no row yet under that id.
+    """
     before = read_facts(run_dir)
-    names = ("id", "began", "command")
-    kept = {name: before[name] for name in names if name in before}
-    write_json(run_dir / FACTS, facts | kept)
+    # Of earlier versions, which do not tell, all have.
+    known = set() if goes_back else set(before.get("sinks", sinks if before else ()))
+    kept = {x: before[x] for x in ("id", "began", "command") if x in before}
+    if goes_back and "id" in kept:
+        name, _, number = kept["id"].partition("-")
+        kept["id"] = f"{name}-{int(number or 1) + 1}"
+    facts = facts | kept | {"sinks": sorted(known | set(sinks))}
+    write_json(run_dir / FACTS, facts)
+    return facts, [name for name in sinks if name not in known]
 
 
 def add_results(run_dir: Path, **results: Any) -> None:

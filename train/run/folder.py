@@ -7,12 +7,18 @@ import contextlib
 import fcntl
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TextIO
 
 import jax
 
 from train.cli.command import SaveError
+
+# Folders in that of a run in which sinks write, and this program does not: "sinks" is
+# for those of the user's own. What is in them is not the run's.
+SINK_FOLDERS = ("wandb", ".wandb", "mlruns", "trackio", "sinks")
+MADE_ANEW = "was removed while the run trains, and is made anew"
 
 
 def process_folders(run_dir: Path) -> list[Path]:
@@ -42,60 +48,86 @@ def writing(path: Path) -> Iterator[None]:
 def check_links(run_dir: Path) -> None:
     """Raises for a link in the folder of a run by which a write would leave it.
 
+    Links within the folders of sinks may lead anywhere.
+
     Raises:
       ValueError: if there is one; the folder itself may be a link.
     """
     inside = run_dir.resolve()
     for folder, folders, files in os.walk(run_dir):
-        for path in (Path(folder, name) for name in (*folders, *files)):
-            if path.is_symlink() and not path.resolve().is_relative_to(inside):
+        paths = (Path(folder, name) for name in (*folders, *files))
+        for path in filter(Path.is_symlink, paths):
+            # Not Path.resolve, which raises for a link to itself.
+            if not Path(os.path.realpath(path)).is_relative_to(inside):
                 raise ValueError(
                     f"{path} is a link to {os.readlink(path)}, outside of the run's "
                     "folder: remove it, or move the whole folder there"
                 )
+        folders[:] = [name for name in folders if name not in SINK_FOLDERS]
 
 
 @contextlib.contextmanager
-def lock(run_dir: Path) -> Iterator[None]:
+def lock(run_dir: Path) -> Iterator[Callable[[], None]]:
     """Makes the folder and locks it against other jobs; process 0 does it for all.
 
     The kernel releases the lock when the process ends, even if it is killed.
+
+    Yields:
+      A function that makes the folder and its lock anew, where they were removed.
 
     Raises:
       ValueError: if another job trains in that folder, or it is a file or has links to
         the outside.
     """
     if jax.process_index() > 0:
-        yield
+        yield lambda: None
         return
     if run_dir.is_file():
         raise ValueError(f"{run_dir} is a file: a run needs a folder of its own")
     is_new = not run_dir.exists()
-    run_dir.mkdir(parents=True, exist_ok=True)
-    check_links(run_dir)
     path = run_dir / "lock"
-    # Appended to: "w" would erase the name of the holder before the lock is tried.
-    with path.open("a+") as file:
+    with contextlib.ExitStack() as stack:
+        held: list[TextIO] = []
+
+        def hold() -> None:
+            if held and _is_at(held[-1], path):
+                return
+            run_dir.mkdir(parents=True, exist_ok=True)
+            check_links(run_dir)
+            # Appended to: "w" would erase the name of the holder before the lock is
+            # tried.
+            held.append(stack.enter_context(path.open("a+")))
+            _lock(held[-1], run_dir)
+
+        hold()
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise ValueError(
-                f"{run_dir} is in use by {_written_in(path)}: wait for its end, or "
-                "choose another folder with --run-dir; processes of one job need "
-                "--distributed.enabled"
-            ) from error
-        except OSError:
-            pass  # Some network file systems have no locks.
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        file.flush()
-        try:
-            yield
+            yield hold
         finally:
             # A run that is refused before it has written anything leaves nothing.
-            if is_new and list(run_dir.iterdir()) == [path]:
+            if is_new and [*run_dir.glob("*")] == [path]:
                 path.unlink()
                 run_dir.rmdir()
+
+
+def _is_at(file: TextIO, path: Path) -> bool:
+    """Whether an open file is that of a path, and not one that was removed."""
+    return path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat())
+
+
+def _lock(file: TextIO, run_dir: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        raise ValueError(
+            f"{run_dir} is in use by {_written_in(run_dir / 'lock')}: wait for its "
+            "end, or choose another folder with --run-dir; processes of one job need "
+            "--distributed.enabled"
+        ) from error
+    except OSError:
+        pass  # Some network file systems have no locks.
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
 
 
 def holder(run_dir: Path) -> str | None:

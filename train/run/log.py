@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from train.cli.tables import quantity, words, write_whole
+from train.cli.tables import measured, plain, quantity, words, write_whole
 from train.run.folder import writing
 
 METRICS = "metrics.jsonl"
@@ -37,6 +37,7 @@ class Log:
       kept: last step whose rows in metrics.jsonl are kept; by default `start`.
       units: units of the loss and of the scores, by name.
       write: function that takes each row too, such as that of `open_sinks`.
+      renew: function that makes the run's folder anew, where it was removed.
     """
 
     def __init__(
@@ -48,8 +49,9 @@ class Log:
         kept: int | None = None,
         units: Mapping[str, str] | None = None,
         write: Write = lambda step, values: None,
+        renew: Callable[[], None] = lambda: None,
     ):
-        self._path = run_dir / METRICS
+        self._path, self._renew = run_dir / METRICS, renew
         rows = self.forget(start if kept is None else kept)
         self._num_steps, self._headline = num_steps, headline
         self._units, self._write_sinks = units or {}, write
@@ -102,7 +104,6 @@ class Log:
     def metrics(self, step: int, values: dict[str, float]) -> None:
         """Records training metrics, among them "loss" and "steps_per_second"."""
         self._write({"step": step, **values})
-        self._write_sinks(step, {f"train/{k}": v for k, v in values.items()})
         loss = quantity(values["loss"], self._units.get("loss", ""), digits=4)
         parts = [f"step {step}/{self._num_steps}", f"loss {loss}"]
         if "consensus_distance" in values:
@@ -128,15 +129,8 @@ class Log:
     ) -> None:
         """Records the scores of the mean model and of each worker's, by its number."""
         of_workers = list(workers.values())
-        self._write({"step": step, "mean_model": mean, "workers": of_workers})
-        models = {"mean_model": mean}
-        models |= {f"worker_{number}": scores for number, scores in workers.items()}
-        flat = {
-            f"evaluation/{model}/{name}": score
-            for model, of_model in models.items()
-            for name, score in of_model.items()
-        }
-        self._write_sinks(step, flat)
+        row = {"step": step, "mean_model": mean, "workers": of_workers}
+        self._write(row, first=min(workers))
         name, unit = self._headline, self._units.get(self._headline, "")
         scores = [worker[name] for worker in of_workers]
         shown = [quantity(x, unit) for x in (mean[name], min(scores), max(scores))]
@@ -146,18 +140,29 @@ class Log:
             soft_wrap=True,
         )
 
-    def _write(self, row: dict[str, Any]) -> None:
+    def _write(self, row: dict[str, Any], first: int = 0) -> None:
         seconds = self._seconds_before + time.monotonic() - self._start
+        line = line_of({"seconds": round(seconds, 3), **row})
+        with writing(self._path):
+            try:
+                self._append(line)
+            except FileNotFoundError:
+                self._renew()
+                self._append(line)
+        if values := for_sinks(row, first):
+            self._write_sinks(row["step"], values)
+
+    def _append(self, line: str) -> None:
         # Closed after each row, so that a run that is killed loses none.
-        with writing(self._path), self._path.open("a") as file:
-            file.write(json.dumps({"seconds": round(seconds, 3), **row}) + "\n")
+        with self._path.open("a") as file:
+            file.write(line)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's metrics.jsonl, none where there is no such file.
 
-    Rows that are broken are left out with a warning; one at the end without, as the
-    file may be read while it is written.
+    A number that was not finite is NaN. Rows that are broken are left out with a
+    warning; one at the end without, as the file may be read while it is written.
     """
     path = run_dir / METRICS
     if not path.exists():
@@ -171,9 +176,33 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [row for row in [*rows, _row(last)] if row is not None]
 
 
+def for_sinks(row: Mapping[str, Any], first: int = 0) -> dict[str, float]:
+    """Returns the numbers of a row of metrics.jsonl, named as sinks have them.
+
+    Args:
+      row: the row; one that only notes facts has none.
+      first: number of the first worker that it has scores of.
+    """
+    if "loss" in row:
+        return {f"train/{k}": x for k, x in row.items() if k not in ("step", "seconds")}
+    models = {"mean_model": row["mean_model"]} if "mean_model" in row else {}
+    for number, scores in enumerate(row.get("workers", ()), first):
+        models[f"worker_{number}"] = scores
+    return {
+        f"evaluation/{model}/{name}": score
+        for model, scores in models.items()
+        for name, score in scores.items()
+    }
+
+
 def write_rows(path: Path, rows: Iterable[Any]) -> None:
     """Writes a file with a line of JSON for each row."""
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
+    write_whole(path, "".join(map(line_of, rows)))
+
+
+def line_of(row: Any) -> str:
+    """Returns a row as a line of JSON, with null for a number that is not finite."""
+    return json.dumps(plain(row)) + "\n"
 
 
 def warn(text: str) -> None:
@@ -212,7 +241,7 @@ def _speeds(values: Mapping[str, float]) -> list[str]:
 def _row(line: str) -> dict[str, Any] | None:
     """A row of metrics.jsonl, None for a broken line."""
     try:
-        row = json.loads(line)
+        row = measured(json.loads(line))
     except (json.JSONDecodeError, RecursionError):
         return None
     return row if isinstance(row, dict) and {"step", "seconds"} <= row.keys() else None

@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 
 from decentjax import WorkerState, gossip, local_workers, place
 from train.cli.config_json import sources, to_json
-from train.cli.tables import write_whole
+from train.cli.tables import write_json, write_whole
 from train.config import Config
 from train.data.batches import Batch, feed
 from train.fields import place_of
@@ -28,10 +28,10 @@ from train.run.build import (
     step_options,
 )
 from train.run.checkpoint import Checkpoints, find_checkpoints, set_aside
-from train.run.facts import describe, header, peak_seconds, write_facts
+from train.run.facts import FACTS, describe, header, peak_seconds, write_facts
 from train.run.finite import Check, build_check, check_gradients
-from train.run.folder import lock
-from train.run.log import Log, warn
+from train.run.folder import MADE_ANEW, lock
+from train.run.log import Log, for_sinks, read_metrics, warn
 from train.run.observe import Observer
 from train.run.optimizers import build_optimizer
 from train.run.peers import (
@@ -46,7 +46,7 @@ from train.run.peers import (
 from train.run.profile import profiled
 from train.run.resume import Begin, Resume, begin_again, begin_new
 from train.run.rounds import check_rounds, warn_of_few
-from train.run.sinks import Sink, named_sinks, open_sinks
+from train.run.sinks import Sink, named_sinks, open_sinks, with_rows_before
 from train.run.stop import Stop
 from train.run.straggler import check_processes, delay
 from train.run.timeline import Timeline, drop_spans
@@ -143,12 +143,16 @@ def train(
     check_rounds(config, task)
     folder = own_folder(config, run_dir)
     # The lock is taken first and released last: all else writes into the folder.
-    with lock(folder), _advice(config, folder), contextlib.ExitStack() as stack:
+    with (
+        lock(folder) as hold,
+        _advice(config, folder),
+        contextlib.ExitStack() as stack,
+    ):
         trust = (*sources(config), *trust)
         new = functools.partial(
             begin_new, config, folder, init_from=init_from, trust=trust
         )
-        given = config, folder, resume, new, task, mesh, sinks
+        given = config, folder, resume, new, task, mesh, sinks, hold
         begin, parts = _prepare(*given, stack)
         step, state = run_steps(config, begin, parts)
     # A collective, which runs on after it was dispatched: a process that left the job
@@ -187,7 +191,7 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
             step += 1
             if config.on_step is not None:
                 config.on_step(step, state, metrics)
-            checkpoints.check()
+            is_lost = checkpoints.check()
             # Asked before the poll, so that the run ends after this step.
             if observer.log is not None and observer.log.closed:
                 stop.ask()
@@ -196,6 +200,7 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
                 end or step % config.evaluation.every_steps == 0
             )
             save = end or evaluate or step % config.checkpoint.every_steps == 0
+            save |= is_lost
             if save or step % config.log.every_steps == 0:
                 if config.step.not_finite == "quarantine":
                     observer.say_quarantined(step, state, first)
@@ -221,6 +226,9 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
                 checkpoints.save(step, state, config)
             if evaluate:
                 observer.evaluate(step, state, stop)
+        # Whoever removed it while it was saved, the state is still in memory.
+        if any(gather(checkpoints.wait())):
+            checkpoints.save(step, state, config)
     except Exception as error:
         error.add_note(f"at step {step}")
         raise
@@ -258,6 +266,7 @@ def _prepare(
     task: Task,
     mesh: Mesh | None,
     sinks: Sequence[Sink],
+    hold: Callable[[], None],
     stack: contextlib.ExitStack,
 ) -> tuple[Begin, Parts]:
     """Makes the state to start from and the parts of the loop, entered in `stack`."""
@@ -285,12 +294,16 @@ def _prepare(
     # Contexts end in the reverse order: first the checkpoints, which save what is still
     # in memory, then the exchange, and only then the log, which shows their errors.
     means = stack.enter_context(MetricMeans(config.distributed.timeout_seconds))
-    log = None
+    log, renew = None, lambda: None
     if jax.process_index() == 0:
         # One who joins its peers does none of its steps again.
         joins = is_late or config.exchange.elastic
         kept = config.num_steps if joins else begin.step
-        log = _open_log(config, task, run_dir, begin, mesh, sinks, kept, stack)
+        facts = describe(config, task, begin.state, mesh)
+        facts, sinks = _write_facts(config, run_dir, facts, sinks, kept, first)
+        renew = functools.partial(_renew, config, run_dir, facts, hold)
+        others = facts, sinks, kept, renew
+        log = _open_log(config, task, run_dir, begin, *others, stack)
         if begin.facts and begin.step < config.num_steps:
             log.note(begin.step, **begin.facts)
     batches = feed(steps, config.data.num_processes)
@@ -323,7 +336,7 @@ def _prepare(
         others = train_step, batches, put, config.num_steps - 1, log, run_dir, stop
         take_in = functools.partial(admit, *others)
     peer_seconds = config.distributed.timeout_seconds
-    checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept, peer_seconds)
+    checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept, peer_seconds, renew)
     stack.enter_context(checkpoints)
     options = as_arguments(step_options(config, mesh))  # Checked by every process.
     if log is not None and begin.step >= config.num_steps:
@@ -350,23 +363,40 @@ def _prepare(
     )
 
 
+def _write_facts(
+    config: Config,
+    run_dir: Path,
+    facts: dict[str, Any],
+    sinks: Sequence[Sink],
+    kept: int,
+    first: int,
+) -> tuple[dict[str, Any], Sequence[Sink]]:
+    """Writes down what the run is, and gives its sinks the rows that they lack."""
+    rows = read_metrics(run_dir)
+    goes_back = any(row["step"] > kept for row in rows)
+    facts, new = write_facts(run_dir, facts, config.log.sinks, goes_back)
+    before = [(row["step"], for_sinks(row, first)) for row in rows]
+    before = [(step, values) for step, values in before if step <= kept and values]
+    return facts, with_rows_before(sinks, new, before)
+
+
 def _open_log(
     config: Config,
     task: Task,
     run_dir: Path,
     begin: Begin,
-    mesh: Mesh | None,
+    facts: dict[str, Any],
     sinks: Sequence[Sink],
     kept: int,
+    renew: Callable[[], None],
     stack: contextlib.ExitStack,
 ) -> Log:
-    """Writes down what the run is, and opens its log and its sinks."""
+    """Opens the log of the run and its sinks, and says what the run is."""
     warn_of_few(config, task)
-    facts = describe(config, task, begin.state, mesh)
-    write_facts(run_dir, facts)
     write = stack.enter_context(open_sinks(sinks, config, run_dir, begin.step))
     headline, units = task.headline.name, task.units
-    log = Log(run_dir, config.num_steps, begin.step, headline, kept, units, write)
+    others = headline, kept, units, write, renew
+    log = Log(run_dir, config.num_steps, begin.step, *others)
     stack.enter_context(log).say(header(facts, run_dir))
     return log
 
@@ -399,7 +429,25 @@ def _prepare_folder(config: Config, run_dir: Path, step: int) -> None:
     """Removes from the folder what a run that trains on from this step will redo."""
     for name in set_aside(run_dir, step):
         warn(f"moved {run_dir}/checkpoints/{name} to {run_dir / 'set_aside'}")
+    _write_config(config, run_dir)
+    drop_spans(run_dir, step)
+
+
+def _write_config(config: Config, run_dir: Path) -> None:
     write_whole(run_dir / "config.json", to_json(config))
     if config.exchange.where == "peers":
         write_shared(config, run_dir)
-    drop_spans(run_dir, step)
+
+
+def _renew(
+    config: Config, run_dir: Path, facts: dict[str, Any], hold: Callable[[], None]
+) -> None:
+    """Makes the folder, and what a run cannot resume without, anew where it is gone."""
+    paths = run_dir, run_dir / "config.json", run_dir / FACTS
+    gone = [path for path in paths if not path.exists()]
+    hold()
+    if gone:
+        (run_dir / "checkpoints").mkdir(exist_ok=True)
+        warn(f"{gone[0]} {MADE_ANEW}")
+        _write_config(config, run_dir)
+        write_json(run_dir / FACTS, facts)

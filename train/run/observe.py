@@ -1,6 +1,7 @@
 """What a run measures of itself: metrics, consensus distance, scores, and their log."""
 
 import functools
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -85,7 +86,8 @@ class Observer:
           settled: state whose consensus distance to measure, with no exchange on its
             way: the measurement is a collective of its own.
         """
-        values = {name: local_mean(x) for name, x in metrics.items()}
+        means = {name: local_mean(x) for name, x in metrics.items()}
+        values = {name: mean for name, (mean, _) in means.items()}
         if self._watch is not None and self.log is not None:
             values |= self._watch.values()
             self._watch.say_changes(step, self.log)
@@ -106,7 +108,8 @@ class Observer:
             values["share_of_peak"] = self._peak_seconds * rate
         self._step, self._time = step, now
         self._num_skipped = self._num_counted = 0
-        self._means.put(step, values)
+        counts = {name: count for name, (_, count) in means.items()}
+        self._means.put(step, values, counts)
 
     def say_quarantined(self, step: int, state: WorkerState, first: int) -> None:
         """Warns of workers whose updates were dropped since the last time.
@@ -171,7 +174,7 @@ def build_consensus(mesh: Mesh | None) -> Callable[[WorkerState], float]:
     """The consensus distance of a stacked state, over the workers of this process."""
     of_worker = functools.partial(consensus_distance, axis_name=AXIS)
     distances = jax.jit(over_workers(of_worker, mesh))
-    return lambda state: local_mean(distances(state.params))
+    return lambda state: local_mean(distances(state.params))[0]
 
 
 def build_mean(mesh: Mesh | None) -> Callable[[WorkerState], tuple[Any, Any]]:
@@ -187,11 +190,15 @@ def build_mean(mesh: Mesh | None) -> Callable[[WorkerState], tuple[Any, Any]]:
     return of_state
 
 
-def local_mean(x: jax.Array) -> float:
-    """The mean over the workers of this process, but for those in quarantine."""
+def local_mean(x: jax.Array) -> tuple[float, int]:
+    """The mean over the workers of this process, and of how many it is.
+
+    Those whose number is not finite are left out, as in quarantine; it is NaN where no
+    number is.
+    """
     rows = np.concatenate([np.ravel(shard.data) for shard in x.addressable_shards])
     finite = rows[np.isfinite(rows)]
-    return float(np.mean(finite if finite.size else rows))
+    return float(np.mean(finite)) if finite.size else math.nan, finite.size
 
 
 def local_rows(stacked: Any) -> Iterator[tuple[int, Any]]:

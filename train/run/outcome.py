@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from train.cli.config_json import HOOKS, from_fields, sources, to_json
-from train.cli.tables import write_whole
+from train.cli.tables import measured, plain, write_whole
 from train.config import Config
 from train.job.distributed import gather
 
@@ -139,8 +139,7 @@ def kept(
             print(f"{path.stem}: from {path}")
         return outcome
     outcome = train()
-    # Plain json, which has NaN, and not `to_json`: a later call reads it back.
-    text = json.dumps({**wanted, "outcome": outcome._asdict()}, indent=2)
+    text = json.dumps({**wanted, "outcome": plain(outcome)}, indent=2)
     if jax.process_index() == 0:
         write_whole(path, text)
     return outcome
@@ -166,4 +165,4 @@ def _read(
     is_whole = found.get("outcome", {}).keys() == set(SeedsOutcome._fields)
     if not is_whole or {name: found.get(name) for name in wanted} != wanted:
         return None
-    return SeedsOutcome(**found["outcome"])
+    return SeedsOutcome(**measured(found["outcome"]))

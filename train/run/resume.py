@@ -43,6 +43,7 @@ from train.run.facts import command_line
 from train.run.finite import Check
 from train.run.folder import holder, process_folders
 from train.run.log import warn
+from train.run.rates import say_jump
 from train.run.regroup import How, restore_rows
 from train.run.scores import read_trained
 
@@ -365,9 +366,11 @@ def begin_again(
             warn(f"{why}{error}")
         else:
             facts: dict[str, Any] = {"resumed": command_line(sys.argv)}
-            return Begin(
-                step, restored, facts | ({"changed": changed} if changed else {})
-            )
+            if changed:
+                facts["changed"] = changed
+                saved = with_defaults(saved_fields(found.steps[step]))
+                facts |= say_jump(saved, config, step, changed)
+            return Begin(step, restored, facts)
     raise AssertionError("choose returns at least one step")
 
 

@@ -5,8 +5,10 @@ returns a context, whose value takes each row: a step, and numbers by name.
 """
 
 import contextlib
+import functools
 import importlib.util
 import json
+import logging
 import os
 import queue
 import threading
@@ -36,24 +38,33 @@ def _tensorboard(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[
     from tensorboardX.proto import event_pb2
 
     del config
+    # It would warn at each number that is not finite.
+    logging.getLogger("tensorboardX.x2num").setLevel(logging.ERROR)
     folder = run_dir / "tensorboard"
-    folder.mkdir(exist_ok=True)
     messages: Any = event_pb2  # Its classes are made at run time.
-    # Not tensorboardX's own thread, which waits forever after an error.
-    writer = event_file_writer.EventsWriter(str(folder / "events"))
 
-    def add(step: int, **what: Any) -> None:
+    def add(writer: Any, step: int, **what: Any) -> None:
         writer.write_event(messages.Event(step=step, wall_time=time.time(), **what))
 
+    def open_file() -> Any:
+        folder.mkdir(parents=True, exist_ok=True)
+        # Not tensorboardX's own thread, which waits forever after an error.
+        writer = event_file_writer.EventsWriter(str(folder / "events"))
+        # Hides what an earlier process wrote of later steps.
+        started = messages.SessionLog(status=messages.SessionLog.START)
+        add(writer, start + 1, session_log=started)
+        return stack.enter_context(contextlib.closing(writer))
+
     def write(step: int, values: dict[str, float]) -> None:
+        nonlocal writer
+        if not folder.exists():  # Removed while the run trains.
+            writer = open_file()
         for tag, value in values.items():
-            add(step, summary=summary.scalar(tag, value))
+            add(writer, step, summary=summary.scalar(tag, value))
         writer.flush()
 
-    # Hides what an earlier process wrote of later steps.
-    started = messages.SessionLog(status=messages.SessionLog.START)
-    with contextlib.closing(writer):
-        add(start + 1, session_log=started)
+    with contextlib.ExitStack() as stack:
+        writer = open_file()
         yield write
 
 
@@ -140,6 +151,9 @@ SINKS: dict[str, tuple[Sink, str]] = {
     "trackio": (_trackio, "trackio"),
 }
 
+# They keep the rows of a run under its id, and forget none.
+BY_ID = ("wandb", "mlflow", "trackio")
+
 
 def named_sinks(names: Sequence[str]) -> list[Sink]:
     """Returns the sinks of these names, without importing their packages.
@@ -157,6 +171,32 @@ def named_sinks(names: Sequence[str]) -> list[Sink]:
                 f"'decentjax[{'train' if name == 'tensorboard' else name}]'"
             )
     return [SINKS[name][0] for name in names]
+
+
+def with_rows_before(
+    sinks: Sequence[Sink], new: Sequence[str], rows: Sequence[tuple[int, Any]]
+) -> list[Sink]:
+    """Returns the sinks; those that have nothing of a run yet begin with earlier rows.
+
+    Args:
+      sinks: the sinks of a run that resumes.
+      new: names of those that have none of its rows under its id.
+      rows: step and numbers of the rows that the run keeps.
+    """
+    empty = [SINKS[name][0] for name in BY_ID if name in new]
+    return [_after(rows, sink) if sink in empty else sink for sink in sinks]
+
+
+def _after(rows: Sequence[tuple[int, Any]], sink: Sink) -> Sink:
+    @functools.wraps(sink)
+    @contextlib.contextmanager
+    def after(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write]:
+        with sink(config, run_dir, start) as write:
+            for row in rows:
+                write(*row)
+            yield write
+
+    return after
 
 
 @contextlib.contextmanager

@@ -72,7 +72,7 @@ class Timeline:
 def drop_spans(run_dir: Path, start: int) -> None:
     """Removes the spans that a run which resumes at step `start` will redo."""
     for path in run_dir.glob(FILES):
-        write_rows(path, [span for span in _read(path) if span.step < start])
+        write_rows(path, [tuple(span) for span in _read(path) if span.step < start])
 
 
 def read_timelines(run_dir: Path) -> list[Span]:

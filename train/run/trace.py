@@ -18,7 +18,8 @@ COLUMNS = {
     *("step", "seconds", "loss", "consensus_distance", "learning_rate"),
     *("steps_per_second", "skipped_examples", "share_of_peak", QUARANTINED),
     *("models_mixed", "models_age", "mean_model", "workers", "norms"),
-    *("began", "changed", "init_from", "init_step", "quarantine"),
+    *("began", "resumed", "changed", "rate_jump", "init_from", "init_step"),
+    "quarantine",
     *("joined_after", "moved", "alive", "mean_moved"),
 }
 

@@ -1,6 +1,5 @@
 """A whole run of one of PyTorch's methods: one worker of a job, as `train` is."""
 
-import json
 import os
 import time
 from pathlib import Path
@@ -13,7 +12,7 @@ import tyro
 from train.bench.quality.torch_gpt import TorchTrainer
 from train.cli.load import load_config
 from train.cli.read import from_options
-from train.run.log import METRICS
+from train.run.log import METRICS, line_of
 from train.run.resume import with_field
 
 
@@ -46,7 +45,7 @@ def run(
         def write(**row: object) -> None:
             if rank == 0:
                 seconds = time.monotonic() - began
-                file.write(json.dumps({"seconds": seconds, **row}) + "\n")
+                file.write(line_of({"seconds": seconds, **row}))
 
         began = start = time.monotonic()
         for step in range(1, options.num_steps + 1):
