@@ -6,7 +6,7 @@ that takes `num_workers` and returns a `Topology`. Nothing here imports jax.
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -37,6 +37,8 @@ def complete(num_workers: int) -> Topology:
 
 def ring(num_workers: int) -> Topology:
     """Averages with both neighbours on a ring, 1/3 each (D-PSGD).
+
+    Two workers are each other's only neighbour: they average, 1/2 each.
 
     Examples:
       >>> from decentjax import topology
@@ -193,7 +195,9 @@ def alternating_exponential_ring(num_workers: int, workers_per_node: int) -> Top
 def torus(num_workers: int) -> Topology:
     """Averages with the four neighbours on the squarest 2-D torus, 1/5 each.
 
-    Needs a num_workers that is a product of two numbers above one.
+    Needs a num_workers that is a product of two numbers above one. On a side of two
+    both directions lead to one neighbour, which counts once: 1/4 each, and 1/3 of four
+    workers.
 
     Examples:
       >>> from decentjax import topology
@@ -213,10 +217,8 @@ def torus(num_workers: int) -> Topology:
         )
     grid = np.arange(num_workers).reshape(rows, -1)
     shifts = [(0, 0), (1, 0), (-1, 0), (1, 1), (-1, 1)]
-    sources = tuple(
-        tuple(np.roll(grid, shift, axis).ravel().tolist()) for shift, axis in shifts
-    )
-    return _topology("torus", Permutations(sources, (1 / 5,) * 5))
+    rolled = (np.roll(grid, shift, axis).ravel().tolist() for shift, axis in shifts)
+    return _topology("torus", _equal(rolled))
 
 
 def star(num_workers: int) -> Topology:
@@ -517,10 +519,14 @@ def _topology(
 
 def _circulant(num_workers: int, shifts: Sequence[int]) -> Permutations:
     """Worker i receives from i + shift for each shift, all weights equal."""
-    sources = tuple(
-        tuple((i + shift) % num_workers for i in range(num_workers)) for shift in shifts
-    )
-    return Permutations(sources, (1 / len(shifts),) * len(shifts))
+    workers = range(num_workers)
+    return _equal([(i + shift) % num_workers for i in workers] for shift in shifts)
+
+
+def _equal(sources: Iterable[Sequence[int]]) -> Permutations:
+    """The permutations with equal weights, one that is given twice once."""
+    distinct = tuple(dict.fromkeys(map(tuple, sources)))
+    return Permutations(distinct, (1 / len(distinct),) * len(distinct))
 
 
 def _pairs(num_workers: int, pairs: Sequence[tuple[int, int]]) -> Permutations:

@@ -184,6 +184,12 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/topology.py",
+        "distinct = tuple(dict.fromkeys(map(tuple, sources)))",
+        "distinct = tuple(map(tuple, sources))",
+        "tests/test_topology.py -k counts_once",
+    ),
+    Mutant(
+        "decentjax/topology.py",
         "(of_bit[1::2], of_bit[::2])",
         "(of_bit[::2], of_bit[1::2])",
         "tests/test_topology.py -k keeps_the_order_of_decent_dp",

@@ -87,7 +87,7 @@ def alternating_exponential_ring(n, per_node):
 
 
 def torus(n):
-    """Four neighbours on the grid whose sides are closest, 1/5 each and self."""
+    """Self and the neighbours on the grid whose sides are closest, alike."""
     rows = next(r for r in range(int(n**0.5 + 0.5), 0, -1) if n % r == 0)
     columns = n // rows
     return _neighbours(
@@ -289,11 +289,12 @@ def push_sum(x0, gradient, lr, degree, num_steps):
 
 
 def _neighbours(n, heard):
-    """Worker i averages over the list `heard(i)`, taken modulo n, repeats counted."""
+    """Worker i averages over the workers `heard(i)`, taken modulo n, each once."""
     matrix = np.zeros((n, n))
     for i in range(n):
-        for j in heard(i):
-            matrix[i, j % n] += 1 / len(heard(i))
+        distinct = {j % n for j in heard(i)}
+        for j in distinct:
+            matrix[i, j] = 1 / len(distinct)
     return matrix
 
 

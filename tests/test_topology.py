@@ -238,6 +238,30 @@ def _every_topology():
 EVERY = [pytest.param(make, id=name) for name, make in _every_topology()]
 
 
+@pytest.mark.parametrize(
+    ("graph", "peers"),
+    [
+        (topology.ring(1), {}),
+        (topology.ring(2), {1: 1 / 2}),
+        (topology.ring(3), {1: 1 / 3, 2: 1 / 3}),
+        (topology.torus(4), {1: 1 / 3, 2: 1 / 3}),
+        (topology.torus(6), {1: 1 / 4, 2: 1 / 4, 3: 1 / 4}),
+        (topology.torus(9), dict.fromkeys((1, 2, 3, 6), 1 / 5)),
+        (topology.exponential(2), {1: 1 / 2}),
+        (topology.exponential(3), {1: 1 / 3, 2: 1 / 3}),
+        (topology.hierarchical(4, 2, topology.ring), dict.fromkeys((1, 2, 3), 1 / 4)),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value.name,
+)
+def test_a_neighbour_that_is_reached_twice_counts_once(graph, peers):
+    """What worker 0 takes of each; the rest is its own."""
+    row = topology.matrices(graph)[0, 0]
+    own = 1 - sum(peers.values())
+    np.testing.assert_allclose(
+        row, [{0: own, **peers}.get(i, 0) for i in range(len(row))]
+    )
+
+
 @pytest.mark.parametrize("num_workers", [1, 2, 3, 7])
 def test_alone_nobody_sends_anything_and_in_nodes_only_inside(num_workers):
     (matrix,) = topology.matrices(topology.alone(num_workers))
