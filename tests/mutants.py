@@ -1290,9 +1290,9 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/all_reduce.py",
-        "return found[:2],",
-        'return [*found[:1], metrics["loss"]],',
-        "tests/test_optimizers.py -k watches_the_mean",
+        "if means else mean(x)",
+        "if means else x",
+        "tests/test_quarantine.py -k all_workers_drop",
     ),
     Mutant(
         "train/run/finite.py",
