@@ -1170,8 +1170,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/placement.py",
-        "and state.key.is_deleted():",
-        "and False:",
+        "is_gone = any(x.is_deleted() for x in arrays)",
+        "is_gone = False",
         "tests/test_step.py -k a_state_that_was_given_up",
     ),
     Mutant(
@@ -1685,8 +1685,20 @@ MUTANTS = [
         "tests/test_gossip.py -k all_reduce_gives_the_numbers",
     ),
     Mutant(
+        "decentjax/placement.py",
+        "if is_gone or len(set(map(id, arrays))) < len(arrays):",
+        "if is_gone:",
+        "tests/test_step.py -k a_step_cannot_have",
+    ),
+    Mutant(
+        "decentjax/placement.py",
+        "if id(x) in own and id(x) in seen:",
+        "if id(x) in seen:",
+        "tests/test_step.py -k a_step_cannot_have",
+    ),
+    Mutant(
         "decentjax/gossip/staged.py",
-        "        check_not_donated(state)\n        plan",
+        "        check_not_donated(state, batch, state[1:])\n        plan",
         "        plan",
         "tests/test_gossip.py -k a_state_that_was_given_up",
     ),

@@ -72,7 +72,7 @@ class AllReduce(Closing):
         self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
         """Returns the new state and metrics; donates the buffers of the state."""
-        check_not_donated(state)
+        check_not_donated(state, batch, state[1:])
         start = time.monotonic()
         params, opt_state, *others = state
         grads, others, metrics = jax.block_until_ready(
