@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax._collectives import sum_dtype
@@ -392,7 +393,7 @@ def check_not_donated(state: WorkerState, batch: Any, donated: Any = None) -> No
 
 
 def _has_buffer(x: Any) -> bool:
-    return hasattr(x, "is_deleted") and not isinstance(x, jax.core.Tracer)
+    return hasattr(x, "is_deleted") and not isinstance(x, Tracer)
 
 
 def _check_each(state: WorkerState, batch: Any, donated: Any) -> None:

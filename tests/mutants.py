@@ -1541,13 +1541,13 @@ MUTANTS = [
         "tests/test_initialize.py -k gpus_of_its_own",
     ),
     Mutant(
-        "decentjax/distributed/address.py",
+        "decentjax/address.py",
         'return f"[{host}]:{port}" if ":" in host else',
         "return",
         "tests/test_initialize.py -k launcher_says",
     ),
     Mutant(
-        "decentjax/distributed/address.py",
+        "decentjax/address.py",
         '_is_ipv6(host) if ":" in host else bool(host)',
         "bool(host)",
         "tests/test_initialize.py -k what_is_no_address",

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decentjax.distributed.address import (
+from decentjax.address import (
     address_of,
     is_loopback,
     split_address,
