@@ -15,7 +15,7 @@ import pytest
 from ipv6 import has_ipv6
 
 from decentjax import distributed
-from decentjax.distributed.address import is_loopback, split_address, to_address
+from decentjax.address import is_loopback, split_address, to_address
 from decentjax.distributed.devices import own_gpus
 from decentjax.distributed.place import Place, find_place, variables_of
 from train.launch import check_port

@@ -156,6 +156,11 @@ def test_an_optimizer_that_undoes_the_average_is_refused(name):
             _updated(whole)
 
 
+def test_an_optimizer_that_takes_no_loss_gets_no_loss():
+    models = np.asarray(_trained("sam", awc_step).params)
+    assert np.isfinite(models).all()
+
+
 def _updated(optimizer, params=None, **options):
     """The first updates of all workers, by gradients of zero."""
     params = jnp.ones((N, 3)) if params is None else params

@@ -192,6 +192,9 @@ models = state.params if models is None else models
 assert found.shape[1] == 8
 assert found[-10:].mean() < found[0].mean() / 5
 assert all(abs(x - x.mean(0)).max() < 0.1 for x in jax.tree.leaves(models))
+if "ema" in globals():
+    assert 0 < abs(averaged - jnp.array([1.0, -2.0, 3.0])).max() < 0.05
+    assert abs(ema - models).max() > 0
 """
 CHECKS = {
     "targets = jnp.array": "assert abs(x - 1.4444).max() < 1e-3",

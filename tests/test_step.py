@@ -1,5 +1,6 @@
 """The three steps against float64 recursions, on devices and simulated."""
 
+import contextlib
 import functools
 import logging
 import re
@@ -23,6 +24,7 @@ from decentjax import (
     compute_in,
     consensus_distance,
     decentralize,
+    gossip,
     init_state,
     local_workers,
     mean_model,
@@ -957,6 +959,60 @@ def test_a_state_that_was_given_up_is_refused(simulated):
     with pytest.raises(ValueError, match=r"was donated to an earlier step: use t"):
         train_step(state, problem.optima, 1)
     train_step(kept, problem.optima, 1)
+
+
+OLD = "and {} was donated to an earlier step: use the state that it returned, or keep"
+SHARED = "each buffer of its state once, and {} and {} are one array: give it a copy of"
+
+
+@pytest.mark.parametrize("kind", ["simulated", "mesh", "background", "all-reduce"])
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_arrays_that_a_step_cannot_have_are_refused_by_name(kind, num_workers):
+    """On a mesh jax 0.10 would abort the process."""
+    optimizer, graph = optax.adam(0.1), topology.ring(num_workers)
+
+    def loss_fn(params, model_state, batch, key):
+        return ((params["w"] - batch["x"]) ** 2).sum(), (model_state, {})
+
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    put = functools.partial(place, mesh=worker_mesh(num_workers))
+    if kind == "all-reduce":
+        run = gossip.AllReduce(local, worker_mesh(num_workers))
+    elif kind == "background":
+        run = gossip.Background(local, graph, worker_mesh(num_workers))
+    else:
+        step = functools.partial(awc_step, adapt=local)
+        run = contextlib.nullcontext(_placed(step, graph, kind == "simulated"))
+        put = (lambda x: x) if kind == "simulated" else put
+    key, seen = jax.random.key(0), {"seen": jnp.ones(3)}
+    first = put(init_state({"w": jnp.ones(3)}, optimizer, key, num_workers, seen))
+    kept, old = jax.tree.map(jnp.copy, first), first.model_state
+    batch = put({"x": jnp.zeros((num_workers, 3)), "y": jnp.zeros(num_workers)})
+    with run as train_step:
+        state, _ = train_step(first, batch, 0)
+        own = state.params["w"]
+        wrong = [
+            (OLD, ["state.model_state['seen']"], state._replace(model_state=old), {}),
+            (OLD, ["batch['y']"], state, {"y": old["seen"]}),
+            (
+                SHARED,
+                ["state.params['w']", "state.model_state['seen']"],
+                state._replace(model_state={"seen": own}),
+                {},
+            ),
+        ]
+        if kind in ("simulated", "mesh"):  # The others keep the params.
+            model = "state.params['w']"
+            wrong += [
+                (OLD, [model], state._replace(params=first.params), {}),
+                (SHARED, [model, "batch['y']"], state, {"y": own}),
+            ]
+        for words, names, given, more in wrong:
+            with pytest.raises(ValueError, match=re.escape(words.format(*names))):
+                train_step(given, batch | more, 1)
+        # What a step reads alone it may read twice.
+        train_step(state, batch | {"y": batch["x"]}, 1)
+        train_step(kept, batch, 0)
 
 
 def test_the_mean_model_of_8_bits_is_taken_in_float32():

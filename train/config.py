@@ -375,9 +375,9 @@ class StepConfig:
         run, with nothing of them saved; "quarantine" drops the worker's update, which
         goes on with the average of its neighbours, and logs it.
       xla_options: XLA options NAME=VALUE for steps compiled for a mesh with their
-        exchange inside; "recommended" stands for those of `train.xla`. Options of
-        another platform, such as xla_gpu_... on a TPU, are ignored. Empty for XLA's
-        defaults.
+        exchange inside, and for the programs of compared seeds on a mesh;
+        "recommended" stands for those of `train.xla`. Options of another platform, such
+        as xla_gpu_... on a TPU, are ignored. Empty for XLA's defaults.
     """
 
     algorithm: Literal["awc", "atc", "rounds", "all_reduce"] = "awc"

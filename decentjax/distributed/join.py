@@ -11,7 +11,7 @@ from jax._src import distributed as internals  # The key-value store has no publ
 from jax._src import xla_bridge
 from jax.extend.backend import register_backend_factory
 
-from decentjax.distributed.address import is_loopback, split_address, to_address
+from decentjax.address import is_loopback, split_address, to_address
 from decentjax.distributed.devices import own_gpus, provide_cpu_devices
 from decentjax.distributed.place import Place
 from decentjax.distributed.rendezvous import rendezvous

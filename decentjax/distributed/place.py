@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decentjax.distributed.address import to_address
+from decentjax.address import to_address
 
 
 class Place(NamedTuple):

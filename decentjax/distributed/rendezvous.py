@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decentjax.distributed.address import (
+from decentjax.address import (
     address_of,
     is_loopback,
     split_address,
@@ -274,12 +274,12 @@ def _receive(connection: socket.socket) -> Any:
 
 
 def _warn_of_strangers(address: str) -> None:
-    """Says what a stranger could do: neither jax's coordinator nor gloo knows any."""
+    """Says what a stranger could do: gloo and, by default, the coordinator ask none."""
     print(
         f"warning: process 0 listens at {address}, and each process at its host's "
         "address: who reaches them can join or end the job, and read and change its "
-        "models, as nothing is authenticated or encrypted; use a private network, see "
-        "SECURITY.md",
+        "models, as by default nothing is authenticated or encrypted; use a private "
+        "network, see SECURITY.md",
         file=sys.stderr,
         flush=True,
     )

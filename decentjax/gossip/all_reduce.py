@@ -89,7 +89,7 @@ class AllReduce(Closing):
         Raises:
           ValueError: at the first call, if the workers have different models.
         """
-        check_not_donated(state)
+        check_not_donated(state, batch, state[1:])
         if not self._is_checked:
             check_one_model(state.params, self._mesh)
             self._is_checked = True

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import jax
 
-from decentjax.distributed.address import split_address, to_address
+from decentjax.address import split_address, to_address
 
 
 class Book(Protocol):

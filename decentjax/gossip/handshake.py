@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
-from decentjax.distributed.address import address_of, split_address, to_address
+from decentjax.address import address_of, split_address, to_address
 from decentjax.gossip.bell import Bell
 
 HANDSHAKE_SECONDS = 5.0  # Longest.

@@ -125,7 +125,7 @@ class LateRounds(Closing):
           ValueError: if the state was donated to an earlier step.
           BaseException: any error of an exchange, as itself.
         """
-        check_not_donated(state)
+        check_not_donated(state, batch, state[1:4])
         # What is on its way is of the state that the last call returned.
         is_next = step == self._next and state.extra is self._extra
         take = in_pairs(self._rounds, self._take)

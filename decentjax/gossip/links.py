@@ -45,7 +45,7 @@ from jax.sharding import SingleDeviceSharding
 
 from decentjax._first_model import ADVICE
 from decentjax._joining import join, short_places, split
-from decentjax.distributed.address import to_address
+from decentjax.address import to_address
 from decentjax.gossip.book import Book
 from decentjax.gossip.handshake import Answer, Handshakes, Line, RefusedError
 

@@ -68,7 +68,7 @@ class Staged(Closing):
             cut, or the state was donated to an earlier step.
           BaseException: any error of an exchange, as itself.
         """
-        check_not_donated(state)
+        check_not_donated(state, batch, state[1:])
         plan = self._plan(state, batch, step)
         models = jax.tree.leaves(state.params)
         # The call before has sent the params that it returned, for the step after it.

@@ -146,7 +146,7 @@ class Wagma(Staged):
         """
         if self._order == "awc":
             return functools.partial(super().__call__, state, batch, step)
-        check_not_donated(state)
+        check_not_donated(state, batch, state[1:])
         self._open(state.params, step)
         start = time.monotonic()
         new, metrics = self._local(state.params, state[1:], batch)

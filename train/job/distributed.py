@@ -25,7 +25,7 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import decentjax
-from decentjax.distributed.address import is_loopback, split_address
+from decentjax.address import is_loopback, split_address
 from decentjax.distributed.devices import node_mesh
 from decentjax.distributed.failure import end_process, lost_peer
 from decentjax.distributed.join import client, join

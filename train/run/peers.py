@@ -20,7 +20,7 @@ import optax
 from jax.sharding import Mesh
 
 from decentjax import WorkerState, gossip
-from decentjax.distributed.address import is_loopback, split_address, to_address
+from decentjax.address import is_loopback, split_address, to_address
 from decentjax.topology import butterfly_groups, matrices
 from train.cli.config_json import read_fields, to_json
 from train.cli.tables import say_workers
