@@ -19,10 +19,10 @@ class LossFn(Protocol):
     """The loss of one worker on its own batch.
 
     Returns the scalar loss, and as auxiliary output the new model state and a dict of
-    scalar metrics. The new model state has the structure, shapes and dtypes of the old.
-    A loss that is a mean over something other than the examples, such as tokens without
-    padding, is returned as a pair, `(loss, weight)`, with their number as the weight:
-    then micro-batches do not change the mean.
+    scalar metrics, none of them called "loss". The new model state has the structure,
+    shapes and dtypes of the old. A loss that is a mean over something other than the
+    examples, such as tokens without padding, is returned as a pair, `(loss, weight)`,
+    with their number as the weight: then micro-batches do not change the mean.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -121,6 +121,11 @@ def check_loss(result: Any, model_state: Any) -> tuple[Weighted, tuple[Any, Metr
         raise TypeError(
             f"the loss must be a float, got {jnp.result_type(loss)}: only a float has "
             "a gradient"
+        )
+    if "loss" in metrics:  # The steps add the loss by that name.
+        raise TypeError(
+            "loss_fn returns a metric 'loss', as the loss itself is called: give it "
+            "another name, or leave it out"
         )
     for name, metric in metrics.items():
         _check_scalar(f"metric {name!r}", metric)
