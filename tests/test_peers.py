@@ -489,7 +489,8 @@ def exchange_only(graph, book, way, num_steps):
         state, batch = place((state, jnp.zeros(1)), mesh)
         peers = Peers(STILL, graph, book, [worker], mesh, way=way, patience=0.02)
         with peers:
-            for step in range(num_steps):
+            # Not from step 0, before which all workers must have one model.
+            for step in range(1, num_steps):
                 time.sleep(draws.exponential(0.01))
                 state, _ = peers(state, batch, step)
             # In step from here on, so that all that was open is completed.

@@ -250,7 +250,7 @@ class Peers(Staged):
 
     def _compile(self, state: WorkerState, batch: Any) -> None:
         """Compiles the parts of a step, whose results are dropped."""
-        plan = self._plan(state, batch, step=-1)
+        plan = self._plan(state, batch)
         state = jax.tree.map(jnp.copy, state)  # It is donated.
         values = plan.early(state.params, state[1:], batch)
         mixed = dict(enumerate(jax.tree.leaves(state.params)))

@@ -112,7 +112,7 @@ class Staged(Closing):
         self._sent += sent
         self._arriving.append((leaves, self._carry(group, sent, step)))
 
-    def _plan(self, state: WorkerState, batch: Any, step: int) -> Plan:
+    def _plan(self, state: WorkerState, batch: Any, step: int = -1) -> Plan:
         plan = plan_of(self._plans, self._adapt, state, batch, self._mesh)
         if not self._is_started:
             self._start(state, plan, step)
