@@ -681,6 +681,7 @@ def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path)
     scores = build_score(read.task)([read.mean(), read.worker(3)])
     wanted = [float(jax.random.normal(last[i, 0])) for i in (0, 3)]
     assert [x["drawn"] for x in scores] == pytest.approx(wanted)
+    assert read.worker(3)[1]["keys"].dtype == last.dtype
     arrays = named({"model_state": read.worker(3)[1]})
     np.testing.assert_array_equal(
         arrays["model_state.keys"], jax.random.key_data(last[3])

@@ -260,8 +260,9 @@ class Checkpoints:
             warn(f"{self._folder} {MADE_ANEW}")
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-        if step not in self._saved():  # What is left of one that was removed in part.
-            shutil.rmtree(self._folder / str(step), ignore_errors=True)
+        stray = self._folder / str(step)  # Of one that was removed in part.
+        if stray.exists() and step not in self._saved():
+            shutil.rmtree(stray, ignore_errors=True)
 
     def check(self) -> bool:
         """Whether to save again at once, as the newest checkpoint was removed.

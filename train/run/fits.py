@@ -63,9 +63,10 @@ def _warn_of_dtypes(saved: Kinds, wanted: Kinds) -> None:
 
 
 def _saved(path: Path) -> Kinds:
-    with ocp.StandardCheckpointer() as reader:
-        tree: Any = reader.metadata(path.absolute()).item_metadata
-    return _kinds(tree.tree)
+    # Not of a checkpointer, which logs that a part has no metadata of its own.
+    handler: Any = ocp.StandardCheckpointHandler()
+    tree = handler.metadata(path.absolute())
+    return _kinds(getattr(tree, "tree", tree))
 
 
 def _kinds(tree: Any) -> Kinds:
@@ -79,11 +80,10 @@ def _as_data(x: Any) -> Any:
 
 def _leaves(tree: Any) -> list[tuple[str, Any]]:
     """The arrays of a tree by their names, whether it has tuples or their fields."""
-    pairs = jax.tree.leaves_with_path(tree, is_leaf=lambda x: hasattr(x, "dtype"))
     return [
         (jax.tree_util.keystr(path, simple=True, separator="."), x)
-        for path, x in pairs
-        if hasattr(x, "dtype")
+        for path, x in jax.tree.leaves_with_path(tree)
+        if hasattr(x, "dtype")  # In what is saved, () is a leaf.
     ]
 
 
