@@ -494,7 +494,15 @@ def _quantized(
     added = noise(key, blocks.size).reshape(blocks.shape).astype(blocks.dtype)
     # A number that is the largest may be rounded up beyond it, by a bit.
     levels = jnp.clip(jnp.floor(blocks * scale[:, None] + added), -most, most)
-    return levels.astype(jnp.int8).ravel()[: x.size], largest / most
+    return _once(levels).astype(jnp.int8).ravel()[: x.size], largest / most
+
+
+def _once(x: jax.Array) -> jax.Array:
+    """The same numbers, which XLA computes once."""
+    # It would compute levels anew for each of their uses, fused with other sums, which
+    # round otherwise: now and then a sender would keep another level than it has sent.
+    # A division, here by one, is not repeated.
+    return x / jnp.where(x == x, jnp.ones_like(x), x)
 
 
 def _narrow(dtype: DTypeLike) -> Codec:
