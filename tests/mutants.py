@@ -1066,6 +1066,36 @@ MUTANTS = [
         "tests/test_codec.py -k sent_as_permutations",
     ),
     Mutant(
+        "decentjax/codec.py",
+        "return _once(levels).astype(jnp.int8)",
+        "return levels.astype(jnp.int8)",
+        "tests/test_contraction.py -k has_sent",
+    ),
+    Mutant(
+        "decentjax/codec.py",
+        "encode, decode, keeps=share * of_values.keeps)",
+        "encode, decode, keeps=of_values.keeps)",
+        "tests/test_contraction.py -k would_part",
+    ),
+    Mutant(
+        "decentjax/compression.py",
+        'return kept if self.of == "copy" else 0.5 if kept < 0.9 else 1.0',
+        'return 1.0 if self.of == "copy" else 0.5 if kept < 0.9 else 1.0',
+        "tests/test_contraction.py -k copies",
+    ),
+    Mutant(
+        "decentjax/compression.py",
+        "mixed[number] = x + compression.rate * difference",
+        "mixed[number] = x + difference",
+        "tests/test_codec.py -k deep_squeeze",
+    ),
+    Mutant(
+        "train/config.py",
+        "if of_models and not sends_models(self._codec()):",
+        "if False:",
+        "tests/test_train_rounds.py -k no_sense",
+    ),
+    Mutant(
         "decentjax/compression.py",
         "part = -1 if is_copy else compression.keep",
         "part = -1 if is_copy else 1",

@@ -85,6 +85,15 @@ def test_encoded_means_of_too_many_are_left_out():
     assert {(name, codec) for name, _, codec in found} == left
 
 
+@pytest.mark.parametrize("codec", ["int2", "top_k"])
+def test_codecs_that_drop_too_much_of_a_model_are_left_out(codec):
+    found = rows(every=(1, 4), codecs=("int4", codec))
+    kept = {(4, "DiLoCo")}
+    assert {(every, name) for name, every, of in found if of == codec} == kept
+    both = {(every, PAIRS) for every in (1, 4)} | {(1, "complete"), (4, "DiLoCo")}
+    assert {(every, name) for name, every, of in found if of == "int4"} == both
+
+
 @pytest.mark.parametrize("overlap", ["none", "background"])
 def test_the_flags_of_a_row_train_with_it(overlap):
     quickstart = load_config(Path("quickstart"))
@@ -104,7 +113,6 @@ def test_what_is_asked_for_is_written(tmp_path, capsys):
     written = json.loads((tmp_path / "advice.json").read_text())["rounds"]
     assert [(row["name"], row["every_steps"], row["codec"]) for row in written] == [
         ("DiLoCo", 7, "top_k"),
-        (PAIRS, 7, "top_k"),
     ]
     printed = [line.split() for line in capsys.readouterr().out.splitlines()]
     for row in (RoundsRow(**fields) for fields in written):

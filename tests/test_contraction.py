@@ -1,13 +1,147 @@
 """Whether encoded exchanges bring models together: each codec, kind and graph."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import pytest
 
 from decentjax import AXIS, Rounds, codec, decentralize_rounds, over_workers, topology
-from decentjax.compression import Compression
+from decentjax.compression import (
+    Compression,
+    decode_leaves,
+    encode_leaves,
+    init_coded,
+)
 from decentjax.schedule import every
+
+MOST, SIZE, APART, EXCHANGES = 8, 128, 1e-3, 200
+GRAPHS = {
+    **{f"ring of {n}": topology.ring(n) for n in (1, 2, 3, 4, 5, 7)},
+    **{f"complete of {n}": topology.complete(n) for n in (1, 4, 7)},
+    "damped ring": topology.damped(topology.ring(4), 0.1),
+    "exponential": topology.exponential(8),
+    "torus": topology.torus(6),
+    "star": topology.star(5),
+    "pairs on a ring": topology.one_peer_ring(6),
+    "one peer": topology.one_peer_exponential(8),
+    "one peer of 5": topology.one_peer_exponential(5),
+    "hypercube": topology.hypercube(8),
+    "random pairs": topology.random_matching(5, period=4, seed=0),
+    "groups": topology.butterfly_groups(8, 4),
+    "base": topology.base_k(6, 1),
+}
+CODECS = [
+    *(codec.float16(), codec.bfloat16(), codec.int8(), codec.int4(), codec.int2()),
+    *map(codec.top_k, (0.9, 0.5, 0.25, 0.1, 0.03)),
+    codec.top_k(0.25, values=codec.int2()),
+    codec.top_k(0.1, values=codec.int8()),
+]
+EACH = pytest.mark.parametrize("one", CODECS, ids=lambda one: one.name)
+# How far models of size 1 stay apart, as the docstring says, and half as much again.
+FLOORS = {0: 5e-4, 1: 3e-3, 2: 2e-2, 3: 0.15, 5: 0.07}
+OF_MODELS = [(CODECS[place], floor) for place, floor in FLOORS.items()]
+
+
+def padded(graph):
+    """The matrices of whole periods, [12, MOST, MOST]; further workers stay alone."""
+    given, n = topology.matrices(graph), graph.num_workers
+    found = np.tile(np.eye(MOST), (12, 1, 1))
+    found[:, :n, :n] = np.tile(given, (12 // graph.period, 1, 1))
+    return np.float32(found)
+
+
+def exchanger(compression):
+    """Function of a graph's matrices, a model that all know, and those that they have.
+
+    The graph is data, so that one program is that of all graphs. It returns the models
+    after each exchange, [EXCHANGES, MOST, SIZE].
+    """
+    is_drift = compression.of == "drift"
+    decode = functools.partial(compression.codec.decode, shape=(SIZE,))
+
+    def exchange(matrix, x, anchor, coded, key):
+        def begin(x, anchor, coded, key):
+            return encode_leaves(compression, {0: x}, {0: anchor}, key, coded)
+
+        def end(difference, x, anchor, coded):
+            arrays = {0: difference}, {0: x}, {0: anchor}
+            return decode_leaves(compression, *arrays, coded)
+
+        coded = jax.vmap(begin)(x, anchor, coded, jax.random.split(key, MOST))
+        sent = jax.vmap(decode)(coded.messages[0])
+        difference = matrix @ sent - (0 if is_drift else sent)
+        coded, mixed = jax.vmap(end)(difference, x, anchor, coded)
+        # An outer optimizer sgd(1): the anchor goes to the mean, and the model with it.
+        return mixed[0], mixed[0] if is_drift else anchor, coded._replace(messages={})
+
+    @jax.jit
+    def run(matrices, known, x):
+        def step(carry, t):
+            matrix = matrices[t % 12]
+            carry = exchange(matrix, *carry, jax.random.fold_in(jax.random.key(0), t))
+            return carry, carry[0]
+
+        coded = jax.vmap(lambda x: init_coded(compression, {0: x}, False))(known)
+        return jax.lax.scan(step, (x, known, coded), jnp.arange(EXCHANGES))[1]
+
+    return run
+
+
+def exchanged(run, graph):
+    """The models before, and after each exchange, [EXCHANGES + 1, N, SIZE]."""
+    draw = np.random.default_rng(0).standard_normal
+    known = np.float32(np.tile(draw(SIZE), (MOST, 1)))
+    x = known + np.float32(APART * draw((MOST, SIZE)))
+    path = np.asarray(run(padded(graph), known, x))
+    return np.concatenate([x[None], path])[:, : graph.num_workers]
+
+
+def spread(models):
+    return np.sqrt(np.square(models - models.mean(1, keepdims=True)).mean((1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("one", "floor"), OF_MODELS, ids=lambda x: getattr(x, "name", "")
+)
+def test_models_come_as_close_as_the_codec_lets_them(one, floor):
+    run = exchanger(Compression(one))
+    for name, graph in GRAPHS.items():
+        apart = spread(exchanged(run, graph))
+        assert apart.max() < max(floor, 1.01 * APART), name
+        if "damped" in name:
+            assert apart[-20:].mean() < max(floor / 4, APART / 2), name
+
+
+@pytest.mark.parametrize("one", [x for x in CODECS if x not in dict(OF_MODELS)])
+def test_codecs_with_which_models_would_part_are_refused(one):
+    with pytest.raises(ValueError, match=r'of="model" needs 0.75.* of="copy"'):
+        Compression(one)
+
+
+@EACH
+def test_copies_come_closer_in_each_exchange(one):
+    run = exchanger(Compression(one, "copy"))
+    for name, graph in GRAPHS.items():
+        if graph.period == 1 and graph.num_workers > 1:
+            apart = spread(exchanged(run, graph))
+            assert apart.max() < 1.001 * apart[0], name
+            # Damping by 0.1, and a share of 0.03, are slow.
+            assert apart[-1] < 0.9 * apart[0], name
+            if one.keeps > 0.2 and "damped" not in name:
+                assert apart[-1] < 0.01 * apart[0], name
+
+
+@EACH
+def test_drifts_bring_all_workers_to_one_mean(one):
+    run = exchanger(Compression(one, "drift"))
+    for n in (1, 2, 5):
+        models = exchanged(run, topology.complete(n))
+        np.testing.assert_allclose(spread(models)[1:], 0, atol=1e-6)
+        away = models[-1] - models[0].mean(0)
+        assert np.abs(away).max() < 1e-2 * APART, n
 
 
 def test_what_a_worker_keeps_is_what_it_has_sent():

@@ -247,7 +247,7 @@ def encoded(how, codec, of="model", **options):
         Rounds(every(topology.one_peer_exponential(3), 1, delay=1)),
         Rounds(in_fragments(topology.ring(2), 4, [(0,), (1,)], delay=3)),
         encoded(Rounds(every(topology.ring(3), 1, delay=1)), int8(4)),
-        encoded(Rounds(every(topology.complete(3), 5, delay=4)), top_k(0.5)),
+        encoded(Rounds(every(topology.complete(3), 5, delay=4)), top_k(0.75)),
         encoded(Rounds(in_fragments(topology.ring(2), 4, PARTS, 3)), int4(2)),
         encoded(methods.diloco(3, 2), top_k(0.5), "drift", keep=0.9),
         encoded(Rounds(every(topology.ring(4), 1)), int8(4), "copy", step=0.5),
@@ -294,7 +294,7 @@ def test_rounds_by_peers_have_the_numbers_of_the_step(how, tmp_path):
         assert all(one.models for one in of_worker)
 
 
-@pytest.mark.parametrize("codec", [exact(), int2(2), top_k(0.5)])
+@pytest.mark.parametrize("codec", [exact(), int4(2), top_k(0.75)])
 def test_what_is_left_for_peers_is_the_message(codec, tmp_path, monkeypatch):
     how, sent, publish = Rounds(every(topology.ring(2), 1, 1)), [], Links.publish
 

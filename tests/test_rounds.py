@@ -32,7 +32,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from decentjax.codec import int2, int8, top_k
+from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import Compression
 from decentjax.gossip import BackgroundRounds
 from decentjax.rounds import Rounds, default_mix, init_rounds, round_step, send
@@ -419,7 +419,7 @@ def test_a_run_goes_on_in_the_middle_of_a_round():
         methods.diloco(4, 3),
         methods.noloco(4, 2),
         methods.streaming_diloco(4, model(), 5, 2, delay=3),
-        encoded(Rounds(every(topology.ring(4), 2, delay=1)), top_k(0.5)),
+        encoded(Rounds(every(topology.ring(4), 2, delay=1)), top_k(0.75)),
         encoded(methods.streaming_diloco(4, model(), 5, 2, 3), top_k(0.5), "drift"),
     ],
     ids=["diloco", "noloco", "streaming", "encoded", "encoded streaming"],
@@ -550,8 +550,8 @@ CUT = {
     "b": NamedSharding(SLICES, PartitionSpec(None, "model")),
 }
 CODED = {
-    "late": (int2(), {}, every(topology.one_peer_ring(4), 2, delay=2), None),
-    "each step": (int2(), {}, every(topology.one_peer_ring(4), 1, delay=1), None),
+    "late": (bfloat16(), {}, every(topology.one_peer_ring(4), 2, delay=2), None),
+    "each step": (top_k(0.75), {}, every(topology.one_peer_ring(4), 1, delay=1), None),
     "copies": (int2(), {"of": "copy", "step": 0.5}, every(RING, 2), None),
     "diloco": (
         top_k(0.5),
@@ -714,7 +714,7 @@ def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
 
 def test_in_a_second_thread_an_empty_leaf_stays_at_home():
     """A codec finds no block in it."""
-    how = Rounds(every(topology.ring(4), 1, 1), compression=Compression(top_k(0.5)))
+    how = Rounds(every(topology.ring(4), 1, 1), compression=Compression(top_k(0.75)))
     params, mesh = model() | {"empty": jnp.zeros(0)}, worker_mesh(4)
     key, extra = jax.random.key(0), init_rounds(how, params)
     state = place(init_state(params, SGD, key, 4, extra=extra), mesh)

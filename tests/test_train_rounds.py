@@ -208,11 +208,28 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"copies": True}, "rounds.copies are of encoded models"),
         ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
         ({"codec": "int8", "copy_step": 0.0}, r"copy_step in \(0, 1\]"),
+        ({"codec": "int2"}, "rounds.codec = int2 drops too much .* set rounds.copies"),
+        ({"codec": "top_k", "tracking": True}, "rounds.codec = top_k drops too much"),
     ],
 )
 def test_rounds_of_no_sense_are_refused(changes, words):
     with pytest.raises(ValueError, match=words):
         RoundsConfig(**changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "of", "rate"),
+    [
+        ({"codec": "int8"}, "model", 1.0),
+        ({"codec": "int4"}, "model", 0.5),
+        ({"codec": "top_k", "sent_share": 0.8}, "model", 0.5),
+        ({"codec": "top_k", "copies": True}, "copy", 0.01),
+        ({"codec": "int2", "copies": True, "copy_step": 0.3}, "copy", 0.3),
+    ],
+)
+def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate):
+    found = RoundsConfig(**changes).build(complete(3)).compression
+    assert (found.of, found.rate) == (of, rate)
 
 
 @pytest.mark.parametrize(

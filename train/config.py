@@ -20,8 +20,8 @@ from decentjax import Rounds
 from decentjax import policy as policies
 from decentjax import schedule as schedules
 from decentjax import topology as topologies
-from decentjax.codec import bfloat16, float16, int2, int4, int8, top_k
-from decentjax.compression import Compression
+from decentjax.codec import Codec, bfloat16, exact, float16, int2, int4, int8, top_k
+from decentjax.compression import LEAST_KEPT, Compression
 from decentjax.rounds import blend, replace, shift
 from decentjax.topology import Permutations, Topology, matrices
 from train.fields import checked, place_of
@@ -222,6 +222,32 @@ class PolicyConfig:
 CodecName = Literal["none", "float16", "bfloat16", "int8", "int4", "int2", "top_k"]
 
 
+def make_codec(name: CodecName, share: float = 0.01, bits: int = 32) -> Codec:
+    """Returns a codec by its name; "none" sends numbers as they are.
+
+    Args:
+      name: the name.
+      share: share of the numbers that "top_k" sends.
+      bits: bits of each of them.
+    """
+    of_bits = {32: None, 8: int8(), 4: int4(), 2: int2()}
+    codecs = {
+        "none": exact(),
+        "float16": float16(),
+        "bfloat16": bfloat16(),
+        "int8": int8(),
+        "int4": int4(),
+        "int2": int2(),
+        "top_k": top_k(share, values=of_bits[bits]),
+    }
+    return codecs[name]
+
+
+def sends_models(codec: Codec) -> bool:
+    """Whether models that are sent by the codec come together."""
+    return codec.keeps >= LEAST_KEPT
+
+
 @checked
 class RoundsConfig:
     """Rounds of communication, for step.algorithm = "rounds"; see `decentjax.rounds`.
@@ -240,13 +266,15 @@ class RoundsConfig:
       share: part of the worker's own model, for "blend".
       codec: how messages are encoded: 16, 8, 4 or 2 bits a number, or the largest
         numbers; what a message drops is sent later. With an outer optimizer it encodes
-        how far a worker has moved, and needs means of all models.
+        how far a worker has moved, and needs means of all models. "int2" and "top_k"
+        need one, or `copies`: of models they would drop too much.
       sent_share: share of the numbers that "top_k" sends.
       sent_bits: bits of each of them, beside its place.
       error_kept: part of what was dropped that is sent later.
       copies: whether to send changes of copies that the peers keep, as CHOCO-SGD does;
         for a graph that never changes.
-      copy_step: step towards the average of the copies, in (0, 1].
+      copy_step: step towards the average of the copies, in (0, 1]; by default what the
+        codec keeps of a number, such as 0.5 of "int2" and `sent_share` of "top_k".
       tracking: whether an estimate of the mean gradient is averaged with the model,
         along which a worker descends: gradient tracking, for uneven data.
     """
@@ -264,13 +292,14 @@ class RoundsConfig:
     sent_bits: Literal[32, 8, 4, 2] = 32
     error_kept: float = 1.0
     copies: bool = False
-    copy_step: float = 1.0
+    copy_step: float | None = None
     tracking: bool = False
 
     def __post_init__(self):
         _check_at_least(self, 1, "every_steps", "fragments")
-        _check_at_least(self, 0, "error_kept", "copy_step")
-        if self.error_kept > 1 or not 0 < self.copy_step <= 1:
+        _check_at_least(self, 0, "error_kept")
+        step = 1.0 if self.copy_step is None else self.copy_step
+        if self.error_kept > 1 or not 0 < step <= 1:
             raise ValueError(
                 "error_kept must be in [0, 1] and copy_step in (0, 1], got "
                 f"{self.error_kept} and {self.copy_step}"
@@ -279,6 +308,13 @@ class RoundsConfig:
             raise ValueError(
                 "rounds.copies are of encoded models: set rounds.codec, and "
                 'rounds.outer to "none"'
+            )
+        of_models = self.outer == "none" and not self.copies
+        if of_models and not sends_models(self._codec()):
+            raise ValueError(
+                f"rounds.codec = {self.codec} drops too much of a model, and workers "
+                "would part: set rounds.copies, for a graph that never changes, "
+                'rounds.outer with topology.name = "complete", or rounds.codec to int8'
             )
         _check_at_least(self, 0, "delay", "learning_rate", "momentum", "share")
         if not (self.momentum < 1 and self.share < 1):
@@ -323,24 +359,16 @@ class RoundsConfig:
         looks_ahead = self.outer == "nesterov"
         return optax.sgd(self.learning_rate, self.momentum, nesterov=looks_ahead)
 
+    def _codec(self) -> Codec:
+        return make_codec(self.codec, self.sent_share, self.sent_bits)
+
     def _compression(self) -> Compression | None:
         if self.codec == "none":
             return None
-        bits = {32: None, 8: int8(), 4: int4(), 2: int2()}
-        largest = top_k(self.sent_share, values=bits[self.sent_bits])
-        codecs = {
-            "float16": float16(),
-            "bfloat16": bfloat16(),
-            "int8": int8(),
-            "int4": int4(),
-            "int2": int2(),
-            "top_k": largest,
-        }
-        of = "model" if self.outer == "none" else "drift"
-        codec = codecs[self.codec]
         if self.copies:
-            return Compression(codec, "copy", step=self.copy_step)
-        return Compression(codec, of, keep=self.error_kept)
+            return Compression(self._codec(), "copy", step=self.copy_step)
+        of = "model" if self.outer == "none" else "drift"
+        return Compression(self._codec(), of, keep=self.error_kept)
 
     def _check_used(self) -> None:
         """Raises a ValueError for a number that nothing would use."""
@@ -528,8 +556,9 @@ class OptimizerConfig:
         learning rate times parameters from the parameters; the others add weight decay
         times parameters to the gradient. "muon" is for matrices; parameters of other
         shapes have Adam with Nesterov momentum. "exact_diffusion" and "qg_dsgdm"
-        correct for uneven data; the first wants a topology.factor of 0.5, and is D²
-        with step.algorithm = "atc", EXTRA with "awc".
+        correct for uneven data; the first wants a topology.factor of 0.5, is D² with
+        step.algorithm = "atc" and EXTRA with "awc", and adds up what exchanges round,
+        for which rounds.tracking is better in many steps at a low rate.
       learning_rate: peak of the schedule.
       initial_learning_rate: learning rate at the first step of the warm-up.
       warmup_steps: number of steps up to the peak.

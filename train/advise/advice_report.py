@@ -44,6 +44,7 @@ ROUNDS = (
     "background merges at the next round. The rarer, the more steps to one loss, which "
     "--race counts. An encoded mean of all is a message from each worker to each: from "
     "eight workers on int8 sends more than none, and of more than 64 it is left out. "
+    "int2 and top_k drop too much to send models: they have DiLoCo alone. "
     "advice.json has the options of each row."
 )
 

@@ -1,6 +1,7 @@
 """Rounds on a cluster: the step of workers that average every H steps, by codec."""
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Collection
@@ -19,6 +20,8 @@ from train.config import (
     TopologyConfig,
     TopologyName,
     WorkersConfig,
+    make_codec,
+    sends_models,
 )
 from train.run.rounds import sent_bytes, sent_schedule
 
@@ -64,7 +67,8 @@ def compare_rounds(
     """Simulates DiLoCo and a one-peer graph for each H and codec.
 
     DiLoCo waits for its messages; what goes to one peer is merged H steps later where a
-    second thread sends it. Encoded means of many workers are left out.
+    second thread sends it. Encoded means of many workers are left out, and models by a
+    codec that drops too much of them.
 
     Args:
       setting: the question.
@@ -102,12 +106,17 @@ def compare_rounds(
 def _methods(
     every: int, codec: CodecName, hides: bool
 ) -> dict[TopologyName, RoundsConfig]:
-    """The rounds over each graph."""
-    common = RoundsConfig(every_steps=every, codec=codec)
-    late = dataclasses.replace(common, delay=every, merge="shift")
+    """The rounds over each graph; of models none whose codec would drop too much."""
+    common = functools.partial(RoundsConfig, every_steps=every, codec=codec)
+    found: dict[TopologyName, RoundsConfig] = {}
+    of_models = sends_models(make_codec(codec))
     # An outer optimizer moves models that have trained alone for a while.
-    mean = dataclasses.replace(common, outer="nesterov" if every > 1 else "none")
-    return {"complete": mean, "one_peer_exponential": late if hides else common}
+    if every > 1 or of_models:
+        found["complete"] = common(outer="nesterov" if every > 1 else "none")
+    if of_models:
+        late = {"delay": every, "merge": "shift"} if hides else {}
+        found["one_peer_exponential"] = common(**late)
+    return found
 
 
 def _flags(graph: TopologyName, rounds: RoundsConfig) -> str:
