@@ -80,8 +80,13 @@ def streaming_diloco(
 ) -> Rounds:
     """Streaming DiLoCo: DiLoCo of a fragment at a time, hidden behind local steps.
 
-    A fragment is sent in each H-th step, and merged some steps later as
-    `x_i <- c x_i + (1 - c) z`.
+    A fragment is sent in each H-th step, and merged some steps later, as in all rounds
+    before the update of that step:
+
+        x_i <- c x_i + (1 - c) z + update
+
+    The paper merges after the update, and keeps the share c of it: here this one update
+    of H is whole.
 
     Args:
       num_workers: N.

@@ -196,6 +196,22 @@ def test_streaming_diloco_sends_fragments_and_blends_them_late(where):
     close(run(how, n, 17, where), wanted)
 
 
+def test_of_the_merging_step_streaming_diloco_keeps_the_whole_update():
+    """Its paper merges after that update u, and keeps a share: less by (1 - c) u."""
+    n, delay, share = 4, 3, 0.25
+    how = methods.streaming_diloco(n, model(), 5, 2, delay, share, learning_rate=0.6)
+    x = initial(n)  # What is sent first, and so both the anchor and its mean.
+    for batch in targets(n, delay):
+        update = -RATE * CURVATURE * (x - batch)
+        x = x + update
+    paper = x.copy()
+    paper[:, A] = share * x[:, A] + (1 - share) * initial(n)[:, A]
+    ours = run(how, n, delay)[-1]
+    np.testing.assert_allclose(ours[:, A] - paper[:, A], (1 - share) * update[:, A])
+    np.testing.assert_allclose(ours[:, B], paper[:, B], rtol=1e-12)
+    assert np.abs(update[:, A]).max() > 0.01
+
+
 @pytest.mark.parametrize("n", [1, 4, 5])
 def test_noloco_is_its_code(n):
     """Whose momentum is written in other terms: of the mean drift, and mean anchor."""
