@@ -1,9 +1,10 @@
 """Corrections for uneven data, with which plain averaging stops short of the optimum.
 
 Where the gradients of the workers differ at the optimum, decentralized gradient descent
-with a constant learning rate comes to rest beside it. Exact diffusion and gradient
-tracking reach it. Quasi-global momentum rests where plain averaging does, but keeps the
-workers' momentum from pulling them apart on the way.
+with a constant learning rate comes to rest beside it. Gradient tracking reaches it, and
+exact diffusion as far as the rounding of exchanges lets it. Quasi-global momentum rests
+where plain averaging does, but keeps the workers' momentum from pulling them apart on
+the way.
 """
 
 from collections.abc import Callable
@@ -47,7 +48,12 @@ def exact_diffusion(
         x <- W (2 x - x_before) + update(grad) - update(grad_before)
 
     Each exchange has to be whole, as in `gossip.Peers` with `patience=math.inf`: what a
-    missing model would have moved stays in the sum.
+    missing model would have moved stays in the sum. So does what each exchange rounds,
+    which no worker knows: of float32 models the mean ends up to 1.3e-8 |x| steps /
+    rate from the optimum, 0.25 |x| after 20,000 steps of 1e-3 where plain averaging
+    may be closer; with noise in the gradients, about 1.5e-8 |x| sqrt(steps) / rate. For
+    many steps at a low rate take `methods.gradient_tracking`, which adds up gradients,
+    or float64.
 
     Args:
       inner: local optimizer, such as `optax.sgd`.
@@ -117,8 +123,10 @@ def quasi_global_momentum(
 
     The movement contains what the exchange has done, so workers with different data
     push in one direction. An ordinary transformation for `atc_step`, or inside
-    `decentralize_atc`. With `nesterov` the update is `-a (g + b (b m + g))`. In
-    `awc_step`, `decentralize` and `gossip` x is the mixed model here, W x of before;
+    `decentralize_atc`. At rest nothing moves and m is 0: it rests where plain averaging
+    with the rate a does. With `nesterov` the update is `-a (g + b (b m + g))`, which
+    rests where plain averaging with the rate (1 + b) a does, further from the optimum.
+    In `awc_step`, `decentralize` and `gossip` x is the mixed model here, W x of before;
     this form is not the paper's.
 
     Args:
