@@ -2670,8 +2670,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/checkpoint.py",
-        "if step not in self._saved():  # What",
-        "if False:  # What",
+        "if stray.exists() and step not in self._saved():",
+        "if False:",
         "tests/test_resume.py -k removed_as_it_is_saved",
     ),
     Mutant(
@@ -2711,9 +2711,9 @@ MUTANTS = [
         "tests/test_resume.py -k failed_save",
     ),
     Mutant(
-        "train/run/checkpoint.py",
-        "    if wanted.shape != got.shape:",
-        "    if False:",
+        "train/run/fits.py",
+        "        if old != new:\n            said",
+        "        if False:\n            said",
         "tests/test_evaluate.py -k checkpoint_of_another_model",
     ),
     Mutant(
@@ -2760,8 +2760,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/resume.py",
-        "if jax.process_count() > 1 or step == steps[-1]:",
-        "if jax.process_count() > 1:",
+        "is_last = jax.process_count() > 1 or step == steps[-1]",
+        "is_last = jax.process_count() > 1",
         "tests/test_resume.py -k where_all_are_broken",
     ),
     Mutant(
@@ -2853,6 +2853,42 @@ MUTANTS = [
         "    if step == config.num_steps:\n        return {}",
         "",
         "tests/test_resume.py -k rate_that_jumps",
+    ),
+    Mutant(
+        "train/run/fits.py",
+        "if old != new and is_key(x):",
+        "if False:",
+        "tests/test_resume.py -k keys_of_another_kind",
+    ),
+    Mutant(
+        "train/run/fits.py",
+        "if missing or (stray and not part):",
+        "if False:",
+        "tests/test_resume.py -k of_another_optimizer",
+    ),
+    Mutant(
+        "train/run/fits.py",
+        "key=lambda one: not _is_of_model(one[0])",
+        "key=lambda one: _is_of_model(one[0])",
+        "tests/test_resume.py -k of_another_model",
+    ),
+    Mutant(
+        "train/run/checkpoint.py",
+        "if is_key(wanted) else None",
+        "if False else None",
+        "tests/test_resume.py -k keys_of_a_model_state",
+    ),
+    Mutant(
+        "train/run/regroup.py",
+        "return _folded(like, step) if is_key(like) else placed(rows, like)",
+        "return placed(rows, like)",
+        "tests/test_resume.py -k keys_of_a_model_state",
+    ),
+    Mutant(
+        "train/run/resume.py",
+        "if is_last or isinstance(error, MisfitError):",
+        "if is_last:",
+        "tests/test_resume.py -k keys_of_another_kind",
     ),
     Mutant(
         "train/run/facts.py",
@@ -3990,8 +4026,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/regroup.py",
-        "jax.random.fold_in(key, step)))(state.key)",
-        "key))(state.key[:1].repeat(len(state.key)))",
+        "key=_folded(state.key, step)",
+        "key=state.key[:1].repeat(len(state.key))",
         "tests/test_resume.py -k another_number",
     ),
     Mutant(

@@ -1,5 +1,6 @@
 """How runs begin and go on: what is saved, what is refused, what is recorded."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -22,6 +23,7 @@ from saving import state_of
 
 from decentjax import WorkerState
 from train.__main__ import main
+from train.checkpoint import named
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
 from train.config import OptimizerConfig, RoundsConfig, TopologyConfig
@@ -41,7 +43,7 @@ from train.run.log import read_metrics
 from train.run.loop import Parts, run_steps, train
 from train.run.rates import rates_at
 from train.run.resume import Begin, Resume, saved_config, what_changed, with_changes
-from train.run.scores import read_trained
+from train.run.scores import build_score, read_trained
 from train.run.stop import Stop
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -527,7 +529,7 @@ def cosine(step, num_steps, peak=0.1, final=1e-4):
         # What the line advises, a change that is no change, and what is not a rate.
         (40, KEPT, None, ""),
         (21, ("optimizer.b1=0.5", KEPT[0], KEPT[1]), None, ""),
-        (20, ("optimizer.learning-rate=0.5",), None, ""),
+        (20, ("optimizer.final-learning-rate=0.5",), None, ""),
     ],
 )
 def test_a_rate_that_jumps_is_said(num_steps, changes, now, how, run_dir, capsys):
@@ -587,6 +589,170 @@ def test_a_run_goes_on_from_an_earlier_step_and_moves_the_later_ones_aside(run_d
     assert (run_dir / "set_aside" / "20" / "state").is_dir()
     with pytest.raises(ValueError, match=r"has checkpoints of steps \[15, 20\], not 7"):
         train(LINE, run_dir, Resume(step=7))
+
+
+class Keyed(line.Line):
+    """Its model state has random keys, as that of flax NNX."""
+
+    def build(self):
+        task = super().build()
+
+        def loss_fn(params, model_state, batch, key):
+            loss, _ = task.loss_fn(params, (), batch, key)
+            return loss, ({"keys": jax.vmap(next_key)(model_state["keys"])}, {})
+
+        def init(key):
+            return task.init(key)[0], {"keys": jax.random.split(key)}
+
+        def score_fn(params, model_state, batch):
+            drawn = jax.random.normal(model_state["keys"][0])
+            return task.score_fn(params, (), batch) | {"drawn": (drawn, 1 + 0 * drawn)}
+
+        return task._replace(init=init, loss_fn=loss_fn, score_fn=score_fn)
+
+
+class Wide(Keyed):
+    """Its w has three numbers."""
+
+    def build(self):
+        task = super().build()
+        narrow = lambda params: params | {"w": params["w"].sum()}  # noqa: E731
+
+        def init(key):
+            params, model_state = task.init(key)
+            return params | {"w": jax.numpy.zeros(3)}, model_state
+
+        return task._replace(
+            init=init,
+            loss_fn=lambda params, *args: task.loss_fn(narrow(params), *args),
+            score_fn=lambda params, *args: task.score_fn(narrow(params), *args),
+        )
+
+
+def next_key(key):
+    return jax.random.fold_in(key, 1)
+
+
+@contextlib.contextmanager
+def jax_option(name, value):
+    before = getattr(jax.config, name)
+    jax.config.update(name, value)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
+
+
+def test_random_keys_of_another_kind_are_refused_by_name(run_dir):
+    longer = dataclasses.replace(LINE, num_steps=22)
+    words = (
+        r"of step 20 of .* cannot be used: its random keys, key, are of the kind {}, "
+        r"and those of this process of the kind {}: set JAX_DEFAULT_PRNG_IMPL={}; "
+        r"steps \[20, 15\] are there"
+    )
+    with jax_option("jax_default_prng_impl", "rbg"):
+        kinds = "threefry2x32", "rbg", "threefry2x32"
+        with pytest.raises(ValueError, match=words.format(*kinds)):
+            train(longer, run_dir, Resume())
+    train(longer, run_dir, Resume())
+
+
+def test_a_run_with_another_kind_of_keys_goes_on_with_them_alone(tmp_path):
+    config = dataclasses.replace(LINE, task=Keyed(), num_steps=5)
+    with jax_option("jax_default_prng_impl", "unsafe_rbg"):
+        train(config, tmp_path)
+    longer = dataclasses.replace(config, num_steps=6)
+    words = "kind unsafe_rbg, .* threefry2x32: set JAX_DEFAULT_PRNG_IMPL=unsafe_rbg"
+    with pytest.raises(ValueError, match=words):
+        train(longer, tmp_path, Resume())
+    words = f"5 of {tmp_path} cannot be used: its random keys, model_state.keys, are"
+    with pytest.raises(ValueError, match=words):
+        read_trained(tmp_path, trust=["test_resume"])
+    with jax_option("jax_default_prng_impl", "unsafe_rbg"):
+        read_trained(tmp_path, trust=["test_resume"])
+        train(longer, tmp_path, Resume())
+
+
+@pytest.mark.parametrize("how", ["mean", "repeat"])
+def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path):
+    config = dataclasses.replace(LINE, task=Keyed(), num_steps=5)
+    last = train(config, tmp_path).state.model_state["keys"]
+    read = read_trained(tmp_path, trust=["test_resume"])
+    scores = build_score(read.task)([read.mean(), read.worker(3)])
+    wanted = [float(jax.random.normal(last[i, 0])) for i in (0, 3)]
+    assert [x["drawn"] for x in scores] == pytest.approx(wanted)
+    assert read.worker(3)[1]["keys"].dtype == last.dtype
+    arrays = named({"model_state": read.worker(3)[1]})
+    np.testing.assert_array_equal(
+        arrays["model_state.keys"], jax.random.key_data(last[3])
+    )
+    workers = dataclasses.replace(LINE.workers, num_workers=7)
+    wider = dataclasses.replace(config, workers=workers, num_steps=6)
+    keys = train(wider, tmp_path, Resume(workers=how)).state.model_state["keys"]
+    assert keys.shape == (7, 2)
+    assert len(set(map(str, jax.random.key_data(keys.ravel())))) == 14
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        (["optimizer.name=sgd"], "has no opt_state.3.0.trace.b, .* and it has opt_st"),
+        (
+            ["optimizer.name=accum_adam"],
+            "it has no opt_state.3.0.acc.b, opt_state.3.0.a",
+        ),
+        (
+            ["step.algorithm=rounds"],
+            "it has the parts of another optimizer or algorithm",
+        ),
+    ],
+)
+def test_a_state_of_another_optimizer_is_refused_by_name(changes, words, run_dir):
+    """Orbax would say it in pages, with all values."""
+    config, fields = with_changes(LINE, [*changes, "num_steps=22"])
+    with pytest.raises(
+        ValueError, match=f"20 of .* cannot be used: .*{words}"
+    ) as caught:
+        train(config, run_dir, Resume(changes=fields))
+    said = str(caught.value)
+    assert ", which takes a new run, as --init-from begins with this one's mean" in said
+    assert len(said) < 600
+    assert "\n" not in said
+
+
+@pytest.mark.parametrize("how", [None, "mean"])
+def test_a_state_of_another_model_is_refused_by_name(how, tmp_path):
+    train(dataclasses.replace(LINE, task=Keyed(), num_steps=5), tmp_path)
+    count = 4 if how is None else 3
+    workers = dataclasses.replace(LINE.workers, num_workers=count)
+    wide = dataclasses.replace(LINE, task=Wide(), workers=workers)
+    resume = Resume(changes=("task.kind",), workers=how)
+    words = r"its params.w has the shape \(4,\), wanted \(4, 3\); it is of another mod"
+    with pytest.raises(ValueError, match=words):
+        train(wide, tmp_path, resume)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "how"),
+    [
+        ("float32", "float64", "; JAX_ENABLE_X64=0 keeps it"),
+        ("float64", "float32", "; JAX_ENABLE_X64=1 keeps it"),
+        ("float32", "float16", ""),
+        ("float32", "float32", None),
+    ],
+)
+def test_arrays_that_go_on_in_another_dtype_are_said(old, new, how, tmp_path, capsys):
+    with jax_option("jax_enable_x64", True):
+        cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
+        state = state_of(1)
+        with Checkpoints(tmp_path, 3, 1) as checkpoints:
+            saved = state._replace(params=cast(state.params, old))
+            checkpoints.save(1, saved, LINE)
+        wanted = state._replace(params=cast(state.params, new))
+        found = restore(tmp_path / "checkpoints" / "1", wanted)
+    assert found.params["b"].dtype == new
+    words = f"warning: params.a was saved as {old}, and goes on as {new}{how}\n"
+    assert capsys.readouterr().err == ("" if how is None else words)
 
 
 def spoil_state(path: Path) -> None:

@@ -372,7 +372,9 @@ LEAVES = """
 import contextlib, dataclasses, socket
 from tests.line import config
 
-config = dataclasses.replace(config, num_steps=10)
+# Of a constant rate, which a longer run keeps.
+optimizer = dataclasses.replace(config.optimizer, decay="steps")
+config = dataclasses.replace(config, num_steps=10, optimizer=optimizer)
 
 @contextlib.contextmanager
 def leaves(config, run_dir, start):

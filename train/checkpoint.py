@@ -25,6 +25,7 @@ from train.data.token_files import SEPARATOR
 from train.data.vocabulary import load_vocabulary
 from train.models.gpt2 import write_gpt2
 from train.run.checkpoint import DamagedError, Found, find_checkpoints, verify
+from train.run.fits import is_key
 from train.run.folder import check_run, process_folders, writing
 from train.run.manifest import MANIFEST
 from train.run.scores import Model, read_trained
@@ -136,6 +137,7 @@ def named(model: Any) -> dict[str, np.ndarray]:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in found:
             raise ValueError(f"two arrays of the model would be named {name}")
+        x = jax.random.key_data(x) if is_key(x) else x
         found[name] = np.ascontiguousarray(x).reshape(np.shape(x))
     return found
 

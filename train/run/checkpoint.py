@@ -32,6 +32,7 @@ from train.cli.command import SaveError
 from train.cli.config_json import to_json
 from train.config import Config
 from train.job.distributed import gather
+from train.run.fits import OTHER_STRUCTURE, MisfitError, check_fits, is_key, key_kind
 from train.run.folder import MADE_ANEW, writing
 from train.run.log import warn
 from train.run.manifest import check_files, sync, write_manifest
@@ -259,8 +260,9 @@ class Checkpoints:
             warn(f"{self._folder} {MADE_ANEW}")
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
-        if step not in self._saved():  # What is left of one that was removed in part.
-            shutil.rmtree(self._folder / str(step), ignore_errors=True)
+        stray = self._folder / str(step)  # Of one that was removed in part.
+        if stray.exists() and step not in self._saved():
+            shutil.rmtree(stray, ignore_errors=True)
 
     def check(self) -> bool:
         """Whether to save again at once, as the newest checkpoint was removed.
@@ -360,9 +362,18 @@ def restore(path: Path, state: WorkerState) -> WorkerState:
     Args:
       path: folder of the checkpoint.
       state: any state of the same run, for structure and placement.
+
+    Raises:
+      MisfitError: if it is that of another model, optimizer or kind of random keys.
     """
-    with ocp.StandardCheckpointer() as reader:
-        return reader.restore((path / "state").absolute(), state)
+    check_fits(path / "state", state)
+    try:
+        with ocp.StandardCheckpointer() as reader:
+            return reader.restore((path / "state").absolute(), state)
+    except ValueError as error:
+        if "structures do not match" not in str(error):
+            raise
+        raise MisfitError(OTHER_STRUCTURE) from error
 
 
 def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[int, Any]:
@@ -380,19 +391,25 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
       ValueError: if there is no such checkpoint, whole and of these models.
     """
     step, path = newest(run_dir, step)
-    return step, read_part(path, models)
+    try:
+        return step, read_part(path, models)
+    except MisfitError as error:
+        raise ValueError(
+            f"the checkpoint of step {step} of {run_dir} cannot be used: {error}"
+        ) from error
 
 
 def read_part(path: Path, shapes: Any) -> Any:
-    """Reads a part of a checkpoint's state, as NumPy arrays.
+    """Reads a part of a checkpoint's state, as NumPy arrays; random keys are jax's.
 
     Args:
       path: folder of the checkpoint.
       shapes: shapes of the arrays, by names of the state's fields.
 
     Raises:
-      ValueError: if they have other shapes.
+      MisfitError: if they have other shapes, or are of another kind of random keys.
     """
+    check_fits(path / "state", shapes, part=True)
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
     # A partial restore: the rest of the state would double the memory, or more.
     with ocp.PyTreeCheckpointer() as reader:
@@ -404,16 +421,12 @@ def read_part(path: Path, shapes: Any) -> Any:
                 partial_restore=True,
             ),
         )
-    pairs = zip(
-        jax.tree.leaves_with_path(shapes), jax.tree.leaves(restored), strict=True
-    )
-    for (name, wanted), got in pairs:
-        if wanted.shape != got.shape:
-            raise ValueError(
-                f"the checkpoint is of another model: {jax.tree_util.keystr(name)} has "
-                f"the shape {got.shape}, wanted {wanted.shape}"
-            )
-    return restored
+
+    def typed(wanted: Any, got: Any) -> Any:
+        kind = key_kind(wanted) if is_key(wanted) else None
+        return got if kind is None else jax.random.wrap_key_data(got, impl=kind)
+
+    return jax.tree.map(typed, shapes, restored)
 
 
 def _step_of(path: Path) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 
 from decentjax import WorkerState
 from train.run.checkpoint import read_part
+from train.run.fits import is_key
 
 How = Literal["mean", "repeat", "select"]
 
@@ -45,9 +46,19 @@ def restore_rows(
             like.shape, like.sharding, lambda index: new[index]
         )
 
+    def new(rows: Any, like: jax.Array) -> jax.Array:
+        return _folded(like, step) if is_key(like) else placed(rows, like)
+
     rows = read_part(path, jax.tree.map(saved, parts))
-    keys = jax.jit(jax.vmap(lambda key: jax.random.fold_in(key, step)))(state.key)
-    return state._replace(**jax.tree.map(placed, rows, parts), key=keys)
+    return state._replace(
+        **jax.tree.map(new, rows, parts), key=_folded(state.key, step)
+    )
+
+
+@jax.jit
+def _folded(keys: jax.Array, step: int) -> jax.Array:
+    folded = jax.vmap(jax.random.fold_in, (0, None))(keys.ravel(), step)
+    return folded.reshape(keys.shape)
 
 
 def as_rows(rows: np.ndarray, num_workers: int, how: How) -> np.ndarray:

@@ -41,6 +41,7 @@ from train.run.checkpoint import (
 )
 from train.run.facts import command_line
 from train.run.finite import Check
+from train.run.fits import MisfitError
 from train.run.folder import holder, process_folders
 from train.run.log import warn
 from train.run.rates import say_jump
@@ -360,8 +361,10 @@ def begin_again(
             restored = _restored(found.steps[step], step, state, resume)
             check(restored, step)
         except Exception as error:
-            # In a job other processes may have read it, and would resume from it.
-            if jax.process_count() > 1 or step == steps[-1]:
+            # In a job other processes may have read it, and would resume from it; and
+            # where the state is another, so it is in the checkpoints before.
+            is_last = jax.process_count() > 1 or step == steps[-1]
+            if is_last or isinstance(error, MisfitError):
                 raise ValueError(f"{why}{error}; steps {steps} are there") from error
             warn(f"{why}{error}")
         else:

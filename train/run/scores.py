@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from decentjax import mean_model
@@ -14,6 +15,7 @@ from train.config import Config
 from train.job.distributed import workers_per_process
 from train.run.build import build_state
 from train.run.checkpoint import find_checkpoints, read_models
+from train.run.fits import is_key
 from train.run.folder import check_run, process_folders
 from train.run.log import warn
 from train.run.optimizers import build_optimizer
@@ -103,10 +105,14 @@ def read_trained(
     steps, parts = zip(
         *(read_models(folder, shapes, step) for folder in folders.values()), strict=True
     )
-    models = jax.tree.map(lambda *rows: np.concatenate(rows), *parts)
+    models = jax.tree.map(_joined, *parts)
     numbers = tuple(process * count + i for process in folders for i in workers)
     stacked = models["params"], models["model_state"]
     return TrainedRun(config, task, steps, stacked, numbers)
+
+
+def _joined(*rows: Any) -> Any:
+    return (jnp if is_key(rows[0]) else np).concatenate(rows)  # NumPy has no keys.
 
 
 def _there_to_the_end(folders: dict[int, Path], config: Config) -> dict[int, Path]:
