@@ -103,6 +103,11 @@ def measured(adapt: Adapt, before_update: bool = True) -> Adapt:
         state: WorkerState, batch: Any, mixed: Any, **options: Any
     ) -> tuple[WorkerState, Metrics]:
         new, metrics = adapt(state, batch, mixed, **options)
+        if NORMS in metrics:
+            raise TypeError(
+                f"loss_fn returns a metric {NORMS!r}, as what is measured is called: "
+                "give it another name"
+            )
         params = state.params if before_update else new.params
         return new, {**metrics, NORMS: tensor_norms(params)}
 

@@ -17,7 +17,8 @@ class LossFn(Protocol):
     """The loss of one worker on its own batch.
 
     Returns the scalar loss, and as auxiliary output the new model state and a dict of
-    scalar metrics. The new model state has the structure, shapes and dtypes of the old.
+    scalar metrics, none of them called "loss". The new model state has the structure,
+    shapes and dtypes of the old.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -108,6 +109,11 @@ def check_loss(result: Any, model_state: Any) -> tuple[jax.Array, tuple[Any, Met
         raise TypeError(
             f"the loss must be a float, got {jnp.result_type(loss)}: only a float has "
             "a gradient"
+        )
+    if "loss" in metrics:  # The steps add the loss by that name.
+        raise TypeError(
+            "loss_fn returns a metric 'loss', as the loss itself is called: give it "
+            "another name, or leave it out"
         )
     for name, metric in metrics.items():
         _check_scalar(f"metric {name!r}", metric)

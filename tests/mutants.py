@@ -2762,7 +2762,7 @@ MUTANTS = [
         "train/run/resume.py",
         "is_last = jax.process_count() > 1 or step == steps[-1]",
         "is_last = jax.process_count() > 1",
-        "tests/test_resume.py -k where_all_are_broken",
+        "tests/test_resume.py -k not_gone_on_with",
     ),
     Mutant(
         "train/run/resume.py",
@@ -2853,6 +2853,24 @@ MUTANTS = [
         "    if step == config.num_steps:\n        return {}",
         "",
         "tests/test_resume.py -k rate_that_jumps",
+    ),
+    Mutant(
+        "decentjax/loss.py",
+        'if "loss" in metrics:',
+        "if False:",
+        "tests/test_step.py -k named_loss",
+    ),
+    Mutant(
+        "decentjax/dispersion.py",
+        "if NORMS in metrics:",
+        "if False:",
+        "tests/test_policy.py -k not_replaced",
+    ),
+    Mutant(
+        "train/figures/run_figure.py",
+        '(row["mean_model"] | row).get',
+        '(row | row["mean_model"]).get',
+        "tests/test_report.py -k moves_no_point",
     ),
     Mutant(
         "train/run/fits.py",

@@ -290,8 +290,12 @@ WRONG = {
             with_loss(lambda loss, s, b, name=name: (loss, (s, {name: loss}))),
             f"returns a metric '{name}', as a column of the log is called: give it",
         )
-        for name in ("step", "seconds", "loss", "examples_per_second")
+        for name in ("step", "seconds", "resumed", "examples_per_second")
     },
+    "a metric loss": (
+        with_loss(lambda loss, s, b: (loss, (s, {"loss": 2 * loss}))),
+        "returns a metric 'loss', as the loss itself is called: give it another name",
+    ),
     "a model alone": (
         lambda whole: {"init": lambda key: whole.init(key)[0]},
         r"init must return \(params, model_state\), as in `return params, \(\)` for",

@@ -331,3 +331,15 @@ def test_norms_of_complex_numbers_are_of_both_parts():
     assert tensor_norms({"w": jnp.array([3 + 4j])}).tolist() == [5.0]
     apart = over_workers(functools.partial(tensor_distances, axis_name=AXIS))
     np.testing.assert_allclose(apart({"w": jnp.array([3 + 4j, -3 - 4j])}), 5)
+
+
+def test_a_metric_is_not_replaced_by_what_is_measured():
+    def loss_fn(params, model_state, batch, key):
+        return jnp.sum((params - batch) ** 2), (model_state, {"norms": params.sum()})
+
+    optimizer = optax.sgd(0.1)
+    local = measured(functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer))
+    state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), num_workers=2)
+    step = simulate(functools.partial(awc_step, adapt=local), topology.complete(2))
+    with pytest.raises(TypeError, match="'norms', as what is measured is called: give"):
+        step(state, jnp.ones((2, 3)), 0)

@@ -138,6 +138,15 @@ def test_a_share_is_drawn_in_percent():
     assert axis.yaxis.get_major_formatter()(0.5) in ("50", "50.0")
 
 
+def test_a_score_called_as_a_column_moves_no_point():
+    scores = {"error": 0.5, "step": 99.0, "seconds": 99.0}
+    row = {"step": 1, "seconds": 2.0, "mean_model": scores, "workers": [scores]}
+    figure = draw_evaluations([History(Path("run"), {}, [row], [])])
+    assert figure is not None
+    drawn = [axis.get_lines()[0].get_xdata()[0] for axis in figure.axes]
+    assert drawn == [1, 2.0]
+
+
 def test_a_drawn_part_of_the_timeline_avoids_evaluations():
     steps = [Span(0, "step", t, float(t), t + 1.0) for t in range(8)]
     evaluated = Span(0, "evaluate", 4, 4.5, 5.0)

@@ -778,6 +778,8 @@ def test_a_state_that_is_not_finite_is_not_gone_on_with(run_dir, capsys):
         checkpoints.save(25, spoilt, LINE)
     assert steps(run_dir) == [15, 20, 25]
     config = dataclasses.replace(LINE, num_steps=30)
+    with pytest.raises(ValueError, match=r"after step 25, in .*; steps \[25\] are"):
+        train(config, run_dir, Resume(step=25))
     assert train(config, run_dir, Resume()).step == 30
     warned = capsys.readouterr().err
     assert "warning: the checkpoint of step 25 of" in warned

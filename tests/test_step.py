@@ -823,6 +823,10 @@ WRONG_LOSSES = {
         lambda loss, state: (loss, (state, {"norms": jnp.ones(3)})),
         r"the metric 'norms' must be a scalar, got shape \(3,\)",
     ),
+    "named_loss": (
+        lambda loss, state: (loss, (state, {"loss": 2 * loss})),
+        "returns a metric 'loss', as the loss itself is called: give it another name, ",
+    ),
     "nested": (
         lambda loss, state: (loss, (state, {"all": {"norm": loss}})),
         "the metric 'all' must be a scalar, got dict",

@@ -143,7 +143,8 @@ def _draw_scores(axis: Axes, run: History, against: str, color: str) -> None:
     if not rows:  # It keeps its color, as in the figure of the losses.
         return
     name: str = run.facts.get("headline") or next(iter(rows[0]["mean_model"]))
-    x = [(row | row["mean_model"]).get(against, math.nan) for row in rows]
+    # A score may be called as a column of the row.
+    x = [(row["mean_model"] | row).get(against, math.nan) for row in rows]
     mean = [row["mean_model"][name] for row in rows]
     workers = [[scores[name] for scores in row["workers"]] for row in rows]
     axis.plot(x, mean, marker="o", color=color, label=run.name)
