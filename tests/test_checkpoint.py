@@ -3,11 +3,13 @@
 import dataclasses
 import errno
 import json
+import os
 import random
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -142,6 +144,23 @@ def test_a_checkpoint_that_goes_while_it_is_read_is_none(run_dir, monkeypatch):
     )
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
+def test_a_checkpoint_that_cannot_be_read_is_none(run_dir):
+    """As another user's, or one that a sink or a copy has left without rights."""
+    nobody = 65534
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        copy = Path(shutil.copytree(run_dir, Path(folder) / "run"))
+        (copy / "checkpoints" / "20").chmod(0o700)
+        os.seteuid(nobody)
+        try:
+            found = find_checkpoints(copy)
+        finally:
+            os.seteuid(0)
+    assert list(found.steps) == [15]
+    assert found.skipped == {"20": "cannot be read: Permission denied"}
+
+
 def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
     tmp_path, monkeypatch, capsys
 ):
@@ -239,6 +258,7 @@ int fsync(int file) {
 """
 SAVE = """
 import sys
+import tempfile
 from pathlib import Path
 import line, saving
 from train.run.checkpoint import Checkpoints

@@ -75,6 +75,8 @@ def find_checkpoints(run_dir: Path) -> Found:
             steps[_step_of(path)] = path
         except ValueError as error:
             skipped[path.name] = str(error)
+        except OSError as error:  # Another user's.
+            skipped[path.name] = f"cannot be read: {error.strerror}"
     return Found(steps, skipped)
 
 
