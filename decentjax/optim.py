@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 from jax._src import core
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from decentjax._collectives import AxisName, sum_dtype
+from decentjax._collectives import AxisName, same_on_all, sum_dtype
+from decentjax._slices import by_compiler
 from decentjax.exchange import Topology, check_topology
 from decentjax.mixing import mix
 from decentjax.rounds import Rounds, _check_rounds, init_rounds, mix_of, round_step
@@ -378,7 +380,10 @@ def _with_keys(order: Callable, axis_name: AxisName, seed: int) -> Callable:
     def with_key(worker, updates, event, *, adapt, mix):
         del mix  # The order has its own.
         key = jax.random.fold_in(jax.random.key(seed), worker.key)
-        key = jax.random.fold_in(key, lax.axis_index(axis_name))
+        # Under vmap, on explicit axes, keys and numbers must lie alike.
+        as_key = by_compiler(lambda number, _: number, PartitionSpec())
+        number = as_key(lax.axis_index(axis_name), worker.key)
+        key = jax.random.fold_in(key, number)
         return order(worker._replace(key=key), updates, event, adapt=adapt)
 
     return with_key
@@ -411,6 +416,7 @@ def _in_order(
             return mix_once(params, plan[0])
         # An exchange is static, so the traced count can only choose among branches.
         branches = [functools.partial(mix_once, exchange=e) for e in plan]
+        count = same_on_all(count, axis_name)
         return lax.switch(count % plan.period, branches, params)
 
     def init_fn(params):

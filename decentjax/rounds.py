@@ -24,6 +24,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._collectives import sum_dtype
+from decentjax._slices import over_shards
 from decentjax.codec import axes_of, mean_encoded, mix_encoded
 from decentjax.compression import (
     Coded,
@@ -37,7 +38,7 @@ from decentjax.compression import (
 from decentjax.correction import init_tracker, tracked
 from decentjax.exchange import Exchange
 from decentjax.loss import check_call
-from decentjax.mixing import is_mixed, mix, over_shards
+from decentjax.mixing import is_mixed, mix
 from decentjax.schedule import Event, Fragment, Round, Schedule
 from decentjax.step import (
     AXIS,
