@@ -35,7 +35,7 @@ def split_address(address: str, port: int | None = None) -> tuple[str, int]:
     return str(ipaddress.ip_address(host)) if ":" in host else host, int(end)
 
 
-def address_of(listener: socket.socket) -> tuple[str, int]:
+def listening_at(listener: socket.socket) -> tuple[str, int]:
     """Returns host and port at which a socket listens."""
     # Unlike `getsockname`, with the interface of a link-local address: fe80::1%eth0.
     flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV

@@ -44,8 +44,9 @@ class Compression:
 
     "copy" is CHOCO-SGD, with any codec, for a graph that never changes: h is what the
     peers know of x, and as models come together, less is sent and dropped. All workers
-    begin with one model. "drift" is for an outer optimizer after means of all models,
-    whose anchor z is the same on all workers; with `top_k` it is SparseLoCo.
+    begin with one model: a difference at the start is never averaged away. "drift"
+    is for an outer optimizer after means of all models, whose anchor z is the same on
+    all workers; with `top_k` it is SparseLoCo.
 
     Args:
       codec: C.

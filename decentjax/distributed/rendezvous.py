@@ -18,12 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from decentjax.address import (
-    address_of,
-    is_loopback,
-    split_address,
-    to_address,
-)
+from decentjax.address import is_loopback, listening_at, split_address, to_address
 from decentjax.distributed.place import Place
 
 GREETING_SECONDS = 10.0  # Process 0 greets at once; another program may be silent.
@@ -69,7 +64,7 @@ def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[s
     with _claim(place.address) as server:
         with _token(run_dir) as token:
             _host(server, place, token, wait)
-        host, port = address_of(server)
+        host, port = listening_at(server)
         if not is_loopback(host):
             _warn_of_strangers(place.address)
         yield to_address(host, port)

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
-from decentjax.address import address_of, split_address, to_address
+from decentjax.address import listening_at, split_address, to_address
 from decentjax.gossip.bell import Bell
 
 HANDSHAKE_SECONDS = 5.0  # Longest.
@@ -108,7 +108,7 @@ class Handshakes:
         self.bell = Bell()
         self.joining = set[tuple[int, int]]()
         self._listener = _listen(bind)
-        self.host, port = address_of(self._listener)
+        self.host, port = listening_at(self._listener)
         self.address = to_address(self.host, port)
         self._secret, self._digest, self._connect = secret, digest, connect
         self._first_model = first_model
@@ -386,7 +386,7 @@ def _listen(bind: str) -> socket.socket:
         listener = socket.create_server(own, family=family, backlog=1024)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot listen at bind={bind}: {error}") from error
-    own = address_of(listener)[0]
+    own = listening_at(listener)[0]
     if own in ("0.0.0.0", "::") or "%" in own:  # jax's transfer knows no interfaces.
         listener.close()
         raise ValueError(
