@@ -19,6 +19,40 @@ AxisName = str | tuple[str, ...]
 Members = Sequence[Sequence[int]]
 
 
+def names_of(axes: AxisName | frozenset[str] | None) -> tuple[str, ...]:
+    """The names of axes, as of a part of a partition spec."""
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
+def checked_axes() -> frozenset[str]:
+    """The mapped axes over which a `jax.shard_map` checks what varies."""
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if not axes:
+        return frozenset()
+    return jax.typeof(lax.axis_index(axes)).manual_axis_type.varying
+
+
+def varying(x: jax.Array, axes: AxisName | frozenset[str]) -> jax.Array:
+    """The array, which jax then takes for one that varies over these axes.
+
+    The type of a result must not depend on what an exchange does: a scan or a switch
+    needs one type.
+    """
+    known = jax.typeof(x).manual_axis_type.varying
+    missing = checked_axes().intersection(names_of(axes)) - known
+    return lax.pcast(x, tuple(missing), to="varying") if missing else x
+
+
+def same_on_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
+    """A number that all workers have, as one: a switch by it takes one branch.
+
+    Under vmap a switch by each worker's own number would take all.
+    """
+    return _collective(
+        lambda x: x, lambda x: jnp.max(x, 0), x, axis_name, has_rows=False
+    )
+
+
 def permute(
     x: jax.Array, pairs: Sequence[tuple[int, int]], axis_name: AxisName
 ) -> jax.Array:
@@ -46,6 +80,11 @@ def sum_over(
     """Returns the sum over all workers, or over the worker's group, in x's dtype."""
 
     def on_mesh(x: jax.Array) -> jax.Array:
+        if groups and checked_axes():
+            raise ValueError(
+                "jax has no sum over groups in a jax.shard_map that checks what varies "
+                'over the mesh: take Lowering(groups="scatter"), or check_vma=False'
+            )
         return lax.psum(x, axis_name, axis_index_groups=groups)
 
     def stacked(x: jax.Array) -> jax.Array:
@@ -101,9 +140,9 @@ def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Ar
 
 
 def all_gather(
-    piece: jax.Array, groups: Members, axis_name: AxisName, shape: tuple[int, ...]
+    piece: jax.Array, groups: Members, axis_name: AxisName, like: jax.Array
 ) -> jax.Array:
-    """The pieces of all members, joined to an array of the given shape."""
+    """The pieces of all members, joined to an array that lies as another one."""
 
     def on_mesh(piece: jax.Array) -> jax.Array:
         dim = piece.ndim - 1
@@ -118,29 +157,20 @@ def all_gather(
         return _by_worker(jnp.repeat(whole, len(groups[0]), axis=1), groups)
 
     flat = _collective(on_mesh, stacked, piece, axis_name)
-    return flat[: int(np.prod(shape))].reshape(shape)
+    return reshaped_as(like, flat)
 
 
-def unmapped(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """A scalar that all workers share, as one value that no vmap over them maps.
+def reshaped_as(x: jax.Array, flat: jax.Array) -> jax.Array:
+    """The first numbers of a vector in the shape of x, and in its shards.
 
-    A conditional on it then runs one branch, and not all of them.
+    On automatic axes a compiler would leave it whole on each device, as the vector is.
     """
-
-    @custom_vmap
-    def shared(x, index):
-        del index
-        return x
-
-    @shared.def_vmap
-    def _(size, in_batched, x, index):
-        del size
-        x_batched, index_batched = in_batched
-        if index_batched:  # As in `_collective`: the vmap over the workers.
-            return (x.max(0) if x_batched else x), False
-        return shared(x, index), x_batched
-
-    return shared(x, lax.axis_index(axis_name))
+    result, mesh = flat[: x.size].reshape(x.shape), jax.sharding.get_abstract_mesh()
+    if not mesh.manual_axes or not mesh.auto_axes:
+        return result
+    # Of elementwise functions all arrays lie alike: that of a select is what jax has to
+    # say it. XLA removes it later.
+    return jnp.where(x == x, result, result)
 
 
 def sum_dtype(x: jax.Array) -> np.dtype:
@@ -180,8 +210,13 @@ def _collective(
     stacked: Callable[[jax.Array], jax.Array],
     x: jax.Array,
     axis_name: AxisName,
+    has_rows: bool = True,
 ) -> jax.Array:
-    """`on_mesh` of one worker's array, or `stacked` of all workers' arrays."""
+    """`on_mesh` of one worker's array, or `stacked` of all workers' arrays.
+
+    `has_rows` says whether the result of `stacked` has a row for each worker, or one
+    for all.
+    """
 
     total = lax.axis_size(axis_name)
 
@@ -205,7 +240,7 @@ def _collective(
             )
         if not x_batched:
             x = jnp.broadcast_to(x, (size, *x.shape))
-        return stacked(x), True
+        return stacked(x), has_rows
 
     return collective(x, lax.axis_index(axis_name))
 

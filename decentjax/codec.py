@@ -16,14 +16,14 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax._collectives import AxisName, permute, sum_dtype
+from decentjax._collectives import AxisName, permute, sum_dtype, varying
 from decentjax._joining import in_joined
+from decentjax._slices import by_compiler, on_own_slice, over_shards, specs_of
 from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
 from decentjax.mixing import (
     Lowering,
     check_size,
     in_pieces,
-    over_shards,
     rounded,
     weighted,
 )
@@ -259,6 +259,29 @@ def on_shards(codec: Codec, sharding: NamedSharding) -> Codec:
     return codec._replace(encode=encode, decode=decode)
 
 
+def on_whole(codec: Codec, leaf: jax.Array) -> Codec:
+    """The codec of a leaf that by its type lies in shards, for which it is gathered.
+
+    The numbers are those of a leaf on one device; `on_shards` moves fewer.
+
+    Args:
+      codec: the codec of the leaf.
+      leaf: the leaf.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import codec
+      >>> codec.on_whole(codec.int8(), jnp.ones(3)).name
+      'int8 in blocks of 256'
+    """
+    spec = specs_of(leaf)
+
+    def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
+        return by_compiler(lambda x: codec.decode(x, shape), spec)(message)
+
+    return Codec(codec.name, by_compiler(codec.encode, PartitionSpec()), decode)
+
+
 def axes_of(sharding: NamedSharding) -> tuple[str, ...]:
     """The axes of the mesh over which a leaf is cut.
 
@@ -294,7 +317,9 @@ def empty_message(codec: Codec, leaf: jax.Array, sharding: Any) -> Message:
         shape = sharding.shard_shape(shape)
         count = math.prod(sharding.mesh.shape[axis] for axis in axes_of(sharding))
     one = codec.encode(jnp.zeros(shape, leaf.dtype), jax.random.key(0))
-    return tuple(jnp.concatenate([x] * count) if count > 1 else x for x in one)
+    varies = jax.typeof(leaf).manual_axis_type.varying  # As the messages will.
+    whole = [jnp.concatenate([x] * count) if count > 1 else x for x in one]
+    return tuple(varying(x, varies) for x in whole)
 
 
 def num_bytes(codec: Codec, shape: tuple[int, ...]) -> int:
@@ -358,17 +383,22 @@ def mix_encoded(
     came = []
     for one in permutes:
         pairs = [(j, i) for i, j in enumerate(one.sources) if j >= 0]
-        whole = functools.partial(permute, pairs=pairs, axis_name=axis_name)
-        size = lowering.piece_bytes
-        move = functools.partial(in_pieces, whole, piece_bytes=size)
-        came.append(_moved(move, messages))
+
+        def exchanged(messages: Any, axis_name: AxisName, pairs=pairs) -> Any:
+            whole = functools.partial(permute, pairs=pairs, axis_name=axis_name)
+            size = lowering.piece_bytes
+            move = functools.partial(in_pieces, whole, piece_bytes=size)
+            return _moved(move, messages)
+
+        came.append(on_own_slice(exchanged, messages, axis_name))
     weights = [one.weights for one in permutes]
 
     def difference(number: int, leaf: jax.Array, message: Message) -> jax.Array:
-        own = codec.decode(message, leaf.shape)
+        decode = on_whole(codec, leaf).decode
+        own = decode(message, leaf.shape)
         if not came:
             return jnp.zeros_like(own)
-        found = [codec.decode(one[number], leaf.shape) - own for one in came]
+        found = [decode(one[number], leaf.shape) - own for one in came]
         return exchange.factor * weighted(found, weights, worker)
 
     return {number: difference(number, *pair) for number, pair in coded.items()}
@@ -409,14 +439,20 @@ def mean_encoded(
     count = exchange.num_workers
 
     messages = {number: message for number, (_, message) in coded.items()}
-    gathered = _moved(lambda x: lax.all_gather(x, axis_name), messages)
+
+    def of_all(messages: Any, axis_name: AxisName) -> Any:
+        return _moved(lambda x: lax.all_gather(x, axis_name), messages)
+
+    gathered = on_own_slice(of_all, messages, axis_name)
 
     def mean(leaf: jax.Array, every: Message) -> jax.Array:
+        decode = on_whole(codec, leaf).decode
+
         def add(worker: jax.Array, total: jax.Array) -> jax.Array:
             one = tuple(x[worker] for x in every)
-            return total + codec.decode(one, leaf.shape)
+            return total + decode(one, leaf.shape)
 
-        first = codec.decode(tuple(x[0] for x in every), leaf.shape)
+        first = decode(tuple(x[0] for x in every), leaf.shape)
         return lax.fori_loop(1, count, add, first) / count
 
     return {number: mean(leaf, gathered[number]) for number, (leaf, _) in coded.items()}

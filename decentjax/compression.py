@@ -14,6 +14,7 @@ from decentjax.codec import (
     check_encodable,
     empty_message,
     on_shards,
+    on_whole,
 )
 from decentjax.exchange import Exchange, Groups
 from decentjax.schedule import Schedule
@@ -261,6 +262,8 @@ def encode_leaves(
         if compression.of == "drift":
             payload = payload - as_seen(anchor[number], x)
         codec = compression.codec_of(number)
+        if compression.shards is None:
+            codec = on_whole(codec, x)
         message = codec.encode(payload, jax.random.fold_in(key, number))
         decoded = codec.decode(message, x.shape)
         memory[number] = memory[number] + decoded if is_copy else payload - decoded

@@ -25,11 +25,14 @@ from decentjax._collectives import (
     divided,
     permute,
     reduce_scatter,
+    reshaped_as,
     sum_dtype,
     sum_over,
+    varying,
 )
 from decentjax._joining import JOIN_BYTES, in_joined
 from decentjax._norms import norm_of, sums_of_squares
+from decentjax._slices import in_shards, on_own_slice
 from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
 
 Tree = TypeVar("Tree")
@@ -150,14 +153,15 @@ def mix(
     _check_call(params, axis_name)
     check_size(exchange, axis_name)
 
-    def mix_leaf(x: jax.Array) -> jax.Array:
-        dtype = _message_dtype(x, message_dtype)
-        return _mix_leaf(x, _Mixing(exchange, axis_name, dtype, lowering))
+    def mix_leaves(params: Tree, axis_name: AxisName) -> Tree:
+        def mix_leaf(x: jax.Array) -> jax.Array:
+            dtype = _message_dtype(x, message_dtype)
+            mixed = _mix_leaf(x, _Mixing(exchange, axis_name, dtype, lowering))
+            return varying(mixed, axis_name)
 
-    mix_leaves = functools.partial(_map_floats, mix_leaf, lowering=lowering)
-    if shards is not None:
-        mix_leaves = over_shards(mix_leaves, (shards,), shards)
-    return mix_leaves(params)
+        return _map_floats(mix_leaf, params, lowering)
+
+    return on_own_slice(in_shards(mix_leaves, shards), params, axis_name)
 
 
 def global_mean(params: Tree, axis_name: AxisName) -> Tree:
@@ -178,7 +182,10 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
     """
     _check_call(params, axis_name)
 
-    return _map_floats(lambda x: _mean(x, axis_name).astype(x.dtype), params)
+    def mean_leaves(params: Tree, axis_name: AxisName) -> Tree:
+        return _map_floats(lambda x: _mean(x, axis_name).astype(x.dtype), params)
+
+    return on_own_slice(in_shards(mean_leaves), params, axis_name)
 
 
 def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
@@ -200,35 +207,22 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
     """
     _check_call(params, axis_name)
     floats = [x for x in map(jnp.asarray, jax.tree.leaves(params)) if is_mixed(x)]
-    means = _map_floats(lambda x: _mean(x, axis_name), floats)
+
+    def mean_leaves(leaves: list[jax.Array], axis_name: AxisName) -> list[jax.Array]:
+        return _map_floats(lambda x: _mean(x, axis_name), leaves)
+
+    means = on_own_slice(in_shards(mean_leaves), floats, axis_name)
     pairs = zip(floats, means, strict=True)
     squares = sums_of_squares([x.astype(mean.dtype) - mean for x, mean in pairs])
-    return norm_of(sum_over(squares, axis_name) / lax.axis_size(axis_name))
+    total = on_own_slice(sum_over, squares, axis_name)
+    return norm_of(total / lax.axis_size(axis_name))
 
 
 def _mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """The mean over all workers, in the dtype of sums."""
     total = sum_over(x.astype(sum_dtype(x)), axis_name)
-    return divided(total, lax.axis_size(axis_name))
-
-
-def over_shards(function: Callable, in_specs: Any, out_specs: Any) -> Callable:
-    """The function of each device's shard of a worker's slice.
-
-    Args:
-      function: the function.
-      in_specs: partition specs of its arguments, over the axes of the slice.
-      out_specs: those of its results.
-    """
-    mesh = jax.sharding.get_abstract_mesh()
-    return jax.shard_map(
-        function,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        # The axis of the workers is mapped already, by the shard_map around this one.
-        axis_names=set(mesh.axis_names) - set(mesh.manual_axes),
-        check_vma=False,
-    )
+    mean = divided(total, lax.axis_size(axis_name))
+    return varying(mean, jax.typeof(x).manual_axis_type.varying)
 
 
 def _message_dtype(x: jax.Array, wanted: DTypeLike | None) -> np.dtype:
@@ -264,7 +258,7 @@ def _mix_leaf(x: jax.Array, how: _Mixing) -> jax.Array:
         nodes = np.arange(exchange.num_workers).reshape(-1, local).tolist()
         piece = divided(reduce_scatter(x, nodes, how.axis_name), local)
         piece = _average_between(piece, how).astype(x.dtype)
-        mixed = all_gather(piece, nodes, how.axis_name, x.shape)
+        mixed = all_gather(piece, nodes, how.axis_name, x)
     # W = (1 - f) I + f B: f of the way from the own model to the mixed one.
     if exchange.factor != 1:
         own = x.astype(sum_dtype(x))
@@ -309,7 +303,7 @@ def _group_mean(x: jax.Array, groups: Members, how: _Mixing) -> jax.Array:
         if how.lowering.groups == "sum":
             return divided(sum_over(x, how.axis_name, groups), size)
     piece = divided(reduce_scatter(x, groups, how.axis_name), size)
-    return all_gather(piece.astype(x.dtype), groups, how.axis_name, x.shape)
+    return all_gather(piece.astype(x.dtype), groups, how.axis_name, x)
 
 
 def in_pieces(
@@ -322,7 +316,7 @@ def in_pieces(
     # in Python would be unrolled into as many messages to compile.
     size = max(1, piece_bytes // x.dtype.itemsize)
     pieces = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(-1, size)
-    return lax.map(function, pieces).ravel()[: x.size].reshape(x.shape)
+    return reshaped_as(x, lax.map(function, pieces).ravel())
 
 
 def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
-from decentjax._collectives import AxisName, sum_dtype, unmapped
+from decentjax._collectives import AxisName, same_on_all, sum_dtype
 from decentjax._own_models import check_averageable, first_keys, own_keys
+from decentjax._slices import by_compiler
 from decentjax._surroundings import check_is_last, in_conditional
 from decentjax.exchange import Exchange, Topology, check_topology
 from decentjax.mixing import axis_size, mix
@@ -393,7 +395,10 @@ def _with_keys(order: Callable, axis_name: AxisName, seed: int) -> Callable:
     def with_key(worker, updates, event, *, adapt, mix):
         del mix  # The order has its own.
         key = jax.random.fold_in(jax.random.key(seed), worker.key)
-        key = jax.random.fold_in(key, lax.axis_index(axis_name))
+        # Under vmap, on explicit axes, keys and numbers must lie alike.
+        as_key = by_compiler(lambda number, _: number, PartitionSpec())
+        number = as_key(lax.axis_index(axis_name), worker.key)
+        key = jax.random.fold_in(key, number)
         return order(worker._replace(key=key), updates, event, adapt=adapt)
 
     return with_key
@@ -430,9 +435,9 @@ def _in_order(
 
     def taken_by(step, count):
         if isinstance(plan, Schedule):
-            return turn_of(plan, unmapped(count, axis_name), step)
+            return turn_of(plan, same_on_all(count, axis_name), step)
         if step is None and plan.period > 1:
-            return unmapped(count, axis_name) % plan.period
+            return same_on_all(count, axis_name) % plan.period
         return plan[step or 0]
 
     def init_fn(params):

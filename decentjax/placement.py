@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax._collectives import sum_dtype
 from decentjax._first_model import ADVICE, fingerprints
+from decentjax._slices import first_row, only, over_slices
 from decentjax.exchange import Exchange, Topology, check_topology
 from decentjax.schedule import Event, Schedule
 from decentjax.step import AXIS, Metrics, Step, WorkerState, all_reduce_step
@@ -216,31 +217,11 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
     if mesh is None:
         return _of_rows(jax.vmap(function, axis_name=AXIS), function)
 
-    def on_slice(*stacked):
-        result = function(*jax.tree.map(lambda x: x[0], stacked))
-        return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
-
+    mapped = over_slices(function, AXIS, mesh)
     if is_between_cpus(mesh):
         # A new name, which no program in jax's cache has.
-        on_slice.__name__ += f"_{secrets.token_hex(8)}"
-    spec = PartitionSpec(AXIS)
-    mapped = jax.shard_map(
-        on_slice,
-        mesh=mesh,
-        in_specs=spec,
-        out_specs=spec,
-        axis_names={AXIS},
-        # User code would have to annotate which values vary over the workers.
-        check_vma=False,
-    )
-    mapped = _of_rows(mapped, function, mesh.shape[AXIS])
-    if AXIS not in mesh.explicit_axes:
-        return mapped
-    # With explicit axes, the default of jax.make_mesh, jax does not reshard by itself.
-    put = functools.partial(
-        jax.sharding.reshard, out_shardings=NamedSharding(mesh, spec)
-    )
-    return lambda *stacked: mapped(*jax.tree.map(put, stacked))
+        mapped.__name__ += f"_{secrets.token_hex(8)}"
+    return _of_rows(mapped, function, mesh.shape[AXIS])
 
 
 def _of_rows(
@@ -314,7 +295,8 @@ def place(stacked: Any, mesh: Mesh) -> Any:
     Args:
       stacked: arrays with the rows of all workers; in a job of several processes with
         the rows of this process, in the order of `local_workers`. Arrays that are
-        placed already stay unchanged.
+        placed already stay unchanged, and arrays on this mesh keep their shards over
+        its other axes.
       mesh: mesh with the axis "workers".
 
     Returns:
@@ -330,13 +312,14 @@ def place(stacked: Any, mesh: Mesh) -> Any:
       >>> batch.sharding.mesh.axis_names
       ('workers',)
     """
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-    if sharding.is_fully_addressable:
+    if NamedSharding(mesh, PartitionSpec(AXIS)).is_fully_addressable:
         check_rows({"stacked": stacked}, mesh.shape[AXIS])
-        return jax.device_put(stacked, sharding)
+        shardings = jax.tree.map(lambda x: _with_rows(x, mesh), stacked)
+        return jax.device_put(stacked, shardings)
     num_rows = len(local_workers(mesh))
 
     def placed(path: Any, x: Any) -> jax.Array:
+        sharding = _with_rows(x, mesh)
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         if len(x) != num_rows:
@@ -347,6 +330,15 @@ def place(stacked: Any, mesh: Mesh) -> Any:
         return jax.make_array_from_process_local_data(sharding, x)
 
     return jax.tree.map_with_path(placed, stacked)
+
+
+def _with_rows(x: Any, mesh: Mesh) -> NamedSharding:
+    """Where a stacked array has a row for each worker, in the shards that it has."""
+    lies = getattr(x, "sharding", None)
+    is_there = isinstance(lies, NamedSharding) and lies.mesh == mesh
+    others = set(mesh.axis_names) - {AXIS}
+    inside = only(lies.spec[1:], others) if is_there else ()
+    return NamedSharding(mesh, PartitionSpec(AXIS, *inside))
 
 
 def mean_model(stacked: Any) -> Any:
@@ -363,7 +355,7 @@ def mean_model(stacked: Any) -> Any:
 
     def mean(x: jax.Array) -> jax.Array:
         if not jnp.issubdtype(x.dtype, jnp.inexact):
-            return x[0]
+            return first_row(x)
         return jnp.mean(x.astype(sum_dtype(x)), axis=0).astype(x.dtype)
 
     return jax.tree.map(mean, stacked)

@@ -25,6 +25,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._collectives import sum_dtype
 from decentjax._own_models import check_no_own_model
+from decentjax._slices import over_shards
 from decentjax.codec import axes_of, mean_encoded, mix_encoded
 from decentjax.compression import (
     Coded,
@@ -38,7 +39,7 @@ from decentjax.compression import (
 from decentjax.correction import init_tracker, tracked
 from decentjax.exchange import Exchange
 from decentjax.loss import check_call
-from decentjax.mixing import is_mixed, mix, over_shards
+from decentjax.mixing import is_mixed, mix
 from decentjax.schedule import Event, Fragment, Round, Schedule
 from decentjax.step import (
     AXIS,
