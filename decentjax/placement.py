@@ -110,7 +110,9 @@ def on_mesh(
 
     The mesh has an axis "workers" with one place for each worker; consecutive workers
     share a node. The compiler partitions over further axes: a worker's parameters may
-    be sharded over them, as their arrays say. Bind `shards` to `mix` in that case.
+    be sharded over them. On explicit axes, as all those of `jax.make_mesh` are, they
+    keep the shards that their types say; on automatic ones bind `shards` to `mix`. (jax
+    0.10 gathers explicit shards on their way into the step, and 0.12 does not.)
 
     Args:
       step: `awc_step` or another step, with its keywords bound by `functools.partial`.

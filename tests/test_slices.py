@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from decentjax import (
@@ -19,27 +18,16 @@ from decentjax import (
     Permutations,
     Rounds,
     Topology,
-    adapt,
-    all_reduce_step,
-    atc_step,
-    awc_step,
     codec,
     consensus_distance,
     decentralize,
     decentralize_atc,
     decentralize_rounds,
     global_mean,
-    init_rounds,
-    init_state,
-    mean_model,
     methods,
     mix,
-    on_mesh,
     over_workers,
-    place,
-    round_step,
     schedule,
-    simulate,
     topology,
 )
 from decentjax.compression import Compression
@@ -51,8 +39,8 @@ EACH_KIND = pytest.mark.parametrize(
     [(EXPLICIT, EXPLICIT), (AUTO, EXPLICIT), (EXPLICIT, AUTO), (AUTO, AUTO)],
     ids=["explicit", "explicit_inside", "explicit_workers", "auto"],
 )
-# jax 0.10 gathers what goes in and out of any shard_map over one of several axes, if the
-# others are explicit; where that one is automatic, what it returns stays so.
+# jax 0.10 gathers what goes in and out of any shard_map over one of several axes, if
+# the others are explicit; where that one is automatic, what it returns stays so.
 GATHERS = jax.__version_info__ < (0, 11)
 
 
