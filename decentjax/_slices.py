@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from decentjax._collectives import AxisName, checked_axes, names_of
 
-OfWorker = Callable[[Any, AxisName], Any]
-"""Function of one worker's tree, and of the axis of the workers."""
+OfWorker = Callable[..., Any]
+"""Function of one worker's tree and `axis_name`, the axis of the workers."""
 
 
 def is_spec(x: Any) -> bool:

@@ -339,7 +339,7 @@ def _with_rows(x: Any, mesh: Mesh) -> NamedSharding:
     lies = getattr(x, "sharding", None)
     is_there = isinstance(lies, NamedSharding) and lies.mesh == mesh
     others = set(mesh.axis_names) - {AXIS}
-    inside = only(lies.spec[1:], others) if is_there else ()
+    inside = only(lies.spec[1:], others) if is_there and lies else ()
     return NamedSharding(mesh, PartitionSpec(AXIS, *inside))
 
 
