@@ -2880,8 +2880,8 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/checkpoint.py",
-        "            if _is_removed(error) or",
-        "            if",
+        "            if _is_removed(error) or ended:",
+        "            if ended:",
         "tests/test_resume.py -k removed_as_it_is_saved",
     ),
     Mutant(

@@ -420,6 +420,28 @@ def test_one_that_hangs_is_given_up(who, tmp_path):
     assert of_run(tmp_path) == {}
 
 
+@pytest.mark.slow
+def test_a_job_whose_checkpoints_are_removed_saves_into_a_new_folder(tmp_path):
+    """Also one that is being saved, where a process may wait for another."""
+    options = "--num-steps 200 --task.step-seconds 0.02 --checkpoint.every-steps 20"
+    options += " --distributed.timeout-seconds 20 --evaluation.every-steps 1000"
+    folder = tmp_path / "checkpoints"
+    with launch(2, tmp_path, *options.split()) as job:
+        for removed in ("20.*", "*0"):  # As it is saved, and once it is.
+            deadline = time.monotonic() + LONG
+            while not [*folder.glob(removed)]:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            while folder.exists():
+                shutil.rmtree(folder, ignore_errors=True)
+        output = ended(job)
+    assert f"{folder} was removed while the run trains, and is made anew" in output
+    assert [*find_checkpoints(tmp_path).steps][-1] == 200
+    with relaunch(2, tmp_path, "--trust", CONFIG, "--num-steps", "202") as job:
+        ended(job)
+    assert [*find_checkpoints(tmp_path).steps][-1] == 202
+
+
 FAILING = """
 import dataclasses
 from pathlib import Path

@@ -324,7 +324,8 @@ class Checkpoints:
             is_gone = not [*self._folder.glob(f"{self._step}{UNFINISHED[1:]}")]
             self._drop_unfinished()
             # Tensorstore may wait in a folder that is gone until its time is over.
-            if _is_removed(error) or (is_gone and isinstance(error, TimeoutError)):
+            ended = isinstance(error, TimeoutError) and (is_gone or self._hears())
+            if _is_removed(error) or ended:
                 self._step, self._is_lost = -1, True
                 self._tell()
                 return
@@ -343,6 +344,17 @@ class Checkpoints:
 
     def _is_told(self) -> bool:
         return bool(client().key_value_dir_get(self._key()))
+
+    def _hears(self) -> bool:
+        """Whether another process has told; not where the coordinator is silent."""
+        if jax.process_count() == 1:
+            return False
+        answers: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        ask = lambda: answers.put(self._is_told())  # noqa: E731
+        threading.Thread(target=ask, daemon=True).start()
+        with contextlib.suppress(queue.Empty):
+            return answers.get(timeout=BARRIER_SECONDS)
+        return False
 
     def _key(self) -> str:
         return f"checkpoints/{self._num_saves}/"
