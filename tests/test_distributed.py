@@ -421,6 +421,7 @@ def test_one_that_hangs_is_given_up(who, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_whose_checkpoints_are_removed_saves_into_a_new_folder(tmp_path):
     """Also one that is being saved, where a process may wait for another."""
     options = "--num-steps 200 --task.step-seconds 0.02 --checkpoint.every-steps 20"
@@ -435,7 +436,7 @@ def test_a_job_whose_checkpoints_are_removed_saves_into_a_new_folder(tmp_path):
             while folder.exists():
                 shutil.rmtree(folder, ignore_errors=True)
         output = ended(job)
-    assert f"{folder} was removed while the run trains, and is made anew" in output
+    assert f"{folder} was removed while the run trains, and is created again" in output
     assert [*find_checkpoints(tmp_path).steps][-1] == 200
     with relaunch(2, tmp_path, "--trust", CONFIG, "--num-steps", "202") as job:
         ended(job)

@@ -307,7 +307,7 @@ def test_what_is_removed_while_it_trains_is_made_anew(
     log = dataclasses.replace(LINE.log, every_steps=1)
     config = dataclasses.replace(LINE, on_step=removes, log=log, num_steps=20)
     outcome = train(config, run_dir)
-    anew = "was removed while the run trains, and is made anew\n"
+    anew = "was removed while the run trains, and is created again\n"
     warned = capsys.readouterr().err
     assert warned == "".join(f"warning: {run_dir}{one} {anew}" for one in said)
     assert steps(run_dir)[-1] == 20

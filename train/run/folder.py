@@ -18,7 +18,7 @@ from train.cli.command import SaveError
 # Folders in that of a run in which sinks write, and this program does not: "sinks" is
 # for those of the user's own. What is in them is not the run's.
 SINK_FOLDERS = ("wandb", ".wandb", "mlruns", "trackio", "sinks")
-MADE_ANEW = "was removed while the run trains, and is made anew"
+MADE_ANEW = "was removed while the run trains, and is created again"
 
 
 def process_folders(run_dir: Path) -> list[Path]:
