@@ -205,7 +205,7 @@ ROUNDED = {
     "ring": Case(topology.ring(3), optax.sgd(0.1, momentum=0.9)),
     "star": Case(topology.star(3)),
     "lamb": Case(optimizer=optax.lamb(0.1)),
-    "schedule_free": Case(optimizer=optax.contrib.schedule_free_adamw(0.1)),
+    "dog": Case(optimizer=optax.contrib.dog(1.0)),
     "following": Case(optimizer=_following()),
     "narrow_messages": Case(message_dtype=jnp.bfloat16),
     "narrow_messages_in_groups": Case(GRAPHS["pairs"], message_dtype=jnp.bfloat16),
