@@ -1494,7 +1494,7 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/gossip/handshake.py",
-        'if (":" in transfer) != (":" in self.host):',
+        'if writer.get_extra_info("socket").family != self._listener.family:',
         "if False:",
         "tests/test_peers.py -k ipv4_and_ipv6",
     ),

@@ -339,6 +339,11 @@ class Handshakes:
         joins: bool,
     ) -> dict[str, Any]:
         """What a host says of itself, once it has proved to know the secret."""
+        if writer.get_extra_info("socket").family != self._listener.family:
+            raise RefusedError(  # jax's transfer would abort both processes.
+                f"this process listens at {self.host}, and it by the other kind of "
+                "address: bind all to IPv4, or all to IPv6"
+            )
         nonce = secrets.token_hex(NONCE_BYTES)
         match await _read(reader):
             case {"nonce": str(other)}:
@@ -363,12 +368,6 @@ class Handshakes:
             raise RefusedError("its config or its model differs")
         if not joins:
             self._compare(worker, found)
-        transfer = split_address(found["transfer"])[0]
-        if (":" in transfer) != (":" in self.host):  # jax's transfer would abort.
-            raise RefusedError(
-                f"it listens at {transfer}, and this process at {self.host}: bind all "
-                "to IPv4, or all to IPv6"
-            )
         return found
 
     def _prove(self, role: Literal["guest", "host"], *said: str) -> str:
