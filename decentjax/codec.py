@@ -279,7 +279,8 @@ def on_whole(codec: Codec, leaf: jax.Array) -> Codec:
     def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
         return by_compiler(lambda x: codec.decode(x, shape), spec)(message)
 
-    return Codec(codec.name, by_compiler(codec.encode, PartitionSpec()), decode)
+    encode = by_compiler(codec.encode, PartitionSpec())
+    return codec._replace(encode=encode, decode=decode)
 
 
 def axes_of(sharding: NamedSharding) -> tuple[str, ...]:
