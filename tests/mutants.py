@@ -565,7 +565,7 @@ MUTANTS = [
         "decentjax/_slices.py",
         "return over_shards(one, (specs,), specs, mesh.explicit_axes)(tree)",
         "return by_compiler(one, specs)(tree)",
-        'tests/test_slices.py -k "every_exchange and 4-own-explicit"',
+        "tests/test_slices.py -k sends_its_own",
     ),
     Mutant(
         "decentjax/_slices.py",
@@ -589,7 +589,7 @@ MUTANTS = [
         "decentjax/_slices.py",
         "        check_vma=bool(checked_axes()),\n    )\n    return lambda",
         "        check_vma=False,\n    )\n    return lambda",
-        'tests/test_slices.py -k "every_exchange and own_checked-explicit"',
+        "tests/test_slices.py -k loop_carries_shards",
     ),
     Mutant(
         "decentjax/codec.py",
@@ -605,8 +605,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/step.py",
-        "parts = PartitionSpec(None, *specs_of(x))",
-        "parts = PartitionSpec()",
+        "by_compiler(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), parts)(x)",
+        "x.reshape(num_parts, -1, *x.shape[1:])",
         "tests/test_slices.py -k micro_batches_lie",
     ),
     Mutant(

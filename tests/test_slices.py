@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from decentjax import (
@@ -194,6 +195,26 @@ def test_every_exchange_leaves_shards_where_they_lie(num_workers, form, kinds):
 
 
 @EACH_KIND
+def test_a_loop_carries_shards_where_types_are_checked(kinds):
+    averages = [
+        functools.partial(mix, exchange=exchange, axis_name=AXIS)
+        for exchange in _exchanges(4).values()
+    ]
+
+    def one_of_all(step, model):
+        return lax.switch(step, averages, model)
+
+    def worker(model):
+        return lax.fori_loop(0, len(averages), one_of_all, model)
+
+    before = _models(4)
+    got = _on("own_checked", worker, _mesh(4, kinds), before)
+    if _keeps("own_checked", kinds):
+        _assert_in_shards(got)
+    _assert_close(got, _simulated(worker, before))
+
+
+@EACH_KIND
 @EACH_FORM
 def test_means_and_distances_need_no_whole_models(form, kinds):
     def measured(model):
@@ -220,30 +241,32 @@ def _sent(form, function, mesh, stacked):
     return hlo.collectives(text, mesh.size)
 
 
-@pytest.mark.parametrize("form", ["vmap"] if GATHERS else ["vmap", "over_workers"])
+SENT = {
+    "ring": 2 * ["collective-permute"],
+    "uneven": 3 * ["collective-permute"],
+    "everybody": ["all-reduce"],
+    "damped": ["all-reduce"],
+    "nobody": [],
+    "groups": ["all-gather", "all-to-all"],
+    "nodes": ["all-gather", "all-to-all", "collective-permute"],
+    "nodes_in_groups": 2 * ["all-gather"] + 2 * ["all-to-all"],
+}
+
+
+@pytest.mark.parametrize("form", ["vmap", "over_workers"])
 @pytest.mark.parametrize("name", _exchanges(4))
 def test_each_device_sends_its_own_shard_alone(name, form):
     """All leaves of a device, 24 + 5 + 2 floats, are one message."""
     exchange = _exchanges(4)[name]
     average = functools.partial(mix, exchange=exchange, axis_name=AXIS)
     found = _sent(form, average, _mesh(4), _models(4))
-    for one in found:  # Devices 2 i and 2 i + 1 are worker i.
+    # Devices 2 i and 2 i + 1 are worker i.
+    between = [c for c in found if any(g[0] // 2 != g[-1] // 2 for g in c.groups)]
+    assert sorted(one.kind for one in between) == SENT[name]
+    for one in between:
         assert all(len({device % 2 for device in group}) == 1 for group in one.groups)
         assert one.num_bytes <= 32 * 4
-    kinds = sorted(one.kind for one in found)
-    assert (
-        kinds
-        == {
-            "ring": 2 * ["collective-permute"],
-            "uneven": 3 * ["collective-permute"],
-            "everybody": ["all-reduce"],
-            "damped": ["all-reduce"],
-            "nobody": [],
-            "groups": ["all-gather", "all-to-all"],
-            "nodes": ["all-gather", "all-to-all", "collective-permute"],
-            "nodes_in_groups": 2 * ["all-gather"] + 2 * ["all-to-all"],
-        }[name]
-    )
+    assert between == found or (GATHERS and form == "over_workers")
 
 
 @pytest.mark.parametrize("form", ["over_workers", "vmap"])
