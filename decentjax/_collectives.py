@@ -43,6 +43,11 @@ def varying(x: jax.Array, axes: AxisName | frozenset[str]) -> jax.Array:
     return lax.pcast(x, tuple(missing), to="varying") if missing else x
 
 
+def varying_as(x: jax.Array, result: jax.Array) -> jax.Array:
+    """The result, varying over the axes over which x does."""
+    return varying(result, jax.typeof(x).manual_axis_type.varying)
+
+
 def same_on_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """A number that all workers have, as one: a switch by it takes one branch.
 

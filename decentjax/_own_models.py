@@ -12,7 +12,8 @@ import optax
 from jax import lax
 from optax import contrib
 
-from decentjax._collectives import AxisName, sum_over
+from decentjax._collectives import AxisName, sum_over, varying_as
+from decentjax._slices import on_own_slice, worker_number
 
 _FROM_OWN_MODEL = "it computes its params from a model or sums of its own"
 _REFUSED: dict[type, str] = {
@@ -84,10 +85,10 @@ def map_keys(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
 def own_keys(tree: Any, axis_name: AxisName) -> Any:
     """The tree with random keys of this worker, where the workers' axis is mapped."""
     try:
-        worker = lax.axis_index(axis_name)
+        lax.axis_index(axis_name)
     except NameError:
         return tree
-    return map_keys(lambda key: jax.random.fold_in(key, worker), tree)
+    return map_keys(lambda key: _own(key, axis_name), tree)
 
 
 def first_keys(tree: Any, count: jax.Array, axis_name: AxisName) -> Any:
@@ -96,10 +97,8 @@ def first_keys(tree: Any, count: jax.Array, axis_name: AxisName) -> Any:
     An optimizer's `init` gives all workers one key, and need not know their axis.
     """
 
-    worker = lax.axis_index(axis_name)
-
     def chosen(key: jax.Array) -> jax.Array:
-        return jnp.where(count == 0, jax.random.fold_in(key, worker), key)
+        return jnp.where(count == 0, _own(key, axis_name), key)
 
     return map_keys(chosen, tree)
 
@@ -110,12 +109,17 @@ def common_keys(tree: Any, axis_name: AxisName) -> Any:
     def of_first(key: jax.Array) -> jax.Array:
         is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         bits = jax.random.key_data(key) if is_typed else key
-        bits = sum_over(jnp.where(lax.axis_index(axis_name) == 0, bits, 0), axis_name)
+        own = jnp.where(lax.axis_index(axis_name) == 0, bits, 0)
+        bits = varying_as(bits, on_own_slice(sum_over, own, axis_name))
         if not is_typed:
             return bits
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
 
     return map_keys(of_first, tree)
+
+
+def _own(key: jax.Array, axis_name: AxisName) -> jax.Array:
+    return jax.random.fold_in(key, worker_number(axis_name, key))
 
 
 def _is_key(path: Any, x: Any) -> bool:

@@ -20,8 +20,8 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from decentjax._collectives import AxisName, checked_axes, names_of
 
-OfWorker = Callable[..., Any]
-"""Function of one worker's tree and `axis_name`, the axis of the workers."""
+OfWorker = Callable[[Any, AxisName], Any]
+"""Function of one worker's tree, and of the axis of the workers."""
 
 
 def is_spec(x: Any) -> bool:
@@ -40,13 +40,35 @@ def mesh_of(tree: Any) -> AbstractMesh:
     return next((found for found in (mesh, *known) if not found.empty), mesh)
 
 
+def lying(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """The arrays, lying as partition specs say of explicit axes.
+
+    jax moves nothing by itself there. `specs` may be those of subtrees.
+    """
+    if not mesh.explicit_axes:
+        return tree
+    said = jax.tree.map(
+        lambda spec: NamedSharding(mesh, only(spec, mesh.explicit_axes)),
+        specs,
+        is_leaf=is_spec,
+    )
+    return jax.sharding.reshard(tree, said)
+
+
+def with_rows(stacked: Any, axes: AxisName, mesh: Mesh | AbstractMesh) -> Any:
+    """Partition specs of stacked arrays: a row on each slice, in the shards it has."""
+    inside = set(mesh.explicit_axes).difference(names_of(axes))
+    return jax.tree.map(
+        lambda spec: PartitionSpec(axes, *only(spec[1:], inside)),
+        specs_of(stacked),
+        is_leaf=is_spec,
+    )
+
+
 def first_row(x: jax.Array) -> jax.Array:
     """`x[0]` of a stacked array."""
-    lies = jax.typeof(x).sharding
-    if lies.spec and lies.spec[0]:
-        whole = PartitionSpec(None, *lies.spec[1:])
-        x = jax.sharding.reshard(x, lies.update(spec=whole))
-    return x[0]
+    whole = PartitionSpec(None, *specs_of(x)[1:])
+    return lying(x, whole, mesh_of(x))[0]
 
 
 def over_slices(
@@ -59,49 +81,38 @@ def over_slices(
       axes: axes of the mesh over which the rows lie.
       mesh: the mesh.
     """
-
     rows = PartitionSpec(axes)
-    mapped = over_rows(function, mesh, rows, rows, names_of(axes))
-    explicit = mesh.explicit_axes
-    if not explicit:
+    mapped = jax.shard_map(
+        _of_row(function),
+        mesh=mesh,
+        in_specs=rows,
+        out_specs=rows,
+        axis_names=set(names_of(axes)),
+        # User code would have to annotate which values vary over the workers.
+        check_vma=False,
+    )
+    if not mesh.explicit_axes:
         return mapped
 
-    def put(x: Any) -> jax.Array:
-        inside = only(specs_of(x)[1:], {*explicit}.difference(names_of(axes)))
-        spec = only(PartitionSpec(axes, *inside), explicit)
-        return jax.sharding.reshard(x, NamedSharding(mesh, spec))
+    def put(stacked: Any) -> Any:
+        return lying(stacked, with_rows(stacked, axes, mesh), mesh)
 
-    # jax reshards nothing on explicit axes by itself. The results need it where the
-    # workers' axis is automatic: jax 0.10 drops the others from them.
+    # The results too: where the workers' axis is automatic, jax 0.10 drops the others.
     @functools.wraps(mapped)
     def on_slices(*stacked):
-        return jax.tree.map(put, mapped(*jax.tree.map(put, stacked)))
+        return put(mapped(*put(stacked)))
 
     return on_slices
 
 
-def over_rows(
-    function: Callable,
-    mesh: Mesh | AbstractMesh,
-    in_specs: Any,
-    out_specs: Any,
-    axes: Iterable[str],
-) -> Callable:
-    """The function of one worker's trees, of trees that have its row on each device."""
+def _of_row(function: Callable) -> Callable:
+    """The function of one worker's trees, of stacked ones with its row alone."""
 
     def on_slice(*stacked):
         result = function(*jax.tree.map(lambda x: x[0], stacked))
         return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
 
-    return jax.shard_map(
-        on_slice,
-        mesh=mesh,
-        in_specs=in_specs,
-        out_specs=out_specs,
-        axis_names=set(axes),
-        # User code would have to annotate which values vary over the workers.
-        check_vma=False,
-    )
+    return on_slice
 
 
 def over_shards(
@@ -125,14 +136,16 @@ def over_shards(
         axis_names=free if axes is None else set(axes),
         check_vma=bool(checked_axes()),
     )
-    if not mesh.explicit_axes:
-        return mapped
-    said = jax.tree.map(
-        lambda spec: only(spec, mesh.explicit_axes),
-        in_specs,
-        is_leaf=is_spec,
-    )
-    return lambda *args: mapped(*jax.sharding.reshard(args, said))
+    return lambda *args: mapped(*lying(args, in_specs, mesh))
+
+
+def worker_number(axis_name: AxisName, like: jax.Array) -> jax.Array:
+    """`axis_index`, which lies as the worker's array does.
+
+    With another jax 0.12 would refuse it, under vmap on explicit axes.
+    """
+    placed = by_compiler(lambda number, _: number, PartitionSpec())
+    return placed(lax.axis_index(axis_name), like)
 
 
 def in_shards(function: OfWorker, shards: Any = None) -> OfWorker:
@@ -140,18 +153,22 @@ def in_shards(function: OfWorker, shards: Any = None) -> OfWorker:
 
     Args:
       function: function of a tree that returns such a tree.
-      shards: partition specs of the tree, where automatic axes do not say them.
+      shards: partition specs of the tree over the axes of the slice, which types do not
+        say of automatic ones.
     """
 
     def of_worker(tree: Any, axis_name: AxisName) -> Any:
         mesh = jax.sharding.get_abstract_mesh()
-        one = functools.partial(function, axis_name=axis_name)
         if not set(names_of(axis_name)) <= set(mesh.manual_axes):
-            return one(tree)
+            return function(tree, axis_name)
+
+        def one(tree: Any) -> Any:
+            return function(tree, axis_name)
+
+        specs = specs_of(tree)
         if shards is not None:
-            return over_shards(one, (shards,), shards)(tree)
+            return lying(over_shards(one, (shards,), shards)(tree), specs, mesh)
         if mesh.explicit_axes:
-            specs = specs_of(tree)
             return over_shards(one, (specs,), specs, mesh.explicit_axes)(tree)
         return one(tree)
 
@@ -177,31 +194,26 @@ def on_own_slice(function: OfWorker, tree: Any, axis_name: AxisName) -> Any:
     if is_on_devices or len(names) > 1 or not (mesh.explicit_axes or spmd):
         return function(tree, axis_name)
 
-    one = functools.partial(function, axis_name=axis_name)
-
     @custom_vmap
     def of_worker(tree, index):
         del index  # Says which vmap is that over the workers, as in `_collectives`.
-        return by_compiler(one, specs_of(tree))(tree)
+        return by_compiler(lambda x: function(x, axis_name), specs_of(tree))(tree)
 
     @of_worker.def_vmap
     def _(size, in_batched, tree, index):
-        batched, index_batched = in_batched
+        has_rows, index_batched = in_batched
         if index_batched:
             tree = jax.tree.map(
-                lambda x, has_rows: x if has_rows else jnp.stack([x] * size),
-                tree,
-                batched,
+                lambda x, rows: x if rows else jnp.stack([x] * size), tree, has_rows
             )
             result = _of_stacked(function, tree, axis_name, spmd)
         else:  # Another vmap, as over seeds.
-            in_axes = jax.tree.map(lambda has_rows: 0 if has_rows else None, batched)
+            in_axes = jax.tree.map(lambda rows: 0 if rows else None, has_rows)
 
-            def of_rows(tree, axis_name):
-                one = functools.partial(function, axis_name=axis_name)
-                return jax.vmap(one, in_axes=(in_axes,))(tree)
+            def of_seeds(tree, axis_name):
+                return jax.vmap(lambda x: function(x, axis_name), (in_axes,))(tree)
 
-            result = on_own_slice(of_rows, tree, axis_name)
+            result = on_own_slice(of_seeds, tree, axis_name)
         return result, jax.tree.map(lambda _: True, result)
 
     return of_worker(tree, lax.axis_index(axis_name))
@@ -215,15 +227,19 @@ def _of_stacked(
     size = jax.tree.leaves(stacked)[0].shape[0]
     typed = {spec[0] for spec in jax.tree.leaves(specs, is_leaf=is_spec) if spec}
     axes = next(filter(None, [*typed, *spmd]), None)
-    if axes and math.prod(mesh.shape[name] for name in names_of(axes)) == size:
-        rows = jax.tree.map(
-            lambda spec: PartitionSpec(axes, *spec[1:]), specs, is_leaf=is_spec
-        )
-        free = {*names_of(axes), *mesh.explicit_axes}
-        one = functools.partial(function, axis_name=axes)
-        return over_rows(one, mesh, (rows,), rows, free)(stacked)
-    one = functools.partial(function, axis_name=axis_name)
-    return by_compiler(jax.vmap(one, axis_name=axis_name), specs)(stacked)
+    if axes is None or math.prod(mesh.shape[name] for name in names_of(axes)) != size:
+        mapped = jax.vmap(lambda x: function(x, axis_name), axis_name=axis_name)
+        return by_compiler(mapped, specs)(stacked)
+    rows = with_rows(stacked, axes, mesh)
+    mapped = jax.shard_map(
+        _of_row(lambda x: function(x, axes)),
+        mesh=mesh,
+        in_specs=(rows,),
+        out_specs=rows,
+        axis_names={*names_of(axes), *mesh.explicit_axes},
+        check_vma=bool(checked_axes()),
+    )
+    return mapped(lying(stacked, rows, mesh))
 
 
 def by_compiler(function: Callable, out_specs: Any) -> Callable:

@@ -16,7 +16,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax._collectives import AxisName, permute, sum_dtype, varying
+from decentjax._collectives import AxisName, permute, sum_dtype, varying_as
 from decentjax._joining import in_joined
 from decentjax._slices import by_compiler, on_own_slice, over_shards, specs_of
 from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
@@ -279,7 +279,8 @@ def on_whole(codec: Codec, leaf: jax.Array) -> Codec:
     def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
         return by_compiler(lambda x: codec.decode(x, shape), spec)(message)
 
-    return Codec(codec.name, by_compiler(codec.encode, PartitionSpec()), decode)
+    encode = by_compiler(codec.encode, PartitionSpec())
+    return codec._replace(encode=encode, decode=decode)
 
 
 def axes_of(sharding: NamedSharding) -> tuple[str, ...]:
@@ -317,9 +318,8 @@ def empty_message(codec: Codec, leaf: jax.Array, sharding: Any) -> Message:
         shape = sharding.shard_shape(shape)
         count = math.prod(sharding.mesh.shape[axis] for axis in axes_of(sharding))
     one = codec.encode(jnp.zeros(shape, leaf.dtype), jax.random.key(0))
-    varies = jax.typeof(leaf).manual_axis_type.varying  # As the messages will.
     whole = [jnp.concatenate([x] * count) if count > 1 else x for x in one]
-    return tuple(varying(x, varies) for x in whole)
+    return tuple(varying_as(leaf, x) for x in whole)
 
 
 def num_bytes(codec: Codec, shape: tuple[int, ...]) -> int:

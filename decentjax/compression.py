@@ -57,7 +57,8 @@ class Compression:
         each exchange over all graphs that we tried, and that of "model" 1, or 1/2 for
         a codec that keeps less than 0.9, as `int4`.
       shards: where a worker is a slice of the mesh, a `NamedSharding` for each leaf of
-        one model: each device encodes and sends its shard alone.
+        one model: each device encodes and sends its shard alone. Without them it sends
+        the whole leaf, which it gathers.
 
     Raises:
       ValueError: if a number is out of range, or a codec keeps too little for "model".

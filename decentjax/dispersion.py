@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decentjax._norms import norm_of, sums_of_squares
-from decentjax.mixing import AxisName
+from decentjax.mixing import AxisName, global_mean
 from decentjax.step import Adapt, Metrics, WorkerState
 
 NORMS = "norms"
@@ -51,12 +51,13 @@ def tensor_distances(params: Any, axis_name: AxisName) -> jax.Array:
        [1.]]
     """
 
-    def squares(x: jax.Array) -> jax.Array:
-        x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
-        return sums_of_squares([x - jax.lax.pmean(x, axis_name)])
-
-    of_leaves = jnp.stack([squares(x) for x in jax.tree.leaves(params)])
-    return norm_of(jax.lax.pmean(of_leaves, axis_name))
+    wide = [
+        x.astype(jnp.promote_types(x.dtype, jnp.float32))
+        for x in jax.tree.leaves(params)
+    ]
+    pairs = zip(wide, global_mean(wide, axis_name), strict=True)
+    of_leaves = jnp.stack([sums_of_squares([x - mean]) for x, mean in pairs])
+    return norm_of(global_mean(of_leaves, axis_name))
 
 
 def tensor_names(params: Any) -> list[str]:

@@ -29,6 +29,7 @@ from decentjax._collectives import (
     sum_dtype,
     sum_over,
     varying,
+    varying_as,
 )
 from decentjax._joining import JOIN_BYTES, in_joined
 from decentjax._norms import norm_of, sums_of_squares
@@ -49,8 +50,8 @@ class Lowering:
         the two directions of a swap alternate on a whole leaf, and overlap in pieces
         of 256 KiB. A GPU compiler overlaps a whole leaf, not a loop over pieces.
       groups: collectives of a mean over one of several groups: "scatter" is
-        reduce-scatter and all-gather, "sum" is `psum` over the group (unavailable in a
-        `jax.shard_map` with `check_vma`).
+        reduce-scatter and all-gather, "sum" is `psum` over the group (refused in a
+        `jax.shard_map` with `check_vma`, its default).
       join_bytes: size of a leaf, in bytes, below which it is sent together with all
         other such leaves of its dtype, as one: a message costs a latency, however
         short it is. 0 sends each leaf alone. (Joined with one that a `jax.vmap` of the
@@ -123,12 +124,15 @@ def mix(
         bfloat16; by default each leaf's own.
       shards: partition specs of `params` over the axes of a worker's slice of the mesh,
         where a worker is a slice. Each device then mixes its own shard, and nothing
-        else is sent. Without them a mean over a group may gather the shards first.
+        else is sent. Explicit axes need none: the types of the arrays say it. On
+        automatic axes a mean over a group gathers the shards first without them.
       lowering: how messages are sent. The mixed models do not depend on it, except for
         the order in which "sum" adds.
 
     Returns:
-      The mixed model, with the structure, shapes and dtypes of `params`.
+      The mixed model, with the structure, shapes and dtypes of `params`, in the shards
+      in which these lie. Where `jax.shard_map` checks what varies, its floats vary over
+      the axis, whatever the exchange.
 
     Raises:
       TypeError: if `exchange` is no `Exchange`.
@@ -171,6 +175,10 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
       params: one worker's model; float leaves are averaged in float32 at least, other
         leaves stay unchanged.
       axis_name: mapped axis of the workers.
+
+    Returns:
+      The mean. Where `jax.shard_map` checks what varies, it varies as `params` do, so
+      that a scan may carry it; `lax.pmean` is what jax knows to be the same on each.
 
     Examples:
       >>> import functools
@@ -221,8 +229,7 @@ def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
 def _mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
     """The mean over all workers, in the dtype of sums."""
     total = sum_over(x.astype(sum_dtype(x)), axis_name)
-    mean = divided(total, lax.axis_size(axis_name))
-    return varying(mean, jax.typeof(x).manual_axis_type.varying)
+    return varying_as(x, divided(total, lax.axis_size(axis_name)))
 
 
 def _message_dtype(x: jax.Array, wanted: DTypeLike | None) -> np.dtype:

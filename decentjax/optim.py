@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
-from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike, DTypeLike
 
 from decentjax._collectives import AxisName, same_on_all, sum_dtype
 from decentjax._own_models import check_averageable, first_keys, own_keys
-from decentjax._slices import by_compiler
+from decentjax._slices import worker_number
 from decentjax._surroundings import check_is_last, in_conditional
 from decentjax.exchange import Exchange, Topology, check_topology
 from decentjax.mixing import axis_size, mix
@@ -395,10 +394,7 @@ def _with_keys(order: Callable, axis_name: AxisName, seed: int) -> Callable:
     def with_key(worker, updates, event, *, adapt, mix):
         del mix  # The order has its own.
         key = jax.random.fold_in(jax.random.key(seed), worker.key)
-        # Under vmap, on explicit axes, keys and numbers must lie alike.
-        as_key = by_compiler(lambda number, _: number, PartitionSpec())
-        number = as_key(lax.axis_index(axis_name), worker.key)
-        key = jax.random.fold_in(key, number)
+        key = jax.random.fold_in(key, worker_number(axis_name, worker.key))
         return order(worker._replace(key=key), updates, event, adapt=adapt)
 
     return with_key

@@ -109,10 +109,11 @@ def on_mesh(
     """Runs each worker on its own device, or on its own slice of the mesh.
 
     The mesh has an axis "workers" with one place for each worker; consecutive workers
-    share a node. The compiler partitions over further axes: a worker's parameters may
-    be sharded over them. On explicit axes, as all those of `jax.make_mesh` are, they
-    keep the shards that their types say; on automatic ones bind `shards` to `mix`. (jax
-    0.10 gathers explicit shards on their way into the step, and 0.12 does not.)
+    share a node. Over further axes a worker's arrays may lie in shards (FSDP), in which
+    the state comes back. On explicit axes, as those of `jax.make_mesh` are, the types
+    of arrays say how they lie, the loss sees these types, and each device sends its own
+    shards; jax 0.10 gathers them around the step. On automatic axes the compiler
+    chooses, and gathers shards for means over groups: bind `shards` to `mix`.
 
     Args:
       step: `awc_step` or another step, with its keywords bound by `functools.partial`.
@@ -122,7 +123,8 @@ def on_mesh(
       compiler_options: options of XLA by name, as `jax.jit` takes them.
 
     Returns:
-      As `simulate`; stacked arrays are sharded over "workers" in their first dim.
+      As `simulate`; stacked arrays are sharded over "workers" in their first dim, and
+      in their others as they are.
 
     Raises:
       TypeError: if `topology` is no `Topology`.
@@ -207,7 +209,8 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
       mesh: mesh with the axis "workers"; None to simulate.
 
     Returns:
-      The function of stacked trees, [N, ...] in and out.
+      The function of stacked trees, [N, ...] in and out, which keeps shards over the
+      other axes of the mesh, as `on_mesh`.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -337,9 +340,9 @@ def place(stacked: Any, mesh: Mesh) -> Any:
 def _with_rows(x: Any, mesh: Mesh) -> NamedSharding:
     """Where a stacked array has a row for each worker, in the shards that it has."""
     lies = getattr(x, "sharding", None)
-    is_there = isinstance(lies, NamedSharding) and lies.mesh == mesh
-    others = set(mesh.axis_names) - {AXIS}
-    inside = only(lies.spec[1:], others) if is_there and lies else ()
+    inside: Any = ()
+    if isinstance(lies, NamedSharding) and lies.mesh == mesh:
+        inside = only(lies.spec[1:], set(mesh.axis_names) - {AXIS})
     return NamedSharding(mesh, PartitionSpec(AXIS, *inside))
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
+from jax.sharding import PartitionSpec
 
 from decentjax._collectives import sum_dtype
 from decentjax._own_models import (
@@ -22,6 +23,7 @@ from decentjax._own_models import (
     common_keys,
     map_keys,
 )
+from decentjax._slices import by_compiler, specs_of
 from decentjax.exchange import Exchange
 from decentjax.loss import LossFn, check_call, check_loss
 from decentjax.loss import Metrics as Metrics
@@ -486,7 +488,9 @@ def _cut(batch: Any, num_parts: int) -> Any:
         x = jnp.asarray(x)
         if x.ndim == 0:
             return jnp.broadcast_to(x, num_parts)
-        return x.reshape(num_parts, -1, *x.shape[1:])
+        # On explicit axes the examples of each part lie as those of the batch.
+        parts = PartitionSpec(None, *specs_of(x))
+        return by_compiler(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), parts)(x)
 
     return jax.tree.map(cut, batch)
 

@@ -369,6 +369,16 @@ def test_an_optimizer_that_counts_for_itself_has_its_exchanges_in_a_conditional(
     assert len(hlo.in_conditionals(text)) == len(hlo.collectives(text, 8)) == 3
 
 
+def test_simulated_too_an_optimizer_that_counts_takes_one_branch():
+    """Under vmap each worker's own number would choose, by a select among all."""
+    models = jnp.zeros((4, 3))
+    optimizer = decentralize(optax.sgd(0.1), topology.one_peer_ring(4), AXIS)
+    update = jax.jit(jax.vmap(optimizer.update, axis_name=AXIS))
+    state = jax.vmap(optimizer.init)(models)
+    text = update.lower(models, state, models).compile().as_text()
+    assert " conditional(" in text
+
+
 SCHEDULE = optax.linear_schedule(0.1, 0.01, 5)
 W_ONLY = {"w": True, "b": False}
 

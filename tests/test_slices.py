@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax import lax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from decentjax import (
@@ -18,16 +19,28 @@ from decentjax import (
     Permutations,
     Rounds,
     Topology,
+    adapt,
+    all_reduce_step,
+    atc_step,
+    awc_step,
     codec,
     consensus_distance,
     decentralize,
     decentralize_atc,
     decentralize_rounds,
+    dispersion,
     global_mean,
+    init_rounds,
+    init_state,
+    mean_model,
     methods,
     mix,
+    on_mesh,
     over_workers,
+    place,
+    round_step,
     schedule,
+    simulate,
     topology,
 )
 from decentjax.compression import Compression
@@ -39,8 +52,8 @@ EACH_KIND = pytest.mark.parametrize(
     [(EXPLICIT, EXPLICIT), (AUTO, EXPLICIT), (EXPLICIT, AUTO), (AUTO, AUTO)],
     ids=["explicit", "explicit_inside", "explicit_workers", "auto"],
 )
-# jax 0.10 gathers what goes in and out of any shard_map over one of several axes, if
-# the others are explicit; where that one is automatic, what it returns stays so.
+# jax 0.10 gathers what goes in and out of any shard_map over one of several axes if the
+# others are explicit. Where that one is automatic, what it returns stays so.
 GATHERS = jax.__version_info__ < (0, 11)
 
 
@@ -153,7 +166,7 @@ WAYS = {
 }
 
 
-@pytest.mark.draw(4)
+@pytest.mark.draw(6)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("num_workers", [1, 3, 4])
@@ -182,50 +195,78 @@ def test_every_exchange_leaves_shards_where_they_lie(num_workers, form, kinds):
 
 
 @EACH_KIND
+def test_a_loop_carries_shards_where_types_are_checked(kinds):
+    averages = [
+        functools.partial(mix, exchange=exchange, axis_name=AXIS)
+        for exchange in _exchanges(4).values()
+    ]
+
+    def one_of_all(step, model):
+        return lax.switch(step, averages, model)
+
+    def worker(model):
+        return lax.fori_loop(0, len(averages), one_of_all, model)
+
+    before = _models(4)
+    got = _on("own_checked", worker, _mesh(4, kinds), before)
+    if _keeps("own_checked", kinds):
+        _assert_in_shards(got)
+    _assert_close(got, _simulated(worker, before))
+
+
+@EACH_KIND
 @EACH_FORM
 def test_means_and_distances_need_no_whole_models(form, kinds):
     def measured(model):
-        return global_mean(model, AXIS), consensus_distance(model, AXIS)
+        of_leaves = dispersion.tensor_distances(model, AXIS)
+        return global_mean(model, AXIS), consensus_distance(model, AXIS), of_leaves
 
     before = _models(3)
-    mean, distance = _on(form, measured, _mesh(3, kinds), before)
+    mean, distance, of_leaves = _on(form, measured, _mesh(3, kinds), before)
     if _keeps(form, kinds):
         _assert_in_shards(mean)
     wanted = {name: np.stack([x.mean(0)] * 3) for name, x in before.items()}
     _assert_close(mean, wanted)
-    square = sum(((x - wanted[name]) ** 2).sum() for name, x in before.items()) / 3
-    np.testing.assert_allclose(distance, [np.sqrt(square)] * 3, rtol=1e-6)
+    leaves = sorted(before)
+    squares = [((before[name] - wanted[name]) ** 2).sum() / 3 for name in leaves]
+    np.testing.assert_allclose(distance, [np.sqrt(sum(squares))] * 3, rtol=1e-6)
+    np.testing.assert_allclose(of_leaves, [np.sqrt(squares)] * 3, rtol=1e-6)
 
 
 def _sent(form, function, mesh, stacked):
     with jax.set_mesh(mesh):
         lowered = jax.jit(FORMS[form](function, mesh)).lower(_placed(stacked, mesh))
-    return hlo.collectives(lowered.compile().as_text(), mesh.size)
+    text = lowered.compile().as_text()
+    assert text is not None
+    return hlo.collectives(text, mesh.size)
 
 
-@pytest.mark.parametrize("form", ["vmap"] if GATHERS else ["vmap", "over_workers"])
+SENT = {
+    "ring": 2 * ["collective-permute"],
+    "uneven": 3 * ["collective-permute"],
+    "everybody": ["all-reduce"],
+    "damped": ["all-reduce"],
+    "nobody": [],
+    "groups": ["all-gather", "all-to-all"],
+    "nodes": ["all-gather", "all-to-all", "collective-permute"],
+    "nodes_in_groups": 2 * ["all-gather"] + 2 * ["all-to-all"],
+}
+
+
+@pytest.mark.parametrize("form", ["vmap", "over_workers"])
 @pytest.mark.parametrize("name", _exchanges(4))
 def test_each_device_sends_its_own_shard_alone(name, form):
     """All leaves of a device, 24 + 5 + 2 floats, are one message."""
     exchange = _exchanges(4)[name]
     average = functools.partial(mix, exchange=exchange, axis_name=AXIS)
     found = _sent(form, average, _mesh(4), _models(4))
-    for one in found:  # Devices 2 i and 2 i + 1 are worker i.
+    # Devices 2 i and 2 i + 1 are worker i.
+    between = [c for c in found if any(g[0] // 2 != g[-1] // 2 for g in c.groups)]
+    assert sorted(one.kind for one in between) == SENT[name]
+    for one in between:
         assert all(len({device % 2 for device in group}) == 1 for group in one.groups)
         assert one.num_bytes <= 32 * 4
-    assert (
-        sorted(one.kind for one in found)
-        == {
-            "ring": 2 * ["collective-permute"],
-            "uneven": 3 * ["collective-permute"],
-            "everybody": ["all-reduce"],
-            "damped": ["all-reduce"],
-            "nobody": [],
-            "groups": ["all-gather", "all-to-all"],
-            "nodes": ["all-gather", "all-to-all", "collective-permute"],
-            "nodes_in_groups": 2 * ["all-gather"] + 2 * ["all-to-all"],
-        }[name]
-    )
+    assert between == found or (GATHERS and form == "over_workers")
 
 
 @pytest.mark.parametrize("form", ["over_workers", "vmap"])
@@ -273,35 +314,40 @@ def _gradient(model, batch):
 
 def _loss_fn(params, model_state, batch, key):
     apart = jax.tree.map(lambda x, y: jnp.sum((x - y) ** 2), params, batch)
-    return sum(jax.tree.leaves(apart)) / 2, (model_state, {})
+    return jnp.stack(jax.tree.leaves(apart)).sum() / 2, (model_state, {})
+
+
+def _encoded(plan, code, **options):
+    return Rounds(plan, compression=Compression(code, **options))
 
 
 RING, COMPLETE = topology.ring(4), topology.complete(4)
 NOW_AND_THEN = Topology("now and then", (topology.alone(4)[0], *COMPLETE))
-ALL_KINDS = Topology("all kinds", tuple(_exchanges(4).values()))
+TWO_KINDS = Topology("two kinds", (_exchanges(4)["nodes_in_groups"], *RING))
 ROUNDS = {
     "diloco": methods.diloco(4, num_steps=2),
     "tracking": methods.gradient_tracking(RING),
-    "int8": Rounds(
-        schedule.every(RING, 1, delay=1), compression=Compression(codec.int8())
-    ),
-    "late": Rounds(
-        schedule.every(RING, 3, delay=2), compression=Compression(codec.int4())
-    ),
-    "copies": Rounds(
-        schedule.every(RING, 2),
-        compression=Compression(codec.top_k(0.5), "copy", step=0.5),
-    ),
+    "int8": _encoded(schedule.every(RING, 1, delay=1), codec.int8()),
+    "late": _encoded(schedule.every(RING, 2, delay=2), codec.int4()),
+    "copies": _encoded(schedule.every(RING, 2), codec.top_k(0.5), of="copy", step=0.5),
     "drift": Rounds(
         schedule.every(COMPLETE, 2),
         outer=optax.sgd(0.7, momentum=0.9),
-        compression=Compression(codec.int4(), "drift"),
+        compression=Compression(codec.int4(), of="drift"),
     ),
 }
 COMPOSED = {
-    "told": (decentralize(optax.adam(0.1), ALL_KINDS, AXIS), True),
+    "told": (decentralize(optax.adam(0.1), TWO_KINDS, AXIS), True),
     "counting": (decentralize(optax.adam(0.1), NOW_AND_THEN, AXIS), False),
-    "atc": (decentralize_atc(optax.adam(0.1), ALL_KINDS, AXIS), True),
+    "counting_rounds": (
+        decentralize_rounds(optax.sgd(0.1), ROUNDS["late"], AXIS),
+        False,
+    ),
+    "noisy": (
+        decentralize(optax.noisy_sgd(0.1, key=jax.random.key(0)), NOW_AND_THEN, AXIS),
+        False,
+    ),
+    "atc": (decentralize_atc(optax.adam(0.1), TWO_KINDS, AXIS), True),
     **{
         name: (decentralize_rounds(optax.sgd(0.1), rounds, AXIS), True)
         for name, rounds in ROUNDS.items()
@@ -310,17 +356,18 @@ COMPOSED = {
 
 
 def _descended(name, model, batch):
-    """Six steps, one after the other in one program."""
+    """Four steps, one after the other in one program."""
     optimizer, is_told = COMPOSED[name]
     state = optimizer.init(model)
-    for step in range(6):
+    for step in range(4):
         told = {"step": step} if is_told else {}
         updates, state = optimizer.update(_gradient(model, batch), state, model, **told)
         model = optax.apply_updates(model, updates)
     return model, consensus_distance(model, AXIS)
 
 
-@pytest.mark.draw(4)
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.draw(12)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("name", COMPOSED)
@@ -331,3 +378,168 @@ def test_every_composition_descends_in_shards_as_simulated(name, form, kinds):
     if _keeps(form, kinds):
         _assert_in_shards(got[0])
     _assert_close(got, _simulated(descend, *stacked), 1e-5)
+
+
+def _trained(train_step, state, batch, num_steps=4):
+    for step in range(num_steps):
+        state, metrics = train_step(state, batch, step)
+    return state, metrics
+
+
+@EACH_KIND
+def test_micro_batches_lie_as_their_batch(kinds):
+    """Eight examples of each worker, cut over its devices."""
+
+    def loss_fn(params, model_state, batch, key):
+        return jnp.mean((params["cut"][None] - batch) ** 2), (model_state, {})
+
+    optimizer, mesh = optax.sgd(0.1), _mesh(2, kinds)
+    local = functools.partial(
+        adapt, loss_fn=loss_fn, optimizer=optimizer, num_micro_batches=2
+    )
+    step = functools.partial(awc_step, adapt=local)
+    rows = np.random.default_rng(0).standard_normal((2, 8, 8, 6)).astype("float32")
+
+    def started():
+        first = {"cut": _models(1)["cut"][0]}
+        return init_state(first, optimizer, jax.random.key(0), 2)
+
+    graph = topology.ring(2)
+    wanted = _trained(simulate(step, graph), started(), rows, 2)[0].params
+    lies = NamedSharding(mesh, PartitionSpec(AXIS, "fsdp"))
+    batch = jax.device_put(rows, lies)
+    state, _ = _trained(on_mesh(step, graph, mesh), place(started(), mesh), batch, 2)
+    _assert_close(state.params, wanted)
+
+
+EACH_STEP = pytest.mark.parametrize("step", [awc_step, atc_step, all_reduce_step])
+
+
+def _started(extra=()):
+    """A stacked state on uneven models, and the batch."""
+    first = {name: x[0] for name, x in _models(1).items()}
+    state = init_state(first, optax.adam(0.1), jax.random.key(0), 4, extra=extra)
+    return state._replace(params=_models(4)), _models(4, seed=1)
+
+
+def _bound(step, **options):
+    local = functools.partial(adapt, loss_fn=_loss_fn, optimizer=optax.adam(0.1))
+    return functools.partial(step, adapt=local, **options)
+
+
+SHARDS = {
+    "cut": PartitionSpec(None, "fsdp"),
+    "whole": PartitionSpec(),
+    "vector": PartitionSpec("fsdp"),
+}
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.draw(4)
+@EACH_KIND
+@EACH_STEP
+def test_a_state_keeps_its_shards_on_a_mesh(step, kinds):
+    mesh = _mesh(4, kinds)
+    wanted = _trained(simulate(_bound(step), TWO_KINDS), *_started())
+    train_step = on_mesh(_bound(step), TWO_KINDS, mesh)
+    state, metrics = _trained(train_step, *_placed(_started(), mesh))
+    _assert_in_shards((state.params, state.opt_state))
+    _assert_close((state.params, metrics), (wanted[0].params, wanted[1]), 1e-5)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.draw(4)
+@EACH_KIND
+@EACH_STEP
+@pytest.mark.parametrize("form", ["own", "vmap"])
+def test_a_state_keeps_its_shards_in_a_map_of_ones_own(form, step, kinds):
+    """Of an optimizer with random keys, which all-reduce makes the same on all."""
+    optimizer = optax.noisy_sgd(0.1, key=jax.random.key(0))
+    local = functools.partial(adapt, loss_fn=_loss_fn, optimizer=optimizer)
+    bound = functools.partial(step, exchange=RING[0], adapt=local)
+    first = {name: x[0] for name, x in _models(1).items()}
+    state = init_state(first, optimizer, jax.random.key(0), 4)
+    started = state._replace(params=_models(4)), _models(4, seed=1)
+    state, _ = _on(form, bound, _mesh(4, kinds), *started)
+    if _keeps(form, kinds):
+        _assert_in_shards(state.params)
+    _assert_close(state.params, _simulated(bound, *started)[0].params, 1e-5)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.draw(2)
+@EACH_KIND
+@pytest.mark.parametrize("lies", [_placed, place])
+def test_shards_may_be_said_as_well(lies, kinds):
+    """Of a state that lies so, and of one that lies whole in each worker's slice."""
+    mesh = _mesh(4, kinds)
+    average = functools.partial(mix, axis_name=AXIS, shards=SHARDS)
+    train_step = on_mesh(_bound(awc_step, mix=average), TWO_KINDS, mesh)
+    wanted = _trained(simulate(_bound(awc_step), TWO_KINDS), *_started())[0].params
+    state, _ = _trained(train_step, *lies(_started(), mesh))
+    if lies is _placed:
+        _assert_in_shards((state.params, state.opt_state))
+    _assert_close(state.params, wanted, 1e-5)
+
+
+@pytest.mark.usefixtures("quick_compile")
+@pytest.mark.draw(4)
+@EACH_KIND
+@pytest.mark.parametrize("name", ["int8", "late"])
+def test_encoded_rounds_keep_shards_on_a_mesh(name, kinds):
+    mesh, rounds = _mesh(4, kinds), ROUNDS[name]
+    first = {leaf: x[0] for leaf, x in _models(1).items()}
+    step = _bound(round_step, rounds=rounds)
+
+    def started():
+        return _started(init_rounds(rounds, first))
+
+    wanted = _trained(simulate(step, rounds.schedule), *started())[0].params
+    train_step = on_mesh(step, rounds.schedule, mesh)
+    state, _ = _trained(train_step, *_placed(started(), mesh))
+    _assert_in_shards((state.params, state.opt_state, state.extra.coded.memory))
+    _assert_close(state.params, wanted, 1e-5)
+
+
+@EACH_KIND
+def test_each_program_of_a_mesh_of_cpus_has_a_name_of_its_own(kinds):
+    """By which jax would find another's in its cache."""
+    mesh = _mesh(2, kinds)
+    rows = jax.device_put(np.arange(2), NamedSharding(mesh, PartitionSpec(AXIS)))
+    lowered = [jax.jit(over_workers(jnp.negative, mesh)).lower(rows) for _ in range(2)]
+    first, second = [one.as_text().split()[1] for one in lowered]
+    assert first.startswith("@jit_on_slice_")
+    assert second.startswith("@jit_on_slice_")
+    assert first != second
+
+
+@EACH_KIND
+def test_placing_leaves_shards_where_they_lie(kinds):
+    mesh, models = _mesh(4, kinds), _models(4)
+    placed = _placed(models, mesh)
+    again = place(placed, mesh)
+    assert all(again[name] is x for name, x in placed.items())
+    _assert_in_shards(placed)
+    # One model on the mesh, of which init_state makes four.
+    first = jax.device_put(models["cut"][0], NamedSharding(mesh, SHARDS["cut"]))
+    with jax.set_mesh(mesh):
+        state = init_state({"cut": first}, optax.sgd(0.1), jax.random.key(0), 4)
+    _assert_in_shards(place(state.params, mesh))
+    # Over the workers' axis lie the rows alone.
+    across = NamedSharding(mesh, PartitionSpec(None, None, (AXIS, "fsdp")))
+    wide = jax.device_put(np.ones((4, 3, 8)), across)
+    assert place(wide, mesh).sharding.spec == PartitionSpec(AXIS, None, "fsdp")
+
+
+@EACH_KIND
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
+def test_the_mean_model_stays_in_shards(jit, kinds):
+    mesh, models = _mesh(4, kinds), _models(4)
+    keys = jax.random.split(jax.random.key(0), 4)
+    counts = np.arange(12).reshape(4, 3)
+    mean = jit(mean_model)(_placed({**models, "count": counts, "key": keys}, mesh))
+    wanted = {name: x.mean(0) for name, x in models.items()}
+    _assert_close({name: mean[name] for name in models}, wanted)
+    assert mean["cut"].sharding.spec == SHARDS["cut"]
+    assert mean["count"].tolist() == [0, 1, 2]
+    assert mean["key"] == keys[0]
