@@ -674,7 +674,8 @@ def test_all_reduce_keeps_no_gradient_from_step_to_step():
         train_step._mean = spied
         _step(train_step, case, place(case.start(), case.mesh), 0)
         gc.collect()
-        assert [x() for x in means] == [None] * 3
+        # Of the gradient, and of the loss.
+        assert [x() for x in means] == [None] * 4
 
 
 def test_an_error_in_the_thread_ends_the_training_within_a_step_as_itself():

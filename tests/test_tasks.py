@@ -242,9 +242,10 @@ def test_the_translation_loss_is_smoothed_and_ignores_padding(smoothing):
     params, _ = model_of(task)
     batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
     loss_fn = jax.jit(task.loss_fn)
-    loss, _ = loss_fn(params, (), batch, jax.random.key(0))
+    (loss, weight), _ = loss_fn(params, (), batch, jax.random.key(0))
     longer = {name: np.pad(x, ((0, 1), (0, 2))) for name, x in batch.items()}
-    of_longer, _ = loss_fn(params, (), longer, jax.random.key(0))
+    (of_longer, of_as_many), _ = loss_fn(params, (), longer, jax.random.key(0))
+    assert weight == of_as_many == (batch["target"][:, 1:] > 0).sum()
     np.testing.assert_allclose(of_longer, loss, rtol=1e-5)
     # Without smoothing it is what is evaluated.
     total, count = jax.jit(task.score_fn)(params, (), batch)["loss"]
@@ -262,7 +263,7 @@ def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary():
     (score,) = build_score(task)([(nothing, ())])
     assert score["loss"] == pytest.approx(np.log(300), rel=1e-5)
     batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
-    loss, _ = jax.jit(task.loss_fn)(nothing, (), batch, jax.random.key(0))
+    (loss, _), _ = jax.jit(task.loss_fn)(nothing, (), batch, jax.random.key(0))
     assert float(loss) == pytest.approx(np.log(300), rel=1e-5)
 
 
@@ -301,9 +302,10 @@ def test_a_model_learns_to_translate_what_it_has_seen():
 
     @jax.jit
     def step(params, opt_state, batch):
-        (loss, _), grads = jax.value_and_grad(task.loss_fn, has_aux=True)(
-            params, (), batch, jax.random.key(0)
-        )
+        def loss_fn(params):
+            return task.loss_fn(params, (), batch, jax.random.key(0))[0]
+
+        (loss, _), grads = jax.value_and_grad(loss_fn, has_aux=True)(params)
         updates, opt_state = optimizer.update(grads, opt_state)
         return optax.apply_updates(params, updates), opt_state, loss
 
@@ -364,7 +366,9 @@ def test_dropout_differs_by_step_and_spares_evaluations(task):
     model = model_of(task)
     batch = jax.tree.map(lambda x: x[0], task.steps(1, 64, 0, [0])[0].arrays)
     loss_fn, score_fn = jax.jit(task.loss_fn), jax.jit(task.score_fn)
-    losses = {float(loss_fn(*model, batch, jax.random.key(k))[0]) for k in (1, 2)}
+    results = [loss_fn(*model, batch, jax.random.key(k)) for k in (1, 2)]
+    # Of text, the loss alone; of a translation, (loss, weight).
+    losses = {float(jax.tree.leaves(result)[0]) for result in results}
     assert len(losses) == 2
     scored = task.validation()[0]
     totals = [score_fn(*model, scored) for _ in range(2)]

@@ -13,6 +13,7 @@ from rich.console import Console
 
 from decentjax import TrainStep, awc_step, on_mesh, overlap, place, worker_mesh
 from decentjax.dispersion import measured
+from decentjax.loss import check_loss
 from train.bench.runner import Runner, repeat
 from train.config import (
     Config,
@@ -70,9 +71,12 @@ def plain_step(
 
     @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
     def step(params, opt_state, model_state, batch, key):
-        grads, (model_state, _) = jax.grad(task.loss_fn, has_aux=True)(
-            params, model_state, batch, key
-        )
+        def loss_fn(params):
+            result = task.loss_fn(params, model_state, batch, key)
+            (loss, _), (new_state, _) = check_loss(result, model_state)
+            return loss, new_state
+
+        grads, model_state = jax.grad(loss_fn, has_aux=True)(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
         return optax.apply_updates(params, updates), opt_state, model_state
 
