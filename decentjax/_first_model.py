@@ -49,7 +49,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
         x = jax.random.key_data(x)
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
-    if jnp.issubdtype(x.dtype, jnp.floating):
+    if jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 8:
         # Of 8 bytes, two numbers of 4 in a new last dim.
         size = min(x.dtype.itemsize, 4)
         x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * size}"))

@@ -34,7 +34,7 @@ def check_averageable(opt_state: Any) -> None:
     Args:
       opt_state: state of the optimizer.
     """
-    for state in _found(opt_state, *_REFUSED):
+    for state in states_of(opt_state, *_REFUSED):
         name = type(state).__name__
         raise TypeError(
             f"the optimizer with the state {name} does not keep averaged models: "
@@ -45,7 +45,7 @@ def check_averageable(opt_state: Any) -> None:
 
 def check_no_own_model(opt_state: Any, what: str) -> None:
     """Raises a TypeError for an optimizer with a model that `what` does not average."""
-    if _found(opt_state, contrib.ScheduleFreeState):
+    if states_of(opt_state, contrib.ScheduleFreeState):
         raise TypeError(
             "schedule_free keeps a model z of its own, which has to be averaged with "
             f"the params, and {what} averages the params alone: use awc_step, "
@@ -65,9 +65,10 @@ def average_own_models(opt_state: Any, average: Callable[[Any], Any]) -> Any:
     """
 
     def averaged(state: Any) -> Any:
-        if not isinstance(state, contrib.ScheduleFreeState):
-            return state
-        return state._replace(z=average(state.z))
+        # A mask may leave nothing of z.
+        if isinstance(state, contrib.ScheduleFreeState) and jax.tree.leaves(state.z):
+            return state._replace(z=average(state.z))
+        return state
 
     is_one = lambda x: isinstance(x, contrib.ScheduleFreeState)  # noqa: E731
     return jax.tree.map(averaged, opt_state, is_leaf=is_one)
@@ -75,11 +76,39 @@ def average_own_models(opt_state: Any, average: Callable[[Any], Any]) -> Any:
 
 def map_keys(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
     """The tree, in which the function has been applied to random keys."""
+    return jax.tree.map(lambda x: function(x) if is_key(x) else x, tree)
 
-    def one(path: Any, x: Any) -> Any:
-        return function(x) if _is_key(path, x) else x
 
-    return jax.tree.map_with_path(one, tree)
+def check_no_common_keys(states: Any) -> None:
+    """Raises a ValueError for random keys in states that know nothing of the workers.
+
+    Args:
+      states: states of transformations that are called before `decentralize`.
+    """
+    if any(map(is_key, jax.tree.leaves(states))):
+        raise ValueError(
+            "a transformation before decentralize in a chain has a random key, as "
+            "optax.add_noise has, which is the same on all workers: put it inside, "
+            "decentralize(optax.chain(optax.add_noise(...), optax.sgd(0.1)), ...), "
+            "which gives each worker its own"
+        )
+
+
+def folded(key: jax.Array, number: jax.Array) -> jax.Array:
+    """`fold_in` of a number into a random key, or into each of an array of keys."""
+    fold = jax.random.fold_in
+    for _ in range(jnp.ndim(key) - (0 if _is_typed(key) else 1)):
+        fold = jax.vmap(fold, (0, None))
+    return fold(key, number)
+
+
+def is_key(x: Any) -> bool:
+    """Whether a leaf has random keys, in jax's new form or in the old, by its shape."""
+    if _is_typed(x):
+        return True
+    if jnp.result_type(x) != jnp.uint32:
+        return False
+    return jnp.shape(x)[-1:] == jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape
 
 
 def own_keys(tree: Any, axis_name: AxisName) -> Any:
@@ -107,11 +136,10 @@ def common_keys(tree: Any, axis_name: AxisName) -> Any:
     """The tree with the random keys of the first worker, on all workers."""
 
     def of_first(key: jax.Array) -> jax.Array:
-        is_typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        bits = jax.random.key_data(key) if is_typed else key
+        bits = jax.random.key_data(key) if _is_typed(key) else key
         own = jnp.where(lax.axis_index(axis_name) == 0, bits, 0)
         bits = varying_as(bits, on_own_slice(sum_over, own, axis_name))
-        if not is_typed:
+        if not _is_typed(key):
             return bits
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
 
@@ -119,18 +147,14 @@ def common_keys(tree: Any, axis_name: AxisName) -> Any:
 
 
 def _own(key: jax.Array, axis_name: AxisName) -> jax.Array:
-    return jax.random.fold_in(key, worker_number(axis_name, key))
+    return folded(key, worker_number(axis_name, key))
 
 
-def _is_key(path: Any, x: Any) -> bool:
-    """Whether a leaf is a random key, in the new form or, by its field, in the old."""
-    x = jnp.asarray(x)
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return True
-    field = getattr(path[-1], "name", "") if path else ""
-    return x.dtype == jnp.uint32 and x.ndim > 0 and field in ("key", "rng_key", "rng")
+def _is_typed(x: Any) -> bool:
+    return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
-def _found(tree: Any, *kinds: type) -> list[Any]:
+def states_of(opt_state: Any, *kinds: type) -> list[Any]:
+    """The states of these kinds within an optimizer's state."""
     is_one = lambda x: isinstance(x, kinds)  # noqa: E731
-    return [x for x in jax.tree.leaves(tree, is_leaf=is_one) if is_one(x)]
+    return [x for x in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(x)]

@@ -1,10 +1,12 @@
-"""What is around a call of `decentralize`: wrappers of optax, and conditionals.
+"""What is around the update of a transformation: wrappers of optax, and conditionals.
 
 Both are known only while the step is traced, and neither has a public name.
 """
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 from jax._src import core
 
@@ -17,28 +19,43 @@ _KEEP_UPDATES = (
     "masked",
     "partition",
     "split_real_and_imaginary",
+    "with_extra_args_support",
 )
 _CHAINS = {"chain": "update_fns", "named_chain": "transforms"}
 
 
-def check_is_last() -> None:
+def check_is_last(carried: str, advice: str, *kept: str) -> None:
     """Raises a ValueError if a wrapper of optax changes the updates after this call.
 
-    The updates of `decentralize` carry the exchange: what scales, clips, delays or
-    drops them would do so to the exchange.
+    The updates carry an exchange, or what one has moved: what scales, clips, delays or
+    drops them would do so to that.
+
+    Args:
+      carried: whose updates they are and what they carry, for the error.
+      advice: where the wrapper belongs, for the error.
+      kept: further wrappers that are allowed.
     """
+    for frame, wrapper in _wrappers():
+        is_kept = wrapper in (*_KEEP_UPDATES, *kept) or _is_at_the_end(frame, wrapper)
+        if not is_kept:
+            raise ValueError(
+                f"optax.{wrapper} changes the updates of {carried}: {advice}"
+            )
+
+
+def states_before() -> list[Any]:
+    """The states of the transformations that chains around this call have called."""
+    return [
+        frame.f_locals["new_state"] for frame, name in _wrappers() if name in _CHAINS
+    ]
+
+
+def _wrappers() -> Iterator[tuple[FrameType, str]]:
+    """The calls of optax around this one, innermost first, and whose they are."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        wrapper = frame.f_code.co_qualname.partition(".")[0]
-        is_kept = wrapper in _KEEP_UPDATES or _is_at_the_end(frame, wrapper)
-        if package == "optax" and not is_kept:
-            raise ValueError(
-                f"optax.{wrapper} changes the updates of decentralize, and with them "
-                "the exchange of the models, which they carry: put it inside, as in "
-                "decentralize(optax.chain(optax.adam(1e-3), optax.clip(1.0)), "
-                "topology, axis_name)"
-            )
+        if frame.f_globals.get("__name__", "").partition(".")[0] == "optax":
+            yield frame, frame.f_code.co_qualname.partition(".")[0]
         frame = frame.f_back
 
 

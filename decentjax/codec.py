@@ -196,7 +196,8 @@ def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec
 
     def encode(x: jax.Array, key: jax.Array) -> Message:
         blocks = _in_blocks(x, min(block, x.size))
-        count = max(1, round(share * blocks.shape[1]))
+        # Rounded up, so that no share of a small leaf is less; 0.07 * 100 is over 7.
+        count = max(1, math.ceil(round(share * blocks.shape[1], 6)))
         _, places = lax.top_k(jnp.abs(blocks), count)
         largest = jnp.take_along_axis(blocks, places, axis=1)
         return *of_values.encode(largest, key), places.astype(jnp.uint16)

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 import optax
 
 from decentjax._collectives import sum_dtype
+from decentjax._own_models import states_of
+from decentjax._surroundings import check_is_last
 from decentjax.loss import check_call
 from decentjax.mixing import is_mixed
 from decentjax.step import (
@@ -23,7 +25,11 @@ from decentjax.step import (
     WorkerState,
     check_averages_nothing,
     check_optimizer,
+    extra_arguments,
 )
+
+# Where they skip an update, they keep the state too.
+_SKIP_WHOLE = "MultiSteps", "apply_if_finite"
 
 
 class ExactDiffusionState(NamedTuple):
@@ -38,8 +44,9 @@ def exact_diffusion(
 ) -> optax.GradientTransformation:
     """D², exact diffusion: `x <- W (p + x - p_before)`, with `p = x + update(grad)`.
 
-    An ordinary transformation: its update is that of `inner`, plus what the last
-    exchange has moved the model, `x - p_before`. Give it to `atc_step`, or inside
+    A transformation whose update is that of `inner`, plus what the last exchange has
+    moved the model, `x - p_before`. What would scale, clip or delay it goes inside,
+    `exact_diffusion(optax.chain(...))`. Give it to `atc_step`, or inside
     `decentralize_atc`, over a symmetric graph that stays, whose W has no eigenvalue of
     -1/3 or less, such as `topology.damped(graph, 0.5)`. In `awc_step`, `decentralize`
     and `gossip` it is EXTRA, whose exchange waits for no gradient and which needs a
@@ -60,7 +67,9 @@ def exact_diffusion(
 
     Raises:
       ValueError: by its init, for params narrower than float32.
-      TypeError: by its init, if `inner` averages the models itself.
+      ValueError: by its update, if a wrapper of optax changes it.
+      TypeError: by its init, if `inner` averages the models itself or skips steps, as
+        `optax.MultiSteps` does: put that around.
 
     Examples:
       >>> import optax
@@ -74,7 +83,6 @@ def exact_diffusion(
     Optimization (2015), with (I + W) / 2 as W.
     """
     check_optimizer(inner)
-    inner = optax.with_extra_args_support(inner)
 
     def init_fn(params):
         for x in map(jnp.asarray, jax.tree.leaves(params)):
@@ -87,13 +95,26 @@ def exact_diffusion(
         # A copy, so that a step can donate both.
         adapted, inner_state = jax.tree.map(jnp.copy, params), inner.init(params)
         check_averages_nothing(inner_state, "what is around exact_diffusion")
+        if states_of(inner_state, optax.MultiStepsState):
+            raise TypeError(
+                "exact_diffusion adds up what exchanges move, which never settles with "
+                "an optimizer that skips steps: put optax.MultiSteps around, as in "
+                "optax.MultiSteps(exact_diffusion(optax.sgd(0.1)), 4)"
+            )
         return ExactDiffusionState(adapted, inner_state)
 
     def update_fn(updates, state, params=None, **extra_args):
         if params is None:
             raise ValueError("exact_diffusion needs the params: pass them to update")
+        check_is_last(
+            "exact_diffusion, which carry what the last exchange has moved",
+            "put it inside, as in exact_diffusion(optax.chain(optax.sgd(0.1), "
+            "optax.clip(1.0)))",
+            *_SKIP_WHOLE,
+        )
+        options = extra_arguments(inner, **extra_args)
         updates, inner_state = inner.update(
-            updates, state.inner_state, params, **extra_args
+            updates, state.inner_state, params, **options
         )
         adapted = optax.apply_updates(params, updates)
         updates = jax.tree.map(
@@ -122,10 +143,11 @@ def quasi_global_momentum(
         x <- W (x - a (b m + g))
 
     The movement contains what the exchange has done, so workers with different data
-    push in one direction. An ordinary transformation for `atc_step`, or inside
-    `decentralize_atc`. At rest nothing moves and m is 0: it rests where plain averaging
-    with the rate a does. With `nesterov` the update is `-a (g + b (b m + g))`, which
-    rests where plain averaging with the rate (1 + b) a does, further from the optimum.
+    push in one direction. A transformation for `atc_step`, or inside
+    `decentralize_atc`, whose update nothing may change. At rest nothing moves and m is
+    0: it rests where plain averaging with the rate a does. With `nesterov` the update
+    is `-a (g + b (b m + g))`, which rests where plain averaging with the rate (1 + b) a
+    does, further from the optimum.
     In `awc_step`, `decentralize` and `gossip` x is the mixed model here, W x of before;
     this form is not the paper's.
 
@@ -133,6 +155,10 @@ def quasi_global_momentum(
       learning_rate: a, a number or a schedule.
       momentum: b.
       nesterov: whether to look ahead.
+
+    Raises:
+      ValueError: for a momentum out of range, and by its update, if a wrapper of optax
+        changes that.
 
     Examples:
       >>> from decentjax import decentralize_atc, quasi_global_momentum, topology
@@ -160,6 +186,12 @@ def quasi_global_momentum(
             raise ValueError(
                 "quasi_global_momentum needs the params: pass them to update"
             )
+        check_is_last(
+            "quasi_global_momentum, whose momentum is that of the model over its own "
+            "learning rate",
+            "put it before, and a schedule of the rate into its learning_rate",
+            *_SKIP_WHOLE,
+        )
         # A rate of 0, as before the first step or in a warm-up, has moved nothing.
         last = state.rate
         scale = jnp.where(last > 0, (1 - momentum) / jnp.where(last > 0, last, 1), 0)
@@ -209,7 +241,8 @@ def tracked(adapt: Callable) -> Adapt:
       adapt: the local update, which takes `reduce_gradients` as `decentjax.adapt` does.
 
     Raises:
-      TypeError: if it does not, or when traced, if it does not call it once.
+      TypeError: if it does not, or when traced, if it does not call it once, or its
+        optimizer is an `optax.apply_if_finite`.
 
     Examples:
       >>> import functools
@@ -239,6 +272,7 @@ def tracked(adapt: Callable) -> Adapt:
             found.append((new, wide))
             return jax.tree.map(lambda y, g: y.astype(g.dtype), new, gradient)
 
+        _check_skips_nothing(opt_state)
         state = state._replace(params=params, opt_state=opt_state)
         new, metrics = adapt(state, batch, model, reduce_gradients=track)
         if len(found) != 1:
@@ -255,3 +289,14 @@ def tracked(adapt: Callable) -> Adapt:
         return new._replace(**pair), metrics
 
     return adapt_pair
+
+
+def _check_skips_nothing(opt_state: Any) -> None:
+    """Raises a TypeError where an update is dropped of which y has the gradient."""
+    if states_of(opt_state, optax.ApplyIfFiniteState):
+        raise TypeError(
+            "gradient tracking averages y, and what is not finite reaches all workers "
+            "by it, whose updates optax.apply_if_finite would then drop for ever: make "
+            "gradients finite before, as optax.chain(optax.zero_nans(), "
+            "decentralize_rounds(...)) does"
+        )

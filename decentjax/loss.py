@@ -131,7 +131,8 @@ def check_loss(result: Any, model_state: Any) -> tuple[Weighted, tuple[Any, Metr
         _check_scalar(f"metric {name!r}", metric)
     _check_same_kind(model_state, new_state)
     _warn_of_kept_keys(model_state, new_state)
-    return (jnp.asarray(loss), weight), (new_state, dict(metrics))
+    metrics = {name: jnp.asarray(metric) for name, metric in metrics.items()}
+    return (jnp.asarray(loss), weight), (new_state, metrics)
 
 
 def kinds(tree: Any) -> dict[str, str]:

@@ -11,9 +11,14 @@ from jax import lax
 from jax.typing import ArrayLike, DTypeLike
 
 from decentjax._collectives import AxisName, same_on_all, sum_dtype
-from decentjax._own_models import check_averageable, first_keys, own_keys
+from decentjax._own_models import (
+    check_averageable,
+    check_no_common_keys,
+    first_keys,
+    own_keys,
+)
 from decentjax._slices import worker_number
-from decentjax._surroundings import check_is_last, in_conditional
+from decentjax._surroundings import check_is_last, in_conditional, states_before
 from decentjax.exchange import Exchange, Topology, check_topology
 from decentjax.mixing import axis_size, mix
 from decentjax.rounds import (
@@ -30,7 +35,9 @@ from decentjax.step import (
     WorkerState,
     atc_step,
     awc_step,
+    check_averages_nothing,
     check_optimizer,
+    extra_arguments,
 )
 
 
@@ -235,11 +242,13 @@ def decentralize(
       message_dtype: as in `mix`; under `optax.inject_hyperparams` by name, "bfloat16".
 
     Raises:
-      ValueError: in `update`, if a wrapper of optax changes the updates, or it is
-        called in a conditional in which workers may take different branches.
+      ValueError: in `update`, if a wrapper of optax changes the updates, one before it
+        in a chain has random keys, or it is called in a conditional in which workers
+        may take different branches. All are seen while it is traced: not in a loop of
+        a worker's own length, nor around a `jax.jit` that was traced elsewhere.
       TypeError: in `update`, if the optimizer undoes the average, as `optax.lbfgs`,
         `optax.rprop` and, of `optax.contrib`, `cocob`, `dadapt_adamw`, `madgrad`,
-        `mechanize` and `prodigy` do.
+        `mechanize` and `prodigy` do, or averages itself.
 
     Examples:
       >>> import optax
@@ -418,7 +427,6 @@ def _in_order(
     if message_dtype is not None:
         jnp.dtype(message_dtype)  # Raises for what is no dtype.
     check_optimizer(inner)
-    inner = optax.with_extra_args_support(inner)
     mix_once = functools.partial(mix, axis_name=axis_name, message_dtype=message_dtype)
 
     def average(params, taken):
@@ -441,22 +449,27 @@ def _in_order(
         # A mask can leave nothing to average.
         extra = init_extra(params) if jax.tree.leaves(params) else ()
         inner_state = own_keys(inner.init(params), axis_name)
+        check_averages_nothing(inner_state, "the decentralize around it")
         return DecentralizeState(count, inner_state, extra)
 
     def update_fn(updates, state, params=None, *, step=None, **extra_args):
         _check_arguments(params, step)
-        check_is_last()
+        check_is_last(
+            "decentralize, and with them the exchange of the models, which they carry",
+            "put it inside, as in decentralize(optax.chain(optax.adam(1e-3), "
+            "optax.clip(1.0)), topology, axis_name)",
+        )
         if not jax.tree.leaves(params):
             return updates, state
         axis_size(axis_name)
         _check_can_mix(params, axis_name)
         check_averageable(state.inner_state)
+        check_no_common_keys(states_before())
 
         def adapt(worker, grads, mixed, reduce_gradients=lambda x: x):
             grads = reduce_gradients(grads)
-            update, opt_state = inner.update(
-                grads, worker.opt_state, mixed, **extra_args
-            )
+            options = extra_arguments(inner, **extra_args)
+            update, opt_state = inner.update(grads, worker.opt_state, mixed, **options)
             # Not of params: the optimizer's update is relative to the mixed model.
             target = optax.apply_updates(mixed, update)
             return worker._replace(params=target, opt_state=opt_state), update

@@ -21,7 +21,10 @@ from decentjax._own_models import (
     average_own_models,
     check_averageable,
     common_keys,
+    folded,
+    is_key,
     map_keys,
+    states_of,
 )
 from decentjax._slices import by_compiler, specs_of
 from decentjax.exchange import Exchange
@@ -160,7 +163,7 @@ def all_reduce_step(
     """The baseline: `x <- x + update(1/N sum_j grad f_j(x))`, one x on all workers.
 
     The optimizer is given the mean loss, and its random numbers are the same on all
-    workers.
+    workers. Each worker counts once, whatever the weight of its loss.
 
     Args:
       state: this worker's state.
@@ -291,7 +294,8 @@ def gradient(
         grads, (model_state, metrics, weight) = grad(params, model_state, *part)
         terms = _weighted(grads, weight)
         total = jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, terms)
-        return (model_state, total), (_weighted(metrics, weight), weight)
+        wide = None if weight is None else weight.astype(sum_dtype(weight))
+        return (model_state, total), (_weighted(metrics, weight), wide)
 
     parts = (
         _cut(batch, num_micro_batches),
@@ -317,7 +321,9 @@ def _weighted(tree: Any, weight: jax.Array | None) -> Any:
 
     def term(x: jax.Array) -> jax.Array:
         dtype = sum_dtype(x)
-        return weight.astype(dtype) * x.astype(dtype)
+        product = weight.astype(dtype) * x.astype(dtype)
+        # Of no tokens the mean is 0 / 0, and counts for nothing.
+        return jnp.where(weight == 0, jnp.zeros_like(product), product)
 
     return jax.tree.map(term, tree)
 
@@ -335,8 +341,7 @@ class DecentralizeState(NamedTuple):
 
 def check_averages_nothing(opt_state: Any, what: str) -> None:
     """Raises a TypeError for the state of an optimizer by `decentralize`."""
-    is_decentralized = lambda x: isinstance(x, DecentralizeState)  # noqa: E731
-    if any(map(is_decentralized, jax.tree.leaves(opt_state, is_leaf=is_decentralized))):
+    if states_of(opt_state, DecentralizeState):
         raise TypeError(
             "the optimizer averages the models itself, by decentralize, and so does "
             f"{what}: give it the inner optimizer, as optax.adamw(1e-3)"
@@ -372,10 +377,9 @@ def descend(
     """
     check_averages_nothing(opt_state, "this step")
     check_optimizer(optimizer)
-    update = optax.with_extra_args_support(optimizer).update
-    options = {"value": loss} if _takes_value(update) else {}
+    options = extra_arguments(optimizer, value=loss)
     try:
-        updates, opt_state = update(grads, opt_state, params, **options)
+        updates, opt_state = optimizer.update(grads, opt_state, params, **options)
     except TypeError as error:
         if isinstance(error, jax.errors.JAXTypeError):
             raise
@@ -388,9 +392,21 @@ def descend(
     return optax.apply_updates(params, updates), opt_state
 
 
-def _takes_value(update: Callable) -> bool:
-    parameters = inspect.signature(update).parameters.values()
-    return any(x.name == "value" or x.kind is x.VAR_KEYWORD for x in parameters)
+def extra_arguments(optimizer: optax.GradientTransformation, **given: Any) -> dict:
+    """Returns the keyword arguments that the optimizer's update takes.
+
+    By its signature: `optax.MultiSteps` takes all, and would get none of them by
+    `optax.with_extra_args_support`.
+
+    Args:
+      optimizer: the optimizer.
+      given: the keyword arguments that there are.
+    """
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):
+        return given
+    names = {x.name for x in parameters}
+    return {name: value for name, value in given.items() if name in names}
 
 
 def init_state(
@@ -448,20 +464,21 @@ def init_state(
     def repeat(x: Any) -> jax.Array:
         return jnp.repeat(jnp.asarray(x)[None], len(keys), axis=0)
 
+    # With one key all workers would drop the same units, and add the same noise.
     def repeat_or_split(x: Any) -> jax.Array:
-        if not jnp.issubdtype(jnp.asarray(x).dtype, jax.dtypes.prng_key):
+        if not is_key(x):
             return repeat(x)
-        # With one key all workers would drop the same units.
-        folded = jax.vmap(jax.random.fold_in, (None, 0))
-        return jax.vmap(folded, (0, None), 1)(x.ravel(), numbers).reshape(-1, *x.shape)
+        return jax.vmap(folded, (None, 0))(jnp.asarray(x), numbers)
+
+    def init_optimizer(params: Any, number: jax.Array) -> Any:
+        return map_keys(lambda key: folded(key, number), optimizer.init(params))
 
     params, extra = jax.tree.map(repeat, (params, extra))
     model_state = jax.tree.map(repeat_or_split, model_state)
+    opt_state = jax.vmap(init_optimizer)(params, numbers)
     # Some optimizers keep the params themselves, and a buffer is donated only once.
-    opt_state = jax.tree.map(lambda x: x.copy(), jax.vmap(optimizer.init)(params))
-    # With one key all workers would add the same noise.
-    split = functools.partial(jax.vmap(jax.random.fold_in), data=numbers)
-    return WorkerState(params, map_keys(split, opt_state), model_state, keys, extra)
+    opt_state = jax.tree.map(lambda x: x.copy(), opt_state)
+    return WorkerState(params, opt_state, model_state, keys, extra)
 
 
 def _cut(batch: Any, num_parts: int) -> Any:

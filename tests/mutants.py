@@ -641,8 +641,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/step.py",
-        "jax.vmap(folded, (0, None), 1)(x.ravel(), numbers)",
-        "jax.vmap(folded, (0, None), 1)(x.ravel(), 0 * numbers)",
+        "jax.vmap(folded, (None, 0))(jnp.asarray(x), numbers)",
+        "jax.vmap(folded, (None, 0))(jnp.asarray(x), 0 * numbers)",
         "tests/test_step.py -k start_from_one_model",
     ),
     Mutant(
@@ -689,8 +689,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/step.py",
-        "if any(map(is_decentralized, ",
-        "if not any(map(is_decentralized, ",
+        "if states_of(opt_state, DecentralizeState):",
+        "if not states_of(opt_state, DecentralizeState):",
         "tests/test_step.py -k of_one_worker_a_step_is_plain",
     ),
     Mutant(
@@ -1368,8 +1368,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/_surroundings.py",
-        'package == "optax" and not is_kept',
-        "False",
+        "if not is_kept:",
+        "if False:",
         "tests/test_optim.py -k would_change",
     ),
     Mutant(
@@ -1422,8 +1422,8 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/step.py",
-        "map_keys(split, opt_state)",
-        "opt_state",
+        "return map_keys(lambda key: folded(key, number), optimizer.init(params))",
+        "return optimizer.init(params)",
         "tests/test_optimizers.py -k noise_of_its_own",
     ),
     Mutant(
@@ -1494,9 +1494,87 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/step.py",
-        'options = {"value": loss} if _takes_value(update) else {}',
-        'options = {"value": loss}',
+        "return {name: value for name, value in given.items() if name in names}",
+        "return given",
         "tests/test_optimizers.py -k gets_no_loss",
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "if any(x.kind is x.VAR_KEYWORD for x in parameters):",
+        "if False:",
+        "tests/test_optimizers.py -k hands_on_the_loss",
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "jnp.where(weight == 0, jnp.zeros_like(product), product)",
+        "product",
+        "tests/test_step.py -k none_counts_for_nothing",
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "None if weight is None else weight.astype(sum_dtype(weight))",
+        "weight",
+        "tests/test_step.py -k none_counts_for_nothing",
+    ),
+    Mutant(
+        "decentjax/_own_models.py",
+        "== jax.eval_shape(lambda: jax.random.PRNGKey(0)).shape",
+        "== ()",
+        "tests/test_optimizers.py -k noise_of_its_own",
+    ),
+    Mutant(
+        "decentjax/_own_models.py",
+        "jnp.ndim(key) - (0 if _is_typed(key) else 1)",
+        "0",
+        "tests/test_optimizers.py -k noise_of_its_own",
+    ),
+    Mutant(
+        "decentjax/_own_models.py",
+        "and jax.tree.leaves(state.z):",
+        "and True:",
+        "tests/test_optimizers.py -k mask_leaves_out",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        "        check_no_common_keys(states_before())\n",
+        "",
+        "tests/test_optimizers.py -k noise_before",
+    ),
+    Mutant(
+        "decentjax/optim.py",
+        '        check_averages_nothing(inner_state, "the decentralize around it")\n',
+        "",
+        "tests/test_optim.py -k averages_itself",
+    ),
+    Mutant(
+        "decentjax/correction.py",
+        '_SKIP_WHOLE = "MultiSteps", "apply_if_finite"',
+        "_SKIP_WHOLE = ()",
+        "tests/test_correction.py -k keeps_a_correction_whole",
+    ),
+    Mutant(
+        "decentjax/correction.py",
+        "if states_of(inner_state, optax.MultiStepsState):",
+        "if False:",
+        "tests/test_correction.py -k skips_steps",
+    ),
+    Mutant(
+        "decentjax/correction.py",
+        "        _check_skips_nothing(opt_state)\n",
+        "",
+        "tests/test_correction.py -k skip_what_is_not",
+    ),
+    Mutant(
+        "decentjax/codec.py",
+        "math.ceil(round(share * blocks.shape[1], 6))",
+        "round(share * blocks.shape[1])",
+        "tests/test_codec.py -k with_their_places",
+    ),
+    Mutant(
+        "decentjax/_first_model.py",
+        " or x.dtype.itemsize == 8:",
+        ":",
+        "tests/test_first_model.py -k wide_number",
     ),
     Mutant(
         "decentjax/analysis.py",

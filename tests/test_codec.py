@@ -134,6 +134,9 @@ def test_the_largest_are_sent_with_their_places():
     wanted = np.array([[0, -5.0, 0, 0], [0, 0, -4.0, 0]])
     np.testing.assert_array_equal(through(codec.top_k(0.25), x), wanted)
     assert np.count_nonzero(through(codec.top_k(1e-9), x)) == 1
+    # At least the share, also of small leaves; in floats 0.07 * 100 is more than 7.
+    for share, size, number in ((0.75, 6, 5), (0.1, 12, 2), (0.07, 100, 7)):
+        assert np.count_nonzero(through(codec.top_k(share), np.ones(size))) == number
 
 
 def test_each_block_sends_its_largest():
@@ -177,9 +180,9 @@ def lossy(how, **compression):
 
 
 def largest(x):
-    """The larger three quarters of each leaf, of models [N, 7]."""
+    """The larger three quarters of each leaf, rounded up, of models [N, 7]."""
     kept = np.zeros_like(x)
-    for part, count in ((slice(0, 3), 2), (slice(3, 7), 3)):
+    for part, count in ((slice(0, 3), 3), (slice(3, 7), 3)):
         for row in range(len(x)):
             places = np.argsort(-np.abs(x[row, part]), kind="stable")[:count]
             kept[row, part.start + places] = x[row, part.start + places]
@@ -411,6 +414,15 @@ def test_encoded_leaves_of_other_workers_are_refused():
     how = Rounds(every(RING, 1), compression=Compression(codec.int8()))
     with pytest.raises(ValueError, match="the exchange is for 4 workers, but axis"):
         final(how, 8, 1, jnp.float32)
+
+
+def test_a_complex_leaf_is_not_encoded():
+    how = Rounds(every(RING, 1), compression=Compression(codec.int8()))
+    optimizer = decentralize_rounds(optax.sgd(0.1), how, "workers")
+    models = [jnp.ones((4, 3), jnp.complex64)]
+    update = jax.vmap(lambda s, x: optimizer.update(x, s, x), axis_name="workers")
+    with pytest.raises(TypeError, match=r"real numbers, and leaf 0 .* is complex64"):
+        update(jax.vmap(optimizer.init)(models), models)
 
 
 @pytest.mark.parametrize(

@@ -401,6 +401,71 @@ def test_they_need_the_params(optimizer):
         optimizer.update(jnp.zeros(2), state)
 
 
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda one: optax.chain(one, optax.scale(0.5)),
+        lambda one: optax.chain(one, optax.ema(0.5)),
+        lambda one: optax.named_chain(("one", one), ("clip", optax.clip(0.1))),
+    ],
+)
+@pytest.mark.parametrize(
+    "one", [exact_diffusion(optax.sgd(0.1)), quasi_global_momentum(0.1)]
+)
+def test_what_would_change_what_a_correction_adds_is_refused(one, make):
+    message = r"optax\.\w+ changes the updates of (exact_diff|quasi_gl).*: put it "
+    with pytest.raises(ValueError, match=message):
+        train(atc_step, make(one), 1)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda one: optax.chain(optax.clip(9.0), one),
+        lambda one: optax.apply_if_finite(one, 3),
+        lambda one: optax.MultiSteps(one, 2),
+    ],
+    ids=["chain", "apply_if_finite", "MultiSteps"],
+)
+def test_what_keeps_a_correction_whole_may_be_around_it(make):
+    optimizer = make(exact_diffusion(optax.sgd(0.2)))
+    damped = topology.damped(GRAPH, 0.5)
+    assert away(train(atc_step, optimizer, 600, damped)) < 1e-6
+
+
+def test_a_correction_of_an_optimizer_that_skips_steps_is_refused():
+    inner = optax.chain(optax.MultiSteps(optax.sgd(0.1), 2))
+    with pytest.raises(
+        TypeError, match=r"never settles .* put optax.MultiSteps around"
+    ):
+        exact_diffusion(inner).init(jnp.zeros(2))
+
+
+def test_tracking_refuses_to_skip_what_is_not_finite():
+    """Its y would reach all workers, which would then skip each update for ever."""
+    how = methods.gradient_tracking(GRAPH)
+    inner = optax.chain(optax.apply_if_finite(optax.sgd(0.1), 5))
+    with pytest.raises(TypeError, match=r"drop for ever: make .*zero_nans\(\)"):
+        train(how, inner, 1)
+    optimizer = optax.chain(
+        optax.zero_nans(), decentralize_rounds(optax.sgd(0.1), how, "workers")
+    )
+
+    def worker(curvature, optimum, number):
+        def step(carry, t):
+            x, state = carry
+            broken = (t == 5) & (number == 2)
+            gradient = curvature * (x - optimum) + jnp.where(broken, jnp.nan, 0)
+            updates, state = optimizer.update(gradient, state, x)
+            return (optax.apply_updates(x, updates), state), None
+
+        x = jnp.zeros(D)
+        return jax.lax.scan(step, (x, optimizer.init(x)), jnp.arange(600))[0][0]
+
+    found = over_workers(worker)(CURVATURE, OPTIMA, jnp.arange(N))
+    np.testing.assert_allclose(found, np.stack([SHARED] * N), rtol=0, atol=1e-4)
+
+
 def test_a_correction_inside_averages_nothing_itself():
     inner = decentralize_atc(optax.sgd(0.1), GRAPH, "workers")
     with pytest.raises(TypeError, match="and so does what is around exact_diffusion"):

@@ -125,6 +125,16 @@ def test_a_change_of_one_number_or_of_two_places_changes_the_fingerprint(
     assert (swapped == x).all() or (fingerprints([swapped]) != own).all()
 
 
+@pytest.mark.parametrize("dtype", ["int64", "uint64", "float64"])
+def test_each_half_of_a_wide_number_changes_the_fingerprint(dtype):
+    with jax.enable_x64(True):
+        bits = np.arange(6, dtype=np.uint64)
+        own = fingerprints([bits.view(dtype)])
+        for bit in (0, 31, 32, 63):
+            other = bits ^ np.uint64(np.arange(6) == 4) << np.uint64(bit)
+            assert (fingerprints([other.view(dtype)]) != own).all()
+
+
 @pytest.mark.parametrize("n", [1, 3, 5])
 def test_workers_of_one_mesh_are_compared_too(n):
     mesh = worker_mesh(n)

@@ -856,6 +856,12 @@ def test_what_would_change_the_exchange_after_it_is_refused(order, make):
         _first_updates(optimizer, jnp.ones((4, 3)))
 
 
+def test_an_optimizer_that_averages_itself_is_refused():
+    inner = optax.chain(decentralize(optax.sgd(0.1), topology.ring(4), AXIS))
+    with pytest.raises(TypeError, match="and so does the decentralize around it: give"):
+        decentralize(inner, topology.ring(4), AXIS).init(jnp.ones(3))
+
+
 @pytest.mark.parametrize("make", AROUND.values(), ids=AROUND)
 def test_what_hands_its_updates_on_may_be_around_it(make):
     graph, models = topology.ring(4), jnp.arange(12.0).reshape(4, 3)

@@ -299,9 +299,16 @@ def test_where_z_would_not_be_averaged_schedule_free_is_refused():
         lambda: optax.noisy_sgd(1.0, eta=1.0, gamma=0.0, key=0),
         lambda: optax.chain(optax.add_noise(1.0, 0.0, key=1), optax.sgd(1.0)),
         lambda: optax.chain(_private(), optax.sgd(1.0)),
-        lambda: optax.chain(_with_old_key(), optax.sgd(1.0)),
+        lambda: optax.chain(_with_keys(jax.random.PRNGKey(0)), optax.sgd(1.0)),
+        lambda: optax.chain(_with_keys(jax.random.key(0)), optax.sgd(1.0)),
+        lambda: optax.chain(
+            _with_keys(jax.random.split(jax.random.key(0), 3)), optax.sgd(1.0)
+        ),
+        lambda: optax.chain(
+            _with_keys(jax.random.split(jax.random.PRNGKey(0), 3)), optax.sgd(1.0)
+        ),
     ],
-    ids=["noisy_sgd", "add_noise", "dpsgd", "old_key"],
+    ids=["noisy_sgd", "add_noise", "dpsgd", "old_key", "key", "keys", "old_keys"],
 )
 @pytest.mark.parametrize("how", ["init_state", "decentralize", "init_in_axis"])
 def test_each_worker_draws_noise_of_its_own(make, how):
@@ -343,18 +350,52 @@ def _private():
     return contrib.differentially_private_aggregate(1e6, 1e-6, key=0)
 
 
-def _with_old_key():
-    """Noise by a key in jax's old form, as that of `contrib.sophia`."""
+def _with_keys(keys):
+    """Noise by keys in a state without names, beside a number of the dtype of keys."""
+    is_old = not jnp.issubdtype(keys.dtype, jax.dtypes.prng_key)
+    first = lambda keys: keys.reshape(-1, *keys.shape[keys.ndim - is_old :])[0]  # noqa: E731
 
     def update(updates, state, params=None):
-        key, draw = jax.random.split(state.key)
-        noise = jax.random.normal(draw, updates.shape)
-        return updates + noise, contrib.HutchinsonState(key=key)
+        keys, count = state
+        draw = jax.random.fold_in(first(keys), count)
+        return updates + jax.random.normal(draw, updates.shape), (keys, count + 1)
 
-    def init(params):
-        return contrib.HutchinsonState(key=jax.random.PRNGKey(0))
+    return optax.GradientTransformation(lambda params: (keys, jnp.uint32(0)), update)
 
-    return optax.GradientTransformation(init, update)
+
+def _named(*transformations):
+    return optax.named_chain(*((str(i), x) for i, x in enumerate(transformations)))
+
+
+@pytest.mark.parametrize("chain", [optax.chain, _named])
+@pytest.mark.parametrize("key", [jax.random.key(0), jax.random.PRNGKey(0)])
+def test_noise_before_decentralize_in_a_chain_is_refused(chain, key):
+    after = optax.masked(decentralize(optax.sgd(0.1), topology.ring(N), AXIS), True)
+    message = "has a random key, .* is the same on all workers: put it inside"
+    with pytest.raises(ValueError, match=message):
+        _updated(chain(optax.clip(1.0), _with_keys(key), after))
+
+
+def test_an_optimizer_of_several_steps_hands_on_the_loss():
+    """`optax.MultiSteps` is no transformation with extra arguments by its type."""
+    plateau = contrib.reduce_on_plateau(patience=1)
+    inner = optax.MultiSteps(optax.chain(optax.sgd(0.1), plateau), 2)
+    whole = decentralize(inner, topology.ring(N), AXIS)
+    assert _updated(whole, value=jnp.ones(()))[0].shape == (N, 3)
+    local = functools.partial(adapt, loss_fn=noisy, optimizer=inner)
+    step = simulate(functools.partial(awc_step, adapt=local), topology.ring(N))
+    state = init_state(START, inner, jax.random.key(0), N)
+    for t in range(4):
+        state, _ = step(state, DATA, t)
+    assert jnp.isfinite(state.opt_state.inner_opt_state[1].best_value).all()
+
+
+def test_z_of_what_a_mask_leaves_out_is_not_averaged():
+    inner = optax.masked(contrib.schedule_free_sgd(0.1), False)
+    models = jnp.arange(N * 3.0).reshape(N, 3)
+    whole = decentralize(inner, topology.complete(N), AXIS)
+    found = models + _updated(whole, models)[0]
+    np.testing.assert_allclose(found, np.tile(models.mean(0), (N, 1)), rtol=1e-6)
 
 
 @pytest.mark.parametrize("n", [1, 3, 4])

@@ -587,7 +587,10 @@ def test_all_reduce_sends_one_sum_of_the_gradients():
 def test_all_workers_start_from_one_model_with_keys_of_their_own():
     problem, optimizer = _problem(3), optax.adam(0.1)
     model_state = {"mean": jnp.arange(2.0), "count": 3, "key": jax.random.key(1)}
+    model_state |= {"old": jax.random.PRNGKey(1), "draws": np.arange(3, dtype="uint32")}
     state = init_state(problem.start, optimizer, jax.random.key(0), 3, model_state)
+    assert state.model_state["draws"].tolist() == [[0, 1, 2]] * 3
+    assert len(np.unique(state.model_state["old"], axis=0)) == 3
     for i in range(3):
         assert np.array_equal(state.params["x"][i], problem.start["x"])
         assert state.model_state["mean"][i].tolist() == [0, 1]
@@ -1141,6 +1144,32 @@ def test_the_weight_of_a_loss_passes_through_what_wraps_it(wrap):
     x = float(_problem(2).start["x"][0, 0])
     wanted = [(x - 1) ** 2, ((x - 3) ** 2 + (x - 4) ** 2) / 2]
     np.testing.assert_allclose(metrics["loss"], wanted, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int32"])
+def test_weights_are_added_in_float32_and_none_counts_for_nothing(dtype):
+    """In bfloat16 257 is 256, in float16 70,000 infinite; and 0 / 0 is no mean."""
+
+    def loss_fn(params, model_state, batch, key):
+        x, weight = batch[0]
+        loss = params["x"][0, 0] * x / jnp.where(weight > 0, 1, 0)
+        metrics = {"seen": x / jnp.where(weight > 0, 1, 0), "one": 1}
+        return (loss, weight.astype(dtype)), (model_state, metrics)
+
+    state = jax.tree.map(lambda x: x[0], _start(_problem(1), optax.sgd(0.1), 1))
+    weights = {"bfloat16": (256, 1, 1, 0), "float16": (6e4, 1e4, 1e4, 0)}
+    values, weights = (
+        np.float64([1, 2, 3, 4]),
+        np.float64(weights.get(dtype, (2, 3, 4, 0))),
+    )
+    batch = jnp.asarray(np.stack([values, weights], 1), jnp.float32)
+    grads, _, _, metrics = gradient(loss_fn, state, batch, 4)
+    wanted = (values * weights).sum() / weights.sum()
+    x = float(state.params["x"][0, 0])
+    np.testing.assert_allclose(grads["x"][0, 0], wanted, rtol=1e-6)
+    np.testing.assert_allclose(metrics["loss"], x * wanted, rtol=1e-6)
+    np.testing.assert_allclose(metrics["seen"], wanted, rtol=1e-6)
+    np.testing.assert_allclose(metrics["one"], 1, rtol=1e-6)
 
 
 def test_a_weight_that_is_no_scalar_is_refused():
