@@ -97,14 +97,14 @@ def check_no_common_keys(states: Any) -> None:
 def folded(key: jax.Array, number: jax.Array) -> jax.Array:
     """`fold_in` of a number into a random key, or into each of an array of keys."""
     fold = jax.random.fold_in
-    for _ in range(jnp.ndim(key) - (0 if _is_typed(key) else 1)):
+    for _ in range(jnp.ndim(key) - (0 if is_typed_key(key) else 1)):
         fold = jax.vmap(fold, (0, None))
     return fold(key, number)
 
 
 def is_key(x: Any) -> bool:
     """Whether a leaf has random keys, in jax's new form or in the old, by its shape."""
-    if _is_typed(x):
+    if is_typed_key(x):
         return True
     if jnp.result_type(x) != jnp.uint32:
         return False
@@ -136,10 +136,10 @@ def common_keys(tree: Any, axis_name: AxisName) -> Any:
     """The tree with the random keys of the first worker, on all workers."""
 
     def of_first(key: jax.Array) -> jax.Array:
-        bits = jax.random.key_data(key) if _is_typed(key) else key
+        bits = jax.random.key_data(key) if is_typed_key(key) else key
         own = jnp.where(lax.axis_index(axis_name) == 0, bits, 0)
         bits = varying_as(bits, on_own_slice(sum_over, own, axis_name))
-        if not _is_typed(key):
+        if not is_typed_key(key):
             return bits
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(key))
 
@@ -150,7 +150,8 @@ def _own(key: jax.Array, axis_name: AxisName) -> jax.Array:
     return folded(key, worker_number(axis_name, key))
 
 
-def _is_typed(x: Any) -> bool:
+def is_typed_key(x: Any) -> bool:
+    """Whether a leaf has random keys in jax's new form."""
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 

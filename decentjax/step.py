@@ -23,6 +23,7 @@ from decentjax._own_models import (
     common_keys,
     folded,
     is_key,
+    is_typed_key,
     map_keys,
     states_of,
 )
@@ -464,9 +465,12 @@ def init_state(
     def repeat(x: Any) -> jax.Array:
         return jnp.repeat(jnp.asarray(x)[None], len(keys), axis=0)
 
+    # Counts of draws beside a key, as of flax NNX, may look as one in the old form.
+    has_typed = any(map(is_typed_key, jax.tree.leaves(model_state)))
+
     # With one key all workers would drop the same units, and add the same noise.
     def repeat_or_split(x: Any) -> jax.Array:
-        if not is_key(x):
+        if not (is_typed_key if has_typed else is_key)(x):
             return repeat(x)
         return jax.vmap(folded, (None, 0))(jnp.asarray(x), numbers)
 

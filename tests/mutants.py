@@ -1524,9 +1524,15 @@ MUTANTS = [
     ),
     Mutant(
         "decentjax/_own_models.py",
-        "jnp.ndim(key) - (0 if _is_typed(key) else 1)",
+        "jnp.ndim(key) - (0 if is_typed_key(key) else 1)",
         "0",
         "tests/test_optimizers.py -k noise_of_its_own",
+    ),
+    Mutant(
+        "decentjax/step.py",
+        "(is_typed_key if has_typed else is_key)(x)",
+        "is_key(x)",
+        "tests/test_step.py -k start_from_one_model",
     ),
     Mutant(
         "decentjax/_own_models.py",

@@ -587,10 +587,9 @@ def test_all_reduce_sends_one_sum_of_the_gradients():
 def test_all_workers_start_from_one_model_with_keys_of_their_own():
     problem, optimizer = _problem(3), optax.adam(0.1)
     model_state = {"mean": jnp.arange(2.0), "count": 3, "key": jax.random.key(1)}
-    model_state |= {"old": jax.random.PRNGKey(1), "draws": np.arange(3, dtype="uint32")}
+    model_state |= {"draws": np.arange(2, dtype="uint32")}  # No key, as one is there.
     state = init_state(problem.start, optimizer, jax.random.key(0), 3, model_state)
-    assert state.model_state["draws"].tolist() == [[0, 1, 2]] * 3
-    assert len(np.unique(state.model_state["old"], axis=0)) == 3
+    assert state.model_state["draws"].tolist() == [[0, 1]] * 3
     for i in range(3):
         assert np.array_equal(state.params["x"][i], problem.start["x"])
         assert state.model_state["mean"][i].tolist() == [0, 1]
@@ -598,8 +597,12 @@ def test_all_workers_start_from_one_model_with_keys_of_their_own():
     moments = optimizer.init(problem.start)
     same = lambda stacked, x: np.array_equal(stacked, np.stack([x] * 3))  # noqa: E731
     assert jax.tree.all(jax.tree.map(same, state.opt_state, moments))
-    for keys in (state.key, state.model_state["key"]):
-        assert len(np.unique(jax.random.key_data(keys), axis=0)) == 3
+    old = {"key": jax.random.PRNGKey(1), "draws": np.arange(3, dtype="uint32")}
+    other = init_state(problem.start, optimizer, jax.random.key(0), 3, old).model_state
+    assert other["draws"].tolist() == [[0, 1, 2]] * 3
+    for keys in (state.key, state.model_state["key"], other["key"]):
+        data = keys if keys.dtype == "uint32" else jax.random.key_data(keys)
+        assert len(np.unique(data, axis=0)) == 3
 
 
 @pytest.mark.parametrize("workers", [[2, 0], [1], range(3)])
