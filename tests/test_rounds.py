@@ -391,7 +391,7 @@ def run_without_extra():
         ),
         (
             lambda: init_rounds(Rounds(in_fragments(RING, 4, [(9,)])), model()),
-            "sends leaf 9, and the model has 2",
+            "sends leaf 9, counted from 0, and the model has 2",
         ),
         (
             lambda: init_rounds(Rounds(in_fragments(RING, 4, [(0,), (1,)])), COUNTED),
