@@ -671,8 +671,8 @@ def leaves_of(fragment: Fragment, params: Any) -> Leaves:
     numbers = range(len(leaves)) if fragment is None else fragment
     if max(numbers, default=-1) >= len(leaves):
         raise ValueError(
-            f"the schedule sends leaf {max(numbers)}, counted from 0, the model has "
-            f"{len(leaves)}; inside optax.masked, only those that it leaves count"
+            f"the schedule sends leaf {max(numbers)}, counted from 0, and the model "
+            f"has {len(leaves)}; inside optax.masked, only those that it leaves count"
         )
 
     def is_array(x: Any) -> bool:  # Or stands for one, as a shape does.
