@@ -45,9 +45,8 @@ def check_is_last(carried: str, advice: str, *kept: str) -> None:
 
 def states_before() -> list[Any]:
     """The states of the transformations that chains around this call have called."""
-    return [
-        frame.f_locals["new_state"] for frame, name in _wrappers() if name in _CHAINS
-    ]
+    chains = [frame.f_locals for frame, name in _wrappers() if name in _CHAINS]
+    return [chain.get("new_state") for chain in chains]
 
 
 def _wrappers() -> Iterator[tuple[FrameType, str]]:
