@@ -36,13 +36,13 @@ class Compression:
         "drift"  x - z + b e    z + 1/N sum_j q_j    e <- payload - q
         "copy"   x - h          x + c s              h <- h + q, s <- s + D
 
-    "model" is DeepSqueeze, over any graph. Its error is a part of x, and not of what
-    the models differ in: they come only so close, on the worst of 20 graphs to 1.5e-4
-    of a leaf's largest number with `float16` and 1.1e-3 with `bfloat16`, and to 5e-3
-    of a block's with `int8` and 0.05 with `int4`, as a root mean square over numbers:
-    one large number in a block parts all others. Of a damped graph, whose factor is an
-    averaging rate too, it is times the factor. With `int2` or a `top_k` of less than
-    3/4 they would part without end, and these are refused.
+    "model" is DeepSqueeze, over any graph. Its error is relative to x, not to the
+    differences between models, so a distance remains: on the worst of 20 graphs its
+    root mean square is 1.5e-4 of the largest number of a leaf with `float16`, 1.1e-3
+    with `bfloat16`, and 5e-3 with `int8` and 0.05 with `int4` of the largest number of
+    a block, so that one outlier affects its whole block. A damped graph, whose factor
+    is an averaging rate too, scales it by the factor. With `int2` or a `top_k` of less
+    than 3/4 models would diverge, and these are refused.
 
     "copy" is CHOCO-SGD, with any codec, for a graph that never changes: h is what the
     peers know of x, and as models come together, less is sent and dropped. All workers

@@ -28,7 +28,7 @@ from decentjax.step import (
     extra_arguments,
 )
 
-# Where they skip an update, they keep the state too.
+# These skip the whole call: the state of what is inside does not change either.
 _SKIP_WHOLE = "MultiSteps", "apply_if_finite"
 
 
@@ -66,9 +66,9 @@ def exact_diffusion(
       inner: local optimizer, such as `optax.sgd`.
 
     Raises:
-      ValueError: by its init, for params narrower than float32.
-      ValueError: by its update, if a wrapper of optax changes it.
-      TypeError: by its init, if `inner` averages the models itself or skips steps, as
+      ValueError: in `init`, for params narrower than float32; in `update`, if a
+        wrapper of optax changes the updates.
+      TypeError: in `init`, if `inner` averages the models itself or skips steps, as
         `optax.MultiSteps` does: put that around.
 
     Examples:
@@ -157,8 +157,8 @@ def quasi_global_momentum(
       nesterov: whether to look ahead.
 
     Raises:
-      ValueError: for a momentum out of range, and by its update, if a wrapper of optax
-        changes that.
+      ValueError: for a momentum out of range; in `update`, if a wrapper of optax
+        changes the updates.
 
     Examples:
       >>> from decentjax import decentralize_atc, quasi_global_momentum, topology
@@ -292,11 +292,11 @@ def tracked(adapt: Callable) -> Adapt:
 
 
 def _check_skips_nothing(opt_state: Any) -> None:
-    """Raises a TypeError where an update is dropped of which y has the gradient."""
+    """Raises a TypeError if the optimizer drops updates whose gradient y contains."""
     if states_of(opt_state, optax.ApplyIfFiniteState):
         raise TypeError(
-            "gradient tracking averages y, and what is not finite reaches all workers "
-            "by it, whose updates optax.apply_if_finite would then drop for ever: make "
-            "gradients finite before, as optax.chain(optax.zero_nans(), "
-            "decentralize_rounds(...)) does"
+            "gradient tracking averages y: a gradient that is not finite reaches all "
+            "workers through it, and optax.apply_if_finite would then drop every later "
+            "update. Make gradients finite before, as in optax.chain("
+            "optax.zero_nans(), decentralize_rounds(...))"
         )

@@ -510,9 +510,9 @@ def _check_can_mix(params: Any, axis_name: AxisName) -> None:
     if in_conditional(axis_name):
         raise ValueError(
             "decentralize is called in a conditional, and workers that take different "
-            "branches wait for each other for ever: put the conditional inside, as in "
-            "decentralize(optax.apply_if_finite(inner, 5), ...); to average every few "
-            "steps, use a topology with exchanges of topology.alone"
+            "branches would wait for each other forever: put the conditional inside, "
+            "as in decentralize(optax.apply_if_finite(inner, 5), ...); to average "
+            "every few steps, use a topology with exchanges of topology.alone"
         )
     for x in map(jnp.asarray, jax.tree.leaves(params)):
         if jnp.issubdtype(x.dtype, jnp.inexact) and x.dtype.itemsize == 1:

@@ -1553,6 +1553,18 @@ MUTANTS = [
         "tests/test_optim.py -k averages_itself",
     ),
     Mutant(
+        "decentjax/_surroundings.py",
+        '    "with_extra_args_support",\n',
+        "",
+        "tests/test_correction.py -k last_in_a_chain",
+    ),
+    Mutant(
+        "decentjax/compression.py",
+        "if jnp.issubdtype(x.dtype, jnp.complexfloating):",
+        "if False:",
+        "tests/test_codec.py -k complex_leaf",
+    ),
+    Mutant(
         "decentjax/correction.py",
         '_SKIP_WHOLE = "MultiSteps", "apply_if_finite"',
         "_SKIP_WHOLE = ()",

@@ -433,6 +433,14 @@ def test_what_keeps_a_correction_whole_may_be_around_it(make):
     assert away(train(atc_step, optimizer, 600, damped)) < 1e-6
 
 
+def test_quasi_global_momentum_may_be_last_in_a_chain():
+    """Where optax wraps it, as it takes no extra arguments."""
+    plain = quasi_global_momentum(0.1)
+    chained = optax.chain(optax.clip(99.0), plain)
+    found, wanted = (train(atc_step, one, 5) for one in (chained, plain))
+    np.testing.assert_array_equal(found, wanted)
+
+
 def test_a_correction_of_an_optimizer_that_skips_steps_is_refused():
     inner = optax.chain(optax.MultiSteps(optax.sgd(0.1), 2))
     with pytest.raises(
@@ -442,10 +450,10 @@ def test_a_correction_of_an_optimizer_that_skips_steps_is_refused():
 
 
 def test_tracking_refuses_to_skip_what_is_not_finite():
-    """Its y would reach all workers, which would then skip each update for ever."""
+    """Its y would reach all workers, which would then skip every later update."""
     how = methods.gradient_tracking(GRAPH)
     inner = optax.chain(optax.apply_if_finite(optax.sgd(0.1), 5))
-    with pytest.raises(TypeError, match=r"drop for ever: make .*zero_nans\(\)"):
+    with pytest.raises(TypeError, match=r"drop every later .*zero_nans\(\)"):
         train(how, inner, 1)
     optimizer = optax.chain(
         optax.zero_nans(), decentralize_rounds(optax.sgd(0.1), how, "workers")

@@ -644,7 +644,7 @@ def test_inside_a_wrapper_skips_the_update_of_a_worker_and_no_exchange(
     "graph", [topology.hypercube(4), topology.ring(4)], ids=["hypercube", "ring"]
 )
 def test_around_it_a_wrapper_that_skips_updates_is_refused(wrapper, graph, simulated):
-    """Workers that take different branches would wait for each other for ever."""
+    """Workers that take different branches would wait for each other forever."""
     optimizer = wrapper.wrap(decentralize(optax.sgd(LR), graph, AXIS))
 
     def update(params):
