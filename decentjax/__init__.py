@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from decentjax.correction import exact_diffusion, quasi_global_momentum
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
+    from decentjax.local import adapt, local_update
     from decentjax.loss import LossFn, compute_in
     from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
     from decentjax.optim import (
@@ -52,16 +53,8 @@ if TYPE_CHECKING:
         worker_mesh,
     )
     from decentjax.rounds import Rounds, init_rounds, round_step
-    from decentjax.step import (
-        AXIS,
-        DecentralizeState,
-        WorkerState,
-        adapt,
-        all_reduce_step,
-        atc_step,
-        awc_step,
-        init_state,
-    )
+    from decentjax.state import AXIS, DecentralizeState, WorkerState, init_state
+    from decentjax.step import all_reduce_step, atc_step, awc_step
 
 __all__ = [
     "AXIS",
@@ -100,6 +93,7 @@ __all__ = [
     "gossip",
     "init_rounds",
     "init_state",
+    "local_update",
     "local_workers",
     "mean_model",
     "methods",
@@ -140,6 +134,8 @@ _CORE = (
     "exchange",
     "mixing",
     "loss",
+    "state",
+    "local",
     "step",
     "placement",
     "rounds",

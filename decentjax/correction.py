@@ -7,7 +7,6 @@ where plain averaging does, but keeps the workers' momentum from pulling them ap
 the way.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,16 +16,15 @@ import optax
 from decentjax._collectives import sum_dtype
 from decentjax._own_models import states_of
 from decentjax._surroundings import check_is_last
-from decentjax.loss import check_call
-from decentjax.mixing import is_mixed
-from decentjax.step import (
+from decentjax.local import (
     Adapt,
-    Metrics,
-    WorkerState,
     check_averages_nothing,
-    check_optimizer,
     extra_arguments,
+    halves_of,
 )
+from decentjax.loss import Metrics
+from decentjax.mixing import is_mixed
+from decentjax.state import WorkerState, check_optimizer
 
 # These skip the whole call: the state of what is inside does not change either.
 _SKIP_WHOLE = "MultiSteps", "apply_if_finite"
@@ -231,62 +229,45 @@ def init_tracker(params: Any) -> Any:
     return jax.tree.map(zeros, params)
 
 
-def tracked(adapt: Callable) -> Adapt:
+def tracked(adapt: Adapt) -> Adapt:
     """The local update of gradient tracking, of pairs: `y <- y + g - g_before`.
 
     The params are `(y, x)`, which travel together, the optimizer's state is `(state,
     g_before)`, and the optimizer gets y as its gradient.
 
     Args:
-      adapt: the local update, which takes `reduce_gradients` as `decentjax.adapt` does.
+      adapt: the local update, with its two halves, see `local_update`.
 
     Raises:
-      TypeError: if it does not, or when traced, if it does not call it once, or its
-        optimizer is an `optax.apply_if_finite`.
+      TypeError: if it has no halves, or when traced, if its optimizer is an
+        `optax.apply_if_finite`.
 
     Examples:
-      >>> import functools
       >>> import optax
-      >>> from decentjax import adapt
+      >>> from decentjax import local_update
       >>> from decentjax.correction import tracked
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
-      >>> local = tracked(local)
+      >>> local = tracked(local_update(loss_fn, optax.sgd(0.1)))
     """
-    arguments = "state", "batch", "mixed"
-    check_call(adapt, "the adapt of tracking", *arguments, reduce_gradients=None)
+    halves = halves_of(adapt, "gradient tracking")
 
     def adapt_pair(
         state: WorkerState, batch: Any, mixed: Any
     ) -> tuple[WorkerState, Metrics]:
         (_, params), (opt_state, before) = state.params, state.opt_state
         tracker, model = mixed
-        found = []
-
-        def track(gradient: Any) -> Any:
-            wide = jax.tree.map(lambda y, g: g.astype(y.dtype), tracker, gradient)
-            new = jax.tree.map(
-                lambda y, g, old: y + jnp.subtract(g, old), tracker, wide, before
-            )
-            found.append((new, wide))
-            return jax.tree.map(lambda y, g: y.astype(g.dtype), new, gradient)
-
         _check_skips_nothing(opt_state)
         state = state._replace(params=params, opt_state=opt_state)
-        new, metrics = adapt(state, batch, model, reduce_gradients=track)
-        if len(found) != 1:
-            raise TypeError(
-                "tracking needs an adapt that calls reduce_gradients once, with its "
-                f"gradient, as decentjax.adapt does: this one called it {len(found)} "
-                "times"
-            )
-        ((tracker, gradient),) = found
-        pair = {
-            "params": (tracker, new.params),
-            "opt_state": (new.opt_state, gradient),
-        }
-        return new._replace(**pair), metrics
+        found = halves.gradient(state, batch)
+        wide = jax.tree.map(lambda y, g: g.astype(y.dtype), tracker, found.grads)
+        tracker = jax.tree.map(
+            lambda y, g, old: y + jnp.subtract(g, old), tracker, wide, before
+        )
+        narrow = jax.tree.map(lambda y, g: y.astype(g.dtype), tracker, found.grads)
+        new, metrics = halves.descend(found._replace(grads=narrow), state, model)
+        params, opt_state = (tracker, new.params), (new.opt_state, wide)
+        return new._replace(params=params, opt_state=opt_state), metrics
 
     return adapt_pair
 

@@ -7,7 +7,6 @@ which compares the norms of each tensor over the replicas before they are averag
 formulas are not public: these are the textbook's.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -15,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from decentjax._norms import norm_of, sums_of_squares
+from decentjax.local import Adapt, Gradient, LocalUpdate, halves_of
+from decentjax.loss import Metrics
 from decentjax.mixing import AxisName, global_mean
-from decentjax.step import Adapt, Metrics, WorkerState
+from decentjax.state import WorkerState
 
 NORMS = "norms"
 """Name of the norms among the metrics."""
@@ -73,32 +74,35 @@ def tensor_names(params: Any) -> list[str]:
     return [jax.tree_util.keystr(path, simple=True, separator=".") for path, _ in paths]
 
 
-def measured(adapt: Adapt, before_update: bool = True) -> Adapt:
+def measured(adapt: Adapt, before_update: bool = True) -> LocalUpdate:
     """Adds the norms of a worker's model before it is averaged to its metrics.
 
     The metric is "norms", [L]. Nothing awaits it: no exchange, and no update.
 
     Args:
-      adapt: the local update.
+      adapt: the local update, with its two halves, see `local_update`.
       before_update: whether the models are averaged that the step began with, as in
         `awc_step`, or those after the update, as in `atc_step`.
+
+    Raises:
+      TypeError: if it has no halves, or when traced, if it has a metric "norms".
 
     Examples:
       >>> import functools
       >>> import optax
-      >>> from decentjax import adapt, atc_step, dispersion
+      >>> from decentjax import atc_step, dispersion, local_update
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> local = local_update(loss_fn, optax.sgd(0.1))
       >>> local = dispersion.measured(local, before_update=False)
       >>> step = functools.partial(atc_step, adapt=local)
     """
+    halves = halves_of(adapt, "measured")
 
-    @functools.wraps(adapt)
-    def adapt_and_measure(
-        state: WorkerState, batch: Any, mixed: Any, **options: Any
+    def descend(
+        found: Gradient, state: WorkerState, mixed: Any
     ) -> tuple[WorkerState, Metrics]:
-        new, metrics = adapt(state, batch, mixed, **options)
+        new, metrics = halves.descend(found, state, mixed)
         if NORMS in metrics:
             raise TypeError(
                 f"loss_fn returns a metric {NORMS!r}, as what is measured is called: "
@@ -107,7 +111,7 @@ def measured(adapt: Adapt, before_update: bool = True) -> Adapt:
         params = state.params if before_update else new.params
         return new, {**metrics, NORMS: tensor_norms(params)}
 
-    return adapt_and_measure
+    return LocalUpdate(halves.gradient, descend)
 
 
 def gini(values: Any) -> np.ndarray:

@@ -12,7 +12,6 @@ from jax.typing import ArrayLike, DTypeLike
 
 from decentjax._collectives import AxisName, same_on_all, sum_dtype
 from decentjax._own_models import (
-    check_averageable,
     check_no_common_keys,
     first_keys,
     own_keys,
@@ -20,6 +19,12 @@ from decentjax._own_models import (
 from decentjax._slices import worker_number
 from decentjax._surroundings import check_is_last, in_conditional, states_before
 from decentjax.exchange import Exchange, Topology, check_topology
+from decentjax.local import (
+    Gradient,
+    LocalUpdate,
+    check_averages_nothing,
+    extra_arguments,
+)
 from decentjax.mixing import axis_size, mix
 from decentjax.rounds import (
     Rounds,
@@ -30,15 +35,8 @@ from decentjax.rounds import (
     turn_of,
 )
 from decentjax.schedule import Schedule
-from decentjax.step import (
-    DecentralizeState,
-    WorkerState,
-    atc_step,
-    awc_step,
-    check_averages_nothing,
-    check_optimizer,
-    extra_arguments,
-)
+from decentjax.state import DecentralizeState, WorkerState, check_optimizer
+from decentjax.step import atc_step, awc_step
 
 
 class ScaleByAccumAdamState(NamedTuple):
@@ -463,24 +461,29 @@ def _in_order(
             return updates, state
         axis_size(axis_name)
         _check_can_mix(params, axis_name)
-        check_averageable(state.inner_state)
         check_no_common_keys(states_before())
 
-        def adapt(worker, grads, mixed, reduce_gradients=lambda x: x):
-            grads = reduce_gradients(grads)
+        # The gradient is given, and the update is in the place of the metrics.
+        def gradient(worker, grads):
+            return Gradient(grads, worker.key, (), worker.key, {})
+
+        def descend(found, worker, mixed):
             options = extra_arguments(inner, **extra_args)
-            update, opt_state = inner.update(grads, worker.opt_state, mixed, **options)
+            update, opt_state = inner.update(
+                found.grads, worker.opt_state, mixed, **options
+            )
             # Not of params: the optimizer's update is relative to the mixed model.
             target = optax.apply_updates(mixed, update)
-            return worker._replace(params=target, opt_state=opt_state), update
+            return worker._replace(params=target, opt_state=opt_state), {"u": update}
 
-        # A step of `decentjax.step`, with the gradient in the place of the batch, the
-        # update in that of the metrics, and the count in that of the key.
+        # A step of `decentjax.step`, with the gradient in the place of the batch, and
+        # the count in that of the key.
         inner_state = first_keys(state.inner_state, state.count, axis_name)
         worker = WorkerState(params, inner_state, (), state.count, state.extra)
         taken = taken_by(step, state.count)
-        worker, update = order(worker, updates, taken, adapt=adapt, mix=average)
-        updates = jax.tree.map(_difference, worker.params, params, update)
+        local = LocalUpdate(gradient, descend)
+        worker, metrics = order(worker, updates, taken, adapt=local, mix=average)
+        updates = jax.tree.map(_difference, worker.params, params, metrics["u"])
         count, inner_state = state.count + 1, worker.opt_state
         return updates, DecentralizeState(count, inner_state, worker.extra)
 

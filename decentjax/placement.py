@@ -21,8 +21,10 @@ from decentjax._collectives import sum_dtype
 from decentjax._first_model import ADVICE, fingerprints
 from decentjax._slices import first_row, only, over_slices
 from decentjax.exchange import Exchange, Topology, check_topology
+from decentjax.loss import Metrics
 from decentjax.schedule import Event, Schedule
-from decentjax.step import AXIS, Metrics, Step, WorkerState, all_reduce_step
+from decentjax.state import AXIS, WorkerState
+from decentjax.step import Step, all_reduce_step
 
 
 class TrainStep:

@@ -24,7 +24,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from decentjax._collectives import sum_dtype
-from decentjax._own_models import check_no_own_model
+from decentjax._own_models import check_averageable, check_no_own_model
 from decentjax._slices import over_shards
 from decentjax.codec import axes_of, mean_encoded, mix_encoded
 from decentjax.compression import (
@@ -38,18 +38,12 @@ from decentjax.compression import (
 )
 from decentjax.correction import init_tracker, tracked
 from decentjax.exchange import Exchange
-from decentjax.loss import check_call
+from decentjax.local import Adapt
+from decentjax.loss import Metrics, check_call
 from decentjax.mixing import is_mixed, mix
 from decentjax.schedule import Event, Fragment, Round, Schedule
-from decentjax.step import (
-    AXIS,
-    Adapt,
-    Metrics,
-    Mix,
-    WorkerState,
-    check_optimizer,
-    mix_workers,
-)
+from decentjax.state import AXIS, WorkerState, check_optimizer
+from decentjax.step import Mix, mix_workers
 
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
 """(leaf now, leaf as it was sent, leaf of the round) to the merged leaf."""
@@ -490,6 +484,7 @@ def in_pairs(rounds: Rounds, step: Callable[..., tuple[WorkerState, Metrics]]) -
                 f"init_rounds(rounds, params), got {type(one).__name__}"
             )
         check_no_own_model(state.opt_state, "a round")
+        check_averageable(state.opt_state)
         if not rounds.tracking:
             return step(state, *rest)
         params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)

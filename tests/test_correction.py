@@ -14,6 +14,7 @@ import pytest
 from decentjax import (
     WorkerState,
     adapt,
+    all_reduce_step,
     atc_step,
     awc_step,
     decentralize,
@@ -35,6 +36,7 @@ from decentjax import (
 )
 from decentjax.codec import bfloat16, int8, top_k
 from decentjax.compression import Compression
+from decentjax.local import Gradient, LocalUpdate
 from decentjax.mixing import Lowering
 from decentjax.rounds import Rounds, blend, replace
 from decentjax.schedule import every, in_fragments
@@ -211,12 +213,16 @@ def test_the_estimates_have_the_sum_of_the_gradients(num_steps, delay, codec):
     with jax.enable_x64(True):
         params = {"x": jnp.zeros(D), "count": jnp.array(3)}
 
-        def local(state, batch, mixed, reduce_gradients):
+        def gradient(state, batch):
             curvature, optimum = batch
-            gradient = curvature * (state.params["x"] - optimum)
-            y = reduce_gradients({"x": gradient, "count": ZERO})["x"]
-            return state._replace(params={**mixed, "x": mixed["x"] - 0.05 * y}), {}
+            grads = {"x": curvature * (state.params["x"] - optimum), "count": ZERO}
+            return Gradient(grads, jnp.zeros(()), (), state.key, {})
 
+        def descend(found, state, mixed):
+            x = mixed["x"] - 0.05 * found.grads["x"]
+            return state._replace(params={**mixed, "x": x}), {}
+
+        local = LocalUpdate(gradient, descend)
         key, extra = jax.random.key(0), init_rounds(how, params)
         state = init_state(params, optax.sgd(0.05), key, N, extra=extra)
         step = functools.partial(round_step, rounds=how, adapt=local)
@@ -232,23 +238,26 @@ def test_the_estimates_have_the_sum_of_the_gradients(num_steps, delay, codec):
 
 
 @pytest.mark.parametrize(
-    ("local", "words"),
+    "step",
     [
-        (lambda state, batch, mixed: (state, {}), "is called as .*reduce_gradients"),
-        (
-            lambda state, batch, mixed, reduce_gradients: (state, {}),
-            "calls reduce_gradients once, .* this one called it 0 times",
-        ),
+        functools.partial(round_step, rounds=methods.gradient_tracking(GRAPH)),
+        all_reduce_step,
     ],
+    ids=["gradient tracking", "all_reduce_step"],
 )
-def test_an_adapt_that_hides_its_gradient_cannot_be_tracked(local, words):
-    how = methods.gradient_tracking(GRAPH)
-    params = jnp.zeros(D)
-    state = WorkerState(params, (), (), jax.random.key(0), init_rounds(how, params))
-    step = functools.partial(round_step, rounds=how, adapt=local)
+def test_an_adapt_that_hides_its_gradient_is_refused(step, request):
+    def local(state, batch, mixed):
+        return state._replace(params=mixed), {}
+
+    extra = init_rounds(methods.gradient_tracking(GRAPH), jnp.zeros(D))
+    state = WorkerState(jnp.zeros(D), (), (), jax.random.key(0), extra)
     state = jax.tree.map(lambda x: jnp.stack([x] * N), state)
-    with pytest.raises(TypeError, match=words):
-        simulate(step, how.schedule)(state, jnp.zeros((N, 1)), 0)
+    step = functools.partial(step, adapt=local)
+    plan = methods.gradient_tracking(GRAPH).schedule
+    plan = GRAPH if "all" in request.node.callspec.id else plan
+    name = request.node.callspec.id
+    with pytest.raises(TypeError, match=f"{name} changes the gradient .*, got local"):
+        simulate(step, plan)(state, jnp.zeros((N, 1)), 0)
 
 
 @pytest.mark.parametrize("where", ["simulated", "mesh"])

@@ -12,10 +12,10 @@ import pytest
 
 from decentjax import (
     WorkerState,
-    adapt,
     all_reduce_step,
     gossip,
     init_state,
+    local_update,
     on_mesh,
     simulate,
     topology,
@@ -52,7 +52,7 @@ def test_an_update_that_is_not_finite_is_dropped_whole(wrong):
         return loss, (seen, {})
 
     optimizer = optax.chain(watch_gradients(), optax.sgd(1e25, momentum=0.9))
-    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    local = local_update(loss_fn, optimizer)
     params = {"x": jnp.full(3, 0.1)}
     mixed = {"x": jnp.full(3, 0.05)}
     state = WorkerState(
@@ -145,7 +145,7 @@ def test_in_all_reduce_all_workers_drop_an_update_or_none(wrong, where):
         return loss * (nan if wrong == "gradient" else 1.0), (state, {})
 
     optimizer = optax.chain(watch_gradients(), optax.adam(0.1))
-    local = quarantined(functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer))
+    local = quarantined(local_update(loss_fn, optimizer))
     step = functools.partial(all_reduce_step, adapt=local)
     if where == "pieces":
         train_step = gossip.AllReduce(local, worker_mesh(n))

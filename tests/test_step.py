@@ -36,7 +36,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from decentjax.step import gradient
+from decentjax.local import gradient
 
 EITHER_WAY = pytest.mark.parametrize("simulated", [True, False])
 STEPS = {"awc": awc_step, "atc": atc_step, "all_reduce": all_reduce_step}
@@ -1125,7 +1125,10 @@ def test_micro_batches_keep_the_mean_of_a_loss_with_a_weight(parts, lengths):
     tokens = np.random.default_rng(1).standard_normal((6, 4)).astype(np.float32)
     tokens[np.arange(4) >= np.array(lengths)[:, None]] = -10
     state = jax.tree.map(lambda x: x[0], _start(_problem(1), optax.sgd(0.1), 1))
-    grads, _, _, metrics = gradient(_masked_mean, state, jnp.asarray(tokens), parts)
+    found = gradient(
+        state, jnp.asarray(tokens), loss_fn=_masked_mean, num_micro_batches=parts
+    )
+    grads, metrics = found.grads, found.metrics
     x = float(state.params["x"][0, 0])
     told = tokens[tokens > -9].astype(np.float64)
     loss, slope = (
@@ -1166,7 +1169,8 @@ def test_weights_are_added_in_float32_and_none_counts_for_nothing(dtype):
         np.float64(weights.get(dtype, (2, 3, 4, 0))),
     )
     batch = jnp.asarray(np.stack([values, weights], 1), jnp.float32)
-    grads, _, _, metrics = gradient(loss_fn, state, batch, 4)
+    found = gradient(state, batch, loss_fn=loss_fn, num_micro_batches=4)
+    grads, metrics = found.grads, found.metrics
     wanted = (values * weights).sum() / weights.sum()
     x = float(state.params["x"][0, 0])
     np.testing.assert_allclose(grads["x"][0, 0], wanted, rtol=1e-6)

@@ -15,7 +15,7 @@ from decentjax.gossip.replay import replay, replay_wagma
 from decentjax.gossip.tuning import fastest_mixes
 from decentjax.gossip.wagma import Averaged, Wagma, averages
 from decentjax.gossip.ways import Arrived, PushSum, Swaps, Taken, Used
-from decentjax.step import Adapt
+from decentjax.local import Adapt
 
 __all__ = [
     "Adapt",

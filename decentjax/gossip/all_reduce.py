@@ -2,7 +2,6 @@
 
 import functools
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,7 +10,8 @@ from jax.sharding import Mesh
 from decentjax._own_models import common_keys
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.record import Record, ignore
-from decentjax.loss import check_call
+from decentjax.local import Adapt, Gradient, halves_of
+from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
 from decentjax.placement import (
     check_mesh,
@@ -20,7 +20,7 @@ from decentjax.placement import (
     is_between_processes,
     over_workers,
 )
-from decentjax.step import ADAPT_ARGUMENTS, AXIS, Metrics, WorkerState
+from decentjax.state import AXIS, WorkerState
 
 
 class AllReduce(Closing):
@@ -30,7 +30,7 @@ class AllReduce(Closing):
     it waits. It hides nothing: the mean needs the gradient, and the update the mean.
 
     Args:
-      adapt: `decentjax.adapt` with its keywords bound.
+      adapt: the local update, with its two halves, see `local_update`.
       mesh: mesh with the axis "workers" alone.
       record: function that is called with each activity of this process.
 
@@ -48,38 +48,31 @@ class AllReduce(Closing):
       ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
     """
 
-    def __init__(self, adapt: Callable, mesh: Mesh, record: Record | None = None):
+    def __init__(self, adapt: Adapt, mesh: Mesh, record: Record | None = None):
         check_mesh(mesh)
-
-        check_call(adapt, "the adapt of AllReduce", *ADAPT_ARGUMENTS, mean=None)
         mean = functools.partial(global_mean, axis_name=AXIS)
         self._mesh, self._is_checked = mesh, not is_between_processes(mesh)
+        halves = halves_of(adapt, "AllReduce")
 
-        # Each program is all of `adapt`, of which the compiler removes what the
-        # program does not return: here the update, there the gradient.
-        def gradients(params, opt_state, others, batch):
-            state, found = WorkerState(params, opt_state, *others), []
-            state, metrics = adapt(
-                state, batch, params, mean=lambda x: found.append(x) or x
-            )
-            # The gradient and the loss; what comes after them depends on the update.
-            return found[:2], (state.model_state, state.key, state.extra), metrics
+        def gradient(params: Any, others: Any, batch: Any) -> tuple[Any, Any]:
+            found = halves.gradient(WorkerState(params, *others), batch)
+            return (found.grads, found.loss), found._replace(grads=(), loss=())
 
-        def update(params, opt_state, others, batch, first_means):
-            state = WorkerState(params, common_keys(opt_state, AXIS), *others)
-            # A local update may agree on more, such as whether all is finite.
-            means = list(reversed(first_means))
-            state, _ = adapt(
-                state, batch, params, mean=lambda x: means.pop() if means else mean(x)
-            )
-            return state.params, state.opt_state
+        def update(params: Any, others: Any, means: Any, found: Gradient) -> Any:
+            state = WorkerState(params, *others)
+            state = state._replace(opt_state=common_keys(state.opt_state, AXIS))
+            grads, loss = means
+            return halves.descend(found._replace(grads=grads, loss=loss), state, params)
 
         self._record = record or ignore
-        # The params are donated to the update alone, which needs them after the mean;
-        # the gradients to the mean, which then takes no memory of its own.
-        self._gradients = jax.jit(over_workers(gradients, mesh), donate_argnums=2)
+        # The state is donated to the update alone, which needs it after the mean; the
+        # gradients to the mean, which then takes no memory of its own.
+        self._gradient = jax.jit(over_workers(gradient, mesh))
         self._mean = jax.jit(over_workers(mean, mesh), donate_argnums=0)
-        self._update = jax.jit(over_workers(update, mesh), donate_argnums=(0, 1))
+        # The old model state too, which a plain update does not use.
+        self._update = jax.jit(
+            over_workers(update, mesh), donate_argnums=(0, 1), keep_unused=True
+        )
 
     def __call__(
         self, state: WorkerState, batch: Any, step: int
@@ -94,18 +87,15 @@ class AllReduce(Closing):
             check_one_model(state.params, self._mesh)
             self._is_checked = True
         start = time.monotonic()
-        params, opt_state, *others = state
-        grads, others, metrics = jax.block_until_ready(
-            self._gradients(params, opt_state, others, batch)
-        )
+        params, *others = state
+        grads, found = jax.block_until_ready(self._gradient(params, others, batch))
         computed = time.monotonic()
         self._record("compute", step, start, computed)
-        grads = jax.block_until_ready(self._mean(grads))
+        means = jax.block_until_ready(self._mean(grads))
         exchanged = time.monotonic()
         self._record("wait", step, computed, exchanged)
         self._record("exchange", step, computed, exchanged)
-        params, opt_state = self._update(params, opt_state, others, batch, grads)
-        return WorkerState(params, opt_state, *others), metrics
+        return self._update(params, others, means, found)
 
     def settle(self) -> None:
         """Returns at once: between two steps nothing is under way."""

@@ -22,8 +22,9 @@ from decentjax.gossip.carrier import Carrier
 from decentjax.gossip.record import Record
 from decentjax.gossip.staged import Arrival, Staged
 from decentjax.gossip.stages import Plan
+from decentjax.local import Adapt
 from decentjax.mixing import Lowering
-from decentjax.step import Adapt, WorkerState
+from decentjax.state import WorkerState
 
 
 class Background(Staged):

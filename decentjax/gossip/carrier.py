@@ -34,7 +34,7 @@ from decentjax.placement import (
     over_workers,
 )
 from decentjax.rounds import mix_of
-from decentjax.step import AXIS
+from decentjax.state import AXIS
 
 
 class Carrier(Closing):

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from decentjax.exchange import Exchange, Topology, among
 from decentjax.gossip.rows import Rows, rows_of
-from decentjax.step import WorkerState
+from decentjax.state import WorkerState
 
 KEPT = 4  # Steps whose exchange is remembered: it is sent for one step ahead.
 

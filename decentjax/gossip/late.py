@@ -17,6 +17,8 @@ from decentjax.gossip.carrier import Carrier
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.record import Record, ignore
 from decentjax.gossip.stages import Plan, plan_of
+from decentjax.local import Adapt
+from decentjax.loss import Metrics
 from decentjax.mixing import Lowering
 from decentjax.placement import check_not_donated, over_workers
 from decentjax.rounds import (
@@ -29,7 +31,7 @@ from decentjax.rounds import (
     travelling,
 )
 from decentjax.schedule import Fragment
-from decentjax.step import Adapt, Metrics, WorkerState
+from decentjax.state import WorkerState
 
 
 class Arriving(Protocol):

@@ -27,8 +27,8 @@ from decentjax.gossip.ways import (
     neighbors,
     senders,
 )
+from decentjax.local import Adapt
 from decentjax.rounds import Rounds, _check_rounds, leaves_of
-from decentjax.step import Adapt
 
 
 class PeerRounds(LateRounds):

@@ -27,9 +27,11 @@ from decentjax.gossip.rows import Rows, check_workers, rows_of, with_rows
 from decentjax.gossip.staged import Arrival, Staged
 from decentjax.gossip.stages import Plan
 from decentjax.gossip.ways import WAYS, Graph, Used, Way, neighbors
+from decentjax.local import Adapt
+from decentjax.loss import Metrics
 from decentjax.mixing import is_mixed
 from decentjax.placement import place
-from decentjax.step import Adapt, Metrics, WorkerState
+from decentjax.state import WorkerState
 
 JOIN_SECONDS = 3.0  # For a peer's state, before the next peer is asked.
 MEET_SECONDS = 1.0  # For a peer that is ahead, where others are there.

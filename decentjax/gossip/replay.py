@@ -21,8 +21,10 @@ from decentjax.gossip.staged import Arrival, Staged
 from decentjax.gossip.stages import Plan
 from decentjax.gossip.wagma import Averaged, Wagma
 from decentjax.gossip.ways import WAYS, Used
+from decentjax.local import Adapt
+from decentjax.loss import Metrics
 from decentjax.placement import worker_mesh
-from decentjax.step import Adapt, Metrics, WorkerState
+from decentjax.state import WorkerState
 
 Batches = Callable[[int, int], Any]
 """(worker, step) to the worker's batch, stacked, [1, ...]."""

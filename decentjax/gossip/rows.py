@@ -6,7 +6,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax.mixing import is_mixed
-from decentjax.step import AXIS
+from decentjax.state import AXIS
 
 Rows = list[jax.Array]
 """Leaves of one worker, [1, ...] each."""

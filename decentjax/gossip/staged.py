@@ -16,8 +16,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.record import Record, ignore
 from decentjax.gossip.stages import Leaves, Plan, Stage, plan_of
+from decentjax.local import Adapt
+from decentjax.loss import Metrics
 from decentjax.placement import check_not_donated
-from decentjax.step import AXIS, Adapt, Metrics, WorkerState
+from decentjax.state import AXIS, WorkerState
 
 Arrival = Callable[[], list[jax.Array]]
 """Waits for mixed leaves and returns them, stacked."""

@@ -11,8 +11,9 @@ from jax.sharding import Mesh
 
 from decentjax._own_models import check_no_own_model
 from decentjax.gossip.cut import Cut, Part
+from decentjax.local import Adapt
 from decentjax.placement import check_rows, over_workers
-from decentjax.step import Adapt, WorkerState
+from decentjax.state import WorkerState
 
 # Leaves travel in groups of this size. One by one, the calls for small leaves would
 # cost more than their bytes; all at once, the first leaf could not be updated before

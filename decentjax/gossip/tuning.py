@@ -17,7 +17,7 @@ from decentjax.codec import as_permutations
 from decentjax.exchange import Exchange, Groups, Permutations, Topology, permutes_of
 from decentjax.mixing import Lowering, mix
 from decentjax.placement import over_workers
-from decentjax.step import AXIS
+from decentjax.state import AXIS
 
 # Small pieces use both directions of a link at once; each costs a round trip.
 PIECE_BYTES = (None, 256 * 2**10, 64 * 2**10)

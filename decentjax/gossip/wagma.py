@@ -17,9 +17,11 @@ from decentjax.gossip.record import Record
 from decentjax.gossip.rows import Rows, check_workers, rows_of, with_rows
 from decentjax.gossip.staged import Arrival, Staged
 from decentjax.gossip.stages import Plan
+from decentjax.local import Adapt
+from decentjax.loss import Metrics
 from decentjax.mixing import is_mixed
 from decentjax.placement import check_not_donated, over_workers
-from decentjax.step import Adapt, Metrics, WorkerState
+from decentjax.state import WorkerState
 
 
 class Averaged(NamedTuple):

@@ -23,9 +23,9 @@ from train.config import (
     WorkersConfig,
 )
 from train.run.build import (
-    bind_adapt,
     bind_mix,
     build_in_step,
+    build_local,
     build_state,
     step_options,
 )
@@ -106,7 +106,7 @@ def measured_step(
 ) -> Runner:
     """Returns the same step, which also measures the norm of each tensor."""
     mesh = worker_mesh(1, jax.local_devices())
-    local = measured(bind_adapt(config.step, task.loss_fn, optimizer))
+    local = measured(build_local(config.step, task.loss_fn, optimizer))
     step = functools.partial(awc_step, adapt=local, mix=bind_mix(config.step))
     topology = config.topology.build(config.workers)
     train_step = on_mesh(step, topology, mesh, step_options(config, mesh))

@@ -17,13 +17,13 @@ from decentjax import (
     LossFn,
     TrainStep,
     WorkerState,
-    adapt,
     all_reduce_step,
     atc_step,
     awc_step,
     gossip,
     init_rounds,
     init_state,
+    local_update,
     mix,
     on_mesh,
     round_step,
@@ -32,9 +32,9 @@ from decentjax import (
 )
 from decentjax.dispersion import NORMS, measured
 from decentjax.gossip import Record, host_mesh
-from decentjax.loss import kinds
+from decentjax.local import LocalUpdate
+from decentjax.loss import Metrics, kinds
 from decentjax.schedule import Schedule
-from decentjax.step import Metrics
 from decentjax.topology import Topology, alone
 from train.config import Config, StepConfig
 from train.data.batches import Batch, deal
@@ -158,7 +158,6 @@ PeerStep = gossip.Peers | gossip.Wagma | gossip.PeerRounds
 LoopStep = (
     InStep | gossip.Background | gossip.BackgroundRounds | gossip.AllReduce | PeerStep
 )
-LocalUpdate = Callable[..., tuple[WorkerState, Metrics]]
 
 
 def build_steps(
@@ -205,7 +204,7 @@ def build_train_step(
         chooser = None if config.step.algorithm == "rounds" else Chooser(config)
         return InStep(step, chooser, record)
     assert mesh is not None  # As `build_mesh` has made it.
-    local = bind_adapt(config.step, task.loss_fn, optimizer)
+    local = build_local(config.step, task.loss_fn, optimizer)
     if config.step.algorithm == "all_reduce":
         return gossip.AllReduce(local, mesh, record)
     # Two programs run at once on CPUs, but one after the other on a GPU: there the
@@ -232,7 +231,7 @@ def build_in_step(
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
     """The compiled step of the config's algorithm, its exchange inside."""
-    local = bind_adapt(config.step, task.loss_fn, optimizer)
+    local = build_local(config.step, task.loss_fn, optimizer)
     policy = build_policy(config)
     plan: Topology | Schedule = policy.menu
     if policy.measures:
@@ -256,7 +255,7 @@ def build_lone_step(
     config: Config, task: Task, optimizer: optax.GradientTransformation, mesh: Mesh
 ) -> TrainStep:
     """The compiled step of workers who exchange nothing."""
-    local = bind_adapt(config.step, task.loss_fn, optimizer)
+    local = build_local(config.step, task.loss_fn, optimizer)
     step = functools.partial(awc_step, adapt=local)
     options = step_options(config, mesh)
     return on_mesh(step, alone(mesh.shape[AXIS]), mesh, options)
@@ -295,16 +294,11 @@ def in_background(config: Config, mesh: Mesh | None) -> bool:
     return mesh is not None and on_cpus and (config.step.algorithm == "awc" or late)
 
 
-def bind_adapt(
+def build_local(
     step: StepConfig, loss_fn: LossFn, optimizer: optax.GradientTransformation
 ) -> LocalUpdate:
     """The local update, in which a loss that is not finite poisons its gradient."""
-    local = functools.partial(
-        adapt,
-        loss_fn=poison_gradient(loss_fn),
-        optimizer=optimizer,
-        num_micro_batches=step.num_micro_batches,
-    )
+    local = local_update(poison_gradient(loss_fn), optimizer, step.num_micro_batches)
     return quarantined(local) if step.not_finite == "quarantine" else local
 
 

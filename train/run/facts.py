@@ -22,7 +22,7 @@ from train.cli.config_json import read_fields
 from train.cli.tables import counted, write_json
 from train.config import Config
 from train.job.peers import process_place
-from train.run.build import bind_adapt, in_background
+from train.run.build import build_local, in_background
 from train.targets import peak_flops
 from train.tasks.task import Task
 
@@ -174,7 +174,7 @@ def worker_flops(
     cuDNN, such as fused attention, count as nothing.
     """
     whole = dataclasses.replace(config.step, num_micro_batches=1)
-    local = bind_adapt(whole, task.loss_fn, optimizer)
+    local = build_local(whole, task.loss_fn, optimizer)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     batch = task.batch_shape(config.step.batch_per_worker)
     # Lowered, not compiled: that would take as long again as the step itself.

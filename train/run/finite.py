@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh
 
 from decentjax import LossFn, WorkerState, over_workers
+from decentjax.local import Gradient, LocalUpdate
 from decentjax.loss import Metrics, check_loss
 from train.cli.tables import say_workers
 
@@ -70,27 +71,30 @@ def poison_gradient(loss_fn: LossFn) -> LossFn:
     return poisoned
 
 
-def quarantined(local: Callable[..., tuple[WorkerState, Metrics]]) -> Callable:
+def quarantined(local: LocalUpdate) -> LocalUpdate:
     """The local update, of which a worker takes nothing that is not finite.
 
     Its model is then its neighbours' average with its own; moments and model state stay
-    as they were. So no model that is not finite is ever sent. In all-reduce no worker
+    as they were. So no model that is not finite is ever sent. A model state that is not
+    finite makes the loss so: in all-reduce, which averages gradient and loss, no worker
     takes an update that is not finite on one of them.
 
     Args:
-      local: the local update, `decentjax.adapt` with its keywords bound.
+      local: the local update.
     """
 
-    def update(
-        state: WorkerState, batch: Any, mixed: Any, **options: Any
+    def gradient(state: WorkerState, batch: Any) -> Gradient:
+        found = local.gradient(state, batch)
+        loss = jnp.where(_is_finite(found.model_state), found.loss, jnp.nan)
+        return found._replace(loss=loss)
+
+    def descend(
+        found: Gradient, state: WorkerState, mixed: Any
     ) -> tuple[WorkerState, Metrics]:
-        new, metrics = local(state, batch, mixed, **options)
+        new, metrics = local.descend(found, state, mixed)
         after = new.params, new.opt_state, new.model_state
         before = mixed, state.opt_state, state.model_state
-        floats = filter(_is_float, jax.tree.leaves(after))
-        is_finite = jnp.stack([jnp.isfinite(x).all() for x in floats]).all()
-        if (mean := options.get("mean")) is not None:
-            is_finite = mean(is_finite.astype(jnp.float32)) == 1
+        is_finite = _is_finite((found.grads, found.loss, after))
 
         def choose(x: Any, kept: Any) -> Any:
             # What has been watched stays known.
@@ -102,7 +106,12 @@ def quarantined(local: Callable[..., tuple[WorkerState, Metrics]]) -> Callable:
         new = new._replace(params=params, opt_state=opt_state, model_state=model_state)
         return new, metrics | {QUARANTINED: 1 - is_finite.astype(jnp.float32)}
 
-    return update
+    return LocalUpdate(gradient, descend)
+
+
+def _is_finite(tree: Any) -> jax.Array:
+    floats = filter(_is_float, jax.tree.leaves(tree))
+    return jnp.all(jnp.array([jnp.isfinite(x).all() for x in floats]))
 
 
 def say_quarantined(state: WorkerState, first_worker: int = 0) -> dict[int, str]:

@@ -20,7 +20,7 @@ from train.job.distributed import MetricMeans, gather
 from train.job.peers import process_place
 from train.run.build import (
     LoopStep,
-    bind_adapt,
+    build_local,
     build_mesh,
     build_state,
     build_steps,
@@ -315,7 +315,7 @@ def _prepare(
     else:
         assert mesh is not None
         assert log is not None
-        local = bind_adapt(config.step, task.loss_fn, optimizer)
+        local = build_local(config.step, task.loss_fn, optimizer)
         train_step = build_peers(config, task, local, mesh, run_dir, watch.add, record)
         stack.enter_context(train_step)
         last = config.num_steps - 1

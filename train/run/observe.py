@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax import AXIS, WorkerState, consensus_distance, mean_model, over_workers
 from decentjax.gossip import Record
-from decentjax.step import Metrics
+from decentjax.loss import Metrics
 from train.config import Config
 from train.data.batches import Batch
 from train.job.distributed import MetricMeans, gather

@@ -21,6 +21,7 @@ from jax.sharding import Mesh
 
 from decentjax import WorkerState, gossip
 from decentjax.address import is_loopback, split_address, to_address
+from decentjax.local import LocalUpdate
 from decentjax.topology import butterfly_groups, matrices
 from train.cli.config_json import read_fields, to_json
 from train.cli.tables import say_workers
@@ -28,7 +29,7 @@ from train.config import Config
 from train.data.batches import Feed
 from train.job.peers import address_of, peer_place
 from train.job.secret import read_secret, shared_secret
-from train.run.build import LocalUpdate, PeerStep
+from train.run.build import PeerStep
 from train.run.checkpoint import find_checkpoints, restore, verify
 from train.run.finite import WatchState
 from train.run.folder import check_links, process_folders, writing

@@ -26,10 +26,10 @@ from decentjax import (
 )
 from decentjax.correction import tracked
 from decentjax.dispersion import measured, tensor_distances
+from decentjax.loss import Metrics
 from decentjax.rounds import default_mix, in_pairs, receive, send, take_round
-from decentjax.step import Metrics
 from train.config import Config, OptimizerConfig, StepConfig
-from train.run.build import ORDERS, bind_adapt, bind_mix, options_on
+from train.run.build import ORDERS, bind_mix, build_local, options_on
 from train.run.optimizers import build_optimizer
 from train.run.rounds import build_rounds
 from train.run.scores import ratios
@@ -121,7 +121,7 @@ def _local(
     num_steps: int,
     before: bool,
 ) -> Callable:
-    local = bind_adapt(step, loss_fn, build_optimizer(optimizer, num_steps))
+    local = build_local(step, loss_fn, build_optimizer(optimizer, num_steps))
     return measured(local, before_update=before)
 
 

@@ -14,9 +14,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from decentjax import WorkerState, gossip
-from decentjax.step import Metrics
+from decentjax.loss import Metrics
 from train.config import Config
-from train.run.build import bind_adapt, build_state, build_steps, options_on
+from train.run.build import build_local, build_state, build_steps, options_on
 from train.run.clock import Clock
 from train.run.finite import check_gradients
 from train.run.optimizers import build_optimizer
@@ -52,7 +52,7 @@ def repeat(
         )
     workers = range(config.workers.num_workers)
     optimizer = build_optimizer(config.optimizer, config.num_steps)
-    local = bind_adapt(config.step, task.loss_fn, optimizer)
+    local = build_local(config.step, task.loss_fn, optimizer)
     start = [build_state(config, task, optimizer, [worker]) for worker in workers]
     rows = [build_steps(config, task, [worker]) for worker in workers]
 

@@ -16,8 +16,8 @@ from decentjax import Exchange, Rounds, WorkerState, local_workers
 from decentjax.analysis import traffic
 from decentjax.codec import as_permutations
 from decentjax.dispersion import MEASURES, NORMS, tensor_names
+from decentjax.loss import Metrics
 from decentjax.schedule import Event
-from decentjax.step import Metrics
 from decentjax.topology import Topology, matrices
 from train.config import Config
 from train.data.batches import feed

@@ -20,7 +20,7 @@ from train.data.batches import feed
 from train.job.distributed import fail_stop, start
 from train.job.namespaces import INTERFACE
 from train.run.build import (
-    bind_adapt,
+    build_local,
     build_state,
     build_steps,
     build_train_step,
@@ -54,7 +54,7 @@ def _runner(configs: Path, method: Method) -> Runner:
         config = dataclasses.replace(config, exchange=exchange)
         mesh, workers = worker_mesh(1, jax.local_devices()), [jax.process_index()]
         folder = Path(os.environ["BOOKS"]) / config.name / f"process-{workers[0]}"
-        local = bind_adapt(config.step, task.loss_fn, optimizer)
+        local = build_local(config.step, task.loss_fn, optimizer)
         train_step = build_peers(config, task, local, mesh, folder, lambda _: None)
         finish = rest
     else:

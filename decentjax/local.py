@@ -1,0 +1,410 @@
+"""The local update of one worker: a gradient, and then a descent along it.
+
+An algorithm that averages gradients, or corrects them, does so between the two.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from decentjax._collectives import sum_dtype
+from decentjax._own_models import check_averageable, states_of
+from decentjax._slices import by_compiler, specs_of
+from decentjax.loss import LossFn, Metrics, check_call, check_loss
+from decentjax.state import DecentralizeState, WorkerState, check_optimizer
+
+
+class Adapt(Protocol):
+    """The local update of one worker, as `adapt` with its keywords bound.
+
+    For `decentjax.gossip` it must be a function of arrays alone: without collectives,
+    `axis_index` and, where it uses `mixed`, side effects.
+    """
+
+    def __call__(
+        self, state: WorkerState, batch: Any, mixed: Any
+    ) -> tuple[WorkerState, Metrics]: ...
+
+
+class Gradient(NamedTuple):
+    """What one worker has learned from a batch.
+
+    Args:
+      grads: gradient of the loss, in the dtypes of the params.
+      loss: loss, for an optimizer that watches it; float, [].
+      model_state: model state after the batch.
+      key: the worker's next random key.
+      metrics: metrics of the batch, with `loss` among them.
+    """
+
+    grads: Any
+    loss: jax.Array
+    model_state: Any
+    key: jax.Array
+    metrics: Metrics
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalUpdate:
+    """The local update `x_i <- mixed_i + update(grad f_i(x_i))`, in two halves.
+
+    It is an `Adapt`, `local(state, batch, mixed)`, for steps in which each worker
+    descends along its own gradient. `all_reduce_step` and gradient tracking change the
+    gradient between the two halves.
+
+    Args:
+      gradient: function of state and batch that returns a `Gradient`.
+      descend: function of a `Gradient`, the state before it, and the model after the
+        exchange, that returns the new state and the metrics.
+
+    Raises:
+      TypeError: if one of the two is no such function.
+
+    Examples:
+      >>> import optax
+      >>> from decentjax import local_update
+      >>> from decentjax.local import LocalUpdate
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).mean(), (model_state, {})
+      >>> local = local_update(loss_fn, optax.sgd(0.1))
+      >>> def clipped(state, batch):
+      ...     found = local.gradient(state, batch)
+      ...     return found._replace(grads=found.grads.clip(-1, 1))
+      >>> clipping = LocalUpdate(clipped, local.descend)
+    """
+
+    gradient: Callable[[WorkerState, Any], Gradient]
+    descend: Callable[[Gradient, WorkerState, Any], tuple[WorkerState, Any]]
+
+    def __post_init__(self):
+        check_call(self.gradient, "gradient", "state", "batch")
+        check_call(self.descend, "descend", "found", "state", "mixed")
+
+    def __call__(
+        self, state: WorkerState, batch: Any, mixed: Any
+    ) -> tuple[WorkerState, Metrics]:
+        check_averageable(state.opt_state)
+        return self.descend(self.gradient(state, batch), state, mixed)
+
+
+def local_update(
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    num_micro_batches: int = 1,
+) -> LocalUpdate:
+    """Returns the local update of a loss and an optimizer, as `adapt` computes it.
+
+    Args:
+      loss_fn: as in `adapt`.
+      optimizer: as in `adapt`.
+      num_micro_batches: as in `adapt`.
+
+    Raises:
+      TypeError: if `loss_fn` is no `LossFn`, or `optimizer` no optimizer.
+
+    Examples:
+      >>> import functools
+      >>> import optax
+      >>> from decentjax import awc_step, local_update
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).mean(), (model_state, {})
+      >>> local = local_update(loss_fn, optax.adamw(1e-3), num_micro_batches=4)
+      >>> step = functools.partial(awc_step, adapt=local)
+    """
+    check_optimizer(optimizer)
+    return LocalUpdate(
+        functools.partial(
+            gradient, loss_fn=loss_fn, num_micro_batches=num_micro_batches
+        ),
+        functools.partial(descend, optimizer=optimizer),
+    )
+
+
+def halves_of(adapt: Any, name: str) -> LocalUpdate:
+    """Returns the two halves of a local update.
+
+    Args:
+      adapt: a `LocalUpdate`, or `adapt` with its keywords bound.
+      name: name of what needs them, for the error.
+
+    Raises:
+      TypeError: if it is something else, whose gradient nothing can reach.
+
+    Examples:
+      >>> import functools
+      >>> import optax
+      >>> from decentjax import adapt
+      >>> from decentjax.local import halves_of
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).mean(), (model_state, {})
+      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> halves = halves_of(local, "my_step")
+    """
+    if isinstance(adapt, functools.partial) and adapt.func is _ADAPT and not adapt.args:
+        adapt = local_update(**adapt.keywords)
+    if isinstance(adapt, LocalUpdate):
+        return adapt
+    raise TypeError(
+        f"{name} changes the gradient before the optimizer has it: give it "
+        "local_update(loss_fn, optimizer), or a decentjax.local.LocalUpdate of your "
+        f"own, got {getattr(adapt, '__name__', type(adapt).__name__)}"
+    )
+
+
+def adapt(
+    state: WorkerState,
+    batch: Any,
+    mixed: Any,
+    *,
+    loss_fn: LossFn,
+    optimizer: optax.GradientTransformation,
+    num_micro_batches: int = 1,
+) -> tuple[WorkerState, Metrics]:
+    """The local update: `x_i <- mixed_i + update(grad f_i(x_i))`.
+
+    It is `gradient`, then `descend`; `local_update` binds its keywords.
+
+    Args:
+      state: this worker's state, with the unmixed model x_i.
+      batch: this worker's batch, any pytree of arrays [examples, ...].
+      mixed: the model after the exchange.
+      loss_fn: the loss, see `LossFn`.
+      optimizer: optax optimizer; one that watches the loss is given it as `value`.
+      num_micro_batches: number of equal parts of the batch, computed one after the
+        other to save memory; gradients, loss and metrics are their means, by the
+        weights that the loss returns, if it does.
+
+    Returns:
+      The new state, and the metrics with `loss` among them.
+
+    Raises:
+      TypeError: if `loss_fn` is no `LossFn`, or the optimizer averages models itself,
+        undoes their average, or needs other arguments.
+      ValueError: if the batch has no `num_micro_batches` equal parts.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import WorkerState, adapt
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).mean(), (model_state, {})
+      >>> x, sgd = jnp.array(1.0), optax.sgd(0.5)
+      >>> state = WorkerState(x, sgd.init(x), (), jax.random.key(0))
+      >>> state, metrics = adapt(
+      ...     state, jnp.array([3.0]), mixed=x + 10, loss_fn=loss_fn, optimizer=sgd
+      ... )
+      >>> print(state.params, metrics["loss"])
+      13.0 4.0
+    """
+    return local_update(loss_fn, optimizer, num_micro_batches)(state, batch, mixed)
+
+
+_ADAPT = adapt  # Where an argument has its name.
+
+
+def gradient(
+    state: WorkerState, batch: Any, *, loss_fn: LossFn, num_micro_batches: int = 1
+) -> Gradient:
+    """The gradient of one worker's loss, accumulated over micro-batches.
+
+    Args:
+      state: this worker's state; the optimizer's state is not used.
+      batch: this worker's batch.
+      loss_fn: the loss, see `LossFn`.
+      num_micro_batches: number of equal parts of the batch, summed in float32 at least.
+
+    Raises:
+      TypeError: if `loss_fn` takes or returns something other than a `LossFn` does.
+      ValueError: if the batch has no `num_micro_batches` equal parts.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import WorkerState
+      >>> from decentjax.local import gradient
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).mean(), (model_state, {})
+      >>> state = WorkerState(jnp.array(1.0), (), (), jax.random.key(0))
+      >>> found = gradient(state, jnp.array([3.0]), loss_fn=loss_fn)
+      >>> print(found.grads, found.loss)
+      -4.0 4.0
+    """
+    key, step_key = jax.random.split(state.key)
+    differentiate = jax.grad(_with_loss_metric(loss_fn), has_aux=True)
+    params, model_state = state.params, state.model_state
+
+    def grad(*args):
+        grads, aux = differentiate(*args)
+        # Of a complex number jax gives the conjugate of the direction of ascent.
+        return jax.tree.map(jnp.conj, grads), aux
+
+    if num_micro_batches == 1:
+        grads, (model_state, metrics, _) = grad(params, model_state, batch, step_key)
+        return Gradient(grads, metrics["loss"], model_state, key, metrics)
+
+    def add_micro_batch(carry, part):
+        model_state, total = carry
+        grads, (model_state, metrics, weight) = grad(params, model_state, *part)
+        terms = _weighted(grads, weight)
+        total = jax.tree.map(lambda s, g: s + g.astype(s.dtype), total, terms)
+        wide = None if weight is None else weight.astype(sum_dtype(weight))
+        return (model_state, total), (_weighted(metrics, weight), wide)
+
+    parts = (
+        _cut(batch, num_micro_batches),
+        jax.random.split(step_key, num_micro_batches),
+    )
+    zeros = jax.tree.map(lambda x: jnp.zeros_like(x, sum_dtype(x)), params)
+    (model_state, total), (metrics, weights) = lax.scan(
+        add_micro_batch, (model_state, zeros), parts
+    )
+    if weights is None:
+        count, mean = num_micro_batches, lambda x: x.mean(0)
+    else:  # Where all weights are zero, the sums are zero too.
+        count = jnp.where(weights.any(), weights.sum(), 1)
+        mean = lambda x: x.sum(0) / count  # noqa: E731
+    grads = jax.tree.map(lambda s, x: (s / count).astype(x.dtype), total, params)
+    metrics = jax.tree.map(mean, metrics)
+    return Gradient(grads, metrics["loss"], model_state, key, metrics)
+
+
+def descend(
+    found: Gradient,
+    state: WorkerState,
+    mixed: Any,
+    *,
+    optimizer: optax.GradientTransformation,
+) -> tuple[WorkerState, Metrics]:
+    """One update of the optimizer, from the model after the exchange.
+
+    An optimizer that takes `value`, as `optax.contrib.reduce_on_plateau`, has the loss.
+
+    Args:
+      found: what `gradient` has returned, its gradient changed or not.
+      state: this worker's state.
+      mixed: the model after the exchange.
+      optimizer: optimizer that leaves the exchange to the step.
+
+    Returns:
+      The new state, and the metrics.
+
+    Raises:
+      TypeError: if the optimizer averages the models itself, or needs other arguments.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import WorkerState
+      >>> from decentjax.local import Gradient, descend
+      >>> x, sgd, key = jnp.array(1.0), optax.sgd(0.5), jax.random.key(0)
+      >>> state = WorkerState(x, sgd.init(x), (), key)
+      >>> found = Gradient(jnp.array(-4.0), jnp.array(4.0), (), key, {})
+      >>> print(descend(found, state, x, optimizer=sgd)[0].params)
+      3.0
+    """
+    check_averages_nothing(state.opt_state, "this step")
+    check_optimizer(optimizer)
+    options = extra_arguments(optimizer, value=found.loss)
+    try:
+        updates, opt_state = optimizer.update(
+            found.grads, state.opt_state, mixed, **options
+        )
+    except TypeError as error:
+        if isinstance(error, jax.errors.JAXTypeError):
+            raise
+        raise TypeError(
+            "the optimizer's update is called with grads, state, params"
+            f"{' and value=loss' if options else ''}, and says: {error}. For one that "
+            "takes other arguments, such as grad_fn or value_fn, use decentralize, "
+            "whose update hands them on"
+        ) from error
+    params = optax.apply_updates(mixed, updates)
+    learned = found.model_state, found.key
+    return WorkerState(params, opt_state, *learned, state.extra), found.metrics
+
+
+def extra_arguments(optimizer: optax.GradientTransformation, **given: Any) -> dict:
+    """Returns the keyword arguments that the optimizer's update takes.
+
+    By its signature: `optax.MultiSteps` takes all, and would get none of them by
+    `optax.with_extra_args_support`.
+
+    Args:
+      optimizer: the optimizer.
+      given: the keyword arguments that there are.
+    """
+    parameters = inspect.signature(optimizer.update).parameters.values()
+    if any(x.kind is x.VAR_KEYWORD for x in parameters):
+        return given
+    names = {x.name for x in parameters}
+    return {name: value for name, value in given.items() if name in names}
+
+
+def check_averages_nothing(opt_state: Any, what: str) -> None:
+    """Raises a TypeError for the state of an optimizer by `decentralize`."""
+    if states_of(opt_state, DecentralizeState):
+        raise TypeError(
+            "the optimizer averages the models itself, by decentralize, and so does "
+            f"{what}: give it the inner optimizer, as optax.adamw(1e-3)"
+        )
+
+
+def _weighted(tree: Any, weight: jax.Array | None) -> Any:
+    """The terms of a weighted sum, in float32 at least; without a weight the tree."""
+    if weight is None:
+        return tree
+
+    def term(x: jax.Array) -> jax.Array:
+        dtype = sum_dtype(x)
+        product = weight.astype(dtype) * x.astype(dtype)
+        # Of no tokens the mean is 0 / 0, and counts for nothing.
+        return jnp.where(weight == 0, jnp.zeros_like(product), product)
+
+    return jax.tree.map(term, tree)
+
+
+def _cut(batch: Any, num_parts: int) -> Any:
+    """The batch in parts of consecutive examples; each part has all of a scalar."""
+    shapes = {
+        jax.tree_util.keystr(path): jnp.shape(x)
+        for path, x in jax.tree.leaves_with_path(batch)
+    }
+    sizes = {path: shape[0] for path, shape in shapes.items() if shape}
+    if len(set(sizes.values())) > 1:
+        raise ValueError(
+            "micro-batches cut each array of the batch by its examples, and a worker's "
+            f"arrays have other numbers of these: {sizes}; let what belongs to the "
+            "whole batch be a scalar, or repeat it for each example"
+        )
+    size = max(sizes.values(), default=num_parts)
+    if num_parts < 1 or size % num_parts:
+        raise ValueError(
+            f"a worker's batch of {size} cannot be cut into {num_parts} micro-batches "
+            "of one size"
+        )
+
+    def cut(x: Any) -> jax.Array:
+        x = jnp.asarray(x)
+        if x.ndim == 0:
+            return jnp.broadcast_to(x, num_parts)
+        # On explicit axes the examples of each part lie as those of the batch.
+        parts = PartitionSpec(None, *specs_of(x))
+        return by_compiler(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), parts)(x)
+
+    return jax.tree.map(cut, batch)
+
+
+def _with_loss_metric(loss_fn: LossFn) -> Callable:
+    check_call(loss_fn, "loss_fn", "params", "model_state", "batch", "key")
+
+    def with_loss(params, model_state, batch, key):
+        result = loss_fn(params, model_state, batch, key)
+        (loss, weight), (model_state, metrics) = check_loss(result, model_state)
+        return loss, (model_state, {"loss": loss, **metrics}, weight)
+
+    return with_loss

@@ -1,0 +1,118 @@
+"""What a worker carries from step to step, and how all begin."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from decentjax._own_models import folded, is_key, is_typed_key, map_keys
+
+AXIS = "workers"
+
+
+class WorkerState(NamedTuple):
+    """What one worker carries from step to step; stacked, each leaf is [N, ...]."""
+
+    params: Any
+    opt_state: Any
+    model_state: Any  # batch statistics, for example; () for a model without any
+    key: jax.Array  # the worker's own random key
+    extra: Any = ()  # state of the algorithm, such as a tracked gradient; () for none
+
+
+class DecentralizeState(NamedTuple):
+    """State of `decentralize`.
+
+    It is defined here, below `decentralize`, for the local update to recognise it.
+    """
+
+    count: jax.Array  # int32, []; number of steps done
+    inner_state: optax.OptState
+    extra: Any = ()  # of rounds, what they carry
+
+
+def init_state(
+    params: Any,
+    optimizer: optax.GradientTransformation,
+    key: jax.Array,
+    num_workers: int,
+    model_state: Any = (),
+    workers: Sequence[int] | None = None,
+    extra: Any = (),
+) -> WorkerState:
+    """The first state: one model for all workers, and a random key for each.
+
+    Args:
+      params: one model.
+      optimizer: the optimizer, initialised for each worker.
+      key: random key, split among the workers.
+      num_workers: N.
+      model_state: model state of one model; each worker gets a random key of its own
+        from each random key in it.
+      workers: numbers of the workers to make, as `local_workers(mesh)` in a job of
+        several processes; by default all.
+      extra: the algorithm's own state of one worker.
+
+    Returns:
+      The stacked state, each leaf [N, ...].
+
+    Raises:
+      TypeError: if `optimizer` is no optimizer, or `key` no key.
+      ValueError: if there is no such worker, or the model has no leaf.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import init_state
+      >>> params = {"w": jnp.zeros((3, 2)), "b": jnp.zeros(2)}
+      >>> key = jax.random.key(0)
+      >>> state = init_state(params, optax.adam(1e-3), key, num_workers=4)
+      >>> state.params["w"].shape
+      (4, 3, 2)
+    """
+    check_optimizer(optimizer)
+    if not hasattr(key, "dtype"):
+        raise TypeError(f"key must be a random key, as jax.random.key(0), got {key!r}")
+    if num_workers < 1:
+        raise ValueError(f"num_workers must be at least one, got {num_workers}")
+    if workers is not None and not all(0 <= i < num_workers for i in workers):
+        raise ValueError(
+            f"workers must be from 0 to {num_workers - 1}, got {list(workers)}"
+        )
+    if not jax.tree.leaves(params):
+        raise ValueError("nothing to train: the params have no leaves")
+    numbers = jnp.arange(num_workers) if workers is None else jnp.asarray(workers)
+    keys = jax.random.split(key, num_workers)[numbers]
+
+    def repeat(x: Any) -> jax.Array:
+        return jnp.repeat(jnp.asarray(x)[None], len(keys), axis=0)
+
+    # Counts of draws beside a key, as of flax NNX, may look as one in the old form.
+    has_typed = any(map(is_typed_key, jax.tree.leaves(model_state)))
+
+    # With one key all workers would drop the same units, and add the same noise.
+    def repeat_or_split(x: Any) -> jax.Array:
+        if not (is_typed_key if has_typed else is_key)(x):
+            return repeat(x)
+        return jax.vmap(folded, (None, 0))(jnp.asarray(x), numbers)
+
+    def init_optimizer(params: Any, number: jax.Array) -> Any:
+        return map_keys(lambda key: folded(key, number), optimizer.init(params))
+
+    params, extra = jax.tree.map(repeat, (params, extra))
+    model_state = jax.tree.map(repeat_or_split, model_state)
+    opt_state = jax.vmap(init_optimizer)(params, numbers)
+    # Some optimizers keep the params themselves, and a buffer is donated only once.
+    opt_state = jax.tree.map(lambda x: x.copy(), opt_state)
+    return WorkerState(params, opt_state, model_state, keys, extra)
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises a TypeError unless this is an optimizer, and not the function of one."""
+    # By its methods: optax.MultiSteps is no GradientTransformation.
+    if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
+        got = getattr(optimizer, "__name__", type(optimizer).__name__)
+        raise TypeError(
+            f"wanted an optax optimizer, such as optax.adamw(1e-3), got {got}"
+        )
