@@ -5,7 +5,15 @@ import itertools
 import os
 import random
 import shutil
+import signal
 import tempfile
+
+# A shell ignores SIGINT in what it runs in the background, and nohup SIGHUP; a process
+# inherits that, and then no test could interrupt what it starts. What is handled here,
+# even by nothing, has its default again in what is executed.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 # XLA runs the devices of a CPU mesh on one pool of threads, and a collective holds its
 # thread until all devices have come: with too few threads they wait for ever.

@@ -61,7 +61,7 @@ def compile_once(monkeypatch):
     find = Preflight.find
 
     def find_once(run, name, t, options):
-        graph = run.topology.name
+        graph = run.method.graph.name
         depends_on = run.config, run.target, run.network, graph, t, options
         key = str(depends_on)
         if key not in FOUND:
@@ -94,7 +94,7 @@ def test_what_ships_hides_its_busiest_exchange(name, nodes):
         config = dataclasses.replace(config, topology=HIERARCHY)
     run = prepare(config, "h100", nodes, 8)
     assert run.options.items() >= RECOMMENDED.items()
-    finding = run.find("", busiest_step(run.topology, 8), run.options)
+    finding = run.find("", busiest_step(run.method.graph, 8), run.options)
     assert finding.schedule.num_devices == nodes * 8
     assert finding.schedule.covered(AXIS) >= SHIPPED[name]
     assert finding.warnings() == []

@@ -28,6 +28,7 @@ from train.cli.read import from_options
 from train.config import CodecName, Config
 from train.job.distributed import fail_stop, leave, start
 from train.run.log import warn
+from train.run.method import build_method
 
 MEASURE = "--measure"
 
@@ -183,7 +184,7 @@ def _here(
     code = look(setting, steps, config.seed, EVERY, CODECS, out, contenders)
     has = {
         "topology.make": config.topology.make is not None,
-        "rounds": config.step.algorithm == "rounds",
+        "rounds": build_method(config).rounds is not None,
         "step.message_dtype": config.step.message_dtype is not None,
     }
     if any(has.values()):

@@ -23,6 +23,7 @@ from train.figures.advice_figure import draw_speed_ups
 from train.figures.page import Section, html_table, write_page
 from train.figures.timeline_figure import draw_timelines
 from train.network import GBIT, duration
+from train.run.method import build_method
 from train.run.timeline import spans_of
 
 GAMMAS = np.geomspace(0.03, 10, 11)
@@ -325,7 +326,7 @@ def draw_steps(setting: Setting, row: Prediction, topology: Topology) -> Figure:
 
 
 def _graph(config: Config) -> str:
-    return "" if config.step.algorithm == "all_reduce" else config.topology.name
+    return "" if build_method(config).sends_gradients else config.topology.name
 
 
 def _command(setting: Setting, flags: str) -> str:

@@ -44,8 +44,8 @@ from train.run.build import (
     build_mesh,
     build_state,
     build_steps,
-    in_background,
 )
+from train.run.method import build_method
 from train.run.optimizers import build_optimizer
 from train.tasks.task import Task, build_task
 
@@ -139,7 +139,7 @@ class _Exchanges:
 
     def __init__(self, config: Config, task: Task, mesh: Mesh):
         self.mesh = mesh
-        self.in_background = in_background(config, mesh)
+        self.in_background = build_method(config).is_in_thread(config, mesh)
         # A second thread on an accelerator's hosts sends over the host's own network.
         over_host = self.in_background and jax.default_backend() != "cpu"
         self.exchange_mesh = host_mesh(mesh) if over_host else mesh
@@ -248,7 +248,7 @@ def _cluster(config: Config, exchanges: _Exchanges) -> Cluster:
 
 
 def _overlap(config: Config, mesh: Mesh) -> Overlap:
-    if in_background(config, mesh):
+    if build_method(config).is_in_thread(config, mesh):
         return "background"
     # A CPU's compiled step hides nothing.
     return "none" if jax.default_backend() == "cpu" else "in_step"

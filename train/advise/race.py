@@ -13,6 +13,7 @@ from train.advise.rounds import STEPS, rounds_seconds, whole_periods
 from train.advise.setting import Overlap, Setting
 from train.cli.config_json import changes, from_fields
 from train.config import Config
+from train.run.method import build_method
 
 RATES = np.geomspace(1e5, 1e11, 25)  # Bytes per second at which the order is looked at.
 HALVINGS = 12  # Of the interval in which the first method changes.
@@ -150,7 +151,8 @@ def step_seconds(setting: Setting, config: Config) -> float:
       ValueError: if its topology does not fit the cluster.
     """
     cluster, job = setting.cluster, setting.job
-    if config.step.algorithm == "all_reduce":
+    method = build_method(config)
+    if method.sends_gradients:
         return setting.simulate(None, STEPS, 0).seconds_per_step()
     workers = dataclasses.replace(
         config.workers,
@@ -158,30 +160,30 @@ def step_seconds(setting: Setting, config: Config) -> float:
         workers_per_node=cluster.workers_per_node,
     )
     topology = config.topology.build(workers)
-    if config.step.algorithm == "rounds":
+    if method.rounds is not None:
         return rounds_seconds(setting, config.rounds, topology)
     # Of four bytes a number.
     sent = 0.5 if config.step.message_dtype == "bfloat16" else 1.0
     setting = dataclasses.replace(setting, job=_smaller(job, sent))
     steps = whole_periods(topology.period, STEPS)
-    if config.step.algorithm == "atc":
+    if not method.is_early:
         setting = dataclasses.replace(setting, overlap="none")
     return setting.simulate(topology, steps, 0).seconds_per_step()
 
 
 def flags_of(config: Config, overlap: Overlap) -> str:
     """Returns the options of `decentjax train` that select a config's method."""
+    method = build_method(config)
     options: dict[str, Any] = {
         "optimizer.name": config.optimizer.name,
-        "step.algorithm": config.step.algorithm,
+        "step.algorithm": method.name,
         "step.message_dtype": config.step.message_dtype,
         "topology.name": config.topology.name,
     }
     for part, value in (("topology", config.topology), ("rounds", config.rounds)):
         found = changes(vars(type(value)()), vars(value), f"{part}.")
         options |= {name: new for name, _, new in found}
-    hides = config.step.algorithm == "awc" or "rounds.delay" in options
-    if hides and overlap == "background":
+    if method.is_early and overlap == "background":
         options["exchange.where"] = overlap
     return " ".join(
         f"--{x.replace('_', '-')}" + ("" if y is True else f" {y}")

@@ -18,6 +18,7 @@ from train.config import Config
 from train.data.batches import Feed, feed
 from train.data.vocabulary import PAD
 from train.run.build import build_in_step, build_state, build_steps
+from train.run.method import build_method
 from train.run.optimizers import build_optimizer
 from train.tasks.task import Task
 
@@ -110,11 +111,7 @@ def measure(config: Config, steps: int, processes: int | None) -> InputTiming:
         trained=trained,
         # XLA compiles a step for each pair of a shape and an exchange.
         shapes=len({str(jax.tree.map(np.shape, batch)) for batch in batches}),
-        exchanges=(
-            1
-            if config.step.algorithm == "all_reduce"
-            else len(set(config.topology.build(config.workers)))
-        ),
+        exchanges=len(set(build_method(config, task).graph)),
         compiled=compiled,
     )
 

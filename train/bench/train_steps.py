@@ -23,12 +23,12 @@ from train.config import (
     WorkersConfig,
 )
 from train.run.build import (
-    bind_mix,
     build_in_step,
     build_local,
     build_state,
     step_options,
 )
+from train.run.method import bind_mix
 from train.tasks.task import Task
 
 

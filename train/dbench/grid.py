@@ -6,6 +6,7 @@ import typing
 from typing import Any, Literal, NamedTuple
 
 from train.config import Config, PolicyConfig, RoundsConfig, TopologyConfig
+from train.run.method import build_method
 
 Batch = Literal["local", "global"]
 Scaling = Literal["none", "linear", "sqrt"]
@@ -98,7 +99,7 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
     if at and (not re.fullmatch("0*[1-9][0-9]*", period) or name in OWN_GRAPHS):
         raise ValueError(f"wanted GRAPH or GRAPH@STEPS, such as ring@10, got {graph!r}")
     step, topology, policy = config.step, config.topology, config.policy
-    if step.algorithm == ALL_REDUCE:
+    if build_method(config).sends_gradients:
         raise ValueError(
             "the config's own step averages gradients: give one with step.algorithm = "
             f'"awc" or "atc", and "{ALL_REDUCE}" as a graph'

@@ -15,11 +15,11 @@ from rich.console import Console
 
 from decentjax import AXIS, analysis, overlap
 from decentjax.overlap import Estimate, Schedule
-from decentjax.topology import complete
 from train import targets
 from train.config import Config
 from train.network import rate
 from train.run.build import build_in_step, build_state
+from train.run.method import build_method
 from train.run.optimizers import build_optimizer
 from train.targets import Gpu, Target
 from train.tasks.task import build_task
@@ -139,11 +139,7 @@ class Preflight:
         optimizer = build_optimizer(config.optimizer, config.num_steps)
         self.train_step = build_in_step(config, task, optimizer, mesh)
         workers = range(config.workers.num_workers)
-        self.topology = (
-            complete(len(workers))
-            if config.step.algorithm == "all_reduce"
-            else config.topology.build(config.workers)
-        )
+        self.method = build_method(config, task)
         state = jax.eval_shape(lambda: build_state(config, task, optimizer, workers))
         batch = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct((len(workers), *x.shape), x.dtype),
@@ -186,7 +182,7 @@ class Preflight:
         Only floats are mixed. With nodes the means inside a node keep the floats' own
         dtype, so `message_dtype` does not apply.
         """
-        in_levels = self.topology[t].workers_per_node > 1
+        in_levels = self.method.graph[t].workers_per_node > 1
         dtype = None if in_levels else self.config.step.message_dtype
         stacked = sum(
             x.size * np.dtype(dtype or x.dtype).itemsize
@@ -195,8 +191,10 @@ class Preflight:
         )
         workers = self.config.workers
         model_bytes = stacked / workers.num_workers
-        sent = analysis.traffic(self.topology, model_bytes, workers.workers_per_node)
-        return float(sent[t % self.topology.period].worker_bytes.mean())
+        sent = analysis.traffic(
+            self.method.graph, model_bytes, workers.workers_per_node
+        )
+        return float(sent[t % self.method.graph.period].worker_bytes.mean())
 
 
 def prepare(
@@ -249,11 +247,11 @@ def prepare(
 def inspect(preflight: Preflight, options: Options, console: Console) -> list[Finding]:
     """Compiles every distinct exchange of the run, with options of XLA."""
     # The first step of each exchange: a later one of the same exchange compiles alike.
-    turns = {e: t for t, e in reversed(list(enumerate(preflight.topology)))}
+    turns = {e: t for t, e in reversed(list(enumerate(preflight.method.graph)))}
     found = []
     for number, t in enumerate(sorted(turns.values()), start=1):
-        name = preflight.config.step.algorithm
-        if name != "all_reduce":
+        name = preflight.method.name
+        if not preflight.method.sends_gradients:
             name = f"{name} {number}/{len(turns)}"
         with console.status(f"compiling {name}"):
             found.append(preflight.find(name, t, options))

@@ -46,7 +46,7 @@ def report(
     workers = preflight.config.workers
     console.print(f"{_title(preflight)}, {workers.workers_per_node} per node")
     runs = [preflight]
-    if preflight.config.step.algorithm != "all_reduce":
+    if not preflight.method.sends_gradients:
         runs.append(with_all_reduce(preflight))
     found, *others = (inspect(run, run.options, console) for run in runs)
     rows = sum(others, found)
@@ -55,7 +55,7 @@ def report(
     tunings: dict[str, Tuning] = {}
     # The candidates are options for GPUs, and one worker sends nothing.
     if tune and isinstance(preflight.target, Gpu) and workers.num_workers > 1:
-        tunings = {run.config.step.algorithm: advice(run, console) for run in runs}
+        tunings = {run.method.name: advice(run, console) for run in runs}
     if out is not None:
         facts = {
             "config": preflight.config,
@@ -136,7 +136,7 @@ def verdict(
 
 def advice(preflight: Preflight, console: Console) -> Tuning:
     """Searches for options of XLA that make the step shorter, and prints them."""
-    console.print(f"options of XLA, tried on {preflight.config.step.algorithm}")
+    console.print(f"options of XLA, tried on {preflight.method.name}")
     tuning = tuned(preflight, console)
     if tuning.options == preflight.options:
         console.print("  no options are better than those of the run")

@@ -53,7 +53,7 @@ def tuned(preflight: Preflight, console: Console) -> Tuning:
     makes the step shorter. Finally XLA gets the estimated times as a profile, as it
     would get measured ones with `JAX_ENABLE_PGLE=true`.
     """
-    t = busiest_step(preflight.topology, preflight.config.workers.workers_per_node)
+    t = busiest_step(preflight.method.graph, preflight.config.workers.workers_per_node)
     speeds = preflight.target.accelerator()
 
     def tried(name: str, options: Options) -> Trial:

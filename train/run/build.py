@@ -3,12 +3,11 @@
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import grain
 import jax
-import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
 
@@ -17,16 +16,11 @@ from decentjax import (
     LossFn,
     TrainStep,
     WorkerState,
-    all_reduce_step,
-    atc_step,
     awc_step,
     gossip,
-    init_rounds,
     init_state,
     local_update,
-    mix,
     on_mesh,
-    round_step,
     simulate,
     worker_mesh,
 )
@@ -34,20 +28,17 @@ from decentjax.dispersion import NORMS, measured
 from decentjax.gossip import Record, host_mesh
 from decentjax.local import LocalUpdate
 from decentjax.loss import Metrics, kinds
-from decentjax.schedule import Schedule
-from decentjax.topology import Topology, alone
+from decentjax.topology import alone
 from train.config import Config, StepConfig
 from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet
 from train.job.peers import peer_place
-from train.run.choose import GRAPH, Chooser, build_policy
+from train.run.choose import Chooser
 from train.run.finite import poison_gradient, quarantined
-from train.run.rounds import build_rounds, check_rounds
+from train.run.method import Beside, build_method
 from train.run.trace import check_takes
 from train.tasks.task import Task
 from train.xla import check_options, read_options
-
-ORDERS = {"awc": awc_step, "atc": atc_step}
 
 
 def build_mesh(config: Config) -> Mesh | None:
@@ -90,18 +81,13 @@ def build_state(
       ValueError: if the model does not fit the task.
     """
 
-    check_rounds(config, task)
-
-    def init_extra(params: Any) -> Any:
-        if config.step.algorithm == "rounds":
-            return init_rounds(build_rounds(config, task), params)
-        return {GRAPH: jnp.int32(0)} if config.policy.name == "holding" else ()
+    method = build_method(config, task)
 
     # One program: without jit each leaf would be a dispatch, and exist twice.
     @jax.jit
     def stack(params, model_state, key):
         num_workers = config.workers.num_workers
-        extra = init_extra(params)
+        extra = method.init_extra(params)
         return init_state(
             params, optimizer, key, num_workers, model_state, workers, extra
         )
@@ -155,9 +141,7 @@ class InStep(contextlib.nullcontext):
 
 
 PeerStep = gossip.Peers | gossip.Wagma | gossip.PeerRounds
-LoopStep = (
-    InStep | gossip.Background | gossip.BackgroundRounds | gossip.AllReduce | PeerStep
-)
+LoopStep = InStep | Beside | PeerStep
 
 
 def build_steps(
@@ -198,28 +182,21 @@ def build_train_step(
     mesh: Mesh | None,
     record: Record | None = None,
 ) -> LoopStep:
-    """The step of the config's algorithm, with its exchange inside or in a thread."""
-    if not in_background(config, mesh):
+    """The step of the config's method, with its exchange inside or in a thread."""
+    method = build_method(config, task)
+    if not method.is_in_thread(config, mesh):
         step = build_in_step(config, task, optimizer, mesh, step_options(config, mesh))
-        chooser = None if config.step.algorithm == "rounds" else Chooser(config)
+        chooser = method.policy and Chooser(method.policy, config.policy)
         return InStep(step, chooser, record)
     assert mesh is not None  # As `build_mesh` has made it.
-    local = build_local(config.step, task.loss_fn, optimizer)
-    if config.step.algorithm == "all_reduce":
-        return gossip.AllReduce(local, mesh, record)
-    # Two programs run at once on CPUs, but one after the other on a GPU: there the
-    # models are exchanged through the host's memory.
-    exchange_mesh = None if jax.default_backend() == "cpu" else host_mesh(mesh)
-    options = {
-        "message_dtype": config.step.message_dtype,
-        "exchange_mesh": exchange_mesh,
-        "record": record,
-    }
-    if config.step.algorithm == "rounds":
-        rounds = build_rounds(config, task)
-        return gossip.BackgroundRounds(local, rounds, mesh, **options)
-    return gossip.Background(
-        local, config.topology.build(config.workers), mesh, **options
+    return method.beside(
+        build_local(config.step, task.loss_fn, optimizer),
+        mesh,
+        message_dtype=config.step.message_dtype,
+        # Two programs run at once on CPUs, but one after the other on a GPU: there the
+        # models are exchanged through the host's memory.
+        exchange_mesh=None if jax.default_backend() == "cpu" else host_mesh(mesh),
+        record=record,
     )
 
 
@@ -230,25 +207,15 @@ def build_in_step(
     mesh: Mesh | None,
     compiler_options: Mapping[str, Any] | None = None,
 ) -> TrainStep:
-    """The compiled step of the config's algorithm, its exchange inside."""
+    """The compiled step of the config's method, its exchange inside."""
     local = build_local(config.step, task.loss_fn, optimizer)
-    policy = build_policy(config)
-    plan: Topology | Schedule = policy.menu
-    if policy.measures:
-        local = measured(local, before_update=config.step.algorithm == "awc")
-    if config.step.algorithm == "all_reduce":
-        step = functools.partial(all_reduce_step, adapt=local)
-    elif config.step.algorithm == "rounds":
-        rounds = build_rounds(config, task)
-        mixing = bind_mix(config.step) if rounds.compression is None else None
-        step = functools.partial(round_step, rounds=rounds, adapt=local, mix=mixing)
-        plan = rounds.schedule
-    else:
-        order = ORDERS[config.step.algorithm]
-        step = functools.partial(order, adapt=local, mix=bind_mix(config.step))
+    method = build_method(config, task)
+    if method.policy is not None and method.policy.measures:
+        local = measured(local, before_update=method.is_early)
+    step = functools.partial(method.order, adapt=local)
     if mesh is None:
-        return simulate(step, plan)
-    return on_mesh(step, plan, mesh, compiler_options)
+        return simulate(step, method.plan)
+    return on_mesh(step, method.plan, mesh, compiler_options)
 
 
 def build_lone_step(
@@ -267,7 +234,8 @@ def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:
     Raises:
       ValueError: if XLA does not know one, needed or not.
     """
-    beside = config.exchange.where == "peers" or in_background(config, mesh)
+    by_peers = config.exchange.where == "peers"
+    beside = by_peers or build_method(config).is_in_thread(config, mesh)
     return options_on(None if beside else mesh, config.step)
 
 
@@ -281,28 +249,9 @@ def options_on(mesh: Mesh | None, step: StepConfig) -> dict[str, str]:
     return {} if mesh is None else read_options(step.xla_options, jax.default_backend())
 
 
-def in_background(config: Config, mesh: Mesh | None) -> bool:
-    """Whether the exchange runs in a second thread."""
-    if config.exchange.where != "auto":
-        return config.exchange.where == "background"
-    if config.policy.name != "fixed":
-        return False
-    # XLA's CPU backend does not overlap collectives with compute; a GPU's does, and
-    # simulated workers send nothing. atc and all_reduce have nothing to overlap with.
-    on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
-    late = config.step.algorithm == "rounds" and config.rounds.delay > 0
-    return mesh is not None and on_cpus and (config.step.algorithm == "awc" or late)
-
-
 def build_local(
     step: StepConfig, loss_fn: LossFn, optimizer: optax.GradientTransformation
 ) -> LocalUpdate:
     """The local update, in which a loss that is not finite poisons its gradient."""
     local = local_update(poison_gradient(loss_fn), optimizer, step.num_micro_batches)
     return quarantined(local) if step.not_finite == "quarantine" else local
-
-
-def bind_mix(config: StepConfig) -> Callable[..., Any]:
-    """The mixing of one worker's params, with the dtype of the config's messages."""
-    dtype = config.message_dtype
-    return functools.partial(mix, axis_name=AXIS, message_dtype=dtype)

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,6 @@ from jax.experimental import multihost_utils
 from decentjax import WorkerState
 from decentjax import policy as policies
 from decentjax.dispersion import MEASURES
-from decentjax.topology import complete
 from train.config import Config, PolicyConfig
 from train.run.optimizers import build_schedule
 
@@ -23,8 +23,6 @@ def build_policy(config: Config) -> policies.Policy:
       ValueError: if its numbers do not fit the workers.
     """
     options, num_workers = config.policy, config.workers.num_workers
-    if config.step.algorithm == "all_reduce":
-        return policies.fixed(complete(num_workers))
     if options.name == "thinning":
         degree = max(num_workers - 1, 2) if options.degree is None else options.degree
         return policies.thinning(num_workers, degree, options.per_epoch, options.least)
@@ -51,11 +49,12 @@ class Chooser:
     So a run that resumes goes on with the graph that it had.
 
     Args:
-      config: config of the run.
+      policy: policy of the run.
+      options: its config.
     """
 
-    def __init__(self, config: Config):
-        self.policy, self._options = build_policy(config), config.policy
+    def __init__(self, policy: policies.Policy, options: PolicyConfig):
+        self.policy, self._options = policy, options
         self._is_new = True
 
     def __call__(self, state: WorkerState, step: int) -> int:
@@ -86,6 +85,11 @@ class Chooser:
 
 
 GRAPH = "graph"  # Its number, in the state's extra part.
+
+
+def init_graph(options: PolicyConfig) -> Any:
+    """The first graph of a policy that measures, as it is kept in the state."""
+    return {GRAPH: jnp.int32(0)} if options.name == "holding" else ()
 
 
 def dispersion(norms: np.ndarray, options: PolicyConfig) -> float | None:

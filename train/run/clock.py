@@ -13,8 +13,8 @@ from decentjax import gossip, runtime
 from decentjax.topology import butterfly_groups
 from train.config import Config
 from train.network import MaybeRate, MaybeTime, Time, rate, seconds
+from train.run.method import build_method
 from train.run.peers import as_used, wagma_groups
-from train.run.rounds import build_rounds, sent_bytes, sent_schedule, step_bytes
 from train.tasks.task import build_task
 
 
@@ -83,41 +83,31 @@ class Clock:
                 f"policy.name = {config.policy.name} chooses the graph as the run goes "
                 'on, and has no clock: take "fixed"'
             )
-        algorithm, by_peers = config.step.algorithm, exchange.where == "peers"
-        if by_peers and (algorithm == "rounds" or exchange.patience is None):
+        method, by_peers = build_method(config, task), exchange.where == "peers"
+        if by_peers and (method.rounds or exchange.patience is None):
             raise ValueError(
                 "rounds by peers, and peers who wait for all, have no clock: compare "
                 "them with exchange.where = auto, which has their numbers"
             )
         waits = exchange.patience != 0
-        if waits and (exchange.where, exchange.way) == ("peers", "arrived"):
+        if waits and by_peers and exchange.way == "arrived":
             raise ValueError(
                 "by the clock peers wait for no other: set exchange.patience to 0, got "
                 f"{exchange.patience}"
             )
         model, _ = jax.eval_shape(task.init, jax.random.key(0))
-        cluster, job = self._cluster(config), self._job(step_bytes(config, model))
-        if config.step.algorithm == "all_reduce":
-            return Timed(runtime.all_reduce(cluster, job, count, seed))
-        if config.step.algorithm == "rounds":
-            rounds = build_rounds(config, task)
-            job = dataclasses.replace(job, model_bytes=sent_bytes(rounds, None, model))
-            schedule = sent_schedule(rounds)
-            return Timed(runtime.rounds(cluster, job, schedule, count, seed))
-        graph = config.topology.build(config.workers)
-        if exchange.where == "background":
-            return Timed(runtime.background(cluster, job, graph, count, seed))
-        if exchange.where != "peers":
-            hidden = config.step.algorithm == "awc"
-            return Timed(runtime.in_step(cluster, job, graph, count, seed, hidden))
+        cluster, job = self._cluster(config), self._job(method.model_bytes(model))
+        if not by_peers:
+            in_thread = exchange.where == "background"
+            return Timed(method.times(in_thread, cluster, job, count, seed))
         if exchange.way == "arrived":
-            times, mixed = runtime.peers(cluster, job, graph, count, seed)
+            times, mixed = runtime.peers(cluster, job, method.graph, count, seed)
             return Timed(times, _used(mixed, count, config.workers.num_workers))
-        if exchange.way != "wagma" or config.step.algorithm != "atc":
+        if exchange.way != "wagma" or method.is_early:
             raise ValueError(
                 "of peers, those with exchange.way = arrived, or wagma with "
                 f"step.algorithm = atc, have a clock; got {exchange.way} with "
-                f"{config.step.algorithm}"
+                f"{method.name}"
             )
         groups = wagma_groups(config)
         inner = butterfly_groups(groups.num_workers, groups.group_size)
@@ -134,7 +124,7 @@ class Clock:
             between_bytes_per_second=between,
         )
 
-    def _job(self, model_bytes: int) -> runtime.Job:
+    def _job(self, model_bytes: float) -> runtime.Job:
         if self.trace is not None:
             compute = runtime.trace(np.load(self.trace))
         elif self.compute is not None:

@@ -22,7 +22,8 @@ from train.cli.config_json import read_fields
 from train.cli.tables import counted, write_json
 from train.config import Config
 from train.job.peers import process_place
-from train.run.build import build_local, in_background
+from train.run.build import build_local
+from train.run.method import build_method
 from train.targets import peak_flops
 from train.tasks.task import Task
 
@@ -52,7 +53,7 @@ def describe(
         "workers": workers.num_workers,
         "nodes": workers.num_workers // workers.workers_per_node,
         "processes": process_place(config)[1],
-        "algorithm": config.step.algorithm,
+        "algorithm": build_method(config).name,
         "topology": _graph(config),
         "exchange": _exchange(config, mesh),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
@@ -196,5 +197,5 @@ def _exchange(config: Config, mesh: Mesh | None) -> str:
         return "from peer to peer"
     if mesh is None:
         return "simulated on one device"
-    where = "a second thread" if in_background(config, mesh) else "the compiled step"
-    return f"exchanged in {where}"
+    in_thread = build_method(config).is_in_thread(config, mesh)
+    return f"exchanged in {'a second thread' if in_thread else 'the compiled step'}"

@@ -32,6 +32,7 @@ from train.run.facts import FACTS, describe, header, peak_seconds, write_facts
 from train.run.finite import Check, build_check, check_gradients
 from train.run.folder import MADE_ANEW, lock
 from train.run.log import Log, for_sinks, read_metrics, warn
+from train.run.method import build_method
 from train.run.observe import Observer
 from train.run.optimizers import build_optimizer
 from train.run.peers import (
@@ -45,7 +46,7 @@ from train.run.peers import (
 )
 from train.run.profile import profiled
 from train.run.resume import Begin, Resume, begin_again, begin_new
-from train.run.rounds import check_rounds, warn_of_few
+from train.run.rounds import warn_of_few
 from train.run.sinks import Sink, named_sinks, open_sinks, with_rows_before
 from train.run.stop import Stop
 from train.run.straggler import check_processes, delay
@@ -140,7 +141,7 @@ def train(
     mesh = build_mesh(config)
     task = build_task(config.task)
     trace_task(task, config.step.batch_per_worker)
-    check_rounds(config, task)
+    build_method(config, task)  # For its errors.
     folder = own_folder(config, run_dir)
     # The lock is taken first and released last: all else writes into the folder.
     with (
@@ -392,7 +393,7 @@ def _open_log(
     stack: contextlib.ExitStack,
 ) -> Log:
     """Opens the log of the run and its sinks, and says what the run is."""
-    warn_of_few(config, task)
+    warn_of_few(config, build_method(config, task).rounds)
     write = stack.enter_context(open_sinks(sinks, config, run_dir, begin.step))
     headline, units = task.headline.name, task.units
     others = headline, kept, units, write, renew
@@ -420,7 +421,7 @@ def _advice(config: Config, run_dir: Path) -> Iterator[None]:
         if config.exchange.where == "peers":
             # One of another learning rate would be refused by the others.
             how = "started again, this process takes the model of a peer"
-            if config.step.algorithm == "rounds":
+            if build_method(config).rounds is not None:
                 how = "started again, this process goes on from its own checkpoint"
         raise FloatingPointError(f"{error}; {how}") from error
 

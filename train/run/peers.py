@@ -34,8 +34,8 @@ from train.run.checkpoint import find_checkpoints, restore, verify
 from train.run.finite import WatchState
 from train.run.folder import check_links, process_folders, writing
 from train.run.log import METRICS, Log, warn
+from train.run.method import build_method
 from train.run.resume import Begin, trained_by
-from train.run.rounds import build_rounds
 from train.run.stop import Stop
 from train.tasks.task import Task
 
@@ -125,6 +125,7 @@ def build_peers(
       record: called with the spans of each step.
     """
     exchange, place = config.exchange, peer_place(config)
+    method = build_method(config, task)
     bind, book = _bound(config, folder)
     patience = math.inf if exchange.patience is None else exchange.patience
     common: dict[str, Any] = {
@@ -143,20 +144,21 @@ def build_peers(
             groups.num_workers,
             group_size=groups.group_size,
             period=groups.period,
-            order="atc" if config.step.algorithm == "atc" else "awc",
+            order="awc" if method.is_early else "atc",
             patience=patience or SILENT_SECONDS,
             used=lambda one: used(as_used(one)),
             **common,
         )
     common |= {"patience": patience, "used": used}
-    if config.step.algorithm == "rounds":
-        return gossip.PeerRounds(local, build_rounds(config, task), **common)
+    if method.rounds is not None:
+        return gossip.PeerRounds(local, method.rounds, **common)
     elastic = None
     if exchange.elastic:
         build = functools.cache(config.topology.build_for)
         elastic = gossip.Elastic(build, exchange.quorum, exchange.silent_seconds)
-    graph = config.topology.build(config.workers)
-    return gossip.Peers(local, graph, way=exchange.way, elastic=elastic, **common)
+    return gossip.Peers(
+        local, method.graph, way=exchange.way, elastic=elastic, **common
+    )
 
 
 def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:

@@ -29,9 +29,9 @@ from decentjax.dispersion import measured, tensor_distances
 from decentjax.loss import Metrics
 from decentjax.rounds import default_mix, in_pairs, receive, send, take_round
 from train.config import Config, OptimizerConfig, StepConfig
-from train.run.build import ORDERS, bind_mix, build_local, options_on
+from train.run.build import build_local, options_on
+from train.run.method import bind_mix, build_method
 from train.run.optimizers import build_optimizer
-from train.run.rounds import build_rounds
 from train.run.scores import ratios
 from train.tasks.task import Task
 
@@ -59,23 +59,22 @@ def fetch(arrays: Any) -> Any:
 def build_step(
     config: Config, task: Task, mesh: Mesh | None
 ) -> Callable[[WorkerState, Any, Any], tuple[WorkerState, Metrics]]:
-    """The step of the config's algorithm over [K, N, ...], in few programs.
+    """The step of the config's method over [K, N, ...], in few programs.
 
     It takes an exchange, or the rounds that begin and end. There is nothing to overlap,
     so the exchange is a separate program, and the local update is compiled once and not
     once for each exchange, nor for each run of a grid.
     """
-    algorithm = config.step.algorithm
-    late = algorithm == "rounds" and config.rounds.delay > 0
-    before = algorithm == "awc" or late
-    key = mesh, config.step, task.loss_fn, config.optimizer, config.num_steps, before
-    if algorithm == "all_reduce":
+    method = build_method(config, task)
+    key = mesh, config.step, task.loss_fn, config.optimizer, config.num_steps
+    key = *key, method.is_early
+    if method.sends_gradients:
         return lambda state, batch, taken: _reduce_program(taken, *key)(state, batch)
     local = _adapt_program(config.rounds.tracking, *key)
-    if algorithm == "rounds":
-        return _in_rounds(build_rounds(config, task), config.step, local, mesh)
+    if method.rounds is not None:
+        return _in_rounds(method.rounds, config.step, local, mesh)
     return functools.partial(
-        ORDERS[algorithm],
+        method.order,
         adapt=local,
         mix=lambda x, exchange: _mix_program(mesh, config.step, exchange)(x),
     )

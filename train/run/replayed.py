@@ -19,6 +19,7 @@ from train.config import Config
 from train.run.build import build_local, build_state, build_steps, options_on
 from train.run.clock import Clock
 from train.run.finite import check_gradients
+from train.run.method import build_method
 from train.run.optimizers import build_optimizer
 from train.run.outcome import Report, SeedsOutcome, finite_mean, in_turn
 from train.run.peers import as_averaged, wagma_groups
@@ -44,7 +45,8 @@ def repeat(
     Raises:
       ValueError: if the record is not whole, or of rounds or an elastic run.
     """
-    if config.step.algorithm == "rounds":
+    method = build_method(config, task)
+    if method.rounds is not None:
         raise ValueError("only exchanges in each step are repeated, and no rounds")
     if config.exchange.elastic:
         raise ValueError(
@@ -62,13 +64,13 @@ def repeat(
         return batch.arrays
 
     if config.exchange.way == "wagma":
-        groups, order = wagma_groups(config), config.step.algorithm
+        groups, order = wagma_groups(config), "awc" if method.is_early else "atc"
         averaged = map(as_averaged, records)
         return gossip.replay_wagma(
             local, groups, order, start, batches, averaged, observe
         )
-    graph, way = config.topology.build(config.workers), config.exchange.way
-    return gossip.replay(local, graph, way, start, batches, records, observe)
+    way = config.exchange.way
+    return gossip.replay(local, method.graph, way, start, batches, records, observe)
 
 
 def train_by_clock(

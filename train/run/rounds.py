@@ -9,48 +9,22 @@ import numpy as np
 from decentjax import Rounds
 from decentjax.codec import as_permutations, num_bytes
 from decentjax.correction import init_tracker
-from decentjax.mixing import is_mixed
 from decentjax.rounds import leaves_of
 from decentjax.schedule import Fragment, Schedule
 from train.cli.tables import counted
-from train.config import Config, RoundsConfig
+from train.config import Config
 from train.run.log import warn
-from train.tasks.task import Task
 
 
-def check_rounds(config: Config, task: Task) -> None:
-    """Raises a ValueError for rounds that the step or the task's model do not take."""
-    if config.step.algorithm == "rounds":
-        build_rounds(config, task)
-    elif config.rounds != RoundsConfig():
-        raise ValueError(
-            'the fields of rounds are for step.algorithm = "rounds", got '
-            f'"{config.step.algorithm}": set it, or leave them out'
-        )
-
-
-def warn_of_few(config: Config, task: Task) -> None:
+def warn_of_few(config: Config, rounds: Rounds | None) -> None:
     """Warns if the steps from one round to the next are more than those of the run."""
     steps = config.rounds.every_steps
-    if config.step.algorithm == "rounds" and steps > config.num_steps:
-        count = build_rounds(config, task).schedule.count(config.num_steps)
+    if rounds is not None and steps > config.num_steps:
+        count = rounds.schedule.count(config.num_steps)
         warn(
             f"rounds.every_steps = {steps} is more than num_steps = "
             f"{config.num_steps}: the run has {counted(count, 'round')}"
         )
-
-
-def build_rounds(config: Config, task: Task) -> Rounds:
-    """Returns the rounds of a config, over its topology.
-
-    Raises:
-      ValueError: if no leaf of the task's model falls into a fragment.
-    """
-    sizes = None
-    if config.rounds.fragments > 1:
-        params, _ = jax.eval_shape(task.init, jax.random.key(0))
-        sizes = [x.size if is_mixed(x) else 0 for x in jax.tree.leaves(params)]
-    return config.rounds.build(config.topology.build(config.workers), sizes)
 
 
 def step_bytes(config: Config, model: Any) -> int:

@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import Exchange, Rounds, WorkerState, local_workers
+from decentjax import Exchange, WorkerState, local_workers
 from decentjax.analysis import traffic
-from decentjax.codec import as_permutations
 from decentjax.dispersion import MEASURES, NORMS, tensor_names
 from decentjax.loss import Metrics
 from decentjax.schedule import Event
@@ -26,9 +25,9 @@ from train.run.build import build_state, build_steps
 from train.run.choose import build_policy, dispersion
 from train.run.finite import QUARANTINED, watch_of
 from train.run.log import warn
+from train.run.method import Method, build_method
 from train.run.optimizers import build_optimizer
 from train.run.outcome import Report, SeedsOutcome, finite_mean, in_turn
-from train.run.rounds import build_rounds, sent_bytes, step_bytes
 from train.run.trace import trace_task
 from train.tasks.task import Task, build_task
 
@@ -94,12 +93,9 @@ def _train_together(
 ) -> SeedsOutcome:
     optimizer = build_optimizer(config.optimizer, config.num_steps)
     workers = range(config.workers.num_workers) if mesh is None else local_workers(mesh)
-    policy = build_policy(config)
+    method = build_method(config, task)
     train_step = programs.build_step(config, task, mesh)
-    rounds = None
-    if config.step.algorithm == "rounds":
-        rounds = build_rounds(config, task)
-    options = config.policy
+    policy, options = method.policy, config.policy
     configs = [dataclasses.replace(config, seed=seed) for seed in seeds]
     states = [build_state(one, task, optimizer, workers) for one in configs]
     state = programs.put(jax.tree.map(lambda *rows: jnp.stack(rows), *states), mesh)
@@ -110,13 +106,12 @@ def _train_together(
     for step in range(1, config.num_steps + 1):
         rows = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
         batch = programs.put(rows, mesh)
-        if rounds is None:
+        place = step - 1
+        if policy is not None:
             place = policy(step - 1, (step - 1) / options.epoch_steps)
-            taken.append(policy.menu[place])
-        else:
-            taken.append(rounds.schedule[step - 1])
+        taken.append(method.plan[place])
         state, metrics = train_step(state, batch, taken[-1])
-        if policy.measures and step % options.every_steps == 0:
+        if policy is not None and policy.measures and step % options.every_steps == 0:
             (norms,) = programs.fetch(metrics[NORMS])  # Of the one seed.
             policy(step, step / options.epoch_steps, dispersion(norms, options))
         log.add(step, metrics)
@@ -128,7 +123,7 @@ def _train_together(
             evaluations.append((step, score_means(state)))
     log.say_dropped()
     one_model = jax.eval_shape(task.init, jax.random.key(0))[0]
-    sent = sent_by(config, rounds, taken, one_model)
+    sent = sent_by(config, method, taken, one_model)
     return SeedsOutcome(
         time.monotonic() - start,
         log.losses,
@@ -202,34 +197,23 @@ class _Log:
 
 
 def sent_by(
-    config: Config,
-    rounds: Rounds | None,
-    taken: Sequence[Exchange | Event],
-    one_model: Any,
+    config: Config, method: Method, taken: Sequence[Exchange | Event], one_model: Any
 ) -> dict[str, float]:
     """What workers and nodes send in a step, as means over the steps.
 
     Args:
       config: config of the run.
-      rounds: its rounds, if it has any.
-      taken: the exchange of each step, or its rounds.
+      method: its method.
+      taken: what each step takes of the method's plan.
       one_model: model as shapes.
     """
-    whole = step_bytes(config, one_model)
     total = {"connections": 0.0, "per worker": 0.0, "per link": 0.0}
     for one, count in collections.Counter(taken).items():
-        if not isinstance(one, Event):
-            exchange, num_bytes = one, whole
-        elif one.sends is None or one.sends.exchange is None:
+        sent = method.sent(one, one_model)
+        if sent is None:
             continue
-        else:
-            assert rounds is not None
-            exchange = one.sends.exchange
-            num_bytes = sent_bytes(rounds, one.sends.leaves, one_model)
-            if rounds.compression is not None:
-                exchange = as_permutations(exchange)
-        graph = Topology("one", (exchange,))
-        (found,) = traffic(graph, num_bytes, config.workers.workers_per_node)
+        graph = Topology("one", (sent.exchange,))
+        (found,) = traffic(graph, sent.num_bytes, config.workers.workers_per_node)
         (matrix,) = matrices(graph)
         total["connections"] += count * ((matrix != 0).sum() / len(matrix) - 1)
         total["per worker"] += count * found.worker_bytes.mean()

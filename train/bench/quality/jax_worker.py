@@ -15,7 +15,7 @@ from train.bench.race.jax_worker import rest
 from train.bench.race.turns import serve
 from train.bench.runner import Runner, repeat
 from train.cli.load import load_config
-from train.config import Config, DistributedConfig
+from train.config import DistributedConfig
 from train.data.batches import feed
 from train.job.distributed import fail_stop, start
 from train.job.namespaces import INTERFACE
@@ -25,9 +25,9 @@ from train.run.build import (
     build_steps,
     build_train_step,
 )
+from train.run.method import build_method
 from train.run.optimizers import build_optimizer
 from train.run.peers import build_peers
-from train.run.rounds import build_rounds
 from train.tasks.task import Task
 
 JOB = DistributedConfig(enabled=True, timeout_seconds=120)
@@ -71,15 +71,10 @@ def _runner(configs: Path, method: Method) -> Runner:
         return jax.block_until_ready(train_step(state, batch, t)[0])
 
     runner = repeat(step, state, finish)
-    for _ in range(_period(config, task)):  # Compiles a program for each exchange.
+    # Compiles a program for each exchange.
+    for _ in range(build_method(config, task).plan.period):
         runner.step()
     return runner
-
-
-def _period(config: Config, task: Task) -> int:
-    if config.step.algorithm == "rounds":
-        return build_rounds(config, task).schedule.period
-    return config.topology.build(config.workers).period
 
 
 if __name__ == "__main__":
