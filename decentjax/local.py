@@ -23,7 +23,7 @@ from decentjax.state import DecentralizeState, WorkerState, check_optimizer
 
 
 class Adapt(Protocol):
-    """The local update of one worker, as `adapt` with its keywords bound.
+    """The local update of one worker, as `local_update` returns it.
 
     For `decentjax.gossip` it must be a function of arrays alone: without collectives,
     `axis_index` and, where it uses `mixed`, side effects.

@@ -165,8 +165,8 @@ def gradient_tracking(topology: Topology, num_steps: int = 1, delay: int = 1) ->
 
     The mean of all y is that of all gradients, so models come to the optimum of all
     data, however uneven these are. With delay 1 both travel beside the gradient, with
-    0 after the update. The local update has to take `reduce_gradients`, as
-    `decentjax.adapt` does, and messages have their own dtype.
+    0 after the update. The local update needs its two halves, as that of
+    `local_update` has them, and messages have their own dtype.
 
     Args:
       topology: exchanges of the rounds, taken in turn; the columns of each W sum to one

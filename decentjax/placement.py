@@ -90,10 +90,10 @@ def simulate(step: Step, topology: Topology | Schedule) -> TrainStep:
     Examples:
       >>> import functools
       >>> import optax
-      >>> from decentjax import adapt, awc_step, simulate, topology
+      >>> from decentjax import awc_step, local_update, simulate, topology
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> local = local_update(loss_fn, optax.sgd(0.1))
       >>> train_step = simulate(
       ...     functools.partial(awc_step, adapt=local), topology.hypercube(8)
       ... )
@@ -135,10 +135,10 @@ def on_mesh(
     Examples:
       >>> import functools
       >>> import optax
-      >>> from decentjax import adapt, awc_step, on_mesh, topology, worker_mesh
+      >>> from decentjax import awc_step, local_update, on_mesh, topology, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> local = local_update(loss_fn, optax.sgd(0.1))
       >>> step = functools.partial(awc_step, adapt=local)
       >>> train_step = on_mesh(step, topology.ring(1), worker_mesh(1))
     """

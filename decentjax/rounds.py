@@ -416,7 +416,7 @@ def round_step(
       batch: this worker's batch.
       event: what this step does, as in `rounds.schedule[step]`, or a `Turn`.
       rounds: the rounds.
-      adapt: the local update, `decentjax.adapt` with its keywords bound.
+      adapt: the local update, as `local_update` returns it.
       mix: the averaging of leaves by number, by default that of `default_mix`; where a
         worker is a slice of the mesh, that with `shards`.
       send: the beginning of a round, where it is a program of its own.
@@ -431,11 +431,11 @@ def round_step(
     Examples:
       >>> import functools
       >>> import optax
-      >>> from decentjax import adapt, methods, round_step, simulate
+      >>> from decentjax import local_update, methods, round_step, simulate
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> rounds = methods.diloco(num_workers=8, num_steps=50)
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> local = local_update(loss_fn, optax.sgd(0.1))
       >>> step = functools.partial(round_step, rounds=rounds, adapt=local)
       >>> train_step = simulate(step, rounds.schedule)
     """

@@ -1,8 +1,7 @@
 """The train step of one worker: an algorithm is the order of `adapt` and `mix`.
 
-`adapt` is the local update, with the loss and the optimizer bound by
-`functools.partial`; `mix` averages models. `decentjax.placement` runs the steps, on a
-mesh of devices or simulated on one.
+`adapt` is the local update, as `local_update` returns it; `mix` averages models.
+`decentjax.placement` runs the steps, on a mesh of devices or simulated on one.
 """
 
 import functools
@@ -55,7 +54,7 @@ def awc_step(
       state: this worker's state.
       batch: this worker's batch, any pytree of arrays [examples, ...].
       exchange: the static exchange of this step, as in `topology[step]`.
-      adapt: the local update, `decentjax.adapt` with its keywords bound.
+      adapt: the local update, as `local_update` returns it.
       mix: the averaging, `decentjax.mix` with its keywords bound.
 
     Returns:
@@ -64,11 +63,11 @@ def awc_step(
     Examples:
       >>> import functools
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import adapt, awc_step, init_state, simulate, topology
+      >>> from decentjax import awc_step, init_state, local_update, simulate, topology
       >>> def loss_fn(params, model_state, batch, key):
       ...     return jnp.sum((params - batch) ** 2), (model_state, {})
       >>> optimizer = optax.sgd(0.1)
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> local = local_update(loss_fn, optimizer)
       >>> step = functools.partial(awc_step, adapt=local)
       >>> train_step = simulate(step, topology.complete(2))
       >>> state = init_state(jnp.zeros(()), optimizer, jax.random.key(0), num_workers=2)
@@ -103,10 +102,10 @@ def atc_step(
     Examples:
       >>> import functools
       >>> import optax
-      >>> from decentjax import adapt, atc_step, simulate, topology
+      >>> from decentjax import atc_step, local_update, simulate, topology
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> local = local_update(loss_fn, optax.sgd(0.1))
       >>> step = functools.partial(atc_step, adapt=local)
       >>> train_step = simulate(step, topology.ring(8))
     """
@@ -136,10 +135,10 @@ def all_reduce_step(
     Examples:
       >>> import functools
       >>> import optax
-      >>> from decentjax import adapt, all_reduce_step, simulate, topology
+      >>> from decentjax import all_reduce_step, local_update, simulate, topology
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
+      >>> local = local_update(loss_fn, optax.sgd(0.1))
       >>> step = functools.partial(all_reduce_step, adapt=local)
       >>> train_step = simulate(step, topology.complete(8))
     """

@@ -8,13 +8,6 @@ import shutil
 import signal
 import tempfile
 
-# A shell ignores SIGINT in what it runs in the background, and nohup SIGHUP; a process
-# inherits that, and then no test could interrupt what it starts. What is handled here,
-# even by nothing, has its default again in what is executed.
-for number in (signal.SIGINT, signal.SIGHUP):
-    if signal.getsignal(number) is signal.SIG_IGN:
-        signal.signal(number, lambda *_: None)
-
 # XLA runs the devices of a CPU mesh on one pool of threads, and a collective holds its
 # thread until all devices have come: with too few threads they wait for ever.
 os.environ.setdefault("NPROC", "64")
@@ -35,6 +28,13 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax
 import pytest
+
+# A shell ignores SIGINT in what it runs in the background, and nohup SIGHUP; a process
+# inherits that, and then no test could interrupt what it starts. What is handled here,
+# even by nothing, has its default again in what is executed.
+for number in (signal.SIGINT, signal.SIGHUP):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(number, lambda *_: None)
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

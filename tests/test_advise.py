@@ -853,6 +853,7 @@ def texts_of(path: Path) -> str:
     )
 
 
+@pytest.mark.slow
 def test_what_was_asked_is_answered_written_and_drawn(tmp_path, capsys):
     with matplotlib.rc_context({"svg.fonttype": "none"}):
         options = ["--steps", "20", "--seed", "3", "--out", str(tmp_path / "a" / "b")]
@@ -940,6 +941,7 @@ def test_tables_hold_what_each_scheme_takes_and_sends(monkeypatch, tmp_path, cap
         assert f"\n  {name}: {reason}\n" in printed
 
 
+@pytest.mark.slow
 def test_with_all_reduce_the_best_topology_is_drawn_too(tmp_path, capsys):
     slow = [*ASKED, "--compute", "60s", "--steps", "10", "--out", str(tmp_path)]
     with matplotlib.rc_context({"svg.fonttype": "none"}):

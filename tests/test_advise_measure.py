@@ -112,6 +112,7 @@ def sent_bytes() -> int:
     return sum(4 * x.size for x in jax.tree.leaves(params))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["in_step", "background"])
 @pytest.mark.parametrize(("nodes", "per_node"), [(2, 2), (4, 1), (1, 4)])
 def test_a_network_is_measured_as_it_is(nodes, per_node, where, monkeypatch):
@@ -349,6 +350,7 @@ def assert_measured(printed: str, out: Path, num_workers: int, per_node: int) ->
     return written
 
 
+@pytest.mark.slow
 def test_one_process_measures_a_mesh_of_its_devices(tmp_path):
     options = "--workers.where mesh --measured-steps 2 --steps 20"
     arguments = ["--measure", "tests/tiny.py", *options.split(), "--out", str(tmp_path)]
@@ -362,6 +364,7 @@ def test_one_process_measures_a_mesh_of_its_devices(tmp_path):
     assert cluster["between_latency"] >= 0
 
 
+@pytest.mark.slow
 def test_processes_measure_what_is_between_them(tmp_path):
     options = (
         "--workers.num-workers 2 --workers.workers-per-node 1 --topology.name ring "

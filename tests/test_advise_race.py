@@ -102,6 +102,7 @@ CONTENDERS = [
 ]
 
 
+@pytest.mark.slow
 def test_the_first_changes_with_the_rate():
     for rate, first in ((1e3, "rounds"), (1e7, "ring"), (1e10, "all-reduce")):
         assert finishes(setting(rate), CONTENDERS)[0].name == first
@@ -176,6 +177,7 @@ def test_a_method_that_the_cluster_cannot_have_is_named():
     assert say_race(setting(1e7, num_nodes=6), every[-1:], console) == {}
 
 
+@pytest.mark.slow
 def test_the_command_reads_the_file(tmp_path, capsys):
     file = write(tmp_path / "quality.json")
     flags = "--nodes 4 --between 80mbit --compute 100ms --params 1M --steps 10"

@@ -94,6 +94,7 @@ def test_codecs_that_drop_too_much_of_a_model_are_left_out(codec):
     assert {(every, name) for name, every, of in found if of == "int4"} == both
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("overlap", ["none", "background"])
 def test_the_flags_of_a_row_train_with_it(overlap):
     quickstart = load_config(Path("quickstart"))
@@ -107,6 +108,7 @@ def test_the_flags_of_a_row_train_with_it(overlap):
         assert (config.exchange.where == "background") == hides
 
 
+@pytest.mark.slow
 def test_what_is_asked_for_is_written(tmp_path, capsys):
     asked = "--nodes 3 --between 1gbit --compute 65ms --params 1M --steps 5 --every 7"
     assert main([*asked.split(), "--codecs", "top_k", "--out", str(tmp_path)]) == 0

@@ -176,6 +176,7 @@ def test_draws_are_fixed_by_the_seed_and_differ_by_pass():
     assert len(set(np.ravel([draws(3), draws(4)]).tolist())) == 4 * NUM_EXAMPLES
 
 
+@pytest.mark.slow
 def test_processes_read_as_a_thread_does_and_touch_no_device():
     steps = worker_steps(Numbers(BROKEN), 3, 5, seed=2, transform=see_process)
     batches, alone = feed(steps, num_processes=2), feed(steps)
@@ -219,6 +220,7 @@ def assert_same_arrays(one, other):
     np.testing.assert_array_equal(one.arrays, other.arrays)
 
 
+@pytest.mark.slow
 def test_an_error_in_a_process_arrives():
     batches = feed(worker_steps(Numbers(), 1, 1, seed=0, transform=fail), 1)
     with pytest.raises(TypeError, match="not made for 0"):
@@ -227,6 +229,7 @@ def test_an_error_in_a_process_arrives():
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_a_script_that_closes_nothing_ends_cleanly(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -107,6 +107,7 @@ def assert_found(found: Sentences, expected, tables, penalty):
         np.testing.assert_allclose(found.scores[b, :num_found], scores, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("penalty", [0.0, 0.6, 2.0])
 def test_with_enough_beams_the_search_is_exhaustive(penalty):
     beams, max_lengths, some = 24, [4, 2, 1, 4, 3], tables(5)
@@ -208,6 +209,7 @@ def small_transformer() -> Transformer:
     return model
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_decoding_by_the_transformer():
     model, beams, max_lengths = small_transformer(), 3, np.array([6, 4])
     sources = jnp.repeat(jnp.array([[3, 4, 5, 6], [7, 8, 0, 0]]), beams, axis=0)

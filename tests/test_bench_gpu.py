@@ -88,6 +88,7 @@ def test_the_default_config_is_one_that_comes_with_the_program():
     assert GpuBench().config == Path("gpt2_small")
 
 
+@pytest.mark.slow
 def test_without_a_gpu_nothing_is_measured(tmp_path):
     result = bench("--config", str(TINY), "--out", str(tmp_path))
     assert result.returncode == 1
@@ -167,6 +168,7 @@ def test_each_turn_begins_with_a_step_that_does_not_count():
     assert list(seconds) == ["a", "b"]
 
 
+@pytest.mark.slow
 def test_our_step_is_the_plain_step_and_that_is_optax():
     """One worker has no peer to average with."""
     config = of_workers(GpuBench(config=TINY, batch=3), 1, "complete")
@@ -268,6 +270,7 @@ def test_the_update_moves_each_array_once():
     assert moved == pytest.approx(9 * 4 * 2**20, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_limits_count_what_must_be_moved():
     """The moments are written once in a window of 3 steps; a copy reads and writes."""
     config = of_workers(GpuBench(config=TINY), 1, "complete")

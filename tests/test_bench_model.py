@@ -139,6 +139,7 @@ def test_a_row_of_fig_6_says_which_order_is_wrong():
     assert "Decent(Exp), cluster, N = 16: 2 ms, bytes over rate 2 ms" in table
 
 
+@pytest.mark.slow
 def test_a_fit_finds_what_made_the_measurements(monkeypatch):
     monkeypatch.setattr(published, "FIT_STEPS", 4)
     known, both = Fit(0.03, 0.9, 0.1), published.FITTED

@@ -51,6 +51,7 @@ def test_a_step_is_compiled_once_for_each_shape_and_exchange():
     assert min(result.read, result.trained) > 0
 
 
+@pytest.mark.slow
 def test_a_task_of_one_shape_has_no_padding():
     result = measure(tiny.config, steps=4, processes=0)
     assert (result.shapes, result.compiled, result.filled) == (1, 2, 1.0)
@@ -73,6 +74,7 @@ def test_the_input_is_measured_and_written_down(tmp_path, capsys):
     assert (tmp_path / "data.md").read_text() in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_step_is_measured_beside_plain_optax(tmp_path, capsys):
     bench = StepBench(
         configs=(TINY_FILE,), batches=(2,), rounds=1, steps=1, out=tmp_path
@@ -85,6 +87,7 @@ def test_a_step_is_measured_beside_plain_optax(tmp_path, capsys):
     assert "| tiny, batch 2 |" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_both_compute_the_same_work_of_one_worker(monkeypatch):
     config = of_one_worker(tiny_numbers, 104, "float32")
     assert config.workers.num_workers == 1
@@ -124,6 +127,7 @@ def test_what_the_benches_measure_by_default_is_there():
     assert dataclasses.fields(StepBench)
 
 
+@pytest.mark.slow
 def test_codecs_are_measured_beside_a_copy(tmp_path, capsys):
     bench = codecs.CodecBench(size=5000, rounds=2, out=tmp_path)
     assert codecs.main(bench) == 0

@@ -13,6 +13,7 @@ from train.bench.work import WorkBench, main, table
 LINE_FILE = Path(__file__).parent / "job_line.py"
 
 
+@pytest.mark.slow
 def test_it_times_each_worker_and_keeps_the_shortest_round(
     tmp_path, monkeypatch, capsys
 ):

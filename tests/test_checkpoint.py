@@ -61,6 +61,7 @@ def numbers(state):
     return jax.device_get(state)
 
 
+@pytest.mark.slow
 def test_a_byte_that_changes_is_never_taken_in_silence(finished, run_dir):
     draw, path = random.Random(0), run_dir / "checkpoints" / "20"
     files = sorted(one for one in path.rglob("*") if one.is_file())
@@ -268,6 +269,7 @@ with Checkpoints(Path(sys.argv[1]), 1, 1) as checkpoints:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_what_is_saved_outlives_a_power_cut(tmp_path):
     """Each file and each name is on disk, that of the whole checkpoint too."""
@@ -326,6 +328,7 @@ def trained(tmp_path_factory):
     return run_dir
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", [[], ["--mean"], ["--worker", "3"]])
 def test_a_model_is_exported_with_its_config(choice, trained, tmp_path, capsys):
     path = tmp_path / "models" / "one.safetensors"

@@ -408,6 +408,7 @@ print(jax.devices())
 """
 
 
+@pytest.mark.slow
 def test_without_a_gpu_nothing_is_said_of_gpus():
     """Though the compiler for GPUs is installed; it prints when jax is imported."""
     with start("-c", QUIET, stdout=subprocess.PIPE) as process:
@@ -434,6 +435,7 @@ def test_ctrl_c_is_a_word_and_code_130_also_while_importing(tmp_path):
         assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_a_config_that_ends_the_process_is_an_error(tmp_path):
     path = tmp_path / "exits.py"
     path.write_text("import sys\nsys.exit(0)\n")
@@ -443,6 +445,7 @@ def test_a_config_that_ends_the_process_is_an_error(tmp_path):
     assert errors.endswith("exits.py, line 2: SystemExit: 0\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["advise", "report"])
 def test_a_command_without_a_task_loads_no_model(command):
     program = (

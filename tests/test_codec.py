@@ -55,6 +55,7 @@ def through(one, x, seed=0):
 
 
 # Few sizes, as each is compiled again.
+@pytest.mark.slow
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from([1, 2, 7, 16, 70]), st.integers(0, 9), st.floats(-20, 20))
 @pytest.mark.parametrize("name", LEVELS)
@@ -102,6 +103,7 @@ def test_in_one_program_16_bits_keep_what_they_drop(name, wide):
     assert np.abs(kept).max() > 2.0 ** {"float16": -12, "bfloat16": -9}[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_rounding_is_right_on_average(name):
     x = np.linspace(-1, 1, 23).astype(np.float32)
@@ -119,6 +121,7 @@ def test_two_bits_are_the_nearest_level():
     np.testing.assert_allclose(found, [0, 1, -1, 1, 0, 0, -0.4, -0.4])
 
 
+@pytest.mark.slow
 @EACH
 def test_nothing_and_all_shapes_are_encoded(one):
     for shape in ((), (1,), (3, 5), (2, 3, 7)):
@@ -241,6 +244,7 @@ def test_sparse_loco_is_its_algorithm(where):
     np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("how", "of"),
     [
@@ -339,6 +343,7 @@ def test_what_a_message_drops_is_sent_later(name, kind):
     assert error < 0.05 * np.abs(batch).max()
 
 
+@pytest.mark.slow
 def test_mixing_keeps_the_mean_exactly():
     """Each adds what its peers subtract, whatever the codec has dropped."""
     x = np.random.default_rng(0).standard_normal((4, 50)).astype(np.float32)

@@ -90,6 +90,7 @@ def ignore(step: int, words: str) -> None:
     del step, words
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["awc", "atc", "all_reduce"])
 def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
     config = dataclasses.replace(
@@ -195,6 +196,7 @@ def effect_of_defaults(train_it, config: Config) -> object:
         return effect(train_it, config, Path(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_it", [of_loop, of_seeds, of_the_clock])
 @pytest.mark.parametrize("field", [one.name for one in dataclasses.fields(StepConfig)])
 def test_each_field_of_the_step_matters_wherever_a_config_trains(
@@ -227,6 +229,7 @@ def test_each_field_of_the_step_matters_wherever_a_config_trains(
         assert np.isfinite(found).all()
 
 
+@pytest.mark.slow
 def test_what_a_worker_drops_is_dropped_in_seeds_too(tmp_path, capsys):
     step = dataclasses.replace(LINE.step, not_finite="quarantine")
     config = dataclasses.replace(
@@ -245,6 +248,7 @@ def test_what_a_worker_drops_is_dropped_in_seeds_too(tmp_path, capsys):
     np.testing.assert_allclose(together.workers["loss"][1], of_workers, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_step_in_which_no_update_is_finite_has_no_loss_in_seeds():
     step = dataclasses.replace(LINE.step, not_finite="quarantine")
     task = line.Line(poison="loss", poison_step=3, poison_worker=0)
@@ -259,6 +263,7 @@ def test_a_step_in_which_no_update_is_finite_has_no_loss_in_seeds():
     ]
 
 
+@pytest.mark.slow
 def test_seeds_a_few_at_once_are_those_of_all_at_once():
     steps = []
     some = train_seeds(LINE, range(3), lambda step, words: steps.append(step), 2)
@@ -304,6 +309,7 @@ def by_peers(config, way):
     return dataclasses.replace(config, exchange=ExchangeConfig(where="peers", way=way))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "way"), [(WAGMA, "wagma"), (RING, "arrived")])
 def test_by_the_clock_nobody_is_late_where_all_take_as_long(config, way):
     """Then it is the run whose exchanges are in the step."""
@@ -455,6 +461,7 @@ def test_the_clock_sends_encoded_means_from_each_to_each(num_workers):
     assert clock.run(config, 0).times.end.max() == pytest.approx(wanted, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_a_comparison_by_the_clock_has_simulated_seconds(tmp_path, capsys):
     file, out = tmp_path / "late.py", tmp_path / "out"
     file.write_text(
@@ -477,6 +484,7 @@ def test_a_comparison_by_the_clock_has_simulated_seconds(tmp_path, capsys):
     assert "from " not in capsys.readouterr().out.partition("|")[0]
 
 
+@pytest.mark.slow
 def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     options = dict(seeds=2, vary=("optimizer.accum-steps", "1", "2"), out=tmp_path)
     compare((LINE_FILE,), **options)
@@ -514,6 +522,7 @@ def test_a_comparison_is_written_kept_and_gone_on_with(tmp_path, capsys):
     assert f"from {tmp_path}" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_each_config_is_compared_at_its_own_best(tmp_path, capsys):
     tune = (
         ("optimizer.learning-rate", "1e-6", "0.03", "1e30"),
@@ -580,6 +589,7 @@ def test_the_score_that_is_compared_chooses(score, best, by):
     assert found.score.name == by
 
 
+@pytest.mark.slow
 def test_each_config_is_at_its_best_by_the_score_of_the_comparison(tmp_path, capsys):
     tune = (("optimizer.learning-rate", "0.003", "0.03"),)
     options = {"seeds": 1, "tune": tune, "out": tmp_path}
@@ -635,6 +645,7 @@ def test_a_profile_has_the_best_of_each_value():
     ]
 
 
+@pytest.mark.slow
 def test_the_lower_training_loss_is_the_better(tmp_path, capsys):
     compare(
         (LINE_FILE,),
@@ -758,6 +769,7 @@ def test_one_seed_or_one_config_is_not_tested():
     assert statements([entry("a", [1.0, 2.0])], LOWER) == []
 
 
+@pytest.mark.slow
 def test_configs_of_one_task_start_and_read_alike_seed_by_seed():
     """All losses at a learning rate of nothing: of the initial model, in data order."""
     optimizer = dataclasses.replace(
@@ -833,6 +845,7 @@ def test_single_workers_are_compared_by_the_headline():
     assert "| spl of workers |" in table([one], {}, headline="spl")
 
 
+@pytest.mark.slow
 def test_the_training_loss_is_of_the_last_tenth_however_coarse_the_log():
     config = dataclasses.replace(LINE, num_steps=11)
     fine, coarse = (

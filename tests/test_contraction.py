@@ -150,6 +150,7 @@ def test_drifts_bring_all_workers_to_one_mean(one):
         assert np.abs(away).max() < 1e-2 * APART, n
 
 
+@pytest.mark.slow
 def test_what_a_worker_keeps_is_what_it_has_sent():
     """Else the mean of all models is moved for ever by what copies are wrong.
 

@@ -98,6 +98,7 @@ def away(models):
     return np.sqrt(((models[-1] - SHARED) ** 2).sum(1).mean())
 
 
+@pytest.mark.slow
 def test_plain_averaging_stalls_and_corrections_come_to_the_optimum():
     """The further from the optimum, the longer the steps: of order of the rate."""
     damped = topology.damped(GRAPH, 0.5)
@@ -204,6 +205,7 @@ def test_rounds_that_change_the_sum_of_all_estimates_are_refused(plan, parts, wo
         Rounds(plan, **parts, tracking=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, int8(4), top_k(0.8)])
 @pytest.mark.parametrize(("num_steps", "delay"), [(1, 0), (1, 1), (3, 2)])
 def test_the_estimates_have_the_sum_of_the_gradients(num_steps, delay, codec):

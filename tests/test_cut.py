@@ -175,6 +175,7 @@ def _bits(x: Any) -> np.ndarray:
     return np.asarray(jax.random.key_data(x) if is_key else x)
 
 
+@pytest.mark.slow
 @EACH_CASE
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_early_and_parts_give_the_bits_of_the_function(case, one_by_one):

@@ -137,6 +137,7 @@ def test_a_grid_that_takes_longer_than_it_may_is_refused(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_what_is_sent_and_how_far_replicas_are_apart():
     config = dataclasses.replace(LINE, num_steps=7)
     outcome = train_seeds(config, range(2), ignore)
@@ -158,6 +159,7 @@ def test_what_is_sent_and_how_far_replicas_are_apart():
     assert whole.sent["per worker"] == [sent.worker_bytes.mean()] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", ["all_reduce", "ring", "holding"])
 def test_workers_of_a_mesh_come_to_the_same_as_simulated_ones(graph):
     (cell,) = cells(graphs=(graph,))
@@ -196,6 +198,7 @@ def test_the_grid_of_a_job_is_that_of_one_process(tmp_path):
     assert all("the job has 4 devices" in row for row in job[2:])
 
 
+@pytest.mark.slow
 def test_a_cell_has_the_best_of_its_own(tmp_path):
     """By the loss, and another seed than the results'."""
     (cell,) = cells()
@@ -227,6 +230,7 @@ def test_halves_of_the_held_out_data_share_nothing():
     assert not {tuple(x) for x in parts[0]} & {tuple(x) for x in parts[1]}
 
 
+@pytest.mark.slow
 def test_a_grid_is_kept_gone_on_with_and_reported(tmp_path, capsys):
     graphs = ("all_reduce", "complete", "ring", "torus", "star", "hypercube")
     options = {"graphs": graphs, "seeds": 2, "first_seed": 5, "out": tmp_path}

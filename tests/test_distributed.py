@@ -265,6 +265,7 @@ def test_a_job_whose_processes_are_killed_ends_as_if_none_were(runs, tmp_path):
     assert all(map(np.array_equal, arrays(run_dir), arrays(wanted)))
 
 
+@pytest.mark.slow
 def test_a_wrong_request_in_a_job_is_not_tried_again(tmp_path):
     options = ["--max-restarts", "2", "--init-from", str(tmp_path / "nothing")]
     with launch(2, tmp_path / "run", *options) as job:
@@ -342,6 +343,7 @@ def test_a_signal_during_the_start_ends_all_after_one_step(tmp_path):
         assert (run_dir / "checkpoints" / str(step)).is_dir()
 
 
+@pytest.mark.slow
 def test_a_checkpoint_does_not_disturb_the_count_of_steps(monkeypatch, tmp_path):
     """Of which jax keeps one: orbax would set it back to the step that it saves."""
     asked = []
@@ -353,6 +355,7 @@ def test_a_checkpoint_does_not_disturb_the_count_of_steps(monkeypatch, tmp_path)
     assert asked == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("who", "where"), [(0, "in_step"), (1, "background")])
 def test_the_death_of_one_ends_all_and_the_dead_is_named(who, where, tmp_path):
     options = f"--num-steps 100000 --exchange.where {where}"
@@ -376,6 +379,7 @@ def test_the_death_of_one_ends_all_and_the_dead_is_named(who, where, tmp_path):
     assert of_run(tmp_path) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("who", [0, 2])
 def test_those_who_lose_a_peer_end_without_a_launcher_too(who, tmp_path):
     """As soon as its connections close, long before a heartbeat is missed."""
@@ -479,6 +483,7 @@ config = dataclasses.replace(line, task=Task())
 """
 
 
+@pytest.mark.slow
 def test_the_error_of_one_ends_all_with_its_name_and_traceback(tmp_path):
     path = tmp_path / "failing.py"
     path.write_text(FAILING)
@@ -496,6 +501,7 @@ def test_the_error_of_one_ends_all_with_its_name_and_traceback(tmp_path):
     np.testing.assert_allclose(found, (0 + 1 + 2) / 3)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_all_with_a_sentence(tmp_path):
     options = "--optimizer.learning-rate 1e30 --num-steps 1000"
     with launch(2, tmp_path, *options.split()) as job:
@@ -581,6 +587,7 @@ def by_hand(
     return started(*TRAIN, CONFIG, *place.split(), *options, **env)
 
 
+@pytest.mark.slow
 def test_processes_that_differ_do_not_begin(tmp_path):
     """In a field, in the topology, or in the version of a package.
 
@@ -614,12 +621,14 @@ def start_alone(monkeypatch, run_dir: Path | None, **place) -> None:
     start(DistributedConfig(**fields), num_workers=4, run_dir=run_dir)
 
 
+@pytest.mark.slow
 def test_a_peer_that_does_not_come_is_missed(monkeypatch, tmp_path):
     message = r"not all processes have come to 127.0.0.1:.* missing 1 of 2"
     with pytest.raises(ValueError, match=message):
         start_alone(monkeypatch, tmp_path, coordinator=free_address(), process_id=0)
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_does_not_answer_is_missed(monkeypatch, tmp_path):
     message = "process 0 has not come to 127.0.0.1:"
     with pytest.raises(ValueError, match=message):

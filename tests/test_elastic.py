@@ -110,6 +110,7 @@ def start(tmp_path):
         process.popen.communicate()
 
 
+@pytest.mark.slow
 def test_the_dead_leave_the_graph_and_new_workers_enter_it(start):
     """Four places: three are taken, one dies, and one comes that was never there."""
     first, second, third = map(start, range(3))
@@ -131,6 +132,7 @@ def test_the_dead_leave_the_graph_and_new_workers_enter_it(start):
     first.sees(1, 2, 3)
 
 
+@pytest.mark.slow
 def test_who_was_frozen_goes_on_where_the_others_are(start):
     first, *_ = [start(number, count=3) for number in range(2)]
     first.line(20)
@@ -150,6 +152,7 @@ def test_who_was_frozen_goes_on_where_the_others_are(start):
     assert after - before > 20  # That of either of the two.
 
 
+@pytest.mark.slow
 def test_without_its_quorum_a_process_waits(start):
     first, second, third = (start(number, count=3, quorum=2) for number in range(3))
     for process in (first, second, third):
@@ -166,6 +169,7 @@ def test_without_its_quorum_a_process_waits(start):
     first.sees(1)
 
 
+@pytest.mark.slow
 def test_a_joiner_has_the_state_of_a_peer(tmp_path):
     """Its model, moments and count, bit for bit, and its own random key."""
     optimizer = optax.adam(0.1)
@@ -301,6 +305,7 @@ def test_who_has_no_other_process_waits_for_none(tmp_path):
     assert peers._whole(0, after=-1, end=math.inf, alone=math.inf) is None
 
 
+@pytest.mark.slow
 def test_all_workers_of_a_process_share_the_time_to_join(pair, monkeypatch):
     """Of peers who are ahead and leave nothing, as where all of them evaluate."""
     _, guest = pair

@@ -319,6 +319,7 @@ def test_both_directions_of_a_link_have_its_rate(transfers):
     assert took > (2 * 1_000_000 - 4 * 2**15) * 8 / 20e6
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize(
     ("end", "code"),
@@ -400,6 +401,7 @@ print("mesh", [(hosts[d.process_index], d.process_index) for d in devices])
 """
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize(
     ("distribution", "processes"), [("block", [0, 1, 2, 3]), ("cyclic", [0, 2, 1, 3])]
@@ -414,6 +416,7 @@ def test_the_workers_of_a_node_stand_side_by_side(distribution, processes):
     assert [line[4:] for line in lines] == 4 * [wanted]
 
 
+@pytest.mark.slow
 @needs_root
 def test_workers_that_do_not_fit_a_node_get_a_sentence(tmp_path):
     command = (sys.executable, "-m", "train", "tests/tiny.py", "--distributed.enabled")

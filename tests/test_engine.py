@@ -241,6 +241,7 @@ def test_a_failed_engine_fails_those_who_share_it_and_no_newcomer(closed):
     other.close()
 
 
+@pytest.mark.slow
 def test_the_last_to_leave_the_shared_engine_keeps_nothing_of_it():
     array = jnp.arange(5)
     seen = weakref.ref(array)

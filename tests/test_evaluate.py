@@ -36,6 +36,7 @@ def finished(tmp_path_factory):
     return run_dir, train(config, run_dir)
 
 
+@pytest.mark.slow
 def test_the_models_of_a_run_are_read_without_their_optimizers(finished):
     run_dir, outcome = finished
     trained = read_trained(run_dir)
@@ -87,6 +88,7 @@ def test_an_earlier_checkpoint_can_be_asked_for(finished):
         read_trained(run_dir, step=4)
 
 
+@pytest.mark.slow
 def test_batch_statistics_are_read_too(tmp_path):
     task = DigitsTask(model=ResNetConfig(depth=8, width=4, in_channels=1))
     config = dataclasses.replace(tiny.config, task=task, num_steps=3)
@@ -158,6 +160,7 @@ def test_a_checkpoint_of_another_model_is_refused(finished):
         read_models(run_dir, wider)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["evaluate", "generate", "report"])
 def test_the_commands_run_and_say_what_is_wrong(command, finished, tmp_path):
     run_dir, _ = finished

@@ -34,6 +34,7 @@ ROOT = Path(__file__).parent.parent
 LONG = 240
 
 
+@pytest.mark.slow
 def test_processes_that_begin_with_different_models_are_told_so():
     env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
     script = ROOT / "tests" / "first_models.py"
@@ -106,6 +107,7 @@ DTYPES = st.sampled_from(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=15)
 @given(SHAPES, DTYPES, st.data())
 def test_a_change_of_one_number_or_of_two_places_changes_the_fingerprint(

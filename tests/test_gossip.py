@@ -212,6 +212,7 @@ ROUNDED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.draw(2)
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
 def test_the_numbers_are_those_of_awc_bit_for_bit(case):
@@ -220,6 +221,7 @@ def test_the_numbers_are_those_of_awc_bit_for_bit(case):
         _assert_same(_run(train_step, case), _wanted(case))
 
 
+@pytest.mark.slow
 @pytest.mark.draw(2)
 @pytest.mark.parametrize("case", ROUNDED.values(), ids=ROUNDED)
 def test_the_numbers_are_those_of_awc_to_rounding(case):
@@ -234,6 +236,7 @@ def test_where_groups_of_leaves_end_does_not_matter(size, monkeypatch):
         _assert_same(_run(train_step, Case()), _wanted(Case()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "steps", [(0, 1, 1, 0), (3, 5, 6, 0), (7,)], ids=["repeated", "skipped", "later"]
 )
@@ -282,6 +285,7 @@ def _short(batch):
     return jax.tree.map(lambda x: x[:, :2], batch)
 
 
+@pytest.mark.slow
 def test_a_shorter_batch_is_another_program_and_the_same_step():
     case = Case()
 
@@ -320,6 +324,7 @@ def test_after_a_step_that_failed_the_next_starts_its_exchange_anew():
     _assert_same(_arrays(got), _arrays(wanted))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placed", [True, False])
 @pytest.mark.parametrize(
     "graph", [GRAPHS["two"], GRAPHS["pairs"]], ids=["two", "pairs"]
@@ -336,6 +341,7 @@ def test_a_state_that_is_not_on_the_mesh_yet_is_put_there():
         _assert_same(_run(train_step, Case(), placed=False), _wanted(Case()))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{"lowering": Lowering(48)}, {"lowering": Lowering(groups="sum")}],
@@ -358,6 +364,7 @@ def test_a_jitted_step_is_cut_and_has_the_same_numbers():
 
 
 # What is not placed yet is copied to its place, and not given up.
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:Some donated buffers were not usable")
 @pytest.mark.parametrize("placed", [True, False])
 def test_the_axes_of_the_mesh_may_be_explicit_as_jax_makes_them(placed):
@@ -375,6 +382,7 @@ def test_the_axes_of_the_mesh_may_be_explicit_as_jax_makes_them(placed):
     _assert_same(_run(in_step, explicit, placed=placed), _wanted(case))
 
 
+@pytest.mark.slow
 def test_a_context_of_double_precision_holds_in_the_thread():
     with jax.enable_x64(True):
         case = Case(dtype="float64")
@@ -384,6 +392,7 @@ def test_a_context_of_double_precision_holds_in_the_thread():
         _assert_same(got, _wanted(case))
 
 
+@pytest.mark.slow
 def test_metrics_may_be_python_numbers():
     def numbered(params, model_state, batch, key):
         loss, (model_state, _) = loss_fn(params, model_state, batch, key)
@@ -422,6 +431,7 @@ def test_a_state_that_was_given_up_is_refused(all_reduce):
             _step(train_step, case, state, 1)
 
 
+@pytest.mark.slow
 def test_two_train_steps_in_turn_share_one_thread_and_keep_their_numbers():
     cases = [Case(), Case(optimizer=OPTIMIZERS["sgd"])]
     notes = []
@@ -456,6 +466,7 @@ ROOT = Path(__file__).parent.parent
 ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
 
 
+@pytest.mark.slow
 def test_two_models_in_two_processes_are_averaged_each_with_itself():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -481,6 +492,7 @@ def test_two_models_in_two_processes_are_averaged_each_with_itself():
         assert "\nunequal 1.50 1.50 2.50 2.50\n" in output
 
 
+@pytest.mark.slow
 def test_the_callers_mesh_may_be_set():
     case = Case()
     with jax.set_mesh(case.mesh), _in_background(case) as train_step:
@@ -503,6 +515,7 @@ def test_a_step_that_asks_for_its_peers_is_refused(function):
         _step(train_step, case, place(case.start(), case.mesh), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", [FOUR, GRAPHS["pairs"]], ids=["swaps", "pairs"])
 def test_the_lowering_that_is_measured_to_be_fastest_gives_the_same_numbers(graph):
     with _in_background(Case(graph), lowering=None) as train_step:
@@ -632,6 +645,7 @@ ALL_REDUCE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "atol"), ALL_REDUCE.values(), ids=ALL_REDUCE)
 def test_all_reduce_gives_the_numbers_of_its_step_in_the_same_turns(case, atol):
     """Bit for bit, but where the mean of the gradients is squared."""
@@ -651,6 +665,7 @@ def test_all_reduce_gives_the_numbers_of_its_step_in_the_same_turns(case, atol):
     assert all(start <= end for *_, start, end in notes)
 
 
+@pytest.mark.slow
 def test_a_closed_train_step_leaves_no_model_behind():
     case = Case()
     with _in_background(case) as train_step:
@@ -661,6 +676,7 @@ def test_a_closed_train_step_leaves_no_model_behind():
     assert [x() for x in seen] == [None] * len(seen)
 
 
+@pytest.mark.slow
 def test_all_reduce_keeps_no_gradient_from_step_to_step():
     case, means = Case(), []
     with gossip.AllReduce(case.bound(adapt), case.mesh) as train_step:

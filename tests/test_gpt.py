@@ -131,6 +131,7 @@ def test_dropout_acts_only_with_a_key_and_repeats_with_it():
     np.testing.assert_array_equal(plain, run(model, tokens))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("bias", [False, True])
 def test_token_by_token_the_logits_are_those_of_the_sequence(bias, start):
@@ -149,6 +150,7 @@ def test_token_by_token_the_logits_are_those_of_the_sequence(bias, start):
         np.testing.assert_allclose(logits[:, 0], whole[:, t], atol=1e-5, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_remat_changes_neither_loss_nor_gradients():
     results, programs = [], []
     for remat in (False, True):

@@ -275,6 +275,7 @@ def pull(address: str, name: int) -> jax.Array:
 kept: list = []
 
 
+@pytest.mark.slow
 def test_names_of_arrays_are_not_guessed_and_are_all_that_protects_them(tmp_path):
     with links(tmp_path, 0) as reader, links(tmp_path, 1) as writer:
         writer.meet([0], time.monotonic() + LONG)

@@ -300,6 +300,7 @@ def test_missing_data_is_missing_in_one_sentence(tmp_path, monkeypatch, split):
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_processes_give_the_crops_that_a_thread_gives(root):
     steps = imagenet_steps(root, 3, 2, seed=0, size=32)
     alone, batches = feed(steps), feed(steps, num_processes=2)
@@ -345,6 +346,7 @@ def test_crops_are_fixed_by_the_seed_and_differ_by_pass(root):
     assert (crops[0] != crops[1]).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("rows", "num_processes"), [(2, 0), (3, 1), (7, 0), (10, 0)])
 def test_validation_has_each_image_once_in_one_shape(root, rows, num_processes):
     source = open_imagenet("validation", root)

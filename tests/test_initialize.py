@@ -135,6 +135,7 @@ def jobs(tmp_path_factory):
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "order", "own"),
     [
@@ -191,6 +192,7 @@ for step in itertools.count():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("who", "where"), [(1, "main"), (0, "thread")])
 def test_an_exception_in_one_ends_all_within_seconds(who, where, tmp_path):
     """Without a launcher, and with one line that names each process."""
@@ -212,6 +214,7 @@ def test_an_exception_in_one_ends_all_within_seconds(who, where, tmp_path):
     assert "Traceback" not in output
 
 
+@pytest.mark.slow
 def test_processes_that_differ_or_do_not_come_get_a_sentence(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -230,6 +233,7 @@ def test_processes_that_differ_or_do_not_come_get_a_sentence(tmp_path):
     assert "within 3 s, missing 1, 2 of 3: are all of them started" in output
 
 
+@pytest.mark.slow
 def test_a_second_job_at_the_address_is_refused(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
@@ -468,6 +472,7 @@ def scripts_of(page: str) -> list[str]:
     return [block for block in blocks if "distributed.initialize" in block]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_scripts_of_the_guide_train_as_a_job(number, tmp_path):
     script = tmp_path / "script.py"

@@ -169,6 +169,7 @@ def test_one_folder_under_two_names_is_one_folder(tmp_path):
     assert list((tmp_path / "a").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_who_does_not_belong_is_refused_and_who_is_missing_is_named(tmp_path):
     address, seconds = free_address(), 8
     run_dir = tmp_path / "a"

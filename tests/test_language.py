@@ -74,6 +74,7 @@ def test_nats_are_summed_over_all_tokens_but_the_first(gpt_and_params):
     assert int(count) == 18
 
 
+@pytest.mark.slow
 def test_a_text_is_continued_from_its_last_tokens(gpt_and_params):
     gpt, params = gpt_and_params
     text = [3, 1, 4]
@@ -85,6 +86,7 @@ def test_a_text_is_continued_from_its_last_tokens(gpt_and_params):
     assert set(few) == {0, 1, 3}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [1, 3, 6, 8])
 def test_without_temperature_the_likeliest_token_follows(length, gpt_and_params):
     gpt, params = gpt_and_params
@@ -99,6 +101,7 @@ def test_without_temperature_the_likeliest_token_follows(length, gpt_and_params)
     assert generated(params, start, Sampling(top_k=1, tokens=10)) == text
 
 
+@pytest.mark.slow
 def test_a_seed_repeats_a_text_and_its_beginning(gpt_and_params):
     _, params = gpt_and_params
     first, same, other, shorter = (

@@ -239,6 +239,7 @@ def test_after_a_failure_the_others_are_asked_then_killed():
     assert "[1] saved" in lines
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_lets_all_save(signum):
     # So long that a busy machine cannot come in between.
@@ -350,6 +351,7 @@ sys.exit(70 if len(starts.read_text()) < 5 else 0)
 """
 
 
+@pytest.mark.slow
 def test_a_peer_that_fails_at_once_is_started_again_after_a_pause(
     tmp_path, monkeypatch
 ):
@@ -476,6 +478,7 @@ def test_what_fails_each_time_ends_with_the_first_cause():
     assert lines[-1] == f"error: gave up after 2 restarts; first {first}"
 
 
+@pytest.mark.slow
 def test_who_gives_up_says_how_to_go_on(tmp_path):
     for name in ("500", "1000", "1500.temporary"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
@@ -652,6 +655,7 @@ def test_the_first_failing_process_of_a_script_gives_the_code(script):
     assert lines[-1].startswith("error: process 1 ended first, with exit code 5; the o")
 
 
+@pytest.mark.slow
 def test_a_lost_process_of_a_script_starts_the_whole_job_again(script, tmp_path):
     mark = tmp_path / "mark"
     dies = (
@@ -701,6 +705,7 @@ def test_what_the_user_has_set_stays():
     assert environment(2, 1, given) == {"NPROC": "7", "JAX_LOCAL_DEVICE_IDS": "2,3"}
 
 
+@pytest.mark.slow
 def test_who_is_started_again_finds_what_was_compiled():
     """In a folder that ends with the launcher, or in the one that the user has set."""
     code = "import jax; jax.jit(lambda x: x + 1)(1)"
@@ -745,6 +750,7 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
             check_port(port)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
@@ -795,6 +801,7 @@ def test_bad_input_gets_a_sentence_before_anything_starts(arguments, sentence):
     assert not launch.stdout
 
 
+@pytest.mark.slow
 def test_two_processes_train_one_run(tmp_path):
     options = (
         f"--run-dir {tmp_path} --num-steps 6 --optimizer.warmup-steps 1 "

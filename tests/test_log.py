@@ -44,6 +44,7 @@ def with_log(**changes):
     return dataclasses.replace(SHORT, log=dataclasses.replace(SHORT.log, **changes))
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_is_and_keeps_that(tmp_path, capsys):
     train(SHORT, tmp_path / "run")
     said = capsys.readouterr().out
@@ -60,6 +61,7 @@ def test_a_run_says_what_it_is_and_keeps_that(tmp_path, capsys):
     assert [again[k] for k in ("id", "began")] == [facts[k] for k in ("id", "began")]
 
 
+@pytest.mark.slow
 def test_a_run_with_a_policy_says_so(tmp_path, capsys):
     train(dataclasses.replace(SHORT, policy=PolicyConfig(name="thinning")), tmp_path)
     assert "over the graphs of the policy thinning" in capsys.readouterr().out
@@ -132,6 +134,7 @@ def no_such_number(name):
     raise ValueError(f"JSON has no {name}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 3, 4])
 @pytest.mark.filterwarnings("ignore:invalid value encountered in divide")
 def test_a_metric_that_is_not_finite_leaves_rows_of_json(num_workers, tmp_path, capfd):
@@ -302,6 +305,7 @@ def test_the_sinks_of_the_config_are_those_that_exist():
         LogConfig(sinks=("wandb", "wandb"))
 
 
+@pytest.mark.slow
 def test_sinks_of_a_config_file_are_used(tmp_path):
     """And again where it is resumed with that file."""
     file = tmp_path / "mine.py"
@@ -386,6 +390,7 @@ def kept_config(*names):
     return dataclasses.replace(with_log(sinks=names), checkpoint=checkpoint)
 
 
+@pytest.mark.slow
 def test_where_a_run_goes_back_each_sink_has_each_step_once(tmp_path, monkeypatch):
     """TensorBoard hides what is done again; others get a new run, with what is kept."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -416,6 +421,7 @@ def test_where_a_run_goes_back_each_sink_has_each_step_once(tmp_path, monkeypatc
     assert read_facts(tmp_path)["id"] == f"{first}-3"
 
 
+@pytest.mark.slow
 def test_a_sink_that_is_added_begins_with_the_rows_before(tmp_path, monkeypatch):
     kept = []
     monkeypatch.setitem(sinks.SINKS, "wandb", (recorder(kept), "json"))
@@ -553,11 +559,13 @@ def traced_steps(folder: Path) -> list[int]:
     return sorted(map(int, steps))
 
 
+@pytest.mark.slow
 def test_a_trace_has_the_steps_that_were_asked_for(tmp_path):
     train(with_log(profile="3:6"), tmp_path)
     assert traced_steps(tmp_path / "profile.0") == [3, 4, 5]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_traces_the_rest_to_its_last_step(tmp_path):
     config = with_log(profile="5:10")
     train(dataclasses.replace(SHORT, num_steps=7), tmp_path)

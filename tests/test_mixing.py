@@ -229,6 +229,7 @@ def test_devices_and_simulation_agree(graph):
             np.testing.assert_allclose(_wide(x), _wide(y), rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.draw(3)
 @EITHER_WAY
 @EACH_PATH
@@ -554,6 +555,7 @@ KEEPS_THE_MEAN = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.draw(4)
 @pytest.mark.parametrize("graph", KEEPS_THE_MEAN.values(), ids=KEEPS_THE_MEAN)
 def test_the_mean_of_all_models_moves_to_no_side(graph):
@@ -893,6 +895,7 @@ def _short_and_long(num_workers: int) -> dict[str, jax.Array]:
     return leaves | narrow | counter
 
 
+@pytest.mark.slow
 @EITHER_WAY
 @pytest.mark.parametrize("message_dtype", [None, jnp.bfloat16])
 @pytest.mark.parametrize("path", ["uneven_weights", "groups", "nodes_swap", "odd"])

@@ -174,6 +174,7 @@ def hand_made() -> dict[str, np.ndarray]:
     }
 
 
+@pytest.mark.slow
 def test_an_episode_is_played_and_paid_as_by_hand():
     world, episodes = World(size=5, view=5, horizon=32), hand_made()
     memory = jnp.zeros((3, 0))
@@ -192,6 +193,7 @@ def test_an_episode_is_played_and_paid_as_by_hand():
     np.testing.assert_array_equal(rollout.reached[:8, 0], [False] * 7 + [True])
 
 
+@pytest.mark.slow
 def test_an_agent_sees_what_is_before_it_and_where_the_goal_is():
     world, episodes = World(size=5, view=5, horizon=8), hand_made()
     rollout = play(world, uniform, jnp.zeros((3, 0)), episodes, jax.random.key(0))
@@ -212,6 +214,7 @@ def test_an_agent_sees_what_is_before_it_and_where_the_goal_is():
     np.testing.assert_allclose(compass[2], [0, -1, 0.1], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_what_was_played_on_a_mesh_first_is_played_off_it_too():
     """As peers are: steps on a mesh, then scores of all workers, batched."""
     grid_world._library.cache_clear()
@@ -231,6 +234,7 @@ def layouts(episodes) -> set[bytes]:
     return {walls.tobytes() for walls in np.asarray(episodes["walls"])}
 
 
+@pytest.mark.slow
 def test_training_maps_never_reach_evaluation():
     """By their walls, of all that a run reads, and none twice under two numbers."""
     task = SMALL.build()
@@ -250,6 +254,7 @@ def test_training_maps_never_reach_evaluation():
     assert not layouts(train_set) & layouts(held_out)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [7, 9, 13])
 def test_in_xminigrids_world_the_shortest_path_is_a_path(size):
     """Of the search's length, in each room of the library's."""
@@ -294,6 +299,7 @@ def start_of(task, step=0):
     return params, ppo_state, batch
 
 
+@pytest.mark.slow
 def test_the_policy_that_learns_is_the_one_that_played():
     """At the first step of an iteration no probability has changed."""
     task = SMALL.build()
@@ -322,6 +328,7 @@ def test_the_policy_that_learns_is_the_one_that_played():
     assert float(metrics["episode_actions"]) == pytest.approx(lengths.mean())
 
 
+@pytest.mark.slow
 def test_a_step_that_plays_nothing_keeps_the_episodes():
     task = SMALL.build()
     params, ppo_state, batch = start_of(task)
@@ -333,6 +340,7 @@ def test_a_step_that_plays_nothing_keeps_the_episodes():
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_blocks_that_are_left_out_change_no_gradient(monkeypatch):
     task = SMALL.build()
     params, ppo_state, batch = start_of(task)
@@ -389,6 +397,7 @@ def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp
             np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 @pytest.mark.draw(6)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_config_of_each_method_trains(method, tmp_path):
@@ -409,6 +418,7 @@ def test_the_config_of_each_method_trains(method, tmp_path):
     assert max(find_checkpoints(tmp_path / "run").steps) == 3
 
 
+@pytest.mark.slow
 def test_a_run_is_scored_shown_and_drawn(finished, capsys):
     page = (finished / "report.html").read_text()
     (data,) = re.findall(r"data:image/gif;base64,([^\"]+)", page)
@@ -457,6 +467,7 @@ def test_maps_and_views_that_do_not_fit_are_refused(make, words):
         make()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -376,6 +376,7 @@ def test_noise_before_decentralize_in_a_chain_is_refused(chain, key):
         _updated(chain(optax.clip(1.0), _with_keys(key), after))
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_several_steps_hands_on_the_loss():
     """`optax.MultiSteps` is no transformation with extra arguments by its type."""
     plateau = contrib.reduce_on_plateau(patience=1)
@@ -398,6 +399,7 @@ def test_z_of_what_a_mask_leaves_out_is_not_averaged():
     np.testing.assert_allclose(found, np.tile(models.mean(0), (N, 1)), rtol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3, 4])
 @pytest.mark.parametrize("where", ["simulated", "mesh", "pieces"])
 def test_all_reduce_watches_the_mean_loss(n, where):

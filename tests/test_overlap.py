@@ -875,6 +875,7 @@ GRAPHS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRAPHS)
 def test_every_byte_of_awc_is_covered_and_of_atc_less(name, mesh):
     graph = GRAPHS[name]

@@ -78,6 +78,7 @@ def colored(request, tmp_path):
     return HubImagesTask(data=str(tmp_path / "saved"), model=NET, size=8, eval_rows=4)
 
 
+@pytest.mark.slow
 def test_images_come_with_the_number_of_their_class(colored):
     task = build_task(colored)
     batch = task.steps(3, 2, 0, range(3))[0].arrays
@@ -235,6 +236,7 @@ def vocabulary():
     return train_vocabulary(TEXTS, 280, special=["<|endoftext|>"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tokenizer", [False, True])
 def test_text_is_one_sequence_of_tokens(tokenizer, tmp_path):
     """Of all documents that have any, in their order."""

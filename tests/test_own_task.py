@@ -50,6 +50,7 @@ EXAMPLE, MORE = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
 SHORT = ("--num-steps", "20", "--optimizer.warmup-steps", "2")
 
 
+@pytest.mark.slow
 def test_the_guide_is_40_lines_and_its_commands_run(tmp_path):
     """Each in a process, as a user's: of the file that it tells one to save."""
     assert sum(map(bool, map(str.strip, EXAMPLE.split("\n")))) == 40
@@ -144,6 +145,7 @@ def ran(own):
     return train(load_config(own), Path("run")), sys.modules["own.py"]
 
 
+@pytest.mark.slow
 def test_hooks_see_each_step_and_each_evaluation(ran):
     _, module = ran
     steps = [one for one in module.seen if len(one) == 3]
@@ -156,6 +158,7 @@ def test_hooks_see_each_step_and_each_evaluation(ran):
     assert list(scores) == [3, 6]
 
 
+@pytest.mark.slow
 def test_own_functions_decide_how_a_step_goes(ran):
     """A step of SGD beside a damped ring, in NumPy, with the rates of the schedule."""
     outcome, module = ran
@@ -183,6 +186,7 @@ def test_own_functions_decide_how_a_step_goes(ran):
     assert outcome.step == 6
 
 
+@pytest.mark.slow
 def test_a_run_of_ones_own_is_read_with_trust_alone(ran, own, capsys):
     fields = json.loads(Path("run/config.json").read_text())
     assert fields["task"]["kind"] == "own.py:Sine"
@@ -488,6 +492,7 @@ def test_graphs_by_name_are_not_ones_own():
     assert len(build_policy(config).menu[1].between.sources) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lion", "muon"])
 def test_a_run_of_an_optimizer_by_name_resumes_bit_for_bit(name, tmp_path):
     config = of(

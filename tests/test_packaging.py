@@ -78,6 +78,7 @@ def test_the_wheel_has_all_modules_and_configs(unpacked):
         assert files == own
 
 
+@pytest.mark.slow
 def test_a_train_of_the_user_shadows_nothing(unpacked, tmp_path):
     for name in ("train.py", "configs.py"):
         (tmp_path / name).write_text("raise SystemExit('of the user')")
@@ -86,6 +87,7 @@ def test_a_train_of_the_user_shadows_nothing(unpacked, tmp_path):
     assert "usage: decentjax train quickstart" in ended.stdout
 
 
+@pytest.mark.slow
 def test_a_config_of_the_user_imports_from_its_folder(unpacked, tmp_path):
     (tmp_path / "own_name.py").write_text("name = 'mine'")
     (tmp_path / "mine.py").write_text(
@@ -97,6 +99,7 @@ def test_a_config_of_the_user_imports_from_its_folder(unpacked, tmp_path):
     assert "(default: mine)" in ended.stdout, ended.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

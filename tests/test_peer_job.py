@@ -108,6 +108,7 @@ def check_trained(run_dir: Path, wanted: dict[str, jax.Array]) -> None:
             np.testing.assert_allclose(x, own, rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
     run_dir, output = finished
     for number in (0, 1):
@@ -240,6 +241,7 @@ def test_all_processes_share_one_config(finished):
         train(line.config, run_dir)
 
 
+@pytest.mark.slow
 def test_an_evaluation_has_the_workers_of_all_processes(
     tmp_path, capsys, quick_compile
 ):
@@ -422,6 +424,7 @@ def test_in_an_emulated_cluster_a_process_listens_in_its_node(tmp_path):
         assert {peer for *_, peer, _ in used(tmp_path, number)} == {1 - number}
 
 
+@pytest.mark.slow
 def test_a_process_alone_trains_and_when_started_again_goes_on(
     tmp_path, monkeypatch, capsys
 ):
@@ -441,6 +444,7 @@ def test_a_process_alone_trains_and_when_started_again_goes_on(
     assert "looks for peers" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_of_an_elastic_run_the_mean_is_of_who_was_there_to_the_end(
     tmp_path, monkeypatch, capsys
 ):
@@ -462,6 +466,7 @@ def test_of_an_elastic_run_the_mean_is_of_who_was_there_to_the_end(
         found.worker(2)
 
 
+@pytest.mark.slow
 def test_who_was_away_when_the_others_ended_goes_on_with_what_they_saved(
     tmp_path, monkeypatch, capsys
 ):
@@ -485,6 +490,7 @@ def test_who_was_away_when_the_others_ended_goes_on_with_what_they_saved(
     assert max(of_late) < 1  # A model that begins has 2.3.
 
 
+@pytest.mark.slow
 def test_of_rounds_who_was_away_goes_on_from_its_own_step(tmp_path, capsys):
     """What another has saved is no state of its own rounds."""
     rounds = {"step": ROUNDS, "rounds": RoundsConfig(every_steps=3, delay=2)}
@@ -522,6 +528,7 @@ RUN_PEERS = RUN_JOB.replace("run_job(processes)", "run_job(processes, lambda: Tr
 RESTARTED = RUN_PEERS.replace("True)", "True, 2)")
 
 
+@pytest.mark.slow
 def test_a_lost_peer_is_started_again_alone(tmp_path):
     dies = f"""
 import os
@@ -578,6 +585,7 @@ def test_stopped_peers_end_as_any_job():
     assert sorted(out.splitlines()) == [b"[0] saved", b"[1] saved"]
 
 
+@pytest.mark.slow
 def test_an_error_names_the_worker_by_its_number_among_all(tmp_path):
     task = dataclasses.replace(line.config.task, poison_step=3, poison_worker=1)
     rounds = {"step": ROUNDS, "rounds": RoundsConfig(every_steps=3, delay=2)}
@@ -716,6 +724,7 @@ def test_the_place_is_slurms_where_it_is_not_given(monkeypatch):
     assert process_place(line.config) == (0, 1)
 
 
+@pytest.mark.slow
 def test_one_late_process_is_late_by_its_number_among_peers(tmp_path):
     straggler = StragglerConfig(kind="fixed", who=(1,), seconds=0.01)
     for number, late in ((0, False), (1, True)):
@@ -761,6 +770,7 @@ def test_the_launcher_knows_peers_by_option_config_or_run(finished, tmp_path):
     assert are_peers([str(own)])
 
 
+@pytest.mark.slow
 def test_the_devices_given_to_a_process_are_those_it_uses():
     code = (
         "import jax\nfrom train.job.peers import start_peer\n"

@@ -240,6 +240,7 @@ def encoded(how, codec, of="model", **options):
     return dataclasses.replace(how, compression=Compression(codec, of, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -366,6 +367,7 @@ def test_who_must_miss_nothing_does_not_go_on_without(tmp_path, monkeypatch):
         step(methods.gradient_tracking(topology.ring(2)), "tracking")
 
 
+@pytest.mark.slow
 def test_who_ends_waits_until_what_it_has_left_is_taken(tmp_path):
     """Worker 1 has long gradients, behind which messages travel."""
     how, times = Rounds(every(topology.ring(2), 1, delay=1)), {}
@@ -521,6 +523,7 @@ def whole_mass(ways, worker):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "graph"),
     [
@@ -899,6 +902,7 @@ def test_who_came_late_misses_nothing_from_then_on(num_missed, tmp_path):
         publish(Said(step + 1))
 
 
+@pytest.mark.slow
 def test_a_slow_worker_delays_no_other(tmp_path):
     """Whose peers do all their steps in less than one of its own."""
     ends = {}
@@ -912,6 +916,7 @@ def test_a_slow_worker_delays_no_other(tmp_path):
     assert all(ends[worker, STEPS - 1] < slow for worker in (1, 2, 3))
 
 
+@pytest.mark.slow
 def test_a_peer_of_another_config_is_refused_by_name(tmp_path):
     graph, mesh = topology.ring(2), Mesh(jax.devices()[:1], (AXIS,))
     found = []
@@ -1096,6 +1101,7 @@ def test_a_process_that_ends_serves_its_peers_to_the_last(tmp_path):
     assert other.returncode == -signal.SIGTERM
 
 
+@pytest.mark.slow
 def test_a_job_under_jax_distributed_has_a_book(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as probe:
         store = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -1115,6 +1121,7 @@ def test_a_store_without_a_job_is_refused():
         gossip.Store().read(0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["swaps", "push_sum"])
 def test_a_worker_that_comes_back_begins_anew(way, tmp_path):
     """Models are exchanged in both directions after a restart."""
@@ -1137,6 +1144,7 @@ def test_a_worker_that_comes_back_begins_anew(way, tmp_path):
             process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [{}, {"WAGMA": "0.5"}], ids=["peers", "wagma"])
 def test_a_killed_worker_delays_no_other_and_comes_back(how, tmp_path):
     count = 4 if how else 3

@@ -235,6 +235,7 @@ def params_of(state):
     return jax.device_get(state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["simulate", "mesh"])
 def test_a_run_that_holds_a_dispersion_resumes_bit_for_bit(where, tmp_path):
     config = policies("holding", target=0.01)
@@ -250,6 +251,7 @@ def test_a_run_that_holds_a_dispersion_resumes_bit_for_bit(where, tmp_path):
     assert half.extra["graph"].max() > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [

@@ -89,6 +89,7 @@ def test_with_a_trace_of_one_they_are_returns_less_values(case):
         np.testing.assert_allclose(got[:length, b], left, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_the_paper(case):
     steps, logits, values, lengths = case
     loss, metrics = ppo_loss(logits, values, steps, advantages(steps, OPTIONS), OPTIONS)
@@ -98,6 +99,7 @@ def test_the_loss_is_that_of_the_paper(case):
     assert 0 < float(metrics["clipped"]) < 1
 
 
+@pytest.mark.slow
 def test_what_comes_after_the_end_changes_nothing(case):
     """Neither the loss nor its gradient, however large."""
     steps, logits, values, _ = case

@@ -108,6 +108,7 @@ def test_the_busiest_step_is_the_first_that_crosses_nodes():
     assert busiest_step(topology.complete(16), 8) == 0
 
 
+@pytest.mark.slow
 def test_memory_holds_the_state_and_the_activations():
     step = StepConfig(batch_per_worker=512)
     run = prepare(dataclasses.replace(tiny.config, step=step), "h100", 2, 2)
@@ -274,6 +275,7 @@ def test_a_profile_of_times_starts_messages_in_time():
     assert profiled.estimate.step < 0.9 * plain.estimate.step
 
 
+@pytest.mark.slow
 def test_a_verdict_is_printed_written_and_drawn(capsys, tmp_path):
     out, figure = tmp_path / "out.json", tmp_path / "figure.svg"
     where = ("--out", str(out), "--figure", str(figure))
@@ -306,6 +308,7 @@ def test_a_broken_file_is_no_target(tmp_path):
     assert "mine.py, line 1: SyntaxError: '(' was never closed" in refused(*options)
 
 
+@pytest.mark.slow
 def test_too_little_overlap_is_a_code(capsys):
     options = "--step.algorithm atc --topology.name complete --require-overlap 0.95"
     code, text = preflight(capsys, "--target", "h100", *options.split())
@@ -313,6 +316,7 @@ def test_too_little_overlap_is_a_code(capsys):
     assert "0.0% of the bytes found are covered, 95.0% of all" in text
 
 
+@pytest.mark.slow
 def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(GPU_FILE)
@@ -425,6 +429,7 @@ def test_a_permute_of_tpus_has_one_link_and_a_mean_has_all():
         assert network.seconds(c) == pytest.approx(1e-6 + seconds)
 
 
+@pytest.mark.slow
 def test_memory_beyond_the_share_of_xla_is_warned_of(capsys):
     run = prepare(tiny.config, "h100", 1, 1)
     finding = run.find("step", 0, {})

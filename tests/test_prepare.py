@@ -44,6 +44,7 @@ def pairs(tmp_path) -> list[object]:
     return [*arguments, "--vocabulary", "280", "--max-tokens", "40"]
 
 
+@pytest.mark.slow
 def test_text_files_become_a_corpus(pairs, tmp_path):
     out = tmp_path / "data" / "corpus"
     printed = prepare("pairs", *pairs, "--out", out)
@@ -56,6 +57,7 @@ def test_text_files_become_a_corpus(pairs, tmp_path):
     assert corpus.test_lines[3] == ("en sentence 3 of many", "de sentence 3 of many")
 
 
+@pytest.mark.slow
 def test_text_files_become_tokens(tmp_path):
     (tmp_path / "a.txt").write_text("<|endoftext|>".join(map(str, range(400))))
     (tmp_path / "b.txt").write_bytes(b"\xff")

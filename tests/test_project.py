@@ -1,5 +1,6 @@
 """Files for GitHub, containers and clusters: facts agree, and commands run."""
 
+import os
 import re
 import subprocess
 import sys
@@ -57,6 +58,7 @@ def test_the_image_has_what_the_wheel_is_made_of():
     }
 
 
+@pytest.mark.slow
 def test_each_pod_of_the_job_set_runs_a_process_of_one_job():
     job_set = yaml.safe_load((ROOT / "configs" / "jobset.yaml").read_text())
     (job,) = job_set["spec"]["replicatedJobs"]
@@ -77,3 +79,49 @@ def test_each_pod_of_the_job_set_runs_a_process_of_one_job():
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+FLAKY = """
+from pathlib import Path
+
+def test_at_the_second_try():
+    tried = Path("tried")
+    was_tried = tried.exists()
+    tried.touch()
+    assert was_tried
+
+def test_always():
+    assert {}
+"""
+
+
+@pytest.mark.parametrize(
+    ("always", "when", "passes"),
+    [(True, "", True), (False, "", False), (True, "nightly", False)],
+)
+def test_ci_tries_a_test_that_fails_once_more_but_at_night(
+    always, when, passes, tmp_path
+):
+    text = (ROOT / ".ci" / "run").read_text()
+    function = text[text.index("tests() {") : text.index("# The code block")]
+    python = tmp_path / "venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    (tmp_path / "test_it.py").write_text(FLAKY.format(always))
+    slow = "slow" if when else "slow and not nightly"
+    script = f'{function}\ntests first "{python}" -m pytest -ra\necho it passes'
+    found = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", script],
+        cwd=tmp_path,
+        env={**os.environ, "scratch": str(tmp_path), "slow": slow},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert found.stdout.endswith("it passes\n") == passes, found
+    assert (found.returncode == 0) == passes
+    if passes:
+        listed = (tmp_path / "flaky").read_text().split(" - ")[0]
+        assert listed == "flaky: test_it.py::test_at_the_second_try"

@@ -82,6 +82,7 @@ PLACES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
     ("poison", "leaf"), [("batch", "b"), ("loss", "b"), ("gradient", "w")]
@@ -117,6 +118,7 @@ def test_each_row_has_the_share_of_workers_in_quarantine(tmp_path):
     assert all(np.isfinite(row["loss"]) for row in rows)
 
 
+@pytest.mark.slow
 def test_it_goes_on_from_a_checkpoint_with_what_was_counted(tmp_path, capsys):
     # Of a constant rate, as a run that is cut short has another last step.
     whole = poisoned("gradient", optimizer=line.NOISY.optimizer)

@@ -254,6 +254,7 @@ def test_it_has_a_command_of_each_tool():
     assert tools == {name.removesuffix(".__main__") for name in names}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("emulate", [False, True])
 def test_commands_have_help_that_names_their_options(emulate):
     """With the packages of no other extra than those that the page names for them.
@@ -286,6 +287,7 @@ def test_the_configs_of_commands_exist():
     assert [path for path in paths if not list(ROOT.glob(path))] == []
 
 
+@pytest.mark.slow
 def test_the_configs_of_train_commands_fit_together(monkeypatch):
     """With their options, which are read as by the program; nothing is trained."""
     made = []
@@ -337,6 +339,7 @@ def pasted() -> Iterator[list[subprocess.Popen[str]]]:
         process.communicate()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
 def test_a_code_block_runs_as_pasted(number, pasted):
     output, errors = pasted[number].communicate()

@@ -245,6 +245,7 @@ def test_what_is_done_again_is_dropped_from_the_timelines(tmp_path):
     assert spans == {(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)}
 
 
+@pytest.mark.slow
 def test_a_run_of_one_step_has_a_timeline_that_grows_when_it_goes_on(tmp_path):
     """And that has nothing of a run that came to no checkpoint."""
     timed(tmp_path, 7, range(4))

@@ -93,6 +93,7 @@ def run(model: ResNet, train: bool) -> jax.Array:
     return nnx.jit(lambda model: model(inputs, train=train))(model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("depth", [18, 20, 50])
 def test_the_logits_are_those_of_the_peers(depth, mode):
@@ -159,6 +160,7 @@ def assert_close(one, other, tolerance):
         np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [{"remat": True}, {"convolution": "matmul"}])
 def test_options_of_speed_change_no_results(change):
     inputs = jnp.asarray(np.random.default_rng(0).random((4, 12, 14, 2), "f"))
@@ -187,6 +189,7 @@ def test_matmul_leaves_no_convolution():
     assert "conv_general_dilated" not in primitives(make(8, convolution="matmul"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("size", "stride", "shape"),
     [(1, 1, (5, 8)), (1, 2, (6, 7)), (3, 1, (6, 7)), (3, 2, (5, 8)), (7, 2, (6, 7))],
@@ -205,6 +208,7 @@ def test_the_convolution_by_matmul_is_that_of_xla(size, stride, shape):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("convolution", ["xla", "matmul"])
 def test_two_models_under_vmap_are_each_as_alone(convolution):
     inputs = jnp.asarray(np.random.default_rng(0).random((4, 8, 8, 2), "f"))

@@ -285,6 +285,7 @@ def removes(step, state, metrics):
         path.unlink() if path.is_file() else shutil.rmtree(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("removed", "said"),
     [
@@ -380,6 +381,7 @@ def test_after_an_error_the_last_save_is_waited_for(tmp_path, monkeypatch):
     assert done
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_its_own_config(run_dir, tmp_path):
     """It may train for longer; then it is what a run from a checkpoint would be."""
     config = dataclasses.replace(saved_config(run_dir, None, ["line"]), num_steps=30)
@@ -438,6 +440,7 @@ def rows_of(state):
     return jax.tree.leaves(jax.device_get(state._replace(key=())))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_workers", [1, 3, 7])
 @pytest.mark.parametrize("how", ["mean", "repeat", "select"])
 def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_dir):
@@ -463,6 +466,7 @@ def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_
     assert f"workers.num_workers was 4 and is {num_workers}" in row["changed"]
 
 
+@pytest.mark.slow
 def test_parts_of_a_sum_go_on_as_their_mean_alone(tmp_path):
     config = dataclasses.replace(
         LINE,
@@ -483,6 +487,7 @@ def test_parts_of_a_sum_go_on_as_their_mean_alone(tmp_path):
         np.testing.assert_allclose(*sums, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_run_on_a_mesh_takes_another_number_of_workers(run_dir, tmp_path):
     workers = dataclasses.replace(LINE.workers, num_workers=8)
     config = dataclasses.replace(LINE, workers=workers, num_steps=30)
@@ -501,6 +506,7 @@ def test_a_shorter_run_is_another_one(run_dir):
         train(shorter, run_dir, Resume(step=15))
 
 
+@pytest.mark.slow
 def test_a_change_that_is_named_is_made_and_recorded(run_dir):
     longer = dataclasses.replace(LINE, num_steps=25)
     config, fields = with_changes(longer, ["optimizer.learning-rate=0.05"])
@@ -519,6 +525,7 @@ def cosine(step, num_steps, peak=0.1, final=1e-4):
     return final + (peak - final) * (1 + np.cos(np.pi * step / num_steps)) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_steps", "changes", "now", "how"),
     [
@@ -657,6 +664,7 @@ def test_random_keys_of_another_kind_are_refused_by_name(run_dir):
     train(longer, run_dir, Resume())
 
 
+@pytest.mark.slow
 def test_a_run_with_another_kind_of_keys_goes_on_with_them_alone(tmp_path):
     config = dataclasses.replace(LINE, task=Keyed(), num_steps=5)
     with jax_option("jax_default_prng_impl", "unsafe_rbg"):
@@ -673,6 +681,7 @@ def test_a_run_with_another_kind_of_keys_goes_on_with_them_alone(tmp_path):
         train(longer, tmp_path, Resume())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["mean", "repeat"])
 def test_keys_of_a_model_state_are_read_and_new_for_other_workers(how, tmp_path):
     config = dataclasses.replace(LINE, task=Keyed(), num_steps=5)
@@ -833,6 +842,7 @@ def test_what_is_half_written_is_removed_at_the_next_start(run_dir):
     assert not list(folder.glob("*tmp*"))
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_mean_model_of_another(tmp_path):
     config = dataclasses.replace(job_line.config, num_steps=3)
     train(config, tmp_path / "first")
@@ -890,6 +900,7 @@ def test_broken_rows_are_left_out_and_the_others_stay(run_dir, capsys):
     assert trained == [1, 2, 3, 5, 6, 7, *range(9, 23)]
 
 
+@pytest.mark.slow
 def test_the_command_line_goes_on_from_a_folder_alone(run_dir, capsys, monkeypatch):
     monkeypatch.setattr(os, "environ", dict(os.environ))
     options = ["--trust", "line", "--num-steps", "24"]

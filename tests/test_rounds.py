@@ -247,6 +247,7 @@ def test_a_late_round_keeps_what_a_worker_has_learned_since():
     close(run(how, n, 14), wanted)
 
 
+@pytest.mark.slow
 @EITHER_WAY
 @pytest.mark.parametrize(
     ("step", "delay"), [(awc_step, 1), (atc_step, 0)], ids=["awc", "atc"]
@@ -408,6 +409,7 @@ def test_rounds_without_sense_are_refused(make, words):
         make()
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_in_the_middle_of_a_round():
     """All that a round needs is in the state."""
     how = methods.streaming_diloco(4, model(), 5, 2, delay=4)
@@ -429,6 +431,7 @@ def test_a_run_goes_on_in_the_middle_of_a_round():
         jax.tree.map(np.testing.assert_array_equal, again.params, state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
@@ -463,6 +466,7 @@ def test_as_a_transformation_rounds_do_what_the_step_does(how):
     np.testing.assert_allclose(found, run(how, 4, 14), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_transformation_rounds_apart_on_each_worker_and_step():
     """Of equal models exchanges change nothing but by the noise of the codec."""
     how = encoded(Rounds(every(topology.ring(4), 1)), int8())
@@ -522,6 +526,7 @@ TURNS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", TURNS.values(), ids=TURNS)
 @pytest.mark.parametrize("where", [None, 4], ids=["simulated", "mesh"])
 def test_a_transformation_of_rounds_may_count_its_steps(how, where):
@@ -634,6 +639,7 @@ CODED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CODED)
 def test_each_shard_is_encoded_as_a_leaf_of_its_own(name):
     codec, options, schedule, outer = CODED[name]
@@ -730,6 +736,7 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent(tracking):
         train_step(state, place(jnp.zeros((4, 1, 7)), worker_mesh(4)), 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

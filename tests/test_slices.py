@@ -166,6 +166,7 @@ WAYS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.draw(6)
 @EACH_KIND
 @EACH_FORM
@@ -194,6 +195,7 @@ def test_every_exchange_leaves_shards_where_they_lie(num_workers, form, kinds):
             _assert_close(got[name][way], wanted, 0.05 if way == "narrow" else 1e-6)
 
 
+@pytest.mark.slow
 @EACH_KIND
 def test_a_loop_carries_shards_where_types_are_checked(kinds):
     averages = [
@@ -278,6 +280,7 @@ def test_automatic_axes_send_by_collectives_too(form):
     assert sum(one.num_bytes for one in found) == 2 * (24 + 5 + 2) * 4
 
 
+@pytest.mark.slow
 def test_a_vmap_over_fewer_rows_than_devices_leaves_the_rows_to_the_compiler():
     """Two workers on each slice, workers on no axis, another name, and seeds around."""
     mesh, before = _mesh(2), _models(4)["cut"]
@@ -366,6 +369,7 @@ def _descended(name, model, batch):
     return model, consensus_distance(model, AXIS)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(12)
 @EACH_KIND
@@ -434,6 +438,7 @@ SHARDS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(4)
 @EACH_KIND
@@ -447,6 +452,7 @@ def test_a_state_keeps_its_shards_on_a_mesh(step, kinds):
     _assert_close((state.params, metrics), (wanted[0].params, wanted[1]), 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(4)
 @EACH_KIND
@@ -466,6 +472,7 @@ def test_a_state_keeps_its_shards_in_a_map_of_ones_own(form, step, kinds):
     _assert_close(state.params, _simulated(bound, *started)[0].params, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(2)
 @EACH_KIND
@@ -482,6 +489,7 @@ def test_shards_may_be_said_as_well(lies, kinds):
     _assert_close(state.params, wanted, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
 @pytest.mark.draw(4)
 @EACH_KIND

@@ -128,6 +128,7 @@ def _recursion(step, graph, lr, num_steps):
     return models.reshape(num_steps, n, 3, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.draw(2)
 @pytest.mark.parametrize(
     ("step", "graph"),
@@ -150,6 +151,7 @@ def test_a_step_follows_the_dense_recursion_the_same_on_devices_and_simulated(
     assert np.array_equal(on_devices, simulated)
 
 
+@pytest.mark.slow
 @EACH_STEP
 def test_with_any_learning_rate_devices_and_simulation_agree_to_rounding(step):
     graph = topology.hypercube(4)
@@ -180,6 +182,7 @@ def test_of_one_worker_a_step_is_plain_training(step, make):
     np.testing.assert_allclose(got, params["x"], rtol=0, atol=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("graph", [GRAPHS["ring"], GRAPHS["aer"]], ids=["ring", "aer"])
 def test_of_one_curvature_the_mean_of_awc_is_the_model_of_all_reduce(graph):
     def loss_fn(params, model_state, batch, key):
@@ -230,6 +233,7 @@ def test_weight_decay_is_taken_from_the_model_that_the_update_lands_on(order):
     np.testing.assert_allclose(got, x, rtol=0, atol=2e-6)
 
 
+@pytest.mark.slow
 @EITHER_WAY
 def test_awc_adapts_to_the_mixed_model(simulated):
     """The gradient is taken at the own model, the decay from whatever is given."""

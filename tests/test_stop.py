@@ -100,6 +100,7 @@ def test_a_signal_while_a_checkpoint_is_written_ends_it_in_order(number, tmp_pat
         verify(path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_results_are_shown_ends_the_run_in_order(number, tmp_path):
     with training(tmp_path, "--task.score-seconds=100") as process:
@@ -149,6 +150,7 @@ with Stop():
 """
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_what_runs_no_handler():
     """As a compiler: Python's handlers would run once it is done, in an hour."""
     with subprocess.Popen(
@@ -194,6 +196,7 @@ def test_a_signal_that_is_ignored_stays_so():
         signal.signal(signal.SIGTERM, before)
 
 
+@pytest.mark.slow
 def test_under_nohup_the_end_of_the_terminal_is_ignored(tmp_path):
     with training(tmp_path, *SLOWLY, under=("nohup",)) as process:
         wait_for(tmp_path, 3, process)
@@ -276,6 +279,7 @@ def small_disk(folder: Path, size: str):
         libc.umount2(str(folder).encode(), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fill", ["at the first save", "later"])
 def test_a_full_disk_ends_the_run_with_a_sentence(fill, tmp_path):
     disk = tmp_path / "disk"
@@ -300,6 +304,7 @@ def test_a_full_disk_ends_the_run_with_a_sentence(fill, tmp_path):
             assert steps(run_dir)[0] in (5, 10)
 
 
+@pytest.mark.slow
 def test_a_disk_that_turns_read_only_ends_the_run_with_a_sentence(tmp_path):
     disk = tmp_path / "disk"
     with small_disk(disk, "10m") as libc:

@@ -145,6 +145,7 @@ def test_scores_count_hits_among_the_first_and_the_first_five():
     assert {int(count) for _, count in got.values()} == {400}
 
 
+@pytest.mark.slow
 def test_an_image_is_judged_alike_whatever_stands_beside_it():
     task = digits()
     model, score_fn = model_of(task), jax.jit(task.score_fn)
@@ -179,6 +180,7 @@ def test_the_digits_that_are_drawn_are_those_misclassified():
     )
 
 
+@pytest.mark.slow
 def test_images_are_normalised_to_learn_from_and_to_be_judged():
     (batch,) = digits().validation()
     batch = jax.tree.map(lambda x: x[:4], batch)
@@ -201,6 +203,7 @@ def test_a_model_of_nan_gets_nothing_right_but_by_chance():
     assert float(got["top_1"][0]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_loss_of_images_is_that_of_smoothed_labels(smoothing):
     task, plain = digits(smoothing), jax.jit(digits(0.0).loss_fn)
@@ -234,6 +237,7 @@ def test_the_nearest_neighbour_is_the_nearest():
     assert nearest_neighbour(train, train) == 1.0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_the_translation_loss_is_smoothed_and_ignores_padding(smoothing):
     task = toy(
@@ -256,6 +260,7 @@ def test_the_translation_loss_is_smoothed_and_ignores_padding(smoothing):
         assert abs(float(loss) - float(total / count)) > 1e-4
 
 
+@pytest.mark.slow
 def test_a_uniform_model_loses_the_logarithm_of_the_vocabulary():
     task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
     params, _ = model_of(task)
@@ -290,6 +295,7 @@ def test_a_held_out_score_is_the_mean_over_all_tokens():
     assert of_other["loss"] == pytest.approx(np.log(300), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_learns_to_translate_what_it_has_seen():
     task = toy(
         model=dataclasses.replace(TRANSFORMER, width=32, hidden=64, dropout=0.0),
@@ -355,6 +361,7 @@ def test_a_translation_is_validated_on_the_validation_set():
     assert sum(int((batch["source"][:, 0] > 0).sum()) for batch in batches) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "task",
     [
@@ -498,6 +505,7 @@ def test_without_a_clip_norm_gradients_keep_their_size():
     assert second_moment(1.0) < 1
 
 
+@pytest.mark.slow
 def test_weights_decay_and_norms_and_biases_do_not():
     params = {"kernel": jnp.ones((2, 2)), "bias": jnp.ones(2)}
     params["convolution"] = jnp.ones((2, 2, 2))  # For muon no matrix.

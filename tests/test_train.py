@@ -90,6 +90,7 @@ def finished(tmp_path_factory):
     return run_dir, train(TINY, run_dir)
 
 
+@pytest.mark.slow
 def test_a_run_leaves_its_config_metrics_and_checkpoints(finished):
     run_dir, outcome = finished
     assert outcome.step == 12
@@ -108,17 +109,20 @@ def test_a_run_leaves_its_config_metrics_and_checkpoints(finished):
     assert steps == {10, 12}
 
 
+@pytest.mark.slow
 def test_a_run_repeats_itself_bit_for_bit(finished, tmp_path):
     _, outcome = finished
     assert same(train(TINY, tmp_path / "again").state, outcome.state)
 
 
+@pytest.mark.slow
 def test_another_seed_is_another_run(tmp_path):
     for seed in (0, 1):
         train(dataclasses.replace(LINE, seed=seed), tmp_path / str(seed))
     assert losses(tmp_path / "0") != losses(tmp_path / "1")
 
 
+@pytest.mark.slow
 def test_a_mesh_trains_as_the_simulation_does(tmp_path):
     for where in ("mesh", "simulate"):
         workers = dataclasses.replace(LINE.workers, where=where)
@@ -128,6 +132,7 @@ def test_a_mesh_trains_as_the_simulation_does(tmp_path):
     np.testing.assert_allclose(mesh, simulated, rtol=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("algorithm", ["atc", "all_reduce"])
 def test_every_algorithm_trains(algorithm, tmp_path):
     step = dataclasses.replace(LINE.step, algorithm=algorithm, num_micro_batches=2)
@@ -374,6 +379,7 @@ def test_the_count_model_counts(order):
     assert count_model(text, windows, order) == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_weight_decay_spares_what_has_less_than_two_dims():
     optimizer = build_optimizer(TINY.optimizer, TINY.num_steps)
     params = {"kernel": np.ones((2, 2), np.float32), "scale": np.ones(2, np.float32)}
@@ -444,6 +450,7 @@ def test_sgd_has_momentum_and_decays_weights_by_the_gradient():
             np.testing.assert_allclose(params[name], wanted[name], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_first_step_of_the_quickstart_is_golden():
     """A change of these numbers is a change of what the quickstart computes.
 

@@ -82,6 +82,7 @@ def params_of(state):
     return jax.device_get(state.params)
 
 
+@pytest.mark.slow
 @pytest.mark.draw(2)
 @EACH_METHOD
 def test_a_run_has_the_numbers_of_its_seeds(method, tmp_path):
@@ -110,6 +111,7 @@ PLACES += [("noloco", "mesh"), ("muloco", "simulate")]
 PLACES += [("choco", "background"), ("int2", "background")]
 
 
+@pytest.mark.slow
 @pytest.mark.draw(2)
 @pytest.mark.parametrize(("method", "where"), PLACES)
 def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
@@ -157,6 +159,7 @@ ONES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.draw(3)
 @pytest.mark.parametrize(
     ("changes", "where"),

@@ -75,6 +75,7 @@ def inputs() -> tuple[jax.Array, jax.Array]:
     return jnp.asarray(SOURCE), jnp.asarray(TARGET)
 
 
+@pytest.mark.slow
 def test_the_logits_are_those_of_torch():
     model = make()
     copy_of_torch(model)
@@ -109,6 +110,7 @@ def test_padding_changes_no_logits_of_real_tokens():
     assert not np.allclose(run(model, changed, target)[1], plain[1], atol=1e-3)
 
 
+@pytest.mark.slow
 def test_a_source_of_padding_alone_gives_finite_gradients():
     model, (_, target) = make(num_layers=1), inputs()
     graph, params = nnx.split(model, nnx.Param)
@@ -131,6 +133,7 @@ def test_target_tokens_see_the_source_and_earlier_ones():
     assert (np.abs(other - plain).max(-1) > 1e-4).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_decoding_token_by_token_is_decoding_at_once(dtype):
     model, (source, target) = make(compute_dtype=dtype), inputs()
@@ -162,6 +165,7 @@ def loss_and_gradients(**changes):
     return jax.value_and_grad(loss), params
 
 
+@pytest.mark.slow
 def test_remat_changes_neither_loss_nor_gradients():
     results, programs = [], []
     for remat in (False, True):
@@ -174,6 +178,7 @@ def test_remat_changes_neither_loss_nor_gradients():
     assert " remat2[" not in programs[0]
 
 
+@pytest.mark.slow
 def test_dropout_acts_only_with_a_key_and_repeats_with_it():
     model, some = make(dropout=0.5), inputs()
     plain = run(model, *some)
@@ -184,6 +189,7 @@ def test_dropout_acts_only_with_a_key_and_repeats_with_it():
     np.testing.assert_array_equal(plain, run(make(), *some))
 
 
+@pytest.mark.slow
 def test_dropout_is_where_torch_has_it_but_for_attention():
     model, rngs = make(dropout=0.5), nnx.Rngs(dropout=1)
     nnx.jit(lambda model, rngs: model(*inputs(), rngs=rngs))(model, rngs)
@@ -202,6 +208,7 @@ def test_bfloat16_computes_the_same_to_its_precision():
     np.testing.assert_allclose(narrow, plain, atol=0.1)
 
 
+@pytest.mark.slow
 def test_two_models_under_vmap_are_each_as_alone():
     value_and_grad, first = loss_and_gradients()
     second = jax.tree.map(lambda x: 1.5 * x, first)
@@ -214,6 +221,7 @@ def test_two_models_under_vmap_are_each_as_alone():
             np.testing.assert_allclose(one[i], other, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_matrices_start_with_the_variance_of_torch():
     config = TransformerConfig(num_layers=1, width=64, hidden=192)
 

@@ -75,6 +75,7 @@ def listeners(pid: int) -> set[str]:
 LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize("options", [[], PEERS], ids=["job", "peers"])
 def test_a_launched_job_listens_on_loopback_alone(options, tmp_path):
@@ -102,6 +103,7 @@ SLURM = {f"SLURM_{k}": v for k, v in {**SLURM, "PROCID": "0", "LOCALID": "0"}.it
 OF_JOB = "process 0 listens at .*join or end the job, and read and change its models"
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.parametrize(
     ("options", "env", "words"),
@@ -287,6 +289,7 @@ def test_hostile_fields_of_a_config_get_a_sentence_or_are_data():
     assert not Path("pwned").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -316,6 +319,7 @@ def test_a_config_names_no_program_for_the_compiler_to_run(option):
         read_options((option,), "gpu")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["..", "../x", "a/b", "a\0b", "", ".", "a b", "x" * 300]
 )
@@ -395,6 +399,7 @@ sinks = [leaves]
 """
 
 
+@pytest.mark.slow
 def test_what_is_in_the_folder_of_a_sink_is_not_the_runs(tmp_path, monkeypatch, capsys):
     """A link elsewhere, left in the last step, does not fail a run that is saved."""
     monkeypatch.setattr(os, "environ", dict(os.environ))
@@ -422,6 +427,7 @@ def modes(folder: Path) -> dict[str, int]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [[], PEERS], ids=["job", "peers"])
 def test_files_of_a_run_are_changed_by_their_owner_alone(options, tmp_path):
     """Even where the umask is 0; and only the owner reads the secret."""
@@ -442,6 +448,7 @@ def test_files_of_a_run_are_changed_by_their_owner_alone(options, tmp_path):
         assert [x.name for x in files if secret in x.read_bytes()] == ["secret"]
 
 
+@pytest.mark.slow
 def test_the_first_process_draws_the_secret_and_all_have_it(tmp_path):
     code = (
         "import sys; from pathlib import Path; from train.job.secret import *; "
@@ -484,6 +491,7 @@ def test_given_addresses_need_a_given_secret(tmp_path):
     assert digest(as_process(0, 2, exchange=own)) == digest(as_process(1, 2))
 
 
+@pytest.mark.slow
 def test_a_process_with_another_secret_is_named_and_the_others_go_on(tmp_path):
     run_dir, other = tmp_path / "run", tmp_path / "other"
     other.write_text("of another run" * 2)

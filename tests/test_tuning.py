@@ -77,6 +77,7 @@ def test_each_lowering_that_may_be_chosen_mixes_alike(name, number, monkeypatch)
     np.testing.assert_allclose(got, wanted, rtol=0, atol=atol)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, 1])
 def test_narrow_messages_too(number, monkeypatch):
     """By a swap a pair would round once, by a mean it rounds twice."""
@@ -94,6 +95,7 @@ def test_no_pieces_are_tried_that_would_be_larger_than_the_model():
     assert sizes == [[None], [None, 65536], [None, 262144, 65536]]
 
 
+@pytest.mark.slow
 def test_the_fastest_option_is_found_by_all_workers_and_one_needs_no_search():
     exchange = topology.hypercube(8)[0]
     slow, quick = Lowering(piece_bytes=16), Lowering()

@@ -93,6 +93,7 @@ def _repeated(function, carry, times=3):
     return lax.fori_loop(0, times, lambda _, carry: function(carry), carry)
 
 
+@pytest.mark.slow
 @EACH_KIND
 @pytest.mark.parametrize("num_workers", [1, 3, 4])
 def test_averages_are_carries_of_loops_and_results_of_branches(num_workers, kind):
@@ -175,6 +176,7 @@ def _gradient(model, batch):
     return jax.tree.map(jnp.subtract, model, batch)
 
 
+@pytest.mark.slow
 @EACH_KIND
 @pytest.mark.parametrize("name", COUNTING)
 def test_an_optimizer_that_counts_runs_in_a_loop(name, kind):
@@ -191,6 +193,7 @@ def test_an_optimizer_that_counts_runs_in_a_loop(name, kind):
     _assert_as_simulated(worker, kind, _models(4), _models(4, 1), atol=1e-5)
 
 
+@pytest.mark.slow
 @EACH_KIND
 @pytest.mark.parametrize("name", ROUNDS)
 def test_periods_of_rounds_run_in_a_loop(name, kind):

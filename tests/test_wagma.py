@@ -85,6 +85,7 @@ def test_consensus_is_exact_after_log_s_of_p_exchanges_from_any(num_workers, siz
         np.testing.assert_allclose(product, 1 / num_workers, rtol=0, atol=1e-15)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["atc", "awc"])
 @pytest.mark.parametrize(
     ("num_workers", "size", "tau"),
@@ -138,6 +139,7 @@ def test_without_the_means_the_models_leave_the_bound(groups):
     assert gamma.max() > _bound(groups.num_workers, tau=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_workers", "degree"),
     [

@@ -109,6 +109,7 @@ def repeated(num_workers, num_steps, records, order):
     return models, offered
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["atc", "awc"])
 @pytest.mark.parametrize("sizes", [(4, 2, 4), (8, 4, 3), (2, 2, 5), (4, 1, 3)])
 def test_what_was_averaged_is_what_was_recorded(sizes, order, tmp_path):
@@ -186,6 +187,7 @@ def test_a_mean_of_all_has_every_model_of_its_step(tmp_path):
     assert oldest > -4
 
 
+@pytest.mark.slow
 def test_a_mean_of_all_is_taken_however_long_it_has_been_there(tmp_path):
     """The thread of a worker that is slow to take it goes on with the next groups."""
     rows, states, used = batches(2, 5), [start(2, 0), start(2, 1)], []
@@ -225,6 +227,7 @@ def test_a_mean_of_all_in_every_step_gives_the_numbers_of_one_model(tmp_path):
             np.testing.assert_allclose(found[step], model, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_late_worker_delays_no_other(tmp_path):
     """Whose peers do all their steps in less than one of its own."""
     ends = {}

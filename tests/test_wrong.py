@@ -174,6 +174,7 @@ COMMANDS = [
 ]
 
 
+@pytest.mark.slow
 def test_a_wrong_command_is_answered_by_what_is_wrong():
     """In one sentence; in one process: a traceback would end it, and fail."""
     lines = [("decentjax", *shlex.split(line)) for line, _ in COMMANDS]
@@ -187,6 +188,7 @@ def test_a_wrong_command_is_answered_by_what_is_wrong():
             assert re.fullmatch(r"error: .*\n?", said), (line, said)
 
 
+@pytest.mark.slow
 def test_each_command_has_help_with_an_example():
     names = list(cli.COMMANDS)
     lines = [("decentjax", name, "--help") for name in names]
@@ -201,6 +203,7 @@ def test_each_command_has_help_with_an_example():
     assert " STR " not in advice
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["prepare", "checkpoint", "bench"])
 def test_each_kind_of_a_command_has_an_example(name):
     kinds = {

@@ -35,13 +35,12 @@ class AllReduce(Closing):
       record: function that is called with each activity of this process.
 
     Examples:
-      >>> import functools
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import adapt, gossip, init_state, worker_mesh
+      >>> from decentjax import gossip, init_state, local_update, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> optimizer = optax.adam(0.1)
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> local = local_update(loss_fn, optimizer)
       >>> state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), 1)
       >>> with gossip.AllReduce(local, worker_mesh(1)) as train_step:
       ...     for t in range(10):

@@ -42,7 +42,7 @@ class Background(Staged):
     processes leave together.
 
     Args:
-      adapt: the local update, `decentjax.adapt` with its keywords bound. It is cut
+      adapt: the local update, as `local_update` returns it. It is cut
         where it uses `mixed`; a conditional or a loop that uses it waits as a whole.
       topology: topology whose exchanges are taken in turn.
       mesh: mesh with the axis "workers" alone.
@@ -59,14 +59,13 @@ class Background(Staged):
         devices of `exchange_mesh` are in other processes.
 
     Examples:
-      >>> import functools
       >>> import jax
       >>> import optax
-      >>> from decentjax import adapt, gossip, init_state, topology, worker_mesh
+      >>> from decentjax import gossip, init_state, local_update, topology, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> optimizer = optax.adam(0.1)
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> local = local_update(loss_fn, optimizer)
       >>> state = init_state(jax.numpy.zeros(3), optimizer, jax.random.key(0), 1)
       >>> with gossip.Background(local, topology.ring(1), worker_mesh(1)) as train_step:
       ...     for t in range(10):

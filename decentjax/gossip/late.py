@@ -63,8 +63,7 @@ class LateRounds(Closing):
     """`round_step` whose exchanges are carried beside it; a context that ends them.
 
     Args:
-      adapt: the local update, `decentjax.adapt` with its keywords bound; cut as for
-        `Background`.
+      adapt: the local update, as `local_update` returns it; cut as for `Background`.
       rounds: the rounds.
       mesh: mesh with the axis "workers" alone, of the workers in the stacked arrays.
       carrier: what carries the exchanges.
@@ -236,7 +235,7 @@ class BackgroundRounds(LateRounds):
     so a run goes on from any state; call `settle()` before any other collective.
 
     Args:
-      adapt: the local update, `decentjax.adapt` with its keywords bound; cut as for
+      adapt: the local update, as `local_update` returns it; cut as for
         `Background`.
       rounds: the rounds.
       mesh: mesh with the axis "workers" alone.
@@ -249,14 +248,13 @@ class BackgroundRounds(LateRounds):
       ValueError: as in `Background`, or if the compression has shards.
 
     Examples:
-      >>> import functools
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import Rounds, adapt, gossip, init_rounds, init_state
+      >>> from decentjax import Rounds, gossip, init_rounds, init_state, local_update
       >>> from decentjax import schedule, topology, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> optimizer, params = optax.adam(0.1), jnp.zeros(3)
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> local = local_update(loss_fn, optimizer)
       >>> rounds = Rounds(schedule.every(topology.ring(1), 5, delay=3))
       >>> extra = init_rounds(rounds, params)
       >>> state = init_state(params, optimizer, jax.random.key(0), 1, extra=extra)

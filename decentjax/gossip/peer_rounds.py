@@ -72,14 +72,13 @@ class PeerRounds(LateRounds):
         missing.
 
     Examples:
-      >>> import functools
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import adapt, gossip, init_rounds, init_state, methods
+      >>> from decentjax import gossip, init_rounds, init_state, local_update, methods
       >>> from decentjax import topology, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> optimizer, params, key = optax.adam(0.1), jnp.zeros(3), jax.random.key(0)
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> local = local_update(loss_fn, optimizer)
       >>> rounds = methods.local_sgd(topology.ring(1), num_steps=5)
       >>> extra = init_rounds(rounds, params)
       >>> state = init_state(params, optimizer, key, 1, extra=extra)

@@ -76,13 +76,12 @@ class Peers(Staged):
         process answers as one of these workers.
 
     Examples:
-      >>> import functools
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import adapt, gossip, init_state, topology, worker_mesh
+      >>> from decentjax import gossip, init_state, local_update, topology, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> optimizer = optax.adam(0.1)
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> local = local_update(loss_fn, optimizer)
       >>> state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), 1)
       >>> book = gossip.Folder("peers")
       >>> graph, mesh = topology.ring(1), worker_mesh(1)

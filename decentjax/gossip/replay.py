@@ -63,13 +63,13 @@ def replay(
     Examples:
       >>> import functools
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import adapt, gossip, init_state, topology
+      >>> from decentjax import gossip, init_state, local_update, topology
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> def batches(worker, step):
       ...     return jnp.full((1, 2), 1.0 + worker)
       >>> optimizer, key = optax.sgd(0.5), jax.random.key(0)
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> local = local_update(loss_fn, optimizer)
       >>> init = functools.partial(init_state, jnp.zeros(2), optimizer, key, 2)
       >>> states = [init(workers=[0]), init(workers=[1])]
       >>> came = gossip.Used(step=0, worker=0, group=0, models=(gossip.Taken(1, 0, 0),))
@@ -149,13 +149,13 @@ def replay_wagma(
     Examples:
       >>> import functools
       >>> import jax, jax.numpy as jnp, numpy as np, optax
-      >>> from decentjax import adapt, gossip, init_state
+      >>> from decentjax import gossip, init_state, local_update
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> def batches(worker, step):
       ...     return jnp.full((1, 2), 1.0 + worker)
       >>> optimizer, key = optax.sgd(0.5), jax.random.key(0)
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> local = local_update(loss_fn, optimizer)
       >>> init = functools.partial(init_state, jnp.zeros(2), optimizer, key, 2)
       >>> states = [init(workers=[0]), init(workers=[1])]
       >>> groups = gossip.Butterfly(num_workers=2, group_size=2, period=10)

@@ -29,7 +29,7 @@ class Staged(Closing):
     """A step whose exchange is carried beside it.
 
     Args:
-      adapt: the local update, `decentjax.adapt` with its keywords bound.
+      adapt: the local update, as `local_update` returns it.
       mesh: mesh with the axis "workers" alone, of the workers in the stacked arrays.
       record: function that is called with each activity of this process.
     """

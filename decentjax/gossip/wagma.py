@@ -79,13 +79,12 @@ class Wagma(Staged):
         than 1, or the workers do not fit; at the first step as `Peers`.
 
     Examples:
-      >>> import functools
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import adapt, gossip, init_state, worker_mesh
+      >>> from decentjax import gossip, init_state, local_update, worker_mesh
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).sum(), (model_state, {})
       >>> optimizer = optax.adam(0.1)
-      >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+      >>> local = local_update(loss_fn, optimizer)
       >>> state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), 1)
       >>> book = gossip.Folder("peers")
       >>> mesh, sizes = worker_mesh(1), {"group_size": 1, "period": 10}

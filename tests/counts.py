@@ -1,0 +1,111 @@
+"""Counts what the design wants few of: `python tests/counts.py`.
+
+Lines are lines of code, without docstrings, comments and blank ones.
+"""
+
+import ast
+import io
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+ROOMS = "decentjax", "train", "tests", "configs"
+LONG_FILE, LONG_FUNCTION, WIDE_SIGNATURE = 500, 60, 8
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def main() -> None:
+    files = {path: path.read_text() for room in ROOMS for path in _files(room)}
+    trees = {path: ast.parse(text) for path, text in files.items()}
+    lines = {path: _code_lines(text, trees[path]) for path, text in files.items()}
+    program = {p: t for p, t in trees.items() if p.parts[0] in ("decentjax", "train")}
+    for attribute, of in (("algorithm", "step"), ("where", "exchange")):
+        found = sorted(str(p) for p, t in program.items() if _asks(t, attribute, of))
+        print(f"files that read {of}.{attribute}: {len(found)}\n  {' '.join(found)}")
+    total = Counter()
+    for path, numbers in lines.items():
+        total[_room(path)] += len(numbers)
+        total[path.parts[0]] += len(numbers) * (len(path.parts) > 2)
+    print("lines of code")
+    for room, count in sorted(total.items()):
+        print(f"  {count:6} {room}")
+    long = {p: len(n) for p, n in lines.items() if p in program and len(n) > LONG_FILE}
+    print(f"files of more than {LONG_FILE} lines of code: {len(long)}")
+    for path, count in long.items():
+        print(f"  {count:6} {path}")
+    _print_functions(program, lines)
+
+
+def _print_functions(
+    program: dict[Path, ast.Module], lines: dict[Path, set[int]]
+) -> None:
+    sizes, widths = {}, {}
+    for path, tree in program.items():
+        for function in _functions(tree):
+            own = range(function.lineno, (function.end_lineno or 0) + 1)
+            name = f"{path}:{function.name}"
+            sizes[name] = len(lines[path] & {*own})
+            widths[name] = len(_arguments(function))
+    for what, of, most in (
+        ("lines of code", sizes, LONG_FUNCTION),
+        ("arguments", widths, WIDE_SIGNATURE),
+    ):
+        over = {name: count for name, count in of.items() if count > most}
+        print(f"functions of more than {most} {what}: {len(over)}")
+        for name, count in sorted(over.items(), key=lambda item: -item[1]):
+            print(f"  {count:6} {name}")
+
+
+def _files(room: str) -> list[Path]:
+    return [p.relative_to(ROOT) for p in sorted((ROOT / room).rglob("*.py"))]
+
+
+def _room(path: Path) -> str:
+    """The folder of a file within `train` or `decentjax`, or the file's top folder."""
+    return "/".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
+
+
+def _asks(tree: ast.Module, attribute: str, of: str) -> bool:
+    """Whether a file reads an attribute of a section of the config."""
+    return any(
+        isinstance(node, ast.Attribute)
+        and node.attr == attribute
+        and of in (getattr(node.value, "attr", ""), getattr(node.value, "id", ""))
+        for node in ast.walk(tree)
+    )
+
+
+def _functions(tree: ast.Module) -> Iterator[Function]:
+    return (node for node in ast.walk(tree) if isinstance(node, Function))
+
+
+def _arguments(function: Function) -> list[ast.arg]:
+    found = function.args.posonlyargs + function.args.args + function.args.kwonlyargs
+    return [one for one in found if one.arg not in ("self", "cls")]
+
+
+def _code_lines(text: str, tree: ast.Module) -> set[int]:
+    skipped = {
+        tokenize.COMMENT,
+        tokenize.NL,
+        tokenize.NEWLINE,
+        tokenize.INDENT,
+        tokenize.DEDENT,
+        tokenize.ENDMARKER,
+    }
+    lines = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in skipped:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | Function):
+            match node.body[:1]:
+                case [ast.Expr(ast.Constant(str())) as docstring]:
+                    lines -= {*range(docstring.lineno, (docstring.end_lineno or 0) + 1)}
+    return lines
+
+
+if __name__ == "__main__":
+    main()
