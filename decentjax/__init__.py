@@ -27,7 +27,14 @@ if TYPE_CHECKING:
     )
     from decentjax.correction import exact_diffusion, quasi_global_momentum
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
-    from decentjax.local import adapt, local_update
+    from decentjax.local import (
+        Gradient,
+        LocalUpdate,
+        adapt,
+        descend,
+        gradient,
+        local_update,
+    )
     from decentjax.loss import LossFn, compute_in
     from decentjax.mixing import Lowering, consensus_distance, global_mean, mix
     from decentjax.optim import (
@@ -60,7 +67,9 @@ __all__ = [
     "AXIS",
     "DecentralizeState",
     "Exchange",
+    "Gradient",
     "Groups",
+    "LocalUpdate",
     "LossFn",
     "Lowering",
     "Permutations",
@@ -86,11 +95,13 @@ __all__ = [
     "decentralize",
     "decentralize_atc",
     "decentralize_rounds",
+    "descend",
     "dispersion",
     "distributed",
     "exact_diffusion",
     "global_mean",
     "gossip",
+    "gradient",
     "init_rounds",
     "init_state",
     "local_update",

@@ -70,8 +70,7 @@ class LocalUpdate:
 
     Examples:
       >>> import optax
-      >>> from decentjax import local_update
-      >>> from decentjax.local import LocalUpdate
+      >>> from decentjax import LocalUpdate, local_update
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).mean(), (model_state, {})
       >>> local = local_update(loss_fn, optax.sgd(0.1))
@@ -154,7 +153,7 @@ def halves_of(adapt: Any, name: str) -> LocalUpdate:
         return adapt
     raise TypeError(
         f"{name} changes the gradient before the optimizer has it: give it "
-        "local_update(loss_fn, optimizer), or a decentjax.local.LocalUpdate of your "
+        "local_update(loss_fn, optimizer), or a decentjax.LocalUpdate of your "
         f"own, got {getattr(adapt, '__name__', type(adapt).__name__)}"
     )
 
@@ -226,8 +225,7 @@ def gradient(
 
     Examples:
       >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState
-      >>> from decentjax.local import gradient
+      >>> from decentjax import WorkerState, gradient
       >>> def loss_fn(params, model_state, batch, key):
       ...     return ((params - batch) ** 2).mean(), (model_state, {})
       >>> state = WorkerState(jnp.array(1.0), (), (), jax.random.key(0))
@@ -299,8 +297,7 @@ def descend(
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
-      >>> from decentjax import WorkerState
-      >>> from decentjax.local import Gradient, descend
+      >>> from decentjax import Gradient, WorkerState, descend
       >>> x, sgd, key = jnp.array(1.0), optax.sgd(0.5), jax.random.key(0)
       >>> state = WorkerState(x, sgd.init(x), (), key)
       >>> found = Gradient(jnp.array(-4.0), jnp.array(4.0), (), key, {})

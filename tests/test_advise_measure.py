@@ -181,6 +181,7 @@ def test_the_slowest_process_says_how_long_an_exchange_takes(monkeypatch):
     assert measure._seconds(network.taking(lambda _: 2.0), None) == 10.0
 
 
+@pytest.mark.slow
 def test_compute_times_are_those_of_each_process(monkeypatch):
     """Of two processes, of which the other has workers 0 to 3 and is slower."""
     network = FakeNetwork(FREE, 1.0)
@@ -198,6 +199,7 @@ def test_compute_times_are_those_of_each_process(monkeypatch):
     assert trace.tolist() == [4 * [7 + t] + 2 * [1 + t] for t in range(3)]
 
 
+@pytest.mark.slow
 def test_an_all_reduce_is_a_mean_over_all_devices(monkeypatch):
     config = on_mesh(4, 1)
     network = measure._Exchanges(config, config.task.build(), worker_mesh(4))

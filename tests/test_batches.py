@@ -131,6 +131,7 @@ def test_a_worker_alone_gets_its_row_and_reads_no_other(num_workers):
         assert len(numbers.read) == 5 * 2
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("num_workers", WORKERS)
 @pytest.mark.parametrize("where", ["source", "transform"])
 def test_the_next_readable_example_replaces_an_unreadable_one(num_workers, where):

@@ -353,6 +353,7 @@ def test_a_model_is_exported_with_its_config(choice, trained, tmp_path, capsys):
     assert f"{whose} of step 12, " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -418,6 +418,7 @@ def test_without_a_gpu_nothing_is_said_of_gpus():
     assert errors == "error: nowhere holds no run: it has no config.json\n"
 
 
+@pytest.mark.slow
 def test_ctrl_c_is_a_word_and_code_130_also_while_importing(tmp_path):
     waiting = "print('now', flush=True)\nimport time\ntime.sleep(300)\n"
     (tmp_path / "config.py").write_text(waiting)

@@ -289,6 +289,7 @@ PLANS = {
 }
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(("name", "of", "plan", "peers"), PLANS.values(), ids=PLANS)
 def test_the_encoded_bytes_are_what_travels(name, of, plan, peers):
     """Read from the compiled program, and equal to what analysis says."""
@@ -328,6 +329,7 @@ def train(how, num_steps, seed=0):
     return np.asarray(state.params["w"]), np.asarray(batch)
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("kind", ["model", "drift"])
 @pytest.mark.parametrize("name", CODECS)
 def test_what_a_message_drops_is_sent_later(name, kind):
@@ -472,6 +474,7 @@ def test_codecs_without_sense_are_refused(make, words):
         make()
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("codec", CODECS)
 @pytest.mark.parametrize("where", ["simulated", "mesh"])
 def test_in_pieces_the_same_numbers_come(codec, where):

@@ -288,6 +288,7 @@ def test_a_loss_that_is_not_finite_ends_the_seeds():
         train_seeds(config, range(1), ignore)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("train_it", [of_loop, of_seeds, of_the_clock])
 def test_a_gradient_ends_a_run_where_its_update_is_finite(train_it, tmp_path):
     """By lion, of which the update of an infinite gradient is 1, like any other."""

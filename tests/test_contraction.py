@@ -107,6 +107,7 @@ def spread(models):
     return np.sqrt(np.square(models - models.mean(1, keepdims=True)).mean((1, 2)))
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("has_outliers", [False, True])
 @pytest.mark.parametrize(
     ("one", "floor"), OF_MODELS, ids=lambda x: getattr(x, "name", "")
@@ -127,6 +128,7 @@ def test_codecs_with_which_models_would_part_are_refused(one):
         Compression(one)
 
 
+@pytest.mark.draw(4)
 @EACH
 def test_copies_come_closer_in_each_exchange(one):
     run = exchanger(Compression(one, "copy"))
@@ -140,6 +142,7 @@ def test_copies_come_closer_in_each_exchange(one):
                 assert apart[-1] < 0.01 * apart[0], name
 
 
+@pytest.mark.draw(4)
 @EACH
 def test_drifts_bring_all_workers_to_one_mean(one):
     run = exchanger(Compression(one, "drift"))

@@ -309,6 +309,7 @@ def test_gradient_tracking_is_diging(where):
     np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-13)
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     ("num_steps", "delay"), [(1, 0), (3, 0), (3, 1), (2, 2), (4, 3)]
 )

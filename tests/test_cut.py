@@ -191,6 +191,7 @@ def test_early_and_parts_give_the_bits_of_the_function(case, one_by_one):
         assert np.array_equal(_bits(x), _bits(y))
 
 
+@pytest.mark.slow
 @EACH_CASE
 def test_compiled_they_give_what_the_function_gives(case):
     cut = _cut(case)

@@ -284,6 +284,7 @@ def test_models_that_overflow_diverge():
         train_seeds(config, range(2), ignore)
 
 
+@pytest.mark.slow
 def test_a_cell_that_fails_loses_no_other(tmp_path, capsys):
     file = tmp_path / "fails.py"
     file.write_text(

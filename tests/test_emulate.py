@@ -507,6 +507,7 @@ def test_a_rate_is_read_in_its_unit(rate, bits):
     assert parse_rate(rate) == bits / 8
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [

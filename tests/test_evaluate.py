@@ -60,6 +60,7 @@ def test_the_models_of_a_run_are_read_without_their_optimizers(finished):
         np.testing.assert_array_equal(got, want)
 
 
+@pytest.mark.slow
 def test_scores_are_those_of_the_last_evaluation_of_the_run(finished):
     run_dir, _ = finished
     results = evaluate(run_dir, workers=(0, 3))
@@ -120,6 +121,7 @@ def test_without_a_text_it_asks_for_one(finished, monkeypatch):
         generate(finished[0])
 
 
+@pytest.mark.slow
 def test_a_text_is_printed_as_it_is_made(finished):
     """Long before its end, which Ctrl-C brings here."""
     command = [sys.executable, "-m", "decentjax", "generate", str(finished[0]), "def "]

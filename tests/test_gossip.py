@@ -229,6 +229,7 @@ def test_the_numbers_are_those_of_awc_to_rounding(case):
         _assert_same(_run(train_step, case), _wanted(case), atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [100, 150, 2**20])
 def test_where_groups_of_leaves_end_does_not_matter(size, monkeypatch):
     monkeypatch.setattr(stages, "GROUP_BYTES", size)

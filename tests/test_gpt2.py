@@ -216,6 +216,7 @@ def test_a_run_is_exported_and_another_begins_with_it(text_run, tmp_path, capsys
         train(other, tmp_path / "other", init_from=folder)
 
 
+@pytest.mark.slow
 def test_transformers_has_the_tokens_of_an_exported_run(text_run, tmp_path):
     transformers = pytest.importorskip("transformers")
     _, run = text_run

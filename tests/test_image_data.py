@@ -258,6 +258,7 @@ def root(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_prepared_images_are_those_of_the_archives(root):
     files = {name: data for synset in SYNSETS for name, data in train_files(synset)}
     source = open_imagenet("train", root)

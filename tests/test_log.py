@@ -92,6 +92,7 @@ def test_a_score_has_its_unit(value, unit, text):
     assert quantity(value, unit) == text
 
 
+@pytest.mark.slow
 def test_the_throughput_is_that_of_all_workers(tmp_path):
     config = dataclasses.replace(SHORT, step=StepConfig(batch_per_worker=3))
     train(config, tmp_path)

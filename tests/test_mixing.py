@@ -286,6 +286,7 @@ def test_the_workers_may_live_on_two_mesh_axes(exchange):
     _assert_mixed(jax.jit(mapped)(before), before, exchange)
 
 
+@pytest.mark.draw(4)
 @EITHER_WAY
 @EACH_PATH
 def test_another_vmap_may_run_inside_the_workers(exchange, simulated):
@@ -303,6 +304,7 @@ def test_another_vmap_may_run_inside_the_workers(exchange, simulated):
     _assert_mixed(after, (before, shared), exchange)
 
 
+@pytest.mark.draw(4)
 @EITHER_WAY
 @EACH_PATH
 def test_another_vmap_may_run_outside_the_workers(exchange, simulated):
@@ -500,6 +502,7 @@ def test_with_a_message_dtype_devices_and_simulation_agree_to_the_last_bit_but_o
     np.testing.assert_allclose(on_mesh, simulated, rtol=0, atol=2 * 2**-23)
 
 
+@pytest.mark.draw(4)
 @EITHER_WAY
 @pytest.mark.parametrize("scale", [1e-6, 1, 6e4])
 @EACH_PATH
@@ -748,6 +751,7 @@ SENT = [
 ]
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("graph", SENT)
 def test_the_program_sends_what_the_analysis_says(graph):
     for workers_per_node in (graph[0].workers_per_node, graph.num_workers // 2):
@@ -863,6 +867,7 @@ def test_the_mixed_models_do_not_depend_on_how_they_are_sent(
         np.testing.assert_allclose(_wide(x), _wide(y), rtol=0, atol=atol)
 
 
+@pytest.mark.draw(4)
 @EITHER_WAY
 @pytest.mark.parametrize("lowering", LOWERINGS.values(), ids=LOWERINGS)
 @pytest.mark.parametrize("path", ["pairs", "groups", "nodes_swap", "nodes_in_groups"])
@@ -916,6 +921,7 @@ def test_leaves_that_are_sent_as_one_are_mixed_as_alone(path, message_dtype, sim
     np.testing.assert_array_equal(one["counter"], before["counter"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("join_bytes", "sizes"),
     [

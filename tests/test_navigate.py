@@ -269,6 +269,7 @@ def test_in_xminigrids_world_the_shortest_path_is_a_path(size):
     )
 
 
+@pytest.mark.slow
 def test_each_iteration_learns_from_each_episode_once_an_epoch():
     """Two epochs of two batches, and only the first of the four plays."""
     steps = SMALL.build().steps(2, 2, 0, range(2))

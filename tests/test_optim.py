@@ -448,6 +448,7 @@ def _assert_close(got, wanted, atol=5e-6):
     )
 
 
+@pytest.mark.draw(4)
 @EACH_COMPOSITION
 def test_of_one_worker_a_composition_is_that_of_the_inner_optimizer(make):
     alone = functools.partial(

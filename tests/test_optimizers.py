@@ -293,6 +293,7 @@ def test_where_z_would_not_be_averaged_schedule_free_is_refused():
         beside(state._replace(extra=()), DATA, 0)
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     "make",
     [

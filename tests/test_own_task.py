@@ -209,6 +209,7 @@ def test_a_run_of_ones_own_is_read_with_trust_alone(ran, own, capsys):
     assert max(find_checkpoints(Path("run")).steps) == 8
 
 
+@pytest.mark.slow
 def test_hooks_are_needed_to_go_on_and_not_to_evaluate(ran, own):
     del sys.modules["own.py"]  # As in another process.
     own.write_text(OWN.replace("def look(", "def looked(").replace("=look", "=looked"))
@@ -230,6 +231,7 @@ def test_a_file_that_moved_or_became_a_module_is_the_same(ran, own):
     assert sources(config) == ("own.py",) * 4
 
 
+@pytest.mark.slow
 def test_a_run_begins_with_the_model_of_ones_own_run(ran, own):
     """Its code is that of the config, which runs anyway."""
     config = load_config(own)

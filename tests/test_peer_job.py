@@ -210,6 +210,7 @@ def test_only_a_run_of_peers_is_repeated(tmp_path):
         replay(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_page_draws_the_processes_of_a_run(finished):
     run_dir, _ = finished
     page = write_report([run_dir], run_dir / "report.html").read_text()

@@ -128,6 +128,7 @@ def in_background(graph):
     return found
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     "graph",
     [
@@ -312,6 +313,7 @@ def test_what_is_left_for_peers_is_the_message(codec, tmp_path, monkeypatch):
     assert sent == [wanted] * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", [None, int8()], ids=["as they are", "int8"])
 def test_a_leaf_without_elements_stops_no_round(codec, tmp_path):
     """An array without elements would never come."""

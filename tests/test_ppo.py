@@ -121,6 +121,7 @@ def test_what_comes_after_the_end_changes_nothing(case):
         np.testing.assert_allclose(a, b, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_of_nothing_played_the_gradient_is_zero(case):
     steps, logits, values, _ = case
     none = steps._replace(played=jnp.zeros((T, B), bool))

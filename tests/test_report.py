@@ -180,6 +180,7 @@ def test_a_run_without_evaluations_is_drawn_too(tmp_path):
     assert images(write_report([run], tmp_path / "page.html").read_text())
 
 
+@pytest.mark.slow
 def test_a_run_without_a_step_is_a_row(tmp_path):
     """As a process that has joined and takes its first one."""
     runs = [make_run(tmp_path / name, 2.5) for name in ("first", "second")]

@@ -589,6 +589,7 @@ def test_a_change_has_a_field_and_a_value(change):
         with_changes(LINE, [change])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_an_earlier_step_and_moves_the_later_ones_aside(run_dir):
     before = saved(run_dir)
     assert train(LINE, run_dir, Resume(step=15)).step == 20
@@ -650,6 +651,7 @@ def jax_option(name, value):
         jax.config.update(name, before)
 
 
+@pytest.mark.slow
 def test_random_keys_of_another_kind_are_refused_by_name(run_dir):
     longer = dataclasses.replace(LINE, num_steps=22)
     words = (
@@ -729,6 +731,7 @@ def test_a_state_of_another_optimizer_is_refused_by_name(changes, words, run_dir
     assert "\n" not in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [None, "mean"])
 def test_a_state_of_another_model_is_refused_by_name(how, tmp_path):
     train(dataclasses.replace(LINE, task=Keyed(), num_steps=5), tmp_path)
@@ -779,6 +782,7 @@ def test_where_the_newest_is_broken_it_goes_on_from_the_one_before(run_dir, caps
     assert losses(run_dir) == wanted
 
 
+@pytest.mark.slow
 def test_a_state_that_is_not_finite_is_not_gone_on_with(run_dir, capsys):
     """Whoever saved it, it is no better than one that is broken."""
     state = train(LINE, run_dir, Resume()).state

@@ -579,6 +579,7 @@ def test_a_counting_round_fits_a_scan_and_runs_one_branch():
     assert " conditional(" in run.lower(params, batch).compile().as_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

@@ -216,6 +216,7 @@ def test_a_loop_carries_shards_where_types_are_checked(kinds):
     _assert_close(got, _simulated(worker, before))
 
 
+@pytest.mark.draw(4)
 @EACH_KIND
 @EACH_FORM
 def test_means_and_distances_need_no_whole_models(form, kinds):
@@ -255,6 +256,7 @@ SENT = {
 }
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("form", ["vmap", "over_workers"])
 @pytest.mark.parametrize("name", _exchanges(4))
 def test_each_device_sends_its_own_shard_alone(name, form):

@@ -781,6 +781,7 @@ def test_micro_batches_of_narrow_params_are_summed_in_float32(
     assert {x.name for x in seen} == {dtype}
 
 
+@pytest.mark.draw(4)
 @EITHER_WAY
 @pytest.mark.parametrize("order", ["awc", "atc"])
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
@@ -885,6 +886,7 @@ DROPS = {
 }
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("num_micro_batches", [1, 2])
 @EITHER_WAY
 @pytest.mark.parametrize("which", DROPS)
@@ -979,6 +981,7 @@ OLD = "and {} was donated to an earlier step: use the state that it returned, or
 SHARED = "each buffer of its state once, and {} and {} are one array: give it a copy of"
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("kind", ["simulated", "mesh", "background", "all-reduce"])
 @pytest.mark.parametrize("num_workers", [1, 3])
 def test_arrays_that_a_step_cannot_have_are_refused_by_name(kind, num_workers):

@@ -280,6 +280,7 @@ def test_of_bytes_a_uniform_model_loses_eight_bits():
     assert score == {"bits_per_byte": pytest.approx(8)}
 
 
+@pytest.mark.slow
 def test_a_held_out_score_is_the_mean_over_all_tokens():
     task = toy(model=dataclasses.replace(TRANSFORMER, dropout=0.0))
     params, _ = model_of(task)

@@ -207,6 +207,7 @@ def saved_state(run_dir: Path):
         return reader.restore(run_dir / "checkpoints" / "300" / "state")
 
 
+@pytest.mark.slow
 def test_a_finished_run_resumes_to_nothing_to_do(finished, tmp_path):
     run_dir, outcome = finished
     copy = shutil.copytree(run_dir, tmp_path / "copy")
@@ -216,6 +217,7 @@ def test_a_finished_run_resumes_to_nothing_to_do(finished, tmp_path):
     assert read_metrics(copy) == read_metrics(run_dir)
 
 
+@pytest.mark.slow
 def test_a_loss_that_is_not_finite_ends_the_run_and_is_not_saved(tmp_path):
     optimizer = dataclasses.replace(LINE.optimizer, learning_rate=1e30)
     config = dataclasses.replace(LINE, optimizer=optimizer)
@@ -430,6 +432,7 @@ def test_a_config_has_a_mean_every_few_exchanges():
     )
 
 
+@pytest.mark.slow
 def test_sgd_has_momentum_and_decays_weights_by_the_gradient():
     config = OptimizerConfig(
         name="sgd", momentum=0.75, weight_decay=0.5, clip_norm=None
@@ -468,6 +471,7 @@ def test_the_first_step_of_the_quickstart_is_golden():
     assert square == pytest.approx(GOLDEN_SQUARE, rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["mesh", "simulate"])
 def test_options_of_xla_reach_the_steps_on_a_mesh_and_are_said(where, tmp_path, capsys):
     dump = tmp_path / "dump"  # Where XLA writes what is compiled with the option.

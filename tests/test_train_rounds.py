@@ -344,6 +344,7 @@ def test_corrections_that_an_exchange_would_spoil_are_refused(changes, words):
         dataclasses.replace(NOISY, **changes)
 
 
+@pytest.mark.slow
 def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):
     rounds = RoundsConfig(every_steps=10)
     config = dataclasses.replace(config_of("local_sgd", rounds=rounds), num_steps=5)
@@ -364,6 +365,7 @@ def test_more_fragments_than_leaves_are_refused_before_data_is_read(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_copies_of_peers_hold_what_workers_have(tmp_path):
     """CHOCO-SGD: with each message the copy is nearer to the model."""
     ring, task = TopologyConfig(name="ring"), line.NOISY.task

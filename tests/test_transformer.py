@@ -198,6 +198,7 @@ def test_dropout_is_where_torch_has_it_but_for_attention():
     assert rngs.dropout.count[...] == masks
 
 
+@pytest.mark.slow
 def test_bfloat16_computes_the_same_to_its_precision():
     narrow, plain = (
         run(make(compute_dtype="bfloat16"), *inputs()),

@@ -363,6 +363,7 @@ def test_a_link_out_of_a_run_is_not_written_through(name, where, tmp_path):
     assert outside.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_a_run_may_itself_be_a_link(tmp_path):
     """To a larger disk; and links inside are its own affair."""
     (tmp_path / "disk").mkdir()

@@ -67,6 +67,7 @@ def _by_default(graph, message_dtype):
     return wanted
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     ("name", "number"), [(name, i) for name in GRAPHS for i in range(GRAPHS[name][1])]
 )

@@ -214,6 +214,7 @@ def test_periods_of_rounds_run_in_a_loop(name, kind):
     _assert_as_simulated(worker, kind, _models(4), _models(4, 1), atol=1e-5)
 
 
+@pytest.mark.draw(4)
 @EACH_KIND
 @pytest.mark.parametrize("step", [awc_step, all_reduce_step])
 @pytest.mark.parametrize("optimizer", [optax.adam(0.1), NOISY], ids=["adam", "noisy"])

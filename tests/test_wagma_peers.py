@@ -170,6 +170,7 @@ def test_a_mean_is_that_of_the_models_whatever_their_leaves():
             )
 
 
+@pytest.mark.slow
 def test_a_mean_of_all_has_every_model_of_its_step(tmp_path):
     """However late, and whatever came before; so all are equal after it."""
     draws = np.random.default_rng(0).exponential(0.02, (8, 8))
