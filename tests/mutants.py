@@ -853,7 +853,7 @@ MUTANTS = [
         "decentjax/correction.py",
         "halves.descend(found._replace(grads=narrow)",
         "halves.descend(found",
-        "tests/test_correction.py -k compose",
+        "tests/test_correction.py -k diging",
     ),
     Mutant(
         "train/run/rounds.py",
