@@ -48,6 +48,13 @@ def quick_compile():
     jax.config.update("jax_disable_most_optimizations", False)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _forget_programs():
+    """Those of a file stay in memory no longer than it: a process has thousands."""
+    yield
+    jax.clear_caches()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Draws cases of tests with `draw`, the others are nightly; those are slow too."""
     drawn = [item for item in items if item.get_closest_marker("draw")]

@@ -2982,7 +2982,7 @@ MUTANTS = [
     ),
     Mutant(
         "train/run/loop.py",
-        "            check_gradients(state, first)",
+        "            check_gradients(state, parts.first)",
         "",
         'tests/test_resume.py -k "named_and_never_saved and gradient"',
     ),

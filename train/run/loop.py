@@ -167,13 +167,13 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
 
     A state is saved before it is evaluated, and only once it is known to be finite.
     """
-    train_step, batches, put, check, observer, checkpoints = parts[:6]
-    stop, late, profile, first, admit = parts[6:]
+    train_step, observer, check = parts.train_step, parts.observer, parts.check
+    checkpoints, stop = parts.checkpoints, parts.stop
     step, state = begin.step, begin.state
     try:
         while step < config.num_steps and not stop.stopped:
-            if admit is not None:
-                admitted = admit(Begin(step, state, {}))
+            if parts.admit is not None:
+                admitted = parts.admit(Begin(step, state, {}))
                 observer.skip(admitted.step - step)
                 step, state, _ = admitted
                 if stop.stopped:  # It had no quorum, and takes no step without.
@@ -182,11 +182,11 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
                     if not checkpoints.has(step):
                         checkpoints.save(step, state, config)
                     break
-            batch = next(batches)
+            batch = next(parts.batches)
             observer.count(batch)
-            arrays = put(batch.arrays)
-            late(step)
-            profile(step, state)
+            arrays = parts.put(batch.arrays)
+            parts.late(step)
+            parts.profile(step, state)
             with jax.profiler.StepTraceAnnotation("train", step_num=step):
                 state, metrics = train_step(state, arrays, step)
             step += 1
@@ -204,9 +204,9 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
             save |= is_lost
             if save or step % config.log.every_steps == 0:
                 if config.step.not_finite == "quarantine":
-                    observer.say_quarantined(step, state, first)
+                    observer.say_quarantined(step, state, parts.first)
                 else:
-                    check_gradients(state, first)
+                    check_gradients(state, parts.first)
                 # The consensus distance is a collective: an exchange that is still on
                 # its way could meet it in another order on a peer, and both would wait
                 # forever.
