@@ -127,11 +127,11 @@ def local_update(
     )
 
 
-def halves_of(adapt: Any, name: str) -> LocalUpdate:
+def halves_of(local: Any, name: str) -> LocalUpdate:
     """Returns the two halves of a local update.
 
     Args:
-      adapt: a `LocalUpdate`, or `adapt` with its keywords bound.
+      local: a `LocalUpdate`, or `adapt` with its keywords bound.
       name: name of what needs them, for the error.
 
     Raises:
@@ -147,14 +147,14 @@ def halves_of(adapt: Any, name: str) -> LocalUpdate:
       >>> local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optax.sgd(0.1))
       >>> halves = halves_of(local, "my_step")
     """
-    if isinstance(adapt, functools.partial) and adapt.func is _ADAPT and not adapt.args:
-        adapt = local_update(**adapt.keywords)
-    if isinstance(adapt, LocalUpdate):
-        return adapt
+    if isinstance(local, functools.partial) and local.func is adapt and not local.args:
+        local = local_update(**local.keywords)
+    if isinstance(local, LocalUpdate):
+        return local
     raise TypeError(
         f"{name} changes the gradient before the optimizer has it: give it "
         "local_update(loss_fn, optimizer), or a decentjax.LocalUpdate of your "
-        f"own, got {getattr(adapt, '__name__', type(adapt).__name__)}"
+        f"own, got {getattr(local, '__name__', type(local).__name__)}"
     )
 
 
@@ -203,9 +203,6 @@ def adapt(
       13.0 4.0
     """
     return local_update(loss_fn, optimizer, num_micro_batches)(state, batch, mixed)
-
-
-_ADAPT = adapt  # Where an argument has its name.
 
 
 def gradient(

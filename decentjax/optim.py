@@ -463,9 +463,9 @@ def _in_order(
         _check_can_mix(params, axis_name)
         check_no_common_keys(states_before())
 
-        # The gradient is given, and the update is in the place of the metrics.
+        # The gradient is given, no loss, and the update is in the place of the metrics.
         def gradient(worker, grads):
-            return Gradient(grads, worker.key, (), worker.key, {})
+            return Gradient(grads, jnp.zeros([]), (), worker.key, {})
 
         def descend(found, worker, mixed):
             options = extra_arguments(inner, **extra_args)

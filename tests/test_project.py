@@ -125,3 +125,11 @@ def test_ci_tries_a_test_that_fails_once_more_but_at_night(
     if passes:
         listed = (tmp_path / "flaky").read_text().split(" - ")[0]
         assert listed == "flaky: test_it.py::test_at_the_second_try"
+
+
+def test_two_files_alone_know_the_names_of_algorithms():
+    """As the guide on extending says."""
+    counts = [sys.executable, str(ROOT / "tests" / "counts.py")]
+    found = subprocess.run(counts, capture_output=True, text=True, check=True)
+    _, files, *_ = found.stdout.splitlines()
+    assert files.split() == ["train/config.py", "train/run/method.py"]
