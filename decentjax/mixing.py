@@ -393,33 +393,6 @@ def mix_swapped(
     return (x.astype(dtype) + weight * difference).astype(x.dtype)
 
 
-def mix_pushed(
-    x: jax.Array, models: Sequence[jax.Array], shares: jax.Array
-) -> jax.Array:
-    """Averages by the masses that came: `x + sum_k shares[k] (y_k - x)`.
-
-    Push-sum: a worker of mass m that keeps the part k of it and receives models y_j
-    with the masses u_j has the mass k + sum_j u_j afterwards, of which `shares` are the
-    u_j. The sum of mass times model stays, over workers and messages on their way; the
-    mean that is kept is therefore one with the masses as weights.
-
-    Args:
-      x: leaf of the worker.
-      models: leaves of peers.
-      shares: each model's part of the worker's new mass, [models].
-
-    Source: Kempe, Dobra, Gehrke: Gossip-Based Computation of Aggregate Information
-    (2003); Assran et al.: Stochastic Gradient Push (2019).
-    """
-    dtype = sum_dtype(x)
-    wide = x.astype(dtype)
-    terms = [
-        share.astype(dtype) * (model.astype(dtype) - wide)
-        for model, share in zip(models, shares, strict=True)
-    ]
-    return (wide + sum(terms)).astype(x.dtype)
-
-
 def _combined(
     x: jax.Array,
     sent: jax.Array,

@@ -123,8 +123,8 @@ class Rounds:
     Raises:
       ValueError: if there is an outer optimizer, and no local step between two rounds,
         or the compression does not fit the schedule, or rounds with tracking would not
-        keep the sum of all y: with an outer optimizer, fragments, a compression of
-        copies or with shards, `blend`, or `replace` of what was sent steps before.
+        keep the sum of all y: with an outer optimizer, fragments, a compression,
+        `blend`, or `replace` of what was sent steps before.
       TypeError: if a part is something else.
 
     Examples:
@@ -173,20 +173,18 @@ class Rounds:
 
     def _check_keeps_sums(self) -> None:
         """Raises a ValueError for rounds that would change the sum of all y."""
-        delay, coded = self.schedule.delay, self.compression
+        delay = self.schedule.delay
         is_kept = self.merge is shift or (self.merge is replace and delay <= 1)
         is_whole = self.schedule.fragments == (None,)
-        # The rounding of sums of changes would be added to y in each round.
-        is_coded = coded is not None and (coded.of == "copy" or coded.shards)
-        if self.outer or not is_kept or not is_whole or is_coded:
+        if self.outer or self.compression or not is_kept or not is_whole:
             raise ValueError(
                 "tracking averages whole models and estimates, and keeps their sums: "
-                "take merge=shift, no outer optimizer, no fragments, and a compression "
-                f'of="model" without shards at most, got '
+                "take merge=shift, no outer optimizer, no fragments, and no "
+                "compression, got "
                 f"{getattr(self.merge, '__name__', self.merge)} with a delay of {delay}"
                 f"{', an outer optimizer' if self.outer else ''}"
                 f"{'' if is_whole else ', fragments'}"
-                f"{f', {coded.of} and {coded.shards}' if coded else ''}"
+                f"{f', {self.compression}' if self.compression else ''}"
             )
 
 
@@ -444,85 +442,15 @@ def round_step(
             "round_step takes the events of rounds.schedule, as in simulate(step, "
             f"rounds.schedule), got {type(event).__name__}"
         )
-    take = functools.partial(
-        take_round,
-        rounds=rounds,
-        adapt=tracked(adapt) if rounds.tracking else adapt,
-        mix=default_mix(rounds) if mix is None else mix,
-        send=send,
-        receive=receive,
-    )
-    return in_pairs(rounds, take)(state, batch, event)
-
-
-def in_pairs(rounds: Rounds, step: Callable[..., tuple[WorkerState, Metrics]]) -> Any:
-    """The step itself, or with tracking that of states whose params are `(y, x)`.
-
-    Raises:
-      TypeError: in a step, if the state does not carry what these rounds do.
-
-    Examples:
-      >>> import jax, jax.numpy as jnp
-      >>> from decentjax import WorkerState, init_rounds, methods, topology
-      >>> from decentjax.rounds import in_pairs
-      >>> rounds = methods.gradient_tracking(topology.ring(8))
-      >>> extra = init_rounds(rounds, jnp.ones(2))
-      >>> state = WorkerState(jnp.ones(2), (), (), jax.random.key(0), extra)
-      >>> def step(state, batch):
-      ...     return state, state.params
-      >>> in_pairs(rounds, step)(state, None)[1]
-      (Array([0., 0.], dtype=float32), Array([1., 1.], dtype=float32))
-    """
-
-    kind: Any = TrackingState if rounds.tracking else RoundState
-
-    def checked(state: WorkerState, *rest: Any) -> tuple[WorkerState, Metrics]:
-        one = state.extra
-        if not isinstance(one, kind):
-            raise TypeError(
-                "rounds carry what they have sent: give init_state extra="
-                f"init_rounds(rounds, params), got {type(one).__name__}"
-            )
-        check_no_own_model(state.opt_state, "a round")
-        check_averageable(state.opt_state)
-        if not rounds.tracking:
-            return step(state, *rest)
-        params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
-        state = state._replace(params=params, opt_state=opt_state, extra=one.carried)
-        new, metrics = step(state, *rest)
-        (tracker, params), (opt_state, gradient) = new.params, new.opt_state
-        extra = TrackingState(new.extra, tracker, gradient)
-        return new._replace(params=params, opt_state=opt_state, extra=extra), metrics
-
-    return checked
-
-
-def take_round(
-    state: WorkerState,
-    batch: Any,
-    event: Event | Turn,
-    *,
-    rounds: Rounds,
-    adapt: Adapt,
-    mix: Mix,
-    send: Send,
-    receive: Receive,
-) -> tuple[WorkerState, Metrics]:
-    """`round_step` with all its parts given, of pairs where the rounds have tracking.
-
-    Examples:
-      >>> import functools
-      >>> from decentjax import methods
-      >>> from decentjax.rounds import default_mix, receive, send, take_round
-      >>> rounds = methods.diloco(num_workers=8)
-      >>> parts = {"mix": default_mix(rounds), "send": send, "receive": receive}
-      >>> step = functools.partial(take_round, rounds=rounds, **parts)
-    """
+    check_carried(rounds, state)
+    if rounds.tracking:
+        state, adapt = _paired(state), tracked(adapt)
+    average = default_mix(rounds) if mix is None else mix
     is_late = rounds.schedule.delay > 0
 
     def end(one: Round, state: WorkerState) -> WorkerState:
         assert one.exchange is not None
-        mixed = mix(travelling(one.leaves, state), one.exchange)
+        mixed = average(travelling(one.leaves, state), one.exchange)
         return receive(rounds, one.leaves, state, mixed)
 
     def exchange(event: Event, state: WorkerState) -> WorkerState:
@@ -532,9 +460,7 @@ def take_round(
         ends = receives if is_late else sends
         if ends is not None:
             state = end(ends, state)
-        if rounds.schedule.delay <= 1:
-            state = state._replace(extra=_without_messages(state.extra))
-        return state
+        return without_messages(rounds, state)
 
     def exchanged(state: WorkerState) -> WorkerState:
         if isinstance(event, Event):
@@ -546,7 +472,42 @@ def take_round(
     # The gradient is that of the model before the round, as in `awc_step`.
     new, metrics = adapt(state, batch, mixed.params)
     new = new._replace(extra=mixed.extra)
-    return (new if is_late else exchanged(new)), metrics
+    new = new if is_late else exchanged(new)
+    return (_unpaired(new) if rounds.tracking else new), metrics
+
+
+def check_carried(rounds: Rounds, state: WorkerState) -> None:
+    """Raises a TypeError if the state does not carry what these rounds do.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import WorkerState, init_rounds, methods, topology
+      >>> from decentjax.rounds import check_carried
+      >>> rounds, params = methods.local_sgd(topology.ring(8), 10), jnp.ones(2)
+      >>> extra = init_rounds(rounds, params)
+      >>> state = WorkerState(params, (), (), jax.random.key(0), extra)
+      >>> check_carried(rounds, state)
+    """
+    if not isinstance(state.extra, TrackingState if rounds.tracking else RoundState):
+        raise TypeError(
+            "rounds carry what they have sent: give init_state extra="
+            f"init_rounds(rounds, params), got {type(state.extra).__name__}"
+        )
+    check_no_own_model(state.opt_state, "a round")
+    check_averageable(state.opt_state)
+
+
+def _paired(state: WorkerState) -> WorkerState:
+    """The state with the params `(y, x)`, as the rounds of tracking average them."""
+    one: TrackingState = state.extra
+    params, opt_state = (one.tracker, state.params), (state.opt_state, one.gradient)
+    return state._replace(params=params, opt_state=opt_state, extra=one.carried)
+
+
+def _unpaired(state: WorkerState) -> WorkerState:
+    (tracker, params), (opt_state, gradient) = state.params, state.opt_state
+    extra = TrackingState(state.extra, tracker, gradient)
+    return state._replace(params=params, opt_state=opt_state, extra=extra)
 
 
 def travelling(fragment: Fragment, state: WorkerState) -> Any:
@@ -642,11 +603,25 @@ def _mix_coded_shards(
     return over_shards(mixed, (in_specs,), of_leaves)(coded)
 
 
-def _without_messages(carried: RoundState) -> RoundState:
-    coded = carried.coded
+def without_messages(rounds: Rounds, state: WorkerState) -> WorkerState:
+    """The state after a step, without messages that ended in the step itself.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp
+      >>> from decentjax import WorkerState, init_rounds, methods, topology
+      >>> from decentjax.rounds import send, without_messages
+      >>> rounds = methods.local_sgd(topology.complete(2), num_steps=10)
+      >>> carried = init_rounds(rounds, jnp.ones(2))
+      >>> state = WorkerState(jnp.ones(2), (), (), jax.random.key(0), carried)
+      >>> without_messages(rounds, send(rounds, None, state)).extra.sent
+      {}
+    """
+    if rounds.schedule.delay > 1:
+        return state
+    coded = state.extra.coded
     if coded is not None:
         coded = coded._replace(messages={})
-    return carried._replace(sent={}, coded=coded)
+    return state._replace(extra=state.extra._replace(sent={}, coded=coded))
 
 
 def leaves_of(fragment: Fragment, params: Any) -> Leaves:

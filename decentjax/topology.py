@@ -287,7 +287,7 @@ def butterfly_groups(num_workers: int, group_size: int | None = None) -> Topolog
     _check_power_of_two("butterfly_groups", "num_workers", num_workers)
     if num_workers == 1:
         return _topology("butterfly_groups")
-    size = 2 ** (num_workers.bit_length() // 2) if group_size is None else group_size
+    size = default_group_size(num_workers) if group_size is None else group_size
     _check_power_of_two("butterfly_groups", "group_size", size)
     if not 2 <= size <= num_workers:
         raise ValueError(
@@ -304,6 +304,17 @@ def butterfly_groups(num_workers: int, group_size: int | None = None) -> Topolog
         groups = np.reshape(order, (-1, size)).tolist()
         rounds.append(Groups(tuple(map(tuple, groups))))
     return _topology("butterfly_groups", *rounds)
+
+
+def default_group_size(num_workers: int) -> int:
+    """Returns the size of the groups of `butterfly_groups`, if none is given.
+
+    Examples:
+      >>> from decentjax import topology
+      >>> topology.default_group_size(64)
+      8
+    """
+    return 2 ** (num_workers.bit_length() // 2)
 
 
 def butterfly_hops(num_workers: int, group_size: int, step: int) -> list[int]:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import optax
 
 from decentjax import adapt, init_state, topology, worker_mesh
-from decentjax.gossip import Elastic, Folder, Peers, Store, Wagma
+from decentjax.gossip import Butterfly, Elastic, Folder, Party, Peers, Store, Wagma
 
 
 def loss_fn(params, model_state, batch, key):
@@ -35,7 +35,7 @@ graph = topology.ring(num_workers)
 key = jax.random.key(0)
 state = init_state(jnp.zeros(1000), optimizer, key, num_workers, workers=[worker])
 batch, first, began = jnp.full(1, float(worker)), 0, time.monotonic()
-place = book, [worker], worker_mesh(1, jax.local_devices())
+party = Party(book, [worker], worker_mesh(1, jax.local_devices()))
 mixed = []
 way = os.environ.get("WAY", "arrived")
 elastic = None
@@ -44,14 +44,14 @@ if "ELASTIC" in os.environ:
 train_step = Peers(
     local,
     graph,
-    *place,
+    party,
     way=way,
     used=lambda one: mixed.extend(one.models),
     elastic=elastic,
 )
 if "WAGMA" in os.environ:
-    sizes = {"group_size": 2, "period": 10, "patience": 0.5}
-    train_step = Wagma(local, num_workers, *place, **sizes)
+    groups = Butterfly(num_workers, group_size=2, period=10)
+    train_step = Wagma(local, groups, party, patience=0.5)
 with train_step as peers:
     if "JOIN" in os.environ:
         state, first = peers.join(state, batch)

@@ -14,14 +14,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from parties import party_of
 from test_peers import LOCAL, LONG, loss_fn, read_until, spawn
 
-from decentjax import AXIS, adapt, init_state, place, topology
+from decentjax import adapt, init_state, place, topology
 from decentjax.exchange import among, apply
-from decentjax.gossip import Arrived, Elastic, Folder, Peers
+from decentjax.gossip import Arrived, Elastic, Peers
 from decentjax.gossip.elastic import Living
-from decentjax.gossip.links import Links, Message, Said
+from decentjax.links import Links, Message, Said
 from decentjax.topology import matrices
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -69,10 +69,9 @@ def test_a_step_has_one_view_of_who_lives():
     ],
 )
 def test_what_cannot_be_elastic_is_refused(elastic, options, words, tmp_path):
-    mesh = Mesh(jax.devices()[:1], (AXIS,))
-    place = Folder(tmp_path), [0], mesh
+    party = party_of(tmp_path, [0])
     with pytest.raises(ValueError, match=words):
-        Peers(LOCAL, topology.ring(3), *place, elastic=elastic, **options)
+        Peers(LOCAL, topology.ring(3), party, elastic=elastic, **options)
 
 
 class Process:
@@ -178,13 +177,10 @@ def test_a_joiner_has_the_state_of_a_peer(tmp_path):
     ended = threading.Event()
 
     def one(worker):
-        mesh = Mesh(jax.devices()[worker : worker + 1], (AXIS,))
+        party, elastic = party_of(tmp_path, [worker]), Elastic(topology.ring)
         state = init_state(params, optimizer, jax.random.key(0), 2, workers=[worker])
-        options = {"elastic": Elastic(topology.ring)}
-        peers = Peers(
-            local, topology.ring(2), Folder(tmp_path), [worker], mesh, **options
-        )
-        return peers, place(state, mesh), place(np.ones(1, np.float32), mesh)
+        peers = Peers(local, topology.ring(2), party, elastic=elastic)
+        return peers, *place((state, np.ones(1, np.float32)), party.mesh)
 
     def work():
         peers, state, batch = one(0)
@@ -220,17 +216,17 @@ def test_the_distance_of_the_models_that_are_mixed_is_known(tmp_path):
     both_done = threading.Barrier(2)
 
     def one(worker):
-        mesh = Mesh(jax.devices()[worker : worker + 1], (AXIS,))
+        party = party_of(tmp_path, [worker])
         ones = {"matrix": jnp.ones((3, 2)), "scalar": jnp.full((), 2.0)}
         params = jax.tree.map(lambda x: worker * x, ones)
         options = {"workers": [worker]}
         state = init_state(params, optax.sgd(0.0), jax.random.key(0), 2, **options)
         options = {"elastic": Elastic(topology.ring), "patience": LONG}
-        graph, book = topology.ring(2), Folder(tmp_path)
-        with Peers(local, graph, book, [worker], mesh, **options) as peers:
+        state, batch = place((state, np.ones(1)), party.mesh)
+        with Peers(local, topology.ring(2), party, **options) as peers:
             assert peers.apart() is None
             # Not step 0, before which all workers must have one model.
-            state, _ = peers(place(state, mesh), place(np.ones(1), mesh), 10)
+            state, _ = peers(state, batch, 10)
             both_done.wait(LONG)
         return peers.apart(), float(state.params["scalar"][0])
 
@@ -246,10 +242,7 @@ SHAPE = jax.ShapeDtypeStruct((1, 3), jnp.float32)
 @pytest.fixture
 def pair(tmp_path):
     """Links of two workers, of one channel, that have met."""
-    both = [
-        Links(Folder(tmp_path), 2, {worker: jax.devices()[worker]}, [[SHAPE]])
-        for worker in range(2)
-    ]
+    both = [Links(party_of(tmp_path, [worker]), 2, [[SHAPE]]) for worker in range(2)]
     for links, other in zip(both, (1, 0), strict=True):
         links.meet({other}, time.monotonic() + LONG)
     yield both
@@ -266,7 +259,7 @@ def test_what_a_peer_left_before_its_silence_is_not_mixed(pair):
     """It is lost and found: what is there by then may be old."""
     host, guest = pair
     host.at(11)
-    way = Arrived(guest, topology.ring(2), 1)
+    way = Arrived(guest, topology.ring(2))
     own = [jax.device_put(jnp.zeros((1, 3)), jax.devices()[1])]
     leave(host, 12)
     guest._lose(0)
@@ -290,19 +283,17 @@ def test_a_state_that_is_not_older_is_adopted(pair, monkeypatch):
     monkeypatch.setattr(Links, "ask_to_join", lambda *_: None)
     found = lambda *_: Message(Said(next(steps)), [])  # noqa: E731
     monkeypatch.setattr(Links, "wait", found)
-    mesh = Mesh(jax.devices()[1:2], (AXIS,))
-    peers = Peers(LOCAL, topology.ring(2), Folder("unused"), [1], mesh)
-    peers._links = guest
+    peers = Peers(LOCAL, topology.ring(2), party_of("unused", [1]))
+    peers._peers._links = guest
     end = time.monotonic() + LONG
-    message = peers._whole(1, after=10, end=end, alone=end)
+    message = peers._peers.whole(1, after=10, end=end, alone=end)
     assert message is not None
     assert message.said.step == 20
 
 
 def test_who_has_no_other_process_waits_for_none(tmp_path):
-    mesh = Mesh(jax.devices()[:2], (AXIS,))
-    peers = Peers(LOCAL, topology.ring(2), Folder(tmp_path), [0, 1], mesh)
-    assert peers._whole(0, after=-1, end=math.inf, alone=math.inf) is None
+    peers = Peers(LOCAL, topology.ring(2), party_of(tmp_path, [0, 1]))
+    assert peers._peers.whole(0, after=-1, end=math.inf, alone=math.inf) is None
 
 
 @pytest.mark.slow
@@ -316,9 +307,10 @@ def test_all_workers_of_a_process_share_the_time_to_join(pair, monkeypatch):
     )
     wait = lambda *args: time.sleep(max(args[-1] - time.monotonic(), 0))  # noqa: E731
     monkeypatch.setattr(Links, "wait", wait)
-    mesh = Mesh(jax.devices()[:2], (AXIS,))
-    peers = Peers(LOCAL, topology.ring(22), Folder("unused"), [20, 21], mesh)
-    peers._links, peers._compile = guest, lambda *_: None
+    party = party_of("unused", [20, 21], jax.devices()[:2])
+    peers = Peers(LOCAL, topology.ring(22), party)
+    peers._peers._links, peers._is_open = guest, True
+    peers._compile = lambda *_: None
     begin = time.monotonic()
     assert peers.join(None, None, seconds=4) == (None, None)
     # A peer is given at least three seconds: 20 of them, for each worker, were 120.

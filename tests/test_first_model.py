@@ -14,10 +14,9 @@ import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
+from parties import party_of
 
 from decentjax import (
-    AXIS,
     adapt,
     check_one_model,
     gossip,
@@ -68,27 +67,26 @@ def test_peers_that_begin_with_different_models_are_told_so(kind, unlike, tmp_pa
     def loss_fn(params, model_state, batch, key):
         return jnp.sum((params - batch) ** 2), (model_state, {})
 
-    optimizer, book = optax.sgd(0.1), gossip.Folder(tmp_path)
+    optimizer = optax.sgd(0.1)
     local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
     rounds = methods.diloco(2, 2)
 
     def work(worker):
-        mesh = Mesh(jax.devices()[worker : worker + 1], (AXIS,))
+        party = party_of(tmp_path, [worker])
         params = jnp.full(3, 1.0 + worker * unlike)
         extra = init_rounds(rounds, params) if kind == "rounds" else ()
         key = jax.random.key(0)
         state = init_state(params, optimizer, key, 2, workers=[worker], extra=extra)
-        state, where = place(state, mesh), (book, [worker], mesh)
+        state, batch = place((state, jnp.zeros((1, 3))), party.mesh)
         if kind == "peers":
-            peers = gossip.Peers(local, topology.ring(2), *where, patience=60.0)
+            peers = gossip.Peers(local, topology.ring(2), party, patience=60.0)
         elif kind == "rounds":
-            peers = gossip.PeerRounds(local, rounds, *where, patience=60.0)
+            peers = gossip.PeerRounds(local, rounds, party, patience=60.0)
         else:
-            groups = {"group_size": 2, "period": 4}
-            peers = gossip.Wagma(local, 2, *where, patience=60.0, **groups)
+            peers = gossip.Wagma(local, gossip.Butterfly(2, 2, 4), party, patience=60.0)
         with peers:
             for step in range(4):
-                state, _ = peers(state, place(jnp.zeros((1, 3)), mesh), step)
+                state, _ = peers(state, batch, step)
         return "trained"
 
     with concurrent.futures.ThreadPoolExecutor(2) as pool:

@@ -529,10 +529,10 @@ def test_the_first_leaves_are_sent_on_before_the_last_have_come(monkeypatch):
     submitted = {t: threading.Event() for t in range(9)}
     carry = Carrier.carry
 
-    def spy(self, models, exchange, step):
-        future = carry(self, models, exchange, step)
+    def spy(self, group, leaves, step):
+        arrival = carry(self, group, leaves, step)
         submitted[step].set()
-        return future
+        return arrival
 
     monkeypatch.setattr(Carrier, "carry", spy)
 

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
+from parties import party_of
 
-from decentjax.gossip import Addresses, Folder, bell, handshake
-from decentjax.gossip.handshake import MAX_GUESTS, Handshakes, RefusedError
-from decentjax.gossip.links import Links, Said
+from decentjax.links import Addresses, Links, Said, bell, handshake
+from decentjax.links.handshake import MAX_GUESTS, Handshakes, RefusedError
 
 LONG = 60.0  # Longer than any wait here should be.
 OURS, THEIRS = b"0123456789abcdef", b"another secret of a stranger"
@@ -25,8 +25,8 @@ SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
 
 @contextlib.contextmanager
 def links(folder: Path, worker: int, secret: bytes | None = OURS, count: int = 2):
-    device = {worker: jax.devices()[worker]}
-    one = Links(Folder(folder), count, device, [[SHAPE]], "digest", secret=secret)
+    party = party_of(folder, [worker], digest="digest", secret=secret)
+    one = Links(party, count, [[SHAPE]])
     try:
         yield one
     finally:
@@ -105,7 +105,7 @@ def test_a_stranger_among_peers_changes_nothing_for_them(secret, tmp_path):
 
 def test_a_secret_is_long(tmp_path):
     with pytest.raises(ValueError, match="at least 16 bytes, got 5: draw one by"):
-        Links(Folder(tmp_path), 1, {0: jax.devices()[0]}, [], secret=b"short")
+        party_of(tmp_path, [0], secret=b"short")
 
 
 def test_an_answer_is_that_of_the_worker_that_is_asked_for():
@@ -239,8 +239,8 @@ def test_a_silent_program_at_an_address_is_asked_again_and_delays_nobody():
         silent = f"127.0.0.1:{listener.getsockname()[1]}"
         with socket.create_server(("127.0.0.1", 0)) as probe:
             own = f"127.0.0.1:{probe.getsockname()[1]}"
-        book, device = Addresses([own, silent]), {0: jax.devices()[0]}
-        one = Links(book, 2, device, [[SHAPE]], bind=own, secret=OURS)
+        party = party_of(Addresses([own, silent]), [0], bind=own, secret=OURS)
+        one = Links(party, 2, [[SHAPE]])
         listener.settimeout(LONG)
         for _ in range(2):
             start = time.monotonic()
@@ -328,8 +328,8 @@ def test_a_guest_hears_where_the_host_is_and_when_it_ends():
 def test_a_guest_hears_at_once_that_a_message_was_left(tmp_path, monkeypatch):
     """Rather than by looking all the time; all workers of its process do."""
     monkeypatch.setattr(handshake, "BEAT_SECONDS", 10 * LONG)
-    devices = {worker: jax.devices()[worker] for worker in (0, 1)}
-    reader = Links(Folder(tmp_path), 3, devices, [[SHAPE]], "digest", secret=OURS)
+    party = party_of(tmp_path, [0, 1], digest="digest", secret=OURS)
+    reader = Links(party, 3, [[SHAPE]])
     with links(tmp_path, 2, count=3) as writer:
         for one, peers in ((writer, [0, 1]), (reader, [2])):
             one.meet(peers, time.monotonic() + LONG)

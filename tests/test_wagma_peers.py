@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
+from parties import party_of
 
-from decentjax import AXIS, adapt, init_state, place, topology
+from decentjax import adapt, init_state, place, topology
 from decentjax._joining import JOIN_BYTES
-from decentjax.gossip import Butterfly, Folder, Wagma, averages, means, replay_wagma
+from decentjax.gossip import Butterfly, Wagma, averages, means, replay
 
 LONG = 180.0
 RATE = 0.125
@@ -44,25 +44,20 @@ def flat(state):
     return np.append(params["matrix"].ravel(), params["scalar"])
 
 
-def run(path, num_workers, num_steps, delays=lambda worker, step: 0.0, **options):
+def run(path, groups, num_steps, delays=lambda worker, step: 0.0, **options):
     """Trains each worker in a thread and on a device of its own.
 
     Returns:
       The params of each worker after each step [N, T, 4], and what it has averaged.
     """
 
+    num_workers = groups.num_workers
+
     def work(worker):
-        mesh = Mesh(jax.devices()[worker : worker + 1], (AXIS,))
-        state, used, found = place(start(num_workers, worker), mesh), [], []
-        with Wagma(
-            LOCAL,
-            num_workers,
-            Folder(path),
-            [worker],
-            mesh,
-            used=used.append,
-            **options,
-        ) as train_step:
+        party, used, found = party_of(path, [worker]), [], []
+        mesh = party.mesh
+        state, hooks = place(start(num_workers, worker), mesh), {"used": used.append}
+        with Wagma(LOCAL, groups, party, **hooks, **options) as train_step:
             for step, row in enumerate(batches(num_workers, num_steps)):
                 time.sleep(delays(worker, step))
                 batch = place(row[worker : worker + 1], mesh)
@@ -72,6 +67,11 @@ def run(path, num_workers, num_steps, delays=lambda worker, step: 0.0, **options
 
     with concurrent.futures.ThreadPoolExecutor(num_workers) as pool:
         return list(pool.map(work, range(num_workers), timeout=LONG))
+
+
+def models_of(used):
+    """The models in an average, as (worker, step)."""
+    return tuple((one.peer, one.step) for one in used.models)
 
 
 def repeated(num_workers, num_steps, records, order):
@@ -97,7 +97,7 @@ def repeated(num_workers, num_steps, records, order):
         left = []
         for one in waiting:
             key = one.worker, one.step
-            members = {*one.models, key}
+            members = {*models_of(one), key}
             if not all(member in offered for member in members):
                 left.append(one)
                 continue
@@ -114,14 +114,12 @@ def repeated(num_workers, num_steps, records, order):
 @pytest.mark.parametrize("sizes", [(4, 2, 4), (8, 4, 3), (2, 2, 5), (4, 1, 3)])
 def test_what_was_averaged_is_what_was_recorded(sizes, order, tmp_path):
     """With workers that are late in turn."""
-    num_workers, group_size, period = sizes
-    steps = 9
+    groups, num_workers, steps = Butterfly(*sizes), sizes[0], 9
 
     def delays(worker, step):
         return 0.1 if (worker + step) % num_workers == 0 else 0.002
 
-    options = {"group_size": group_size, "period": period, "order": order}
-    results = run(tmp_path, num_workers, steps, delays, **options)
+    results = run(tmp_path, groups, steps, delays, order=order)
     records = [one for _, used in results for one in used]
     wanted, _ = repeated(num_workers, steps, records, order)
     for worker, (found, _) in enumerate(results):
@@ -129,9 +127,9 @@ def test_what_was_averaged_is_what_was_recorded(sizes, order, tmp_path):
         np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
     # And the same programs repeat it to the last bit.
     rows = batches(num_workers, steps)
-    states = replay_wagma(
+    states = replay(
         LOCAL,
-        Butterfly(*sizes),
+        groups,
         order,
         [start(num_workers, worker) for worker in range(num_workers)],
         lambda worker, step: rows[step, worker : worker + 1],
@@ -174,16 +172,18 @@ def test_a_mean_is_that_of_the_models_whatever_their_leaves():
 def test_a_mean_of_all_has_every_model_of_its_step(tmp_path):
     """However late, and whatever came before; so all are equal after it."""
     draws = np.random.default_rng(0).exponential(0.02, (8, 8))
-    results = run(
-        tmp_path, 8, 8, lambda worker, step: draws[step, worker], group_size=2, period=4
-    )
+    groups = Butterfly(8, 2, 4)
+    results = run(tmp_path, groups, 8, lambda worker, step: draws[step, worker])
     for step in (3, 7):
         everyone = tuple((worker, step) for worker in range(8))
         for found, used in results:
-            assert used[step].models == everyone
+            assert models_of(used[step]) == everyone
             np.testing.assert_array_equal(found[step], results[0][0][step])
     oldest = min(
-        at - one.groups for _, used in results for one in used for _, at in one.models
+        taken.step - one.group
+        for _, used in results
+        for one in used
+        for taken in one.models
     )
     assert oldest > -4
 
@@ -192,17 +192,19 @@ def test_a_mean_of_all_has_every_model_of_its_step(tmp_path):
 def test_a_mean_of_all_is_taken_however_long_it_has_been_there(tmp_path):
     """The thread of a worker that is slow to take it goes on with the next groups."""
     rows, states, used = batches(2, 5), [start(2, 0), start(2, 1)], []
-    meshes = [Mesh(jax.devices()[i : i + 1], (AXIS,)) for i in (0, 1)]
-    options = {"group_size": 2, "period": 3, "used": used.append}
+    parties = [party_of(tmp_path, [i]) for i in (0, 1)]
+    groups, hooks = Butterfly(2, 2, 3), {"used": used.append}
     with contextlib.ExitStack() as stack:
         steps = [
-            stack.enter_context(Wagma(LOCAL, 2, Folder(tmp_path), [i], mesh, **options))
-            for i, mesh in enumerate(meshes)
+            stack.enter_context(Wagma(LOCAL, groups, party, **hooks))
+            for party in parties
         ]
 
         def begin(worker, step):
-            batch = place(rows[step][worker : worker + 1], meshes[worker])
-            return steps[worker].begin(states[worker], batch, step)
+            batch = place(rows[step][worker : worker + 1], parties[worker].mesh)
+            taken = steps[worker].begin(states[worker], batch, step)
+            next(taken)
+            return functools.partial(next, taken)
 
         with concurrent.futures.ThreadPoolExecutor() as pool:
             for step in range(3):
@@ -215,12 +217,12 @@ def test_a_mean_of_all_is_taken_however_long_it_has_been_there(tmp_path):
         for step in (3, 4):
             states[0], _ = begin(0, step)()
         states[1], _ = ends[1]()
-    assert used[-1].models == ((0, 2), (1, 2))
+    assert models_of(used[-1]) == ((0, 2), (1, 2))
     np.testing.assert_array_equal(flat(states[1]), mean)
 
 
 def test_a_mean_of_all_in_every_step_gives_the_numbers_of_one_model(tmp_path):
-    results = run(tmp_path, 4, 4, group_size=2, period=1)
+    results = run(tmp_path, Butterfly(4, 2, 1), 4)
     rows, model = batches(4, 4).astype(np.float64), np.append(np.arange(3.0), 1)
     for step in range(4):
         model = np.mean([model - RATE * 2 * (model - x) for x in rows[step]], 0)
@@ -237,19 +239,18 @@ def test_a_late_worker_delays_no_other(tmp_path):
         ends[worker, step] = time.monotonic()
         return 2.0 if worker == 0 and step == 2 else 0.0
 
-    results = run(tmp_path, 4, 9, delays, group_size=2, period=100)
+    results = run(tmp_path, Butterfly(4, 2, 100), 9, delays)
     assert all(ends[worker, 8] < ends[0, 2] + 2.0 for worker in (1, 2, 3))
     late = results[0][1][2]
-    assert late.groups > late.step
-    assert (0, late.step) not in late.models
+    assert late.group > late.step
+    assert (0, late.step) not in models_of(late)
 
 
 def test_who_is_done_stays_until_its_partners_are(tmp_path):
     """It takes part in their groups, and they may still be taking its last model."""
-    mesh = Mesh(jax.devices()[:1], (AXIS,))
+    device, groups = jax.devices()[:1], Butterfly(2, 2, 4)
     first, second = (
-        Wagma(LOCAL, 2, Folder(tmp_path), [i], mesh, group_size=2, period=4)
-        for i in (0, 1)
+        Wagma(LOCAL, groups, party_of(tmp_path, [i], device)) for i in (0, 1)
     )
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
         steps = [
@@ -269,7 +270,7 @@ def test_a_simulation_averages_what_was_there():
     """Of 4 workers in pairs, worker 3 is late; in step 2 all wait for it."""
     ready = np.array([[1, 1, 1, 5], [2, 2, 2, 6], [3, 3, 3, 9], [10, 11, 11, 11]])
     records = averages(Butterfly(4, 2, 3), ready)
-    found = {(one.step, one.worker): one.models for one in records}
+    found = {(one.step, one.worker): models_of(one) for one in records}
     assert found[0, 0] == found[0, 1] == ((0, 0), (1, 0))
     assert found[0, 3] == ((2, 0),)
     assert found[1, 0] == ((0, 1), (2, 1))
@@ -280,7 +281,7 @@ def test_a_simulation_averages_what_was_there():
     assert found[3, 1] == found[3, 3] == ((1, 3), (3, 3))
     # And it runs: the models are those of these averages.
     rows = batches(4, 4)
-    states = replay_wagma(
+    states = replay(
         LOCAL,
         Butterfly(4, 2, 3),
         "atc",
@@ -305,7 +306,7 @@ def test_a_repeated_run_drops_the_models_that_it_has_used(order):
 
     records = averages(groups, np.arange(40.0)[:, None] + np.zeros(4))
     states = [start(4, worker) for worker in range(4)]
-    replay_wagma(LOCAL, groups, order, states, batch, records)
+    replay(LOCAL, groups, order, states, batch, records)
     assert max(counts[30:]) <= max(counts[:11]) + 5
 
 
@@ -342,7 +343,8 @@ def test_partners_are_members_of_the_butterflys_groups(num_workers, group_size):
     ],
 )
 def test_what_groups_cannot_do_is_refused(change, words, tmp_path):
-    options = {"num_workers": 4, "workers": [0], "group_size": 2, "period": 4, **change}
-    mesh = Mesh(jax.devices()[:1], (AXIS,))
+    sizes = {"num_workers": 4, "group_size": 2, "period": 4}
+    sizes |= {name: change.pop(name) for name in sizes.keys() & change}
+    party = party_of(tmp_path, change.pop("workers", [0]))
     with pytest.raises(ValueError, match=words):
-        Wagma(LOCAL, book=Folder(tmp_path), mesh=mesh, **options)
+        Wagma(LOCAL, Butterfly(**sizes), party, **change)

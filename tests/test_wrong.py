@@ -224,6 +224,7 @@ def test_each_kind_of_a_command_has_an_example(name):
 OF_CONFIGS = ("train", "chaos", "preflight")
 FRAME = str.maketrans(dict.fromkeys("│─╭╮╰╯", " "))
 RING, LOST = topology.ring(4), topology.ring
+PARTY = gossip.Party(gossip.Folder("x"), [0], worker_mesh(1))
 WHOLE = NamedSharding(worker_mesh(1), PartitionSpec())
 EVERY = schedule.every(RING, 2)
 DILOCO = methods.diloco(4)
@@ -385,8 +386,16 @@ CALLS = [
         "wanted Rounds, such as methods.diloco.8., got Topology",
     ),
     (
-        lambda: gossip.PeerRounds(local, RING, gossip.Folder("x"), [0], worker_mesh(1)),
+        lambda: gossip.PeerRounds(local, RING, PARTY),
         "wanted Rounds, such as methods.diloco.8., got Topology",
+    ),
+    (
+        lambda: gossip.Peers(local, RING, gossip.Folder("x")),
+        "wanted a gossip.Party.book, workers, mesh., got Folder",
+    ),
+    (
+        lambda: gossip.Wagma(local, 8, PARTY),
+        "wanted a gossip.Butterfly.num_workers, group_size, period., got int",
     ),
     (lambda: codec.top_k(0), r"must be in \(0, 1\], got 0"),
     (lambda: codec.int8(block=0), "a block needs at least 1 number, got 0"),

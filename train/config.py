@@ -276,7 +276,8 @@ class RoundsConfig:
       copy_step: step towards the average of the copies, in (0, 1]; by default what the
         codec keeps of a number, such as 0.5 of "int2" and `sent_share` of "top_k".
       tracking: whether an estimate of the mean gradient is averaged with the model,
-        along which a worker descends: gradient tracking, for uneven data.
+        along which a worker descends: gradient tracking, for uneven data. It runs in
+        the step, without a codec.
     """
 
     every_steps: int = 10
@@ -315,6 +316,11 @@ class RoundsConfig:
                 f"rounds.codec = {self.codec} drops too much of a model, and workers "
                 "would part: set rounds.copies, for a graph that never changes, "
                 'rounds.outer with topology.name = "complete", or rounds.codec to int8'
+            )
+        if self.tracking and self.codec != "none":
+            raise ValueError(
+                "rounds.tracking adds up what is sent, and an encoded message would "
+                f"leave the sum wrong: leave rounds.codec at none, got {self.codec}"
             )
         _check_at_least(self, 0, "delay", "learning_rate", "momentum", "share")
         if not (self.momentum < 1 and self.share < 1):
@@ -435,8 +441,8 @@ class ExchangeConfig:
         and rounds with a delay, in a job of several processes on CPU, else
         "in_step".
       way: how models of peers are used: "arrived" averages with what has come, "swaps"
-        swaps models in pairs whose mean stays, "push_sum" sends mass along, "wagma"
-        averages in the groups of the topology without waiting for who is late.
+        swaps models in pairs whose mean stays, "wagma" averages in the groups of the
+        topology without waiting for who is late.
       patience: longest time that a step waits for the models of peers, seconds; None
         waits for all peers who live. For "wagma" it is the longest wait for a peer that
         lives and is silent, and 0 stands for a minute.
@@ -457,7 +463,7 @@ class ExchangeConfig:
     """
 
     where: Literal["auto", "in_step", "background", "peers"] = "auto"
-    way: Literal["arrived", "swaps", "push_sum", "wagma"] = "arrived"
+    way: Literal["arrived", "swaps", "wagma"] = "arrived"
     patience: float | None = 0.0
     bind: str = "127.0.0.1"
     addresses: tuple[str, ...] = ()
@@ -858,6 +864,11 @@ def _check_correction(config: Config, topology: Topology) -> None:
     if name != "exact_diffusion" and not tracks:
         return
     exchange = config.exchange
+    if tracks and exchange.where in ("background", "peers"):
+        raise ValueError(
+            "rounds.tracking runs in the step: set exchange.where to in_step, got "
+            f"{exchange.where}"
+        )
     needed = {
         "policy.name": (config.policy.name, "fixed"),
         "step.message_dtype": (step.message_dtype, None),
@@ -933,8 +944,8 @@ def _check_changes(rounds: RoundsConfig, patience: float | None) -> None:
     if rounds.codec != "none" and are_changes and patience is not None:
         raise ValueError(
             f"rounds.codec = {rounds.codec} with rounds.copies or an outer optimizer "
-            "sends changes, and a worker that goes on without one would be off by it "
-            f"for ever: set exchange.patience to None, got {patience}"
+            "sends changes, and a lost message would leave the copies of a worker "
+            f"wrong: set exchange.patience to None, got {patience}"
         )
 
 

@@ -13,21 +13,20 @@ collectives before the train step, and call `settle()` before the next ones. All
 the same order in all processes. `SharedEngine.submit` queues any other function there.
 """
 
-import jax
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
-from decentjax.exchange import Topology, check_topology
+from decentjax.exchange import Topology
+from decentjax.gossip.beside import Beside, check_beside
 from decentjax.gossip.carrier import Carrier
 from decentjax.gossip.record import Record
-from decentjax.gossip.staged import Arrival, Staged
-from decentjax.gossip.stages import Plan
 from decentjax.local import Adapt
 from decentjax.mixing import Lowering
-from decentjax.state import WorkerState
+from decentjax.rounds import Rounds
+from decentjax.schedule import every
 
 
-class Background(Staged):
+class Background(Beside):
     """`on_mesh(awc_step)` with its exchange in a second thread; a context that ends it.
 
     The call of a step waits for the exchange of this step, which the call before it
@@ -82,24 +81,63 @@ class Background(Staged):
         exchange_mesh: Mesh | None = None,
         record: Record | None = None,
     ):
-        check_topology(topology)
-        super().__init__(adapt, mesh, record)
-        self._carrier = Carrier(
-            topology, mesh, message_dtype, lowering, exchange_mesh, self._record
-        )
-        self._topology = topology
+        rounds = Rounds(every(topology, num_steps=1, delay=1))
+        options = message_dtype, lowering, exchange_mesh, record
+        port = Carrier(rounds, mesh, *options)
+        super().__init__(adapt, rounds, mesh, port, record)
 
-    def settle(self) -> None:
-        """Waits for the exchange under way; call it before any other collective."""
-        self._carrier.settle()
 
-    def _end(self, seconds: float) -> None:
-        self._carrier._end(seconds)
+class BackgroundRounds(Beside):
+    """`on_mesh(round_step)` with its exchanges in a second thread.
 
-    def _start(self, state: WorkerState, plan: Plan, step: int) -> None:
-        del plan
-        self._carrier.start(state.params, step)
+    A context that ends the thread. With delay d messages travel while d gradients are
+    computed; with 0 nothing hides them. The numbers are those of `round_step`. What is
+    under way is in the state too, so a run goes on from any state; call `settle()`
+    before any other collective.
 
-    def _carry(self, group: int, models: list[jax.Array], step: int) -> Arrival:
-        del group
-        return self._carrier.carry(models, self._topology[step], step).result
+    Args:
+      adapt: the local update, as `local_update` returns it; cut as for
+        `Background`.
+      rounds: the rounds, without tracking.
+      mesh: mesh with the axis "workers" alone.
+      message_dtype: as in `mix`.
+      lowering: as in `Background`.
+      exchange_mesh: as in `Background`.
+      record: function that is called with each activity of this process.
+
+    Raises:
+      TypeError: if these are no `Rounds`.
+      ValueError: as in `Background`, or if the rounds have tracking, or their
+        compression shards.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> from decentjax import Rounds, gossip, init_rounds, init_state, local_update
+      >>> from decentjax import schedule, topology, worker_mesh
+      >>> def loss_fn(params, model_state, batch, key):
+      ...     return ((params - batch) ** 2).sum(), (model_state, {})
+      >>> optimizer, params = optax.adam(0.1), jnp.zeros(3)
+      >>> local = local_update(loss_fn, optimizer)
+      >>> rounds = Rounds(schedule.every(topology.ring(1), 5, delay=3))
+      >>> extra = init_rounds(rounds, params)
+      >>> state = init_state(params, optimizer, jax.random.key(0), 1, extra=extra)
+      >>> with gossip.BackgroundRounds(local, rounds, worker_mesh(1)) as train_step:
+      ...     for t in range(10):
+      ...         state, metrics = train_step(state, jnp.ones((1, 3)), t)
+      ...     train_step.settle()
+    """
+
+    def __init__(
+        self,
+        adapt: Adapt,
+        rounds: Rounds,
+        mesh: Mesh,
+        message_dtype: DTypeLike | None = None,
+        lowering: Lowering | None = None,
+        exchange_mesh: Mesh | None = None,
+        record: Record | None = None,
+    ):
+        check_beside(rounds)
+        options = message_dtype, lowering, exchange_mesh, record
+        port = Carrier(rounds, mesh, *options)
+        super().__init__(adapt, rounds, mesh, port, record)

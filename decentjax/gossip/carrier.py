@@ -6,7 +6,7 @@ Between processes of CPUs, or through the host's memory where the workers have G
 import collections
 import functools
 import time
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -15,10 +15,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from decentjax.codec import num_bytes
-from decentjax.compression import Compression
+from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Exchange, Topology
-from decentjax.gossip.engine import Closing, SharedEngine
-from decentjax.gossip.record import Record
+from decentjax.gossip.engine import SharedEngine
+from decentjax.gossip.record import Record, ignore
 from decentjax.gossip.tuning import (
     Mix,
     Mixes,
@@ -33,78 +33,89 @@ from decentjax.placement import (
     is_between_processes,
     over_workers,
 )
-from decentjax.rounds import mix_of
-from decentjax.state import AXIS
+from decentjax.rounds import Rounds, _check_rounds, mix_of
+from decentjax.state import AXIS, WorkerState
 
 
-class Carrier(Closing):
-    """Averages stacked leaves in the second thread.
+class Carrier:
+    """Averages stacked leaves in the second thread: the port of `Background`.
 
     Args:
-      topology: all exchanges.
+      rounds: the rounds, with their exchanges and how leaves are encoded.
       mesh: mesh with the axis "workers" alone.
       message_dtype: as in `mix`.
       lowering: as in `mix`; by default that of `fastest_mixes`.
       exchange_mesh: mesh of the devices that exchange; by default `mesh`.
       record: function that is called with each exchange.
-      compression: how leaves are encoded; None sends them as they are.
 
     Raises:
       ValueError: if the mesh has other axes or another number of workers, or the
         devices of `exchange_mesh` are in other processes.
     """
 
+    takes_groups = True
+
     def __init__(
         self,
-        topology: Topology,
+        rounds: Rounds,
         mesh: Mesh,
-        message_dtype: DTypeLike | None,
-        lowering: Lowering | None,
-        exchange_mesh: Mesh | None,
-        record: Record,
-        compression: Compression | None = None,
+        message_dtype: DTypeLike | None = None,
+        lowering: Lowering | None = None,
+        exchange_mesh: Mesh | None = None,
+        record: Record | None = None,
     ):
         check_mesh(mesh)
-        if dict(mesh.shape) != {AXIS: topology.num_workers}:
+        _check_rounds(rounds)
+        schedule = rounds.schedule
+        if dict(mesh.shape) != {AXIS: schedule.num_workers}:
             raise ValueError(
                 f'exchanges in a thread need a mesh with the axis "{AXIS}" alone, of '
-                f"the topology's {topology.num_workers} workers, got "
+                f"the topology's {schedule.num_workers} workers, got "
                 f"{dict(mesh.shape)}"
             )
         if exchange_mesh is not None:
             _check_same_places(exchange_mesh, mesh)
-        self._engine, self._topology, self._mesh = SharedEngine(), topology, mesh
+        self._engine, self._schedule, self._mesh = SharedEngine(), schedule, mesh
+        exchanges = tuple(dict.fromkeys(schedule.exchanges))
+        self._topology = Topology(schedule.name, exchanges)
         self._exchange_mesh = exchange_mesh or mesh
         self._message_dtype, self._lowering = message_dtype, lowering
-        self._record, self._compression = record, compression
+        self._record, self._compression = record or ignore, rounds.compression
         self._mixes: Mixes = {}
 
-    def start(self, params: Any, step: int) -> None:
+    def open(
+        self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
+    ) -> None:
         """Prepares exchanges of models like these; collective.
 
         Raises:
           ValueError: if workers of several processes begin with different models.
         """
+        del groups  # An exchange is compiled for any leaves.
         if step == 0 and is_between_processes(self._mesh):
-            check_one_model(params, self._mesh)
+            check_one_model(state.params, self._mesh)
         # In the thread: after the exchanges of other users, and in all processes in
         # the same place.
-        self._mixes = self._engine.submit(self._lower, params).result()
+        self._mixes = self._engine.submit(self._lower, state.params).result()
 
-    def carry(self, models: Any, exchange: Exchange, step: int) -> Future[Any]:
-        """Starts an exchange of leaves, and returns the future of the mixed ones."""
+    def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
+        """Starts an exchange of leaves, and returns a function that awaits it."""
+        del group
         if self._exchange_mesh != self._mesh:
             # The copy to the host starts now, while the thread sends earlier leaves.
-            for x in jax.tree.leaves(models):
+            for x in jax.tree.leaves(leaves):
                 for shard in x.addressable_shards:
                     shard.data.copy_to_host_async()
-        return self._engine.submit(self._exchange, models, exchange, step)
+        one = self._schedule[step].sends
+        assert one is not None
+        return self._engine.submit(self._exchange, leaves, one.exchange, step).result
 
     def settle(self) -> None:
         """Waits for the exchanges under way; call it before any other collective."""
         self._engine.settle()
 
-    def _end(self, seconds: float) -> None:
+    def close(self, seconds: float) -> None:
+        """Leaves the thread, and waits at most this long for its calls."""
         self._engine._end(seconds)
 
     def _lower(self, params: Any) -> Mixes:

@@ -9,16 +9,16 @@ import functools
 import threading
 import time
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from decentjax._joining import join, short_places, split
-from decentjax.gossip.engine import Closing
-from decentjax.gossip.links import Links, Said
 from decentjax.gossip.rows import Rows
+from decentjax.gossip.ways import Taken, Used
+from decentjax.links import Links, Said
 from decentjax.topology import butterfly_hops
 
 SUMS, FAREWELLS = 0, 1  # Channels of the links.
@@ -34,7 +34,7 @@ class Butterfly:
 
     Args:
       num_workers: N, a power of two.
-      group_size: S, a power of two from 2 to N.
+      group_size: S, a power of two from 2 to N; None for that of `butterfly_groups`.
       period: number of steps from one mean of all workers to the next.
 
     Raises:
@@ -103,16 +103,14 @@ class Sums(NamedTuple):
     step: int
     of_workers: dict[int, Sum]
 
-
-class Means(Protocol):
-    """What gives a worker its average: `GroupMeans`, or the record of a run."""
-
-    def offer(self, step: int, models: dict[int, Rows]) -> None: ...
-
-    def mean(self, step: int, own: dict[int, Rows]) -> tuple[dict[int, Rows], Sums]: ...
+    def used(self, step: int, worker: int) -> Used:
+        """The record of a worker's average of a step."""
+        steps = self.of_workers[worker].steps
+        models = (Taken(i, int(at), step) for i, at in enumerate(steps) if at >= 0)
+        return Used(step, worker, self.step, tuple(models))
 
 
-class GroupMeans(Closing):
+class GroupMeans:
     """Means over the groups of each step, with the newest models of those who are late.
 
     The first worker of a group to offer its model of a step begins the exchange: its
@@ -223,10 +221,8 @@ class GroupMeans(Closing):
         """Why a worker was left out, for each that was."""
         return dict(self._links.refused)
 
-    def settle(self) -> None:
-        """Returns at once: nothing here is a collective."""
-
-    def _end(self, seconds: float) -> None:
+    def close(self, seconds: float) -> None:
+        """Ends the thread, and waits at most this long for partners that need it."""
         with self._changed:
             self._closing_at = time.monotonic() + seconds
         if self._thread.is_alive():

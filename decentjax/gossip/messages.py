@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from decentjax.compression import Compression, Leaves, init_coded
 from decentjax.gossip.rows import Rows
 from decentjax.gossip.ways import Arrived, Graph, Models, Used, chosen
+from decentjax.mixing import is_mixed
 from decentjax.rounds import Rounds
 
 
@@ -31,7 +32,7 @@ class Form(NamedTuple):
     def parts(self, models: Any) -> tuple[Leaves, list[jax.Array]]:
         """The leaves and the arrays that travel, of what `travelling` returns."""
         if self.compression is None:
-            return models, jax.tree.leaves(models)
+            return models, [x for x in models.values() if is_mixed(x)]
         messages = {number: message for number, (_, message) in models.items()}
         leaves = {number: leaf for number, (leaf, _) in models.items()}
         return leaves, jax.tree.leaves(messages)
@@ -64,7 +65,9 @@ class Form(NamedTuple):
 def form_of(compression: Compression | None, leaves: Leaves) -> Form:
     """The form of one worker's leaves, of which shapes are enough."""
     sent: Any = leaves
-    if compression is not None:
+    if compression is None:
+        sent = {number: x for number, x in leaves.items() if is_mixed(x)}
+    else:
         first = functools.partial(init_coded, compression, is_late=True)
         sent = jax.eval_shape(first, leaves).messages
     arrays, structure = jax.tree.flatten(sent)
@@ -73,27 +76,19 @@ def form_of(compression: Compression | None, leaves: Leaves) -> Form:
     return Form(compression, structure, shapes, of_leaves)
 
 
-def needs_all(rounds: Rounds) -> bool:
-    """Whether a missing message stays missing: one of changes, or of what is summed."""
-    compression = rounds.compression
-    sends_changes = compression is not None and compression.of != "model"
-    return rounds.tracking or sends_changes
+def sends_changes(rounds: Rounds) -> bool:
+    """Whether messages are changes of what workers share, of which none may be lost."""
+    return rounds.compression is not None and rounds.compression.of != "model"
 
 
 def check_whole(rounds: Rounds, patience: float) -> None:
-    """Raises a ValueError for what peers do not encode, or must not miss."""
-    compression = rounds.compression
-    if compression is not None and compression.shards is not None:
+    """Raises a ValueError where a message that must not be lost is not awaited."""
+    if sends_changes(rounds) and patience < math.inf:
+        assert rounds.compression is not None
         raise ValueError(
-            "a worker of peers is one device: leave the compression's shards at None"
-        )
-    if needs_all(rounds) and patience < math.inf:
-        what = "tracking"
-        if compression is not None and compression.of != "model":
-            what = f'of = "{compression.of}"'
-        raise ValueError(
-            f"{what} sends what a worker cannot go on without, or it would be off by "
-            f"it for ever: take patience=math.inf, got {patience}"
+            f'of = "{rounds.compression.of}" sends changes, and a lost message would '
+            "leave the copies of a worker wrong: take patience=math.inf, got "
+            f"{patience}"
         )
 
 

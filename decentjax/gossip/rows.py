@@ -38,18 +38,3 @@ def with_rows(
         else x
         for x in leaves
     ]
-
-
-def check_workers(workers: Sequence[int], num_workers: int, mesh: Mesh) -> None:
-    """Raises a ValueError where these are not the workers of a mesh of their own."""
-    if dict(mesh.shape) != {AXIS: len(workers)}:
-        raise ValueError(
-            f'peers need a mesh with the axis "{AXIS}" alone, of this process\'s '
-            f"{len(workers)} workers, got {dict(mesh.shape)}"
-        )
-    strangers = [i for i in workers if not 0 <= i < num_workers]
-    if strangers or len(set(workers)) < len(workers):
-        raise ValueError(
-            f"workers must be different numbers from 0 to {num_workers - 1}, "
-            f"got {list(workers)}"
-        )

@@ -12,6 +12,7 @@ from jax.sharding import Mesh
 from decentjax._own_models import check_no_own_model
 from decentjax.gossip.cut import Cut, Part
 from decentjax.local import Adapt
+from decentjax.loss import Metrics
 from decentjax.placement import check_rows, over_workers
 from decentjax.state import WorkerState
 
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
       finished: numbers of the outputs with which these values begin.
       groups: stages of the params, each sent as soon as it is computed.
       rest: stage of all other outputs.
-      structure: tree structure of all outputs.
+      structure: tree structure of all outputs, which are a state and metrics.
     """
 
     early: Callable[..., list[jax.Array]]
@@ -66,9 +67,18 @@ class Plan(NamedTuple):
     rest: Stage
     structure: Any
 
+    def state_of(self, outputs: dict[int, jax.Array]) -> tuple[WorkerState, Metrics]:
+        leaves = [outputs[i] for i in range(self.structure.num_leaves)]
+        return jax.tree.unflatten(self.structure, leaves)
+
 
 def plan_of(
-    plans: dict[Any, Plan], adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh
+    plans: dict[Any, Plan],
+    adapt: Adapt,
+    state: WorkerState,
+    batch: Any,
+    mesh: Mesh,
+    is_whole: bool = False,
 ) -> Plan:
     """Returns the plan for arrays of these shapes, made when first seen.
 
@@ -78,6 +88,7 @@ def plan_of(
       state: stacked state.
       batch: stacked batch.
       mesh: mesh of the workers.
+      is_whole: whether all leaves are one group.
 
     Raises:
       ValueError: if an array does not have a row for each worker, or `adapt` cannot be
@@ -89,11 +100,13 @@ def plan_of(
     if kind not in plans:
         hint = "; in a job of several processes, place them first"
         check_rows({"state": state, "batch": batch}, mesh.size, hint)
-        plans[kind] = make_plan(adapt, state, batch, mesh)
+        plans[kind] = make_plan(adapt, state, batch, mesh, is_whole)
     return plans[kind]
 
 
-def make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> Plan:
+def make_plan(
+    adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh, is_whole: bool
+) -> Plan:
     check_no_own_model(state.opt_state, "an exchange beside the step")
     of_worker = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state, batch)
@@ -119,7 +132,7 @@ def make_plan(adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh) -> Plan:
 
     sizes = [x.nbytes // len(x) for x in jax.tree.leaves(state.params)]
     # At most some 64 groups: each costs one or two calls in every step.
-    group_bytes = max(GROUP_BYTES, sum(sizes) // 64)
+    group_bytes = sum(sizes) if is_whole else max(GROUP_BYTES, sum(sizes) // 64)
     return Plan(
         # The params are not donated: the thread is still sending them.
         early=jax.jit(over_workers(early, mesh), donate_argnums=1),

@@ -10,18 +10,14 @@ import collections
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import jax
-import numpy as np
 
 from decentjax.exchange import Exchange, Permutations, Topology, permutes_of
-from decentjax.gossip.links import Links, Message, Said
 from decentjax.gossip.rows import Rows
-from decentjax.mixing import mix_arrived, mix_pushed, mix_swapped
-
-LEAST_MASS = 1 / 8  # Below it a worker gives little away.
-LITTLE = 1e-3
+from decentjax.links import Links, Said
+from decentjax.mixing import mix_arrived, mix_swapped
 
 
 class Graph(Protocol):
@@ -38,13 +34,11 @@ class Taken(NamedTuple):
       step: the peer's step for which it sent the model.
       sent: the worker's own step whose model the peer has got for it, in a swap; else
         the step in which it is mixed.
-      share: part of the worker's new mass, for push-sum.
     """
 
     peer: int
     step: int
     sent: int
-    share: float = 0.0
 
 
 class Used(NamedTuple):
@@ -53,16 +47,20 @@ class Used(NamedTuple):
     Args:
       step: step of the worker.
       worker: number of the worker.
-      group: number of the leaf group.
+      group: number of the leaf group; of an average over a group of workers, the step
+        whose groups added the models up, later than `step` for a late worker.
       models: the models, in the order in which they were added.
-      mass: mass of the worker afterwards.
     """
 
     step: int
     worker: int
     group: int
     models: tuple[Taken, ...]
-    mass: float = 1.0
+
+    def versions(self) -> set[tuple[int, int]]:
+        """The models that are needed to repeat this, as (worker, step)."""
+        own = {(self.worker, self.step)} | {(self.worker, x.sent) for x in self.models}
+        return own | {(one.peer, one.step) for one in self.models}
 
 
 Models = dict[tuple[int, int], Rows]
@@ -75,14 +73,10 @@ class Way(abc.ABC):
     Args:
       links: links to the peers.
       topology: the exchange of each step.
-      num_groups: number of leaf groups.
     """
 
-    # Whether each leaf group has a second channel, for answers without arrays.
-    answers = False
-
-    def __init__(self, links: Links, topology: Graph, num_groups: int):
-        self._links, self._topology, self._num_groups = links, topology, num_groups
+    def __init__(self, links: Links, topology: Graph):
+        self._links, self._topology = links, topology
 
     @staticmethod
     def check(topology: Topology) -> None:
@@ -92,14 +86,6 @@ class Way(abc.ABC):
     @abc.abstractmethod
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
         """Leaves a worker's leaves for its peers of the step; returns at once."""
-
-    def ask(self, worker: int, step: int) -> None:
-        """Asks the peers of a step for their models, once those of the step before are
-        used: messages of two steps would share a card, and come late both.
-        """
-        for peer, _ in senders(self._topology[step], worker):
-            for group in range(self._num_groups):
-                self._links.ask(worker, peer, group)
 
     @abc.abstractmethod
     def take(
@@ -166,8 +152,8 @@ class Swaps(Way):
     (Lian et al., 2018) without its atomic averaging.
     """
 
-    def __init__(self, links: Links, topology: Graph, num_groups: int):
-        super().__init__(links, topology, num_groups)
+    def __init__(self, links: Links, topology: Graph):
+        super().__init__(links, topology)
         self._swaps: dict[tuple[int, int], dict[int, _Swap]] = collections.defaultdict(
             lambda: collections.defaultdict(_Swap)
         )
@@ -219,133 +205,9 @@ class Swaps(Way):
         return mixed
 
 
-@dataclasses.dataclass
-class _Pushes:
-    """Messages of a leaf group to a peer, one at a time.
-
-    Args:
-      life: life of the peer's process; with another one the count begins at 0.
-      number: number of the message that is unanswered, or comes next.
-      mass: the mass in that message; 0 where none is unanswered.
-    """
-
-    life: int = 0
-    number: int = 0
-    mass: float = 0.0
-
-
-@dataclasses.dataclass
-class _Pulls:
-    """Messages of a leaf group from a peer: the number of the next one."""
-
-    life: int = 0
-    number: int = 0
-
-
-class PushSum(Way):
-    """Sends a share of its mass with its model, and averages by mass: `mix_pushed`.
-
-    A worker of mass m sends `W_ji m` of it to peer j, and keeps the rest. The sum of
-    mass times model stays, over workers and messages on their way, on any graph, also a
-    directed one whose workers do not keep step: this is SGP (Assran et al., 2019). An
-    update is divided by the worker's mass, so that each counts as much in that sum.
-
-    A message is answered before the next one on its edge, so no mass is lost or counted
-    twice. What is sent to a process that dies is taken back, once nothing listens at
-    its address or another process has taken its place; a restarted one has mass one. A
-    worker that would keep less than 1/8 sends a thousandth of its mass.
-    """
-
-    answers = True
-
-    def __init__(self, links: Links, topology: Graph, num_groups: int):
-        super().__init__(links, topology, num_groups)
-        self._masses: dict[tuple[int, int], float] = collections.defaultdict(lambda: 1)
-        self._pushes: dict[tuple[int, int], dict[int, _Pushes]] = (
-            collections.defaultdict(lambda: collections.defaultdict(_Pushes))
-        )
-        self._pulls: dict[tuple[int, int], dict[int, _Pulls]] = collections.defaultdict(
-            lambda: collections.defaultdict(_Pulls)
-        )
-
-    def send(self, worker: int, group: int, own: Rows, step: int) -> None:
-        mass = self._masses[worker, group]
-        for peer, weight in receivers(self._topology[step], worker):
-            push = self._settled(worker, group, peer, deadline=0)
-            if not push.life or push.mass:
-                continue
-            share = weight * mass
-            # Without a bound a worker whose own sources are silent would give all away,
-            # and its updates, divided by its mass, would grow without one.
-            if self._masses[worker, group] - share < LEAST_MASS:
-                share = LITTLE * mass
-            kept = self._masses[worker, group] - share
-            push.mass, self._masses[worker, group] = share, kept
-            said = Said(step, push.number, share)
-            self._links.publish(worker, peer, group, own, said)
-
-    def take(
-        self, worker: int, group: int, own: Rows, step: int, deadline: float
-    ) -> tuple[Used, Models]:
-        messages = {}
-        # Only from the peers of the step: one that is ahead has sent for the next.
-        for peer, _ in senders(self._topology[step], worker):
-            message = self._pull(worker, group, peer, step, deadline)
-            if message is not None:
-                messages[peer] = message
-        for peer, _ in receivers(self._topology[step], worker):
-            self._settled(worker, group, peer, deadline)
-        mass = self._masses[worker, group]
-        mass += sum(message.said.mass for message in messages.values())
-        self._masses[worker, group] = mass
-        taken, models = [], {(worker, step): own}
-        for peer, (said, arrays) in messages.items():
-            taken.append(Taken(peer, said.step, step, said.mass / mass))
-            models[peer, said.step] = arrays
-        return Used(step, worker, group, tuple(taken), mass), models
-
-    @staticmethod
-    def combine(topology: Graph, used: Used, models: Models) -> Rows:
-        shares = np.array([one.share for one in used.models], np.float32)
-        came = [models[one.peer, one.step] for one in used.models]
-        return _mix_pushed(models[used.worker, used.step], came, shares)
-
-    def _pull(
-        self, worker: int, group: int, peer: int, step: int, deadline: float
-    ) -> Message | None:
-        """The peer's next message, if it comes in time, which is then answered."""
-        pulls, life = self._pulls[worker, group], self._links.life_of(peer)
-        if pulls[peer].life != life:
-            pulls[peer] = _Pulls(life)
-        number = pulls[peer].number
-        message = self._links.wait_for_number(
-            worker, peer, group, number, life, deadline
-        )
-        if message is not None:
-            pulls[peer].number += 1
-            answer = Said(step, number)
-            self._links.publish(worker, peer, self._num_groups + group, [], answer)
-        return message
-
-    def _settled(self, worker: int, group: int, peer: int, deadline: float) -> _Pushes:
-        """The pushes to a peer, after a look for the answer to the last."""
-        pushes, answers = self._pushes[worker, group], self._num_groups + group
-        push = pushes[peer]
-        if push.mass and self._links.wait_for_number(
-            worker, peer, answers, push.number, push.life, deadline
-        ):
-            push.number, push.mass = push.number + 1, 0.0
-        life = self._links.life_of(peer)
-        if push.life != life:
-            self._masses[worker, group] += push.mass
-            push = pushes[peer] = _Pushes(life)
-        return push
-
-
 WAYS: dict[str, type[Way]] = {
     "arrived": Arrived,
     "swaps": Swaps,
-    "push_sum": PushSum,
 }
 
 
@@ -419,14 +281,6 @@ def _mix_arrived(own: Rows, models: list[Rows], weights: tuple[float, ...]) -> R
 def _mix_swapped(own: Rows, sent: Rows, came: Rows, weight: float) -> Rows:
     return [
         mix_swapped(*leaves, weight) for leaves in zip(own, sent, came, strict=True)
-    ]
-
-
-@jax.jit
-def _mix_pushed(own: Rows, models: list[Rows], shares: Any) -> Rows:
-    return [
-        mix_pushed(x, list(of_leaf), shares)
-        for x, of_leaf in zip(own, _by_leaf(models, own), strict=True)
     ]
 
 

@@ -5,7 +5,7 @@ import os
 import secrets
 from pathlib import Path
 
-from decentjax.gossip.links import MIN_SECRET_BYTES
+from decentjax.links import MIN_SECRET_BYTES
 
 MAX_SECRET_BYTES = 4096
 NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY

@@ -14,7 +14,7 @@ from decentjax.topology import butterfly_groups
 from train.config import Config
 from train.network import MaybeRate, MaybeTime, Time, rate, seconds
 from train.run.method import build_method
-from train.run.peers import as_used, wagma_groups
+from train.run.peers import wagma_groups
 from train.tasks.task import build_task
 
 
@@ -112,8 +112,7 @@ class Clock:
         groups = wagma_groups(config)
         inner = butterfly_groups(groups.num_workers, groups.group_size)
         times = runtime.wait_avoiding(cluster, job, inner, count, groups.period, seed)
-        averaged = gossip.averages(groups, times.start + times.compute)
-        return Timed(times, [as_used(one) for one in averaged])
+        return Timed(times, gossip.averages(groups, times.start + times.compute))
 
     def _cluster(self, config: Config) -> runtime.Cluster:
         workers = config.workers

@@ -96,7 +96,9 @@ class Method:
         # XLA's CPU backend does not overlap collectives with compute; a GPU's does, and
         # simulated workers send nothing. A message of the updated model hides nowhere.
         on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
-        return mesh is not None and on_cpus and self.is_early and self.policy is None
+        tracks = self.rounds is not None and self.rounds.tracking
+        in_step = tracks or self.policy is not None or not self.is_early
+        return mesh is not None and on_cpus and not in_step
 
 
 def build_method(config: Config, task: Task | None = None) -> Method:

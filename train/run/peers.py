@@ -5,6 +5,7 @@ RUN/peers has the addresses of the workers, RUN/config.json what all processes s
 """
 
 import contextlib
+import csv
 import dataclasses
 import functools
 import json
@@ -22,7 +23,7 @@ from jax.sharding import Mesh
 from decentjax import WorkerState, gossip
 from decentjax.address import is_loopback, split_address, to_address
 from decentjax.local import LocalUpdate
-from decentjax.topology import butterfly_groups, matrices
+from decentjax.topology import default_group_size, matrices
 from train.cli.config_json import read_fields, to_json
 from train.cli.tables import say_workers
 from train.config import Config
@@ -44,8 +45,8 @@ JOIN_SECONDS = 5.0  # For any peer, before a process goes on from its own model.
 START_SECONDS = 2.0  # The same for one that may well be the first.
 WAIT_SECONDS = 0.05  # Between two looks for a quorum.
 USED = "used.csv"
-# As in `gossip.Used` and `gossip.Taken`; the last four are empty where none has come.
-COLUMNS = ("step", "worker", "group", "mass", "peer", "version", "sent", "share")
+# As in `gossip.Used` and `gossip.Taken`; the last three are empty where none has come.
+COLUMNS = ("step", "worker", "group", "peer", "version", "sent")
 SILENT_SECONDS = 60.0  # Of a member of a group, before others no longer await it.
 # Fields of `exchange` in which peers may differ.
 OWN = ("patience", "bind", "addresses", "secret_file")
@@ -128,37 +129,25 @@ def build_peers(
     method = build_method(config, task)
     bind, book = _bound(config, folder)
     patience = math.inf if exchange.patience is None else exchange.patience
-    common: dict[str, Any] = {
-        "book": book,
-        "workers": place.workers,
-        "mesh": mesh,
-        "digest": digest(config),
-        "bind": bind,
-        "secret": _secret(config, folder),
-        "record": record,
-    }
+    secret = _secret(config, folder)
+    party = gossip.Party(book, place.workers, mesh, digest(config), bind, secret)
     if exchange.way == "wagma":
+        order = "awc" if method.is_early else "atc"
+        await_all = patience or SILENT_SECONDS
+        hooks = {"record": record, "used": used}
         groups = wagma_groups(config)
         return gossip.Wagma(
-            local,
-            groups.num_workers,
-            group_size=groups.group_size,
-            period=groups.period,
-            order="awc" if method.is_early else "atc",
-            patience=patience or SILENT_SECONDS,
-            used=lambda one: used(as_used(one)),
-            **common,
+            local, groups, party, order=order, patience=await_all, **hooks
         )
-    common |= {"patience": patience, "used": used}
+    common: dict[str, Any] = {"patience": patience, "record": record, "used": used}
     if method.rounds is not None:
-        return gossip.PeerRounds(local, method.rounds, **common)
+        return gossip.PeerRounds(local, method.rounds, party, **common)
     elastic = None
     if exchange.elastic:
         build = functools.cache(config.topology.build_for)
         elastic = gossip.Elastic(build, exchange.quorum, exchange.silent_seconds)
-    return gossip.Peers(
-        local, method.graph, way=exchange.way, elastic=elastic, **common
-    )
+    way = exchange.way
+    return gossip.Peers(local, method.graph, party, way=way, elastic=elastic, **common)
 
 
 def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
@@ -186,10 +175,9 @@ def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
 def wagma_groups(config: Config) -> gossip.Butterfly:
     """Who averages with whom in a run with `exchange.way = "wagma"`."""
     num_workers, period = config.workers.num_workers, config.topology.mean_every
-    graph = butterfly_groups(num_workers, config.topology.group_size)
-    size = np.count_nonzero(matrices(graph)[0, 0])
+    size = config.topology.group_size or default_group_size(num_workers)
     assert period is not None
-    return gossip.Butterfly(num_workers, int(size), period)
+    return gossip.Butterfly(num_workers, size, period)
 
 
 def digest(config: Config) -> str:
@@ -330,10 +318,9 @@ class Watch:
         """Writes a table of what is used; rows of steps to be redone are dropped."""
         self._peers, self._path = peers, folder / USED
         with writing(self._path):
-            rows = self._path.read_text().splitlines() if self._path.exists() else []
-            kept = [row for row in rows[1:] if int(row.split(",")[0]) < start]
-            head = ",".join(COLUMNS)
-            self._path.write_text("".join(f"{row}\n" for row in [head, *kept]))
+            kept = [row for row in _rows(self._path) if int(row[0]) < start]
+            text = "".join(f"{','.join(row)}\n" for row in [COLUMNS, *kept])
+            self._path.write_text(text)
             # By line: what a process did that is killed stays known.
             self._file = self._path.open("a", buffering=1)
         with self._file:
@@ -342,8 +329,8 @@ class Watch:
     def add(self, used: gossip.Used) -> None:
         """Records which models a worker has mixed."""
         self._records.append(used)
-        own = (used.step, used.worker, used.group, used.mass)
-        rows = [(*own, *taken) for taken in used.models] or [(*own, "", "", "", "")]
+        own = used.step, used.worker, used.group
+        rows = [(*own, *taken) for taken in used.models] or [(*own, "", "", "")]
         with writing(self._path):
             self._file.writelines(f"{','.join(map(str, row))}\n" for row in rows)
 
@@ -413,30 +400,24 @@ def read_used(folder: Path) -> list[gossip.Used]:
     if not path.exists():
         raise ValueError(f"{folder} has no {USED}: it is no process of a run of peers")
     found: dict[tuple[int, ...], gossip.Used] = {}
-    for line in path.read_text().splitlines()[1:]:
-        values = line.split(",")
-        if len(values) < len(COLUMNS):
-            break  # The process was killed while it wrote.
-        step, worker, group = key = tuple(map(int, values[:3]))
-        one = found.get(key, gossip.Used(step, worker, group, (), float(values[3])))
-        if values[4]:
-            peer, version, sent = map(int, values[4:7])
-            taken = gossip.Taken(peer, version, sent, float(values[7]))
+    for row in _rows(path):
+        key = step, worker, group = tuple(map(int, row[:3]))
+        one = found.get(key, gossip.Used(step, worker, group, ()))
+        if row[3]:
+            taken = gossip.Taken(*map(int, row[3:]))
             one = one._replace(models=(*one.models, taken))
         found[key] = one
     return list(found.values())
 
 
-def as_used(one: gossip.Averaged) -> gossip.Used:
-    """The table's form of an average, with its groups' step for a group of leaves."""
-    models = tuple(gossip.Taken(i, step, one.step) for i, step in one.models)
-    return gossip.Used(one.step, one.worker, one.groups, models)
-
-
-def as_averaged(used: gossip.Used) -> gossip.Averaged:
-    """An average, from the table's form."""
-    models = tuple((taken.peer, taken.step) for taken in used.models)
-    return gossip.Averaged(used.step, used.worker, used.group, models)
+def _rows(path: Path) -> list[tuple[str, ...]]:
+    """The whole rows of a record, in the order of `COLUMNS`."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        # The last one has fewer values where the process was killed while it wrote.
+        whole = (row for row in csv.DictReader(file) if None not in row.values())
+        return [tuple(row[name] for name in COLUMNS) for row in whole]
 
 
 def _secret(config: Config, folder: Path) -> bytes:

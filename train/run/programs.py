@@ -24,10 +24,10 @@ from decentjax import (
     mean_model,
     over_workers,
 )
-from decentjax.correction import tracked
 from decentjax.dispersion import measured, tensor_distances
 from decentjax.loss import Metrics
-from decentjax.rounds import default_mix, in_pairs, receive, send, take_round
+from decentjax.rounds import default_mix, receive, round_step, send
+from decentjax.schedule import Event
 from train.config import Config, OptimizerConfig, StepConfig
 from train.run.build import build_local, options_on
 from train.run.method import bind_mix, build_method
@@ -70,7 +70,11 @@ def build_step(
     key = *key, method.is_early
     if method.sends_gradients:
         return lambda state, batch, taken: _reduce_program(taken, *key)(state, batch)
-    local = _adapt_program(config.rounds.tracking, *key)
+    if config.rounds.tracking:
+        assert method.rounds is not None
+        whole = functools.partial(_round_program, method.rounds)
+        return lambda state, batch, taken: whole(taken, *key)(state, batch)
+    local = _adapt_program(*key)
     if method.rounds is not None:
         return _in_rounds(method.rounds, config.step, local, mesh)
     return functools.partial(
@@ -90,15 +94,14 @@ def _in_rounds(
         one = functools.partial(function, *static, **named)
         return _over_all(one, mesh, options_on(mesh, step))
 
-    take = functools.partial(
-        take_round,
+    return functools.partial(
+        round_step,
         rounds=rounds,
         adapt=local,
         mix=lambda sent, exchange: program(average, exchange=exchange)(sent),
         send=lambda rounds, part, state: program(send, rounds, part)(state),
         receive=lambda rounds, part, *arrays: program(receive, rounds, part)(*arrays),
     )
-    return in_pairs(rounds, take)
 
 
 def _over_all(
@@ -125,11 +128,18 @@ def _local(
 
 
 @functools.lru_cache(maxsize=8)
-def _adapt_program(
-    tracking: bool, mesh: Mesh | None, step: StepConfig, *key: Any
+def _adapt_program(mesh: Mesh | None, step: StepConfig, *key: Any) -> Callable:
+    return _over_all(_local(step, *key), mesh, options_on(mesh, step))
+
+
+@functools.lru_cache(maxsize=64)
+def _round_program(
+    rounds: Rounds, event: Event, mesh: Mesh | None, step: StepConfig, *key: Any
 ) -> Callable:
-    local = tracked(_local(step, *key)) if tracking else _local(step, *key)
-    return _over_all(local, mesh, options_on(mesh, step))
+    of_worker = functools.partial(
+        round_step, event=event, rounds=rounds, adapt=_local(step, *key)
+    )
+    return _over_all(of_worker, mesh, options_on(mesh, step))
 
 
 @functools.lru_cache(maxsize=64)

@@ -22,7 +22,7 @@ from train.run.finite import check_gradients
 from train.run.method import build_method
 from train.run.optimizers import build_optimizer
 from train.run.outcome import Report, SeedsOutcome, finite_mean, in_turn
-from train.run.peers import as_averaged, wagma_groups
+from train.run.peers import wagma_groups
 from train.run.programs import build_scores, far_apart, judge
 from train.tasks.task import Task, build_task
 
@@ -63,14 +63,10 @@ def repeat(
         assert batch is not None
         return batch.arrays
 
-    if config.exchange.way == "wagma":
-        groups, order = wagma_groups(config), "awc" if method.is_early else "atc"
-        averaged = map(as_averaged, records)
-        return gossip.replay_wagma(
-            local, groups, order, start, batches, averaged, observe
-        )
-    way = config.exchange.way
-    return gossip.replay(local, method.graph, way, start, batches, records, observe)
+    graph, way = method.graph, config.exchange.way
+    if way == "wagma":
+        graph, way = wagma_groups(config), "awc" if method.is_early else "atc"
+    return gossip.replay(local, graph, way, start, batches, records, observe)
 
 
 def train_by_clock(

@@ -30,8 +30,8 @@ from decentjax import (
     place,
     worker_mesh,
 )
-from decentjax.gossip.links import Links, Said
 from decentjax.gossip.ways import neighbors, receivers, senders
+from decentjax.links import Links, Said
 from train.bench.race.contestants import BY_PEERS, Contestant, Scheme, graph_of
 from train.bench.race.turns import Load, serve
 from train.bench.runner import Runner, nothing, repeat
@@ -65,15 +65,14 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
     book = gossip.Folder(Path(os.environ["BOOKS"]) / str(contestant))
     if scheme == Scheme.EXCHANGE:
         return _exchange(graph, mesh, state.params, load.model_bytes)
+    if scheme in BY_PEERS:
+        party = gossip.Party(book, [jax.process_index()], mesh, bind=ADDRESS)
     if scheme == Scheme.PEERS_EXCHANGE:
-        return _exchange_by_peers(graph, state.params, book)
+        return _exchange_by_peers(graph, state.params, party)
     local = functools.partial(adapt, loss_fn=_loss_fn, optimizer=optimizer)
     if scheme in BY_PEERS:
         patience = 0.0 if scheme == Scheme.NO_WAIT else math.inf
-        mine = [jax.process_index()]
-        train_step = gossip.Peers(
-            local, graph, book, mine, mesh, patience=patience, bind=ADDRESS
-        )
+        train_step = gossip.Peers(local, graph, party, patience=patience)
         finish = rest
     elif scheme == Scheme.BACKGROUND:
         train_step = gossip.Background(local, graph, mesh)
@@ -107,13 +106,12 @@ def _exchange(graph: Topology, mesh: Mesh, params: Any, model_bytes: int) -> Run
     return repeat(exchange, params)
 
 
-def _exchange_by_peers(graph: Topology, params: Any, book: gossip.Book) -> Runner:
+def _exchange_by_peers(graph: Topology, params: Any, party: gossip.Party) -> Runner:
     """Leaves the same models in each step, and takes those of the step's peers."""
     worker = jax.process_index()
     models = [leaf.addressable_data(0) for leaf in params]
-    devices = {worker: jax.local_devices()[0]}
     channels = [[jax.ShapeDtypeStruct(x.shape, x.dtype)] for x in models]
-    links = Links(book, graph.num_workers, devices, channels, bind=ADDRESS)
+    links = Links(party, graph.num_workers, channels)
     links.meet(neighbors(graph, worker), math.inf)
 
     def exchange(_: Any, t: int) -> None:

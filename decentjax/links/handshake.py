@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal, NamedTuple
 
 from decentjax.address import listening_at, split_address, to_address
-from decentjax.gossip.bell import Bell
+from decentjax.links.bell import Bell
 
 HANDSHAKE_SECONDS = 5.0  # Longest.
 MAX_BYTES = 4096  # Largest message.

@@ -19,7 +19,7 @@ class Bell:
       count: number of times that it has rung.
 
     Examples:
-      >>> from decentjax.gossip.bell import Bell
+      >>> from decentjax.links.bell import Bell
       >>> bell = Bell()
       >>> heard = bell.count  # Before looking, so that no word is missed.
       >>> bell.wait(heard)  # If what is wanted is not there.

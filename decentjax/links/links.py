@@ -35,7 +35,7 @@ import hashlib
 import hmac
 import secrets
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -46,17 +46,16 @@ from jax.sharding import SingleDeviceSharding
 from decentjax._first_model import ADVICE
 from decentjax._joining import join, short_places, split
 from decentjax.address import to_address
-from decentjax.gossip.book import Book
-from decentjax.gossip.handshake import Answer, Handshakes, Line, RefusedError
+from decentjax.links.handshake import Answer, Handshakes, Line, RefusedError
+from decentjax.links.party import Party
 
 # Without these two the transport maps some 6 GiB.
 TRANSFER_BYTES = 4 * 2**20
 PARALLEL_COPIES = 4
-MIN_SECRET_BYTES = 16
 LOOK_UP_SECONDS = 0.2  # Between two looks into the book.
 ANSWER_SECONDS = 1.0  # For an answer of another worker of one's own number.
-# Of a `Said`, as bytes: an array of float64 would be one of float32 in jax.
-HEADER = ("step", "<i4"), ("number", "<i4"), ("mass", "<f8")
+# Of a `Said`, as bytes.
+HEADER = ("step", "<i4"), ("number", "<i4")
 
 # A long array comes out of jit as the same buffer: it is not copied.
 _join = jax.jit(join, static_argnums=1)
@@ -69,14 +68,12 @@ class Said(NamedTuple):
     Args:
       step: the worker's step for which it leaves them.
       number: number of the message, where each is answered before the next.
-      mass: share of the worker's mass that comes with them, for push-sum.
       parts: step of each worker's model in a sum of models, [N]; -1 where it has
         none, or for all.
     """
 
     step: int
     number: int = 0
-    mass: float = 1.0
     parts: tuple[int, ...] = (-1,)
 
 
@@ -124,48 +121,36 @@ class Links:
     After an error, or where the book has another entry, it is asked again.
 
     Args:
-      book: where the addresses of the workers stand.
+      party: this process and its workers.
       num_workers: N, over all processes.
-      devices: device of each worker of this process, by the worker's number.
       channels: arrays of a message, for each channel; leaf groups are channels.
-      digest: text that all workers must share, such as their config.
-      bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens; see
-        SECURITY.md before it is another address than loopback.
-      secret: bytes that all processes share, at least 16 random ones; None for none.
+      digest: text that all workers must share, beside that of the party.
       silent_seconds: silence after which a process counts as dead, until it is heard
         again; None for none.
       num_parts: number of parts that a `Said` has.
+      first_model: hash of the model with which this process begins; "" for any.
 
     Attributes:
       bell: rings when a peer has left a message.
 
     Raises:
-      ValueError: if the port is in use, the secret is short, or a worker of this number
-        answers already.
+      ValueError: if the port is in use, or a worker of this number answers already.
     """
 
     def __init__(
         self,
-        book: Book,
+        party: Party,
         num_workers: int,
-        devices: Mapping[int, Any],
         channels: Sequence[Sequence[jax.ShapeDtypeStruct]],
         digest: str = "",
-        bind: str = "127.0.0.1",
-        secret: bytes | None = None,
         silent_seconds: float | None = None,
         num_parts: int = 0,
         first_model: str = "",
     ):
-        if secret is not None and len(secret) < MIN_SECRET_BYTES:
-            raise ValueError(
-                f"secret must have at least {MIN_SECRET_BYTES} bytes, got "
-                f"{len(secret)}: draw one by secrets.token_bytes(32) for all processes"
-            )
         self.refused: dict[int, str] = {}
         self.left: set[int] = set()
-        self._book, self._num_workers = book, num_workers
-        self._devices, self._channels = dict(devices), [list(c) for c in channels]
+        self._book, self._devices = party.book, party.devices
+        self._channels = [list(channel) for channel in channels]
         self._header = np.dtype([*HEADER, ("parts", "<i4", (num_parts,))])
         header = jax.ShapeDtypeStruct((self._header.itemsize,), np.uint8)
         self._joins = [short_places(channel) for channel in self._channels]
@@ -179,10 +164,10 @@ class Links:
             for number, arrays in enumerate(travels)
         }
         shapes = [[(x.shape, x.dtype.name) for x in c] for c in self._channels]
-        text = repr((num_workers, shapes, digest))
-        self._secret = secret or b""
+        text = repr((num_workers, shapes, party.digest, digest))
+        self._secret = party.secret or b""
         self._handshakes = Handshakes(
-            bind,
+            party.bind,
             self._secret,
             hashlib.sha256(text.encode()).hexdigest(),
             lambda address: self._server.connect(address),
@@ -190,17 +175,8 @@ class Links:
             first_model,
         )
         self.bell = self._handshakes.bell
-        host, client = self._handshakes.host, next(iter(self._devices.values())).client
-        # Never freed: the transport's threads serve peers until the process is gone,
-        # and Python's end would take the arrays' client from under them (a crash).
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
-        self._server = transfer.start_transfer_server(
-            client,
-            to_address(host, 0),
-            [to_address(host, 0)],
-            transfer_size=TRANSFER_BYTES,
-            max_num_parallel_copies=PARALLEL_COPIES,
-        )
+        client = next(iter(self._devices.values())).client
+        self._server = _start_server(client, self._handshakes.host)
         # Life and slot of what was left last, by worker, peer and channel.
         self._left: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._peers = {peer: _Peer() for peer in range(num_workers)}
@@ -208,7 +184,7 @@ class Links:
         try:
             self._check_numbers()
             for worker in self._devices:
-                book.write(worker, f"{self._handshakes.address} {self._life}")
+                self._book.write(worker, f"{self._handshakes.address} {self._life}")
         except ValueError:
             self._handshakes.close()
             raise
@@ -535,8 +511,8 @@ class Links:
 
     def _from_bytes(self, header: np.ndarray) -> Said:
         (found,) = np.frombuffer(header.tobytes(), self._header)
-        step, number, mass, parts = (found[name].tolist() for name in Said._fields)
-        return Said(step, number, mass, tuple(parts))
+        step, number, parts = (found[name].tolist() for name in Said._fields)
+        return Said(step, number, tuple(parts))
 
     def _name(
         self, source: int, target: int, life: int, channel: int, slot: int
@@ -564,6 +540,19 @@ class Links:
                     f"worker {worker} is running already, at {entry}: end it, or "
                     "choose another number"
                 )
+
+
+def _start_server(client: Any, host: str) -> Any:
+    # Never freed: the transport's threads serve peers until the process is gone, and
+    # Python's end would take the arrays' client from under them (a crash).
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+    return transfer.start_transfer_server(
+        client,
+        to_address(host, 0),
+        [to_address(host, 0)],
+        transfer_size=TRANSFER_BYTES,
+        max_num_parallel_copies=PARALLEL_COPIES,
+    )
 
 
 def _has_failed(pull: Sequence[Any]) -> bool:

@@ -1,0 +1,387 @@
+"""The step whose messages are carried beside it: the one engine of this room.
+
+The gradient is computed while messages fly. What carries them is a port: a second
+thread with collectives, peers, groups of peers, or the record of a run.
+"""
+
+import collections
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from decentjax._own_models import check_no_own_model
+from decentjax.compression import Leaves
+from decentjax.gossip.engine import Closing
+from decentjax.gossip.record import Record, ignore
+from decentjax.gossip.stages import Plan, Stage, plan_of
+from decentjax.local import Adapt
+from decentjax.loss import Metrics
+from decentjax.placement import check_not_donated, over_workers
+from decentjax.rounds import (
+    Rounds,
+    _check_rounds,
+    check_carried,
+    leaves_of,
+    receive,
+    replace,
+    send,
+    shift,
+    travelling,
+    without_messages,
+)
+from decentjax.schedule import Fragment, Round
+from decentjax.state import AXIS, WorkerState
+
+Arrival = Callable[[], Leaves]
+"""Waits for averaged leaves, and returns them, stacked, by number."""
+Step = tuple[WorkerState, Metrics]
+
+
+class Port(Protocol):
+    """Carries leaves from worker to worker.
+
+    Attributes:
+      takes_groups: whether a new model is carried group by group, each as soon as it is
+        computed; else as a whole.
+    """
+
+    takes_groups: bool
+
+    def open(
+        self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
+    ) -> None:
+        """Prepares the carrying of leaves like those of a state; before the first.
+
+        Args:
+          state: stacked state.
+          groups: numbers of the leaves of each group.
+          step: step that begins.
+        """
+
+    def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
+        """Puts stacked leaves, or pairs of leaf and message, on their way.
+
+        Args:
+          group: number of the group.
+          leaves: its leaves, by number.
+          step: step whose exchange this is, or at which the round begins.
+        """
+        ...
+
+    def settle(self) -> None:
+        """Waits for exchanges that other programs could meet."""
+
+    def close(self, seconds: float) -> None:
+        """Ends it, and waits at most this long."""
+
+
+class Beside(Closing):
+    """A step of rounds whose exchanges a port carries; a context that closes it.
+
+    Rounds of whole models in every step are sent group by group: each group of leaves
+    is updated as soon as its averages are there, and put on its way at once.
+
+    Args:
+      adapt: the local update, as `local_update` returns it.
+      rounds: the rounds.
+      mesh: mesh with the axis "workers" alone, of the workers in the stacked arrays.
+      port: what carries the exchanges.
+      record: function that is called with each activity of this process.
+
+    Raises:
+      TypeError: if these are no `Rounds`.
+      ValueError: if the rounds are more than this can carry, which is all but tracking
+        and shards.
+    """
+
+    def __init__(
+        self,
+        adapt: Adapt,
+        rounds: Rounds,
+        mesh: Mesh,
+        port: Port,
+        record: Record | None = None,
+    ):
+        check_beside(rounds)
+        self._adapt, self._rounds, self._mesh = adapt, rounds, mesh
+        self._port, self._record = port, record or ignore
+        self._is_open, self._next = False, -1
+        self._arriving: collections.deque[Arrival] = collections.deque()
+        self._sent: list[jax.Array] = []
+        self._extra: Any = None
+        self._plans: dict[Any, Plan] = {}
+        self._whole = _compiled(adapt, mesh)
+        self._is_of_models = _is_of_models(rounds)
+        self._begins, self._ends = _programs(rounds, mesh)
+
+    def share(self, other: "Beside") -> None:
+        """Takes the compiled programs of a step of the same local update and mesh."""
+        self._plans, self._whole = other._plans, other._whole
+
+    def __call__(self, state: WorkerState, batch: Any, step: int) -> Step:
+        """Returns the new state and metrics.
+
+        The state's buffers are donated, except those of its params, which live until
+        the exchange is done, and of what rounds carry.
+
+        Raises:
+          TypeError: if the state does not carry what the rounds do.
+          ValueError: if an array does not have a row for each worker, `adapt` cannot be
+            cut, or the state was donated to an earlier step.
+          BaseException: any error of an exchange, as itself.
+        """
+        *_, new = self.begin(state, batch, step)
+        assert new is not None
+        return new
+
+    def begin(self, state: WorkerState, batch: Any, step: int) -> Iterator[Step | None]:
+        """A step in two parts: None once its messages are on their way, then the rest.
+
+        Of one whose messages follow its update the first part computes that.
+        """
+        check_not_donated(state, batch, state[1 : 5 if self._is_of_models else 4])
+        self._open(state, batch, step)
+        if not self._is_of_models:
+            return self._in_rounds(state, batch, step)
+        begin = self._in_groups if self._rounds.schedule.delay else self._after
+        return begin(state, batch, step)
+
+    def settle(self) -> None:
+        """Waits for the exchanges under way; call it before any other collective."""
+        self._port.settle()
+
+    def _end(self, seconds: float) -> None:
+        self._port.close(seconds)
+
+    def _open(self, state: WorkerState, batch: Any, step: int) -> None:
+        if not self._is_open:
+            self._port.open(state, self._groups(state, batch), step)
+            self._is_open = True
+
+    def _groups(self, state: WorkerState, batch: Any) -> list[Sequence[int]]:
+        """Numbers of the leaves that travel together."""
+        if not self._is_of_models:
+            check_carried(self._rounds, state)
+            fragments = self._rounds.schedule.fragments
+            return [tuple(leaves_of(one, state.params)) for one in fragments]
+        if self._rounds.schedule.delay:
+            return [stage.leaves for stage in self._plan(state, batch).groups]
+        check_no_own_model(state.opt_state, "an exchange beside the step")
+        return [range(len(jax.tree.leaves(state.params)))]
+
+    def _plan(self, state: WorkerState, batch: Any) -> Plan:
+        whole = not self._port.takes_groups
+        return plan_of(self._plans, self._adapt, state, batch, self._mesh, whole)
+
+    def _in_groups(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
+        """`x <- W x + update(grad f(x))`, whose messages are left a step ahead."""
+        plan = self._plan(state, batch)
+        self._send_models(jax.tree.leaves(state.params), plan, step)
+        # From here on groups are sent for the next step; `arriving` is for this one. If
+        # this call raises, `_sent` is incomplete, and the next call sends its own.
+        self._sent, self._next = [], step + 1
+        arriving, self._arriving = self._arriving, collections.deque()
+        yield None
+        values = self._computed(plan, state, batch, step)
+        outputs = dict(zip(plan.finished, values, strict=False))
+        mixed: Leaves = {}
+        for group, stage in enumerate(plan.groups):
+            self._await(stage, arriving, mixed, step)
+            outputs.update(stage.compute(mixed, values))
+            # Without waiting for the outputs, which may still be computing.
+            self._carry_group(group, stage, outputs, step + 1)
+        if plan.rest.outputs:
+            self._await(plan.rest, arriving, mixed, step)
+            outputs.update(plan.rest.compute(mixed, values))
+        yield plan.state_of(outputs)
+
+    def _send_models(self, models: list[jax.Array], plan: Plan, step: int) -> None:
+        """Sends the models of a step, unless the step before it has."""
+        # Other arrays, or another step, are sent now; what is under way is dropped.
+        # Identity is a safe test: `_sent` keeps its arrays alive, so no id is reused.
+        if self._next == step and list(map(id, models)) == list(map(id, self._sent)):
+            return
+        self._arriving.clear()
+        models = jax.device_put(models, NamedSharding(self._mesh, PartitionSpec(AXIS)))
+        for group, stage in enumerate(plan.groups):
+            self._carry_group(group, stage, dict(enumerate(models)), step)
+
+    def _carry_group(self, group: int, stage: Stage, models: Leaves, step: int) -> None:
+        sent = {number: models[number] for number in stage.leaves}
+        self._sent += sent.values()
+        self._arriving.append(self._port.carry(group, sent, step))
+
+    def _await(
+        self,
+        stage: Stage,
+        arriving: collections.deque[Arrival],
+        mixed: Leaves,
+        step: int,
+    ) -> None:
+        """Waits for averages, which arrive in the order in which leaves were sent."""
+        start = time.monotonic()
+        while not mixed.keys() >= set(stage.part.awaits):
+            mixed.update(arriving.popleft()())
+        self._record("wait", step, start, time.monotonic())
+
+    def _after(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
+        """`x <- W (x + update(grad f(x)))`."""
+        new, metrics = self._updated(state, batch, step)
+        leaves, structure = jax.tree.flatten(new.params)
+        arrival = self._port.carry(0, dict(enumerate(leaves)), step)
+        yield None
+        mixed = self._arrived(arrival, step)
+        params = jax.tree.unflatten(structure, [mixed[i] for i in range(len(leaves))])
+        yield new._replace(params=params), metrics
+
+    def _in_rounds(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
+        """`round_step`, of which each part is a program."""
+        check_carried(self._rounds, state)
+        schedule = self._rounds.schedule
+        sends, receives = schedule[step]
+        if schedule.delay == 0:
+            new, metrics = self._updated(state._replace(extra=()), batch, step)
+            new = new._replace(extra=state.extra)
+            if sends:
+                new = self._send(sends, new, step)
+                yield None
+                new = self._receive(sends, new, step)
+        else:
+            self._send_again(state, step)
+            mixed = self._send(sends, state, step) if sends else state
+            yield None
+            if receives:
+                mixed, new, metrics = self._merged(receives, mixed, batch, step)
+            else:
+                new, metrics = self._updated(state._replace(extra=()), batch, step)
+            new = new._replace(extra=mixed.extra)
+        new = without_messages(self._rounds, new)
+        self._next, self._extra = step + 1, new.extra
+        yield new, metrics
+
+    def _send_again(self, state: WorkerState, step: int) -> None:
+        """Sends what was under way before a step, if that is of another run.
+
+        What is on its way is of the state that the last call returned.
+        """
+        if step == self._next and state.extra is self._extra:
+            return
+        self._arriving.clear()
+        for begun in range(max(0, step - self._rounds.schedule.delay + 1), step):
+            if one := self._rounds.schedule[begun].sends:
+                self._carry(one, state, begun)
+
+    def _send(self, one: Round, state: WorkerState, step: int) -> WorkerState:
+        extra = self._begins[one.leaves](state.params, state.key, state.extra)
+        state = state._replace(extra=extra)
+        self._carry(one, state, step)
+        return state
+
+    def _carry(self, one: Round, state: WorkerState, step: int) -> None:
+        group = self._rounds.schedule.fragments.index(one.leaves)
+        sent = travelling(one.leaves, state)
+        self._arriving.append(self._port.carry(group, sent, step))
+
+    def _merged(
+        self, one: Round, state: WorkerState, batch: Any, step: int
+    ) -> tuple[WorkerState, WorkerState, Metrics]:
+        """The state after a round, and that after the step, with its metrics."""
+        known = state._replace(extra=())  # What is on its way must not be donated.
+        plan = self._plan(known, batch)
+        values = self._computed(plan, known, batch, step)
+        mixed = self._receive(one, state, step)
+        leaves = dict(enumerate(jax.tree.leaves(mixed.params)))
+        outputs = dict(zip(plan.finished, values, strict=False))
+        for stage in (*plan.groups, plan.rest):
+            outputs.update(stage.compute(leaves, values))
+        return mixed, *plan.state_of(outputs)
+
+    def _receive(self, one: Round, state: WorkerState, step: int) -> WorkerState:
+        mixed = self._arrived(self._arriving.popleft(), step)
+        params, extra = self._ends[one.leaves](state.params, state.extra, mixed)
+        return state._replace(params=params, extra=extra)
+
+    def _arrived(self, arrival: Arrival, step: int) -> Leaves:
+        start = time.monotonic()
+        leaves = arrival()
+        self._record("wait", step, start, time.monotonic())
+        return leaves
+
+    def _computed(
+        self, plan: Plan, state: WorkerState, batch: Any, step: int
+    ) -> list[jax.Array]:
+        """What of the local update awaits no message."""
+        start = time.monotonic()
+        # Donates all but the params, which are still being sent.
+        values = plan.early(state.params, state[1:], batch)
+        # The record says when the computing was done, not when it was dispatched.
+        jax.block_until_ready(values)
+        self._record("compute", step, start, time.monotonic())
+        return values
+
+    def _updated(self, state: WorkerState, batch: Any, step: int) -> Step:
+        """The whole local update."""
+        start = time.monotonic()
+        new = jax.block_until_ready(self._whole(state.params, state[1:], batch))
+        self._record("compute", step, start, time.monotonic())
+        return new
+
+
+def check_beside(rounds: Rounds) -> None:
+    """Raises an error if rounds cannot be carried beside the step."""
+    _check_rounds(rounds)
+    if rounds.tracking:
+        raise ValueError(
+            "rounds with tracking run in the step: take on_mesh(round_step), "
+            "decentralize_rounds, or rounds without tracking"
+        )
+    if rounds.compression is not None and rounds.compression.shards is not None:
+        raise ValueError(
+            "beside the step a worker is one device: leave the compression's shards at "
+            "None, or take on_mesh"
+        )
+
+
+def _is_of_models(rounds: Rounds) -> bool:
+    """Whether whole models are averaged in every step, and nothing else is done."""
+    schedule = rounds.schedule
+    is_whole = all(one.exchange and one.leaves is None for one in schedule.rounds)
+    is_bare = rounds.outer is None and rounds.compression is None
+    merges = rounds.merge in (replace, shift)
+    return is_whole and is_bare and merges and schedule.delay <= 1
+
+
+def _compiled(adapt: Adapt, mesh: Mesh) -> Callable[..., Step]:
+    def local(params: Any, others: Any, batch: Any) -> Step:
+        return adapt(WorkerState(params, *others), batch, params)
+
+    # The params may still be on their way.
+    return jax.jit(over_workers(local, mesh), donate_argnums=1)
+
+
+def _programs(rounds: Rounds, mesh: Mesh) -> tuple[dict[Fragment, Any], ...]:
+    """The beginnings and the ends of rounds, by the leaves that they send."""
+
+    def begin(params: Any, key: Any, extra: Any, fragment: Fragment) -> Any:
+        return send(rounds, fragment, WorkerState(params, (), (), key, extra)).extra
+
+    def end(params: Any, extra: Any, mixed: Leaves, fragment: Fragment) -> Any:
+        state = WorkerState(params, (), (), jax.random.key(0), extra)
+        new = receive(rounds, fragment, state, mixed)
+        return new.params, new.extra
+
+    def compiled(function: Callable) -> dict[Fragment, Any]:
+        of_fragment = {
+            one: functools.partial(function, fragment=one)
+            for one in rounds.schedule.fragments
+        }
+        return {
+            one: jax.jit(over_workers(of_one, mesh))
+            for one, of_one in of_fragment.items()
+        }
+
+    return compiled(begin), compiled(end)

@@ -1,0 +1,161 @@
+"""Leaves models for peers, and takes what they have left, without collectives."""
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+
+import jax
+
+from decentjax._first_model import first_model
+from decentjax.compression import Compression, Leaves
+from decentjax.exchange import Permutations, Topology, check_topology
+from decentjax.gossip.messages import Form, form_of
+from decentjax.gossip.rows import Rows, rows_of, with_rows
+from decentjax.gossip.ways import Arrived, Graph, Models, Used, Way, neighbors, senders
+from decentjax.links import Links, Party, check_party
+from decentjax.state import WorkerState
+
+
+class PeerPort:
+    """Exchanges from peer to peer: the port of `PeerRounds`, and of `Peers` with more.
+
+    Args:
+      party: this process and its workers.
+      topology: exchanges that each worker takes in turn.
+      patience: longest time to wait for models, in seconds.
+      used: function that is called with what each worker has mixed; None for none.
+      way: how models are used.
+      compression: how leaves are encoded; None sends them as they are.
+
+    Raises:
+      TypeError: if `party` is no `Party`, or `topology` no `Topology`.
+      ValueError: if the topology has groups or nodes, the workers do not fit it, or the
+        patience is negative.
+    """
+
+    takes_groups = True
+
+    def __init__(
+        self,
+        party: Party,
+        topology: Topology,
+        patience: float,
+        used: Callable[[Used], None] | None,
+        way: type[Way] = Arrived,
+        compression: Compression | None = None,
+    ):
+        check_topology(topology)
+        check_party(party)
+        party.check(topology.num_workers)
+        check_graph(topology)
+        if not patience >= 0:
+            raise ValueError(f"patience must not be negative, got {patience}")
+        self.party, self.topology, self.patience = party, topology, patience
+        self.graph: Graph = topology
+        self._used, self._compression = used or (lambda _: None), compression
+        self._make_way = way
+        self._links: Links | None = None
+        self._forms: list[Form] = []
+        self._number, self._deadline = -1, 0.0
+
+    @property
+    def links(self) -> Links:
+        """Who is alive, and who was refused; once it is open."""
+        assert self._links is not None
+        return self._links
+
+    @property
+    def sources(self) -> set[int]:
+        """The workers with whom those of this process exchange models."""
+        return {j for i in self.party.workers for j in neighbors(self.topology, i)}
+
+    def open(
+        self,
+        state: WorkerState,
+        groups: Sequence[Sequence[int]],
+        step: int,
+        further: Sequence[Sequence[jax.ShapeDtypeStruct]] = (),
+        silent_seconds: float | None = None,
+    ) -> None:
+        """Connects to the peers; `further` are arrays of channels for no group."""
+        leaves = jax.tree.leaves(state.params)
+        one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
+        self._forms = [
+            form_of(self._compression, {n: one[n] for n in group}) for group in groups
+        ]
+        self._links = Links(
+            self.party,
+            self.topology.num_workers,
+            [*[form.arrays for form in self._forms], *further],
+            self._make_way.__name__,
+            silent_seconds,
+            first_model=first_model(state.params, step),
+        )
+        self._way = self._make_way(self._links, self.graph)
+        self._links.meet(self.sources, time.monotonic() + self.patience)
+
+    def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
+        """Leaves a group for the peers of a step; they may still be computing."""
+        number = self._number_of(step)
+        own, arrays = self._forms[group].parts(leaves)
+        # A group may have no leaf that travels, and is left all the same.
+        nothing: list[Rows] = [[] for _ in self.party.workers]
+        of_workers = rows_of(arrays, travels=lambda _: True) or nothing
+        for worker, rows in zip(self.party.workers, of_workers, strict=True):
+            self._way.send(worker, group, rows, number)
+            for peer, _ in senders(self.graph[number], worker):
+                for wanted in self._wanted(group):
+                    self.links.ask(worker, peer, wanted)
+        return functools.partial(self._take, group, own, of_workers, number)
+
+    def settle(self) -> None:
+        """Returns at once: no other program can wait for an exchange of this one."""
+
+    def close(self, seconds: float) -> None:
+        """Ends the links."""
+        del seconds
+        if self._links is not None:
+            self._links.close()
+
+    def _take(
+        self, group: int, own: Leaves, of_workers: list[Rows], number: int
+    ) -> Leaves:
+        # The patience is that of all groups of a step together.
+        if group == 0 or number != self._number:
+            self._number, self._deadline = number, time.monotonic() + self.patience
+        form, rows = self._forms[group], []
+        average = form.average if self._compression else self._make_way.combine
+        for worker, sent in zip(self.party.workers, of_workers, strict=True):
+            used, models = self._way.take(worker, group, sent, number, self._deadline)
+            rows.append(average(self.graph, used, models))
+            self._note(used, models)
+        whole = with_rows(list(own.values()), rows, self.party.mesh)
+        return dict(zip(own, whole, strict=True))
+
+    def _number_of(self, step: int) -> int:
+        """The number of the exchange that begins in a step."""
+        return step
+
+    def _wanted(self, group: int) -> Sequence[int]:
+        """The groups to ask peers for, once a group is left for them."""
+        # Once those of the step before are used: messages of two steps would share a
+        # card, and both come late.
+        num_groups = len(self._forms)
+        return range(num_groups) if group + 1 == num_groups else ()
+
+    def _note(self, used: Used, models: Models) -> None:
+        """Notes what a worker has mixed."""
+        del models
+        self._used(used)
+
+
+def check_graph(topology: Topology) -> None:
+    """Raises a ValueError if an exchange has groups or nodes."""
+    for exchange in topology:
+        if exchange.workers_per_node > 1 or not isinstance(
+            exchange.between, Permutations
+        ):
+            raise ValueError(
+                f"{topology.name} averages over groups or nodes, which takes "
+                "collectives; peers need a graph of single workers, such as ring"
+            )

@@ -1,0 +1,18 @@
+"""Links between processes that share no job: who is alive, and what has arrived."""
+
+from decentjax.links.book import Addresses, Book, Folder, Store
+from decentjax.links.links import Links, Message, Said
+from decentjax.links.party import MIN_SECRET_BYTES, Party, check_party
+
+__all__ = [
+    "MIN_SECRET_BYTES",
+    "Addresses",
+    "Book",
+    "Folder",
+    "Links",
+    "Message",
+    "Party",
+    "Said",
+    "Store",
+    "check_party",
+]
