@@ -18,7 +18,7 @@ from train.data.image_folder import read_image_folder
 from train.data.vocabulary import train_vocabulary
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig
-from train.run import loop
+from train.run import setup
 from train.run.loop import train
 from train.run.scores import build_score
 from train.tasks.classification import say_classes
@@ -201,7 +201,7 @@ def test_data_that_does_not_fit_is_said_before_it_compiles(
     make, words, tmp_path, monkeypatch
 ):
     task = make(tmp_path)
-    monkeypatch.setattr(loop, "build_state", None)
+    monkeypatch.setattr(setup, "build_state", None)
     with pytest.raises((ValueError, OSError), match=words):
         train(of(task), tmp_path / "run")
 

@@ -126,7 +126,6 @@ def test_who_waits_for_all_trains_as_simulated_workers_do(finished, tmp_path):
 
 DILOCO = RoundsConfig(every_steps=3, delay=2, outer="nesterov", merge="shift")
 INT8 = dataclasses.replace(DILOCO, codec="int8")
-TRACKING = RoundsConfig(every_steps=3, delay=2, merge="shift", tracking=True)
 
 
 @pytest.mark.parametrize(
@@ -139,9 +138,8 @@ TRACKING = RoundsConfig(every_steps=3, delay=2, merge="shift", tracking=True)
             "complete",
             marks=pytest.mark.slow,
         ),
-        pytest.param(TRACKING, ["--rounds.tracking"], "ring", marks=pytest.mark.slow),
     ],
-    ids=["DiLoCo", "int8", "tracking"],
+    ids=["DiLoCo", "int8"],
 )
 def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(
     rounds, flags, graph, tmp_path
@@ -167,13 +165,13 @@ def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(
         repeat(config, config.task.build(), [], lambda *_: None)
 
 
-PUSH_SUM = [*RING, "--exchange.way", "push_sum"]
+SWAPS = [*RING, "--exchange.way", "swaps"]
 WAGMA = ["--exchange.where", "peers", "--exchange.way", "wagma", "--step.algorithm"]
 WAGMA += ["atc", "--topology.name", "butterfly_groups", "--topology.mean-every", "8"]
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("way", [PUSH_SUM, WAGMA], ids=["push_sum", "wagma"])
+@pytest.mark.parametrize("way", [SWAPS, WAGMA], ids=["swaps", "wagma"])
 def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
     way, tmp_path, capsys
 ):
@@ -510,19 +508,32 @@ def test_what_was_used_stays_known_up_to_the_step_where_a_run_goes_on(tmp_path):
     begun = functools.partial(watch.opened, tmp_path, peers=None)
     with begun(0):
         for step in (4, 5, 6):
-            models = (Taken(1, step - 2, step), Taken(3, step, step, 0.5))
-            watch.add(Used(step, 2, 0, models, 1.5))
+            models = (Taken(1, step - 2, step), Taken(3, step, step))
+            watch.add(Used(step, 2, 0, models))
         watch.add(Used(6, 2, 1, ()))
     assert watch.values() == {"models_mixed": 1.5, "models_age": 1}
     assert watch.values() == {"models_mixed": 0}
     with begun(6):
         watch.add(Used(6, 3, 0, ()))
     assert (tmp_path / "used.csv").read_text().splitlines() == [
-        "step,worker,group,mass,peer,version,sent,share",
-        *("4,2,0,1.5,1,2,4,0.0", "4,2,0,1.5,3,4,4,0.5"),
-        *("5,2,0,1.5,1,3,5,0.0", "5,2,0,1.5,3,5,5,0.5"),
-        "6,3,0,1.0,,,,",
+        "step,worker,group,peer,version,sent",
+        *("4,2,0,1,2,4", "4,2,0,3,4,4"),
+        *("5,2,0,1,3,5", "5,2,0,3,5,5"),
+        "6,3,0,,,",
     ]
+
+
+def test_a_record_of_0_2_is_read_and_gone_on_with(tmp_path):
+    """It had a mass and shares, of which all were one."""
+    path, own = tmp_path / "used.csv", "4,2,0,1.0,"
+    head = "step,worker,group,mass,peer,version,sent,share"
+    path.write_text("\n".join([head, f"{own}1,2,4,0.0", f"{own}3,4,4,0.0", "5,2,0,1"]))
+    one = Used(4, 2, 0, (Taken(1, 2, 4), Taken(3, 4, 4)))
+    assert peers.read_used(tmp_path) == [one]
+    watch = peers.Watch(as_process(1, 2))
+    with watch.opened(tmp_path, 5, peers=None):
+        watch.add(Used(5, 2, 0, ()))
+    assert peers.read_used(tmp_path) == [one, Used(5, 2, 0, ())]
 
 
 RUN_PEERS = RUN_JOB.replace("run_job(processes)", "run_job(processes, lambda: True)")

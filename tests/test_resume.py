@@ -40,10 +40,11 @@ from train.run.checkpoint import (
 from train.run.finite import WatchState, build_check
 from train.run.folder import lock
 from train.run.log import read_metrics
-from train.run.loop import Parts, run_steps, train
+from train.run.loop import run_steps, train
 from train.run.rates import rates_at
 from train.run.resume import Begin, Resume, saved_config, what_changed, with_changes
 from train.run.scores import build_score, read_trained
+from train.run.start import Parts
 from train.run.stop import Stop
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -725,9 +725,8 @@ def test_the_shards_of_encoded_leaves_are_the_compressions():
         Compression(int8(), shards={"a": PartitionSpec("model")})
 
 
-@pytest.mark.parametrize("tracking", [False, True])
-def test_in_a_second_thread_too_the_state_carries_what_was_sent(tracking):
-    how = Rounds(every(topology.ring(4), 1, 1), tracking=tracking)
+def test_in_a_second_thread_too_the_state_carries_what_was_sent():
+    how = Rounds(every(topology.ring(4), 2, 1))
     state = init_state(model(), SGD, jax.random.key(0), 4)
     state = place(state, worker_mesh(4))
     with (
@@ -735,6 +734,11 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent(tracking):
         pytest.raises(TypeError, match=r"extra=init_rounds.*, got tuple"),
     ):
         train_step(state, place(jnp.zeros((4, 1, 7)), worker_mesh(4)), 0)
+
+
+def test_tracking_in_a_second_thread_is_refused():
+    with pytest.raises(ValueError, match="tracking run in the step: take on_mesh"):
+        BackgroundRounds(bind(SGD), methods.gradient_tracking(RING), worker_mesh(4))
 
 
 @pytest.mark.slow

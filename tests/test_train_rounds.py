@@ -19,7 +19,7 @@ from train.config import (
     TopologyConfig,
     WorkersConfig,
 )
-from train.run import loop
+from train.run import start
 from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
@@ -212,7 +212,7 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
         ({"codec": "int8", "copy_step": 0.0}, r"copy_step in \(0, 1\]"),
         ({"codec": "int2"}, "rounds.codec = int2 drops too much .* set rounds.copies"),
-        ({"codec": "top_k", "tracking": True}, "rounds.codec = top_k drops too much"),
+        ({"codec": "int8", "tracking": True}, "leave rounds.codec at none, got int8"),
     ],
 )
 def test_rounds_of_no_sense_are_refused(changes, words):
@@ -323,9 +323,10 @@ PEERS = ExchangeConfig(where="peers")
             D2 | {"exchange": dataclasses.replace(PEERS, patience=None, way="swaps")},
             "set exchange.way to arrived, got swaps",
         ),
+        (TRACKING | {"exchange": PEERS}, "set exchange.where to in_step, got peers"),
         (
-            TRACKING | {"exchange": PEERS},
-            "add up what exchanges move, also what is missing",
+            TRACKING | {"exchange": ExchangeConfig(where="background")},
+            "set exchange.where to in_step, got background",
         ),
         (
             LOCAL_TRACKING
@@ -357,7 +358,7 @@ def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):
 def test_more_fragments_than_leaves_are_refused_before_data_is_read(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(loop, "build_steps", None)
+    monkeypatch.setattr(start, "build_steps", None)
     rounds = RoundsConfig(every_steps=8, fragments=5)
     config = dataclasses.replace(config_of("diloco"), rounds=rounds)
     with pytest.raises(ValueError, match="no leaf falls into the fragments"):

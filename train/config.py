@@ -319,8 +319,8 @@ class RoundsConfig:
             )
         if self.tracking and self.codec != "none":
             raise ValueError(
-                "rounds.tracking adds up what is sent, and an encoded message would "
-                f"leave the sum wrong: leave rounds.codec at none, got {self.codec}"
+                "rounds.tracking sends models and estimates as they are: leave "
+                f"rounds.codec at none, got {self.codec}"
             )
         _check_at_least(self, 0, "delay", "learning_rate", "momentum", "share")
         if not (self.momentum < 1 and self.share < 1):

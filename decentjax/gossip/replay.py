@@ -127,10 +127,10 @@ def _in_order(
         left[worker].append(step)
     begun: dict[int, Callable[[], None]] = {}
     while left:
+        for worker in left.keys() - begun.keys():
+            begun[worker] = begin(worker, left[worker][0])
         moved = False
         for worker, steps in list(left.items()):
-            if worker not in begun:
-                begun[worker] = begin(worker, steps[0])
             if needed(worker, steps[0]):
                 continue
             begun.pop(worker)()
@@ -218,20 +218,23 @@ class _Recorded:
 
 def _group_mean(groups: Butterfly, used: Used, models: Models) -> Rows:
     """The average of a worker's group, added up in the order of the run."""
-    steps = {one.peer: one.step for one in used.models}
+    count = groups.num_workers
+    members = {
+        one.peer: offered_by(one.peer, count, one.step, models[one.peer, one.step])
+        for one in used.models
+    }
+    own = models[used.worker, used.step]
+    one = _sum_of(used.worker, members, groups.hops(used.group))
+    if one is None:  # No member had offered a model: its own is all there is.
+        one = offered_by(used.worker, count, used.step, own)
+    return mean_of(one, used.worker, own, used.step)
 
-    def offered(worker: int, step: int) -> Sum:
-        return offered_by(worker, groups.num_workers, step, models[worker, step])
 
-    def sum_of(worker: int, hops: list[int]) -> Sum | None:
-        if not hops:
-            return offered(worker, steps[worker]) if worker in steps else None
-        one, other = (sum_of(i, hops[:-1]) for i in (worker, worker ^ hops[-1]))
-        if one is None or other is None:
-            return one or other
-        return added(one, other)
-
-    own = used.worker, used.step
-    # Where no member had offered a model, its own is all there is.
-    one = sum_of(used.worker, groups.hops(used.group)) or offered(*own)
-    return mean_of(one, used.worker, models[own], used.step)
+def _sum_of(worker: int, members: dict[int, Sum], hops: list[int]) -> Sum | None:
+    """What a worker has added up after some hops."""
+    if not hops:
+        return members.get(worker)
+    one, other = (_sum_of(i, members, hops[:-1]) for i in (worker, worker ^ hops[-1]))
+    if one is None or other is None:
+        return one or other
+    return added(one, other)

@@ -2,60 +2,25 @@
 
 import contextlib
 import functools
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
-from decentjax import WorkerState, gossip, local_workers, place
-from train.cli.config_json import sources, to_json
-from train.cli.tables import write_json, write_whole
+from decentjax import WorkerState
+from train.cli.config_json import sources
 from train.config import Config
-from train.data.batches import Batch, feed
 from train.fields import place_of
-from train.job.distributed import MetricMeans, gather
-from train.job.peers import process_place
-from train.run.build import (
-    LoopStep,
-    build_local,
-    build_mesh,
-    build_state,
-    build_steps,
-    build_train_step,
-    step_options,
-)
-from train.run.checkpoint import Checkpoints, find_checkpoints, set_aside
-from train.run.facts import FACTS, describe, header, peak_seconds, write_facts
-from train.run.finite import Check, build_check, check_gradients
-from train.run.folder import MADE_ANEW, lock
-from train.run.log import Log, for_sinks, read_metrics, warn
-from train.run.method import build_method
-from train.run.observe import Observer
-from train.run.optimizers import build_optimizer
-from train.run.peers import (
-    Watch,
-    admit,
-    build_peers,
-    has_begun,
-    join,
-    own_folder,
-    write_shared,
-)
-from train.run.profile import profiled
-from train.run.resume import Begin, Resume, begin_again, begin_new
-from train.run.rounds import warn_of_few
-from train.run.sinks import Sink, named_sinks, open_sinks, with_rows_before
-from train.run.stop import Stop
-from train.run.straggler import check_processes, delay
-from train.run.timeline import Timeline, drop_spans
-from train.run.trace import check_batch, trace_task
-from train.tasks.task import Task, build_task
-from train.xla import as_arguments
-
-MakeState = Callable[..., WorkerState]
+from train.job.distributed import gather
+from train.run.checkpoint import find_checkpoints
+from train.run.finite import check_gradients
+from train.run.folder import lock
+from train.run.resume import Begin, Resume, begin_new
+from train.run.setup import Setup, set_up
+from train.run.sinks import Sink, named_sinks
+from train.run.start import Parts, start
+from train.tasks.task import Task
 
 
 class Outcome(NamedTuple):
@@ -72,36 +37,6 @@ class Outcome(NamedTuple):
     state: WorkerState
     mean: tuple[Any, Any]
     task: Task
-
-
-class Parts(NamedTuple):
-    """The parts of the loop, made for one run.
-
-    Args:
-      train_step: function of a step.
-      batches: batches of all steps, from the first on.
-      put: function that places the arrays of a batch on the devices.
-      check: function that raises where a state is not finite.
-      observer: measurements and their log.
-      checkpoints: writer of the checkpoints, in the background.
-      stop: state of the signals that end the run.
-      late: function that sleeps where this process is to be late at a step.
-      profile: function that starts and ends the trace of some steps.
-      first: number of the worker of the first row of the arrays.
-      admit: function that says, before a step, where an elastic process goes on.
-    """
-
-    train_step: LoopStep
-    batches: Iterator[Batch]
-    put: Callable[[Any], Any]
-    check: Check
-    observer: Observer
-    checkpoints: Checkpoints
-    stop: Stop
-    late: Callable[[int], None]
-    profile: Callable[[int, Any], None]
-    first: int
-    admit: Callable[[Begin], Begin] | None = None
 
 
 def train(
@@ -136,30 +71,24 @@ def train(
       FloatingPointError: if a number is no longer finite; it is not saved.
       SaveError: if a checkpoint cannot be written.
     """
-    check_processes(config.straggler, process_place(config)[1])
     sinks = [*named_sinks(config.log.sinks), *sinks]
-    mesh = build_mesh(config)
-    task = build_task(config.task)
-    trace_task(task, config.step.batch_per_worker)
-    build_method(config, task)  # For its errors.
-    folder = own_folder(config, run_dir)
+    setup = set_up(config, run_dir)
     # The lock is taken first and released last: all else writes into the folder.
     with (
-        lock(folder) as hold,
-        _advice(config, folder),
+        lock(setup.folder) as hold,
+        _advice(setup),
         contextlib.ExitStack() as stack,
     ):
         trust = (*sources(config), *trust)
         new = functools.partial(
-            begin_new, config, folder, init_from=init_from, trust=trust
+            begin_new, config, setup.folder, init_from=init_from, trust=trust
         )
-        given = config, folder, resume, new, task, mesh, sinks, hold
-        begin, parts = _prepare(*given, stack)
+        begin, parts = start(setup, resume, new, sinks, hold, stack)
         step, state = run_steps(config, begin, parts)
     # A collective, which runs on after it was dispatched: a process that left the job
     # in the meantime would break it for those that are slower.
     mean = jax.block_until_ready(parts.observer.mean(state))
-    return Outcome(step, state, mean, task)
+    return Outcome(step, state, mean, setup.task)
 
 
 def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerState]:
@@ -236,219 +165,28 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
     return step, state
 
 
-def _begin(
-    config: Config,
-    run_dir: Path,
-    resume: Resume | None,
-    new: Callable[[MakeState], Begin],
-    make_state: MakeState,
-    check: Check,
-) -> Begin:
-    """Where the run starts, with the folder ready for it."""
-    if config.exchange.where == "peers":
-        # Started again, by whichever command, it goes on from where it was.
-        was_saved = bool(find_checkpoints(run_dir).steps)
-        resume = (resume or Resume()) if was_saved else None
-    if resume is None:
-        begin = new(make_state)
-    else:
-        begin = begin_again(config, run_dir, make_state(), resume, check)
-    if jax.process_index() == 0:
-        _prepare_folder(config, run_dir, begin.step)
-    gather(begin.step)  # A barrier: process 0 drops old spans before others write new.
-    return begin
-
-
-def _prepare(
-    config: Config,
-    run_dir: Path,
-    resume: Resume | None,
-    new: Callable[[MakeState], Begin],
-    task: Task,
-    mesh: Mesh | None,
-    sinks: Sequence[Sink],
-    hold: Callable[[], None],
-    stack: contextlib.ExitStack,
-) -> tuple[Begin, Parts]:
-    """Makes the state to start from and the parts of the loop, entered in `stack`."""
-    optimizer = build_optimizer(config.optimizer, config.num_steps)
-    watch = Watch(config) if config.exchange.where == "peers" else None
-    first = 0 if watch is None else watch.first_worker
-    mine, put = range(config.workers.num_workers), lambda tree: tree
-    if mesh is not None:
-        mine = [first + number for number in local_workers(mesh)]
-        put = functools.partial(place, mesh=mesh)
-
-    def make_state(model: tuple[Any, Any] | None = None) -> WorkerState:
-        return put(build_state(config, task, optimizer, mine, model))
-
-    # Before anything is compiled: data that is missing, or does not fit, raises here.
-    steps = build_steps(config, task, mine)
-    check_batch(steps[0], task, config.step.batch_per_worker)
-    check = build_check(mesh, first)
-    is_late = watch is not None and has_begun(run_dir)
-    begin = _begin(config, run_dir, resume, new, make_state, check)
-    process, num_processes = process_place(config)
-    record = None
-    if config.log.timeline:
-        record = stack.enter_context(Timeline(run_dir, process)).record
-    # Contexts end in the reverse order: first the checkpoints, which save what is still
-    # in memory, then the exchange, and only then the log, which shows their errors.
-    means = stack.enter_context(MetricMeans(config.distributed.timeout_seconds))
-    log, renew = None, lambda: None
-    if jax.process_index() == 0:
-        # One who joins its peers does none of its steps again.
-        joins = is_late or config.exchange.elastic
-        kept = config.num_steps if joins else begin.step
-        facts = describe(config, task, begin.state, mesh)
-        facts, sinks = _write_facts(config, run_dir, facts, sinks, kept, first)
-        renew = functools.partial(_renew, config, run_dir, facts, hold)
-        others = facts, sinks, kept, renew
-        log = _open_log(config, task, run_dir, begin, *others, stack)
-        if begin.facts and begin.step < config.num_steps:
-            log.note(begin.step, **begin.facts)
-    batches = feed(steps, config.data.num_processes)
-    batches.set_step(begin.step)
-    stack.enter_context(contextlib.closing(batches))
-    if watch is None:
-        train_step = build_train_step(config, task, optimizer, mesh, record)
-        stack.enter_context(train_step)
-    else:
-        assert mesh is not None
-        assert log is not None
-        local = build_local(config.step, task.loss_fn, optimizer)
-        train_step = build_peers(config, task, local, mesh, run_dir, watch.add, record)
-        stack.enter_context(train_step)
-        last = config.num_steps - 1
-        # Of an elastic run any process may be the newcomer.
-        if (is_late or config.exchange.elastic) and begin.step <= last:
-            log.note(begin.step, began=round(time.time(), 3))
-            others = train_step, begin, batches, put, last, log, run_dir
-            begin = join(*others, is_late=is_late)
-            log.forget(begin.step)
-        stack.enter_context(watch.opened(run_dir, begin.step, train_step))
-    least = peak_seconds(config, task, optimizer, begin.state, mesh)
-    others = means, log, watch, least, record
-    observer = Observer(config, task, mesh, begin.step, *others)
-    stop = stack.enter_context(Stop())
-    take_in = None
-    if isinstance(train_step, gossip.Peers) and config.exchange.elastic:
-        assert log is not None
-        others = train_step, batches, put, config.num_steps - 1, log, run_dir, stop
-        take_in = functools.partial(admit, *others)
-    peer_seconds = config.distributed.timeout_seconds
-    checkpoints = Checkpoints(run_dir, config.checkpoint.num_kept, peer_seconds, renew)
-    stack.enter_context(checkpoints)
-    options = as_arguments(step_options(config, mesh))  # Checked by every process.
-    if log is not None and begin.step >= config.num_steps:
-        more = f"decentjax resume {run_dir} --num-steps {2 * config.num_steps}"
-        log.say(f"all {begin.step} steps are done already; {more} goes further")
-    if log is not None and options:
-        log.say(f"options of XLA: {options} (without: --step.xla-options)")
-    late = functools.partial(
-        delay, config.straggler, process, num_processes, record=record
-    )
-    profile = profiled(run_dir / f"profile.{process}", config.log.profiled())
-    return begin, Parts(
-        train_step,
-        batches,
-        put,
-        check,
-        observer,
-        checkpoints,
-        stop,
-        late,
-        stack.enter_context(profile),
-        first,
-        take_in,
-    )
-
-
-def _write_facts(
-    config: Config,
-    run_dir: Path,
-    facts: dict[str, Any],
-    sinks: Sequence[Sink],
-    kept: int,
-    first: int,
-) -> tuple[dict[str, Any], Sequence[Sink]]:
-    """Writes down what the run is, and gives its sinks the rows that they lack."""
-    rows = read_metrics(run_dir)
-    goes_back = any(row["step"] > kept for row in rows)
-    facts, new = write_facts(run_dir, facts, config.log.sinks, goes_back)
-    before = [(row["step"], for_sinks(row, first)) for row in rows]
-    before = [(step, values) for step, values in before if step <= kept and values]
-    return facts, with_rows_before(sinks, new, before)
-
-
-def _open_log(
-    config: Config,
-    task: Task,
-    run_dir: Path,
-    begin: Begin,
-    facts: dict[str, Any],
-    sinks: Sequence[Sink],
-    kept: int,
-    renew: Callable[[], None],
-    stack: contextlib.ExitStack,
-) -> Log:
-    """Opens the log of the run and its sinks, and says what the run is."""
-    warn_of_few(config, build_method(config, task).rounds)
-    write = stack.enter_context(open_sinks(sinks, config, run_dir, begin.step))
-    headline, units = task.headline.name, task.units
-    others = headline, kept, units, write, renew
-    log = Log(run_dir, config.num_steps, begin.step, *others)
-    stack.enter_context(log).say(header(facts, run_dir))
-    return log
-
-
 @contextlib.contextmanager
-def _advice(config: Config, run_dir: Path) -> Iterator[None]:
+def _advice(setup: Setup) -> Iterator[None]:
     """Adds advice on how to resume to an error about numbers that are not finite."""
     try:
         yield
     except FloatingPointError as error:
-        smaller = f"optimizer.learning-rate={config.optimizer.learning_rate / 2:g}"
-        steps = find_checkpoints(run_dir).steps
-        how = (
+        raise FloatingPointError(f"{error}; {_how(setup)}") from error
+
+
+def _how(setup: Setup) -> str:
+    config, folder = setup.config, setup.folder
+    if setup.watch is not None:
+        # One of another learning rate would be refused by the others.
+        if setup.method.rounds is not None:
+            return "started again, this process goes on from its own checkpoint"
+        return "started again, this process takes the model of a peer"
+    if config.optimizer.schedule is not None:  # It has no such option.
+        return f"make the rates of {place_of(config.optimizer.schedule)} smaller"
+    smaller = f"optimizer.learning-rate={config.optimizer.learning_rate / 2:g}"
+    if steps := find_checkpoints(folder).steps:
+        return (
             f"resume from step {max(steps)}, which is finite: decentjax resume "
-            f"{run_dir} --change {smaller}"
-            if steps
-            else f"nothing has been saved yet: begin again with --{smaller}"
+            f"{folder} --change {smaller}"
         )
-        if config.optimizer.schedule is not None:  # It has no such option.
-            how = f"make the rates of {place_of(config.optimizer.schedule)} smaller"
-        if config.exchange.where == "peers":
-            # One of another learning rate would be refused by the others.
-            how = "started again, this process takes the model of a peer"
-            if build_method(config).rounds is not None:
-                how = "started again, this process goes on from its own checkpoint"
-        raise FloatingPointError(f"{error}; {how}") from error
-
-
-def _prepare_folder(config: Config, run_dir: Path, step: int) -> None:
-    """Removes from the folder what a run that trains on from this step will redo."""
-    for name in set_aside(run_dir, step):
-        warn(f"moved {run_dir}/checkpoints/{name} to {run_dir / 'set_aside'}")
-    _write_config(config, run_dir)
-    drop_spans(run_dir, step)
-
-
-def _write_config(config: Config, run_dir: Path) -> None:
-    write_whole(run_dir / "config.json", to_json(config))
-    if config.exchange.where == "peers":
-        write_shared(config, run_dir)
-
-
-def _renew(
-    config: Config, run_dir: Path, facts: dict[str, Any], hold: Callable[[], None]
-) -> None:
-    """Makes the folder, and what a run cannot resume without, anew where it is gone."""
-    paths = run_dir, run_dir / "config.json", run_dir / FACTS
-    gone = [path for path in paths if not path.exists()]
-    hold()
-    if gone:
-        (run_dir / "checkpoints").mkdir(exist_ok=True)
-        warn(f"{gone[0]} {MADE_ANEW}")
-        _write_config(config, run_dir)
-        write_json(run_dir / FACTS, facts)
+    return f"nothing has been saved yet: begin again with --{smaller}"

@@ -13,55 +13,51 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from decentjax import AXIS, WorkerState, consensus_distance, mean_model, over_workers
 from decentjax.gossip import Record
 from decentjax.loss import Metrics
-from train.config import Config
 from train.data.batches import Batch
 from train.job.distributed import MetricMeans, gather
+from train.run.facts import peak_seconds
 from train.run.finite import say_quarantined
 from train.run.log import PER_SECOND, Log, warn
 from train.run.optimizers import build_schedule
-from train.run.peers import Watch
+from train.run.resume import Begin
 from train.run.scores import build_score
+from train.run.setup import Setup
 from train.run.stop import Stop, Stopped
-from train.tasks.task import Task
 
 
 class Observer:
     """Measures a run and logs the means over all processes.
 
     Args:
-      config: config of the run.
-      task: the trained task.
-      mesh: mesh of the workers, None where they are simulated.
-      start: number of steps already done.
+      setup: what the run is made of.
+      begin: where it begins.
       means: metrics on their way to process 0.
       log: log of all processes; None but in process 0.
-      watch: what this process learns of its peers, if it has any.
-      peak_seconds: seconds of a step at the devices' peak; None where unknown.
       record: function that records an evaluation in the timeline, if there is one.
     """
 
     def __init__(
         self,
-        config: Config,
-        task: Task,
-        mesh: Mesh | None,
-        start: int,
+        setup: Setup,
+        begin: Begin,
         means: MetricMeans,
         log: Log | None,
-        watch: Watch | None = None,
-        peak_seconds: float | None = None,
         record: Record | None = None,
     ):
+        config, task, mesh, watch = setup.config, setup.task, setup.mesh, setup.watch
         self.log, self._means, self._watch = log, means, watch
-        self._amount, self._peak_seconds = task.amount, peak_seconds
-        self._record = record
+        self._amount = task.amount
+        self._peak_seconds = peak_seconds(
+            config, task, setup.optimizer, begin.state, mesh
+        )
+        self._record, self._first = record, setup.first
         self._num_skipped = self._num_counted = 0
         self.mean = build_mean(mesh)
         self._on_evaluation = config.on_evaluation
         self._schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
         self._consensus = build_consensus(mesh)
         self._score = build_score(task)
-        self._step, self._time = start, time.monotonic()
+        self._step, self._time = begin.step, time.monotonic()
         self._quarantined: dict[int, str] = {}
 
     def skip(self, num_steps: int) -> None:
@@ -158,8 +154,9 @@ class Observer:
             of_mean, *of_workers = self._score([self.mean(state), *models], check_stop)
         except Stopped:
             return
-        first = 0 if self._watch is None else self._watch.first_worker
-        own = [(first + i, one) for i, one in zip(numbers, of_workers, strict=True)]
+        own = [
+            (self._first + i, one) for i, one in zip(numbers, of_workers, strict=True)
+        ]
         of_all = sorted(pair for pairs in gather(own) for pair in pairs)
         if self.log is not None:
             self.log.evaluation(step, of_mean, dict(of_all))

@@ -13,7 +13,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -187,57 +187,78 @@ def digest(config: Config) -> str:
     return json.dumps({**trained_by(fields), "exchange": exchange}, sort_keys=True)
 
 
-def join(
-    peers: PeerStep,
-    begin: Begin,
-    batches: Feed,
-    put: Callable[[Any], Any],
-    last: int,
-    log: Log,
-    folder: Path,
-    is_late: bool = True,
-) -> Begin:
-    """Returns where a process that was started again goes on: where its peers are.
-
-    Where none lives, it goes on from what one has saved, if that is further. One of
-    rounds goes on from its own checkpoint, as their outer state does not travel.
+class Joiner(NamedTuple):
+    """Takes a process that was started again, or was away, to where its peers are.
 
     Args:
       peers: the step.
-      begin: its own checkpoint.
       batches: its batches, which go on there too.
       put: function that places a batch.
       last: latest step at which it can go on.
       log: log of this process.
       folder: folder of this process.
-      is_late: whether others must have gone on; else it may well be the first.
     """
-    if isinstance(peers, gossip.PeerRounds):
-        log.say(f"goes on from its own step {begin.step}")
+
+    peers: PeerStep
+    batches: Feed
+    put: Callable[[Any], Any]
+    last: int
+    log: Log
+    folder: Path
+
+    def join(self, begin: Begin, is_late: bool = True) -> Begin:
+        """Returns where this process goes on: where its peers are.
+
+        Where none lives, it goes on from what one has saved, if that is further. One of
+        rounds goes on from its own checkpoint, as their outer state does not travel.
+
+        Args:
+          begin: its own checkpoint.
+          is_late: whether others must have gone on; else it may well be the first.
+        """
+        batches, log = self.batches, self.log
+        if isinstance(self.peers, gossip.PeerRounds):
+            log.say(f"goes on from its own step {begin.step}")
+            return begin
+        log.say("looks for peers that are further")
+        batch = self.put(next(batches).arrays)
+        alone = JOIN_SECONDS if is_late else START_SECONDS
+        others = STATE_SECONDS, begin.step, alone
+        state, step = self.peers.join(begin.state, batch, *others)
+        whose = "a peer's model"
+        if step is None:
+            # Else one who was away at the end would end with a model that nobody mixed.
+            whose = "the model that a peer has saved"
+            state, step = _saved_by_peers(self.folder, begin)
+        batches.set_step(begin.step)
+        if step is None:
+            how = f"goes on from its own step {begin.step}" if begin.step else "begins"
+            log.say(f"no peer is further: {how}")
+            return begin
+        step = min(step, self.last)
+        batches.set_step(step)
+        moved = distance(state.params, begin.state.params)
+        log.say(f"goes on with {whose} at step {step}, {moved:.3g} from its own")
+        log.note(step, joined_after=begin.step, moved=moved)
+        state = state._replace(opt_state=_at_step(state.opt_state, step))
+        return begin._replace(step=step, state=state)
+
+    def admit(self, stop: Stop, begin: Begin) -> Begin:
+        """Returns where an elastic process goes on before a step: mostly where it is.
+
+        Without its quorum it waits. Where the others went on without it meanwhile, or
+        while it was frozen, it goes on where they are.
+        """
+        peers, log = self.peers, self.log
+        assert isinstance(peers, gossip.Peers)
+        if not peers.has_quorum():
+            log.say(f"step {begin.step}: waits for its quorum of workers")
+        while not (peers.has_quorum() or stop.poll()):
+            time.sleep(WAIT_SECONDS)
+        if not stop.stopped and peers.was_away():
+            log.say(f"step {begin.step}: was away, while others may have gone on")
+            return self.join(begin)
         return begin
-    seconds = JOIN_SECONDS if is_late else START_SECONDS
-    log.say("looks for peers that are further")
-    batch = put(next(batches).arrays)
-    state, step = peers.join(
-        begin.state, batch, STATE_SECONDS, begin.step, alone=seconds
-    )
-    whose = "a peer's model"
-    if step is None:
-        # Else one who was away at the end would end with a model that nobody has mixed.
-        whose = "the model that a peer has saved"
-        state, step = _saved_by_peers(folder, begin)
-    batches.set_step(begin.step)
-    if step is None:
-        how = f"goes on from its own step {begin.step}" if begin.step else "begins"
-        log.say(f"no peer is further: {how}")
-        return begin
-    step = min(step, last)
-    batches.set_step(step)
-    moved = distance(state.params, begin.state.params)
-    log.say(f"goes on with {whose} at step {step}, {moved:.3g} from its own")
-    log.note(step, joined_after=begin.step, moved=moved)
-    state = state._replace(opt_state=_at_step(state.opt_state, step))
-    return begin._replace(step=step, state=state)
 
 
 def _saved_by_peers(folder: Path, begin: Begin) -> tuple[WorkerState, int | None]:
@@ -267,29 +288,9 @@ def distance(models: Any, others: Any) -> float:
     return float(np.sqrt(np.mean(np.sum(np.square(norms), 0))))
 
 
-def admit(
-    peers: gossip.Peers,
-    batches: Feed,
-    put: Callable[[Any], Any],
-    last: int,
-    log: Log,
-    folder: Path,
-    stop: Stop,
-    begin: Begin,
-) -> Begin:
-    """Returns where an elastic process goes on before a step: mostly where it is.
-
-    Without its quorum it waits. Where the others went on without it meanwhile, or while
-    it was frozen, it goes on where they are.
-    """
-    if not peers.has_quorum():
-        log.say(f"step {begin.step}: waits for its quorum of workers")
-    while not (peers.has_quorum() or stop.poll()):
-        time.sleep(WAIT_SECONDS)
-    if not stop.stopped and peers.was_away():
-        log.say(f"step {begin.step}: was away, while others may have gone on")
-        return join(peers, begin, batches, put, last, log, folder)
-    return begin
+def watch_of(config: Config) -> "Watch | None":
+    """What this process will learn of its peers; None where it has none."""
+    return Watch(config) if config.exchange.where == "peers" else None
 
 
 class Watch:

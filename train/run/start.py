@@ -1,0 +1,264 @@
+"""The start of a run: its first state, and the parts of the loop, made once."""
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from decentjax import WorkerState
+from decentjax.gossip import Record
+from train.cli.config_json import to_json
+from train.cli.tables import write_json, write_whole
+from train.data.batches import Batch, Feed, feed
+from train.job.distributed import MetricMeans, gather
+from train.run.build import (
+    LoopStep,
+    build_steps,
+    build_train_step,
+    step_options,
+)
+from train.run.checkpoint import Checkpoints, find_checkpoints, set_aside
+from train.run.facts import FACTS, describe, header, write_facts
+from train.run.finite import Check, build_check
+from train.run.folder import MADE_ANEW
+from train.run.log import Log, for_sinks, read_metrics, warn
+from train.run.observe import Observer
+from train.run.peers import Joiner, build_peers, has_begun, write_shared
+from train.run.profile import profiled
+from train.run.resume import Begin, Resume, begin_again
+from train.run.rounds import warn_of_few
+from train.run.setup import Setup
+from train.run.sinks import Sink, open_sinks, with_rows_before
+from train.run.stop import Stop
+from train.run.straggler import delay
+from train.run.timeline import Timeline, drop_spans
+from train.run.trace import check_batch
+from train.xla import as_arguments
+
+New = Callable[[Callable[..., WorkerState]], Begin]
+Hold = Callable[[], None]
+
+
+class Parts(NamedTuple):
+    """The parts of the loop, made for one run.
+
+    Args:
+      train_step: function of a step.
+      batches: batches of all steps, from the first on.
+      put: function that places the arrays of a batch on the devices.
+      check: function that raises where a state is not finite.
+      observer: measurements and their log.
+      checkpoints: writer of the checkpoints, in the background.
+      stop: state of the signals that end the run.
+      late: function that sleeps where this process is to be late at a step.
+      profile: function that starts and ends the trace of some steps.
+      first: number of the worker of the first row of the arrays.
+      admit: function that says, before a step, where an elastic process goes on.
+    """
+
+    train_step: LoopStep
+    batches: Iterator[Batch]
+    put: Callable[[Any], Any]
+    check: Check
+    observer: Observer
+    checkpoints: Checkpoints
+    stop: Stop
+    late: Callable[[int], None]
+    profile: Callable[[int, Any], None]
+    first: int
+    admit: Callable[[Begin], Begin] | None = None
+
+
+def start(
+    setup: Setup,
+    resume: Resume | None,
+    new: New,
+    sinks: Sequence[Sink],
+    hold: Hold,
+    stack: contextlib.ExitStack,
+) -> tuple[Begin, Parts]:
+    """Makes the state to start from and the parts of the loop.
+
+    Args:
+      setup: what the run is made of.
+      resume: how the run resumes; None where it is new.
+      new: function that starts a run, of one that makes its state.
+      sinks: where rows go beside the log.
+      hold: function that takes the folder's lock again, where it was removed.
+      stack: where what has an end is entered.
+    """
+    config, folder = setup.config, setup.folder
+    # Before anything is compiled: data that is missing, or does not fit, raises here.
+    steps = build_steps(config, setup.task, setup.workers)
+    check_batch(steps[0], setup.task, config.step.batch_per_worker)
+    check = build_check(setup.mesh, setup.first)
+    is_late = setup.watch is not None and has_begun(folder)
+    begin, record = _begin(setup, resume, new, check), None
+    if config.log.timeline:
+        record = stack.enter_context(Timeline(folder, setup.process)).record
+    # Contexts end in the reverse order: first the checkpoints, which save what is still
+    # in memory, then the exchange, and only then the log, which shows their errors.
+    peer_seconds = config.distributed.timeout_seconds
+    means = stack.enter_context(MetricMeans(peer_seconds))
+    log, renew = None, lambda: None
+    if jax.process_index() == 0:
+        log, renew = _open_log(setup, begin, sinks, is_late, hold, stack)
+    batches = feed(steps, config.data.num_processes)
+    batches.set_step(begin.step)
+    stack.enter_context(contextlib.closing(batches))
+    train_step: Any = _build_step(setup, record)
+    stack.enter_context(train_step)
+    stop, take_in = Stop(), None
+    if setup.watch is not None:
+        begin, take_in = _meet(setup, train_step, begin, batches, log, is_late, stop)
+        stack.enter_context(setup.watch.opened(folder, begin.step, train_step))
+    observer = Observer(setup, begin, means, log, record)
+    stack.enter_context(stop)
+    checkpoints = Checkpoints(folder, config.checkpoint.num_kept, peer_seconds, renew)
+    stack.enter_context(checkpoints)
+    _say_start(setup, begin, log)
+    late = functools.partial(delay, config.straggler, setup.process)
+    profile = profiled(folder / f"profile.{setup.process}", config.log.profiled())
+    return begin, Parts(
+        train_step,
+        batches,
+        setup.put,
+        check,
+        observer,
+        checkpoints,
+        stop,
+        functools.partial(late, setup.num_processes, record=record),
+        stack.enter_context(profile),
+        setup.first,
+        take_in,
+    )
+
+
+def _begin(setup: Setup, resume: Resume | None, new: New, check: Check) -> Begin:
+    """Where the run starts, with the folder ready for it."""
+    folder = setup.folder
+    if setup.watch is not None:
+        # Started again, by whichever command, it goes on from where it was.
+        was_saved = bool(find_checkpoints(folder).steps)
+        resume = (resume or Resume()) if was_saved else None
+    if resume is None:
+        begin = new(setup.state)
+    else:
+        begin = begin_again(setup.config, folder, setup.state(), resume, check)
+    if jax.process_index() == 0:
+        _prepare_folder(setup, begin.step)
+    gather(begin.step)  # A barrier: process 0 drops old spans before others write new.
+    return begin
+
+
+def _build_step(setup: Setup, record: Record | None) -> LoopStep:
+    config, task = setup.config, setup.task
+    if setup.watch is None:
+        return build_train_step(config, task, setup.optimizer, setup.mesh, record)
+    assert setup.mesh is not None
+    given = config, task, setup.local, setup.mesh, setup.folder
+    return build_peers(*given, setup.watch.add, record)
+
+
+def _meet(
+    setup: Setup,
+    train_step: Any,
+    begin: Begin,
+    batches: Feed,
+    log: Log | None,
+    is_late: bool,
+    stop: Stop,
+) -> tuple[Begin, Callable[[Begin], Begin] | None]:
+    """Where a process of peers begins, and what says so before each step."""
+    assert log is not None
+    is_elastic, last = setup.config.exchange.elastic, setup.config.num_steps - 1
+    joiner = Joiner(train_step, batches, setup.put, last, log, setup.folder)
+    # Of an elastic run any process may be the newcomer.
+    if (is_late or is_elastic) and begin.step <= last:
+        log.note(begin.step, began=round(time.time(), 3))
+        begin = joiner.join(begin, is_late)
+        log.forget(begin.step)
+    return begin, functools.partial(joiner.admit, stop) if is_elastic else None
+
+
+def _open_log(
+    setup: Setup,
+    begin: Begin,
+    sinks: Sequence[Sink],
+    is_late: bool,
+    hold: Hold,
+    stack: contextlib.ExitStack,
+) -> tuple[Log, Callable[[], None]]:
+    """Opens the log of the run and its sinks, and says what the run is.
+
+    Returns:
+      The log, and a function that makes the run's folder anew.
+    """
+    config, task, folder = setup.config, setup.task, setup.folder
+    # One who joins its peers does none of its steps again.
+    joins = is_late or config.exchange.elastic
+    kept = config.num_steps if joins else begin.step
+    facts = describe(config, task, begin.state, setup.mesh)
+    facts, sinks = _write_facts(setup, facts, sinks, kept)
+    renew = functools.partial(_renew, setup, facts, hold)
+    warn_of_few(config, setup.method.rounds)
+    write = stack.enter_context(open_sinks(sinks, config, folder, begin.step))
+    others = task.headline.name, kept, task.units, write, renew
+    log = Log(folder, config.num_steps, begin.step, *others)
+    stack.enter_context(log).say(header(facts, folder))
+    if begin.facts and begin.step < config.num_steps:
+        log.note(begin.step, **begin.facts)
+    return log, renew
+
+
+def _say_start(setup: Setup, begin: Begin, log: Log | None) -> None:
+    config = setup.config
+    options = as_arguments(step_options(config, setup.mesh))  # Each process checks it.
+    if log is not None and begin.step >= config.num_steps:
+        more = f"decentjax resume {setup.folder} --num-steps {2 * config.num_steps}"
+        log.say(f"all {begin.step} steps are done already; {more} goes further")
+    if log is not None and options:
+        log.say(f"options of XLA: {options} (without: --step.xla-options)")
+
+
+def _write_facts(
+    setup: Setup, facts: dict[str, Any], sinks: Sequence[Sink], kept: int
+) -> tuple[dict[str, Any], Sequence[Sink]]:
+    """Writes down what the run is, and gives its sinks the rows that they lack."""
+    rows = read_metrics(setup.folder)
+    goes_back = any(row["step"] > kept for row in rows)
+    facts, new = write_facts(setup.folder, facts, setup.config.log.sinks, goes_back)
+    before = [(row["step"], for_sinks(row, setup.first)) for row in rows]
+    before = [(step, values) for step, values in before if step <= kept and values]
+    return facts, with_rows_before(sinks, new, before)
+
+
+def _prepare_folder(setup: Setup, step: int) -> None:
+    """Removes from the folder what a run that trains on from this step will redo."""
+    folder = setup.folder
+    for name in set_aside(folder, step):
+        warn(f"moved {folder}/checkpoints/{name} to {folder / 'set_aside'}")
+    _write_config(setup)
+    drop_spans(folder, step)
+
+
+def _write_config(setup: Setup) -> None:
+    write_whole(setup.folder / "config.json", to_json(setup.config))
+    if setup.watch is not None:
+        write_shared(setup.config, setup.folder)
+
+
+def _renew(setup: Setup, facts: dict[str, Any], hold: Hold) -> None:
+    """Makes the folder, and what a run cannot resume without, anew where it is gone."""
+    folder = setup.folder
+    paths = folder, folder / "config.json", folder / FACTS
+    gone = [path for path in paths if not path.exists()]
+    hold()
+    if gone:
+        (folder / "checkpoints").mkdir(exist_ok=True)
+        warn(f"{gone[0]} {MADE_ANEW}")
+        _write_config(setup)
+        write_json(folder / FACTS, facts)
