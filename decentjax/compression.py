@@ -1,7 +1,8 @@
 """What a worker sends encoded in rounds, and how it makes up for what is dropped."""
 
 import dataclasses
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,8 @@ from decentjax.codec import (
     Message,
     check_encodable,
     empty_message,
+    mean_encoded,
+    mix_encoded,
     on_shards,
     on_whole,
 )
@@ -26,69 +29,81 @@ STREAM = 0x636F6465  # Its random numbers are apart from those of the loss.
 LEAST_KEPT = 0.75  # Of a model, what a codec keeps: with less, errors pile up.
 
 
+class _Kind(NamedTuple):
+    """What is encoded of a leaf, and what is made of the messages.
+
+    Args:
+      name: name to print.
+      payload: function of (keep, leaf, memory, anchor) to what is encoded.
+      remember: function of (memory, payload, decoded payload) to the memory.
+      merge: function of (rate, leaf, average, moved, anchor) to (moved, average of the
+        leaf).
+      average: averaging of messages over the axis of the workers.
+      knows: whether the memory is what the peers know of the leaf; else it is an error.
+      sends_changes: whether messages are changes of what workers share, of which none
+        may be lost.
+    """
+
+    name: str
+    payload: Callable[..., jax.Array]
+    remember: Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
+    merge: Callable[..., tuple[jax.Array | None, jax.Array]]
+    average: Callable[..., Any]
+    knows: bool = False
+    sends_changes: bool = False
+
+
+_OF_MODELS = _Kind(
+    "error_feedback",
+    payload=lambda keep, x, e, z: x + keep * e,
+    remember=lambda e, payload, q: payload - q,
+    merge=lambda rate, x, d, s, z: (None, x + rate * d),
+    average=mix_encoded,
+)
+_OF_DRIFT = _Kind(
+    "drift",
+    payload=lambda keep, x, e, z: x + keep * e - z,
+    remember=lambda e, payload, q: payload - q,
+    merge=lambda rate, x, mean, s, z: (None, z + mean),
+    average=mean_encoded,
+    sends_changes=True,
+)
+_OF_COPIES = _Kind(
+    "copies",
+    payload=lambda keep, x, h, z: x - h,
+    remember=lambda h, payload, q: h + q,
+    merge=lambda rate, x, d, s, z: (s + d, x + rate * (s + d)),
+    average=mix_encoded,
+    knows=True,
+    sends_changes=True,
+)
+
+
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """What a worker sends encoded, q = C(payload), and what it makes of the messages.
-
-    With D_i = sum_j W_ij q_j - q_i, the payload and the average are
-
-        "model"  x + b e        x + c D              e <- payload - q
-        "drift"  x - z + b e    z + 1/N sum_j q_j    e <- payload - q
-        "copy"   x - h          x + c s              h <- h + q, s <- s + D
-
-    "model" is DeepSqueeze, over any graph. Its error is relative to x, not to the
-    differences between models, so a distance remains: on the worst of 20 graphs its
-    root mean square is 1.5e-4 of the largest number of a leaf with `float16`, 1.1e-3
-    with `bfloat16`, and 5e-3 with `int8` and 0.05 with `int4` of the largest number of
-    a block, so that one outlier affects its whole block. A damped graph, whose factor
-    is an averaging rate too, scales it by the factor. With `int2` or a `top_k` of less
-    than 3/4 models would diverge, and these are refused.
-
-    "copy" is CHOCO-SGD, with any codec, for a graph that never changes: h is what the
-    peers know of x, and as models come together, less is sent and dropped. All workers
-    begin with one model: a difference at the start is never averaged away. "drift"
-    is for an outer optimizer after means of all models, whose anchor z is the same on
-    all workers; with `top_k` it is SparseLoCo.
+    """How a worker sends leaves encoded; made by `error_feedback`, `drift` or `copies`.
 
     Args:
       codec: C.
-      of: what is sent.
+      kind: what is encoded, and what is made of the messages.
       keep: b, the part of the error that is sent later.
-      step: c, the averaging rate of "model" and "copy", in (0, 1]. By default that of
-        "copy" is what the codec keeps of a number, with which models came closer in
-        each exchange over all graphs that we tried, and that of "model" 1, or 1/2 for
-        a codec that keeps less than 0.9, as `int4`.
+      rate: c, the averaging rate.
       shards: where a worker is a slice of the mesh, a `NamedSharding` for each leaf of
         one model: each device encodes and sends its shard alone. Without them it sends
         the whole leaf, which it gathers.
 
     Raises:
-      ValueError: if a number is out of range, or a codec keeps too little for "model".
-      TypeError: if shards has something else.
-
-    Examples:
-      >>> from decentjax import Rounds, codec, schedule, topology
-      >>> from decentjax.compression import Compression
-      >>> plan = schedule.every(topology.ring(8), num_steps=1, delay=1)
-      >>> rounds = Rounds(plan, compression=Compression(codec.int8()))
-      >>> sparse = Compression(codec.top_k(0.1), of="copy")
-      >>> sparse.rate
-      0.1
-
-    Source: Tang et al., DeepSqueeze (2019), Algorithm 1; Sarfi et al., SparseLoCo
-    (2025); Koloskova et al., Decentralized Stochastic Optimization and Gossip
-    Algorithms with Compressed Communication (2019), Algorithm 2.
+      ValueError: if a number is out of range.
+      TypeError: if the codec is none, or shards has something else.
     """
 
     codec: Codec
-    of: Literal["model", "drift", "copy"] = "model"
+    kind: _Kind
     keep: float = 1.0
-    step: float | None = None
+    rate: float = 1.0
     shards: Any = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self):
-        if not isinstance(self.codec, Codec):
-            raise TypeError(f"wanted a Codec, such as codec.int8(), got {self.codec!r}")
         if self.shards is not None:
             found = jax.tree.leaves(self.shards) or [self.shards]
             wrong = [one for one in found if not isinstance(one, NamedSharding)]
@@ -97,44 +112,11 @@ class Compression:
                     "shards must have a NamedSharding for each leaf of a model, got "
                     f"{type(wrong[0]).__name__}"
                 )
-        if self.of not in ("model", "drift", "copy"):
-            raise ValueError(f'of must be "model", "drift" or "copy", got {self.of!r}')
-        step = 1.0 if self.step is None else self.step
-        if not 0 <= self.keep <= 1 or not 0 < step <= 1:
+        if not 0 <= self.keep <= 1 or not 0 < self.rate <= 1:
             raise ValueError(
                 "keep must be in [0, 1] and step in (0, 1], got "
-                f"{self.keep} and {self.step}"
+                f"{self.keep} and {self.rate}"
             )
-        if self.of == "copy" and self.keep != 1:
-            raise ValueError(f'keep is not for "copy", got {self.keep}')
-        if self.of == "drift" and self.step is not None:
-            raise ValueError(
-                'step is not for "drift", whose outer optimizer has a learning rate, '
-                f"got {self.step}"
-            )
-        self._check_kept()
-
-    def _check_kept(self) -> None:
-        """Raises a ValueError for a codec with whose errors models would part."""
-        name, kept = self.codec.name, self.codec.keeps
-        if self.of == "model" and kept < LEAST_KEPT:
-            raise ValueError(
-                f'{name} keeps {kept:.2g} of a number, and of="model" needs '
-                f'{LEAST_KEPT}, or models part: take of="copy" on a graph that never '
-                'changes, of="drift" with an outer optimizer, or codec.int8()'
-            )
-        if self.of == "copy" and self.step is None and not kept:
-            raise ValueError(
-                f'{name} does not say what it keeps of a number: give of="copy" a step'
-            )
-
-    @property
-    def rate(self) -> float:
-        """c of "model" and "copy"."""
-        if self.step is not None:
-            return self.step
-        kept = self.codec.keeps
-        return kept if self.of == "copy" else 0.5 if kept < 0.9 else 1.0
 
     def sharding(self, number: int) -> NamedSharding | None:
         """Where the shards of a leaf lie, by its number."""
@@ -158,23 +140,145 @@ class Compression:
         exchanges = {one.exchange for one in schedule.rounds if one.exchange}
         for exchange in exchanges:
             check_encodable(exchange)
-        if self.of == "copy" and len(exchanges) > 1:
+        if self.kind.knows and len(exchanges) > 1:
             raise ValueError(
                 f"copies of the peers need a graph that never changes, and "
                 f"{schedule.name} has {len(exchanges)} exchanges: take a graph with "
                 "one, such as ring, or send the models themselves"
             )
-        if (self.of == "drift") != has_anchor:
+        is_drift = self.kind == _OF_DRIFT
+        if is_drift != has_anchor:
             raise ValueError(
-                'of = "drift" is what an outer optimizer sends, and it alone: got '
-                f'"{self.of}" {"with" if has_anchor else "without"} one'
+                "drift is what an outer optimizer sends, and it alone: got "
+                f"{self.kind.name} {'with' if has_anchor else 'without'} one"
             )
-        if self.of == "drift" and not all(map(_is_mean_of_all, exchanges)):
+        if is_drift and not all(map(_is_mean_of_all, exchanges)):
             raise ValueError(
                 "an outer optimizer of encoded models needs an anchor that all workers "
                 f"share, and so means of all models; {schedule.name} has others: take "
                 "the complete graph, or no codec"
             )
+
+
+def error_feedback(
+    codec: Codec, keep: float = 1.0, step: float | None = None, shards: Any = None
+) -> Compression:
+    """Models are sent, and what a message drops is sent later: DeepSqueeze.
+
+    With q the decoded message of a worker, on any graph:
+
+        q = C(x + b e),    e <- x + b e - q,    x <- x + c sum_j W_ij (q_j - q_i)
+
+    The error is relative to x, not to the differences between models, so a distance
+    remains: on the worst of 20 graphs its root mean square is 1.5e-4 of the largest
+    number of a leaf with `float16`, 1.1e-3 with `bfloat16`, and 5e-3 with `int8` and
+    0.05 with `int4` of the largest number of a block, so that one outlier affects its
+    whole block. A damped graph, whose factor is an averaging rate too, scales it by the
+    factor. With `int2` or a `top_k` of less than 3/4 models would diverge, and these
+    are refused.
+
+    Args:
+      codec: C.
+      keep: b, the part of the error that is sent later.
+      step: c, the averaging rate in (0, 1]; by default 1, or 1/2 for a codec that keeps
+        less than 0.9 of a number, as `int4`.
+      shards: see `Compression`.
+
+    Raises:
+      ValueError: if a number is out of range, or the codec keeps too little.
+      TypeError: if the codec is none.
+
+    Examples:
+      >>> from decentjax import Rounds, codec, schedule, topology
+      >>> from decentjax.compression import error_feedback
+      >>> plan = schedule.every(topology.ring(8), num_steps=1, delay=1)
+      >>> rounds = Rounds(plan, compression=error_feedback(codec.int8()))
+
+    Source: Tang et al., DeepSqueeze (2019), Algorithm 1.
+    """
+    _check_codec(codec)
+    if codec.keeps < LEAST_KEPT:
+        raise ValueError(
+            f"{codec.name} keeps {codec.keeps:.2g} of a number, and error_feedback "
+            f"needs {LEAST_KEPT}, or models part: take copies on a graph that never "
+            "changes, drift with an outer optimizer, or codec.int8()"
+        )
+    safe = 0.5 if codec.keeps < 0.9 else 1.0
+    rate = safe if step is None else step
+    return Compression(codec, _OF_MODELS, keep, rate, shards)
+
+
+def drift(codec: Codec, keep: float = 1.0, shards: Any = None) -> Compression:
+    """How far a worker has moved from its anchor is sent: with `top_k`, SparseLoCo.
+
+    For an outer optimizer after means of all models, whose anchor z is the same on all
+    workers: q = C(x - z + b e), e <- x - z + b e - q, and the average is
+    z + 1/N sum_j q_j.
+
+    Args:
+      codec: C.
+      keep: b, the part of the error that is sent later.
+      shards: see `Compression`.
+
+    Raises:
+      ValueError: if the number is out of range.
+      TypeError: if the codec is none.
+
+    Examples:
+      >>> import dataclasses
+      >>> from decentjax import codec, methods
+      >>> from decentjax.compression import drift
+      >>> sparse = drift(codec.top_k(0.02), keep=0.95)
+      >>> rounds = dataclasses.replace(methods.diloco(8), compression=sparse)
+
+    Source: Sarfi et al., SparseLoCo (2025).
+    """
+    _check_codec(codec)
+    return Compression(codec, _OF_DRIFT, keep, shards=shards)
+
+
+def copies(codec: Codec, step: float | None = None, shards: Any = None) -> Compression:
+    """Changes of copies that the peers keep are sent: CHOCO-SGD, with any codec.
+
+    With h what the peers know of x, on a graph that never changes:
+
+        q = C(x - h),    h <- h + q,    s <- s + sum_j W_ij (q_j - q_i),    x <- x + c s
+
+    As models come together, less is sent and dropped. All workers begin with one model:
+    a difference at the start is never averaged away.
+
+    Args:
+      codec: C.
+      step: c, the averaging rate in (0, 1]; by default what the codec keeps of a
+        number, with which models came closer in each exchange over all graphs that we
+        tried.
+      shards: see `Compression`.
+
+    Raises:
+      ValueError: if the number is out of range, or needed and missing.
+      TypeError: if the codec is none.
+
+    Examples:
+      >>> from decentjax import codec
+      >>> from decentjax.compression import copies
+      >>> copies(codec.top_k(0.1)).rate
+      0.1
+
+    Source: Koloskova et al., Decentralized Stochastic Optimization and Gossip
+    Algorithms with Compressed Communication (2019), Algorithm 2.
+    """
+    _check_codec(codec)
+    if step is None and not codec.keeps:
+        raise ValueError(
+            f"{codec.name} does not say what it keeps of a number: give copies a step"
+        )
+    rate = codec.keeps if step is None else step
+    return Compression(codec, _OF_COPIES, rate=rate, shards=shards)
+
+
+def _check_codec(codec: Any) -> None:
+    if not isinstance(codec, Codec):
+        raise TypeError(f"wanted a Codec, such as codec.int8(), got {codec!r}")
 
 
 def _is_mean_of_all(exchange: Exchange) -> bool:
@@ -188,7 +292,7 @@ class Coded(NamedTuple):
 
     Args:
       memory: e, or h; float32 at least.
-      moved: s, for "copy".
+      moved: s, of `copies`.
       messages: messages as they were sent last; empty where a round ends in the step in
         which it begins.
     """
@@ -209,8 +313,9 @@ def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded
     Examples:
       >>> import jax.numpy as jnp
       >>> from decentjax import codec
-      >>> from decentjax.compression import Compression, init_coded
-      >>> coded = init_coded(Compression(codec.int8()), {0: jnp.ones(3)}, is_late=False)
+      >>> from decentjax.compression import error_feedback, init_coded
+      >>> eight = error_feedback(codec.int8())
+      >>> coded = init_coded(eight, {0: jnp.ones(3)}, is_late=False)
       >>> print(coded.memory[0])
       [0. 0. 0.]
     """
@@ -224,7 +329,7 @@ def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded
             n: empty_message(compression.codec, x, compression.sharding(n))
             for n, x in zeros().items()
         }
-    if compression.of == "copy":  # All begin with one model, which every peer knows.
+    if compression.kind.knows:  # All begin with one model, which every peer knows.
         known = {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in leaves.items()}
         return Coded(known, zeros(), messages)
     return Coded(zeros(), {}, messages)
@@ -242,15 +347,15 @@ def encode_leaves(
     Args:
       compression: the compression.
       leaves: the leaves that are sent.
-      anchor: z, for "drift".
+      anchor: z, for `drift`.
       key: the worker's random key in this step.
       coded: the memory before.
 
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from decentjax import codec
-      >>> from decentjax.compression import Compression, encode_leaves, init_coded
-      >>> half, leaves = Compression(codec.top_k(0.5), of="drift"), {0: jnp.ones(2)}
+      >>> from decentjax.compression import drift, encode_leaves, init_coded
+      >>> half, leaves = drift(codec.top_k(0.5)), {0: jnp.ones(2)}
       >>> coded = init_coded(half, leaves, is_late=False)
       >>> anchor, key = {0: jnp.array([0.0, -3.0])}, jax.random.key(0)
       >>> coded = encode_leaves(half, leaves, anchor, key, coded)
@@ -258,23 +363,22 @@ def encode_leaves(
       [[4.]] [1. 0.]
     """
     memory, messages = dict(coded.memory), dict(coded.messages)
-    is_copy, key = compression.of == "copy", jax.random.fold_in(key, STREAM)
+    kind, key = compression.kind, jax.random.fold_in(key, STREAM)
     for number, x in leaves.items():
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise TypeError(
                 f"codecs encode real numbers, and leaf {number} of the model is "
                 f"{x.dtype.name}: take no compression, or keep its parts as two leaves"
             )
-        part = -1 if is_copy else compression.keep
-        payload = x.astype(sum_dtype(x)) + part * memory[number]
-        if compression.of == "drift":
-            payload = payload - as_seen(anchor[number], x)
+        wide, before = x.astype(sum_dtype(x)), memory[number]
+        seen = as_seen(anchor[number], x) if number in anchor else None
+        payload = kind.payload(compression.keep, wide, before, seen)
         codec = compression.codec_of(number)
         if compression.shards is None:
             codec = on_whole(codec, x)
         message = codec.encode(payload, jax.random.fold_in(key, number))
         decoded = codec.decode(message, x.shape)
-        memory[number] = memory[number] + decoded if is_copy else payload - decoded
+        memory[number] = kind.remember(before, payload, decoded)
         messages[number] = message
     return coded._replace(memory=memory, messages=messages)
 
@@ -302,16 +406,17 @@ def decode_leaves(
 
     Args:
       compression: the compression.
-      differences: D of each leaf, or the mean of all q for "drift".
+      differences: `sum_j W_ij (q_j - q_i)` of each leaf, or the mean of all q for
+        `drift`.
       sent: leaves as they were when they were sent.
-      anchor: z, for "drift".
+      anchor: z, for `drift`.
       coded: the memory and messages.
 
     Examples:
       >>> import jax.numpy as jnp
       >>> from decentjax import codec
-      >>> from decentjax.compression import Compression, decode_leaves, init_coded
-      >>> eight, leaves = Compression(codec.int8()), {0: jnp.array([1.0, 4.0])}
+      >>> from decentjax.compression import decode_leaves, error_feedback, init_coded
+      >>> eight, leaves = error_feedback(codec.int8()), {0: jnp.array([1.0, 4.0])}
       >>> coded = init_coded(eight, leaves, is_late=False)
       >>> differences = {0: jnp.array([0.0, -1.0])}
       >>> coded, mixed = decode_leaves(eight, differences, leaves, {}, coded)
@@ -321,11 +426,10 @@ def decode_leaves(
     moved, mixed = dict(coded.moved), {}
     for number, difference in differences.items():
         x = sent[number].astype(difference.dtype)
-        if compression.of == "copy":
-            moved[number] = moved[number] + difference
-            mixed[number] = x + compression.rate * moved[number]
-        elif compression.of == "drift":
-            mixed[number] = as_seen(anchor[number], sent[number]) + difference
-        else:
-            mixed[number] = x + compression.rate * difference
+        seen = as_seen(anchor[number], sent[number]) if number in anchor else None
+        after, mixed[number] = compression.kind.merge(
+            compression.rate, x, difference, moved.get(number), seen
+        )
+        if after is not None:
+            moved[number] = after
     return coded._replace(moved=moved), mixed

@@ -26,7 +26,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from decentjax._collectives import sum_dtype
 from decentjax._own_models import check_averageable, check_no_own_model
 from decentjax._slices import over_shards
-from decentjax.codec import axes_of, mean_encoded, mix_encoded
+from decentjax.codec import axes_of
 from decentjax.compression import (
     Coded,
     Compression,
@@ -156,7 +156,7 @@ class Rounds:
         check_call(self.merge, "merge", "now", "sent", "new")
         if not isinstance(self.compression, Compression | None):
             raise TypeError(
-                "wanted a Compression, such as Compression(codec.int8()), got "
+                "wanted a Compression, such as error_feedback(codec.int8()), got "
                 f"{type(self.compression).__name__}"
             )
         in_each_step = all(one.exchange for one in self.schedule.rounds)
@@ -184,7 +184,7 @@ class Rounds:
                 f"{getattr(self.merge, '__name__', self.merge)} with a delay of {delay}"
                 f"{', an outer optimizer' if self.outer else ''}"
                 f"{'' if is_whole else ', fragments'}"
-                f"{f', {self.compression}' if self.compression else ''}"
+                f"{f', {self.compression.kind.name}' if self.compression else ''}"
             )
 
 
@@ -558,7 +558,7 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
     if shards is not None:
         raise ValueError(
             "encoded leaves are cut where the compression says: give it the shards, "
-            "Compression(..., shards=NamedShardings), and none here"
+            "error_feedback(..., shards=NamedShardings), and none here"
         )
     average = mix_of(compression)
     if compression.shards is None:
@@ -573,15 +573,15 @@ def mix_of(compression: Compression) -> Callable[..., Any]:
     Examples:
       >>> import jax, jax.numpy as jnp
       >>> from decentjax import AXIS, codec, topology
-      >>> from decentjax.compression import Compression
+      >>> from decentjax.compression import error_feedback
       >>> from decentjax.rounds import mix_of
-      >>> average = mix_of(Compression(codec.exact()))
+      >>> average = mix_of(error_feedback(codec.exact()))
       >>> def worker(x):
       ...     return average({0: (x, (x,))}, topology.complete(2)[0])
       >>> print(jax.vmap(worker, axis_name=AXIS)(jnp.array([1.0, 3.0]))[0])
       [ 1. -1.]
     """
-    average = mean_encoded if compression.of == "drift" else mix_encoded
+    average = compression.kind.average
     return functools.partial(average, codec=compression.codec, axis_name=AXIS)
 
 

@@ -31,7 +31,13 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.codec import as_permutations, mix_encoded, num_bytes
-from decentjax.compression import Compression, encode_leaves, init_coded
+from decentjax.compression import (
+    copies,
+    drift,
+    encode_leaves,
+    error_feedback,
+    init_coded,
+)
 from decentjax.exchange import Topology
 from decentjax.rounds import Rounds, init_rounds, replace, round_step
 from decentjax.schedule import every, in_fragments
@@ -86,7 +92,7 @@ def test_of_16_bits_each_is_the_nearest(dtype):
 def test_in_one_program_16_bits_keep_what_they_drop(name, wide):
     """XLA may leave out a cast there and back, but no reduce_precision."""
     x = np.random.default_rng(0).standard_normal(1000).astype(wide)
-    half = Compression(CODECS[name])
+    half = error_feedback(CODECS[name])
 
     def memory(x):
         coded = init_coded(half, {0: x}, is_late=False)
@@ -172,13 +178,13 @@ def test_bytes_are_counted():
     assert num_bytes(codec.exact(), (7,)) == 28
 
 
-def lossy(how, **compression):
+def lossy(how, encoded=error_feedback, **options):
     """Rounds with a codec that keeps the larger three quarters of each leaf."""
     return Rounds(
         how.schedule,
         how.outer,
         how.merge,
-        Compression(codec.top_k(0.75), **compression),
+        encoded(codec.top_k(0.75), **options),
     )
 
 
@@ -222,7 +228,7 @@ def test_choco_is_its_algorithm_2(where, step, rate):
         known = known + largest(x - known)
         x = x + rate * (w @ known - known)
         wanted.append(x)
-    how = lossy(methods.local_sgd(RING, 1), of="copy", step=step)
+    how = lossy(methods.local_sgd(RING, 1), copies, step=step)
     np.testing.assert_allclose(run(how, 4, 12, where), wanted, rtol=1e-10, atol=1e-12)
 
 
@@ -240,24 +246,27 @@ def test_sparse_loco_is_its_algorithm(where):
             x = np.repeat(shared[None], 4, axis=0)
         wanted.append(x)
     how = Rounds(every(topology.complete(4), 3), optax.sgd(0.8), replace)
-    got = run(lossy(how, of="drift", keep=0.9), 4, 14, where)
+    got = run(lossy(how, drift, keep=0.9), 4, 14, where)
     np.testing.assert_allclose(got, wanted, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("how", "of"),
+    ("how", "encoded"),
     [
-        (methods.local_sgd(topology.alternating_exponential_ring(4, 1), 2), "model"),
-        (methods.local_sgd(RING, 2), "copy"),
-        (methods.diloco(4, 3), "drift"),
-        (methods.streaming_diloco(4, model(), 5, 2, delay=4), "drift"),
-        (Rounds(every(topology.one_peer_ring(4), 3, delay=3)), "model"),
+        (
+            methods.local_sgd(topology.alternating_exponential_ring(4, 1), 2),
+            error_feedback,
+        ),
+        (methods.local_sgd(RING, 2), copies),
+        (methods.diloco(4, 3), drift),
+        (methods.streaming_diloco(4, model(), 5, 2, delay=4), drift),
+        (Rounds(every(topology.one_peer_ring(4), 3, delay=3)), error_feedback),
     ],
     ids=["squeeze", "choco", "diloco", "streaming", "late"],
 )
-def test_an_exact_codec_changes_nothing(how, of):
-    compression = Compression(codec.exact(), of)
+def test_an_exact_codec_changes_nothing(how, encoded):
+    compression = encoded(codec.exact())
     coded = Rounds(how.schedule, how.outer, how.merge, compression)
     got, wanted = run(coded, 4, 13), run(how, 4, 13)
     np.testing.assert_allclose(got, wanted, rtol=1e-11, atol=1e-12)
@@ -280,12 +289,19 @@ def loss_fn(params, model_state, batch, key):
 
 
 # Codecs that drop too much to send models send what changes of them.
-OF = {name: "model" if one.keeps > 0.75 else "copy" for name, one in CODECS.items()}
+OF = {
+    name: error_feedback if one.keeps > 0.75 else copies for name, one in CODECS.items()
+}
 PLANS = {
     **{name: (name, of, every(RING, 2, delay=1), 2) for name, of in OF.items()},
-    "drift": ("top in 2 bits", "drift", every(topology.complete(4), 2, delay=1), 3),
-    "groups": ("int4", "model", every(topology.butterfly_groups(8, 4), 2, delay=1), 3),
-    "fragments": ("int8", "model", in_fragments(RING, 2, [(1,), (0,)]), 2),
+    "drift": ("top in 2 bits", drift, every(topology.complete(4), 2, delay=1), 3),
+    "groups": (
+        "int4",
+        error_feedback,
+        every(topology.butterfly_groups(8, 4), 2, delay=1),
+        3,
+    ),
+    "fragments": ("int8", error_feedback, in_fragments(RING, 2, [(1,), (0,)]), 2),
 }
 
 
@@ -294,8 +310,8 @@ PLANS = {
 def test_the_encoded_bytes_are_what_travels(name, of, plan, peers):
     """Read from the compiled program, and equal to what analysis says."""
     one, sizes, n = CODECS[name], [300, 1000], plan.num_workers
-    outer = optax.sgd(0.7) if of == "drift" else None
-    how = Rounds(plan, outer, compression=Compression(one, of))
+    outer = optax.sgd(0.7) if of is drift else None
+    how = Rounds(plan, outer, compression=of(one))
     optimizer = optax.sgd(0.1)
     params = {"v": jnp.zeros(sizes[0]), "w": jnp.zeros(sizes[1])}
     local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
@@ -330,16 +346,16 @@ def train(how, num_steps, seed=0):
 
 
 @pytest.mark.draw(4)
-@pytest.mark.parametrize("kind", ["model", "drift"])
+@pytest.mark.parametrize("is_drift", [False, True], ids=["plain", "drift"])
 @pytest.mark.parametrize("name", CODECS)
-def test_what_a_message_drops_is_sent_later(name, kind):
+def test_what_a_message_drops_is_sent_later(name, is_drift):
     """The mean of all models goes to the optimum as if nothing were dropped."""
-    one, of = CODECS[name], "drift" if kind == "drift" else OF[name]
-    if of == "drift":
+    one, encoded = CODECS[name], drift if is_drift else OF[name]
+    if is_drift:
         how = Rounds(every(topology.complete(4), 2), optax.sgd(1.0), replace)
     else:
         how = Rounds(every(RING, 1))
-    how = Rounds(how.schedule, how.outer, how.merge, Compression(one, of))
+    how = Rounds(how.schedule, how.outer, how.merge, encoded(one))
     got, batch = train(how, 3000)
     error = np.abs(got.mean(0) - batch.mean(0)).max()
     assert error < 0.05 * np.abs(batch).max()
@@ -365,9 +381,7 @@ def test_mixing_keeps_the_mean_exactly():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_anchors_that_all_share_stay_one_bit_for_bit(dtype):
     how = Rounds(every(topology.complete(5), 2), optax.sgd(0.9, 0.9), replace)
-    how = Rounds(
-        how.schedule, how.outer, how.merge, Compression(codec.int8(16), "drift")
-    )
+    how = Rounds(how.schedule, how.outer, how.merge, drift(codec.int8(16)))
     state = final(how, 5, 200, dtype)
     (anchor,) = state.extra.anchor.values()
     assert anchor.dtype == jnp.float32
@@ -382,15 +396,15 @@ def test_of_bfloat16_what_is_too_small_for_a_leaf_is_kept():
         return state._replace(params={"w": mixed["w"] + step}), {}
 
     plan = every(topology.complete(8), 2)
-    compression = Compression(codec.top_k(1.0), "drift")
-    how = Rounds(plan, optax.sgd(1.0), replace, compression)
+    whole = drift(codec.top_k(1.0))
+    how = Rounds(plan, optax.sgd(1.0), replace, whole)
     params = {"w": jnp.ones(4, jnp.bfloat16)}
     extra, key = init_rounds(how, params), jax.random.key(0)
     state = init_state(params, optax.sgd(0.0), key, 8, extra=extra)
     step = functools.partial(round_step, rounds=how, adapt=local)
-    train_step, drift = simulate(step, plan), jnp.zeros((8, 1)).at[0].set(0.02)
+    train_step, push = simulate(step, plan), jnp.zeros((8, 1)).at[0].set(0.02)
     for t in range(200):
-        state, _ = train_step(state, drift * (t % 2), t)
+        state, _ = train_step(state, push * (t % 2), t)
     (anchor,) = state.extra.anchor.values()
     assert 1.1 < float(anchor[0, 0]) < 1.4
 
@@ -413,18 +427,18 @@ UNKNOWN = codec.Codec("mine", codec.exact().encode, codec.exact().decode)
 
 
 def test_a_codec_that_does_not_say_what_it_keeps_can_still_be_used():
-    assert Compression(UNKNOWN, "copy", step=0.3).rate == 0.3
-    assert Compression(UNKNOWN, "drift").keep == 1.0
+    assert copies(UNKNOWN, step=0.3).rate == 0.3
+    assert drift(UNKNOWN).keep == 1.0
 
 
 def test_encoded_leaves_of_other_workers_are_refused():
-    how = Rounds(every(RING, 1), compression=Compression(codec.int8()))
+    how = Rounds(every(RING, 1), compression=error_feedback(codec.int8()))
     with pytest.raises(ValueError, match="the exchange is for 4 workers, but axis"):
         final(how, 8, 1, jnp.float32)
 
 
 def test_a_complex_leaf_is_not_encoded():
-    how = Rounds(every(RING, 1), compression=Compression(codec.int8()))
+    how = Rounds(every(RING, 1), compression=error_feedback(codec.int8()))
     optimizer = decentralize_rounds(optax.sgd(0.1), how, "workers")
     models = [jnp.ones((4, 3), jnp.complex64)]
     update = jax.vmap(lambda s, x: optimizer.update(x, s, x), axis_name="workers")
@@ -438,16 +452,13 @@ def test_a_complex_leaf_is_not_encoded():
         (lambda: codec.int8(0), "a block needs at least 1 number"),
         (lambda: codec.top_k(0.1, 0), "a block has 1 to 65,536 numbers"),
         (lambda: codec.top_k(0.0), r"share that is sent must be in \(0, 1\]"),
-        (lambda: Compression(codec.int8(), "copies"), '"model", "drift" or "copy"'),
-        (lambda: Compression(codec.int8(), keep=2.0), r"keep must be in \[0, 1\]"),
-        (lambda: Compression(codec.int8(), "copy", step=0.0), "step in"),
-        (lambda: Compression(codec.int8(), "copy", keep=0.5), 'keep is not for "copy"'),
-        (lambda: Compression(codec.int8(), "drift", step=1.0), 'step is not for "drif'),
-        (lambda: Compression(codec.int2()), 'int2 .* keeps 0.5 .* take of="copy" on a'),
-        (lambda: Compression(codec.top_k(0.1)), 'keeps 0.1 .* of="drift" with an out'),
-        (lambda: Compression(codec.top_k(0.7), step=0.1), "keeps 0.7 .* needs 0.75"),
-        (lambda: Compression(UNKNOWN), "mine keeps 0 of a number"),
-        (lambda: Compression(UNKNOWN, "copy"), "mine does not say what it keeps"),
+        (lambda: error_feedback(codec.int8(), keep=2.0), r"keep must be in \[0, 1\]"),
+        (lambda: copies(codec.int8(), step=0.0), "step in"),
+        (lambda: error_feedback(codec.int2()), "int2 .* keeps 0.5 .* take copies on a"),
+        (lambda: error_feedback(codec.top_k(0.1)), "keeps 0.1 .* drift with an outer"),
+        (lambda: error_feedback(codec.top_k(0.7), step=0.1), "keeps 0.7 .* needs 0.75"),
+        (lambda: error_feedback(UNKNOWN), "mine keeps 0 of a number"),
+        (lambda: copies(UNKNOWN), "mine does not say what it keeps"),
         (
             lambda: decentralize_rounds(
                 optax.sgd(1.0), lossy(methods.local_sgd(RING, 2)), "workers", "bfloat16"
@@ -455,12 +466,12 @@ def test_a_complex_leaf_is_not_encoded():
             "have the codec's dtype and no shards",
         ),
         (
-            lambda: lossy(methods.local_sgd(topology.one_peer_ring(4), 2), of="copy"),
+            lambda: lossy(methods.local_sgd(topology.one_peer_ring(4), 2), copies),
             "need a graph that never changes, .* has 2 exchanges",
         ),
-        (lambda: lossy(methods.local_sgd(RING, 2), of="drift"), "without one"),
-        (lambda: lossy(methods.diloco(4, 2)), '"model" with one'),
-        (lambda: lossy(methods.noloco(4, 2), of="drift"), "means of all models"),
+        (lambda: lossy(methods.local_sgd(RING, 2), drift), "got drift without one"),
+        (lambda: lossy(methods.diloco(4, 2)), "got error_feedback with one"),
+        (lambda: lossy(methods.noloco(4, 2), drift), "means of all models"),
         (
             lambda: lossy(
                 methods.local_sgd(topology.hierarchical(4, 2, topology.ring), 2)

@@ -10,9 +10,11 @@ import pytest
 
 from decentjax import AXIS, Rounds, codec, decentralize_rounds, over_workers, topology
 from decentjax.compression import (
-    Compression,
+    copies,
     decode_leaves,
+    drift,
     encode_leaves,
+    error_feedback,
     init_coded,
 )
 from decentjax.schedule import every
@@ -60,7 +62,7 @@ def exchanger(compression):
     The graph is data, so that one program is that of all graphs. It returns the models
     after each exchange, [EXCHANGES, MOST, SIZE].
     """
-    is_drift = compression.of == "drift"
+    is_drift = compression.kind.name == "drift"
     decode = functools.partial(compression.codec.decode, shape=(SIZE,))
 
     def exchange(matrix, x, anchor, coded, key):
@@ -113,7 +115,7 @@ def spread(models):
     ("one", "floor"), OF_MODELS, ids=lambda x: getattr(x, "name", "")
 )
 def test_models_come_as_close_as_the_codec_lets_them(one, floor, has_outliers):
-    run = exchanger(Compression(one))
+    run = exchanger(error_feedback(one))
     for name, graph in GRAPHS.items():
         models = exchanged(run, graph, has_outliers)
         apart, near = spread(models), floor * np.abs(models[0]).max()
@@ -124,14 +126,14 @@ def test_models_come_as_close_as_the_codec_lets_them(one, floor, has_outliers):
 
 @pytest.mark.parametrize("one", [x for x in CODECS if x not in dict(OF_MODELS)])
 def test_codecs_with_which_models_would_part_are_refused(one):
-    with pytest.raises(ValueError, match=r'of="model" needs 0.75.* of="copy"'):
-        Compression(one)
+    with pytest.raises(ValueError, match=r"error_feedback needs 0.75.* take copies"):
+        error_feedback(one)
 
 
 @pytest.mark.draw(4)
 @EACH
 def test_copies_come_closer_in_each_exchange(one):
-    run = exchanger(Compression(one, "copy"))
+    run = exchanger(copies(one))
     for name, graph in GRAPHS.items():
         if graph.period == 1 and graph.num_workers > 1:
             apart = spread(exchanged(run, graph))
@@ -145,7 +147,7 @@ def test_copies_come_closer_in_each_exchange(one):
 @pytest.mark.draw(4)
 @EACH
 def test_drifts_bring_all_workers_to_one_mean(one):
-    run = exchanger(Compression(one, "drift"))
+    run = exchanger(drift(one))
     for n in (1, 2, 5):
         models = exchanged(run, topology.complete(n))
         np.testing.assert_allclose(spread(models)[1:], 0, atol=1e-6)
@@ -159,7 +161,7 @@ def test_what_a_worker_keeps_is_what_it_has_sent():
 
     A level that is computed twice has two values about once in a million times.
     """
-    graph, compression = topology.ring(4), Compression(codec.int8(), "copy")
+    graph, compression = topology.ring(4), copies(codec.int8())
     rounds = Rounds(every(graph, 1), compression=compression)
     optimizer, shape = decentralize_rounds(optax.sgd(0.1), rounds, AXIS), (64,)
 

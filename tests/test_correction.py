@@ -34,7 +34,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.codec import bfloat16, int8
-from decentjax.compression import Compression
+from decentjax.compression import copies, error_feedback
 from decentjax.local import Gradient, LocalUpdate
 from decentjax.mixing import Lowering
 from decentjax.rounds import Rounds, blend, replace
@@ -115,7 +115,7 @@ def test_plain_averaging_stalls_and_corrections_come_to_the_optimum():
     np.testing.assert_allclose(rests, train(atc_step, optax.sgd(0.05), 3000)[-1])
 
 
-COPIES = Compression(bfloat16(), "copy")
+COPIES = copies(bfloat16())
 ROUNDED = {
     "plain": (decentralize_atc, optax.sgd, GRAPH),
     "momentum": (decentralize, functools.partial(optax.sgd, momentum=0.5), GRAPH),
@@ -191,8 +191,8 @@ def test_with_nesterov_quasi_global_momentum_rests_at_a_longer_rate():
         (in_fragments(GRAPH, 2, [(0,), (1,)]), {}, "a delay of 1, fragments$"),
         (
             every(GRAPH, 2),
-            {"compression": Compression(int8())},
-            "a delay of 0, Compression.*$",
+            {"compression": error_feedback(int8())},
+            "a delay of 0, error_feedback$",
         ),
     ],
     ids=["outer", "blend", "replace late", "fragments", "codec"],

@@ -36,7 +36,7 @@ from decentjax import (
 )
 from decentjax._joining import JOIN_BYTES
 from decentjax.codec import exact, int2, int4, int8, num_bytes, top_k
-from decentjax.compression import Compression
+from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import Folder, PeerRounds, Peers
 from decentjax.gossip.messages import form_of
 from decentjax.gossip.ways import WAYS
@@ -230,8 +230,8 @@ PARTS = [(0,), (1,)]
 SHARDED = NamedSharding(AbstractMesh((1,), ("model",)), PartitionSpec())
 
 
-def encoded(how, codec, of="model", **options):
-    return dataclasses.replace(how, compression=Compression(codec, of, **options))
+def encoded(how, codec, sent=error_feedback, **options):
+    return dataclasses.replace(how, compression=sent(codec, **options))
 
 
 @pytest.mark.slow
@@ -246,9 +246,9 @@ def encoded(how, codec, of="model", **options):
         encoded(Rounds(every(topology.ring(3), 1, delay=1)), int8(4)),
         encoded(Rounds(every(topology.complete(3), 5, delay=4)), top_k(0.75)),
         encoded(Rounds(in_fragments(topology.ring(2), 4, PARTS, 3)), int4(2)),
-        encoded(methods.diloco(3, 2), top_k(0.5), "drift", keep=0.9),
-        encoded(Rounds(every(topology.ring(4), 1)), int8(4), "copy", step=0.5),
-        encoded(Rounds(every(topology.ring(2), 3, 2)), int2(2), "copy", step=0.5),
+        encoded(methods.diloco(3, 2), top_k(0.5), drift, keep=0.9),
+        encoded(Rounds(every(topology.ring(4), 1)), int8(4), copies, step=0.5),
+        encoded(Rounds(every(topology.ring(2), 3, 2)), int2(2), copies, step=0.5),
     ],
     ids=[
         "diloco",
@@ -330,7 +330,7 @@ def rows(values):
 def test_the_weight_of_a_missing_message_stays_with_the_own_model():
     """Of 1 nothing has come, of 2 the message of the round before."""
     graph, shapes = topology.ring(3), {0: jax.ShapeDtypeStruct((2,), jnp.float32)}
-    form = form_of(Compression(exact()), shapes)
+    form = form_of(error_feedback(exact()), shapes)
     used = gossip.Used(5, 0, 0, (gossip.Taken(2, 4, 5),))
     models = {(0, 5): rows([[1.0, 2.0]]), (2, 4): rows([[7.0, -1.0]])}
     (difference,) = form.average(graph, used, models)
@@ -354,7 +354,7 @@ def test_who_must_miss_nothing_does_not_go_on_without(tmp_path, monkeypatch):
     step(encoded(Rounds(plan), int8()), "model")
     words = r"worker 0 has no message of the workers \[1\] in round 0"
     with pytest.raises(ConnectionError, match=words):
-        step(encoded(Rounds(plan), int8(), "copy"), "copy")
+        step(encoded(Rounds(plan), int8(), copies), "copy")
 
 
 @pytest.mark.slow
@@ -426,14 +426,14 @@ def adapt_alone(params, num_steps):
         ),
         (Rounds(every(topology.ring(2), 2)), {"workers": [2]}, "numbers from 0 to 1"),
         (
-            encoded(Rounds(every(topology.ring(2), 2)), int8(), "copy"),
+            encoded(Rounds(every(topology.ring(2), 2)), int8(), copies),
             {"patience": 9.0},
-            'of = "copy" sends changes, .* take patience=math.inf, got 9.0',
+            "send changes, .* take patience=math.inf, got 9.0",
         ),
         (
-            encoded(methods.diloco(2, 2), int8(), "drift"),
+            encoded(methods.diloco(2, 2), int8(), drift),
             {},
-            'of = "drift" sends changes, and a lost message',
+            "drift and copies send changes, and a lost message",
         ),
         (
             methods.gradient_tracking(topology.ring(2)),
@@ -441,7 +441,7 @@ def adapt_alone(params, num_steps):
             "tracking run in the step: take on_mesh.round_step",
         ),
         (
-            encoded(Rounds(every(topology.exponential(5), 2)), int8(), "copy"),
+            encoded(Rounds(every(topology.exponential(5), 2)), int8(), copies),
             {"patience": math.inf},
             "not symmetric: rounds that must miss no message need a graph",
         ),

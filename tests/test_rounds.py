@@ -33,7 +33,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.codec import bfloat16, int2, int8, top_k
-from decentjax.compression import Compression
+from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import BackgroundRounds
 from decentjax.rounds import Rounds, default_mix, init_rounds, round_step, send
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
@@ -60,8 +60,8 @@ def flat(params):
     return np.concatenate([np.asarray(x, np.float64) for x in rows], 1)
 
 
-def encoded(how, codec, of="model"):
-    return dataclasses.replace(how, compression=Compression(codec, of))
+def encoded(how, codec, how_sent=error_feedback):
+    return dataclasses.replace(how, compression=how_sent(codec))
 
 
 def targets(n, num_steps):
@@ -439,7 +439,7 @@ def test_a_run_goes_on_in_the_middle_of_a_round():
         methods.noloco(4, 2),
         methods.streaming_diloco(4, model(), 5, 2, delay=3),
         encoded(Rounds(every(topology.ring(4), 2, delay=1)), top_k(0.75)),
-        encoded(methods.streaming_diloco(4, model(), 5, 2, 3), top_k(0.5), "drift"),
+        encoded(methods.streaming_diloco(4, model(), 5, 2, 3), top_k(0.5), drift),
     ],
     ids=["diloco", "noloco", "streaming", "encoded", "encoded streaming"],
 )
@@ -521,7 +521,7 @@ TURNS = {
     "late": Rounds(every(topology.one_peer_exponential(4), 3, delay=3)),
     "streaming": methods.streaming_diloco(4, model(), 6, 2, delay=5),
     "long delay": methods.streaming_diloco(4, model(), 5, 2, delay=4),
-    "encoded": encoded(methods.streaming_diloco(4, model(), 5, 2, 3), int8(), "drift"),
+    "encoded": encoded(methods.streaming_diloco(4, model(), 5, 2, 3), int8(), drift),
     "tracking": methods.gradient_tracking(topology.ring(4), 2, delay=2),
 }
 
@@ -628,12 +628,25 @@ CUT = {
     "b": NamedSharding(SLICES, PartitionSpec(None, "model")),
 }
 CODED = {
-    "late": (bfloat16(), {}, every(topology.one_peer_ring(4), 2, delay=2), None),
-    "each step": (top_k(0.75), {}, every(topology.one_peer_ring(4), 1, delay=1), None),
-    "copies": (int2(), {"of": "copy", "step": 0.5}, every(RING, 2), None),
+    "late": (
+        error_feedback,
+        bfloat16(),
+        {},
+        every(topology.one_peer_ring(4), 2, delay=2),
+        None,
+    ),
+    "each step": (
+        error_feedback,
+        top_k(0.75),
+        {},
+        every(topology.one_peer_ring(4), 1, delay=1),
+        None,
+    ),
+    "copies": (copies, int2(), {"step": 0.5}, every(RING, 2), None),
     "diloco": (
+        drift,
         top_k(0.5),
-        {"of": "drift", "keep": 0.9},
+        {"keep": 0.9},
         every(topology.complete(4), 3),
         optax.sgd(0.7, 0.9, nesterov=True),
     ),
@@ -643,7 +656,7 @@ CODED = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CODED)
 def test_each_shard_is_encoded_as_a_leaf_of_its_own(name):
-    codec, options, schedule, outer = CODED[name]
+    encoded, codec, options, schedule, outer = CODED[name]
     local = functools.partial(adapt, loss_fn=columns_loss, optimizer=SGD)
 
     def start(how, params):
@@ -654,14 +667,14 @@ def test_each_shard_is_encoded_as_a_leaf_of_its_own(name):
         spec = (AXIS, None, "model") if x.shape == (4, 2, 2) else (AXIS,)
         return jax.device_put(x, NamedSharding(SLICES, PartitionSpec(*spec)))
 
-    apart = Rounds(schedule, outer, compression=Compression(codec, **options))
+    apart = Rounds(schedule, outer, compression=encoded(codec, **options))
     params = model()
     b = params.pop("b")
     wanted = start(apart, {**params, "b0": b[:, 0], "b1": b[:, 1]})
     by_leaf = simulate(
         functools.partial(round_step, rounds=apart, adapt=local), schedule
     )
-    how = Rounds(schedule, outer, compression=Compression(codec, **options, shards=CUT))
+    how = Rounds(schedule, outer, compression=encoded(codec, **options, shards=CUT))
     step = functools.partial(round_step, rounds=how, adapt=local)
     by_shard = on_mesh(step, schedule, SLICES)
     state = jax.tree.map(put, start(how, model()))
@@ -681,7 +694,7 @@ def test_each_shard_is_encoded_as_a_leaf_of_its_own(name):
 def test_between_slices_only_encoded_shards_travel():
     """Device 2 i + k holds column k of worker i: in 8 bits two bytes and a scale."""
     schedule = every(topology.one_peer_ring(4), 2, delay=1)
-    how = Rounds(schedule, compression=Compression(int8(), shards=CUT))
+    how = Rounds(schedule, compression=error_feedback(int8(), shards=CUT))
     step = functools.partial(round_step, rounds=how, adapt=bind(SGD))
     extra = init_rounds(how, model())
     state = init_state(model(), SGD, jax.random.key(0), 4, extra=extra)
@@ -703,7 +716,7 @@ WIDE = {"b": CUT["b"]}
 def test_noise_differs_between_shards():
     """Equal columns are rounded each by its own random numbers."""
     schedule = every(topology.ring(4), 1)
-    how = Rounds(schedule, compression=Compression(int8(), shards=WIDE))
+    how = Rounds(schedule, compression=error_feedback(int8(), shards=WIDE))
     params = {"b": jnp.tile(jnp.linspace(-1, 1, 512)[:, None], (1, 2))}
     state = init_state(
         params, SGD, jax.random.key(0), 4, extra=init_rounds(how, params)
@@ -715,14 +728,14 @@ def test_noise_differs_between_shards():
 
 
 def test_the_shards_of_encoded_leaves_are_the_compressions():
-    how = Rounds(every(topology.ring(4), 2), compression=Compression(int8()))
-    with pytest.raises(ValueError, match=r"Compression\(\.\.\., shards=NamedShardings"):
+    how = Rounds(every(topology.ring(4), 2), compression=error_feedback(int8()))
+    with pytest.raises(ValueError, match=r"error_feedback\(\.\.\., shards=NamedSh"):
         default_mix(how, {"a": PartitionSpec()})
-    coded = Rounds(how.schedule, compression=Compression(int8(), shards=CUT))
+    coded = Rounds(how.schedule, compression=error_feedback(int8(), shards=CUT))
     with pytest.raises(ValueError, match="a worker is one device: leave the compres"):
         BackgroundRounds(bind(SGD), coded, worker_mesh(4))
     with pytest.raises(TypeError, match="a NamedSharding for each leaf of a model"):
-        Compression(int8(), shards={"a": PartitionSpec("model")})
+        error_feedback(int8(), shards={"a": PartitionSpec("model")})
 
 
 def test_in_a_second_thread_too_the_state_carries_what_was_sent():
@@ -752,16 +765,16 @@ def test_tracking_in_a_second_thread_is_refused():
         Rounds(every(topology.one_peer_ring(4), 1, delay=1)),
         Rounds(
             every(topology.one_peer_ring(4), 1, delay=1),
-            compression=Compression(int8()),
+            compression=error_feedback(int8()),
         ),
         Rounds(
             every(topology.complete(4), 3, delay=3),
             optax.sgd(0.7, 0.9, nesterov=True),
-            compression=Compression(top_k(0.5), "drift", keep=0.9),
+            compression=drift(top_k(0.5), keep=0.9),
         ),
         Rounds(
             every(RING, 2, delay=2),
-            compression=Compression(top_k(0.5), "copy", step=0.5),
+            compression=copies(top_k(0.5), step=0.5),
         ),
     ],
     ids=[
@@ -798,7 +811,7 @@ def test_in_a_second_thread_rounds_have_the_numbers_of_the_step(how):
 
 def test_in_a_second_thread_an_empty_leaf_stays_at_home():
     """A codec finds no block in it."""
-    how = Rounds(every(topology.ring(4), 1, 1), compression=Compression(top_k(0.75)))
+    how = Rounds(every(topology.ring(4), 1, 1), compression=error_feedback(top_k(0.75)))
     params, mesh = model() | {"empty": jnp.zeros(0)}, worker_mesh(4)
     key, extra = jax.random.key(0), init_rounds(how, params)
     state = place(init_state(params, SGD, key, 4, extra=extra), mesh)

@@ -43,7 +43,7 @@ from decentjax import (
     simulate,
     topology,
 )
-from decentjax.compression import Compression
+from decentjax.compression import copies, drift, error_feedback
 from decentjax.topology import matrices
 
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -322,8 +322,8 @@ def _loss_fn(params, model_state, batch, key):
     return jnp.stack(jax.tree.leaves(apart)).sum() / 2, (model_state, {})
 
 
-def _encoded(plan, code, **options):
-    return Rounds(plan, compression=Compression(code, **options))
+def _encoded(plan, code, encoded=error_feedback, **options):
+    return Rounds(plan, compression=encoded(code, **options))
 
 
 RING, COMPLETE = topology.ring(4), topology.complete(4)
@@ -334,11 +334,11 @@ ROUNDS = {
     "tracking": methods.gradient_tracking(RING),
     "int8": _encoded(schedule.every(RING, 1, delay=1), codec.int8()),
     "late": _encoded(schedule.every(RING, 2, delay=2), codec.int4()),
-    "copies": _encoded(schedule.every(RING, 2), codec.top_k(0.5), of="copy", step=0.5),
+    "copies": _encoded(schedule.every(RING, 2), codec.top_k(0.5), copies, step=0.5),
     "drift": Rounds(
         schedule.every(COMPLETE, 2),
         outer=optax.sgd(0.7, momentum=0.9),
-        compression=Compression(codec.int4(), of="drift"),
+        compression=drift(codec.int4()),
     ),
 }
 COMPOSED = {

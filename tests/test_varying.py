@@ -37,7 +37,7 @@ from decentjax import (
     schedule,
     topology,
 )
-from decentjax.compression import Compression
+from decentjax.compression import drift, error_feedback
 
 EACH_KIND = pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 ROWS = PartitionSpec(AXIS)
@@ -143,7 +143,7 @@ NOISY = optax.noisy_sgd(0.1, key=jax.random.key(0))
 
 
 def _late(code):
-    return Rounds(schedule.every(RING, 2, delay=2), compression=Compression(code))
+    return Rounds(schedule.every(RING, 2, delay=2), compression=error_feedback(code))
 
 
 ROUNDS = {
@@ -153,7 +153,7 @@ ROUNDS = {
     "drift": Rounds(
         schedule.every(COMPLETE, 2),
         outer=optax.sgd(0.7, momentum=0.9),
-        compression=Compression(codec.int4(), of="drift"),
+        compression=drift(codec.int4()),
     ),
 }
 COUNTING = {

@@ -399,14 +399,17 @@ CALLS = [
     ),
     (lambda: codec.top_k(0), r"must be in \(0, 1\], got 0"),
     (lambda: codec.int8(block=0), "a block needs at least 1 number, got 0"),
-    (lambda: compression.Compression(codec.int8), "wanted a Codec, .* got <"),
-    (lambda: compression.Compression(codec.int8(), keep=2), "keep must be in .* got 2"),
+    (lambda: compression.error_feedback(codec.int8), "wanted a Codec, .* got <"),
     (
-        lambda: compression.Compression(codec.int8(), shards=[]),
+        lambda: compression.error_feedback(codec.int8(), keep=2),
+        "keep must be in .* got 2",
+    ),
+    (
+        lambda: compression.error_feedback(codec.int8(), shards=[]),
         "a NamedSharding for each leaf of a model, got list",
     ),
     (
-        lambda: compression.Compression(codec.int8(), shards=[WHOLE]).sharding(1),
+        lambda: compression.error_feedback(codec.int8(), shards=[WHOLE]).sharding(1),
         "each leaf of a model, got 1, and the model has a leaf 1, counted from 0",
     ),
     (lambda: Rounds(RING), "wanted a Schedule, .* got Topology"),

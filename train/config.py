@@ -21,7 +21,13 @@ from decentjax import policy as policies
 from decentjax import schedule as schedules
 from decentjax import topology as topologies
 from decentjax.codec import Codec, bfloat16, exact, float16, int2, int4, int8, top_k
-from decentjax.compression import LEAST_KEPT, Compression
+from decentjax.compression import (
+    LEAST_KEPT,
+    Compression,
+    copies,
+    drift,
+    error_feedback,
+)
 from decentjax.rounds import blend, replace, shift
 from decentjax.topology import Permutations, Topology, matrices
 from train.fields import checked, place_of
@@ -372,9 +378,9 @@ class RoundsConfig:
         if self.codec == "none":
             return None
         if self.copies:
-            return Compression(self._codec(), "copy", step=self.copy_step)
-        of = "model" if self.outer == "none" else "drift"
-        return Compression(self._codec(), of, keep=self.error_kept)
+            return copies(self._codec(), self.copy_step)
+        encoded = error_feedback if self.outer == "none" else drift
+        return encoded(self._codec(), keep=self.error_kept)
 
     def _check_used(self) -> None:
         """Raises a ValueError for a number that nothing would use."""

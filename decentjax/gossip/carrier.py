@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
-from decentjax.codec import num_bytes
+from decentjax.codec import mix_encoded, num_bytes
 from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.engine import SharedEngine
@@ -137,7 +137,7 @@ class Carrier:
         for exchange in self._topology:
             # A mean of all is gathered whole.
             options = {}
-            if compression.of != "drift":
+            if compression.kind.average is mix_encoded:
                 lowering = self._lowering or fastest_pieces(exchange, mesh, size)
                 options = {"lowering": lowering}
             of_worker = functools.partial(

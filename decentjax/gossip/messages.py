@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from decentjax.codec import mean_encoded
 from decentjax.compression import Compression, Leaves, init_coded
 from decentjax.gossip.rows import Rows
 from decentjax.gossip.ways import Arrived, Graph, Models, Used, chosen
@@ -43,12 +44,12 @@ class Form(NamedTuple):
         Over what has come, with q the decoded messages, these are
 
             as they are      x_i + sum_j W_ij (x_j - x_i)
-            "model", "copy"  sum_j W_ij (q_j - q_i)
-            "drift"          the mean of all q_j, and q_i
+            by differences   sum_j W_ij (q_j - q_i)
+            of drift         the mean of all q_j, and q_i
         """
         if self.compression is None:
             return Arrived.combine(graph, used, models)
-        if self.compression.of == "drift":
+        if self.compression.kind.average is mean_encoded:
             # In one order on all workers: their anchors stay the same bit for bit.
             return _mean(self, [models[key] for key in sorted(models)])
         return _difference(self, *chosen(graph, used, models))
@@ -78,15 +79,14 @@ def form_of(compression: Compression | None, leaves: Leaves) -> Form:
 
 def sends_changes(rounds: Rounds) -> bool:
     """Whether messages are changes of what workers share, of which none may be lost."""
-    return rounds.compression is not None and rounds.compression.of != "model"
+    return rounds.compression is not None and rounds.compression.kind.sends_changes
 
 
 def check_whole(rounds: Rounds, patience: float) -> None:
     """Raises a ValueError where a message that must not be lost is not awaited."""
     if sends_changes(rounds) and patience < math.inf:
-        assert rounds.compression is not None
         raise ValueError(
-            f'of = "{rounds.compression.of}" sends changes, and a lost message would '
+            "drift and copies send changes, and a lost message would "
             "leave the copies of a worker wrong: take patience=math.inf, got "
             f"{patience}"
         )

@@ -27,11 +27,11 @@ class PeerRounds(Beside):
     peers have what it has left, or after 10 s. A mean of all models is a message from
     each worker to each.
 
-    With a compression the encoded messages travel. Of "model" a worker averages what
-    has come, q the decoded messages: `x_i + sum_j W_ij (q_j - q_i)`. Each message of
-    "drift" or "copy" is a change of what workers share; a lost one would leave their
-    copies wrong: these need `patience=math.inf` and a symmetric graph, and end with an
-    error where a peer is lost.
+    With a compression the encoded messages travel. Of `error_feedback` a worker
+    averages what has come, q the decoded messages: `x_i + sum_j W_ij (q_j - q_i)`. Each
+    message of `drift` or `copies` is a change of what workers share; a lost one would
+    leave their copies wrong: these need `patience=math.inf` and a symmetric graph, and
+    end with an error where a peer is lost.
 
     Args:
       adapt: as in `BackgroundRounds`.
@@ -47,7 +47,7 @@ class PeerRounds(Beside):
       ValueError: if the rounds have nodes, shards or tracking, the workers do not fit
         them, or the patience is negative or too short for these rounds; at the first
         step as in `Peers`.
-      ConnectionError: at a step, if a message of "drift" or "copy" is missing.
+      ConnectionError: at a step, if a message of `drift` or `copies` is missing.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
