@@ -13,12 +13,8 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
-from decentjax import topology
-from decentjax.analysis import stages
-from decentjax.runtime import Cluster
-from decentjax.topology import matrices
-from train.bench.model.emulated import Comparison
-from train.bench.model.model import (
+from benches.model.emulated import Comparison
+from benches.model.model import (
     ModelBench,
     diloco,
     emulated,
@@ -26,7 +22,7 @@ from train.bench.model.model import (
     published,
     simulator,
 )
-from train.bench.model.model_report import (
+from benches.model.model_report import (
     Results,
     compare_orders,
     diloco_table,
@@ -35,12 +31,16 @@ from train.bench.model.model_report import (
     simulator_table,
     write,
 )
-from train.bench.model.published import AER, ALL_REDUCE, EXP, SGP, Fit, Line
-from train.bench.race.contestants import Graph, graph_of
-from train.bench.race.team import cluster_name
-from train.bench.race.turns import Load
+from benches.model.published import AER, ALL_REDUCE, EXP, SGP, Fit, Line
+from benches.race.contestants import Graph, graph_of
+from benches.race.team import cluster_name
+from benches.race.turns import Load
+from decentjax import topology
+from decentjax.analysis import stages
+from decentjax.runtime import Cluster
+from decentjax.topology import matrices
 
-MODEL = [sys.executable, "-m", "train.bench", "model"]
+MODEL = [sys.executable, "-m", "benches", "model"]
 WORK = Load(layers=4, width=500, batch=1)  # 4 MB.
 A40 = published.PUBLISHED[2]
 

@@ -12,14 +12,14 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
+from benches.__main__ import main as bench_main
+from benches.race.contestants import Contestant, Graph, Scheme
+from benches.race.turns import Late, Load, StepTime, Turn
+from benches.stragglers.stragglers import METHODS, predict
+from benches.stragglers.stragglers_report import Delayed, bars, spans, table
 from decentjax.runtime import Cluster
-from train.bench.__main__ import main as bench_main
-from train.bench.race.contestants import Contestant, Graph, Scheme
-from train.bench.race.turns import Late, Load, StepTime, Turn
-from train.bench.stragglers.stragglers import METHODS, predict
-from train.bench.stragglers.stragglers_report import Delayed, bars, spans, table
 
-STRAGGLERS = [sys.executable, "-m", "train.bench", "stragglers"]
+STRAGGLERS = [sys.executable, "-m", "benches", "stragglers"]
 COMPUTE, ALL_REDUCE, WAITING, NO_WAIT, *_ = METHODS
 TURN = Turn(COMPUTE, warmup=2, steps=6, straggler=0.5, pause=0.1)
 
