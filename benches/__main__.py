@@ -26,7 +26,6 @@ BENCHES = {
     "step": ("overhead", "a step of one worker, beside plain optax"),
     "codec": ("codecs", "how fast messages are encoded, beside a copy"),
     "data": ("input", "reading batches, beside training with them"),
-    "model": ("model.model", "predicted step times, beside measured ones"),
     "work": ("work", "how uneven the steps of workers are, each alone"),
     "uneven": ("uneven", "whole runs of uneven work on an emulated cluster, by time"),
 }

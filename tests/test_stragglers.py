@@ -111,6 +111,18 @@ def test_predictions_are_those_of_hand_arithmetic():
     assert beside[ALL_REDUCE] == pytest.approx(3)
 
 
+def test_predictions_on_slow_links_are_bytes_over_rate():
+    cluster = Cluster(num_nodes=4, between_bytes_per_second=8e6)
+    load = Load(layers=4, width=500, batch=1)  # 4 MB.
+    turn = TURN._replace(warmup=4, steps=8, straggler=0.0)
+    found = predict(cluster, load, turn, compute=0.1)
+    assert found[COMPUTE] == pytest.approx(0.1)
+    assert found[ALL_REDUCE] == pytest.approx(0.1 + 2 * 3 / 4 * 4 / 8)
+    # A model to a peer in each step, which hides the compute.
+    assert found[WAITING] == pytest.approx(4 / 8)
+    assert found[NO_WAIT] == pytest.approx(0.1)
+
+
 def steps(*seconds: float) -> list[StepTime]:
     return [StepTime(0.0, 0.0, 0.1, x) for x in seconds]
 

@@ -34,7 +34,6 @@ class Graph(StrEnum):
     RING = "ring"
     AER = "alternating exponential ring"
     NODES = "ring between nodes"
-    INSIDE = "inside nodes"
     EXPONENTIAL = "one-peer exponential"
     COMPLETE = "complete"
 
@@ -137,7 +136,6 @@ def graph_of(graph: Graph | None, num_workers: int, per_node: int) -> Topology:
         Graph.RING: ring,
         Graph.AER: lambda n: topology.alternating_exponential_ring(n, per_node),
         Graph.NODES: lambda n: topology.hierarchical(n, per_node, ring),
-        Graph.INSIDE: lambda n: topology.hierarchical(n, per_node, topology.alone),
         Graph.EXPONENTIAL: topology.one_peer_exponential,
         Graph.COMPLETE: topology.complete,
     }

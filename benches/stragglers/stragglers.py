@@ -9,8 +9,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
-from benches.model.emulated import model_of, simulate
-from benches.race.contestants import WORKER, Contestant, Graph, Scheme
+from benches.race.contestants import WORKER, Contestant, Graph, Scheme, graph_of
 from benches.race.race_figure import draw_race
 from benches.race.team import Team, cluster_name, measure_in, parse_cluster
 from benches.race.turns import Late, Load, Turn
@@ -25,11 +24,11 @@ from benches.stragglers.stragglers_report import (
     table,
 )
 from decentjax import runtime
-from decentjax.runtime import Cluster
+from decentjax.runtime import Cluster, Job, Times
 from train.figures.style import save_svg, to_svg
 from train.figures.timeline_figure import draw_timelines
 from train.job.namespaces import EmulatedCluster, Nodes
-from train.network import Rate
+from train.network import Rate, rate
 from train.run.timeline import middle_steps
 
 Results = list[tuple[EmulatedCluster, list[Delayed]]]
@@ -44,6 +43,8 @@ METHODS = (
     ),
 )
 DRAWN = (METHODS[1], *METHODS[-2:])  # Their timelines.
+# Share of the payload in a full Ethernet frame with TCP's headers and timestamps.
+PAYLOAD = 1448 / 1514
 DRAWN_STEPS = 10  # Width of the timelines, as steps of workers that never wait.
 
 
@@ -125,7 +126,10 @@ def run(
         Late.RANDOM: stragglers.delay / cluster.nodes,
         Late.ALWAYS: stragglers.slow - 1,
     }
-    modelled = model_of(cluster, load, turn, team)
+    modelled = Cluster(
+        num_nodes=cluster.nodes,
+        between_bytes_per_second=rate("rate", stragglers.rate) * PAYLOAD,
+    )
     delayed = []
     for late, multiple in multiples.items():
         taken = turn._replace(late=late, straggler=multiple * compute)
@@ -158,12 +162,26 @@ def predict(
     seconds = compute + turn.delays(cluster.num_workers)
     workers = counted(turn)
     predicted = {COMPUTE: float(seconds[turn.warmup :, workers].mean())}
+    # The whole gradient is computed before any of it is sent.
+    trace = runtime.trace(seconds)
+    job = Job(model_bytes=load.model_bytes, compute=trace, forward_share=1.0)
     for method in METHODS[1:]:
-        trace = runtime.trace(seconds)
-        times = simulate(cluster, load, method, trace, len(seconds))
+        times = _simulate(cluster, job, method, len(seconds), load.layers)
         whole = times.end[-1, workers] - times.start[turn.warmup, workers]
         predicted[method] = float(whole.mean()) / turn.steps
     return predicted
+
+
+def _simulate(
+    cluster: Cluster, job: Job, method: Contestant, num_steps: int, num_layers: int
+) -> Times:
+    if method == ALL_REDUCE:
+        return runtime.all_reduce(cluster, job, num_steps)
+    graph = graph_of(method.graph, cluster.num_workers, 1)
+    if method.scheme == Scheme.NO_WAIT:
+        return runtime.peers(cluster, job, graph, num_steps)[0]
+    # Leaves are sent one by one, as soon as they are updated: a bucket for each layer.
+    return runtime.background(cluster, job, graph, num_steps, num_buckets=num_layers)
 
 
 def _write(stragglers: Stragglers, results: Results) -> str:
