@@ -69,11 +69,15 @@ def test_the_wheel_holds_one_package(unpacked):
     assert names == {"decentjax", f"decentjax-{version}.dist-info"}
 
 
-def test_the_wheel_has_all_modules_and_configs(unpacked):
+def test_the_wheel_has_all_modules_configs_and_targets(unpacked):
     for folder in ("train", "configs"):
         inside = unpacked / "decentjax" / "_program" / folder
         files, own = (
-            {path.relative_to(top).as_posix() for path in top.rglob("*.py")}
+            {
+                path.relative_to(top).as_posix()
+                for path in top.rglob("*")
+                if path.suffix in (".py", ".toml")
+            }
             for top in (inside, ROOT / folder)
         )
         assert files == own
