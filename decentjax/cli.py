@@ -1,13 +1,14 @@
 """The command `decentjax`: one name for all programs of the project.
 
 A program is run as a module of its own, so that a command imports only what it needs.
-In a checkout the programs are in `train/`; the wheel has them inside this package,
-where no `train.py` of a user's can be mistaken for them.
+In a checkout the programs are in `train/` and `benches/`; the wheel has those of
+`train` inside this package, where no `train.py` of a user's can be mistaken for them.
 """
 
 import difflib
 import os
 import runpy
+import shlex
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -16,7 +17,7 @@ from decentjax import __version__
 
 LIBRARY = Path(__file__).parent
 WHEEL = LIBRARY / "_program"
-# The folder of the packages `train` and `configs`.
+# The folder of the packages `train` and `configs`, and in a checkout `benches`.
 PROGRAM = WHEEL if WHEEL.exists() else LIBRARY.parent
 
 
@@ -51,7 +52,7 @@ COMMANDS = {
     "dbench": Command("what the graph does to accuracy", "train.dbench"),
     "replay": Command("repeat a run of peers, bit for bit", "train.replay"),
     "chaos": Command("faults at random into real jobs", "train.chaos"),
-    "bench": Command("speed, beside other libraries and limits", "train.bench"),
+    "bench": Command("speed, beside other libraries; in a checkout", "benches"),
 }
 
 HELP = """\
@@ -85,13 +86,19 @@ def main() -> None:
         return
     command = COMMANDS.get(name)
     # Programs start others by the names of their modules.
-    if command is None and name.startswith("train."):
+    if command is None and name.startswith(("train.", "benches.")):
         command = Command("", name)
     if command is None:
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         hint = f"did you mean {near[0]}?" if near else "decentjax --help lists them"
         print(f"error: decentjax has no command {name!r}: {hint}", file=sys.stderr)
         raise SystemExit(2)
+    if not (PROGRAM / command.module.partition(".")[0]).exists():
+        line = shlex.join(["python", "-m", "decentjax", *sys.argv[1:]])
+        raise SystemExit(
+            "error: the benches are not installed with decentjax: clone its repository "
+            f"at the tag v{__version__}, and run `{line}` in the clone"
+        )
     _show_program()
     sys.argv = ["-m", *command.first, *rest]
     runpy.run_module(command.module, run_name="__main__", alter_sys=True)

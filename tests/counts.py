@@ -11,7 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-ROOMS = "decentjax", "train", "tests", "configs"
+ROOMS = "decentjax", "train", "benches", "tests", "configs"
+PROGRAM = ROOMS[:3]
 LONG_FILE, LONG_FUNCTION, WIDE_SIGNATURE = 500, 60, 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -20,7 +21,7 @@ def main() -> None:
     files = {path: path.read_text() for room in ROOMS for path in _files(room)}
     trees = {path: ast.parse(text) for path, text in files.items()}
     lines = {path: _code_lines(text, trees[path]) for path, text in files.items()}
-    program = {p: t for p, t in trees.items() if p.parts[0] in ("decentjax", "train")}
+    program = {p: t for p, t in trees.items() if p.parts[0] in PROGRAM}
     for attribute, of in (("algorithm", "step"), ("where", "exchange")):
         found = sorted(str(p) for p, t in program.items() if _asks(t, attribute, of))
         print(f"files that read {of}.{attribute}: {len(found)}\n  {' '.join(found)}")
@@ -63,7 +64,7 @@ def _files(room: str) -> list[Path]:
 
 
 def _room(path: Path) -> str:
-    """The folder of a file within `train` or `decentjax`, or the file's top folder."""
+    """The folder of a file within a package, or the file's top folder."""
     return "/".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
 
 

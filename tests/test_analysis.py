@@ -7,7 +7,13 @@ import oracles
 import pytest
 
 from decentjax import topology
-from decentjax.analysis import consensus_factor, exact_after, spectral_gap, traffic
+from decentjax.analysis import (
+    consensus_factor,
+    exact_after,
+    spectral_gap,
+    stages,
+    traffic,
+)
 
 SIZES = (1, 2, 3, 5, 8, 12, 16)
 MODEL = 120.0
@@ -351,3 +357,10 @@ def test_workers_who_share_a_link_come_in_equal_nodes():
         message = f"num_workers = 8 must be a multiple of workers_per_node, got {wrong}"
         with pytest.raises(ValueError, match=message):
             traffic(topology.ring(8), MODEL, workers_per_node=wrong)
+
+
+def test_what_100_000_workers_send_needs_no_matrix_of_them():
+    """Of 75 GiB."""
+    (sent,) = stages(topology.ring(100_000).exchanges[0])
+    assert sent.groups.shape == (2, 2 * 100_000)
+    assert set((sent.receivers - sent.senders)[2:-2].tolist()) == {1, -1}

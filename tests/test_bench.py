@@ -16,22 +16,22 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 
 from test_emulate import needs_root, processes_with
 
-from train.bench.__main__ import main as bench_main
-from train.bench.race.contestants import (
+from benches.__main__ import main as bench_main
+from benches.race.contestants import (
     Contestant,
     Graph,
     Scheme,
     all_contestants,
     graph_of,
 )
-from train.bench.race.race_report import Timing, bars, link_seconds, table
-from train.bench.race.turns import Load, Turn, serve
-from train.bench.runner import Runner
-from train.figures.race_figure import draw_race
+from benches.race.race_figure import draw_race
+from benches.race.race_report import Timing, bars, link_seconds, table
+from benches.race.turns import Load, Turn, serve
+from benches.runner import Runner
 from train.job.namespaces import EmulatedCluster
 
 ROOT = Path(__file__).parent.parent
-RACE = [sys.executable, "-m", "train.bench", "race"]
+RACE = [sys.executable, "-m", "benches", "race"]
 OURS = (
     "compute alone",
     "all-reduce",
@@ -145,7 +145,7 @@ def worker(marker: str, rank: int) -> int:
     (found,) = (
         pid
         for pid in processes_with(marker)
-        if b"train.bench.race.jax_worker" in words(pid, "cmdline")
+        if b"benches.race.jax_worker" in words(pid, "cmdline")
         and b"RANK=%d" % rank in words(pid, "environ")
     )
     return found

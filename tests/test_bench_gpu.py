@@ -17,8 +17,7 @@ import tiny
 from gpus import compiled, gpu_mesh, shapes
 from rich.console import Console
 
-from decentjax import accum_adamw, adapt, awc_step, overlap, simulate, topology
-from train.bench.gpu.gpu import (
+from benches.gpu.gpu import (
     ACCUM,
     BOTH,
     COMPUTE,
@@ -33,16 +32,17 @@ from train.bench.gpu.gpu import (
     slowest,
     table,
 )
-from train.bench.gpu.gpu_alone import (
+from benches.gpu.gpu_alone import (
     copy_step,
     explained,
     first_batch,
     of_workers,
     update_step,
 )
-from train.bench.gpu.gpu_shared import runners
-from train.bench.runner import Runner
-from train.bench.train_steps import in_turns, our_step, plain_step
+from benches.gpu.gpu_shared import runners
+from benches.runner import Runner
+from benches.train_steps import in_turns, our_step, plain_step
+from decentjax import accum_adamw, adapt, awc_step, overlap, simulate, topology
 from train.run.build import build_state
 
 # A compiler without a device reads no program from the cache of compiled programs.
@@ -58,7 +58,7 @@ ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
 
 def bench(*options: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "train.bench", "gpu", *options],
+        [sys.executable, "-m", "benches", "gpu", *options],
         cwd=ROOT,
         # A box around the sentence would break it into lines.
         env=ENV | {"JAX_PLATFORMS": "cpu", "COLUMNS": "200"},

@@ -14,13 +14,13 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
-from train.bench.quality.curves import Curve, best, first_at, until
-from train.bench.quality.methods import ALL_REDUCE, DDP, METHODS, RING
-from train.bench.quality.quality import Quality, find_pair, in_time
-from train.bench.quality.quality_report import Race, panels, tables
-from train.bench.quality.seconds import Setting
+from benches.quality.curves import Curve, best, first_at, until
+from benches.quality.methods import ALL_REDUCE, DDP, METHODS, RING
+from benches.quality.quality import Quality, find_pair, in_time
+from benches.quality.quality_figure import draw_quality
+from benches.quality.quality_report import Race, panels, tables
+from benches.quality.seconds import Setting
 from train.cli.load import load_config
-from train.figures.quality_figure import draw_quality
 
 FALLING = Curve(40, (10, 20, 30, 40), (4.0, 3.0, 2.5, 2.0))
 
@@ -210,7 +210,7 @@ def test_pytorch_has_the_loss_of_jax():
     import jax
     import torch
 
-    from train.bench.quality.torch_gpt import GPT, named
+    from benches.quality.torch_gpt import GPT, named
 
     config = load_config(ROOT / "configs" / f"{RING}.py")
     task = config.task.build()
@@ -254,7 +254,7 @@ def test_a_race_of_few_steps(tmp_path):
         f"--configs {configs} --only ^DAdamW,.ring$ --rates 200mbit --late-rates "
         f"--rounds 1 --steps 4 --seeds 1 --horizons 1 --out {tmp_path}"
     )
-    argv = [sys.executable, "-m", "train.bench", "quality", *options.split()]
+    argv = [sys.executable, "-m", "benches", "quality", *options.split()]
     argv += ["--real", f"{name} at 200mbit"]
 
     def run() -> str:

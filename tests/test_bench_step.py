@@ -12,12 +12,12 @@ import tiny
 from rich.console import Console
 from tiny_numbers import config as tiny_numbers
 
-from train.bench import codecs
-from train.bench import input as data
-from train.bench import overhead as step
-from train.bench.input import DataBench, InputTiming, count_compiled, measure
-from train.bench.overhead import MEASURED, OURS, PLAIN, StepBench, of_one_worker
-from train.bench.runner import Runner
+from benches import codecs
+from benches import input as data
+from benches import overhead as step
+from benches.input import DataBench, InputTiming, count_compiled, measure
+from benches.overhead import MEASURED, OURS, PLAIN, StepBench, of_one_worker
+from benches.runner import Runner
 from train.cli.load import find_config
 from train.tasks.numbers import NumbersTask
 

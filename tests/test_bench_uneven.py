@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
-from train.bench import uneven
-from train.bench.uneven import (
+from benches import uneven
+from benches.uneven import (
     Measured,
     UnevenBench,
     main,

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from train.bench import work
-from train.bench.work import WorkBench, main, table
+from benches import work
+from benches.work import WorkBench, main, table
 
 LINE_FILE = Path(__file__).parent / "job_line.py"
 

@@ -759,7 +759,7 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("--processes 2 --num-steps 6", "usage: decentjax launch -n N"),
         ("--processes 2 --measure a.py", "usage: decentjax launch -n N"),
         ("--processes 2 --module train.advise", "usage: decentjax launch -n N"),
-        ("--processes 2 --module train.bench a.py", "--module"),
+        ("--processes 2 --module benches a.py", "--module"),
         ("-n 2 a.py", "error: there is no config or script a.py"),
         ("-n 2 docs/api/index.md", "error: docs/api/index.md is not Python: "),
         ("-n 2 --elastic tests/saving.py", "--elastic and --module are for configs"),

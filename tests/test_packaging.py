@@ -2,6 +2,7 @@
 
 import ast
 import os
+import shlex
 import subprocess
 import sys
 import tomllib
@@ -68,14 +69,33 @@ def test_the_wheel_holds_one_package(unpacked):
     assert names == {"decentjax", f"decentjax-{version}.dist-info"}
 
 
-def test_the_wheel_has_all_modules_and_configs(unpacked):
+def test_the_wheel_has_all_modules_configs_and_targets(unpacked):
     for folder in ("train", "configs"):
         inside = unpacked / "decentjax" / "_program" / folder
         files, own = (
-            {path.relative_to(top).as_posix() for path in top.rglob("*.py")}
+            {
+                path.relative_to(top).as_posix()
+                for path in top.rglob("*")
+                if path.suffix in (".py", ".toml")
+            }
             for top in (inside, ROOT / folder)
         )
         assert files == own
+
+
+def test_the_wheel_has_no_benches_and_says_where_they_are(unpacked, tmp_path):
+    (tmp_path / "benches").mkdir()
+    for name in ("__init__.py", "__main__.py", "input.py"):
+        (tmp_path / "benches" / name).write_text("raise SystemExit('of the user')")
+    for arguments in (["bench", "race", "--only", "a b"], ["benches.input"]):
+        ended = run(unpacked, tmp_path, *arguments)
+        line = shlex.join(["python", "-m", "decentjax", *arguments])
+        assert (ended.returncode, ended.stdout, ended.stderr) == (
+            1,
+            "",
+            "error: the benches are not installed with decentjax: clone its repository "
+            f"at the tag v{decentjax.__version__}, and run `{line}` in the clone\n",
+        )
 
 
 @pytest.mark.slow
@@ -111,6 +131,7 @@ def test_a_config_of_the_user_imports_from_its_folder(unpacked, tmp_path):
         (["train", "quikstart"], 1, "no config is named quikstart: did you mean quick"),
         (["export"], 2, "decentjax checkpoint export --help"),
         (["resume"], 2, "decentjax resume RUN"),
+        (["bench", "--help"], 0, "usage: decentjax bench {race,"),
     ],
 )
 def test_the_command_says_what_it_has(arguments, code, said, tmp_path):

@@ -12,14 +12,14 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
+from benches.__main__ import main as bench_main
+from benches.race.contestants import Contestant, Graph, Scheme
+from benches.race.turns import Late, Load, StepTime, Turn
+from benches.stragglers.stragglers import METHODS, predict
+from benches.stragglers.stragglers_report import Delayed, bars, spans, table
 from decentjax.runtime import Cluster
-from train.bench.__main__ import main as bench_main
-from train.bench.race.contestants import Contestant, Graph, Scheme
-from train.bench.race.turns import Late, Load, StepTime, Turn
-from train.bench.stragglers.stragglers import METHODS, predict
-from train.bench.stragglers.stragglers_report import Delayed, bars, spans, table
 
-STRAGGLERS = [sys.executable, "-m", "train.bench", "stragglers"]
+STRAGGLERS = [sys.executable, "-m", "benches", "stragglers"]
 COMPUTE, ALL_REDUCE, WAITING, NO_WAIT, *_ = METHODS
 TURN = Turn(COMPUTE, warmup=2, steps=6, straggler=0.5, pause=0.1)
 
@@ -109,6 +109,18 @@ def test_predictions_are_those_of_hand_arithmetic():
     beside = predict(cluster, load, slow, compute=1.0)
     assert beside[COMPUTE] == beside[NO_WAIT] == pytest.approx(1)
     assert beside[ALL_REDUCE] == pytest.approx(3)
+
+
+def test_predictions_on_slow_links_are_bytes_over_rate():
+    cluster = Cluster(num_nodes=4, between_bytes_per_second=8e6)
+    load = Load(layers=4, width=500, batch=1)  # 4 MB.
+    turn = TURN._replace(warmup=4, steps=8, straggler=0.0)
+    found = predict(cluster, load, turn, compute=0.1)
+    assert found[COMPUTE] == pytest.approx(0.1)
+    assert found[ALL_REDUCE] == pytest.approx(0.1 + 2 * 3 / 4 * 4 / 8)
+    # A model to a peer in each step, which hides the compute.
+    assert found[WAITING] == pytest.approx(4 / 8)
+    assert found[NO_WAIT] == pytest.approx(0.1)
 
 
 def steps(*seconds: float) -> list[StepTime]:

@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from test_readme import run_all
 
+from benches.__main__ import BENCHES
 from decentjax import (
     AXIS,
     Exchange,
@@ -51,7 +52,6 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from train.bench.__main__ import BENCHES
 from train.run.finite import poison_gradient
 
 TINY = "tests/tiny.py"

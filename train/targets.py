@@ -1,11 +1,10 @@
 """Accelerators to compile for, present or not: what the compiler needs, and speeds.
 
-FLOP/s are those of dense matmuls in the vendors' data sheets, with TF32 for float32
-where a GPU has it, as XLA uses it. Networks are those of the vendors' own servers (DGX;
-for T4 and A40 PCIe inside, 50 Gbit/s between): `--between` sets another rate.
+The accelerators themselves are in `targets.toml`.
 """
 
 import dataclasses
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -141,132 +140,31 @@ class Tpu:
 
 Target = Gpu | Tpu
 
-T4 = Gpu(
-    name="Tesla T4",
-    capability=(7, 5),
-    cores=40,
-    fpus_per_core=64,
-    threads_per_core=1024,
-    shared_memory_per_core=65536,
-    shared_memory_optin=65536,
-    l2_bytes=4194304,
-    clock_ghz=1.59,
-    memory_bytes=15843721216,
-    memory_bytes_per_second=320e9,
-    # Its tensor cores have no bfloat16.
-    flops_per_second={"f16": 65e12, "bf16": 8.1e12, "f32": 8.1e12, "f64": 0.25e12},
-    inside_bytes_per_second=16e9,
-    between_bytes_per_second=6.25e9,
-    links_per_node=1,
-)
-A40 = Gpu(
-    name="NVIDIA A40",
-    capability=(8, 6),
-    cores=84,
-    fpus_per_core=128,
-    threads_per_core=1536,
-    shared_memory_per_core=102400,
-    shared_memory_optin=101376,
-    l2_bytes=6291456,
-    clock_ghz=1.74,
-    memory_bytes=47697362944,
-    memory_bytes_per_second=696e9,
-    flops_per_second={"bf16": 149.7e12, "f16": 149.7e12, "f32": 74.8e12, "f64": 0.6e12},
-    inside_bytes_per_second=32e9,
-    between_bytes_per_second=6.25e9,
-    links_per_node=1,
-)
-A100_40 = Gpu(
-    name="NVIDIA A100-SXM4-40GB",
-    capability=(8, 0),
-    cores=108,
-    fpus_per_core=64,
-    threads_per_core=2048,
-    shared_memory_per_core=167936,
-    shared_memory_optin=166912,
-    l2_bytes=41943040,
-    clock_ghz=1.41,
-    memory_bytes=42331013120,
-    memory_bytes_per_second=1555e9,
-    flops_per_second={"bf16": 312e12, "f16": 312e12, "f32": 156e12, "f64": 19.5e12},
-    inside_bytes_per_second=300e9,
-    between_bytes_per_second=200e9,
-    links_per_node=8,
-)
-A100_80 = dataclasses.replace(
-    A100_40,
-    name="NVIDIA A100-SXM4-80GB",
-    memory_bytes=85100068864,
-    memory_bytes_per_second=2039e9,
-)
-H100 = Gpu(
-    name="NVIDIA H100 80GB HBM3",
-    capability=(9, 0),
-    cores=132,
-    fpus_per_core=128,
-    threads_per_core=2048,
-    shared_memory_per_core=233472,
-    shared_memory_optin=232448,
-    l2_bytes=52428800,
-    clock_ghz=1.98,
-    memory_bytes=84942979072,
-    memory_bytes_per_second=3352e9,
-    flops_per_second={"bf16": 989e12, "f16": 989e12, "f32": 494e12, "f64": 67e12},
-    inside_bytes_per_second=450e9,
-    between_bytes_per_second=400e9,
-    links_per_node=8,
-)
-# The same chip with another memory, as the A100 with 80 GB.
-H200 = dataclasses.replace(
-    H100,
-    name="NVIDIA H200",
-    memory_bytes=151397597184,
-    memory_bytes_per_second=4800e9,
-)
-B200 = dataclasses.replace(
-    H100,
-    name="NVIDIA B200",
-    capability=(10, 0),
-    cores=148,
-    l2_bytes=132644864,
-    clock_ghz=1.965,
-    memory_bytes=191514411008,
-    memory_bytes_per_second=7672e9,
-    flops_per_second={"bf16": 2250e12, "f16": 2250e12, "f32": 1125e12, "f64": 37e12},
-    inside_bytes_per_second=900e9,
-)
-GPUS = {
-    "t4": T4,
-    "a40": A40,
-    "a100_40": A100_40,
-    "a100_80": A100_80,
-    "h100": H100,
-    "h200": H200,
-    "b200": B200,
-}
 
-
-def _tpu(
-    memory_gib: int, memory: float, flops: float, links: float, links_per_chip: int
-) -> Tpu:
-    """Float32 matmuls of a TPU run in bfloat16, unless a program sets the precision."""
-    return Tpu(
-        name="",
-        memory_bytes=memory_gib * 2**30,
-        memory_bytes_per_second=memory,
-        flops_per_second={"bf16": flops, "f32": flops},
-        chip_bytes_per_second=links,
-        links_per_chip=links_per_chip,
+def _table() -> tuple[dict[str, Gpu], dict[str, Tpu]]:
+    """Returns the GPUs and the TPUs of `targets.toml`, by name."""
+    tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
+    gpus = {
+        name: tables["gpu"][own.pop("like", name)] | own
+        for name, own in tables["gpu"].items()
+    }
+    for fields in gpus.values():
+        fields["capability"] = tuple(fields["capability"])
+    return (
+        {name: Gpu(**fields) for name, fields in gpus.items()},
+        {name: Tpu(**fields) for name, fields in tables["tpu"].items()},
     )
 
 
-TPUS = {
-    "v4": _tpu(32, 1228e9, 275e12, 300e9, 6),
-    "v5e": _tpu(16, 819e9, 197e12, 200e9, 4),
-    "v5p": _tpu(95, 2765e9, 459e12, 600e9, 6),
-    "v6e": _tpu(32, 1640e9, 918e12, 448e9, 4),
-}
+GPUS, TPUS = _table()
 SLICES = ("v4:2x2x4", "v5e:4x4", "v5p:2x2x4", "v6e:4x4")
+
+
+def __getattr__(name: str) -> Gpu:
+    """Returns a GPU by its name in capitals, as files of users import `H100`."""
+    if name.lower() not in GPUS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return GPUS[name.lower()]
 
 
 def peak_flops(device_kind: str) -> float | None:

@@ -18,7 +18,7 @@ INTERRUPTED, CLOSED = 130, 141
 REQUEST = 1  # Cannot be carried out: it would end so again.
 FAILED = 70  # A run or a process of a job that began and failed, EX_SOFTWARE.
 NOT_FINITE = 71  # One whose numbers are no longer finite: it would end so again.
-OURS = ("decentjax", "train")
+OURS = ("decentjax", "train", "benches")
 # The extra that brings a package, by the name that is imported.
 EXTRAS = (
     dict.fromkeys(("flax", "grain", "orbax", "rich", "tyro", "matplotlib"), "train")

@@ -1,0 +1,60 @@
+"""Speed, side by side: `decentjax bench NAME [--option value ...]`."""
+
+import importlib
+import sys
+import typing
+
+from train.cli.command import command, show_usage
+from train.cli.read import from_options
+
+# Module with `main(options) -> int`, and what it measures. Imported by name, as each
+# bench may do without what another one needs.
+BENCHES = {
+    "race": ("race.race", "step times on emulated clusters, beside DDP and Decent-DP"),
+    "quality": (
+        "quality.quality",
+        "held-out loss against time on emulated clusters, beside DDP and Decent-DP",
+    ),
+    "stragglers": (
+        "stragglers.stragglers",
+        "how far the delay of one worker spreads, by method",
+    ),
+    "gpu": (
+        "gpu.gpu",
+        "a train step on one GPU, with and without the library",
+    ),
+    "step": ("overhead", "a step of one worker, beside plain optax"),
+    "codec": ("codecs", "how fast messages are encoded, beside a copy"),
+    "data": ("input", "reading batches, beside training with them"),
+    "work": ("work", "how uneven the steps of workers are, each alone"),
+    "uneven": ("uneven", "whole runs of uneven work on an emulated cluster, by time"),
+}
+USAGE = """usage: decentjax bench {names} [--option value ...]
+       decentjax bench NAME --help
+
+{benches}
+
+example:
+  decentjax bench step --rounds 5"""
+
+
+@command()
+def main(arguments: list[str]) -> int:
+    if arguments and arguments[0] not in (*BENCHES, "--help", "-h"):
+        raise ValueError(
+            f"there is no bench {arguments[0]!r}: take one of {', '.join(BENCHES)}"
+        )
+    if not arguments or arguments[0] not in BENCHES:
+        width = max(map(len, BENCHES))
+        benches = (f"  {n:{width}}  {what}" for n, (_, what) in BENCHES.items())
+        names = "{" + ",".join(BENCHES) + "}"
+        show_usage(USAGE.format(names=names, benches="\n".join(benches)), arguments)
+    name, *options = arguments
+    run = importlib.import_module(f"benches.{BENCHES[name][0]}").main
+    # The options are the fields of the class that `main` takes.
+    kind, _ = typing.get_type_hints(run).values()
+    return run(from_options(kind, prog=f"decentjax bench {name}", args=options))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,84 @@
+"""The methods of the quality race, each a config and, for PyTorch's, a wrapper.
+
+Imports neither jax nor torch, because the workers of both use it.
+"""
+
+from pathlib import Path
+from typing import NamedTuple
+
+JAX, TORCH = (f"benches.quality.{kind}_worker" for kind in ("jax", "torch"))
+
+
+SIMULATED, UNLIMITED, LIMITED = "simulated", "without limit", "in each network"
+
+
+class Method(NamedTuple):
+    """A method.
+
+    Args:
+      name: its name in tables and for `--only`.
+      config: name of its config file; of a method in PyTorch, the same method's in
+        jax.
+      torch: how PyTorch trains it, "ddp", "fp16" or "decent_dp", or PowerSGD with the
+        rank of its approximation, such as "powersgd 4"; none in jax.
+      losses: where its losses by step come from: SIMULATED, the simulated config;
+        UNLIMITED, processes on links without a limit; or LIMITED, processes in each
+        network, as that decides what they learn.
+      like: name of the config whose best learning rate it takes, where it cannot be
+        simulated; else its own.
+    """
+
+    name: str
+    config: str
+    torch: str = ""
+    losses: str = SIMULATED
+    like: str = ""
+
+    def __str__(self) -> str:
+        return self.name
+
+    def file(self, configs: Path) -> Path:
+        """Its config file in a folder."""
+        return configs / f"{self.config}.py"
+
+    @property
+    def worker(self) -> str:
+        """Module of its workers."""
+        return TORCH if self.torch else JAX
+
+
+DADAM, RING = "quality", "quality_ring"
+ALONE = Method("compute alone", "quality_alone")
+ALL_REDUCE = Method("all-reduce", "quality_allreduce")
+DDP = Method("PyTorch DDP", ALL_REDUCE.config, "ddp")
+FP16 = Method("PyTorch DDP, fp16 hook", ALL_REDUCE.config, "fp16")
+POWERSGD = tuple(
+    Method(
+        f"PyTorch DDP, PowerSGD hook, rank {rank}",
+        ALL_REDUCE.config,
+        f"powersgd {rank}",
+        UNLIMITED,
+    )
+    for rank in (1, 4, 16)
+)
+METHODS = (
+    DDP,
+    FP16,
+    *POWERSGD,
+    # Its alternating exponential ring fails where a node has one worker.
+    Method("Decent-DP, ring", RING, "decent_dp"),
+    ALL_REDUCE,
+    Method("DAdamW", DADAM),
+    Method("DAdamW, ring", RING),
+    Method("DAdamW, ring, bfloat16", "quality_bf16"),
+    Method("DAdamW, ring, int8", "quality_ring8"),
+    Method("AccumAdamW", "quality_accum"),
+    Method("rounds of 2, int8", "quality_int8"),
+    Method("rounds of 4, int8", "quality_int8_rare"),
+    Method("DiLoCo", "quality_diloco"),
+    Method("NoLoCo", "quality_noloco"),
+    Method("SparseLoCo", "quality_sparse"),
+    Method("WAGMA", "quality_wagma", losses=LIMITED, like=DADAM),
+    # They wait longer than any message takes, so no network changes what they learn.
+    Method("peers", "quality_peers", losses=UNLIMITED, like=DADAM),
+)

@@ -1,0 +1,309 @@
+"""The quality race: held-out loss against time, on networks of several rates.
+
+A method's losses by step come from the simulator, its seconds of a step from an
+emulated cluster; whole runs on the cluster test the product. Methods whose losses
+depend on the network run on it.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from benches.quality.curves import (
+    Curve,
+    best,
+    first_at,
+    simulated,
+    tuning_loss,
+    until,
+)
+from benches.quality.methods import (
+    ALL_REDUCE,
+    ALONE,
+    DDP,
+    METHODS,
+    SIMULATED,
+    UNLIMITED,
+    Method,
+)
+from benches.quality.quality_figure import draw_quality
+from benches.quality.quality_report import Race, panels, tables
+from benches.quality.real import real
+from benches.quality.seconds import Seconds, Setting, measure
+from benches.results import check_at_least, check_pattern, write_results
+from train.cli.config_json import to_json as config_json
+from train.cli.load import SHIPPED, load_config
+from train.cli.tables import to_json, write_whole
+from train.figures.style import to_svg
+from train.job.namespaces import parse_rate
+from train.network import Rates
+from train.run.tune import EDGE, edges_of
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Quality:
+    """Measures when each method reaches the final held-out loss of all-reduce.
+
+    Takes hours; what is finished is kept in `out`, and a second call goes on.
+
+    Example: `decentjax bench quality --rates 200mbit --only DiLoCo`.
+
+    Args:
+      rates: rates of each node's link, the fastest first.
+      late_rates: rates that are also measured with worker t mod N late at step t, by
+        the length of its compute.
+      rounds: turns of each method in each network; a step's time is their median.
+      steps: steps of a turn; a multiple of the methods' rounds.
+      seeds: number of seeds of the simulated runs.
+      tune: learning rates that rise, such as 6e-4 1.25e-3 2.5e-3 5e-3 1e-2; each method
+        has its best, searched from the middle one on. By default each has that of its
+        config, which such a search has found.
+      horizons: numbers of steps of a run, as multiples of the configs'. All-reduce's
+        final loss of the first is the goal; each method has the first two, and then
+        the others in turn until one reaches it.
+      real: whole runs on the cluster, as "METHOD at NETWORK", of as many steps as the
+        run that is predicted to reach the goal first.
+      configs: folder of the methods' configs, quality.py and those named quality_*.py.
+      only: regular expression for the names of the methods; DDP and all-reduce, to
+        which they are compared, always run.
+      out: folder for quality.json, quality.md, quality.svg and all that is kept.
+    """
+
+    rates: Rates = ("1gbit", "200mbit", "50mbit", "10mbit")
+    late_rates: Rates = ("200mbit",)
+    rounds: int = 3
+    steps: int = 20
+    seeds: int = 3
+    tune: tuple[str, ...] = ()
+    horizons: tuple[float, ...] = (1.0, 1.5, 2.0)
+    real: tuple[str, ...] = (
+        "PyTorch DDP at 200mbit",
+        "all-reduce at 200mbit",
+        "DAdamW, ring, bfloat16 at 200mbit",
+        "SparseLoCo at 1gbit",
+        "SparseLoCo at 10mbit",
+    )
+    configs: Path = SHIPPED
+    only: str = "."
+    out: Path = Path("runs/quality")
+
+    def __post_init__(self):
+        check_at_least(self, rounds=1, steps=1, seeds=1)
+        for rate in (*self.rates, *self.late_rates):
+            if parse_rate(rate) is None:
+                raise ValueError(f"a race needs rates, such as 200mbit: got {rate!r}")
+        if not self.rates or not self.horizons:
+            raise ValueError("rates and horizons need a value each")
+        if list(map(float, self.tune)) != sorted(map(float, self.tune)):
+            raise ValueError(f"tune must have learning rates that rise: {self.tune}")
+        if min(self.horizons) <= 0 or list(self.horizons) != sorted(self.horizons):
+            raise ValueError(f"horizons must be positive and rise, got {self.horizons}")
+        check_pattern(self.only)
+        for pair in self.real:
+            find_pair(pair, self.settings)
+
+    @property
+    def settings(self) -> list[Setting]:
+        late = [Setting(rate, True) for rate in self.late_rates]
+        return [*map(Setting, self.rates), *late]
+
+    def say(self, rate: str) -> str:
+        """A learning rate in a table: at an edge a better one may lie beyond."""
+        return f"{rate} {EDGE}" if rate in edges_of(self.tune) else rate
+
+    @property
+    def methods(self) -> list[Method]:
+        """Those that run: PyTorch's where it is installed."""
+        has_torch = all(map(find_spec, ("torch", "decent_dp")))
+        named = [x for x in METHODS if re.search(self.only, x.name)]
+        chosen = [x for x in METHODS if x in (DDP, ALL_REDUCE, *named)]
+        return [x for x in chosen if has_torch or not x.torch]
+
+
+def find_pair(pair: str, settings: Sequence[Setting]) -> tuple[Method, Setting]:
+    """Returns the method and the network of a whole run.
+
+    Raises:
+      ValueError: if there is none of that name.
+    """
+    methods = {x.name: x for x in METHODS}
+    networks = {str(x): x for x in settings}
+    name, _, where = pair.partition(" at ")
+    if name not in methods or where not in networks:
+        raise ValueError(
+            f"a real run is METHOD at NETWORK, got {pair!r}; there are: "
+            f"{'; '.join(methods)} at {'; '.join(networks)}"
+        )
+    return methods[name], networks[where]
+
+
+def main(quality: Quality) -> int:
+    if DDP not in quality.methods:
+        print("PyTorch and Decent-DP do not take part: pip install 'decentjax[rivals]'")
+    quality.out.mkdir(parents=True, exist_ok=True)
+    # First, as `in_cluster` forks, and jax starts threads.
+    race = run(quality, step_seconds(quality))
+    svg = to_svg(draw_quality(panels(race)))
+    facts = {"quality": quality, "race": race, "steps": steps_to_goal(quality, race)}
+    print(write_results(quality.out, "quality", facts, tables(race), svg))
+    return 0
+
+
+def in_time(
+    goal: float,
+    horizons: Sequence[float],
+    reference: Sequence[Curve],
+    seconds: Mapping[str, float],
+    method: Method,
+) -> list[float]:
+    """The horizons of a method whose runs end before DDP is at the goal.
+
+    Args:
+      goal: held-out loss, which a run of the reference reaches.
+      horizons: multiples of the configs' steps, which rise.
+      reference: runs of all-reduce, by step DDP's too, the first of the first horizon.
+      seconds: seconds of a step in a network, by method.
+      method: the method.
+    """
+    per_step = seconds.get(DDP.name, seconds[ALL_REDUCE.name])
+    longest = min(run.seconds_to(goal, per_step) for run in reference)
+    num_steps = reference[0].num_steps / horizons[0]
+    return [x for x in horizons if x * num_steps * seconds[method.name] <= longest]
+
+
+def step_seconds(quality: Quality) -> Seconds:
+    """Seconds of a step by network and method, kept in a file.
+
+    Methods that it does not have yet are measured and added.
+    """
+    path = quality.out / "seconds.json"
+    fields = ("rates", "late_rates", "rounds", "steps", "configs")
+    wanted = json.loads(to_json({x: getattr(quality, x) for x in fields}))
+    kept: Seconds = {str(x): {} for x in quality.settings}
+    if path.exists():
+        found = json.loads(path.read_text())
+        if {name: found.get(name) for name in wanted} == wanted:
+            print(f"seconds of a step: from {path}")
+            kept = found["seconds"]
+    known = kept[str(quality.settings[0])]
+    missing = [x for x in quality.methods if x.name not in known]
+    if not missing:
+        return kept
+    nodes = load_config(DDP.file(quality.configs)).workers.num_workers
+    turns = quality.rounds, quality.steps
+    folders = quality.configs, quality.out
+    measured = measure(missing, quality.settings, nodes, *turns, *folders)
+    seconds = {setting: measured[setting] | of for setting, of in kept.items()}
+    write_whole(path, to_json({**wanted, "seconds": seconds}))
+    return seconds
+
+
+def run(quality: Quality, seconds: Seconds) -> Race:
+    """Trains what is missing, and joins all results."""
+    runs = Runs(quality, seconds)
+    curves = {
+        method.name: {str(x): runs.curves(method, x) for x in quality.settings}
+        for method in quality.methods
+    }
+    rates = {x.name: quality.say(runs.rate(x)) for x in quality.methods}
+    wholes = {}
+    for pair in quality.real:
+        method, setting = find_pair(pair, quality.settings)
+        if method in quality.methods:
+            wholes[pair] = runs.whole(method, setting)
+    return Race(runs.goal, seconds, rates, curves, wholes)
+
+
+def steps_to_goal(quality: Quality, race: Race) -> list[dict[str, Any]]:
+    """For `train.advise --race`: the steps of each method that reaches the goal."""
+    rows = []
+    for method in quality.methods:
+        runs = race.curves[method.name][str(quality.settings[0])]
+        steps = min((run.steps_to(race.goal) for run in runs), default=math.inf)
+        is_ours = method.losses == SIMULATED and not method.torch
+        if is_ours and math.isfinite(steps):
+            config = json.loads(config_json(load_config(method.file(quality.configs))))
+            rows.append({"name": method.name, "steps": steps, "config": config})
+    return rows
+
+
+class Runs:
+    """The runs of a race, trained when they are asked for, and kept.
+
+    A whole run on the cluster is not asked for if DDP would be at the goal before it
+    ends.
+    """
+
+    def __init__(self, quality: Quality, seconds: Seconds):
+        self._quality, self._seconds = quality, seconds
+        self._configs = quality.configs
+        self._out, self._seeds = quality.out / "runs", range(quality.seeds)
+        self._first = quality.horizons[0]
+        self.goal = self._simulated(ALL_REDUCE, self._first).losses[-1]
+
+    @functools.cache  # noqa: B019  It lives as long as the race.
+    def rate(self, method: Method) -> str:
+        """The best learning rate of a method."""
+        rates = self._quality.tune
+        if not rates:
+            config = load_config(method.file(self._configs))
+            return f"{config.optimizer.learning_rate:g}"
+        return best(rates, functools.partial(self._tuning_loss, method))
+
+    def _tuning_loss(self, method: Method, rate: str) -> float:
+        if method.losses == SIMULATED or method.like:
+            like = method._replace(config=method.like or method.config)
+            path, seed = like.file(self._configs), self._seeds.stop
+            return tuning_loss(path, rate, self._first, seed, self._out)
+        return self._real(method, None, rate, self._first).losses[-1]
+
+    def curves(self, method: Method, setting: Setting) -> list[Curve]:
+        """Runs of ever more steps, as `until` has them."""
+        horizons = self._quality.horizons
+        if method.losses == SIMULATED:
+            train = functools.partial(self._simulated, method)
+        elif method.losses == UNLIMITED:
+            train = functools.partial(self._unlimited, method)
+        else:
+            train = functools.partial(self.real, method, setting)
+            reference = self.curves(ALL_REDUCE, setting)
+            seconds = self._seconds[str(setting)]
+            horizons = in_time(self.goal, horizons, reference, seconds, method)
+        return until(self.goal, horizons, train)
+
+    def real(self, method: Method, setting: Setting, horizon: float) -> Curve:
+        return self._real(method, setting, self.rate(method), horizon)
+
+    def whole(self, method: Method, setting: Setting) -> tuple[Curve, Curve]:
+        """A whole run on the cluster, and that of its seed in the simulator."""
+        curves = self.curves(method, setting)
+        horizon = first_at(self.goal, self._quality.horizons, curves)
+        path, rate = method.file(self._configs), self.rate(method)
+        seed = load_config(path).seed
+        seeds = range(seed, seed + 1)
+        predicted = simulated(path, rate, horizon, seeds, self._out)
+        return self.real(method, setting, horizon), predicted
+
+    @functools.cache  # noqa: B019
+    def _simulated(self, method: Method, horizon: float) -> Curve:
+        path, rate = method.file(self._configs), self.rate(method)
+        return simulated(path, rate, horizon, self._seeds, self._out)
+
+    def _unlimited(self, method: Method, horizon: float) -> Curve:
+        """By step, as its time is that of another network."""
+        one = self._real(method, None, self.rate(method), horizon)
+        return one._replace(seconds=())
+
+    def _real(
+        self, method: Method, setting: Setting | None, rate: str, horizon: float
+    ) -> Curve:
+        is_late = setting is not None and setting.late
+        delay = self._seconds[str(setting)][ALONE.name] if is_late else 0.0
+        path = method.file(self._configs)
+        return real(method, path, setting, delay, rate, horizon, self._out)

@@ -1,0 +1,99 @@
+"""Whole runs of the quality race on the emulated cluster."""
+
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benches.logged import run_logged
+from benches.quality.curves import FIELD, Curve, with_rate
+from benches.quality.methods import Method
+from benches.quality.seconds import Setting
+from train.config import Config
+from train.job.namespaces import INTERFACE
+from train.run.folder import process_folders
+from train.run.log import read_metrics
+
+
+def real(
+    method: Method,
+    path: Path,
+    setting: Setting | None,
+    delay: float,
+    rate: str,
+    horizon: float,
+    out: Path,
+) -> Curve:
+    """A real run on the emulated cluster, kept in a folder.
+
+    Args:
+      method: the method.
+      path: its config file.
+      setting: network; None has no limit.
+      delay: seconds by which worker t mod N is late at step t.
+      rate: learning rate.
+      horizon: number of its steps, as a multiple of the config's.
+      out: folder for the runs.
+
+    Raises:
+      SystemExit: if it fails.
+    """
+    config = with_rate(path, rate, horizon)
+    where = "no limit" if setting is None else str(setting)
+    name = f"{method.name}, {where}, {config.num_steps} steps, {rate}"
+    folder = out / name.replace(", ", "-").replace(" ", "_")
+    if not (folder / "done").exists():
+        print(f"real run: {name}", flush=True)
+        shutil.rmtree(folder, ignore_errors=True)  # One that was stopped.
+        argv = [*_train(method, path, config, delay, rate), "--run-dir", str(folder)]
+        log = out / f"{folder.name}.txt"  # The name ends with a number: no suffix.
+        _run(argv, config.workers.num_workers, setting, log)
+        (folder / "done").touch()
+    own = process_folders(folder)  # Of peers each process has its rows.
+    return as_curve(read_metrics(own[0] if own else folder), config.num_steps)
+
+
+def as_curve(rows: list[dict[str, Any]], num_steps: int) -> Curve:
+    """The curve of a run's rows, timed by its training alone."""
+    timed = [(x["step"], x["steps_per_second"]) for x in rows if "loss" in x]
+    steps, per_second = (np.array(column) for column in zip(*timed, strict=True))
+    per_second[0] = per_second[1]  # The first row has compiled.
+    seconds = np.cumsum(np.diff(steps, prepend=0) / per_second)
+    scores = [(x["step"], x["mean_model"]) for x in rows if "mean_model" in x]
+    at = [step for step, _ in scores]
+    losses = [score["bits_per_byte"] for _, score in scores]
+    return Curve(num_steps, at, losses, np.interp(at, steps, seconds).tolist())
+
+
+def _train(
+    method: Method, path: Path, config: Config, delay: float, rate: str
+) -> list[str]:
+    """The module and the arguments of each worker."""
+    num_steps = str(config.num_steps)
+    if method.torch:
+        module, options = "benches.quality.torch_run", ["--wrapper", method.torch]
+        options += ["--straggler", str(delay)]
+        options += ["--fields", FIELD, rate, "num-steps", num_steps]
+    else:
+        module, options = "train", ["--distributed.enabled", f"--{FIELD}", rate]
+        options += ["--num-steps", num_steps]
+        if config.exchange.where == "peers":
+            options += ["--exchange.bind", INTERFACE]
+        if delay:
+            late = ["--straggler.kind", "rotating", "--straggler.seconds", str(delay)]
+            options += late
+    return [module, str(path), *options]
+
+
+def _run(argv: list[str], num_nodes: int, setting: Setting | None, log: Path) -> None:
+    """Runs a module as the workers of an emulated cluster.
+
+    Raises:
+      SystemExit: if it fails, with the end of its output.
+    """
+    limit = [] if setting is None else ["--rate", setting.rate]
+    python = [sys.executable, "-m", "decentjax"]
+    emulate = [*python, "train.emulate", "--nodes", str(num_nodes), *limit]
+    run_logged([*emulate, "--", *python, *argv], log)

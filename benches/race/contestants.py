@@ -1,0 +1,149 @@
+"""The contestants of the race as values: a scheme, and the graph that it averages on.
+
+Imports neither jax nor torch, because the workers of both use it; the topologies need
+NumPy alone.
+"""
+
+from collections.abc import Callable
+from enum import StrEnum
+from typing import NamedTuple
+
+from decentjax import topology
+from decentjax.topology import Topology
+
+
+class Scheme(StrEnum):
+    """The work of a step."""
+
+    COMPUTE = "compute alone"
+    ALL_REDUCE = "all-reduce"
+    EXCHANGE = "exchange alone"
+    IN_STEP = "in the step"
+    BACKGROUND = "in the background"
+    PEERS_EXCHANGE = "exchange alone, by peers"
+    PEERS = "by peers"
+    NO_WAIT = "by peers, without waiting"
+    TORCH_COMPUTE = "PyTorch alone"
+    DDP = "PyTorch DDP"
+    DECENT_DP = "Decent-DP"
+
+
+class Graph(StrEnum):
+    """The graph on which models are averaged."""
+
+    RING = "ring"
+    AER = "alternating exponential ring"
+    NODES = "ring between nodes"
+    EXPONENTIAL = "one-peer exponential"
+    COMPLETE = "complete"
+
+
+WORKER = {kind: f"benches.race.{kind}_worker" for kind in ("jax", "torch")}
+# Schemes whose workers run torch; all others run jax.
+TORCH = (Scheme.TORCH_COMPUTE, Scheme.DDP, Scheme.DECENT_DP)
+# Schemes that exchange models without collectives: permutations of single workers.
+BY_PEERS = (Scheme.PEERS_EXCHANGE, Scheme.PEERS, Scheme.NO_WAIT)
+# Decent-DP's names of the graphs that it has.
+DECENT_DP_GRAPHS = {
+    Graph.RING: "ring",
+    Graph.AER: "alternating-exp-ring",
+    Graph.EXPONENTIAL: "one-peer-exp",
+    Graph.COMPLETE: "complete",
+}
+
+
+class Contestant(NamedTuple):
+    """A scheme on a graph; `str` gives its name in tables and for `--only`.
+
+    Args:
+      scheme: what a step does.
+      graph: the graph it averages on; None for a scheme that has none.
+      straggler: whether a worker is late at each step.
+    """
+
+    scheme: Scheme
+    graph: Graph | None = None
+    straggler: bool = False
+
+    @property
+    def team(self) -> str:
+        """The kind of worker that runs it, "jax" or "torch"."""
+        return "torch" if self.scheme in TORCH else "jax"
+
+    @property
+    def is_gossip(self) -> bool:
+        """Whether it is a step of decentjax that waits for its peers' models."""
+        return self.scheme in (Scheme.IN_STEP, Scheme.BACKGROUND, Scheme.PEERS)
+
+    def __str__(self) -> str:
+        late = " with a straggler" if self.straggler else ""
+        if self.graph is None:
+            return self.scheme + late
+        decent_dp = self.scheme == Scheme.DECENT_DP
+        graph = DECENT_DP_GRAPHS[self.graph] if decent_dp else self.graph
+        return f"{self.scheme}: {graph}{late}"
+
+    def exists(self, num_nodes: int) -> bool:
+        """Whether its graph is defined for this number of nodes."""
+        # Decent-DP pairs the workers of a ring, and its one-peer-exp is a hypercube.
+        if self.graph == Graph.AER or self[:2] == (Scheme.DECENT_DP, Graph.EXPONENTIAL):
+            return num_nodes.bit_count() == 1
+        return self[:2] != (Scheme.DECENT_DP, Graph.RING) or num_nodes % 2 == 0
+
+
+def all_contestants(workers_per_node: int, peers: bool) -> list[Contestant]:
+    """Returns the contestants of a cluster, in the order of their turns.
+
+    Args:
+      workers_per_node: L; it decides which graphs are compared.
+      peers: whether PyTorch and Decent-DP take part.
+    """
+    # The mean inside each node costs nothing on the links, so nodes of several workers
+    # use the graphs that have it.
+    one_level, two_levels = (Graph.RING, Graph.EXPONENTIAL), (Graph.AER, Graph.NODES)
+    graphs = [*(two_levels if workers_per_node > 1 else one_level), Graph.COMPLETE]
+    found = [Contestant(Scheme.COMPUTE), Contestant(Scheme.ALL_REDUCE)]
+    found += [
+        Contestant(scheme, graph)
+        for graph in graphs
+        for scheme in (Scheme.EXCHANGE, Scheme.IN_STEP, Scheme.BACKGROUND)
+    ]
+    if workers_per_node == 1:
+        found += [Contestant(scheme, Graph.RING) for scheme in BY_PEERS]
+    if peers:
+        found += [Contestant(Scheme.TORCH_COMPUTE), Contestant(Scheme.DDP)]
+        theirs = [graph for graph in graphs if graph in DECENT_DP_GRAPHS]
+        found += [Contestant(Scheme.DECENT_DP, graph) for graph in theirs]
+    return found
+
+
+def delayed(workers_per_node: int) -> list[Contestant]:
+    """Returns the contestants that also run with a straggler."""
+    # Each a graph that Decent-DP has too, so that both are delayed.
+    graph = Graph.RING if workers_per_node == 1 else Graph.AER
+    alone = [Contestant(Scheme.ALL_REDUCE), Contestant(Scheme.DDP)]
+    on_graph = (Scheme.BACKGROUND, Scheme.NO_WAIT, Scheme.DECENT_DP)
+    return alone + [Contestant(scheme, graph) for scheme in on_graph]
+
+
+def graph_of(graph: Graph | None, num_workers: int, per_node: int) -> Topology:
+    """Returns the topology of a graph; None stands for all-reduce, which is complete.
+
+    Raises:
+      ValueError: if the graph is not defined for this number of workers.
+    """
+    make: dict[Graph, Callable[[int], Topology]] = {
+        Graph.RING: ring,
+        Graph.AER: lambda n: topology.alternating_exponential_ring(n, per_node),
+        Graph.NODES: lambda n: topology.hierarchical(n, per_node, ring),
+        Graph.EXPONENTIAL: topology.one_peer_exponential,
+        Graph.COMPLETE: topology.complete,
+    }
+    return make[graph or Graph.COMPLETE](num_workers)
+
+
+def ring(num_workers: int) -> Topology:
+    """A ring in alternating pairs; with both neighbours at once for an odd number."""
+    if num_workers % 2 and num_workers > 1:
+        return topology.ring(num_workers)
+    return topology.one_peer_ring(num_workers)

@@ -1,0 +1,167 @@
+"""A worker of the race: decentjax's contestants. Started by `benches.race.team`."""
+
+import functools
+import itertools
+import math
+import os
+import socket
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+
+from benches.race.contestants import BY_PEERS, Contestant, Scheme, graph_of
+from benches.race.turns import Load, serve
+from benches.runner import Runner, nothing, repeat
+from decentjax import (
+    Topology,
+    WorkerState,
+    adapt,
+    all_reduce_step,
+    awc_step,
+    gossip,
+    init_state,
+    local_workers,
+    on_mesh,
+    place,
+    worker_mesh,
+)
+from decentjax.gossip.ways import neighbors, receivers, senders
+from decentjax.links import Links, Said
+from train.config import DistributedConfig
+from train.job.distributed import fail_stop, start
+from train.job.namespaces import INTERFACE
+
+ADDRESS = socket.gethostname()  # The node's name on the cluster's network.
+# A card that sends less is at rest: a few packets of processes that keep in touch.
+REST_BYTES, REST_SECONDS = 2**15, 0.1
+
+
+def main() -> None:
+    num_workers = int(os.environ["WORLD_SIZE"])
+    # A worker that fails ends at once, which closes its connection to the driver.
+    with fail_stop():
+        start(DistributedConfig(enabled=True, timeout_seconds=120), num_workers)
+        serve(Connection(0), _runner)
+
+
+def _runner(load: Load, contestant: Contestant) -> Runner:
+    scheme, per_node = contestant.scheme, int(os.environ["LOCAL_WORLD_SIZE"])
+    num_workers = 1 if scheme == Scheme.COMPUTE else jax.process_count()
+    # Compute alone is a mesh of one worker in each process: nothing is sent. Peers have
+    # such a mesh too, as no program of theirs spans processes.
+    alone = num_workers == 1 or scheme in BY_PEERS
+    mesh = worker_mesh(1, jax.local_devices()) if alone else worker_mesh(num_workers)
+    graph = graph_of(contestant.graph, num_workers, per_node)
+    optimizer = optax.adam(1e-4)
+    state, batch = _start(load, optimizer, mesh)
+    book = gossip.Folder(Path(os.environ["BOOKS"]) / str(contestant))
+    if scheme == Scheme.EXCHANGE:
+        return _exchange(graph, mesh, state.params, load.model_bytes)
+    if scheme in BY_PEERS:
+        party = gossip.Party(book, [jax.process_index()], mesh, bind=ADDRESS)
+    if scheme == Scheme.PEERS_EXCHANGE:
+        return _exchange_by_peers(graph, state.params, party)
+    local = functools.partial(adapt, loss_fn=_loss_fn, optimizer=optimizer)
+    if scheme in BY_PEERS:
+        patience = 0.0 if scheme == Scheme.NO_WAIT else math.inf
+        train_step = gossip.Peers(local, graph, party, patience=patience)
+        finish = rest
+    elif scheme == Scheme.BACKGROUND:
+        train_step = gossip.Background(local, graph, mesh)
+        finish = train_step.settle
+    else:
+        order = all_reduce_step if scheme == Scheme.ALL_REDUCE else awc_step
+        train_step = on_mesh(functools.partial(order, adapt=local), graph, mesh)
+        finish = nothing
+
+    def step(state: WorkerState, t: int) -> WorkerState:
+        # The time of a step ends with its result, not with its dispatch.
+        return jax.block_until_ready(train_step(state, batch, t)[0])
+
+    return repeat(step, state, finish)
+
+
+def _loss_fn(params: Any, model_state: Any, batch: jax.Array, key: jax.Array):
+    for weights in params:
+        batch = jnp.tanh(batch @ weights)
+    return jnp.mean(batch**2), (model_state, {})
+
+
+def _exchange(graph: Topology, mesh: Mesh, params: Any, model_bytes: int) -> Runner:
+    mixes = gossip.fastest_mixes(graph, mesh, model_bytes)
+
+    def exchange(params: Any, t: int) -> Any:
+        # A leaf at a time, as `Background` sends them, so that this is its limit.
+        mix = mixes[graph[t]]
+        return [jax.block_until_ready(mix([leaf])[0]) for leaf in params]
+
+    return repeat(exchange, params)
+
+
+def _exchange_by_peers(graph: Topology, params: Any, party: gossip.Party) -> Runner:
+    """Leaves the same models in each step, and takes those of the step's peers."""
+    worker = jax.process_index()
+    models = [leaf.addressable_data(0) for leaf in params]
+    channels = [[jax.ShapeDtypeStruct(x.shape, x.dtype)] for x in models]
+    links = Links(party, graph.num_workers, channels)
+    links.meet(neighbors(graph, worker), math.inf)
+
+    def exchange(_: Any, t: int) -> None:
+        # All at once: messages of two steps would share links, and take longer.
+        multihost_utils.sync_global_devices("step")
+        sources = [peer for peer, _ in senders(graph[t], worker)]
+        every = list(itertools.product(range(len(models)), sources))
+        for channel, peer in every:
+            links.ask(worker, peer, channel)
+        for channel, model in enumerate(models):
+            for peer, _ in receivers(graph[t], worker):
+                links.publish(worker, peer, channel, [model], Said(t))
+        for channel, peer in every:
+            links.wait(worker, peer, channel, t, math.inf)
+
+    return repeat(exchange, None)
+
+
+def rest() -> None:
+    """Waits until this node's card rests: peers may still take what the turn left."""
+    before = -math.inf
+    while (now := _sent_bytes()) - before > REST_BYTES:
+        before = now
+        time.sleep(REST_SECONDS)
+
+
+def _sent_bytes() -> int:
+    # Of the namespace of this process, unlike /sys; the ninth number is what was sent.
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    (counts,) = (x.split(":")[1] for x in lines if x.strip().startswith(INTERFACE))
+    return int(counts.split()[8])
+
+
+def _start(
+    load: Load, optimizer: optax.GradientTransformation, mesh: Mesh
+) -> tuple[WorkerState, jax.Array]:
+    """The state and the batch, on the mesh's devices of this process."""
+    # The same draws on each worker, as all start from one model; divided by the root of
+    # the width, so that activations do not grow from layer to layer.
+    draws = np.random.default_rng(0)
+    shape = (load.width, load.width)
+    weights = [
+        draws.standard_normal(shape, np.float32) / load.width**0.5
+        for _ in range(load.layers)
+    ]
+    inputs = draws.standard_normal((load.batch, load.width), np.float32)
+    count = len(local_workers(mesh))
+    state = init_state(weights, optimizer, jax.random.key(0), count)
+    return place((state, np.stack([inputs] * count)), mesh)
+
+
+if __name__ == "__main__":
+    main()
