@@ -17,7 +17,7 @@ from decentjax.dispersion import measured
 from decentjax.loss import check_loss
 from train.config import (
     Config,
-    ExchangeConfig,
+    InStepExchange,
     TopologyConfig,
     TopologyName,
     WorkersConfig,
@@ -47,7 +47,7 @@ def for_workers(
         config,
         workers=WorkersConfig(num_workers=num_workers),
         topology=TopologyConfig(name=topology),
-        exchange=ExchangeConfig(where="in_step"),
+        exchange=InStepExchange(),
         step=dataclasses.replace(
             config.step,
             algorithm="awc",

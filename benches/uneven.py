@@ -159,7 +159,7 @@ def whole_run(path: Path, config: Config, bench: UnevenBench) -> Path:
         command += ["--nodes", str(config.workers.num_workers), "--"]
         command += [sys.executable, "-m", "decentjax", "train", str(file)]
         command += ["--run-dir", str(folder), "--distributed.enabled"]
-        if config.exchange.where == "peers":
+        if config.is_apart:
             command += ["--exchange.bind", INTERFACE]
         print(folder.name, flush=True)
         run_logged(command, folder.with_suffix(".txt"))

@@ -784,7 +784,8 @@ import dataclasses
 from pathlib import Path
 
 from train.__main__ import load_config
-from train.config import ExchangeConfig, TopologyConfig
+from train.cli.sections import kind_of
+from train.config import TopologyConfig
 
 config = dataclasses.replace(
     load_config(Path({path!r})),
@@ -795,7 +796,7 @@ config = dataclasses.replace(
         between="complete",
         factor=0.5,
     ),
-    exchange=ExchangeConfig(where={where!r}),
+    exchange=kind_of("exchange", {where!r})(),
 )
 """
 
@@ -822,7 +823,7 @@ def test_the_flags_of_a_row_train_with_what_was_simulated(
         assert config.step.algorithm == "awc"
         assert config.topology.build(config.workers) == made
         wanted = "background" if overlap == "background" else "in_step"
-        assert config.exchange.where == wanted
+        assert config.exchange.name == wanted
 
 
 @pytest.mark.parametrize("num_workers", [3, 8])

@@ -20,7 +20,8 @@ from train.advise import __main__ as program
 from train.advise import measure
 from train.advise.rank import Prediction, advise, fitting
 from train.advise.rounds import CODECS, EVERY
-from train.config import ExchangeConfig, TopologyConfig, WorkersConfig
+from train.cli.sections import kind_of
+from train.config import TopologyConfig, WorkersConfig
 
 ROOT = Path(__file__).parent.parent
 TINY_FILE = Path(tiny.__file__)
@@ -127,7 +128,7 @@ def test_a_network_is_measured_as_it_is(nodes, per_node, where, monkeypatch):
     network = FakeNetwork(truth, sent_bytes())
     network.install(monkeypatch)
     monkeypatch.setattr(measure._Exchanges, "all_reduce", lambda _: 0.7)
-    exchange = ExchangeConfig(where=where)
+    exchange = kind_of("exchange", where)()
     own = TopologyConfig(name="ring", factor=0.5)
     config = on_mesh(nodes, per_node, exchange=exchange, topology=own)
     # What is trained now is no matter of what is asked.

@@ -26,9 +26,9 @@ from train.advise.setting import Setting
 from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
+from train.cli.sections import kind_of
 from train.config import (
     Config,
-    ExchangeConfig,
     RoundsConfig,
     StepConfig,
     TopologyConfig,
@@ -164,7 +164,7 @@ def test_the_command_of_the_first_trains_its_method(wanted, where):
         args=flags_of(wanted, "background").split(),
         config=AS_OPTIONS,
     )
-    assert made == dataclasses.replace(wanted, exchange=ExchangeConfig(where=where))
+    assert made == dataclasses.replace(wanted, exchange=kind_of("exchange", where)())
 
 
 def test_a_method_that_the_cluster_cannot_have_is_named():

@@ -105,7 +105,7 @@ def test_the_flags_of_a_row_train_with_it(overlap):
         assert config.rounds.codec == row.codec
         hides = overlap == "background" and row.name == PAIRS
         assert config.rounds.delay == (row.every_steps if hides else 0)
-        assert (config.exchange.where == "background") == hides
+        assert (config.exchange.name == "background") == hides
 
 
 @pytest.mark.slow

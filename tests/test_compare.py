@@ -18,11 +18,12 @@ from train.compare import _held_out, compare
 from train.config import (
     Config,
     EvaluationConfig,
-    ExchangeConfig,
+    GroupExchange,
     LogConfig,
-    PolicyConfig,
+    PeerExchange,
     RoundsConfig,
     StepConfig,
+    ThinningPolicy,
     TopologyConfig,
     WorkersConfig,
 )
@@ -307,7 +308,8 @@ RING = dataclasses.replace(LINE, topology=TopologyConfig(name="ring"))
 
 
 def by_peers(config, way):
-    return dataclasses.replace(config, exchange=ExchangeConfig(where="peers", way=way))
+    exchange = GroupExchange() if way == "wagma" else PeerExchange(way=way)
+    return dataclasses.replace(config, exchange=exchange)
 
 
 @pytest.mark.slow
@@ -388,14 +390,14 @@ def test_a_message_takes_as_long_as_it_is():
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"policy": PolicyConfig(name="thinning")}, "as the run goes on, and has no c"),
+        ({"policy": ThinningPolicy()}, "as the run goes on, and has no c"),
         (
-            {"exchange": ExchangeConfig(where="peers", patience=1.0)},
+            {"exchange": PeerExchange(patience=1.0)},
             "peers wait for no other: set exchange.patience to 0, got 1.0",
         ),
         (
-            {"exchange": ExchangeConfig(where="peers", patience=None)},
-            "peers who wait for all, have no clock: .* exchange.where = auto",
+            {"exchange": PeerExchange(patience=None)},
+            "peers who wait for all, have no clock: .* exchange = auto",
         ),
     ],
 )

@@ -26,8 +26,10 @@ from jax._src.distributed import global_state
 
 from decentjax.distributed.devices import provide_cpu_devices
 from train.config import (
+    AutoExchange,
+    BackgroundExchange,
     DistributedConfig,
-    ExchangeConfig,
+    InStepExchange,
     StepConfig,
     StragglerConfig,
 )
@@ -135,11 +137,11 @@ def losses(run_dir: Path) -> list[float]:
 
 OPTIONS = {
     "awc": {"step": StepConfig(batch_per_worker=2)},
-    "in_step": {"exchange": ExchangeConfig(where="in_step")},
+    "in_step": {"exchange": InStepExchange()},
     "all_reduce": {"step": StepConfig(batch_per_worker=2, algorithm="all_reduce")},
     "all_reduce_in_thread": {
         "step": StepConfig(batch_per_worker=2, algorithm="all_reduce"),
-        "exchange": ExchangeConfig(where="background"),
+        "exchange": BackgroundExchange(),
     },
 }
 
@@ -157,12 +159,12 @@ def runs(tmp_path_factory):
     def run(name: str, processes: int) -> Path:
         config, run_dir = configured(name), folder / f"{name}_{processes}"
         if processes == 0:
-            exchange = ExchangeConfig(where="auto")
+            exchange = AutoExchange()
             train(dataclasses.replace(config, exchange=exchange), run_dir)
             return run_dir
         options = (
             f"--step.algorithm {config.step.algorithm} "
-            f"--exchange.where {config.exchange.where}"
+            f"--exchange {config.exchange.name}"
         )
         with launch(processes, run_dir, *options.split()) as job:
             (run_dir / "output.txt").write_text(ended(job))
@@ -358,7 +360,7 @@ def test_a_checkpoint_does_not_disturb_the_count_of_steps(monkeypatch, tmp_path)
 @pytest.mark.slow
 @pytest.mark.parametrize(("who", "where"), [(0, "in_step"), (1, "background")])
 def test_the_death_of_one_ends_all_and_the_dead_is_named(who, where, tmp_path):
-    options = f"--num-steps 100000 --exchange.where {where}"
+    options = f"--num-steps 100000 --exchange {where}"
     with launch(2, tmp_path, *options.split()) as job:
         read_until(job, "step 6/100000")
         processes = of_run(tmp_path)

@@ -15,7 +15,7 @@ from test_launch import wait_until
 from test_peer_job import RING, alive, last_step, process_id, used
 
 from train.chaos import jobs
-from train.config import ExchangeConfig, StepConfig, TopologyConfig, WorkersConfig
+from train.config import PeerExchange, StepConfig, TopologyConfig, WorkersConfig
 from train.launch import main
 from train.run.checkpoint import find_checkpoints
 from train.run.log import read_metrics
@@ -25,7 +25,7 @@ CONFIG = (
     *("tests/line.py", "--task.step-seconds", "0.03", "--task.noise", "0.1"),
     *("--num-steps", "1000000"),
 )
-ELASTIC = ExchangeConfig(where="peers", elastic=True)
+ELASTIC = PeerExchange(elastic=True)
 OPTIONS = (
     *("--topology.name", "ring", "--exchange.silent-seconds", "2"),
     *("--checkpoint.every-steps", "40", "--evaluation.every-steps", "1000000"),
@@ -205,8 +205,7 @@ def test_a_broken_network_leaves_its_sides_training(quorum, tmp_path):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"where": "auto"}, "exchange.elastic needs exchange.where = .peers."),
-        ({"way": "swaps"}, "exchange.elastic needs .*got peers, swaps and 0.0"),
+        ({"way": "swaps"}, "exchange.elastic needs .*got swaps and 0.0"),
         ({"patience": None}, "an exchange.patience that ends, got .*None"),
         ({"quorum": 0}, "quorum must be at least 1, got 0"),
         ({"silent_seconds": 0.5}, "silent_seconds must be at least 1, got 0.5"),
@@ -214,7 +213,7 @@ def test_a_broken_network_leaves_its_sides_training(quorum, tmp_path):
 )
 def test_an_elastic_exchange_that_cannot_be_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
-        ExchangeConfig(**{"where": "peers", "elastic": True, **options})
+        PeerExchange(elastic=True, **options)
 
 
 @pytest.mark.parametrize(

@@ -764,8 +764,8 @@ def test_a_port_in_use_is_refused_even_where_its_owner_would_share_it(address):
         ("-n 2 docs/api/index.md", "error: docs/api/index.md is not Python: "),
         ("-n 2 --elastic tests/saving.py", "--elastic and --module are for configs"),
         (
-            "-n 2 --elastic tests/tiny.py --exchange.where background",
-            "--elastic starts peers, got --exchange.where background: leave out one",
+            "-n 2 --elastic tests/tiny.py --exchange background",
+            "--elastic starts peers, got --exchange background: leave out one",
         ),
         ("-n 2 --module train --script a.py", "--elastic and --module are for configs"),
         ("-n 2 --places 1 quickstart", "places must be at least 2, the number of pro"),

@@ -22,7 +22,7 @@ import decentjax
 from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.tables import quantity
-from train.config import CheckpointConfig, LogConfig, PolicyConfig, StepConfig
+from train.config import CheckpointConfig, LogConfig, StepConfig, ThinningPolicy
 from train.run import sinks
 from train.run.build import build_state
 from train.run.facts import command_line, peak_seconds, read_facts, worker_flops
@@ -63,7 +63,7 @@ def test_a_run_says_what_it_is_and_keeps_that(tmp_path, capsys):
 
 @pytest.mark.slow
 def test_a_run_with_a_policy_says_so(tmp_path, capsys):
-    train(dataclasses.replace(SHORT, policy=PolicyConfig(name="thinning")), tmp_path)
+    train(dataclasses.replace(SHORT, policy=ThinningPolicy()), tmp_path)
     assert "over the graphs of the policy thinning" in capsys.readouterr().out
 
 

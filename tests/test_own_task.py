@@ -25,9 +25,9 @@ from train.config import (
     CheckpointConfig,
     Config,
     EvaluationConfig,
+    HoldingPolicy,
     LogConfig,
     OptimizerConfig,
-    PolicyConfig,
     StepConfig,
     TopologyConfig,
     WorkersConfig,
@@ -489,7 +489,7 @@ def test_a_schedule_of_ones_own_has_no_warm_up():
 
 def test_graphs_by_name_are_not_ones_own():
     """Of a policy that lists them."""
-    policy = PolicyConfig(name="holding", graphs=("complete", "ring"))
+    policy = HoldingPolicy(graphs=("complete", "ring"))
     config = of(policy=policy, topology=TopologyConfig(make=topology.alone))
     assert len(build_policy(config).menu[1].between.sources) == 3
 

@@ -27,9 +27,11 @@ from test_resume import Growing
 
 from decentjax.gossip import Taken, Used
 from train.config import (
+    AutoExchange,
     Config,
     DistributedConfig,
-    ExchangeConfig,
+    GroupExchange,
+    PeerExchange,
     RoundsConfig,
     StepConfig,
     StragglerConfig,
@@ -49,7 +51,7 @@ from train.run.optimizers import build_optimizer
 from train.run.replayed import repeat
 from train.run.scores import read_trained
 
-RING = ("--exchange.where", "peers", "--topology.name", "ring")
+RING = ("--exchange", "peers", "--topology.name", "ring")
 
 
 ROUNDS = StepConfig(algorithm="rounds")
@@ -58,7 +60,7 @@ ROUNDS = StepConfig(algorithm="rounds")
 def as_process(number: int, count: int, config: Config = line.config, **changes):
     """A config of one process of several peers."""
     job = DistributedConfig(enabled=True, num_processes=count, process_id=number)
-    exchange = ExchangeConfig(where="peers")
+    exchange = PeerExchange()
     changes = {"distributed": job, "exchange": exchange, **changes}
     return dataclasses.replace(config, **changes)
 
@@ -166,7 +168,7 @@ def test_rounds_by_peers_that_wait_train_as_simulated_workers_do(
 
 
 SWAPS = [*RING, "--exchange.way", "swaps"]
-WAGMA = ["--exchange.where", "peers", "--exchange.way", "wagma", "--step.algorithm"]
+WAGMA = ["--exchange", "groups", "--step.algorithm"]
 WAGMA += ["atc", "--topology.name", "butterfly_groups", "--topology.mean-every", "8"]
 
 
@@ -197,7 +199,7 @@ def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
 
 def test_an_elastic_run_is_not_repeated():
     ring = TopologyConfig(name="ring")
-    elastic = ExchangeConfig(where="peers", elastic=True)
+    elastic = PeerExchange(elastic=True)
     config = dataclasses.replace(line.config, topology=ring, exchange=elastic)
     with pytest.raises(ValueError, match="an elastic run is not repeated: its recor"):
         repeat(config, config.task.build(), [], lambda *_: None)
@@ -449,7 +451,7 @@ def test_of_an_elastic_run_the_mean_is_of_who_was_there_to_the_end(
 ):
     """One has left early, and the place of another was never taken."""
     monkeypatch.setattr(peers, "START_SECONDS", 0.2)
-    exchange = ExchangeConfig(where="peers", elastic=True)
+    exchange = PeerExchange(elastic=True)
     for number, steps in ((0, 20), (1, 5)):
         train(as_process(number, 4, exchange=exchange, num_steps=steps), tmp_path)
     found = read_trained(tmp_path, trust=("line",))
@@ -638,11 +640,11 @@ def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
     [
         (
             {"step": StepConfig(algorithm="atc")},
-            'atc with .* = arrived waits for other .* exchange.way to "wagma"',
+            "atc with exchange = peers waits for other .* step.algorithm to awc or",
         ),
         (
             {"step": StepConfig(algorithm="all_reduce")},
-            'all_reduce .* set step.algorithm to "awc", or exchange.where to "auto"$',
+            'all_reduce .* set step.algorithm to awc or rounds, or exchange to "auto"$',
         ),
         ({"step": StepConfig(message_dtype="bfloat16")}, "in their own dtype"),
         (
@@ -658,8 +660,8 @@ def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
             "int4 with .* sends changes",
         ),
         (
-            {"step": ROUNDS, "exchange": ExchangeConfig(where="peers", way="swaps")},
-            "rounds with exchange.way = swaps waits for other workers",
+            {"step": ROUNDS, "exchange": PeerExchange(way="swaps")},
+            "rounds are averaged as they arrive.* got swaps",
         ),
         (
             {"topology": TopologyConfig(name="complete")},
@@ -675,7 +677,7 @@ def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
         (
             {
                 "step": StepConfig(algorithm="atc"),
-                "exchange": ExchangeConfig(where="peers", way="wagma"),
+                "exchange": GroupExchange(),
                 "topology": TopologyConfig(name="butterfly_groups", mean_every=4),
                 "optimizer": dataclasses.replace(
                     line.config.optimizer, name="exact_diffusion"
@@ -691,7 +693,7 @@ def test_what_takes_collectives_is_refused_at_once(changes, words):
 
 
 def test_groups_without_a_mean_of_all_are_refused():
-    exchange = ExchangeConfig(where="peers", way="wagma")
+    exchange = GroupExchange()
     for topology in (
         TopologyConfig(name="ring"),
         TopologyConfig(name="butterfly_groups"),
@@ -703,7 +705,7 @@ def test_groups_without_a_mean_of_all_are_refused():
 
 def test_a_patience_is_not_negative():
     with pytest.raises(ValueError, match="patience must be at least 0, got -1"):
-        ExchangeConfig(where="peers", patience=-1.0)
+        PeerExchange(patience=-1.0)
 
 
 def test_peers_are_several_processes(tmp_path):
@@ -752,10 +754,10 @@ def test_one_late_process_is_late_by_its_number_among_peers(tmp_path):
 
 def test_peers_share_what_is_trained_and_not_where_and_how_patiently():
     own = peers.digest(as_process(0, 2))
-    patient = ExchangeConfig(where="peers", patience=3.0, bind="lo")
+    patient = PeerExchange(patience=3.0, bind="lo")
     assert peers.digest(as_process(1, 2, exchange=patient)) == own
     assert peers.digest(as_process(0, 2, seed=1)) != own
-    assert peers.digest(as_process(0, 2, exchange=ExchangeConfig())) != own
+    assert peers.digest(as_process(0, 2, exchange=AutoExchange())) != own
 
 
 def test_an_interface_has_an_address():
@@ -766,18 +768,18 @@ def test_an_interface_has_an_address():
 def test_the_launcher_knows_peers_by_option_config_or_run(finished, tmp_path):
     run_dir, _ = finished
     config = "tests/line.py"
-    assert are_peers([config, "--exchange.where", "peers"])
-    assert are_peers([config, "--exchange.where=peers", "--seed", "1"])
+    assert are_peers([config, "--exchange", "peers"])
+    assert are_peers([config, "--exchange=peers", "--seed", "1"])
     assert are_peers(["--resume", str(run_dir)])
-    assert not are_peers(["--resume", str(run_dir), "--exchange.where", "auto"])
+    assert not are_peers(["--resume", str(run_dir), "--exchange", "auto"])
     assert not are_peers([config])
     assert not are_peers(["--resume", str(tmp_path)])
     assert not are_peers(["--measure", config])
     own = tmp_path / "peers.py"
     own.write_text(
         "import dataclasses\nfrom tests.line import config\n"
-        "from train.config import ExchangeConfig\n"
-        "config = dataclasses.replace(config, exchange=ExchangeConfig(where='peers'))\n"
+        "from train.config import PeerExchange\n"
+        "config = dataclasses.replace(config, exchange=PeerExchange())\n"
     )
     assert are_peers([str(own)])
 

@@ -37,9 +37,10 @@ from decentjax.dispersion import (
     tensor_names,
     tensor_norms,
 )
+from train.cli.sections import kind_of
 from train.config import (
+    HoldingPolicy,
     OptimizerConfig,
-    PolicyConfig,
     WorkersConfig,
 )
 from train.run.choose import build_policy
@@ -227,7 +228,8 @@ NOISY = dataclasses.replace(
 
 
 def policies(name, **options):
-    policy = PolicyConfig(name=name, every_steps=2, epoch_steps=5, **options)
+    own = {"thinning": {"epoch_steps": 5}, "holding": {"every_steps": 2}}.get(name, {})
+    policy = kind_of("policy", name)(**own, **options)
     return dataclasses.replace(NOISY, policy=policy)
 
 
@@ -259,7 +261,7 @@ def test_a_run_that_holds_a_dispersion_resumes_bit_for_bit(where, tmp_path):
         ("thinning", {"degree": 6, "per_epoch": 2.0}),
         ("holding", {"target": 0.01}),
         ("holding", {"target": 0.02, "graphs": ("complete", "one_peer_ring", "alone")}),
-        ("damping", {"levels": 3, "power": 2.0}),
+        ("damping", {"power": 2.0}),
         ("merged", {}),
     ],
 )
@@ -283,32 +285,34 @@ def test_the_graphs_to_hold_a_dispersion_with_have_names():
     made = build_policy(policies("holding", graphs=("complete", "one_peer_ring")))
     assert made.graphs == (topology.complete(8), topology.one_peer_ring(8))
     with pytest.raises(ValueError, match="graphs must be a tuple, each part one of"):
-        PolicyConfig(graphs=("rign",))
+        HoldingPolicy(graphs=("rign",))
 
 
 def test_the_mixing_factor_falls_with_the_learning_rate():
     optimizer = OptimizerConfig(warmup_steps=4, learning_rate=0.1)
-    config = dataclasses.replace(policies("damping", levels=4), optimizer=optimizer)
+    config = dataclasses.replace(policies("damping"), optimizer=optimizer)
     schedule = build_schedule(config.optimizer, config.num_steps)
     made = build_policy(config)
     for step in range(config.optimizer.warmup_steps, config.num_steps):
         wanted = float(schedule(step)) / config.optimizer.learning_rate
-        assert -1e-6 < made.menu[made(step)].factor - wanted < 0.25 + 1e-6
+        assert -1e-6 < made.menu[made(step)].factor - wanted < 1 / 8 + 1e-6
     assert made.menu[made(0)].factor == 1
 
 
 @pytest.mark.parametrize(
-    ("policy", "words"),
+    ("name", "options", "words"),
     [
-        ({"name": "holding", "target": 0.0}, "target must be positive"),
-        ({"name": "thinning", "degree": 2, "least": 4}, "2 <= least <= degree"),
-        ({"every_steps": 0}, "every_steps must be at least 1"),
-        ({"power": -1.0}, "power must be at least 0"),
+        ("holding", {"target": 0.0}, "target must be positive"),
+        ("thinning", {"degree": 1}, "2 <= least <= degree"),
+        ("thinning", {"epoch_steps": 0}, "epoch_steps must be at least 1"),
+        ("holding", {"every_steps": 0}, "every_steps must be at least 1"),
+        ("damping", {"power": -1.0}, "power must be at least 0"),
+        ("fixed", {"power": 1.0}, "FixedPolicy has no field 'power'"),
     ],
 )
-def test_configs_of_policies_that_make_no_sense_are_refused(policy, words):
+def test_configs_of_policies_that_make_no_sense_are_refused(name, options, words):
     with pytest.raises(ValueError, match=words):
-        PolicyConfig(**policy)
+        kind_of("policy", name)(**options)
 
 
 @pytest.mark.parametrize("change", ["all_reduce", "background", "peers"])
@@ -317,8 +321,8 @@ def test_a_policy_needs_an_exchange_in_the_step(change):
     if change == "all_reduce":
         changes["step"] = dataclasses.replace(config.step, algorithm="all_reduce")
     else:
-        changes["exchange"] = dataclasses.replace(config.exchange, where=change)
-    with pytest.raises(ValueError, match=r"policy.name = thinning .* got \w+ with \w+"):
+        changes["exchange"] = kind_of("exchange", change)()
+    with pytest.raises(ValueError, match=r"the policy thinning .* got \w+ with \w+"):
         dataclasses.replace(config, **changes)
 
 

@@ -17,7 +17,7 @@ from rich.console import Console
 from decentjax import AXIS, overlap, topology
 from decentjax.overlap import Network
 from train.__main__ import load_config
-from train.config import ExchangeConfig, StepConfig, TopologyConfig
+from train.config import BackgroundExchange, InStepExchange, StepConfig, TopologyConfig
 from train.models.gpt import GPTConfig
 from train.preflight.__main__ import main
 from train.preflight.compile import Finding, Preflight, inspect, prepare
@@ -88,7 +88,7 @@ def refused(*options: str) -> str:
 @pytest.mark.parametrize("nodes", [16, 126])
 def test_what_ships_hides_its_busiest_exchange(name, nodes):
     config = load_config(ROOT / "configs" / f"{name}.py")
-    in_step = ExchangeConfig(where="in_step")
+    in_step = InStepExchange()
     config = dataclasses.replace(config, exchange=in_step)
     if nodes == 126:  # No power of two, as its alternating ring would want.
         config = dataclasses.replace(config, topology=HIERARCHY)
@@ -362,8 +362,8 @@ def test_a_model_that_does_not_fit_is_a_code(capsys, tmp_path):
             "there is no target file none.py",
         ),
         (
-            "--target h100 --nodes 2 --gpus-per-node 2 --exchange.where background",
-            "take --exchange.where in_step",
+            "--target h100 --nodes 2 --gpus-per-node 2 --exchange background",
+            "take --exchange in_step",
         ),
     ],
 )
@@ -469,9 +469,7 @@ def test_a_slower_network_exposes_more():
 
 
 def test_background_is_refused_by_the_library_too():
-    config = dataclasses.replace(
-        tiny.config, exchange=ExchangeConfig(where="background")
-    )
+    config = dataclasses.replace(tiny.config, exchange=BackgroundExchange())
     with pytest.raises(ValueError, match="in_step"):
         prepare(config, "h100", 2, 2)
 

@@ -21,7 +21,7 @@ from decentjax import (
     topology,
     worker_mesh,
 )
-from train.config import ExchangeConfig, StepConfig
+from train.config import AutoExchange, BackgroundExchange, StepConfig
 from train.run.finite import QUARANTINED, quarantined, watch_gradients
 from train.run.log import read_metrics
 from train.run.loop import train
@@ -89,7 +89,7 @@ PLACES = {
 )
 def test_the_others_train_on_and_nothing_spreads(poison, leaf, where, tmp_path, capsys):
     workers = dataclasses.replace(line.config.workers, **PLACES[where])
-    exchange = ExchangeConfig(where="background" if where == "background" else "auto")
+    exchange = BackgroundExchange() if where == "background" else AutoExchange()
     config = poisoned(poison, workers=workers, exchange=exchange)
     outcome = train(config, tmp_path / "run")
     assert outcome.step == 20

@@ -21,8 +21,9 @@ import tiny
 from decentjax import gossip, topology, worker_mesh
 from train.__main__ import load_config, main
 from train.cli.config_json import differences
+from train.cli.sections import kind_of
 from train.config import (
-    ExchangeConfig,
+    BackgroundExchange,
     OptimizerConfig,
     TopologyConfig,
     WorkersConfig,
@@ -517,7 +518,7 @@ def test_a_background_exchange_sends_the_dtype_of_the_config(monkeypatch):
     monkeypatch.setattr(gossip, "Background", lambda *args, **named: made.update(named))
     config = dataclasses.replace(
         TINY,
-        exchange=ExchangeConfig(where="background"),
+        exchange=BackgroundExchange(),
         step=dataclasses.replace(TINY.step, message_dtype="bfloat16"),
     )
     optimizer = build_optimizer(config.optimizer, config.num_steps)
@@ -531,7 +532,7 @@ def test_a_background_exchange_takes_no_options_of_xla():
     for where, options in [("in_step", {option: "True"}), ("background", {})]:
         config = dataclasses.replace(
             TINY,
-            exchange=ExchangeConfig(where=where),
+            exchange=kind_of("exchange", where)(),
             step=dataclasses.replace(TINY.step, xla_options=(f"{option}=True",)),
         )
         assert step_options(config, mesh) == options

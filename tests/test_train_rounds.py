@@ -11,9 +11,11 @@ import rounds_line
 
 from decentjax.analysis import traffic
 from decentjax.topology import complete
+from train.cli.sections import kind_of
 from train.config import (
-    ExchangeConfig,
-    PolicyConfig,
+    BackgroundExchange,
+    DampingPolicy,
+    PeerExchange,
     RoundsConfig,
     StepConfig,
     TopologyConfig,
@@ -121,7 +123,7 @@ def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
         config = dataclasses.replace(
             config,
             workers=WorkersConfig(num_workers=4, where="mesh"),
-            exchange=ExchangeConfig(where={"mesh": "in_step"}.get(where, where)),
+            exchange=kind_of("exchange", {"mesh": "in_step"}.get(where, where))(),
         )
     train(dataclasses.replace(config, num_steps=11), tmp_path / "half")
     resumed = train(config, tmp_path / "half", Resume()).state
@@ -179,7 +181,7 @@ ONES = {
 def test_corrections_train_and_resume(changes, where, tmp_path):
     in_thread = where == "background"
     workers = WorkersConfig(num_workers=4, where="mesh" if in_thread else where)
-    exchange = ExchangeConfig(where=where if in_thread else "auto")
+    exchange = kind_of("exchange", where if in_thread else "auto")()
     config = dataclasses.replace(NOISY, **changes, workers=workers, exchange=exchange)
     whole = train(config, tmp_path / "whole").state
     train(dataclasses.replace(config, num_steps=11), tmp_path / "half")
@@ -238,10 +240,10 @@ def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"exchange": ExchangeConfig(where="background")}, "rounds.delay to 1 or more"),
+        ({"exchange": BackgroundExchange()}, "rounds.delay to 1 or more"),
         (
-            {"exchange": ExchangeConfig(where="peers", way="swaps")},
-            "rounds with exchange.way = swaps waits for other workers",
+            {"exchange": PeerExchange(way="swaps")},
+            "rounds are averaged as they arrive.* got swaps",
         ),
         (
             {
@@ -287,7 +289,7 @@ def test_rounds_that_no_step_takes_are_refused(tmp_path):
         train(config, tmp_path)
 
 
-PEERS = ExchangeConfig(where="peers")
+PEERS = PeerExchange()
 
 
 @pytest.mark.parametrize(
@@ -311,8 +313,8 @@ PEERS = ExchangeConfig(where="peers")
             "1 without codec and tracking, got rounds with 3, none and True",
         ),
         (
-            D2 | {"policy": PolicyConfig(name="damping")},
-            "set policy.name to fixed, got damping",
+            D2 | {"policy": DampingPolicy()},
+            "set policy to fixed, got damping",
         ),
         (
             D2 | {"step": StepConfig(not_finite="quarantine")},
@@ -323,10 +325,10 @@ PEERS = ExchangeConfig(where="peers")
             D2 | {"exchange": dataclasses.replace(PEERS, patience=None, way="swaps")},
             "set exchange.way to arrived, got swaps",
         ),
-        (TRACKING | {"exchange": PEERS}, "set exchange.where to in_step, got peers"),
+        (TRACKING | {"exchange": PEERS}, "set exchange to in_step, got peers"),
         (
-            TRACKING | {"exchange": ExchangeConfig(where="background")},
-            "set exchange.where to in_step, got background",
+            TRACKING | {"exchange": BackgroundExchange()},
+            "set exchange to in_step, got background",
         ),
         (
             LOCAL_TRACKING

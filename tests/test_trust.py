@@ -23,7 +23,7 @@ from test_peer_job import as_process, last_step, process_id
 from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.config_json import from_fields, to_json
-from train.config import ExchangeConfig
+from train.config import PeerExchange
 from train.job.secret import read_secret, shared_secret
 from train.report import write_report
 from train.run.log import read_metrics
@@ -33,7 +33,7 @@ from train.xla import read_options
 
 LINE = "tests/line.py"
 SLOW = ["--num-steps", "100000", "--task.step-seconds", "0.02"]
-PEERS = ["--exchange.where", "peers", "--topology.name", "ring"]
+PEERS = ["--exchange", "peers", "--topology.name", "ring"]
 OUTSIDE = "10.9.9.1"  # An address that is not loopback, in a namespace of the tests.
 NAMESPACE = f"""
 set -e
@@ -485,10 +485,10 @@ def test_a_secret_is_private_and_long(mode, text, words, tmp_path):
 
 
 def test_given_addresses_need_a_given_secret(tmp_path):
-    exchange = ExchangeConfig(where="peers", addresses=("127.0.0.1:1", "127.0.0.1:2"))
+    exchange = PeerExchange(addresses=("127.0.0.1:1", "127.0.0.1:2"))
     with pytest.raises(ValueError, match=r"same file with --exchange.secret-file PATH"):
         train(as_process(0, 2, exchange=exchange), tmp_path)
-    own = ExchangeConfig(where="peers", secret_file="any")
+    own = PeerExchange(secret_file="any")
     assert digest(as_process(0, 2, exchange=own)) == digest(as_process(1, 2))
 
 

@@ -21,6 +21,7 @@ from train.cli.config_json import sources
 from train.cli.load import check_folder, load_config, own_sinks, shipped_configs
 from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
 from train.cli.read import from_options
+from train.cli.sections import ExchangeName, PolicyName, take_sections
 from train.cli.tables import quantity, words
 from train.config import Config
 from train.job.distributed import fail_stop, leave, start
@@ -88,6 +89,7 @@ def main(arguments: list[str]) -> None:
 def _begin(path: Path, options: list[str]) -> None:
     """Trains a config from its first step."""
     default, sinks = load_config(path), own_sinks(path)
+    default, options = take_sections(default, options)
     # tyro would only call it an unknown option.
     if "--resume" in options:
         raise ValueError(
@@ -100,6 +102,8 @@ def _begin(path: Path, options: list[str]) -> None:
         init_from: Path | None = None,
         auto_resume: bool = False,
         trust: Trust = (),
+        exchange: ExchangeName = None,
+        policy: PolicyName = None,
     ) -> None:
         """Trains the config.
 
@@ -112,6 +116,7 @@ def _begin(path: Path, options: list[str]) -> None:
           auto_resume: whether to resume the run, if the folder has a checkpoint; for
             what starts a job again, such as Slurm.
         """
+        del exchange, policy  # Read above.
         folder = run_dir or Path("runs") / config.name
         if auto_resume and find_checkpoints(folder).steps:
             run_here(config, folder, Resume(), sinks=sinks)
@@ -133,7 +138,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
     sinks = [sink for file in files for sink in own_sinks(file, "trusted file")]
     # A step that is no number raises below, with all other options.
     step = int(known.step) if known.step.isdecimal() else None
-    default = saved_config(run_dir, step, known.trust)
+    default, options = take_sections(saved_config(run_dir, step, known.trust), options)
 
     def run(
         config: ConfigArgument = default,
@@ -141,6 +146,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
         trust: Trust = (),
         workers: Annotated[How | None, tyro.conf.arg(name="resume.workers")] = None,
+        exchange: ExchangeName = None,
     ) -> None:
         """Resumes a run with its own config.
 
@@ -152,7 +158,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
             models and moments, those of the saved workers in turn ("repeat"), or those
             of the first ("select").
         """
-        del trust  # Read above.
+        del trust, exchange  # Read above.
         changed, fields = with_changes(config, change)
         run_here(changed, run_dir, Resume(step, fields, workers), sinks=sinks)
 
@@ -172,7 +178,7 @@ def run_here(
     # Before the job starts, whose other processes would wait for this one.
     check_folder(run_dir)
     begin = functools.partial(train, config, run_dir, resume, init_from, trust, sinks)
-    if config.exchange.where == "peers":
+    if config.is_apart:
         start_peer(config)
         finish_peer(begin(), config, run_dir)
         return

@@ -256,7 +256,7 @@ def _with(config: Config, field: str, value: str) -> Config:
 
 def _ends(config: Config, seeds: range, clock: Clock) -> Sequence[float]:
     """When each number of steps is done, [T + 1], or without a clock the number."""
-    if not clock.runs and config.exchange.where != "peers":
+    if not clock.runs and not config.is_apart:
         return range(config.num_steps + 1)
     runs = [clock.run(config, seed).times for seed in seeds]
     return [0.0, *np.mean([times.end for times in runs], axis=(0, 2)).tolist()]
@@ -296,7 +296,7 @@ def _trained(
     """The results of a config, from the folder or trained now."""
     title = f"{next(places)}: {name}"
     # Of peers each seed is a run of its own.
-    is_late = config.exchange.where == "peers"
+    is_late = config.is_apart
     size = 1 if is_late else seeds_at_once(config, len(seeds), at_once)
     # Each group of seeds takes all the steps.
     num_steps = math.ceil(len(seeds) / size) * config.num_steps

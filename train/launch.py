@@ -26,6 +26,7 @@ from train.cli.command import command
 from train.job.processes import Process, supervise
 
 COMMAND = "DECENTJAX_COMMAND"  # As `train.run.facts` reads it.
+APART = ("peers", "groups")  # Exchanges of processes that are no job.
 CACHE, WARNINGS = "JAX_COMPILATION_CACHE_DIR", "PYTHONWARNINGS"
 # What may stand before a folder or a config in place of a config, by module.
 FIRST = {"train": "--resume", "train.advise": "--measure"}
@@ -244,13 +245,13 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
         max_restarts = max_restarts or math.inf
         if rest[0] == "--resume":
             check_elastic(Path(rest[1]))
-        elif (where := given_where(rest)) not in (None, "peers"):
+        elif (kind := given_exchange(rest)) not in (None, "peers"):
             raise ValueError(
-                f"--elastic starts peers, got --exchange.where {where}: leave out one "
-                "of the two"
+                f"--elastic starts peers, got --exchange {kind}: leave out one of the "
+                "two"
             )
         else:
-            rest = [*rest, *("--exchange.where", "peers"), "--exchange.elastic"]
+            rest = [*rest, "--exchange", "peers", "--exchange.elastic"]
     if max_restarts:
         check_restarts(module, rest)
         if rest[0] != "--resume":
@@ -328,26 +329,26 @@ def check_elastic(run_dir: Path) -> None:
 
 def are_peers(arguments: Sequence[str]) -> bool:
     """Whether `decentjax train` with these arguments trains as one of several peers."""
-    if (where := given_where(arguments)) is not None:
-        return where == "peers"
+    if (kind := given_exchange(arguments)) is not None:
+        return kind in APART
     try:
         if arguments[0] == "--resume":
             from train.cli.config_json import read_fields  # Takes seconds.
 
             fields = read_fields(Path(arguments[1]) / "config.json")
-            return fields["exchange"]["where"] == "peers"
+            return fields["exchange"]["kind"] in APART
         from train.cli.load import load_config  # As long.
 
-        return load_config(Path(arguments[0])).exchange.where == "peers"
+        return load_config(Path(arguments[0])).is_apart
     except (OSError, ValueError, LookupError, TypeError):
         return False  # The processes have said why.
 
 
-def given_where(arguments: Sequence[str]) -> str | None:
-    """Returns the value of --exchange.where among these arguments, if it is given."""
+def given_exchange(arguments: Sequence[str]) -> str | None:
+    """Returns the value of --exchange among these arguments, if it is given."""
     options = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    options.add_argument("--exchange.where", dest="where")
-    return options.parse_known_args(arguments)[0].where
+    options.add_argument("--exchange")
+    return options.parse_known_args(arguments)[0].exchange
 
 
 def command_line(

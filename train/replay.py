@@ -43,7 +43,7 @@ def replay(
     folders = process_folders(run)
     if not folders:
         raise ValueError(
-            f"{run} holds no run of peers: they are those with --exchange.where peers"
+            f"{run} holds no run of peers: they are those with --exchange peers"
         )
     trained = read_trained(run, trust=trust)
     if len(trained.steps) < len(folders):

@@ -160,7 +160,7 @@ def _timeline_sections(runs: list[History]) -> list[Section]:
 def _has_graph(run: History) -> bool:
     """Whether its topology is what it mixes by: not where a policy has graphs."""
     step, policy = run.config.get("step", {}), run.config.get("policy", {})
-    has_graphs = policy.get("name") in ("thinning", "holding")
+    has_graphs = policy.get("kind") in ("thinning", "holding")
     return not has_graphs and step.get("algorithm") != "all_reduce"
 
 

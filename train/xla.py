@@ -28,7 +28,7 @@ PROGRAMS = (
 
 # XLA combines messages up to 30 MB and more. Then little compute is left beside the
 # last ones, and the 22 MB of a pair become one message that blocks; shown by `decentjax
-# preflight configs/timeline.py --exchange.where in_step --target h100 --nodes 16
+# preflight configs/timeline.py --exchange in_step --target h100 --nodes 16
 # --gpus-per-node 8` without options.
 RECOMMENDED = dict.fromkeys(THRESHOLDS, "2500000")
 

@@ -49,7 +49,7 @@ def _runner(configs: Path, method: Method) -> Runner:
     config = dataclasses.replace(config, distributed=JOB)
     task = _build(config.task)
     optimizer = build_optimizer(config.optimizer, config.num_steps)
-    if config.exchange.where == "peers":
+    if config.is_apart:
         exchange = dataclasses.replace(config.exchange, bind=INTERFACE)
         config = dataclasses.replace(config, exchange=exchange)
         mesh, workers = worker_mesh(1, jax.local_devices()), [jax.process_index()]

@@ -79,7 +79,7 @@ def _train(
     else:
         module, options = "train", ["--distributed.enabled", f"--{FIELD}", rate]
         options += ["--num-steps", num_steps]
-        if config.exchange.where == "peers":
+        if config.is_apart:
             options += ["--exchange.bind", INTERFACE]
         if delay:
             late = ["--straggler.kind", "rotating", "--straggler.seconds", str(delay)]

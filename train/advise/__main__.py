@@ -149,9 +149,9 @@ def _measured(arguments: list[str]) -> int:
                 "steps and measured_steps must be positive, got "
                 f"{steps} and {measured_steps}"
             )
-        if config.exchange.where == "peers":
+        if config.is_apart:
             raise ValueError(
-                "peers share no job in which to measure: take --exchange.where auto"
+                "peers share no job in which to measure: take --exchange auto"
             )
         # First: an error should not cost a measurement.
         contenders = read_race(race)

@@ -184,7 +184,7 @@ def flags_of(config: Config, overlap: Overlap) -> str:
         found = changes(vars(type(value)()), vars(value), f"{part}.")
         options |= {name: new for name, _, new in found}
     if method.is_early and overlap == "background":
-        options["exchange.where"] = overlap
+        options["exchange"] = overlap
     return " ".join(
         f"--{x.replace('_', '-')}" + ("" if y is True else f" {y}")
         for x, y in options.items()

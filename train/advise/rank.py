@@ -341,4 +341,4 @@ def _flags(config: TopologyConfig, overlap: Overlap) -> str:
         for option in ("name", *_options(config), "factor", "mean_every")
         if option != "name" or config.make is None
     ]
-    return " ".join([f"--step.algorithm awc --exchange.where {where}", *options])
+    return " ".join([f"--step.algorithm awc --exchange {where}", *options])

@@ -122,7 +122,7 @@ def _methods(
 def _flags(graph: TopologyName, rounds: RoundsConfig) -> str:
     changed = changes(vars(RoundsConfig()), vars(rounds), "--rounds.")
     flags = [f"{name.replace('_', '-')} {value}" for name, _, value in changed]
-    flags += ["--exchange.where background"] if rounds.delay else []
+    flags += ["--exchange background"] if rounds.delay else []
     return " ".join([f"--step.algorithm rounds --topology.name {graph}", *flags])
 
 

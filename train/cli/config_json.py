@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from train.cli.old_config import upgraded
+from train.cli.sections import KINDS, kind_of
 from train.cli.trust import find_own, find_task
 from train.config import Config
 from train.fields import place_of, takes_function
@@ -22,6 +24,8 @@ def to_json(config: Config) -> str:
     kind, fields = type(config.task), dataclasses.asdict(config)
     name = kind.__name__ if is_shipped(kind) else place_of(kind)
     fields["task"] = {"kind": name, **fields["task"]}
+    for section in KINDS:
+        fields[section] = {"kind": getattr(config, section).name, **fields[section]}
     return json.dumps(fields, indent=2, default=place_of) + "\n"
 
 
@@ -49,10 +53,20 @@ def from_fields(fields: dict[str, Any], trust: Sequence[str] = ()) -> Config:
     try:
         own = kind not in MODULES
         found = find_task(kind, trust) if own else shipped_task(kind)
-        made = make(found, of_task, trust)
-        return make(Config, {**fields, "task": made}, trust)
+        parts = {"task": make(found, of_task, trust)}
+        fields = upgraded(fields)
+        for section in KINDS.keys() & fields.keys():
+            kind, given = _kind_and_fields(section, fields[section])
+            parts[section] = make(kind, given, trust)
+        return make(Config, {**fields, **parts}, trust)
     except (TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"a config of another version: {error}") from error
+
+
+def _kind_and_fields(section: str, fields: Any) -> tuple[Any, dict[str, Any]]:
+    """The class of a section, and its fields."""
+    given = dict(fields)
+    return kind_of(section, given.pop("kind", None)), given
 
 
 def read_config(path: Path, trust: Sequence[str] = ()) -> Config:
@@ -86,7 +100,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         kind = type(fields).__name__
         raise ValueError(f"{path} must hold a config as a JSON object, got {kind}")
-    return fields
+    return upgraded(fields)
 
 
 def sources(config: Config) -> tuple[str, ...]:
@@ -114,7 +128,9 @@ def changes(
         if isinstance(before, dict) and isinstance(after, dict):
             yield from changes(before, after, f"{prefix}{key}.")
         elif before != after:
-            yield f"{prefix}{key}", before, after
+            # The kind of a section is its name: exchange = peers.
+            is_kind = key == "kind" and prefix[:-1] in KINDS
+            yield prefix[:-1] if is_kind else f"{prefix}{key}", before, after
 
 
 def from_defaults(fields: dict[str, Any]) -> list[tuple[str, Any, Any]]:
@@ -147,9 +163,14 @@ def _filled(fields: dict[str, Any], defaults: dict[str, Any]) -> dict[str, Any]:
 def _all_defaults(fields: dict[str, Any]) -> dict[str, Any]:
     """The default of each field of a config, for a task of the same kind."""
     kind = fields["task"]["kind"]
-    task = _defaults(shipped_task(kind)) if kind in MODULES else {}
+    parts = {"task": _defaults(shipped_task(kind)) if kind in MODULES else {}}
+    for section, kinds in KINDS.items():
+        own = fields.get(section, {}).get("kind")
+        # Those of the same kind, of which the first one is the default.
+        parts[section] = {"kind": next(iter(kinds))}
+        parts[section] |= _defaults(kinds[own]) if own in kinds else {}
     # From JSON too, where a tuple is a list.
-    return json.loads(json.dumps(_defaults(Config) | {"task": task}))
+    return json.loads(json.dumps(_defaults(Config) | parts))
 
 
 def _defaults(kind: Any) -> dict[str, Any]:

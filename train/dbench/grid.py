@@ -2,11 +2,12 @@
 
 import dataclasses
 import re
-import typing
 from typing import Any, Literal, NamedTuple
 
-from train.config import Config, PolicyConfig, RoundsConfig, TopologyConfig
+from train.cli.sections import KINDS
+from train.config import Config, FixedPolicy, Policy, RoundsConfig, TopologyConfig
 from train.run.method import build_method
+from train.run.resume import with_fields
 
 Batch = Literal["local", "global"]
 Scaling = Literal["none", "linear", "sqrt"]
@@ -14,7 +15,7 @@ ALL_REDUCE = "all_reduce"
 POWERS: dict[Scaling, float] = {"none": 0.0, "sqrt": 0.5, "linear": 1.0}
 # These have graphs of their own.
 OWN_GRAPHS = {ALL_REDUCE, "thinning", "holding"}
-POLICIES = set(typing.get_args(typing.get_type_hints(PolicyConfig)["name"])) - {"fixed"}
+POLICIES = KINDS["policy"].keys() - {"fixed"}
 
 
 class Cell(NamedTuple):
@@ -67,9 +68,9 @@ def make_cells(
             f"--scaling {scaling} follows the batch of all workers, which --batch "
             "global holds: leave one of them out"
         )
-    if config.exchange.where == "peers":
+    if config.is_apart:
         raise ValueError(
-            "all workers of a grid train in step: take --change exchange.where=auto, "
+            "all workers of a grid train in step: take --change exchange=auto, "
             "or for peers train.compare with --clock"
         )
     for name, given in (("graphs", graphs), ("workers", workers)):
@@ -89,16 +90,23 @@ def make_cells(
 def graph_fields(config: Config, graph: str) -> dict[str, Any]:
     """Returns the fields of a config that a graph's name sets.
 
-    A name is "all_reduce", a function of `decentjax.topology`, or a policy with the
-    config's options; `@10` after it adds a mean of all models at each tenth step.
+    A name is "all_reduce", a function of `decentjax.topology`, or a policy, with
+    options as in `thinning:degree=16`, by default those of the config; `@10` after it
+    adds a mean of all models at each tenth step.
 
     Raises:
       ValueError: if there is no such graph.
     """
-    name, at, period = graph.partition("@")
+    named, at, period = graph.partition("@")
+    name, *options = named.split(":")
     if at and (not re.fullmatch("0*[1-9][0-9]*", period) or name in OWN_GRAPHS):
         raise ValueError(f"wanted GRAPH or GRAPH@STEPS, such as ring@10, got {graph!r}")
-    step, topology, policy = config.step, config.topology, config.policy
+    if options and name not in POLICIES:
+        raise ValueError(
+            f"only the policies {', '.join(sorted(POLICIES))} take options, as in "
+            f"thinning:degree=16, got {graph!r}"
+        )
+    step, topology = config.step, config.topology
     if build_method(config).sends_gradients:
         raise ValueError(
             "the config's own step averages gradients: give one with step.algorithm = "
@@ -111,11 +119,18 @@ def graph_fields(config: Config, graph: str) -> dict[str, Any]:
         topology = dataclasses.replace(topology, name="complete", make=None)
     elif name not in POLICIES:  # Its own function would go before any name.
         topology = dataclasses.replace(topology, name=name, make=None)
-    policy = dataclasses.replace(policy, name=name if name in POLICIES else "fixed")
+    policy = _policy(config, name, options) if name in POLICIES else FixedPolicy()
     if period:
         topology = dataclasses.replace(topology, mean_every=int(period))
     fields = {"step": step, "topology": topology, "policy": policy}
     return fields | ({"rounds": RoundsConfig()} if name == ALL_REDUCE else {})
+
+
+def _policy(config: Config, name: str, options: list[str]) -> Policy:
+    pairs = [option.partition("=") for option in options]
+    given = {f"policy.{field}": value for field, _, value in pairs}
+    changed = with_fields(config, {"policy": name, **given}, prog=f"--graphs {name}")
+    return changed.policy
 
 
 def _cell(

@@ -36,7 +36,7 @@ def peer_place(config: Config) -> PeerPlace:
     """
     if not config.distributed.enabled:
         raise ValueError(
-            'exchange.where = "peers" is for several processes: start them with '
+            'exchange = "peers" is for several processes: start them with '
             "`decentjax launch`, or each with --distributed.enabled"
         )
     place = detect("unused", config.distributed)  # Peers have no coordinator.
@@ -47,7 +47,7 @@ def peer_place(config: Config) -> PeerPlace:
 
 def process_place(config: Config) -> tuple[int, int]:
     """Returns the number of this process, and the number of all."""
-    if config.exchange.where == "peers":
+    if config.is_apart:
         return peer_place(config)[:2]
     return jax.process_index(), jax.process_count()
 

@@ -16,7 +16,7 @@ from rich.console import Console
 from decentjax import AXIS, analysis, overlap
 from decentjax.overlap import Estimate, Schedule
 from train import targets
-from train.config import Config
+from train.config import BackgroundExchange, Config
 from train.network import rate
 from train.run.build import build_in_step, build_state
 from train.run.method import build_method
@@ -222,10 +222,10 @@ def prepare(
     for name, count in [("nodes", nodes), ("gpus-per-node", devices_per_node)]:
         if count < 1:
             raise ValueError(f"{name} must be at least 1, got {count}")
-    if config.exchange.where in ("background", "peers"):
+    if config.is_apart or isinstance(config.exchange, BackgroundExchange):
         raise ValueError(
-            f'an exchange in "{config.exchange.where}" is not part of the compiled '
-            "step, so there is no schedule to read: take --exchange.where in_step"
+            f'the exchange "{config.exchange.name}" is not part of the compiled '
+            "step, so there is no schedule to read: take --exchange in_step"
         )
     workers = dataclasses.replace(
         config.workers,

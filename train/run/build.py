@@ -29,7 +29,7 @@ from decentjax.gossip import Record, host_mesh
 from decentjax.local import LocalUpdate
 from decentjax.loss import Metrics, kinds
 from decentjax.topology import alone
-from train.config import Config, StepConfig
+from train.config import BackgroundExchange, Config, StepConfig
 from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet
 from train.job.peers import peer_place
@@ -47,15 +47,15 @@ def build_mesh(config: Config) -> Mesh | None:
     Raises:
       ValueError: if simulated workers are to exchange in a second thread.
     """
-    if config.exchange.where == "peers":
+    if config.is_apart:
         return worker_mesh(len(peer_place(config).workers))
     if config.distributed.enabled:
         return job_mesh(config, meet(config))
     if config.workers.where == "mesh":
         return worker_mesh(config.workers.num_workers)
-    if config.exchange.where == "background":
+    if isinstance(config.exchange, BackgroundExchange):
         raise ValueError(
-            'simulated workers send nothing: exchange.where = "background" needs '
+            'simulated workers send nothing: exchange = "background" needs '
             'workers.where = "mesh", or several processes'
         )
     return None
@@ -234,8 +234,7 @@ def step_options(config: Config, mesh: Mesh | None) -> dict[str, str]:
     Raises:
       ValueError: if XLA does not know one, needed or not.
     """
-    by_peers = config.exchange.where == "peers"
-    beside = by_peers or build_method(config).is_in_thread(config, mesh)
+    beside = config.is_apart or build_method(config).is_in_thread(config, mesh)
     return options_on(None if beside else mesh, config.step)
 
 

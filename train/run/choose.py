@@ -12,7 +12,14 @@ from jax.experimental import multihost_utils
 from decentjax import WorkerState
 from decentjax import policy as policies
 from decentjax.dispersion import MEASURES
-from train.config import Config, PolicyConfig
+from train.config import (
+    Config,
+    DampingPolicy,
+    HoldingPolicy,
+    MergedPolicy,
+    Policy,
+    ThinningPolicy,
+)
 from train.run.optimizers import build_schedule
 
 
@@ -22,25 +29,21 @@ def build_policy(config: Config) -> policies.Policy:
     Raises:
       ValueError: if its numbers do not fit the workers.
     """
-    options, num_workers = config.policy, config.workers.num_workers
-    if options.name == "thinning":
-        degree = max(num_workers - 1, 2) if options.degree is None else options.degree
-        return policies.thinning(num_workers, degree, options.per_epoch, options.least)
-    if options.name == "holding":
-        graphs = [
-            dataclasses.replace(config.topology, name=name, make=None).build(
-                config.workers
-            )
-            for name in options.graphs
-        ]
-        graphs = graphs or policies.ladder(num_workers)
-        return policies.holding(graphs, options.target, options.slack)
-    topology = config.topology.build(config.workers)
-    if options.name == "damping":
-        return policies.damping(topology, _factor(config), options.levels)
-    if options.name == "merged":
-        return policies.merged(topology, config.num_steps)
-    return policies.fixed(topology)
+    workers, num_workers = config.workers, config.workers.num_workers
+    match config.policy:
+        case ThinningPolicy(degree=degree, per_epoch=per_epoch):
+            most = max(num_workers - 1, 2) if degree is None else degree
+            return policies.thinning(num_workers, most, per_epoch)
+        case HoldingPolicy(graphs=names, target=target):
+            named = dataclasses.replace(config.topology, make=None)
+            graphs = [dataclasses.replace(named, name=x).build(workers) for x in names]
+            return policies.holding(graphs or policies.ladder(num_workers), target)
+        case DampingPolicy(power=power):
+            topology = config.topology.build(workers)
+            return policies.damping(topology, _factor(config, power))
+        case MergedPolicy():
+            return policies.merged(config.topology.build(workers), config.num_steps)
+    return policies.fixed(config.topology.build(workers))
 
 
 class Chooser:
@@ -53,7 +56,7 @@ class Chooser:
       options: its config.
     """
 
-    def __init__(self, policy: policies.Policy, options: PolicyConfig):
+    def __init__(self, policy: policies.Policy, options: Policy):
         self.policy, self._options = policy, options
         self._is_new = True
 
@@ -62,7 +65,7 @@ class Chooser:
         if self.policy.measures and self._is_new:
             self.policy.current = int(state.extra[GRAPH].addressable_data(0)[0])
         self._is_new = False
-        return self.policy(step, step / self._options.epoch_steps)
+        return self.policy(step, epoch_of(self._options, step))
 
     def learn(self, state: WorkerState, norms: jax.Array, step: int) -> WorkerState:
         """Chooses the graph after a step; a collective where it is measured.
@@ -75,42 +78,51 @@ class Chooser:
         Returns:
           The state with the graph.
         """
-        if (step + 1) % self._options.every_steps:
+        if not is_measured(self._options, step + 1):
             return state
         whole = multihost_utils.process_allgather(norms, tiled=True)
-        epoch = (step + 1) / self._options.epoch_steps
-        self.policy(step + 1, epoch, dispersion(whole, self._options))
+        self.policy(step + 1, epoch_of(self._options, step + 1), dispersion(whole))
         graph = 0 * state.extra[GRAPH] + self.policy.current
         return state._replace(extra={GRAPH: graph})
+
+
+def epoch_of(options: Policy, step: int) -> float:
+    """The epoch of a step, for the policy that asks for it."""
+    is_asked = isinstance(options, ThinningPolicy)
+    return step / options.epoch_steps if is_asked else 0.0
+
+
+def is_measured(options: Policy, step: int) -> bool:
+    """Whether the dispersion is measured once so many steps are done."""
+    return isinstance(options, HoldingPolicy) and step % options.every_steps == 0
 
 
 GRAPH = "graph"  # Its number, in the state's extra part.
 
 
-def init_graph(options: PolicyConfig) -> Any:
+def init_graph(options: Policy) -> Any:
     """The first graph of a policy that measures, as it is kept in the state."""
-    return {GRAPH: jnp.int32(0)} if options.name == "holding" else ()
+    return {GRAPH: jnp.int32(0)} if isinstance(options, HoldingPolicy) else ()
 
 
-def dispersion(norms: np.ndarray, options: PolicyConfig) -> float | None:
-    """The mean over the tensors of a measure over all workers.
+def dispersion(norms: np.ndarray) -> float | None:
+    """The mean over the tensors of their Gini coefficient over all workers.
 
     Args:
       norms: norms of the tensors of each worker, [N, L].
-      options: options of the policy, with the measure.
 
     Returns:
       The dispersion, or None of models that are not finite: the run ends by that soon.
     """
     if not np.isfinite(norms).all():
         return None
-    return float(MEASURES[options.measure](norms).mean())
+    return float(MEASURES["gini"](norms).mean())
 
 
-def _factor(config: Config) -> Callable[[int], float]:
+def _factor(config: Config, power: float) -> Callable[[int], float]:
     """`(learning rate / peak)^p` after the peak, and 1 before."""
     schedule = build_schedule(config.optimizer, config.num_steps)
     rates = np.array(jax.vmap(schedule)(jnp.arange(config.num_steps)))
-    factors = np.clip(rates / rates.max(), 0, 1) ** config.policy.power
+    factors = np.clip(rates / rates.max(), 0, 1) ** power
     factors[: rates.argmax()] = 1
     return lambda step: float(factors[step])

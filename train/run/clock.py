@@ -4,16 +4,16 @@ import dataclasses
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from decentjax import gossip, runtime
 from decentjax.topology import butterfly_groups
-from train.config import Config
+from train.config import BackgroundExchange, Config, GroupExchange, PeerExchange
 from train.network import MaybeRate, MaybeTime, Time, rate, seconds
-from train.run.method import build_method
+from train.run.method import Method, build_method
 from train.run.peers import wagma_groups
 from train.tasks.task import build_task
 
@@ -78,38 +78,33 @@ class Clock:
         """
         task, count = build_task(config.task), config.num_steps
         exchange = config.exchange
-        if config.policy.name != "fixed":
+        method = build_method(config, task)
+        if method.policy is not None:
             raise ValueError(
-                f"policy.name = {config.policy.name} chooses the graph as the run goes "
+                f"the policy {config.policy.name} chooses the graph as the run goes "
                 'on, and has no clock: take "fixed"'
-            )
-        method, by_peers = build_method(config, task), exchange.where == "peers"
-        if by_peers and (method.rounds or exchange.patience is None):
-            raise ValueError(
-                "rounds by peers, and peers who wait for all, have no clock: compare "
-                "them with exchange.where = auto, which has their numbers"
-            )
-        waits = exchange.patience != 0
-        if waits and by_peers and exchange.way == "arrived":
-            raise ValueError(
-                "by the clock peers wait for no other: set exchange.patience to 0, got "
-                f"{exchange.patience}"
             )
         model, _ = jax.eval_shape(task.init, jax.random.key(0))
         cluster, job = self._cluster(config), self._job(method.model_bytes(model))
-        if not by_peers:
-            in_thread = exchange.where == "background"
-            return Timed(method.times(in_thread, cluster, job, count, seed))
-        if exchange.way == "arrived":
-            times, mixed = runtime.peers(cluster, job, method.graph, count, seed)
-            return Timed(times, _used(mixed, count, config.workers.num_workers))
-        if exchange.way != "wagma" or method.is_early:
+        match exchange:
+            case PeerExchange():
+                _check_peers(exchange, method)
+                times, mixed = runtime.peers(cluster, job, method.graph, count, seed)
+                return Timed(times, _used(mixed, count, config.workers.num_workers))
+            case GroupExchange():
+                return self._of_groups(config, method, cluster, job, seed)
+        in_thread = isinstance(exchange, BackgroundExchange)
+        return Timed(method.times(in_thread, cluster, job, count, seed))
+
+    def _of_groups(
+        self, config: Config, method: Method, cluster: Any, job: Any, seed: int
+    ) -> "Timed":
+        if method.is_early:
             raise ValueError(
-                "of peers, those with exchange.way = arrived, or wagma with "
-                f"step.algorithm = atc, have a clock; got {exchange.way} with "
+                "of groups, those with step.algorithm = atc have a clock, got "
                 f"{method.name}"
             )
-        groups = wagma_groups(config)
+        groups, count = wagma_groups(config), config.num_steps
         inner = butterfly_groups(groups.num_workers, groups.group_size)
         times = runtime.wait_avoiding(cluster, job, inner, count, groups.period, seed)
         return Timed(times, gossip.averages(groups, times.start + times.compute))
@@ -148,6 +143,25 @@ class Timed(NamedTuple):
 
     times: runtime.Times
     records: Sequence[gossip.Used] = ()
+
+
+def _check_peers(exchange: PeerExchange, method: Method) -> None:
+    """Raises a ValueError for peers without a model of their time."""
+    if method.rounds or exchange.patience is None:
+        raise ValueError(
+            "rounds by peers, and peers who wait for all, have no clock: compare them "
+            "with exchange = auto, which has their numbers"
+        )
+    if exchange.way != "arrived":
+        raise ValueError(
+            "of peers, those with exchange.way = arrived have a clock, got "
+            f"{exchange.way}"
+        )
+    if exchange.patience:
+        raise ValueError(
+            "by the clock peers wait for no other: set exchange.patience to 0, got "
+            f"{exchange.patience}"
+        )
 
 
 def _used(

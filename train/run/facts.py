@@ -20,7 +20,7 @@ import decentjax
 from decentjax import WorkerState
 from train.cli.config_json import read_fields
 from train.cli.tables import counted, write_json
-from train.config import Config
+from train.config import Config, FixedPolicy
 from train.job.peers import process_place
 from train.run.build import build_local
 from train.run.method import build_method
@@ -186,14 +186,14 @@ def worker_flops(
 
 def _graph(config: Config) -> str:
     """What the workers average over."""
-    if config.policy.name != "fixed":
+    if not isinstance(config.policy, FixedPolicy):
         return f"the graphs of the policy {config.policy.name}"
     return config.topology.build(config.workers).name
 
 
 def _exchange(config: Config, mesh: Mesh | None) -> str:
     """Where models are exchanged, as a phrase."""
-    if config.exchange.where == "peers":
+    if config.is_apart:
         return "from peer to peer"
     if mesh is None:
         return "simulated on one device"

@@ -30,7 +30,14 @@ from decentjax.mixing import is_mixed
 from decentjax.policy import Policy
 from decentjax.schedule import Event, Schedule
 from decentjax.topology import Topology, complete
-from train.config import Config, RoundsConfig, StepConfig
+from train.config import (
+    AutoExchange,
+    BackgroundExchange,
+    Config,
+    FixedPolicy,
+    RoundsConfig,
+    StepConfig,
+)
 from train.run.choose import build_policy, init_graph
 from train.run.rounds import sent_bytes, sent_schedule, step_bytes
 from train.tasks.task import Task
@@ -91,8 +98,8 @@ class Method:
 
     def is_in_thread(self, config: Config, mesh: Mesh | None) -> bool:
         """Whether the exchange runs in a second thread."""
-        if config.exchange.where != "auto":
-            return config.exchange.where == "background"
+        if not isinstance(config.exchange, AutoExchange):
+            return isinstance(config.exchange, BackgroundExchange)
         # XLA's CPU backend does not overlap collectives with compute; a GPU's does, and
         # simulated workers send nothing. A message of the updated model hides nowhere.
         on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
@@ -150,7 +157,7 @@ def _every_step(config: Config) -> Method:
         _whole(config),
         functools.partial(step_bytes, config),
         times,
-        policy=policy if config.policy.name != "fixed" else None,
+        policy=None if isinstance(config.policy, FixedPolicy) else policy,
     )
 
 

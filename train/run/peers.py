@@ -26,7 +26,7 @@ from decentjax.local import LocalUpdate
 from decentjax.topology import default_group_size, matrices
 from train.cli.config_json import read_fields, to_json
 from train.cli.tables import say_workers
-from train.config import Config
+from train.config import Apart, Config, GroupExchange
 from train.data.batches import Feed
 from train.job.peers import address_of, peer_place
 from train.job.secret import read_secret, shared_secret
@@ -47,7 +47,6 @@ WAIT_SECONDS = 0.05  # Between two looks for a quorum.
 USED = "used.csv"
 # As in `gossip.Used` and `gossip.Taken`; the last three are empty where none has come.
 COLUMNS = ("step", "worker", "group", "peer", "version", "sent")
-SILENT_SECONDS = 60.0  # Of a member of a group, before others no longer await it.
 # Fields of `exchange` in which peers may differ.
 OWN = ("patience", "bind", "addresses", "secret_file")
 
@@ -59,10 +58,10 @@ def own_folder(config: Config, run_dir: Path) -> Path:
       ValueError: if the run's folder holds a run of another kind, or has links to the
         outside.
     """
-    if config.exchange.where != "peers":
+    if not config.is_apart:
         if process_folders(run_dir):
             raise ValueError(
-                f"{run_dir} holds a run of peers: go on with --exchange.where peers, "
+                f"{run_dir} holds a run of peers: go on with --exchange peers, "
                 "or choose another folder with --run-dir"
             )
         return run_dir
@@ -126,20 +125,16 @@ def build_peers(
       record: called with the spans of each step.
     """
     exchange, place = config.exchange, peer_place(config)
+    assert isinstance(exchange, Apart)
     method = build_method(config, task)
     bind, book = _bound(config, folder)
-    patience = math.inf if exchange.patience is None else exchange.patience
+    patience = exchange.wait_seconds
     secret = _secret(config, folder)
     party = gossip.Party(book, place.workers, mesh, digest(config), bind, secret)
-    if exchange.way == "wagma":
-        order = "awc" if method.is_early else "atc"
-        await_all = patience or SILENT_SECONDS
-        hooks = {"record": record, "used": used}
-        groups = wagma_groups(config)
-        return gossip.Wagma(
-            local, groups, party, order=order, patience=await_all, **hooks
-        )
     common: dict[str, Any] = {"patience": patience, "record": record, "used": used}
+    if isinstance(exchange, GroupExchange):
+        order = "awc" if method.is_early else "atc"
+        return gossip.Wagma(local, wagma_groups(config), party, order=order, **common)
     if method.rounds is not None:
         return gossip.PeerRounds(local, method.rounds, party, **common)
     elastic = None
@@ -153,6 +148,7 @@ def build_peers(
 def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
     """Where this process listens, and the book in which it finds the others."""
     exchange, place = config.exchange, peer_place(config)
+    assert isinstance(exchange, Apart)
     bind, book = address_of(exchange.bind), gossip.Folder(folder.parent / "peers")
     if exchange.addresses:
         if len(exchange.addresses) != place.num_processes:
@@ -173,7 +169,7 @@ def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
 
 
 def wagma_groups(config: Config) -> gossip.Butterfly:
-    """Who averages with whom in a run with `exchange.way = "wagma"`."""
+    """Who averages with whom in a run with the exchange "groups"."""
     num_workers, period = config.workers.num_workers, config.topology.mean_every
     size = config.topology.group_size or default_group_size(num_workers)
     assert period is not None
@@ -290,7 +286,7 @@ def distance(models: Any, others: Any) -> float:
 
 def watch_of(config: Config) -> "Watch | None":
     """What this process will learn of its peers; None where it has none."""
-    return Watch(config) if config.exchange.where == "peers" else None
+    return Watch(config) if config.is_apart else None
 
 
 class Watch:
@@ -303,7 +299,7 @@ class Watch:
     def __init__(self, config: Config):
         self._workers = peer_place(config).workers
         self._senders = set(range(config.workers.num_workers)) - {*self._workers}
-        if not config.exchange.elastic:
+        if not config.is_elastic:
             self._senders = _senders(config, self._workers)
         self._records: list[gossip.Used] = []
         self._alive: set[int] | None = None
@@ -423,9 +419,11 @@ def _rows(path: Path) -> list[tuple[str, ...]]:
 
 def _secret(config: Config, folder: Path) -> bytes:
     """The secret of the run, of the file that is given or of the run's folder."""
-    if config.exchange.secret_file is not None:
-        return read_secret(Path(config.exchange.secret_file))
-    if config.exchange.addresses:
+    exchange = config.exchange
+    assert isinstance(exchange, Apart)
+    if exchange.secret_file is not None:
+        return read_secret(Path(exchange.secret_file))
+    if exchange.addresses:
         raise ValueError(
             "exchange.addresses are for processes that need no common folder, and so "
             "find no common secret: give all of them a copy of the same file with "

@@ -15,7 +15,7 @@ import numpy as np
 
 from decentjax import WorkerState, gossip
 from decentjax.loss import Metrics
-from train.config import Config
+from train.config import Config, GroupExchange, PeerExchange
 from train.run.build import build_local, build_state, build_steps, options_on
 from train.run.clock import Clock
 from train.run.finite import check_gradients
@@ -48,7 +48,7 @@ def repeat(
     method = build_method(config, task)
     if method.rounds is not None:
         raise ValueError("only exchanges in each step are repeated, and no rounds")
-    if config.exchange.elastic:
+    if config.is_elastic:
         raise ValueError(
             "an elastic run is not repeated: its records do not say who lived when"
         )
@@ -63,9 +63,13 @@ def repeat(
         assert batch is not None
         return batch.arrays
 
-    graph, way = method.graph, config.exchange.way
-    if way == "wagma":
-        graph, way = wagma_groups(config), "awc" if method.is_early else "atc"
+    match config.exchange:
+        case GroupExchange():
+            graph, way = wagma_groups(config), "awc" if method.is_early else "atc"
+        case PeerExchange(way=way):
+            graph = method.graph
+        case _:
+            raise ValueError("only runs of peers are repeated")
     return gossip.replay(local, graph, way, start, batches, records, observe)
 
 

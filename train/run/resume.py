@@ -28,6 +28,7 @@ from train.cli.config_json import (
 )
 from train.cli.options import AS_OPTIONS
 from train.cli.read import from_options
+from train.cli.sections import KINDS, take_sections
 from train.config import Config, DistributedConfig
 from train.fields import place_of
 from train.models.gpt2 import read_gpt2
@@ -173,7 +174,10 @@ def with_fields(config: Config, values: Mapping[str, str], prog: str) -> Config:
     Raises:
       ValueError: if there is no such field, or it would change nothing.
     """
-    schedule = config.optimizer.schedule
+    schedule, named = config.optimizer.schedule, [x for x in values if x in KINDS]
+    chosen = [f"--{section}={values[section]}" for section in named]
+    config, _ = take_sections(config, chosen)
+    values = {field: value for field, value in values.items() if field not in named}
     for field in values:
         check_field(config, field, prog)
         if schedule is not None and field.replace("-", "_") in RATES:
@@ -250,7 +254,7 @@ def _check_workers(
     path: Path, before: int, after: int, config: Config, resume: Resume
 ) -> None:
     """Raises a ValueError if a run cannot go on with another number of workers."""
-    if config.exchange.where == "peers":
+    if config.is_apart:
         raise ValueError(
             f"{path} is of one process of {before} workers, and there are {after}: "
             "peers keep their number"

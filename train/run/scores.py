@@ -95,7 +95,7 @@ def read_trained(
     if process_folders(run_dir):
         num_processes = config.distributed.num_processes or 1
         folders = {i: run_dir / f"process-{i}" for i in range(num_processes)}
-        if config.exchange.elastic and step is None:
+        if config.is_elastic and step is None:
             folders = _there_to_the_end(folders, config)
     count = workers_per_process(config.workers.num_workers, num_processes)
     workers = range(count)

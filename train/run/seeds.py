@@ -22,7 +22,7 @@ from train.config import Config
 from train.data.batches import feed
 from train.run import programs
 from train.run.build import build_state, build_steps
-from train.run.choose import build_policy, dispersion
+from train.run.choose import build_policy, dispersion, epoch_of, is_measured
 from train.run.finite import QUARANTINED, watch_of
 from train.run.log import warn
 from train.run.method import Method, build_method
@@ -108,12 +108,12 @@ def _train_together(
         batch = programs.put(rows, mesh)
         place = step - 1
         if policy is not None:
-            place = policy(step - 1, (step - 1) / options.epoch_steps)
+            place = policy(step - 1, epoch_of(options, step - 1))
         taken.append(method.plan[place])
         state, metrics = train_step(state, batch, taken[-1])
-        if policy is not None and policy.measures and step % options.every_steps == 0:
+        if policy is not None and is_measured(options, step):
             (norms,) = programs.fetch(metrics[NORMS])  # Of the one seed.
-            policy(step, step / options.epoch_steps, dispersion(norms, options))
+            policy(step, epoch_of(options, step), dispersion(norms))
         log.add(step, metrics)
         end = step == config.num_steps
         if end or step % config.log.every_steps == 0:

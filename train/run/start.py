@@ -174,7 +174,7 @@ def _meet(
 ) -> tuple[Begin, Callable[[Begin], Begin] | None]:
     """Where a process of peers begins, and what says so before each step."""
     assert log is not None
-    is_elastic, last = setup.config.exchange.elastic, setup.config.num_steps - 1
+    is_elastic, last = setup.config.is_elastic, setup.config.num_steps - 1
     joiner = Joiner(train_step, batches, setup.put, last, log, setup.folder)
     # Of an elastic run any process may be the newcomer.
     if (is_late or is_elastic) and begin.step <= last:
@@ -199,7 +199,7 @@ def _open_log(
     """
     config, task, folder = setup.config, setup.task, setup.folder
     # One who joins its peers does none of its steps again.
-    joins = is_late or config.exchange.elastic
+    joins = is_late or config.is_elastic
     kept = config.num_steps if joins else begin.step
     facts = describe(config, task, begin.state, setup.mesh)
     facts, sinks = _write_facts(setup, facts, sinks, kept)

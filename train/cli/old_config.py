@@ -1,0 +1,57 @@
+"""Reads the config.json of version 0.2, whose sections had fields of several kinds."""
+
+from typing import Any
+
+
+def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
+    """Returns the fields of a config as this version writes them.
+
+    Raises:
+      ValueError: if the run has what this version has not.
+    """
+    fields = dict(fields)
+    exchange, policy = fields.get("exchange"), fields.get("policy")
+    if isinstance(exchange, dict) and "where" in exchange:
+        fields["exchange"] = _exchange(exchange)
+    if isinstance(policy, dict) and "name" in policy:
+        fields["policy"] = _policy(policy)
+    return fields
+
+
+def _exchange(old: dict[str, Any]) -> dict[str, Any]:
+    kind, way = old["where"], old.get("way", "arrived")
+    if kind != "peers":
+        return {"kind": kind}
+    shared = {x: old[x] for x in ("bind", "addresses", "secret_file") if x in old}
+    patience = old.get("patience", 0.0)
+    if way == "wagma":
+        # 0 stood for a minute.
+        return {
+            "kind": "groups",
+            "patience": 60.0 if patience == 0 else patience,
+        } | shared
+    if way == "push_sum":
+        raise ValueError(
+            "its peers averaged by push_sum, which is gone: read it with decentjax 0.2"
+        )
+    own = {x: old[x] for x in ("elastic", "quorum", "silent_seconds") if x in old}
+    return {"kind": "peers", "way": way, "patience": patience} | shared | own
+
+
+def _policy(old: dict[str, Any]) -> dict[str, Any]:
+    names = {
+        "thinning": ("degree", "per_epoch", "epoch_steps"),
+        "holding": ("graphs", "target", "every_steps"),
+        "damping": ("power",),
+    }
+    kind, defaults = (
+        old["name"],
+        {"least": 2, "slack": 0.2, "measure": "gini", "levels": 8},
+    )
+    gone = [x for x, default in defaults.items() if old.get(x, default) != default]
+    if gone:
+        raise ValueError(
+            f"its policy has {gone[0]} = {old[gone[0]]}, which is no option any more: "
+            "read it with decentjax 0.2"
+        )
+    return {"kind": kind} | {x: old[x] for x in names.get(kind, ()) if x in old}

@@ -1,0 +1,79 @@
+"""Sections of a config of which there are several kinds, chosen by name.
+
+`--exchange peers --exchange.patience 0.2`: the name gives the section its kind, and the
+kind the options that it has.
+"""
+
+import copy
+import typing
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+import tyro
+
+from train.config import Config, Exchange, Policy
+from train.fields import nearest
+
+KINDS: dict[str, dict[str, Any]] = {
+    "exchange": {kind.name: kind for kind in typing.get_args(Exchange)},
+    "policy": {kind.name: kind for kind in typing.get_args(Policy)},
+}
+
+if typing.TYPE_CHECKING:
+    ExchangeName = PolicyName = str | None  # A type checker cannot read the names.
+else:
+    # Shown by --help, and read by `take_sections`.
+    ExchangeName = Annotated[
+        Literal[tuple(KINDS["exchange"])] | None,
+        tyro.conf.arg(help="where models are averaged; see --exchange NAME --help."),
+    ]
+    PolicyName = Annotated[
+        Literal[tuple(KINDS["policy"])] | None,
+        tyro.conf.arg(help="the graph of each step; see --policy NAME --help."),
+    ]
+
+
+def take_sections(config: Config, options: Sequence[str]) -> tuple[Config, list[str]]:
+    """Takes the names of sections out of a command line.
+
+    Returns:
+      The config with sections of these kinds, not checked as a whole before the other
+      options are read, and these options.
+
+    Raises:
+      ValueError: if there is no such kind.
+    """
+    chosen, rest = _split(options)
+    changed = copy.copy(config)
+    for section, name in chosen.items():
+        if name != getattr(config, section).name:
+            object.__setattr__(changed, section, kind_of(section, name)())
+    return changed, rest
+
+
+def kind_of(section: str, name: Any) -> Any:
+    """Returns the class of a section's kind.
+
+    Raises:
+      ValueError: if there is no such kind.
+    """
+    kinds = KINDS[section]
+    if name not in kinds:
+        near = nearest(name, Literal[tuple(kinds)])
+        raise ValueError(
+            f"{section} must be one of {', '.join(kinds)}, got {name}"
+            + (f": did you mean {near}?" if near else "")
+        )
+    return kinds[name]
+
+
+def _split(options: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    chosen, rest, left = {}, [], iter(options)
+    for option in left:
+        name, equals, value = option.removeprefix("--").partition("=")
+        if option.startswith("--") and name in KINDS:
+            value = value if equals else next(left, "")
+            chosen[name] = value.replace("-", "_")
+        else:
+            rest.append(option)
+    return chosen, rest

@@ -1,0 +1,69 @@
+"""Every knob of a run, as frozen plain values.
+
+A config file holds one `config = Config(...)`. Impossible values raise here, or where
+they are used for the first time, before anything is compiled.
+"""
+
+from train.config.exchange import (
+    Apart,
+    AutoExchange,
+    BackgroundExchange,
+    Exchange,
+    GroupExchange,
+    InStepExchange,
+    PeerExchange,
+)
+from train.config.graph import TopologyConfig, TopologyName, WorkersConfig
+from train.config.optimizer import OptimizerConfig
+from train.config.parts import (
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    EvaluationConfig,
+    LogConfig,
+    StepConfig,
+    StragglerConfig,
+)
+from train.config.policy import (
+    DampingPolicy,
+    FixedPolicy,
+    HoldingPolicy,
+    MergedPolicy,
+    Policy,
+    ThinningPolicy,
+)
+from train.config.rounds import CodecName, RoundsConfig, make_codec, sends_models
+from train.config.run import FOLLOW_EXCHANGES, Config
+
+__all__ = [
+    "FOLLOW_EXCHANGES",
+    "Apart",
+    "AutoExchange",
+    "BackgroundExchange",
+    "CheckpointConfig",
+    "CodecName",
+    "Config",
+    "DampingPolicy",
+    "DataConfig",
+    "DistributedConfig",
+    "EvaluationConfig",
+    "Exchange",
+    "FixedPolicy",
+    "GroupExchange",
+    "HoldingPolicy",
+    "InStepExchange",
+    "LogConfig",
+    "MergedPolicy",
+    "OptimizerConfig",
+    "PeerExchange",
+    "Policy",
+    "RoundsConfig",
+    "StepConfig",
+    "StragglerConfig",
+    "ThinningPolicy",
+    "TopologyConfig",
+    "TopologyName",
+    "WorkersConfig",
+    "make_codec",
+    "sends_models",
+]

@@ -1,0 +1,12 @@
+"""Checks of numbers that several sections share."""
+
+from typing import Any
+
+
+def check_at_least(config: Any, least: float, *names: str) -> None:
+    """Raises a ValueError if one of the fields is less."""
+    for name in names:
+        if not getattr(config, name) >= least:
+            raise ValueError(
+                f"{name} must be at least {least}, got {getattr(config, name)}"
+            )

@@ -1,0 +1,123 @@
+"""The workers, and who averages with whom."""
+
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Literal
+
+from decentjax import topology as topologies
+from decentjax.topology import Topology
+from train.config.checks import check_at_least
+from train.fields import checked, place_of
+
+
+def _graphs() -> tuple[str, ...]:
+    """The functions of `decentjax.topology` from a number of workers to a topology."""
+    graph = {"num_workers": int, "return": Topology}.items()
+    functions = filter(inspect.isfunction, vars(topologies).values())
+    return tuple(f.__name__ for f in functions if graph <= f.__annotations__.items())
+
+
+if TYPE_CHECKING:
+    TopologyName = str  # A type checker cannot call a function for the names.
+else:
+    TopologyName = Literal[_graphs()]
+
+
+@checked
+class WorkersConfig:
+    """The workers and their placement.
+
+    Args:
+      num_workers: N; each has its own model and its own part of the data.
+      workers_per_node: number of consecutive workers that share a node; used by
+        topologies with nodes.
+      where: "simulate" puts all workers on one device as one batched program, "mesh"
+        gives each its own device. A job of several processes always uses a mesh.
+    """
+
+    num_workers: int = 8
+    workers_per_node: int = 1
+    where: Literal["simulate", "mesh"] = "simulate"
+
+    def __post_init__(self):
+        check_at_least(self, 1, "num_workers", "workers_per_node")
+
+
+@checked
+class TopologyConfig:
+    """Who averages with whom; see `decentjax.topology`.
+
+    The function takes the options that its signature names and ignores the others.
+
+    Args:
+      name: name of the function.
+      degree: number of peers, for ring_lattice, base_k and k_peer_exponential.
+      group_size: number of workers in a group, for butterfly_groups; None for about
+        the root of the number of workers.
+      period: number of matchings, for random_matching.
+      seed: seed of the matchings, for random_matching.
+      between: graph between the nodes, for hierarchical.
+      factor: damping f in (0, 1], (1 - f) I + f W.
+      mean_every: exchanges from one mean over all workers to the next, not damped; None
+        has none. With the name alone it is the period of local SGD.
+      make: function of your own from the number of workers to a `Topology`, which takes
+        the place of the named one and its options; at the top of a module.
+    """
+
+    name: TopologyName = "alternating_exponential_ring"
+    degree: int = 2
+    group_size: int | None = None
+    period: int = 8
+    seed: int = 0
+    between: TopologyName = "ring"
+    factor: float = 1.0
+    mean_every: int | None = None
+    make: Callable[[int], Topology] | None = None
+
+    def build(self, workers: WorkersConfig) -> Topology:
+        """Returns the topology of these workers.
+
+        Raises:
+          ValueError: if the graph does not exist for them, with the reason.
+        """
+
+        def between(num_nodes: int) -> Topology:
+            # A graph of nodes: it gets neither workers per node nor a graph between.
+            return self._make(self.between, num_nodes)
+
+        nodes = {"workers_per_node": workers.workers_per_node, "between": between}
+        if self.make is None:
+            topology = self._make(self.name, workers.num_workers, **nodes)
+        else:
+            topology = _checked_topology(self.make, workers.num_workers)
+        if self.factor != 1:
+            topology = topologies.damped(topology, self.factor)
+        if self.mean_every is not None:
+            topology = topologies.with_mean_every(topology, self.mean_every)
+        return topology
+
+    def build_for(self, num_workers: int) -> Topology:
+        """As `build`, for so many workers on nodes of their own."""
+        return self.build(WorkersConfig(num_workers=num_workers))
+
+    def _make(self, name: str, num_workers: int, **nodes: Any) -> Topology:
+        function = getattr(topologies, name)
+        options = {**vars(self), **nodes}
+        _, *wanted = inspect.signature(function).parameters  # After num_workers.
+        # A hierarchy of hierarchies has no meaning here.
+        if "workers_per_node" in wanted and not nodes:
+            raise ValueError(
+                f"topology.between must be a graph without nodes of its own, got {name}"
+            )
+        return function(num_workers, **{option: options[option] for option in wanted})
+
+
+def _checked_topology(make: Callable[[int], Topology], num_workers: int) -> Topology:
+    made = make(num_workers)
+    if isinstance(made, Topology) and made.num_workers == num_workers:
+        return made
+    got = f"one of {made.num_workers}" if isinstance(made, Topology) else repr(made)
+    raise ValueError(
+        f"topology.make = {place_of(make)} must return a Topology of {num_workers} "
+        f"workers, got {got}"
+    )

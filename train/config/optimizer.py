@@ -1,0 +1,104 @@
+"""The local optimizer and its schedule."""
+
+import itertools
+from collections.abc import Callable
+from typing import Any, Literal
+
+from train.config.checks import check_at_least
+from train.fields import checked
+
+
+@checked
+class OptimizerConfig:
+    """The local optimizer and its schedule: a linear warm-up, then the decay.
+
+    Args:
+      name: "accum_adamw", "adamw", "lion" and "muon" subtract weight decay times
+        learning rate times parameters from the parameters; the others add weight decay
+        times parameters to the gradient. "muon" is for matrices; parameters of other
+        shapes have Adam with Nesterov momentum. "exact_diffusion" and "qg_dsgdm"
+        correct for uneven data; the first wants a topology.factor of 0.5, is D² with
+        step.algorithm = "atc" and EXTRA with "awc", and adds up what exchanges round,
+        for which rounds.tracking is better in many steps at a low rate.
+      learning_rate: peak of the schedule.
+      initial_learning_rate: learning rate at the first step of the warm-up.
+      warmup_steps: number of steps up to the peak.
+      decay: "cosine" down to the final learning rate at the last step; "inverse_sqrt",
+        the peak times sqrt(warmup_steps / step); "steps", the peak times `decay_factor`
+        once for each of the `decay_steps` reached.
+      final_learning_rate: learning rate at the last step, for "cosine".
+      decay_steps: ascending steps, for "steps"; none keeps the peak.
+      decay_factor: factor at each of them, in (0, 1].
+      momentum: m in `v <- m v + gradient`, the direction of a step of "sgd" and
+        "exact_diffusion", the quasi-global momentum of "qg_dsgdm", and the decay rate
+        of the momentum of "muon".
+      accum_steps: steps per update of the moments, for accum_adamw and accum_adam.
+      b1: decay rate of the first moment.
+      b2: decay rate of the second moment.
+      eps: term added to the root of the second moment.
+      weight_decay: coefficient for parameters of two dims or more.
+      clip_norm: largest global norm of a worker's gradient, or of its estimate with
+        rounds.tracking; None does not clip.
+      make: function of your own from the schedule to an optax optimizer, which takes
+        the place of the named one, its options and the weight decay; at the top of a
+        module.
+      schedule: function of your own from `num_steps` to an optax schedule, which takes
+        the place of warm-up and decay; at the top of a module.
+    """
+
+    name: Literal[
+        "accum_adamw",
+        "accum_adam",
+        "adamw",
+        "adam",
+        "lion",
+        "muon",
+        "sgd",
+        "exact_diffusion",
+        "qg_dsgdm",
+    ] = "accum_adamw"
+    learning_rate: float = 1e-3
+    initial_learning_rate: float = 0.0
+    warmup_steps: int = 50
+    decay: Literal["cosine", "inverse_sqrt", "steps"] = "cosine"
+    final_learning_rate: float = 1e-4
+    decay_steps: tuple[int, ...] = ()
+    decay_factor: float = 0.1
+    momentum: float = 0.9
+    accum_steps: int = 4
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    clip_norm: float | None = 1.0
+    make: Callable[[Callable], Any] | None = None
+    schedule: Callable[[int], Callable] | None = None
+
+    def __post_init__(self):
+        check_at_least(self, 0, "learning_rate", "initial_learning_rate")
+        check_at_least(self, 0, "final_learning_rate", "warmup_steps")
+        check_at_least(self, 0, "eps", "weight_decay")
+        check_at_least(self, 1, "accum_steps")
+        if self.decay == "inverse_sqrt":
+            check_at_least(self, 1, "warmup_steps")
+        self._check_decay_steps()
+        for name in ("b1", "b2", "momentum"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"{name} must be in [0, 1), got {getattr(self, name)}")
+        if self.clip_norm is not None and not self.clip_norm > 0:
+            raise ValueError(f"clip_norm must be positive, got {self.clip_norm}")
+
+    def _check_decay_steps(self) -> None:
+        if self.decay_steps and self.decay != "steps":
+            raise ValueError(
+                f'decay_steps need decay = "steps", got decay = "{self.decay}"'
+            )
+        # The decay begins after the warm-up.
+        ascending = (self.warmup_steps, *self.decay_steps)
+        if any(a >= b for a, b in itertools.pairwise(ascending)):
+            raise ValueError(
+                "decay_steps must ascend and be greater than warmup_steps = "
+                f"{self.warmup_steps}, got {self.decay_steps}"
+            )
+        if not 0 < self.decay_factor <= 1:
+            raise ValueError(f"decay_factor must be in (0, 1], got {self.decay_factor}")

@@ -1,0 +1,205 @@
+"""Sections of a config that are a few numbers each."""
+
+import math
+from typing import Literal
+
+from train.config.checks import check_at_least
+from train.fields import checked
+from train.xla import read_options
+
+
+@checked
+class DataConfig:
+    """How the data is read.
+
+    Args:
+      num_processes: number of processes that read and decode ahead, per process that
+        trains; 0 uses a thread instead.
+      skew: "dirichlet" and its concentration alpha deal each class to the workers by
+        shares that are drawn: with 0.1 a worker has few classes. None deals evenly.
+    """
+
+    num_processes: int = 0
+    skew: tuple[Literal["dirichlet"], float] | None = None
+
+    def __post_init__(self):
+        check_at_least(self, 0, "num_processes")
+        if self.skew is not None and not 0 < self.skew[1] < math.inf:
+            raise ValueError(
+                f"data.skew needs a positive concentration, got {self.skew[1]}"
+            )
+
+
+@checked
+class StepConfig:
+    """One training step.
+
+    Args:
+      algorithm: "awc" averages the models while the gradient is computed, "atc" after
+        the update, "rounds" now and then, as `rounds` says; "all_reduce" averages the
+        gradients instead.
+      batch_per_worker: batch size per worker and step, in the task's unit: windows,
+        images, or for translation tokens on each side.
+      num_micro_batches: number of parts of that batch, computed one after the other.
+      message_dtype: dtype of the models that are sent; None keeps theirs.
+      not_finite: what becomes of numbers that are no longer finite: "stop" ends the
+        run, with nothing of them saved; "quarantine" drops the worker's update, which
+        goes on with the average of its neighbours, and logs it.
+      xla_options: XLA options NAME=VALUE for steps compiled for a mesh with their
+        exchange inside, and for the programs of compared seeds on a mesh;
+        "recommended" stands for those of `train.xla`. Options of another platform, such
+        as xla_gpu_... on a TPU, are ignored. Empty for XLA's defaults.
+    """
+
+    algorithm: Literal["awc", "atc", "rounds", "all_reduce"] = "awc"
+    batch_per_worker: int = 8
+    num_micro_batches: int = 1
+    message_dtype: Literal["bfloat16"] | None = None
+    not_finite: Literal["stop", "quarantine"] = "stop"
+    xla_options: tuple[str, ...] = ("recommended",)
+
+    def __post_init__(self):
+        check_at_least(self, 1, "batch_per_worker", "num_micro_batches")
+        # For its errors: any platform reads the same forms.
+        read_options(self.xla_options, platform="cpu")
+        if self.algorithm == "all_reduce" and self.message_dtype is not None:
+            raise ValueError("all_reduce sends gradients: leave message_dtype at None")
+
+
+@checked
+class StragglerConfig:
+    """Delays that make some processes slow, to measure how far they spread.
+
+    Args:
+      kind: "none"; "fixed" delays the processes `who` at each step; "rotating" delays
+        process t mod P at step t; "random" delays each process at each step by a draw
+        from a normal distribution, clipped at 0.
+      who: numbers of the processes, for "fixed".
+      seconds: the delay, or the mean of the draws.
+      deviation: standard deviation of the draws, seconds.
+    """
+
+    kind: Literal["none", "fixed", "rotating", "random"] = "none"
+    who: tuple[int, ...] = (0,)
+    seconds: float = 0.3
+    deviation: float = 0.1
+
+    def __post_init__(self):
+        check_at_least(self, 0, "seconds", "deviation")
+        if min(self.who, default=0) < 0:
+            raise ValueError(f"straggler.who must be at least 0, got {min(self.who)}")
+
+
+@checked
+class DistributedConfig:
+    """How the processes of a job find each other.
+
+    Args:
+      enabled: whether this process is one of several. Slurm and Open MPI provide the
+        other fields, and so does `decentjax launch`.
+      coordinator: HOST:PORT, or [HOST]:PORT for IPv6, the only address at which
+        process 0 listens; peers have none.
+      num_processes: P.
+      process_id: number of this process, 0 to P - 1.
+      start_seconds: longest wait for all processes at the start.
+      timeout_seconds: longest wait of an exchange on CPU, or of a checkpoint, for a
+        peer, before the job ends.
+    """
+
+    enabled: bool = False
+    coordinator: str | None = None
+    num_processes: int | None = None
+    process_id: int | None = None
+    start_seconds: int = 300
+    timeout_seconds: int = 300
+
+    def __post_init__(self):
+        check_at_least(self, 3, "start_seconds")
+        check_at_least(self, 1, "timeout_seconds")
+        count, own = self.num_processes, self.process_id
+        if not self.enabled:
+            if (self.coordinator, count, own) != (None, None, None):
+                # Otherwise each process would train alone, all into one folder.
+                raise ValueError(
+                    "distributed.coordinator, num_processes and process_id need "
+                    "distributed.enabled"
+                )
+            return
+        if count is not None and own is not None and not 0 <= own < count:
+            raise ValueError(
+                f"distributed.process_id must be from 0 to {count - 1}, got {own}"
+            )
+
+
+@checked
+class EvaluationConfig:
+    """When the mean model and the workers' models are evaluated.
+
+    Args:
+      every_steps: steps between evaluations; the last step is always evaluated.
+    """
+
+    every_steps: int = 500
+
+    def __post_init__(self):
+        check_at_least(self, 1, "every_steps")
+
+
+@checked
+class CheckpointConfig:
+    """When the run is saved, and how much is kept.
+
+    Args:
+      every_steps: steps between checkpoints; each evaluation and the last step have one
+        too.
+      num_kept: number of newest checkpoints that stay on disk; older ones are removed,
+        those of evaluations and the best one too.
+    """
+
+    every_steps: int = 500
+    num_kept: int = 2
+
+    def __post_init__(self):
+        check_at_least(self, 1, "every_steps", "num_kept")
+
+
+@checked
+class LogConfig:
+    """What is logged, and when.
+
+    Args:
+      every_steps: steps between rows of metrics.jsonl and updates of the progress line.
+      consensus_every_steps: steps between measurements of the consensus distance, which
+        cost an all-reduce of the model.
+      timeline: whether to record when each process computes, waits and exchanges, which
+        `train.report` draws; the run then waits for the end of each step.
+      profile: FIRST:LAST, such as "100:110", traces with jax's profiler what runs from
+        the end of step FIRST to the end of step LAST.
+      sinks: where rows go beside metrics.jsonl; each needs the extra of its name, but
+        for "tensorboard".
+    """
+
+    every_steps: int = 10
+    consensus_every_steps: int = 10
+    timeline: bool = False
+    profile: str | None = None
+    sinks: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = (
+        "tensorboard",
+    )
+
+    def __post_init__(self):
+        check_at_least(self, 1, "every_steps", "consensus_every_steps")
+        if len(set(self.sinks)) < len(self.sinks):
+            raise ValueError(f"log.sinks must name each sink once, got {self.sinks}")
+        if self.profile is not None and not self.profiled():
+            raise ValueError(
+                "log.profile must be FIRST:LAST, two numbers of steps of which the "
+                f'second is larger, such as "100:110", got {self.profile!r}'
+            )
+
+    def profiled(self) -> range:
+        """The steps to trace; step t begins when t steps are done."""
+        first, _, last = (self.profile or "").partition(":")
+        if not (first.isdecimal() and last.isdecimal()):
+            return range(0)
+        return range(int(first), int(last))

@@ -1,0 +1,86 @@
+"""Which graph each step averages over; see `decentjax.policy`."""
+
+from typing import ClassVar
+
+from decentjax import policy as policies
+from train.config.checks import check_at_least
+from train.config.graph import TopologyName
+from train.fields import checked
+
+
+@checked
+class FixedPolicy:
+    """The topology. Gossip-PGA is this with `topology.mean_every`."""
+
+    name: ClassVar[str] = "fixed"
+
+
+@checked
+class ThinningPolicy:
+    """Ada: a ring lattice that loses neighbours with each epoch.
+
+    Args:
+      degree: number of neighbours at the start; None for all.
+      per_epoch: number of neighbours lost per epoch.
+      epoch_steps: number of steps that are an epoch.
+    """
+
+    name: ClassVar[str] = "thinning"
+
+    degree: int | None = None
+    per_epoch: float = 1.0
+    epoch_steps: int = 100
+
+    def __post_init__(self):
+        check_at_least(self, 1, "epoch_steps")
+        # Raises for numbers that no policy takes.
+        policies.thinning(2, 2 if self.degree is None else self.degree, self.per_epoch)
+
+
+@checked
+class HoldingPolicy:
+    """As few neighbours as hold a dispersion, measured as the run goes on.
+
+    Args:
+      graphs: names of the graphs, from many connections to few; by default the complete
+        graph and ring lattices of ever fewer neighbours.
+      target: dispersion to hold, the mean over all tensors of the Gini coefficient of
+        their norms over the workers.
+      every_steps: steps from one measurement to the next.
+    """
+
+    name: ClassVar[str] = "holding"
+
+    graphs: tuple[TopologyName, ...] = ()
+    target: float = 0.01
+    every_steps: int = 10
+
+    def __post_init__(self):
+        check_at_least(self, 1, "every_steps")
+        policies.holding(policies.ladder(2), self.target)
+
+
+@checked
+class DampingPolicy:
+    """DSGD-AC: the topology with a mixing factor that falls with the learning rate.
+
+    Args:
+      power: p in the factor (learning rate / its peak)^p.
+    """
+
+    name: ClassVar[str] = "damping"
+
+    power: float = 1.0
+
+    def __post_init__(self):
+        check_at_least(self, 0, "power")
+
+
+@checked
+class MergedPolicy:
+    """The topology, with a mean of all models at the last step."""
+
+    name: ClassVar[str] = "merged"
+
+
+Policy = FixedPolicy | ThinningPolicy | HoldingPolicy | DampingPolicy | MergedPolicy

@@ -1,0 +1,195 @@
+"""Rounds of communication, and how they are encoded."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import optax
+
+from decentjax import Rounds
+from decentjax import schedule as schedules
+from decentjax import topology as topologies
+from decentjax.codec import Codec, bfloat16, exact, float16, int2, int4, int8, top_k
+from decentjax.compression import (
+    LEAST_KEPT,
+    Compression,
+    copies,
+    drift,
+    error_feedback,
+)
+from decentjax.rounds import blend, replace, shift
+from decentjax.topology import Topology
+from train.config.checks import check_at_least
+from train.fields import checked
+
+CodecName = Literal["none", "float16", "bfloat16", "int8", "int4", "int2", "top_k"]
+
+
+def make_codec(name: CodecName, share: float = 0.01, bits: int = 32) -> Codec:
+    """Returns a codec by its name; "none" sends numbers as they are.
+
+    Args:
+      name: the name.
+      share: share of the numbers that "top_k" sends.
+      bits: bits of each of them.
+    """
+    of_bits = {32: None, 8: int8(), 4: int4(), 2: int2()}
+    codecs = {
+        "none": exact(),
+        "float16": float16(),
+        "bfloat16": bfloat16(),
+        "int8": int8(),
+        "int4": int4(),
+        "int2": int2(),
+        "top_k": top_k(share, values=of_bits[bits]),
+    }
+    return codecs[name]
+
+
+def sends_models(codec: Codec) -> bool:
+    """Whether models that are sent by the codec come together."""
+    return codec.keeps >= LEAST_KEPT
+
+
+@checked
+class RoundsConfig:
+    """Rounds of communication, for step.algorithm = "rounds"; see `decentjax.rounds`.
+
+    Args:
+      every_steps: H, steps from one round to the next, or of a fragment to its next.
+      fragments: number of parts of the model that are sent in turn.
+      delay: steps until what was sent is merged, at most H; 0 merges it at once.
+      outer: optimizer of what the workers agree on: "nesterov" and "heavy_ball" have
+        momentum, "none" takes the average as it is. DiLoCo is "nesterov" with
+        topology.name = "complete", NoLoCo "heavy_ball" with "random_matching".
+      learning_rate: learning rate of the outer optimizer.
+      momentum: its momentum.
+      merge: how a worker goes on: "replace" takes the result, "shift" adds what the
+        worker has learned since it sent, "blend" is `share` x + (1 - share) result.
+      share: part of the worker's own model, for "blend".
+      codec: how messages are encoded: 16, 8, 4 or 2 bits a number, or the largest
+        numbers; what a message drops is sent later. With an outer optimizer it encodes
+        how far a worker has moved, and needs means of all models. "int2" and "top_k"
+        need one, or `copies`: of models they would drop too much.
+      sent_share: share of the numbers that "top_k" sends.
+      sent_bits: bits of each of them, beside its place.
+      error_kept: part of what was dropped that is sent later.
+      copies: whether to send changes of copies that the peers keep, as CHOCO-SGD does;
+        for a graph that never changes.
+      copy_step: step towards the average of the copies, in (0, 1]; by default what the
+        codec keeps of a number, such as 0.5 of "int2" and `sent_share` of "top_k".
+      tracking: whether an estimate of the mean gradient is averaged with the model,
+        along which a worker descends: gradient tracking, for uneven data. It runs in
+        the step, without a codec.
+    """
+
+    every_steps: int = 10
+    fragments: int = 1
+    delay: int = 0
+    outer: Literal["none", "nesterov", "heavy_ball"] = "none"
+    learning_rate: float = 0.7
+    momentum: float = 0.9
+    merge: Literal["replace", "shift", "blend"] = "replace"
+    share: float = 0.5
+    codec: CodecName = "none"
+    sent_share: float = 0.01
+    sent_bits: Literal[32, 8, 4, 2] = 32
+    error_kept: float = 1.0
+    copies: bool = False
+    copy_step: float | None = None
+    tracking: bool = False
+
+    def __post_init__(self):
+        check_at_least(self, 1, "every_steps", "fragments")
+        check_at_least(self, 0, "error_kept")
+        step = 1.0 if self.copy_step is None else self.copy_step
+        if self.error_kept > 1 or not 0 < step <= 1:
+            raise ValueError(
+                "error_kept must be in [0, 1] and copy_step in (0, 1], got "
+                f"{self.error_kept} and {self.copy_step}"
+            )
+        if self.copies and (self.codec == "none" or self.outer != "none"):
+            raise ValueError(
+                "rounds.copies are of encoded models: set rounds.codec, and "
+                'rounds.outer to "none"'
+            )
+        of_models = self.outer == "none" and not self.copies
+        if of_models and not sends_models(self._codec()):
+            raise ValueError(
+                f"rounds.codec = {self.codec} drops too much of a model, and workers "
+                "would part: set rounds.copies, for a graph that never changes, "
+                'rounds.outer with topology.name = "complete", or rounds.codec to int8'
+            )
+        if self.tracking and self.codec != "none":
+            raise ValueError(
+                "rounds.tracking sends models and estimates as they are: leave "
+                f"rounds.codec at none, got {self.codec}"
+            )
+        check_at_least(self, 0, "delay", "learning_rate", "momentum", "share")
+        if not (self.momentum < 1 and self.share < 1):
+            raise ValueError(
+                "momentum and share must be less than 1, got "
+                f"{self.momentum} and {self.share}"
+            )
+        self._check_used()
+        # Raises for a delay that is longer than a round.
+        schedule = schedules.every(topologies.ring(1), self.every_steps, self.delay)
+        if self.outer != "none" and schedule.period == 1:
+            raise ValueError(
+                f"rounds.outer = {self.outer} moves models that have trained alone "
+                "since the last round: set rounds.every_steps to 2 or more"
+            )
+
+    def build(self, topology: Topology, sizes: Sequence[int] | None = None) -> Rounds:
+        """Returns the rounds over a topology.
+
+        Args:
+          topology: the topology.
+          sizes: numbers of each leaf of the model; by default each fragment is a leaf.
+
+        Raises:
+          ValueError: if the topology does not fit, or no leaf falls into a fragment.
+        """
+        schedule = schedules.every(topology, self.every_steps, self.delay)
+        if self.fragments > 1:
+            leaves = [1] * self.fragments if sizes is None else sizes
+            fragments = schedules.cut_leaves(leaves, self.fragments)
+            schedule = schedules.in_fragments(
+                topology, self.every_steps, fragments, self.delay
+            )
+        merges = {"replace": replace, "shift": shift, "blend": blend(self.share)}
+        merge = merges[self.merge]
+        parts = self._outer(), merge, self._compression(), self.tracking
+        return Rounds(schedule, *parts)
+
+    def _outer(self) -> optax.GradientTransformation | None:
+        if self.outer == "none":
+            return None
+        looks_ahead = self.outer == "nesterov"
+        return optax.sgd(self.learning_rate, self.momentum, nesterov=looks_ahead)
+
+    def _codec(self) -> Codec:
+        return make_codec(self.codec, self.sent_share, self.sent_bits)
+
+    def _compression(self) -> Compression | None:
+        if self.codec == "none":
+            return None
+        if self.copies:
+            return copies(self._codec(), self.copy_step)
+        encoded = error_feedback if self.outer == "none" else drift
+        return encoded(self._codec(), keep=self.error_kept)
+
+    def _check_used(self) -> None:
+        """Raises a ValueError for a number that nothing would use."""
+        is_used = {
+            "learning_rate": ("outer", self.outer != "none"),
+            "momentum": ("outer", self.outer != "none"),
+            "share": ("merge", self.merge == "blend"),
+            "sent_share": ("codec", self.codec == "top_k"),
+            "sent_bits": ("codec", self.codec == "top_k"),
+        }
+        for name, (of, used) in is_used.items():
+            if not used and getattr(self, name) != getattr(type(self), name):
+                raise ValueError(
+                    f"rounds.{of} = {getattr(self, of)} has no {name}: set rounds.{of} "
+                    f"too, or leave out rounds.{name}"
+                )

@@ -1,0 +1,335 @@
+"""A run: all sections of a config, and what they exclude in each other."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from dataclasses import field
+from typing import Any
+
+import numpy as np
+
+from decentjax import Rounds
+from decentjax.topology import Permutations, Topology, matrices
+from train.config.checks import check_at_least
+from train.config.exchange import (
+    Apart,
+    AutoExchange,
+    BackgroundExchange,
+    Exchange,
+    GroupExchange,
+    PeerExchange,
+)
+from train.config.graph import TopologyConfig, WorkersConfig
+from train.config.optimizer import OptimizerConfig
+from train.config.parts import (
+    CheckpointConfig,
+    DataConfig,
+    DistributedConfig,
+    EvaluationConfig,
+    LogConfig,
+    StepConfig,
+    StragglerConfig,
+)
+from train.config.policy import FixedPolicy, Policy
+from train.config.rounds import RoundsConfig
+from train.fields import checked, place_of
+from train.tasks.task import TaskOptions
+
+ROUNDING = 1e-9  # Of eigenvalues.
+# Optimizers that follow what the last exchange has moved.
+FOLLOW_EXCHANGES = ("exact_diffusion", "qg_dsgdm")
+
+
+@checked
+class Config:
+    """A run.
+
+    Args:
+      name: name of the run, and of its folder under `runs`.
+      num_steps: number of steps per worker.
+      task: data, model, loss and evaluation.
+      seed: seed of the initial model, the order of the data and all other randomness.
+      on_step: function of your own that is called after each step in each process, with
+        the number of steps done, the state of its workers, which the next step donates,
+        and their metrics; at the top of a module.
+      on_evaluation: function of your own that is called after each evaluation in
+        process 0, or each of the peers, with the number of steps done and the scores of
+        the mean model; at the top of a module.
+    """
+
+    name: str
+    num_steps: int
+    task: TaskOptions
+    seed: int = 0
+    data: DataConfig = field(default_factory=DataConfig)
+    workers: WorkersConfig = field(default_factory=WorkersConfig)
+    topology: TopologyConfig = field(default_factory=TopologyConfig)
+    policy: Policy = field(default_factory=FixedPolicy)
+    step: StepConfig = field(default_factory=StepConfig)
+    rounds: RoundsConfig = field(default_factory=RoundsConfig)
+    exchange: Exchange = field(default_factory=AutoExchange)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    straggler: StragglerConfig = field(default_factory=StragglerConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
+    on_step: Callable[[int, Any, Any], None] | None = None
+    on_evaluation: Callable[[int, dict[str, float]], None] | None = None
+
+    def __post_init__(self):
+        _check_task(self.task)
+        _check_length(self)
+        _check_nodes(self.workers)
+        # Raises for workers to whom the topology does not apply.
+        topology = self.topology.build(self.workers)
+        rounds = None
+        if self.step.algorithm == "rounds":
+            rounds = self.rounds.build(topology)
+        _check_messages(self, rounds)
+        _check_correction(self, topology)
+        match self.exchange:
+            case PeerExchange():
+                _check_peers(self, topology, rounds)
+            case GroupExchange():
+                _check_groups(self)
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each process is a run of its own."""
+        return isinstance(self.exchange, Apart)
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether processes may come and go."""
+        return isinstance(self.exchange, PeerExchange) and self.exchange.elastic
+
+
+def _check_length(config: Config) -> None:
+    """Raises a ValueError for a run of no name, or parts that do not end within it."""
+    check_at_least(config, 1, "num_steps")
+    check_at_least(config, 0, "seed")
+    # It is the name of a folder, in which `..` or `/` would lead elsewhere.
+    if not config.name or not all(c.isalnum() or c in "_-" for c in config.name):
+        raise ValueError(
+            f"name must be letters, digits, '_' and '-', got {config.name!r}"
+        )
+    if config.log.profiled().stop > config.num_steps:
+        raise ValueError(
+            f"log.profile = {config.log.profile} must end within the run, which has "
+            f"num_steps = {config.num_steps}"
+        )
+    # The decay begins after the warm-up and needs a step of its own.
+    given = config.optimizer.schedule
+    if given is None and config.optimizer.warmup_steps >= config.num_steps:
+        raise ValueError(
+            f"warmup_steps = {config.optimizer.warmup_steps} must be less than "
+            f"num_steps = {config.num_steps}: set optimizer.warmup-steps, to "
+            f"{config.num_steps // 10} for example"
+        )
+
+
+def _check_nodes(workers: WorkersConfig) -> None:
+    """Raises a ValueError for workers that do not fill their nodes."""
+    count, size = workers.num_workers, workers.workers_per_node
+    if count % size:
+        *some, last = [str(n) for n in range(1, count + 1) if count % n == 0]
+        sizes = f"{', '.join(some)} or {last}" if some else last
+        raise ValueError(
+            f"workers.num_workers = {count} does not fill nodes of {size}: set "
+            f"workers.workers_per_node to {sizes}"
+        )
+
+
+def _check_messages(config: Config, rounds: Rounds | None) -> None:
+    """Raises a ValueError for messages that the algorithm cannot send so."""
+    algorithm, exchange = config.step.algorithm, config.exchange
+    at_once = rounds is not None and rounds.schedule.delay == 0
+    is_beside = isinstance(exchange, BackgroundExchange)
+    if is_beside and (algorithm == "atc" or at_once):
+        raise ValueError(
+            f"{algorithm} waits for its messages in the step that sends them, so "
+            'nothing overlaps a background exchange; set exchange to "in_step"'
+            + ", or rounds.delay to 1 or more"
+            * at_once
+        )
+    if rounds is not None and rounds.tracking and (is_beside or config.is_apart):
+        raise ValueError(
+            "rounds.tracking runs in the step: set exchange to in_step, got "
+            f"{exchange.name}"
+        )
+    chooses = not isinstance(config.policy, FixedPolicy)
+    if chooses and (is_beside or config.is_apart or algorithm not in ("awc", "atc")):
+        raise ValueError(
+            f"the policy {config.policy.name} chooses the exchange of a step before it "
+            "begins: it needs one in the compiled step, exchange = in_step, got "
+            f"{exchange.name} with {algorithm}"
+        )
+    if config.step.message_dtype is not None and config.rounds.codec != "none":
+        raise ValueError(
+            "messages have one form: leave step.message_dtype at None, or "
+            'rounds.codec at "none"'
+        )
+
+
+def _check_correction(config: Config, topology: Topology) -> None:
+    """Raises a ValueError for corrections that the exchange would spoil."""
+    name = config.optimizer.name if config.optimizer.make is None else ""
+    step, rounds = config.step, config.rounds
+    tracks = step.algorithm == "rounds" and rounds.tracking
+    plain = rounds.every_steps == 1 and rounds.codec == "none" and not tracks
+    in_each_step = step.algorithm in ("awc", "atc") or (
+        step.algorithm == "rounds" and plain
+    )
+    if name in FOLLOW_EXCHANGES and not in_each_step:
+        raise ValueError(
+            f"optimizer.name = {name} follows what the exchange of each step has "
+            'moved: set step.algorithm to "awc" or "atc", or rounds.every_steps to 1 '
+            f"without codec and tracking, got {step.algorithm} with "
+            f"{rounds.every_steps}, {rounds.codec} and {rounds.tracking}"
+        )
+    if name == "exact_diffusion":
+        _check_steady(topology)
+    if name != "exact_diffusion" and not tracks:
+        return
+    needed = {
+        "policy": (config.policy.name, "fixed"),
+        "step.message_dtype": (step.message_dtype, None),
+        "step.not_finite": (step.not_finite, "stop"),
+    }
+    match config.exchange:
+        case PeerExchange(patience=patience, way=way):
+            needed |= {"exchange.patience": (patience, None)}
+            needed |= {"exchange.way": (way, "arrived")}
+        case GroupExchange():
+            needed |= {"exchange": ("groups", "peers")}
+    for name, (got, wanted) in needed.items():
+        if got != wanted:
+            raise ValueError(
+                "exact_diffusion and rounds.tracking add up what exchanges move, also "
+                "what is missing, rounded, not finite or of another graph once: set "
+                f"{name} to {wanted}, got {got}"
+            )
+
+
+def _check_steady(topology: Topology) -> None:
+    """Raises a ValueError for a graph over which exact diffusion can diverge."""
+    first, *more = matrices(topology)
+    is_symmetric = np.allclose(first, first.T)
+    least = np.linalg.eigvalsh(first)[0] if is_symmetric else math.nan
+    if more or not least > -1 / 3 + ROUNDING:
+        what = (
+            f"{1 + len(more)} exchanges in turn"
+            if more
+            else f"a least eigenvalue of {least:.3g}"
+            if is_symmetric
+            else "directed edges"
+        )
+        raise ValueError(
+            "exact_diffusion can diverge unless each step has the same symmetric "
+            "exchange, whose W has no eigenvalue of -1/3 or less: take ring with "
+            f"topology.factor = 0.5, got {topology.name}, which has {what}"
+        )
+
+
+def _check_task(task: Any) -> None:
+    """Raises a ValueError for options that a run's config.json would not keep."""
+    kind = type(task)
+    if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
+        raise ValueError(
+            "Config.task must be an instance of a frozen dataclass, as by "
+            f"train.fields.checked, got {task!r}"
+        )
+    place_of(kind)
+    json.dumps(dataclasses.asdict(task), default=place_of)
+    try:
+        hash(task)  # A comparison keeps what it has made for a task.
+    except TypeError as error:
+        raise ValueError(
+            f"a task's fields must not change, such as tuples and not lists, got {task}"
+        ) from error
+
+
+def _check_peers(config: Config, topology: Topology, rounds: Rounds | None) -> None:
+    """Raises a ValueError for what takes collectives between the processes."""
+    exchange = config.exchange
+    assert isinstance(exchange, PeerExchange)
+    _check_apart(config, "awc", "rounds")
+    for one in topology:
+        # A round sends a mean over a group as messages from each to each.
+        can_send = isinstance(one.between, Permutations) or rounds is not None
+        if one.workers_per_node > 1 or not can_send:
+            raise ValueError(
+                f"{topology.name} averages over groups or nodes, which takes "
+                "collectives; peers need a graph of single workers, such as ring"
+            )
+    compression = None if rounds is None else rounds.compression
+    sends_changes = compression is not None and compression.kind.sends_changes
+    if sends_changes and exchange.patience is not None:
+        raise ValueError(
+            f"rounds.codec = {config.rounds.codec} with rounds.copies or an outer "
+            "optimizer sends changes, and a lost message would leave the copies of a "
+            f"worker wrong: set exchange.patience to None, got {exchange.patience}"
+        )
+    if rounds is not None and exchange.way != "arrived":
+        raise ValueError(
+            "rounds are averaged as they arrive: set exchange.way to arrived, got "
+            f"{exchange.way}"
+        )
+    if exchange.elastic:
+        _check_elastic(config, exchange)
+
+
+def _check_groups(config: Config) -> None:
+    """Raises a ValueError for other groups than WAGMA-SGD's."""
+    _check_apart(config, "awc", "atc")
+    topology = config.topology
+    if (
+        topology.name != "butterfly_groups"
+        or topology.make is not None
+        or topology.mean_every is None
+    ):
+        raise ValueError(
+            'exchange = "groups" needs topology.name = "butterfly_groups" and '
+            f"topology.mean_every, got {topology.name} and {topology.mean_every}"
+        )
+
+
+def _check_apart(config: Config, *algorithms: str) -> None:
+    """Raises a ValueError for what processes without a job cannot do."""
+    step, name = config.step, config.exchange.name
+    if step.algorithm not in algorithms:
+        raise ValueError(
+            f"{step.algorithm} with exchange = {name} waits for other workers, and "
+            f"processes of {name} wait for none; set step.algorithm to "
+            f'{" or ".join(algorithms)}, or exchange to "auto"'
+        )
+    if step.message_dtype is not None:
+        raise ValueError(
+            "peers send models in their own dtype: leave step.message_dtype at None, "
+            f"got {step.message_dtype}"
+        )
+
+
+def _check_elastic(config: Config, exchange: PeerExchange) -> None:
+    """Raises a ValueError for what needs all workers."""
+    num_workers = config.workers.num_workers
+    if config.step.algorithm != "awc":
+        raise ValueError(
+            'exchange.elastic needs step.algorithm = "awc", got '
+            f"{config.step.algorithm}"
+        )
+    if exchange.quorum > num_workers:
+        raise ValueError(
+            f"exchange.quorum must be at most {num_workers}, the number of all "
+            f"workers, got {exchange.quorum}"
+        )
+    for n in range(1, num_workers):
+        try:
+            config.topology.build_for(n)
+        except ValueError as error:
+            raise ValueError(
+                "exchange.elastic needs a topology for each number of workers that may "
+                f"be left, such as ring; of {n} workers: {error}"
+            ) from error
