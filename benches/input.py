@@ -81,7 +81,7 @@ def main(bench: DataBench) -> int:
     console = Console()
     results = []
     for path in bench.configs:
-        with console.status(f"{path.stem} ({len(results) + 1}/{len(bench.configs)})"):
+        with console.status(f"{path.name} ({len(results) + 1}/{len(bench.configs)})"):
             results.append(measure(load_config(path), bench.steps, bench.processes))
     facts = {"steps": bench.steps, "results": results}
     print(write_results(bench.out, "data", facts, table(results)))

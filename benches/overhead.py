@@ -69,9 +69,9 @@ def main(bench: StepBench) -> int:
     console = Console()
     seconds = {}
     for path, batch in zip(bench.configs, bench.batches, strict=True):
-        name = f"{path.stem}, batch {batch}"
-        console.print(name)
         config = of_one_worker(load_config(path), batch, bench.compute_dtype)
+        name = f"{config.name}, batch {batch}"
+        console.print(name)
         seconds[name] = measure(config, bench, console)
     facts = {"bench": bench, "seconds": seconds}
     print(write_results(bench.out, "step", facts, table(seconds)))

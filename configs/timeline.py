@@ -10,10 +10,10 @@ Result: the median step takes 1.83 s, and 2.78 s with all-reduce, 12 steps each.
 """
 
 from train.config import (
+    BackgroundExchange,
     CheckpointConfig,
     Config,
     EvaluationConfig,
-    ExchangeConfig,
     LogConfig,
     OptimizerConfig,
     StepConfig,
@@ -45,7 +45,7 @@ config = Config(
             "xla_gpu_experimental_parallel_collective_overlap_limit=2",
         ),
     ),
-    exchange=ExchangeConfig(where="background"),
+    exchange=BackgroundExchange(),
     optimizer=OptimizerConfig(
         name="accum_adamw",
         learning_rate=5e-3,

@@ -35,7 +35,7 @@ from train.config import (
 )
 
 ROOT = Path(__file__).parent.parent
-QUALITY = load_config(ROOT / "configs/quality_ring.py")
+QUALITY = load_config(Path("quality_ring"))
 MODEL, COMPUTE = 4e6, 0.1
 
 

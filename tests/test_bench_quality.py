@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -199,7 +200,7 @@ def test_a_whole_run_may_have_a_straggler():
 
 
 def test_every_method_has_a_config_of_one_model_and_data():
-    configs = [load_config(method.file(ROOT / "configs")) for method in METHODS]
+    configs = [load_config(method.path(Quality().configs)) for method in METHODS]
     assert len({(x.task, x.num_steps, x.workers, x.seed) for x in configs}) == 1
     assert {x.step.batch_per_worker for x in configs} == {4}
     assert len({x.name for x in METHODS}) == len(METHODS)
@@ -212,7 +213,7 @@ def test_pytorch_has_the_loss_of_jax():
 
     from benches.quality.torch_gpt import GPT, named
 
-    config = load_config(ROOT / "configs" / f"{RING}.py")
+    config = load_config(Path(RING))
     task = config.task.build()
     params, model_state = task.init(jax.random.key(1))
     windows = next(iter(task.validation()))[:3]
@@ -232,13 +233,21 @@ def test_pytorch_has_the_loss_of_jax():
 
 TINY = """
 import dataclasses
-from configs.{name} import config as whole
+from configs import quality
 from train.models.gpt import GPTConfig
 
 model = GPTConfig(context=16, num_layers=1, num_heads=1, width=16)
-task = dataclasses.replace(whole.task, model=model, num_eval_windows=64)
-optimizer = dataclasses.replace(whole.optimizer, warmup_steps=4)
-config = dataclasses.replace(whole, task=task, num_steps=60, optimizer=optimizer)
+task = dataclasses.replace(quality.config.task, model=model, num_eval_windows=64)
+
+
+def tiny(whole):
+    optimizer = dataclasses.replace(whole.optimizer, warmup_steps=4)
+    return dataclasses.replace(whole, task=task, num_steps=60, optimizer=optimizer)
+
+
+quality_alone = tiny(quality.quality_alone)
+quality_allreduce = tiny(quality.quality_allreduce)
+quality_ring = tiny(quality.quality_ring)
 """
 
 
@@ -246,10 +255,8 @@ config = dataclasses.replace(whole, task=task, num_steps=60, optimizer=optimizer
 @needs_root
 def test_a_race_of_few_steps(tmp_path):
     """With a tiny model: compiled, simulated, and run on the cluster."""
-    configs, name = tmp_path / "own", "DAdamW, ring"
-    configs.mkdir()
-    for file in ("quality_alone", "quality_allreduce", "quality_ring"):
-        (configs / f"{file}.py").write_text(TINY.format(name=file))
+    configs, name = tmp_path / "own.py", "DAdamW, ring"
+    configs.write_text(TINY)
     options = (
         f"--configs {configs} --only ^DAdamW,.ring$ --rates 200mbit --late-rates "
         f"--rounds 1 --steps 4 --seeds 1 --horizons 1 --out {tmp_path}"

@@ -123,7 +123,7 @@ def test_nothing_to_measure_gets_a_sentence(make, message):
 
 def test_what_the_benches_measure_by_default_is_there():
     for path in (*DataBench().configs, *StepBench().configs):
-        assert find_config(path).is_file()
+        assert find_config(path)[0].is_file()
     assert dataclasses.fields(StepBench)
 
 

@@ -17,7 +17,8 @@ import tiny
 from train.__main__ import main as train_main
 from train.cli.command import command, sentence
 from train.cli.config_json import from_fields, read_config, to_json
-from train.cli.load import load_config
+from train.cli.families import matching_configs
+from train.cli.load import find_config, load_config
 from train.config import (
     Config,
     OptimizerConfig,
@@ -175,6 +176,83 @@ def test_a_config_that_is_no_file_is_a_sentence(tmp_path):
             load_config(path)
     with pytest.raises(OSError, match="File name too long"):
         load_config(tmp_path / f"{'n' * 300}.py")
+
+
+FAMILY = f"""{HEAD}import dataclasses
+config = Config(name='own', task=task, num_steps=120)
+longer = dataclasses.replace(config, name='own_longer', num_steps=240)
+copied = dataclasses.replace(longer, num_steps=360)
+"""
+
+
+def test_a_config_of_a_family_is_given_by_its_name(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(FAMILY)
+    for given, num_steps in (
+        (path, 120),
+        (f"{path}:own", 120),
+        (f"{path}:config", 120),
+        (f"{path}:longer", 240),
+        # Not of the one that has the name too.
+        (f"{path}:copied", 360),
+    ):
+        assert load_config(Path(given)).num_steps == num_steps
+    message = (
+        f"^{path} has no `nosuch`: take {path}:own, or another of its configs own, o"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_config(Path(f"{path}:nosuch"))
+    with pytest.raises(FileNotFoundError, match=r"no config file .*/none\.py$"):
+        load_config(tmp_path / "none.py:own")
+
+
+def test_a_family_without_a_config_of_its_own_says_what_it_has(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text(re.sub(r"\bconfig( =|,)", r"first\1", FAMILY))
+    message = (
+        f"^{path} has no `config`: take {path}:own, or another of its configs own, o"
+    )
+    with pytest.raises(ValueError, match=message):
+        load_config(path)
+    path.write_text(FAMILY + "config = 3")
+    with pytest.raises(ValueError, match=r"define `config = Config\(...\)`, got 3"):
+        load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("given", "file", "name"),
+    [
+        ("quickstart", "quickstart.py", "quickstart"),
+        ("quality_ring", "quality.py", "quality_ring"),
+        ("wmt14_fr_dadam_aer", "wmt14.py", "wmt14_fr_dadam_aer"),
+        ("numbers_allreduce", "number_words.py", "numbers_allreduce"),
+        ("peers_sgp", "peers.py", "peers_sgp"),
+    ],
+)
+def test_a_name_leads_to_its_family(given, file, name):
+    assert find_config(Path(given)) == (ROOT / "configs" / file, name)
+
+
+def test_a_file_that_is_now_in_a_family_is_hinted_at():
+    message = "no config file configs/quality_ring.py: did you mean quality_ring, which"
+    with pytest.raises(FileNotFoundError, match=message):
+        load_config(Path("configs/quality_ring.py"))
+
+
+def test_a_pattern_stands_for_the_names_that_it_matches():
+    names = ["accumadam_aer", "accumadam_complete", "allreduce"]
+    names += ["dadam_aer", "dadam_complete"]
+    found = matching_configs(Path("digits_*"))
+    assert found == [Path(f"digits_{name}") for name in names]
+    assert matching_configs(Path("own.py")) == [Path("own.py")]
+    with pytest.raises(FileNotFoundError, match=r"is like digitz_\*"):
+        matching_configs(Path("digitz_*"))
+
+
+def test_no_family_has_the_name_of_a_module_of_python():
+    """In the folder `configs` it would be taken for it."""
+    files = (ROOT / "configs").glob("*.py")
+    assert {path.stem for path in files} & sys.stdlib_module_names == set()
 
 
 MADE = [

@@ -578,6 +578,11 @@ def test_a_config_is_a_file_that_binds_the_name(text, wanted, tmp_path):
     assert is_config(str(path)) == wanted
 
 
+def test_a_config_of_a_family_is_a_config():
+    assert is_config("own.py:mine")
+    assert is_config(str(ROOT / "configs" / "digits.py"))
+
+
 # It says where it is and what it was given; its argument is how it ends.
 SCRIPT = """
 import json, os, signal, sys, time

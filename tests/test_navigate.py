@@ -402,7 +402,7 @@ def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp
 @pytest.mark.draw(6)
 @pytest.mark.parametrize("method", METHODS)
 def test_the_config_of_each_method_trains(method, tmp_path):
-    whole = load_config(ROOT / "configs" / f"navigate_{method}.py")
+    whole = load_config(Path(f"navigate_{method}"))
     config = dataclasses.replace(
         whole,
         num_steps=3,

@@ -232,6 +232,19 @@ def test_a_file_that_moved_or_became_a_module_is_the_same(ran, own):
 
 
 @pytest.mark.slow
+def test_a_run_of_a_family_resumes_with_its_file(own, capsys):
+    own.write_text(f"{OWN}\nlonger = dataclasses.replace(config, name='longer')\n")
+    main([f"{own}:longer", "--run-dir", "run"])
+    fields = json.loads(Path("run/config.json").read_text())
+    assert (fields["name"], fields["task"]["kind"]) == ("longer", "own.py:Sine")
+    del sys.modules["own.py"]
+    with pytest.raises(SystemExit, match=r"if you trust it, add --trust own\.py"):
+        main(["--resume", "run", "--num-steps", "9"])
+    main(["--resume", "run", "--num-steps", "9", "--trust", "own.py"])
+    assert max(find_checkpoints(Path("run")).steps) == 9
+
+
+@pytest.mark.slow
 def test_a_run_begins_with_the_model_of_ones_own_run(ran, own):
     """Its code is that of the config, which runs anyway."""
     config = load_config(own)

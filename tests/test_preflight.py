@@ -87,7 +87,7 @@ def refused(*options: str) -> str:
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("nodes", [16, 126])
 def test_what_ships_hides_its_busiest_exchange(name, nodes):
-    config = load_config(ROOT / "configs" / f"{name}.py")
+    config = load_config(Path(name))
     in_step = InStepExchange()
     config = dataclasses.replace(config, exchange=in_step)
     if nodes == 126:  # No power of two, as its alternating ring would want.

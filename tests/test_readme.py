@@ -18,6 +18,7 @@ import decentjax
 import train.__main__ as train_command
 from decentjax.cli import COMMANDS as TOOLS
 from train.cli.command import EXTRAS as BROUGHT_BY
+from train.cli.families import shipped_configs
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -151,7 +152,7 @@ def asked(line: str) -> Asked | None:
         measured = ["--measure"] if "--measure" in rest else []
         config = [word.replace("NAME", "quickstart") for word in rest if ".py" in word]
         # By its name, without a path.
-        config += [x for x in rest if (ROOT / "configs" / f"{x}.py").is_file()]
+        config += [x for x in rest if x in shipped_configs()]
         return Asked((module, *measured, *config[:1], "--help"), options)
     kind = () if name == "resume" else first
     if name in ("bench", "prepare", "checkpoint"):

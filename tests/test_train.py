@@ -21,9 +21,12 @@ import tiny
 from decentjax import gossip, topology, worker_mesh
 from train.__main__ import load_config, main
 from train.cli.config_json import differences
+from train.cli.families import shipped_configs
+from train.cli.load import load_file
 from train.cli.sections import kind_of
 from train.config import (
     BackgroundExchange,
+    Config,
     OptimizerConfig,
     TopologyConfig,
     WorkersConfig,
@@ -323,9 +326,15 @@ def test_differences_name_each_field():
 
 
 def test_every_shipped_config_loads():
-    paths = list((ROOT / "configs").glob("*.py"))
-    assert {load_config(path).name for path in paths} == {path.stem for path in paths}
-    assert ROOT / "configs" / "quickstart.py" in paths
+    """And no file has a config that is not listed, or one of another name."""
+    listed = shipped_configs()
+    assert {load_config(Path(name)).name for name in listed} == listed.keys()
+    made = set()
+    for path in (ROOT / "configs").glob("*.py"):
+        module = load_file(path, "config file", str(path))
+        made |= {x.name for x in vars(module).values() if isinstance(x, Config)}
+    assert made == listed.keys()
+    assert {"quickstart", "quality_ring", "wmt14_fr_dadam_aer"} <= listed.keys()
 
 
 def test_batches_depend_on_seed_and_position_alone():

@@ -18,7 +18,8 @@ import tyro
 from decentjax.distributed.devices import provide_cpu_devices
 from train.cli.command import REQUEST, code_of, command, sentence, show_usage
 from train.cli.config_json import sources
-from train.cli.load import check_folder, load_config, own_sinks, shipped_configs
+from train.cli.families import shipped_configs
+from train.cli.load import check_folder, load_config, own_sinks
 from train.cli.options import AS_OPTIONS, ConfigArgument, Trust
 from train.cli.read import from_options
 from train.cli.sections import ExchangeName, PolicyName, take_sections
@@ -45,7 +46,7 @@ examples:
   decentjax train quickstart --topology.name ring --run-dir runs/ring
   decentjax launch -n 4 quickstart --workers.num-workers 4 --topology.name ring
 
-CONFIG is a file of Python, or one of these names:
+CONFIG is a file of Python, a config of a file as FILE.py:NAME, or one of these names:
 {configs}"""
 RESUME_USAGE = """\
 usage: decentjax resume RUN [--step STEP] [--change FIELD=VALUE ...]

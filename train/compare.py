@@ -16,6 +16,7 @@ import numpy as np
 import tyro
 
 from train.cli.command import command, show_usage
+from train.cli.families import matching_configs
 from train.cli.load import load_config
 from train.cli.progress import progress
 from train.cli.read import from_options
@@ -62,7 +63,7 @@ def compare(
     short trial first with `--change num-steps=200`.
 
     Args:
-      configs: config files.
+      configs: config files, names, or patterns of names such as "digits_*".
       seeds: number of seeds; each is an initial model and an order of the data. Three
         show only large differences.
       first_seed: the first seed.
@@ -88,7 +89,8 @@ def compare(
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     if at_once is not None and at_once < 1:
         raise ValueError(f"at_once must be at least 1, got {at_once}")
-    chosen = [config for path in configs for config in _varied(path, change, vary)]
+    paths = [path for given in configs for path in matching_configs(given)]
+    chosen = [config for path in paths for config in _varied(path, change, vary)]
     headline = _compared(_common_headline(chosen), score)
     numbers = range(first_seed, first_seed + seeds)
     for config in chosen:
@@ -142,7 +144,7 @@ def _common_headline(configs: Sequence[Config]) -> Headline:
       ValueError: if there is none, or two configs have the same name.
     """
     if not configs:
-        raise ValueError("give a config file, or several: configs/digits_*.py")
+        raise ValueError("give a config, or several: digits_allreduce digits_dadam_aer")
     names = [config.name for config in configs]
     if len(set(names)) < len(names):
         raise ValueError(f"each config needs a name of its own, got {names}")

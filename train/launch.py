@@ -23,6 +23,7 @@ from symtable import symtable
 
 from decentjax.distributed.place import ASKED, Place, variables_of
 from train.cli.command import command
+from train.cli.families import shipped_configs
 from train.job.processes import Process, supervise
 
 COMMAND = "DECENTJAX_COMMAND"  # As `train.run.facts` reads it.
@@ -160,12 +161,15 @@ def own_options() -> argparse.ArgumentParser:
 def is_config(target: str) -> bool:
     """Whether a file is a config, which binds `config`; else it is a script.
 
+    A family of configs that comes with the program may have no `config`.
+
     Raises:
       FileNotFoundError: if there is no such file.
       ValueError: if it is not Python.
     """
     path = Path(target)
-    if not path.suffix:  # The name of a config that comes with the program.
+    # The name of a config that comes with the program, or of one in a file.
+    if not path.suffix or ".py:" in path.name:
         return True
     if not path.exists():
         from train.cli.load import no_file  # Takes long.
@@ -180,7 +184,8 @@ def is_config(target: str) -> bool:
     # The table alone has the variable of a comprehension too, since Python 3.12.
     stored = {x.argval for x in dis.get_instructions(code) if x.opname == "STORE_NAME"}
     # Neither function nor class.
-    return "config" in stored and not names.lookup("config").is_namespace()
+    bound = "config" in stored and not names.lookup("config").is_namespace()
+    return bound or path.resolve() in shipped_configs().values()
 
 
 def check(options: argparse.Namespace) -> None:

@@ -64,7 +64,7 @@ class GpuBench:
             )
         if self.processes and sys.platform != "linux":
             raise ValueError("several processes as one job need Linux: --processes 0")
-        if not find_config(self.config).is_file():
+        if not find_config(self.config)[0].is_file():
             raise ValueError(f"there is no config file {self.config}")
 
     @classmethod
@@ -127,7 +127,7 @@ def table(bench: GpuBench, result: GpuTiming, shared: Seconds) -> str:
     """Returns Markdown: the steps, the update, and the processes that share the GPU."""
     seconds = result.seconds
     head = [
-        f"{result.device}, {bench.config.stem}",
+        f"{result.device}, {bench.config.name}",
         "ms/step",
         "tokens/s",
         "share of peak FLOP/s",

@@ -45,7 +45,7 @@ def _build(task: Any) -> Task:
 
 
 def _runner(configs: Path, method: Method) -> Runner:
-    config = load_config(method.file(configs))
+    config = load_config(method.path(configs))
     config = dataclasses.replace(config, distributed=JOB)
     task = _build(config.task)
     optimizer = build_optimizer(config.optimizer, config.num_steps)

@@ -17,8 +17,7 @@ class Method(NamedTuple):
 
     Args:
       name: its name in tables and for `--only`.
-      config: name of its config file; of a method in PyTorch, the same method's in
-        jax.
+      config: name of its config; of a method in PyTorch, the same method's in jax.
       torch: how PyTorch trains it, "ddp", "fp16" or "decent_dp", or PowerSGD with the
         rank of its approximation, such as "powersgd 4"; none in jax.
       losses: where its losses by step come from: SIMULATED, the simulated config;
@@ -37,9 +36,9 @@ class Method(NamedTuple):
     def __str__(self) -> str:
         return self.name
 
-    def file(self, configs: Path) -> Path:
-        """Its config file in a folder."""
-        return configs / f"{self.config}.py"
+    def path(self, configs: Path) -> Path:
+        """Its config in a file of those of all methods."""
+        return Path(f"{configs}:{self.config}")
 
     @property
     def worker(self) -> str:

@@ -38,7 +38,8 @@ from benches.quality.real import real
 from benches.quality.seconds import Seconds, Setting, measure
 from benches.results import check_at_least, check_pattern, write_results
 from train.cli.config_json import to_json as config_json
-from train.cli.load import SHIPPED, load_config
+from train.cli.families import FOLDER
+from train.cli.load import load_config
 from train.cli.tables import to_json, write_whole
 from train.figures.style import to_svg
 from train.job.namespaces import parse_rate
@@ -69,7 +70,8 @@ class Quality:
         the others in turn until one reaches it.
       real: whole runs on the cluster, as "METHOD at NETWORK", of as many steps as the
         run that is predicted to reach the goal first.
-      configs: folder of the methods' configs, quality.py and those named quality_*.py.
+      configs: file of the methods' configs, under the names of those that come with the
+        program.
       only: regular expression for the names of the methods; DDP and all-reduce, to
         which they are compared, always run.
       out: folder for quality.json, quality.md, quality.svg and all that is kept.
@@ -89,7 +91,7 @@ class Quality:
         "SparseLoCo at 1gbit",
         "SparseLoCo at 10mbit",
     )
-    configs: Path = SHIPPED
+    configs: Path = FOLDER / "quality.py"
     only: str = "."
     out: Path = Path("runs/quality")
 
@@ -195,7 +197,7 @@ def step_seconds(quality: Quality) -> Seconds:
     missing = [x for x in quality.methods if x.name not in known]
     if not missing:
         return kept
-    nodes = load_config(DDP.file(quality.configs)).workers.num_workers
+    nodes = load_config(DDP.path(quality.configs)).workers.num_workers
     turns = quality.rounds, quality.steps
     folders = quality.configs, quality.out
     measured = measure(missing, quality.settings, nodes, *turns, *folders)
@@ -228,7 +230,7 @@ def steps_to_goal(quality: Quality, race: Race) -> list[dict[str, Any]]:
         steps = min((run.steps_to(race.goal) for run in runs), default=math.inf)
         is_ours = method.losses == SIMULATED and not method.torch
         if is_ours and math.isfinite(steps):
-            config = json.loads(config_json(load_config(method.file(quality.configs))))
+            config = json.loads(config_json(load_config(method.path(quality.configs))))
             rows.append({"name": method.name, "steps": steps, "config": config})
     return rows
 
@@ -252,14 +254,14 @@ class Runs:
         """The best learning rate of a method."""
         rates = self._quality.tune
         if not rates:
-            config = load_config(method.file(self._configs))
+            config = load_config(method.path(self._configs))
             return f"{config.optimizer.learning_rate:g}"
         return best(rates, functools.partial(self._tuning_loss, method))
 
     def _tuning_loss(self, method: Method, rate: str) -> float:
         if method.losses == SIMULATED or method.like:
             like = method._replace(config=method.like or method.config)
-            path, seed = like.file(self._configs), self._seeds.stop
+            path, seed = like.path(self._configs), self._seeds.stop
             return tuning_loss(path, rate, self._first, seed, self._out)
         return self._real(method, None, rate, self._first).losses[-1]
 
@@ -284,7 +286,7 @@ class Runs:
         """A whole run on the cluster, and that of its seed in the simulator."""
         curves = self.curves(method, setting)
         horizon = first_at(self.goal, self._quality.horizons, curves)
-        path, rate = method.file(self._configs), self.rate(method)
+        path, rate = method.path(self._configs), self.rate(method)
         seed = load_config(path).seed
         seeds = range(seed, seed + 1)
         predicted = simulated(path, rate, horizon, seeds, self._out)
@@ -292,7 +294,7 @@ class Runs:
 
     @functools.cache  # noqa: B019
     def _simulated(self, method: Method, horizon: float) -> Curve:
-        path, rate = method.file(self._configs), self.rate(method)
+        path, rate = method.path(self._configs), self.rate(method)
         return simulated(path, rate, horizon, self._seeds, self._out)
 
     def _unlimited(self, method: Method, horizon: float) -> Curve:
@@ -305,5 +307,5 @@ class Runs:
     ) -> Curve:
         is_late = setting is not None and setting.late
         delay = self._seconds[str(setting)][ALONE.name] if is_late else 0.0
-        path = method.file(self._configs)
+        path = method.path(self._configs)
         return real(method, path, setting, delay, rate, horizon, self._out)

@@ -53,7 +53,7 @@ def measure(
       num_nodes: number of nodes, each with one worker.
       rounds: turns of each method in each setting.
       steps: steps of a turn, a multiple of all methods' rounds.
-      configs: folder of the methods' configs.
+      configs: file of the methods' configs.
       out: folder for the workers' output.
     """
     every = [ALONE, *methods]

@@ -22,7 +22,7 @@ def main() -> None:
 
 
 def _runner(configs: Path, method: Method) -> Runner:
-    trainer = TorchTrainer(load_config(method.file(configs)), method.torch)
+    trainer = TorchTrainer(load_config(method.path(configs)), method.torch)
     # DDP measures and regroups in its first steps, and PowerSGD begins after some.
     for _ in range(FIRST_STEPS + 2):
         trainer.step()

@@ -12,27 +12,42 @@ from typing import TYPE_CHECKING, Any
 
 import cloudpickle
 
+from train.cli.families import shipped_configs
+
 if TYPE_CHECKING:
     from train.config import Config
 
 
-# The configs that come with the program.
-SHIPPED = Path(__file__).parents[2] / "configs"
-
-
 def load_config(path: Path) -> "Config":
-    """Returns the `config` of a config file, a file of Python.
+    """Returns a config, of a file of Python.
 
     Args:
-      path: the file, or the name of a config that comes with the program: "quickstart".
+      path: a file, which defines `config`; a config of a file, by its name,
+        `FILE.py:NAME`; or the name of one that comes with the program: "quickstart".
 
     Raises:
       FileNotFoundError: if there is no such file.
-      ValueError: if it defines no config, or raises an error, with the line.
+      ValueError: if it defines no such config, or raises an error, with the line.
     """
     from train.config import Config  # Takes seconds, and not all commands need it.
 
-    return load_value(find_config(path), "config", Config)
+    file, name = find_config(path)
+    module = load_file(file, "config file", str(file))
+    configs = {x: one for x, one in vars(module).items() if isinstance(one, Config)}
+    # By the name of its variable or, as a family's `config` has another, by its own.
+    named = {one.name: one for one in configs.values()}
+    if found := configs.get(name) or named.get(name):
+        return found
+    if not configs or (name == "config" and hasattr(module, name)):
+        value = getattr(module, "config", None)
+        raise ValueError(
+            f"{file} must define `config = Config(...)`, got {value!r}; a script of "
+            "your own runs by decentjax launch --script"
+        )
+    raise ValueError(
+        f"{file} has no `{name}`: take {file}:{next(iter(named))}, or another of its "
+        f"configs {', '.join(named)}"
+    )
 
 
 def no_file(what: str, path: Path) -> FileNotFoundError:
@@ -48,7 +63,7 @@ def own_sinks(path: Path, what: str = "config file") -> list[Any]:
     Raises:
       ValueError: if they are no functions.
     """
-    path = find_config(path)
+    path, _ = find_config(path)
     module = sys.modules.get(str(path)) or load_file(path, what, str(path))
     sinks = getattr(module, "sinks", [])
     if not (isinstance(sinks, list | tuple) and all(map(callable, sinks))):
@@ -56,26 +71,25 @@ def own_sinks(path: Path, what: str = "config file") -> list[Any]:
     return list(sinks)
 
 
-def find_config(path: Path) -> Path:
-    """Returns the file of a config that is given by its path or by its name.
+def find_config(path: Path) -> tuple[Path, str]:
+    """Returns the file of a config, and its name, by default that of the variable.
 
     Raises:
       FileNotFoundError: if no config has the name, with the nearest one.
     """
+    file, _, name = str(path).rpartition(":")
+    if file.endswith(".py"):
+        return Path(file), name
     if path.suffix or len(path.parts) != 1:
-        return path
-    if not (found := SHIPPED / f"{path}.py").is_file():
-        near = difflib.get_close_matches(str(path), shipped_configs(), n=1)
+        return path, "config"
+    shipped, name = shipped_configs(), str(path)
+    if name not in shipped:
+        near = difflib.get_close_matches(name, shipped, n=1)
         hint = (
             f"did you mean {near[0]}?" if near else "give the path of one of your own"
         )
-        raise FileNotFoundError(f"no config is named {path}: {hint}")
-    return found
-
-
-def shipped_configs() -> list[str]:
-    """The names of the configs that come with the program."""
-    return sorted(path.stem for path in SHIPPED.glob("*.py"))
+        raise FileNotFoundError(f"no config is named {name}: {hint}")
+    return shipped[name], name
 
 
 def load_value(path: Path, name: str, kind: Any) -> Any:
@@ -94,11 +108,7 @@ def load_value(path: Path, name: str, kind: Any) -> Any:
     if not isinstance(value, kind):
         kinds = typing.get_args(kind) or (kind,)
         wanted = " or ".join(f"`{name} = {one.__name__}(...)`" for one in kinds)
-        hint = "; a script of your own runs by decentjax launch --script"
-        raise ValueError(
-            f"{path} must define {wanted}, got {value!r}"
-            + (hint if name == "config" else "")
-        )
+        raise ValueError(f"{path} must define {wanted}, got {value!r}")
     return value
 
 

@@ -1,8 +1,8 @@
-"""The standard library, 16 workers: AccumAdamW, alternating exponential ring.
+"""The Python standard library, 16 workers as 4 nodes of 4, local batches of one window.
 
-Local batches of one window, 16 workers as 4 nodes of 4.
+Each method on the alternating exponential ring (aer) and on the complete graph.
 
-Command: `decentjax compare configs/stdlib_*.py --seeds 3`
+Command: `decentjax compare 'stdlib_*' --seeds 3`
 Hardware: 2 cores of an AMD EPYC; all workers and seeds simulated on one device.
 Wall time: 148 to 279 s a config, for three seeds together, beside other work (Python
 3.11, jax 0.10.2).
@@ -19,6 +19,8 @@ accum_steps is 2: on two seeds of their own the mean model has 2.378 with 2, 2.3
 4, 2.543 with the paper's 8 and 2.834 with 16.
 """
 
+import dataclasses
+
 from train.config import (
     CheckpointConfig,
     Config,
@@ -31,7 +33,7 @@ from train.config import (
 from train.models.gpt import GPTConfig
 from train.tasks.stdlib import StdlibTask
 
-config = Config(
+stdlib_accumadamw_aer = Config(
     name="stdlib_accumadamw_aer",
     num_steps=3000,
     task=StdlibTask(
@@ -54,4 +56,21 @@ config = Config(
     ),
     evaluation=EvaluationConfig(every_steps=1000),
     checkpoint=CheckpointConfig(every_steps=1000),
+)
+complete_graph = dataclasses.replace(stdlib_accumadamw_aer.topology, name="complete")
+stdlib_accumadamw_complete = dataclasses.replace(
+    stdlib_accumadamw_aer, name="stdlib_accumadamw_complete", topology=complete_graph
+)
+stdlib_dadamw_aer = dataclasses.replace(
+    stdlib_accumadamw_aer,
+    name="stdlib_dadamw_aer",
+    optimizer=dataclasses.replace(stdlib_accumadamw_aer.optimizer, name="adamw"),
+)
+stdlib_dadamw_complete = dataclasses.replace(
+    stdlib_dadamw_aer, name="stdlib_dadamw_complete", topology=complete_graph
+)
+stdlib_allreduce = dataclasses.replace(
+    stdlib_dadamw_complete,
+    name="stdlib_allreduce",
+    step=dataclasses.replace(stdlib_dadamw_complete.step, algorithm="all_reduce"),
 )
