@@ -132,4 +132,4 @@ def test_two_files_alone_know_the_names_of_algorithms():
     counts = [sys.executable, str(ROOT / "tests" / "counts.py")]
     found = subprocess.run(counts, capture_output=True, text=True, check=True)
     _, files, *_ = found.stdout.splitlines()
-    assert files.split() == ["train/config.py", "train/run/method.py"]
+    assert files.split() == ["train/config/run.py", "train/run/method.py"]

@@ -303,7 +303,7 @@ def test_an_impossible_value_is_refused(make, message):
             ["configs/quickstart.py", "--workers.num-workers", "6"],
             "workers_per_node to 1, 2, 3 or 6",
         ),
-        (["train/config.py"], "must define `config = Config"),
+        (["train/config/run.py"], "must define `config = Config"),
     ],
 )
 def test_a_wrong_command_line_gets_a_sentence(arguments, words, monkeypatch, capsys):
