@@ -103,8 +103,8 @@ def _begin(path: Path, options: list[str]) -> None:
         init_from: Path | None = None,
         auto_resume: bool = False,
         trust: Trust = (),
-        exchange: ExchangeName = None,
-        policy: PolicyName = None,
+        exchange: ExchangeName = default.exchange.name,
+        policy: PolicyName = default.policy.name,
     ) -> None:
         """Trains the config.
 
@@ -147,7 +147,7 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
         trust: Trust = (),
         workers: Annotated[How | None, tyro.conf.arg(name="resume.workers")] = None,
-        exchange: ExchangeName = None,
+        exchange: ExchangeName = default.exchange.name,
     ) -> None:
         """Resumes a run with its own config.
 

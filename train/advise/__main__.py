@@ -25,6 +25,7 @@ from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.progress import over
 from train.cli.read import from_options
+from train.cli.sections import ExchangeName, take_sections
 from train.config import CodecName, Config
 from train.job.distributed import fail_stop, leave, start
 from train.run.log import warn
@@ -124,7 +125,7 @@ def _measured(arguments: list[str]) -> int:
             following,
         )
     path = Path(arguments[place + 1])
-    default = load_config(path)
+    default, rest = take_sections(load_config(path), rest)
 
     def run(
         config: ConfigArgument = default,
@@ -132,6 +133,7 @@ def _measured(arguments: list[str]) -> int:
         steps: int = 300,
         race: Path | None = None,
         out: Path = Path("runs/advice"),
+        exchange: ExchangeName = default.exchange.name,
     ) -> int:
         """Measures a config on these processes, predicts its step times, and advises.
 
@@ -144,6 +146,7 @@ def _measured(arguments: list[str]) -> int:
           race: file quality.json of `decentjax bench quality`.
           out: folder for advice.json, advice.html, map.svg and steps.svg.
         """
+        del exchange  # Read above.
         if min(steps, measured_steps) < 1:
             raise ValueError(
                 "steps and measured_steps must be positive, got "

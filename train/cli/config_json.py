@@ -100,7 +100,10 @@ def read_fields(path: Path) -> dict[str, Any]:
     if not isinstance(fields, dict):
         kind = type(fields).__name__
         raise ValueError(f"{path} must hold a config as a JSON object, got {kind}")
-    return upgraded(fields)
+    try:
+        return upgraded(fields)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def sources(config: Config) -> tuple[str, ...]:

@@ -20,15 +20,15 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 if typing.TYPE_CHECKING:
-    ExchangeName = PolicyName = str | None  # A type checker cannot read the names.
+    ExchangeName = PolicyName = str  # A type checker cannot read the names.
 else:
     # Shown by --help, and read by `take_sections`.
     ExchangeName = Annotated[
-        Literal[tuple(KINDS["exchange"])] | None,
+        Literal[tuple(KINDS["exchange"])],
         tyro.conf.arg(help="where models are averaged; see --exchange NAME --help."),
     ]
     PolicyName = Annotated[
-        Literal[tuple(KINDS["policy"])] | None,
+        Literal[tuple(KINDS["policy"])],
         tyro.conf.arg(help="the graph of each step; see --policy NAME --help."),
     ]
 
@@ -48,7 +48,23 @@ def take_sections(config: Config, options: Sequence[str]) -> tuple[Config, list[
     for section, name in chosen.items():
         if name != getattr(config, section).name:
             object.__setattr__(changed, section, kind_of(section, name)())
+    for option in rest:
+        _check_has(changed, option)
     return changed, rest
+
+
+def _check_has(config: Config, option: str) -> None:
+    """Raises a ValueError for an option of another kind of a section."""
+    section, _, field = option.removeprefix("--").partition("=")[0].partition(".")
+    field = field.replace("-", "_")
+    if section not in KINDS or hasattr(getattr(config, section), field):
+        return
+    kinds = KINDS[section].items()
+    if others := [name for name, kind in kinds if field in kind.__dataclass_fields__]:
+        raise ValueError(
+            f"--{section}.{field.replace('_', '-')} is an option of --{section} "
+            f"{' or '.join(others)}: give that too"
+        )
 
 
 def kind_of(section: str, name: Any) -> Any:

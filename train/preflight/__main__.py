@@ -14,6 +14,7 @@ from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument
 from train.cli.plugins import reveal_cuda_plugin
 from train.cli.read import from_options
+from train.cli.sections import ExchangeName, take_sections
 from train.network import MaybeRate
 from train.preflight.compile import prepare
 from train.preflight.preflight_report import report
@@ -33,7 +34,7 @@ def main(arguments: list[str]) -> int:
         )
     path = Path(arguments[0])
     try:
-        default = load_config(path)
+        default, options = take_sections(load_config(path), arguments[1:])
 
         def run(
             config: ConfigArgument = default,
@@ -46,6 +47,7 @@ def main(arguments: list[str]) -> int:
             require_overlap: float | None = None,
             out: Path | None = None,
             figure: Path | None = None,
+            exchange: ExchangeName = default.exchange.name,
         ) -> int:
             """Compiles the config's step for a cluster, and reports overlap and memory.
 
@@ -68,11 +70,12 @@ def main(arguments: list[str]) -> int:
               out: file for all results as JSON.
               figure: file for the schedule as a figure, such as NAME.svg.
             """
+            del exchange  # Read above.
             preflight = prepare(config, target, nodes, gpus_per_node, between)
             return report(preflight, tune, require_overlap, out, figure)
 
         prog = f"decentjax preflight {path}"
-        return from_options(run, prog=prog, args=arguments[1:], config=AS_OPTIONS)
+        return from_options(run, prog=prog, args=options, config=AS_OPTIONS)
     # The compiler refuses: a name of a TPU slice, or an option of XLA, is wrong.
     except jax.errors.JaxRuntimeError as error:
         raise SystemExit(f"error: {error}") from error

@@ -30,6 +30,7 @@ from decentjax.distributed.failure import lost_peer
 from decentjax.distributed.join import client
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
+from train.cli.old_config import upgraded
 from train.config import Config
 from train.job.distributed import gather
 from train.run.fits import OTHER_STRUCTURE, MisfitError, check_fits, is_key, key_kind
@@ -159,7 +160,7 @@ def set_aside(run_dir: Path, step: int) -> list[str]:
 
 def saved_fields(path: Path) -> dict[str, Any]:
     """Returns the fields of the config that a checkpoint was made with."""
-    return _read_run(path)["config"]
+    return upgraded(_read_run(path)["config"])
 
 
 class Checkpoints:

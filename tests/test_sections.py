@@ -1,0 +1,132 @@
+"""Sections of a config of which there are several kinds."""
+
+import dataclasses
+import json
+
+import pytest
+import tiny
+
+from train.__main__ import main
+from train.cli.config_json import from_defaults, from_fields, to_json
+from train.cli.old_config import upgraded
+from train.cli.sections import KINDS, kind_of, take_sections
+from train.config import GroupExchange, HoldingPolicy, PeerExchange, TopologyConfig
+
+RING = dataclasses.replace(tiny.config, topology=TopologyConfig(name="ring"))
+PAIRS = [(section, name) for section, kinds in KINDS.items() for name in kinds]
+
+
+@pytest.mark.parametrize(("section", "name"), PAIRS)
+def test_a_section_of_each_kind_is_written_and_read(section, name):
+    topology = TopologyConfig(name="butterfly_groups", mean_every=4)
+    groups = dataclasses.replace(RING, topology=topology)
+    whole = groups if name == "groups" else RING
+    config = dataclasses.replace(whole, **{section: kind_of(section, name)()})
+    fields = json.loads(to_json(config))
+    assert fields[section]["kind"] == name
+    assert from_fields(fields) == config
+    changed = [field for field, *_ in from_defaults(fields)]
+    assert (section in changed) == (name not in ("auto", "fixed"))
+
+
+def test_a_name_gives_a_section_its_kind_and_its_options():
+    given = ["--exchange", "peers", "--seed", "1", "--policy=holding"]
+    config, rest = take_sections(RING, given)
+    assert (config.exchange, config.policy) == (PeerExchange(), HoldingPolicy())
+    assert rest == ["--seed", "1"]
+    # That of the config keeps its fields.
+    own = dataclasses.replace(RING, exchange=PeerExchange(patience=3.0))
+    assert take_sections(own, ["--exchange", "peers"])[0] == own
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--exchange", "perrs"], "got perrs: did you mean peers?"),
+        (["--exchange"], "exchange must be one of auto, .* groups, got"),
+        (["--policy", "damped"], "one of fixed, .*, got damped: did you mean dampi"),
+        (["--exchange.patience", "1"], "of --exchange peers or groups: give that too"),
+        (["--policy.per-epoch=2"], "an option of --policy thinning: give that too"),
+    ],
+)
+def test_what_no_kind_has_is_refused(options, words):
+    with pytest.raises(ValueError, match=words):
+        take_sections(RING, options)
+
+
+def test_help_lists_the_options_of_the_chosen_kind(capsys):
+    for kind, has_patience in (("auto", False), ("peers", True)):
+        with pytest.raises(SystemExit):
+            main(["quickstart", "--exchange", kind, "--help"])
+        assert ("--exchange.patience" in capsys.readouterr().out) == has_patience
+
+
+OLD = {
+    "way": "arrived",
+    "patience": 0.0,
+    "bind": "127.0.0.1",
+    "addresses": [],
+    "secret_file": None,
+    "elastic": False,
+    "quorum": 1,
+    "silent_seconds": 5.0,
+}
+
+
+@pytest.mark.parametrize(
+    ("exchange", "wanted"),
+    [
+        ({"where": "auto"}, kind_of("exchange", "auto")()),
+        ({"where": "background"}, kind_of("exchange", "background")()),
+        ({"where": "peers", "patience": 2.0}, PeerExchange(patience=2.0)),
+        ({"where": "peers", "way": "swaps"}, PeerExchange(way="swaps")),
+        ({"where": "peers", "elastic": True}, PeerExchange(elastic=True)),
+        ({"where": "peers", "way": "wagma"}, GroupExchange()),
+        (
+            {"where": "peers", "way": "wagma", "patience": None},
+            GroupExchange(patience=None),
+        ),
+    ],
+)
+def test_the_exchange_of_a_config_of_0_2_is_read(exchange, wanted):
+    fields = json.loads(to_json(RING))
+    if isinstance(wanted, GroupExchange):
+        fields["topology"] |= {"name": "butterfly_groups", "mean_every": 4}
+    assert from_fields({**fields, "exchange": OLD | exchange}).exchange == wanted
+
+
+POLICY = {
+    "name": "fixed",
+    "degree": 16,
+    "per_epoch": 2.0,
+    "least": 2,
+    "epoch_steps": 60,
+    "graphs": [],
+    "target": 0.02,
+    "slack": 0.2,
+    "measure": "gini",
+    "every_steps": 10,
+    "power": 1.0,
+    "levels": 8,
+}
+
+
+@pytest.mark.parametrize("name", KINDS["policy"])
+def test_the_policy_of_a_config_of_0_2_is_read(name):
+    fields = json.loads(to_json(RING))
+    made = from_fields({**fields, "policy": POLICY | {"name": name}}).policy
+    assert made.name == name
+    for field, value in vars(made).items():
+        assert value == (tuple(POLICY[field]) if field == "graphs" else POLICY[field])
+
+
+@pytest.mark.parametrize(
+    ("old", "words"),
+    [
+        ({"exchange": OLD | {"where": "peers", "way": "push_sum"}}, "push_sum, which"),
+        ({"policy": POLICY | {"levels": 3}}, "levels = 3, which is no option any more"),
+    ],
+)
+def test_what_is_gone_is_refused_by_name(old, words):
+    with pytest.raises(ValueError, match=f"{words}.* decentjax 0.2"):
+        upgraded(old)
