@@ -19,9 +19,9 @@ from train.config import Config
 from train.figures.style import grid, to_svg
 from train.job.cores import check_cores
 from train.job.namespaces import INTERFACE
-from train.run.comparison import spread
-from train.run.folder import process_folders
-from train.run.log import read_metrics
+from train.store.folder import process_folders
+from train.store.log import read_metrics
+from train.study.comparison import spread
 from train.tasks.navigate import NavigateTask
 from train.tasks.task import build_task
 

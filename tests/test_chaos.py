@@ -16,9 +16,9 @@ from train.chaos.faults import FAULTS, Bench
 from train.chaos.jobs import BrokenError, Job, arrays, module, saved
 from train.figures.members_figure import draw_members, lives, spans
 from train.report import write_report
-from train.run.checkpoint import find_checkpoints
 from train.run.history import History
 from train.run.loop import train
+from train.store.checkpoint import find_checkpoints
 
 
 def run_python(code, tmp_path):

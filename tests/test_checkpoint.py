@@ -25,18 +25,18 @@ from safetensors.numpy import load_file
 from test_distributed import ENV, LONG, ROOT
 
 from train.checkpoint import main, named
-from train.run import checkpoint, manifest
-from train.run.checkpoint import (
+from train.run.loop import train
+from train.run.resume import Resume, saved_config
+from train.run.scores import read_trained
+from train.store import checkpoint, manifest
+from train.store.checkpoint import (
     UNFINISHED,
     find_checkpoints,
     newest,
     restore,
     verify,
 )
-from train.run.loop import train
-from train.run.manifest import MANIFEST, OTHERS, check_files
-from train.run.resume import Resume, saved_config
-from train.run.scores import read_trained
+from train.store.manifest import MANIFEST, OTHERS, check_files
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
@@ -262,7 +262,7 @@ import sys
 import tempfile
 from pathlib import Path
 import line, saving
-from train.run.checkpoint import Checkpoints
+from train.store.checkpoint import Checkpoints
 
 with Checkpoints(Path(sys.argv[1]), 1, 1) as checkpoints:
     checkpoints.save(1, saving.state_of(1), line.config)

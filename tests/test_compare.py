@@ -30,14 +30,14 @@ from train.config import (
 )
 from train.figures.comparison_figure import draw_comparison
 from train.run.build import build_mesh
-from train.run.clock import Clock
-from train.run.comparison import Entry, holm, statements, table
-from train.run.log import read_metrics
 from train.run.loop import train
-from train.run.outcome import SeedsOutcome, kept
-from train.run.replayed import train_by_clock
-from train.run.seeds import draws_of, train_seeds
-from train.run.tune import LOSS, Grid, choose, profiles
+from train.store.log import read_metrics
+from train.study.clock import Clock
+from train.study.comparison import Entry, holm, statements, table
+from train.study.outcome import SeedsOutcome, kept
+from train.study.replayed import train_by_clock
+from train.study.seeds import draws_of, train_seeds
+from train.study.tune import LOSS, Grid, choose, profiles
 from train.tasks.task import Headline
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

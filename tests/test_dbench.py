@@ -23,9 +23,9 @@ from train.dbench.claims import claims
 from train.dbench.dbench_report import table
 from train.dbench.grid import POLICIES, Cell, make_cells
 from train.figures.dbench_figure import draw_points
-from train.run.outcome import SeedsOutcome
-from train.run.seeds import train_seeds
-from train.run.tune import Grid, half
+from train.study.outcome import SeedsOutcome
+from train.study.seeds import train_seeds
+from train.study.tune import Grid, half
 from train.tasks.task import Headline
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

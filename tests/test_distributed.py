@@ -35,12 +35,12 @@ from train.config import (
 )
 from train.job.distributed import MetricMeans, start
 from train.launch import check_port
-from train.run.checkpoint import find_checkpoints
-from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
 from train.run.straggler import check_processes, delay_seconds
-from train.run.timeline import read_timelines
+from train.store.checkpoint import find_checkpoints
+from train.store.log import read_metrics
+from train.store.timeline import read_timelines
 
 ROOT = Path(__file__).parent.parent
 LINE = job_line.config

@@ -17,9 +17,9 @@ from test_peer_job import RING, alive, last_step, process_id, used
 from train.chaos import jobs
 from train.config import PeerExchange, StepConfig, TopologyConfig, WorkersConfig
 from train.launch import main
-from train.run.checkpoint import find_checkpoints
-from train.run.log import read_metrics
 from train.run.peers import mean_moved
+from train.store.checkpoint import find_checkpoints
+from train.store.log import read_metrics
 
 CONFIG = (
     *("tests/line.py", "--task.step-seconds", "0.03", "--task.noise", "0.1"),

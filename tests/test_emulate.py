@@ -20,8 +20,8 @@ import tiny
 
 from train.job.cores import _root
 from train.job.namespaces import EmulatedCluster, environment, parse_rate
-from train.run.log import read_metrics
 from train.run.loop import train
+from train.store.log import read_metrics
 
 ROOT = Path(__file__).parent.parent
 EMULATE = [sys.executable, "-m", "train.emulate"]

@@ -18,10 +18,10 @@ from train.checkpoint import main as export
 from train.evaluate import evaluate
 from train.generate import generate
 from train.models.resnet import ResNetConfig
-from train.run.checkpoint import read_models
-from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.scores import read_trained
+from train.store.checkpoint import read_models
+from train.store.log import read_metrics
 from train.tasks.digits import DigitsTask
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

@@ -17,9 +17,9 @@ from train.checkpoint import main
 from train.data.token_files import SEPARATOR, prepare_text
 from train.models.gpt import GPT, GPTConfig
 from train.models.gpt2 import read_gpt2, write_gpt2
-from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.scores import read_trained
+from train.store.log import read_metrics
 from train.tasks.text import TextTask
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

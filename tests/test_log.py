@@ -26,11 +26,11 @@ from train.config import CheckpointConfig, LogConfig, StepConfig, ThinningPolicy
 from train.run import sinks
 from train.run.build import build_state
 from train.run.facts import command_line, peak_seconds, read_facts, worker_flops
-from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.optimizers import build_optimizer
 from train.run.resume import Resume, saved_config
 from train.run.sinks import named_sinks
+from train.store.log import read_metrics
 from train.targets import peak_flops
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

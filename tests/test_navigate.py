@@ -40,11 +40,11 @@ from train.figures.run_figure import draw_evaluations
 from train.generate import generate
 from train.models.navigator import Navigator, NavigatorConfig
 from train.report import write_report
-from train.run.checkpoint import find_checkpoints
 from train.run.history import read_history
 from train.run.loop import train
 from train.run.resume import Resume
 from train.run.scores import read_trained
+from train.store.checkpoint import find_checkpoints
 from train.tasks import grid_world, navigate
 from train.tasks.grid_world import (
     NUM_ACTIONS,

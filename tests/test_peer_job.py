@@ -44,12 +44,12 @@ from train.launch import are_peers, check_port
 from train.replay import replay
 from train.report import write_report
 from train.run import peers
-from train.run.checkpoint import find_checkpoints, read_models
-from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.optimizers import build_optimizer
-from train.run.replayed import repeat
 from train.run.scores import read_trained
+from train.store.checkpoint import find_checkpoints, read_models
+from train.store.log import read_metrics
+from train.study.replayed import repeat
 
 RING = ("--exchange", "peers", "--topology.name", "ring")
 

@@ -44,11 +44,11 @@ from train.config import (
     WorkersConfig,
 )
 from train.run.choose import build_policy
-from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.optimizers import build_schedule
 from train.run.resume import Resume
-from train.run.seeds import train_seeds
+from train.store.log import read_metrics
+from train.study.seeds import train_seeds
 
 
 def chosen(made, place):

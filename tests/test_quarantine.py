@@ -23,9 +23,9 @@ from decentjax import (
 )
 from train.config import AutoExchange, BackgroundExchange, StepConfig
 from train.run.finite import QUARANTINED, quarantined, watch_gradients
-from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
+from train.store.log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

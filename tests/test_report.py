@@ -20,10 +20,10 @@ from train.figures.run_figure import draw_evaluations, draw_exchange
 from train.figures.timeline_figure import draw_timelines
 from train.report import write_report
 from train.run.history import History, read_history
-from train.run.log import METRICS, read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
-from train.run.timeline import (
+from train.store.log import METRICS, read_metrics
+from train.store.timeline import (
     Span,
     Timeline,
     drop_spans,

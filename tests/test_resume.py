@@ -30,22 +30,22 @@ from train.config import OptimizerConfig, RoundsConfig, TopologyConfig
 from train.data.batches import Batch
 from train.dbench.grid import make_cells
 from train.report import write_report
-from train.run.checkpoint import (
-    Checkpoints,
-    find_checkpoints,
-    read_models,
-    restore,
-    verify,
-)
 from train.run.finite import WatchState, build_check
-from train.run.folder import lock
-from train.run.log import read_metrics
 from train.run.loop import run_steps, train
 from train.run.rates import rates_at
 from train.run.resume import Begin, Resume, saved_config, what_changed, with_changes
 from train.run.scores import build_score, read_trained
 from train.run.start import Parts
 from train.run.stop import Stop
+from train.store.checkpoint import (
+    Checkpoints,
+    find_checkpoints,
+    read_models,
+    restore,
+    verify,
+)
+from train.store.folder import lock
+from train.store.log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -15,11 +15,11 @@ import pytest
 from train.cli.command import SaveError
 from train.cli.tables import write_whole
 from train.job.processes import REPEAT_SECONDS
-from train.run.checkpoint import UNFINISHED, find_checkpoints, verify
-from train.run.folder import lock
-from train.run.log import Log, read_metrics
 from train.run.resume import saved_config
 from train.run.stop import Stop
+from train.store.checkpoint import UNFINISHED, find_checkpoints, verify
+from train.store.folder import lock
+from train.store.log import Log, read_metrics
 
 ROOT = Path(__file__).parent.parent
 LONG = 120  # No process here takes so long, but for one that hangs.

@@ -36,10 +36,10 @@ from train.data.python_source import read_stdlib
 from train.data.token_files import Windows
 from train.models.gpt import GPTConfig
 from train.run.build import build_state, build_train_step, step_options
-from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.optimizers import build_optimizer, build_schedule, optimizer_with
 from train.run.resume import Resume
+from train.store.log import read_metrics
 from train.tasks.stdlib import StdlibTask, count_model
 
 pytestmark = pytest.mark.usefixtures("quick_compile")

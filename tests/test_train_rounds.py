@@ -22,10 +22,10 @@ from train.config import (
     WorkersConfig,
 )
 from train.run import start
-from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.resume import Resume
-from train.run.seeds import train_seeds
+from train.store.log import read_metrics
+from train.study.seeds import train_seeds
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 

@@ -26,9 +26,9 @@ from train.cli.config_json import from_fields, to_json
 from train.config import PeerExchange
 from train.job.secret import read_secret, shared_secret
 from train.report import write_report
-from train.run.log import read_metrics
 from train.run.loop import train
 from train.run.peers import digest
+from train.store.log import read_metrics
 from train.xla import read_options
 
 LINE = "tests/line.py"

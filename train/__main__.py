@@ -27,15 +27,15 @@ from train.cli.tables import quantity, words
 from train.config import Config
 from train.job.distributed import fail_stop, leave, start
 from train.job.peers import start_peer
-from train.run.checkpoint import find_checkpoints
 from train.run.facts import add_results
-from train.run.folder import check_run
-from train.run.log import read_metrics, warn
 from train.run.loop import Outcome, train
-from train.run.regroup import How
 from train.run.resume import Resume, saved_config, with_changes
 from train.run.sinks import Sink
 from train.run.stop import Stopped, stoppable
+from train.store.checkpoint import find_checkpoints
+from train.store.folder import check_run
+from train.store.log import read_metrics, warn
+from train.store.regroup import How
 
 USAGE = """\
 usage: decentjax train CONFIG [--run-dir RUN] [--init-from RUN] [--auto-resume]

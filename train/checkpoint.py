@@ -24,11 +24,11 @@ from train.data.files import check_new, new_folder
 from train.data.token_files import SEPARATOR
 from train.data.vocabulary import load_vocabulary
 from train.models.gpt2 import write_gpt2
-from train.run.checkpoint import DamagedError, Found, find_checkpoints, verify
-from train.run.fits import is_key
-from train.run.folder import check_run, process_folders, writing
-from train.run.manifest import MANIFEST
 from train.run.scores import Model, read_trained
+from train.store.checkpoint import DamagedError, Found, find_checkpoints, verify
+from train.store.fits import is_key
+from train.store.folder import check_run, process_folders, writing
+from train.store.manifest import MANIFEST
 from train.tasks.text import TextTask
 
 RunFolder = Annotated[Path, tyro.conf.Positional]

@@ -25,13 +25,13 @@ from train.config import Config
 from train.figures.comparison_figure import Panel, draw_comparison, draw_tuning
 from train.figures.run_figure import MORE_AXES
 from train.figures.style import save_svg
-from train.run.clock import Clock
-from train.run.comparison import NO_UNITS, Entry, statements, table
-from train.run.outcome import SeedsOutcome, kept
-from train.run.replayed import train_by_clock
 from train.run.resume import with_changes, with_field
-from train.run.seeds import draws_of, seeds_at_once, train_seeds
-from train.run.tune import EDGE, Best, Grid, choose, profiles, read_grid
+from train.study.clock import Clock
+from train.study.comparison import NO_UNITS, Entry, statements, table
+from train.study.outcome import SeedsOutcome, kept
+from train.study.replayed import train_by_clock
+from train.study.seeds import draws_of, seeds_at_once, train_seeds
+from train.study.tune import EDGE, Best, Grid, choose, profiles, read_grid
 from train.tasks.task import Headline, Task, build_task
 
 NO_CLOCK = Clock()

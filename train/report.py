@@ -34,10 +34,10 @@ from train.figures.run_figure import (
     draw_topology,
 )
 from train.figures.timeline_figure import draw_timelines
-from train.run.folder import check_links
 from train.run.history import History, read_history
-from train.run.log import PER_SECOND
-from train.run.timeline import median_step_seconds, middle_steps, write_trace
+from train.store.folder import check_links
+from train.store.log import PER_SECOND
+from train.store.timeline import median_step_seconds, middle_steps, write_trace
 
 MAX_DRAWN_WORKERS = 64
 DRAWN_STEPS = 4

@@ -12,10 +12,10 @@ import numpy as np
 from train.cli.load import load_config
 from train.cli.progress import progress
 from train.config import Config
-from train.run.outcome import SeedsOutcome, kept
 from train.run.resume import with_field
-from train.run.seeds import train_seeds
-from train.run.tune import half
+from train.study.outcome import SeedsOutcome, kept
+from train.study.seeds import train_seeds
+from train.study.tune import half
 from train.tasks.stdlib import StdlibTask
 from train.tasks.task import Task
 

@@ -44,7 +44,7 @@ from train.cli.tables import to_json, write_whole
 from train.figures.style import to_svg
 from train.job.namespaces import parse_rate
 from train.network import Rates
-from train.run.tune import EDGE, edges_of
+from train.study.tune import EDGE, edges_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

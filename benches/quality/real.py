@@ -13,8 +13,8 @@ from benches.quality.methods import Method
 from benches.quality.seconds import Setting
 from train.config import Config
 from train.job.namespaces import INTERFACE
-from train.run.folder import process_folders
-from train.run.log import read_metrics
+from train.store.folder import process_folders
+from train.store.log import read_metrics
 
 
 def real(

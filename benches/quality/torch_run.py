@@ -12,8 +12,8 @@ import tyro
 from benches.quality.torch_gpt import TorchTrainer
 from train.cli.load import load_config
 from train.cli.read import from_options
-from train.run.log import METRICS, line_of
 from train.run.resume import with_field
+from train.store.log import METRICS, line_of
 
 
 def run(

@@ -29,7 +29,7 @@ from train.figures.style import save_svg, to_svg
 from train.figures.timeline_figure import draw_timelines
 from train.job.namespaces import EmulatedCluster, Nodes
 from train.network import Rate, rate
-from train.run.timeline import middle_steps
+from train.store.timeline import middle_steps
 
 Results = list[tuple[EmulatedCluster, list[Delayed]]]
 

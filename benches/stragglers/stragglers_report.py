@@ -8,7 +8,7 @@ from benches.race.race_figure import Bar
 from benches.race.race_report import Timing, colour
 from benches.race.turns import Late, StepTime, Turn
 from train.cli.tables import markdown
-from train.run.timeline import Span
+from train.store.timeline import Span
 
 COMPUTE = Contestant(Scheme.COMPUTE)  # Nobody to wait for: the limit of the others.
 ALL_REDUCE = Contestant(Scheme.ALL_REDUCE)

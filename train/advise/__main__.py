@@ -28,8 +28,8 @@ from train.cli.read import from_options
 from train.cli.sections import ExchangeName, take_sections
 from train.config import CodecName, Config
 from train.job.distributed import fail_stop, leave, start
-from train.run.log import warn
 from train.run.method import build_method
+from train.store.log import warn
 
 MEASURE = "--measure"
 

@@ -24,7 +24,7 @@ from train.figures.page import Section, html_table, write_page
 from train.figures.timeline_figure import draw_timelines
 from train.network import GBIT, duration
 from train.run.method import build_method
-from train.run.timeline import spans_of
+from train.store.timeline import spans_of
 
 GAMMAS = np.geomspace(0.03, 10, 11)
 SIGMAS = np.linspace(0, 0.4, 7)

@@ -22,7 +22,7 @@ from train.chaos.jobs import (
     saved,
 )
 from train.job.namespaces import Nodes
-from train.run.checkpoint import find_checkpoints
+from train.store.checkpoint import find_checkpoints
 
 # On a busy machine a job may give up again while it starts.
 RESTARTS = 3

@@ -17,8 +17,8 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from train.run.checkpoint import find_checkpoints
-from train.run.log import read_metrics
+from train.store.checkpoint import find_checkpoints
+from train.store.log import read_metrics
 
 LONGEST = 180.0  # Seconds that a job may take for what is awaited of it.
 POLL_SECONDS = 0.02

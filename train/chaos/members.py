@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from train.chaos.faults import Bench
 from train.chaos.jobs import LONGEST, BrokenError, Job, last_line, last_step
-from train.run.log import read_metrics
+from train.store.log import read_metrics
 
 SILENT = 2  # Seconds after which a frozen worker counts as gone.
 ENDLESS = 10**9

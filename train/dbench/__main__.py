@@ -32,7 +32,7 @@ from train.dbench.dbench_report import write_report
 from train.dbench.grid import Batch, Cell, Scaling, make_cells
 from train.job.distributed import fail_stop, leave, start
 from train.run.resume import with_changes
-from train.run.tune import Grid, read_grid
+from train.study.tune import Grid, read_grid
 from train.tasks.task import Task, build_task
 
 ALONE = DistributedConfig()

@@ -6,9 +6,9 @@ from typing import NamedTuple
 from train.config import Config
 from train.dbench.grid import Cell
 from train.run.build import build_mesh
-from train.run.outcome import Report, SeedsOutcome, kept
-from train.run.seeds import seeds_at_once, train_seeds
-from train.run.tune import Best, Grid, choose
+from train.study.outcome import Report, SeedsOutcome, kept
+from train.study.seeds import seeds_at_once, train_seeds
+from train.study.tune import Best, Grid, choose
 from train.tasks.task import Task
 
 

@@ -19,8 +19,8 @@ from scipy import stats
 
 from train.dbench.cells import Result
 from train.dbench.grid import ALL_REDUCE
-from train.run.comparison import LEVEL, holm
-from train.run.outcome import SeedsOutcome
+from train.study.comparison import LEVEL, holm
+from train.study.outcome import SeedsOutcome
 from train.tasks.task import Headline
 
 MEASURE = "gini"

@@ -15,7 +15,7 @@ from train.config import Config
 from train.dbench.grid import Cell
 from train.run.build import build_state
 from train.run.optimizers import build_optimizer
-from train.run.seeds import seeds_at_once
+from train.study.seeds import seeds_at_once
 from train.tasks.task import Task
 
 SHARE = 0.9  # Of the memory that is free.

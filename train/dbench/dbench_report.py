@@ -13,8 +13,8 @@ from train.dbench.cells import Result
 from train.dbench.claims import MEASURE, Claim, accuracy, claims, early, late
 from train.figures.dbench_figure import draw_dispersion, draw_points, draw_tensors
 from train.figures.page import Section, html_table, write_page
-from train.run.comparison import spread
-from train.run.tune import Grid
+from train.study.comparison import spread
+from train.study.tune import Grid
 from train.tasks.task import Headline, Task
 
 MOST_MAPS = 6

@@ -14,7 +14,7 @@ from decentjax.topology import Exchange, Topology, matrices
 from train.cli.tables import words
 from train.figures.style import grid
 from train.run.history import History
-from train.run.log import PER_SECOND
+from train.store.log import PER_SECOND
 
 X_AXES = {"step": "step", "seconds": "time [s]"}
 # Among the scores of runs that count them.

@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from train.figures.style import grid
-from train.run.timeline import MEANINGS, Span
+from train.store.timeline import MEANINGS, Span
 
 COLOURS = {
     "compute": "tab:blue",

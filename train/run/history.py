@@ -9,9 +9,9 @@ from decentjax.topology import Topology
 from train.cli.config_json import make, read_fields
 from train.config import TopologyConfig, WorkersConfig
 from train.run.facts import read_facts
-from train.run.folder import check_run, process_folders
-from train.run.log import METRICS, read_metrics
-from train.run.timeline import Span, read_timelines
+from train.store.folder import check_run, process_folders
+from train.store.log import METRICS, read_metrics
+from train.store.timeline import Span, read_timelines
 
 
 @dataclasses.dataclass(frozen=True)

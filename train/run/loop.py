@@ -13,13 +13,13 @@ from train.cli.config_json import sources
 from train.config import Config
 from train.fields import place_of
 from train.job.distributed import gather
-from train.run.checkpoint import find_checkpoints
 from train.run.finite import check_gradients
-from train.run.folder import lock
 from train.run.resume import Begin, Resume, begin_new
 from train.run.setup import Setup, set_up
 from train.run.sinks import Sink, named_sinks
 from train.run.start import Parts, start
+from train.store.checkpoint import find_checkpoints
+from train.store.folder import lock
 from train.tasks.task import Task
 
 

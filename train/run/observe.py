@@ -17,12 +17,12 @@ from train.data.batches import Batch
 from train.job.distributed import MetricMeans, gather
 from train.run.facts import peak_seconds
 from train.run.finite import say_quarantined
-from train.run.log import PER_SECOND, Log, warn
 from train.run.optimizers import build_schedule
 from train.run.resume import Begin
 from train.run.scores import build_score
 from train.run.setup import Setup
 from train.run.stop import Stop, Stopped
+from train.store.log import PER_SECOND, Log, warn
 
 
 class Observer:

@@ -8,8 +8,8 @@ import jax
 
 from train.cli.config_json import make, sources
 from train.config import Config, OptimizerConfig
-from train.run.log import warn
 from train.run.optimizers import build_schedule
+from train.store.log import warn
 
 JUMP = 1.25  # Factor by which a rate changes without a word.
 Scheduled = tuple[OptimizerConfig, int]

@@ -32,7 +32,11 @@ from train.cli.sections import KINDS, take_sections
 from train.config import Config, DistributedConfig
 from train.fields import place_of
 from train.models.gpt2 import read_gpt2
-from train.run.checkpoint import (
+from train.run.facts import command_line
+from train.run.finite import Check
+from train.run.rates import say_jump
+from train.run.scores import read_trained
+from train.store.checkpoint import (
     DamagedError,
     choose,
     find_checkpoints,
@@ -40,14 +44,10 @@ from train.run.checkpoint import (
     saved_fields,
     verify,
 )
-from train.run.facts import command_line
-from train.run.finite import Check
-from train.run.fits import MisfitError
-from train.run.folder import holder, process_folders
-from train.run.log import warn
-from train.run.rates import say_jump
-from train.run.regroup import How, restore_rows
-from train.run.scores import read_trained
+from train.store.fits import MisfitError
+from train.store.folder import holder, process_folders
+from train.store.log import warn
+from train.store.regroup import How, restore_rows
 
 # These decide what a run measures and where it runs, not what it trains.
 FREE = (

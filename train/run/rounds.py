@@ -13,7 +13,7 @@ from decentjax.rounds import leaves_of
 from decentjax.schedule import Fragment, Schedule
 from train.cli.tables import counted
 from train.config import Config
-from train.run.log import warn
+from train.store.log import warn
 
 
 def warn_of_few(config: Config, rounds: Rounds | None) -> None:

@@ -14,11 +14,11 @@ from train.cli.tables import say_workers
 from train.config import Config
 from train.job.distributed import workers_per_process
 from train.run.build import build_state
-from train.run.checkpoint import find_checkpoints, read_models
-from train.run.fits import is_key
-from train.run.folder import check_run, process_folders
-from train.run.log import warn
 from train.run.optimizers import build_optimizer
+from train.store.checkpoint import find_checkpoints, read_models
+from train.store.fits import is_key
+from train.store.folder import check_run, process_folders
+from train.store.log import warn
 from train.tasks.task import Task, Totals, build_task
 
 Model = tuple[Any, Any]

@@ -21,7 +21,7 @@ from typing import Any
 from train.cli.config_json import to_json
 from train.config import Config
 from train.run.facts import read_facts
-from train.run.log import Write, warn
+from train.store.log import Write, warn
 
 Sink = Callable[[dict[str, Any], Path, int], AbstractContextManager[Write]]
 """Maps the config's fields, the folder and the number of steps done to a context."""

@@ -10,7 +10,7 @@ import numpy as np
 from decentjax.loss import check_call, kinds
 from train.data.batches import Batch
 from train.run.finite import QUARANTINED, poison_gradient
-from train.run.log import PER_SECOND, warn
+from train.store.log import PER_SECOND, warn
 from train.tasks.task import Task
 
 # What rows of metrics.jsonl have by these names is no metric of a task.

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from train.cli.tables import measured, plain, quantity, words, write_whole
-from train.run.folder import writing
+from train.store.folder import writing
 
 METRICS = "metrics.jsonl"
 PER_SECOND = "_per_second"

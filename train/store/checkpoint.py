@@ -33,10 +33,10 @@ from train.cli.config_json import to_json
 from train.cli.old_config import upgraded
 from train.config import Config
 from train.job.distributed import gather
-from train.run.fits import OTHER_STRUCTURE, MisfitError, check_fits, is_key, key_kind
-from train.run.folder import MADE_ANEW, writing
-from train.run.log import warn
-from train.run.manifest import check_files, sync, write_manifest
+from train.store.fits import OTHER_STRUCTURE, MisfitError, check_fits, is_key, key_kind
+from train.store.folder import MADE_ANEW, writing
+from train.store.log import warn
+from train.store.manifest import check_files, sync, write_manifest
 
 # Its dataclasses hide their fields from type checkers.
 _args: Any = ocp.args

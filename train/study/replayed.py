@@ -17,13 +17,13 @@ from decentjax import WorkerState, gossip
 from decentjax.loss import Metrics
 from train.config import Config, GroupExchange, PeerExchange
 from train.run.build import build_local, build_state, build_steps, options_on
-from train.run.clock import Clock
 from train.run.finite import check_gradients
 from train.run.method import build_method
 from train.run.optimizers import build_optimizer
-from train.run.outcome import Report, SeedsOutcome, finite_mean, in_turn
 from train.run.peers import wagma_groups
-from train.run.programs import build_scores, far_apart, judge
+from train.study.clock import Clock
+from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn
+from train.study.programs import build_scores, far_apart, judge
 from train.tasks.task import Task, build_task
 
 

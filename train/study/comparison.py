@@ -26,7 +26,7 @@ import numpy as np
 from scipy import stats
 
 from train.cli.tables import label, markdown, words
-from train.run.outcome import SeedsOutcome
+from train.study.outcome import SeedsOutcome
 from train.tasks.task import Headline
 
 LEVEL = 0.05

@@ -15,8 +15,8 @@ import jax
 
 from train.cli.tables import file_name
 from train.config import Config
-from train.run.outcome import SeedsOutcome
 from train.run.resume import with_fields
+from train.study.outcome import SeedsOutcome
 from train.tasks.task import Headline, Task
 
 LOSS = Headline("loss", better="lower")  # Of few examples it tells more than accuracy.

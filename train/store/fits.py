@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
-from train.run.log import warn
+from train.store.log import warn
 
 NEW_RUN = "which takes a new run, as --init-from begins with this one's mean model"
 # Of parts without arrays, such as (), which orbax tells from {}.

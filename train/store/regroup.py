@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from decentjax import WorkerState
-from train.run.checkpoint import read_part
-from train.run.fits import is_key
+from train.store.checkpoint import read_part
+from train.store.fits import is_key
 
 How = Literal["mean", "repeat", "select"]
 

@@ -20,15 +20,15 @@ from decentjax.schedule import Event
 from decentjax.topology import Topology, matrices
 from train.config import Config
 from train.data.batches import feed
-from train.run import programs
 from train.run.build import build_state, build_steps
 from train.run.choose import build_policy, dispersion, epoch_of, is_measured
 from train.run.finite import QUARANTINED, watch_of
-from train.run.log import warn
 from train.run.method import Method, build_method
 from train.run.optimizers import build_optimizer
-from train.run.outcome import Report, SeedsOutcome, finite_mean, in_turn
 from train.run.trace import trace_task
+from train.store.log import warn
+from train.study import programs
+from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn
 from train.tasks.task import Task, build_task
 
 

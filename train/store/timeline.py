@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decentjax.runtime import Times
-from train.run.log import write_rows
+from train.store.log import write_rows
 
 MEANINGS = {
     "compute": "compute",

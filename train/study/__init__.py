@@ -1,0 +1,1 @@
+"""Runs of many seeds, on one device or by a clock, and their comparison."""
