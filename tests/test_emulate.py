@@ -271,40 +271,6 @@ def test_a_worker_has_its_share_of_a_core_and_no_more():
     assert not left.exists()
 
 
-CHANGE_RATE = """
-import sys
-from train.job.namespaces import EmulatedCluster, in_cluster
-from train.job.processes import run_job
-
-def job(nodes):
-    for rate in ("4mbit", "40mbit"):
-        nodes.set_rate(rate)
-        run_job([nodes.worker(i, sys.argv[1:]) for i in range(2)])
-    return 0
-
-sys.exit(in_cluster(EmulatedCluster(nodes=2, rate="400mbit"), job))
-"""
-
-
-@needs_root
-@pytest.mark.parametrize("transfers", [[(0, 1)], [(1, 0)]])
-def test_the_rate_of_a_link_changes(transfers):
-    transfer = [sys.executable, "-c", TRANSFER, json.dumps(transfers), "500000"]
-    job = subprocess.run(
-        [sys.executable, "-c", CHANGE_RATE, *transfer],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert job.returncode == 0, job.stdout + job.stderr
-    slow, fast = (
-        float(end) - float(begin)
-        for _, begin, end in map(str.split, job.stdout.splitlines())
-    )
-    assert slow > (500_000 - 2 * 2**15) * 8 / 4e6
-    assert slow > 3 * fast
-
-
 @needs_root
 def test_a_link_without_limit_is_many_times_faster():
     limited = seconds("--nodes 2 --rate 20mbit", [(1, 0)], 2_000_000)

@@ -89,8 +89,7 @@ def compare(
         raise ValueError(f"seeds must be at least 1, got {seeds}")
     if at_once is not None and at_once < 1:
         raise ValueError(f"at_once must be at least 1, got {at_once}")
-    paths = [path for given in configs for path in matching_configs(given)]
-    chosen = [config for path in paths for config in _varied(path, change, vary)]
+    chosen = [config for given in configs for config in _varied(given, change, vary)]
     headline = _compared(_common_headline(chosen), score)
     numbers = range(first_seed, first_seed + seeds)
     for config in chosen:
@@ -239,14 +238,15 @@ def _check_score(score: Headline, entry: Entry) -> None:
         )
 
 
-def _varied(path: Path, change: Sequence[str], vary: Sequence[str]) -> list[Config]:
-    config, _ = with_changes(load_config(path), change)
+def _varied(given: Path, change: Sequence[str], vary: Sequence[str]) -> list[Config]:
+    paths = matching_configs(given)
+    chosen = [with_changes(load_config(path), change)[0] for path in paths]
     if not vary:
-        return [config]
+        return chosen
     field, *values = vary
     if not values:
         raise ValueError(f"--vary needs a field and its values, got {field} alone")
-    return [_with(config, field, value) for value in values]
+    return [_with(config, field, value) for config in chosen for value in values]
 
 
 def _with(config: Config, field: str, value: str) -> Config:

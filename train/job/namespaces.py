@@ -95,7 +95,6 @@ class Nodes:
 
     Args:
       cluster: the cluster.
-      switch: open file of the switch's network namespace.
       entries: open files of each node's network and host name.
       groups: by which file a worker gets its processor time, none where it is shared.
     """
@@ -103,12 +102,10 @@ class Nodes:
     def __init__(
         self,
         cluster: EmulatedCluster,
-        switch: int,
         entries: list[tuple[int, int]],
         groups: Sequence[Path] = (),
     ):
-        self._cluster, self._switch, self._entries = cluster, switch, entries
-        self._groups = groups
+        self._cluster, self._entries, self._groups = cluster, entries, groups
 
     def worker(self, rank: int, argv: Sequence[str]) -> Process:
         """Returns the process to start as a worker.
@@ -121,16 +118,6 @@ class Nodes:
         if self._groups:
             enter += ["sh", "-c", 'echo 0 >"$0" && exec "$@"', str(self._groups[rank])]
         return Process(str(rank), [*enter, *argv], env)
-
-    def set_rate(self, rate: str) -> None:
-        """Gives each node's link another rate, which must have had one."""
-        limit = parse_rate(rate)
-        for node, (net, _) in enumerate(self._entries):
-            for where, name in ((net, INTERFACE), (self._switch, f"node{node}")):
-                _call(_LIBC.setns, where, _CLONE_NEWNET)
-                with IPRoute() as ip:
-                    _limit(ip, _index(ip, name), limit, "change")
-        _call(_LIBC.setns, self._switch, _CLONE_NEWNET)
 
     def set_link(self, node: int, up: bool) -> None:
         """Connects a node to the switch, or takes its link down."""
@@ -277,15 +264,15 @@ def _build(cluster: EmulatedCluster, groups: Sequence[Path]) -> Nodes:
             ip.link("add", ifname=INTERFACE, kind="veth", peer=peer)
             index = _index(ip, INTERFACE)
             ip.addr("add", index=index, address=_address(node), prefixlen=24)
-            _limit(ip, index, rate, "add")
+            _limit(ip, index, rate)
             ip.link("set", index=index, state="up")
         entries.append((_keep("net"), _keep("uts")))
         _call(_LIBC.setns, switch_net, _CLONE_NEWNET)
         with IPRoute() as ip:
             index = _index(ip, f"node{node}")
-            _limit(ip, index, rate, "add")
+            _limit(ip, index, rate)
             ip.link("set", index=index, master=_index(ip, "switch"), state="up")
-    return Nodes(cluster, switch_net, entries, groups)
+    return Nodes(cluster, entries, groups)
 
 
 def _name_nodes(cluster: EmulatedCluster) -> None:
@@ -298,13 +285,13 @@ def _name_nodes(cluster: EmulatedCluster) -> None:
     _mount("/proc/hosts", "/etc/hosts", flags=_MS_BIND)
 
 
-def _limit(ip: IPRoute, index: int, rate: float | None, command: str) -> None:
+def _limit(ip: IPRoute, index: int, rate: float | None) -> None:
     """Limits what an interface sends to a rate in bytes per second."""
     if rate is None:
         return
     burst = max(MIN_BURST_BYTES, round(rate * BURST_SECONDS))
     queue = f"{QUEUE_SECONDS * 1000:.0f}ms"
-    ip.tc(command, "tbf", index, rate=round(rate), burst=burst, latency=queue)
+    ip.tc("add", "tbf", index, rate=round(rate), burst=burst, latency=queue)
 
 
 def _keep(kind: str) -> int:
