@@ -38,7 +38,7 @@ MAX_TESTS = 200  # Of one bug: by their names, pytest finds more slowly.
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="regular expression of bugs")
-    parser.add_argument("--count", type=int, default=20, help="derived bugs to draw")
+    parser.add_argument("--count", type=int, default=20, help="bugs to draw")
     parser.add_argument("--seed", default="0", help="of the draw, such as a date")
     parser.add_argument("--by-hand", action="store_true", help="those of mutants.toml")
     parser.add_argument("--jobs", type=int, default=1, help="bugs tried at a time")
@@ -47,10 +47,9 @@ def main() -> int:
     parser.add_argument("--intact", action="store_true", help="run without the bugs")
     parser.add_argument("--stay", action="store_true", help="keep copies and outputs")
     options = parser.parse_args()
-    if options.by_hand:
-        bugs = [b for b in by_hand() if re.search(options.only, f"{b} {b.tests}")]
-    else:
-        bugs = drawn(options.only, options.count, options.seed)
+    bugs = by_hand() if options.by_hand else derived()
+    bugs = [bug for bug in bugs if re.search(options.only, f"{bug} {bug.tests}")]
+    bugs = drawn(bugs, options.count, options.seed)
     if options.list:
         print(*bugs, f"{len(bugs)} bugs", sep="\n")
         return 0
@@ -61,26 +60,31 @@ def by_hand(path: Path = ROOT / "tests" / "mutants.toml") -> list[Bug]:
     """Returns the bugs of a list.
 
     Raises:
-      ValueError: if a snippet does not stand once in its file.
+      ValueError: if snippets do not stand once in their files.
     """
-    bugs = []
+    bugs, lost = [], []
     for name, entries in tomllib.loads(path.read_text()).items():
         text = (ROOT / name).read_bytes()
         for old, new, tests in entries:
-            if text.count(old.encode()) != 1:
-                raise ValueError(f"{name} has {text.count(old.encode())} times: {old}")
-            begin = text.index(old.encode())
+            if (count := text.count(old.encode())) != 1:
+                lost.append(f"{name} has {count} times: {old}")
+            begin = text.find(old.encode())
             end = begin + len(old.encode())
             line = text.count(b"\n", 0, begin) + 1
             bugs.append(Bug(name, line, "", "by hand", begin, end, old, new, tests))
+    if lost:
+        raise ValueError("\n".join(lost))
     return bugs
 
 
-def drawn(only: str, count: int, seed: str) -> list[Bug]:
-    """Draws from each file in turn, and within a file from each kind."""
+def derived() -> list[Bug]:
+    """Returns those that operators make of the source."""
     paths = [path for root in ROOTS for path in sorted((ROOT / root).rglob("*.py"))]
-    bugs = [bug for path in paths for bug in bugs_of(str(path.relative_to(ROOT)))]
-    bugs = [bug for bug in bugs if re.search(only, str(bug))]
+    return [bug for path in paths for bug in bugs_of(str(path.relative_to(ROOT)))]
+
+
+def drawn(bugs: list[Bug], count: int, seed: str) -> list[Bug]:
+    """Draws from each file in turn, and within a file from each kind."""
     random.Random(seed).shuffle(bugs)
     bugs = in_turn(bugs, lambda bug: (bug.path, bug.kind))
     return in_turn(bugs, lambda bug: bug.path)[:count]
