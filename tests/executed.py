@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-ROOTS = ("decentjax", "train")
+from tests.bugs import ROOT, ROOTS
+
 FOLDER = ROOT / "build" / "executed"
 
 _TOOL = 4  # Any number of a tool that coverage, debuggers and profilers do not take.

@@ -158,13 +158,13 @@ def try_all(bugs: list[Bug], options: argparse.Namespace) -> int:
 
     def tried(bug: Bug) -> bool:
         begin, tree = time.monotonic(), trees.get()
-        code = run(bug, tree, options.limit, options.intact)
-        if code is not None and code > FAILED and not options.intact:
-            # Perhaps the tests cannot be imported, but for the bug.
-            code -= (
-                run(bug, tree, options.limit, True, "--collect-only") or code - FAILED
-            )
-        trees.put(tree)
+        try:
+            code = run(bug, tree, options.limit, options.intact)
+            if code is not None and code > FAILED:  # Are there tests without the bug?
+                found = run(bug, tree, options.limit, True, "--collect-only")
+                code = code if found else FAILED
+        finally:
+            trees.put(tree)
         is_noticed = code is None or code == FAILED or code < 0
         words = ("FAILS", "passes") if options.intact else ("noticed", "SLIPPED")
         word = "NO TEST RAN" if code and not is_noticed else words[not is_noticed]
@@ -194,7 +194,7 @@ def copy(tree: Path) -> Path:
     return tree
 
 
-def run(bug: Bug, tree: Path, limit: float, is_intact: bool) -> int | None:
+def run(bug: Bug, tree: Path, limit: float, is_intact: bool, *more: str) -> int | None:
     """Returns pytest's exit code on the tree with the bug, None where it hangs."""
     path = tree / bug.path
     text = path.read_bytes()
@@ -209,7 +209,7 @@ def run(bug: Bug, tree: Path, limit: float, is_intact: bool) -> int | None:
     arguments = Path(f"{tree}.tests")  # They may be too long for a command line.
     tests = shlex.split(bug.tests) or tests_of(bug, limit / 5)
     arguments.write_text("\n".join(tests))
-    options = ("-xq", "-p", "no:cacheprovider", f"--basetemp={tree}.tmp")
+    options = ("-xq", "-p", "no:cacheprovider", f"--basetemp={tree}.tmp", *more)
     command = (sys.executable, "-m", "pytest", *options, f"@{arguments}")
     with open(f"{tree}.txt", "a") as output:
         process = subprocess.Popen(

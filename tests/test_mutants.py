@@ -77,10 +77,12 @@ def doubled(x):
 def untested(x):
     return not x
 
+PLACE = [3, 4][1]
+
 def counted(x):
-    n = 0
+    n = len([])
     while n != x:
-        n += 1
+        n += PLACE - 3
     return n
 '''
 TESTS = """
@@ -156,13 +158,16 @@ def run(tmp_path):
 
 
 def test_a_bug_that_slips_is_listed(run):
-    lines = run("tests/mutants.py", "--only", "untested|doubled operator").splitlines()
+    lines = run(
+        "tests/mutants.py", "--only", "untested|doubled operator|: 1 => 2"
+    ).splitlines()
     words = sorted(re.sub(r"  \d+ s", "", line) for line in lines)
     assert words[1:] == [
         "SLIPPED  decentjax/tiny.py:7 untested not dropped: not x => x",
         "noticed  decentjax/tiny.py:4 doubled operator: * => /",
+        "noticed  decentjax/tiny.py:9 off by one: 1 => 2",
     ]
-    assert words[0].startswith("1 of 2 noticed, in ")
+    assert words[0].startswith("2 of 3 noticed, in ")
 
 
 @pytest.mark.slow
