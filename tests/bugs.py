@@ -159,6 +159,8 @@ def _children(node: ast.AST) -> list[ast.AST]:
             return node.body
         case ast.AnnAssign():
             return [node.value] if node.value else []
+        case ast.Assign([ast.Name(name)]) if re.match("_?[A-Z][a-z]", name):
+            return []  # A type.
         case ast.Assert():
             return [node.test]
         case ast.Raise(ast.Call(ast.Name("SystemExit"), [code])):
@@ -317,7 +319,8 @@ def _of_elements(
     is_tuple = isinstance(node, ast.Tuple)
     if not isinstance(node, ast.Set) and len(elements) < 5:
         for a, b in itertools.pairwise(elements):
-            yield source.swapped("elements swapped", a, b)
+            if {_kind(a), _kind(b)} != {str}:  # Most are sets of names.
+                yield source.swapped("elements swapped", a, b)
     for element in elements:
         is_dropped = _kind(element) is str or isinstance(element, ast.Starred)
         if (len(elements) > 2 and is_dropped) or not is_tuple:

@@ -35,6 +35,10 @@ def pytest_configure() -> None:
     sys.monitoring.set_events(_TOOL, sys.monitoring.events.PY_START)
 
 
+def pytest_unconfigure() -> None:
+    sys.monitoring.free_tool_id(_TOOL)
+
+
 def _has_started(code: CodeType, _: int) -> object:
     if code.co_filename.startswith(_INSIDE):
         path = Path(code.co_filename).relative_to(ROOT)

@@ -26,13 +26,13 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tests.bugs import ROOT, ROOTS, Bug, bugs_of
 
 FAILED = 1  # pytest's code where tests ran, and one failed.
 FILE_SECONDS = 1  # To import a file of tests.
-MAX_TESTS = 200  # Of one bug: by their names, pytest finds more slowly.
+MAX_TESTS = 300  # Of one bug: by their names, pytest finds more slowly.
 
 
 def main() -> int:
@@ -101,20 +101,32 @@ def in_turn(items: list, group: Callable[[Any], object]) -> list:
     return sorted(items, key=turn)
 
 
+class Recorded(NamedTuple):
+    """What a test took, and how many functions it executes."""
+
+    seconds: float
+    num_functions: int
+
+
 def tests_of(bug: Bug, limit: float) -> list[str]:
-    """Returns tests that may notice it, and take no longer than the limit."""
+    """Returns tests that may notice it, and take no longer than the limit.
+
+    Half of them are those that execute little else. The others are one of each kind.
+    """
     recorded = _recorded()
     tests = recorded[f"{bug.path}:{bug.function}"]
     if not tests:  # Such as a constant of the file.
         inside = [t for f, t in recorded.items() if f.startswith(f"{bug.path}:")]
-        tests = {name: seconds for found in inside for name, seconds in found.items()}
+        tests = {name: test for found in inside for name, test in found.items()}
     if not tests:
         return ["-m", "not slow", *_importing(bug.path)]
     names = random.Random(0).sample(sorted(tests), len(tests))
+    own = sorted(names, key=lambda name: tests[name].num_functions)[: MAX_TESTS // 2]
+    others = in_turn(names, lambda name: name.partition("[")[0])[:MAX_TESTS]
     chosen, files, left = [], Counter(), limit
-    for name in in_turn(names, lambda name: name.partition("[")[0])[:MAX_TESTS]:
+    for name in list(dict.fromkeys([*own, *others]))[:MAX_TESTS]:
         path = name.partition("::")[0]
-        seconds = tests[name] + FILE_SECONDS * (path not in files)
+        seconds = tests[name].seconds + FILE_SECONDS * (path not in files)
         if seconds <= left:
             left, files[path] = left - seconds, files[path] + seconds
             chosen.append(name)
@@ -122,16 +134,17 @@ def tests_of(bug: Bug, limit: float) -> list[str]:
 
 
 @functools.cache
-def _recorded() -> dict[str, dict[str, float]]:
-    """Returns the seconds of the tests of each function, as far as they are current."""
+def _recorded() -> dict[str, dict[str, Recorded]]:
+    """Returns the tests of each function, as far as their files are as recorded."""
     tests = defaultdict(dict)
     for path in sorted((ROOT / "tests").glob("test_*.py")):
         file = ROOT / "build" / "executed" / f"{path.stem}.json"
         if not file.is_file() or file.stat().st_mtime < path.stat().st_mtime:
             continue
         for name, test in json.loads(file.read_text()).items():
+            one = Recorded(test["seconds"], len(test["functions"]))
             for function in test["functions"]:
-                tests[function][name] = test["seconds"]
+                tests[function][name] = one
     return tests
 
 
