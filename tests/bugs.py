@@ -31,7 +31,7 @@ SAYS = {"print", "warn", "info", "warning", "debug", "log", "annotate_function"}
 PLAIN = {"len", "int", "str", "list", "tuple", "dict", "set", "range", "isinstance"}
 PLAIN |= {"super", "type", "getattr", "open", "cast", "iter", "float", "bool"}
 PLAIN |= {"map", "filter", "partial", "field", "zip"}
-METHODS = {"astype", "copy", "replace", "_replace", "transpose", "reshape", "ravel"}
+METHODS = {"astype", "copy", "_replace", "transpose", "reshape", "ravel"}
 METHODS |= {"mean", "sum", "max", "min", "set", "add", "strip", "lower", "removesuffix"}
 SYMMETRIC = {"max", "min", "maximum", "minimum", "gcd", "lcm", "add", "equal"}
 UNSEEN = {"strict", "encoding", "daemon", "help", "description", "stacklevel", "prefix"}
@@ -224,7 +224,7 @@ def _of_numbers(node: ast.AST, source: Source) -> Iterator[Change]:
         case ast.BinOp(left, op, right) if not {_kind(left), _kind(right)} & {str}:
             yield from source.between("operator", left, right)
             yield source.instead("operand dropped", node, source.alone(left))
-            if isinstance(op, ast.Sub | ast.Div | ast.MatMult | ast.BitOr):
+            if isinstance(op, ast.Sub | ast.Div | ast.MatMult | ast.Mod):
                 yield source.swapped("operands swapped", left, right)
             if isinstance(op, ast.Add | ast.Mult | ast.Sub | ast.MatMult):
                 yield source.instead("operand dropped", node, source.alone(right))

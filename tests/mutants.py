@@ -41,6 +41,7 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=20, help="bugs to draw")
     parser.add_argument("--seed", default="0", help="of the draw, such as a date")
     parser.add_argument("--by-hand", action="store_true", help="those of mutants.toml")
+    parser.add_argument("--tests", help="arguments of pytest, for those that are found")
     parser.add_argument("--jobs", type=int, default=1, help="bugs tried at a time")
     parser.add_argument("--limit", type=float, default=150, help="seconds for each")
     parser.add_argument("--list", action="store_true", help="show the bugs alone")
@@ -50,6 +51,7 @@ def main() -> int:
     bugs = by_hand() if options.by_hand else derived()
     bugs = [bug for bug in bugs if re.search(options.only, f"{bug} {bug.tests}")]
     bugs = drawn(bugs, options.count, options.seed)
+    bugs = [bug._replace(tests=options.tests or bug.tests) for bug in bugs]
     if options.list:
         print(*bugs, f"{len(bugs)} bugs", sep="\n")
         return 0

@@ -168,6 +168,9 @@ def test_a_bug_that_slips_is_listed(run):
         "noticed  decentjax/tiny.py:9 off by one: 1 => 2",
     ]
     assert words[0].startswith("2 of 3 noticed, in ")
+    more = ("--tests", "tests/test_tiny.py -k six")
+    found = run("tests/mutants.py", "--only", "counted statement", *more)
+    assert "0 of 1 noticed" in found
 
 
 @pytest.mark.slow
