@@ -136,6 +136,12 @@ def test_each_half_of_a_wide_number_changes_the_fingerprint(dtype):
             assert (fingerprints([other.view(dtype)]) != own).all()
 
 
+def test_random_keys_have_a_fingerprint():
+    keys = jax.random.split(jax.random.key(0), 2)
+    assert (fingerprints([keys]) == fingerprints([keys.copy()])).all()
+    assert (fingerprints([keys]) != fingerprints([keys[::-1]])).all()
+
+
 @pytest.mark.parametrize("n", [1, 3, 5])
 def test_workers_of_one_mesh_are_compared_too(n):
     mesh = worker_mesh(n)

@@ -349,6 +349,19 @@ def test_a_guest_hears_at_once_that_a_message_was_left(tmp_path, monkeypatch):
     reader.close()
 
 
+def test_a_message_of_another_life_is_not_awaited(tmp_path):
+    with links(tmp_path, 0) as reader, links(tmp_path, 1) as writer:
+        assert goes_on(reader, writer, 0)
+        model = jax.device_put(jnp.ones(3), jax.devices()[1])
+        writer.publish(1, 0, 0, [model], Said(1, number=1))
+        life, deadline = reader.life_of(1), time.monotonic() + LONG
+        assert reader.wait_for_number(0, 1, 0, 1, life + 1, deadline) is None
+        assert time.monotonic() < deadline
+        message = reader.wait_for_number(0, 1, 0, 1, life, deadline)
+        assert message is not None
+        assert message.said.step == 1
+
+
 def test_a_bell_wakes_who_waits_and_who_has_missed_it(monkeypatch):
     monkeypatch.setattr(bell, "MOST_SECONDS", LONG)
     one, begin = bell.Bell(), time.monotonic()

@@ -69,6 +69,12 @@ def test_ada_loses_neighbours_by_epochs(num_workers):
         np.testing.assert_allclose(weights[weights > 0], 1 / (wanted + 1), rtol=1e-6)
 
 
+def test_ada_has_the_graphs_that_it_takes():
+    made = policy.thinning(64, degree=16, per_epoch=6.0, least=2)
+    neighbours = [np.count_nonzero(topology.matrices(x)[0, 0]) - 1 for x in made.graphs]
+    assert neighbours == [16, 10, 4, 2]
+
+
 def test_the_closed_loop_holds_a_dispersion():
     graphs = policy.ladder(64)
     assert [np.count_nonzero(topology.matrices(g)[0, 0]) - 1 for g in graphs] == [

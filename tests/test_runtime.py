@@ -573,6 +573,10 @@ def test_latencies_count_per_message_and_per_round():
             "num_buckets positive, got 0.33.* and 0",
         ),
         (
+            lambda: runtime.all_reduce_without_stragglers(1.0, forward_share=1.1),
+            r"forward_share must be in \[0, 1\] and .* got 1.1 and 10",
+        ),
+        (
             lambda: runtime.exchange_without_stragglers(1.0, math.nan),
             "omega must be finite and not negative, got nan",
         ),

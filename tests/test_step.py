@@ -1010,7 +1010,8 @@ def test_arrays_that_a_step_cannot_have_are_refused_by_name(kind, num_workers):
         own = state.params["w"]
         wrong = [
             (OLD, ["state.model_state['seen']"], state._replace(model_state=old), {}),
-            (OLD, ["batch['y']"], state, {"y": old["seen"]}),
+            # A NumPy array has no buffer to donate.
+            (OLD, ["batch['y']"], state, {"x": np.zeros(3), "y": old["seen"]}),
             (
                 SHARED,
                 ["state.params['w']", "state.model_state['seen']"],
