@@ -313,7 +313,7 @@ WRONG = {
     },
     "a metric loss": (
         with_loss(lambda loss, s, b: (loss, (s, {"loss": 2 * loss}))),
-        "returns a metric 'loss', as the loss itself is called: give it another name",
+        "returns a metric 'loss', the name of the loss itself: give it another name",
     ),
     "a model alone": (
         lambda whole: {"init": lambda key: whole.init(key)[0]},

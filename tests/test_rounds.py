@@ -377,14 +377,14 @@ def run_without_extra():
         ),
         (
             lambda: Schedule("two", (Round(RING[0]), Round(topology.ring(5)[0]))),
-            r"all of one number of workers, got \[4, 5\]",
+            r"all with the same number of workers, got \[4, 5\]",
         ),
         (lambda: schedule.cut_leaves([1, 98, 1], 4), r"fragments \[1\] of 4: .* 98%"),
         (lambda: schedule.cut_leaves([], 1), "0 leaves and 1 fragments"),
         (lambda: schedule.cut_leaves([4, 0, 4], 3), r"fragments \[1\] of 3"),
         (lambda: iter(every(RING, 3)), "not iterable"),
         (lambda: Rounds(RING), "wanted a Schedule, such as"),
-        (lambda: run_without_extra(), "give init_state extra=init_rounds"),
+        (lambda: run_without_extra(), "pass to init_state extra=init_rounds"),
         (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1"),
         (
             lambda: Rounds(every(RING, 1), optax.sgd(0.7)),

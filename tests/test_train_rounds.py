@@ -258,7 +258,7 @@ def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate
         ),
         (
             {"rounds": METHODS["sparse"], "topology": TopologyConfig(name="ring")},
-            "means of all models; ring every .* has others: take the complete graph",
+            "means over all workers, unlike ring every .*: use the complete graph",
         ),
         (
             {
