@@ -193,7 +193,7 @@ def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
     path = tmp_path / "process-0" / "used.csv"
     head, *rows = path.read_text().splitlines()
     path.write_text("\n".join([head, *(r for r in rows if not r.startswith("7,"))]))
-    with pytest.raises(ValueError, match="goes from step 6 to 8: it came back there"):
+    with pytest.raises(ValueError, match="goes from step 6 to 8: it rejoined there"):
         replay(tmp_path)
 
 

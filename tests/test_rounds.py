@@ -367,13 +367,16 @@ def run_without_extra():
         (lambda: every(topology.ring, 3), "wanted a Topology"),
         (lambda: in_fragments(RING, 2, [(0,), (1,), (2,)]), "1 to 2 fragments, got 3"),
         (lambda: in_fragments(RING, 4, [(0,), ()]), "needs leaves, each of them once"),
-        (lambda: in_fragments(RING, 4, [(0, 1), (1,)]), "a leaf belongs to one set"),
+        (
+            lambda: in_fragments(RING, 4, [(0, 1), (1,)]),
+            "a leaf must belong to only one set",
+        ),
         (lambda: in_fragments(RING, 4, [(0,), (1,)], 5), "sent again after 4"),
         (lambda: Round(RING[0], (-1,)), "leaves are numbers from 0"),
         (lambda: Schedule("no", (Round(),)), "needs rounds with exchanges"),
         (
             lambda: Schedule("two", (Round(RING[0]), Round(RING[0], delay=1))),
-            r"have one delay, got \[0, 1\]",
+            r"have the same delay, got \[0, 1\]",
         ),
         (
             lambda: Schedule("two", (Round(RING[0]), Round(topology.ring(5)[0]))),
@@ -750,7 +753,7 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent():
 
 
 def test_tracking_in_a_second_thread_is_refused():
-    with pytest.raises(ValueError, match="tracking run in the step: take on_mesh"):
+    with pytest.raises(ValueError, match="tracking run in the step: use on_mesh"):
         BackgroundRounds(bind(SGD), methods.gradient_tracking(RING), worker_mesh(4))
 
 

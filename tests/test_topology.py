@@ -634,8 +634,14 @@ def test_from_matrix_corrects_the_sums_of_rows_and_of_columns():
     ("make", "words"),
     [
         (lambda: Exchange(((0, 1),)), "Permutations or Groups, got tuple"),
-        (lambda: Topology("x", (Groups(((0, 1),)),)), "made of Exchanges, got Groups"),
-        (lambda: Topology("x", (topology.ring(2),)), "made of Exchanges, got Topology"),
+        (
+            lambda: Topology("x", (Groups(((0, 1),)),)),
+            "consists of Exchanges, got Groups",
+        ),
+        (
+            lambda: Topology("x", (topology.ring(2),)),
+            "consists of Exchanges, got Topology",
+        ),
     ],
 )
 def test_parts_of_another_kind_are_refused(make, words):
@@ -838,8 +844,8 @@ REFUSED_MATRICES = {
         [[1.5, -0.5], [-0.5, 1.5]],
         "without negative entries, got -0.5 at [0, 1]",
     ),
-    "nan": ([[math.nan, 1.0], [1.0, 0.0]], "is finite"),
-    "infinite": ([[math.inf, 1.0], [1.0, 0.0]], "is finite"),
+    "nan": ([[math.nan, 1.0], [1.0, 0.0]], "must be finite"),
+    "infinite": ([[math.inf, 1.0], [1.0, 0.0]], "must be finite"),
     "a row": ([[1.0, 0.0], [0.5, 0.4]], "row 1 sums to 0.9"),
     "a column": (
         [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]],

@@ -297,8 +297,8 @@ CALLS = [
         r"must be square, got shape \(2, 3\)",
     ),
     (lambda: Topology("a", RING[0]), "a tuple of Exchanges, got only one"),
-    (lambda: Topology("a", (RING,)), "made of Exchanges, got Topology"),
-    (lambda: Exchange(RING), "made of Permutations or Groups, got Topology"),
+    (lambda: Topology("a", (RING,)), "consists of Exchanges, got Topology"),
+    (lambda: Exchange(RING), "consists of Permutations or Groups, got Topology"),
     (lambda: Permutations(((0, 0),), (1.0,)), r"not a permutation .*: \(0, 0\)"),
     (lambda: Groups(((0, 1), (2,))), r"groups must have equal size, .* got \(\(0, 1"),
     (lambda: Lowering(groups="ring"), 'must be "scatter" or "sum", got \'ring\''),
@@ -360,7 +360,7 @@ CALLS = [
     (lambda: run(with_local(loss_fn=3)), r"loss_fn\(params, .*, key\), got int"),
     (
         lambda: run(with_local(num_micro_batches=0)),
-        "a worker's batch of 6 cannot be cut into 0 micro-batches",
+        "a worker's batch of 6 cannot be split into 0 equal micro-batches",
     ),
     (
         lambda: run(rounding, DILOCO.schedule),

@@ -1,4 +1,4 @@
-"""Exchanges beside the step: in a second thread, or from peer to peer."""
+"""Exchanges beside the step: in a second thread, or peer to peer."""
 
 from decentjax.gossip.all_reduce import AllReduce
 from decentjax.gossip.background import Background, BackgroundRounds
