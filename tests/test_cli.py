@@ -198,7 +198,7 @@ def test_a_config_of_a_family_is_given_by_its_name(tmp_path):
     ):
         assert load_config(Path(given)).num_steps == num_steps
     message = (
-        f"^{path} has no `nosuch`: take {path}:own, or another of its configs own, o"
+        f"^{path} has no `nosuch`: use {path}:own, or another of its configs own, o"
     )
     with pytest.raises(ValueError, match=message):
         load_config(Path(f"{path}:nosuch"))
@@ -210,7 +210,7 @@ def test_a_family_without_a_config_of_its_own_says_what_it_has(tmp_path):
     path = tmp_path / "own.py"
     path.write_text(re.sub(r"\bconfig( =|,)", r"first\1", FAMILY))
     message = (
-        f"^{path} has no `config`: take {path}:own, or another of its configs own, o"
+        f"^{path} has no `config`: use {path}:own, or another of its configs own, o"
     )
     with pytest.raises(ValueError, match=message):
         load_config(path)
@@ -344,9 +344,9 @@ def with_fields(**changes: object) -> str:
     [
         ("[1, 2]", "must hold a config as a JSON object, got list"),
         ("3", "got int"),
-        ("[" * 100_000, "is no JSON of a config: maximum recursion depth"),
-        ("{", "is no JSON of a config: Expecting property name"),
-        (b"\xff", "is no JSON of a config: 'utf-8' codec"),
+        ("[" * 100_000, "is not the JSON of a config: maximum recursion depth"),
+        ("{", "is not the JSON of a config: Expecting property name"),
+        (b"\xff", "is not the JSON of a config: 'utf-8' codec"),
         ("{}", ": the task must be one of StdlibTask, .*, got None"),
         (with_fields(task=3), ": the task must be one of StdlibTask, .*, got 3"),
         (with_fields(num_steps="99"), ": Config.num_steps must be an integer"),

@@ -210,10 +210,10 @@ def test_corrections_train_and_resume(changes, where, tmp_path):
         ({"share": 0.3}, "rounds.merge = replace has no share: set rounds.merge too"),
         ({"codec": "int8", "sent_share": 0.1}, "rounds.codec = int8 has no sent_share"),
         ({"codec": "int3"}, "codec must be one of"),
-        ({"copies": True}, "rounds.copies are of encoded models"),
+        ({"copies": True}, "rounds.copies needs encoded models"),
         ({"codec": "int8", "error_kept": 2.0}, r"error_kept must be in \[0, 1\]"),
         ({"codec": "int8", "copy_step": 0.0}, r"copy_step in \(0, 1\]"),
-        ({"codec": "int2"}, "rounds.codec = int2 drops too much .* set rounds.copies"),
+        ({"codec": "int2"}, "rounds.codec = int2 has too large .* set rounds.copies"),
         ({"codec": "int8", "tracking": True}, "leave rounds.codec at none, got int8"),
     ],
 )

@@ -209,9 +209,9 @@ def function():
 @pytest.mark.parametrize(
     ("place", "trust", "words"),
     [
-        ("own.py:Mine", [], "own.py:Mine, which does not .* add --trust own.py$"),
+        ("own.py:Mine", [], "own.py:Mine, which is not .* add --trust own.py$"),
         ("own.py:Mine", ["own", "x.py", "x/own.pyc"], "add --trust own.py$"),
-        ("own:Mine", ["own.py"], "own:Mine, which does not .* add --trust own$"),
+        ("own:Mine", ["own.py"], "own:Mine, which is not .* add --trust own$"),
         ("../evil/x.py:Mine", ["own.py"], "add --trust ../evil/x.py$"),
         ("os:system", ["own.py"], "os:system, .* add --trust os$"),
         (
@@ -417,8 +417,8 @@ def test_what_is_in_the_folder_of_a_sink_is_not_the_runs(tmp_path, monkeypatch, 
     assert capsys.readouterr().err == ""
     main(["own.py", "--run-dir", "run", "--auto-resume", "--num-steps", "30"])
     assert re.search(
-        "saved, but its report could not be written: run/link is a link to /var/log, .*: "
-        "remove it, .*; write it with decentjax report run",
+        "saved, but its report could not be written: run/link is a link to /var/log, "
+        ".*: remove it, .*; write it with decentjax report run",
         capsys.readouterr().err,
     )
     with pytest.raises(SystemExit, match="run/link is a link to /var/log, outside"):
