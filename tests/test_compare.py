@@ -359,8 +359,8 @@ def test_the_clock_makes_models_old_and_spares_others_the_wait(tmp_path):
     ("way", "algorithm", "clock", "words"),
     [
         ("wagma", "atc", Clock(), "give --clock.compute, such as 100ms"),
-        ("wagma", "awc", Clock(compute="1s"), "have a clock; got wagma with awc"),
-        ("swaps", "awc", Clock(compute="1s"), "have a clock; got swaps"),
+        ("wagma", "awc", Clock(compute="1s"), "= atc have a clock, got awc"),
+        ("swaps", "awc", Clock(compute="1s"), "= arrived have a clock, got swaps"),
         ("wagma", "atc", Clock(compute="fast"), "compute must be a number"),
     ],
 )
