@@ -25,6 +25,8 @@ def main() -> None:
     for attribute, of in (("algorithm", "step"), ("where", "exchange")):
         found = sorted(str(p) for p, t in program.items() if _asks(t, attribute, of))
         print(f"files that read {of}.{attribute}: {len(found)}\n  {' '.join(found)}")
+    stays = Counter(_room(p) for p, t in program.items() for _ in _with_config(t))
+    print(f"functions that take a whole config: {stays.total()}\n  {dict(stays)}")
     total = Counter()
     for path, numbers in lines.items():
         total[_room(path)] += len(numbers)
@@ -37,6 +39,14 @@ def main() -> None:
     for path, count in long.items():
         print(f"  {count:6} {path}")
     _print_functions(program, lines)
+
+
+def _with_config(tree: ast.Module) -> Iterator[Function]:
+    """Functions with an argument that is a `Config`."""
+    for function in _functions(tree):
+        kinds = (argument.annotation for argument in _arguments(function))
+        if any(isinstance(x, ast.Name) and x.id == "Config" for x in kinds):
+            yield function
 
 
 def _print_functions(

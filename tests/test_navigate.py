@@ -20,7 +20,7 @@ from PIL import Image
 from decentjax import over_workers, worker_mesh
 from train.__main__ import main
 from train.cli.load import load_config
-from train.config import (
+from train.config import InStepExchange, (
     CheckpointConfig,
     Config,
     EvaluationConfig,
@@ -411,9 +411,7 @@ def test_the_config_of_each_method_trains(method, tmp_path):
         optimizer=dataclasses.replace(whole.optimizer, warmup_steps=1),
     )
     if method == "peers":  # Each a process of its own: here its numbers.
-        config = dataclasses.replace(
-            config, exchange=dataclasses.replace(config.exchange, where="in_step")
-        )
+        config = dataclasses.replace(config, exchange=InStepExchange())
     outcome = train(config, tmp_path / "run")
     assert outcome.step == 3
     assert max(find_checkpoints(tmp_path / "run").steps) == 3
