@@ -20,10 +20,11 @@ from PIL import Image
 from decentjax import over_workers, worker_mesh
 from train.__main__ import main
 from train.cli.load import load_config
-from train.config import InStepExchange, (
+from train.config import (
     CheckpointConfig,
     Config,
     EvaluationConfig,
+    InStepExchange,
     LogConfig,
     OptimizerConfig,
     StepConfig,
