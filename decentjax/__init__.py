@@ -136,7 +136,7 @@ _MODULES = (
     "schedule",
     "topology",
 )
-# The modules of the core, each before those that import it: the first needs no jax.
+# The modules of the core, each before those that import it; the first do not need jax.
 _CORE = (
     "exchange",
     "mixing",
@@ -154,7 +154,7 @@ _CORE = (
 def __getattr__(name: str) -> Any:
     """Imports the module of a public name when the name is first used.
 
-    So `decentjax.topology` needs no jax, and does not wait for its import.
+    So `decentjax.topology` neither needs jax nor waits for its import.
     """
     if name in _MODULES:
         return _import(name)

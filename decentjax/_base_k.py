@@ -37,10 +37,10 @@ def _simple_base(workers: np.ndarray, base: int) -> list[Edges]:
     """The simple base-(k+1) graph: the edges (i, j, weight) of each exchange.
 
     N = sum_l digit_l base^power_l, highest power first. Each part of digit * base^power
-    workers averages inside. Then part by part: every worker of the parts still to come
+    workers averages internally. Then part by part: every worker of the remaining parts
     exchanges with one worker in each of the part's `digit` blocks, weighted so that the
-    mean of each block, and that of the parts to come, is the mean over both; each block
-    averages inside while the next parts go on.
+    mean of each block and the mean of the remaining parts both become the mean over the
+    two; each block averages internally while the next parts continue.
     """
     means: list[list[Edges]] = []
     tails: list[list[Edges]] = []
@@ -54,21 +54,21 @@ def _simple_base(workers: np.ndarray, base: int) -> list[Edges]:
         means.append(_factor_means(part, base))
         if len(later):
             weight = block_size / (len(part) + len(later))
-            # There are fewer workers to come than in one block; the others rest.
+            # Fewer workers remain than one block has; the others are idle.
             meeting = [
                 (i, j, weight)
                 for block in blocks.tolist()
                 for i, j in zip(later.tolist(), block, strict=False)
             ]
             inside = _side_by_side(*(_factor_means(block, base) for block in blocks))
-            # Part p meets in the p-th exchange after the means, when the parts before
-            # it have met it.
+            # Part p exchanges in the p-th exchange after the means, after the parts
+            # before it.
             tails.append([[]] * len(tails) + [meeting, *inside])
     return _side_by_side(*means) + _side_by_side(*tails)
 
 
 def _factor_means(workers: np.ndarray, base: int) -> list[Edges]:
-    """Averages a smooth number of workers exactly, one factor an exchange."""
+    """Averages a smooth number of workers exactly, one factor per exchange."""
     rounds, size, stride = [], len(workers), 1
     while size > 1:
         factor = max(f for f in range(2, base + 1) if size % f == 0)

@@ -1,4 +1,4 @@
-"""Splits a matrix into permutations, to make an exchange of a matrix.
+"""Splits a matrix into permutations, to turn it into an exchange.
 
 Both functions remove perfect matchings from a bipartite graph (rows on one side,
 columns on the other). Removing weights gives Birkhoff's theorem, edges König's.
@@ -24,8 +24,8 @@ def birkhoff(matrix: np.ndarray) -> tuple[list[tuple[int, ...]], list[float]]:
     residual = np.array(matrix, np.float64)
     rows = np.arange(len(residual))
     sources, weights = [], []
-    # Each turn empties at least one entry, so this ends. What rounding leaves of an
-    # entry, below 1e-14, is no edge.
+    # Each iteration empties at least one entry, so this terminates. A rounding residue
+    # below 1e-14 is not an edge.
     while (columns := _perfect_matching(residual > 1e-14)) is not None:
         weight = residual[rows, columns].min()
         residual[rows, columns] -= weight
@@ -45,15 +45,16 @@ def edge_colouring(edges: np.ndarray) -> list[np.ndarray]:
       edges: bool [N, N]; `edges[i, j]` says that i receives from j.
 
     Returns:
-      For each permute the peer that worker i receives from, or -1, int [N].
+      For each permute, the peer that worker i receives from, or -1; int [N].
 
     Source: König (1916), every bipartite graph has a colouring with max-degree colours.
     """
     copies = edges.astype(int)
     degree = max(copies.sum(0).max(), copies.sum(1).max())
     rows = np.arange(len(edges))
-    # A regular graph has a perfect matching (Hall), and without it is regular again. So
-    # dummy edges fill up each row and column to the degree; several may be parallel.
+    # A regular graph has a perfect matching (Hall), and removing it leaves a regular
+    # graph. So dummy edges fill up each row and column to the degree; several may be
+    # parallel.
     receivers = np.repeat(rows, degree - copies.sum(1))
     senders = np.repeat(rows, degree - copies.sum(0))
     np.add.at(copies, (receivers, senders), 1)
@@ -64,7 +65,7 @@ def edge_colouring(edges: np.ndarray) -> list[np.ndarray]:
         columns = _perfect_matching(copies > 0)
         assert columns is not None, "a regular bipartite graph has a perfect matching"
         copies[rows, columns] -= 1
-        # A dummy parallel to an edge that was sent already sends nothing either.
+        # A dummy edge parallel to one that was already sent sends nothing either.
         permutes.append(np.where(unsent[rows, columns], columns, -1))
         unsent[rows, columns] = False
     return permutes
@@ -72,7 +73,8 @@ def edge_colouring(edges: np.ndarray) -> list[np.ndarray]:
 
 def _perfect_matching(allowed: np.ndarray) -> np.ndarray | None:
     """Returns the column of each row, int [N], or None without a perfect matching."""
-    # Most topologies need no matching, and this import takes a fifth of that of jax.
+    # Most topologies need no matching, and this import takes a fifth of the time of
+    # jax's.
     from scipy.sparse import csr_array
     from scipy.sparse.csgraph import maximum_bipartite_matching
 

@@ -1,9 +1,9 @@
 """Collectives with the same numbers on a device mesh and simulated.
 
 Under `jax.vmap` over the axis, the workers' arrays are stacked in one, [N, ...], and a
-collective is plain array code. It has to be: under vmap there are no collectives over
-groups and no partial permutations, and sums add in another order than on a mesh. Each
-collective here is therefore two functions, one for each place.
+collective is plain array code. This is necessary: under vmap there are no collectives
+over groups and no partial permutations, and sums add in another order than on a mesh.
+Each collective here is therefore two functions, one for each case.
 """
 
 import functools
@@ -20,7 +20,7 @@ Members = Sequence[Sequence[int]]
 
 
 def names_of(axes: AxisName | frozenset[str] | None) -> tuple[str, ...]:
-    """The names of axes, as of a part of a partition spec."""
+    """The names of axes, as in an entry of a partition spec."""
     return (axes,) if isinstance(axes, str) else tuple(axes or ())
 
 
@@ -33,7 +33,7 @@ def checked_axes() -> frozenset[str]:
 
 
 def varying(x: jax.Array, axes: AxisName | frozenset[str]) -> jax.Array:
-    """The array, which jax then takes for one that varies over these axes.
+    """Marks the array as varying over these axes.
 
     The type of a result must not depend on what an exchange does: a scan or a switch
     needs one type.
@@ -49,9 +49,9 @@ def varying_as(x: jax.Array, result: jax.Array) -> jax.Array:
 
 
 def same_on_all(x: jax.Array, axis_name: AxisName) -> jax.Array:
-    """A number that all workers have, as one: a switch by it takes one branch.
+    """A number that is the same on all workers, as one: a switch on it runs one branch.
 
-    Under vmap a switch by each worker's own number would take all.
+    Under vmap, a switch on each worker's own number would run all branches.
     """
     return _collective(
         lambda x: x, lambda x: jnp.max(x, 0), x, axis_name, has_rows=False
@@ -87,8 +87,8 @@ def sum_over(
     def on_mesh(x: jax.Array) -> jax.Array:
         if groups and checked_axes():
             raise ValueError(
-                "jax has no sum over groups in a jax.shard_map that checks what varies "
-                'over the mesh: take Lowering(groups="scatter"), or check_vma=False'
+                "jax cannot sum over groups in a jax.shard_map that checks what varies "
+                'over the mesh: use Lowering(groups="scatter"), or check_vma=False'
             )
         return lax.psum(x, axis_name, axis_index_groups=groups)
 
@@ -102,9 +102,9 @@ def sum_over(
 
 
 def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Array:
-    """The sum over the group, a piece for each member, shape [ceil(x.size / S)]."""
+    """The sum over the group, one piece per member, shape [ceil(x.size / S)]."""
     size, dtype = len(groups[0]), sum_dtype(x)
-    # Zeros at the end give each member a piece of one size; all_gather drops them.
+    # Padding with zeros gives all members pieces of equal size; all_gather drops it.
     flat = jnp.pad(x.ravel(), (0, -x.size % size))
 
     def on_mesh(flat: jax.Array) -> jax.Array:
@@ -125,7 +125,8 @@ def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Ar
         )
 
     def by_all_to_all(flat: jax.Array) -> jax.Array:
-        # The last dim, since another vmap, as over seeds, puts its own in front.
+        # The last dim, since another vmap, for example over seeds, adds its own in
+        # front.
         dim = flat.ndim - 1
         pieces = flat.reshape(*flat.shape[:-1], size, -1)
         pieces = _sent(
@@ -147,7 +148,7 @@ def reduce_scatter(x: jax.Array, groups: Members, axis_name: AxisName) -> jax.Ar
 def all_gather(
     piece: jax.Array, groups: Members, axis_name: AxisName, like: jax.Array
 ) -> jax.Array:
-    """The pieces of all members, joined to an array that lies as another one."""
+    """The pieces of all members, joined, with the sharding of another array."""
 
     def on_mesh(piece: jax.Array) -> jax.Array:
         dim = piece.ndim - 1
@@ -166,21 +167,21 @@ def all_gather(
 
 
 def reshaped_as(x: jax.Array, flat: jax.Array) -> jax.Array:
-    """The first numbers of a vector in the shape of x, and in its shards.
+    """The first elements of a vector, with the shape and the sharding of x.
 
-    On automatic axes a compiler would leave it whole on each device, as the vector is.
+    On automatic axes the compiler would otherwise replicate it, as the vector is.
     """
     result, mesh = flat[: x.size].reshape(x.shape), jax.sharding.get_abstract_mesh()
     if not mesh.manual_axes or not mesh.auto_axes:
         return result
-    # Of elementwise functions all arrays lie alike: that of a select is what jax has to
-    # say it. XLA removes it later.
+    # The arrays of an elementwise function have one sharding: a select is the way to
+    # state that in jax. XLA removes it later.
     return jnp.where(x == x, result, result)
 
 
 def sum_dtype(x: jax.Array) -> np.dtype:
-    """The dtype of sums: that of x, and float32 at least."""
-    if x.dtype.itemsize == 1:  # jax promotes no float of 8 bits by itself.
+    """The dtype of sums: the dtype of x, but at least float32."""
+    if x.dtype.itemsize == 1:  # jax does not promote 8-bit floats.
         return jnp.dtype(jnp.float32)
     return jnp.promote_types(x.dtype, jnp.float32)
 
@@ -191,13 +192,13 @@ def divided(total: jax.Array, number: int) -> jax.Array:
         return total / number
     # XLA turns a division by a constant, or by one scalar, into a product with its
     # rounded reciprocal. That is too large, or too small, by the same factor in every
-    # step, and the mean of all models drifts. This divisor is an array, and no constant
+    # step, and the mean of all models drifts. This divisor is an array, not a constant
     # to XLA; where the total is NaN, so is the result.
     return total / jnp.where(total == total, jnp.asarray(number, total.dtype), total)
 
 
 def _sent(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """`move(x)`, a collective that computes nothing, with as many bytes as x has."""
+    """`move(x)`, a collective that only moves data, sent with the byte size of x."""
     if not jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize >= 4:
         return move(x)
     bits = jnp.dtype(f"uint{8 * x.dtype.itemsize}")
@@ -206,7 +207,7 @@ def _sent(move: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
         moved = move(lax.bitcast_convert_type(x, bits))
         return lax.bitcast_convert_type(moved, x.dtype)
 
-    # XLA widens the collectives of narrow floats on CPU: they would send four bytes.
+    # On CPU, XLA widens the collectives of narrow floats: they would send four bytes.
     return lax.platform_dependent(x, cpu=as_bits, default=move)
 
 
@@ -217,16 +218,16 @@ def _collective(
     axis_name: AxisName,
     has_rows: bool = True,
 ) -> jax.Array:
-    """`on_mesh` of one worker's array, or `stacked` of all workers' arrays.
+    """Calls `on_mesh` with one worker's array, or `stacked` with all workers' arrays.
 
-    `has_rows` says whether the result of `stacked` has a row for each worker, or one
-    for all.
+    `has_rows` says whether the result of `stacked` has a row for each worker, or a
+    single one.
     """
 
     total = lax.axis_size(axis_name)
 
-    # The index is an argument since only arguments of custom_vmap say whether they are
-    # batched: it is the one value that the vmap over the workers alone batches.
+    # The index is an argument because only arguments of custom_vmap report whether they
+    # are batched: it is the one value that only the vmap over the workers batches.
     @custom_vmap
     def collective(x, index):
         del index
@@ -235,7 +236,7 @@ def _collective(
     @collective.def_vmap
     def _(size, in_batched, x, index):
         x_batched, index_batched = in_batched
-        # Under any other vmap, as over seeds, x has a further dim.
+        # Under any other vmap, for example over seeds, x has a further dim.
         if not index_batched:
             return collective(x, index), True
         if size != total:

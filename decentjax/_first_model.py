@@ -1,4 +1,4 @@
-"""Fingerprints of models, by which workers see that they begin with one model."""
+"""Fingerprints of models, to check that all workers start from the same model."""
 
 import hashlib
 from typing import Any
@@ -16,14 +16,14 @@ _PRIMES = (
 
 ADVICE = (
     "make the params from the same random key, or the same file, in each process; a "
-    "run that goes on begins at the step after its last"
+    "resumed run begins at the step after its last"
 )
 
 
 def fingerprints(params: Any) -> jax.Array:
-    """A number of each leaf that its bits and their places decide, uint32 [L].
+    """A hash of the bits of each leaf and their positions, uint32 [L].
 
-    A sum, which is the same however a compiler cuts the leaves over devices.
+    It is a sum, and so does not depend on how the leaves are sharded.
     """
     leaves = map(jnp.asarray, jax.tree.leaves(params))
     return jnp.stack([_fingerprint(x) for x in leaves])
@@ -34,7 +34,7 @@ def first_model(params: Any, step: int) -> str:
 
     Args:
       params: stacked params of this process's workers.
-      step: step that begins.
+      step: the step about to run.
     """
     if step != 0:
         return ""
@@ -50,7 +50,7 @@ def _fingerprint(x: jax.Array) -> jax.Array:
     if jnp.issubdtype(x.dtype, jnp.complexfloating):
         x = jnp.stack([x.real, x.imag])
     if jnp.issubdtype(x.dtype, jnp.floating) or x.dtype.itemsize == 8:
-        # Of 8 bytes, two numbers of 4 in a new last dim.
+        # 8 bytes become two numbers of 4 bytes in a new last dim.
         size = min(x.dtype.itemsize, 4)
         x = lax.bitcast_convert_type(x, jnp.dtype(f"uint{8 * size}"))
     bits, place = x.astype(jnp.uint32), jnp.uint32(1)

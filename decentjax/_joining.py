@@ -1,4 +1,4 @@
-"""Short arrays as one: a message costs a latency, and each of its arrays a call."""
+"""Joins short arrays: a message costs a latency, and each of its arrays a call."""
 
 from collections.abc import Callable, Hashable, Sequence
 
@@ -6,15 +6,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-JOIN_BYTES = 2**18  # Of an array that is long enough to travel alone.
+JOIN_BYTES = 2**18  # Arrays of this size are sent on their own.
 
 Array = jax.Array | jax.ShapeDtypeStruct
 Places = tuple[tuple[int, ...], ...]
-"""Which arrays are joined, by their numbers."""
+"""The indices of the arrays in each group to join."""
 
 
 def places_of(keys: Sequence[Hashable]) -> Places:
-    """Arrays that have one key are joined."""
+    """Groups the arrays with equal keys."""
     return tuple(
         tuple(place for place, other in enumerate(keys) if other == key)
         for key in dict.fromkeys(keys)
@@ -22,7 +22,7 @@ def places_of(keys: Sequence[Hashable]) -> Places:
 
 
 def short_places(arrays: Sequence[Array]) -> Places:
-    """The short ones of each dtype are joined."""
+    """Groups the short arrays of each dtype."""
     sizes = [x.size * x.dtype.itemsize for x in arrays]
     return places_of(
         [
@@ -33,7 +33,7 @@ def short_places(arrays: Sequence[Array]) -> Places:
 
 
 def join(arrays: Sequence[jax.Array], places: Places) -> list[jax.Array]:
-    """A vector for all arrays of a group; one that is alone stays as it is."""
+    """One vector for all arrays of a group; a single array is unchanged."""
     return [
         arrays[group[0]]
         if len(group) == 1
@@ -45,7 +45,7 @@ def join(arrays: Sequence[jax.Array], places: Places) -> list[jax.Array]:
 def split(
     joined: Sequence[jax.Array], places: Places, shapes: Sequence[tuple[int, ...]]
 ) -> list[jax.Array]:
-    """The arrays, of these shapes; a vector may have got other dims in front."""
+    """The arrays, of these shapes; a vector may have gained leading dims."""
     arrays = {}
     for whole, group in zip(joined, places, strict=True):
         if len(group) == 1:
@@ -63,10 +63,10 @@ def in_joined(
     arrays: Sequence[jax.Array],
     keys: Sequence[Hashable],
 ) -> list[jax.Array]:
-    """The elementwise function of arrays, called once for all that have one key.
+    """Applies an elementwise function, called once for all arrays with the same key.
 
     Args:
-      function: function of an array, to whose dims it may put others in front.
+      function: function of an array; it may add leading dims.
       arrays: the arrays.
       keys: key of each.
     """

@@ -1,6 +1,6 @@
-"""What an optimizer's state keeps for itself, and an exchange of models must know of.
+"""Models and random keys in an optimizer's state, which an exchange has to handle.
 
-A model in the state, beside the params, and random keys.
+Schedule-free optimizers, for example, keep a second model in addition to the params.
 """
 
 from collections.abc import Callable
@@ -20,12 +20,12 @@ _REFUSED: dict[type, str] = {
     contrib.COCOBState: _FROM_OWN_MODEL,
     contrib.MadgradState: _FROM_OWN_MODEL,
     contrib.MechanicState: _FROM_OWN_MODEL,
-    contrib.ProdigyState: "it takes the exchange for progress of its own",
-    contrib.DAdaptAdamWState: "its estimated learning rate grows without end",
-    optax.ScaleByLBFGSState: "it takes the exchange for a step along its gradient",
+    contrib.ProdigyState: "it mistakes the exchange for its own progress",
+    contrib.DAdaptAdamWState: "its estimated learning rate grows without bound",
+    optax.ScaleByLBFGSState: "it mistakes the exchange for a step along its gradient",
     optax.ScaleByRpropState: "its steps grow while its own gradient keeps its sign",
 }
-"""Why the average is lost, by the state of the optimizer; all of optax were tried."""
+"""Why the average is lost, by type of optimizer state; all of optax was tested."""
 
 
 def check_averageable(opt_state: Any) -> None:
@@ -38,7 +38,7 @@ def check_averageable(opt_state: Any) -> None:
         name = type(state).__name__
         raise TypeError(
             f"the optimizer with the state {name} does not keep averaged models: "
-            f"{_REFUSED[type(state)]}; take another optimizer, such as optax.adamw, "
+            f"{_REFUSED[type(state)]}; use another optimizer, such as optax.adamw, "
             "or all_reduce_step, which averages gradients"
         )
 
@@ -47,17 +47,17 @@ def check_no_own_model(opt_state: Any, what: str) -> None:
     """Raises a TypeError for an optimizer with a model that `what` does not average."""
     if states_of(opt_state, contrib.ScheduleFreeState):
         raise TypeError(
-            "schedule_free keeps a model z of its own, which has to be averaged with "
-            f"the params, and {what} averages the params alone: use awc_step, "
+            "schedule_free keeps a second model z, which has to be averaged with "
+            f"the params, and {what} averages only the params: use awc_step, "
             "atc_step or decentralize, or another optimizer"
         )
 
 
 def average_own_models(opt_state: Any, average: Callable[[Any], Any]) -> Any:
-    """The state of an optimizer, in which models beside the params are averaged.
+    """The state of an optimizer, with its models other than the params averaged.
 
-    That is z of schedule-free optimizers, which a worker's own gradients would move
-    away from all others without end.
+    This is z of schedule-free optimizers, which would otherwise drift apart between
+    workers without bound.
 
     Args:
       opt_state: state of the optimizer.
@@ -65,7 +65,7 @@ def average_own_models(opt_state: Any, average: Callable[[Any], Any]) -> Any:
     """
 
     def averaged(state: Any) -> Any:
-        # A mask may leave nothing of z.
+        # A mask may remove all of z.
         if isinstance(state, contrib.ScheduleFreeState) and jax.tree.leaves(state.z):
             return state._replace(z=average(state.z))
         return state
@@ -75,20 +75,20 @@ def average_own_models(opt_state: Any, average: Callable[[Any], Any]) -> Any:
 
 
 def map_keys(function: Callable[[jax.Array], jax.Array], tree: Any) -> Any:
-    """The tree, in which the function has been applied to random keys."""
+    """Applies the function to the random keys in the tree."""
     return jax.tree.map(lambda x: function(x) if is_key(x) else x, tree)
 
 
 def check_no_common_keys(states: Any) -> None:
-    """Raises a ValueError for random keys in states that know nothing of the workers.
+    """Raises a ValueError for random keys in states that are the same on all workers.
 
     Args:
       states: states of transformations that are called before `decentralize`.
     """
     if any(map(is_key, jax.tree.leaves(states))):
         raise ValueError(
-            "a transformation before decentralize in a chain has a random key, as "
-            "optax.add_noise has, which is the same on all workers: put it inside, "
+            "a transformation before decentralize in a chain has a random key, like "
+            "optax.add_noise, which is the same on all workers: put it inside, "
             "decentralize(optax.chain(optax.add_noise(...), optax.sgd(0.1)), ...), "
             "which gives each worker its own"
         )
@@ -103,7 +103,7 @@ def folded(key: jax.Array, number: jax.Array) -> jax.Array:
 
 
 def is_key(x: Any) -> bool:
-    """Whether a leaf has random keys, in jax's new form or in the old, by its shape."""
+    """Whether a leaf holds random keys, typed or (by its shape) raw."""
     if is_typed_key(x):
         return True
     if jnp.result_type(x) != jnp.uint32:
@@ -112,7 +112,7 @@ def is_key(x: Any) -> bool:
 
 
 def own_keys(tree: Any, axis_name: AxisName) -> Any:
-    """The tree with random keys of this worker, where the workers' axis is mapped."""
+    """The tree with this worker's own random keys, if the workers' axis is mapped."""
     try:
         lax.axis_index(axis_name)
     except NameError:
@@ -121,9 +121,9 @@ def own_keys(tree: Any, axis_name: AxisName) -> Any:
 
 
 def first_keys(tree: Any, count: jax.Array, axis_name: AxisName) -> Any:
-    """The tree, before the first step with random keys of this worker.
+    """The tree; before the first step, its random keys become this worker's own.
 
-    An optimizer's `init` gives all workers one key, and need not know their axis.
+    An optimizer's `init` gives all workers the same key, and need not know their axis.
     """
 
     def chosen(key: jax.Array) -> jax.Array:
@@ -151,11 +151,11 @@ def _own(key: jax.Array, axis_name: AxisName) -> jax.Array:
 
 
 def is_typed_key(x: Any) -> bool:
-    """Whether a leaf has random keys in jax's new form."""
+    """Whether a leaf holds typed random keys."""
     return jnp.issubdtype(jnp.result_type(x), jax.dtypes.prng_key)
 
 
 def states_of(opt_state: Any, *kinds: type) -> list[Any]:
-    """The states of these kinds within an optimizer's state."""
+    """The states of these types within an optimizer's state."""
     is_one = lambda x: isinstance(x, kinds)  # noqa: E731
     return [x for x in jax.tree.leaves(opt_state, is_leaf=is_one) if is_one(x)]

@@ -1,9 +1,9 @@
-"""Workers that are slices of a mesh, whose arrays lie in shards on its devices.
+"""Workers that are slices of a mesh, with their arrays sharded over its devices.
 
-On an explicit axis of a mesh, as all those of `jax.make_mesh` are, the type of an array
-says how it lies, and jax refuses code that would have to move its shards, such as
-`x.ravel()`. On an automatic axis the compiler moves them. For an exchange no shard has
-to move inside a worker: each device sends its own.
+On an explicit axis of a mesh, the default of `jax.make_mesh`, the type of an array
+states its sharding, and jax rejects code that would have to move its shards, such as
+`x.ravel()`. On an automatic axis the compiler moves them. An exchange needs no shard to
+move inside a worker: each device sends its own.
 """
 
 import functools
@@ -29,21 +29,21 @@ def is_spec(x: Any) -> bool:
 
 
 def specs_of(tree: Any) -> Any:
-    """How arrays lie on explicit axes, by their types."""
+    """The sharding of arrays on explicit axes, by their types."""
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
 
 
 def mesh_of(tree: Any) -> AbstractMesh:
-    """The mesh of the context, or without one that of the arrays' types."""
+    """The mesh of the context, or if none is set that of the arrays' types."""
     mesh = jax.sharding.get_abstract_mesh()
     known = [jax.typeof(x).sharding.mesh for x in jax.tree.leaves(tree)]
     return next((found for found in (mesh, *known) if not found.empty), mesh)
 
 
 def lying(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """The arrays, lying as partition specs say of explicit axes.
+    """The arrays, resharded to the partition specs over explicit axes.
 
-    jax moves nothing by itself there. `specs` may be those of subtrees.
+    jax does not reshard there by itself. `specs` may be a prefix of the tree.
     """
     if not mesh.explicit_axes:
         return tree
@@ -56,7 +56,7 @@ def lying(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
 
 
 def with_rows(stacked: Any, axes: AxisName, mesh: Mesh | AbstractMesh) -> Any:
-    """Partition specs of stacked arrays: a row on each slice, in the shards it has."""
+    """Partition specs of stacked arrays: a row on each slice, sharded as before."""
     inside = set(mesh.explicit_axes).difference(names_of(axes))
     return jax.tree.map(
         lambda spec: PartitionSpec(axes, *only(spec[1:], inside)),
@@ -74,11 +74,11 @@ def first_row(x: jax.Array) -> jax.Array:
 def over_slices(
     function: Callable, axes: AxisName, mesh: Mesh | AbstractMesh
 ) -> Callable:
-    """The function of one worker, over stacked trees with a row on each slice.
+    """Maps a function of one worker over stacked trees with a row on each slice.
 
     Args:
       function: function of one worker's trees.
-      axes: axes of the mesh over which the rows lie.
+      axes: axes of the mesh over which the rows are sharded.
       mesh: the mesh.
     """
     rows = PartitionSpec(axes)
@@ -97,7 +97,8 @@ def over_slices(
     def put(stacked: Any) -> Any:
         return lying(stacked, with_rows(stacked, axes, mesh), mesh)
 
-    # The results too: where the workers' axis is automatic, jax 0.10 drops the others.
+    # For the results too: where the workers' axis is automatic, jax 0.10 drops the
+    # others.
     @functools.wraps(mapped)
     def on_slices(*stacked):
         return put(mapped(*put(stacked)))
@@ -106,7 +107,7 @@ def over_slices(
 
 
 def _of_row(function: Callable) -> Callable:
-    """The function of one worker's trees, of stacked ones with its row alone."""
+    """Applies the function of one worker's trees to stacked trees with a single row."""
 
     def on_slice(*stacked):
         result = function(*jax.tree.map(lambda x: x[0], stacked))
@@ -118,7 +119,7 @@ def _of_row(function: Callable) -> Callable:
 def over_shards(
     function: Callable, in_specs: Any, out_specs: Any, axes: Iterable[str] | None = None
 ) -> Callable:
-    """The function of each device's shard of a worker's slice.
+    """Applies the function to each device's shard of a worker's slice.
 
     Args:
       function: the function.
@@ -127,7 +128,7 @@ def over_shards(
       axes: these axes; by default all that are not mapped.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    # The axis of the workers is mapped already, by the shard_map around this one.
+    # The axis of the workers is already mapped, by the enclosing shard_map.
     free = set(mesh.axis_names) - set(mesh.manual_axes)
     mapped = jax.shard_map(
         function,
@@ -140,21 +141,21 @@ def over_shards(
 
 
 def worker_number(axis_name: AxisName, like: jax.Array) -> jax.Array:
-    """`axis_index`, which lies as the worker's array does.
+    """`axis_index`, with the sharding of the worker's array.
 
-    With another jax 0.12 would refuse it, under vmap on explicit axes.
+    With another sharding jax 0.12 would reject it, under vmap on explicit axes.
     """
     placed = by_compiler(lambda number, _: number, PartitionSpec())
     return placed(lax.axis_index(axis_name), like)
 
 
 def in_shards(function: OfWorker, shards: Any = None) -> OfWorker:
-    """The function, elementwise but for collectives over the workers, of each shard.
+    """Applies a function, elementwise but for collectives over workers, to each shard.
 
     Args:
-      function: function of a tree that returns such a tree.
-      shards: partition specs of the tree over the axes of the slice, which types do not
-        say of automatic ones.
+      function: function of a tree that returns a tree of the same structure.
+      shards: partition specs of the tree over the axes of the slice, which the types do
+        not state for automatic axes.
     """
 
     def of_worker(tree: Any, axis_name: AxisName) -> Any:
@@ -178,12 +179,12 @@ def in_shards(function: OfWorker, shards: Any = None) -> OfWorker:
 def on_own_slice(function: OfWorker, tree: Any, axis_name: AxisName) -> Any:
     """`function(tree, axis_name)`, with collectives also where vmap maps the workers.
 
-    That is where their stacked arrays have a row on each slice of the mesh, by their
-    types or by the `spmd_axis_name` of the vmap.
+    That is the case if their stacked arrays have a row on each slice of the mesh, by
+    their types or by the `spmd_axis_name` of the vmap.
 
     Args:
-      function: function of a tree that returns arrays in the places of its leaves, with
-        dims of theirs, or with others in front.
+      function: function of a tree that returns arrays in place of its leaves, with the
+        same dims or with further leading ones.
       tree: one worker's tree.
       axis_name: mapped axis of the workers.
     """
@@ -196,7 +197,7 @@ def on_own_slice(function: OfWorker, tree: Any, axis_name: AxisName) -> Any:
 
     @custom_vmap
     def of_worker(tree, index):
-        del index  # Says which vmap is that over the workers, as in `_collectives`.
+        del index  # Tells which vmap is the one over the workers, as in `_collectives`.
         return by_compiler(lambda x: function(x, axis_name), specs_of(tree))(tree)
 
     @of_worker.def_vmap
@@ -207,7 +208,7 @@ def on_own_slice(function: OfWorker, tree: Any, axis_name: AxisName) -> Any:
                 lambda x, rows: x if rows else jnp.stack([x] * size), tree, has_rows
             )
             result = _of_stacked(function, tree, axis_name, spmd)
-        else:  # Another vmap, as over seeds.
+        else:  # Another vmap, for example over seeds.
             in_axes = jax.tree.map(lambda rows: 0 if rows else None, has_rows)
 
             def of_seeds(tree, axis_name):
@@ -222,7 +223,7 @@ def on_own_slice(function: OfWorker, tree: Any, axis_name: AxisName) -> Any:
 def _of_stacked(
     function: OfWorker, stacked: Any, axis_name: AxisName, spmd: frozenset[str]
 ) -> Any:
-    """The function of all workers' arrays, by collectives if each slice has a row."""
+    """Applies it to all workers' arrays, by collectives if each slice has a row."""
     mesh, specs = mesh_of(stacked), specs_of(stacked)
     size = jax.tree.leaves(stacked)[0].shape[0]
     typed = {spec[0] for spec in jax.tree.leaves(specs, is_leaf=is_spec) if spec}
@@ -243,7 +244,7 @@ def _of_stacked(
 
 
 def by_compiler(function: Callable, out_specs: Any) -> Callable:
-    """The function of arrays whose shards the compiler moves, on explicit axes too.
+    """Applies a function for which the compiler moves shards, on explicit axes too.
 
     Args:
       function: the function.

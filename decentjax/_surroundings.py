@@ -1,6 +1,6 @@
-"""What is around the update of a transformation: wrappers of optax, and conditionals.
+"""What encloses the update of a transformation: wrappers of optax, and conditionals.
 
-Both are known only while the step is traced, and neither has a public name.
+Both are known only while the step is traced, and neither has a public API.
 """
 
 import sys
@@ -12,7 +12,7 @@ from jax._src import core
 
 from decentjax._collectives import AxisName
 
-# They choose or arrange leaves, and hand the updates on as they are.
+# They select or arrange leaves, and pass the updates on unchanged.
 _KEEP_UPDATES = (
     "flatten",
     "inject_hyperparams",
@@ -27,11 +27,11 @@ _CHAINS = {"chain": "update_fns", "named_chain": "transforms"}
 def check_is_last(carried: str, advice: str, *kept: str) -> None:
     """Raises a ValueError if a wrapper of optax changes the updates after this call.
 
-    The updates carry an exchange, or what one has moved: what scales, clips, delays or
-    drops them would do so to that.
+    The updates contain the effect of an exchange: anything that scales, clips, delays
+    or drops them would do the same to the exchange.
 
     Args:
-      carried: whose updates they are and what they carry, for the error.
+      carried: whose updates they are and what they contain, for the error.
       advice: where the wrapper belongs, for the error.
       kept: further wrappers that are allowed.
     """
@@ -66,13 +66,13 @@ def _is_at_the_end(frame: FrameType, wrapper: str) -> bool:
 
 
 def in_conditional(axis_name: AxisName) -> bool:
-    """Whether a branch is being traced that one worker may take and another not.
+    """Whether a branch is being traced that only some workers may take.
 
-    A conditional around the mapped axis, where all workers take one branch, does not
-    count.
+    A conditional around the mapped axis, where all workers take the same branch, does
+    not count.
     """
     # jax's traces form a chain, innermost first: a vmap or shard_map has axis_data, a
-    # traced function a frame that says what it is for.
+    # traced function a frame that states its purpose.
     axes = {axis_name} if isinstance(axis_name, str) else set(axis_name)
     trace = core.trace_ctx.trace
     while trace is not None:

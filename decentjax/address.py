@@ -15,10 +15,10 @@ def split_address(address: str, port: int | None = None) -> tuple[str, int]:
 
     Args:
       address: HOST:PORT; an IPv6 host without brackets ends at the last colon.
-      port: port of an address that is a host alone; None where that is refused.
+      port: default port of an address without one; None to require a port.
 
     Raises:
-      ValueError: if it is no address.
+      ValueError: if it is not an address.
     """
     whole = address.strip("[]")
     if port is not None and (":" not in whole or _is_ipv6(whole)):
@@ -37,14 +37,15 @@ def split_address(address: str, port: int | None = None) -> tuple[str, int]:
 
 def listening_at(listener: socket.socket) -> tuple[str, int]:
     """Returns host and port at which a socket listens."""
-    # Unlike `getsockname`, with the interface of a link-local address: fe80::1%eth0.
+    # Unlike `getsockname`, includes the interface of a link-local address:
+    # fe80::1%eth0.
     flags = socket.NI_NUMERICHOST | socket.NI_NUMERICSERV
     host, port = socket.getnameinfo(listener.getsockname(), flags)
     return host, int(port)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host is reached from this machine alone."""
+    """Whether a host can be reached only from this machine."""
     if _is_ipv6(host):
         return ipaddress.ip_address(host).is_loopback
     return host.startswith("127.") or host == "localhost"

@@ -1,4 +1,4 @@
-"""What a topology is worth and what it costs, computed without running it."""
+"""Convergence and cost of a topology, computed without running it."""
 
 import dataclasses
 from typing import NamedTuple
@@ -34,7 +34,7 @@ class Traffic:
 
 
 class Transfer(NamedTuple):
-    """Messages of an exchange that are sent at the same time, M of them.
+    """M messages of an exchange that are sent at the same time.
 
     Args:
       groups: workers, int [S, G]; column g is a group. Its messages start when all its
@@ -53,10 +53,10 @@ class Transfer(NamedTuple):
 
 
 def stages(exchange: Exchange) -> tuple[Transfer, ...]:
-    """Returns what an exchange sends, one transfer after the other.
+    """Returns the transfers of an exchange, in order.
 
-    A permutation sends the model of each worker that it moves, and a mean goes around a
-    ring, see `ring_all_reduce`. With nodes of L > 1 workers the exchange has levels: a
+    A permutation sends the model of each worker that it moves, and a mean uses a ring,
+    see `ring_all_reduce`. With nodes of L > 1 workers the exchange has levels: a
     reduce-scatter inside each node, the exchange between nodes of 1/L of the model per
     worker, and an all-gather inside each node.
 
@@ -128,7 +128,7 @@ def consensus_factor(topology: Topology) -> float:
 
 
 def exact_after(topology: Topology) -> int | None:
-    """Returns after how many exchanges every model is the exact mean, or None.
+    """Returns the number of exchanges until every model is the exact mean, or None.
 
     Simulates the first max(2 periods, N) exchanges on random models. The distance to
     the mean must drop to rounding error in one exchange, not gradually, so a damping
@@ -163,7 +163,7 @@ def traffic(
 
     Args:
       topology: the exchanges.
-      model_bytes: size of the mixed leaves, in bytes.
+      model_bytes: size of the mixed leaves in bytes.
       workers_per_node: number of consecutive workers that share a node's link; by
         default that of the topology.
 
@@ -209,11 +209,11 @@ def _exchange_traffic(exchange: Exchange, model: float, per_node: int) -> Traffi
 
 
 def _ring(groups: np.ndarray, part: float, rounds: int) -> Transfer:
-    """A transfer in which each member sends to the next one of its group, [S, G]."""
+    """A transfer in which each member sends to the next member of its group, [S, G]."""
     if len(groups) == 1:
         none = np.empty(0, int)
         return Transfer(groups, none, none, 0.0, 0)
-    # Groups (0, 1) and (2, 3) are the columns of [[0, 2], [1, 3]]; rolled by a row, it
-    # says that 0 sends to 1, 2 to 3, 1 to 0 and 3 to 2.
+    # Groups (0, 1) and (2, 3) are the columns of [[0, 2], [1, 3]]; rolled by a row, 0
+    # sends to 1, 2 to 3, 1 to 0 and 3 to 2.
     receivers = np.roll(groups, -1, axis=0).ravel()
     return Transfer(groups, groups.ravel(), receivers, part, rounds)

@@ -1,8 +1,8 @@
 """The command `decentjax`: one name for all programs of the project.
 
-A program is run as a module of its own, so that a command imports only what it needs.
-In a checkout the programs are in `train/` and `benches/`; the wheel has those of
-`train` inside this package, where no `train.py` of a user's can be mistaken for them.
+Each program is a separate module, so that a command imports only what it needs. In a
+checkout the programs are in `train/` and `benches/`; the wheel has those of `train`
+inside this package, so that a user's `train.py` cannot shadow them.
 """
 
 import difflib
@@ -25,9 +25,9 @@ class Command(NamedTuple):
     """A command.
 
     Args:
-      what: what it does, a phrase for the help.
+      what: short description for the help.
       module: module that is run as a program.
-      first: arguments before those of the user.
+      first: arguments put before those of the user.
     """
 
     what: str
@@ -37,22 +37,22 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "train": Command("train a config, on one machine or many", "train"),
-    "resume": Command("go on with a run", "train", ("--resume",)),
+    "resume": Command("continue a run", "train", ("--resume",)),
     "launch": Command("several processes on this machine", "train.launch"),
     "emulate": Command("several nodes, with limited links", "train.emulate"),
-    "advise": Command("which topology pays on a cluster", "train.advise"),
+    "advise": Command("which topology is fastest on a cluster", "train.advise"),
     "preflight": Command("compile a run for GPUs, without one", "train.preflight"),
-    "prepare": Command("make data ready", "train.prepare"),
+    "prepare": Command("download and prepare data", "train.prepare"),
     "evaluate": Command("score a run", "train.evaluate"),
     "generate": Command("text from a trained model", "train.generate"),
-    "compare": Command("configs side by side, with seeds", "train.compare"),
-    "report": Command("draw one run or several", "train.report"),
-    "checkpoint": Command("list, verify or export what is saved", "train.checkpoint"),
-    "export": Command("a model as safetensors", "train.checkpoint", ("export",)),
-    "dbench": Command("what the graph does to accuracy", "train.dbench"),
+    "compare": Command("compare configs over seeds", "train.compare"),
+    "report": Command("plot one run or several", "train.report"),
+    "checkpoint": Command("list, verify or export checkpoints", "train.checkpoint"),
+    "export": Command("export a model as safetensors", "train.checkpoint", ("export",)),
+    "dbench": Command("effect of the graph on accuracy", "train.dbench"),
     "replay": Command("repeat a run of peers, bit for bit", "train.replay"),
-    "chaos": Command("faults at random into real jobs", "train.chaos"),
-    "bench": Command("speed, beside other libraries; in a checkout", "benches"),
+    "chaos": Command("inject random faults into real jobs", "train.chaos"),
+    "bench": Command("speed against other libraries; in a checkout", "benches"),
 }
 
 HELP = """\
@@ -85,7 +85,7 @@ def main() -> None:
         print(f"decentjax {__version__}")
         return
     command = COMMANDS.get(name)
-    # Programs start others by the names of their modules.
+    # Programs start other programs by module name.
     if command is None and name.startswith(("train.", "benches.")):
         command = Command("", name)
     if command is None:
@@ -105,9 +105,9 @@ def main() -> None:
 
 
 def _show_program() -> None:
-    """Puts the program first among the modules, and the user's own folder last."""
+    """Puts the program first on the module path, and the user's folder last."""
     program, here = str(PROGRAM), os.getcwd()
     sys.path[:] = [program, *(path for path in sys.path if path != program)]
-    # As for `python -m`; with the console script it is not there.
+    # As for `python -m`; the console script does not add it.
     if here not in sys.path and "" not in sys.path:
         sys.path.append(here)

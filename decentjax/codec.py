@@ -1,7 +1,7 @@
-"""Codecs: fewer bytes for a leaf, with an error that the sender knows.
+"""Codecs: lossy compression of leaves, with an error that the sender knows.
 
-The encoded arrays are what travels. A codec is used in rounds, where the sender keeps
-what a message drops for a later one.
+The encoded arrays are what is sent. A codec is used in rounds, where the sender keeps
+the error of a message for a later one.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ from decentjax.mixing import (
 
 Message = tuple[jax.Array, ...]
 Noise = Callable[[jax.Array, int], jax.Array]
-"""(key, size) to numbers in [0, 1), which are added before a number is cut."""
+"""Maps (key, size) to numbers in [0, 1), which are added before truncation."""
 
 
 class Codec(NamedTuple):
@@ -39,12 +39,12 @@ class Codec(NamedTuple):
     Args:
       name: name to print.
       encode: function of a float leaf of any shape and a random key that returns the
-        arrays that travel.
+        arrays to send.
       decode: function of these arrays and the leaf's shape that returns the leaf, in
-        float32 or, of a leaf in float64, in float64.
-      keeps: how much of a number a message keeps: 1 less the largest error, as part of
-        the largest number of its block; where numbers are left out, times the share of
-        those that are sent. 0 where it is not known.
+        float64 if the leaf was, else in float32.
+      keeps: fraction of a number that a message keeps: 1 minus the largest error
+        relative to the largest number of its block, times the share of the numbers that
+        are sent. 0 if unknown.
 
     Examples:
       >>> from decentjax import codec
@@ -60,10 +60,10 @@ class Codec(NamedTuple):
 
 @functools.cache
 def float16() -> Codec:
-    """2 bytes a number: float16 of x over the leaf's largest, to the nearest.
+    """2 bytes per number: float16 of x over the leaf's largest, rounded to nearest.
 
     The error of x is at most 2^-11 |x|, or 2^-25 of the largest where x is tiny. Each
-    leaf also sends its largest magnitude in 4 bytes, of float64 in 8.
+    leaf also sends its largest magnitude in 4 bytes (float64: 8).
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -77,7 +77,7 @@ def float16() -> Codec:
 
 @functools.cache
 def bfloat16() -> Codec:
-    """2 bytes a number, as `float16`, with an error of x of at most 2^-8 |x|.
+    """2 bytes per number, as `float16`, with an error of x of at most 2^-8 |x|.
 
     Examples:
       >>> from decentjax import codec
@@ -89,7 +89,7 @@ def bfloat16() -> Codec:
 
 @functools.cache
 def int8(block: int = 256) -> Codec:
-    """8 bits a number, scaled by the largest of each block, with stochastic rounding.
+    """8 bits per number, scaled by the largest of each block, stochastically rounded.
 
     A number x of a block with the largest magnitude m becomes `floor(127 x / m + u)`,
     u uniform in [0, 1): its mean is x, its error less than m / 127. Each block also
@@ -125,7 +125,7 @@ def int8(block: int = 256) -> Codec:
 
 @functools.cache
 def int4(block: int = 64) -> Codec:
-    """4 bits a number, two in a byte; otherwise as `int8`, with 7 for 127.
+    """4 bits per number, two in a byte; otherwise as `int8`, with 7 for 127.
 
     Args:
       block: numbers per block.
@@ -143,10 +143,10 @@ def int4(block: int = 64) -> Codec:
 
 @functools.cache
 def int2(block: int = 64) -> Codec:
-    """2 bits a number, four in a byte: to the nearest of -m, 0 and m of a block.
+    """2 bits per number, four in a byte: the nearest of -m, 0 and m of a block.
 
-    Not at random: of so few levels a random one is further off than the number is
-    large, and errors that are sent later would grow.
+    Rounding is not stochastic: with so few levels its error would exceed the number
+    itself, and the errors that are sent later would grow.
 
     Args:
       block: numbers per block.
@@ -166,16 +166,16 @@ def int2(block: int = 64) -> Codec:
 
 @functools.cache
 def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec:
-    """The largest numbers of each block, at least one, with their places: 6 bytes each.
+    """The largest numbers of each block, at least one, with indices: 6 bytes each.
 
     Args:
-      share: share of the numbers that is sent, in (0, 1].
+      share: share of the numbers to send, in (0, 1].
       block: numbers per block, at most 65,536; a leaf with fewer is one block.
       values: codec of the numbers that are sent, such as `int2()` for 2 bits instead of
         4 bytes; None sends them as they are.
 
     Raises:
-      ValueError: if these are other numbers.
+      ValueError: if a number is out of range.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -196,7 +196,7 @@ def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec
 
     def encode(x: jax.Array, key: jax.Array) -> Message:
         blocks = _in_blocks(x, min(block, x.size))
-        # Rounded up, so that no share of a small leaf is less; 0.07 * 100 is over 7.
+        # Rounded up, so that a small leaf does not send less; 0.07 * 100 is over 7.
         count = max(1, math.ceil(round(share * blocks.shape[1], 6)))
         _, places = lax.top_k(jnp.abs(blocks), count)
         largest = jnp.take_along_axis(blocks, places, axis=1)
@@ -214,7 +214,7 @@ def top_k(share: float, block: int = 4096, values: Codec | None = None) -> Codec
 
 
 def exact() -> Codec:
-    """Sends each leaf as it is; for comparison.
+    """Sends each leaf unchanged; for comparison.
 
     Examples:
       >>> from decentjax import codec
@@ -225,14 +225,14 @@ def exact() -> Codec:
 
 
 def on_shards(codec: Codec, sharding: NamedSharding) -> Codec:
-    """The codec of a leaf that a worker's slice of the mesh holds in shards.
+    """The codec of a leaf that is sharded over a worker's slice of the mesh.
 
-    Each device encodes its shard alone; an array of a message is those of all shards,
-    one after the other.
+    Each device encodes its own shard; an array of a message is the concatenation of
+    those of all shards.
 
     Args:
       codec: the codec of each shard.
-      sharding: where the shards of one worker's leaf lie.
+      sharding: sharding of one worker's leaf.
 
     Examples:
       >>> import jax
@@ -261,7 +261,7 @@ def on_shards(codec: Codec, sharding: NamedSharding) -> Codec:
 
 
 def on_whole(codec: Codec, leaf: jax.Array) -> Codec:
-    """The codec of a leaf that by its type lies in shards, for which it is gathered.
+    """The codec of a leaf that is sharded by its type, and gathered to be encoded.
 
     The numbers are those of a leaf on one device; `on_shards` moves fewer.
 
@@ -285,7 +285,7 @@ def on_whole(codec: Codec, leaf: jax.Array) -> Codec:
 
 
 def axes_of(sharding: NamedSharding) -> tuple[str, ...]:
-    """The axes of the mesh over which a leaf is cut.
+    """The axes of the mesh over which a leaf is sharded.
 
     Examples:
       >>> import jax
@@ -300,12 +300,12 @@ def axes_of(sharding: NamedSharding) -> tuple[str, ...]:
 
 
 def empty_message(codec: Codec, leaf: jax.Array, sharding: Any) -> Message:
-    """The message of zeros; of a leaf in shards outside of the mesh.
+    """The message of zeros; for a sharded leaf, outside of the mesh.
 
     Args:
       codec: the codec of the leaf, or of each shard.
       leaf: the leaf.
-      sharding: where its shards lie, or None.
+      sharding: its sharding, or None.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -347,10 +347,10 @@ def mix_encoded(
     """Averages encoded leaves: `sum_j W_ij q_j - q_i`, with q the decoded messages.
 
     A mean over a group of S is sent as S - 1 permutations: encoded leaves cannot be
-    added on their way.
+    added in transit.
 
     Args:
-      coded: dict of (leaf, message) by number; of the leaf only the shape is used.
+      coded: dict of (leaf, message) by number; only the shape of the leaf is used.
       exchange: the static exchange, of single workers.
       codec: the codec of the messages.
       axis_name: mapped axis of the workers.
@@ -360,7 +360,7 @@ def mix_encoded(
       The differences, by number.
 
     Raises:
-      ValueError: if the exchange has nodes of several workers, or the axis another
+      ValueError: if the exchange has nodes of several workers, or the axis a different
         size.
 
     Examples:
@@ -408,9 +408,9 @@ def mix_encoded(
 def mean_encoded(
     coded: Any, exchange: Exchange, *, codec: Codec, axis_name: AxisName
 ) -> Any:
-    """The mean of all workers' encoded leaves, `1/N sum_j q_j`, the same on each.
+    """The mean of all workers' encoded leaves, `1/N sum_j q_j`, equal on all.
 
-    Bit for bit the same: all add the decoded messages in one order.
+    Equal bit for bit: all add the decoded messages in the same order.
 
     Args:
       coded: as in `mix_encoded`.
@@ -422,7 +422,7 @@ def mean_encoded(
       The means, by number.
 
     Raises:
-      ValueError: if the axis has another size.
+      ValueError: if the size of the axis differs.
 
     Examples:
       >>> import functools
@@ -460,10 +460,10 @@ def mean_encoded(
 
 
 def _moved(move: Callable[[jax.Array], jax.Array], messages: Any) -> Any:
-    """Moves all arrays as one of each dtype: small ones cost a call each.
+    """Moves all arrays of a dtype as one: each small array would cost a call.
 
     Args:
-      move: function of a vector, which may put further dims in front.
+      move: function of a vector; it may add leading dims.
       messages: tree of arrays.
     """
     arrays, structure = jax.tree.flatten(messages)
@@ -481,7 +481,7 @@ def check_encodable(exchange: Exchange) -> None:
     if exchange.workers_per_node > 1:
         raise ValueError(
             "a codec needs exchanges of single workers, got nodes of "
-            f"{exchange.workers_per_node}: inside a node whole leaves are added; take "
+            f"{exchange.workers_per_node}: inside a node whole leaves are added; use "
             "workers_per_node = 1"
         )
 
@@ -510,7 +510,7 @@ def as_permutations(exchange: Exchange) -> Exchange:
 
 
 def _packed(bits: int, block: int, noise: Noise) -> Codec:
-    """Numbers of a few bits, several in a byte; see `int8`."""
+    """Numbers of a few bits, several per byte; see `int8`."""
     _check_block(block)
     each, most, mask = 8 // bits, 2 ** (bits - 1) - 1, 2**bits - 1
     shifts = [bits * place for place in range(each)]
@@ -527,7 +527,7 @@ def _packed(bits: int, block: int, noise: Noise) -> Codec:
         levels = fields[: math.prod(shape)].astype(jnp.int8) - most
         return _scaled(levels, scales, block).reshape(shape)
 
-    # To the nearest, numbers are off by half a level at most.
+    # Rounding to nearest is off by at most half a level.
     error = (0.5 if noise is _half else 1) / most
     return Codec(f"int{bits} in blocks of {block}", encode, decode, keeps=1 - error)
 
@@ -540,16 +540,16 @@ def _quantized(
     largest = jnp.max(jnp.abs(blocks), axis=1)
     scale = most / jnp.where(largest > 0, largest, 1)
     added = noise(key, blocks.size).reshape(blocks.shape).astype(blocks.dtype)
-    # A number that is the largest may be rounded up beyond it, by a bit.
+    # The largest number may be rounded up slightly beyond itself.
     levels = jnp.clip(jnp.floor(blocks * scale[:, None] + added), -most, most)
     return _once(levels).astype(jnp.int8).ravel()[: x.size], largest / most
 
 
 def _once(x: jax.Array) -> jax.Array:
     """The same numbers, which XLA computes once."""
-    # It would compute levels anew for each of their uses, fused with other sums, which
-    # round otherwise: now and then a sender would keep another level than it has sent.
-    # A division, here by one, is not repeated.
+    # It would recompute levels for each use, fused with other sums that round
+    # differently: now and then a sender would keep another level than it has sent. A
+    # division, here by one, is not repeated.
     return x / jnp.where(x == x, jnp.ones_like(x), x)
 
 
@@ -559,7 +559,7 @@ def _narrow(dtype: DTypeLike) -> Codec:
         flat = x.ravel().astype(sum_dtype(x))
         largest = jnp.max(jnp.abs(flat), keepdims=True, initial=0)
         narrow = rounded(flat / jnp.where(largest > 0, largest, 1), jnp.dtype(dtype))
-        # As integers, which no compiler widens on their way.
+        # As integers, which no compiler widens in transit.
         return lax.bitcast_convert_type(narrow, jnp.uint16), largest
 
     def decode(message: Message, shape: tuple[int, ...]) -> jax.Array:
@@ -579,8 +579,8 @@ def _in_blocks(x: jax.Array, block: int) -> jax.Array:
 def _uniform(key: jax.Array, size: int) -> jax.Array:
     """Numbers in [0, 1) to round with, float32 [size].
 
-    A hash of key and place, ten times as fast on a CPU as `jax.random.uniform`, which
-    would take most of an encoding's time.
+    A hash of key and index, ten times as fast on a CPU as `jax.random.uniform`, which
+    would dominate the encoding time.
     """
     seeds = jax.random.bits(key, (2,), jnp.uint32)
     bits = _hashed(_hashed(lax.iota(jnp.uint32, size) ^ seeds[0]) + seeds[1])
@@ -588,7 +588,7 @@ def _uniform(key: jax.Array, size: int) -> jax.Array:
 
 
 def _half(key: jax.Array, size: int) -> jax.Array:
-    """To round to the nearest."""
+    """Constant 0.5, to round to nearest."""
     del key
     return jnp.full(size, 0.5, jnp.float32)
 

@@ -1,4 +1,4 @@
-"""What a worker sends encoded in rounds, and how it makes up for what is dropped."""
+"""Compressed messages of rounds, and the compensation of their errors."""
 
 import dataclasses
 from collections.abc import Callable
@@ -25,23 +25,24 @@ from decentjax.schedule import Schedule
 Leaves = dict[int, Any]
 """Leaves of a model, by their number in the order of `jax.tree.leaves`."""
 
-STREAM = 0x636F6465  # Its random numbers are apart from those of the loss.
-LEAST_KEPT = 0.75  # Of a model, what a codec keeps: with less, errors pile up.
+STREAM = 0x636F6465  # Separates its random numbers from those of the loss.
+LEAST_KEPT = 0.75  # Least `Codec.keeps`: with less, errors accumulate.
 
 
 class _Kind(NamedTuple):
-    """What is encoded of a leaf, and what is made of the messages.
+    """What is encoded of a leaf, and how messages are merged.
 
     Args:
       name: name to print.
-      payload: function of (keep, leaf, memory, anchor) to what is encoded.
-      remember: function of (memory, payload, decoded payload) to the memory.
+      payload: function of (keep, leaf, memory, anchor) that returns what to encode.
+      remember: function of (memory, payload, decoded payload) that returns the memory.
       merge: function of (rate, leaf, average, moved, anchor) to (moved, average of the
         leaf).
       average: averaging of messages over the axis of the workers.
-      knows: whether the memory is what the peers know of the leaf; else it is an error.
-      sends_changes: whether messages are changes of what workers share, of which none
-        may be lost.
+      knows: whether the memory is the peers' copy of the leaf; otherwise it is an
+        error.
+      sends_changes: whether messages are changes of shared state, none of which may be
+        lost.
     """
 
     name: str
@@ -81,20 +82,20 @@ _OF_COPIES = _Kind(
 
 @dataclasses.dataclass(frozen=True)
 class Compression:
-    """How a worker sends leaves encoded; made by `error_feedback`, `drift` or `copies`.
+    """How a worker encodes leaves; made by `error_feedback`, `drift` or `copies`.
 
     Args:
       codec: C.
-      kind: what is encoded, and what is made of the messages.
+      kind: what is encoded, and how messages are merged.
       keep: b, the part of the error that is sent later.
       rate: c, the averaging rate.
-      shards: where a worker is a slice of the mesh, a `NamedSharding` for each leaf of
-        one model: each device encodes and sends its shard alone. Without them it sends
-        the whole leaf, which it gathers.
+      shards: if a worker is a slice of the mesh, a `NamedSharding` for each leaf of one
+      model: each device encodes and sends only its shard. Without them leaves are
+        gathered and sent whole.
 
     Raises:
       ValueError: if a number is out of range.
-      TypeError: if the codec is none, or shards has something else.
+      TypeError: if the codec is not a `Codec`, or shards has an invalid entry.
     """
 
     codec: Codec
@@ -119,7 +120,7 @@ class Compression:
             )
 
     def sharding(self, number: int) -> NamedSharding | None:
-        """Where the shards of a leaf lie, by its number."""
+        """The sharding of a leaf, by its number."""
         if self.shards is None:
             return None
         found = jax.tree.leaves(self.shards)
@@ -143,39 +144,39 @@ class Compression:
         if self.kind.knows and len(exchanges) > 1:
             raise ValueError(
                 f"copies of the peers need a graph that never changes, and "
-                f"{schedule.name} has {len(exchanges)} exchanges: take a graph with "
+                f"{schedule.name} has {len(exchanges)} exchanges: use a graph with "
                 "one, such as ring, or send the models themselves"
             )
         is_drift = self.kind == _OF_DRIFT
         if is_drift != has_anchor:
             raise ValueError(
-                "drift is what an outer optimizer sends, and it alone: got "
+                "drift works only with an outer optimizer, and requires one: got "
                 f"{self.kind.name} {'with' if has_anchor else 'without'} one"
             )
         if is_drift and not all(map(_is_mean_of_all, exchanges)):
             raise ValueError(
-                "an outer optimizer of encoded models needs an anchor that all workers "
-                f"share, and so means of all models; {schedule.name} has others: take "
-                "the complete graph, or no codec"
+                "an outer optimizer with encoded models needs an anchor that all "
+                f"workers share, so means over all workers, unlike {schedule.name}: "
+                "use the complete graph, or no codec"
             )
 
 
 def error_feedback(
     codec: Codec, keep: float = 1.0, step: float | None = None, shards: Any = None
 ) -> Compression:
-    """Models are sent, and what a message drops is sent later: DeepSqueeze.
+    """Sends models, and adds the error of a message to the next one: DeepSqueeze.
 
     With q the decoded message of a worker, on any graph:
 
         q = C(x + b e),    e <- x + b e - q,    x <- x + c sum_j W_ij (q_j - q_i)
 
-    The error is relative to x, not to the differences between models, so a distance
-    remains: on the worst of 20 graphs its root mean square is 1.5e-4 of the largest
-    number of a leaf with `float16`, 1.1e-3 with `bfloat16`, and 5e-3 with `int8` and
-    0.05 with `int4` of the largest number of a block, so that one outlier affects its
-    whole block. A damped graph, whose factor is an averaging rate too, scales it by the
-    factor. With `int2` or a `top_k` of less than 3/4 models would diverge, and these
-    are refused.
+    The error is relative to x, not to the differences between models, so a consensus
+    distance remains: on the worst of 20 graphs its root mean square is 1.5e-4 of the
+    largest number of a leaf with `float16`, 1.1e-3 with `bfloat16`, and 5e-3 with
+    `int8` and 0.05 with `int4` of the largest number of a block, so that one outlier
+    affects its whole block. A damped graph, whose factor is also an averaging rate,
+    scales it by that factor. With `int2` or a `top_k` of less than 3/4 models would
+    diverge, so these are rejected.
 
     Args:
       codec: C.
@@ -200,7 +201,7 @@ def error_feedback(
     if codec.keeps < LEAST_KEPT:
         raise ValueError(
             f"{codec.name} keeps {codec.keeps:.2g} of a number, and error_feedback "
-            f"needs {LEAST_KEPT}, or models part: take copies on a graph that never "
+            f"needs {LEAST_KEPT}, or models diverge: use copies on a graph that never "
             "changes, drift with an outer optimizer, or codec.int8()"
         )
     safe = 0.5 if codec.keeps < 0.9 else 1.0
@@ -209,7 +210,7 @@ def error_feedback(
 
 
 def drift(codec: Codec, keep: float = 1.0, shards: Any = None) -> Compression:
-    """How far a worker has moved from its anchor is sent: with `top_k`, SparseLoCo.
+    """Sends how far a worker has moved from its anchor: with `top_k`, SparseLoCo.
 
     For an outer optimizer after means of all models, whose anchor z is the same on all
     workers: q = C(x - z + b e), e <- x - z + b e - q, and the average is
@@ -238,24 +239,23 @@ def drift(codec: Codec, keep: float = 1.0, shards: Any = None) -> Compression:
 
 
 def copies(codec: Codec, step: float | None = None, shards: Any = None) -> Compression:
-    """Changes of copies that the peers keep are sent: CHOCO-SGD, with any codec.
+    """Sends changes to copies that peers keep of a model: CHOCO-SGD, with any codec.
 
-    With h what the peers know of x, on a graph that never changes:
+    With h the peers' copy of x, on a graph that never changes:
 
         q = C(x - h),    h <- h + q,    s <- s + sum_j W_ij (q_j - q_i),    x <- x + c s
 
-    As models come together, less is sent and dropped. All workers begin with one model:
-    a difference at the start is never averaged away.
+    As models converge, messages and errors shrink. All workers must start from the same
+    model: an initial difference is never averaged away.
 
     Args:
       codec: C.
-      step: c, the averaging rate in (0, 1]; by default what the codec keeps of a
-        number, with which models came closer in each exchange over all graphs that we
-        tried.
+      step: c, the averaging rate in (0, 1]; by default the codec's `keeps`, with which
+        models came closer in each exchange over all graphs that we tried.
       shards: see `Compression`.
 
     Raises:
-      ValueError: if the number is out of range, or needed and missing.
+      ValueError: if the number is out of range, or required and missing.
       TypeError: if the codec is none.
 
     Examples:
@@ -270,7 +270,7 @@ def copies(codec: Codec, step: float | None = None, shards: Any = None) -> Compr
     _check_codec(codec)
     if step is None and not codec.keeps:
         raise ValueError(
-            f"{codec.name} does not say what it keeps of a number: give copies a step"
+            f"{codec.name} does not state what it keeps of a number: give copies a step"
         )
     rate = codec.keeps if step is None else step
     return Compression(codec, _OF_COPIES, rate=rate, shards=shards)
@@ -288,13 +288,13 @@ def _is_mean_of_all(exchange: Exchange) -> bool:
 
 
 class Coded(NamedTuple):
-    """What compression carries, by number of the leaf.
+    """The state of a compression, by number of the leaf.
 
     Args:
       memory: e, or h; float32 at least.
       moved: s, of `copies`.
-      messages: messages as they were sent last; empty where a round ends in the step in
-        which it begins.
+      messages: the last messages sent; empty if a round ends in the step in which it
+        begins.
     """
 
     memory: Leaves
@@ -307,7 +307,7 @@ def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded
 
     Args:
       compression: the compression.
-      leaves: the leaves that travel.
+      leaves: the leaves to send.
       is_late: whether messages outlive the step that sends them.
 
     Examples:
@@ -329,7 +329,7 @@ def init_coded(compression: Compression, leaves: Leaves, is_late: bool) -> Coded
             n: empty_message(compression.codec, x, compression.sharding(n))
             for n, x in zeros().items()
         }
-    if compression.kind.knows:  # All begin with one model, which every peer knows.
+    if compression.kind.knows:  # All start from the same model, which every peer knows.
         known = {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in leaves.items()}
         return Coded(known, zeros(), messages)
     return Coded(zeros(), {}, messages)
@@ -346,7 +346,7 @@ def encode_leaves(
 
     Args:
       compression: the compression.
-      leaves: the leaves that are sent.
+      leaves: the leaves to send.
       anchor: z, for `drift`.
       key: the worker's random key in this step.
       coded: the memory before.
@@ -368,7 +368,7 @@ def encode_leaves(
         if jnp.issubdtype(x.dtype, jnp.complexfloating):
             raise TypeError(
                 f"codecs encode real numbers, and leaf {number} of the model is "
-                f"{x.dtype.name}: take no compression, or keep its parts as two leaves"
+                f"{x.dtype.name}: use no compression, or split it into two real leaves"
             )
         wide, before = x.astype(sum_dtype(x)), memory[number]
         seen = as_seen(anchor[number], x) if number in anchor else None
@@ -384,7 +384,7 @@ def encode_leaves(
 
 
 def as_seen(anchor: jax.Array, leaf: jax.Array) -> jax.Array:
-    """The anchor as a model has it whose leaves are narrower.
+    """The anchor, rounded to the narrower dtype of the model's leaves.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -408,7 +408,7 @@ def decode_leaves(
       compression: the compression.
       differences: `sum_j W_ij (q_j - q_i)` of each leaf, or the mean of all q for
         `drift`.
-      sent: leaves as they were when they were sent.
+      sent: leaves at the time they were sent.
       anchor: z, for `drift`.
       coded: the memory and messages.
 

@@ -1,10 +1,10 @@
-"""Corrections for uneven data, with which plain averaging stops short of the optimum.
+"""Corrections for heterogeneous data, for which plain averaging misses the optimum.
 
 Where the gradients of the workers differ at the optimum, decentralized gradient descent
-with a constant learning rate comes to rest beside it. Gradient tracking reaches it, and
-exact diffusion as far as the rounding of exchanges lets it. Quasi-global momentum rests
-where plain averaging does, but keeps the workers' momentum from pulling them apart on
-the way.
+with a constant learning rate converges to a biased point. Gradient tracking reaches the
+optimum, and exact diffusion does so up to the rounding of exchanges. Quasi-global
+momentum converges to the point of plain averaging, but keeps the workers' momentum from
+driving them apart on the way.
 """
 
 from typing import Any, NamedTuple
@@ -26,7 +26,7 @@ from decentjax.loss import Metrics
 from decentjax.mixing import is_mixed
 from decentjax.state import WorkerState, check_optimizer
 
-# These skip the whole call: the state of what is inside does not change either.
+# These skip the whole call: the inner state does not change either.
 _SKIP_WHOLE = "MultiSteps", "apply_if_finite"
 
 
@@ -42,23 +42,23 @@ def exact_diffusion(
 ) -> optax.GradientTransformation:
     """D², exact diffusion: `x <- W (p + x - p_before)`, with `p = x + update(grad)`.
 
-    A transformation whose update is that of `inner`, plus what the last exchange has
-    moved the model, `x - p_before`. What would scale, clip or delay it goes inside,
-    `exact_diffusion(optax.chain(...))`. Give it to `atc_step`, or inside
-    `decentralize_atc`, over a symmetric graph that stays, whose W has no eigenvalue of
+    A transformation whose update is that of `inner`, plus the movement of the model by
+    the last exchange, `x - p_before`. Anything that scales, clips or delays updates
+    goes inside, `exact_diffusion(optax.chain(...))`. Use it in `atc_step` or
+    `decentralize_atc`, over a symmetric, constant graph, whose W has no eigenvalue of
     -1/3 or less, such as `topology.damped(graph, 0.5)`. In `awc_step`, `decentralize`
-    and `gossip` it is EXTRA, whose exchange waits for no gradient and which needs a
-    lower learning rate:
+    and `gossip` it is EXTRA, whose exchange does not wait for the gradient and which
+    needs a lower learning rate:
 
         x <- W (2 x - x_before) + update(grad) - update(grad_before)
 
-    Each exchange has to be whole, as in `gossip.Peers` with `patience=math.inf`: what a
-    missing model would have moved stays in the sum. So does what each exchange rounds,
-    which no worker knows: of float32 models the mean ends up to 1.3e-8 |x| steps /
-    rate from the optimum, 0.25 |x| after 20,000 steps of 1e-3 where plain averaging
-    may be closer; with noise in the gradients, about 1.5e-8 |x| sqrt(steps) / rate. For
-    many steps at a low rate take `methods.gradient_tracking`, which adds up gradients,
-    or float64.
+    Each exchange has to be complete, as in `gossip.Peers` with `patience=math.inf`: the
+    effect of a missing model stays in the sum. So does the rounding of each exchange,
+    which no worker knows: with float32 models the mean ends up to 1.3e-8 |x| steps /
+    rate from the optimum, 0.25 |x| after 20,000 steps of 1e-3 where plain averaging may
+    be closer; with gradient noise, about 1.5e-8 |x| sqrt(steps) / rate. For many steps
+    at a low rate use `methods.gradient_tracking`, which accumulates gradients, or
+    float64.
 
     Args:
       inner: local optimizer, such as `optax.sgd`.
@@ -67,7 +67,7 @@ def exact_diffusion(
       ValueError: in `init`, for params narrower than float32; in `update`, if a
         wrapper of optax changes the updates.
       TypeError: in `init`, if `inner` averages the models itself or skips steps, as
-        `optax.MultiSteps` does: put that around.
+        `optax.MultiSteps` does: wrap that around it.
 
     Examples:
       >>> import optax
@@ -84,7 +84,7 @@ def exact_diffusion(
 
     def init_fn(params):
         for x in map(jnp.asarray, jax.tree.leaves(params)):
-            # What the exchanges have moved is summed up: so would be each rounding.
+            # The movements by exchanges are summed, and rounding errors with them.
             if jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4:
                 raise ValueError(
                     "exact_diffusion needs params of float32 or wider, got "
@@ -95,9 +95,9 @@ def exact_diffusion(
         check_averages_nothing(inner_state, "what is around exact_diffusion")
         if states_of(inner_state, optax.MultiStepsState):
             raise TypeError(
-                "exact_diffusion adds up what exchanges move, which never settles with "
-                "an optimizer that skips steps: put optax.MultiSteps around, as in "
-                "optax.MultiSteps(exact_diffusion(optax.sgd(0.1)), 4)"
+                "exact_diffusion sums what exchanges move, which does not converge "
+                "with an optimizer that skips steps: wrap optax.MultiSteps around it, "
+                "as in optax.MultiSteps(exact_diffusion(optax.sgd(0.1)), 4)"
             )
         return ExactDiffusionState(adapted, inner_state)
 
@@ -105,7 +105,7 @@ def exact_diffusion(
         if params is None:
             raise ValueError("exact_diffusion needs the params: pass them to update")
         check_is_last(
-            "exact_diffusion, which carry what the last exchange has moved",
+            "exact_diffusion, which contain the movement by the last exchange",
             "put it inside, as in exact_diffusion(optax.chain(optax.sgd(0.1), "
             "optax.clip(1.0)))",
             *_SKIP_WHOLE,
@@ -135,19 +135,18 @@ class QuasiGlobalState(NamedTuple):
 def quasi_global_momentum(
     learning_rate: optax.ScalarOrSchedule, momentum: float = 0.9, nesterov: bool = False
 ) -> optax.GradientTransformation:
-    """QG-DSGDm: momentum of how the model has moved, and not of the worker's gradients.
+    """QG-DSGDm: momentum of the model's movement instead of the worker's gradients.
 
         m <- b m + (1 - b) (x_before - x) / a_before
         x <- W (x - a (b m + g))
 
-    The movement contains what the exchange has done, so workers with different data
-    push in one direction. A transformation for `atc_step`, or inside
-    `decentralize_atc`, whose update nothing may change. At rest nothing moves and m is
-    0: it rests where plain averaging with the rate a does. With `nesterov` the update
-    is `-a (g + b (b m + g))`, which rests where plain averaging with the rate (1 + b) a
-    does, further from the optimum.
-    In `awc_step`, `decentralize` and `gossip` x is the mixed model here, W x of before;
-    this form is not the paper's.
+    The movement includes the exchange, so workers with different data move in one
+    direction. A transformation for `atc_step` or `decentralize_atc`, whose update must
+    not be modified. At a fixed point nothing moves and m is 0: it is that of plain
+    averaging with the rate a. With `nesterov` the update is `-a (g + b (b m + g))`,
+    whose fixed point is that of plain averaging with the rate (1 + b) a, further from
+    the optimum. In `awc_step`, `decentralize` and `gossip` x is here the mixed model, W
+    x_before; this form is not the paper's.
 
     Args:
       learning_rate: a, a number or a schedule.
@@ -185,12 +184,12 @@ def quasi_global_momentum(
                 "quasi_global_momentum needs the params: pass them to update"
             )
         check_is_last(
-            "quasi_global_momentum, whose momentum is that of the model over its own "
+            "quasi_global_momentum, which divides the model's movement by its own "
             "learning rate",
-            "put it before, and a schedule of the rate into its learning_rate",
+            "put it before, and pass a schedule of the rate as its learning_rate",
             *_SKIP_WHOLE,
         )
-        # A rate of 0, as before the first step or in a warm-up, has moved nothing.
+        # A rate of 0, before the first step or in a warm-up, moves nothing.
         last = state.rate
         scale = jnp.where(last > 0, (1 - momentum) / jnp.where(last > 0, last, 1), 0)
         moved = jax.tree.map(
@@ -213,7 +212,7 @@ def quasi_global_momentum(
 def init_tracker(params: Any) -> Any:
     """The first y of one model: zeros, in float32 at least.
 
-    Each rounding of y would stay in it.
+    Rounding errors of y would accumulate.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -232,14 +231,14 @@ def init_tracker(params: Any) -> Any:
 def tracked(adapt: Adapt) -> Adapt:
     """The local update of gradient tracking, of pairs: `y <- y + g - g_before`.
 
-    The params are `(y, x)`, which travel together, the optimizer's state is `(state,
+    The params are `(y, x)`, which are sent together, the optimizer's state is `(state,
     g_before)`, and the optimizer gets y as its gradient.
 
     Args:
-      adapt: the local update, with its two halves, see `local_update`.
+      adapt: the local update with its two halves, see `local_update`.
 
     Raises:
-      TypeError: if it has no halves, or when traced, if its optimizer is an
+      TypeError: if it has no halves, or, when traced, if its optimizer is an
         `optax.apply_if_finite`.
 
     Examples:
@@ -273,7 +272,7 @@ def tracked(adapt: Adapt) -> Adapt:
 
 
 def _check_skips_nothing(opt_state: Any) -> None:
-    """Raises a TypeError if the optimizer drops updates whose gradient y contains."""
+    """Raises a TypeError if the optimizer drops updates whose gradient is in y."""
     if states_of(opt_state, optax.ApplyIfFiniteState):
         raise TypeError(
             "gradient tracking averages y: a gradient that is not finite reaches all "

@@ -1,10 +1,10 @@
 """How far replicas differ: the norms of their parameters, and measures of spread.
 
-Norms can agree while models differ; the true distance is `consensus_distance`.
+Norms can be equal while models differ; the true distance is `consensus_distance`.
 
 Source: Xie et al., Scaling up Data Parallelism in Decentralized Deep Learning (2025),
 which compares the norms of each tensor over the replicas before they are averaged. Its
-formulas are not public: these are the textbook's.
+formulas are not public: these are the textbook ones.
 """
 
 from typing import Any
@@ -20,7 +20,7 @@ from decentjax.mixing import AxisName, global_mean
 from decentjax.state import WorkerState
 
 NORMS = "norms"
-"""Name of the norms among the metrics."""
+"""Metric name of the norms."""
 
 
 def tensor_norms(params: Any) -> jax.Array:
@@ -41,7 +41,7 @@ def tensor_distances(params: Any, axis_name: AxisName) -> jax.Array:
 
     Args:
       params: one worker's model.
-      axis_name: mapped axis of the workers, over which this takes a mean of the model.
+      axis_name: mapped axis of the workers, over which the model is averaged.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -77,11 +77,11 @@ def tensor_names(params: Any) -> list[str]:
 def measured(adapt: Adapt, before_update: bool = True) -> LocalUpdate:
     """Adds the norms of a worker's model before it is averaged to its metrics.
 
-    The metric is "norms", [L]. Nothing awaits it: no exchange, and no update.
+    The metric is "norms", [L]. Neither the exchange nor the update waits for it.
 
     Args:
       adapt: the local update, with its two halves, see `local_update`.
-      before_update: whether the models are averaged that the step began with, as in
+      before_update: whether the step averages the models that it began with, as in
         `awc_step`, or those after the update, as in `atc_step`.
 
     Raises:
@@ -105,7 +105,7 @@ def measured(adapt: Adapt, before_update: bool = True) -> LocalUpdate:
         new, metrics = halves.descend(found, state, mixed)
         if NORMS in metrics:
             raise TypeError(
-                f"loss_fn returns a metric {NORMS!r}, as what is measured is called: "
+                f"loss_fn returns a metric {NORMS!r}, which is the name of the norms: "
                 "give it another name"
             )
         params = state.params if before_update else new.params
@@ -177,7 +177,7 @@ def _sorted(values: Any) -> np.ndarray:
     x = np.asarray(values, np.float64)
     if not x.ndim or not len(x) or not (x >= 0).all():
         raise ValueError(
-            "dispersion is measured over norms of replicas, [N, ...], none of them "
+            "dispersion needs norms of replicas, [N, ...], none of them "
             f"negative, got shape {x.shape}"
         )
     return np.sort(x, axis=0)

@@ -1,8 +1,8 @@
-"""What an exchange is: static, hashable data, and its effect on an array.
+"""An exchange as static, hashable data, and its effect on an array.
 
 An exchange consists of permutations or of means over groups, so its mixing matrix W is
-doubly stochastic by construction, and preserves the mean of all models. Nothing here
-imports jax.
+doubly stochastic by construction, and preserves the mean of all models. This module
+does not import jax.
 """
 
 import dataclasses
@@ -23,10 +23,10 @@ class Permutations:
 
     Args:
       sources: `sources[k][i]` is the peer whose model i receives in permutation k.
-      weights: weight of each permutation, not negative; their sum is one.
+      weights: weight of each permutation, nonnegative; they sum to one.
 
     Raises:
-      ValueError: if these are no permutations or no such weights.
+      ValueError: if these are not permutations, or the weights are invalid.
 
     Examples:
       >>> from decentjax import Exchange, Permutations, Topology, topology
@@ -41,7 +41,8 @@ class Permutations:
     weights: tuple[float, ...]
 
     def __post_init__(self):
-        # Lists would make an exchange unhashable, and no static argument of a jit.
+        # Lists would make an exchange unhashable, and invalid as a static argument of
+        # jit.
         object.__setattr__(self, "sources", tuple(map(tuple, self.sources)))
         object.__setattr__(self, "weights", tuple(self.weights))
         if len(self.sources) != len(self.weights) or not self.sources:
@@ -69,10 +70,10 @@ class Groups:
     """A mean over each group: `x_i <- 1/S sum_{j in the group of i, S members} x_j`.
 
     Args:
-      members: workers of each group; the groups have one size and no common worker.
+      members: workers of each group; the groups are disjoint and of equal size.
 
     Raises:
-      ValueError: if these are no such groups.
+      ValueError: if the groups are invalid.
 
     Examples:
       >>> from decentjax import Exchange, Groups, Topology, topology
@@ -92,7 +93,7 @@ class Groups:
         one_size = len(set(map(len, self.members))) == 1
         if not flat or flat != list(range(len(flat))) or not one_size:
             raise ValueError(
-                "groups must be of one size, and each worker in exactly one, got "
+                "groups must have equal size, with each worker in exactly one, got "
                 f"{self.members}"
             )
 
@@ -111,7 +112,7 @@ class Exchange:
 
     Args:
       between: permutations or groups of the nodes.
-      workers_per_node: L. With f = 1 all workers of a node end up with one model.
+      workers_per_node: L. With f = 1 all workers of a node end up with the same model.
       factor: damping f, in (0, 1].
 
     Examples:
@@ -129,7 +130,7 @@ class Exchange:
     def __post_init__(self):
         if not isinstance(self.between, Permutations | Groups):
             raise TypeError(
-                "an Exchange is made of Permutations or Groups, got "
+                "an Exchange consists of Permutations or Groups, got "
                 f"{type(self.between).__name__}"
             )
         if self.workers_per_node < 1:
@@ -154,7 +155,7 @@ class Topology:
 
     Args:
       name: name to print.
-      exchanges: exchanges of one period, all with one number of workers.
+      exchanges: exchanges of one period, all with the same number of workers.
 
     Examples:
       >>> from decentjax import topology
@@ -170,17 +171,17 @@ class Topology:
 
     def __post_init__(self):
         if isinstance(self.exchanges, Exchange):
-            raise TypeError("a Topology is made of a tuple of Exchanges, got one alone")
+            raise TypeError("a Topology consists of a tuple of Exchanges, got only one")
         object.__setattr__(self, "exchanges", tuple(self.exchanges))
         kinds = {type(exchange).__name__ for exchange in self.exchanges} - {"Exchange"}
         if kinds:
             raise TypeError(
-                f"a Topology is made of Exchanges, got {', '.join(sorted(kinds))}"
+                f"a Topology consists of Exchanges, got {', '.join(sorted(kinds))}"
             )
         sizes = {exchange.num_workers for exchange in self.exchanges}
         if len(sizes) != 1:
             raise ValueError(
-                "a topology needs exchanges, all of one number of workers, "
+                "a topology needs exchanges, all with the same number of workers, "
                 f"got {sorted(sizes)}"
             )
 
@@ -192,7 +193,7 @@ class Topology:
     def period(self) -> int:
         return len(self.exchanges)
 
-    # With __getitem__ alone Python would iterate for ever: every index has an exchange.
+    # Python would iterate endlessly by __getitem__: every index has an exchange.
     def __getitem__(self, step: int) -> Exchange:
         return self.exchanges[step % self.period]
 
@@ -201,7 +202,7 @@ class Topology:
 
 
 def check_topology(topology: Any) -> None:
-    """Raises a TypeError unless this is a topology, and not the function of one."""
+    """Raises a TypeError unless this is a topology, rather than a function of one."""
     if not isinstance(topology, Topology):
         got = getattr(topology, "__name__", type(topology).__name__)
         raise TypeError(
@@ -211,9 +212,9 @@ def check_topology(topology: Any) -> None:
 
 
 def check_whole(name: str, number: Any) -> None:
-    """Raises a TypeError unless this is a whole number."""
+    """Raises a TypeError unless this is an integer."""
     if not isinstance(number, int | np.integer):
-        got = reprlib.repr(number)  # A topology, say, would fill the screen.
+        got = reprlib.repr(number)  # The repr of a topology is long.
         raise TypeError(f"{name} must be a whole number, got {got}")
 
 
@@ -221,7 +222,7 @@ def count_nodes(num_workers: int, workers_per_node: int) -> int:
     """Returns `num_workers / workers_per_node`.
 
     Raises:
-      ValueError: if that is no whole number.
+      ValueError: if it is not an integer.
     """
     if workers_per_node < 1 or num_workers % workers_per_node:
         raise ValueError(
@@ -234,8 +235,9 @@ def count_nodes(num_workers: int, workers_per_node: int) -> int:
 def workers_of(nodes: np.ndarray, workers_per_node: int) -> np.ndarray:
     """Returns the workers of nodes, int [S, G] to [S, G * workers_per_node].
 
-    A worker meets those at its own place in other nodes: of nodes 0 and 2 with 2
-    workers each, 0 meets 4 and 1 meets 5, so [[0], [2]] becomes [[0, 1], [4, 5]].
+    A worker exchanges with those at its own position in other nodes: for nodes 0 and 2
+    with 2 workers each, 0 exchanges with 4 and 1 with 5, so [[0], [2]] becomes [[0, 1],
+    [4, 5]].
     """
     places = np.arange(workers_per_node)
     return (nodes[:, :, None] * workers_per_node + places).reshape(len(nodes), -1)
@@ -270,11 +272,11 @@ class Permute:
 
 
 def messages_of(between: Permutations) -> np.ndarray:
-    """Returns sender and receiver of each message, [2, M], ordered by sender.
+    """Returns the sender and receiver of each message, [2, M], ordered by sender.
 
     An edge of weight 0 carries no message.
     """
-    # From the permutations, not from the matrix: the simulator has 100,000 workers.
+    # From the permutations, not the matrix: the simulator has up to 100,000 workers.
     sources = np.array(between.sources)[np.array(between.weights) > 0]
     pairs = np.stack(np.broadcast_arrays(sources, np.arange(between.size)))
     pairs = pairs.reshape(2, -1)
@@ -286,9 +288,9 @@ def among(exchange: Exchange, workers: tuple[int, ...], num_workers: int) -> Exc
     """Returns the exchange of some workers among all; the others keep their models.
 
     Args:
-      exchange: exchange of as many workers as `workers` has, permutations of single
+      exchange: exchange of `len(workers)` workers, permutations of single
         workers.
-      workers: the workers that take the places 0, 1, 2, ... in it.
+      workers: the workers at positions 0, 1, 2, ... of it.
       num_workers: N, of all.
     """
     assert isinstance(exchange.between, Permutations)
@@ -302,7 +304,7 @@ def among(exchange: Exchange, workers: tuple[int, ...], num_workers: int) -> Exc
     return Exchange(Permutations(tuple(rows), weights), factor=exchange.factor)
 
 
-# Asked for every leaf of every trace, and again by the tuning of messages.
+# Called for every leaf of every trace, and again when messages are tuned.
 @functools.lru_cache(maxsize=256)
 def permutes_of(
     between: Permutations,
@@ -317,8 +319,9 @@ def permutes_of(
     edges = _edges(matrix)
     if not edges.any():
         return own, ()
-    # The given permutations are such permutes, unless two of them share an edge, or an
-    # edge has weight 0. N = 3: (1, 2, 0) and (1, 0, 2) both send from 1 to 0.
+    # The given permutations already are such permutes, unless two of them share an
+    # edge, or an edge has weight 0. N = 3: (1, 2, 0) and (1, 0, 2) both send from 1 to
+    # 0.
     rows = np.arange(between.size)
     given = [np.where(np.equal(s, rows), -1, s) for s in between.sources]
     permutes = [sources for sources in given if (sources >= 0).any()]

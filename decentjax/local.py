@@ -1,4 +1,4 @@
-"""The local update of one worker: a gradient, and then a descent along it.
+"""The local update of one worker: a gradient, followed by a descent step.
 
 An algorithm that averages gradients, or corrects them, does so between the two.
 """
@@ -35,11 +35,11 @@ class Adapt(Protocol):
 
 
 class Gradient(NamedTuple):
-    """What one worker has learned from a batch.
+    """The gradient of one worker on a batch.
 
     Args:
       grads: gradient of the loss, in the dtypes of the params.
-      loss: loss, for an optimizer that watches it; float, [].
+      loss: loss, for an optimizer that uses it; float, [].
       model_state: model state after the batch.
       key: the worker's next random key.
       metrics: metrics of the batch, with `loss` among them.
@@ -56,17 +56,17 @@ class Gradient(NamedTuple):
 class LocalUpdate:
     """The local update `x_i <- mixed_i + update(grad f_i(x_i))`, in two halves.
 
-    It is an `Adapt`, `local(state, batch, mixed)`, for steps in which each worker
-    descends along its own gradient. `all_reduce_step` and gradient tracking change the
-    gradient between the two halves.
+    It is an `Adapt`, `local(state, batch, mixed)`, for steps in which each worker uses
+    its own gradient. `all_reduce_step` and gradient tracking change the gradient
+    between the two halves.
 
     Args:
       gradient: function of state and batch that returns a `Gradient`.
       descend: function of a `Gradient`, the state before it, and the model after the
-        exchange, that returns the new state and the metrics.
+        exchange, that returns the new state and metrics.
 
     Raises:
-      TypeError: if one of the two is no such function.
+      TypeError: if one of them is not such a function.
 
     Examples:
       >>> import optax
@@ -107,7 +107,7 @@ def local_update(
       num_micro_batches: as in `adapt`.
 
     Raises:
-      TypeError: if `loss_fn` is no `LossFn`, or `optimizer` no optimizer.
+      TypeError: if `loss_fn` is not a `LossFn`, or `optimizer` not an optimizer.
 
     Examples:
       >>> import functools
@@ -132,10 +132,10 @@ def halves_of(local: Any, name: str) -> LocalUpdate:
 
     Args:
       local: a `LocalUpdate`, or `adapt` with its keywords bound.
-      name: name of what needs them, for the error.
+      name: name of the caller, for the error.
 
     Raises:
-      TypeError: if it is something else, whose gradient nothing can reach.
+      TypeError: if it is something else, whose gradient is inaccessible.
 
     Examples:
       >>> import functools
@@ -152,9 +152,9 @@ def halves_of(local: Any, name: str) -> LocalUpdate:
     if isinstance(local, LocalUpdate):
         return local
     raise TypeError(
-        f"{name} changes the gradient before the optimizer has it: give it "
-        "local_update(loss_fn, optimizer), or a decentjax.LocalUpdate of your "
-        f"own, got {getattr(local, '__name__', type(local).__name__)}"
+        f"{name} changes the gradient before the optimizer gets it: pass "
+        "local_update(loss_fn, optimizer), or your own decentjax.LocalUpdate, "
+        f"got {getattr(local, '__name__', type(local).__name__)}"
     )
 
 
@@ -176,17 +176,17 @@ def adapt(
       batch: this worker's batch, any pytree of arrays [examples, ...].
       mixed: the model after the exchange.
       loss_fn: the loss, see `LossFn`.
-      optimizer: optax optimizer; one that watches the loss is given it as `value`.
-      num_micro_batches: number of equal parts of the batch, computed one after the
-        other to save memory; gradients, loss and metrics are their means, by the
-        weights that the loss returns, if it does.
+      optimizer: optax optimizer; one that uses the loss gets it as `value`.
+      num_micro_batches: number of equal parts of the batch, computed one after another
+        to save memory; gradients, loss and metrics are their means, weighted if the
+        loss returns weights.
 
     Returns:
       The new state, and the metrics with `loss` among them.
 
     Raises:
-      TypeError: if `loss_fn` is no `LossFn`, or the optimizer averages models itself,
-        undoes their average, or needs other arguments.
+      TypeError: if `loss_fn` is not a `LossFn`, or the optimizer averages models
+        itself, undoes their average, or needs other arguments.
       ValueError: if the batch has no `num_micro_batches` equal parts.
 
     Examples:
@@ -217,7 +217,7 @@ def gradient(
       num_micro_batches: number of equal parts of the batch, summed in float32 at least.
 
     Raises:
-      TypeError: if `loss_fn` takes or returns something other than a `LossFn` does.
+      TypeError: if `loss_fn` is not a `LossFn`.
       ValueError: if the batch has no `num_micro_batches` equal parts.
 
     Examples:
@@ -236,7 +236,7 @@ def gradient(
 
     def grad(*args):
         grads, aux = differentiate(*args)
-        # Of a complex number jax gives the conjugate of the direction of ascent.
+        # For a complex number jax gives the conjugate of the direction of ascent.
         return jax.tree.map(jnp.conj, grads), aux
 
     if num_micro_batches == 1:
@@ -261,7 +261,7 @@ def gradient(
     )
     if weights is None:
         count, mean = num_micro_batches, lambda x: x.mean(0)
-    else:  # Where all weights are zero, the sums are zero too.
+    else:  # If all weights are zero, the sums are zero too.
         count = jnp.where(weights.any(), weights.sum(), 1)
         mean = lambda x: x.sum(0) / count  # noqa: E731
     grads = jax.tree.map(lambda s, x: (s / count).astype(x.dtype), total, params)
@@ -276,15 +276,16 @@ def descend(
     *,
     optimizer: optax.GradientTransformation,
 ) -> tuple[WorkerState, Metrics]:
-    """One update of the optimizer, from the model after the exchange.
+    """One optimizer update, from the model after the exchange.
 
-    An optimizer that takes `value`, as `optax.contrib.reduce_on_plateau`, has the loss.
+    An optimizer that takes `value`, as `optax.contrib.reduce_on_plateau`, gets the
+    loss.
 
     Args:
-      found: what `gradient` has returned, its gradient changed or not.
+      found: result of `gradient`, with its gradient possibly changed.
       state: this worker's state.
       mixed: the model after the exchange.
-      optimizer: optimizer that leaves the exchange to the step.
+      optimizer: optimizer that does not average models.
 
     Returns:
       The new state, and the metrics.
@@ -313,9 +314,9 @@ def descend(
             raise
         raise TypeError(
             "the optimizer's update is called with grads, state, params"
-            f"{' and value=loss' if options else ''}, and says: {error}. For one that "
-            "takes other arguments, such as grad_fn or value_fn, use decentralize, "
-            "whose update hands them on"
+            f"{' and value=loss' if options else ''}, and raises: {error}. For one "
+            "that takes other arguments, such as grad_fn or value_fn, use "
+            "decentralize, whose update passes them on"
         ) from error
     params = optax.apply_updates(mixed, updates)
     learned = found.model_state, found.key
@@ -325,12 +326,12 @@ def descend(
 def extra_arguments(optimizer: optax.GradientTransformation, **given: Any) -> dict:
     """Returns the keyword arguments that the optimizer's update takes.
 
-    By its signature: `optax.MultiSteps` takes all, and would get none of them by
+    Determined by its signature: `optax.MultiSteps` takes all, and would get none by
     `optax.with_extra_args_support`.
 
     Args:
       optimizer: the optimizer.
-      given: the keyword arguments that there are.
+      given: the available keyword arguments.
     """
     parameters = inspect.signature(optimizer.update).parameters.values()
     if any(x.kind is x.VAR_KEYWORD for x in parameters):
@@ -340,30 +341,30 @@ def extra_arguments(optimizer: optax.GradientTransformation, **given: Any) -> di
 
 
 def check_averages_nothing(opt_state: Any, what: str) -> None:
-    """Raises a TypeError for the state of an optimizer by `decentralize`."""
+    """Raises a TypeError for the state of an optimizer wrapped by `decentralize`."""
     if states_of(opt_state, DecentralizeState):
         raise TypeError(
             "the optimizer averages the models itself, by decentralize, and so does "
-            f"{what}: give it the inner optimizer, as optax.adamw(1e-3)"
+            f"{what}: pass the inner optimizer, as optax.adamw(1e-3)"
         )
 
 
 def _weighted(tree: Any, weight: jax.Array | None) -> Any:
-    """The terms of a weighted sum, in float32 at least; without a weight the tree."""
+    """The terms of a weighted sum, in float32 or wider; without a weight, the tree."""
     if weight is None:
         return tree
 
     def term(x: jax.Array) -> jax.Array:
         dtype = sum_dtype(x)
         product = weight.astype(dtype) * x.astype(dtype)
-        # Of no tokens the mean is 0 / 0, and counts for nothing.
+        # The mean over no tokens is 0 / 0, and has no weight.
         return jnp.where(weight == 0, jnp.zeros_like(product), product)
 
     return jax.tree.map(term, tree)
 
 
 def _cut(batch: Any, num_parts: int) -> Any:
-    """The batch in parts of consecutive examples; each part has all of a scalar."""
+    """The batch in parts of consecutive examples; each part gets the scalars."""
     shapes = {
         jax.tree_util.keystr(path): jnp.shape(x)
         for path, x in jax.tree.leaves_with_path(batch)
@@ -371,22 +372,22 @@ def _cut(batch: Any, num_parts: int) -> Any:
     sizes = {path: shape[0] for path, shape in shapes.items() if shape}
     if len(set(sizes.values())) > 1:
         raise ValueError(
-            "micro-batches cut each array of the batch by its examples, and a worker's "
-            f"arrays have other numbers of these: {sizes}; let what belongs to the "
-            "whole batch be a scalar, or repeat it for each example"
+            "micro-batches split each array of the batch by examples, but a worker's "
+            f"arrays have different numbers of these: {sizes}; make data of the "
+            "whole batch a scalar, or repeat it for each example"
         )
     size = max(sizes.values(), default=num_parts)
     if num_parts < 1 or size % num_parts:
         raise ValueError(
-            f"a worker's batch of {size} cannot be cut into {num_parts} micro-batches "
-            "of one size"
+            f"a worker's batch of {size} cannot be split into {num_parts} equal "
+            "micro-batches"
         )
 
     def cut(x: Any) -> jax.Array:
         x = jnp.asarray(x)
         if x.ndim == 0:
             return jnp.broadcast_to(x, num_parts)
-        # On explicit axes the examples of each part lie as those of the batch.
+        # On explicit axes the examples of each part keep the sharding of the batch.
         parts = PartitionSpec(None, *specs_of(x))
         return by_compiler(lambda x: x.reshape(num_parts, -1, *x.shape[1:]), parts)(x)
 

@@ -1,4 +1,4 @@
-"""The loss of one worker: its form, the dtype that it computes in, and its check."""
+"""The loss of one worker: its signature, its compute dtype, and its checks."""
 
 import functools
 import inspect
@@ -22,7 +22,7 @@ class LossFn(Protocol):
     scalar metrics, none of them called "loss". The new model state has the structure,
     shapes and dtypes of the old. A loss that is a mean over something other than the
     examples, such as tokens without padding, is returned as a pair, `(loss, weight)`,
-    with their number as the weight: then micro-batches do not change the mean.
+    with their number as the weight, so that micro-batches do not change the mean.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -81,7 +81,7 @@ def check_call(function: Any, name: str, *arguments: str, **options: Any) -> Non
         raise TypeError(f"{wanted}, got {type(function).__name__}")
     try:
         signature = inspect.signature(function)
-    except ValueError:  # Of some functions that are written in C.
+    except ValueError:  # For some functions written in C.
         return
     try:
         signature.bind(*arguments, **options)
@@ -92,14 +92,14 @@ def check_call(function: Any, name: str, *arguments: str, **options: Any) -> Non
 def check_loss(result: Any, model_state: Any) -> tuple[Weighted, tuple[Any, Metrics]]:
     """Returns the result of a `LossFn`, with the weight of the loss, or None.
 
-    It is checked as it is traced, at no cost.
+    Checked during tracing, at no runtime cost.
 
     Args:
       result: result of the loss.
       model_state: the model state that the loss was given.
 
     Raises:
-      TypeError: if it is something other than what a `LossFn` returns.
+      TypeError: if it is not a valid result of a `LossFn`.
     """
     match result:
         case (loss, (new_state, Mapping() as metrics)):
@@ -122,9 +122,9 @@ def check_loss(result: Any, model_state: Any) -> tuple[Weighted, tuple[Any, Metr
             f"the loss must be a float, got {jnp.result_type(loss)}: only a float has "
             "a gradient"
         )
-    if "loss" in metrics:  # The steps add the loss by that name.
+    if "loss" in metrics:  # The steps add the loss under that name.
         raise TypeError(
-            "loss_fn returns a metric 'loss', as the loss itself is called: give it "
+            "loss_fn returns a metric 'loss', the name of the loss itself: give it "
             "another name, or leave it out"
         )
     for name, metric in metrics.items():
@@ -136,7 +136,7 @@ def check_loss(result: Any, model_state: Any) -> tuple[Weighted, tuple[Any, Metr
 
 
 def kinds(tree: Any) -> dict[str, str]:
-    """Returns dtype and shape of each leaf, such as float32[3, 4], by its path."""
+    """Returns dtype and shape of each leaf by path, such as float32[3, 4]."""
     return {
         jax.tree_util.keystr(path): f"{jnp.result_type(x)}{list(jnp.shape(x))}"
         for path, x in jax.tree.leaves_with_path(tree)
@@ -160,21 +160,21 @@ def _check_same_kind(old: Any, new: Any) -> None:
     for path in wanted | got:
         if wanted.get(path) != got.get(path):
             raise TypeError(
-                "loss_fn must return a model_state of the structure, shapes and dtypes "
-                f"that it was given: model_state{path} was {wanted.get(path)} and is "
-                f"{got.get(path)}"
+                "loss_fn must return a model_state with the structure, shapes and "
+                f"dtypes that it was given: model_state{path} was {wanted.get(path)} "
+                f"and is {got.get(path)}"
             )
     if jax.tree.structure(old) != jax.tree.structure(new):
         raise TypeError(
-            "loss_fn must return a model_state of the structure that it was given: it "
-            f"was {jax.tree.structure(old)} and is {jax.tree.structure(new)}"
+            "loss_fn must return a model_state with the structure that it was "
+            f"given: it was {jax.tree.structure(old)} and is {jax.tree.structure(new)}"
         )
 
 
 def _warn_of_kept_keys(old: Any, new: Any) -> None:
-    """Warns if the random keys of a model state, and its counts, stay as they are."""
-    # The rngs of flax NNX are a key that stays and a count that each draw increases. An
-    # unchanged leaf is the same tracer, and a copy of it would be another.
+    """Warns if the random keys of a model state, and its counts, do not change."""
+    # The rngs of flax NNX are a constant key and a count that each draw increases. An
+    # unchanged leaf is the same tracer; a copy of it would be a new one.
     pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True)
     pairs = [(x, y) for x, y in pairs if not jnp.issubdtype(x.dtype, jnp.inexact)]
     has_keys = any(jnp.issubdtype(x.dtype, jax.dtypes.prng_key) for x, _ in pairs)

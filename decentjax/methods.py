@@ -1,4 +1,4 @@
-"""Published methods of low communication, as rounds.
+"""Published low-communication methods, as rounds.
 
 Each is a schedule, an outer optimizer and a merge; `decentjax.rounds.round_step` runs
 them, with any optax optimizer inside. MuLoCo (Thérien et al., 2025) is `diloco` with
@@ -21,7 +21,7 @@ from decentjax.topology import complete, random_matching
 def local_sgd(topology: Topology, num_steps: int) -> Rounds:
     """H local steps, then `x_i <- sum_j W_ij x_j`.
 
-    With the complete graph it is local SGD, with another one decentralized local SGD,
+    With the complete graph it is local SGD, with another graph decentralized local SGD,
     and with H = 1 adapt-then-combine.
 
     Args:
@@ -45,14 +45,14 @@ def diloco(
     learning_rate: optax.ScalarOrSchedule = 0.7,
     momentum: float = 0.9,
 ) -> Rounds:
-    """DiLoCo: H local steps, then Nesterov's momentum on the mean of what they changed.
+    """DiLoCo: H local steps, then Nesterov momentum on the mean of their changes.
 
         g = z - 1/N sum_i x_i,  v <- b v + g,  z <- z - a (g + b v),  x_i <- z
 
     Args:
       num_workers: N.
       num_steps: H.
-      learning_rate: a, by number of the round if it is a schedule.
+      learning_rate: a; a schedule takes the number of the round.
       momentum: b.
 
     Examples:
@@ -78,28 +78,28 @@ def streaming_diloco(
     learning_rate: optax.ScalarOrSchedule = 0.4,
     momentum: float = 0.9,
 ) -> Rounds:
-    """Streaming DiLoCo: DiLoCo of a fragment at a time, hidden behind local steps.
+    """Streaming DiLoCo: DiLoCo one fragment at a time, hidden behind local steps.
 
-    A fragment is sent in each H-th step, and merged some steps later, as in all rounds
-    before the update of that step:
+    A fragment is sent every H steps, and merged some steps later, before the update of
+    that step as in all rounds:
 
         x_i <- c x_i + (1 - c) z + update
 
-    The paper merges after the update, and keeps the share c of it: here this one update
-    of H is whole.
+    The paper merges after the update, and so keeps only the share c of it: here this
+    one update in H is kept whole.
 
     Args:
       num_workers: N.
-      params: model, or its shapes, to cut into fragments of about equal size.
+      params: model, or its shapes, to split into fragments of about equal size.
       num_steps: H.
       num_fragments: P.
-      delay: steps until what a fragment has sent is merged.
+      delay: steps until a sent fragment is merged.
       share: c, the worker's own part.
       learning_rate: learning rate of the outer optimizer.
       momentum: its momentum.
 
     Raises:
-      ValueError: if no leaf falls into a fragment, or the delay is longer than H.
+      ValueError: if a fragment gets no leaf, or the delay is longer than H.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -136,7 +136,7 @@ def noloco(
     with d = x - z, where the learning rate is constant.
 
     Args:
-      num_workers: N; of an odd number one worker has no partner in a round.
+      num_workers: N; if odd, one worker has no partner in a round.
       num_steps: H.
       learning_rate: a.
       momentum: b.
@@ -163,16 +163,16 @@ def gradient_tracking(topology: Topology, num_steps: int = 1, delay: int = 1) ->
 
         y <- y + g - g_before,  x <- x + update(y),  and in a round  (x, y) <- W (x, y)
 
-    The mean of all y is that of all gradients, so models come to the optimum of all
-    data, however uneven these are. With delay 1 both travel beside the gradient, with
-    0 after the update. The local update needs its two halves, as that of
-    `local_update` has them, and messages have their own dtype.
+    The mean of all y is that of all gradients, so models reach the optimum over all
+    data, however heterogeneous. With delay 1 both are sent beside the gradient, with 0
+    after the update. The local update needs its two halves, as that of `local_update`
+    has, and messages have the dtype of the leaves.
 
     Args:
       topology: exchanges of the rounds, taken in turn; the columns of each W sum to one
         too.
       num_steps: H; with more than one step it is local gradient tracking.
-      delay: steps until what was sent is merged.
+      delay: steps until messages are merged.
 
     Raises:
       ValueError: if the delay is longer than H.
@@ -193,7 +193,7 @@ def gradient_tracking(topology: Topology, num_steps: int = 1, delay: int = 1) ->
 def _sgd(
     learning_rate: optax.ScalarOrSchedule, momentum: float, nesterov: bool
 ) -> optax.GradientTransformation:
-    """The outer optimizer, of numbers with which it can descend."""
+    """The outer optimizer, after checking its numbers."""
     if isinstance(learning_rate, float | int) and not learning_rate >= 0:
         raise ValueError(f"learning_rate must be at least 0, got {learning_rate}")
     if isinstance(momentum, float | int) and not 0 <= momentum < 1:

@@ -2,8 +2,8 @@
 
 Code for one worker: `axis_name` is all that it knows of its peers. The same call runs
 on a device mesh (`jax.shard_map`) and simulated on one device (`jax.vmap`), with the
-same numbers: bit for bit where one process holds all devices and each leaf is sent in
-its own dtype.
+same numbers: bit for bit if one process holds all devices and each leaf is sent in its
+own dtype.
 """
 
 import dataclasses
@@ -46,19 +46,19 @@ class Lowering:
 
     Args:
       piece_bytes: size of the pieces, in bytes, in which permutations send a longer
-        leaf, one after the other; None sends a leaf whole. Between processes on CPU
-        the two directions of a swap alternate on a whole leaf, and overlap in pieces
-        of 256 KiB. A GPU compiler overlaps a whole leaf, not a loop over pieces.
+        leaf, one after another; None sends a leaf whole. Between processes on CPU the
+        two directions of a swap alternate on a whole leaf, and overlap in pieces of 256
+        KiB. A GPU compiler overlaps a whole leaf, not a loop over pieces.
       groups: collectives of a mean over one of several groups: "scatter" is
         reduce-scatter and all-gather, "sum" is `psum` over the group (refused in a
         `jax.shard_map` with `check_vma`, its default).
-      join_bytes: size of a leaf, in bytes, below which it is sent together with all
-        other such leaves of its dtype, as one: a message costs a latency, however
-        short it is. 0 sends each leaf alone. (Joined with one that a `jax.vmap` of the
-        caller maps, a leaf that it does not map comes back mapped.)
+      join_bytes: size of a leaf, in bytes, below which it is joined with all other such
+        leaves of its dtype: a message costs a latency, however short it is. 0 sends
+        each leaf alone. (A leaf that the caller's `jax.vmap` does not map comes back
+        mapped if it is joined with a mapped one.)
 
     Raises:
-      ValueError: if an argument has none of these values.
+      ValueError: if an argument is out of range.
 
     Examples:
       >>> import functools
@@ -105,13 +105,13 @@ def mix(
     workers has levels: reduce-scatter inside the node, `ppermute` of the pieces between
     nodes, all-gather inside, so that a peer node costs one model on the node's link.
 
-    The differences are mixed, `x_i + sum_j W_ij (x_j - x_i)`, so that rounding moves
-    the mean of all models in no preferred direction. The exceptions are weights that
-    are all powers of two, and means over groups, which all members get from one sum.
-    With a `message_dtype` it is `x_i + sum_j W_ij (q_j - q_i)`, with `q = x` rounded to
-    that dtype: a worker keeps the bits that its messages drop, and models that agree
-    stay unchanged. A mean over a group is rounded a second time, on its way back.
-    Inside a node the leaf's own dtype is sent.
+    Differences are mixed, `x_i + sum_j W_ij (x_j - x_i)`, so that rounding does not
+    bias the mean of all models. The exceptions are weights that are all powers of two,
+    and means over groups, which all members get from one sum. With a `message_dtype` it
+    is `x_i + sum_j W_ij (q_j - q_i)`, with `q = x` rounded to
+    that dtype: a worker keeps the bits that its messages drop, and equal models stay
+    unchanged. A mean over a group is rounded a second time when it is sent back. Inside
+    a node the leaf's own dtype is sent.
 
     The result does not depend on a gradient. Do not differentiate through it.
 
@@ -123,21 +123,21 @@ def mix(
       message_dtype: dtype of the messages, with at least the range of float32, such as
         bfloat16; by default each leaf's own.
       shards: partition specs of `params` over the axes of a worker's slice of the mesh,
-        where a worker is a slice. Each device then mixes its own shard, and nothing
-        else is sent. Explicit axes need none: the types of the arrays say it. On
-        automatic axes a mean over a group gathers the shards first without them.
+        if a worker is a slice. Each device then mixes its own shard, and nothing else
+        is sent. Explicit axes need none: the types of the arrays state it. On automatic
+        axes a mean over a group gathers the shards first without them.
       lowering: how messages are sent. The mixed models do not depend on it, except for
         the order in which "sum" adds.
 
     Returns:
-      The mixed model, with the structure, shapes and dtypes of `params`, in the shards
-      in which these lie. Where `jax.shard_map` checks what varies, its floats vary over
-      the axis, whatever the exchange.
+      The mixed model, with the structure, shapes, dtypes and shardings of `params`. If
+      `jax.shard_map` checks what varies, its floats vary over the axis for any
+      exchange.
 
     Raises:
-      TypeError: if `exchange` is no `Exchange`.
-      ValueError: if the axis has another size than the exchange, `params` has no leaf,
-        or the range of `message_dtype` is smaller than that of float32.
+      TypeError: if `exchange` is not an `Exchange`.
+      ValueError: if the size of the axis differs from the exchange's, `params` has no
+        leaf, or the range of `message_dtype` is smaller than that of float32.
 
     Examples:
       >>> import functools
@@ -169,16 +169,16 @@ def mix(
 
 
 def global_mean(params: Tree, axis_name: AxisName) -> Tree:
-    """Returns the mean over all workers, `1/N sum_j x_j`, the same on each.
+    """Returns the mean over all workers, `1/N sum_j x_j`, equal on all.
 
     Args:
-      params: one worker's model; float leaves are averaged in float32 at least, other
+      params: one worker's model; float leaves are averaged in float32 or wider, other
         leaves stay unchanged.
       axis_name: mapped axis of the workers.
 
     Returns:
-      The mean. Where `jax.shard_map` checks what varies, it varies as `params` do, so
-      that a scan may carry it; `lax.pmean` is what jax knows to be the same on each.
+      The mean. If `jax.shard_map` checks what varies, it varies as `params` do, so that
+      a scan may carry it; use `lax.pmean` for a mean that jax knows to be replicated.
 
     Examples:
       >>> import functools
@@ -197,7 +197,7 @@ def global_mean(params: Tree, axis_name: AxisName) -> Tree:
 
 
 def consensus_distance(params: Any, axis_name: AxisName) -> jax.Array:
-    """Returns how far the models are apart: `sqrt(1/N sum_i |x_i - mean|^2)`.
+    """Returns the consensus distance `sqrt(1/N sum_i |x_i - mean|^2)` of the models.
 
     Args:
       params: one worker's model; only float leaves count.
@@ -235,14 +235,14 @@ def _mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
 def _message_dtype(x: jax.Array, wanted: DTypeLike | None) -> np.dtype:
     """The dtype in which a leaf is sent.
 
-    A dtype with a smaller range than float32 is refused: small numbers would never be
+    A dtype with a smaller range than float32 is rejected: small numbers would never be
     averaged, and large ones would become inf - inf at the sender and its peers.
     """
     if wanted is None or not jnp.issubdtype(x.dtype, jnp.floating):
         return x.dtype
     dtype = jnp.dtype(wanted)
     is_float = jnp.issubdtype(dtype, jnp.floating)
-    # float8_e8m0fnu has the exponent of float32, in all of its 8 bits: it has no sign.
+    # float8_e8m0fnu has the exponent of float32 in all of its 8 bits, but no sign.
     if is_float and dtype.itemsize > 1 and jnp.finfo(dtype).nexp >= 8:
         return dtype
     if dtype == x.dtype:
@@ -274,7 +274,7 @@ def _mix_leaf(x: jax.Array, how: _Mixing) -> jax.Array:
 
 
 def _average_between(x: jax.Array, how: _Mixing) -> jax.Array:
-    """Averages with the workers at the same place of the other nodes."""
+    """Averages with the workers at the same position in the other nodes."""
     between, per_node = how.exchange.between, how.exchange.workers_per_node
     if isinstance(between, Permutations):
         permuted = functools.partial(_permuted, between=between, how=how)
@@ -284,7 +284,7 @@ def _average_between(x: jax.Array, how: _Mixing) -> jax.Array:
     mean = _group_mean(sent, groups, how)
     if sent.dtype == x.dtype:
         return mean
-    # The worker's own model comes back with all bits; only its move is rounded.
+    # The worker's own model keeps all bits; only its change is rounded.
     dtype = sum_dtype(x)
     return x.astype(dtype) + (mean.astype(dtype) - sent.astype(dtype))
 
@@ -316,10 +316,10 @@ def _group_mean(x: jax.Array, groups: Members, how: _Mixing) -> jax.Array:
 def in_pieces(
     function: Callable[[jax.Array], jax.Array], x: jax.Array, piece_bytes: int | None
 ) -> jax.Array:
-    """The elementwise function of x, piece after piece where x is long."""
+    """Applies the elementwise function to x, piece by piece if x is long."""
     if piece_bytes is None or x.nbytes <= piece_bytes:
         return function(x)
-    # lax.map sends one piece after the other, in one program for all of them; a loop
+    # lax.map sends one piece after another, in one program for all of them; a loop
     # in Python would be unrolled into as many messages to compile.
     size = max(1, piece_bytes // x.dtype.itemsize)
     pieces = jnp.pad(x.ravel(), (0, -x.size % size)).reshape(-1, size)
@@ -327,7 +327,7 @@ def in_pieces(
 
 
 def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
-    """`x_i + sum_j w_ij (q_j - q_i)`, one for each of its permutes.
+    """The terms of `x_i + sum_j w_ij (q_j - q_i)`, one for each permute.
 
     Rounded weights do not sum to one. Applied to differences, the error changes how
     fast the models agree; applied to models, it would scale their mean, by the same
@@ -353,16 +353,16 @@ def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
 def mix_arrived(
     x: jax.Array, models: Sequence[jax.Array], weights: Weights
 ) -> jax.Array:
-    """Averages a worker's leaf with what has come: `x + sum_k weights[k] (y_k - x)`.
+    """Averages a leaf with the received ones: `x + sum_k weights[k] (y_k - x)`.
 
-    The numbers are those of `mix` where these are all models of its exchange. Else the
-    rows of W still sum to one, but its columns do not: the mean of all models moves
-    towards those that others receive more often.
+    The numbers are those of `mix` if all models of its exchange are given. Otherwise
+    the rows of W still sum to one, but its columns do not: the mean of all models
+    shifts towards those that are received more often.
 
     Args:
-      x: leaf of the worker; one that is no float stays unchanged, as in `mix`.
+      x: leaf of the worker; other than float leaves stay unchanged, as in `mix`.
       models: leaves of peers, of the same shape and dtype.
-      weights: weight of each peer; the rest of one is the worker's own.
+      weights: weight of each peer; the worker's own weight is 1 minus their sum.
     """
     if not models or not is_mixed(x):
         return x
@@ -379,14 +379,14 @@ def mix_swapped(
 ) -> jax.Array:
     """Completes a swap with a peer, however late: `x + weight (came - sent)`.
 
-    The peer, with the same weight, adds the same difference with the other sign: the
-    mean of all models stays, whatever has happened between sending and receiving.
+    The peer, with the same weight, adds the same difference with the opposite sign: the
+    mean of all models is preserved, whatever happens between sending and receiving.
 
     Args:
       x: leaf of the worker.
-      sent: what it has sent to the peer in this swap.
-      came: what the peer has sent.
-      weight: weight of the peer, and of the worker at the peer.
+      sent: leaf that it has sent to the peer in this swap.
+      came: leaf that the peer has sent.
+      weight: weight of the peer here, and of this worker at the peer.
     """
     dtype = sum_dtype(x)
     difference = came.astype(dtype) - sent.astype(dtype)
@@ -434,7 +434,7 @@ def weighted(
 
 
 def _is_power_of_two(weight: float) -> bool:
-    """Whether a product with it is exact; zero counts."""
+    """Whether products with it are exact; true for zero."""
     # frexp writes 2**k as 0.5 * 2**(k + 1), and zero as 0 * 2**0.
     return math.frexp(weight)[0] in (0, 0.5)
 
@@ -449,7 +449,7 @@ def _map_floats(
     tree: Tree,
     lowering: Lowering = Lowering(),
 ) -> Tree:
-    """The elementwise function of float leaves, of short ones in one call."""
+    """Applies the elementwise function to float leaves, to short ones in one call."""
     leaves, structure = jax.tree.flatten(jax.tree.map(jnp.asarray, tree))
     mesh = jax.sharding.get_abstract_mesh()
     # Leaves that the compiler shards would have to be gathered to be joined.
@@ -482,12 +482,12 @@ def _check_call(params: Any, axis_name: AxisName) -> None:
 
 
 def axis_size(axis_name: AxisName) -> int:
-    """Returns the number of workers; a ValueError where their axis is not mapped."""
+    """Returns the number of workers; a ValueError if their axis is not mapped."""
     try:
         return lax.axis_size(axis_name)
     except NameError as error:
         raise ValueError(
-            f"models are averaged where the axis {axis_name!r} is mapped: call this "
+            f"averaging models needs the mapped axis {axis_name!r}: call this "
             f"inside decentjax.over_workers, jax.shard_map, or jax.vmap(..., "
             f"axis_name={axis_name!r})"
         ) from error

@@ -1,4 +1,4 @@
-"""AccumAdam, and the wrapper that makes an optax optimizer a decentralized one."""
+"""AccumAdam, and the wrapper that makes an optax optimizer decentralized."""
 
 import functools
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class ScaleByAccumAdamState(NamedTuple):
     count: jax.Array  # int32, []; steps done
     mu: optax.Updates  # first moment, as of the last full window
     nu: optax.Updates  # second moment, likewise
-    acc: optax.Updates  # sum g / s of the window so far, in float32 at least
+    acc: optax.Updates  # sum g / s of the window so far, in float32 or wider
 
 
 def scale_by_accum_adam(
@@ -55,7 +55,7 @@ def scale_by_accum_adam(
     eps: ArrayLike = 1e-8,
     eps_root: ArrayLike = 0.0,
 ) -> optax.GradientTransformation:
-    r"""Rescales by Adam moments that are updated once in `accum_steps` steps.
+    r"""Rescales by Adam moments that are updated once every `accum_steps` steps.
 
     Every step updates the parameters. The moments are updated with the mean gradient of
     s steps, instead of with s noisy gradients. With :math:`k = \lceil t/s \rceil`,
@@ -70,7 +70,7 @@ def scale_by_accum_adam(
     :math:`\bar m \leftarrow \beta_1 \bar m + (1-\beta_1) b`,
     :math:`\bar v \leftarrow \beta_2 \bar v + (1-\beta_2) b^2`, :math:`b \leftarrow 0`.
     With `accum_steps=1` this is Adam. `optax.MultiSteps` differs: it updates the
-    parameters once in k steps.
+    parameters once every k steps.
 
     Args:
       accum_steps: s, the window in steps; the paper scales it with the number of
@@ -113,8 +113,8 @@ def scale_by_accum_adam(
         updates = jax.tree.map(jnp.asarray, updates)
         count = jnp.asarray(optax.safe_increment(state.count))
         window = (count + accum_steps - 1) // accum_steps
-        # Adam as it stands after the last full window. s = 4: the steps 1 to 4 are each
-        # its first step, and the mean of their gradients then moves it on.
+        # The state of Adam after the last full window. s = 4: steps 1 to 4 each act as
+        # its first step, and the mean of their gradients then advances it.
         last = optax.ScaleByAdamState(window - 1, state.mu, state.nu)
         direction, _ = adam.update(updates, last)
         acc = jax.tree.map(
@@ -206,10 +206,10 @@ def decentralize(
 ) -> optax.GradientTransformationExtraArgs:
     """Makes an optimizer decentralized: its updates carry the exchange of the models.
 
-    It goes around the whole optimizer, `decentralize(optax.chain(...), ...)`, and its
-    updates go to `optax.apply_updates` as they are: what would scale, clip or delay
-    them afterwards would do so to the exchange. Transformations of gradients may come
-    before it in a chain; wrappers of optax that change its updates are refused.
+    It wraps the whole optimizer, `decentralize(optax.chain(...), ...)`, and its updates
+    go to `optax.apply_updates` unchanged: anything that scales, clips or delays them
+    afterwards would do the same to the exchange. Transformations of gradients may come
+    before it in a chain; wrappers of optax that change its updates are rejected.
 
     Adapt while communicating, as `awc_step` does: with u the update of `inner`,
     `optax.apply_updates(params, updates)` becomes
@@ -221,33 +221,34 @@ def decentralize(
     `eps_root`, inside the root; its released code `eps`, outside.
 
     The exchange does not wait for the gradient, and overlaps it. Gradients must be
-    those at the unmixed params. Use it where the axis is mapped, in `jax.shard_map` or
+    taken at the unmixed params. Use it where the axis is mapped, in `jax.shard_map` or
     in `jax.vmap` with the `axis_name`, with plain params and gradients. Do not use it
     inside the steps of `decentjax`, which average the models themselves.
 
     Every worker takes part in every exchange. `optax.apply_if_finite` and
-    `optax.MultiSteps` go inside, where they skip the update alone: with k micro-steps
-    there are k exchanges. Updates are float32 at least, the difference to where
-    `optax.apply_updates` is to arrive. Random keys in the optimizer's state, such as
-    that of `optax.add_noise`, become the worker's own at the first step.
+    `optax.MultiSteps` go inside, where they skip only the update: with k micro-steps
+    there are k exchanges. Updates are float32 or wider, the difference between the new
+    params and the old. Random keys in the optimizer's state, such as that of
+    `optax.add_noise`, become the worker's own at the first step.
 
-    `update` takes a static keyword `step`, the step as a Python int: one compiled step
-    for each exchange of the topology, and the exchange overlaps the gradient. Without
-    it the transformation counts its steps itself, in one compiled step. A topology of
-    several exchanges then sits in a conditional, which no compiler overlaps.
+    `update` takes a static keyword `step`, the step as a Python int: one step is
+    compiled for each exchange of the topology, and the exchange overlaps the gradient.
+    Without it the transformation counts its steps itself, in one compiled step. A
+    topology of several exchanges is then a conditional, which no compiler overlaps.
 
     Args:
-      inner: any optimizer that keeps averaged models, as most of optax do; z of
+      inner: any optimizer whose params may be averaged, as most of optax; z of
         schedule-free ones is averaged too.
       topology: topology with as many workers as the axis.
       axis_name: mapped axis of the workers.
-      message_dtype: as in `mix`; under `optax.inject_hyperparams` by name, "bfloat16".
+      message_dtype: as in `mix`; with `optax.inject_hyperparams` by name, "bfloat16".
 
     Raises:
       ValueError: in `update`, if a wrapper of optax changes the updates, one before it
         in a chain has random keys, or it is called in a conditional in which workers
-        may take different branches. All are seen while it is traced: not in a loop of
-        a worker's own length, nor around a `jax.jit` that was traced elsewhere.
+        may take different branches. These are detected during tracing: not in a loop
+        whose length differs between workers, nor around a `jax.jit` that was traced
+        elsewhere.
       TypeError: in `update`, if the optimizer undoes the average, as `optax.lbfgs`,
         `optax.rprop` and, of `optax.contrib`, `cocob`, `dadapt_adamw`, `madgrad`,
         `mechanize` and `prodigy` do, or averages itself.
@@ -270,12 +271,12 @@ def decentralize_atc(
     axis_name: AxisName,
     message_dtype: DTypeLike | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """Adapt, then combine, as `atc_step` does; otherwise as `decentralize`.
+    """Adapt, then combine, as in `atc_step`; otherwise like `decentralize`.
 
         x_i <- sum_j W_ij (x_j + u_j(grads, x_j))
 
     The exchange waits for the update, so nothing hides it. Arguments, errors and the
-    static `step` as in `decentralize`.
+    static `step` are those of `decentralize`.
 
     Examples:
       >>> import optax
@@ -294,22 +295,23 @@ def decentralize_rounds(
     message_dtype: DTypeLike | None = None,
     seed: int = 0,
 ) -> optax.GradientTransformationExtraArgs:
-    """Averages models in rounds, as `round_step` does; otherwise as `decentralize`.
+    """Averages models in rounds, as in `round_step`; otherwise like `decentralize`.
 
     `update` takes the static `step`, from 0 on and without gaps, or
     `t % rounds.schedule.period`, so that there are as many programs as kinds of steps.
     Without it the transformation counts its steps, in one program, as a scan or
-    `TrainState.apply_gradients` needs; its rounds then sit in a conditional.
+    `TrainState.apply_gradients` needs; its rounds are then a conditional.
 
     Args:
       inner: any optimizer.
       rounds: rounds, such as `methods.diloco(8)`, with as many workers as the axis.
       axis_name: mapped axis of the workers.
       message_dtype: as in `mix`.
-      seed: seed of the random numbers by which a codec rounds.
+      seed: seed of a codec's stochastic rounding.
 
     Raises:
-      ValueError: if encoded messages have shards, or these or tracking a dtype.
+      ValueError: if encoded messages have shards, or they or tracking a
+        `message_dtype`.
 
     Examples:
       >>> import optax
@@ -320,7 +322,7 @@ def decentralize_rounds(
     _check_rounds(rounds)
     if rounds.tracking and message_dtype is not None:
         raise ValueError(
-            "rounds with tracking add up what is rounded on its way: leave "
+            "rounds with tracking accumulate the rounding of messages: leave "
             f"message_dtype at None, got {message_dtype}"
         )
     order = functools.partial(round_step, rounds=rounds)
@@ -338,7 +340,7 @@ def decentralize_rounds(
 
 
 def _with_keys(order: Callable, axis_name: AxisName, seed: int) -> Callable:
-    """The order, in which each worker has a random key of its own in each step."""
+    """The order, with a random key for each worker and step."""
 
     def with_key(worker, updates, event, *, adapt, mix):
         del mix  # The order has its own.
@@ -357,7 +359,7 @@ def _in_order(
     message_dtype: DTypeLike | None,
     init_extra: Callable[[Any], Any] = lambda params: (),
 ) -> optax.GradientTransformationExtraArgs:
-    """`decentralize`, with a step of `decentjax` as the order, and what it carries."""
+    """`decentralize`, with a step of `decentjax` as the order, and its extra state."""
     _check_dtype(message_dtype)
     check_optimizer(inner)
     mix_once = functools.partial(mix, axis_name=axis_name, message_dtype=message_dtype)
@@ -366,7 +368,7 @@ def _in_order(
         if isinstance(taken, Exchange):
             return mix_once(params, taken)
         assert isinstance(plan, Topology)
-        # An exchange is static, so the traced count can only choose among branches.
+        # An exchange is static, so the traced count can only select a branch.
         branches = [functools.partial(mix_once, exchange=e) for e in plan]
         return lax.switch(taken, branches, params)
 
@@ -379,7 +381,7 @@ def _in_order(
 
     def init_fn(params):
         count = jnp.zeros([], jnp.int32)
-        # A mask can leave nothing to average.
+        # A mask may leave nothing to average.
         extra = init_extra(params) if jax.tree.leaves(params) else ()
         inner_state = own_keys(inner.init(params), axis_name)
         check_averages_nothing(inner_state, "the decentralize around it")
@@ -388,7 +390,7 @@ def _in_order(
     def update_fn(updates, state, params=None, *, step=None, **extra_args):
         _check_arguments(params, step)
         check_is_last(
-            "decentralize, and with them the exchange of the models, which they carry",
+            "decentralize, and thereby the exchange of the models, which they contain",
             "put it inside, as in decentralize(optax.chain(optax.adam(1e-3), "
             "optax.clip(1.0)), topology, axis_name)",
         )
@@ -398,8 +400,8 @@ def _in_order(
         _check_can_mix(params, axis_name)
         check_no_common_keys(states_before())
 
-        # A step of `decentjax.step`, with the gradient in the place of the batch, and
-        # the count in that of the key.
+        # A step of `decentjax.step`, with the gradient in place of the batch, and the
+        # count in place of the key.
         inner_state = first_keys(state.inner_state, state.count, axis_name)
         worker = WorkerState(params, inner_state, (), state.count, state.extra)
         taken = taken_by(step, state.count)
@@ -447,7 +449,7 @@ def _check_dtype(message_dtype: DTypeLike | None) -> None:
 
 
 def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Array:
-    """The update by which params arrive at the target, in float32 at least."""
+    """The update that moves params to the target, in float32 or wider."""
     params = jnp.asarray(params)
     if not jnp.issubdtype(params.dtype, jnp.inexact):
         return step
@@ -469,7 +471,7 @@ def _check_can_mix(params: Any, axis_name: AxisName) -> None:
     if in_conditional(axis_name):
         raise ValueError(
             "decentralize is called in a conditional, and workers that take different "
-            "branches would wait for each other forever: put the conditional inside, "
+            "branches would deadlock: put the conditional inside, "
             "as in decentralize(optax.apply_if_finite(inner, 5), ...); to average "
             "every few steps, use a topology with exchanges of topology.alone"
         )

@@ -1,6 +1,6 @@
 """Where the steps of the workers run.
 
-`on_mesh` gives each worker a device (or a slice of a mesh), `simulate` puts all workers
+`on_mesh` gives each worker a device (or a slice of a mesh), `simulate` runs all workers
 on one device; both keep the workers' state stacked, with a leading dim of N workers.
 """
 
@@ -28,12 +28,12 @@ from decentjax.step import Step, all_reduce_step
 
 
 class TrainStep:
-    """Compiled steps of stacked arrays, one for each exchange, taken in turn.
+    """Compiled steps on stacked arrays, one for each exchange, taken in turn.
 
     Args:
-      plan: what each step takes, its exchange or its rounds.
-      jit: function that makes the jitted step which takes it.
-      check: check of the params with which the first call begins, and its step.
+      plan: argument of each step, its exchange or its rounds.
+      jit: function that returns the jitted step for it.
+      check: check of the initial params and step of the first call.
     """
 
     def __init__(
@@ -49,13 +49,12 @@ class TrainStep:
     def __call__(
         self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
-        """Does this step; the state's buffers are donated.
+        """Runs this step; the state's buffers are donated.
 
         Raises:
-          ValueError: if they were donated to an earlier step, or one of them is that of
-            another leaf too, or the workers of several processes begin with different
-            models.
-          TypeError: if `step` is no int.
+          ValueError: if they were donated to an earlier step, or two leaves share one,
+            or the workers of several processes begin with different models.
+          TypeError: if `step` is not an int.
         """
         check_not_donated(state, batch)
         try:
@@ -70,7 +69,7 @@ class TrainStep:
         return self._jit(self._plan[place])(state, batch)
 
     def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
-        """Lowers this step; arrays may be shapes, as `jax.eval_shape` returns them."""
+        """Lowers this step; arrays may be shapes, as from `jax.eval_shape`."""
         return self._jit(self._plan[step]).lower(state, batch)
 
 
@@ -110,10 +109,10 @@ def on_mesh(
 ) -> TrainStep:
     """Runs each worker on its own device, or on its own slice of the mesh.
 
-    The mesh has an axis "workers" with one place for each worker; consecutive workers
-    share a node. Over further axes a worker's arrays may lie in shards (FSDP), in which
-    the state comes back. On explicit axes, as those of `jax.make_mesh` are, the types
-    of arrays say how they lie, the loss sees these types, and each device sends its own
+    The mesh has an axis "workers" of size N; consecutive workers share a node. A
+    worker's arrays may be sharded over further axes (FSDP), and the new state keeps the
+    sharding. On explicit axes, the default of `jax.make_mesh`, the types of arrays
+    state their sharding, the loss sees these types, and each device sends its own
     shards; jax 0.10 gathers them around the step. On automatic axes the compiler
     chooses, and gathers shards for means over groups: bind `shards` to `mix`.
 
@@ -126,11 +125,11 @@ def on_mesh(
 
     Returns:
       As `simulate`; stacked arrays are sharded over "workers" in their first dim, and
-      in their others as they are.
+      as given in the others.
 
     Raises:
-      TypeError: if `topology` is no `Topology`.
-      ValueError: if the mesh has no such axis, or one of another size.
+      TypeError: if `topology` is not a `Topology`.
+      ValueError: if the mesh has no such axis, or its size is not N.
 
     Examples:
       >>> import functools
@@ -155,9 +154,9 @@ def on_mesh(
 def is_between_cpus(mesh: Mesh) -> bool:
     """Whether collectives of this mesh are between CPUs.
 
-    There XLA keeps the order of a program's collectives if it has compiled the program
-    itself. If jax has loaded it from its persistent cache, some run at once: devices of
-    one process abort, and processes abort or take one message for another, which gives
+    XLA then keeps the order of a program's collectives if it has compiled the program
+    itself. If jax has loaded it from its persistent cache, some run concurrently:
+    devices of one process abort, and processes abort or confuse messages, which gives
     wrong numbers (measured with jax 0.10.2 and 0.12.0). Such programs must not come
     from the cache.
     """
@@ -172,9 +171,9 @@ def is_between_processes(mesh: Mesh) -> bool:
 def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
     """A mesh of one device per worker.
 
-    On a CPU that is split into devices, set the environment variable NPROC to about 8
-    threads per device before jax starts: a collective holds a thread until every device
-    has joined, and XLA aborts the program when it runs out of threads.
+    On a CPU split into devices, set the environment variable NPROC to about 8 threads
+    per device before jax starts: a collective holds a thread until every device has
+    joined, and XLA aborts the program when it runs out of threads.
 
     Args:
       num_workers: N.
@@ -194,9 +193,9 @@ def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
     if len(devices) < num_workers:
         raise ValueError(
             f"{num_workers} workers need as many devices, got {len(devices)}: simulate "
-            "them, on a CPU make some at the start, with "
+            "them, or on a CPU create devices at the start with "
             f'jax.config.update("jax_num_cpu_devices", {num_workers}), or in a job of '
-            "several processes take the mesh of decentjax.distributed.initialize()"
+            "several processes use the mesh of decentjax.distributed.initialize()"
         )
     return Mesh(devices[:num_workers], (AXIS,))
 
@@ -211,7 +210,7 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
       mesh: mesh with the axis "workers"; None to simulate.
 
     Returns:
-      The function of stacked trees, [N, ...] in and out, which keeps shards over the
+      The function of stacked trees, [N, ...] in and out, which keeps shardings over the
       other axes of the mesh, as `on_mesh`.
 
     Examples:
@@ -251,12 +250,12 @@ def check_rows(
 
     Args:
       stacked: trees of arrays [N, ...], by their names.
-      num_workers: N, if it is known.
+      num_workers: N, if known.
       hint: what to do, for the error.
     """
     rows = set(map(_num_rows, jax.tree.leaves(stacked)))
     if len(rows) > 1 or (num_workers is not None and rows - {num_workers}):
-        first: dict[int, str] = {}  # Leaf of each number of rows.
+        first: dict[int, str] = {}  # A leaf for each number of rows.
         for path, x in jax.tree.leaves_with_path(stacked):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             first.setdefault(_num_rows(x), name)
@@ -270,7 +269,7 @@ def check_rows(
 def _by_name(function: Callable, arguments: Sequence[Any]) -> Mapping[str, Any]:
     try:
         return inspect.signature(function).bind(*arguments).arguments
-    except ValueError:  # Some functions that are written in C have no signature.
+    except ValueError:  # Some functions written in C have no signature.
         return {"stacked": arguments}
 
 
@@ -297,12 +296,12 @@ def local_workers(mesh: Mesh) -> list[int]:
 
 
 def place(stacked: Any, mesh: Mesh) -> Any:
-    """Puts each worker's part of stacked arrays on the worker's own device.
+    """Puts each worker's row of stacked arrays on the worker's device.
 
     Args:
       stacked: arrays with the rows of all workers; in a job of several processes with
         the rows of this process, in the order of `local_workers`. Arrays that are
-        placed already stay unchanged, and arrays on this mesh keep their shards over
+        already placed stay unchanged, and arrays on this mesh keep their shardings over
         its other axes.
       mesh: mesh with the axis "workers".
 
@@ -340,7 +339,7 @@ def place(stacked: Any, mesh: Mesh) -> Any:
 
 
 def _with_rows(x: Any, mesh: Mesh) -> NamedSharding:
-    """Where a stacked array has a row for each worker, in the shards that it has."""
+    """The sharding of a stacked array with a row per worker, otherwise as before."""
     lies = getattr(x, "sharding", None)
     inside: Any = ()
     if isinstance(lies, NamedSharding) and lies.mesh == mesh:
@@ -369,17 +368,17 @@ def mean_model(stacked: Any) -> Any:
 
 
 def check_one_model(stacked: Any, mesh: Mesh) -> None:
-    """Raises a ValueError unless all workers have the same model; a collective.
+    """Raises a ValueError unless all workers have the same model; collective.
 
     The train steps of jobs of several processes call it before step 0, and all-reduce
-    before its first step, whichever that is.
+    before its first step, even after a resume.
 
     Args:
       stacked: params of the workers, [N, ...], placed on the mesh.
       mesh: mesh with the axis "workers".
 
     Raises:
-      ValueError: if a leaf of some worker is not that of worker 0, bit for bit.
+      ValueError: if a leaf of some worker differs from that of worker 0 in any bit.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -397,9 +396,9 @@ def check_one_model(stacked: Any, mesh: Mesh) -> None:
         leaf = int(np.argmax(wrong.any(0)))
         paths = [path for path, _ in jax.tree.leaves_with_path(stacked)]
         raise ValueError(
-            "the workers must begin with one model, and params"
+            "the workers must begin with the same model, but params"
             f"{jax.tree_util.keystr(paths[leaf])} of the workers "
-            f"{np.flatnonzero(wrong[:, leaf]).tolist()} is not that of worker 0: "
+            f"{np.flatnonzero(wrong[:, leaf]).tolist()} differs from worker 0's: "
             + ADVICE
         )
 
@@ -414,23 +413,23 @@ def check_mesh(mesh: Any) -> None:
 
 
 def check_not_donated(state: WorkerState, batch: Any, donated: Any = None) -> None:
-    """Refuses arrays whose buffers were donated, or would be both donated and read.
+    """Rejects arrays whose buffers were donated, or would be both donated and read.
 
-    On a mesh jax 0.10 would abort the process. It takes 0.3 us for a leaf, of which the
-    dispatch takes some 5.
+    On a mesh jax 0.10 would abort the process. The check takes 0.3 us per leaf, the
+    dispatch some 5.
 
     Args:
       state: state of a step.
       batch: its batch.
-      donated: what the step donates of the state; None for all.
+      donated: the part of the state that the step donates; None for all.
 
     Raises:
-      TypeError: if the state is no `WorkerState`.
-      ValueError: if there is such an array, with its name.
+      TypeError: if the state is not a `WorkerState`.
+      ValueError: if there is such an array; names it.
     """
     if not isinstance(state, WorkerState):
         raise TypeError(
-            "a train step takes a WorkerState, as init_state makes it, got "
+            "a train step takes a WorkerState, as from init_state, got "
             f"{type(state).__name__}"
         )
     arrays = list(filter(_has_buffer, jax.tree.leaves((state, batch))))
@@ -459,7 +458,7 @@ def _check_each(state: WorkerState, batch: Any, donated: Any) -> None:
             if id(x) in own and id(x) in seen:
                 raise ValueError(
                     f"a step donates each buffer of its state once, and {seen[id(x)]} "
-                    f"and {name} are one array: give it a copy of one, "
+                    f"and {name} are the same array: copy one of them, "
                     "jax.tree.map(jax.numpy.copy, ...)"
                 )
             seen[id(x)] = name
@@ -486,7 +485,7 @@ def _in_turn(
     is_one_model = getattr(step, "func", step) is all_reduce_step
 
     def check(params: Any, at: int) -> None:
-        # Decentralized workers that go on from a later step have models of their own.
+        # Decentralized workers that resume from a later step have different models.
         if at == 0 or is_one_model:
             check_one_model(params, mesh)
 

@@ -1,6 +1,6 @@
-"""Policies: which graph a step averages over, chosen on the host as the run goes on.
+"""Policies: which graph a step averages over, chosen on the host during the run.
 
-A policy names all its graphs at the start. Their exchanges are one topology, its menu,
+A policy names all its graphs in advance. Their exchanges form one topology, its menu,
 so each is compiled once, and then a choice costs nothing:
 
     train_step = simulate(step, policy.menu)
@@ -14,21 +14,21 @@ from decentjax.exchange import Topology, check_topology
 from decentjax.topology import complete, damped, ring_lattice
 
 Choose = Callable[[int, float, float | None, Topology], Topology]
-"""Maps (step, epoch, dispersion, graph of the step before) to a graph."""
+"""Maps (step, epoch, dispersion, graph of the previous step) to a graph."""
 
 
 class Policy:
-    """Graphs, and the choice among them.
+    """Graphs, and a choice among them for each step.
 
     Args:
-      graphs: all graphs that it may choose, of one number of workers; the first is that
-        of the step before the first.
+      graphs: all graphs that it may choose, with the same number of workers; the first
+        counts as the graph before the first step.
       choose: function that chooses one of them for a step.
       measures: whether the choice depends on the dispersion.
 
     Attributes:
       menu: the exchanges of all graphs, one after the other.
-      current: place of the graph that was chosen last among the graphs.
+      current: index of the last chosen graph among the graphs.
 
     Examples:
       >>> from decentjax import policy, topology
@@ -51,15 +51,15 @@ class Policy:
     def __call__(
         self, step: int, epoch: float = 0.0, dispersion: float | None = None
     ) -> int:
-        """Returns the place of the step's exchange in the menu.
+        """Returns the index of the step's exchange in the menu.
 
         Args:
           step: step.
-          epoch: number of passes over the data before it.
-          dispersion: how far replicas differ, if it was measured since the last step.
+          epoch: number of passes over the data before the step.
+          dispersion: dispersion of the replicas, if measured since the last step.
 
         Raises:
-          ValueError: if it chooses a graph that it has not named.
+          ValueError: if it chooses a graph that is not among its graphs.
         """
         graph = self._choose(step, epoch, dispersion, self.graphs[self.current])
         if graph not in self.graphs:
@@ -85,13 +85,13 @@ def fixed(topology: Topology) -> Policy:
 
 
 def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) -> Policy:
-    """Ada: a ring lattice that loses neighbours as the run goes on.
+    """Ada: a ring lattice that loses neighbours during the run.
 
     In epoch e a worker averages with
 
         k(e) = max(k_0 - floor(gamma floor(e)), k_min)
 
-    neighbours, made even, half of them on each side; with N - 1 or more, with all.
+    neighbours, rounded to even, half of them on each side; if N - 1 or more, with all.
 
     Args:
       num_workers: N.
@@ -105,8 +105,8 @@ def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) ->
       >>> [ada(step=0, epoch=epoch) for epoch in range(4)]
       [0, 1, 2, 2]
 
-    Source: the rule of Ada as it is remembered; its paper, Xie et al. (2025), describes
-    an adaptive graph, and no copy of the rule was found.
+    Source: the rule of Ada from memory; its paper, Xie et al. (2025), describes an
+    adaptive graph, and no copy of the rule was found.
     """
     if not 2 <= least <= degree:
         raise ValueError(
@@ -120,7 +120,7 @@ def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) ->
 
     last = math.ceil((degree - least) / per_epoch) if per_epoch else 0
     reached = [*map(neighbors, range(last + 1)), *[least] * (per_epoch > 0)]
-    if 0 < per_epoch < 1:  # Each number, however many epochs that takes.
+    if 0 < per_epoch < 1:  # Every number, however many epochs that takes.
         reached = range(degree, least - 1, -1)
     graphs = {k: lattice(num_workers, k) for k in reached}
     return Policy(
@@ -130,10 +130,10 @@ def thinning(num_workers: int, degree: int, per_epoch: float, least: int = 2) ->
 
 
 def holding(graphs: Sequence[Topology], target: float, slack: float = 0.2) -> Policy:
-    """Ada in a closed loop: as few connections as hold a dispersion.
+    """Ada in a closed loop: the fewest connections that hold a target dispersion.
 
-    It begins with the densest graph. A dispersion above `(1 + slack) target` takes the
-    next denser one, a dispersion below `(1 - slack) target` the next sparser one.
+    It begins with the densest graph. A dispersion above `(1 + slack) target` selects
+    the next denser graph, one below `(1 - slack) target` the next sparser.
 
     Args:
       graphs: graphs from many connections to few, such as `ladder(64)`.
@@ -201,14 +201,14 @@ def damping(
         value = factor(step)
         if not 0 <= value <= 1:
             raise ValueError(f"a mixing factor is in [0, 1], got {value} at {step}")
-        # A factor of float32 may be a bit above its level.
+        # A float32 factor may be slightly above its level.
         return graphs[max(math.ceil(value * levels - 1e-6), 1) - 1]
 
     return Policy(graphs, choose)
 
 
 def merged(topology: Topology, num_steps: int) -> Policy:
-    """A graph with one exact mean of all models, at the last step.
+    """A graph with a single exact mean of all models, at the last step.
 
     Examples:
       >>> from decentjax import policy, topology

@@ -1,6 +1,6 @@
-"""Rounds of communication: one algebra for local SGD, DiLoCo, NoLoCo and their kin.
+"""Rounds of communication: one algebra for local SGD, DiLoCo, NoLoCo and similar.
 
-A worker with the model x has an anchor z, where its last round has left it. A round
+A worker with the model x has an anchor z, the model after its last round. A round
 
     sends     x, which the exchange averages to q = W x
     receives  g  = z - q              the pseudo-gradient
@@ -46,11 +46,11 @@ from decentjax.state import AXIS, WorkerState, check_optimizer
 from decentjax.step import Mix, mix_workers
 
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
-"""(leaf now, leaf as it was sent, leaf of the round) to the merged leaf."""
+"""Maps (leaf now, leaf as sent, leaf of the round) to the merged leaf."""
 
 
 def replace(now: jax.Array, sent: jax.Array, new: jax.Array) -> jax.Array:
-    """`z'`: what a worker has learned since it sent is lost.
+    """`z'`: drops what a worker has learned since it sent.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -63,7 +63,7 @@ def replace(now: jax.Array, sent: jax.Array, new: jax.Array) -> jax.Array:
 
 
 def shift(now: jax.Array, sent: jax.Array, new: jax.Array) -> jax.Array:
-    """`z' + x now - x sent`: what a worker has learned since it sent is kept.
+    """`z' + x now - x sent`: keeps what a worker has learned since it sent.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -71,7 +71,7 @@ def shift(now: jax.Array, sent: jax.Array, new: jax.Array) -> jax.Array:
       >>> print(shift(jnp.array(3.0), jnp.array(1.0), jnp.array(2.0)))
       4.0
     """
-    # One array, sent and merged in one step: nothing has been learned in between.
+    # The same array, sent and merged in one step: nothing was learned in between.
     if now is sent:
         return new
     dtype = sum_dtype(new)
@@ -86,7 +86,7 @@ def blend(share: float) -> Merge:
       share: c, the part of the worker's own model, in [0, 1).
 
     Raises:
-      ValueError: if it is another number.
+      ValueError: if the share is out of range.
 
     Examples:
       >>> import jax.numpy as jnp
@@ -112,20 +112,20 @@ class Rounds:
     """How models are averaged in rounds.
 
     Args:
-      schedule: who averages with whom, which leaves, and when.
+      schedule: which workers average which leaves, and when.
       outer: optimizer of the anchor, whose gradient is the pseudo-gradient; None moves
         the anchor to the average.
-      merge: how a worker goes on from the anchor: `replace`, `shift` or `blend(c)`.
-      compression: how messages are encoded; None sends leaves as they are.
-      tracking: whether an estimate y of the mean gradient is averaged with the model,
-        along which a worker descends, `y <- y + g - g_before`; twice as much is sent.
+      merge: how a worker continues from the anchor: `replace`, `shift` or `blend(c)`.
+      compression: how messages are encoded; None sends leaves unencoded.
+      tracking: whether workers descend along an estimate y of the mean gradient, `y <-
+        y + g - g_before`, which is averaged with the model; doubles the bytes sent.
 
     Raises:
-      ValueError: if there is an outer optimizer, and no local step between two rounds,
-        or the compression does not fit the schedule, or rounds with tracking would not
-        keep the sum of all y: with an outer optimizer, fragments, a compression,
-        `blend`, or `replace` of what was sent steps before.
-      TypeError: if a part is something else.
+      ValueError: if there is an outer optimizer, but no local step between rounds, or
+        the compression does not fit the schedule, or rounds with tracking would not
+        preserve the sum of all y: with an outer optimizer, fragments, a compression,
+        `blend`, or `replace` with a delay.
+      TypeError: if a part has the wrong type.
 
     Examples:
       >>> import optax
@@ -163,7 +163,7 @@ class Rounds:
         if self.outer and in_each_step and len(self.schedule.fragments) == 1:
             raise ValueError(
                 "an outer optimizer moves models that have trained alone since the "
-                "last round, and this schedule averages them in every step: take "
+                "last round, but this schedule averages them in every step: use "
                 "every(topology, num_steps) with more steps, or no outer optimizer"
             )
         if self.compression is not None:
@@ -178,8 +178,8 @@ class Rounds:
         is_whole = self.schedule.fragments == (None,)
         if self.outer or self.compression or not is_kept or not is_whole:
             raise ValueError(
-                "tracking averages whole models and estimates, and keeps their sums: "
-                "take merge=shift, no outer optimizer, no fragments, and no "
+                "tracking averages whole models and estimates, and preserves their "
+                "sums: take merge=shift, no outer optimizer, no fragments, and no "
                 "compression, got "
                 f"{getattr(self.merge, '__name__', self.merge)} with a delay of {delay}"
                 f"{', an outer optimizer' if self.outer else ''}"
@@ -189,16 +189,15 @@ class Rounds:
 
 
 class RoundState(NamedTuple):
-    """What a worker carries from round to round, by number of the leaf.
+    """State of a worker between rounds, by number of the leaf.
 
     With tracking the leaves are those of `(y, x)`.
 
     Args:
-      anchor: z, in float32 at least; empty without an outer optimizer.
+      anchor: z, in float32 or wider; empty without an outer optimizer.
       outer: state of the outer optimizer, for each fragment of the schedule.
-      sent: leaves as they were sent last; empty where a round ends in the step in which
-        it begins.
-      coded: what compression carries; None without any.
+      sent: leaves as last sent; empty if a round ends in the step in which it begins.
+      coded: state of the compression; None without any.
     """
 
     anchor: Leaves
@@ -208,12 +207,12 @@ class RoundState(NamedTuple):
 
 
 class TrackingState(NamedTuple):
-    """What a worker carries in rounds with tracking.
+    """State of a worker in rounds with tracking.
 
     Args:
-      carried: what it carries of the rounds of y and x.
+      carried: state of the rounds of y and x.
       tracker: y.
-      gradient: that of the last step.
+      gradient: gradient of the last step.
     """
 
     carried: RoundState
@@ -238,7 +237,7 @@ def init_rounds(rounds: Rounds, params: Any) -> RoundState | TrackingState:
 
     Raises:
       ValueError: if the schedule names a leaf that the model does not have, or a round
-        would send nothing, as exchanges average floats alone.
+        would send nothing, as exchanges average only floats.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -259,7 +258,7 @@ def _init_carried(rounds: Rounds, params: Any) -> RoundState:
     leaves = functools.reduce(operator.or_, parts, {})
     is_late = rounds.schedule.delay > 1
 
-    def wide(part: Leaves) -> Leaves:  # Copies, as a step donates each buffer once.
+    def wide(part: Leaves) -> Leaves:  # Copies, since a step donates each buffer once.
         return {n: jnp.array(x, sum_dtype(x), copy=True) for n, x in part.items()}
 
     sent = {n: jnp.array(x, copy=True) for n, x in leaves.items()} if is_late else {}
@@ -273,7 +272,7 @@ def _init_carried(rounds: Rounds, params: Any) -> RoundState:
 
 
 def send(rounds: Rounds, fragment: Fragment, state: WorkerState) -> WorkerState:
-    """Begins a round: the state with its leaves as they are now, encoded or not.
+    """Begins a round: the state with its current leaves, encoded or not.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -304,10 +303,10 @@ def receive(
 
     Args:
       rounds: the rounds.
-      fragment: the leaves that it has sent.
-      state: this worker's state now.
-      mixed: the leaves that were sent, averaged, or what `default_mix` returns of
-        encoded ones.
+      fragment: the leaves that were sent.
+      state: this worker's current state.
+      mixed: the averages of the sent leaves, or the result of `default_mix` for encoded
+        ones.
 
     Returns:
       The state with the model after the round, and the new anchor and outer state.
@@ -349,7 +348,7 @@ class Turn(NamedTuple):
 
     Args:
       events: the events.
-      index: int32, []; number of the one that is taken, the same on all workers.
+      index: int32, []; number of the event, the same on all workers.
     """
 
     events: tuple[Event, ...]
@@ -357,11 +356,11 @@ class Turn(NamedTuple):
 
 
 def turn_of(schedule: Schedule, count: jax.Array, step: int | None = None) -> Turn:
-    """What a step takes, where the steps since the start are counted in an array.
+    """The event of a step, if the steps since the start are counted in an array.
 
     Args:
       schedule: the schedule.
-      count: int32, []; steps that the state has done, the same on all workers.
+      count: int32, []; steps done so far, the same on all workers.
       step: the static step, which may be taken modulo the period; None for `count`.
 
     Examples:
@@ -373,7 +372,7 @@ def turn_of(schedule: Schedule, count: jax.Array, step: int | None = None) -> Tu
       2
     """
     # The first steps receive nothing, as nothing was sent before them; at the same
-    # places of later periods, messages of the period before arrive.
+    # positions of later periods, messages of the previous period arrive.
     period, first = schedule.period, max(0, schedule.delay - 1)
     if step is None:
         events = [schedule[t] for t in range(first + period)]
@@ -403,7 +402,7 @@ def round_step(
     send: Send = send,
     receive: Receive = receive,
 ) -> tuple[WorkerState, Metrics]:
-    """A local update, with the round that begins in this step, and the one that ends.
+    """A local update, with the round that begins in this step and the one that ends.
 
     With delay 1 and an exchange in every step this is `awc_step`, and with delay 0
     `atc_step`, bit for bit. Compiled, messages overlap the gradient of the step that
@@ -412,19 +411,19 @@ def round_step(
     Args:
       state: this worker's state, with `init_rounds` as its `extra`.
       batch: this worker's batch.
-      event: what this step does, as in `rounds.schedule[step]`, or a `Turn`.
+      event: the rounds of this step, as in `rounds.schedule[step]`, or a `Turn`.
       rounds: the rounds.
       adapt: the local update, as `local_update` returns it.
-      mix: the averaging of leaves by number, by default that of `default_mix`; where a
-        worker is a slice of the mesh, that with `shards`.
-      send: the beginning of a round, where it is a program of its own.
+      mix: the averaging of leaves by number, by default `default_mix(rounds)`; if a
+        worker is a slice of the mesh, pass `default_mix` with `shards`.
+      send: the beginning of a round, if it is a separate program.
       receive: its end, likewise.
 
     Returns:
       As `awc_step`.
 
     Raises:
-      TypeError: if the state carries something else.
+      TypeError: if the state lacks the state of these rounds.
 
     Examples:
       >>> import functools
@@ -477,7 +476,7 @@ def round_step(
 
 
 def check_carried(rounds: Rounds, state: WorkerState) -> None:
-    """Raises a TypeError if the state does not carry what these rounds do.
+    """Raises a TypeError if the state does not include that of these rounds.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -490,7 +489,7 @@ def check_carried(rounds: Rounds, state: WorkerState) -> None:
     """
     if not isinstance(state.extra, TrackingState if rounds.tracking else RoundState):
         raise TypeError(
-            "rounds carry what they have sent: give init_state extra="
+            "rounds need their own state: pass to init_state extra="
             f"init_rounds(rounds, params), got {type(state.extra).__name__}"
         )
     check_no_own_model(state.opt_state, "a round")
@@ -532,14 +531,14 @@ def travelling(fragment: Fragment, state: WorkerState) -> Any:
 
 
 def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
-    """The averaging over the axis of the workers, of leaves or of encoded ones.
+    """Returns the averaging over the axis of the workers, of plain or encoded leaves.
 
     Args:
       rounds: the rounds.
       shards: as in `mix`; partition specs of the params.
 
     Raises:
-      ValueError: if encoded leaves are given shards here: their codec needs them too.
+      ValueError: if shards are given here for encoded leaves, whose codec needs them.
 
     Examples:
       >>> import functools
@@ -557,7 +556,7 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
         return functools.partial(_mix_shards, specs)
     if shards is not None:
         raise ValueError(
-            "encoded leaves are cut where the compression says: give it the shards, "
+            "encoded leaves take their shards from the compression: use "
             "error_feedback(..., shards=NamedShardings), and none here"
         )
     average = mix_of(compression)
@@ -568,7 +567,7 @@ def default_mix(rounds: Rounds, shards: Any = None) -> Mix:
 
 
 def mix_of(compression: Compression) -> Callable[..., Any]:
-    """The averaging of encoded leaves over the axis of the workers.
+    """Returns the averaging of encoded leaves over the axis of the workers.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -604,7 +603,7 @@ def _mix_coded_shards(
 
 
 def without_messages(rounds: Rounds, state: WorkerState) -> WorkerState:
-    """The state after a step, without messages that ended in the step itself.
+    """The state after a step, without messages merged in the step itself.
 
     Examples:
       >>> import jax, jax.numpy as jnp
@@ -645,7 +644,7 @@ def leaves_of(fragment: Fragment, params: Any) -> Leaves:
             f"has {len(leaves)}; inside optax.masked, only those that it leaves count"
         )
 
-    def is_array(x: Any) -> bool:  # Or stands for one, as a shape does.
+    def is_array(x: Any) -> bool:  # Or the shape of one.
         return hasattr(x, "dtype")
 
     arrays = [x if is_array(x) else jnp.asarray(x) for x in leaves]
@@ -653,12 +652,12 @@ def leaves_of(fragment: Fragment, params: Any) -> Leaves:
 
 
 def _leaves_to_send(fragment: Fragment, params: Any) -> Leaves:
-    """The leaves of a fragment that exchanges change, of which there must be one."""
+    """The leaves of a fragment that exchanges change, at least one."""
     leaves = leaves_of(fragment, params)
     if not leaves:
         raise ValueError(
             "exchanges average floats, and there is none among the leaves "
-            f"{fragment or 'of the model'}, whose round would send nothing: give it "
+            f"{fragment or 'of the model'}, whose round would send nothing: name "
             "others, as schedule.cut_leaves does, or leave it out"
         )
     return leaves
@@ -669,7 +668,7 @@ def _move_anchor(
 ) -> tuple[Leaves, RoundState]:
     """The anchor of one fragment after a step of its outer optimizer."""
     anchor = {number: carried.anchor[number] for number in mixed}
-    # From where the workers began: of a narrow leaf that is the anchor rounded.
+    # Relative to the workers' starting point: for a narrow leaf, the rounded anchor.
     gradient: Any = {
         number: as_seen(z, carried.sent[number]) - mixed[number].astype(z.dtype)
         for number, z in anchor.items()

@@ -1,8 +1,9 @@
-"""Rounds: who averages with whom, which leaves travel, and when they are merged.
+"""Rounds: which workers average which leaves, and when these are merged.
 
-A topology averages whole models in every step. A schedule of rounds does it now and
-then, a part of the model at a time, and gives messages several steps to arrive. Like an
-exchange, a round is static, hashable data. Nothing here imports jax.
+A topology averages whole models in every step. A schedule of rounds averages less
+often, possibly a part of the model at a time, and gives messages several steps to
+arrive. Like an exchange, a round is static, hashable data. This module does not import
+jax.
 """
 
 import dataclasses
@@ -14,26 +15,26 @@ import numpy as np
 from decentjax.exchange import Exchange, Topology, check_topology, check_whole
 
 Fragment = tuple[int, ...] | None
-"""Leaves that travel together, by their number; None for all leaves."""
+"""Leaves that are sent together, by number; None for all leaves."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Round:
-    """What begins in a step: an exchange of some leaves, merged `delay` steps later.
+    """A round of a step: an exchange of some leaves, merged `delay` steps later.
 
     With delay 0 the models are sent after the update of the step, and merged at once.
     With delay d >= 1 they are sent as they are before the step, and merged just before
-    the update of the d-th step from it on, this one being the first. `round_step` and
-    `gossip.BackgroundRounds` say which computing hides the messages.
+    the update of the d-th step, counting this one. `round_step` and
+    `gossip.BackgroundRounds` state which computation hides the messages.
 
     Args:
-      exchange: who averages with whom; None begins no round.
-      leaves: numbers of the leaves that travel, in the order of `jax.tree.leaves`; None
-        for all.
+      exchange: the exchange; None begins no round.
+      leaves: numbers of the leaves to send, in the order of `jax.tree.leaves`; None for
+        all.
       delay: number of steps.
 
     Raises:
-      ValueError: if the delay is negative, or there is no leaf.
+      ValueError: if the delay is negative, or the leaves are invalid.
 
     Examples:
       >>> from decentjax import schedule, topology
@@ -63,7 +64,7 @@ _NO_ROUND = Round()
 
 
 class Event(NamedTuple):
-    """What a step does beside its update.
+    """The rounds that begin and end in a step.
 
     Args:
       sends: the round that begins; None for none.
@@ -81,11 +82,11 @@ class Schedule:
 
     Args:
       name: name to print.
-      rounds: rounds of one period, of one number of workers and one delay. A leaf
-        belongs to one set of leaves, and is sent again after it was merged.
+      rounds: rounds of one period, with the same number of workers and delay. A leaf
+        belongs to one set of leaves, and is sent again only after it was merged.
 
     Raises:
-      ValueError: if the rounds are others.
+      ValueError: if the rounds violate this.
 
     Examples:
       >>> from decentjax import schedule, topology
@@ -105,12 +106,12 @@ class Schedule:
         sizes = {one.exchange.num_workers for one in sent if one.exchange is not None}
         if len(sizes) != 1:
             raise ValueError(
-                "a schedule needs rounds with exchanges, all of one number of workers, "
-                f"got {sorted(sizes)}"
+                "a schedule needs rounds with exchanges, all with the same number of "
+                f"workers, got {sorted(sizes)}"
             )
         if len({one.delay for one in sent}) > 1:
             raise ValueError(
-                "the rounds of a schedule have one delay, got "
+                "the rounds of a schedule must have the same delay, got "
                 f"{sorted({one.delay for one in sent})}"
             )
         self._check_leaves()
@@ -140,7 +141,7 @@ class Schedule:
     def __getitem__(self, step: int) -> Event:
         delay = self.delay
         begun = step - delay + 1
-        # A round that would have begun before step 0 has sent nothing.
+        # A round from before step 0 has sent nothing.
         receives = delay > 0 and begun >= 0
         return Event(self._at(step), self._at(begun) if receives else None)
 
@@ -156,7 +157,7 @@ class Schedule:
         periods, rest = divmod(number, len(begins))
         return periods * self.period + begins[rest]
 
-    # With __getitem__ alone Python would iterate for ever.
+    # Python would iterate endlessly by __getitem__.
     __iter__ = None
 
     def _at(self, step: int) -> Round | None:
@@ -168,8 +169,7 @@ class Schedule:
         flat = [leaf for leaves in fragments if leaves is not None for leaf in leaves]
         if len(set(flat)) < len(flat) or (None in fragments and len(fragments) > 1):
             raise ValueError(
-                "a leaf belongs to one set of leaves that travel together, got "
-                f"{fragments}"
+                f"a leaf must belong to only one set of leaves, got {fragments}"
             )
         for leaves in fragments:
             places = [t for t, x in enumerate(self.rounds) if _carries(x, leaves)]
@@ -178,17 +178,17 @@ class Schedule:
             if self.delay > shortest:
                 raise ValueError(
                     f"a round is merged after {self.delay} steps, and its leaves are "
-                    f"sent again after {shortest}: take a shorter delay or a longer "
+                    f"sent again after {shortest}: use a shorter delay or a longer "
                     "period"
                 )
 
 
 def every(topology: Topology, num_steps: int, delay: int = 0) -> Schedule:
-    """An exchange of whole models in each H-th step, taken in turn from a topology.
+    """An exchange of whole models every H steps, taken in turn from a topology.
 
-    With delay 0 the r-th round, from 0 on, is at the end of step r H + H - 1. Else it
-    begins before step r H; the first then sends the initial models. With H = 1 these
-    are the steps of `atc_step` (delay 0) and `awc_step` (delay 1).
+    With delay 0 round r (from 0) is at the end of step r H + H - 1. Otherwise it begins
+    before step r H; the first then sends the initial models. With H = 1 these are the
+    steps of `atc_step` (delay 0) and `awc_step` (delay 1).
 
     Args:
       topology: exchanges of the rounds.
@@ -221,11 +221,11 @@ def in_fragments(
     fragments: Sequence[Sequence[int]],
     delay: int = 1,
 ) -> Schedule:
-    """Exchanges of parts of the model, each in each H-th step, spread over the steps.
+    """Exchanges of parts of the model, each every H steps, spread over the steps.
 
     Of P fragments the p-th begins floor(p H / P) steps after the first, which first
-    sends the initial model. Leaves that no fragment names stay at home: each worker
-    trains its own.
+    sends the initial model. Leaves in no fragment are not sent: each worker trains its
+    own.
 
     Args:
       topology: exchanges of a fragment's rounds, taken in turn.
@@ -234,7 +234,7 @@ def in_fragments(
       delay: steps until a round is merged.
 
     Raises:
-      ValueError: if H is less than the number of fragments, a fragment has no leaf, or
+      ValueError: if H is less than the number of fragments, a fragment is empty, or
         the delay is longer than H.
 
     Examples:
@@ -248,7 +248,7 @@ def in_fragments(
     count = len(fragments)
     if not 1 <= count <= num_steps:
         raise ValueError(
-            f"each fragment needs a step of its own: {num_steps} steps can have 1 to "
+            f"each fragment needs a separate step: {num_steps} steps can have 1 to "
             f"{num_steps} fragments, got {count}"
         )
     begins = {part * num_steps // count: tuple(x) for part, x in enumerate(fragments)}
@@ -267,12 +267,12 @@ def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]
     A leaf belongs to the fragment in which its middle lies.
 
     Args:
-      sizes: size of each leaf, in the order of `jax.tree.leaves`; 0 for one that is no
-        float, and never travels.
+      sizes: size of each leaf, in the order of `jax.tree.leaves`; 0 for a leaf that is
+        not float, and never sent.
       num_fragments: P.
 
     Raises:
-      ValueError: if no leaf falls into a fragment.
+      ValueError: if a fragment gets no leaf.
 
     Examples:
       >>> from decentjax import schedule
@@ -281,7 +281,7 @@ def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]
     """
     if num_fragments < 1 or not sum(sizes):
         raise ValueError(
-            "wanted leaves to cut into at least 1 fragment, got "
+            "wanted leaves to split into at least 1 fragment, got "
             f"{len(sizes)} leaves and {num_fragments} fragments"
         )
     ends = np.cumsum(sizes)
@@ -293,7 +293,7 @@ def cut_leaves(sizes: Sequence[int], num_fragments: int) -> list[tuple[int, ...]
         raise ValueError(
             f"no leaf falls into the fragments {empty} of {num_fragments}: the largest "
             f"of the {len(sizes)} leaves has {max(sizes) / ends[-1]:.0%} of the model; "
-            "take fewer fragments"
+            "use fewer fragments"
         )
     return found
 

@@ -1,4 +1,4 @@
-"""What a worker carries from step to step, and how all begin."""
+"""The state of a worker, and the initial state of all."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ AXIS = "workers"
 
 
 class WorkerState(NamedTuple):
-    """What one worker carries from step to step; stacked, each leaf is [N, ...]."""
+    """The state of one worker between steps; stacked, each leaf is [N, ...]."""
 
     params: Any
     opt_state: Any
@@ -25,12 +25,12 @@ class WorkerState(NamedTuple):
 class DecentralizeState(NamedTuple):
     """State of `decentralize`.
 
-    It is defined here, below `decentralize`, for the local update to recognise it.
+    Defined here, below `decentralize`, so that the local update can recognise it.
     """
 
     count: jax.Array  # int32, []; number of steps done
     inner_state: optax.OptState
-    extra: Any = ()  # of rounds, what they carry
+    extra: Any = ()  # state of the rounds, if any
 
 
 def init_state(
@@ -42,25 +42,25 @@ def init_state(
     workers: Sequence[int] | None = None,
     extra: Any = (),
 ) -> WorkerState:
-    """The first state: one model for all workers, and a random key for each.
+    """Returns the initial state: one model for all workers, and a random key for each.
 
     Args:
       params: one model.
       optimizer: the optimizer, initialised for each worker.
       key: random key, split among the workers.
       num_workers: N.
-      model_state: model state of one model; each worker gets a random key of its own
-        from each random key in it.
-      workers: numbers of the workers to make, as `local_workers(mesh)` in a job of
-        several processes; by default all.
+      model_state: model state of one model; random keys in it are split among the
+        workers.
+      workers: numbers of the workers to initialise, as `local_workers(mesh)` in a job
+        of several processes; by default all.
       extra: the algorithm's own state of one worker.
 
     Returns:
       The stacked state, each leaf [N, ...].
 
     Raises:
-      TypeError: if `optimizer` is no optimizer, or `key` no key.
-      ValueError: if there is no such worker, or the model has no leaf.
+      TypeError: if `optimizer` is not an optimizer, or `key` not a random key.
+      ValueError: if a worker does not exist, or the model has no leaf.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -88,10 +88,10 @@ def init_state(
     def repeat(x: Any) -> jax.Array:
         return jnp.repeat(jnp.asarray(x)[None], len(keys), axis=0)
 
-    # Counts of draws beside a key, as of flax NNX, may look as one in the old form.
+    # Counts of draws next to a key, as of flax NNX, may look like a raw key.
     has_typed = any(map(is_typed_key, jax.tree.leaves(model_state)))
 
-    # With one key all workers would drop the same units, and add the same noise.
+    # With the same key all workers would drop the same units and add the same noise.
     def repeat_or_split(x: Any) -> jax.Array:
         if not (is_typed_key if has_typed else is_key)(x):
             return repeat(x)
@@ -103,14 +103,14 @@ def init_state(
     params, extra = jax.tree.map(repeat, (params, extra))
     model_state = jax.tree.map(repeat_or_split, model_state)
     opt_state = jax.vmap(init_optimizer)(params, numbers)
-    # Some optimizers keep the params themselves, and a buffer is donated only once.
+    # Some optimizers keep the params themselves, but a buffer is donated only once.
     opt_state = jax.tree.map(lambda x: x.copy(), opt_state)
     return WorkerState(params, opt_state, model_state, keys, extra)
 
 
 def check_optimizer(optimizer: Any) -> None:
-    """Raises a TypeError unless this is an optimizer, and not the function of one."""
-    # By its methods: optax.MultiSteps is no GradientTransformation.
+    """Raises a TypeError unless this is an optimizer, rather than a function of one."""
+    # By its methods: optax.MultiSteps is not a GradientTransformation.
     if not all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         got = getattr(optimizer, "__name__", type(optimizer).__name__)
         raise TypeError(

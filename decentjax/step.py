@@ -19,7 +19,7 @@ from decentjax.mixing import mix as mix_over
 from decentjax.state import AXIS, WorkerState
 
 Mix = Callable[[Any, Exchange], Any]
-"""(params, exchange) to the mixed params; `mix` with its other arguments bound."""
+"""Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""
 
 mix_workers: Mix = functools.partial(mix_over, axis_name=AXIS)
 
@@ -27,7 +27,7 @@ mix_workers: Mix = functools.partial(mix_over, axis_name=AXIS)
 class Step(Protocol):
     """The step of one worker, as `awc_step` with its keywords bound.
 
-    It takes an exchange, or another static value that says what the step sends.
+    It takes an exchange, or another static value that defines what the step sends.
     """
 
     def __call__(
@@ -47,8 +47,8 @@ def awc_step(
 
     The gradient waits for no message, and no message for the gradient. A GPU or TPU
     compiler therefore runs the exchange beside the forward and the backward pass. On
-    CPU no compiler does: use `decentjax.gossip` there. Weight decay is taken from the
-    mixed model.
+    CPU no compiler does: use `decentjax.gossip` there. Weight decay uses the mixed
+    model.
 
     Args:
       state: this worker's state.
@@ -80,7 +80,8 @@ def awc_step(
     # The barrier has two effects. GPU compilers let a message arrive just before its
     # first use: with the barrier that is before the first update, so the last messages
     # overlap the backward pass too. And without it a sum that is fused with the update
-    # may be contracted, which rounds differently from an exchange in its own program.
+    # may be contracted, which rounds differently from an exchange in a separate
+    # program.
     opt_state = average_own_models(state.opt_state, lambda z: mix(z, exchange))
     mixed = lax.optimization_barrier(mix(state.params, exchange))
     return adapt(state._replace(opt_state=opt_state), batch, mixed)
@@ -120,14 +121,14 @@ def all_reduce_step(
 ) -> tuple[WorkerState, Metrics]:
     """The baseline: `x <- x + update(1/N sum_j grad f_j(x))`, one x on all workers.
 
-    The optimizer is given the mean loss, and its random numbers are the same on all
+    The optimizer gets the mean loss, and its random numbers are the same on all
     workers. Each worker counts once, whatever the weight of its loss.
 
     Args:
       state: this worker's state.
       batch: this worker's batch.
       exchange: ignored; the mean is over all workers in every step.
-      adapt: the local update, of whose two halves the mean is in between.
+      adapt: the local update; the mean is taken between its two halves.
 
     Returns:
       As `awc_step`.

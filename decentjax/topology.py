@@ -1,7 +1,7 @@
-"""Topologies: the graphs of the papers, as exchanges taken in turn.
+"""Topologies: published graphs, as exchanges taken in turn.
 
-Each is a function of the number of workers. A config of `train` can name each function
-that takes `num_workers` and returns a `Topology`. Nothing here imports jax.
+Each is a function of the number of workers. A config of `train` can name any function
+that takes `num_workers` and returns a `Topology`. This module does not import jax.
 """
 
 import dataclasses
@@ -13,14 +13,14 @@ import numpy as np
 from decentjax._base_k import Edges, base_k_rounds
 from decentjax._birkhoff import birkhoff
 
-# "as" makes a name public to type checkers, for all who import it from here.
+# "as" re-exports a name for type checkers.
 from decentjax.exchange import Exchange as Exchange
 from decentjax.exchange import Groups as Groups
 from decentjax.exchange import Permutations as Permutations
 from decentjax.exchange import Topology as Topology
 from decentjax.exchange import apply, check_topology, check_whole, count_nodes
 
-TOLERANCE = 1e-6  # Largest error of the sums and entries of a given matrix.
+TOLERANCE = 1e-6  # Largest error in the sums and entries of a given matrix.
 
 
 def complete(num_workers: int) -> Topology:
@@ -111,8 +111,8 @@ def k_peer_exponential(num_workers: int, degree: int) -> Topology:
     Exchange t has the hops `2^(t mod L), 2^((t + 1) mod L), ...` with L = ceil(log2 N),
     all weights `1 / (degree + 1)`. Directed; with one peer `one_peer_exponential`.
 
-    SGP divides each model by a push-sum weight, `w <- W w` from `w = 1`. Where all
-    workers are in step it stays 1, as W is doubly stochastic: SGP is then `atc_step` on
+    SGP divides each model by a push-sum weight, `w <- W w` from `w = 1`. If all workers
+    are in lockstep it stays 1, as W is doubly stochastic: SGP is then `atc_step` on
     this graph, and `awc_step` sends the same messages beside the gradient.
 
     Args:
@@ -165,7 +165,7 @@ def hypercube(num_workers: int) -> Topology:
 
 
 def alternating_exponential_ring(num_workers: int, workers_per_node: int) -> Topology:
-    """Pairs of nodes average jointly while the other nodes average inside (AER).
+    """Pairs of nodes average jointly while the other nodes average internally (AER).
 
     The nodes of a pair differ in bit 0, 1, 2, ... of their number. Half of each bit's
     pairs exchange in the first of two steps and half in the second, so a node uses its
@@ -185,7 +185,7 @@ def alternating_exponential_ring(num_workers: int, workers_per_node: int) -> Top
     name = "alternating_exponential_ring"
     _check_power_of_two(name, "num_workers / workers_per_node", num_nodes)
     # 8 nodes, bit 0: the pairs 0-1, 2-3, 4-5, 6-7; first 2-3 and 6-7, then the others.
-    # Two nodes have one pair: it rests in the first step.
+    # Two nodes have one pair: it is idle in the first step.
     pairs = [_across(num_nodes, hop) for hop in _hops(num_nodes)]
     halves = [half for of_bit in pairs for half in (of_bit[1::2], of_bit[::2])]
     rounds = (_pairs(num_nodes, half) for half in halves)
@@ -196,8 +196,8 @@ def torus(num_workers: int) -> Topology:
     """Averages with the four neighbours on the squarest 2-D torus, 1/5 each.
 
     Needs a num_workers that is a product of two numbers above one. On a side of two
-    both directions lead to one neighbour, which counts once: 1/4 each, and 1/3 of four
-    workers.
+    both directions lead to the same neighbour, which counts once: 1/4 each, and 1/3
+    each for four workers.
 
     Examples:
       >>> from decentjax import topology
@@ -235,7 +235,7 @@ def star(num_workers: int) -> Topology:
     Source: Metropolis-Hastings weights, 1 / (1 + max(degree_i, degree_j)).
     """
     _check_positive(num_workers)
-    # Of these N permutations worker i keeps its model in N - 1, and worker 0 in one.
+    # In N - 1 of these N permutations worker i keeps its model, and worker 0 in one.
     swaps = [_swapped(num_workers, [(0, i)]) for i in range(1, num_workers)]
     sources = (tuple(range(num_workers)), *swaps)
     return _topology("star", Permutations(sources, (1 / num_workers,) * num_workers))
@@ -271,8 +271,8 @@ def butterfly_groups(num_workers: int, group_size: int | None = None) -> Topolog
 
     Args:
       num_workers: N, a power of two.
-      group_size: S, a power of two from 2 to N; by default the smallest from sqrt(N)
-        on, with which two exchanges are exact. The paper has S = sqrt(N).
+      group_size: S, a power of two from 2 to N; by default the smallest that is at
+        least sqrt(N), with which two exchanges are exact. The paper has S = sqrt(N).
 
     Examples:
       >>> from decentjax import topology
@@ -307,7 +307,7 @@ def butterfly_groups(num_workers: int, group_size: int | None = None) -> Topolog
 
 
 def default_group_size(num_workers: int) -> int:
-    """Returns the size of the groups of `butterfly_groups`, if none is given.
+    """Returns the default group size of `butterfly_groups`.
 
     Examples:
       >>> from decentjax import topology
@@ -320,7 +320,7 @@ def default_group_size(num_workers: int) -> int:
 def butterfly_hops(num_workers: int, group_size: int, step: int) -> list[int]:
     """Returns the distances in a group of `butterfly_groups`: partner = i XOR hop.
 
-    A group's members meet, each with one partner at a time, in log2(group_size) hops.
+    The members of a group exchange in pairs, in log2(group_size) hops.
 
     Examples:
       >>> from decentjax import topology
@@ -332,7 +332,7 @@ def butterfly_hops(num_workers: int, group_size: int, step: int) -> list[int]:
 
 
 def random_matching(num_workers: int, period: int, seed: int) -> Topology:
-    """Swaps in random pairs, 1/2 each; of an odd number of workers one rests.
+    """Swaps in random pairs, 1/2 each; with an odd number of workers one is idle.
 
     Args:
       num_workers: N.
@@ -402,15 +402,15 @@ def hierarchical(
     _check_positive(num_workers)
     if not callable(between):
         raise TypeError(
-            "hierarchical needs as between a function from a number of nodes to a "
+            "hierarchical needs as `between` a function from a number of nodes to a "
             f"topology, such as topology.ring, got {type(between).__name__}"
         )
     nodes = between(count_nodes(num_workers, workers_per_node))
-    # An exchange has one level of nodes, and one factor for all that it mixes.
+    # An exchange has one level of nodes, and a single factor.
     for exchange in nodes:
         if exchange.workers_per_node != 1 or exchange.factor != 1:
             raise ValueError(
-                "hierarchical needs a topology without nodes or damping of its own "
+                "hierarchical needs a topology without nodes or damping "
                 f"between the nodes (damp the result instead), got {nodes.name}"
             )
     rounds = (exchange.between for exchange in nodes)
@@ -419,7 +419,7 @@ def hierarchical(
 
 
 def alone(num_workers: int) -> Topology:
-    """No worker sends anything; as `between` of `hierarchical`, only inside nodes.
+    """No communication; as `between` of `hierarchical`, only inside nodes.
 
     Examples:
       >>> from decentjax import topology
@@ -441,9 +441,8 @@ def from_matrix(matrix: np.ndarray | Sequence, name: str = "from_matrix") -> Top
       matrix: float [N, N], doubly stochastic to 1e-6, as from `matrices`.
       name: name to print.
 
-    Raises:
-      ValueError: if the matrix is not doubly stochastic, or no exchange is within 1e-6
-        of it.
+    Raises: ValueError: if the matrix is not doubly stochastic, or no exchange is within
+    1e-6 of it.
 
     Examples:
       >>> from decentjax import topology
@@ -508,7 +507,7 @@ def with_mean_every(topology: Topology, period: int) -> Topology:
 def matrices(topology: Topology) -> np.ndarray:
     """Returns the mixing matrices, float64, shape [period, N, N].
 
-    Row i says what worker i ends up with: `x_i <- sum_j W[i, j] x_j`.
+    Row i gives the new model of worker i: `x_i <- sum_j W[i, j] x_j`.
 
     Examples:
       >>> from decentjax import topology
@@ -535,13 +534,13 @@ def _circulant(num_workers: int, shifts: Sequence[int]) -> Permutations:
 
 
 def _equal(sources: Iterable[Sequence[int]]) -> Permutations:
-    """The permutations with equal weights, one that is given twice once."""
+    """The permutations with equal weights; duplicates count once."""
     distinct = tuple(dict.fromkeys(map(tuple, sources)))
     return Permutations(distinct, (1 / len(distinct),) * len(distinct))
 
 
 def _pairs(num_workers: int, pairs: Sequence[tuple[int, int]]) -> Permutations:
-    """The two of each pair end up with their mean; workers in no pair rest."""
+    """Both workers of a pair end up with their mean; workers in no pair are idle."""
     sources = (tuple(range(num_workers)), _swapped(num_workers, pairs))
     return Permutations(sources, (0.5, 0.5))
 
@@ -554,23 +553,23 @@ def _swapped(num_workers: int, pairs: Sequence[tuple[int, int]]) -> tuple[int, .
 
 
 def _hops(num_workers: int) -> list[int]:
-    """1, 2, 4, ..., those below the number of workers."""
+    """1, 2, 4, ... below the number of workers."""
     return [2**bit for bit in range((num_workers - 1).bit_length())]
 
 
 def _across(num_workers: int, hop: int) -> list[tuple[int, int]]:
-    """The pairs of workers whose numbers differ in the bit of value `hop` alone."""
+    """The pairs of workers whose numbers differ only in the bit of value `hop`."""
     return [(i, i | hop) for i in range(num_workers) if not i & hop]
 
 
 def _check_doubly_stochastic(matrix: np.ndarray) -> None:
     if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1] or not matrix.size:
-        raise ValueError(f"a mixing matrix is square, got shape {matrix.shape}")
+        raise ValueError(f"a mixing matrix must be square, got shape {matrix.shape}")
     wrong = np.argwhere(~(np.isfinite(matrix) & (matrix >= 0)))
     if len(wrong):
         i, j = wrong[0].tolist()
         raise ValueError(
-            "a mixing matrix is finite and has no negative entry, got "
+            "a mixing matrix must be finite without negative entries, got "
             f"{matrix[i, j]} at [{i}, {j}]"
         )
     for axis, line in ((1, "row"), (0, "column")):
@@ -578,8 +577,8 @@ def _check_doubly_stochastic(matrix: np.ndarray) -> None:
         worst = int(np.abs(sums - 1).argmax())
         if abs(sums[worst] - 1) > TOLERANCE:
             raise ValueError(
-                "a mixing matrix is doubly stochastic: each row and column sums to "
-                f"one, but {line} {worst} sums to {sums[worst]:.9g}"
+                "a mixing matrix must be doubly stochastic: each row and column sums "
+                f"to one, but {line} {worst} sums to {sums[worst]:.9g}"
             )
 
 
@@ -591,9 +590,9 @@ def _from_matrix(matrix: np.ndarray) -> Permutations:
     if away.max() > TOLERANCE:
         i, j = np.unravel_index(away.argmax(), away.shape)
         raise ValueError(
-            "a mixing matrix is doubly stochastic: rows and columns of this sum to "
-            f"one to {TOLERANCE}, but the nearest exchange along its edges is off by "
-            f"{away.max():.2g} at [{i}, {j}]; compute it in float64"
+            "a mixing matrix must be doubly stochastic: rows and columns of this sum "
+            f"to one to {TOLERANCE}, but the nearest exchange along its edges is off "
+            f"by {away.max():.2g} at [{i}, {j}]; compute it in float64"
         )
     return made
 
@@ -601,7 +600,7 @@ def _from_matrix(matrix: np.ndarray) -> Permutations:
 def _scaled(matrix: np.ndarray) -> np.ndarray:
     """Rows and columns divided by their sums in turn, until these are one to 1e-12."""
     # Converges geometrically, unless the weight of an edge has to go to 0: the check of
-    # the entries refuses what error is left then.
+    # the entries then rejects the remaining error.
     for turn in range(200):
         if np.abs(matrix.sum(0) - 1).max() < 1e-12 > np.abs(matrix.sum(1) - 1).max():
             break
@@ -610,14 +609,14 @@ def _scaled(matrix: np.ndarray) -> np.ndarray:
 
 
 def _from_edges(num_workers: int, edges: Edges) -> Permutations | Groups:
-    """The exchange of undirected weighted edges; a mean over groups where it is one."""
+    """The exchange of undirected weighted edges; a mean over groups if it is one."""
     matrix = np.eye(num_workers)
     for i, j, weight in edges:
         matrix[[i, j], [j, i]] += weight
         matrix[[i, j], [i, j]] -= weight
     matrix = np.where(matrix < 1e-12, 0, matrix)
     # A symmetric projection with equally many entries in each row is a mean over
-    # groups. Of two workers it stays a swap, one message instead of two collectives.
+    # groups. For two workers it stays a swap, one message instead of two collectives.
     peers = (matrix > 0).sum(1)
     if peers.min() == peers.max() > 2 and np.allclose(matrix @ matrix, matrix):
         groups = {tuple(np.flatnonzero(row).tolist()) for row in matrix}

@@ -6,8 +6,8 @@ Lines are lines of code, without docstrings, comments and blank ones.
 import ast
 import io
 import tokenize
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -39,6 +39,30 @@ def main() -> None:
     for path, count in long.items():
         print(f"  {count:6} {path}")
     _print_functions(program, lines)
+    for what, found in (("class", classes(program)), ("file", file_names(program))):
+        same = {name: places for name, places in found.items() if len(places) > 1}
+        print(f"{what} names that several have: {len(same)}")
+        for name, places in sorted(same.items()):
+            print(f"  {name:24} {' '.join(places)}")
+
+
+def classes(program: dict[Path, ast.Module]) -> dict[str, list[str]]:
+    """Returns the files that define a class of each name."""
+    found = defaultdict[str, list[str]](list)
+    for path, tree in program.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                found[node.name].append(str(path))
+    return found
+
+
+def file_names(program: Iterable[Path]) -> dict[str, list[str]]:
+    """Returns the files of each name, without those that Python gives a meaning."""
+    found = defaultdict[str, list[str]](list)
+    for path in program:
+        if path.stem not in ("__init__", "__main__"):
+            found[path.name].append(str(path))
+    return found
 
 
 def _with_config(tree: ast.Module) -> Iterator[Function]:

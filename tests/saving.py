@@ -7,7 +7,7 @@ import line
 import numpy as np
 
 from decentjax import WorkerState
-from train.store.checkpoint import Checkpoints, find_checkpoints
+from train.store.checkpoints import Checkpoints, find_checkpoints
 
 
 def state_of(step: int) -> WorkerState:

@@ -19,7 +19,7 @@ from decentjax.runtime import Cluster
 from train.advise import __main__ as program
 from train.advise import measure
 from train.advise.rank import Prediction, advise, fitting
-from train.advise.rounds import CODECS, EVERY
+from train.advise.rounds_advice import CODECS, EVERY
 from train.cli.sections import kind_of
 from train.config import TopologyConfig, WorkersConfig
 

@@ -14,7 +14,8 @@ from decentjax import runtime
 from decentjax.runtime import Cluster, Job
 from train.advise.__main__ import main as advise
 from train.advise.advice_report import say_race
-from train.advise.race import (
+from train.advise.setting import Setting
+from train.advise.time_to_loss import (
     Contender,
     finishes,
     flags_of,
@@ -22,7 +23,6 @@ from train.advise.race import (
     step_seconds,
     turns,
 )
-from train.advise.setting import Setting
 from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS

@@ -9,7 +9,7 @@ import tyro
 from decentjax import runtime
 from decentjax.runtime import Cluster, Job
 from train.advise.__main__ import main
-from train.advise.rounds import CODECS, MOST_ENCODED, RoundsRow, compare_rounds
+from train.advise.rounds_advice import CODECS, MOST_ENCODED, RoundsRow, compare_rounds
 from train.advise.setting import Setting
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS

@@ -19,14 +19,14 @@ from test_emulate import needs_root, processes_with
 from benches.__main__ import main as bench_main
 from benches.race.contestants import (
     Contestant,
-    Graph,
+    GraphName,
     Scheme,
     all_contestants,
     graph_of,
 )
 from benches.race.race_figure import draw_race
 from benches.race.race_report import Timing, bars, link_seconds, table
-from benches.race.turns import Load, Turn, serve
+from benches.race.turns import Load, WorkerTurn, serve
 from benches.runner import Runner
 from train.job.namespaces import EmulatedCluster
 
@@ -158,24 +158,24 @@ def worker(marker: str, rank: int) -> int:
         ((Scheme.TORCH_COMPUTE,), 4, 1, None),
         ((Scheme.ALL_REDUCE,), 4, 1, 2 * 3 / 4),
         ((Scheme.DDP,), 4, 2, 2 * 7 / 8),
-        ((Scheme.EXCHANGE, Graph.RING), 4, 1, 1),
-        ((Scheme.PEERS, Graph.RING), 4, 1, 1),
-        ((Scheme.PEERS_EXCHANGE, Graph.RING), 5, 1, 2),
+        ((Scheme.EXCHANGE, GraphName.RING), 4, 1, 1),
+        ((Scheme.PEERS, GraphName.RING), 4, 1, 1),
+        ((Scheme.PEERS_EXCHANGE, GraphName.RING), 5, 1, 2),
         # A newer model replaces one that was not sent.
-        ((Scheme.NO_WAIT, Graph.RING), 4, 1, None),
+        ((Scheme.NO_WAIT, GraphName.RING), 4, 1, None),
         (
-            (Scheme.IN_STEP, Graph.RING),
+            (Scheme.IN_STEP, GraphName.RING),
             3,
             1,
             2,
         ),  # To both neighbours, as there are no pairs.
-        ((Scheme.IN_STEP, Graph.NODES), 3, 2, 2),
-        ((Scheme.DECENT_DP, Graph.EXPONENTIAL), 4, 1, 1),
-        ((Scheme.IN_STEP, Graph.COMPLETE), 4, 1, 2 * 3 / 4),
-        ((Scheme.BACKGROUND, Graph.NODES), 4, 2, 1),
+        ((Scheme.IN_STEP, GraphName.NODES), 3, 2, 2),
+        ((Scheme.DECENT_DP, GraphName.EXPONENTIAL), 4, 1, 1),
+        ((Scheme.IN_STEP, GraphName.COMPLETE), 4, 1, 2 * 3 / 4),
+        ((Scheme.BACKGROUND, GraphName.NODES), 4, 2, 1),
         # A node's link is busy every other step.
-        ((Scheme.BACKGROUND, Graph.AER), 4, 2, 1 / 2),
-        ((Scheme.DECENT_DP, Graph.AER), 4, 2, 1 / 2),
+        ((Scheme.BACKGROUND, GraphName.AER), 4, 2, 1 / 2),
+        ((Scheme.DECENT_DP, GraphName.AER), 4, 2, 1 / 2),
     ],
 )
 def test_bytes_over_rate_are_those_of_the_busiest_link(
@@ -190,13 +190,13 @@ def test_bytes_over_rate_are_those_of_the_busiest_link(
     ("contestant", "numbers"),
     [
         ((Scheme.COMPUTE,), {1, 2, 3, 4, 5, 6}),
-        ((Scheme.IN_STEP, Graph.RING), {1, 2, 3, 4, 5, 6}),
-        ((Scheme.IN_STEP, Graph.EXPONENTIAL), {1, 2, 3, 4, 5, 6}),
-        ((Scheme.IN_STEP, Graph.AER), {1, 2, 4}),
-        ((Scheme.DECENT_DP, Graph.RING), {2, 4, 6}),
-        ((Scheme.DECENT_DP, Graph.EXPONENTIAL), {1, 2, 4}),
-        ((Scheme.DECENT_DP, Graph.AER), {1, 2, 4}),
-        ((Scheme.DECENT_DP, Graph.COMPLETE), {1, 2, 3, 4, 5, 6}),
+        ((Scheme.IN_STEP, GraphName.RING), {1, 2, 3, 4, 5, 6}),
+        ((Scheme.IN_STEP, GraphName.EXPONENTIAL), {1, 2, 3, 4, 5, 6}),
+        ((Scheme.IN_STEP, GraphName.AER), {1, 2, 4}),
+        ((Scheme.DECENT_DP, GraphName.RING), {2, 4, 6}),
+        ((Scheme.DECENT_DP, GraphName.EXPONENTIAL), {1, 2, 4}),
+        ((Scheme.DECENT_DP, GraphName.AER), {1, 2, 4}),
+        ((Scheme.DECENT_DP, GraphName.COMPLETE), {1, 2, 3, 4, 5, 6}),
     ],
 )
 def test_a_graph_races_where_it_is_defined(contestant, numbers):
@@ -222,21 +222,21 @@ def test_contestants_have_the_names_that_only_matches():
     assert alone[-3:] == [
         f"Decent-DP: {x}" for x in ("ring", "one-peer-exp", "complete")
     ]
-    late = Contestant(Scheme.DECENT_DP, Graph.RING, straggler=True)
+    late = Contestant(Scheme.DECENT_DP, GraphName.RING, straggler=True)
     assert str(late) == "Decent-DP: ring with a straggler"
 
 
-ON_RING = Contestant(Scheme.BACKGROUND, Graph.RING)
+ON_RING = Contestant(Scheme.BACKGROUND, GraphName.RING)
 TIMINGS = [
     Timing(Contestant(Scheme.COMPUTE), [1.0]),
     Timing(Contestant(Scheme.ALL_REDUCE), [3.0]),
-    Timing(Contestant(Scheme.EXCHANGE, Graph.RING), [2.0]),
+    Timing(Contestant(Scheme.EXCHANGE, GraphName.RING), [2.0]),
     Timing(ON_RING, [2.3, 2.1, 2.2]),
-    Timing(Contestant(Scheme.PEERS_EXCHANGE, Graph.RING), [1.5]),
-    Timing(Contestant(Scheme.PEERS, Graph.RING), [1.8]),
-    Timing(Contestant(Scheme.NO_WAIT, Graph.RING), [1.2]),
+    Timing(Contestant(Scheme.PEERS_EXCHANGE, GraphName.RING), [1.5]),
+    Timing(Contestant(Scheme.PEERS, GraphName.RING), [1.8]),
+    Timing(Contestant(Scheme.NO_WAIT, GraphName.RING), [1.2]),
     Timing(Contestant(Scheme.DDP), [2.0]),
-    Timing(Contestant(Scheme.DECENT_DP, Graph.RING), [4.4]),
+    Timing(Contestant(Scheme.DECENT_DP, GraphName.RING), [4.4]),
     Timing(ON_RING._replace(straggler=True), [2.45]),
 ]
 
@@ -253,8 +253,8 @@ def test_warmup_does_not_count_and_each_worker_is_late_in_turn(monkeypatch):
 
     driver, worker = Pipe()
     driver.send(load)
-    driver.send(Turn(alone, warmup=2, steps=3))
-    driver.send(Turn(alone, warmup=0, steps=4, straggler=0.2))
+    driver.send(WorkerTurn(alone, warmup=2, steps=3))
+    driver.send(WorkerTurn(alone, warmup=0, steps=4, straggler=0.2))
     server = Thread(target=serve, args=(worker, make))
     server.start()
     measured, late = driver.recv(), driver.recv()

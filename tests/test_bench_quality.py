@@ -15,12 +15,12 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
+from benches.quality.compared import ALL_REDUCE, DDP, METHODS, RING
 from benches.quality.curves import Curve, best, first_at, until
-from benches.quality.methods import ALL_REDUCE, DDP, METHODS, RING
 from benches.quality.quality import Quality, find_pair, in_time
 from benches.quality.quality_figure import draw_quality
-from benches.quality.quality_report import Race, panels, tables
-from benches.quality.seconds import Setting
+from benches.quality.quality_report import QualityResults, panels, tables
+from benches.quality.seconds import NetworkSetting
 from train.cli.load import load_config
 
 FALLING = Curve(40, (10, 20, 30, 40), (4.0, 3.0, 2.5, 2.0))
@@ -78,7 +78,7 @@ SLOW = {"DiLoCo": 0.32, "DAdamW": 4.0}
 WAGMA_RATE = {"WAGMA": "1e-2"}
 
 
-def race(**changes) -> Race:
+def race(**changes) -> QualityResults:
     never = FALLING._replace(losses=(4.0, 3.0, 2.5, 2.1))
     fast, slow = "1gbit", "10mbit with a straggler"
     parts = {
@@ -102,7 +102,7 @@ def race(**changes) -> Race:
             )
         },
     }
-    return Race(**(parts | changes))
+    return QualityResults(**(parts | changes))
 
 
 def test_the_table_has_ratios_to_ddp_and_says_who_never_arrives():
@@ -196,7 +196,7 @@ def test_a_rate_at_the_edge_is_marked():
 def test_a_whole_run_may_have_a_straggler():
     settings = Quality().settings
     found = find_pair("peers at 200mbit with a straggler", settings)
-    assert found == (METHODS[-1], Setting("200mbit", True))
+    assert found == (METHODS[-1], NetworkSetting("200mbit", True))
 
 
 def test_every_method_has_a_config_of_one_model_and_data():
@@ -211,7 +211,7 @@ def test_pytorch_has_the_loss_of_jax():
     import jax
     import torch
 
-    from benches.quality.torch_gpt import GPT, named
+    from benches.quality.torch_gpt import TorchGPT, named
 
     config = load_config(Path(RING))
     task = config.task.build()
@@ -223,7 +223,7 @@ def test_pytorch_has_the_loss_of_jax():
         return task.loss_fn(params, model_state, windows, key)[0]
 
     loss, gradient = jax.value_and_grad(loss_fn)(params)
-    model = GPT(config.task.model, named(params))
+    model = TorchGPT(config.task.model, named(params))
     found = model(torch.from_numpy(np.asarray(windows, np.int64)))
     found.backward()
     assert found.item() == pytest.approx(float(loss), rel=1e-5)

@@ -13,16 +13,16 @@ from test_emulate import needs_root
 from train.chaos import jobs
 from train.chaos.__main__ import main, separated
 from train.chaos.faults import FAULTS, Bench
-from train.chaos.jobs import BrokenError, Job, arrays, module, saved
+from train.chaos.jobs import BrokenError, JobUnderTest, arrays, module, saved
 from train.figures.members_figure import draw_members, lives, spans
 from train.report import write_report
 from train.run.history import History
 from train.run.loop import train
-from train.store.checkpoint import find_checkpoints
+from train.store.checkpoints import find_checkpoints
 
 
 def run_python(code, tmp_path):
-    return Job([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt")
+    return JobUnderTest([sys.executable, "-c", code], tmp_path, tmp_path / "log.txt")
 
 
 def test_a_job_that_hangs_or_ends_otherwise_is_noticed(tmp_path):

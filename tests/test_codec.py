@@ -454,11 +454,11 @@ def test_a_complex_leaf_is_not_encoded():
         (lambda: codec.top_k(0.0), r"share that is sent must be in \(0, 1\]"),
         (lambda: error_feedback(codec.int8(), keep=2.0), r"keep must be in \[0, 1\]"),
         (lambda: copies(codec.int8(), step=0.0), "step in"),
-        (lambda: error_feedback(codec.int2()), "int2 .* keeps 0.5 .* take copies on a"),
+        (lambda: error_feedback(codec.int2()), "int2 .* keeps 0.5 .* use copies on a"),
         (lambda: error_feedback(codec.top_k(0.1)), "keeps 0.1 .* drift with an outer"),
         (lambda: error_feedback(codec.top_k(0.7), step=0.1), "keeps 0.7 .* needs 0.75"),
         (lambda: error_feedback(UNKNOWN), "mine keeps 0 of a number"),
-        (lambda: copies(UNKNOWN), "mine does not say what it keeps"),
+        (lambda: copies(UNKNOWN), "mine does not state what it keeps"),
         (
             lambda: decentralize_rounds(
                 optax.sgd(1.0), lossy(methods.local_sgd(RING, 2)), "workers", "bfloat16"
@@ -471,7 +471,7 @@ def test_a_complex_leaf_is_not_encoded():
         ),
         (lambda: lossy(methods.local_sgd(RING, 2), drift), "got drift without one"),
         (lambda: lossy(methods.diloco(4, 2)), "got error_feedback with one"),
-        (lambda: lossy(methods.noloco(4, 2), drift), "means of all models"),
+        (lambda: lossy(methods.noloco(4, 2), drift), "means over all workers"),
         (
             lambda: lossy(
                 methods.local_sgd(topology.hierarchical(4, 2, topology.ring), 2)

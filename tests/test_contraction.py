@@ -126,7 +126,7 @@ def test_models_come_as_close_as_the_codec_lets_them(one, floor, has_outliers):
 
 @pytest.mark.parametrize("one", [x for x in CODECS if x not in dict(OF_MODELS)])
 def test_codecs_with_which_models_would_part_are_refused(one):
-    with pytest.raises(ValueError, match=r"error_feedback needs 0.75.* take copies"):
+    with pytest.raises(ValueError, match=r"error_feedback needs 0.75.* use copies"):
         error_feedback(one)
 
 

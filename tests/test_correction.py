@@ -447,7 +447,7 @@ def test_quasi_global_momentum_may_be_last_in_a_chain():
 def test_a_correction_of_an_optimizer_that_skips_steps_is_refused():
     inner = optax.chain(optax.MultiSteps(optax.sgd(0.1), 2))
     with pytest.raises(
-        TypeError, match=r"never settles .* put optax.MultiSteps around"
+        TypeError, match=r"does not converge .* wrap optax.MultiSteps around"
     ):
         exact_diffusion(inner).init(jnp.zeros(2))
 

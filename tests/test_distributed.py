@@ -38,7 +38,7 @@ from train.launch import check_port
 from train.run.loop import train
 from train.run.resume import Resume
 from train.run.straggler import check_processes, delay_seconds
-from train.store.checkpoint import find_checkpoints
+from train.store.checkpoints import find_checkpoints
 from train.store.log import read_metrics
 from train.store.timeline import read_timelines
 

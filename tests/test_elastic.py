@@ -60,7 +60,7 @@ def test_a_step_has_one_view_of_who_lives():
     ("elastic", "options", "words"),
     [
         (Elastic(topology.ring), {"way": "swaps"}, 'needs the way "arrived"'),
-        (Elastic(topology.ring), {"patience": math.inf}, "a patience that ends"),
+        (Elastic(topology.ring), {"patience": math.inf}, "a finite patience"),
         (Elastic(topology.ring, quorum=4), {}, "quorum must be from 1 to 3"),
         (Elastic(topology.ring, quorum=0), {}, "quorum must be from 1 to 3"),
         (Elastic(topology.ring, silent_seconds=0), {}, "silent_seconds must be posit"),

@@ -20,7 +20,7 @@ from train.generate import generate
 from train.models.resnet import ResNetConfig
 from train.run.loop import train
 from train.run.scores import read_trained
-from train.store.checkpoint import read_models
+from train.store.checkpoints import read_models
 from train.store.log import read_metrics
 from train.tasks.digits import DigitsTask
 

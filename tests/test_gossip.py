@@ -628,7 +628,9 @@ def test_the_buffers_of_a_state_are_given_up_but_for_the_models():
     ids=["another_size", "another_axis", "a_larger_mesh"],
 )
 def test_a_mesh_of_other_axes_or_another_size_is_refused(mesh):
-    with pytest.raises(ValueError, match=r'axis "workers" alone, of .* 2 workers, got'):
+    with pytest.raises(
+        ValueError, match=r'only the axis "workers", of .* 2 workers, got'
+    ):
         gossip.Background(Case().bound(adapt), TWO, mesh())
 
 

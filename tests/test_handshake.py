@@ -104,7 +104,7 @@ def test_a_stranger_among_peers_changes_nothing_for_them(secret, tmp_path):
 
 
 def test_a_secret_is_long(tmp_path):
-    with pytest.raises(ValueError, match="at least 16 bytes, got 5: draw one by"):
+    with pytest.raises(ValueError, match="at least 16 bytes, got 5: generate one with"):
         party_of(tmp_path, [0], secret=b"short")
 
 

@@ -162,8 +162,8 @@ def test_a_script_finds_its_place(way, order, own, jobs):
         assert one["sum"] == sum(range(len(order)))
         assert one["threads"] >= (2 if len(one["own"]) == 1 else 8 * len(one["own"]))
         assert one["limit"] == (way != "alone")
-        late = "jax has used a device already, or this is the second call: call init"
-        joined = "this process has joined its job already: call initialize() once"
+        late = "jax has already used a device, or this is the second call: call init"
+        joined = "this process has already joined its job: call initialize() once"
         assert one["again"].startswith(late if way == "alone" else joined)
 
 
@@ -258,7 +258,7 @@ def test_a_second_job_at_the_address_is_refused(tmp_path):
 @pytest.mark.parametrize("call", [distributed.initialize, distributed.initialize_peer])
 def test_a_call_after_a_device_was_used_is_refused(call):
     jax.devices()
-    with pytest.raises(ValueError, match=r"jax has used a device already, or this"):
+    with pytest.raises(ValueError, match=r"jax has already used a device, or this"):
         call()
 
 
@@ -369,7 +369,7 @@ def test_loopback_is_known_in_each_form():
         (by_torchrun(0, 1, 9) | {"RANK": "-1"}, "RANK must be a whole number .* '-1'"),
         (
             by_slurm(1, 4, 9) | by_torchrun(0, 4, 9),
-            "RANK and WORLD_SIZE say process 0 of 4, and Slurm or Open MPI say process "
+            "RANK and WORLD_SIZE say process 0 of 4, but Slurm or Open MPI say process "
             "1 of 4: unset the former, or make them agree",
         ),
         (by_slurm(1, 4, 9) | {"SLURM_NTASKS": "x"}, "cannot find the other processes"),

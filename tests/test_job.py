@@ -177,7 +177,7 @@ def test_who_does_not_belong_is_refused_and_who_is_missing_is_named(tmp_path):
     time.sleep(1)  # Until process 1 has come.
     cases = [
         (1, 3, run_dir, "it has come before"),
-        (2, 2, run_dir, "it is one of 2 processes, here 3 meet"),
+        (2, 2, run_dir, "it is one of 2 processes, not of 3"),
         (2, 3, tmp_path / "b", "it does not see the run folder of process 0"),
         (2, 3, None, "it does not see the run folder of process 0"),
     ]
@@ -190,7 +190,7 @@ def test_who_does_not_belong_is_refused_and_who_is_missing_is_named(tmp_path):
     assert "missing 2 of 3: are all of them started" in host
     for number, _, _, why in cases:
         assert f"process {number} was refused: {why}" in host
-    assert "has ended, or not all processes have come within" in guest
+    assert "has ended, or not all processes joined within" in guest
 
 
 def test_a_process_that_has_left_may_come_again(tmp_path):

@@ -676,7 +676,7 @@ def test_a_tree_without_leaves_is_refused(average):
 
 
 def test_an_axis_that_is_not_mapped_is_named():
-    with pytest.raises(ValueError, match="where the axis 'workers' is mapped: call"):
+    with pytest.raises(ValueError, match="needs the mapped axis 'workers': call"):
         mix(jnp.ones(3), topology.ring(2)[0], AXIS)
 
 

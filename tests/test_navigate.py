@@ -45,7 +45,7 @@ from train.run.history import read_history
 from train.run.loop import train
 from train.run.resume import Resume
 from train.run.scores import read_trained
-from train.store.checkpoint import find_checkpoints
+from train.store.checkpoints import find_checkpoints
 from train.tasks import grid_world, navigate
 from train.tasks.grid_world import (
     NUM_ACTIONS,

@@ -142,7 +142,7 @@ def test_all_reduce_keeps_one_model_with_any_optimizer(name):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_an_optimizer_that_undoes_the_average_is_refused(name):
-    message = r"does not keep averaged models: .*; take another optimizer"
+    message = r"does not keep averaged models: .*; use another optimizer"
     optimizer = REFUSED[name]
     local = functools.partial(adapt, loss_fn=noisy, optimizer=optimizer)
     state = init_state(START, optimizer, jax.random.key(0), N)
@@ -283,7 +283,7 @@ def test_where_z_would_not_be_averaged_schedule_free_is_refused():
     extra = init_rounds(rounds, START)
     state = init_state(START, optimizer, jax.random.key(0), N, extra=extra)
     step = functools.partial(round_step, rounds=rounds, adapt=local)
-    message = "keeps a model z of its own, .* and {} averages the params alone"
+    message = "keeps a second model z, .* and {} averages only the params"
     with pytest.raises(TypeError, match=message.format("a round")):
         simulate(step, rounds.schedule).lower(state, DATA, 0)
     with (

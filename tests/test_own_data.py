@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 
 from train.config import Config
-from train.data.image_folder import read_image_folder
+from train.data.image_files import read_image_folder
 from train.data.vocabulary import train_vocabulary
 from train.models.gpt import GPTConfig
 from train.models.resnet import ResNetConfig

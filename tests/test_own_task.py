@@ -39,7 +39,7 @@ from train.run.loop import train
 from train.run.resume import Resume, saved_config, trained_by
 from train.run.scores import read_trained
 from train.run.trace import COLUMNS, check_batch, trace_task
-from train.store.checkpoint import find_checkpoints
+from train.store.checkpoints import find_checkpoints
 from train.tasks.shipped import is_shipped
 from train.tasks.stdlib import StdlibTask
 from train.tasks.task import Headline, Task
@@ -313,7 +313,7 @@ WRONG = {
     },
     "a metric loss": (
         with_loss(lambda loss, s, b: (loss, (s, {"loss": 2 * loss}))),
-        "returns a metric 'loss', as the loss itself is called: give it another name",
+        "returns a metric 'loss', the name of the loss itself: give it another name",
     ),
     "a model alone": (
         lambda whole: {"init": lambda key: whole.init(key)[0]},

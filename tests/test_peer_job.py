@@ -39,15 +39,15 @@ from train.config import (
     WorkersConfig,
 )
 from train.evaluate import evaluate
-from train.job.peers import address_of, peer_place, process_place
+from train.job.peer_place import address_of, peer_place, process_place
 from train.launch import are_peers, check_port
 from train.replay import replay
 from train.report import write_report
-from train.run import peers
+from train.run import peer_run
 from train.run.loop import train
 from train.run.optimizers import build_optimizer
 from train.run.scores import read_trained
-from train.store.checkpoint import find_checkpoints, read_models
+from train.store.checkpoints import find_checkpoints, read_models
 from train.store.log import read_metrics
 from train.study.replayed import repeat
 
@@ -193,7 +193,7 @@ def test_a_run_that_waited_for_nobody_is_repeated_from_its_tables(
     path = tmp_path / "process-0" / "used.csv"
     head, *rows = path.read_text().splitlines()
     path.write_text("\n".join([head, *(r for r in rows if not r.startswith("7,"))]))
-    with pytest.raises(ValueError, match="goes from step 6 to 8: it came back there"):
+    with pytest.raises(ValueError, match="goes from step 6 to 8: it rejoined there"):
         replay(tmp_path)
 
 
@@ -430,7 +430,7 @@ def test_a_process_alone_trains_and_when_started_again_goes_on(
     tmp_path, monkeypatch, capsys
 ):
     """By the same command: it takes its newest checkpoint."""
-    monkeypatch.setattr(peers, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(peer_run, "JOIN_SECONDS", 0.2)
     config = as_process(1, 4, num_steps=9)
     wanted = train(config, tmp_path).state
     assert "looks for peers" not in capsys.readouterr().out
@@ -450,7 +450,7 @@ def test_of_an_elastic_run_the_mean_is_of_who_was_there_to_the_end(
     tmp_path, monkeypatch, capsys
 ):
     """One has left early, and the place of another was never taken."""
-    monkeypatch.setattr(peers, "START_SECONDS", 0.2)
+    monkeypatch.setattr(peer_run, "START_SECONDS", 0.2)
     exchange = PeerExchange(elastic=True)
     for number, steps in ((0, 20), (1, 5)):
         train(as_process(number, 4, exchange=exchange, num_steps=steps), tmp_path)
@@ -472,7 +472,7 @@ def test_who_was_away_when_the_others_ended_goes_on_with_what_they_saved(
     tmp_path, monkeypatch, capsys
 ):
     """Else its model, which nobody has mixed, would be a part of the result."""
-    monkeypatch.setattr(peers, "JOIN_SECONDS", 0.2)
+    monkeypatch.setattr(peer_run, "JOIN_SECONDS", 0.2)
     saved = train(as_process(1, 2), tmp_path).state
     others = find_checkpoints(tmp_path / "process-1").steps
     assert list(others) == [15, 20]
@@ -506,7 +506,7 @@ def test_of_rounds_who_was_away_goes_on_from_its_own_step(tmp_path, capsys):
 
 
 def test_what_was_used_stays_known_up_to_the_step_where_a_run_goes_on(tmp_path):
-    watch = peers.Watch(as_process(1, 2))
+    watch = peer_run.Watch(as_process(1, 2))
     begun = functools.partial(watch.opened, tmp_path, peers=None)
     with begun(0):
         for step in (4, 5, 6):
@@ -531,11 +531,11 @@ def test_a_record_of_0_2_is_read_and_gone_on_with(tmp_path):
     head = "step,worker,group,mass,peer,version,sent,share"
     path.write_text("\n".join([head, f"{own}1,2,4,0.0", f"{own}3,4,4,0.0", "5,2,0,1"]))
     one = Used(4, 2, 0, (Taken(1, 2, 4), Taken(3, 4, 4)))
-    assert peers.read_used(tmp_path) == [one]
-    watch = peers.Watch(as_process(1, 2))
+    assert peer_run.read_used(tmp_path) == [one]
+    watch = peer_run.Watch(as_process(1, 2))
     with watch.opened(tmp_path, 5, peers=None):
         watch.add(Used(5, 2, 0, ()))
-    assert peers.read_used(tmp_path) == [one, Used(5, 2, 0, ())]
+    assert peer_run.read_used(tmp_path) == [one, Used(5, 2, 0, ())]
 
 
 RUN_PEERS = RUN_JOB.replace("run_job(processes)", "run_job(processes, lambda: True)")
@@ -620,7 +620,7 @@ def test_an_error_names_the_worker_by_its_number_among_all(tmp_path):
 def test_after_a_return_the_schedule_is_at_the_step_of_the_peers():
     optimizer = build_optimizer(line.config.optimizer, 20)
     state = jax.vmap(optimizer.init)({"w": np.zeros(2)})
-    moved = peers._at_step(state, 7)
+    moved = peer_run._at_step(state, 7)
 
     def counts_steps(x):
         return "count" in getattr(x, "_fields", ())
@@ -753,11 +753,11 @@ def test_one_late_process_is_late_by_its_number_among_peers(tmp_path):
 
 
 def test_peers_share_what_is_trained_and_not_where_and_how_patiently():
-    own = peers.digest(as_process(0, 2))
+    own = peer_run.digest(as_process(0, 2))
     patient = PeerExchange(patience=3.0, bind="lo")
-    assert peers.digest(as_process(1, 2, exchange=patient)) == own
-    assert peers.digest(as_process(0, 2, seed=1)) != own
-    assert peers.digest(as_process(0, 2, exchange=AutoExchange())) != own
+    assert peer_run.digest(as_process(1, 2, exchange=patient)) == own
+    assert peer_run.digest(as_process(0, 2, seed=1)) != own
+    assert peer_run.digest(as_process(0, 2, exchange=AutoExchange())) != own
 
 
 def test_an_interface_has_an_address():
@@ -787,7 +787,7 @@ def test_the_launcher_knows_peers_by_option_config_or_run(finished, tmp_path):
 @pytest.mark.slow
 def test_the_devices_given_to_a_process_are_those_it_uses():
     code = (
-        "import jax\nfrom train.job.peers import start_peer\n"
+        "import jax\nfrom train.job.peer_place import start_peer\n"
         "from tests.test_peer_job import as_process\n"
         "start_peer(as_process(0, 2))\n"
         "print(len(jax.devices()), jax.config.read('jax_cuda_visible_devices'))"

@@ -428,7 +428,7 @@ def adapt_alone(params, num_steps):
         (
             encoded(Rounds(every(topology.ring(2), 2)), int8(), copies),
             {"patience": 9.0},
-            "send changes, .* take patience=math.inf, got 9.0",
+            "send changes, .* use patience=math.inf, got 9.0",
         ),
         (
             encoded(methods.diloco(2, 2), int8(), drift),
@@ -438,7 +438,7 @@ def adapt_alone(params, num_steps):
         (
             methods.gradient_tracking(topology.ring(2)),
             {"patience": math.inf},
-            "tracking run in the step: take on_mesh.round_step",
+            "tracking run in the step: use on_mesh.round_step",
         ),
         (
             encoded(Rounds(every(topology.exponential(5), 2)), int8(), copies),
@@ -552,7 +552,7 @@ def test_a_run_is_repeated_bit_for_bit_from_its_record(way, graph, tmp_path):
 
 def test_a_record_in_which_a_worker_came_back_is_not_repeated():
     records = [gossip.Used(step, 0, 0, ()) for step in (0, 1, 5)]
-    words = "worker 0 goes from step 1 to 5: it came back there"
+    words = "worker 0 goes from step 1 to 5: it rejoined there"
     with pytest.raises(ValueError, match=words):
         gossip.replay(
             LOCAL,
@@ -829,7 +829,7 @@ def test_a_number_is_one_workers(tmp_path):
         state = start(2, 0)
         for step, other in enumerate((second, third)):
             state, _ = first(state, jnp.ones(1), step)
-            with pytest.raises(ValueError, match="worker 0 is running already, at"):
+            with pytest.raises(ValueError, match="worker 0 is already running at"):
                 other(start(2, 0), jnp.ones(1), 0)
 
 

@@ -353,5 +353,7 @@ def test_a_metric_is_not_replaced_by_what_is_measured():
     local = measured(functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer))
     state = init_state(jnp.zeros(3), optimizer, jax.random.key(0), num_workers=2)
     step = simulate(functools.partial(awc_step, adapt=local), topology.complete(2))
-    with pytest.raises(TypeError, match="'norms', as what is measured is called: give"):
+    with pytest.raises(
+        TypeError, match="'norms', which is the name of the norms: give"
+    ):
         step(state, jnp.ones((2, 3)), 0)

@@ -22,7 +22,7 @@ from train.models.gpt import GPTConfig
 from train.preflight.__main__ import main
 from train.preflight.compile import Finding, Preflight, inspect, prepare
 from train.preflight.preflight_report import advice, verdict
-from train.preflight.tune import Tuning, busiest_step, profile
+from train.preflight.xla_tuning import Tuning, busiest_step, profile
 from train.targets import GPUS, TPUS, Gpu, find
 from train.xla import ALL_REDUCE_THRESHOLD, COMPILE_ONLY, RECOMMENDED, read_options
 
@@ -212,7 +212,7 @@ def test_the_verdict_is_that_of_the_worst_exchange():
 
 
 def tuned_to(config, monkeypatch, *candidates) -> tuple[Tuning, str]:
-    monkeypatch.setattr("train.preflight.tune.CANDIDATES", list(candidates))
+    monkeypatch.setattr("train.preflight.xla_tuning.CANDIDATES", list(candidates))
     with (console := Console(width=200)).capture() as printed:
         tuning = advice(prepare(config, "h100", 2, 2), console)
     return tuning, printed.get()
@@ -233,7 +233,7 @@ def test_options_that_help_are_kept(monkeypatch):
     arguments = tuple(f"{name}={value}" for name, value in one.items())
     step = StepConfig(algorithm="all_reduce", batch_per_worker=2, xla_options=arguments)
     config = dataclasses.replace(tiny.config, step=step)
-    monkeypatch.setattr("train.preflight.tune.WORTH_A_PROFILE", 0.99)
+    monkeypatch.setattr("train.preflight.xla_tuning.WORTH_A_PROFILE", 0.99)
     tuning, text = tuned_to(config, monkeypatch, joined)
     assert tuning == ({}, False)  # XLA's own joins as many as the candidate.
     assert [line.split()[0] for line in text.splitlines() if "covered" in line] == [
@@ -249,7 +249,7 @@ def test_options_that_help_are_kept(monkeypatch):
 @pytest.mark.nightly
 def test_a_profile_that_saves_enough_is_advised(monkeypatch):
     for least, is_worth_it in ((-1.0, True), (0.99, False)):
-        monkeypatch.setattr("train.preflight.tune.WORTH_A_PROFILE", least)
+        monkeypatch.setattr("train.preflight.xla_tuning.WORTH_A_PROFILE", least)
         tuning, text = tuned_to(tiny.config, monkeypatch)
         assert tuning == (RECOMMENDED, is_worth_it)
         assert text.count("as configured, with a profile of its times") == 1

@@ -1,5 +1,6 @@
 """Files for GitHub, containers and clusters: facts agree, and commands run."""
 
+import ast
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ import pytest
 import yaml
 
 import decentjax
+from tests.counts import PROGRAM, classes, file_names
 from tests.test_readme import ENV, ROOT
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -133,3 +135,14 @@ def test_two_files_alone_know_the_names_of_algorithms():
     found = subprocess.run(counts, capture_output=True, text=True, check=True)
     _, files, *_ = found.stdout.splitlines()
     assert files.split() == ["train/config/run.py", "train/run/method.py"]
+
+
+# Public names of the library, a schedule of rounds and that of a compiled step.
+SAME_CLASSES = {"Schedule"}
+
+
+def test_a_name_of_a_class_or_file_means_one_thing():
+    files = [path for room in PROGRAM for path in sorted((ROOT / room).rglob("*.py"))]
+    trees = {path: ast.parse(path.read_text()) for path in files}
+    assert {x for x, found in classes(trees).items() if len(found) > 1} == SAME_CLASSES
+    assert not {x: found for x, found in file_names(trees).items() if len(found) > 1}

@@ -24,7 +24,7 @@ from train.run.loop import train
 from train.run.resume import Resume
 from train.store.log import METRICS, read_metrics
 from train.store.timeline import (
-    Span,
+    ActivitySpan,
     Timeline,
     drop_spans,
     median_step_seconds,
@@ -148,13 +148,13 @@ def test_a_score_called_as_a_column_moves_no_point():
 
 
 def test_a_drawn_part_of_the_timeline_avoids_evaluations():
-    steps = [Span(0, "step", t, float(t), t + 1.0) for t in range(8)]
-    evaluated = Span(0, "evaluate", 4, 4.5, 5.0)
+    steps = [ActivitySpan(0, "step", t, float(t), t + 1.0) for t in range(8)]
+    evaluated = ActivitySpan(0, "evaluate", 4, 4.5, 5.0)
     assert [s.step for s in middle_steps(steps, 2.0)] == [4, 5]
     assert [s.step for s in middle_steps([*steps, evaluated], 2.0)] == [5, 6]
     assert median_step_seconds([*steps, evaluated]) == 1.0
     # Where one is in every part, the middle is drawn with it.
-    always = [Span(0, "evaluate", t, t + 0.5, t + 0.9) for t in range(8)]
+    always = [ActivitySpan(0, "evaluate", t, t + 0.5, t + 0.9) for t in range(8)]
     assert {s.activity for s in middle_steps([*steps, *always], 2.0)} == {
         *("step", "evaluate")
     }
@@ -316,13 +316,13 @@ def test_simulated_exchanges_begin_where_they_were_sent(times):
 def test_what_takes_no_time_is_no_span():
     numbers = [[[0.0]], [[2.0]], [[0.0]], [[0.0]], [[0.0]], [[0.0]]]
     times = runtime.Times(*map(np.array, numbers))
-    assert spans_of(times, 1) == [Span(0, "compute", 0, 0.0, 2.0)]
+    assert spans_of(times, 1) == [ActivitySpan(0, "compute", 0, 0.0, 2.0)]
     late = times._replace(exposed=np.array([[0.5]]), waiting=np.array([[0.25]]))
     sent = late._replace(sent=np.array([[1.0]]), exchange=np.array([[1.5]]))
     assert spans_of(sent, 1) == [
-        Span(0, "compute", 0, 0.0, 2.0),
-        Span(0, "wait", 0, 2.0, 2.75),
-        Span(0, "exchange", 0, 1.0, 2.5),
+        ActivitySpan(0, "compute", 0, 0.0, 2.0),
+        ActivitySpan(0, "wait", 0, 2.0, 2.75),
+        ActivitySpan(0, "exchange", 0, 1.0, 2.5),
     ]
 
 

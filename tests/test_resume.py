@@ -35,9 +35,9 @@ from train.run.loop import run_steps, train
 from train.run.rates import rates_at
 from train.run.resume import Begin, Resume, saved_config, what_changed, with_changes
 from train.run.scores import build_score, read_trained
-from train.run.start import Parts
+from train.run.start_run import Parts
 from train.run.stop import Stop
-from train.store.checkpoint import (
+from train.store.checkpoints import (
     Checkpoints,
     find_checkpoints,
     read_models,

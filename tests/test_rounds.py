@@ -367,24 +367,27 @@ def run_without_extra():
         (lambda: every(topology.ring, 3), "wanted a Topology"),
         (lambda: in_fragments(RING, 2, [(0,), (1,), (2,)]), "1 to 2 fragments, got 3"),
         (lambda: in_fragments(RING, 4, [(0,), ()]), "needs leaves, each of them once"),
-        (lambda: in_fragments(RING, 4, [(0, 1), (1,)]), "a leaf belongs to one set"),
+        (
+            lambda: in_fragments(RING, 4, [(0, 1), (1,)]),
+            "a leaf must belong to only one set",
+        ),
         (lambda: in_fragments(RING, 4, [(0,), (1,)], 5), "sent again after 4"),
         (lambda: Round(RING[0], (-1,)), "leaves are numbers from 0"),
         (lambda: Schedule("no", (Round(),)), "needs rounds with exchanges"),
         (
             lambda: Schedule("two", (Round(RING[0]), Round(RING[0], delay=1))),
-            r"have one delay, got \[0, 1\]",
+            r"have the same delay, got \[0, 1\]",
         ),
         (
             lambda: Schedule("two", (Round(RING[0]), Round(topology.ring(5)[0]))),
-            r"all of one number of workers, got \[4, 5\]",
+            r"all with the same number of workers, got \[4, 5\]",
         ),
         (lambda: schedule.cut_leaves([1, 98, 1], 4), r"fragments \[1\] of 4: .* 98%"),
         (lambda: schedule.cut_leaves([], 1), "0 leaves and 1 fragments"),
         (lambda: schedule.cut_leaves([4, 0, 4], 3), r"fragments \[1\] of 3"),
         (lambda: iter(every(RING, 3)), "not iterable"),
         (lambda: Rounds(RING), "wanted a Schedule, such as"),
-        (lambda: run_without_extra(), "give init_state extra=init_rounds"),
+        (lambda: run_without_extra(), "pass to init_state extra=init_rounds"),
         (lambda: rounds.blend(1.0), r"share must be in \[0, 1\), got 1"),
         (
             lambda: Rounds(every(RING, 1), optax.sgd(0.7)),
@@ -750,7 +753,7 @@ def test_in_a_second_thread_too_the_state_carries_what_was_sent():
 
 
 def test_tracking_in_a_second_thread_is_refused():
-    with pytest.raises(ValueError, match="tracking run in the step: take on_mesh"):
+    with pytest.raises(ValueError, match="tracking run in the step: use on_mesh"):
         BackgroundRounds(bind(SGD), methods.gradient_tracking(RING), worker_mesh(4))
 
 

@@ -839,7 +839,7 @@ WRONG_LOSSES = {
     ),
     "named_loss": (
         lambda loss, state: (loss, (state, {"loss": 2 * loss})),
-        "returns a metric 'loss', as the loss itself is called: give it another name, ",
+        "returns a metric 'loss', the name of the loss itself: give it another name, ",
     ),
     "nested": (
         lambda loss, state: (loss, (state, {"all": {"norm": loss}})),
@@ -978,7 +978,7 @@ def test_a_state_that_was_given_up_is_refused(simulated):
 
 
 OLD = "and {} was donated to an earlier step: use the state that it returned, or keep"
-SHARED = "each buffer of its state once, and {} and {} are one array: give it a copy of"
+SHARED = "each buffer of its state once, and {} and {} are the same array: copy one of"
 
 
 @pytest.mark.draw(4)

@@ -17,7 +17,7 @@ from train.cli.tables import write_whole
 from train.job.processes import REPEAT_SECONDS
 from train.run.resume import saved_config
 from train.run.stop import Stop
-from train.store.checkpoint import UNFINISHED, find_checkpoints, verify
+from train.store.checkpoints import UNFINISHED, find_checkpoints, verify
 from train.store.folder import lock
 from train.store.log import Log, read_metrics
 

@@ -13,15 +13,15 @@ from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
 from benches.__main__ import main as bench_main
-from benches.race.contestants import Contestant, Graph, Scheme
-from benches.race.turns import Late, Load, StepTime, Turn
+from benches.race.contestants import Contestant, GraphName, Scheme
+from benches.race.turns import Late, Load, StepTime, WorkerTurn
 from benches.stragglers.stragglers import METHODS, predict
 from benches.stragglers.stragglers_report import Delayed, bars, spans, table
 from decentjax.runtime import Cluster
 
 STRAGGLERS = [sys.executable, "-m", "benches", "stragglers"]
 COMPUTE, ALL_REDUCE, WAITING, NO_WAIT, *_ = METHODS
-TURN = Turn(COMPUTE, warmup=2, steps=6, straggler=0.5, pause=0.1)
+TURN = WorkerTurn(COMPUTE, warmup=2, steps=6, straggler=0.5, pause=0.1)
 
 
 @pytest.mark.parametrize(
@@ -173,6 +173,6 @@ def test_the_spans_are_the_delay_the_compute_and_the_rest():
 
 
 def test_the_methods_are_on_two_graphs():
-    graphs = [Graph.RING, Graph.EXPONENTIAL]
+    graphs = [GraphName.RING, GraphName.EXPONENTIAL]
     assert [x.graph for x in METHODS if x.scheme == Scheme.NO_WAIT] == graphs
-    assert Contestant(Scheme.BACKGROUND, Graph.EXPONENTIAL) in METHODS
+    assert Contestant(Scheme.BACKGROUND, GraphName.EXPONENTIAL) in METHODS

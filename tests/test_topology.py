@@ -634,8 +634,14 @@ def test_from_matrix_corrects_the_sums_of_rows_and_of_columns():
     ("make", "words"),
     [
         (lambda: Exchange(((0, 1),)), "Permutations or Groups, got tuple"),
-        (lambda: Topology("x", (Groups(((0, 1),)),)), "made of Exchanges, got Groups"),
-        (lambda: Topology("x", (topology.ring(2),)), "made of Exchanges, got Topology"),
+        (
+            lambda: Topology("x", (Groups(((0, 1),)),)),
+            "consists of Exchanges, got Groups",
+        ),
+        (
+            lambda: Topology("x", (topology.ring(2),)),
+            "consists of Exchanges, got Topology",
+        ),
     ],
 )
 def test_parts_of_another_kind_are_refused(make, words):
@@ -719,7 +725,7 @@ REFUSED_VALUES = {
     ),
     "groups of two sizes": (
         lambda: Groups(((0, 1), (2,))),
-        "of one size, and each worker in exactly one, got ((0, 1), (2,))",
+        "have equal size, with each worker in exactly one, got ((0, 1), (2,))",
     ),
     "no workers on a node": (
         lambda: Exchange(PAIR, workers_per_node=0),
@@ -737,10 +743,13 @@ REFUSED_VALUES = {
         lambda: Exchange(PAIR, factor=math.nan),
         "factor must be in (0, 1], got nan",
     ),
-    "no exchanges": (lambda: Topology("none", ()), "of one number of workers, got []"),
+    "no exchanges": (
+        lambda: Topology("none", ()),
+        "with the same number of workers, got []",
+    ),
     "exchanges of two sizes": (
         lambda: Topology("two", (Exchange(PAIR), Exchange(PAIR, 2))),
-        "of one number of workers, got [2, 4]",
+        "with the same number of workers, got [2, 4]",
     ),
 }
 REFUSED_GRAPHS = {
@@ -809,7 +818,7 @@ REFUSED_GRAPHS = {
         lambda: topology.hierarchical(
             8, 2, lambda m: topology.damped(topology.ring(m), 0.5)
         ),
-        "without nodes or damping of its own between the nodes "
+        "without nodes or damping between the nodes "
         "(damp the result instead), got damped(ring, 0.5)",
     ),
     "nodes between nodes": (
@@ -831,9 +840,12 @@ REFUSED_MATRICES = {
     "not square": (np.ones((2, 3)) / 3, "square, got shape (2, 3)"),
     "a vector": (np.ones(1), "square, got shape (1,)"),
     "empty": (np.ones((0, 0)), "square, got shape (0, 0)"),
-    "negative": ([[1.5, -0.5], [-0.5, 1.5]], "no negative entry, got -0.5 at [0, 1]"),
-    "nan": ([[math.nan, 1.0], [1.0, 0.0]], "is finite"),
-    "infinite": ([[math.inf, 1.0], [1.0, 0.0]], "is finite"),
+    "negative": (
+        [[1.5, -0.5], [-0.5, 1.5]],
+        "without negative entries, got -0.5 at [0, 1]",
+    ),
+    "nan": ([[math.nan, 1.0], [1.0, 0.0]], "must be finite"),
+    "infinite": ([[math.inf, 1.0], [1.0, 0.0]], "must be finite"),
     "a row": ([[1.0, 0.0], [0.5, 0.4]], "row 1 sums to 0.9"),
     "a column": (
         [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.5, 0.5, 0.0]],

@@ -21,7 +21,7 @@ from train.config import (
     TopologyConfig,
     WorkersConfig,
 )
-from train.run import start
+from train.run import start_run
 from train.run.loop import train
 from train.run.resume import Resume
 from train.store.log import read_metrics
@@ -258,7 +258,7 @@ def test_a_codec_has_the_rate_with_which_workers_come_together(changes, of, rate
         ),
         (
             {"rounds": METHODS["sparse"], "topology": TopologyConfig(name="ring")},
-            "means of all models; ring every .* has others: take the complete graph",
+            "means over all workers, unlike ring every .*: use the complete graph",
         ),
         (
             {
@@ -360,7 +360,7 @@ def test_rounds_longer_than_the_run_are_warned_of(tmp_path, capsys):
 def test_more_fragments_than_leaves_are_refused_before_data_is_read(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(start, "build_steps", None)
+    monkeypatch.setattr(start_run, "build_steps", None)
     rounds = RoundsConfig(every_steps=8, fragments=5)
     config = dataclasses.replace(config_of("diloco"), rounds=rounds)
     with pytest.raises(ValueError, match="no leaf falls into the fragments"):

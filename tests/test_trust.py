@@ -27,7 +27,7 @@ from train.config import PeerExchange
 from train.job.secret import read_secret, shared_secret
 from train.report import write_report
 from train.run.loop import train
-from train.run.peers import digest
+from train.run.peer_run import digest
 from train.store.log import read_metrics
 from train.xla import read_options
 

@@ -230,7 +230,7 @@ EVERY = schedule.every(RING, 2)
 DILOCO = methods.diloco(4)
 SGD = optax.sgd(0.1)
 FUNCTION = "wanted a Topology, such as topology.ring.8., got ring; call a function"
-NO_AXIS = "where the axis 'workers' is mapped: call this inside"
+NO_AXIS = "needs the mapped axis 'workers': call this inside"
 OPTIMIZER = "wanted an optax optimizer, such as optax.adamw.1e-3., got sgd"
 
 
@@ -292,12 +292,15 @@ CALLS = [
     (lambda: topology.damped(LOST, 0.5), FUNCTION),
     (lambda: topology.with_mean_every(LOST, 2), FUNCTION),
     (lambda: topology.matrices(LOST), FUNCTION),
-    (lambda: topology.from_matrix(np.eye(3)[:2]), r"is square, got shape \(2, 3\)"),
-    (lambda: Topology("a", RING[0]), "a tuple of Exchanges, got one alone"),
-    (lambda: Topology("a", (RING,)), "made of Exchanges, got Topology"),
-    (lambda: Exchange(RING), "made of Permutations or Groups, got Topology"),
+    (
+        lambda: topology.from_matrix(np.eye(3)[:2]),
+        r"must be square, got shape \(2, 3\)",
+    ),
+    (lambda: Topology("a", RING[0]), "a tuple of Exchanges, got only one"),
+    (lambda: Topology("a", (RING,)), "consists of Exchanges, got Topology"),
+    (lambda: Exchange(RING), "consists of Permutations or Groups, got Topology"),
     (lambda: Permutations(((0, 0),), (1.0,)), r"not a permutation .*: \(0, 0\)"),
-    (lambda: Groups(((0, 1), (2,))), r"groups must be of one size, .* got \(\(0, 1"),
+    (lambda: Groups(((0, 1), (2,))), r"groups must have equal size, .* got \(\(0, 1"),
     (lambda: Lowering(groups="ring"), 'must be "scatter" or "sum", got \'ring\''),
     (lambda: mapped(lambda x: mix(x, RING, AXIS)), "one Exchange, .* got Topology"),
     (
@@ -307,7 +310,7 @@ CALLS = [
     (lambda: mapped(lambda x: mix((), RING[0], AXIS)), "the tree has no leaves"),
     (
         lambda: mapped(lambda x: mix(x, RING[0], "worker")),
-        "where the axis 'worker' is mapped: call this inside",
+        "needs the mapped axis 'worker': call this inside",
     ),
     (lambda: mix(jnp.ones(3), RING[0], AXIS), NO_AXIS),
     (lambda: global_mean(jnp.ones(3), AXIS), NO_AXIS),
@@ -357,11 +360,11 @@ CALLS = [
     (lambda: run(with_local(loss_fn=3)), r"loss_fn\(params, .*, key\), got int"),
     (
         lambda: run(with_local(num_micro_batches=0)),
-        "a worker's batch of 6 cannot be cut into 0 micro-batches",
+        "a worker's batch of 6 cannot be split into 0 equal micro-batches",
     ),
     (
         lambda: run(rounding, DILOCO.schedule),
-        "give init_state extra=init_rounds",
+        "pass to init_state extra=init_rounds",
     ),
     (lambda: run(rounding), "takes the events of rounds.schedule, .* got Exchange"),
     (

@@ -26,13 +26,13 @@ from train.cli.sections import ExchangeName, PolicyName, take_sections
 from train.cli.tables import quantity, words
 from train.config import Config
 from train.job.distributed import fail_stop, leave, start
-from train.job.peers import start_peer
+from train.job.peer_place import start_peer
 from train.run.facts import add_results
 from train.run.loop import Outcome, train
 from train.run.resume import Resume, saved_config, with_changes
 from train.run.sinks import Sink
 from train.run.stop import Stopped, stoppable
-from train.store.checkpoint import find_checkpoints
+from train.store.checkpoints import find_checkpoints
 from train.store.folder import check_run
 from train.store.log import read_metrics, warn
 from train.store.regroup import How

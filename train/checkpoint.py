@@ -25,7 +25,7 @@ from train.data.token_files import SEPARATOR
 from train.data.vocabulary import load_vocabulary
 from train.models.gpt2 import write_gpt2
 from train.run.scores import Model, read_trained
-from train.store.checkpoint import DamagedError, Found, find_checkpoints, verify
+from train.store.checkpoints import DamagedError, Found, find_checkpoints, verify
 from train.store.fits import is_key
 from train.store.folder import check_run, process_folders, writing
 from train.store.manifest import MANIFEST

@@ -15,6 +15,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from benches.quality.compared import (
+    ALL_REDUCE,
+    ALONE,
+    DDP,
+    METHODS,
+    SIMULATED,
+    UNLIMITED,
+    ComparedMethod,
+)
 from benches.quality.curves import (
     Curve,
     best,
@@ -23,19 +32,10 @@ from benches.quality.curves import (
     tuning_loss,
     until,
 )
-from benches.quality.methods import (
-    ALL_REDUCE,
-    ALONE,
-    DDP,
-    METHODS,
-    SIMULATED,
-    UNLIMITED,
-    Method,
-)
 from benches.quality.quality_figure import draw_quality
-from benches.quality.quality_report import Race, panels, tables
+from benches.quality.quality_report import QualityResults, panels, tables
 from benches.quality.real import real
-from benches.quality.seconds import Seconds, Setting, measure
+from benches.quality.seconds import NetworkSetting, Seconds, measure
 from benches.results import check_at_least, check_pattern, write_results
 from train.cli.config_json import to_json as config_json
 from train.cli.families import FOLDER
@@ -111,16 +111,16 @@ class Quality:
             find_pair(pair, self.settings)
 
     @property
-    def settings(self) -> list[Setting]:
-        late = [Setting(rate, True) for rate in self.late_rates]
-        return [*map(Setting, self.rates), *late]
+    def settings(self) -> list[NetworkSetting]:
+        late = [NetworkSetting(rate, True) for rate in self.late_rates]
+        return [*map(NetworkSetting, self.rates), *late]
 
     def say(self, rate: str) -> str:
         """A learning rate in a table: at an edge a better one may lie beyond."""
         return f"{rate} {EDGE}" if rate in edges_of(self.tune) else rate
 
     @property
-    def methods(self) -> list[Method]:
+    def methods(self) -> list[ComparedMethod]:
         """Those that run: PyTorch's where it is installed."""
         has_torch = all(map(find_spec, ("torch", "decent_dp")))
         named = [x for x in METHODS if re.search(self.only, x.name)]
@@ -128,7 +128,9 @@ class Quality:
         return [x for x in chosen if has_torch or not x.torch]
 
 
-def find_pair(pair: str, settings: Sequence[Setting]) -> tuple[Method, Setting]:
+def find_pair(
+    pair: str, settings: Sequence[NetworkSetting]
+) -> tuple[ComparedMethod, NetworkSetting]:
     """Returns the method and the network of a whole run.
 
     Raises:
@@ -162,7 +164,7 @@ def in_time(
     horizons: Sequence[float],
     reference: Sequence[Curve],
     seconds: Mapping[str, float],
-    method: Method,
+    method: ComparedMethod,
 ) -> list[float]:
     """The horizons of a method whose runs end before DDP is at the goal.
 
@@ -206,7 +208,7 @@ def step_seconds(quality: Quality) -> Seconds:
     return seconds
 
 
-def run(quality: Quality, seconds: Seconds) -> Race:
+def run(quality: Quality, seconds: Seconds) -> QualityResults:
     """Trains what is missing, and joins all results."""
     runs = Runs(quality, seconds)
     curves = {
@@ -219,10 +221,10 @@ def run(quality: Quality, seconds: Seconds) -> Race:
         method, setting = find_pair(pair, quality.settings)
         if method in quality.methods:
             wholes[pair] = runs.whole(method, setting)
-    return Race(runs.goal, seconds, rates, curves, wholes)
+    return QualityResults(runs.goal, seconds, rates, curves, wholes)
 
 
-def steps_to_goal(quality: Quality, race: Race) -> list[dict[str, Any]]:
+def steps_to_goal(quality: Quality, race: QualityResults) -> list[dict[str, Any]]:
     """For `train.advise --race`: the steps of each method that reaches the goal."""
     rows = []
     for method in quality.methods:
@@ -250,7 +252,7 @@ class Runs:
         self.goal = self._simulated(ALL_REDUCE, self._first).losses[-1]
 
     @functools.cache  # noqa: B019  It lives as long as the race.
-    def rate(self, method: Method) -> str:
+    def rate(self, method: ComparedMethod) -> str:
         """The best learning rate of a method."""
         rates = self._quality.tune
         if not rates:
@@ -258,14 +260,14 @@ class Runs:
             return f"{config.optimizer.learning_rate:g}"
         return best(rates, functools.partial(self._tuning_loss, method))
 
-    def _tuning_loss(self, method: Method, rate: str) -> float:
+    def _tuning_loss(self, method: ComparedMethod, rate: str) -> float:
         if method.losses == SIMULATED or method.like:
             like = method._replace(config=method.like or method.config)
             path, seed = like.path(self._configs), self._seeds.stop
             return tuning_loss(path, rate, self._first, seed, self._out)
         return self._real(method, None, rate, self._first).losses[-1]
 
-    def curves(self, method: Method, setting: Setting) -> list[Curve]:
+    def curves(self, method: ComparedMethod, setting: NetworkSetting) -> list[Curve]:
         """Runs of ever more steps, as `until` has them."""
         horizons = self._quality.horizons
         if method.losses == SIMULATED:
@@ -279,10 +281,14 @@ class Runs:
             horizons = in_time(self.goal, horizons, reference, seconds, method)
         return until(self.goal, horizons, train)
 
-    def real(self, method: Method, setting: Setting, horizon: float) -> Curve:
+    def real(
+        self, method: ComparedMethod, setting: NetworkSetting, horizon: float
+    ) -> Curve:
         return self._real(method, setting, self.rate(method), horizon)
 
-    def whole(self, method: Method, setting: Setting) -> tuple[Curve, Curve]:
+    def whole(
+        self, method: ComparedMethod, setting: NetworkSetting
+    ) -> tuple[Curve, Curve]:
         """A whole run on the cluster, and that of its seed in the simulator."""
         curves = self.curves(method, setting)
         horizon = first_at(self.goal, self._quality.horizons, curves)
@@ -293,17 +299,21 @@ class Runs:
         return self.real(method, setting, horizon), predicted
 
     @functools.cache  # noqa: B019
-    def _simulated(self, method: Method, horizon: float) -> Curve:
+    def _simulated(self, method: ComparedMethod, horizon: float) -> Curve:
         path, rate = method.path(self._configs), self.rate(method)
         return simulated(path, rate, horizon, self._seeds, self._out)
 
-    def _unlimited(self, method: Method, horizon: float) -> Curve:
+    def _unlimited(self, method: ComparedMethod, horizon: float) -> Curve:
         """By step, as its time is that of another network."""
         one = self._real(method, None, self.rate(method), horizon)
         return one._replace(seconds=())
 
     def _real(
-        self, method: Method, setting: Setting | None, rate: str, horizon: float
+        self,
+        method: ComparedMethod,
+        setting: NetworkSetting | None,
+        rate: str,
+        horizon: float,
     ) -> Curve:
         is_late = setting is not None and setting.late
         delay = self._seconds[str(setting)][ALONE.name] if is_late else 0.0

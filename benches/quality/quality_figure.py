@@ -10,7 +10,7 @@ from train.figures.style import grid
 ABOVE = 1.5  # Times the final loss: what is drawn of the beginning.
 
 
-class Line(NamedTuple):
+class LossLine(NamedTuple):
     """The losses of a run.
 
     Args:
@@ -24,7 +24,7 @@ class Line(NamedTuple):
     losses: Sequence[float]
 
 
-class Panel(NamedTuple):
+class NetworkPanel(NamedTuple):
     """A network.
 
     Args:
@@ -35,12 +35,12 @@ class Panel(NamedTuple):
     """
 
     title: str
-    lines: Sequence[Line]
-    dots: Sequence[Line]
+    lines: Sequence[LossLine]
+    dots: Sequence[LossLine]
     goal: float
 
 
-def draw_quality(panels: Sequence[Panel]) -> Figure:
+def draw_quality(panels: Sequence[NetworkPanel]) -> Figure:
     """Draws a panel for each network; dots are whole runs, lines are composed."""
     rows = -(-len(panels) // 2)
     figure, axes = grid(rows, 2, 11, 3.6 * rows + 1.2)

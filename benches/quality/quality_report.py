@@ -5,14 +5,14 @@ from collections.abc import Mapping
 from math import inf
 from typing import NamedTuple
 
+from benches.quality.compared import ALL_REDUCE, ALONE, DDP, FP16, POWERSGD
 from benches.quality.curves import Curve
-from benches.quality.methods import ALL_REDUCE, ALONE, DDP, FP16, POWERSGD
-from benches.quality.quality_figure import Line, Panel
+from benches.quality.quality_figure import LossLine, NetworkPanel
 from benches.quality.seconds import Seconds
 from train.cli.tables import markdown
 
 
-class Race(NamedTuple):
+class QualityResults(NamedTuple):
     """The results of a race.
 
     Args:
@@ -50,7 +50,7 @@ class Race(NamedTuple):
         return min((run.loss_at(seconds, per_step) for run in runs), default=inf)
 
 
-def tables(race: Race) -> str:
+def tables(race: QualityResults) -> str:
     """Returns Markdown: times to the goal, seconds of a step, and the whole runs."""
     networks = list(race.seconds)
     losses = [
@@ -84,7 +84,7 @@ def _finite(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}f}" if math.isfinite(value) else "-"
 
 
-def _times(race: Race, networks: list[str]) -> str:
+def _times(race: QualityResults, networks: list[str]) -> str:
     rows = []
     for method, of_networks in race.curves.items():
         cells = [_ratio(race, method, race.reference, x) for x in networks]
@@ -102,14 +102,14 @@ def _steps(goal: float, runs: list[Curve]) -> str:
     return f"{last.losses[-1]:.3f} after {last.num_steps}" if last else "not run"
 
 
-def _ratio(race: Race, method: str, reference: str, network: str) -> str:
+def _ratio(race: QualityResults, method: str, reference: str, network: str) -> str:
     seconds = race.seconds_to_goal(method, network)
     if math.isfinite(seconds):
         return f"{seconds / race.seconds_to_goal(reference, network):.2f}"
     return "never" if race.curves[method][network] else "slower"
 
 
-def _best_lines(race: Race, networks: list[str]) -> str:
+def _best_lines(race: QualityResults, networks: list[str]) -> str:
     """The fastest method of each network, beside the best of DDP and its hooks."""
     theirs = [x.name for x in (DDP, FP16, *POWERSGD) if x.name in race.curves]
     ours = [x for x in race.curves if "PyTorch" not in x and "Decent-DP" not in x]
@@ -125,7 +125,7 @@ def _best_lines(race: Race, networks: list[str]) -> str:
     return "\n".join(lines)
 
 
-def _whole(race: Race, pair: str) -> list[str]:
+def _whole(race: QualityResults, pair: str) -> list[str]:
     method, _, network = pair.partition(" at ")
     runs, per_step = race.wholes[pair], race.seconds[network][method]
     cells = [pair, str(runs[0].num_steps)]
@@ -134,20 +134,20 @@ def _whole(race: Race, pair: str) -> list[str]:
     return cells + [_finite(run.seconds_to(race.goal, per_step), 0) for run in runs]
 
 
-def panels(race: Race) -> list[Panel]:
+def panels(race: QualityResults) -> list[NetworkPanel]:
     """The figure: a panel for each network, a line for each method."""
     return [_panel(race, network) for network in race.seconds]
 
 
-def _panel(race: Race, network: str) -> Panel:
+def _panel(race: QualityResults, network: str) -> NetworkPanel:
     lines = []
     for method, of_networks in race.curves.items():
         for run in of_networks[network][-1:]:
             seconds = run.times(race.seconds[network][method])
-            lines.append(Line(method, seconds, run.losses))
+            lines.append(LossLine(method, seconds, run.losses))
     dots = [
-        Line(pair, whole.seconds, whole.losses)
+        LossLine(pair, whole.seconds, whole.losses)
         for pair, (whole, _) in race.wholes.items()
         if pair.endswith(f" at {network}")
     ]
-    return Panel(network, lines, dots, race.goal)
+    return NetworkPanel(network, lines, dots, race.goal)

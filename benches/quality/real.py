@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from benches.logged import run_logged
+from benches.quality.compared import ComparedMethod
 from benches.quality.curves import FIELD, Curve, with_rate
-from benches.quality.methods import Method
-from benches.quality.seconds import Setting
+from benches.quality.seconds import NetworkSetting
 from train.config import Config
 from train.job.namespaces import INTERFACE
 from train.store.folder import process_folders
@@ -18,9 +18,9 @@ from train.store.log import read_metrics
 
 
 def real(
-    method: Method,
+    method: ComparedMethod,
     path: Path,
-    setting: Setting | None,
+    setting: NetworkSetting | None,
     delay: float,
     rate: str,
     horizon: float,
@@ -68,7 +68,7 @@ def as_curve(rows: list[dict[str, Any]], num_steps: int) -> Curve:
 
 
 def _train(
-    method: Method, path: Path, config: Config, delay: float, rate: str
+    method: ComparedMethod, path: Path, config: Config, delay: float, rate: str
 ) -> list[str]:
     """The module and the arguments of each worker."""
     num_steps = str(config.num_steps)
@@ -87,7 +87,9 @@ def _train(
     return [module, str(path), *options]
 
 
-def _run(argv: list[str], num_nodes: int, setting: Setting | None, log: Path) -> None:
+def _run(
+    argv: list[str], num_nodes: int, setting: NetworkSetting | None, log: Path
+) -> None:
     """Runs a module as the workers of an emulated cluster.
 
     Raises:

@@ -7,9 +7,9 @@ from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from benches.quality.methods import ALONE, Method
+from benches.quality.compared import ALONE, ComparedMethod
 from benches.race.team import Team, measure_in
-from benches.race.turns import Turn
+from benches.race.turns import WorkerTurn
 from train.job.namespaces import EmulatedCluster, Nodes
 
 Seconds = dict[str, dict[str, float]]
@@ -18,7 +18,7 @@ Seconds = dict[str, dict[str, float]]
 WARMUP = 4  # Steps before those that are measured.
 
 
-class Setting(NamedTuple):
+class NetworkSetting(NamedTuple):
     """A network, and whether workers are late.
 
     Args:
@@ -34,8 +34,8 @@ class Setting(NamedTuple):
 
 
 def measure(
-    methods: Sequence[Method],
-    settings: Sequence[Setting],
+    methods: Sequence[ComparedMethod],
+    settings: Sequence[NetworkSetting],
     num_nodes: int,
     rounds: int,
     steps: int,
@@ -70,8 +70,8 @@ def measure(
 
 def _in_turn(
     cluster: EmulatedCluster,
-    methods: Sequence[Method],
-    settings: Sequence[Setting],
+    methods: Sequence[ComparedMethod],
+    settings: Sequence[NetworkSetting],
     turns: tuple[int, int],
     folders: tuple[Path, Path],
     nodes: Nodes,
@@ -84,13 +84,13 @@ def _in_turn(
     }
     for method in methods:
         print(f"compiling for {settings[0].rate}: {method.name}", flush=True)
-        teams[method.worker].take(Turn(method, 0, WARMUP))
-    alone = teams[ALONE.worker].take(Turn(ALONE, WARMUP, steps))
+        teams[method.worker].take(WorkerTurn(method, 0, WARMUP))
+    alone = teams[ALONE.worker].take(WorkerTurn(ALONE, WARMUP, steps))
     seconds = {str(x): {m.name: [] for m in methods} for x in settings}
     for number, setting in itertools.product(range(rounds), settings):
         delay = alone if setting.late else 0.0
         for method in methods:
-            turn = Turn(method, WARMUP, steps, delay)
+            turn = WorkerTurn(method, WARMUP, steps, delay)
             taken = teams[method.worker].take(turn)
             seconds[str(setting)][method.name].append(taken)
             print(

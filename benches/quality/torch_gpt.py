@@ -35,7 +35,7 @@ ONE_BUCKET = 1000  # MiB, more than the model has.
 LAYER_NORM_EPS = 1e-6  # Of flax.
 
 
-class GPT(nn.Module):
+class TorchGPT(nn.Module):
     """Mean loss of windows [B, T + 1], in nats; parameters as in jax, by their path."""
 
     def __init__(self, config: GPTConfig, params: dict[str, np.ndarray]):
@@ -88,7 +88,7 @@ class TorchTrainer:
 
     Args:
       config: config of the run.
-      wrapper: see `Method.torch`.
+      wrapper: see `ComparedMethod.torch`.
     """
 
     def __init__(self, config: Config, wrapper: str):
@@ -97,7 +97,7 @@ class TorchTrainer:
         self._batches = _batches(config, self._task)
         key, _ = jax.random.split(jax.random.key(config.seed))
         params, _ = jax.jit(self._task.init)(key)
-        self._plain = GPT(config.task.model, named(params))
+        self._plain = TorchGPT(config.task.model, named(params))
         self._clip = config.optimizer.clip_norm
         schedule = jax.jit(build_schedule(config.optimizer, config.num_steps))
         make = functools.partial(_adamw, config.optimizer)

@@ -27,7 +27,7 @@ def run(
 
     Args:
       config: config file.
-      wrapper: see `Method.torch`.
+      wrapper: see `ComparedMethod.torch`.
       fields: fields of the config and their values, in turn.
       straggler: seconds by which worker t mod N is late at step t.
       run_dir: folder of the rows.

@@ -28,7 +28,7 @@ class Scheme(StrEnum):
     DECENT_DP = "Decent-DP"
 
 
-class Graph(StrEnum):
+class GraphName(StrEnum):
     """The graph on which models are averaged."""
 
     RING = "ring"
@@ -45,10 +45,10 @@ TORCH = (Scheme.TORCH_COMPUTE, Scheme.DDP, Scheme.DECENT_DP)
 BY_PEERS = (Scheme.PEERS_EXCHANGE, Scheme.PEERS, Scheme.NO_WAIT)
 # Decent-DP's names of the graphs that it has.
 DECENT_DP_GRAPHS = {
-    Graph.RING: "ring",
-    Graph.AER: "alternating-exp-ring",
-    Graph.EXPONENTIAL: "one-peer-exp",
-    Graph.COMPLETE: "complete",
+    GraphName.RING: "ring",
+    GraphName.AER: "alternating-exp-ring",
+    GraphName.EXPONENTIAL: "one-peer-exp",
+    GraphName.COMPLETE: "complete",
 }
 
 
@@ -62,7 +62,7 @@ class Contestant(NamedTuple):
     """
 
     scheme: Scheme
-    graph: Graph | None = None
+    graph: GraphName | None = None
     straggler: bool = False
 
     @property
@@ -86,9 +86,12 @@ class Contestant(NamedTuple):
     def exists(self, num_nodes: int) -> bool:
         """Whether its graph is defined for this number of nodes."""
         # Decent-DP pairs the workers of a ring, and its one-peer-exp is a hypercube.
-        if self.graph == Graph.AER or self[:2] == (Scheme.DECENT_DP, Graph.EXPONENTIAL):
+        if self.graph == GraphName.AER or self[:2] == (
+            Scheme.DECENT_DP,
+            GraphName.EXPONENTIAL,
+        ):
             return num_nodes.bit_count() == 1
-        return self[:2] != (Scheme.DECENT_DP, Graph.RING) or num_nodes % 2 == 0
+        return self[:2] != (Scheme.DECENT_DP, GraphName.RING) or num_nodes % 2 == 0
 
 
 def all_contestants(workers_per_node: int, peers: bool) -> list[Contestant]:
@@ -100,8 +103,11 @@ def all_contestants(workers_per_node: int, peers: bool) -> list[Contestant]:
     """
     # The mean inside each node costs nothing on the links, so nodes of several workers
     # use the graphs that have it.
-    one_level, two_levels = (Graph.RING, Graph.EXPONENTIAL), (Graph.AER, Graph.NODES)
-    graphs = [*(two_levels if workers_per_node > 1 else one_level), Graph.COMPLETE]
+    one_level, two_levels = (
+        (GraphName.RING, GraphName.EXPONENTIAL),
+        (GraphName.AER, GraphName.NODES),
+    )
+    graphs = [*(two_levels if workers_per_node > 1 else one_level), GraphName.COMPLETE]
     found = [Contestant(Scheme.COMPUTE), Contestant(Scheme.ALL_REDUCE)]
     found += [
         Contestant(scheme, graph)
@@ -109,7 +115,7 @@ def all_contestants(workers_per_node: int, peers: bool) -> list[Contestant]:
         for scheme in (Scheme.EXCHANGE, Scheme.IN_STEP, Scheme.BACKGROUND)
     ]
     if workers_per_node == 1:
-        found += [Contestant(scheme, Graph.RING) for scheme in BY_PEERS]
+        found += [Contestant(scheme, GraphName.RING) for scheme in BY_PEERS]
     if peers:
         found += [Contestant(Scheme.TORCH_COMPUTE), Contestant(Scheme.DDP)]
         theirs = [graph for graph in graphs if graph in DECENT_DP_GRAPHS]
@@ -120,26 +126,26 @@ def all_contestants(workers_per_node: int, peers: bool) -> list[Contestant]:
 def delayed(workers_per_node: int) -> list[Contestant]:
     """Returns the contestants that also run with a straggler."""
     # Each a graph that Decent-DP has too, so that both are delayed.
-    graph = Graph.RING if workers_per_node == 1 else Graph.AER
+    graph = GraphName.RING if workers_per_node == 1 else GraphName.AER
     alone = [Contestant(Scheme.ALL_REDUCE), Contestant(Scheme.DDP)]
     on_graph = (Scheme.BACKGROUND, Scheme.NO_WAIT, Scheme.DECENT_DP)
     return alone + [Contestant(scheme, graph) for scheme in on_graph]
 
 
-def graph_of(graph: Graph | None, num_workers: int, per_node: int) -> Topology:
+def graph_of(graph: GraphName | None, num_workers: int, per_node: int) -> Topology:
     """Returns the topology of a graph; None stands for all-reduce, which is complete.
 
     Raises:
       ValueError: if the graph is not defined for this number of workers.
     """
-    make: dict[Graph, Callable[[int], Topology]] = {
-        Graph.RING: ring,
-        Graph.AER: lambda n: topology.alternating_exponential_ring(n, per_node),
-        Graph.NODES: lambda n: topology.hierarchical(n, per_node, ring),
-        Graph.EXPONENTIAL: topology.one_peer_exponential,
-        Graph.COMPLETE: topology.complete,
+    make: dict[GraphName, Callable[[int], Topology]] = {
+        GraphName.RING: ring,
+        GraphName.AER: lambda n: topology.alternating_exponential_ring(n, per_node),
+        GraphName.NODES: lambda n: topology.hierarchical(n, per_node, ring),
+        GraphName.EXPONENTIAL: topology.one_peer_exponential,
+        GraphName.COMPLETE: topology.complete,
     }
-    return make[graph or Graph.COMPLETE](num_workers)
+    return make[graph or GraphName.COMPLETE](num_workers)
 
 
 def ring(num_workers: int) -> Topology:

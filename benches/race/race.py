@@ -23,7 +23,7 @@ from benches.race.contestants import (
 from benches.race.race_figure import draw_race
 from benches.race.race_report import Timing, bars, table
 from benches.race.team import Team, cluster_name, measure_in, parse_cluster
-from benches.race.turns import Load, Turn
+from benches.race.turns import Load, WorkerTurn
 from benches.results import check_at_least, check_pattern, write_results
 from train.cli.progress import over
 from train.figures.style import to_svg
@@ -155,7 +155,7 @@ def run(
             delay = race.straggler if contestant.straggler else 0.0
             # The delay is the turn's: with and without it the same program runs.
             method = contestant._replace(straggler=False)
-            turn = Turn(method, warmup, race.steps, delay)
+            turn = WorkerTurn(method, warmup, race.steps, delay)
             rounds[contestant].append(teams[contestant.team].take(turn))
     for team in teams.values():
         team.close()

@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, TypeVar
 
-from benches.race.turns import StepTime, Turn
+from benches.race.turns import StepTime, WorkerTurn
 from train.job.namespaces import EmulatedCluster, Nodes, in_cluster, parse_rate
 
 T = TypeVar("T")
@@ -106,11 +106,11 @@ class Team:
             self._workers.append(ours)
             self._selector.register(ours, selectors.EVENT_READ, rank)
 
-    def take(self, turn: Turn) -> float:
+    def take(self, turn: WorkerTurn) -> float:
         """Returns the mean seconds of a step, over steps and workers; see `times`."""
         return fmean(x.seconds for steps in self.times(turn) for x in steps)
 
-    def times(self, turn: Turn) -> list[list[StepTime]]:
+    def times(self, turn: WorkerTurn) -> list[list[StepTime]]:
         """Returns the measured steps of each worker, [N][T].
 
         Raises:
@@ -132,7 +132,7 @@ class Team:
                     raise self._death(key.data, turn) from error
         return [steps for _, steps in sorted(times.items())]
 
-    def _death(self, rank: int, turn: Turn) -> SystemExit:
+    def _death(self, rank: int, turn: WorkerTurn) -> SystemExit:
         log = self._logs[rank]
         tail = "".join(log.read_text().splitlines(keepends=True)[-20:])
         return SystemExit(

@@ -1,8 +1,8 @@
 """The load of a worker of the race, and the protocol by which it takes its turns.
 
-A worker's standard input is a socket to the driver, which sends its load and then a
-`Turn` at a time; the worker answers each with the times of its steps. Imports neither
-jax nor torch, because the workers of both use it.
+A worker's standard input is a socket to the driver, which sends its load and then one
+`WorkerTurn` at a time; the worker answers each with the times of its steps. Imports
+neither jax nor torch, because the workers of both use it.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class Late(StrEnum):
     ALWAYS = "worker 0 always"
 
 
-class Turn(NamedTuple):
+class WorkerTurn(NamedTuple):
     """A turn of all workers.
 
     Args:
@@ -117,14 +117,16 @@ def serve(driver: Connection, make: Callable[[Any, Any], Runner]) -> None:
     # peer has died must not look as if it had died first.
     with contextlib.suppress(EOFError):
         while True:
-            turn: Turn = driver.recv()
+            turn: WorkerTurn = driver.recv()
             if turn.contestant not in runners:
                 runners[turn.contestant] = make(load, turn.contestant)
             runner = runners[turn.contestant]
             driver.send(_take(turn, runner, rank, num_workers))
 
 
-def _take(turn: Turn, runner: Runner, rank: int, num_workers: int) -> list[StepTime]:
+def _take(
+    turn: WorkerTurn, runner: Runner, rank: int, num_workers: int
+) -> list[StepTime]:
     """The measured steps."""
     times = []
     for delay in turn.delays(num_workers)[:, rank].tolist():

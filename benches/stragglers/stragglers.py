@@ -9,10 +9,10 @@ import dataclasses
 import functools
 from pathlib import Path
 
-from benches.race.contestants import WORKER, Contestant, Graph, Scheme, graph_of
+from benches.race.contestants import WORKER, Contestant, GraphName, Scheme, graph_of
 from benches.race.race_figure import draw_race
 from benches.race.team import Team, cluster_name, measure_in, parse_cluster
-from benches.race.turns import Late, Load, Turn
+from benches.race.turns import Late, Load, WorkerTurn
 from benches.results import check_at_least, write_results
 from benches.stragglers.stragglers_report import (
     ALL_REDUCE,
@@ -38,7 +38,7 @@ METHODS = (
     ALL_REDUCE,
     *(
         Contestant(scheme, graph)
-        for graph in (Graph.RING, Graph.EXPONENTIAL)
+        for graph in (GraphName.RING, GraphName.EXPONENTIAL)
         for scheme in (Scheme.BACKGROUND, Scheme.NO_WAIT)
     ),
 )
@@ -117,7 +117,7 @@ def run(
     """
     load = stragglers.work
     team = Team(WORKER["jax"], load, stragglers.out, cluster, nodes)
-    turn = Turn(COMPUTE, cluster.nodes, stragglers.steps, pause=stragglers.pause)
+    turn = WorkerTurn(COMPUTE, cluster.nodes, stragglers.steps, pause=stragglers.pause)
     for method in METHODS:
         team.take(turn._replace(contestant=method, steps=1))  # Compiles.
     compute = team.take(turn)
@@ -149,7 +149,7 @@ def run(
 
 
 def predict(
-    cluster: Cluster, load: Load, turn: Turn, compute: float
+    cluster: Cluster, load: Load, turn: WorkerTurn, compute: float
 ) -> dict[Contestant, float]:
     """Returns the seconds of a step of each method, over the workers that count.
 

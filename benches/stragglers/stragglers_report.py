@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 from benches.race.contestants import Contestant, Scheme
 from benches.race.race_figure import Bar
 from benches.race.race_report import Timing, colour
-from benches.race.turns import Late, StepTime, Turn
+from benches.race.turns import Late, StepTime, WorkerTurn
 from train.cli.tables import markdown
-from train.store.timeline import Span
+from train.store.timeline import ActivitySpan
 
 COMPUTE = Contestant(Scheme.COMPUTE)  # Nobody to wait for: the limit of the others.
 ALL_REDUCE = Contestant(Scheme.ALL_REDUCE)
@@ -23,7 +23,7 @@ class Delayed(NamedTuple):
       rounds: measured steps of each worker, [N][T], by method, for each round.
     """
 
-    turn: Turn
+    turn: WorkerTurn
     predicted: dict[Contestant, float]
     rounds: list[dict[Contestant, list[list[StepTime]]]]
 
@@ -52,7 +52,7 @@ class Delayed(NamedTuple):
         }
 
 
-def counted(turn: Turn) -> slice:
+def counted(turn: WorkerTurn) -> slice:
     """Returns the workers whose steps count: beside a slow worker the others."""
     return slice(1 if turn.late == Late.ALWAYS else 0, None)
 
@@ -109,14 +109,14 @@ def bars(delayed: Delayed) -> list[Bar]:
     ]
 
 
-def spans(times: list[list[StepTime]]) -> list[Span]:
+def spans(times: list[list[StepTime]]) -> list[ActivitySpan]:
     """Returns what each worker did, for a timeline.
 
     Args:
       times: steps of each worker, [N][T].
     """
     return [
-        Span(worker, activity, step, start, end)
+        ActivitySpan(worker, activity, step, start, end)
         for worker, steps in enumerate(times)
         for step, (begun, delay, awake, done) in enumerate(steps)
         for activity, start, end in (

@@ -1,7 +1,7 @@
-"""The processes of a job: how they find each other, start, and end together.
+"""The processes of a job: discovery, start and joint termination.
 
 `initialize` needs no argument under `decentjax launch`, Slurm, Open MPI and torchrun,
-nor in a script that is run alone.
+nor in a script run on its own.
 """
 
 import importlib
@@ -14,7 +14,7 @@ __all__ = ["Peer", "initialize", "initialize_peer"]
 
 
 def __getattr__(name: str) -> Any:
-    # A launcher reads `place` and forks, which jax's threads do not allow.
+    # A launcher imports `place` and forks, which jax's threads do not allow.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module(f"{__name__}.start"), name)

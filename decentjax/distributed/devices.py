@@ -9,10 +9,10 @@ from decentjax.placement import worker_mesh
 
 
 def provide_devices(local_id: int | None, count: int) -> None:
-    """Gives this process `count` devices; before anything has used one.
+    """Gives this process `count` devices; call it before any device is used.
 
     Args:
-      local_id: number of this process among those of its machine; None if unknown.
+      local_id: index of this process on its machine; None if unknown.
       count: number of devices.
     """
     provide_cpu_devices(count)
@@ -26,8 +26,8 @@ def provide_cpu_devices(count: int) -> None:
     """Makes the CPU appear as `count` devices; other platforms ignore it.
 
     XLA runs the devices of a CPU mesh on one pool of threads, where a collective holds
-    its thread until every device has arrived: with too few threads they deadlock. A
-    single device needs a thread to exchange while another computes.
+    its thread until every device has arrived: with too few threads they deadlock. Even
+    a single device needs one thread to exchange while another computes.
     """
     needed = 2 if count == 1 else 8 * count
     given = int(os.environ.get("NPROC", os.cpu_count() or 1))
@@ -36,7 +36,7 @@ def provide_cpu_devices(count: int) -> None:
 
 
 def own_gpus(local_id: int | None, count: int) -> list[int] | None:
-    """Returns the numbers of this process's GPUs on its machine, or None if unknown."""
+    """Returns the indices of this process's GPUs on its machine, or None if unknown."""
     if given := os.environ.get("JAX_LOCAL_DEVICE_IDS"):
         return list(map(int, given.split(",")))
     if local_id is None:

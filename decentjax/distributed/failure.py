@@ -1,4 +1,4 @@
-"""How a process of a job ends when it fails: at once, so that its peers notice it."""
+"""Ends a failing process of a job at once, so that its peers notice."""
 
 import os
 import re
@@ -25,7 +25,7 @@ def end_where_uncaught() -> None:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if issubclass(kind, SystemExit):  # Of a thread, which ends alone.
+        if issubclass(kind, SystemExit):  # In a thread, which ends on its own.
             return
         error = error or kind()
         if (message := lost_peer(error)) is None:
@@ -38,7 +38,7 @@ def end_where_uncaught() -> None:
 
 
 def end_process(message: str, code: int) -> NoReturn:
-    """Prints a message that names this process, and ends it at once."""
+    """Prints a message that names this process, and ends it immediately."""
     try:
         job = internals.global_state
         print(
@@ -56,16 +56,16 @@ def end_process(message: str, code: int) -> NoReturn:
 
 
 def lost_peer(error: BaseException) -> str | None:
-    """A sentence for an error that a lost peer has caused; None for any other."""
-    # They have no class of their own: jax raises some as a ValueError.
+    """Returns a message for an error caused by a lost peer; None for any other."""
+    # They have no separate class: jax raises some as a ValueError.
     if not isinstance(error, jax.errors.JaxRuntimeError | ValueError):
         return None
     lost = re.search(r"([Gg]loo|[Cc]oordination service).*", str(error))
     if lost is None:
         return None
-    # Not the place in Gloo's source.
+    # Without the location in Gloo's source.
     reason = re.sub(r"\[external/\S+\] ", "", lost[0])
-    # Of its notes, the step; jax's own, of several lines, is on its tracebacks.
+    # Of its notes, keep the step; jax's own multi-line note is about its tracebacks.
     notes = [note for note in getattr(error, "__notes__", []) if "\n" not in note]
     where = [f"{note}, " for note in notes]
     return "".join(["lost a peer: ", *where, reason])

@@ -1,4 +1,4 @@
-"""How a process joins its job: rendezvous, then jax's coordinator and gloo."""
+"""Joins a process to its job: rendezvous, then jax's coordinator and gloo."""
 
 import importlib
 import os
@@ -26,30 +26,30 @@ def join(
     start_seconds: int,
     run_dir: Path | None = None,
 ) -> None:
-    """Joins the processes of the job; before anything has used a device.
+    """Joins the processes of the job; call it before any device is used.
 
-    jax's coordinator ends a job whose processes send it no heartbeat, and measures that
-    by the wall clock: with jax 0.10.2 and 0.12.0, a clock set ahead by more than the
-    limit, 100 s, ends the job within 2 s, and a clock set back does so at any limit.
-    With CPUs only (JAX_PLATFORMS=cpu) the limit is a month, as collectives without a
-    peer end by their own limit. On GPU it stays at 100 s: nothing else that we know
-    detects a machine that vanishes with its connections open.
+    jax's coordinator ends a job whose processes send no heartbeat, measured by the wall
+    clock: with jax 0.10.2 and 0.12.0, a clock set ahead by more than the limit, 100 s,
+    ends the job within 2 s, and a clock set back does so at any limit. With CPUs only
+    (JAX_PLATFORMS=cpu) the limit is a month, as collectives without a peer have their
+    own timeout. On GPU it stays at 100 s: nothing else that we know of detects a
+    machine that vanishes with its connections open.
 
     Args:
       place: place of this process.
       num_devices: number of devices of this process.
-      timeout_seconds: longest wait of a collective on CPU for a peer.
-      start_seconds: longest wait for all processes.
-      run_dir: folder that all processes must see; None for none.
+      timeout_seconds: timeout of a collective on CPU that waits for a peer.
+      start_seconds: timeout for all processes to join.
+      run_dir: folder that all processes must share; None to skip the check.
 
     Raises:
       ValueError: if another job uses the address, or processes are missing or do not
-        see the folder.
+        share the folder.
     """
-    # By default a process that hangs keeps all others waiting for half an hour.
+    # By default a hanging process blocks all others for half an hour.
     flag = f"--xla_cpu_collective_timeout_seconds={timeout_seconds}"
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
-    # `end_process` prints it; jax sets it only where the start succeeds.
+    # `end_process` prints it; jax sets it only if the start succeeds.
     internals.global_state.process_id = place.process_id
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
     with rendezvous(place, run_dir, start_seconds) as listen_at:
@@ -78,7 +78,7 @@ def client() -> Any:
 
 
 def share(name: str, value: str, seconds: int) -> list[str]:
-    """Returns the values of all processes by way of the coordinator; uses no device."""
+    """Exchanges values of all processes through the coordinator; uses no device."""
     number = internals.global_state.process_id
     client().key_value_set(f"decentjax/{name}/{number}", value)
     client().wait_at_barrier(f"decentjax/{name}", seconds * 1000)
@@ -88,9 +88,10 @@ def share(name: str, value: str, seconds: int) -> list[str]:
 
 
 def _keep_gloo_on_loopback() -> None:
-    """Has CPU collectives listen on loopback; before the first device is used.
+    """Makes CPU collectives listen on loopback; call it before a device is used.
 
-    Else gloo listens at the address of the host's name, whatever the coordinator's is.
+    By default gloo listens at the address of the host's name, whatever the
+    coordinator's is.
     """
 
     settings: Any = jax.config
@@ -104,5 +105,6 @@ def _keep_gloo_on_loopback() -> None:
         )
         return xla_bridge.make_cpu_client(gloo)
 
-    # As jax registers its own, in 0.10.2 and 0.12.0: it has no option for the address.
+    # As jax registers its own in 0.10.2 and 0.12.0, which has no option for the
+    # address.
     register_backend_factory("cpu", make_client, priority=0, fail_quietly=False)

@@ -1,4 +1,4 @@
-"""The place of a process in its job, as the program that has started it says it."""
+"""The place of a process in its job, as given by the launcher."""
 
 import os
 from pathlib import Path
@@ -11,11 +11,11 @@ class Place(NamedTuple):
     """The place of a process in its job.
 
     Args:
-      address: address of process 0, HOST:PORT; empty for a process that nothing has
-        started as one of a job.
+      address: address of process 0, HOST:PORT; empty for a process that is not part of
+        a job.
       num_processes: number of processes of the job.
-      process_id: number of this process.
-      local_id: its number among the processes of its machine, or None if unknown.
+      process_id: index of this process.
+      local_id: its index on its machine, or None if unknown.
     """
 
     address: str
@@ -25,7 +25,7 @@ class Place(NamedTuple):
 
 
 class Variables(NamedTuple):
-    """The environment variables in which a launcher says the place of a process.
+    """The environment variables in which a launcher gives the place of a process.
 
     Args:
       num_processes: name of the variable of `Place.num_processes`.
@@ -46,10 +46,10 @@ OURS = Variables(
     "DECENTJAX_LOCAL_ID",
     ("DECENTJAX_COORDINATOR",),
 )
-# Names a file by which the launcher learns that a script has asked for its place.
+# Names a file that tells the launcher that a script has read its place.
 ASKED = "DECENTJAX_ASKED"
 TORCHRUN = Variables("WORLD_SIZE", "RANK", "LOCAL_RANK", ("MASTER_ADDR", "MASTER_PORT"))
-# Open MPI 5 no longer says an address; jax finds that of Open MPI 4.
+# Open MPI 5 no longer gives an address; jax finds that of Open MPI 4.
 OPEN_MPI = Variables(
     "OMPI_COMM_WORLD_SIZE",
     "OMPI_COMM_WORLD_RANK",
@@ -59,7 +59,7 @@ OPEN_MPI = Variables(
 
 
 def variables_of(place: Place) -> dict[str, str]:
-    """Returns the variables in which `decentjax launch` says a place."""
+    """Returns the variables in which `decentjax launch` gives a place."""
     return {
         OURS.num_processes: str(place.num_processes),
         OURS.process_id: str(place.process_id),
@@ -69,14 +69,14 @@ def variables_of(place: Place) -> dict[str, str]:
 
 
 def find_place(seconds: int) -> Place:
-    """Returns the place of this process; without a job, that of a job of one.
+    """Returns the place of this process; without a job, in a job of one process.
 
     `decentjax launch` and torchrun may run inside a job of Slurm or Open MPI, and then
-    their variables count. Variables of torchrun that are set by hand, such as for
+    their variables take precedence. Manually set variables of torchrun, such as for
     PyTorch in the same job, must agree with those of the job.
 
     Args:
-      seconds: longest wait for an answer of the cluster, where jax asks it.
+      seconds: timeout for an answer of the cluster, if jax queries it.
 
     Raises:
       ValueError: if variables are missing, impossible, or contradict each other.
@@ -96,7 +96,7 @@ def find_place(seconds: int) -> Place:
     if found[1:3] != own[1:3]:
         raise ValueError(
             f"{TORCHRUN.process_id} and {TORCHRUN.num_processes} say process "
-            f"{own.process_id} of {own.num_processes}, and Slurm or Open MPI say "
+            f"{own.process_id} of {own.num_processes}, but Slurm or Open MPI say "
             f"process {found.process_id} of {found.num_processes}: unset the former, "
             "or make them agree"
         )
@@ -104,7 +104,7 @@ def find_place(seconds: int) -> Place:
 
 
 def _read(names: Variables) -> Place:
-    """The place that the variables of a launcher say."""
+    """The place given by the variables of a launcher."""
     wanted = (names.num_processes, names.process_id, *names.address)
     if missing := [name for name in wanted if not os.environ.get(name)]:
         raise ValueError(
@@ -132,18 +132,18 @@ def _number(name: str, least: int) -> int:
 
 def _address(names: Variables) -> str:
     *host, end = (os.environ[name] for name in names.address)
-    # There torchrun itself listens, and the port beside it is likely free.
+    # torchrun itself listens there, and the next port is likely free.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and names == TORCHRUN:
         end = str(_number(names.address[-1], 1) + 1)
     return to_address(host[0], end) if host else end
 
 
 def _found_by_jax(seconds: int) -> Place | None:
-    """The place that Slurm, Open MPI 4 or a cluster of TPUs says, if any."""
+    """The place given by Slurm, Open MPI 4 or a TPU cluster, if any."""
     from jax._src.clusters import ClusterEnv
 
-    # Private, with one signature in jax 0.10.2 and 0.12.0. jax detects them too, but
-    # only while it joins, which is too late for `rendezvous`.
+    # Private, with one signature in jax 0.10.2 and 0.12.0. jax detects them only while
+    # it joins, which is too late for `rendezvous`.
     find: Any = ClusterEnv.auto_detect_unset_distributed_params
     address = os.environ.get("JAX_COORDINATOR_ADDRESS")
     try:

@@ -1,4 +1,4 @@
-"""Where the processes of a job meet before jax's coordinator listens at that address.
+"""Rendezvous of the processes of a job, before jax's coordinator listens.
 
 jax's coordinator shares a port with another that already listens there, and accepts any
 process that connects, so a second job at the same address ends the first. Here process
@@ -26,7 +26,7 @@ MAX_BYTES = 1024  # Largest message.
 
 
 class Wait(NamedTuple):
-    """The longest wait for the processes of a job.
+    """The timeout for the processes of a job.
 
     Args:
       seconds: its length, for messages.
@@ -37,24 +37,24 @@ class Wait(NamedTuple):
     end: float
 
     def left(self) -> float:
-        """Seconds until its end; a little after it, so that a call tries once."""
+        """Seconds until its end, but never 0, so that a call tries once."""
         return max(0.1, self.end - time.monotonic())
 
 
 @contextlib.contextmanager
 def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[str]:
-    """Waits for all processes, and yields where the coordinator is to listen.
+    """Waits for all processes, and yields the address for the coordinator.
 
-    No other job can claim the port before the context ends.
+    No other job can claim the port before the context exits.
 
     Args:
       place: place of this process.
-      run_dir: folder of the run, which all processes must see, under any path.
-      seconds: longest wait.
+      run_dir: folder of the run, which all processes must share, under any path.
+      seconds: timeout.
 
     Raises:
       ValueError: if the port is in use, a process is missing, or this one belongs to
-        another job or sees another folder.
+        another job or has another folder.
     """
     wait = Wait(seconds, time.monotonic() + seconds)
     if place.process_id > 0:
@@ -71,14 +71,14 @@ def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[s
 
 
 def _claim(address: str) -> socket.socket:
-    """Listens at an address of this machine where no other socket does."""
+    """Listens exclusively at an address of this machine."""
     try:
         host, port = split_address(
             os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", address)
         )
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # A name may have several addresses. Debian gives a machine's own name one that
-        # no other machine can reach.
+        # A name may have several addresses. Debian maps a machine's own name to one
+        # that no other machine can reach.
         found.sort(key=lambda x: (is_loopback(str(x[4][0])), x[0]))
         family, own = found[0][0], found[0][4]
         return socket.create_server(
@@ -93,7 +93,7 @@ def _claim(address: str) -> socket.socket:
 
 
 def _host(server: socket.socket, place: Place, token: str | None, wait: Wait) -> None:
-    """Process 0: greets and checks all that connect, and waits for all of its job."""
+    """Process 0: greets and checks all connections, and waits for its whole job."""
     came: dict[int, socket.socket] = {}
     refused: list[str] = []
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
@@ -110,10 +110,10 @@ def _host(server: socket.socket, place: Place, token: str | None, wait: Wait) ->
                     selector.register(guest, selectors.EVENT_READ)
                     continue
                 guest: Any = key.fileobj
-                # What it sends is read without waiting: a program that connects and
-                # says nothing must not keep the others out.
+                # Reading does not block: a program that connects and sends nothing must
+                # not keep the others out.
                 number = _admitted(guest, place, came, refused)
-                if number is None:  # It has disconnected, or is refused.
+                if number is None:  # Disconnected or refused.
                     came = {i: other for i, other in came.items() if other is not guest}
                     selector.unregister(guest)
                     guest.close()
@@ -131,17 +131,19 @@ def _host(server: socket.socket, place: Place, token: str | None, wait: Wait) ->
 def _admitted(
     guest: Any, place: Place, came: dict[int, socket.socket], refused: list[str]
 ) -> int | None:
-    """The number of a process that belongs to this job; others get a refusal."""
+    """The index of a process that belongs to this job; others are refused."""
     match _receive(guest):
         case {"process": int(number), "of": int(count), "sees": bool(sees)}:
             if count != place.num_processes:
-                why = f"it is one of {count} processes, here {place.num_processes} meet"
+                why = f"it is one of {count} processes, not of {place.num_processes}"
             elif not 0 < number < count or number in came:
-                why = "it has come before; give each process a number of its own"
+                why = (
+                    "its number is already taken; give each process a different number"
+                )
             elif not sees:
                 why = (
-                    "it does not see the run folder of process 0: it is of another "
-                    "job, or needs a --run-dir that all machines share"
+                    "it does not see the run folder of process 0: it belongs to "
+                    "another job, or needs a --run-dir that all machines share"
                 )
             else:
                 return number
@@ -152,7 +154,7 @@ def _admitted(
 
 
 def _join(place: Place, run_dir: Path | None, wait: Wait) -> None:
-    """Another process: proves to process 0 that it is of its job, and waits for all."""
+    """Other processes: prove to process 0 that they belong to its job, and wait."""
     address = place.address
     with _connected(address, wait) as server:
         server.settimeout(GREETING_SECONDS)
@@ -162,9 +164,9 @@ def _join(place: Place, run_dir: Path | None, wait: Wait) -> None:
             case _:
                 raise ValueError(
                     f"{address} is in use by another program, such as the coordinator "
-                    "of a job that runs: choose another port"
+                    "of a running job: choose another port"
                 )
-        # A tenth of the wait leaves process 0 time to hear from this process.
+        # A tenth of the timeout leaves process 0 time to hear from this process.
         sees = _sees(run_dir, token, time.monotonic() + wait.seconds / 10)
         hello = {"process": place.process_id, "of": place.num_processes, "sees": sees}
         _send(server, hello)
@@ -176,8 +178,8 @@ def _join(place: Place, run_dir: Path | None, wait: Wait) -> None:
                 raise ValueError(f"process 0 at {address} refused this process: {why}")
             case _:
                 raise ValueError(
-                    f"process 0 at {address} has ended, or not all processes have "
-                    f"come within {wait.seconds} s"
+                    f"process 0 at {address} has ended, or not all processes "
+                    f"joined within {wait.seconds} s"
                 )
     # Wait until the coordinator listens: gRPC would retry only after a second.
     _connected(address, wait).close()
@@ -188,16 +190,16 @@ def _connected(address: str, wait: Wait) -> socket.socket:
     while True:
         try:
             connection = socket.create_connection(split_address(address), wait.left())
-            # Without a listener the kernel may connect a socket to itself: a port of
-            # the ephemeral range can be drawn as the port of this end too.
+            # Without a listener the kernel may connect a socket to itself: an ephemeral
+            # port can also be chosen as the local port.
             if connection.getsockname() != connection.getpeername():
                 return connection
             connection.close()
         except OSError as error:
             if time.monotonic() > wait.end:
                 raise ValueError(
-                    f"process 0 has not come to {address} within {wait.seconds} s "
-                    f"({error}): is it started, with the same coordinator, and can "
+                    f"process 0 did not listen at {address} within {wait.seconds} s "
+                    f"({error}): was it started with the same coordinator, and can "
                     "others reach it?"
                 ) from error
             time.sleep(0.1)
@@ -212,10 +214,10 @@ def _missing(
 ) -> str:
     missing = [str(i) for i in range(1, place.num_processes) if i not in came]
     host = server.getsockname()[0]
-    alone = f"; {host} is this machine alone" if is_loopback(host) else ""
+    alone = f"; {host} is reachable only from this machine" if is_loopback(host) else ""
     return (
-        f"not all processes have come to {place.address} within {wait.seconds} s, "
-        f"missing {', '.join(missing)} of {place.num_processes}: are all of them "
+        f"not all processes joined at {place.address} within {wait.seconds} s, "
+        f"missing {', '.join(missing)} of {place.num_processes}: were all of them "
         "started, with the same coordinator and number of processes, and can they "
         "reach it?" + "; ".join([alone, *refused])
     )
@@ -223,7 +225,7 @@ def _missing(
 
 @contextlib.contextmanager
 def _token(run_dir: Path | None) -> Iterator[str | None]:
-    """The name of a new file in the folder, which others must find there."""
+    """The name of a new file in the folder, which the others must find there."""
     if run_dir is None:
         yield None
         return
@@ -254,14 +256,14 @@ def _send(connection: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _receive(connection: socket.socket) -> Any:
-    """The message in a line; None for anything else, or if it does not come in time."""
+    """The message in a line; None for anything else, or after the timeout."""
     line = b""
     with contextlib.suppress(OSError):
         while not line.endswith(b"\n") and len(line) < MAX_BYTES:
             if not (data := connection.recv(MAX_BYTES)):
                 break
             line += data
-    # Any program may have sent it: deep brackets exhaust the parser's stack.
+    # Any program may have sent it: deep nesting exhausts the parser's stack.
     try:
         return json.loads(line)
     except (ValueError, RecursionError):
@@ -269,12 +271,12 @@ def _receive(connection: socket.socket) -> Any:
 
 
 def _warn_of_strangers(address: str) -> None:
-    """Says what a stranger could do: gloo and, by default, the coordinator ask none."""
+    """Warns that gloo and, by default, the coordinator have no authentication."""
     print(
         f"warning: process 0 listens at {address}, and each process at its host's "
-        "address: who reaches them can join or end the job, and read and change its "
-        "models, as by default nothing is authenticated or encrypted; use a private "
-        "network, see SECURITY.md",
+        "address: anyone who can connect can join or end the job, and read and change "
+        "its models, as by default nothing is authenticated or encrypted; use a "
+        "private network, see SECURITY.md",
         file=sys.stderr,
         flush=True,
     )

@@ -1,4 +1,4 @@
-"""The start of a script as one process of a job, or as one of several peers."""
+"""Starts a script as one process of a job, or as one of several peers."""
 
 import json
 import socket
@@ -16,12 +16,12 @@ from decentjax.placement import worker_mesh
 
 
 class Peer(NamedTuple):
-    """One process among peers, which share no job.
+    """One of several peer processes, which share no job.
 
     Args:
       workers: numbers of its workers.
-      num_workers: number of the workers of all processes.
-      mesh: mesh of its own devices, with the axis "workers".
+      num_workers: number of workers over all processes.
+      mesh: mesh of its devices, with the axis "workers".
     """
 
     workers: range
@@ -35,27 +35,27 @@ def initialize(
     """Joins the processes of the job, and returns the mesh of all their workers.
 
     Call it once, in all processes, before jax uses a device. Each process gets
-    `local_workers` devices: CPU devices with threads for their collectives, or as many
-    GPUs as the process's number on its machine says. The place in the job comes from
-    the variables of `decentjax launch`, torchrun, Open MPI or Slurm; without any, the
-    process is a job of its own.
+    `local_workers` devices: CPU devices with threads for their collectives, or GPUs by
+    the index of the process on its machine. The place in the job comes from the
+    variables of `decentjax launch`, torchrun, Open MPI or Slurm; without any, the
+    process is a job by itself.
 
-    In a job, an exception that nothing catches ends its process at once, with exit code
-    70 and a line that names the process; the others lose their connections and end so
-    too. `sys.exit` does not: the process waits for the others.
+    In a job, an uncaught exception ends its process at once, with exit code 70 and a
+    line that names the process; the others lose their connections and end likewise.
+    `sys.exit` does not: the process waits for the others.
 
     Args:
       local_workers: number of workers of each process, the same in all.
-      timeout_seconds: longest wait of a collective on CPU for a peer, before it fails.
-      start_seconds: longest wait for all processes.
+      timeout_seconds: timeout of a collective on CPU that waits for a peer.
+      start_seconds: timeout for all processes to join.
 
     Returns:
       A mesh with the axis "workers", in which the workers of a node are consecutive.
 
     Raises:
-      ValueError: if an argument or a variable is impossible, it is too late or the
-        second call, another job uses the address, processes are missing, or they
-        differ in `local_workers` or have other devices.
+      ValueError: if an argument or a variable is invalid, jax has already used a
+        device, it is called twice, another job uses the address, processes are missing,
+        or they differ in `local_workers` or the number of devices.
 
     Examples:
       >>> from decentjax import distributed
@@ -79,15 +79,15 @@ def initialize(
 def initialize_peer(local_workers: int = 1) -> Peer:
     """Gives this process its devices and its place among peers.
 
-    As `initialize`, but without a job: no process waits for another, and one that fails
-    ends alone. The exchanges are those of `gossip.Peers`.
+    Like `initialize`, but without a job: no process waits for another, and a failure
+    ends only its own process. Exchange models with `gossip.Peers`.
 
     Args:
       local_workers: number of workers of each process, the same in all.
 
     Raises:
-      ValueError: if an argument or a variable is impossible, it is too late or the
-        second call, or the process has other devices.
+      ValueError: if an argument or a variable is invalid, jax has already used a
+        device, it is called twice, or the number of devices differs.
 
     Examples:
       >>> from decentjax import distributed
@@ -117,12 +117,12 @@ def _check_at_least(least: int, **arguments: Any) -> None:
 def _check_unused() -> None:
     if jax.distributed.is_initialized():
         raise ValueError(
-            "this process has joined its job already: call initialize() once, and "
+            "this process has already joined its job: call initialize() once, and "
             "leave out jax.distributed.initialize()"
         )
     if xla_bridge.backends_are_initialized():
         raise ValueError(
-            "jax has used a device already, or this is the second call: call "
+            "jax has already used a device, or this is the second call: call "
             "initialize() once, before anything else that needs jax's devices"
         )
 
@@ -131,7 +131,7 @@ def _check_devices(local_workers: int) -> None:
     devices = jax.local_devices()
     if len(devices) != local_workers:
         raise ValueError(
-            f"{local_workers} workers of a process need as many devices, and this "
+            f"{local_workers} workers of a process need as many devices, but this "
             f"process has {len(devices)}, {devices[0].device_kind}: call initialize"
             f"({len(devices)}), or choose its devices by JAX_LOCAL_DEVICE_IDS"
         )
@@ -144,7 +144,8 @@ def _hosts(local_workers: int, seconds: int) -> list[str]:
     for number, (_, count) in enumerate(found):
         if count != found[0][1]:
             raise ValueError(
-                f"process 0 has {found[0][1]} workers, and process {number} has "
-                f"{count}: call initialize() with one local_workers in all processes"
+                f"process 0 has {found[0][1]} workers, but process {number} has "
+                f"{count}: call initialize() with the same local_workers in all "
+                "processes"
             )
     return [host for host, _ in found]

@@ -1,4 +1,4 @@
-"""Exchanges beside the step: in a second thread, or from peer to peer."""
+"""Exchanges beside the step: in a second thread, or peer to peer."""
 
 from decentjax.gossip.all_reduce import AllReduce
 from decentjax.gossip.background import Background, BackgroundRounds
@@ -9,7 +9,7 @@ from decentjax.gossip.means import Butterfly
 from decentjax.gossip.peer_rounds import PeerRounds
 from decentjax.gossip.peers import Peers
 from decentjax.gossip.record import Record
-from decentjax.gossip.replay import replay
+from decentjax.gossip.replay_run import replay
 from decentjax.gossip.tuning import fastest_mixes
 from decentjax.gossip.wagma import Wagma, averages
 from decentjax.gossip.ways import Arrived, Swaps, Taken, Used

@@ -27,12 +27,12 @@ class AllReduce(Closing):
     """`on_mesh(all_reduce_step)` in three programs: gradient, mean, update.
 
     The baseline in the same pieces as `Background`, to record when it computes and when
-    it waits. It hides nothing: the mean needs the gradient, and the update the mean.
+    it waits. It overlaps nothing: the mean needs the gradient, and the update the mean.
 
     Args:
       adapt: the local update, with its two halves, see `local_update`.
       mesh: mesh with the axis "workers" alone.
-      record: function that is called with each activity of this process.
+      record: function called with each activity of this process.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -64,8 +64,8 @@ class AllReduce(Closing):
             return halves.descend(found._replace(grads=grads, loss=loss), state, params)
 
         self._record = record or ignore
-        # The state is donated to the update alone, which needs it after the mean; the
-        # gradients to the mean, which then takes no memory of its own.
+        # The state is donated only to the update, which needs it after the mean; the
+        # gradients to the mean, which then needs no extra memory.
         self._gradient = jax.jit(over_workers(gradient, mesh))
         self._mean = jax.jit(over_workers(mean, mesh), donate_argnums=0)
         # The old model state too, which a plain update does not use.
@@ -97,7 +97,7 @@ class AllReduce(Closing):
         return self._update(params, others, means, found)
 
     def settle(self) -> None:
-        """Returns at once: between two steps nothing is under way."""
+        """Returns at once: nothing is in flight between steps."""
 
     def _end(self, seconds: float) -> None:
         del seconds

@@ -3,14 +3,14 @@
 On CPU no compiler overlaps a collective with the computation of the same program, nor
 with that of the next program of the same thread. Two threads do: one sends the models,
 leaf group by leaf group, while the other computes gradients and the optimizer's
-direction. Only `params = mixed + update` is left between two exchanges. In a process
-with GPUs the models travel over the host's network in the same way.
+direction. Only `params = mixed + update` remains between two exchanges. In a process
+with GPUs the models are sent over the host's network in the same way.
 
-While an exchange is under way, no other thread may run a collective of the same
-devices, since all processes must start collectives in one order. Finish other
+While an exchange is in flight, no other thread may run a collective on the same
+devices, since all processes must start collectives in the same order. Finish other
 collectives before the train step, and call `settle()` before the next ones. All
 `Background`s of a process share one thread: they may alternate without `settle()`, in
-the same order in all processes. `SharedEngine.submit` queues any other function there.
+the same order in all processes. `SharedEngine.submit` queues other functions there.
 """
 
 from jax.sharding import Mesh
@@ -27,22 +27,22 @@ from decentjax.schedule import every
 
 
 class Background(Beside):
-    """`on_mesh(awc_step)` with its exchange in a second thread; a context that ends it.
+    """`on_mesh(awc_step)` with its exchange in a second thread; a context manager.
 
-    The call of a step waits for the exchange of this step, which the call before it
-    started. It updates each group of leaves as soon as the group has arrived, and sends
-    it at once in the exchange of the next step. The numbers are those of `awc_step`
+    A call waits for the exchange of its step, which the previous call started. It
+    updates each group of leaves as soon as the group has arrived, and sends it at once
+    in the exchange of the next step. The numbers are those of `awc_step`
     with the same lowering: bit for bit, unless XLA fuses a product with a sum in one of
     them.
 
     The params that a step returns are still being sent: do not donate them before
-    `settle()`. At its peak a device holds the old, the mixed and the new model, and the
-    optimizer's direction. Call `settle()` before you leave the context, so that all
+    `settle()`. At its peak a device holds the old, mixed and new model, and the
+    optimizer's direction. Call `settle()` before leaving the context, so that all
     processes leave together.
 
     Args:
-      adapt: the local update, as `local_update` returns it. It is cut
-        where it uses `mixed`; a conditional or a loop that uses it waits as a whole.
+      adapt: the local update, as `local_update` returns it. It is cut where it uses
+        `mixed`; a conditional or a loop that uses it waits as a whole.
       topology: topology whose exchanges are taken in turn.
       mesh: mesh with the axis "workers" alone.
       message_dtype: as in `mix`.
@@ -53,8 +53,8 @@ class Background(Beside):
       record: function that is called with each activity of this process.
 
     Raises:
-      TypeError: if `topology` is no `Topology`.
-      ValueError: if the mesh has other axes or another number of workers, or the
+      TypeError: if `topology` is not a `Topology`.
+      ValueError: if the mesh has other axes or a different number of workers, or the
         devices of `exchange_mesh` are in other processes.
 
     Examples:
@@ -90,10 +90,10 @@ class Background(Beside):
 class BackgroundRounds(Beside):
     """`on_mesh(round_step)` with its exchanges in a second thread.
 
-    A context that ends the thread. With delay d messages travel while d gradients are
-    computed; with 0 nothing hides them. The numbers are those of `round_step`. What is
-    under way is in the state too, so a run goes on from any state; call `settle()`
-    before any other collective.
+    A context manager that ends the thread. With delay d messages are in flight while d
+    gradients are computed; with 0 nothing hides them. The numbers are those of
+    `round_step`. Messages in flight are part of the state too, so a run can continue
+    from any state; call `settle()` before any other collective.
 
     Args:
       adapt: the local update, as `local_update` returns it; cut as for
@@ -106,9 +106,9 @@ class BackgroundRounds(Beside):
       record: function that is called with each activity of this process.
 
     Raises:
-      TypeError: if these are no `Rounds`.
+      TypeError: if `rounds` is not `Rounds`.
       ValueError: as in `Background`, or if the rounds have tracking, or their
-        compression shards.
+        compression has shards.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax

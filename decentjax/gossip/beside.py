@@ -1,6 +1,6 @@
-"""The step whose messages are carried beside it: the one engine of this room.
+"""The engine of this package: a step whose messages are sent beside it.
 
-The gradient is computed while messages fly. What carries them is a port: a second
+The gradient is computed while messages are in flight. A port carries them: a second
 thread with collectives, peers, groups of peers, or the record of a run.
 """
 
@@ -37,16 +37,16 @@ from decentjax.schedule import Fragment, Round
 from decentjax.state import AXIS, WorkerState
 
 Arrival = Callable[[], Leaves]
-"""Waits for averaged leaves, and returns them, stacked, by number."""
+"""Waits for averaged leaves, and returns them stacked, by number."""
 Step = tuple[WorkerState, Metrics]
 
 
 class Port(Protocol):
-    """Carries leaves from worker to worker.
+    """Transport of leaves between workers.
 
     Attributes:
-      takes_groups: whether a new model is carried group by group, each as soon as it is
-        computed; else as a whole.
+      takes_groups: whether a new model is sent group by group, each as soon as it is
+        computed, rather than as a whole.
     """
 
     takes_groups: bool
@@ -54,48 +54,47 @@ class Port(Protocol):
     def open(
         self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
     ) -> None:
-        """Prepares the carrying of leaves like those of a state; before the first.
+        """Prepares for leaves like those of a state; called before the first exchange.
 
         Args:
           state: stacked state.
           groups: numbers of the leaves of each group.
-          step: step that begins.
+          step: the step about to run.
         """
 
     def carry(self, group: int, leaves: Leaves, step: int) -> Arrival:
-        """Puts stacked leaves, or pairs of leaf and message, on their way.
+        """Sends stacked leaves, or pairs of leaf and message.
 
         Args:
           group: number of the group.
           leaves: its leaves, by number.
-          step: step whose exchange this is, or at which the round begins.
+          step: step of this exchange, or at which the round begins.
         """
         ...
 
     def settle(self) -> None:
-        """Waits for exchanges that other programs could meet."""
+        """Waits for exchanges that could interfere with other programs."""
 
     def close(self, seconds: float) -> None:
-        """Ends it, and waits at most this long."""
+        """Closes the port, and waits at most this long."""
 
 
 class Beside(Closing):
-    """A step of rounds whose exchanges a port carries; a context that closes it.
+    """A step of rounds whose exchanges a port carries; a context manager.
 
     Rounds of whole models in every step are sent group by group: each group of leaves
-    is updated as soon as its averages are there, and put on its way at once.
+    is updated as soon as its averages have arrived, and sent at once.
 
     Args:
       adapt: the local update, as `local_update` returns it.
       rounds: the rounds.
-      mesh: mesh with the axis "workers" alone, of the workers in the stacked arrays.
+      mesh: mesh with only the axis "workers", of the workers in the stacked arrays.
       port: what carries the exchanges.
       record: function that is called with each activity of this process.
 
     Raises:
-      TypeError: if these are no `Rounds`.
-      ValueError: if the rounds are more than this can carry, which is all but tracking
-        and shards.
+      TypeError: if `rounds` is not `Rounds`.
+      ValueError: if the rounds have tracking or shards.
     """
 
     def __init__(
@@ -119,29 +118,29 @@ class Beside(Closing):
         self._begins, self._ends = _programs(rounds, mesh)
 
     def share(self, other: "Beside") -> None:
-        """Takes the compiled programs of a step of the same local update and mesh."""
+        """Reuses the compiled programs of a step of the same local update and mesh."""
         self._plans, self._whole = other._plans, other._whole
 
     def __call__(self, state: WorkerState, batch: Any, step: int) -> Step:
         """Returns the new state and metrics.
 
         The state's buffers are donated, except those of its params, which live until
-        the exchange is done, and of what rounds carry.
+        the exchange is done, and those of the rounds.
 
         Raises:
-          TypeError: if the state does not carry what the rounds do.
+          TypeError: if the state lacks the state of the rounds.
           ValueError: if an array does not have a row for each worker, `adapt` cannot be
             cut, or the state was donated to an earlier step.
-          BaseException: any error of an exchange, as itself.
+          BaseException: any error of an exchange, unchanged.
         """
         *_, new = self.begin(state, batch, step)
         assert new is not None
         return new
 
     def begin(self, state: WorkerState, batch: Any, step: int) -> Iterator[Step | None]:
-        """A step in two parts: None once its messages are on their way, then the rest.
+        """A step in two parts: None once its messages are sent, then the rest.
 
-        Of one whose messages follow its update the first part computes that.
+        If its messages follow its update, the first part computes the update.
         """
         check_not_donated(state, batch, state[1 : 5 if self._is_of_models else 4])
         self._open(state, batch, step)
@@ -151,7 +150,7 @@ class Beside(Closing):
         return begin(state, batch, step)
 
     def settle(self) -> None:
-        """Waits for the exchanges under way; call it before any other collective."""
+        """Waits for the exchanges in flight; call it before any other collective."""
         self._port.settle()
 
     def _end(self, seconds: float) -> None:
@@ -163,7 +162,7 @@ class Beside(Closing):
             self._is_open = True
 
     def _groups(self, state: WorkerState, batch: Any) -> list[Sequence[int]]:
-        """Numbers of the leaves that travel together."""
+        """Numbers of the leaves that are sent together."""
         if not self._is_of_models:
             check_carried(self._rounds, state)
             fragments = self._rounds.schedule.fragments
@@ -178,7 +177,7 @@ class Beside(Closing):
         return plan_of(self._plans, self._adapt, state, batch, self._mesh, whole)
 
     def _in_groups(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
-        """`x <- W x + update(grad f(x))`, whose messages are left a step ahead."""
+        """`x <- W x + update(grad f(x))`, whose messages are sent a step ahead."""
         plan = self._plan(state, batch)
         self._send_models(jax.tree.leaves(state.params), plan, step)
         # From here on groups are sent for the next step; `arriving` is for this one. If
@@ -200,8 +199,8 @@ class Beside(Closing):
         yield plan.state_of(outputs)
 
     def _send_models(self, models: list[jax.Array], plan: Plan, step: int) -> None:
-        """Sends the models of a step, unless the step before it has."""
-        # Other arrays, or another step, are sent now; what is under way is dropped.
+        """Sends the models of a step, unless the previous step has done so."""
+        # Other arrays, or another step, are sent now; messages in flight are dropped.
         # Identity is a safe test: `_sent` keeps its arrays alive, so no id is reused.
         if self._next == step and list(map(id, models)) == list(map(id, self._sent)):
             return
@@ -239,7 +238,7 @@ class Beside(Closing):
         yield new._replace(params=params), metrics
 
     def _in_rounds(self, state: WorkerState, batch: Any, step: int) -> Iterator[Any]:
-        """`round_step`, of which each part is a program."""
+        """`round_step`, with each part a separate program."""
         check_carried(self._rounds, state)
         schedule = self._rounds.schedule
         sends, receives = schedule[step]
@@ -264,9 +263,9 @@ class Beside(Closing):
         yield new, metrics
 
     def _send_again(self, state: WorkerState, step: int) -> None:
-        """Sends what was under way before a step, if that is of another run.
+        """Sends the messages in flight before a step, if the state is from another run.
 
-        What is on its way is of the state that the last call returned.
+        Messages in flight belong to the state that the last call returned.
         """
         if step == self._next and state.extra is self._extra:
             return
@@ -290,7 +289,7 @@ class Beside(Closing):
         self, one: Round, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, WorkerState, Metrics]:
         """The state after a round, and that after the step, with its metrics."""
-        known = state._replace(extra=())  # What is on its way must not be donated.
+        known = state._replace(extra=())  # Messages in flight must not be donated.
         plan = self._plan(known, batch)
         values = self._computed(plan, known, batch, step)
         mixed = self._receive(one, state, step)
@@ -314,7 +313,7 @@ class Beside(Closing):
     def _computed(
         self, plan: Plan, state: WorkerState, batch: Any, step: int
     ) -> list[jax.Array]:
-        """What of the local update awaits no message."""
+        """The part of the local update that awaits no message."""
         start = time.monotonic()
         # Donates all but the params, which are still being sent.
         values = plan.early(state.params, state[1:], batch)
@@ -336,18 +335,18 @@ def check_beside(rounds: Rounds) -> None:
     _check_rounds(rounds)
     if rounds.tracking:
         raise ValueError(
-            "rounds with tracking run in the step: take on_mesh(round_step), "
+            "rounds with tracking run in the step: use on_mesh(round_step), "
             "decentralize_rounds, or rounds without tracking"
         )
     if rounds.compression is not None and rounds.compression.shards is not None:
         raise ValueError(
             "beside the step a worker is one device: leave the compression's shards at "
-            "None, or take on_mesh"
+            "None, or use on_mesh"
         )
 
 
 def _is_of_models(rounds: Rounds) -> bool:
-    """Whether whole models are averaged in every step, and nothing else is done."""
+    """Whether the rounds only average whole models in every step."""
     schedule = rounds.schedule
     is_whole = all(one.exchange and one.leaves is None for one in schedule.rounds)
     is_bare = rounds.outer is None and rounds.compression is None
@@ -359,12 +358,12 @@ def _compiled(adapt: Adapt, mesh: Mesh) -> Callable[..., Step]:
     def local(params: Any, others: Any, batch: Any) -> Step:
         return adapt(WorkerState(params, *others), batch, params)
 
-    # The params may still be on their way.
+    # The params may still be in flight.
     return jax.jit(over_workers(local, mesh), donate_argnums=1)
 
 
 def _programs(rounds: Rounds, mesh: Mesh) -> tuple[dict[Fragment, Any], ...]:
-    """The beginnings and the ends of rounds, by the leaves that they send."""
+    """Begin and end of each round, by the leaves that it sends."""
 
     def begin(params: Any, key: Any, extra: Any, fragment: Fragment) -> Any:
         return send(rounds, fragment, WorkerState(params, (), (), key, extra)).extra

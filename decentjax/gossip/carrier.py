@@ -1,6 +1,6 @@
-"""Carries models in the second thread: mixes them there, on the workers' own devices.
+"""Sends and mixes models in the second thread, on the workers' devices.
 
-Between processes of CPUs, or through the host's memory where the workers have GPUs.
+Between CPU processes, or through host memory if the workers have GPUs.
 """
 
 import collections
@@ -49,7 +49,7 @@ class Carrier:
       record: function that is called with each exchange.
 
     Raises:
-      ValueError: if the mesh has other axes or another number of workers, or the
+      ValueError: if the mesh has other axes or a different number of workers, or the
         devices of `exchange_mesh` are in other processes.
     """
 
@@ -69,7 +69,7 @@ class Carrier:
         schedule = rounds.schedule
         if dict(mesh.shape) != {AXIS: schedule.num_workers}:
             raise ValueError(
-                f'exchanges in a thread need a mesh with the axis "{AXIS}" alone, of '
+                f'exchanges in a thread need a mesh with only the axis "{AXIS}", of '
                 f"the topology's {schedule.num_workers} workers, got "
                 f"{dict(mesh.shape)}"
             )
@@ -94,12 +94,12 @@ class Carrier:
         del groups  # An exchange is compiled for any leaves.
         if step == 0 and is_between_processes(self._mesh):
             check_one_model(state.params, self._mesh)
-        # In the thread: after the exchanges of other users, and in all processes in
-        # the same place.
+        # In the thread: after the exchanges of other users, in the same order in all
+        # processes.
         self._mixes = self._engine.submit(self._lower, state.params).result()
 
     def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
-        """Starts an exchange of leaves, and returns a function that awaits it."""
+        """Starts an exchange of leaves; returns a function that waits for it."""
         del group
         if self._exchange_mesh != self._mesh:
             # The copy to the host starts now, while the thread sends earlier leaves.
@@ -111,11 +111,11 @@ class Carrier:
         return self._engine.submit(self._exchange, leaves, one.exchange, step).result
 
     def settle(self) -> None:
-        """Waits for the exchanges under way; call it before any other collective."""
+        """Waits for the exchanges in flight; call it before any other collective."""
         self._engine.settle()
 
     def close(self, seconds: float) -> None:
-        """Leaves the thread, and waits at most this long for its calls."""
+        """Releases the thread, and waits at most this long for its calls."""
         self._engine._end(seconds)
 
     def _lower(self, params: Any) -> Mixes:
@@ -135,7 +135,7 @@ class Carrier:
         leaves = filter(is_mixed, jax.tree.leaves(params))
         size = sum(num_bytes(codec, x.shape[1:]) for x in leaves)
         for exchange in self._topology:
-            # A mean of all is gathered whole.
+            # A mean of all workers is gathered whole.
             options = {}
             if compression.kind.average is mix_encoded:
                 lowering = self._lowering or fastest_pieces(exchange, mesh, size)
@@ -148,8 +148,8 @@ class Carrier:
 
     def _exchange(self, models: Any, exchange: Exchange, step: int) -> Any:
         """Runs in the thread: sends, receives and averages."""
-        # The update that returns these models may still be computing: the record says
-        # how long messages take, not how long the thread waits for the update.
+        # The update that returns these models may still be computing: the record
+        # measures the messages, not the wait for the update.
         jax.block_until_ready(models)
         start = time.monotonic()
         mix_models = self._mixes[exchange]
@@ -164,7 +164,7 @@ def host_mesh(mesh: Mesh) -> Mesh:
     Exchanges on it use the memory and the network of the host.
 
     Raises:
-      ValueError: if a process has fewer CPU devices than it has workers, or none.
+      ValueError: if a process has fewer CPU devices than workers, or none.
 
     Examples:
       >>> from decentjax import gossip, worker_mesh
@@ -176,8 +176,8 @@ def host_mesh(mesh: Mesh) -> Mesh:
         devices = jax.devices("cpu")
     except RuntimeError as error:
         raise ValueError(
-            f"exchanges over the host need its CPU beside the accelerator: {error}; "
-            "where JAX_PLATFORMS is set, add cpu to it"
+            f"exchanges over the host need CPU devices too: {error}; "
+            "if JAX_PLATFORMS is set, add cpu to it"
         ) from error
     for device in devices:
         cpus[device.process_index].append(device)

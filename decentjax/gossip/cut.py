@@ -1,4 +1,4 @@
-"""Cuts a function in two: a part that can run at once, and a part that awaits an input.
+"""Cuts a function in two: a part that can run at once, and one that awaits an input.
 
 The gradient and the optimizer's direction await no message; `params = mixed + update`
 does. The cut follows the equations of the traced function (its jaxpr), so it works for
@@ -82,7 +82,7 @@ class Cut:
             for number, atom in enumerate(self._outputs)
             if isinstance(atom, Literal) or atom not in late
         )
-        # What crosses the cut: inputs of late equations that early ones computed.
+        # Values that cross the cut: inputs of late equations computed by early ones.
         used = _variables(v for e in self._late_equations for v in e.invars)
         self._kept = [
             variable
@@ -99,9 +99,10 @@ class Cut:
         return [jnp.asarray(_read(values, atom)) for atom in [*finished, *self._kept]]
 
     def part(self, outputs: Iterable[int]) -> Part:
-        """Returns how to compute outputs that are not finished.
+        """Returns the part that computes the given unfinished outputs.
 
-        A value that two parts need, such as a norm over all updates, both compute.
+        A value that two parts need, such as a norm over all updates, is computed in
+        both.
         """
         wanted = [self._outputs[number] for number in outputs]
         # Backwards, as an equation is needed only if a later one uses its results.
@@ -143,7 +144,7 @@ def _call(closed: ClosedJaxpr, inputs: Sequence[Any]) -> list[Any]:
 
 
 def _evaluate(equations: Iterable[Any], values: dict[Any, Any]) -> None:
-    """Adds the results of the equations to the values of the variables."""
+    """Evaluates the equations, and adds their results to the values."""
     for equation in equations:
         inputs = [_read(values, atom) for atom in equation.invars]
         values.update(zip(equation.outvars, _results(equation, inputs), strict=True))

@@ -1,7 +1,7 @@
-"""Membership of peers without a coordinator: each mixes with those that it sees alive.
+"""Membership of peers without a coordinator: each mixes with the live ones it sees.
 
-No agreement is needed: where two workers see different peers for a moment, one leaves a
-model that the other does not take, and the weight stays with its own.
+No agreement is needed: if two workers briefly see different peers, one sends a model
+that the other does not take, and the weight stays with its own model.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ from decentjax.exchange import Exchange, Topology, among
 from decentjax.gossip.rows import Rows, rows_of
 from decentjax.state import WorkerState
 
-KEPT = 4  # Steps whose exchange is remembered: it is sent for one step ahead.
+KEPT = 4  # Steps whose exchange is cached: messages are sent one step ahead.
 
 
 class Elastic(NamedTuple):
-    """How peers go on when workers come and go.
+    """How peers continue when workers join and leave.
 
     Args:
       graph: function that returns the topology of n workers, for each n from 1 to N.
       quorum: number of workers, those of this process included, with whom
-        `Peers.has_quorum`; more than half of all lets one side of a broken network
-        train, and 1 both. Those that have ended in order count too.
-      silent_seconds: a process that is not heard for so long counts as gone.
+        `Peers.has_quorum`; with more than half of all, at most one side of a network
+        partition trains; with 1, both. Workers that have finished count too.
+      silent_seconds: silence in seconds after which a process counts as gone.
 
     Examples:
       >>> from decentjax import gossip, topology
@@ -56,12 +56,12 @@ class Elastic(NamedTuple):
 
 
 class Living:
-    """The exchange of each step, over the workers that live when it is first asked for.
+    """The exchange of each step, over the workers alive when it is first requested.
 
     Args:
       elastic: the graphs.
-      num_workers: N, the greatest number of workers.
-      workers: workers that live; called once for each step.
+      num_workers: N, the largest number of workers.
+      workers: function that returns the live workers; called once per step.
     """
 
     def __init__(
@@ -80,12 +80,12 @@ class Living:
 
 
 def adopted(state: WorkerState) -> list[jax.Array]:
-    """The leaves that a worker adopts from a peer: all but the random key."""
+    """The leaves that a worker copies from a peer: all but the random key."""
     return jax.tree.leaves(state._replace(key=()))
 
 
 def travels(x: Any) -> bool:
-    """Whether an array can be sent: one without elements never comes."""
+    """Whether an array can be sent: an empty one never arrives."""
     return x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
 

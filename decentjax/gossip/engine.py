@@ -1,4 +1,4 @@
-"""A second thread that calls queued functions in order; one for a whole process."""
+"""A second thread that calls queued functions in order; one per process."""
 
 import abc
 import collections
@@ -13,24 +13,24 @@ import jax
 import jax.numpy as jnp
 
 CLOSING_SECONDS = 10.0
-FAILING_SECONDS = 1.0  # After an error, so that peers learn of it soon.
+FAILING_SECONDS = 1.0  # After an error, so that peers notice soon.
 
 
 class Closing(abc.ABC):
-    """A context that is closed soon after an error, and else after its work is done."""
+    """A context manager that closes after its work, or soon after an error."""
 
     @abc.abstractmethod
     def settle(self) -> None:
-        """Waits until nothing is under way."""
+        """Waits until nothing is in flight."""
 
     @abc.abstractmethod
     def _end(self, seconds: float) -> None:
-        """Ends the work, and waits at most this long for it."""
+        """Closes it, and waits at most this long for the work in flight."""
 
     def close(self) -> None:
-        """Ends the thread after the queued calls, or leaves it to its other users.
+        """Ends the thread after the queued calls, unless it has other users.
 
-        Waits at most 10 s, and then abandons a message that a lost peer never sends.
+        Waits at most 10 s, and then abandons messages of lost peers.
         """
         self._end(CLOSING_SECONDS)
 
@@ -42,9 +42,9 @@ class Closing(abc.ABC):
 
 
 class Engine(Closing):
-    """A thread that calls queued functions in order; a context that ends it.
+    """A thread that calls queued functions in order; a context manager.
 
-    An error in the thread is raised, as itself, by the future of the call that failed,
+    An error in the thread is raised unchanged by the future of the failed call,
     by the futures of all later calls, and by the next `submit`.
 
     Examples:
@@ -59,10 +59,10 @@ class Engine(Closing):
         self._tasks: queue.SimpleQueue = queue.SimpleQueue()
         self._error: BaseException | None = None
         self._closed = False
-        # `submit` must not put a call behind the None that ends the thread: its future
-        # would never be done.
+        # `submit` must not queue a call after the None that ends the thread: its future
+        # would never complete.
         self._lock = threading.Lock()
-        # A daemon: otherwise Python waits at exit for a message that never comes.
+        # A daemon: otherwise Python waits at exit for a message that never arrives.
         self._thread = threading.Thread(
             target=self._run, name="decentjax.gossip", daemon=True
         )
@@ -72,7 +72,8 @@ class Engine(Closing):
         """Queues a call of the function.
 
         Returns:
-          The future of its result. It cannot be cancelled: a peer may wait for it.
+          The future of its result. It cannot be cancelled: a peer may be waiting for
+          it.
 
         Raises:
           RuntimeError: if the engine is closed.
@@ -93,7 +94,7 @@ class Engine(Closing):
 
     @property
     def failed(self) -> bool:
-        """Whether a call raised, so that later calls do not run."""
+        """Whether a call has raised, so that later calls do not run."""
         return self._error is not None
 
     def _end(self, seconds: float) -> None:
@@ -105,29 +106,30 @@ class Engine(Closing):
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
             future, function, args = task
-            # A call after the failed one would send while the peers expect the failed
-            # message: no later call may run.
+            # Peers still expect the failed message, so no later call may send: none may
+            # run.
             if self._error is not None:
                 future.set_exception(self._error)
                 continue
             try:
                 future.set_result(function(*args))
-            # KeyboardInterrupt too: a future that stays open would block its waiter.
+            # KeyboardInterrupt too: an unresolved future would block its waiter.
             except BaseException as error:
                 self._error = error
                 future.set_exception(error)
-            # Otherwise these variables keep the last model in memory while it waits.
+            # Otherwise these variables keep the last model in memory while the thread
+            # waits.
             del task, future, function, args
 
 
 class SharedEngine(Closing):
-    """The engine shared by all exchanges of this process; a context that leaves it.
+    """The engine shared by all exchanges of this process; a context manager.
 
     Collectives of several processes are matched by the order in which they start.
-    Processes that step two models in one order also submit their exchanges in one
-    order, and a single thread keeps it. With one thread per model, a model could be
-    averaged with the other one. The last user to leave ends the thread. An engine that
-    failed gets no new users.
+    Processes that step two models in the same order also submit their exchanges in the
+    same order, and a single thread preserves it. With one thread per model, a model
+    could be averaged with the other one. The last user ends the thread. A failed engine
+    gets no new users.
     """
 
     _lock: ClassVar = threading.Lock()
@@ -144,10 +146,10 @@ class SharedEngine(Closing):
         self._engine = engine
 
     def submit(self, function: Callable, *args: Any) -> Future:
-        """As `Engine.submit`, after the calls of all other users.
+        """Like `Engine.submit`, after the calls of all other users.
 
-        The call has the precision of the calling thread: `jax.enable_x64`, as a
-        context, holds for one thread only.
+        The call has the precision of the calling thread: `jax.enable_x64` as a context
+        applies to one thread only.
         """
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
@@ -160,7 +162,7 @@ class SharedEngine(Closing):
         return self._engine.submit(call)
 
     def settle(self) -> None:
-        """Waits until all queued calls are done, those of other users too."""
+        """Waits until all queued calls are done, including those of other users."""
         self.submit(int).result()
 
     def _end(self, seconds: float) -> None:
@@ -171,10 +173,10 @@ class SharedEngine(Closing):
             is_last = not self._users[self._engine]
             if is_last:
                 del self._users[self._engine]
-        # Outside the lock, so that a new user need not wait for the end of this one.
+        # Outside the lock, so that a new user need not wait for this one to close.
         if is_last:
             self._engine._end(seconds)
         else:
-            # Errors are raised by the futures of the calls that failed.
+            # Errors are raised by the futures of the failed calls.
             with contextlib.suppress(BaseException):
                 self._engine.submit(int).result(seconds)

@@ -1,7 +1,7 @@
-"""Means over groups of workers, which no worker that is late holds up.
+"""Means over groups of workers, without waiting for late workers.
 
-A thread of each process takes part in the exchanges of its workers' groups, with the
-newest model that they have offered, while they compute the next one.
+A thread of each process takes part in the exchanges of its workers' groups with their
+newest models, while they compute the next ones.
 """
 
 import dataclasses
@@ -26,19 +26,20 @@ SUMS, FAREWELLS = 0, 1  # Channels of the links.
 
 @dataclasses.dataclass(frozen=True)
 class Butterfly:
-    """Who averages with whom: the butterfly groups of WAGMA-SGD.
+    """The butterfly groups of WAGMA-SGD.
 
-    In step t the members of a group differ in the `log2 S` bits from bit
-    `t log2 S mod log2 N` on; with each partner, one bit at a time, they add up sums. In
-    every `period`-th step all N workers are one group, and await each other.
+    In step t the members of a group differ in the `log2 S` bits starting at bit `t log2
+    S mod log2 N`; they add up sums with one partner per bit. In every `period`-th step
+    all N workers form one group, and wait for each other.
 
     Args:
       num_workers: N, a power of two.
-      group_size: S, a power of two from 2 to N; None for that of `butterfly_groups`.
+      group_size: S, a power of two from 2 to N; None for the default of
+        `butterfly_groups`.
       period: number of steps from one mean of all workers to the next.
 
     Raises:
-      ValueError: if a number is not allowed.
+      ValueError: if a number is out of range.
 
     Examples:
       >>> from decentjax import gossip
@@ -70,7 +71,7 @@ class Butterfly:
             raise ValueError(f"the period must be at least 1, got {self.period}")
 
     def is_global(self, step: int) -> bool:
-        """Whether all workers are one group, and await each other."""
+        """Whether all workers form one group, and wait for each other."""
         return (step + 1) % self.period == 0
 
     def hops(self, step: int) -> list[int]:
@@ -89,8 +90,8 @@ class Sum(NamedTuple):
     """A sum of models.
 
     Args:
-      leaves: the leaves, in float32 at least; the short ones of a dtype as one vector.
-      steps: step of each worker's model in it, [N]; -1 for who is not in it.
+      leaves: the leaves, in float32 or wider; short ones of a dtype are joined.
+      steps: step of each worker's model in the sum, [N]; -1 if it is not included.
     """
 
     leaves: list[jax.Array]
@@ -98,7 +99,7 @@ class Sum(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """What the groups of a step have added up: a sum for each worker of the process."""
+    """The sums of a step's groups: one for each worker of the process."""
 
     step: int
     of_workers: dict[int, Sum]
@@ -111,19 +112,19 @@ class Sums(NamedTuple):
 
 
 class GroupMeans:
-    """Means over the groups of each step, with the newest models of those who are late.
+    """Means over the groups of each step, with the newest models of late workers.
 
     The first worker of a group to offer its model of a step begins the exchange: its
-    message reaches its partner, whose thread takes part with the model that is offered
-    there, and so on along the butterfly. Who is late finds the sum when it comes, and
-    folds its model in.
+    message reaches its partner, whose thread takes part with the model offered there,
+    and so on along the butterfly. A late worker finds the finished sum, and adds its
+    model to it.
 
     Args:
       links: links to all partners; channel 0 has `sum_specs` and N parts, and channel 1
         nothing.
-      groups: who averages with whom.
+      groups: the groups.
       workers: numbers of the workers of this process.
-      patience: longest time that a step waits for partners who are alive and silent, in
+      patience: longest time that a step waits for live but silent partners, in
         seconds.
     """
 
@@ -141,9 +142,9 @@ class GroupMeans:
         self._closing_at: float | None = None
         self.alive: set[int] = set()  # As of the last exchange.
         self._step = 0  # Of the groups whose exchange is next.
-        # The life of each partner that answers; who does not is asked, not awaited.
+        # The life of each partner that answers; others are asked, but not waited for.
         self._answering: dict[int, int] = {}
-        # The life of each partner who was told that it is not needed any more.
+        # The life of each partner that was told it is no longer needed.
         self._told: dict[tuple[int, int], int] = {}
         self._others = sorted(
             {j for i in workers for j in groups.partners(i)} - {*workers}
@@ -153,7 +154,7 @@ class GroupMeans:
         )
 
     def offer(self, step: int, models: dict[int, Rows]) -> None:
-        """Offers the workers' models of a step, in place of those before."""
+        """Offers the workers' models of a step, replacing earlier ones."""
         count = self._groups.num_workers
         offered = {i: offered_by(i, count, step, rows) for i, rows in models.items()}
         with self._changed:
@@ -170,15 +171,15 @@ class GroupMeans:
     def mean(self, step: int, own: dict[int, Rows]) -> tuple[dict[int, Rows], Sums]:
         """Waits for the groups of a step, or of a later one, and returns the means.
 
-        A mean of all workers is never passed over for a later one of a group.
+        A mean of all workers is never skipped for a later mean of a group.
 
         Args:
-          step: step of the models that were offered last.
+          step: step of the models offered last.
           own: these models.
 
         Returns:
-          Each worker's mean: with all S models of its group in the sum, its own of this
-          step among them, `sum / S`; else `(sum + own) / (S + 1)`. And the sums.
+          Each worker's mean: `sum / S` if all S models of its group, including its own
+          of this step, are in the sum; otherwise `(sum + own) / (S + 1)`. And the sums.
         """
         with self._changed:
             self._changed.wait_for(
@@ -196,10 +197,10 @@ class GroupMeans:
         return means, found
 
     def ask(self, own: dict[int, Rows], seconds: float) -> tuple[int, dict[int, Rows]]:
-        """Waits for a mean of the partners', before the first model is offered.
+        """Waits for a mean of the partners, before the first model is offered.
 
         Returns:
-          The newest step of which one has come, and a mean for each worker of which one
+          The newest step with such a mean, and a mean for each worker of which one
           has.
         """
         deadline, step, means = time.monotonic() + seconds, -1, {}
@@ -218,7 +219,7 @@ class GroupMeans:
 
     @property
     def refused(self) -> dict[int, str]:
-        """Why a worker was left out, for each that was."""
+        """Why a worker was refused, for each refused worker."""
         return dict(self._links.refused)
 
     def close(self, seconds: float) -> None:
@@ -226,7 +227,7 @@ class GroupMeans:
         with self._changed:
             self._closing_at = time.monotonic() + seconds
         if self._thread.is_alive():
-            # Longer only where it waits for a silent partner, which then is left.
+            # Longer only if it waits for a silent partner, which is then abandoned.
             self._thread.join(seconds + 1)
         self._links.close()
 
@@ -259,7 +260,7 @@ class GroupMeans:
         return self._offered is not None and self._offered.step >= self._step
 
     def _exchange(self) -> None:
-        """Adds up the sums of one step, one hop after the other."""
+        """Adds up the sums of one step, one hop after another."""
         step = self._step
         with self._changed:
             assert self._offered is not None
@@ -296,16 +297,16 @@ class GroupMeans:
         return Sum(message.arrays, np.array(message.said.parts))
 
     def _is_over(self) -> bool:
-        """Whether the end is asked for, and no partner needs this process any more."""
+        """Whether closing was requested, and no partner needs this process any more."""
         if self._closing_at is None:
             return False
         if time.monotonic() >= self._closing_at:
             return True
-        # All are told before one is awaited.
+        # All are told before waiting for any.
         return all([self._has_left(i, j) for i in self._workers for j in self._others])
 
     def _has_left(self, worker: int, peer: int) -> bool:
-        """Tells a partner that it is not needed; whether the same is known of it."""
+        """Tells a partner that it is not needed; returns whether it said the same."""
         if peer not in {*self._groups.partners(worker)} & self._links.alive():
             return True
         life = self._links.life_of(peer)
@@ -316,7 +317,7 @@ class GroupMeans:
 
 
 def mean_of(one: Sum, worker: int, own: Rows, step: int) -> Rows:
-    """The mean of a sum, into which a worker folds its model where it is not in it."""
+    """The mean of a sum, to which a worker adds its model if it is not included."""
     count = int((one.steps >= 0).sum())
     if one.steps[worker] == step:
         return _mean(own, one.leaves, count)
@@ -324,7 +325,7 @@ def mean_of(one: Sum, worker: int, own: Rows, step: int) -> Rows:
 
 
 def offered_by(worker: int, num_workers: int, step: int, rows: Rows) -> Sum:
-    """The sum of one worker's model alone."""
+    """The sum that contains only one worker's model."""
     steps = np.full(num_workers, -1)
     steps[worker] = step
     return Sum(_as_sum(rows), steps)
@@ -336,7 +337,7 @@ def added(one: Sum, other: Sum) -> Sum:
 
 
 def sum_specs(leaves: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
-    """What the sums of models of these leaves, [N, ...], are made of."""
+    """The form of sums of models with these leaves, [N, ...]."""
     rows = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves]
     return jax.eval_shape(_as_sum, rows)
 

@@ -1,4 +1,4 @@
-"""What a round leaves for peers, as it is or encoded, and what it makes of theirs."""
+"""The messages of a round, plain or encoded, and how received ones are merged."""
 
 import functools
 import math
@@ -16,11 +16,11 @@ from decentjax.rounds import Rounds
 
 
 class Form(NamedTuple):
-    """How leaves of one worker travel, and are averaged.
+    """How the leaves of one worker are sent and averaged.
 
     Args:
-      compression: how they are encoded; None sends them as they are.
-      structure: tree of the arrays that travel, by number of the leaf.
+      compression: how they are encoded; None sends them unencoded.
+      structure: tree of the arrays sent, by number of the leaf.
       arrays: these arrays, as shapes.
       leaves: shapes of the leaves, in the order of their numbers.
     """
@@ -31,7 +31,7 @@ class Form(NamedTuple):
     leaves: tuple[tuple[int, ...], ...]
 
     def parts(self, models: Any) -> tuple[Leaves, list[jax.Array]]:
-        """The leaves and the arrays that travel, of what `travelling` returns."""
+        """The leaves and the arrays to send, from the result of `travelling`."""
         if self.compression is None:
             return models, [x for x in models.values() if is_mixed(x)]
         messages = {number: message for number, (_, message) in models.items()}
@@ -39,9 +39,9 @@ class Form(NamedTuple):
         return leaves, jax.tree.leaves(messages)
 
     def average(self, graph: Graph, used: Used, models: Models) -> Rows:
-        """The averages, or what `default_mix` returns of encoded leaves.
+        """The averages, or the result of `default_mix` for encoded leaves.
 
-        Over what has come, with q the decoded messages, these are
+        Over the received messages, with q the decoded ones, these are
 
             as they are      x_i + sum_j W_ij (x_j - x_i)
             by differences   sum_j W_ij (q_j - q_i)
@@ -50,7 +50,7 @@ class Form(NamedTuple):
         if self.compression is None:
             return Arrived.combine(graph, used, models)
         if self.compression.kind.average is mean_encoded:
-            # In one order on all workers: their anchors stay the same bit for bit.
+            # In the same order on all workers: their anchors stay equal bit for bit.
             return _mean(self, [models[key] for key in sorted(models)])
         return _difference(self, *chosen(graph, used, models))
 
@@ -64,7 +64,7 @@ class Form(NamedTuple):
 
 
 def form_of(compression: Compression | None, leaves: Leaves) -> Form:
-    """The form of one worker's leaves, of which shapes are enough."""
+    """The form of one worker's leaves, for which shapes are enough."""
     sent: Any = leaves
     if compression is None:
         sent = {number: x for number, x in leaves.items() if is_mixed(x)}
@@ -78,16 +78,16 @@ def form_of(compression: Compression | None, leaves: Leaves) -> Form:
 
 
 def sends_changes(rounds: Rounds) -> bool:
-    """Whether messages are changes of what workers share, of which none may be lost."""
+    """Whether messages are changes of shared state, none of which may be lost."""
     return rounds.compression is not None and rounds.compression.kind.sends_changes
 
 
 def check_whole(rounds: Rounds, patience: float) -> None:
-    """Raises a ValueError where a message that must not be lost is not awaited."""
+    """Raises a ValueError if messages that must not be lost would not be waited for."""
     if sends_changes(rounds) and patience < math.inf:
         raise ValueError(
             "drift and copies send changes, and a lost message would "
-            "leave the copies of a worker wrong: take patience=math.inf, got "
+            "leave the copies of a worker wrong: use patience=math.inf, got "
             f"{patience}"
         )
 

@@ -1,4 +1,4 @@
-"""Leaves models for peers, and takes what they have left, without collectives."""
+"""Sends models to peers and takes theirs, without collectives."""
 
 import functools
 import time
@@ -17,18 +17,18 @@ from decentjax.state import WorkerState
 
 
 class PeerPort:
-    """Exchanges from peer to peer: the port of `PeerRounds`, and of `Peers` with more.
+    """Peer-to-peer exchanges: the port of `PeerRounds`, extended by that of `Peers`.
 
     Args:
       party: this process and its workers.
       topology: exchanges that each worker takes in turn.
       patience: longest time to wait for models, in seconds.
-      used: function that is called with what each worker has mixed; None for none.
+      used: function called with the models that each worker has mixed; None for none.
       way: how models are used.
-      compression: how leaves are encoded; None sends them as they are.
+      compression: how leaves are encoded; None sends them unencoded.
 
     Raises:
-      TypeError: if `party` is no `Party`, or `topology` no `Topology`.
+      TypeError: if `party` is not a `Party`, or `topology` not a `Topology`.
       ValueError: if the topology has groups or nodes, the workers do not fit it, or the
         patience is negative.
     """
@@ -60,13 +60,13 @@ class PeerPort:
 
     @property
     def links(self) -> Links:
-        """Who is alive, and who was refused; once it is open."""
+        """The links, with the live and the refused workers; once it is open."""
         assert self._links is not None
         return self._links
 
     @property
     def sources(self) -> set[int]:
-        """The workers with whom those of this process exchange models."""
+        """The workers that exchange models with those of this process."""
         return {j for i in self.party.workers for j in neighbors(self.topology, i)}
 
     def open(
@@ -77,7 +77,7 @@ class PeerPort:
         further: Sequence[Sequence[jax.ShapeDtypeStruct]] = (),
         silent_seconds: float | None = None,
     ) -> None:
-        """Connects to the peers; `further` are arrays of channels for no group."""
+        """Connects to the peers; `further` are the arrays of additional channels."""
         leaves = jax.tree.leaves(state.params)
         one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
         self._forms = [
@@ -95,10 +95,10 @@ class PeerPort:
         self._links.meet(self.sources, time.monotonic() + self.patience)
 
     def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
-        """Leaves a group for the peers of a step; they may still be computing."""
+        """Sends a group to the peers of a step; its arrays may still be computing."""
         number = self._number_of(step)
         own, arrays = self._forms[group].parts(leaves)
-        # A group may have no leaf that travels, and is left all the same.
+        # A group without leaves to send is sent all the same.
         nothing: list[Rows] = [[] for _ in self.party.workers]
         of_workers = rows_of(arrays, travels=lambda _: True) or nothing
         for worker, rows in zip(self.party.workers, of_workers, strict=True):
@@ -109,10 +109,10 @@ class PeerPort:
         return functools.partial(self._take, group, own, of_workers, number)
 
     def settle(self) -> None:
-        """Returns at once: no other program can wait for an exchange of this one."""
+        """Returns at once: exchanges cannot interfere with other programs."""
 
     def close(self, seconds: float) -> None:
-        """Ends the links."""
+        """Closes the links."""
         del seconds
         if self._links is not None:
             self._links.close()
@@ -120,7 +120,7 @@ class PeerPort:
     def _take(
         self, group: int, own: Leaves, of_workers: list[Rows], number: int
     ) -> Leaves:
-        # The patience is that of all groups of a step together.
+        # The patience covers all groups of a step together.
         if group == 0 or number != self._number:
             self._number, self._deadline = number, time.monotonic() + self.patience
         form, rows = self._forms[group], []
@@ -137,14 +137,14 @@ class PeerPort:
         return step
 
     def _wanted(self, group: int) -> Sequence[int]:
-        """The groups to ask peers for, once a group is left for them."""
-        # Once those of the step before are used: messages of two steps would share a
-        # card, and both come late.
+        """The groups to request from peers, once a group is sent to them."""
+        # After those of the previous step are used: messages of two steps would share a
+        # network card, and both arrive late.
         num_groups = len(self._forms)
         return range(num_groups) if group + 1 == num_groups else ()
 
     def _note(self, used: Used, models: Models) -> None:
-        """Notes what a worker has mixed."""
+        """Records what a worker has mixed."""
         del models
         self._used(used)
 

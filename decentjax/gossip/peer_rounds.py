@@ -1,4 +1,4 @@
-"""Rounds from peer to peer, without collectives."""
+"""Peer-to-peer rounds, without collectives."""
 
 import time
 from collections.abc import Callable, Sequence
@@ -16,34 +16,33 @@ from decentjax.rounds import Rounds
 
 
 class PeerRounds(Beside):
-    """`round_step` whose models travel from peer to peer, as those of `Peers` do.
+    """`round_step` with peer-to-peer messages, as in `Peers`.
 
-    A worker leaves its model for the peers of a round, and merges, `delay` steps later,
-    what has come from them; it waits at most `patience` seconds for the rest, whose
-    weight stays with its own model. The rows of W sum to one then, but its columns need
-    not: the mean of all models moves towards those that others receive more often. With
-    `patience=math.inf` and exchanges in which each receives from those to whom it sends
-    the numbers are those of `round_step`, up to rounding, and a worker ends once its
-    peers have what it has left, or after 10 s. A mean of all models is a message from
-    each worker to each.
+    A worker sends its model to the peers of a round, and `delay` steps later merges the
+    models received so far; it waits at most `patience` seconds for the others, whose
+    weight stays with its own model. The rows of W then sum to one, but its columns need
+    not: the mean of all models shifts towards those that are received more often. With
+    `patience=math.inf` and symmetric exchanges the numbers are those of `round_step`,
+    up to rounding, and a worker closes once its peers have taken its last messages, or
+    after 10 s. For a mean of all models each worker sends to every other.
 
-    With a compression the encoded messages travel. Of `error_feedback` a worker
-    averages what has come, q the decoded messages: `x_i + sum_j W_ij (q_j - q_i)`. Each
-    message of `drift` or `copies` is a change of what workers share; a lost one would
-    leave their copies wrong: these need `patience=math.inf` and a symmetric graph, and
-    end with an error where a peer is lost.
+    With a compression the messages are encoded. With `error_feedback` a worker averages
+    the messages received so far, q decoded: `x_i + sum_j W_ij (q_j - q_i)`. Each
+    message of `drift` or `copies` is a change of shared state; a lost message would
+    leave its copies wrong: these need `patience=math.inf` and a symmetric graph, and
+    raise an error if a peer is lost.
 
     Args:
       adapt: as in `BackgroundRounds`.
       rounds: the rounds, without tracking; each worker counts its own steps.
-      party: this process, its workers, and how it finds the others.
+      party: this process, its workers, and how it finds its peers.
       patience: longest time that a round waits for models, in seconds.
       record: as in `Background`, for "compute" and "wait".
-      used: function that is called with what each worker has mixed; a round has the
+      used: function called with the models that each worker has mixed; a round has the
         step at which it begins, and `group` is the number of the fragment.
 
     Raises:
-      TypeError: if these are no `Rounds`, or no `Party`.
+      TypeError: if `rounds` is not `Rounds`, or `party` not a `Party`.
       ValueError: if the rounds have nodes, shards or tracking, the workers do not fit
         them, or the patience is negative or too short for these rounds; at the first
         step as in `Peers`.
@@ -82,7 +81,7 @@ class PeerRounds(Beside):
 
     @property
     def links(self) -> Links:
-        """Who is alive, and who was refused; after the first step has begun."""
+        """The links, with the live and the refused workers; from the first step on."""
         return self._peers.links
 
     def alive(self) -> set[int]:
@@ -91,12 +90,12 @@ class PeerRounds(Beside):
 
     @property
     def refused(self) -> dict[int, str]:
-        """Why a worker was left out, for each that was."""
+        """Why a worker was refused, for each refused worker."""
         return dict(self.links.refused)
 
 
 class _RoundPort(PeerPort):
-    """The port of `PeerRounds`, whose exchanges are numbered by their rounds."""
+    """The port of `PeerRounds`, whose exchanges are numbered by round."""
 
     def __init__(
         self,
@@ -113,19 +112,20 @@ class _RoundPort(PeerPort):
         )
         check_whole(rounds, patience)
         if self._needs_all:
-            # Else a fast worker would replace a message that its peer has not taken.
+            # Otherwise a fast worker would replace a message that its peer has not yet
+            # taken.
             check_symmetric(topology, "rounds that must miss no message")
         self._taken = -1
 
     def close(self, seconds: float) -> None:
-        """Ends the links, once the peers have taken what is left for them."""
+        """Closes the links, once the peers have taken their messages."""
         end = time.monotonic() + min(seconds, self.patience)
         while self._links and self._behind() and time.monotonic() < end:
             self.links.bell.wait(self.links.bell.count)
         super().close(seconds)
 
     def _behind(self) -> set[int]:
-        """The peers that have not yet taken the last round that is taken here."""
+        """The peers that have not yet taken the last round taken here."""
         return self.sources & self.links.alive() - self.links.ahead(self._taken - 1)
 
     def _number_of(self, step: int) -> int:
@@ -135,7 +135,7 @@ class _RoundPort(PeerPort):
         return (group,)
 
     def _note(self, used: Used, models: Models) -> None:
-        """Notes a round by the step at which it begins."""
+        """Records a round by the step at which it begins."""
         self._check_whole(used)
         at = self._schedule.step_of
         taken = (
@@ -143,18 +143,18 @@ class _RoundPort(PeerPort):
         )
         by_step = used._replace(step=at(used.step), models=tuple(taken))
         super()._note(by_step, models)
-        # As in `Peers`, where models are left a step ahead.
+        # As in `Peers`, where models are sent a step ahead.
         self._taken = used.step - 1
         self.links.at(self._taken)
 
     def _check_whole(self, used: Used) -> None:
-        """Raises a ConnectionError where a change is missing."""
+        """Raises a ConnectionError if a change is missing."""
         came = {one.peer for one in used.models if one.step == used.step}
         sources = senders(self.topology[used.step], used.worker)
         missing = sorted({peer for peer, _ in sources} - came)
         if missing and self._needs_all:
             raise ConnectionError(
                 f"worker {used.worker} has no message of the workers {missing} in "
-                f"round {used.step}, and without it its copies are wrong: go on with "
+                f"round {used.step}, and without it its copies are wrong: resume "
                 "all workers from a step that all have saved"
             )

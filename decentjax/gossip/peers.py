@@ -1,8 +1,7 @@
-"""Exchanges from peer to peer, without collectives.
+"""Peer-to-peer exchanges, without collectives.
 
-Each worker leaves its newest model for the peers of the step, group by group, and takes
-what they have left. A peer that is slow, frozen or dead delays the others by at most
-the patience that is asked for.
+Each worker sends its newest model to the peers of the step, group by group, and takes
+theirs. A slow, frozen or dead peer delays the others by at most the patience.
 """
 
 import math
@@ -29,41 +28,41 @@ from decentjax.rounds import Rounds
 from decentjax.schedule import every
 from decentjax.state import WorkerState
 
-JOIN_SECONDS = 3.0  # For a peer's state, before the next peer is asked.
-MEET_SECONDS = 1.0  # For a peer that is ahead, where others are there.
-APART_STEPS = 10  # Between two measurements of how far models are apart.
+JOIN_SECONDS = 3.0  # Wait for a peer's state, before the next peer is asked.
+MEET_SECONDS = 1.0  # Wait for a peer that is ahead, if others are alive.
+APART_STEPS = 10  # Between two measurements of the distance of models.
 
 
 class Peers(Beside):
     """The step of `Background` without collectives: `x_i <- sum_j W_ij x_j + update`.
 
-    A worker mixes what has come from its peers when its gradient is done, and waits
-    at most `patience` seconds for the rest, whose weight stays with its own model. What
-    this does to the mean of all models depends on `way`. With `patience=math.inf` and
-    an exchange in which each receives from those to whom it sends, all models arrive,
-    and the numbers are those of `awc_step`, bit for bit.
+    When its gradient is done, a worker mixes the models received so far, and waits at
+    most `patience` seconds for the others, whose weight stays with its own model. The
+    effect on the mean of all models depends on `way`. With `patience=math.inf` and a
+    symmetric exchange all models arrive, and the numbers are those of `awc_step`, bit
+    for bit.
 
     Args:
       adapt: as in `Background`.
-      topology: topology whose exchanges are taken in turn, by each worker at its own
-        pace; permutations of single workers, such as `ring` or `exponential`.
-      party: this process, its workers, and how it finds the others.
-      way: how models are used: "arrived" averages with what has come, "swaps" swaps
-        models with peers; see `decentjax.gossip.ways`.
+      topology: topology whose exchanges are taken in turn, by each worker
+        independently; permutations of single workers, such as `ring` or `exponential`.
+      party: this process, its workers, and how it finds its peers.
+      way: how models are used: "arrived" averages with the models received so far,
+        "swaps" swaps models with peers; see `decentjax.gossip.ways`.
       patience: longest time that a step waits for models, in seconds.
       record: as in `Background`, for "compute" and "wait".
-      used: function that is called with what each worker has mixed.
-      elastic: how to go on when workers come and go, for "arrived": then a step's
-        exchange is that of `elastic.graph` over the workers that are there, and
-        `topology`, that of all of them, tells their greatest number.
+      used: function called with the models that each worker has mixed.
+      elastic: how to continue when workers join and leave, for "arrived": a step's
+        exchange is then that of `elastic.graph` over the live workers, and `topology`,
+        that of all workers, gives their largest number.
 
     Raises:
-      TypeError: if `topology` is no `Topology`, or `party` no `Party`.
+      TypeError: if `topology` is not a `Topology`, or `party` not a `Party`.
       ValueError: if the topology has groups or nodes or does not allow this way, the
-        workers do not fit it, the patience is negative, or `elastic` comes
-        with another way, without an end of the patience, or without a graph for each
-        number of workers; at the first step, if the address is not free, or another
-        process answers as one of these workers.
+        workers do not fit it, the patience is negative, or `elastic` is used with
+        another way, an infinite patience, or without a graph for each number of
+        workers; at the first step, if the address is in use, or another process answers
+        as one of these workers.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -101,7 +100,7 @@ class Peers(Beside):
 
     @property
     def links(self) -> Links:
-        """Who is alive, and who was refused; after the first step has begun."""
+        """The links, with the live and the refused workers; from the first step on."""
         return self._peers.links
 
     def alive(self) -> set[int]:
@@ -110,22 +109,22 @@ class Peers(Beside):
 
     @property
     def refused(self) -> dict[int, str]:
-        """Why a worker was left out, for each that was."""
+        """Why a worker was refused, for each refused worker."""
         return dict(self.links.refused)
 
     def __call__(
         self, state: WorkerState, batch: Any, step: int
     ) -> tuple[WorkerState, Metrics]:
-        """As that of `Background`; a peer that asks for the state gets a copy."""
+        """Like that of `Background`; a peer that asks for the state gets a copy."""
         self._open(state, batch, step)
         self._peers.show(state, step)
         return super().__call__(state, batch, step)
 
     def has_quorum(self) -> bool:
-        """Whether as many workers live as the quorum asks for.
+        """Whether the quorum of live workers is met.
 
-        Where not, take no step, and ask again soon: the others may train without this
-        process. True before the first step, and without `elastic`.
+        If not, do not take a step, and ask again soon: the others may train without
+        this process. True before the first step, and without `elastic`.
         """
         if self._elastic is None or not self._is_open:
             return True
@@ -135,21 +134,21 @@ class Peers(Beside):
         return is_there
 
     def was_away(self) -> bool:
-        """Whether the others went on without this process since the last call.
+        """Whether the others continued without this process since the last call.
 
-        It was frozen and given up, or had no quorum. Then `join` takes it to where they
-        are.
+        It was frozen and declared lost, or had no quorum. Then `join` takes it to where
+        they are.
         """
         found, self._was_away = self._was_away, False
         return (self._is_open and self.links.was_silent()) or found
 
     def apart(self) -> float | None:
-        """Returns how far models are apart, as this process has seen it last.
+        """Returns the distance of models, as last measured by this process.
 
         The root mean square of `|x_j - x_i|`, over its workers i and the models of
-        peers j that they have mixed; with `elastic`, of one step in ten. For models at
-        a distance c from their mean, `E |x_j - x_i|^2 = 2 c^2 N / (N - 1)`. None
-        before any has come.
+        peers j that they have mixed; with `elastic`, in one step out of ten. For models
+        at a distance c from their mean, `E |x_j - x_i|^2 = 2 c^2 N / (N - 1)`. None
+        before any model was received.
         """
         if not (groups := self._peers.apart.values()):
             return None
@@ -164,24 +163,24 @@ class Peers(Beside):
         after: int = -1,
         alone: float = 10.0,
     ) -> tuple[WorkerState, int | None]:
-        """Returns the state of a peer, to begin where it is.
+        """Returns the state of a peer, to start from.
 
-        For a worker that joins others who are training, or comes back to them. It takes
-        the model, the optimizer's state and all else but the random key.
+        For a worker that joins, or returns to, others that are training. It takes the
+        model, the optimizer's state and everything else except the random key.
 
         Args:
           state: state of the workers of this process, as for a step.
           batch: batch of any step, for its shapes.
           seconds: longest time to wait for a peer's state.
           after: step that a peer must be past.
-          alone: longest time to wait where no peer is there.
+          alone: longest time to wait if no peer is alive.
 
         Returns:
-          The state, and the step to go on with; None where no peer is past `after`, or
+          The state, and the step to continue with; None if no peer is past `after`, or
           none has answered.
         """
         self._open(state, batch, -1)
-        self._compile(state, batch)  # Else the others would be far ahead by then.
+        self._compile(state, batch)  # Otherwise the others would be far ahead by then.
         messages, now = [], time.monotonic()
         for worker in self._peers.party.workers:
             message = self._peers.whole(worker, after, now + seconds, now + alone)
@@ -196,7 +195,7 @@ class Peers(Beside):
         return new._replace(key=state.key), max(m.said.step for m in messages)
 
     def _compile(self, state: WorkerState, batch: Any) -> None:
-        """Compiles the parts of a step, whose results are dropped."""
+        """Compiles the parts of a step by running them; drops the results."""
         plan = self._plan(state, batch)
         state = jax.tree.map(jnp.copy, state)  # It is donated.
         values = plan.early(state.params, state[1:], batch)
@@ -206,7 +205,7 @@ class Peers(Beside):
 
 
 class _ElasticPort(PeerPort):
-    """The port of `Peers`: its peers may come and go, and adopt a worker's state."""
+    """The port of `Peers`: its peers may join and leave, and copy a worker's state."""
 
     def __init__(self, *arguments: Any, elastic: Elastic | None):
         super().__init__(*arguments)
@@ -218,7 +217,7 @@ class _ElasticPort(PeerPort):
             return
         if self._make_way is not WAYS["arrived"] or self.patience == math.inf:
             raise ValueError(
-                'elastic needs the way "arrived", and a patience that ends: got '
+                'elastic needs the way "arrived" and a finite patience, got '
                 f"{self._make_way.__name__} and {self.patience}"
             )
         elastic.check(num_workers)
@@ -239,7 +238,7 @@ class _ElasticPort(PeerPort):
         super().open(state, groups, step, [rows], silent)
 
     def show(self, state: WorkerState, step: int) -> None:
-        """Sets the step that this process reports, and leaves the state for guests."""
+        """Sets the step that this process reports, and sends the state to guests."""
         workers, guests = self.party.workers, self.links.joining()
         own = {w: copies(state, workers.index(w)) for w in {w for _, w in guests}}
         for guest, worker in guests:
@@ -248,15 +247,15 @@ class _ElasticPort(PeerPort):
         self.links.at(step)
 
     def living(self) -> list[int]:
-        """The workers that are alive, those of this process included."""
+        """The workers that are alive, including those of this process."""
         return sorted(self.links.alive() | set(self.party.workers))
 
     def whole(
         self, worker: int, after: int, end: float, alone: float
     ) -> Message | None:
-        """The whole state of the first peer that leaves it, of those that are ahead.
+        """The whole state of the first peer that sends it, of those that are ahead.
 
-        Waits until `end`, and where no peer is there until `alone`.
+        Waits until `end`, or until `alone` if no peer is alive.
         """
         if self.topology.num_workers == len(self.party.workers):
             return None

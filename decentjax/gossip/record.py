@@ -1,10 +1,10 @@
-"""A record of what a process did, and when, as the user wants it."""
+"""Callbacks that record the activities of a process."""
 
 from typing import Protocol
 
 
 class Record(Protocol):
-    """Called with what a process did from `start` to `end`, of `time.monotonic()`.
+    """Called with an activity of a process from `start` to `end` of `time.monotonic()`.
 
     The activity is "compute" (gradient and direction), "wait" (for mixed leaves) or
     "exchange" (for each group of leaves). Called by both threads.

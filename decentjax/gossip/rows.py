@@ -1,4 +1,4 @@
-"""The leaves that travel: between stacked arrays on a mesh and rows of one worker."""
+"""The leaves to send: from stacked arrays on a mesh to rows of one worker, and back."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,7 +15,7 @@ Rows = list[jax.Array]
 def rows_of(
     leaves: Sequence[jax.Array], travels: Callable[[jax.Array], bool] = is_mixed
 ) -> list[Rows]:
-    """The leaves that travel, of each worker of this process, on its device."""
+    """The leaves to send, of each worker of this process, on its device."""
     of_leaves = []
     for leaf in filter(travels, leaves):
         shards = sorted(leaf.addressable_shards, key=lambda s: s.index[0].start or 0)
@@ -29,7 +29,7 @@ def with_rows(
     mesh: Mesh,
     travels: Callable[[jax.Array], bool] = is_mixed,
 ) -> list[jax.Array]:
-    """The leaves, with those that travel from the rows of all workers."""
+    """The leaves, with those sent taken from the rows of all workers."""
     of_leaves = iter(list(zip(*rows, strict=True)))
     place = NamedSharding(mesh, PartitionSpec(AXIS))
     return [

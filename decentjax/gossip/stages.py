@@ -16,7 +16,7 @@ from decentjax.loss import Metrics
 from decentjax.placement import check_rows, over_workers
 from decentjax.state import WorkerState
 
-# Leaves travel in groups of this size. One by one, the calls for small leaves would
+# Leaves are sent in groups of this size. One by one, the calls for small leaves would
 # cost more than their bytes; all at once, the first leaf could not be updated before
 # the last has arrived.
 GROUP_BYTES = 4 * 2**20
@@ -80,7 +80,7 @@ def plan_of(
     mesh: Mesh,
     is_whole: bool = False,
 ) -> Plan:
-    """Returns the plan for arrays of these shapes, made when first seen.
+    """Returns the plan for arrays of these shapes, made on first use.
 
     Args:
       plans: plans by the kind of arrays.
@@ -94,7 +94,7 @@ def plan_of(
       ValueError: if an array does not have a row for each worker, or `adapt` cannot be
         cut.
     """
-    # As `jax.jit` does: a last, shorter batch is another program.
+    # As in `jax.jit`: a last, shorter batch is another program.
     leaves, structure = jax.tree.flatten((state, batch))
     kind = structure, tuple((x.shape, x.dtype) for x in leaves)
     if kind not in plans:
@@ -114,12 +114,13 @@ def make_plan(
     try:
         cut = Cut(adapt, of_worker, of_worker[0].params)
     except NameError as error:
-        # What jax raises for a collective outside of shard_map: it has no own class.
+        # What jax raises for a collective outside of shard_map; it has no separate
+        # class.
         if "unbound axis" not in str(error):
             raise
         raise ValueError(
             f"adapt runs without the workers' axis, and so without collectives and "
-            f"axis_index ({error}): give what it needs in the batch or the state"
+            f"axis_index ({error}): pass what it needs in the batch or the state"
         ) from error
 
     def early(params: Any, others: Any, batch: Any) -> list[jax.Array]:
@@ -131,7 +132,7 @@ def make_plan(
         return Stage(leaves, outputs, part, jax.jit(over_workers(part.compute, mesh)))
 
     sizes = [x.nbytes // len(x) for x in jax.tree.leaves(state.params)]
-    # At most some 64 groups: each costs one or two calls in every step.
+    # About 64 groups at most: each costs one or two calls in every step.
     group_bytes = sum(sizes) if is_whole else max(GROUP_BYTES, sum(sizes) // 64)
     return Plan(
         # The params are not donated: the thread is still sending them.
@@ -144,7 +145,7 @@ def make_plan(
 
 
 def _groups(sizes: Sequence[int], group_bytes: int) -> Iterator[Leaves]:
-    """Cuts leaves of these sizes, in bytes, into runs of `group_bytes` or just more."""
+    """Splits leaves of these sizes, in bytes, into runs of at least `group_bytes`."""
     group, total = [], 0
     for number, size in enumerate(sizes):
         group.append(number)

@@ -38,7 +38,7 @@ def fastest_mixes(
 
     Each is a function of a list of stacked leaves. Each distinct exchange is measured,
     as they may use different links: up to 5 compilations and 15 exchanges of 4 MiB.
-    Collective, as `fastest`.
+    Collective, like `fastest`.
 
     Args:
       topology: topology of the exchanges.
@@ -64,7 +64,7 @@ def fastest_mixes(
 
 
 def fastest_pieces(exchange: Exchange, mesh: Mesh, num_bytes: int) -> Lowering:
-    """Returns how permutations send encoded leaves fastest; collective, as `fastest`.
+    """Returns the fastest lowering of permutations for encoded leaves; collective.
 
     Args:
       exchange: the exchange.
@@ -77,11 +77,11 @@ def fastest_pieces(exchange: Exchange, mesh: Mesh, num_bytes: int) -> Lowering:
 
 
 def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
-    """Returns the number of the option that exchanges fastest on this mesh.
+    """Returns the index of the option that exchanges fastest on this mesh.
 
     Each averages a float32 model three times, the first time unmeasured; the time is
-    that of the slowest worker, the same for all. Collective: all processes call it, and
-    no exchange is under way.
+    that of the slowest worker, the same for all. Collective: all processes call it,
+    with no exchange in flight.
 
     Args:
       options: exchanges, each with its lowering.
@@ -99,7 +99,7 @@ def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
         mix_models = compiled_mix(*option, mesh)
         # The first call compiles, and opens connections.
         seconds.append(min([_seconds(mix_models, models) for _ in range(3)][1:]))
-    # Each process has clocks of its own. All must choose the same option, or they would
+    # Each process has its own clock, but all must choose the same option, or they would
     # wait for messages of different collectives: so the maximum over workers decides.
     table = np.tile(np.array(seconds, np.float32), (num_workers, 1))
     stacked = jax.make_array_from_callback(table.shape, sharding, table.__getitem__)
@@ -127,7 +127,7 @@ def compiled_mix(
 def _options(
     exchange: Exchange, num_bytes: int, message_dtype: DTypeLike | None
 ) -> list[Option]:
-    """The lowerings of an exchange that are worth a measurement."""
+    """The lowerings of an exchange that are worth measuring."""
     between = exchange.between
     if isinstance(between, Permutations):
         if not permutes_of(between)[1]:

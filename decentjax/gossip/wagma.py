@@ -1,4 +1,4 @@
-"""WAGMA-SGD from peer to peer: group averages that wait for no late worker."""
+"""Peer-to-peer WAGMA-SGD: group averages that do not wait for late workers."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -24,35 +24,35 @@ from decentjax.topology import complete
 
 
 class Wagma(Beside):
-    """A step with an average over a small group, which waits for no late worker.
+    """A step with an average over a small group, which does not wait for late workers.
 
     In step t a worker averages with its group, see `Butterfly`; every `period` steps
-    with all. The order "atc", the paper's, averages after the update:
+    with all workers. The order "atc", the paper's, averages after the update:
 
         x' = x + update(grad f(x)),    x <- (sum of the group's models) / S
 
     and with order "awc", that of its code, x <- (sum of the group's models) / S +
-    update(grad f(x)), where the exchange runs beside the gradient. The first of a group
-    begins its exchange; those who are late take part with the model that they offered
-    before, and then fold their own in: (sum + x') / (S + 1). So a model in a sum is at
-    most `period` steps old, and after each mean of all the models are equal.
+    update(grad f(x)), where the exchange runs beside the gradient. The first worker of
+    a group begins its exchange; late workers take part with the model that they offered
+    before, and then add their own: (sum + x') / (S + 1). So a model in a sum is at most
+    `period` steps old, and after each mean of all the models are equal.
 
-    A group's sum takes log2 S models on each link. A process that has died is left out.
+    A group's sum takes log2 S models on each link. Dead processes are left out.
 
     Args:
       adapt: as in `Background`.
-      groups: who averages with whom: N, S and the period.
-      party: this process, its workers, and how it finds the others.
+      groups: the groups: N, S and the period.
+      party: this process, its workers, and how it finds its peers.
       order: "atc" or "awc".
-      patience: longest wait for a worker that is alive and silent, in seconds; in a
-        mean of all workers, for the slowest.
+      patience: longest wait for a live but silent worker, in seconds; in a mean of all
+        workers, for the slowest.
       record: as in `Background`, for "compute" and "wait".
-      used: function that is called with what each worker has averaged.
+      used: function called with the models that each worker has averaged.
 
     Raises:
-      TypeError: if `groups` is no `Butterfly`, or `party` no `Party`.
-      ValueError: if the workers do not fit, or the order or the patience is none; at
-        the first step as `Peers`.
+      TypeError: if `groups` is not a `Butterfly`, or `party` not a `Party`.
+      ValueError: if the workers do not fit, or the order or the patience is invalid; at
+        the first step as in `Peers`.
 
     Examples:
       >>> import jax, jax.numpy as jnp, optax
@@ -97,7 +97,7 @@ class Wagma(Beside):
 
     @property
     def refused(self) -> dict[int, str]:
-        """Why a worker was left out, for each that was."""
+        """Why a worker was refused, for each refused worker."""
         return self._averaging.means.refused if self._is_open else {}
 
     def join(
@@ -108,9 +108,9 @@ class Wagma(Beside):
         after: int = -1,
         alone: float = 10.0,
     ) -> tuple[WorkerState, int | None]:
-        """Returns the state with a mean of partners', to begin where they are.
+        """Returns the state with a mean of the partners' models, to start from.
 
-        As `Peers.join`, but for the optimizer's state and all else, which stay its own.
+        Like `Peers.join`, but keeps its own optimizer state and everything else.
         """
         self._open(state, batch, -1)
         leaves, structure = jax.tree.flatten(state.params)
@@ -153,7 +153,7 @@ class _GroupPort:
     def open(
         self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
     ) -> None:
-        del groups  # There is one.
+        del groups  # There is only one.
         num_workers = self._groups.num_workers
         models = list(filter(is_mixed, jax.tree.leaves(state.params)))
         shapes = [(x.shape[1:], x.dtype.name) for x in models]
@@ -181,10 +181,10 @@ class _GroupPort:
         return dict(zip(self._party.workers, rows_of(leaves), strict=True))
 
     def settle(self) -> None:
-        """Returns at once: no other program can wait for an exchange of this one."""
+        """Returns at once: exchanges cannot interfere with other programs."""
 
     def close(self, seconds: float) -> None:
-        """Ends the means, and waits at most this long for partners that need them."""
+        """Closes the means, and waits at most this long for partners that need them."""
         if self._means is not None:
             self._means.close(seconds)
 
@@ -198,7 +198,7 @@ class _GroupPort:
 
 
 def group_rounds(groups: Butterfly, order: str) -> Rounds:
-    """Rounds of every step in an order; whose models are averaged the port knows.
+    """Rounds of every step in an order; the port decides whose models are averaged.
 
     Raises:
       ValueError: if the order is neither "atc" nor "awc".
@@ -210,15 +210,15 @@ def group_rounds(groups: Butterfly, order: str) -> Rounds:
 
 
 def averages(groups: Butterfly, ready: np.ndarray) -> list[Used]:
-    """Returns what groups average if workers have their models at these moments.
+    """Returns what groups average if workers finish their models at these times.
 
-    For a simulation, by `replay`: the first worker of a group to be ready begins
-    its exchange, which takes no time; in a mean of all the last one does. The others
-    take part with the newest model that they had by then.
+    For a simulation by `replay`: the first worker of a group to be ready begins its
+    exchange, which takes no time; in a mean of all, the last one does. The others take
+    part with the newest model that they have by then.
 
     Args:
       groups: who averages with whom.
-      ready: moment at which each worker has its model of each step, [T, N], seconds,
+      ready: time at which each worker has its model of each step, [T, N], seconds,
         such as `start + compute` of `decentjax.runtime.wait_avoiding`.
 
     Examples:

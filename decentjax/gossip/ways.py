@@ -1,7 +1,7 @@
-"""What is sent to peers, and how what has come from them is used.
+"""Ways to use the models of peers.
 
-Each way sends the models of a step, one leaf group after the other, and mixes them with
-what has arrived once the step's gradient is there. They differ in what they do to the
+Each way sends the models of a step, one leaf group after another, and mixes them with
+the models received once the step's gradient is done. They differ in their effect on the
 mean of all models, which each class states.
 """
 
@@ -21,7 +21,7 @@ from decentjax.mixing import mix_arrived, mix_swapped
 
 
 class Graph(Protocol):
-    """What has an exchange for each step, such as a `Topology`."""
+    """An exchange for each step, such as a `Topology`."""
 
     def __getitem__(self, step: int, /) -> Exchange: ...
 
@@ -32,8 +32,8 @@ class Taken(NamedTuple):
     Args:
       peer: number of the peer.
       step: the peer's step for which it sent the model.
-      sent: the worker's own step whose model the peer has got for it, in a swap; else
-        the step in which it is mixed.
+      sent: in a swap, the worker's own step whose model the peer received in return;
+        otherwise the step in which it is mixed.
     """
 
     peer: int
@@ -42,13 +42,13 @@ class Taken(NamedTuple):
 
 
 class Used(NamedTuple):
-    """Which versions of whose models a worker has mixed; it can be repeated from that.
+    """The peers' models that a worker has mixed, and their versions, for a replay.
 
     Args:
       step: step of the worker.
       worker: number of the worker.
-      group: number of the leaf group; of an average over a group of workers, the step
-        whose groups added the models up, later than `step` for a late worker.
+      group: number of the leaf group; for an average over a group of workers, the step
+        whose groups summed the models, later than `step` for a late worker.
       models: the models, in the order in which they were added.
     """
 
@@ -58,13 +58,13 @@ class Used(NamedTuple):
     models: tuple[Taken, ...]
 
     def versions(self) -> set[tuple[int, int]]:
-        """The models that are needed to repeat this, as (worker, step)."""
+        """The models needed to repeat this, as (worker, step)."""
         own = {(self.worker, self.step)} | {(self.worker, x.sent) for x in self.models}
         return own | {(one.peer, one.step) for one in self.models}
 
 
 Models = dict[tuple[int, int], Rows]
-"""Leaves of a group, by worker and step: what a worker has before the step."""
+"""Leaves of a group before a step, by worker and step."""
 
 
 class Way(abc.ABC):
@@ -85,25 +85,25 @@ class Way(abc.ABC):
 
     @abc.abstractmethod
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
-        """Leaves a worker's leaves for its peers of the step; returns at once."""
+        """Sends a worker's leaves to its peers of the step; returns at once."""
 
     @abc.abstractmethod
     def take(
         self, worker: int, group: int, own: Rows, step: int, deadline: float
     ) -> tuple[Used, Models]:
-        """Returns what is to be mixed in a step: the record, and the models in it."""
+        """Returns what to mix in a step: the record, and its models."""
 
     @staticmethod
     @abc.abstractmethod
     def combine(topology: Graph, used: Used, models: Models) -> Rows:
-        """Returns the mixed leaves, which follow from record and models alone."""
+        """Returns the mixed leaves, determined by the record and its models."""
 
 
 class Arrived(Way):
-    """Takes the newest model of each peer that has come: `mix_arrived`.
+    """Averages with the models received so far: `mix_arrived`.
 
-    Rows of W sum to one and columns need not, so the mean of all models moves towards
-    the models that others receive more often. Any graph will do.
+    Rows of W sum to one, columns need not, so the mean of all models shifts towards the
+    models that are received more often. Works on any graph.
     """
 
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
@@ -131,8 +131,8 @@ class _Swap:
     """The swaps of a leaf group with one peer, one at a time.
 
     Args:
-      life: life of the peer's process; with another one the count begins at 0.
-      number: number of the swap that is open, or comes next.
+      life: life of the peer's process; a new one restarts the count at 0.
+      number: number of the open or next swap.
       sent: the leaves that were sent, while the swap is open.
       step: the step for which they were sent.
     """
@@ -147,9 +147,9 @@ class Swaps(Way):
     """Swaps models with the peers of the step, one swap at a time: `mix_swapped`.
 
     Both sides of a swap move by the same difference, with opposite signs, so the mean
-    of all models stays, however late one of them is. A peer whose last swap is still
-    open is left out. The graph must be symmetric; with random pairs this is AD-PSGD
-    (Lian et al., 2018) without its atomic averaging.
+    of all models is preserved, however late one of them is. A peer whose last swap is
+    still open is left out. The graph must be symmetric; with random pairs this is
+    AD-PSGD (Lian et al., 2018) without its atomic averaging.
     """
 
     def __init__(self, links: Links, topology: Graph):
@@ -167,7 +167,7 @@ class Swaps(Way):
             life = self._links.life_of(peer)
             swap = self._swaps[worker, group][peer]
             if swap.life != life:
-                # What was swapped with the process before may be lost.
+                # Swaps with the previous process may be lost.
                 swap = self._swaps[worker, group][peer] = _Swap(life)
             if life and swap.sent is None:
                 swap.sent, swap.step = own, step
@@ -181,7 +181,7 @@ class Swaps(Way):
         for peer, swap in self._swaps[worker, group].items():
             if swap.sent is None:
                 continue
-            # Only the swaps that this step began are awaited.
+            # Only the swaps that this step began are waited for.
             late = deadline if swap.step == step else 0.0
             message = self._links.wait_for_number(
                 worker, peer, group, swap.number, swap.life, late
@@ -236,7 +236,7 @@ def receivers(exchange: Exchange, worker: int) -> tuple[tuple[int, float], ...]:
 
 
 def neighbors(topology: Topology, worker: int) -> set[int]:
-    """Returns the peers with whom a worker exchanges models at some step."""
+    """Returns the peers with which a worker exchanges models in any step."""
     return {
         j
         for exchange in topology
@@ -250,8 +250,8 @@ def chosen(
 ) -> tuple[Rows, list[Rows], tuple[float, ...]]:
     """Returns a worker's own model, one for each peer of the step, and their weights.
 
-    In place of a model that has not come its own leaves it as it is: one program, and
-    not one for each choice of those that have.
+    A missing model is replaced by its own, which has no effect: one program for all
+    cases, instead of one for each set of received models.
     """
     own = models[used.worker, used.step]
     came = {
@@ -289,12 +289,12 @@ def _by_leaf(models: Sequence[Rows], own: Rows) -> Sequence[Sequence[jax.Array]]
 
 
 def check_symmetric(topology: Topology, what: str) -> None:
-    """Raises a ValueError if who sends to a worker does not receive from it."""
+    """Raises a ValueError if a sender to a worker does not receive from it."""
     for exchange in topology:
         for worker in range(exchange.num_workers):
             if set(senders(exchange, worker)) != set(receivers(exchange, worker)):
                 raise ValueError(
                     f"{topology.name} is not symmetric: {what} need a graph in which "
-                    "each worker receives from those to whom it sends, with the same "
+                    "each worker receives from those to which it sends, with the same "
                     "weight, such as ring or random_matching"
                 )

@@ -1,4 +1,4 @@
-"""Links between processes that share no job: who is alive, and what has arrived."""
+"""Links between processes that share no job: liveness and messages."""
 
 from decentjax.links.book import Addresses, Book, Folder, Store
 from decentjax.links.links import Links, Message, Said

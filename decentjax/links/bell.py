@@ -5,15 +5,15 @@ import threading
 import time
 from collections.abc import Hashable
 
-# Between two looks: of the time since the newest message on its way was announced.
+# Polling interval, as a fraction of the time since the newest announcement.
 SHARE, LEAST_SECONDS, MOST_SECONDS = 1 / 8, 3e-4, 2e-2
 
 
 class Bell:
-    """Wakes threads when a peer has left a message, which is cheaper than polling.
+    """Wakes threads when a peer has sent a message, which is cheaper than polling.
 
-    It is announced before it has arrived, so that who waits looks often from then on.
-    Where the word is lost, one of the rare looks finds the message.
+    A message is announced before it arrives, and waiting threads then poll often. If an
+    announcement is lost, an occasional poll finds the message.
 
     Attributes:
       count: number of times that it has rung.
@@ -31,30 +31,31 @@ class Bell:
         self.count = 0
 
     def ring(self) -> None:
-        """Wakes all who wait."""
+        """Wakes all waiting threads."""
         with self._rang:
             self.count += 1
             self._rang.notify_all()
 
     def announced(self, message: Hashable) -> None:
-        """Wakes all who wait, as a message is on its way."""
-        # One that has arrived before its word counts until the next of its name has
-        # arrived, which costs a few looks: the pace falls with its age.
+        """Wakes all waiting threads, as a message is in flight."""
+        # A message that arrives before its announcement counts until the next one of
+        # its name has arrived, which costs a few polls: the polling rate falls with its
+        # age.
         with self._rang:
             self._coming[message] = time.monotonic()
         self.ring()
 
     def arrived(self, message: Hashable) -> None:
-        """Notes that a message is no longer on its way."""
+        """Marks a message as no longer in flight."""
         with self._rang:
             self._coming.pop(message, None)
 
     def wait(self, heard: int, deadline: float = math.inf) -> None:
-        """Returns once the count is above `heard`, or the next look is due.
+        """Returns once the count is above `heard`, or the next poll is due.
 
         Args:
-          heard: the count before the last look.
-          deadline: value of `time.monotonic` at which a look is due anyway.
+          heard: the count before the last poll.
+          deadline: value of `time.monotonic` at which to return anyway.
         """
         with self._rang:
             now = time.monotonic()

@@ -1,4 +1,4 @@
-"""Address books: where a worker's process can be reached, without a coordinator."""
+"""Address books: the addresses of workers' processes, without a coordinator."""
 
 import dataclasses
 import functools
@@ -12,7 +12,7 @@ from decentjax.address import split_address, to_address
 
 
 class Book(Protocol):
-    """Where workers leave their addresses, and find those of their peers.
+    """Where workers publish their addresses, and look up those of their peers.
 
     An entry is one line of text: the address, HOST:PORT or [HOST]:PORT for IPv6, and
     after a space a token that differs between two starts of the worker.
@@ -25,7 +25,7 @@ class Book(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Folder:
-    """A folder that all processes see, with a file per worker; private if made here.
+    """A folder shared by all processes, with a file per worker; created as private.
 
     Examples:
       >>> from decentjax import gossip
@@ -40,7 +40,7 @@ class Folder:
     def write(self, worker: int, entry: str) -> None:
         folder = Path(self.path)
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Renamed into place: a reader sees all of the entry, or the one before.
+        # Renamed into place: a reader sees the complete entry, or the previous one.
         part = folder / f".worker-{worker}.part"
         part.write_text(entry)
         part.replace(folder / f"worker-{worker}")
@@ -48,7 +48,7 @@ class Folder:
     def read(self, worker: int) -> str | None:
         try:
             return Path(self.path, f"worker-{worker}").read_text() or None
-        except OSError:  # It is not there, or its file server is not, for a moment.
+        except OSError:  # The file, or temporarily its file server, is missing.
             return None
 
 
@@ -59,7 +59,7 @@ class Addresses:
     An IPv6 host stands in brackets: "[fd00::1]:5000".
 
     Raises:
-      ValueError: if one is no address.
+      ValueError: if an entry is not an address.
 
     Examples:
       >>> from decentjax import gossip
@@ -76,8 +76,8 @@ class Addresses:
     def write(self, worker: int, entry: str) -> None:
         if entry.split()[0] != self.read(worker):
             raise ValueError(
-                f"worker {worker} listens at {entry.split()[0]}, and the list says "
-                f"{self.addresses[worker]}: bind it to the address of the list"
+                f"worker {worker} listens at {entry.split()[0]}, but the list says "
+                f"{self.addresses[worker]}: bind it to the address in the list"
             )
 
     def read(self, worker: int) -> str:
@@ -88,7 +88,7 @@ class Addresses:
 class Store:
     """The key-value store of a job under `jax.distributed`.
 
-    It ends with the job's coordinator: after that no worker finds another.
+    It ends with the job's coordinator: after that workers cannot find each other.
     """
 
     prefix: str = "decentjax/peers"
@@ -100,12 +100,12 @@ class Store:
     def read(self, worker: int) -> str | None:
         try:
             return self._client.key_value_try_get(f"{self.prefix}/{worker}")
-        except jax.errors.JaxRuntimeError:  # Nothing is there.
+        except jax.errors.JaxRuntimeError:  # No entry yet.
             return None
 
     @functools.cached_property
     def _client(self) -> Any:
-        # jax has no public face for its store.
+        # jax has no public API for its store.
         from jax._src.distributed import global_state
 
         if global_state.client is None:

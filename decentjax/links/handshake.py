@@ -1,20 +1,20 @@
-"""Handshakes of processes that share no job, but a secret.
+"""Handshakes of processes that share a secret, but no job.
 
-A process asks another for one of its workers, and each proves that it knows the secret,
-without saying it: by an HMAC over both nonces and all that was said.
+A process asks another for one of its workers, and each proves that it knows the secret
+without revealing it: by an HMAC over both nonces and everything that was said.
 
     host    {"nonce"}
     guest   {"nonce", "says": its worker, the worker that it asks for, digest, whether
              it joins, "mac"}
     host    {"says": the worker, digest, life, transfer address, step, "mac"}
 
-Nonces are fresh for each connection, so a recorded proof is of no use later, and the
-role is part of what is proved, so a proof cannot be sent back to its sender. Any
-program may connect: its messages are short and its time is limited.
+Nonces are fresh for each connection, so a recorded proof cannot be replayed, and the
+proof includes the role, so it cannot be reflected to its sender. Any program may
+connect: message size and time are limited.
 
-The connection of a guest with the secret stays open, and the host says its step on it
-now and then, and what it has left for the guest: its end is the end of the host's
-process, and silence is a process that is frozen, or behind a link that is down.
+The connection of a guest with the secret stays open, and the host regularly reports its
+step on it, and announces messages for the guest: its end means the end of the host's
+process, and silence a process that is frozen, or behind a link that is down.
 """
 
 import asyncio
@@ -35,24 +35,24 @@ from decentjax.links.bell import Bell
 
 HANDSHAKE_SECONDS = 5.0  # Longest.
 MAX_BYTES = 4096  # Largest message.
-MAX_GUESTS = 64  # Connections that are answered at a time.
+MAX_GUESTS = 64  # Connections that are answered concurrently.
 NONCE_BYTES = 32
-BEAT_SECONDS = 0.5  # From one word of a host to the next.
-LEFT = "left"  # A host's last word.
+BEAT_SECONDS = 0.5  # Between two reports of a host.
+LEFT = "left"  # A host's last report.
 
 
 class RefusedError(Exception):
-    """Another process answers, and is not the peer that is expected; says why."""
+    """The process that answers is not the expected peer, for the given reason."""
 
 
 @dataclasses.dataclass
 class Line:
-    """What is heard of a host.
+    """The reports of a host.
 
     Args:
-      step: the step that it is at; -1 before its first.
+      step: its current step; -1 before its first.
       lost: whether it has ended, or was silent for too long.
-      left: whether it has ended in order, and said so.
+      left: whether it has ended regularly, and reported so.
     """
 
     step: int
@@ -61,12 +61,12 @@ class Line:
 
 
 class Answer(NamedTuple):
-    """What a peer's process says of itself.
+    """A peer's process, as it describes itself.
 
     Args:
-      life: a number that another start of the process does not share.
+      life: a number that differs between starts of the process.
       link: connection to its transfer server; None for a guest that joins.
-      line: what is heard of it from here on.
+      line: its reports from here on.
     """
 
     life: int
@@ -75,24 +75,24 @@ class Answer(NamedTuple):
 
 
 class Handshakes:
-    """Answers other processes and asks them, in a thread.
+    """Answers and contacts other processes, in a thread.
 
     Args:
       bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens.
-      secret: bytes that all processes share; empty where there is no secret.
-      digest: text that all processes must share.
+      secret: bytes shared by all processes; empty for no secret.
+      digest: text that must be equal in all processes.
       connect: function that opens a link to a transfer server's address.
       silent_seconds: silence after which a process is lost; None for none.
 
     Attributes:
-      bell: rings when a host answers, has left a message, or ends.
-      step: the step that this process is at, which it tells its guests.
-      joining: workers of other processes that ask for a whole state, each with the
+      bell: rings when a host answers, announces a message, or ends.
+      step: the current step of this process, which it reports to its guests.
+      joining: workers of other processes that request a whole state, each with the
         worker here whose state it is.
-      was_silent: whether this process was frozen for so long that others gave it up.
+      was_silent: whether this process was frozen so long that others declared it lost.
 
     Raises:
-      ValueError: if the address is no address of this machine, or in use.
+      ValueError: if the address is not one of this machine, or in use.
     """
 
     def __init__(
@@ -112,14 +112,14 @@ class Handshakes:
         self.address = to_address(self.host, port)
         self._secret, self._digest, self._connect = secret, digest, connect
         self._first_model = first_model
-        self.unlike = set[int]()  # Peers that began with another first model.
+        self.unlike = set[int]()  # Peers that started from a different first model.
         self._says: dict[int, dict[str, Any]] = {}
         self._silent_seconds = silent_seconds
         self._guests: dict[asyncio.StreamWriter, None] = {}  # The oldest first.
-        # By the guest's worker and the one here that it has asked for: a new connection
-        # takes the place of the one before.
+        # By the guest's worker and the requested worker here: a new connection replaces
+        # the previous one.
         self._held: dict[tuple[int, int], asyncio.StreamWriter] = {}
-        self._tasks: set[asyncio.Task[Any]] = set()  # Those to be cancelled at the end.
+        self._tasks: set[asyncio.Task[Any]] = set()  # To be cancelled at the end.
         self._server: asyncio.Server | None = None
         self._ends = False
         self._loop = asyncio.new_event_loop()
@@ -127,7 +127,7 @@ class Handshakes:
         self._thread.start()
 
     def answer(self, workers: Collection[int], life: int, transfer: str) -> None:
-        """Answers from here on for these workers, of this life and transfer address."""
+        """From now on answers for these workers, of this life and transfer address."""
         of_all = {"digest": self._digest, "life": life, "transfer": transfer}
         of_all |= {"first": self._first_model}
         self._says = {worker: {"worker": worker, **of_all} for worker in workers}
@@ -142,14 +142,14 @@ class Handshakes:
     ) -> "concurrent.futures.Future[Answer]":
         """Asks the process at an address for a worker; returns at once.
 
-        The result raises an OSError or an EOFError where nothing has answered in time,
-        and `RefusedError` where it is not that worker of this run.
+        The result raises an OSError or an EOFError if nothing has answered in time, and
+        a `RefusedError` if it is not that worker of this run.
 
         Args:
           address: HOST:PORT.
           guest: number of a worker of this process.
-          worker: number of the worker that is expected there.
-          joins: whether the guest asks for that worker's whole state.
+          worker: number of the worker expected there.
+          joins: whether the guest requests that worker's whole state.
         """
         asking = self._ask(address, guest, worker, joins)
         answer = asyncio.run_coroutine_threadsafe(asking, self._loop)
@@ -157,12 +157,12 @@ class Handshakes:
         return answer
 
     def announce(self, worker: int, guest: int, message: Sequence[int]) -> None:
-        """Tells a guest that a message was left for it; returns at once.
+        """Announces a message to a guest; returns at once.
 
         Args:
-          worker: number of the worker here that the guest has asked for.
-          guest: number by which it has asked.
-          message: numbers that tell the message from others of this worker.
+          worker: number of the worker here that the guest has requested.
+          guest: number of the guest's requesting worker.
+          message: numbers that identify the message among those of this worker.
         """
 
         def say() -> None:
@@ -173,7 +173,7 @@ class Handshakes:
         self._loop.call_soon_threadsafe(say)
 
     def close(self) -> None:
-        """Ends the thread, and no longer listens."""
+        """Ends the thread, and stops listening."""
         ending = asyncio.run_coroutine_threadsafe(self._end(), self._loop)
         ending.result()
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -183,8 +183,8 @@ class Handshakes:
 
     async def _end(self) -> None:
         self._ends = True
-        # asyncio leaves a connection open that it has accepted when the server closes:
-        # so first no more are accepted, and those that were begin and end.
+        # asyncio leaves connections open that were accepted before the server closes:
+        # so first stop accepting, and let the accepted ones begin and end.
         self._loop.remove_reader(self._listener)
         await asyncio.sleep(0)
         for writer in self._guests:
@@ -198,7 +198,7 @@ class Handshakes:
             await asyncio.wait(others, timeout=BEAT_SECONDS)
         if self._server is not None:
             self._server.close()
-        await asyncio.sleep(0)  # Connections close in the next turn of the loop.
+        await asyncio.sleep(0)  # Connections close in the next iteration of the loop.
 
     async def _receive(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
@@ -206,13 +206,13 @@ class Handshakes:
         """Answers a connection, of a peer or of any other program."""
         self._guests[writer] = None
         if len(self._guests) > MAX_GUESTS:
-            # A peer takes milliseconds: who is there for longest is none.
+            # A peer takes milliseconds: the oldest connection is not one.
             oldest = next(iter(self._guests))
             del self._guests[oldest]
             oldest.transport.abort()
         edge = None
         try:
-            # ValueError: no message, or too long. EOFError: it has disconnected.
+            # ValueError: not a message, or too long. EOFError: disconnected.
             with contextlib.suppress(OSError, EOFError, ValueError):
                 async with asyncio.timeout(HANDSHAKE_SECONDS):
                     if not self._ends:
@@ -227,7 +227,7 @@ class Handshakes:
     async def _admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> tuple[int, int] | None:
-        """Returns the guest's worker and the one that it has asked for, of a peer."""
+        """Returns a peer's worker, and the worker that it requests."""
         nonce = secrets.token_hex(NONCE_BYTES)
         _send(writer, {"nonce": nonce})
         match await _read(reader):
@@ -255,7 +255,7 @@ class Handshakes:
         return guest, worker
 
     def _compare(self, peer: int, said: dict[str, Any]) -> None:
-        """Notes a peer whose first model is another than that of this process."""
+        """Records a peer whose first model differs from that of this process."""
         first = said.get("first", "")
         if self._first_model and first and first != self._first_model:
             self.unlike.add(peer)
@@ -267,7 +267,7 @@ class Handshakes:
         self._held[edge] = writer
 
     async def _beat(self) -> None:
-        """Lets the guests know that this process lives."""
+        """Reports to the guests that this process is alive."""
         self._track()
         while True:
             before = time.monotonic()
@@ -295,12 +295,12 @@ class Handshakes:
                 raise
         line = Line(found["step"])
         self._loop.create_task(self._watch(*streams, worker, line))
-        # At once: to a process that has died meanwhile, a link would wait for ever.
+        # At once: a link to a process that has died meanwhile would wait forever.
         link = None if joins else self._connect(found["transfer"])
         return Answer(found["life"], link, line)
 
     def _track(self) -> None:
-        """Lets `_end` cancel the task that calls it."""
+        """Lets `_end` cancel the calling task."""
         task = asyncio.current_task()
         assert task is not None
         self._tasks.add(task)
@@ -313,7 +313,7 @@ class Handshakes:
         worker: int,
         line: Line,
     ) -> None:
-        """Ends when a host does, or is silent for too long."""
+        """Returns when a host ends, or is silent for too long."""
         self._track()
         try:
             with contextlib.suppress(OSError, EOFError, ValueError):
@@ -338,10 +338,10 @@ class Handshakes:
         worker: int,
         joins: bool,
     ) -> dict[str, Any]:
-        """What a host says of itself, once it has proved to know the secret."""
+        """The answer of a host, once it has proved that it knows the secret."""
         if writer.get_extra_info("socket").family != self._listener.family:
             raise RefusedError(  # jax's transfer would abort both processes.
-                f"this process listens at {self.host}, and it by the other kind of "
+                f"this process listens at {self.host}, but it at the other kind of "
                 "address: bind all to IPv4, or all to IPv6"
             )
         nonce = secrets.token_hex(NONCE_BYTES)
@@ -380,13 +380,15 @@ def _listen(bind: str) -> socket.socket:
     try:
         host, port = split_address(bind, port=0)
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        # A name may have several addresses; IPv4 is what all peers are likely to have.
+        # A name may have several addresses; all peers are likely to have IPv4.
         family, *_, own = min(found, key=lambda x: x[0])
         listener = socket.create_server(own, family=family, backlog=1024)
     except (OSError, ValueError) as error:
         raise ValueError(f"cannot listen at bind={bind}: {error}") from error
     own = listening_at(listener)[0]
-    if own in ("0.0.0.0", "::") or "%" in own:  # jax's transfer knows no interfaces.
+    if (
+        own in ("0.0.0.0", "::") or "%" in own
+    ):  # jax's transfer does not support interfaces.
         listener.close()
         raise ValueError(
             f"bind must be an address at which peers reach this process, got {bind!r}"
@@ -403,12 +405,12 @@ async def _read(reader: asyncio.StreamReader) -> Any:
 
     Raises:
       EOFError: if there is none.
-      ValueError: if it is too long, or no JSON.
+      ValueError: if it is too long, or not JSON.
     """
     line = await reader.readline()
     if not line.endswith(b"\n"):
         raise EOFError("disconnected")
     try:
         return json.loads(line)
-    except RecursionError as error:  # Deep brackets exhaust the parser's stack.
+    except RecursionError as error:  # Deep nesting exhausts the parser's stack.
         raise ValueError("no message") from error

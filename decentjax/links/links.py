@@ -1,28 +1,28 @@
-"""Links between workers of processes that share no job: who is there, and what came.
+"""Links between workers of processes that share no job: liveness and messages.
 
-Arrays travel by `jax.experimental.transfer`, from process to process, without
-collectives, coordinator or common mesh. A worker leaves its newest arrays for a peer
-under a name of their edge; the peer's pull takes them as soon as both are there. So
-nothing here waits, unless it is asked to, and then with a deadline.
+Arrays are sent by `jax.experimental.transfer`, from process to process, without
+collectives, coordinator or common mesh. A worker offers its newest arrays to a peer
+under a name of their edge; the peer's pull takes them as soon as both exist. So nothing
+here blocks, except where requested, and then with a deadline.
 
-What the transport does, measured with jax 0.10.2 and 0.12, and relied on here:
-- Arrays left again under one name replace those before: memory stays bounded.
-- A pull takes what was left once; the next pull waits for the next arrays. A pull of a
-  process that has died takes it too: so what is left for a peer is named by its life.
+Properties of the transport, measured with jax 0.10.2 and 0.12, that this relies on:
+- Arrays offered again under the same name replace the previous ones: memory is bounded.
+- A pull takes an offer once; the next pull waits for the next arrays. A pull of a
+  process that has died takes it too: so offers to a peer are named by its life.
 - A pull from a process that has died fails within a second. A pull from an address
   where no process listens stays open, and succeeds once one does.
 - Arrays of other shapes are an error at the reader. So are arrays that were donated
-  after they had been left.
-- An array without elements never comes.
+  after they were offered.
+- An array without elements never arrives.
 - Each array costs time: 17 arrays of 122 kB in all took 3.4 to 4.0 ms, one array of
-  the same size 0.7 to 0.8 ms. So short ones travel as one.
+  the same size 0.7 to 0.8 ms. So short ones are joined.
 - Two servers share a port without an error.
-- Its threads serve what was left until the process is gone, after the end of Python
+- Its threads serve offers until the process is gone, after the end of Python
   too.
-- It has no authentication and no encryption: who knows a server's address and the
-  name of an array takes it. So names are HMACs by the secret, and the address is told
-  in handshakes alone. A message that it does not know aborts the process (jax 0.10.2,
-  "Implement" in socket-server.cc). So it belongs on a private network.
+- It has no authentication and no encryption: anyone who knows a server's address and
+  the name of an array can take it. So names are HMACs with the secret, and the address
+  is given only in handshakes. An unknown message aborts the process (jax 0.10.2,
+  "Implement" in socket-server.cc). So use it only on a private network.
 """
 
 import collections
@@ -49,27 +49,27 @@ from decentjax.address import to_address
 from decentjax.links.handshake import Answer, Handshakes, Line, RefusedError
 from decentjax.links.party import Party
 
-# Without these two the transport maps some 6 GiB.
+# Without these two the transport maps about 6 GiB.
 TRANSFER_BYTES = 4 * 2**20
 PARALLEL_COPIES = 4
-LOOK_UP_SECONDS = 0.2  # Between two looks into the book.
-ANSWER_SECONDS = 1.0  # For an answer of another worker of one's own number.
-# Of a `Said`, as bytes.
+LOOK_UP_SECONDS = 0.2  # Between two lookups in the book.
+ANSWER_SECONDS = 1.0  # Wait for an answer of another process with the same worker.
+# Layout of a `Said` in bytes.
 HEADER = ("step", "<i4"), ("number", "<i4")
 
-# A long array comes out of jit as the same buffer: it is not copied.
+# jit returns a long array as the same buffer: it is not copied.
 _join = jax.jit(join, static_argnums=1)
 _split = jax.jit(split, static_argnums=(1, 2))
 
 
 class Said(NamedTuple):
-    """What a worker says of the arrays that it leaves for a peer.
+    """Metadata of the arrays that a worker sends to a peer.
 
     Args:
-      step: the worker's step for which it leaves them.
-      number: number of the message, where each is answered before the next.
-      parts: step of each worker's model in a sum of models, [N]; -1 where it has
-        none, or for all.
+      step: the worker's step for which it sends them.
+      number: number of the message, if each is answered before the next.
+      parts: step of each worker's model in a sum of models, [N]; -1 if not included, or
+        for all.
     """
 
     step: int
@@ -96,16 +96,16 @@ class _Edge:
 
 @dataclasses.dataclass
 class _Peer:
-    """What this process knows of another worker."""
+    """What this process knows about another worker."""
 
     entry: str | None = None
-    answer: concurrent.futures.Future[Answer] | None = None  # Until it has been heard.
+    answer: concurrent.futures.Future[Answer] | None = None  # Until it was processed.
     link: Any = None
     line: Line | None = None
-    floor: int = -1  # Its models of steps up to this one are from before a silence.
+    floor: int = -1  # Its models up to this step are from before a silence.
     is_known: bool = False
-    is_out: bool = False  # Lost, or refused: nothing awaits it.
-    life: int = 0  # Tells its process from others; 0 where none is known to live.
+    is_out: bool = False  # Lost, or refused: nothing waits for it.
+    life: int = 0  # Identifies its process; 0 if none is known to be alive.
     looked_up: float = float("-inf")
     edges: dict[tuple[int, int], _Edge] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(_Edge)
@@ -113,28 +113,28 @@ class _Peer:
 
 
 class Links:
-    """Leaves arrays of this process's workers for peers, and takes what they left.
+    """Sends arrays of this process's workers to peers, and receives theirs.
 
     A peer counts once it has answered: it must have the secret, and its number, the
     number of workers, the digest and the shapes must be those that this process
-    expects; `refused` names the others, and `left` those that have ended in order.
-    After an error, or where the book has another entry, it is asked again.
+    expects; `refused` names the others, and `left` those that have ended regularly.
+    After an error, or if the book has a new entry, it is contacted again.
 
     Args:
       party: this process and its workers.
       num_workers: N, over all processes.
       channels: arrays of a message, for each channel; leaf groups are channels.
-      digest: text that all workers must share, beside that of the party.
-      silent_seconds: silence after which a process counts as dead, until it is heard
-        again; None for none.
-      num_parts: number of parts that a `Said` has.
-      first_model: hash of the model with which this process begins; "" for any.
+      digest: text that must be equal on all workers, in addition to the party's.
+      silent_seconds: silence after which a process counts as dead, until it reports
+        again; None for no limit.
+      num_parts: number of parts of a `Said`.
+      first_model: hash of the model that this process starts from; "" for any.
 
     Attributes:
-      bell: rings when a peer has left a message.
+      bell: rings when a peer has sent a message.
 
     Raises:
-      ValueError: if the port is in use, or a worker of this number answers already.
+      ValueError: if the port is in use, or a worker of this number is already running.
     """
 
     def __init__(
@@ -177,10 +177,10 @@ class Links:
         self.bell = self._handshakes.bell
         client = next(iter(self._devices.values())).client
         self._server = _start_server(client, self._handshakes.host)
-        # Life and slot of what was left last, by worker, peer and channel.
+        # Life and slot of the last message sent, by worker, peer and channel.
         self._left: dict[tuple[int, int, int], tuple[int, int]] = {}
         self._peers = {peer: _Peer() for peer in range(num_workers)}
-        self._life = 1 + secrets.randbelow(2**62)  # Tells this process from others.
+        self._life = 1 + secrets.randbelow(2**62)  # Identifies this process.
         try:
             self._check_numbers()
             for worker in self._devices:
@@ -199,22 +199,22 @@ class Links:
         arrays: Sequence[jax.Array],
         said: Said,
     ) -> None:
-        """Leaves arrays for a peer, in place of those before; returns at once.
+        """Sends arrays to a peer, replacing untaken ones; returns at once.
 
-        Nothing is left for a peer that is not known. Do not donate the arrays before
-        the next ones of this channel are left.
+        Nothing is sent to an unknown peer. Do not donate the arrays before the next
+        ones of this channel are sent.
         """
         life = self.life_of(peer)
         if not life:
             return
         before, slot = self._left.get((worker, peer, channel), (life, 0))
         header = jax.device_put(self._to_bytes(said), self._devices[worker])
-        if before != life:  # Frees the arrays that no process will take.
+        if before != life:  # Frees arrays that no process will take.
             for old in (0, 1):
                 name = self._name(worker, peer, before, channel, old)
                 self._server.await_pull(name, [header])
-        # In turn under two names: what is left at one step is not replaced before the
-        # step after the next. Where both wait for each other, it was taken by then.
+        # Alternates between two names: a message of a step is not replaced before the
+        # step after the next. If both wait for each other, it was taken by then.
         self._left[worker, peer, channel] = life, 1 - slot
         name = self._name(worker, peer, life, channel, slot)
         joined = _join(arrays, self._joins[channel])
@@ -224,41 +224,42 @@ class Links:
         self._handshakes.announce(worker, min(ones), (peer, channel, slot))
 
     def check_first_models(self) -> None:
-        """Raises a ValueError if a peer began with another first model."""
+        """Raises a ValueError if a peer started from a different model."""
         if unlike := sorted(self._handshakes.unlike):
             raise ValueError(
-                "the workers must begin with one model, and that of the workers "
-                f"{unlike} is not that of this process: {ADVICE}"
+                "the workers must begin with the same model, but that of the workers "
+                f"{unlike} differs from that of this process: {ADVICE}"
             )
 
     def ask(self, worker: int, peer: int, channel: int) -> None:
-        """Asks a peer for its next message, which flows as soon as it is left."""
+        """Requests a peer's next message, transferred as soon as it is sent."""
         if not self._is_known(peer):
             return
         edge = self._peers[peer].edges[worker, channel]
         if not edge.pulls:
-            # Under the other name than the newest, which need not be the last to come.
+            # Under the other name than the newest, which need not be the last to
+            # arrive.
             slots = {1 - edge.newest[-1]} if edge.newest[0] >= 0 else {0, 1}
             self._pull(worker, peer, channel, slots)
 
     def wait(
         self, worker: int, peer: int, channel: int, step: int, deadline: float
     ) -> Message | None:
-        """Returns the peer's message of a step, or a later one, if it comes in time.
+        """Returns the peer's message of a step, or a later one, if it arrives in time.
 
-        At the deadline, once the peer's process has died or was refused, or where an
+        At the deadline, once the peer's process has died or was refused, or if an
         earlier call has returned a message of this step or later, it returns the newest
-        that has come since the last call, which is of an earlier step, or None.
+        message received since the last call, which is of an earlier step, or None.
 
         Args:
           worker: number of the worker that receives.
           peer: number of the peer.
           channel: channel of the message.
-          step: the first step that is not too old.
+          step: the first step that is recent enough.
           deadline: value of `time.monotonic` at which it no longer waits.
 
         Raises:
-          ValueError: if a peer began with another first model.
+          ValueError: if a peer started from a different model.
         """
         life = self.life_of(peer)
         while True:
@@ -268,8 +269,8 @@ class Links:
             known = self._peers[peer]
             fresh = [message for message in messages if message.said.step >= step]
             if fresh:
-                # That of the step itself where peers keep step: a later one, which may
-                # have come too, is for the next call. Else the newest.
+                # That of the step itself if peers are in lockstep: a later one, which
+                # may have arrived too, is for the next call. Otherwise the newest.
                 first = min(fresh, key=_step_of)
                 if first.said.step != step:
                     first = max(fresh, key=_step_of)
@@ -277,8 +278,8 @@ class Links:
                 known.edges[worker, channel].taken = first.said.step
                 return first
             self.ask(worker, peer, channel)
-            # A peer that is ahead may itself wait for this worker: what it has left for
-            # a later step was taken at an earlier one, and no more need come.
+            # A peer that is ahead may itself wait for this worker: its message for a
+            # later step was taken at an earlier one, and no other need arrive.
             is_ahead = known.edges[worker, channel].taken >= step
             has_died = known.is_out or (life and known.life != life)
             if is_ahead or has_died or time.monotonic() >= deadline:
@@ -296,23 +297,23 @@ class Links:
         life: int,
         deadline: float,
     ) -> Message | None:
-        """Returns the peer's message of exactly one number, if it comes in time.
+        """Returns the peer's message of exactly this number, if it arrives in time.
 
-        Messages of earlier numbers are dropped; once one of a later number is there,
-        or the peer is lost, it no longer waits.
+        Messages of earlier numbers are dropped; once one of a later number has arrived,
+        or the peer is lost, it stops waiting.
 
         Args:
           worker: number of the worker that receives.
           peer: number of the peer.
           channel: channel of the message.
           number: number of the message.
-          life: that of the peer's process; where it is another one, this returns None.
+          life: that of the peer's process; returns None if it has changed.
           deadline: value of `time.monotonic` at which it no longer waits.
         """
         while True:
             heard = self.bell.count
             messages = self._arrived(worker, peer, channel)
-            # Looked at after what arrived, which is of the life that is known now.
+            # Checked after the arrivals, which are of the life that is known now.
             known = self._peers[peer]
             if known.life != life:
                 return None
@@ -326,16 +327,16 @@ class Links:
             self.bell.wait(heard, deadline)
 
     def newest_number(self, worker: int, peer: int, channel: int) -> int:
-        """Returns the highest number of a message that is there; -1 if none is."""
+        """Returns the highest number of an arrived message; -1 if none."""
         self._ask_for_all(worker, peer, channel)
         messages = self._arrived(worker, peer, channel)
         return max((message.said.number for message in messages), default=-1)
 
     def meet(self, peers: Collection[int], deadline: float) -> None:
-        """Waits for peers who are starting too, so that the first step has them.
+        """Waits for peers that are starting too, so that the first step includes them.
 
         Raises:
-          ValueError: if one of them begins with another first model.
+          ValueError: if one of them starts from a different model.
         """
         while time.monotonic() < deadline:
             heard = self.bell.count
@@ -345,32 +346,32 @@ class Links:
             self.bell.wait(heard, deadline)
 
     def life_of(self, peer: int) -> int:
-        """Returns a number that changes when the peer's process does.
+        """Returns a number that changes with the peer's process.
 
-        It stays where a connection breaks, for what was sent may have come. 0 before
-        the peer has answered, and once its process has died.
+        A broken connection does not change it, as sent messages may have arrived. 0
+        before the peer has answered, and once its process has died.
         """
         self._is_known(peer)
         return self._peers[peer].life
 
     def alive(self) -> set[int]:
-        """Returns the workers that have greeted and whose process has not died."""
+        """Returns the workers that have answered and whose process has not died."""
         others = self._peers.keys() - self._devices.keys()
         return {peer for peer in others if self._is_known(peer)}
 
     def ahead(self, step: int) -> set[int]:
-        """Returns the workers that live and are past a step."""
+        """Returns the live workers that are past a step."""
         lines = {peer: self._peers[peer].line for peer in self.alive()}
         return {peer for peer, line in lines.items() if line and line.step > step}
 
     def ask_to_join(self, worker: int, peer: int) -> None:
-        """Asks a peer for its whole state, which its `joining` then has."""
+        """Requests a peer's whole state; its `joining` then has the request."""
         entry = self._peers[peer].entry
         assert entry is not None
         self._handshakes.ask(entry.split()[0], worker, peer, joins=True)
 
     def joining(self) -> set[tuple[int, int]]:
-        """Returns the workers that have asked for a whole state since the last call.
+        """Returns the workers that have requested a whole state since the last call.
 
         Each with the worker of this process whose state it is.
         """
@@ -380,26 +381,26 @@ class Links:
         return found
 
     def floor(self, peer: int) -> int:
-        """Returns the last step whose models a peer left before it was lost and found.
+        """Returns the last step whose models a peer sent before it was lost and found.
 
         They may be as old as its silence was long.
         """
         return self._peers[peer].floor
 
     def at(self, step: int) -> None:
-        """Has this process answer from now on that it is at this step."""
+        """Sets the step that this process reports."""
         self._handshakes.step = step
 
     def was_silent(self) -> bool:
-        """Whether this process was frozen since the last call, and so given up."""
+        """Whether this process was frozen since the last call, and so declared lost."""
         found, self._handshakes.was_silent = self._handshakes.was_silent, False
         return found
 
     def close(self) -> None:
         """Ends the server.
 
-        Peers notice the end of the process, and not this: while it lives, jax keeps the
-        connections, and pulls that are still open.
+        Peers notice only the end of the process, not this: while it runs, jax keeps the
+        connections, and pending pulls.
         """
         self._peers.clear()
         self._handshakes.close()
@@ -410,7 +411,7 @@ class Links:
         if now - known.looked_up >= LOOK_UP_SECONDS:
             known.looked_up = now
             entry = self._book.read(peer)
-            # Asked again after an error: another process may follow at that address.
+            # Contacted again after an error: another process may start at that address.
             asks = known.link is None and known.answer is None
             if entry is not None and (entry != known.entry or asks):
                 self._ask(peer, entry)
@@ -424,14 +425,14 @@ class Links:
         return known.is_known
 
     def _ask(self, peer: int, entry: str) -> None:
-        """Asks the process of an entry whether it is that peer; returns at once."""
+        """Asks the process at an entry whether it is that peer; returns at once."""
         known = self._peers[peer]
         known.entry, known.link, known.line, known.is_known = entry, None, None, False
         address = entry.split()[0]
         known.answer = self._handshakes.ask(address, min(self._devices), peer)
 
     def _hear(self, peer: int, answer: concurrent.futures.Future[Answer]) -> None:
-        """Takes an answer that has come."""
+        """Processes a received answer."""
         known = self._peers[peer]
         known.answer = None
         try:
@@ -448,16 +449,16 @@ class Links:
             self.refused.pop(peer, None)
             self.left.discard(peer)
             if life == known.life:
-                # A process leaves its models one step ahead.
+                # A process sends its models one step ahead.
                 known.floor = known.line.step + 1
             else:
                 known.life, known.floor = life, -1
                 known.edges.clear()
 
     def _lose(self, peer: int) -> None:
-        """Forgets a link that failed; the book is asked again.
+        """Drops a failed link; the book is consulted again.
 
-        What has come stays, and what was asked for, as a pull cannot be taken back: the
+        Keeps received messages, and pending pulls, which cannot be cancelled: the
         process may be the same when it is found again.
         """
         known = self._peers[peer]
@@ -469,14 +470,14 @@ class Links:
                 del edge.pulls[slot]
 
     def _ask_for_all(self, worker: int, peer: int, channel: int) -> None:
-        """Asks under both names: a peer that awaits an answer leaves nothing else."""
+        """Pulls under both names: a peer that awaits an answer sends nothing else."""
         if self._is_known(peer):
             pulls = self._peers[peer].edges[worker, channel].pulls
             self._pull(worker, peer, channel, {0, 1} - pulls.keys())
 
     def _arrived(self, worker: int, peer: int, channel: int) -> list[Message]:
-        """What has come on an edge and was not yet returned."""
-        # Of one that has ended in order, what has come until then still counts.
+        """Messages that have arrived on an edge and were not yet returned."""
+        # If a peer ended regularly, its messages received until then still count.
         if not self._is_known(peer) and peer not in self.left:
             return []
         edge = self._peers[peer].edges[worker, channel]
@@ -517,9 +518,9 @@ class Links:
     def _name(
         self, source: int, target: int, life: int, channel: int, slot: int
     ) -> int:
-        """The number under which a worker leaves a message for a life of another.
+        """The number under which a worker sends a message to a life of another.
 
-        Without the secret no process can guess it.
+        It cannot be guessed without the secret.
         """
         edge = repr(("array", source, target, life, channel, slot))
         digest = hmac.digest(self._secret, edge.encode(), "sha256")
@@ -530,21 +531,21 @@ class Links:
         for worker in self._devices:
             entry = self._book.read(worker) or self._handshakes.address
             address = entry.split()[0]
-            if address == self._handshakes.address:  # That of a list, and its own.
+            if address == self._handshakes.address:  # An entry of a list, and its own.
                 continue
             answer = self._handshakes.ask(address, worker, worker)
-            # Else no process is there, or it does not answer.
+            # Otherwise no process exists there, or it does not answer.
             with contextlib.suppress(OSError, EOFError, RefusedError):
                 answer.result(ANSWER_SECONDS)
                 raise ValueError(
-                    f"worker {worker} is running already, at {entry}: end it, or "
+                    f"worker {worker} is already running at {entry}: end it, or "
                     "choose another number"
                 )
 
 
 def _start_server(client: Any, host: str) -> Any:
     # Never freed: the transport's threads serve peers until the process is gone, and
-    # Python's end would take the arrays' client from under them (a crash).
+    # Python's exit would destroy the arrays' client while in use (a crash).
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
     return transfer.start_transfer_server(
         client,

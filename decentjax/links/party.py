@@ -1,4 +1,4 @@
-"""A process among those that train together."""
+"""A process of a group that trains together."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ MIN_SECRET_BYTES = 16
 
 @dataclasses.dataclass(frozen=True)
 class Party:
-    """The workers of this process, and how it finds and knows the other processes.
+    """The workers of this process, and how it finds and authenticates its peers.
 
     Args:
-      book: where the workers' addresses stand, such as `Folder("peers")`.
+      book: address book of the workers, such as `Folder("peers")`.
       workers: numbers of the workers of this process, in the order of the mesh.
-      mesh: mesh of this process's devices, with the axis "workers" alone.
-      digest: text that all processes must share, such as their config.
-      bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens; see
-        SECURITY.md before it is another address than loopback.
-      secret: bytes that all processes share, at least 16 random ones, and prove to
-        know; None for none.
+      mesh: mesh of this process's devices, with only the axis "workers".
+      digest: text that must be equal in all processes, such as their config.
+      bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens; read
+        SECURITY.md before using an address other than loopback.
+      secret: at least 16 random bytes that all processes share and must prove to know;
+        None for none.
 
     Raises:
-      ValueError: if the mesh has other axes or another number of devices than there are
-        workers, or the secret is short.
+      ValueError: if the mesh has other axes or a different number of devices than
+        workers, or the secret is too short.
 
     Examples:
       >>> from decentjax import gossip, worker_mesh
@@ -46,13 +46,13 @@ class Party:
         if self.secret is not None and len(self.secret) < MIN_SECRET_BYTES:
             raise ValueError(
                 f"secret must have at least {MIN_SECRET_BYTES} bytes, got "
-                f"{len(self.secret)}: draw one by secrets.token_bytes(32) for all "
-                "processes"
+                f"{len(self.secret)}: generate one with secrets.token_bytes(32) for "
+                "all processes"
             )
         object.__setattr__(self, "workers", tuple(self.workers))
         if dict(self.mesh.shape) != {AXIS: len(self.workers)}:
             raise ValueError(
-                f'peers need a mesh with the axis "{AXIS}" alone, of this process\'s '
+                f'peers need a mesh with only the axis "{AXIS}", of this process\'s '
                 f"{len(self.workers)} workers, got {dict(self.mesh.shape)}"
             )
 
@@ -62,11 +62,11 @@ class Party:
         return dict(zip(self.workers, self.mesh.devices.flat, strict=True))
 
     def check(self, num_workers: int) -> None:
-        """Raises a ValueError where a worker is not one of so many, each once."""
+        """Raises a ValueError unless the workers are distinct and in range."""
         strangers = [i for i in self.workers if not 0 <= i < num_workers]
         if strangers or len(set(self.workers)) < len(self.workers):
             raise ValueError(
-                f"workers must be different numbers from 0 to {num_workers - 1}, "
+                f"workers must be distinct numbers from 0 to {num_workers - 1}, "
                 f"got {list(self.workers)}"
             )
 

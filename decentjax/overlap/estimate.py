@@ -12,8 +12,8 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from decentjax.overlap.schedule import Collective, Op, Schedule, links
-from decentjax.overlap.work import NOTHING, Work
+from decentjax.overlap.flops import NOTHING, Work
+from decentjax.overlap.step_schedule import Collective, Op, Schedule, links
 
 # A device sends these over one link; the others use a ring for each link of a node.
 ONE_TO_ONE = ("all-to-all", "collective-permute", "ragged-all-to-all")

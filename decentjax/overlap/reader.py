@@ -14,9 +14,9 @@ import jax
 import numpy as np
 
 from decentjax.overlap import hlo
+from decentjax.overlap.flops import NOTHING, work_of
 from decentjax.overlap.hlo import Array, Computation, Instruction, Module
-from decentjax.overlap.schedule import Collective, Op, Schedule
-from decentjax.overlap.work import NOTHING, work_of
+from decentjax.overlap.step_schedule import Collective, Op, Schedule
 
 KINDS = (
     "all-gather",

@@ -27,7 +27,7 @@ class Left(NamedTuple):
     receiver: int
 
 
-class Arrived(NamedTuple):
+class ModelArrival(NamedTuple):
     """A model that has arrived: when, and the step of the sender for which it is."""
 
     time: float
@@ -36,7 +36,7 @@ class Arrived(NamedTuple):
 
 def arrivals(
     cluster: Cluster, num_bytes: float, left: Iterable[Left]
-) -> dict[tuple[int, int], list[Arrived]]:
+) -> dict[tuple[int, int], list[ModelArrival]]:
     """Returns the models that arrive, by (sender, receiver), in order.
 
     A card carries one model after the other, in each direction. Who has waited longest
@@ -53,7 +53,7 @@ def arrivals(
     waiting: dict[tuple[int, int], int] = {}
     busy_until: dict[Card, float] = collections.defaultdict(float)
     ends: list[float] = []
-    found: dict[tuple[int, int], list[Arrived]] = collections.defaultdict(list)
+    found: dict[tuple[int, int], list[ModelArrival]] = collections.defaultdict(list)
     while coming or waiting:
         # Whatever waits does so for a card that is busy until one of `ends`.
         now = min([x.time for x in itertools.islice(coming, 1)] + ends[:1])
@@ -68,7 +68,7 @@ def arrivals(
                 end = now + seconds
                 busy_until.update(dict.fromkeys(cards, end))
                 heapq.heappush(ends, end)
-                found[edge].append(Arrived(end + latency, waiting.pop(edge)))
+                found[edge].append(ModelArrival(end + latency, waiting.pop(edge)))
     return found
 
 

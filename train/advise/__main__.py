@@ -16,10 +16,10 @@ import tyro
 from rich.console import Console
 
 from decentjax.distributed.devices import provide_cpu_devices
-from train.advise.race import Contender, read_race
 from train.advise.rank import compare
-from train.advise.rounds import CODECS, EVERY, compare_rounds
+from train.advise.rounds_advice import CODECS, EVERY, compare_rounds
 from train.advise.setting import Flags, Setting
+from train.advise.time_to_loss import Contender, read_race
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS, ConfigArgument

@@ -12,10 +12,10 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from decentjax import Topology, runtime
-from train.advise.race import Contender, finishes, fitting, flags_of, turns
 from train.advise.rank import Findings, Prediction
-from train.advise.rounds import RoundsRow
+from train.advise.rounds_advice import RoundsRow
 from train.advise.setting import Setting
+from train.advise.time_to_loss import Contender, finishes, fitting, flags_of, turns
 from train.cli.progress import over
 from train.cli.tables import aligned, counted, write_json
 from train.config import Config

@@ -14,7 +14,7 @@ import numpy as np
 
 from train.chaos.jobs import (
     BrokenError,
-    Job,
+    JobUnderTest,
     MissedError,
     arrays,
     has_traceback,
@@ -22,7 +22,7 @@ from train.chaos.jobs import (
     saved,
 )
 from train.job.namespaces import Nodes
-from train.store.checkpoint import find_checkpoints
+from train.store.checkpoints import find_checkpoints
 
 # On a busy machine a job may give up again while it starts.
 RESTARTS = 3
@@ -53,7 +53,9 @@ class Bench(NamedTuple):
     nodes: Nodes
     wanted: tuple[int, str] | None = None
 
-    def launch(self, name: str, *options: str, folder: Path | None = None) -> Job:
+    def launch(
+        self, name: str, *options: str, folder: Path | None = None
+    ) -> JobUnderTest:
         """A job by the launcher; options before -- are its own."""
         run_dir = folder or self.out / name
         place = options.index("--") if "--" in options else 0
@@ -62,14 +64,14 @@ class Bench(NamedTuple):
         run = (*self.config, "--run-dir", str(run_dir), *more)
         return self._job(run_dir, name, "train.launch", *processes, *run)
 
-    def resume(self, name: str, run_dir: Path) -> Job:
+    def resume(self, name: str, run_dir: Path) -> JobUnderTest:
         """The same job, resumed."""
         processes = ("--processes", str(self.processes))
         run = (*self.config, "--run-dir", str(run_dir), "--auto-resume")
         return self._job(run_dir, f"{name}-resumed", "train.launch", *processes, *run)
 
-    def _job(self, run_dir: Path, name: str, *argv: str) -> Job:
-        return Job(module(*argv), run_dir, self.out / f"{name}.txt")
+    def _job(self, run_dir: Path, name: str, *argv: str) -> JobUnderTest:
+        return JobUnderTest(module(*argv), run_dir, self.out / f"{name}.txt")
 
     def check_saved(self, run_dir: Path) -> None:
         """Raises where a run did not end as the undisturbed one, bit for bit."""
@@ -207,13 +209,15 @@ def partition(bench: Bench, name: str, draw: random.Random) -> None:
     limit = ("--distributed.enabled", "--distributed.timeout-seconds", str(TIMEOUT))
     node = draw.randrange(bench.processes)
 
-    def start(*argv: str) -> list[Job]:
+    def start(*argv: str) -> list[JobUnderTest]:
         workers = [
             bench.nodes.worker(i, module("train", *argv))
             for i in range(bench.processes)
         ]
         return [
-            Job(one.argv, run_dir, bench.out / f"{name}-{i}.txt", dict(one.env))
+            JobUnderTest(
+                one.argv, run_dir, bench.out / f"{name}-{i}.txt", dict(one.env)
+            )
             for i, one in enumerate(workers)
         ]
 

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 
-from train.store.checkpoint import find_checkpoints
+from train.store.checkpoints import find_checkpoints
 from train.store.log import read_metrics
 
 LONGEST = 180.0  # Seconds that a job may take for what is awaited of it.
@@ -32,7 +32,7 @@ class MissedError(Exception):
     """A job that ended before a fault could be done to it."""
 
 
-class Job(contextlib.AbstractContextManager):
+class JobUnderTest(contextlib.AbstractContextManager):
     """A command that runs beside this process; what is left of it ends with the block.
 
     Args:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from train.chaos.faults import Bench
-from train.chaos.jobs import LONGEST, BrokenError, Job, last_line, last_step
+from train.chaos.jobs import LONGEST, BrokenError, JobUnderTest, last_line, last_step
 from train.store.log import read_metrics
 
 SILENT = 2  # Seconds after which a frozen worker counts as gone.
@@ -66,7 +66,7 @@ def run(
         job.end(0)
 
 
-def _hit(job: Job, count: int, name: str, target: int) -> Hit:
+def _hit(job: JobUnderTest, count: int, name: str, target: int) -> Hit:
     began, joined = time.monotonic(), _joined(job, target)
     at = time.time()
     pid = job.processes().get(target)
@@ -100,11 +100,11 @@ def _hit(job: Job, count: int, name: str, target: int) -> Hit:
     return Hit(name, target, at, broken, time.monotonic() - began, gap)
 
 
-def _folder(job: Job, number: int) -> Path:
+def _folder(job: JobUnderTest, number: int) -> Path:
     return job.run_dir / f"process-{number}"
 
 
-def _joined(job: Job, number: int) -> int:
+def _joined(job: JobUnderTest, number: int) -> int:
     """How often a process has taken a peer's model."""
     return sum("joined_after" in row for row in read_metrics(_folder(job, number)))
 

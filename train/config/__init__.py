@@ -4,7 +4,7 @@ A config file holds one `config = Config(...)`. Impossible values raise here, or
 they are used for the first time, before anything is compiled.
 """
 
-from train.config.exchange import (
+from train.config.exchange_section import (
     Apart,
     AutoExchange,
     BackgroundExchange,
@@ -24,7 +24,7 @@ from train.config.parts import (
     StepConfig,
     StragglerConfig,
 )
-from train.config.policy import (
+from train.config.policy_section import (
     DampingPolicy,
     FixedPolicy,
     HoldingPolicy,
@@ -32,7 +32,12 @@ from train.config.policy import (
     Policy,
     ThinningPolicy,
 )
-from train.config.rounds import CodecName, RoundsConfig, make_codec, sends_models
+from train.config.rounds_section import (
+    CodecName,
+    RoundsConfig,
+    make_codec,
+    sends_models,
+)
 from train.config.run import FOLLOW_EXCHANGES, Config
 
 __all__ = [

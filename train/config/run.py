@@ -12,7 +12,7 @@ import numpy as np
 from decentjax import Rounds
 from decentjax.topology import Permutations, Topology, matrices
 from train.config.checks import check_at_least
-from train.config.exchange import (
+from train.config.exchange_section import (
     Apart,
     AutoExchange,
     BackgroundExchange,
@@ -31,8 +31,8 @@ from train.config.parts import (
     StepConfig,
     StragglerConfig,
 )
-from train.config.policy import FixedPolicy, Policy
-from train.config.rounds import RoundsConfig
+from train.config.policy_section import FixedPolicy, Policy
+from train.config.rounds_section import RoundsConfig
 from train.fields import checked, place_of
 from train.tasks.task import TaskOptions
 

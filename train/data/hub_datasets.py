@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from train.data.image_folder import Labelled
+from train.data.image_files import Labelled
 from train.data.token_files import SEPARATOR, Tokens
 from train.data.vocabulary import Bytes, Vocabulary
 

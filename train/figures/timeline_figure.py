@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from train.figures.style import grid
-from train.store.timeline import MEANINGS, Span
+from train.store.timeline import MEANINGS, ActivitySpan
 
 COLOURS = {
     "compute": "tab:blue",
@@ -20,7 +20,9 @@ COLOURS = {
 
 
 def draw_timelines(
-    timelines: Mapping[str, Sequence[Span]], seconds: float, row: str = "process"
+    timelines: Mapping[str, Sequence[ActivitySpan]],
+    seconds: float,
+    row: str = "process",
 ) -> Figure:
     """Draws timelines below each other, on one scale of time.
 
@@ -39,7 +41,9 @@ def draw_timelines(
     return figure
 
 
-def _draw_timeline(axes: Axes, spans: Sequence[Span], seconds: float, row: str) -> None:
+def _draw_timeline(
+    axes: Axes, spans: Sequence[ActivitySpan], seconds: float, row: str
+) -> None:
     """Draws a row for each process: compute in its upper half, exchanges below."""
     start = min(span.start for span in spans)
     processes = sorted({span.process for span in spans})

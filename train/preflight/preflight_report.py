@@ -11,7 +11,7 @@ from decentjax.overlap import Collective
 from train.cli.tables import aligned, write_json
 from train.figures.schedule_figure import draw_schedules
 from train.preflight.compile import Finding, Preflight, inspect, with_all_reduce
-from train.preflight.tune import Tuning, tuned
+from train.preflight.xla_tuning import Tuning, tuned
 from train.targets import Gpu
 from train.xla import as_arguments
 

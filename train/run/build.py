@@ -32,7 +32,7 @@ from decentjax.topology import alone
 from train.config import BackgroundExchange, Config, StepConfig
 from train.data.batches import Batch, deal
 from train.job.distributed import job_mesh, meet
-from train.job.peers import peer_place
+from train.job.peer_place import peer_place
 from train.run.choose import Chooser
 from train.run.finite import poison_gradient, quarantined
 from train.run.method import Beside, build_method

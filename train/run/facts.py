@@ -21,7 +21,7 @@ from decentjax import WorkerState
 from train.cli.config_json import read_fields
 from train.cli.tables import counted, write_json
 from train.config import Config, FixedPolicy
-from train.job.peers import process_place
+from train.job.peer_place import process_place
 from train.run.build import build_local
 from train.run.method import build_method
 from train.targets import peak_flops

@@ -11,7 +11,7 @@ from train.config import TopologyConfig, WorkersConfig
 from train.run.facts import read_facts
 from train.store.folder import check_run, process_folders
 from train.store.log import METRICS, read_metrics
-from train.store.timeline import Span, read_timelines
+from train.store.timeline import ActivitySpan, read_timelines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class History:
     folder: Path
     config: dict[str, Any]
     rows: list[dict[str, Any]]
-    spans: list[Span]
+    spans: list[ActivitySpan]
     processes: "tuple[History, ...]" = ()
     facts: dict[str, Any] = dataclasses.field(default_factory=dict)
 

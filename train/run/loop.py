@@ -17,8 +17,8 @@ from train.run.finite import check_gradients
 from train.run.resume import Begin, Resume, begin_new
 from train.run.setup import Setup, set_up
 from train.run.sinks import Sink, named_sinks
-from train.run.start import Parts, start
-from train.store.checkpoint import find_checkpoints
+from train.run.start_run import Parts, start
+from train.store.checkpoints import find_checkpoints
 from train.store.folder import lock
 from train.tasks.task import Task
 

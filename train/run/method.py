@@ -38,8 +38,8 @@ from train.config import (
     RoundsConfig,
     StepConfig,
 )
+from train.run.build_rounds import sent_bytes, sent_schedule, step_bytes
 from train.run.choose import build_policy, init_graph
-from train.run.rounds import sent_bytes, sent_schedule, step_bytes
 from train.tasks.task import Task
 
 Beside = gossip.AllReduce | gossip.Background | gossip.BackgroundRounds

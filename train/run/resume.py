@@ -36,7 +36,7 @@ from train.run.facts import command_line
 from train.run.finite import Check
 from train.run.rates import say_jump
 from train.run.scores import read_trained
-from train.store.checkpoint import (
+from train.store.checkpoints import (
     DamagedError,
     choose,
     find_checkpoints,

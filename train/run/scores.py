@@ -15,7 +15,7 @@ from train.config import Config
 from train.job.distributed import workers_per_process
 from train.run.build import build_state
 from train.run.optimizers import build_optimizer
-from train.store.checkpoint import find_checkpoints, read_models
+from train.store.checkpoints import find_checkpoints, read_models
 from train.store.fits import is_key
 from train.store.folder import check_run, process_folders
 from train.store.log import warn

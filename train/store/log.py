@@ -58,7 +58,7 @@ class Log:
         self._seconds_before = rows[-1]["seconds"] if rows else 0.0
         self._start = self._last_line = time.monotonic()
         self._rates: collections.deque[float] | None = None
-        self._console = _Output()
+        self._console = _QuietConsole()
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -210,7 +210,7 @@ def warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
-class _Output(Console):
+class _QuietConsole(Console):
     """A console that goes quiet where its output is closed, or its disk is full."""
 
     closed = False

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from decentjax import WorkerState
-from train.store.checkpoint import read_part
+from train.store.checkpoints import read_part
 from train.store.fits import is_key
 
 How = Literal["mean", "repeat", "select"]

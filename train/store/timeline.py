@@ -23,7 +23,7 @@ FILES = "timeline.*.jsonl"
 MOST_WINDOWS = 100  # Each is a pass over all spans.
 
 
-class Span(NamedTuple):
+class ActivitySpan(NamedTuple):
     """One activity of a process.
 
     Args:
@@ -75,13 +75,13 @@ def drop_spans(run_dir: Path, start: int) -> None:
         write_rows(path, [tuple(span) for span in _read(path) if span.step < start])
 
 
-def read_timelines(run_dir: Path) -> list[Span]:
+def read_timelines(run_dir: Path) -> list[ActivitySpan]:
     """Returns the recorded spans of all processes of a run."""
     paths = [*run_dir.glob(FILES), *run_dir.glob(f"process-*/{FILES}")]  # Of peers.
     return [span for path in sorted(paths) for span in _read(path)]
 
 
-def spans_of(times: Times, num_workers: int) -> list[Span]:
+def spans_of(times: Times, num_workers: int) -> list[ActivitySpan]:
     """Returns the spans of the first workers of a simulation."""
     spans = []
     for step, worker in itertools.product(range(len(times.start)), range(num_workers)):
@@ -96,11 +96,11 @@ def spans_of(times: Times, num_workers: int) -> list[Span]:
         }
         for activity, (begin, end) in parts.items():
             if end > begin:
-                spans.append(Span(worker, activity, step, begin, end))
+                spans.append(ActivitySpan(worker, activity, step, begin, end))
     return spans
 
 
-def middle_steps(spans: Sequence[Span], seconds: float) -> list[Span]:
+def middle_steps(spans: Sequence[ActivitySpan], seconds: float) -> list[ActivitySpan]:
     """Returns the spans of some seconds, from the middle of the run on.
 
     They begin at a step before which no evaluation runs, if there is one.
@@ -112,7 +112,7 @@ def middle_steps(spans: Sequence[Span], seconds: float) -> list[Span]:
             starts[span.step] = min(starts.get(span.step, span.start), span.start)
     later = sorted(starts)[len(starts) // 2 :]
 
-    def window(first: int) -> list[Span]:
+    def window(first: int) -> list[ActivitySpan]:
         start = starts[first]
         return [s for s in spans if s.end > start and s.start < start + seconds]
 
@@ -121,7 +121,7 @@ def middle_steps(spans: Sequence[Span], seconds: float) -> list[Span]:
     return next(undisturbed, window(later[0]))
 
 
-def median_step_seconds(spans: Sequence[Span]) -> float:
+def median_step_seconds(spans: Sequence[ActivitySpan]) -> float:
     """Returns the median seconds between the starts of consecutive steps.
 
     The last step counts up to the end of the run.
@@ -137,7 +137,7 @@ def median_step_seconds(spans: Sequence[Span]) -> float:
     return gaps[len(gaps) // 2]
 
 
-def write_trace(spans: Sequence[Span], path: Path) -> Path:
+def write_trace(spans: Sequence[ActivitySpan], path: Path) -> Path:
     """Writes a trace that Perfetto and Chrome open, and returns its path."""
     start = min(span.start for span in spans)
     events: list[dict[str, Any]] = []
@@ -162,7 +162,7 @@ def write_trace(spans: Sequence[Span], path: Path) -> Path:
     return path
 
 
-def _read(path: Path) -> list[Span]:
+def _read(path: Path) -> list[ActivitySpan]:
     """The spans of a process, without a last line that was cut off."""
     lines = path.read_text().splitlines()
-    return [Span(*json.loads(line)) for line in lines if line.endswith("]")]
+    return [ActivitySpan(*json.loads(line)) for line in lines if line.endswith("]")]

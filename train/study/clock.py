@@ -14,7 +14,7 @@ from decentjax.topology import butterfly_groups
 from train.config import BackgroundExchange, Config, GroupExchange, PeerExchange
 from train.network import MaybeRate, MaybeTime, Time, rate, seconds
 from train.run.method import Method, build_method
-from train.run.peers import wagma_groups
+from train.run.peer_run import wagma_groups
 from train.tasks.task import build_task
 
 

@@ -20,7 +20,7 @@ from train.run.build import build_local, build_state, build_steps, options_on
 from train.run.finite import check_gradients
 from train.run.method import build_method
 from train.run.optimizers import build_optimizer
-from train.run.peers import wagma_groups
+from train.run.peer_run import wagma_groups
 from train.study.clock import Clock
 from train.study.outcome import Report, SeedsOutcome, finite_mean, in_turn
 from train.study.programs import build_scores, far_apart, judge

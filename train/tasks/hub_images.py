@@ -1,7 +1,7 @@
 """Classification of the images of a Hugging Face dataset by a ResNet."""
 
 from train.data.hub_datasets import read_images, read_splits
-from train.data.image_folder import Labelled
+from train.data.image_files import Labelled
 from train.fields import checked
 from train.tasks.labelled_images import LabelledOptions, labelled_images
 from train.tasks.task import Task

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from train.data.image_folder import read_image_folder
+from train.data.image_files import read_image_folder
 from train.fields import checked
 from train.tasks.labelled_images import LabelledOptions, labelled_images
 from train.tasks.task import Task

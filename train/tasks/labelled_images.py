@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from train.data.batches import Batch, worker_steps
-from train.data.image_folder import Labelled
+from train.data.image_files import Labelled
 from train.data.imagenet_files import Validation, training_example
 from train.fields import checked
 from train.models.resnet import ResNetConfig

@@ -1,8 +1,7 @@
-"""Runs without collectives, repeated on one device from their records.
+"""Replays runs without collectives from their records, on one device.
 
-What a worker mixes depends on who was fast, and on nothing else that a run does not
-repeat: with the same models, of the same steps, each step is the same program on the
-same numbers.
+The models that a worker mixes depend on timing, and nothing else in a run does: with
+models of the same steps, each step is the same program on the same numbers.
 """
 
 import collections
@@ -28,7 +27,7 @@ Batches = Callable[[int, int], Any]
 """(worker, step) to the worker's batch, stacked, [1, ...]."""
 Observe = Callable[[int, int, WorkerState, Metrics], None]
 """Called with worker, step, the state after it, and metrics; the next step donates all
-of the state but its params."""
+of the state except its params."""
 
 
 def replay(
@@ -40,7 +39,7 @@ def replay(
     records: Iterable[Used],
     observe: Observe = lambda *_: None,
 ) -> list[WorkerState]:
-    """Repeats a run of `Peers` or `Wagma` on one device, one worker after the other.
+    """Repeats a run of `Peers` or `Wagma` on one device, one worker after another.
 
     Args:
       adapt: as in the run.
@@ -48,15 +47,16 @@ def replay(
       way: the way of `Peers`, or the order of `Wagma`.
       states: the state of each worker at the first step, stacked, [1, ...].
       batches: the batch of a worker at a step.
-      records: what all workers have used, for each group of leaves, or once for all.
-      observe: function that is called with worker, step, state and metrics of each
-        step; the next one donates all of the state but its params.
+      records: the models that all workers used, for each group of leaves, or once for
+        all.
+      observe: function called with worker, step, state and metrics of each step; the
+        next one donates all of the state except its params.
 
     Returns:
       The state of each worker after its last recorded step.
 
     Raises:
-      ValueError: if a model was mixed that the record does not give.
+      ValueError: if a mixed model is missing from the record.
 
     Examples:
       >>> import functools
@@ -93,7 +93,7 @@ def replay(
 
     def begin(worker: int, step: int) -> Callable[[], None]:
         taken = steps[worker].begin(states[worker], batches(worker, step), step)
-        next(taken)  # What it sends is there for the others.
+        next(taken)  # Its messages are now available to the others.
 
         def finish() -> None:
             new = next(taken)
@@ -116,13 +116,13 @@ def _in_order(
     begin: Callable[[int, int], Callable[[], None]],
     needed: Callable[[int, int], list[tuple[int, int]]],
 ) -> None:
-    """Does the steps of all workers, each once what it needs is there."""
+    """Runs the steps of all workers, each once its inputs are available."""
     left: dict[int, collections.deque[int]] = collections.defaultdict(collections.deque)
     for worker, step in sorted(of_steps):
         if left[worker] and step != left[worker][-1] + 1:
             raise ValueError(
                 f"the record of worker {worker} goes from step {left[worker][-1]} to "
-                f"{step}: it came back there, with a model that is not recorded"
+                f"{step}: it rejoined there, with a model that is not recorded"
             )
         left[worker].append(step)
     begun: dict[int, Callable[[], None]] = {}
@@ -141,14 +141,14 @@ def _in_order(
         if not moved:
             worker, steps = next(iter(left.items()))
             raise ValueError(
-                f"the record is not whole: worker {worker} needs at step {steps[0]} "
+                f"the record is incomplete: worker {worker} needs at step {steps[0]} "
                 f"{sorted(needed(worker, steps[0]))}, as (worker, step), which "
                 "no recorded step makes"
             )
 
 
 def _drop(keys: Collection[Any], uses: collections.Counter, kept: dict) -> None:
-    """Counts a use of each key, and drops those without another one."""
+    """Counts a use of each key, and drops those that are not used again."""
     uses.subtract(keys)
     for key in keys:
         if not uses[key]:
@@ -168,7 +168,7 @@ def _versions(each: Sequence[Used]) -> set[tuple[int, int]]:
 
 
 class _Recorded:
-    """The port of a worker whose peers' models are those of the record.
+    """The port of a worker that takes its peers' models from the record.
 
     Attributes:
       offered: leaf groups of all workers, by worker and step.
@@ -208,7 +208,7 @@ class _Recorded:
 
     def _averaged(self, group: int, leaves: Leaves, step: int) -> Leaves:
         each = self._of_steps[self._worker, step]
-        # A simulation says nothing of groups: what it says holds for all of them.
+        # A simulation records no groups: its entries apply to all of them.
         used = each[group if len(each) > 1 else 0]
         models = {key: self.offered[key][group] for key in used.versions()}
         rows = self._average(used, models)
@@ -217,7 +217,7 @@ class _Recorded:
 
 
 def _group_mean(groups: Butterfly, used: Used, models: Models) -> Rows:
-    """The average of a worker's group, added up in the order of the run."""
+    """The average of a worker's group, summed in the order of the run."""
     count = groups.num_workers
     members = {
         one.peer: offered_by(one.peer, count, one.step, models[one.peer, one.step])
@@ -225,13 +225,13 @@ def _group_mean(groups: Butterfly, used: Used, models: Models) -> Rows:
     }
     own = models[used.worker, used.step]
     one = _sum_of(used.worker, members, groups.hops(used.group))
-    if one is None:  # No member had offered a model: its own is all there is.
+    if one is None:  # No member had offered a model: only its own is available.
         one = offered_by(used.worker, count, used.step, own)
     return mean_of(one, used.worker, own, used.step)
 
 
 def _sum_of(worker: int, members: dict[int, Sum], hops: list[int]) -> Sum | None:
-    """What a worker has added up after some hops."""
+    """The sum of a worker after some hops."""
     if not hops:
         return members.get(worker)
     one, other = (_sum_of(i, members, hops[:-1]) for i in (worker, worker ^ hops[-1]))

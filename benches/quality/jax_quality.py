@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from benches.quality.methods import Method
+from benches.quality.compared import ComparedMethod
 from benches.race.jax_worker import rest
 from benches.race.turns import serve
 from benches.runner import Runner, repeat
@@ -27,7 +27,7 @@ from train.run.build import (
 )
 from train.run.method import build_method
 from train.run.optimizers import build_optimizer
-from train.run.peers import build_peers
+from train.run.peer_run import build_peers
 from train.tasks.task import Task
 
 JOB = DistributedConfig(enabled=True, timeout_seconds=120)
@@ -44,7 +44,7 @@ def _build(task: Any) -> Task:
     return task.build()
 
 
-def _runner(configs: Path, method: Method) -> Runner:
+def _runner(configs: Path, method: ComparedMethod) -> Runner:
     config = load_config(method.path(configs))
     config = dataclasses.replace(config, distributed=JOB)
     task = _build(config.task)

@@ -4,7 +4,7 @@ import dataclasses
 import itertools
 from typing import NamedTuple
 
-from decentjax.overlap.work import NOTHING, Work
+from decentjax.overlap.flops import NOTHING, Work
 
 
 @dataclasses.dataclass(frozen=True)

@@ -28,14 +28,14 @@ from train.cli.config_json import read_fields, to_json
 from train.cli.tables import say_workers
 from train.config import Apart, Config, GroupExchange
 from train.data.batches import Feed
-from train.job.peers import address_of, peer_place
+from train.job.peer_place import address_of, peer_place
 from train.job.secret import read_secret, shared_secret
 from train.run.build import PeerStep
 from train.run.finite import WatchState
 from train.run.method import build_method
 from train.run.resume import Begin, trained_by
 from train.run.stop import Stop
-from train.store.checkpoint import find_checkpoints, restore, verify
+from train.store.checkpoints import find_checkpoints, restore, verify
 from train.store.folder import check_links, process_folders, writing
 from train.store.log import METRICS, Log, warn
 from train.tasks.task import Task

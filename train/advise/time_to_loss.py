@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from decentjax.runtime import Job
-from train.advise.rounds import STEPS, rounds_seconds, whole_periods
+from train.advise.rounds_advice import STEPS, rounds_seconds, whole_periods
 from train.advise.setting import Overlap, Setting
 from train.cli.config_json import changes, from_fields
 from train.config import Config
@@ -51,7 +51,7 @@ class Finish(NamedTuple):
         return self.steps * self.step
 
 
-class Turn(NamedTuple):
+class Crossover(NamedTuple):
     """A rate of the links between nodes, below which another method is first.
 
     Args:
@@ -120,7 +120,7 @@ def finishes(setting: Setting, contenders: list[Contender]) -> list[Finish]:
     return sorted(found, key=lambda one: one.seconds)
 
 
-def turns(setting: Setting, contenders: list[Contender]) -> list[Turn]:
+def turns(setting: Setting, contenders: list[Contender]) -> list[Crossover]:
     """Returns the rates of the links at which another method is first, rising."""
 
     def first(rate: float) -> str:
@@ -138,7 +138,7 @@ def turns(setting: Setting, contenders: list[Contender]) -> list[Turn]:
         for _ in range(HALVINGS):
             middle = math.sqrt(low * high)
             low, high = (middle, high) if first(middle) == below else (low, middle)
-        found.append(Turn(float(high), below, above))
+        found.append(Crossover(float(high), below, above))
     return found
 
 

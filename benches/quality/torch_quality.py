@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from benches.quality.methods import Method
+from benches.quality.compared import ComparedMethod
 from benches.quality.torch_gpt import FIRST_STEPS, TorchTrainer
 from benches.race.turns import serve
 from benches.runner import Runner
@@ -21,7 +21,7 @@ def main() -> None:
     os._exit(0)  # Decent-DP's threads do not end.
 
 
-def _runner(configs: Path, method: Method) -> Runner:
+def _runner(configs: Path, method: ComparedMethod) -> Runner:
     trainer = TorchTrainer(load_config(method.path(configs)), method.torch)
     # DDP measures and regroups in its first steps, and PowerSGD begins after some.
     for _ in range(FIRST_STEPS + 2):

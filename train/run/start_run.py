@@ -20,19 +20,19 @@ from train.run.build import (
     build_train_step,
     step_options,
 )
+from train.run.build_rounds import warn_of_few
 from train.run.facts import FACTS, describe, header, write_facts
 from train.run.finite import Check, build_check
 from train.run.observe import Observer
-from train.run.peers import Joiner, build_peers, has_begun, write_shared
+from train.run.peer_run import Joiner, build_peers, has_begun, write_shared
 from train.run.profile import profiled
 from train.run.resume import Begin, Resume, begin_again
-from train.run.rounds import warn_of_few
 from train.run.setup import Setup
 from train.run.sinks import Sink, open_sinks, with_rows_before
 from train.run.stop import Stop
 from train.run.straggler import delay
 from train.run.trace import check_batch
-from train.store.checkpoint import Checkpoints, find_checkpoints, set_aside
+from train.store.checkpoints import Checkpoints, find_checkpoints, set_aside
 from train.store.folder import MADE_ANEW
 from train.store.log import Log, for_sinks, read_metrics, warn
 from train.store.timeline import Timeline, drop_spans

@@ -6,13 +6,13 @@ Imports neither jax nor torch, because the workers of both use it.
 from pathlib import Path
 from typing import NamedTuple
 
-JAX, TORCH = (f"benches.quality.{kind}_worker" for kind in ("jax", "torch"))
+JAX, TORCH = (f"benches.quality.{kind}_quality" for kind in ("jax", "torch"))
 
 
 SIMULATED, UNLIMITED, LIMITED = "simulated", "without limit", "in each network"
 
 
-class Method(NamedTuple):
+class ComparedMethod(NamedTuple):
     """A method.
 
     Args:
@@ -47,12 +47,12 @@ class Method(NamedTuple):
 
 
 DADAM, RING = "quality", "quality_ring"
-ALONE = Method("compute alone", "quality_alone")
-ALL_REDUCE = Method("all-reduce", "quality_allreduce")
-DDP = Method("PyTorch DDP", ALL_REDUCE.config, "ddp")
-FP16 = Method("PyTorch DDP, fp16 hook", ALL_REDUCE.config, "fp16")
+ALONE = ComparedMethod("compute alone", "quality_alone")
+ALL_REDUCE = ComparedMethod("all-reduce", "quality_allreduce")
+DDP = ComparedMethod("PyTorch DDP", ALL_REDUCE.config, "ddp")
+FP16 = ComparedMethod("PyTorch DDP, fp16 hook", ALL_REDUCE.config, "fp16")
 POWERSGD = tuple(
-    Method(
+    ComparedMethod(
         f"PyTorch DDP, PowerSGD hook, rank {rank}",
         ALL_REDUCE.config,
         f"powersgd {rank}",
@@ -65,19 +65,19 @@ METHODS = (
     FP16,
     *POWERSGD,
     # Its alternating exponential ring fails where a node has one worker.
-    Method("Decent-DP, ring", RING, "decent_dp"),
+    ComparedMethod("Decent-DP, ring", RING, "decent_dp"),
     ALL_REDUCE,
-    Method("DAdamW", DADAM),
-    Method("DAdamW, ring", RING),
-    Method("DAdamW, ring, bfloat16", "quality_bf16"),
-    Method("DAdamW, ring, int8", "quality_ring8"),
-    Method("AccumAdamW", "quality_accum"),
-    Method("rounds of 2, int8", "quality_int8"),
-    Method("rounds of 4, int8", "quality_int8_rare"),
-    Method("DiLoCo", "quality_diloco"),
-    Method("NoLoCo", "quality_noloco"),
-    Method("SparseLoCo", "quality_sparse"),
-    Method("WAGMA", "quality_wagma", losses=LIMITED, like=DADAM),
+    ComparedMethod("DAdamW", DADAM),
+    ComparedMethod("DAdamW, ring", RING),
+    ComparedMethod("DAdamW, ring, bfloat16", "quality_bf16"),
+    ComparedMethod("DAdamW, ring, int8", "quality_ring8"),
+    ComparedMethod("AccumAdamW", "quality_accum"),
+    ComparedMethod("rounds of 2, int8", "quality_int8"),
+    ComparedMethod("rounds of 4, int8", "quality_int8_rare"),
+    ComparedMethod("DiLoCo", "quality_diloco"),
+    ComparedMethod("NoLoCo", "quality_noloco"),
+    ComparedMethod("SparseLoCo", "quality_sparse"),
+    ComparedMethod("WAGMA", "quality_wagma", losses=LIMITED, like=DADAM),
     # They wait longer than any message takes, so no network changes what they learn.
-    Method("peers", "quality_peers", losses=UNLIMITED, like=DADAM),
+    ComparedMethod("peers", "quality_peers", losses=UNLIMITED, like=DADAM),
 )
