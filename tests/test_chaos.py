@@ -110,7 +110,7 @@ def test_faults_are_injected_and_their_promises_are_kept(tmp_path):
         (["--minutes", "0"], "chaos needs faults and minutes"),
         (["--processes", "1"], "at least 2 processes and 6 steps, got 1"),
         (["--steps", "5"], "at least 2 processes and 6 steps"),
-        (["--out", "."], r"\. is there already: choose another folder"),
+        (["--out", "."], r"\. already exists: choose another folder"),
     ],
 )
 def test_wrong_options_are_refused(options, words, capsys):

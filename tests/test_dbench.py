@@ -109,7 +109,7 @@ def test_a_graph_that_a_scale_cannot_have_is_a_row():
         ({"change": ("data.skew",)}, "--change takes FIELD=VALUE"),
         (
             {"change": ("topology.name=ring", "exchange=peers")},
-            "all workers of a grid train in step",
+            "all workers of a grid train in lockstep",
         ),
     ],
 )

@@ -206,7 +206,7 @@ def test_a_broken_network_leaves_its_sides_training(quorum, tmp_path):
     ("options", "words"),
     [
         ({"way": "swaps"}, "exchange.elastic needs .*got swaps and 0.0"),
-        ({"patience": None}, "an exchange.patience that ends, got .*None"),
+        ({"patience": None}, "a finite exchange.patience, got .*None"),
         ({"quorum": 0}, "quorum must be at least 1, got 0"),
         ({"silent_seconds": 0.5}, "silent_seconds must be at least 1, got 0.5"),
     ],

@@ -741,7 +741,7 @@ def test_a_process_that_hides_its_cpu_has_no_host_mesh(monkeypatch):
 
     mesh = worker_mesh(2)
     monkeypatch.setattr(jax, "devices", devices)
-    with pytest.raises(ValueError, match="Unknown backend cpu; where JAX_PLATFORMS is"):
+    with pytest.raises(ValueError, match="Unknown backend cpu; if JAX_PLATFORMS is"):
         gossip.host_mesh(mesh)
 
 

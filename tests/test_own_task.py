@@ -298,7 +298,7 @@ WRONG = {
     ),
     "another state": (
         with_loss(lambda loss, s, b: (loss, ({"a": loss}, {}))),
-        "must return a model_state of the structure, shapes and d",
+        "must return a model_state with the structure, shapes and d",
     ),
     "a loss without a key": (
         lambda whole: {"loss_fn": lambda p, s, b: whole.loss_fn(p, s, b, None)},

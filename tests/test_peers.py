@@ -623,7 +623,7 @@ def test_a_list_with_what_is_no_address_is_refused():
 
 def test_an_address_other_than_that_of_the_list_is_refused():
     party = party_of(gossip.Addresses(["h:1", "h:2"]), [0])
-    with pytest.raises(ValueError, match=r"worker 0 listens at .*, and the list says"):
+    with pytest.raises(ValueError, match=r"worker 0 listens at .*, but the list says"):
         Peers(LOCAL, topology.ring(2), party)(start(2, 0), jnp.ones(1), 0)
 
 
@@ -868,7 +868,7 @@ def test_only_floats_are_mixed(tmp_path):
     [
         ({"topology": topology.complete(4)}, "groups or nodes"),
         ({"topology": topology.hierarchical(4, 2, topology.ring)}, "groups or nodes"),
-        ({"workers": [4]}, "different numbers from 0 to 3"),
+        ({"workers": [4]}, "distinct numbers from 0 to 3"),
         ({"workers": [0, 1]}, "of this process's 2 workers"),
         ({"patience": -1.0}, "patience must not be negative"),
         ({"patience": math.nan}, "patience must not be negative"),

@@ -461,7 +461,7 @@ def test_micro_batches_thread_the_model_state_and_have_keys_of_their_own():
 
 
 def test_a_batch_that_cannot_be_cut_is_refused_with_both_numbers():
-    with pytest.raises(ValueError, match=r"batch of 2 cannot be cut into 3 micro"):
+    with pytest.raises(ValueError, match=r"batch of 2 cannot be split into 3 equal micro"):
         _noisy_run(awc_step, num_micro_batches=3)
 
 
@@ -813,7 +813,7 @@ def test_narrow_params_follow_the_dense_recursion(dtype, order, simulated):
 
 
 FORM = r"must return \(loss, \(model_state, metrics\)\), .* got the structure Py"
-KIND = r"must return a model_state of the structure, .* given: model_state"
+KIND = r"must return a model_state with the structure, .* given: model_state"
 # What is wrong with the result (loss, (state, {})), and what is said of it.
 WRONG_LOSSES = {
     "scalar": (lambda loss, state: loss, FORM),
@@ -859,7 +859,7 @@ WRONG_LOSSES = {
     ),
     "structure": (
         lambda loss, state: (loss, (state | {"more": ()}, {})),
-        r"model_state of the structure that it was given: it was PyTreeDef\(",
+        r"model_state with the structure that it was given: it was PyTreeDef\(",
     ),
 }
 
@@ -1207,7 +1207,7 @@ def test_each_micro_batch_has_the_scalars_of_the_batch():
     _, metrics = simulate(step, topology.ring(2))(state, batch, 0)
     np.testing.assert_allclose(metrics["loss"][1], 3 * metrics["loss"][0], rtol=1e-6)
     for wrong in (jnp.ones((2, 1)), jnp.ones((2, 2))):
-        message = r"arrays have other numbers of these: .*\['weight'\].*\['x'\]"
+        message = r"arrays have different numbers of these: .*\['weight'\].*\['x'\]"
         with pytest.raises(ValueError, match=message):
             simulate(step, topology.ring(2)).lower(state, batch | {"weight": wrong}, 0)
 
@@ -1225,7 +1225,7 @@ def test_an_optimizer_gets_the_loss_if_it_takes_one():
     assert (np.ptp(models[0] - _first_models(2), axis=(1, 2)) < 1e-5).all()
     other = optax.GradientTransformationExtraArgs(init, needy)
     for optimizer in (other, optax.chain(optax.clip(1.0), other)):
-        message = r"called with grads, state, params.* says: .*value_fn.* use decentral"
+        message = r"called with grads, state, params.* raises: .*value_fn.* use decentral"
         with pytest.raises(TypeError, match=message):
             _train(awc_step, topology.ring(2), optimizer, 1)
 

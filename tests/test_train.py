@@ -296,7 +296,7 @@ def test_an_impossible_value_is_refused(make, message):
         (["--resume"], "usage: decentjax resume RUN "),
         (["--resume", "nowhere"], "nowhere holds no run: it has no config.json"),
         (["configs/none.py"], "there is no config file configs/none.py"),
-        (["README.md"], "a config file is Python, NAME.py, got README.md"),
+        (["README.md"], "a config file must be a Python file NAME.py, got README.md"),
         (["configs/quickstart.py", "--num-stps", "3"], "--num-steps"),
         (["configs/quickstart.py", "--workers.num-workers", "x"], "num-workers"),
         (

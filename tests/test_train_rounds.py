@@ -297,7 +297,7 @@ PEERS = PeerExchange()
     [
         (
             D2 | {"topology": TopologyConfig(name="one_peer_ring", factor=0.5)},
-            r"take ring with topology.factor = 0.5, .* which has 2 exchanges in turn",
+            r"use ring with topology.factor = 0.5, .* which has 2 exchanges in turn",
         ),
         (
             D2 | {"topology": TopologyConfig(name="exponential")},
@@ -307,7 +307,7 @@ PEERS = PeerExchange()
             D2 | {"topology": TopologyConfig(name="ring")},
             "got ring, which has a least eigenvalue of -0.333",
         ),
-        (QG | {"step": StepConfig(algorithm="all_reduce")}, "qg_dsgdm follows what"),
+        (QG | {"step": StepConfig(algorithm="all_reduce")}, "qg_dsgdm uses the movement"),
         (
             LOCAL_TRACKING | D2,
             "1 without codec and tracking, got rounds with 3, none and True",

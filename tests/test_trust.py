@@ -214,15 +214,15 @@ def function():
         ("own:Mine", ["own.py"], "own:Mine, which does not .* add --trust own$"),
         ("../evil/x.py:Mine", ["own.py"], "add --trust ../evil/x.py$"),
         ("os:system", ["own.py"], "os:system, .* add --trust os$"),
-        ("own.py:system", ["own.py"], "own.py defines no system, which is this run's"),
-        ("own.py:os.system", ["own.py"], "own.py defines no os.system"),
-        ("own.py:Path", ["own.py"], "own.py defines no Path"),
-        ("own.py:__loader__", ["own.py"], "own.py defines no __loader__"),
-        ("own.py:", ["own.py"], "own.py defines no , which"),
-        ("own.py:Plain", ["own.py"], "own.py:Plain, which is no dataclass"),
-        ("own.py:function", ["own.py"], "own.py:function, which is no dataclass"),
+        ("own.py:system", ["own.py"], "own.py does not define system, which is this run's"),
+        ("own.py:os.system", ["own.py"], "own.py does not define os.system"),
+        ("own.py:Path", ["own.py"], "own.py does not define Path"),
+        ("own.py:__loader__", ["own.py"], "own.py does not define __loader__"),
+        ("own.py:", ["own.py"], "own.py does not define , which"),
+        ("own.py:Plain", ["own.py"], "own.py:Plain, which is not a dataclass"),
+        ("own.py:function", ["own.py"], "own.py:function, which is not a dataclass"),
         ("gone.py:Mine", ["gone.py"], "there is no trusted file gone.py"),
-        ("gone:Mine", ["gone"], "--trust gone is no module or file"),
+        ("gone:Mine", ["gone"], "--trust gone is not a module or file"),
     ],
 )
 def test_a_run_takes_what_trusted_code_defines_alone(
@@ -413,8 +413,8 @@ def test_what_is_in_the_folder_of_a_sink_is_not_the_runs(tmp_path, monkeypatch, 
     assert capsys.readouterr().err == ""
     main(["own.py", "--run-dir", "run", "--auto-resume", "--num-steps", "30"])
     assert re.search(
-        "saved, but its report is not written: run/link is a link to /var/log, .*: "
-        "remove it, .*; then decentjax report run writes it",
+        "saved, but its report could not be written: run/link is a link to /var/log, .*: "
+        "remove it, .*; write it with decentjax report run",
         capsys.readouterr().err,
     )
     with pytest.raises(SystemExit, match="run/link is a link to /var/log, outside"):

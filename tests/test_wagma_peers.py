@@ -339,7 +339,7 @@ def test_partners_are_members_of_the_butterflys_groups(num_workers, group_size):
         ({"patience": 0.0}, "patience must be positive, got 0"),
         ({"patience": math.nan}, "patience must be positive"),
         ({"order": "cta"}, 'order must be "atc" or "awc"'),
-        ({"workers": [4]}, "different numbers from 0 to 3"),
+        ({"workers": [4]}, "distinct numbers from 0 to 3"),
     ],
 )
 def test_what_groups_cannot_do_is_refused(change, words, tmp_path):

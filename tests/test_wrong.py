@@ -75,7 +75,7 @@ COMMANDS = [
         "launch -n 2 elsewhere/quickstart.py",
         "no config or script elsewhere/quickstart.py: did you mean quickstart, which",
     ),
-    ("train README.md", "a config file is Python, NAME.py, got README.md"),
+    ("train README.md", "a config file must be a Python file NAME.py, got README.md"),
     (f"train {TINY} --num-steps -3", "num_steps must be at least 1, got -3"),
     (f"train {TINY} --num-steps many", f"--num-steps must be {INT}"),
     (f"train {TINY} --num-steps", "--num-steps must be an integer .* got nothing"),
@@ -133,7 +133,7 @@ COMMANDS = [
         "--race: there is no file nosuch.json; ",
     ),
     (f"advise --measure {TINY} --measured-steps 0", "must be positive, got 300 and 0"),
-    (f"preflight {TINY}", "give --target STR .* --help explains it"),
+    (f"preflight {TINY}", "missing --target STR: see .* --help"),
     (
         f"preflight {TINY} --target h10 --nodes 2 --gpus-per-node 8",
         "no target 'h10': take t4, a40",

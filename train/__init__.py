@@ -6,5 +6,7 @@ from train.cli.command import end_imports_in_order
 from train.cli.plugins import hide_cuda_plugin
 
 hide_cuda_plugin()  # Before the first import of jax.
-if sys.argv[0] == "-m":  # As Python has it until it has found `python -m train.NAME`.
+if (
+    sys.argv[0] == "-m"
+):  # Until `python -m train.NAME` is resolved.
     end_imports_in_order()

@@ -46,15 +46,15 @@ examples:
   decentjax train quickstart --topology.name ring --run-dir runs/ring
   decentjax launch -n 4 quickstart --workers.num-workers 4 --topology.name ring
 
-CONFIG is a file of Python, a config of a file as FILE.py:NAME, or one of these names:
-{configs}"""
+CONFIG is a Python file, one of the configs in a file as FILE.py:NAME, or one of these
+names: {configs}"""
 RESUME_USAGE = """\
 usage: decentjax resume RUN [--step STEP] [--change FIELD=VALUE ...]
                         [--resume.workers {mean,repeat,select}]
                         [--trust MODULE_OR_FILE ...] [--field value ...]
        decentjax resume RUN --help
 
-Goes on with the run in the folder RUN, from its newest checkpoint or that of STEP.
+Continues the run in the folder RUN, from its newest checkpoint or that of STEP.
 
 examples:
   decentjax resume runs/ring --num-steps 4000
@@ -114,8 +114,8 @@ def _begin(path: Path, options: list[str]) -> None:
           run_dir: folder of the run; by default runs/NAME.
           init_from: folder of another run, whose mean model all workers start from, or
             of a GPT-2 in Hugging Face's layout.
-          auto_resume: whether to resume the run, if the folder has a checkpoint; for
-            what starts a job again, such as Slurm.
+          auto_resume: whether to resume the run if the folder has a checkpoint; for
+            schedulers that restart jobs, such as Slurm.
         """
         del exchange, policy  # Read above.
         folder = run_dir or Path("runs") / config.name
@@ -130,14 +130,14 @@ def _begin(path: Path, options: list[str]) -> None:
 def _resume(run_dir: Path, options: list[str]) -> None:
     """Resumes the run of a folder."""
     check_run(run_dir)
-    # The two options on which the config depends, read before tyro can know its fields.
+    # The two options on which the config depends, read before its fields are known.
     before = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     before.add_argument("--step", default="")
     before.add_argument("--trust", action="append", default=[])
     known, _ = before.parse_known_args(options)
     files = [Path(one) for one in known.trust if one.endswith(".py")]
     sinks = [sink for file in files for sink in own_sinks(file, "trusted file")]
-    # A step that is no number raises below, with all other options.
+    # A step that is not a number raises below, with all other options.
     step = int(known.step) if known.step.isdecimal() else None
     default, options = take_sections(saved_config(run_dir, step, known.trust), options)
 
@@ -152,12 +152,12 @@ def _resume(run_dir: Path, options: list[str]) -> None:
         """Resumes a run with its own config.
 
         Args:
-          step: step of the checkpoint; by default the newest that can be read. Newer
-            ones are moved to RUN/set_aside.
-          change: FIELD=VALUE that changes the training from here on.
-          workers: what another number of workers begins with: the "mean" of all saved
-            models and moments, those of the saved workers in turn ("repeat"), or those
-            of the first ("select").
+          step: step of the checkpoint; by default the newest readable one. Newer ones
+            are moved to RUN/set_aside.
+          change: FIELD=VALUE that changes the training from this step on.
+          workers: initial state for a different number of workers: the "mean" of all
+            saved models and moments, those of the saved workers in turn ("repeat"), or
+            those of the first ("select").
         """
         del trust, exchange  # Read above.
         changed, fields = with_changes(config, change)
@@ -176,7 +176,7 @@ def run_here(
     sinks: Sequence[Sink] = (),
 ) -> None:
     """Trains, alone or as one process of a job."""
-    # Before the job starts, whose other processes would wait for this one.
+    # Before the job starts, as its other processes would wait for this one.
     check_folder(run_dir)
     begin = functools.partial(train, config, run_dir, resume, init_from, trust, sinks)
     if config.is_apart:
@@ -196,7 +196,7 @@ def run_here(
 def _train(begin: Callable[[], Outcome], config: Config, run_dir: Path) -> None:
     """Trains; process 0 shows the results."""
     outcome = begin()
-    # Process 0 draws and scores for longer than jax lets its peers wait at their exit.
+    # Process 0 plots and scores for longer than jax lets its peers wait at exit.
     leave()
     if jax.process_index() > 0:
         return
@@ -211,31 +211,31 @@ def _train(begin: Callable[[], Outcome], config: Config, run_dir: Path) -> None:
 
 
 def finish(outcome: Outcome, config: Config, run_dir: Path) -> None:
-    """Prints the results, keeps them, and writes the report."""
+    """Prints and saves the results, and writes the report."""
     try:
         is_whole = _show_results(outcome, config, run_dir)
-    finally:  # Also where a signal has ended what takes long.
+    finally:  # Even if a signal has interrupted the results.
         report = _draw(config, run_dir)
     if is_whole and report is not None:
         print(f"\nreport  {report}")
 
 
 def _draw(config: Config, run_dir: Path) -> Path | None:
-    """Writes the report; a run that is saved does not fail for want of a page."""
+    """Writes the report; a failure of the report does not fail a saved run."""
     from train.report import write_report  # Only process 0 needs matplotlib.
 
     try:
         return write_report([run_dir], run_dir / "report.html", trust=sources(config))
     except (OSError, ValueError) as error:
         warn(
-            f"the run is saved, but its report is not written: {sentence(error)}; then "
-            f"decentjax report {run_dir} writes it"
+            "the run is saved, but its report could not be written: "
+            f"{sentence(error)}; write it with decentjax report {run_dir}"
         )
     return None
 
 
 def _show_results(outcome: Outcome, config: Config, run_dir: Path) -> bool:
-    """Prints the results and adds them to run.json; whether the run has any."""
+    """Prints the results and adds them to run.json; returns whether there are any."""
     if outcome.step < config.num_steps:
         print(_stopped(outcome.step, config, run_dir))
         return False
@@ -278,7 +278,7 @@ def _say_score(units: Mapping[str, str], score: str, name: str, *values: float) 
 
 
 def finish_peer(outcome: Outcome, config: Config, run_dir: Path) -> None:
-    """Prints how one process of peers has ended, and how to see all of them."""
+    """Prints how one process of peers has ended, and how to evaluate all of them."""
     if outcome.step == config.num_steps:
         print(
             f"all {outcome.step} steps are done and saved; once all processes are: "
@@ -291,8 +291,8 @@ def finish_peer(outcome: Outcome, config: Config, run_dir: Path) -> None:
 
 def _stopped(step: int, config: Config, run_dir: Path) -> str:
     return (
-        f"stopped after step {step} of {config.num_steps}; everything is saved, go on "
-        f"with: decentjax resume {run_dir}"
+        f"stopped after step {step} of {config.num_steps}; everything is saved, "
+        f"continue with: decentjax resume {run_dir}"
     )
 
 

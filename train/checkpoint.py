@@ -1,4 +1,4 @@
-"""What is saved of a run: `decentjax checkpoint list|verify|export RUN`."""
+"""The checkpoints of a run: `decentjax checkpoint list|verify|export RUN`."""
 
 import shutil
 import time
@@ -36,7 +36,7 @@ Facts = dict[str, str]
 
 
 def show(run: RunFolder) -> int:
-    """Lists the checkpoints of a run, and folders that are none; reads no arrays.
+    """Lists the checkpoints of a run, and other folders there; reads no arrays.
 
     Example: `decentjax checkpoint list runs/ring`.
 
@@ -57,7 +57,7 @@ def show(run: RunFolder) -> int:
 
 
 def verify_all(run: RunFolder) -> int:
-    """Reads all checkpoints; ends with code 1 if a file is not as it was written.
+    """Reads all checkpoints; exits with code 1 if a checksum does not match.
 
     Example: `decentjax checkpoint verify runs/ring`.
 
@@ -94,10 +94,10 @@ def export(
 
     Args:
       run: folder of the run.
-      mean: says that it is the mean model, as it is where no worker is given.
-      worker: number of the worker whose model is written instead.
-      step: step of the checkpoint; by default the newest that is whole.
-      format: "safetensors", a file with the run's config beside it as JSON, or "gpt2",
+      mean: writes the mean model, the default without `worker`.
+      worker: number of the worker whose model to write instead.
+      step: step of the checkpoint; by default the newest complete one.
+      format: "safetensors", a file with the run's config next to it as JSON, or "gpt2",
         a folder that Hugging Face's GPT2LMHeadModel loads.
       to: NAME.safetensors, or folder; by default RUN/model.safetensors, or RUN/gpt2.
     """

@@ -1,4 +1,4 @@
-"""Several configs with several seeds, side by side.
+"""Compares configs over several seeds.
 
 `decentjax compare CONFIG.py [CONFIG.py ...] --seeds 3 [--tune FIELD VALUE ...]`
 """
@@ -55,17 +55,18 @@ def compare(
     The folder keeps the results of each config: a second call trains only what is
     missing.
 
-    With a clock, steps take the time that they would on a cluster, whose workers may be
-    late: the table has the simulated seconds, and the figure is over them. Configs of
-    peers need one, since what a worker mixes depends on who is late.
+    With a clock, steps take the time they would take on a cluster, whose workers may be
+    late: the table has the simulated seconds, and the figure is plotted over them.
+    Configs of peers need one, since what a worker mixes depends on which workers are
+    late.
 
     Examples: `decentjax compare quickstart quickstart_allreduce --seeds 3`, and as a
     short trial first with `--change num-steps=200`.
 
     Args:
       configs: config files, names, or patterns of names such as "digits_*".
-      seeds: number of seeds; each is an initial model and an order of the data. Three
-        show only large differences.
+      seeds: number of seeds; each gives an initial model and an order of the data.
+        Three show only large differences.
       first_seed: the first seed.
       at_once: number of seeds trained together, if the device's memory cannot hold all;
         by default all.
@@ -73,13 +74,13 @@ def compare(
       vary: a field and its values, such as "optimizer.accum-steps 1 2 4"; each config
         is trained with each value.
       tune: a field and its values, such as "optimizer.learning-rate 5e-3 1e-2 2e-2":
-        each config has its best, chosen by `score` of one more seed on every second
-        held-out example; results are then of the others. Given again, it adds a field:
-        each choice of values is tried.
+        each config uses its best, chosen by `score` of one more seed on every second
+        held-out example; results are then on the others. Repeat it to add fields: all
+        combinations of values are tried.
       score: score that is tested for differences, and by which `tune` chooses, such as
         "training_loss"; by default the headline of the task, which also chooses in
         place of a score of generated text, such as "bleu".
-      clock: how long workers compute, in simulated time.
+      clock: compute times of the workers, in simulated time.
       out: folder for all results, the table and the figure.
 
     Raises:

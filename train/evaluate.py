@@ -33,8 +33,8 @@ def evaluate(
 
     Args:
       run: folder of the run.
-      workers: numbers of the workers to evaluate beside the mean model; by default
-        four, evenly spread.
+      workers: numbers of the workers to evaluate in addition to the mean model; by
+        default four, evenly spread.
       step: step of the checkpoint; by default the newest.
     """
     trained = read_trained(run, step, trust)

@@ -1,8 +1,8 @@
-"""What a trained model makes of a text: `decentjax generate RUN TEXT [TEXT ...]`.
+"""Generates from a trained model: `decentjax generate RUN TEXT [TEXT ...]`.
 
-A translation model translates each text, a language model continues it and prints it as
-it is made. Without a text, each line of the standard input is one. A policy plays the
-episodes whose numbers are given, by default the first.
+A translation model translates each text, a language model continues it and prints
+tokens as they are generated. Without a text, each line of the standard input is one. A
+policy plays the episodes with the given numbers, by default the first.
 """
 
 import sys

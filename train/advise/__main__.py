@@ -59,11 +59,11 @@ def main(arguments: list[str]) -> int:
           flags: cluster and job.
           steps: number of simulated steps.
           seed: seed of the compute times.
-          every: numbers of steps from one round to the next, for methods of rounds.
+          every: numbers of steps between rounds, for methods with rounds.
           codecs: how their messages are encoded.
-          race: file quality.json of `decentjax bench quality`, with the steps
-            that each method has taken to a loss: says which one is there first on this
-            cluster, and at which rates of the links another one is.
+          race: file quality.json of `decentjax bench quality`, with the steps of each
+            method to a target loss: predicts which method reaches it first on this
+            cluster, and at which link rates another one does.
           out: folder for advice.json, advice.html, map.svg and steps.svg.
         """
         if min(every, default=1) < 1:
@@ -84,7 +84,7 @@ def look(
     contenders: list[Contender],
 ) -> int:
     """Compares the topologies, and prints, writes and draws the result."""
-    # Imports matplotlib, which takes a while: not for --help.
+    # Imports matplotlib, which is slow: not for --help.
     from train.advise import advice_report
     from train.figures.page import Section
 
@@ -115,7 +115,7 @@ def look(
 
 def _measured(arguments: list[str]) -> int:
     # The options are fields of the file's config, so the file is read first, wherever
-    # its name stands.
+    # its name appears.
     place = arguments.index(MEASURE)
     rest = arguments[:place] + arguments[place + 2 :]
     following = arguments[place + 1 : place + 2]
@@ -154,9 +154,9 @@ def _measured(arguments: list[str]) -> int:
             )
         if config.is_apart:
             raise ValueError(
-                "peers share no job in which to measure: take --exchange auto"
+                "peers share no job in which to measure: use --exchange auto"
             )
-        # First: an error should not cost a measurement.
+        # First, so that an error does not cost a measurement.
         contenders = read_race(race)
         out.mkdir(parents=True, exist_ok=True)
         if config.distributed.enabled:

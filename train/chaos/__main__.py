@@ -42,16 +42,16 @@ ELASTIC_SHARE = 0.3  # Of the time, for the elastic run.
 class Chaos:
     """Injects faults into real jobs at random, and checks what is promised.
 
-    Each fault gets a job of its own, of a few steps, which must end as an undisturbed
-    one does. Kills and freezes are also done to one elastic run, while it trains.
+    Each fault gets a separate job of a few steps, which must end like an undisturbed
+    one. Kills and freezes are also injected into one elastic run while it trains.
     Fields of the config follow, as for `decentjax train`.
 
     Example: `decentjax chaos quickstart --faults kill freeze --minutes 5`.
 
     Args:
-      faults: the faults; each in turn, in a random order, until the time is over.
-      minutes: time after which no other fault begins.
-      seed: seed of what is hit, and when.
+      faults: the faults; each in turn, in random order, until the time is over.
+      minutes: time after which no further fault begins.
+      seed: seed of the targets and times.
       processes: number of processes of a job.
       steps: number of steps of a job.
       out: folder for chaos.md, chaos.json, chaos.svg and all runs; must be new.
@@ -107,7 +107,7 @@ def main(arguments: list[str]) -> int:
     load_config(Path(config))  # Each job would end with its error.
     if chaos.out.exists():
         raise ValueError(
-            f"{chaos.out} is there already: choose another folder with --out"
+            f"{chaos.out} already exists: choose another folder with --out"
         )
     chaos = dataclasses.replace(chaos, out=chaos.out.absolute())
     cluster = EmulatedCluster(nodes=chaos.processes)
@@ -184,7 +184,7 @@ def _inject(bench: Bench, row: Row, name: str, draw: random.Random) -> None:
         row.injected -= 1
     except BrokenError as error:
         row.broken.append(f"{name}: {error}")
-    else:  # What was not kept stays to be looked at.
+    else:  # Keep the files of broken guarantees for inspection.
         shutil.rmtree(bench.out / name, ignore_errors=True)
 
 

@@ -1,8 +1,8 @@
-"""How a command ends: its exit code, and its error as a sentence.
+"""The exit code of a command, and its error as a message.
 
 The exit code is 0 for success, 1 for an error, 2 for a wrong command line, 70 for a run
-or a process of a job that failed after its start, 71 where a number was not finite, 130
-after Ctrl-C, and 141 where the output was closed.
+or a process of a job that failed after its start, 71 after a NaN or infinity, 130 after
+Ctrl-C, and 141 if the output was closed.
 """
 
 import contextlib
@@ -13,13 +13,13 @@ import sys
 from collections.abc import Iterator
 from typing import Any, NoReturn
 
-# Of the signals SIGINT and SIGPIPE, 128 and their number, as shells have it.
+# For the signals SIGINT and SIGPIPE, 128 plus their number, as in shells.
 INTERRUPTED, CLOSED = 130, 141
-REQUEST = 1  # Cannot be carried out: it would end so again.
+REQUEST = 1  # The request cannot be carried out: a restart would fail again.
 FAILED = 70  # A run or a process of a job that began and failed, EX_SOFTWARE.
-NOT_FINITE = 71  # One whose numbers are no longer finite: it would end so again.
+NOT_FINITE = 71  # A run with NaN or infinity: a restart would fail again.
 OURS = ("decentjax", "train", "benches")
-# The extra that brings a package, by the name that is imported.
+# The extra that provides a package, by import name.
 EXTRAS = (
     dict.fromkeys(("flax", "grain", "orbax", "rich", "tyro", "matplotlib"), "train")
     | dict.fromkeys(("absl", "cloudpickle", "safetensors", "tensorboardX"), "train")
@@ -45,7 +45,7 @@ def failure(error: BaseException) -> int:
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code for an error: 1 for a wrong request, which no restart mends."""
+    """The exit code for an error: 1 for an invalid request, not to be restarted."""
     # One of the work itself says where it was; jax's own notes have several lines.
     where = [x for x in getattr(error, "__notes__", []) if "\n" not in x]
     network = isinstance(error, ConnectionError | TimeoutError)

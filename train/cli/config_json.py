@@ -32,8 +32,8 @@ def to_json(config: Config) -> str:
 def from_fields(fields: dict[str, Any], trust: Sequence[str] = ()) -> Config:
     """Returns the config that `to_json` has written.
 
-    The fields are data: whatever they say, no code is imported or evaluated but that of
-    what is trusted.
+    The fields are data: whatever they contain, only trusted code is imported or
+    evaluated.
 
     Args:
       fields: fields of the config, as JSON has them.
@@ -96,7 +96,7 @@ def read_fields(path: Path) -> dict[str, Any]:
         fields = json.loads(path.read_bytes())
     # Thousands of nested brackets are a RecursionError of json.
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is no JSON of a config: {error}") from error
+        raise ValueError(f"{path} is not the JSON of a config: {error}") from error
     if not isinstance(fields, dict):
         kind = type(fields).__name__
         raise ValueError(f"{path} must hold a config as a JSON object, got {kind}")

@@ -45,7 +45,7 @@ def load_config(path: Path) -> "Config":
             "your own runs by decentjax launch --script"
         )
     raise ValueError(
-        f"{file} has no `{name}`: take {file}:{next(iter(named))}, or another of its "
+        f"{file} has no `{name}`: use {file}:{next(iter(named))}, or another of its "
         f"configs {', '.join(named)}"
     )
 
@@ -86,7 +86,7 @@ def find_config(path: Path) -> tuple[Path, str]:
     if name not in shipped:
         near = difflib.get_close_matches(name, shipped, n=1)
         hint = (
-            f"did you mean {near[0]}?" if near else "give the path of one of your own"
+            f"did you mean {near[0]}?" if near else "give the path of your own config"
         )
         raise FileNotFoundError(f"no config is named {name}: {hint}")
     return shipped[name], name
@@ -127,7 +127,7 @@ def load_file(path: Path, what: str, module_name: str) -> ModuleType:
     if not path.is_file():
         raise no_file(what, path)
     if path.suffix != ".py":
-        raise ValueError(f"a {what} is Python, NAME.py, got {path}")
+        raise ValueError(f"a {what} must be a Python file NAME.py, got {path}")
     spec = importlib.util.spec_from_file_location(module_name, path)
     assert spec is not None
     assert spec.loader is not None

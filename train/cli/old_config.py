@@ -51,7 +51,7 @@ def _policy(old: dict[str, Any]) -> dict[str, Any]:
     gone = [x for x, default in defaults.items() if old.get(x, default) != default]
     if gone:
         raise ValueError(
-            f"its policy has {gone[0]} = {old[gone[0]]}, which is no option any more: "
+            f"its policy has {gone[0]} = {old[gone[0]]}, which is no longer an option: "
             "read it with decentjax 0.2"
         )
     return {"kind": kind} | {x: old[x] for x in names.get(kind, ()) if x in old}

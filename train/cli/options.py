@@ -24,7 +24,7 @@ Trust = Annotated[
     tyro.conf.UseAppendAction,
     tyro.conf.arg(
         metavar="MODULE_OR_FILE",
-        help="module or file of the classes and functions of your own that the run "
-        "names, whose code then runs; may be given again.",
+        help="module or file with your own classes and functions that the run "
+        "names, whose code then runs; may be repeated.",
     ),
 ]

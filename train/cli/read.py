@@ -97,13 +97,13 @@ def _sentence(
         first, *_ = event.missing_arguments
         missing = " ".join(_name_and_form(one.arg) for one in event.missing_arguments)
         prog = f"{event.prog} {first.source_parser.prog_suffix}".rstrip()
-        return f"give {missing} too: {prog} --help explains it"
+        return f"missing {missing}: see {prog} --help"
     if isinstance(event, mistakes.MissingSubcommand):
         return f"give a command: {', '.join(commands)}"
     if isinstance(event, mistakes.UnrecognizedArgs):
         token, *_ = event.tokens
         if commands and not token.startswith("-"):
-            return f"there is no command {token!r}: take one of {', '.join(commands)}"
+            return f"there is no command {token!r}: use one of {', '.join(commands)}"
         return _unknown(token, event.prog, names)
     return None
 

@@ -36,14 +36,14 @@ def find_own(place: str, trust: Sequence[str], what: str) -> Any:
                     f"add --trust {module_name}"
                 )
         raise ValueError(
-            f"this run's {what} is {place}, which does not come with decentjax; if you "
+            f"this run's {what} is {place}, which is not part of decentjax; if you "
             f"trust it, add --trust {module_name}"
         )
     module = sys.modules.get(module_name) or _load(source, module_name)
     found = vars(module).get(name)
     # What the module has imported is not its own: else os.system would be, of many.
     if not callable(found) or getattr(found, "__module__", None) != module_name:
-        raise ValueError(f"{source} defines no {name}, which is this run's {what}")
+        raise ValueError(f"{source} does not define {name}, which is this run's {what}")
     return found
 
 
@@ -55,7 +55,7 @@ def find_task(place: str, trust: Sequence[str]) -> type:
     """
     found = find_own(place, trust, "task")
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
-        raise ValueError(f"this run's task is {place}, which is no dataclass")
+        raise ValueError(f"this run's task is {place}, which is not a dataclass")
     return found
 
 
@@ -71,4 +71,6 @@ def _load(source: str, module_name: str) -> ModuleType:
     try:
         return importlib.import_module(source)
     except ModuleNotFoundError as error:
-        raise ValueError(f"--trust {source} is no module or file: {error}") from error
+        raise ValueError(
+            f"--trust {source} is not a module or file: {error}"
+        ) from error

@@ -1,7 +1,7 @@
-"""Every knob of a run, as frozen plain values.
+"""All options of a run, as frozen plain values.
 
-A config file holds one `config = Config(...)`. Impossible values raise here, or where
-they are used for the first time, before anything is compiled.
+A config file holds one `config = Config(...)`. Invalid values raise here, or at their
+first use, before anything is compiled.
 """
 
 from train.config.exchange_section import (

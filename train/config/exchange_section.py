@@ -1,4 +1,4 @@
-"""Where the models are averaged: in the step, beside it, or from peer to peer."""
+"""Where models are averaged: in the step, beside it, or peer to peer."""
 
 import math
 from typing import ClassVar, Literal
@@ -9,7 +9,7 @@ from train.fields import checked
 
 @checked
 class AutoExchange:
-    """In the step, or in a second thread where nothing else hides the messages.
+    """In the step, or in a second thread if nothing else hides the messages.
 
     The thread is for "awc" and rounds with a delay, in a job of several processes on
     CPU.
@@ -34,27 +34,27 @@ class BackgroundExchange:
 
 @checked
 class PeerExchange:
-    """Each process is a run of its own, which takes the models that have arrived.
+    """Each process is a separate run, and averages with the models received so far.
 
     Args:
-      way: how models of peers are used: "arrived" averages with what has come, "swaps"
-        swaps models in pairs whose mean stays.
-      patience: longest time that a step waits for the models of peers, seconds; None
-        waits for all peers who live.
+      way: how models of peers are used: "arrived" averages with the models received so
+        far, "swaps" swaps models in pairs and preserves their mean.
+      patience: longest time that a step waits for models of peers, in seconds; None
+        waits for all live peers.
       bind: IP address, or name of a network interface, where this process listens.
         Nothing is encrypted: an address other than loopback must be on a private
         network.
       addresses: IP:PORT, or [IP]:PORT for IPv6, of each process; by default they find
         each other through files in the run's folder.
-      secret_file: file with the secret by which processes know each other, readable by
-        its owner alone; by default one that is made in the run's folder.
-      elastic: whether processes may come and go: a step's graph is then the topology of
-        as many workers as live, and who comes or comes back takes the model and the
-        moments of a peer. `workers.num_workers` is their greatest number.
-      quorum: number of living workers, in an elastic run, below which a process waits;
-        1 lets both sides of a broken network train, and more than half only one.
-      silent_seconds: a process of an elastic run that is not heard for so long counts
-        as gone, until it is heard again.
+      secret_file: file with the secret by which processes authenticate, readable only
+        by its owner; by default created in the run's folder.
+      elastic: whether processes may join and leave: a step's graph is then the topology
+        of the live workers, and a process that joins or returns copies the model and
+        the moments of a peer. `workers.num_workers` is their largest number.
+      quorum: number of live workers, in an elastic run, below which a process waits;
+        with 1 both sides of a network partition train, with more than half at most one.
+      silent_seconds: silence in seconds after which a process of an elastic run counts
+        as gone, until it reports again.
     """
 
     name: ClassVar[str] = "peers"
@@ -72,12 +72,12 @@ class PeerExchange:
         if self.patience is not None:
             check_at_least(self, 0, "patience")
         check_at_least(self, 1, "quorum")
-        # A process says that it lives twice in a second.
+        # A process reports that it is alive twice per second.
         check_at_least(self, 1, "silent_seconds")
         if self.elastic and (self.way != "arrived" or self.patience is None):
             raise ValueError(
                 'exchange.elastic needs exchange.way = "arrived" and an '
-                f"exchange.patience that ends, got {self.way} and {self.patience}"
+                f"finite exchange.patience, got {self.way} and {self.patience}"
             )
 
     @property
@@ -88,13 +88,13 @@ class PeerExchange:
 
 @checked
 class GroupExchange:
-    """WAGMA-SGD: as peers, in groups that change and wait for no late worker.
+    """WAGMA-SGD: peers in changing groups that do not wait for late workers.
 
     The groups are those of the topology "butterfly_groups" with `mean_every`.
 
     Args:
-      patience: longest wait for a peer that lives and is silent, and in a mean of all
-        workers for the slowest, seconds; None waits without an end.
+      patience: longest wait for a live but silent peer, and in a mean of all workers
+        for the slowest, in seconds; None waits indefinitely.
       bind: as for "peers".
       addresses: as for "peers".
       secret_file: as for "peers".
@@ -113,10 +113,10 @@ class GroupExchange:
 
     @property
     def wait_seconds(self) -> float:
-        """Longest wait for a peer that lives and is silent."""
+        """Longest wait for a live but silent peer."""
         return math.inf if self.patience is None else self.patience
 
 
 Apart = PeerExchange | GroupExchange
-"""Those in which each process is a run of its own."""
+"""Those in which each process is a separate run."""
 Exchange = AutoExchange | InStepExchange | BackgroundExchange | Apart

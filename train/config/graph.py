@@ -1,4 +1,4 @@
-"""The workers, and who averages with whom."""
+"""The workers and the topology."""
 
 import inspect
 from collections.abc import Callable
@@ -45,23 +45,24 @@ class WorkersConfig:
 
 @checked
 class TopologyConfig:
-    """Who averages with whom; see `decentjax.topology`.
+    """Which workers average with each other; see `decentjax.topology`.
 
-    The function takes the options that its signature names and ignores the others.
+    The function takes the options that its signature names; the others are ignored.
 
     Args:
       name: name of the function.
       degree: number of peers, for ring_lattice, base_k and k_peer_exponential.
-      group_size: number of workers in a group, for butterfly_groups; None for about
-        the root of the number of workers.
+      group_size: number of workers in a group, for butterfly_groups; None for about the
+        square root of the number of workers.
       period: number of matchings, for random_matching.
       seed: seed of the matchings, for random_matching.
       between: graph between the nodes, for hierarchical.
       factor: damping f in (0, 1], (1 - f) I + f W.
-      mean_every: exchanges from one mean over all workers to the next, not damped; None
-        has none. With the name alone it is the period of local SGD.
-      make: function of your own from the number of workers to a `Topology`, which takes
-        the place of the named one and its options; at the top of a module.
+      mean_every: number of exchanges between means over all workers, which are not
+        damped; None for no means. With the topology "alone" it is the period of local
+        SGD.
+      make: your own function from the number of workers to a `Topology`, which replaces
+        the named one and its options; at the top level of a module.
     """
 
     name: TopologyName = "alternating_exponential_ring"
@@ -97,7 +98,7 @@ class TopologyConfig:
         return topology
 
     def build_for(self, num_workers: int) -> Topology:
-        """As `build`, for so many workers on nodes of their own."""
+        """Like `build`, for this number of workers, each on its own node."""
         return self.build(WorkersConfig(num_workers=num_workers))
 
     def _make(self, name: str, num_workers: int, **nodes: Any) -> Topology:
@@ -107,7 +108,7 @@ class TopologyConfig:
         # A hierarchy of hierarchies has no meaning here.
         if "workers_per_node" in wanted and not nodes:
             raise ValueError(
-                f"topology.between must be a graph without nodes of its own, got {name}"
+                f"topology.between must be a graph without nodes, got {name}"
             )
         return function(num_workers, **{option: options[option] for option in wanted})
 

@@ -16,10 +16,10 @@ class OptimizerConfig:
       name: "accum_adamw", "adamw", "lion" and "muon" subtract weight decay times
         learning rate times parameters from the parameters; the others add weight decay
         times parameters to the gradient. "muon" is for matrices; parameters of other
-        shapes have Adam with Nesterov momentum. "exact_diffusion" and "qg_dsgdm"
-        correct for uneven data; the first wants a topology.factor of 0.5, is D² with
-        step.algorithm = "atc" and EXTRA with "awc", and adds up what exchanges round,
-        for which rounds.tracking is better in many steps at a low rate.
+        shapes use Adam with Nesterov momentum. "exact_diffusion" and "qg_dsgdm" correct
+        for heterogeneous data; the first needs a topology.factor of 0.5, is D² with
+        step.algorithm = "atc" and EXTRA with "awc", and accumulates the rounding of
+        exchanges, so that rounds.tracking is better for many steps at a low rate.
       learning_rate: peak of the schedule.
       initial_learning_rate: learning rate at the first step of the warm-up.
       warmup_steps: number of steps up to the peak.
@@ -39,11 +39,10 @@ class OptimizerConfig:
       weight_decay: coefficient for parameters of two dims or more.
       clip_norm: largest global norm of a worker's gradient, or of its estimate with
         rounds.tracking; None does not clip.
-      make: function of your own from the schedule to an optax optimizer, which takes
-        the place of the named one, its options and the weight decay; at the top of a
-        module.
-      schedule: function of your own from `num_steps` to an optax schedule, which takes
-        the place of warm-up and decay; at the top of a module.
+      make: your own function from the schedule to an optax optimizer, which replaces
+        the named one, its options and the weight decay; at the top level of a module.
+      schedule: your own function from `num_steps` to an optax schedule, which replaces
+        warm-up and decay; at the top level of a module.
     """
 
     name: Literal[

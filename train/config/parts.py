@@ -13,10 +13,10 @@ class DataConfig:
     """How the data is read.
 
     Args:
-      num_processes: number of processes that read and decode ahead, per process that
-        trains; 0 uses a thread instead.
-      skew: "dirichlet" and its concentration alpha deal each class to the workers by
-        shares that are drawn: with 0.1 a worker has few classes. None deals evenly.
+      num_processes: number of processes that read and decode ahead, per training
+        process; 0 uses a thread instead.
+      skew: "dirichlet" and its concentration alpha split each class among the workers
+        in random shares: with 0.1 a worker has few classes. None splits evenly.
     """
 
     num_processes: int = 0
@@ -36,15 +36,15 @@ class StepConfig:
 
     Args:
       algorithm: "awc" averages the models while the gradient is computed, "atc" after
-        the update, "rounds" now and then, as `rounds` says; "all_reduce" averages the
+        the update, "rounds" every few steps, see `rounds`; "all_reduce" averages the
         gradients instead.
       batch_per_worker: batch size per worker and step, in the task's unit: windows,
         images, or for translation tokens on each side.
-      num_micro_batches: number of parts of that batch, computed one after the other.
-      message_dtype: dtype of the models that are sent; None keeps theirs.
-      not_finite: what becomes of numbers that are no longer finite: "stop" ends the
-        run, with nothing of them saved; "quarantine" drops the worker's update, which
-        goes on with the average of its neighbours, and logs it.
+      num_micro_batches: number of parts of that batch, computed one after another.
+      message_dtype: dtype in which models are sent; None for their own.
+      not_finite: what to do on NaN or infinity: "stop" ends the run, and does not save
+        them; "quarantine" drops the update of the worker, which continues with the
+        average of its neighbours, and logs it.
       xla_options: XLA options NAME=VALUE for steps compiled for a mesh with their
         exchange inside, and for the programs of compared seeds on a mesh;
         "recommended" stands for those of `train.xla`. Options of another platform, such
@@ -60,7 +60,7 @@ class StepConfig:
 
     def __post_init__(self):
         check_at_least(self, 1, "batch_per_worker", "num_micro_batches")
-        # For its errors: any platform reads the same forms.
+        # For its errors: all platforms accept the same forms.
         read_options(self.xla_options, platform="cpu")
         if self.algorithm == "all_reduce" and self.message_dtype is not None:
             raise ValueError("all_reduce sends gradients: leave message_dtype at None")
@@ -68,7 +68,7 @@ class StepConfig:
 
 @checked
 class StragglerConfig:
-    """Delays that make some processes slow, to measure how far they spread.
+    """Artificial delays of some processes, to measure how they propagate.
 
     Args:
       kind: "none"; "fixed" delays the processes `who` at each step; "rotating" delays
@@ -92,18 +92,18 @@ class StragglerConfig:
 
 @checked
 class DistributedConfig:
-    """How the processes of a job find each other.
+    """Discovery of the processes of a job.
 
     Args:
       enabled: whether this process is one of several. Slurm and Open MPI provide the
         other fields, and so does `decentjax launch`.
-      coordinator: HOST:PORT, or [HOST]:PORT for IPv6, the only address at which
-        process 0 listens; peers have none.
+      coordinator: HOST:PORT, or [HOST]:PORT for IPv6, the only address at which process
+        0 listens; unused by peers.
       num_processes: P.
-      process_id: number of this process, 0 to P - 1.
-      start_seconds: longest wait for all processes at the start.
+      process_id: index of this process, 0 to P - 1.
+      start_seconds: timeout for all processes to join, in seconds.
       timeout_seconds: longest wait of an exchange on CPU, or of a checkpoint, for a
-        peer, before the job ends.
+        peer before the job ends, in seconds.
     """
 
     enabled: bool = False
@@ -119,7 +119,7 @@ class DistributedConfig:
         count, own = self.num_processes, self.process_id
         if not self.enabled:
             if (self.coordinator, count, own) != (None, None, None):
-                # Otherwise each process would train alone, all into one folder.
+                # Otherwise each process would train alone, all in the same folder.
                 raise ValueError(
                     "distributed.coordinator, num_processes and process_id need "
                     "distributed.enabled"
@@ -147,13 +147,13 @@ class EvaluationConfig:
 
 @checked
 class CheckpointConfig:
-    """When the run is saved, and how much is kept.
+    """When the run is saved, and how many checkpoints are kept.
 
     Args:
       every_steps: steps between checkpoints; each evaluation and the last step have one
         too.
-      num_kept: number of newest checkpoints that stay on disk; older ones are removed,
-        those of evaluations and the best one too.
+      num_kept: number of newest checkpoints to keep; older ones are removed, including
+        those of evaluations and the best one.
     """
 
     every_steps: int = 500
@@ -171,12 +171,12 @@ class LogConfig:
       every_steps: steps between rows of metrics.jsonl and updates of the progress line.
       consensus_every_steps: steps between measurements of the consensus distance, which
         cost an all-reduce of the model.
-      timeline: whether to record when each process computes, waits and exchanges, which
-        `train.report` draws; the run then waits for the end of each step.
-      profile: FIRST:LAST, such as "100:110", traces with jax's profiler what runs from
-        the end of step FIRST to the end of step LAST.
-      sinks: where rows go beside metrics.jsonl; each needs the extra of its name, but
-        for "tensorboard".
+      timeline: whether to record when each process computes, waits and exchanges, for
+        the report; the run then waits for the end of each step.
+      profile: FIRST:LAST, such as "100:110", traces with jax's profiler from the end of
+        step FIRST to the end of step LAST.
+      sinks: where rows go in addition to metrics.jsonl; each needs the extra of its
+        name, except "tensorboard".
     """
 
     every_steps: int = 10

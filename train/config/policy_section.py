@@ -1,4 +1,4 @@
-"""Which graph each step averages over; see `decentjax.policy`."""
+"""The graph of each step; see `decentjax.policy`."""
 
 from typing import ClassVar
 
@@ -10,7 +10,7 @@ from train.fields import checked
 
 @checked
 class FixedPolicy:
-    """The topology. Gossip-PGA is this with `topology.mean_every`."""
+    """The topology; with `topology.mean_every` Gossip-PGA."""
 
     name: ClassVar[str] = "fixed"
 
@@ -33,20 +33,20 @@ class ThinningPolicy:
 
     def __post_init__(self):
         check_at_least(self, 1, "epoch_steps")
-        # Raises for numbers that no policy takes.
+        # Raises for invalid numbers.
         policies.thinning(2, 2 if self.degree is None else self.degree, self.per_epoch)
 
 
 @checked
 class HoldingPolicy:
-    """As few neighbours as hold a dispersion, measured as the run goes on.
+    """The fewest neighbours that hold a dispersion, measured during the run.
 
     Args:
       graphs: names of the graphs, from many connections to few; by default the complete
-        graph and ring lattices of ever fewer neighbours.
+        graph and ring lattices with fewer and fewer neighbours.
       target: dispersion to hold, the mean over all tensors of the Gini coefficient of
         their norms over the workers.
-      every_steps: steps from one measurement to the next.
+      every_steps: number of steps between measurements.
     """
 
     name: ClassVar[str] = "holding"

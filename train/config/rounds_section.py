@@ -46,7 +46,7 @@ def make_codec(name: CodecName, share: float = 0.01, bits: int = 32) -> Codec:
 
 
 def sends_models(codec: Codec) -> bool:
-    """Whether models that are sent by the codec come together."""
+    """Whether models sent by the codec converge."""
     return codec.keeps >= LEAST_KEPT
 
 
@@ -55,30 +55,32 @@ class RoundsConfig:
     """Rounds of communication, for step.algorithm = "rounds"; see `decentjax.rounds`.
 
     Args:
-      every_steps: H, steps from one round to the next, or of a fragment to its next.
-      fragments: number of parts of the model that are sent in turn.
-      delay: steps until what was sent is merged, at most H; 0 merges it at once.
-      outer: optimizer of what the workers agree on: "nesterov" and "heavy_ball" have
-        momentum, "none" takes the average as it is. DiLoCo is "nesterov" with
-        topology.name = "complete", NoLoCo "heavy_ball" with "random_matching".
+      every_steps: H, number of steps between rounds, of each fragment.
+      fragments: number of parts of the model, which are sent in turn.
+      delay: number of steps until messages are merged, at most H; 0 merges them at
+        once.
+      outer: optimizer of the shared model: "nesterov" and "heavy_ball" have momentum,
+        "none" takes the average unchanged. DiLoCo is "nesterov" with topology.name =
+        "complete", NoLoCo "heavy_ball" with "random_matching".
       learning_rate: learning rate of the outer optimizer.
       momentum: its momentum.
-      merge: how a worker goes on: "replace" takes the result, "shift" adds what the
+      merge: how a worker continues: "replace" takes the result, "shift" adds what the
         worker has learned since it sent, "blend" is `share` x + (1 - share) result.
       share: part of the worker's own model, for "blend".
-      codec: how messages are encoded: 16, 8, 4 or 2 bits a number, or the largest
-        numbers; what a message drops is sent later. With an outer optimizer it encodes
-        how far a worker has moved, and needs means of all models. "int2" and "top_k"
-        need one, or `copies`: of models they would drop too much.
+      codec: how messages are encoded: 16, 8, 4 or 2 bits per number, or the largest
+        numbers; the error of a message is sent later. With an outer optimizer it
+        encodes how far a worker has moved, and needs means of all models. "int2" and
+        "top_k" need one, or `copies`, as their error on whole models is too large.
       sent_share: share of the numbers that "top_k" sends.
-      sent_bits: bits of each of them, beside its place.
-      error_kept: part of what was dropped that is sent later.
-      copies: whether to send changes of copies that the peers keep, as CHOCO-SGD does;
-        for a graph that never changes.
-      copy_step: step towards the average of the copies, in (0, 1]; by default what the
-        codec keeps of a number, such as 0.5 of "int2" and `sent_share` of "top_k".
-      tracking: whether an estimate of the mean gradient is averaged with the model,
-        along which a worker descends: gradient tracking, for uneven data. It runs in
+      sent_bits: bits of each of them, in addition to its index.
+      error_kept: part of the error that is sent later.
+      copies: whether to send changes to copies that peers keep, as in CHOCO-SGD; for a
+        graph that never changes.
+      copy_step: step towards the average of the copies, in (0, 1]; by default the share
+        of a number that the codec keeps, such as 0.5 for "int2" and `sent_share` for
+        "top_k".
+      tracking: whether workers descend along an estimate of the mean gradient, which is
+        averaged with the model: gradient tracking, for heterogeneous data. It runs in
         the step, without a codec.
     """
 
@@ -109,19 +111,20 @@ class RoundsConfig:
             )
         if self.copies and (self.codec == "none" or self.outer != "none"):
             raise ValueError(
-                "rounds.copies are of encoded models: set rounds.codec, and "
+                "rounds.copies needs encoded models: set rounds.codec, and "
                 'rounds.outer to "none"'
             )
         of_models = self.outer == "none" and not self.copies
         if of_models and not sends_models(self._codec()):
             raise ValueError(
-                f"rounds.codec = {self.codec} drops too much of a model, and workers "
-                "would part: set rounds.copies, for a graph that never changes, "
+                f"rounds.codec = {self.codec} has too large an error on models, and "
+                "workers would diverge: set rounds.copies, for a graph that never "
+                "changes, "
                 'rounds.outer with topology.name = "complete", or rounds.codec to int8'
             )
         if self.tracking and self.codec != "none":
             raise ValueError(
-                "rounds.tracking sends models and estimates as they are: leave "
+                "rounds.tracking sends models and estimates unencoded: leave "
                 f"rounds.codec at none, got {self.codec}"
             )
         check_at_least(self, 0, "delay", "learning_rate", "momentum", "share")

@@ -1,4 +1,4 @@
-"""A run: all sections of a config, and what they exclude in each other."""
+"""A run: all sections of a config, and checks of their combinations."""
 
 import dataclasses
 import json
@@ -50,12 +50,12 @@ class Config:
       num_steps: number of steps per worker.
       task: data, model, loss and evaluation.
       seed: seed of the initial model, the order of the data and all other randomness.
-      on_step: function of your own that is called after each step in each process, with
-        the number of steps done, the state of its workers, which the next step donates,
-        and their metrics; at the top of a module.
-      on_evaluation: function of your own that is called after each evaluation in
-        process 0, or each of the peers, with the number of steps done and the scores of
-        the mean model; at the top of a module.
+      on_step: your own function, called after each step in each process with the number
+        of steps done, the state of its workers, which the next step donates, and their
+        metrics; at the top level of a module.
+      on_evaluation: your own function, called after each evaluation in process 0, or in
+        each of the peers, with the number of steps done and the scores of the mean
+        model; at the top level of a module.
     """
 
     name: str
@@ -82,7 +82,7 @@ class Config:
         _check_task(self.task)
         _check_length(self)
         _check_nodes(self.workers)
-        # Raises for workers to whom the topology does not apply.
+        # Raises if the topology does not fit the workers.
         topology = self.topology.build(self.workers)
         rounds = None
         if self.step.algorithm == "rounds":
@@ -97,17 +97,17 @@ class Config:
 
     @property
     def is_apart(self) -> bool:
-        """Whether each process is a run of its own."""
+        """Whether each process is a separate run."""
         return isinstance(self.exchange, Apart)
 
     @property
     def is_elastic(self) -> bool:
-        """Whether processes may come and go."""
+        """Whether processes may join and leave."""
         return isinstance(self.exchange, PeerExchange) and self.exchange.elastic
 
 
 def _check_length(config: Config) -> None:
-    """Raises a ValueError for a run of no name, or parts that do not end within it."""
+    """Raises a ValueError for an invalid name, or parts that outlast the run."""
     check_at_least(config, 1, "num_steps")
     check_at_least(config, 0, "seed")
     # It is the name of a folder, in which `..` or `/` would lead elsewhere.
@@ -143,7 +143,7 @@ def _check_nodes(workers: WorkersConfig) -> None:
 
 
 def _check_messages(config: Config, rounds: Rounds | None) -> None:
-    """Raises a ValueError for messages that the algorithm cannot send so."""
+    """Raises a ValueError for messages that the algorithm cannot send."""
     algorithm, exchange = config.step.algorithm, config.exchange
     at_once = rounds is not None and rounds.schedule.delay == 0
     is_beside = isinstance(exchange, BackgroundExchange)
@@ -174,7 +174,7 @@ def _check_messages(config: Config, rounds: Rounds | None) -> None:
 
 
 def _check_correction(config: Config, topology: Topology) -> None:
-    """Raises a ValueError for corrections that the exchange would spoil."""
+    """Raises a ValueError for corrections that the exchange would break."""
     name = config.optimizer.name if config.optimizer.make is None else ""
     step, rounds = config.step, config.rounds
     tracks = step.algorithm == "rounds" and rounds.tracking
@@ -184,8 +184,8 @@ def _check_correction(config: Config, topology: Topology) -> None:
     )
     if name in FOLLOW_EXCHANGES and not in_each_step:
         raise ValueError(
-            f"optimizer.name = {name} follows what the exchange of each step has "
-            'moved: set step.algorithm to "awc" or "atc", or rounds.every_steps to 1 '
+            f"optimizer.name = {name} uses the movement by the exchange of each "
+            'step: set step.algorithm to "awc" or "atc", or rounds.every_steps to 1 '
             f"without codec and tracking, got {step.algorithm} with "
             f"{rounds.every_steps}, {rounds.codec} and {rounds.tracking}"
         )
@@ -207,9 +207,9 @@ def _check_correction(config: Config, topology: Topology) -> None:
     for name, (got, wanted) in needed.items():
         if got != wanted:
             raise ValueError(
-                "exact_diffusion and rounds.tracking add up what exchanges move, also "
-                "what is missing, rounded, not finite or of another graph once: set "
-                f"{name} to {wanted}, got {got}"
+                "exact_diffusion and rounds.tracking sum what exchanges move, "
+                "including missing, rounded or non-finite parts, and changes of graph: "
+                f"set {name} to {wanted}, got {got}"
             )
 
 
@@ -228,13 +228,13 @@ def _check_steady(topology: Topology) -> None:
         )
         raise ValueError(
             "exact_diffusion can diverge unless each step has the same symmetric "
-            "exchange, whose W has no eigenvalue of -1/3 or less: take ring with "
+            "exchange, whose W has no eigenvalue of -1/3 or less: use ring with "
             f"topology.factor = 0.5, got {topology.name}, which has {what}"
         )
 
 
 def _check_task(task: Any) -> None:
-    """Raises a ValueError for options that a run's config.json would not keep."""
+    """Raises a ValueError for options that config.json cannot store."""
     kind = type(task)
     if not getattr(getattr(kind, "__dataclass_params__", None), "frozen", False):
         raise ValueError(
@@ -244,7 +244,7 @@ def _check_task(task: Any) -> None:
     place_of(kind)
     json.dumps(dataclasses.asdict(task), default=place_of)
     try:
-        hash(task)  # A comparison keeps what it has made for a task.
+        hash(task)  # A comparison caches what it has built for a task.
     except TypeError as error:
         raise ValueError(
             f"a task's fields must not change, such as tuples and not lists, got {task}"
@@ -252,12 +252,12 @@ def _check_task(task: Any) -> None:
 
 
 def _check_peers(config: Config, topology: Topology, rounds: Rounds | None) -> None:
-    """Raises a ValueError for what takes collectives between the processes."""
+    """Raises a ValueError for options that need collectives between processes."""
     exchange = config.exchange
     assert isinstance(exchange, PeerExchange)
     _check_apart(config, "awc", "rounds")
     for one in topology:
-        # A round sends a mean over a group as messages from each to each.
+        # A round sends a mean over a group as messages between all members.
         can_send = isinstance(one.between, Permutations) or rounds is not None
         if one.workers_per_node > 1 or not can_send:
             raise ValueError(
@@ -282,7 +282,7 @@ def _check_peers(config: Config, topology: Topology, rounds: Rounds | None) -> N
 
 
 def _check_groups(config: Config) -> None:
-    """Raises a ValueError for other groups than WAGMA-SGD's."""
+    """Raises a ValueError for groups other than WAGMA-SGD's."""
     _check_apart(config, "awc", "atc")
     topology = config.topology
     if (
@@ -297,12 +297,12 @@ def _check_groups(config: Config) -> None:
 
 
 def _check_apart(config: Config, *algorithms: str) -> None:
-    """Raises a ValueError for what processes without a job cannot do."""
+    """Raises a ValueError for options that processes without a job do not support."""
     step, name = config.step, config.exchange.name
     if step.algorithm not in algorithms:
         raise ValueError(
             f"{step.algorithm} with exchange = {name} waits for other workers, and "
-            f"processes of {name} wait for none; set step.algorithm to "
+            f"processes of {name} do not wait; set step.algorithm to "
             f'{" or ".join(algorithms)}, or exchange to "auto"'
         )
     if step.message_dtype is not None:
@@ -313,7 +313,7 @@ def _check_apart(config: Config, *algorithms: str) -> None:
 
 
 def _check_elastic(config: Config, exchange: PeerExchange) -> None:
-    """Raises a ValueError for what needs all workers."""
+    """Raises a ValueError for options that need all workers."""
     num_workers = config.workers.num_workers
     if config.step.algorithm != "awc":
         raise ValueError(
@@ -331,5 +331,5 @@ def _check_elastic(config: Config, exchange: PeerExchange) -> None:
         except ValueError as error:
             raise ValueError(
                 "exchange.elastic needs a topology for each number of workers that may "
-                f"be left, such as ring; of {n} workers: {error}"
+                f"be left, such as ring; for {n} workers: {error}"
             ) from error

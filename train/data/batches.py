@@ -51,9 +51,9 @@ def worker_steps(
     """Returns the batches of all steps, a row for each worker; element t is step t's.
 
     Each pass over the data shuffles the examples again and cuts them into blocks of B:
-    block t * N + w goes to worker w at step t, so no two workers see one example in the
-    same pass. An unreadable example is replaced by the next one in the order, which
-    keeps its own place too.
+    block t * N + w goes to worker w at step t, so no two workers see the same example
+    in a pass. An unreadable example is replaced by the next one in the order, which
+    also keeps its own place.
 
     Args:
       source: examples, of one shape after `transform`.
@@ -97,7 +97,7 @@ def worker_steps(
 def deal(
     labels: np.ndarray, num_workers: int, alpha: float, seed: int
 ) -> list[np.ndarray]:
-    """Deals examples unevenly: each class by shares of its own, Dirichlet(alpha).
+    """Splits examples unevenly: each class in random shares, Dirichlet(alpha).
 
     Args:
       labels: class of each example.
@@ -109,7 +109,7 @@ def deal(
       The numbers of each worker's examples, at least one.
 
     Raises:
-      ValueError: if a hundred deals each leave a worker with nothing.
+      ValueError: if a worker gets nothing in each of a hundred draws.
 
     Source: Hsu et al., Measuring the effects of non-identical data distribution (2019).
     """
@@ -127,7 +127,7 @@ def deal(
             return dealt
     raise ValueError(
         f"of {len(labels)} examples dealt to {num_workers} workers with alpha = "
-        f"{alpha}, some worker always gets none: take fewer workers, or a larger alpha"
+        f"{alpha}, some worker always gets none: use fewer workers, or a larger alpha"
     )
 
 

@@ -1,1 +1,1 @@
-"""What the graph does to accuracy: a grid of graphs and scales."""
+"""The effect of the graph on accuracy: a grid of graphs and scales."""

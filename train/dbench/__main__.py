@@ -1,4 +1,4 @@
-"""What the graph does to accuracy: `decentjax dbench CONFIG.py --graphs ...`.
+"""The effect of the graph on accuracy: `decentjax dbench CONFIG.py --graphs ...`.
 
 Trains a config over each graph with each number of workers, and measures how far the
 replicas drift apart.
@@ -64,8 +64,8 @@ def dbench(
 
     All workers and seeds of a cell are simulated as one program, or with `--change
     workers.where=mesh` each worker has a device. Finished cells are kept: a second call
-    trains what is missing. A cell that fails is reported, and loses no other; a graph
-    that a scale cannot have is a row with its reason.
+    trains the missing ones. A failed cell is reported, and does not affect others; a
+    graph that is not defined at a scale is a row with the reason.
 
     As a job of several processes, `decentjax launch --processes 4 --module
     train.dbench CONFIG.py ...`, it trains the cells that have as many workers as the
@@ -85,10 +85,11 @@ def dbench(
       batch: "local" holds the batch of a worker, "global" that of all together.
       scaling: how the learning rate grows with the batch of all workers.
       tune: a field and its values, such as "optimizer.learning-rate 0.1 0.3 1":
-        each cell has its best, chosen by another seed on every second held-out example;
-        results are then of the others.
+        each cell uses its best, chosen by another seed on every second held-out
+        example; results are then on the others.
       change: FIELD=VALUE of the config, such as "data.skew=dirichlet 0.1".
-      minutes: the most that the grid may take; it is refused if more is expected.
+      minutes: the longest time that the grid may take; it is rejected if more is
+        expected.
       distributed: the processes of the job.
       out: folder for results, report.html and CSV files.
 

@@ -75,12 +75,12 @@ def check_cost(
         raise ValueError(
             f"{name}, with {num_seeds} seeds, needs about "
             f"{needed[name] / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free: "
-            "take fewer workers or seeds, or a smaller batch"
+            "use fewer workers or seeds, or a smaller batch"
         )
     if minutes is not None and seconds > 60 * minutes:
         raise ValueError(
             f"the grid would take about {seconds / 60:.3g} minutes, longer than the "
-            f"{minutes:g} that it may: take fewer cells, seeds or steps"
+            f"{minutes:g} allowed: use fewer cells, seeds or steps"
         )
     return seconds / 60
 

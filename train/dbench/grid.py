@@ -60,8 +60,8 @@ def make_cells(
     """
     if config.optimizer.schedule is not None and scaling != "none":
         raise ValueError(
-            f"--scaling {scaling} scales optimizer.learning-rate, and the config has a "
-            "schedule of its own: leave it out"
+            f"--scaling {scaling} scales optimizer.learning-rate, but the config has "
+            "its own schedule: leave out one of them"
         )
     if batch == "global" and scaling != "none":
         raise ValueError(
@@ -70,7 +70,7 @@ def make_cells(
         )
     if config.is_apart:
         raise ValueError(
-            "all workers of a grid train in step: take --change exchange=auto, "
+            "all workers of a grid train in lockstep: use --change exchange=auto, "
             "or for peers train.compare with --clock"
         )
     for name, given in (("graphs", graphs), ("workers", workers)):
