@@ -981,7 +981,10 @@ def test_for_one_worker_nothing_is_drawn(tmp_path, capsys):
         ),
         (("--out", str(TINY_FILE)), f"error: .*File exists: '{TINY_FILE}'"),
         (("--measure", "no.py"), "^error: there is no config file no.py$"),
-        (("--measure", "README.md"), "^error: a config file must be a Python file NAME.py"),
+        (
+            ("--measure", "README.md"),
+            "^error: a config file must be a Python file NAME.py",
+        ),
     ],
 )
 def test_bad_input_gets_a_sentence(arguments, sentence, tmp_path):

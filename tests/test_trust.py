@@ -414,7 +414,7 @@ def test_what_is_in_the_folder_of_a_sink_is_not_the_runs(tmp_path, monkeypatch, 
     main(["own.py", "--run-dir", "run", "--auto-resume", "--num-steps", "30"])
     assert re.search(
         "saved, but its report could not be written: run/link is a link to /var/log, "
-        "remove it, .*; write it with decentjax report run",
+        ".*: remove it, .*; write it with decentjax report run",
         capsys.readouterr().err,
     )
     with pytest.raises(SystemExit, match="run/link is a link to /var/log, outside"):
