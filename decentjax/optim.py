@@ -216,6 +216,10 @@ def decentralize(
 
         x_i <- sum_j W_ij x_j + u(grads, sum_j W_ij x_j)
 
+    Decentralized Adam, DAdam, is `decentralize(optax.adam(...), topology, axis_name)`,
+    and so is DAdamW, whose weight decay is that of the mixed model. The paper has
+    `eps_root`, inside the root; its released code `eps`, outside.
+
     The exchange does not wait for the gradient, and overlaps it. Gradients must be
     taken at the unmixed params. Use it where the axis is mapped, in `jax.shard_map` or
     in `jax.vmap` with the `axis_name`, with plain params and gradients. Do not use it
@@ -335,68 +339,6 @@ def decentralize_rounds(
     return _in_order(order, inner, schedule, axis_name, message_dtype, init_extra)
 
 
-def dadam(
-    learning_rate: optax.ScalarOrSchedule,
-    topology: Topology,
-    axis_name: AxisName,
-    b1: ArrayLike = 0.9,
-    b2: ArrayLike = 0.999,
-    eps: ArrayLike = 1e-8,
-    eps_root: ArrayLike = 0.0,
-) -> optax.GradientTransformationExtraArgs:
-    """Decentralized Adam: `decentralize(optax.adam(...), topology, axis_name)`.
-
-    The released code has `eps`, outside the root; the paper `eps_root`, inside. The
-    other arguments are those of `optax.adam`.
-
-    Args:
-      learning_rate: number or schedule.
-      topology: topology with as many workers as the axis.
-      axis_name: mapped axis of the workers.
-
-    Examples:
-      >>> from decentjax import dadam, topology
-      >>> optimizer = dadam(1e-3, topology.one_peer_exponential(8), "workers")
-
-    Source: From Promise to Practice (ICLR 2025), Algorithm 1.
-    """
-    adam = optax.adam(learning_rate, b1, b2, eps, eps_root)
-    return decentralize(adam, topology, axis_name)
-
-
-def dadamw(
-    learning_rate: optax.ScalarOrSchedule,
-    topology: Topology,
-    axis_name: AxisName,
-    b1: ArrayLike = 0.9,
-    b2: ArrayLike = 0.999,
-    eps: ArrayLike = 1e-8,
-    eps_root: ArrayLike = 0.0,
-    weight_decay: optax.ScalarOrSchedule = 1e-4,
-    mask: Any | Callable[[optax.Params], Any] | None = None,
-) -> optax.GradientTransformationExtraArgs:
-    """Decentralized AdamW, with the decoupled weight decay of the mixed model.
-
-    The other arguments are those of `optax.adamw`.
-
-    Args:
-      learning_rate: number or schedule.
-      topology: topology with as many workers as the axis.
-      axis_name: mapped axis of the workers.
-      weight_decay: weight decay per step, a factor of the learning rate.
-      mask: leaves to decay, as in `optax.adamw`; all by default.
-
-    Examples:
-      >>> from decentjax import dadamw, topology
-      >>> graph = topology.alternating_exponential_ring(16, workers_per_node=4)
-      >>> optimizer = dadamw(1e-3, graph, "workers", weight_decay=0.1)
-    """
-    adamw = optax.adamw(
-        learning_rate, b1, b2, eps, eps_root, weight_decay=weight_decay, mask=mask
-    )
-    return decentralize(adamw, topology, axis_name)
-
-
 def _with_keys(order: Callable, axis_name: AxisName, seed: int) -> Callable:
     """The order, with a random key for each worker and step."""
 
@@ -418,14 +360,7 @@ def _in_order(
     init_extra: Callable[[Any], Any] = lambda params: (),
 ) -> optax.GradientTransformationExtraArgs:
     """`decentralize`, with a step of `decentjax` as the order, and its extra state."""
-    # optax.inject_hyperparams would turn bfloat16, as a callable, into a schedule.
-    if isinstance(message_dtype, jax.Array):
-        raise TypeError(
-            "message_dtype must be a dtype, got an array: inject_hyperparams takes a "
-            'dtype such as jnp.bfloat16 for a schedule; give its name, "bfloat16"'
-        )
-    if message_dtype is not None:
-        jnp.dtype(message_dtype)  # Raises if this is not a dtype.
+    _check_dtype(message_dtype)
     check_optimizer(inner)
     mix_once = functools.partial(mix, axis_name=axis_name, message_dtype=message_dtype)
 
@@ -465,32 +400,52 @@ def _in_order(
         _check_can_mix(params, axis_name)
         check_no_common_keys(states_before())
 
-        # The gradient is given instead of a loss, and the update takes the place of the
-        # metrics.
-        def gradient(worker, grads):
-            return Gradient(grads, jnp.zeros([]), (), worker.key, {})
-
-        def descend(found, worker, mixed):
-            options = extra_arguments(inner, **extra_args)
-            update, opt_state = inner.update(
-                found.grads, worker.opt_state, mixed, **options
-            )
-            # Not from params: the optimizer's update is relative to the mixed model.
-            target = optax.apply_updates(mixed, update)
-            return worker._replace(params=target, opt_state=opt_state), {"u": update}
-
         # A step of `decentjax.step`, with the gradient in place of the batch, and the
         # count in place of the key.
         inner_state = first_keys(state.inner_state, state.count, axis_name)
         worker = WorkerState(params, inner_state, (), state.count, state.extra)
         taken = taken_by(step, state.count)
-        local = LocalUpdate(gradient, descend)
+        local = _given_gradient(inner, extra_args)
         worker, metrics = order(worker, updates, taken, adapt=local, mix=average)
         updates = jax.tree.map(_difference, worker.params, params, metrics["u"])
         count, inner_state = state.count + 1, worker.opt_state
         return updates, DecentralizeState(count, inner_state, worker.extra)
 
     return optax.GradientTransformationExtraArgs(init_fn, update_fn)
+
+
+def _given_gradient(
+    inner: optax.GradientTransformation, extra_args: dict[str, Any]
+) -> LocalUpdate:
+    """The local update of a gradient that is given in the place of the batch.
+
+    There is no loss, and the update is in the place of the metrics.
+    """
+
+    def gradient(worker, grads):
+        return Gradient(grads, jnp.zeros([]), (), worker.key, {})
+
+    def descend(found, worker, mixed):
+        options = extra_arguments(inner, **extra_args)
+        update, opt_state = inner.update(
+            found.grads, worker.opt_state, mixed, **options
+        )
+        # Not of params: the optimizer's update is relative to the mixed model.
+        target = optax.apply_updates(mixed, update)
+        return worker._replace(params=target, opt_state=opt_state), {"u": update}
+
+    return LocalUpdate(gradient, descend)
+
+
+def _check_dtype(message_dtype: DTypeLike | None) -> None:
+    # optax.inject_hyperparams would turn bfloat16, as a callable, into a schedule.
+    if isinstance(message_dtype, jax.Array):
+        raise TypeError(
+            "message_dtype must be a dtype, got an array: inject_hyperparams takes a "
+            'dtype such as jnp.bfloat16 for a schedule; give its name, "bfloat16"'
+        )
+    if message_dtype is not None:
+        jnp.dtype(message_dtype)  # Raises for what is no dtype.
 
 
 def _difference(target: jax.Array, params: jax.Array, step: jax.Array) -> jax.Array:

@@ -7,7 +7,7 @@ import ast
 import io
 import tokenize
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -15,6 +15,15 @@ ROOMS = "decentjax", "train", "benches", "tests", "configs"
 PROGRAM = ROOMS[:3]
 LONG_FILE, LONG_FUNCTION, WIDE_SIGNATURE = 500, 60, 8
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+NAMES = ast.Name | ast.Attribute
+ASKED = {
+    "an algorithm's name": ("step.algorithm",),
+    "the kind of an exchange": (
+        *("AutoExchange", "InStepExchange", "BackgroundExchange", "PeerExchange"),
+        *("GroupExchange", "exchange.name"),
+    ),
+    "whether processes are a job": ("config.is_apart", "config.is_elastic"),
+}
 
 
 def main() -> None:
@@ -22,9 +31,11 @@ def main() -> None:
     trees = {path: ast.parse(text) for path, text in files.items()}
     lines = {path: _code_lines(text, trees[path]) for path, text in files.items()}
     program = {p: t for p, t in trees.items() if p.parts[0] in PROGRAM}
-    for attribute, of in (("algorithm", "step"), ("where", "exchange")):
-        found = sorted(str(p) for p, t in program.items() if _asks(t, attribute, of))
-        print(f"files that read {of}.{attribute}: {len(found)}\n  {' '.join(found)}")
+    for what, names in ASKED.items():
+        found = sorted(str(p) for p, t in program.items() if _asks(t, names))
+        print(f"files that ask for {what}: {len(found)}\n  {' '.join(found)}")
+    stays = Counter(_room(p) for p, t in program.items() for _ in _with_config(t))
+    print(f"functions that take a whole config: {stays.total()}\n  {dict(stays)}")
     total = Counter()
     for path, numbers in lines.items():
         total[_room(path)] += len(numbers)
@@ -63,6 +74,14 @@ def file_names(program: Iterable[Path]) -> dict[str, list[str]]:
     return found
 
 
+def _with_config(tree: ast.Module) -> Iterator[Function]:
+    """Functions with an argument that is a `Config`."""
+    for function in _functions(tree):
+        kinds = (argument.annotation for argument in _arguments(function))
+        if any(isinstance(x, ast.Name) and x.id == "Config" for x in kinds):
+            yield function
+
+
 def _print_functions(
     program: dict[Path, ast.Module], lines: dict[Path, set[int]]
 ) -> None:
@@ -92,14 +111,10 @@ def _room(path: Path) -> str:
     return "/".join(path.parts[:2]) if len(path.parts) > 2 else path.parts[0]
 
 
-def _asks(tree: ast.Module, attribute: str, of: str) -> bool:
-    """Whether a file reads an attribute of a section of the config."""
-    return any(
-        isinstance(node, ast.Attribute)
-        and node.attr == attribute
-        and of in (getattr(node.value, "attr", ""), getattr(node.value, "id", ""))
-        for node in ast.walk(tree)
-    )
+def _asks(tree: ast.Module, names: Collection[str]) -> bool:
+    """Whether a file reads an attribute, or a name, of these."""
+    found = (ast.unparse(x) for x in ast.walk(tree) if isinstance(x, NAMES))
+    return any(name.endswith(of) for name in found for of in names)
 
 
 def _functions(tree: ast.Module) -> Iterator[Function]:

@@ -983,7 +983,7 @@ def test_for_one_worker_nothing_is_drawn(tmp_path, capsys):
         (("--measure", "no.py"), "^error: there is no config file no.py$"),
         (
             ("--measure", "README.md"),
-            "^error: a config file must be a Python file NAME.py, got ",
+            "^error: a config file must be a Python file NAME.py",
         ),
     ],
 )

@@ -238,7 +238,7 @@ def test_an_exchange_overlaps_as_it_will_in_training(
     platform, where, overlap, monkeypatch
 ):
     config = on_mesh(2, 1)
-    exchange = dataclasses.replace(config.exchange, where=where)
+    exchange = kind_of("exchange", where)()
     monkeypatch.setattr(jax, "default_backend", lambda: platform)
     config = dataclasses.replace(config, exchange=exchange)
     assert measure._overlap(config, worker_mesh(2)) == overlap

@@ -26,7 +26,7 @@ from train.advise.time_to_loss import (
 from train.cli.config_json import to_json
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
-from train.cli.sections import kind_of
+from train.cli.sections import kind_of, take_sections
 from train.config import (
     Config,
     RoundsConfig,
@@ -154,16 +154,13 @@ def test_it_is_told_and_kept(tmp_path):
         (config(dtype="bfloat16"), "background"),
         (config(**ROUNDS), "auto"),
         (config(**ROUNDS, delay=2, merge="shift"), "background"),
-        (config(**TRACKING), "background"),
+        (config(**TRACKING), "auto"),
     ],
 )
 def test_the_command_of_the_first_trains_its_method(wanted, where):
-    made = tyro.cli(
-        Config,
-        default=dataclasses.replace(QUALITY, step=StepConfig()),
-        args=flags_of(wanted, "background").split(),
-        config=AS_OPTIONS,
-    )
+    default = dataclasses.replace(QUALITY, step=StepConfig())
+    default, args = take_sections(default, flags_of(wanted, "background").split())
+    made = tyro.cli(Config, default=default, args=args, config=AS_OPTIONS)
     assert made == dataclasses.replace(wanted, exchange=kind_of("exchange", where)())
 
 

@@ -1,35 +1,30 @@
 """Comparisons: seeds as one program against runs of their own, statistics, files."""
 
 import dataclasses
-import functools
 import json
 import re
-import tempfile
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import job_line
 import line
 import numpy as np
 import pytest
+from paths import PLAIN, WAYS, Overflows, effect
 from scipy import stats
 
 from train.compare import _held_out, compare
 from train.config import (
-    Config,
     EvaluationConfig,
     GroupExchange,
     LogConfig,
     PeerExchange,
     RoundsConfig,
-    StepConfig,
     ThinningPolicy,
     TopologyConfig,
     WorkersConfig,
 )
 from train.figures.comparison_figure import draw_comparison
-from train.run.build import build_mesh
 from train.run.loop import train
 from train.store.log import read_metrics
 from train.study.clock import Clock
@@ -130,107 +125,6 @@ def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
         )
 
 
-# Of each field of a step, another value than its default.
-OTHERS = {
-    "algorithm": "atc",
-    "batch_per_worker": 3,
-    "num_micro_batches": 2,
-    "message_dtype": "bfloat16",
-    "not_finite": "quarantine",
-    "xla_options": ("xla_dump_to=FOLDER",),
-}
-PLAIN = dataclasses.replace(
-    line.NOISY,
-    num_steps=3,
-    step=StepConfig(),
-    workers=WorkersConfig(num_workers=3),
-    log=LogConfig(every_steps=3),
-)
-# At a step a number of a worker is not finite.
-SPOILT = dataclasses.replace(
-    PLAIN, task=line.Line(poison="gradient", poison_step=2, poison_worker=0)
-)
-
-
-class Overflows(line.Line):
-    """At the poisoned step the gradient of b is infinite, and the loss is not."""
-
-    def build(self):
-        task = super().build()
-
-        def loss_fn(params, model_state, batch, key):
-            spoilt = jnp.isnan(batch[:, 2]).any()
-            plain = batch.at[:, 2].set(0)
-            loss, rest = task.loss_fn(params, model_state, plain, key)
-            nothing = params["b"] - jax.lax.stop_gradient(params["b"])
-            return loss + 10 * (jnp.where(spoilt, 3e38, 0) * nothing), rest
-
-        return task._replace(loss_fn=loss_fn)
-
-
-def of_loop(config: Config, folder: Path) -> object:
-    return train(config, folder / "run").state.params
-
-
-def of_seeds(config: Config, folder: Path) -> object:
-    del folder
-    return train_seeds(config, range(1), ignore, mesh=build_mesh(config)).workers
-
-
-def of_the_clock(config: Config, folder: Path) -> object:
-    del folder
-    peers = by_peers(config, "arrived")
-    return train_by_clock(peers, range(1), ignore, Clock(compute="10ms")).workers
-
-
-def effect(train_it, config: Config, folder: Path) -> object:
-    """What a run comes to, or why it does not."""
-    try:
-        numbers = jax.tree.leaves(train_it(config, folder))
-    except (FloatingPointError, ValueError) as error:
-        return str(error)
-    return np.concatenate([np.ravel(x) for x in numbers]).tolist()
-
-
-@functools.cache
-def effect_of_defaults(train_it, config: Config) -> object:
-    with tempfile.TemporaryDirectory() as folder:
-        return effect(train_it, config, Path(folder))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("train_it", [of_loop, of_seeds, of_the_clock])
-@pytest.mark.parametrize("field", [one.name for one in dataclasses.fields(StepConfig)])
-def test_each_field_of_the_step_matters_wherever_a_config_trains(
-    field, train_it, tmp_path
-):
-    plain = SPOILT if field == "not_finite" else PLAIN
-    value = OTHERS[field]
-    if field == "xla_options":
-        value = (f"xla_dump_to={tmp_path / 'dump'}",)
-        if train_it is not of_the_clock:  # Which has no mesh.
-            workers = dataclasses.replace(plain.workers, where="mesh")
-            plain = dataclasses.replace(plain, workers=workers)
-    assert value != getattr(plain.step, field)
-    step = dataclasses.replace(plain.step, **{field: value})
-    try:
-        config = dataclasses.replace(plain, step=step)
-        found = effect(train_it, config, tmp_path)
-    except ValueError as error:
-        found = str(error)
-    if field == "xla_options":
-        names = [path.name for path in (tmp_path / "dump").iterdir()]
-        # Besides what is compiled to check the option.
-        is_used = any("jit_nothing" not in name for name in names)
-        assert is_used == (train_it is not of_the_clock)
-        return
-    wanted = effect_of_defaults(train_it, plain)
-    assert found != wanted
-    if field == "not_finite":
-        assert "not finite" in wanted or "nan" in wanted
-        assert np.isfinite(found).all()
-
-
 @pytest.mark.slow
 def test_what_a_worker_drops_is_dropped_in_seeds_too(tmp_path, capsys):
     step = dataclasses.replace(LINE.step, not_finite="quarantine")
@@ -291,7 +185,7 @@ def test_a_loss_that_is_not_finite_ends_the_seeds():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("train_it", [of_loop, of_seeds, of_the_clock])
+@pytest.mark.parametrize("train_it", WAYS)
 def test_a_gradient_ends_a_run_where_its_update_is_finite(train_it, tmp_path):
     """By lion, of which the update of an infinite gradient is 1, like any other."""
     optimizer = dataclasses.replace(PLAIN.optimizer, name="lion", clip_norm=None)
@@ -359,8 +253,8 @@ def test_the_clock_makes_models_old_and_spares_others_the_wait(tmp_path):
     ("way", "algorithm", "clock", "words"),
     [
         ("wagma", "atc", Clock(), "give --clock.compute, such as 100ms"),
-        ("wagma", "awc", Clock(compute="1s"), "have a clock; got wagma with awc"),
-        ("swaps", "awc", Clock(compute="1s"), "have a clock; got swaps"),
+        ("wagma", "awc", Clock(compute="1s"), "= atc have a clock, got awc"),
+        ("swaps", "awc", Clock(compute="1s"), "= arrived have a clock, got swaps"),
         ("wagma", "atc", Clock(compute="fast"), "compute must be a number"),
     ],
 )

@@ -24,6 +24,7 @@ from train.config import (
     CheckpointConfig,
     Config,
     EvaluationConfig,
+    InStepExchange,
     LogConfig,
     OptimizerConfig,
     StepConfig,
@@ -411,9 +412,7 @@ def test_the_config_of_each_method_trains(method, tmp_path):
         optimizer=dataclasses.replace(whole.optimizer, warmup_steps=1),
     )
     if method == "peers":  # Each a process of its own: here its numbers.
-        config = dataclasses.replace(
-            config, exchange=dataclasses.replace(config.exchange, where="in_step")
-        )
+        config = dataclasses.replace(config, exchange=InStepExchange())
     outcome = train(config, tmp_path / "run")
     assert outcome.step == 3
     assert max(find_checkpoints(tmp_path / "run").steps) == 3

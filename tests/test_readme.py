@@ -19,6 +19,7 @@ import train.__main__ as train_command
 from decentjax.cli import COMMANDS as TOOLS
 from train.cli.command import EXTRAS as BROUGHT_BY
 from train.cli.families import shipped_configs
+from train.cli.sections import KINDS
 
 ROOT = Path(__file__).parent.parent
 PAGES = {
@@ -153,7 +154,9 @@ def asked(line: str) -> Asked | None:
         config = [word.replace("NAME", "quickstart") for word in rest if ".py" in word]
         # By its name, without a path.
         config += [x for x in rest if x in shipped_configs()]
-        return Asked((module, *measured, *config[:1], "--help"), options)
+        named = [x for x in rest if x.removeprefix("--") in KINDS]
+        kinds = [x for one in named for x in (one, rest[rest.index(one) + 1])]
+        return Asked((module, *measured, *config[:1], *kinds, "--help"), options)
     kind = () if name == "resume" else first
     if name in ("bench", "prepare", "checkpoint"):
         kind = tuple(rest[:1])
@@ -175,6 +178,7 @@ def parts(line: str) -> list[str]:
         module = re.search(r" --module train\.(\S+)", launched[2])
         rest = launched[2].replace(module[0], "") if module else launched[2]
         name = module[1] if module else "train"
+        rest += " --exchange peers" * launched[1].endswith(" --elastic")
         return [launched[1] + (module[0] if module else ""), f"decentjax {name}{rest}"]
     return [line]
 

@@ -35,7 +35,7 @@ from decentjax import (
 from decentjax.codec import bfloat16, int2, int8, top_k
 from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import BackgroundRounds
-from decentjax.rounds import Rounds, default_mix, init_rounds, round_step, send
+from decentjax.rounds import Rounds, blend, default_mix, init_rounds, round_step, send
 from decentjax.schedule import Event, Round, Schedule, every, in_fragments
 
 RATE = 0.1
@@ -766,6 +766,8 @@ def test_tracking_in_a_second_thread_is_refused():
         methods.streaming_diloco(4, model(), 5, 2, delay=4),
         Rounds(every(topology.one_peer_ring(4), 2, delay=2)),
         Rounds(every(topology.one_peer_ring(4), 1, delay=1)),
+        Rounds(every(topology.one_peer_ring(4), 1)),
+        Rounds(every(RING, 1, delay=1), merge=blend(0.25)),
         Rounds(
             every(topology.one_peer_ring(4), 1, delay=1),
             compression=error_feedback(int8()),
@@ -781,7 +783,7 @@ def test_tracking_in_a_second_thread_is_refused():
         ),
     ],
     ids=[
-        *("diloco", "noloco", "streaming", "shift", "each step"),
+        *("diloco", "noloco", "streaming", "shift", "each step", "after", "blend"),
         *("int8", "drift", "copy"),
     ],
 )

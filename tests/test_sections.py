@@ -124,10 +124,7 @@ def test_the_policy_of_a_config_of_0_2_is_read(name):
     ("old", "words"),
     [
         ({"exchange": OLD | {"where": "peers", "way": "push_sum"}}, "push_sum, which"),
-        (
-            {"policy": POLICY | {"levels": 3}},
-            "levels = 3, which is no longer an option",
-        ),
+        ({"policy": POLICY | {"levels": 3}}, "levels = 3, which is no longer an"),
     ],
 )
 def test_what_is_gone_is_refused_by_name(old, words):

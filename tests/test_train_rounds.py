@@ -307,10 +307,7 @@ PEERS = PeerExchange()
             D2 | {"topology": TopologyConfig(name="ring")},
             "got ring, which has a least eigenvalue of -0.333",
         ),
-        (
-            QG | {"step": StepConfig(algorithm="all_reduce")},
-            "qg_dsgdm uses the movement",
-        ),
+        (QG | {"step": StepConfig(algorithm="all_reduce")}, "qg_dsgdm uses the"),
         (
             LOCAL_TRACKING | D2,
             "1 without codec and tracking, got rounds with 3, none and True",

@@ -115,18 +115,9 @@ def compare(
     seconds = {name: of_steps[-1] for name, of_steps in ends.items()}
     simulated = seconds if clock.runs else {}
     units = build_task(chosen[0].task).units
-    parts = [table(entries, simulated, grid.fields, headline.name, units)]
-    if grid.fields:
-        parts.append(
-            f"Values are chosen by the {_words(bests[0].score)} of one more seed; "
-            "held-out scores are of examples that have chosen nothing."
-        )
-    if EDGE in parts[0]:
-        parts.append(
-            f"{EDGE}: the best value is at an end of those tried; a better "
-            "one may lie beyond."
-        )
-    text = "\n\n".join([*parts, *statements(entries, headline)])
+    shown = table(entries, simulated, grid.fields, headline.name, units)
+    remarks = _remarks(shown, _words(bests[0].score) if grid.fields else None)
+    text = "\n\n".join([shown, *remarks, *statements(entries, headline)])
     (out / "compare.md").write_text(text + "\n")
     time = "seconds, simulated" if clock.runs else "step"
     _draw_entries(entries, ends, headline, units, time, out / "compare.svg")
@@ -135,6 +126,22 @@ def compare(
         names = [config.name for config in chosen]
         _draw_tuning(dict(zip(names, bests, strict=True)), grid, out / "tune.svg")
         print(f"        {out / 'tune.svg'}")
+
+
+def _remarks(shown: str, chosen_by: str | None) -> list[str]:
+    """What to know of the values in a table, if any were chosen by a score."""
+    remarks = []
+    if chosen_by is not None:
+        remarks.append(
+            f"Values are chosen by the {chosen_by} of one more seed; held-out scores "
+            "are of examples that have chosen nothing."
+        )
+    if EDGE in shown:
+        remarks.append(
+            f"{EDGE}: the best value is at an end of those tried; a better one may lie "
+            "beyond."
+        )
+    return remarks
 
 
 def _common_headline(configs: Sequence[Config]) -> Headline:

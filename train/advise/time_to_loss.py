@@ -183,7 +183,7 @@ def flags_of(config: Config, overlap: Overlap) -> str:
     for part, value in (("topology", config.topology), ("rounds", config.rounds)):
         found = changes(vars(type(value)()), vars(value), f"{part}.")
         options |= {name: new for name, _, new in found}
-    if method.is_early and overlap == "background":
+    if method.hides_beside and overlap == "background":
         options["exchange"] = overlap
     return " ".join(
         f"--{x.replace('_', '-')}" + ("" if y is True else f" {y}")

@@ -96,6 +96,12 @@ class Method:
     rounds: Rounds | None = None
     sends_gradients: bool = False
 
+    @property
+    def hides_beside(self) -> bool:
+        """Whether a second thread can hide its messages."""
+        tracks = self.rounds is not None and self.rounds.tracking
+        return self.is_early and not tracks and self.policy is None
+
     def is_in_thread(self, config: Config, mesh: Mesh | None) -> bool:
         """Whether the exchange runs in a second thread."""
         if not isinstance(config.exchange, AutoExchange):
@@ -103,9 +109,7 @@ class Method:
         # XLA's CPU backend does not overlap collectives with compute; a GPU's does, and
         # simulated workers send nothing. A message of the updated model hides nowhere.
         on_cpus = jax.process_count() > 1 and jax.default_backend() == "cpu"
-        tracks = self.rounds is not None and self.rounds.tracking
-        in_step = tracks or self.policy is not None or not self.is_early
-        return mesh is not None and on_cpus and not in_step
+        return mesh is not None and on_cpus and self.hides_beside
 
 
 def build_method(config: Config, task: Task | None = None) -> Method:
