@@ -29,7 +29,7 @@ def repeat(
 
     It alone holds the state, so a step may donate it.
     """
-    t = 0  # Counts on through all turns, so a topology goes on where it was.
+    t = 0  # Counts through all turns, so that a topology continues where it was.
 
     def run() -> Any:
         nonlocal state, t

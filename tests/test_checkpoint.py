@@ -106,7 +106,7 @@ def damage(path: Path, how: str) -> None:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("cut", "is damaged: state/manifest.ocdbt is not as it was written"),
+        ("cut", "is damaged: the checksum of state/manifest.ocdbt does not match"),
         ("gone", "lacks state/manifest.ocdbt"),
         ("link", "has a link in place of state/manifest.ocdbt"),
         ("more", "has a stray state/d/more"),

@@ -176,7 +176,7 @@ def test_who_does_not_belong_is_refused_and_who_is_missing_is_named(tmp_path):
     threads = [in_thread(Place(address, 3, i), run_dir, seconds) for i in (0, 1)]
     time.sleep(1)  # Until process 1 has come.
     cases = [
-        (1, 3, run_dir, "it has come before"),
+        (1, 3, run_dir, "its number is already taken"),
         (2, 2, run_dir, "it is one of 2 processes, not of 3"),
         (2, 3, tmp_path / "b", "it does not see the run folder of process 0"),
         (2, 3, None, "it does not see the run folder of process 0"),

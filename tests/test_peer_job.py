@@ -280,7 +280,7 @@ def test_a_killed_process_comes_back_and_no_other_waits(tmp_path):
         wait_until(lambda: len(used(tmp_path, 0)) > 200)
         os.kill(process_id(tmp_path, 0), signal.SIGKILL)
         assert job.stdout is not None
-        told = "process 0 ended, killed by SIGKILL; .* brings it back: (.*)"
+        told = "process 0 ended, killed by SIGKILL; .* restarts it: (.*)"
         (command,) = next(filter(None, (re.findall(told, x) for x in job.stdout)))
         before = used(tmp_path, 0)
         killed_at = before[-1][0]
@@ -566,7 +566,7 @@ if len(starts.read_text().split()) < LIVES_AT:
     with launcher(dies.replace("LIVES_AT", "9"), lives, program=RESTARTED) as job:
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 128 + signal.SIGKILL
-    assert b"this command brings it back: " in out
+    assert b"this command restarts it: " in out
 
 
 def test_peers_go_on_where_one_fails():
@@ -579,8 +579,8 @@ def test_peers_go_on_where_one_fails():
     # One that cannot be carried out has said why, and would be no better off again.
     command = shlex.join([sys.executable, "-c", codes[0]])
     assert hint == (
-        "warning: process 0 ended, killed by SIGKILL; the others go on, and this "
-        f"command brings it back: ME=0 {command}"
+        "warning: process 0 ended, killed by SIGKILL; the others continue, and this "
+        f"command restarts it: ME=0 {command}"
     )
     assert done == "[1] done"
     assert re.fullmatch("error: process [02] ended first, [a-zA-Z0-9 ]+", end)

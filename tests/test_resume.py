@@ -111,7 +111,9 @@ def test_a_rate_that_changes_nothing_is_refused():
     config = dataclasses.replace(LINE, optimizer=optimizer)
     with pytest.raises(ValueError, match=r"optimizer.schedule = .*:rates has the r"):
         with_changes(config, ("optimizer.learning-rate=0.5",))
-    with pytest.raises(ValueError, match=r"--scaling linear scales .* leave it out"):
+    with pytest.raises(
+        ValueError, match=r"--scaling linear scales .* leave out one of them"
+    ):
         make_cells(config, ("ring",), (4,), "local", "linear")
 
 
@@ -432,7 +434,9 @@ def test_what_an_earlier_version_saved_has_the_defaults_of_later_fields(
     monkeypatch.setattr("train.run.resume.saved_fields", lambda _: saved)
     assert what_changed(run_dir, 20, LINE, Resume()) == []
     saved["seed"] = 3
-    with pytest.raises(ValueError, match="otherwise: seed was 3 and is 0; to change"):
+    with pytest.raises(
+        ValueError, match="other settings: seed was 3 and is 0; to change"
+    ):
         what_changed(run_dir, 20, LINE, Resume())
 
 
@@ -503,7 +507,7 @@ def test_a_run_on_a_mesh_takes_another_number_of_workers(run_dir, tmp_path):
 
 def test_a_shorter_run_is_another_one(run_dir):
     shorter = dataclasses.replace(LINE, num_steps=17)
-    with pytest.raises(ValueError, match="otherwise: num_steps was 20 and is 17"):
+    with pytest.raises(ValueError, match="other settings: num_steps was 20 and is 17"):
         train(shorter, run_dir, Resume(step=15))
 
 
@@ -764,7 +768,7 @@ def test_arrays_that_go_on_in_another_dtype_are_said(old, new, how, tmp_path, ca
         wanted = state._replace(params=cast(state.params, new))
         found = restore(tmp_path / "checkpoints" / "1", wanted)
     assert found.params["b"].dtype == new
-    words = f"warning: params.a was saved as {old}, and goes on as {new}{how}\n"
+    words = f"warning: params.a was saved as {old}, and continues as {new}{how}\n"
     assert capsys.readouterr().err == ("" if how is None else words)
 
 

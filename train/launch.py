@@ -121,28 +121,28 @@ def own_options() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="K",
-        help="Starts the job again, K times at most, after a process was lost. A "
-        "config goes on from its newest checkpoint, a script from its beginning. Of "
-        "peers that a config describes, only the lost process is started again.",
+        help="Restarts the job, at most K times, after a process was lost. A "
+        "config continues from its newest checkpoint, a script from its beginning. Of "
+        "peers that a config describes, only the lost process is restarted.",
     )
     add(
         "--grace",
         type=float,
         default=math.inf,
         metavar="SECONDS",
-        help="Kills what has not ended so long after a signal; by default never.",
+        help="Kills processes that still run this long after a signal; default: never.",
     )
     add(
         "--elastic",
         action="store_true",
-        help="Starts peers of an elastic run of a config, each as often as it is lost.",
+        help="Starts peers of an elastic run of a config, and restarts each lost one.",
     )
     add(
         "--places",
         type=int,
         metavar="P",
-        help="The elastic run has room for P processes, so that others may join it; by "
-        "default for as many as are started.",
+        help="The elastic run has P places, so that further processes may join it; by "
+        "default one for each started process.",
     )
     add(
         "--module",

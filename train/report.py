@@ -111,7 +111,7 @@ def _members_sections(parts: list[History]) -> list[Section]:
 
 
 def _events_sections(runs: list[History]) -> list[Section]:
-    """How the runs began and resumed, and who has come and gone, in order of time."""
+    """Starts and resumes of runs, and workers that joined or left, in order of time."""
     rows = []
     for run in runs:
         # Each process of an elastic run has its own clock, and tells when it began.
@@ -337,7 +337,7 @@ def _configs_section(runs: list[History]) -> Section:
 
 
 def _event(row: dict[str, Any]) -> str:
-    """How a run began or resumed, or who has come and gone; "" for any other row."""
+    """Start or resume of a run, or workers that joined or left; "" for other rows."""
     if "init_from" in row:
         step = f", step {row['init_step']}" if "init_step" in row else ""
         return f"began with the model of {row['init_from']}{step}"

@@ -51,7 +51,7 @@ from train.study.tune import EDGE, edges_of
 class Quality:
     """Measures when each method reaches the final held-out loss of all-reduce.
 
-    Takes hours; what is finished is kept in `out`, and a second call goes on.
+    Takes hours; finished results are kept in `out`, and a second call continues.
 
     Example: `decentjax bench quality --rates 200mbit --only DiLoCo`.
 

@@ -13,7 +13,7 @@ from train.tasks.task import Task
 
 
 class Result(NamedTuple):
-    """What a cell has come to.
+    """The result of a cell.
 
     Args:
       cell: the cell.

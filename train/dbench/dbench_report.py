@@ -32,7 +32,7 @@ def write_report(
 
     Args:
       base: config of all cells.
-      results: what each cell has come to.
+      results: the result of each cell.
       seeds: seeds of the results.
       grid: the fields that each cell has chosen, if any.
       task: the task, with its main score and units.

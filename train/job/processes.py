@@ -1,4 +1,4 @@
-"""Several processes from one launcher: one output, one exit code, and none left over.
+"""Several processes of one launcher: one output, one exit code, and none survives.
 
 Linux only: pidfds show which process ended first, and children die with the launcher.
 """
@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 from train.cli.command import CLOSED, INTERRUPTED, NOT_FINITE
 
-# Of what ended well, of a wrong request, of numbers that would not be finite again, and
-# of who was asked to end: starting it again would end as before.
+# Success, an invalid request, NaN or infinity, and a requested stop: a restart would
+# end the same way.
 FINAL = (0, 1, 2, NOT_FINITE, INTERRUPTED, CLOSED)
 # A signal does not interrupt `select`: what its handler has asked for is seen then.
 LONGEST_WAIT = 1.0
@@ -140,16 +140,15 @@ def run_job(
 
     The code is 0 if all ended with 0, else that of the process that failed first: 128 +
     the signal if one killed it. The others then have 1.5 s to end by themselves, and
-    0.4 s from SIGTERM to SIGKILL; peers go on, and the one that was lost is started
-    again, or the command is printed that does it. The first SIGINT, SIGTERM, SIGHUP or
-    SIGUSR1 reaches all as SIGTERM, for them to save and end; a second one, a second
-    later at the earliest, as SIGKILL. A
-    closed output, as after `| head`, counts as such a signal; the code is then 141, as
-    for SIGPIPE.
+    0.4 s from SIGTERM to SIGKILL; peers continue, and the lost one is restarted, or the
+    command to restart it is printed. The first SIGINT, SIGTERM, SIGHUP or SIGUSR1
+    reaches all as SIGTERM, for them to save and end; a second one, a second later at
+    the earliest, as SIGKILL. A closed output, as after `| head`, counts as such a
+    signal; the code is then 141, as for SIGPIPE.
 
     Args:
       processes: the processes.
-      are_peers: whether the others go on where one fails; asked when one has.
+      are_peers: whether the others continue if one fails; called when one has.
       max_restarts: of peers, how often a process that was lost is started again.
       grace: seconds from a first signal to SIGKILL, for all that have not ended.
 
@@ -307,7 +306,7 @@ class _Child:
         """Prints the lines that have come."""
         if self.pipe.closed:
             return
-        data = self.pipe.read(1 << 20)  # None where nothing has come, b"" at the end.
+        data = self.pipe.read(1 << 20)  # None if no data is available, b"" at the end.
         *lines, rest = (self.unprinted + (data or b"")).split(b"\n")
         self.unprinted = _visible(rest)
         self._output.print(b"".join(map(self._printed, lines)))
@@ -326,7 +325,7 @@ class _Child:
         self.popen.wait()
         if self.unprinted:
             self._output.print(self._printed(self.unprinted))
-        self.forget(self.pipe)  # A grandchild may hold it open for ever.
+        self.forget(self.pipe)  # A grandchild may hold it open forever.
         self.forget(self.pidfd)
         self.pipe.close()
         os.close(self.pidfd)
@@ -352,13 +351,13 @@ def _begin(launcher: int) -> None:
 
 
 def _say_how_to_return(child: _Child) -> None:
-    """Prints the command that starts a process again whose peers go on."""
+    """Prints the command that restarts a process whose peers continue."""
     _, how = describe_exit(child.popen.returncode)
     env = [f"{name}={shlex.quote(x)}" for name, x in child.process.env.items()]
     command = " ".join([*env, shlex.join(child.process.argv)])
     _say(
-        f"warning: process {child.name} ended, {how}; the others go on, and this "
-        f"command brings it back: {command}"
+        f"warning: process {child.name} ended, {how}; the others continue, and this "
+        f"command restarts it: {command}"
     )
 
 
@@ -474,7 +473,7 @@ class _Job:
             self.failed, self.after = child, self.output.step
 
     def _pause(self, child: _Child) -> float:
-        """Seconds until a process is started again: 0, and 1, 2, 4, ... if in vain."""
+        """Seconds until a restart: 0, then 1, 2, 4, ... if the process fails soon."""
         is_soon = time.monotonic() - child.began < QUICK_SECONDS
         pause = self._pauses.get(child.name, 0.0) if is_soon else 0.0
         self._pauses[child.name] = min(max(1.0, 2 * pause), LONGEST_PAUSE)

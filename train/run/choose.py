@@ -49,7 +49,7 @@ def build_policy(config: Config) -> policies.Policy:
 class Chooser:
     """Chooses the exchange of each step, and keeps the choice in the state.
 
-    So a run that resumes goes on with the graph that it had.
+    So a resumed run continues with the graph that it had.
 
     Args:
       policy: policy of the run.
@@ -93,7 +93,7 @@ def epoch_of(options: Policy, step: int) -> float:
 
 
 def is_measured(options: Policy, step: int) -> bool:
-    """Whether the dispersion is measured once so many steps are done."""
+    """Whether the dispersion is measured after this number of steps."""
     return isinstance(options, HoldingPolicy) and step % options.every_steps == 0
 
 

@@ -50,7 +50,7 @@ def train(
     """Trains in `run_dir`, from the start or from a checkpoint there.
 
     In a job of several processes all of them call it, with one folder that all can see.
-    A process of peers that was started before goes on from its newest checkpoint.
+    A restarted process of peers continues from its newest checkpoint.
 
     Ctrl-C, SIGTERM and SIGHUP end the run after the current step, with a checkpoint; a
     second signal ends it at once, and the earlier checkpoints stay intact.
@@ -68,7 +68,7 @@ def train(
     Raises:
       ModuleNotFoundError: if `log.sinks` needs a package that is missing.
       ValueError: if the config cannot run, or the folder does not fit.
-      FloatingPointError: if a number is no longer finite; it is not saved.
+      FloatingPointError: on NaN or infinity, which is not saved.
       SaveError: if a checkpoint cannot be written.
     """
     sinks = [*named_sinks(config.log.sinks), *sinks]

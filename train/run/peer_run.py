@@ -41,11 +41,11 @@ from train.store.log import METRICS, Log, warn
 from train.tasks.task import Task
 
 STATE_SECONDS = 60.0  # For a peer's state, where one is further.
-JOIN_SECONDS = 5.0  # For any peer, before a process goes on from its own model.
+JOIN_SECONDS = 5.0  # Wait for any peer, before a process continues from its own model.
 START_SECONDS = 2.0  # The same for one that may well be the first.
 WAIT_SECONDS = 0.05  # Between two looks for a quorum.
 USED = "used.csv"
-# As in `gossip.Used` and `gossip.Taken`; the last three are empty where none has come.
+# As in `gossip.Used` and `gossip.Taken`; the last three are empty if none was received.
 COLUMNS = ("step", "worker", "group", "peer", "version", "sent")
 # Fields of `exchange` in which peers may differ.
 OWN = ("patience", "bind", "addresses", "secret_file")
@@ -188,9 +188,9 @@ class Joiner(NamedTuple):
 
     Args:
       peers: the step.
-      batches: its batches, which go on there too.
+      batches: its batches, which continue there too.
       put: function that places a batch.
-      last: latest step at which it can go on.
+      last: latest step at which it can continue.
       log: log of this process.
       folder: folder of this process.
     """
@@ -203,10 +203,11 @@ class Joiner(NamedTuple):
     folder: Path
 
     def join(self, begin: Begin, is_late: bool = True) -> Begin:
-        """Returns where this process goes on: where its peers are.
+        """Returns where this process continues: at the step of its peers.
 
-        Where none lives, it goes on from what one has saved, if that is further. One of
-        rounds goes on from its own checkpoint, as their outer state does not travel.
+        If none is alive, it continues from a peer's checkpoint, if that is further.
+        With rounds it continues from its own checkpoint, as their outer state is not
+        sent.
 
         Args:
           begin: its own checkpoint.
@@ -240,7 +241,7 @@ class Joiner(NamedTuple):
         return begin._replace(step=step, state=state)
 
     def admit(self, stop: Stop, begin: Begin) -> Begin:
-        """Returns where an elastic process goes on before a step: mostly where it is.
+        """Returns where an elastic process continues before a step: mostly where it is.
 
         Without its quorum it waits. Where the others went on without it meanwhile, or
         while it was frozen, it goes on where they are.
@@ -359,7 +360,7 @@ class Watch:
             )
 
     def _mean_moved(self, alive: set[int]) -> float | None:
-        """How far the mean of all models moves by who has come and gone, if known."""
+        """How far workers that joined or left move the mean of all models, if known."""
         before, peers = self._alive, self._peers
         apart = peers.apart() if isinstance(peers, gossip.Peers) else None
         if before is None or apart is None:
@@ -455,7 +456,7 @@ def _at_step(opt_state: Any, step: int) -> Any:
 
 
 def _change(senders: set[int], before: set[int] | None, alive: set[int]) -> str:
-    """A phrase for who has come and gone since before, None where it has just begun."""
+    """A phrase for workers that joined or left since the last call; None at first."""
     known = senders if before is None else before
     parts = {"lost": known - alive, "has again": alive - known, "mixes with": alive}
     if before is None:

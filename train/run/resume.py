@@ -244,8 +244,8 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
         words = " ".join(map(str, value)) if isinstance(value, list) else value
         change = shlex.quote(f"{name.replace('_', '-')}={words}")
         raise ValueError(
-            f"{path} was trained otherwise: {', '.join(refused)}; to change what is "
-            f"trained, name it, as --change {change}"
+            f"{path} was trained with other settings: {', '.join(refused)}; to change "
+            f"what is trained, name it, as --change {change}"
         )
     return differences(trained_by(saved), trained_by(now))
 
@@ -253,7 +253,7 @@ def what_changed(path: Path, step: int, config: Config, resume: Resume) -> list[
 def _check_workers(
     path: Path, before: int, after: int, config: Config, resume: Resume
 ) -> None:
-    """Raises a ValueError if a run cannot go on with another number of workers."""
+    """Raises a ValueError if a run cannot continue with another number of workers."""
     if config.is_apart:
         raise ValueError(
             f"{path} is of one process of {before} workers, and there are {after}: "
@@ -261,9 +261,9 @@ def _check_workers(
         )
     if resume.workers is None:
         raise ValueError(
-            f"{path} was trained otherwise: workers.num_workers was {before} and is "
-            f"{after}; say what becomes of the {before} models, with --resume.workers "
-            "mean, repeat or select"
+            f"{path} was trained with other settings: workers.num_workers was {before} "
+            f"and is {after}; say what becomes of the {before} models, with "
+            "--resume.workers mean, repeat or select"
         )
     sums = config.rounds.tracking or config.optimizer.name == "exact_diffusion"
     if sums and resume.workers != "mean":

@@ -70,7 +70,7 @@ def _tensorboard(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[
 
 @contextlib.contextmanager
 def _wandb(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write]:
-    """Logs to Weights & Biases; the id of the run lets a resumed one go on."""
+    """Logs to Weights & Biases; the id of the run lets a resumed one continue."""
     import wandb
 
     del start
@@ -103,7 +103,7 @@ def _mlflow(config: dict[str, Any], run_dir: Path, start: int) -> Iterator[Write
         client.create_experiment(name) if found is None else found.experiment_id
     )
     own = read_facts(run_dir)["id"]
-    # A run that resumes goes on in its own.
+    # A resumed run continues in its own.
     before = client.search_runs([experiment], f"tags.`decentjax.id` = '{own}'")
     tags = {"decentjax.id": own}
     run = (
@@ -233,7 +233,7 @@ def _in_a_thread(
     def drop(why: object) -> None:
         if not dropped.is_set():
             dropped.set()
-            warn(f"the sink {name} is dropped, and the run goes on without it: {why}")
+            warn(f"the sink {name} is dropped, and the run continues without it: {why}")
 
     def work() -> None:
         row = None

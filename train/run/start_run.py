@@ -56,7 +56,7 @@ class Parts(NamedTuple):
       late: function that sleeps where this process is to be late at a step.
       profile: function that starts and ends the trace of some steps.
       first: number of the worker of the first row of the arrays.
-      admit: function that says, before a step, where an elastic process goes on.
+      admit: function that returns, before a step, where an elastic process continues.
     """
 
     train_step: LoopStep
@@ -141,7 +141,7 @@ def _begin(setup: Setup, resume: Resume | None, new: New, check: Check) -> Begin
     """Where the run starts, with the folder ready for it."""
     folder = setup.folder
     if setup.watch is not None:
-        # Started again, by whichever command, it goes on from where it was.
+        # Restarted, by whichever command, it continues from where it was.
         was_saved = bool(find_checkpoints(folder).steps)
         resume = (resume or Resume()) if was_saved else None
     if resume is None:

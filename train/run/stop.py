@@ -71,7 +71,7 @@ class Stop:
 
 
 class Stopped(BaseException):
-    """A stop signal has come where all is saved."""
+    """A stop signal was received, and everything is saved."""
 
 
 @contextlib.contextmanager

@@ -100,7 +100,7 @@ def choose(found: Found, run_dir: Path, step: int | None = None) -> list[int]:
 
 
 class DamagedError(ValueError):
-    """A file of a checkpoint is not as it was written."""
+    """The checksum of a file of a checkpoint does not match."""
 
 
 def verify(path: Path) -> None:
@@ -109,7 +109,8 @@ def verify(path: Path) -> None:
     A collective: each process of a job reads a part of the files.
 
     Raises:
-      DamagedError: if a file is not as it was written, with its name; on all processes.
+      DamagedError: if a checksum does not match, with the file's name; on all
+        processes.
     """
     reason = None
     try:

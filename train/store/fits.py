@@ -59,7 +59,7 @@ def _warn_of_dtypes(saved: Kinds, wanted: Kinds) -> None:
         if old != new and jax.process_index() == 0:
             is_wide, is_wider = "64" in old, "64" in new
             how = f"; JAX_ENABLE_X64={int(is_wide)} keeps it" * (is_wide != is_wider)
-            warn(f"{name} was saved as {old}, and goes on as {new}{how}")
+            warn(f"{name} was saved as {old}, and continues as {new}{how}")
 
 
 def _saved(path: Path) -> Kinds:

@@ -31,7 +31,7 @@ def sync(path: Path) -> None:
 
 
 def check_files(folder: Path, part: str = "", share: tuple[int, int] = (0, 1)) -> None:
-    """Raises a ValueError that names the file, if one is not as it was written.
+    """Raises a ValueError that names the file, if a checksum does not match.
 
     Args:
       folder: folder with a manifest.
@@ -56,7 +56,7 @@ def _check_files(folder: Path, part: str, share: tuple[int, int]) -> None:
     read = [name for name in found if name.startswith(part)][share[0] :: share[1]]
     for name, found_hash in _hashes(folder, read).items():
         if found_hash != wanted[name]:
-            raise ValueError(f"is damaged: {name} is not as it was written")
+            raise ValueError(f"is damaged: the checksum of {name} does not match")
 
 
 def _read(folder: Path) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""The state of a run that goes on with another number of workers."""
+"""The state of a run that continues with another number of workers."""
 
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ def restore_rows(
 
     Args:
       path: folder of the checkpoint.
-      state: any state of the workers that go on, for structure and placement.
+      state: any state of the continuing workers, for structure and placement.
       num_saved: number of workers in the checkpoint.
       how: "mean" gives all workers the mean of all models and moments, "repeat" gives
         worker i those of worker i modulo the saved number, "select" those of worker i,

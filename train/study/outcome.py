@@ -1,4 +1,4 @@
-"""What a run with several seeds has come to, joined of several runs, and kept."""
+"""The results of a run with several seeds, joined from several runs, and stored."""
 
 import contextlib
 import functools

@@ -92,7 +92,7 @@ def train_by_clock(
 
     Raises:
       ValueError: if there is no clock for such a run.
-      FloatingPointError: if a loss is no longer finite.
+      FloatingPointError: if a loss is NaN or infinite.
     """
     task = task or build_task(config.task)
     options_on(None, config.step)  # For its errors: no program is on a mesh.

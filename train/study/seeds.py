@@ -56,7 +56,7 @@ def train_seeds(
 
     Raises:
       ValueError: if the shapes of a step differ between the seeds.
-      FloatingPointError: if a loss is no longer finite.
+      FloatingPointError: if a loss is NaN or infinite.
     """
     task = task or build_task(config.task)
     trace_task(task, config.step.batch_per_worker)
@@ -159,7 +159,7 @@ class _Log:
         """Writes the rows of a step, and returns the mean loss since the last.
 
         Raises:
-          FloatingPointError: if a loss, a gradient or a model is no longer finite.
+          FloatingPointError: if a loss, a gradient or a model has NaN or infinity.
         """
         values = self.mean_loss(self._recent)
         if not self._drops and not np.isfinite(values).all():

@@ -107,7 +107,7 @@ def spelled(
     shown = text = ""
     for tokens in texts:
         (text,) = decode([tokens])
-        # A character of several bytes is U+FFFD until its last byte has come.
+        # A character of several bytes is U+FFFD until its last byte is there.
         if not text.endswith("\N{REPLACEMENT CHARACTER}"):
             yield text[len(shown) :]
             shown = text
