@@ -87,7 +87,7 @@ def test_a_step_is_measured_beside_plain_optax(tmp_path, capsys):
     assert "| tiny, batch 2 |" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_both_compute_the_same_work_of_one_worker(monkeypatch):
     config = of_one_worker(tiny_numbers, 104, "float32")
     assert config.workers.num_workers == 1

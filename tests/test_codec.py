@@ -62,6 +62,7 @@ def through(one, x, seed=0):
 
 # Few sizes, as each is compiled again.
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @settings(deadline=None, max_examples=30)
 @given(st.sampled_from([1, 2, 7, 16, 70]), st.integers(0, 9), st.floats(-20, 20))
 @pytest.mark.parametrize("name", LEVELS)
@@ -128,6 +129,7 @@ def test_two_bits_are_the_nearest_level():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @EACH
 def test_nothing_and_all_shapes_are_encoded(one):
     for shape in ((), (1,), (3, 5), (2, 3, 7)):
@@ -251,6 +253,7 @@ def test_sparse_loco_is_its_algorithm(where):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     ("how", "encoded"),
     [

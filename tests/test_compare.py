@@ -88,6 +88,7 @@ def ignore(step: int, words: str) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("algorithm", ["awc", "atc", "all_reduce"])
 def test_seeds_together_train_as_each_alone(algorithm, tmp_path):
     config = dataclasses.replace(

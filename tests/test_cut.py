@@ -176,6 +176,7 @@ def _bits(x: Any) -> np.ndarray:
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @EACH_CASE
 @pytest.mark.parametrize("one_by_one", [True, False])
 def test_early_and_parts_give_the_bits_of_the_function(case, one_by_one):
@@ -192,6 +193,7 @@ def test_early_and_parts_give_the_bits_of_the_function(case, one_by_one):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @EACH_CASE
 def test_compiled_they_give_what_the_function_gives(case):
     cut = _cut(case)

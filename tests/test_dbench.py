@@ -160,6 +160,7 @@ def test_what_is_sent_and_how_far_replicas_are_apart():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("graph", ["all_reduce", "ring", "holding"])
 def test_workers_of_a_mesh_come_to_the_same_as_simulated_ones(graph):
     (cell,) = cells(graphs=(graph,))

@@ -368,6 +368,7 @@ print("mesh", [(hosts[d.process_index], d.process_index) for d in devices])
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @needs_root
 @pytest.mark.parametrize(
     ("distribution", "processes"), [("block", [0, 1, 2, 3]), ("cyclic", [0, 2, 1, 3])]

@@ -213,7 +213,7 @@ ROUNDED = {
 
 
 @pytest.mark.slow
-@pytest.mark.draw(2)
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
 def test_the_numbers_are_those_of_awc_bit_for_bit(case):
     """State, keys and metrics after each of four steps."""
@@ -343,6 +343,7 @@ def test_a_state_that_is_not_on_the_mesh_yet_is_put_there():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     "options",
     [{"lowering": Lowering(48)}, {"lowering": Lowering(groups="sum")}],
@@ -649,6 +650,7 @@ ALL_REDUCE = {
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(("case", "atol"), ALL_REDUCE.values(), ids=ALL_REDUCE)
 def test_all_reduce_gives_the_numbers_of_its_step_in_the_same_turns(case, atol):
     """Bit for bit, but where the mean of the gradients is squared."""

@@ -908,6 +908,7 @@ def _short_and_long(num_workers: int) -> dict[str, jax.Array]:
 
 
 @pytest.mark.slow
+@pytest.mark.draw(12)
 @EITHER_WAY
 @pytest.mark.parametrize("message_dtype", [None, jnp.bfloat16])
 @pytest.mark.parametrize("path", ["uneven_weights", "groups", "nodes_swap", "odd"])

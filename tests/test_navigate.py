@@ -256,6 +256,7 @@ def test_training_maps_never_reach_evaluation():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("size", [7, 9, 13])
 def test_in_xminigrids_world_the_shortest_path_is_a_path(size):
     """Of the search's length, in each room of the library's."""
@@ -342,7 +343,7 @@ def test_a_step_that_plays_nothing_keeps_the_episodes():
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_blocks_that_are_left_out_change_no_gradient(monkeypatch):
     task = SMALL.build()
     params, ppo_state, batch = start_of(task)

@@ -402,6 +402,7 @@ def test_z_of_what_a_mask_leaves_out_is_not_averaged():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("n", [1, 3, 4])
 @pytest.mark.parametrize("where", ["simulated", "mesh", "pieces"])
 def test_all_reduce_watches_the_mean_loss(n, where):

@@ -235,6 +235,7 @@ def encoded(how, codec, sent=error_feedback, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     "how",
     [

@@ -244,6 +244,7 @@ def params_of(state):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("where", ["simulate", "mesh"])
 def test_a_run_that_holds_a_dispersion_resumes_bit_for_bit(where, tmp_path):
     config = policies("holding", target=0.01)
@@ -260,6 +261,7 @@ def test_a_run_that_holds_a_dispersion_resumes_bit_for_bit(where, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     ("name", "options"),
     [

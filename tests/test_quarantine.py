@@ -83,6 +83,7 @@ PLACES = {
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("where", PLACES)
 @pytest.mark.parametrize(
     ("poison", "leaf"), [("batch", "b"), ("loss", "b"), ("gradient", "w")]

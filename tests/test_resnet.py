@@ -94,6 +94,7 @@ def run(model: ResNet, train: bool) -> jax.Array:
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("mode", ["eval", "train"])
 @pytest.mark.parametrize("depth", [18, 20, 50])
 def test_the_logits_are_those_of_the_peers(depth, mode):
@@ -190,6 +191,7 @@ def test_matmul_leaves_no_convolution():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     ("size", "stride", "shape"),
     [(1, 1, (5, 8)), (1, 2, (6, 7)), (3, 1, (6, 7)), (3, 2, (5, 8)), (7, 2, (6, 7))],
@@ -209,6 +211,7 @@ def test_the_convolution_by_matmul_is_that_of_xla(size, stride, shape):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("convolution", ["xla", "matmul"])
 def test_two_models_under_vmap_are_each_as_alone(convolution):
     inputs = jnp.asarray(np.random.default_rng(0).random((4, 8, 8, 2), "f"))

@@ -446,6 +446,7 @@ def rows_of(state):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("num_workers", [1, 3, 7])
 @pytest.mark.parametrize("how", ["mean", "repeat", "select"])
 def test_another_number_of_workers_takes_the_saved_models(how, num_workers, run_dir):

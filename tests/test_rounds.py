@@ -250,6 +250,7 @@ def test_a_late_round_keeps_what_a_worker_has_learned_since():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @EITHER_WAY
 @pytest.mark.parametrize(
     ("step", "delay"), [(awc_step, 1), (atc_step, 0)], ids=["awc", "atc"]
@@ -437,6 +438,7 @@ def test_a_run_goes_on_in_the_middle_of_a_round():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     "how",
     [
@@ -532,6 +534,7 @@ TURNS = {
 
 
 @pytest.mark.slow
+@pytest.mark.draw(5)
 @pytest.mark.parametrize("how", TURNS.values(), ids=TURNS)
 @pytest.mark.parametrize("where", [None, 4], ids=["simulated", "mesh"])
 def test_a_transformation_of_rounds_may_count_its_steps(how, where):
@@ -659,6 +662,7 @@ CODED = {
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("name", CODED)
 def test_each_shard_is_encoded_as_a_leaf_of_its_own(name):
     encoded, codec, options, schedule, outer = CODED[name]
@@ -760,6 +764,7 @@ def test_tracking_in_a_second_thread_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     "how",
     [

@@ -31,6 +31,7 @@ def counts(logits, known=KNOWN, **options):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 3.0])
 @pytest.mark.parametrize("top_k", [None, 1, 2, 3, 5, 100])
 def test_tokens_have_the_chances_of_the_softmax(temperature, top_k):

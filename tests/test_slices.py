@@ -167,7 +167,7 @@ WAYS = {
 
 
 @pytest.mark.slow
-@pytest.mark.draw(6)
+@pytest.mark.draw(3)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("num_workers", [1, 3, 4])
@@ -373,7 +373,7 @@ def _descended(name, model, batch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.draw(12)
+@pytest.mark.draw(5)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("name", COMPOSED)
@@ -457,7 +457,7 @@ def test_a_state_keeps_its_shards_on_a_mesh(step, kinds):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.draw(4)
+@pytest.mark.draw(3)
 @EACH_KIND
 @EACH_STEP
 @pytest.mark.parametrize("form", ["own", "vmap"])

@@ -129,7 +129,7 @@ def _recursion(step, graph, lr, num_steps):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(2)
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     ("step", "graph"),
     [

@@ -94,6 +94,7 @@ def _repeated(function, carry, times=3):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @EACH_KIND
 @pytest.mark.parametrize("num_workers", [1, 3, 4])
 def test_averages_are_carries_of_loops_and_results_of_branches(num_workers, kind):
@@ -177,6 +178,7 @@ def _gradient(model, batch):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(5)
 @EACH_KIND
 @pytest.mark.parametrize("name", COUNTING)
 def test_an_optimizer_that_counts_runs_in_a_loop(name, kind):
@@ -194,6 +196,7 @@ def test_an_optimizer_that_counts_runs_in_a_loop(name, kind):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @EACH_KIND
 @pytest.mark.parametrize("name", ROUNDS)
 def test_periods_of_rounds_run_in_a_loop(name, kind):

@@ -86,6 +86,7 @@ def test_consensus_is_exact_after_log_s_of_p_exchanges_from_any(num_workers, siz
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("order", ["atc", "awc"])
 @pytest.mark.parametrize(
     ("num_workers", "size", "tau"),
@@ -141,6 +142,7 @@ def test_without_the_means_the_models_leave_the_bound(groups):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(6)
 @pytest.mark.parametrize(
     ("num_workers", "degree"),
     [

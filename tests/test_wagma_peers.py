@@ -110,6 +110,7 @@ def repeated(num_workers, num_steps, records, order):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("order", ["atc", "awc"])
 @pytest.mark.parametrize("sizes", [(4, 2, 4), (8, 4, 3), (2, 2, 5), (4, 1, 3)])
 def test_what_was_averaged_is_what_was_recorded(sizes, order, tmp_path):
