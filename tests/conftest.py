@@ -1,12 +1,11 @@
 """Eight simulated devices, one cache of compiled programs, and strictness."""
 
-import atexit
 import itertools
 import os
 import random
-import shutil
 import signal
-import tempfile
+
+import programs
 
 # XLA runs the devices of a CPU mesh on one pool of threads, and a collective holds its
 # thread until all devices have come: with too few threads they wait for ever.
@@ -18,12 +17,10 @@ os.environ.setdefault(
 
 # Here and in the processes that tests start, a GPU or not.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Much of the time of the tests would go into compiling the same again, here and in the
-# processes that they start.
+# Much of the time of the tests would go into compiling the same again, here, in the
+# processes that they start and in the next run.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:  # An xdist worker has its parent's.
-    cache = tempfile.mkdtemp(prefix="decentjax")
-    atexit.register(shutil.rmtree, cache, ignore_errors=True)
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = cache
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(programs.kept())
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 import jax

@@ -120,6 +120,7 @@ def test_with_enough_beams_the_search_is_exhaustive(penalty):
     assert_found(found, expected, some, penalty)
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("beams", [1, 2, 3])
 @pytest.mark.parametrize("penalty", [0.0, 0.6])
 def test_few_beams_keep_the_likeliest_ways_at_each_token(beams, penalty):

@@ -149,6 +149,7 @@ def after(num_steps, optimizer, dtype="float32"):
         return np.float64(jax.jit(over_workers(worker))(*arrays))
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("name", ROUNDED)
 def test_what_float32_rounds_does_not_add_up(name):
     """Nor in the gradients that the tracker sums, nor in the changes of copies."""

@@ -178,7 +178,7 @@ def runs(tmp_path_factory):
     [
         ("awc", 2),
         pytest.param("awc", 4, marks=pytest.mark.slow),
-        ("in_step", 2),
+        pytest.param("in_step", 2, marks=pytest.mark.slow),
         pytest.param("all_reduce", 2, marks=pytest.mark.slow),
         pytest.param("all_reduce_in_thread", 2, marks=pytest.mark.slow),
     ],

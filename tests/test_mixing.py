@@ -198,7 +198,7 @@ def _rounds_in_one_place(exchange: Exchange, x: jax.Array) -> bool:
     return len(weights) == 1 and not sends_differences
 
 
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @EITHER_WAY
 @pytest.mark.parametrize("graph", FIT_ON_THE_MESH)
 def test_each_worker_gets_its_row_of_the_matrix_times_all_models(graph, simulated):
@@ -207,7 +207,7 @@ def test_each_worker_gets_its_row_of_the_matrix_times_all_models(graph, simulate
         _assert_mixed(_mixed(exchange, simulated), before, exchange)
 
 
-@pytest.mark.draw(2)
+@pytest.mark.draw(4)
 @pytest.mark.parametrize("graph", LARGER_THAN_THE_MESH)
 def test_more_workers_than_devices_are_mixed_in_simulation(graph):
     for exchange in dict.fromkeys(graph):
@@ -215,7 +215,7 @@ def test_more_workers_than_devices_are_mixed_in_simulation(graph):
         _assert_mixed(_mix(before, exchange, simulated=True), before, exchange)
 
 
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("graph", FIT_ON_THE_MESH)
 def test_devices_and_simulation_agree(graph):
     """Bit for bit, but where a product that rounds is added to."""
@@ -243,6 +243,7 @@ def test_leaves_of_any_shape_are_mixed(exchange, simulated):
     _assert_mixed(_mix(before, exchange, simulated), before, exchange)
 
 
+@pytest.mark.draw(3)
 @EITHER_WAY
 @EACH_PATH
 def test_leaves_without_elements_stay_as_they_are(exchange, simulated):
@@ -257,6 +258,7 @@ def test_leaves_without_elements_stay_as_they_are(exchange, simulated):
     np.testing.assert_allclose(_run(mix_one, jnp.ones(8), simulated=simulated), 1)
 
 
+@pytest.mark.draw(3)
 @EACH_PATH
 @pytest.mark.parametrize("check_vma", [True, False])
 def test_shard_map_may_check_what_varies_over_the_mesh(exchange, check_vma):
@@ -473,6 +475,7 @@ def test_a_leaf_is_sent_in_its_own_dtype_and_summed_in_float32(exchange):
     assert not re.search(r"stablehlo\.(add|subtract|multiply|divide).*bf16", text)
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @EACH_PATH
 def test_a_compiled_exchange_sends_the_bytes_that_analysis_says(exchange, dtype):
@@ -490,6 +493,7 @@ def test_a_narrow_leaf_may_be_sent_in_a_wider_dtype():
     assert hlo.sent_dtypes(text) == [("collective_permute", "f32")]
 
 
+@pytest.mark.draw(3)
 @EACH_PATH
 def test_with_a_message_dtype_devices_and_simulation_agree_to_the_last_bit_but_one(
     exchange,
@@ -502,7 +506,7 @@ def test_with_a_message_dtype_devices_and_simulation_agree_to_the_last_bit_but_o
     np.testing.assert_allclose(on_mesh, simulated, rtol=0, atol=2 * 2**-23)
 
 
-@pytest.mark.draw(4)
+@pytest.mark.draw(8)
 @EITHER_WAY
 @pytest.mark.parametrize("scale", [1e-6, 1, 6e4])
 @EACH_PATH
@@ -517,7 +521,7 @@ def test_float16_leaves_keep_their_whole_range(exchange, scale, simulated):
     np.testing.assert_allclose(_wide(after), wanted, rtol=0, atol=atol)
 
 
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @EITHER_WAY
 @pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2"])
 @EACH_PATH
@@ -610,6 +614,7 @@ SENDS_DIFFERENCES = {
 }
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("graph", SENDS_DIFFERENCES.values(), ids=SENDS_DIFFERENCES)
 def test_narrow_messages_leave_the_mean_of_all_models_where_it_was(graph):
     before = jax.random.normal(jax.random.key(0), (graph.num_workers, 1000))
@@ -620,6 +625,7 @@ def test_narrow_messages_leave_the_mean_of_all_models_where_it_was(graph):
         _assert_mixed(after.astype("bfloat16"), before.astype("bfloat16"), exchange)
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     "graph",
     [
@@ -645,6 +651,7 @@ def test_no_worker_loses_the_bits_that_its_messages_drop(simulated):
     assert np.array_equal(after, before)
 
 
+@pytest.mark.draw(2)
 @EITHER_WAY
 @pytest.mark.parametrize("path", ["pairs", "everybody", "groups"])
 def test_a_bfloat16_leaf_is_mixed_in_float32_and_rounded_once(path, simulated):
@@ -849,7 +856,7 @@ def _adds_in_order(exchange: Exchange, lowering: Lowering) -> bool:
     return lowering.groups == "scatter" or in_pairs
 
 
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @EITHER_WAY
 @pytest.mark.parametrize("lowering", LOWERINGS.values(), ids=LOWERINGS)
 @pytest.mark.parametrize("exchange", LOWERED.values(), ids=LOWERED)
@@ -867,7 +874,7 @@ def test_the_mixed_models_do_not_depend_on_how_they_are_sent(
         np.testing.assert_allclose(_wide(x), _wide(y), rtol=0, atol=atol)
 
 
-@pytest.mark.draw(4)
+@pytest.mark.draw(8)
 @EITHER_WAY
 @pytest.mark.parametrize("lowering", LOWERINGS.values(), ids=LOWERINGS)
 @pytest.mark.parametrize("path", ["pairs", "groups", "nodes_swap", "nodes_in_groups"])

@@ -31,6 +31,7 @@ def measured(models):
     return *far, tensor_norms(models)
 
 
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(("dtype", "size"), SIZES)
 @pytest.mark.parametrize("num_workers", [1, 2, 3])
 def test_how_far_models_are_apart_does_not_overflow(dtype, size, num_workers):

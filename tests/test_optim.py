@@ -42,6 +42,7 @@ def _directions(transformation, gradients, params=None):
     return jax.jit(lambda: jax.lax.scan(update, state, jnp.asarray(gradients)))()[1]
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("accum_steps", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize(
     "eps", [{}, {"eps": 0.1}, {"eps": 0.0, "eps_root": 0.1}], ids=str
@@ -252,6 +253,7 @@ def test_a_decentralized_optimizer_follows_the_dense_recursion(
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.draw(3)
 @EITHER_WAY
 @EACH_GRAPH
 def test_told_the_step_it_does_as_when_it_counts(graph, num_steps, simulated):
@@ -438,7 +440,7 @@ def test_of_one_worker_a_composition_is_that_of_the_inner_optimizer(make):
     _assert_close(got, wanted)
 
 
-@pytest.mark.draw(2)
+@pytest.mark.draw(3)
 @EACH_COMPOSITION
 def test_a_composition_descends_the_same_on_devices_and_simulated(make):
     exact = topology.hypercube(4)

@@ -124,7 +124,7 @@ def _trained(name, order, graph=topology.complete(N)):  # noqa: B008
     return jax.jit(over_workers(worker))(state, DATA)
 
 
-@pytest.mark.draw(6)
+@pytest.mark.draw(12)
 @pytest.mark.parametrize("name", AVERAGED)
 def test_an_optimizer_keeps_the_average_of_the_models(name):
     models = np.asarray(_trained(name, awc_step).params)
@@ -132,7 +132,7 @@ def test_an_optimizer_keeps_the_average_of_the_models(name):
     assert np.abs(models.mean(0) - DATA.mean(0)).max() < 0.7 * FAR
 
 
-@pytest.mark.draw(6)
+@pytest.mark.draw(12)
 @pytest.mark.parametrize("name", AVERAGED | REFUSED)
 def test_all_reduce_keeps_one_model_with_any_optimizer(name):
     models = np.asarray(_trained(name, all_reduce_step).params)
@@ -231,6 +231,7 @@ def test_each_optimizer_of_optax_is_in_a_table():
     assert {"adam", "cocob", "schedule_free"} <= found
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("order", [awc_step, atc_step])
 @pytest.mark.parametrize("n", [1, 2, 5])
 def test_z_of_schedule_free_is_averaged_with_the_model(order, n):

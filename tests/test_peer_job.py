@@ -130,16 +130,12 @@ DILOCO = RoundsConfig(every_steps=3, delay=2, outer="nesterov", merge="shift")
 INT8 = dataclasses.replace(DILOCO, codec="int8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("rounds", "flags", "graph"),
     [
         (DILOCO, ["--rounds.outer", "nesterov"], "complete"),
-        pytest.param(
-            INT8,
-            ["--rounds.outer", "nesterov", "--rounds.codec", "int8"],
-            "complete",
-            marks=pytest.mark.slow,
-        ),
+        (INT8, ["--rounds.outer", "nesterov", "--rounds.codec", "int8"], "complete"),
     ],
     ids=["DiLoCo", "int8"],
 )

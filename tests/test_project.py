@@ -97,6 +97,7 @@ def test_always():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("always", "when", "passes"),
     [(True, "", True), (False, "", False), (True, "nightly", False)],
@@ -129,6 +130,7 @@ def test_ci_tries_a_test_that_fails_once_more_but_at_night(
         assert listed == "flaky: test_it.py::test_at_the_second_try"
 
 
+@pytest.mark.slow
 def test_two_files_alone_know_the_names_of_algorithms():
     """As the guide on extending says."""
     counts = [sys.executable, str(ROOT / "tests" / "counts.py")]

@@ -134,6 +134,7 @@ def test_by_default_a_run_stops():
     assert StepConfig().not_finite == "stop"
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("where", ["simulated", "mesh", "pieces"])
 @pytest.mark.parametrize("wrong", ["gradient", "model state"])
 def test_in_all_reduce_all_workers_drop_an_update_or_none(wrong, where):

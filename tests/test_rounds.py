@@ -107,6 +107,7 @@ def close(got, wanted):
     np.testing.assert_allclose(got, np.stack(wanted), rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("n", [1, 2, 3, 5, 8])
 def test_local_sgd_averages_after_h_steps(n):
     graph, x, wanted = topology.ring(n), initial(n), []
@@ -118,6 +119,7 @@ def test_local_sgd_averages_after_h_steps(n):
     close(run(methods.local_sgd(graph, 3), n, 11), wanted)
 
 
+@pytest.mark.draw(2)
 @EITHER_WAY
 @pytest.mark.parametrize("n", [1, 3, 4])
 def test_diloco_is_its_algorithm_1(n, where):

@@ -392,6 +392,7 @@ def _trained(train_step, state, batch, num_steps=4):
     return state, metrics
 
 
+@pytest.mark.draw(2)
 @EACH_KIND
 def test_micro_batches_lie_as_their_batch(kinds):
     """Eight examples of each worker, cut over its devices."""
@@ -523,6 +524,7 @@ def test_each_program_of_a_mesh_of_cpus_has_a_name_of_its_own(kinds):
     assert first != second
 
 
+@pytest.mark.draw(2)
 @EACH_KIND
 def test_placing_leaves_shards_where_they_lie(kinds):
     mesh, models = _mesh(4, kinds), _models(4)
@@ -541,6 +543,7 @@ def test_placing_leaves_shards_where_they_lie(kinds):
     assert place(wide, mesh).sharding.spec == PartitionSpec(AXIS, None, "fsdp")
 
 
+@pytest.mark.draw(3)
 @EACH_KIND
 @pytest.mark.parametrize("jit", [jax.jit, lambda f: f], ids=["jit", "eager"])
 def test_the_mean_model_stays_in_shards(jit, kinds):

@@ -160,6 +160,7 @@ def test_with_any_learning_rate_devices_and_simulation_agree_to_rounding(step):
     np.testing.assert_allclose(on_devices, simulated, rtol=0, atol=2e-6)
 
 
+@pytest.mark.draw(2)
 @EACH_STEP
 @pytest.mark.parametrize(
     "make", [optax.adamw, functools.partial(optax.sgd, momentum=0.9)]
@@ -300,7 +301,7 @@ def _sharded_start(graph, optimizer):
     return mesh, state, optima
 
 
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @EACH_STEP
 @pytest.mark.parametrize(
     "graph",
@@ -349,6 +350,7 @@ def test_mixing_shards_is_mixing_models(graph, step):
     np.testing.assert_allclose(state.params["x"], wanted, rtol=0, atol=1e-6)
 
 
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("graph", SHARDED)
 def test_between_slices_of_the_mesh_only_the_shards_are_exchanged(graph):
     """Device 2 i + k holds shard k of worker i; a model has 12 floats, a shard 6."""
@@ -388,6 +390,7 @@ def _noisy_run(step, num_steps=4, simulated=True, seed=0, loss_fn=_noisy, **opti
     return state, jax.tree.map(lambda *x: np.stack(x), *metrics)
 
 
+@pytest.mark.draw(2)
 @EITHER_WAY
 @EACH_STEP
 def test_the_model_state_of_each_worker_goes_from_step_to_step(step, simulated):
@@ -429,6 +432,7 @@ def _linear(params, model_state, batch, key):
     return error, (model_state, {"worst": jnp.max(inputs)})
 
 
+@pytest.mark.draw(2)
 @EITHER_WAY
 @EACH_STEP
 def test_micro_batches_give_the_gradient_of_the_whole_batch(step, simulated):
@@ -558,6 +562,7 @@ def _compiled_text(step, graph, optimizer=None):
     return mapped.lower(state, _problem(n).optima).compile().as_text()
 
 
+@pytest.mark.draw(2)
 @EACH_GRAPH
 def test_the_exchange_of_awc_waits_for_the_params_alone_and_for_no_condition(graph):
     text = _compiled_text(awc_step, graph)
@@ -755,6 +760,7 @@ def test_over_workers_maps_trees_of_several_arguments(simulated):
     np.testing.assert_allclose(distance, np.full(4, np.sqrt(1.25)), rtol=1e-6)
 
 
+@pytest.mark.draw(3)
 @EITHER_WAY
 @pytest.mark.parametrize("num_parts", [512, 1024])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -1127,6 +1133,7 @@ def _masked_mean(params, model_state, batch, key):
     return (loss, count), (model_state, {"twice": 2 * loss})
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("parts", [1, 2, 3, 6])
 @pytest.mark.parametrize("lengths", [[4, 1, 0, 0, 2, 3], [0] * 6, [1] * 6])
 def test_micro_batches_keep_the_mean_of_a_loss_with_a_weight(parts, lengths):

@@ -110,6 +110,7 @@ def test_a_run_is_that_of_the_two_algorithms(num_workers, size, tau, order):
     np.testing.assert_allclose(got, wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     ("groups", "tau"),
     [
