@@ -10,7 +10,7 @@ from importlib import metadata
 from pathlib import Path
 
 BUILD = Path(__file__).parents[1] / "build"
-MAX_BYTES = 1_000_000_000
+MAX_BYTES = 300_000_000
 
 # Programs with messages between CPUs have a random name, so that none is read again.
 NEVER_READ = re.compile(r"_[0-9a-f]{16}-[0-9a-f]{64}-cache")
