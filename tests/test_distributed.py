@@ -243,7 +243,7 @@ def test_a_signal_to_one_ends_all_after_the_same_step(runs, tmp_path):
         part.write_bytes(part.read_bytes()[:-1] + b"?")
     with relaunch(2, run_dir, "--trust", CONFIG, "--straggler.kind=none") as job:
         output = ended(job)
-    assert f"step {saved} of {run_dir} cannot be used: it is damaged: state/" in output
+    assert f"step {saved} of {run_dir} cannot be used: it is damaged: " in output
     assert losses(run_dir) == losses(wanted)
     assert all(map(np.array_equal, arrays(run_dir), arrays(wanted)))
     assert train(LINE, simulated, Resume()).step == 12
@@ -625,14 +625,14 @@ def start_alone(monkeypatch, run_dir: Path | None, **place) -> None:
 
 @pytest.mark.slow
 def test_a_peer_that_does_not_come_is_missed(monkeypatch, tmp_path):
-    message = r"not all processes have come to 127.0.0.1:.* missing 1 of 2"
+    message = r"not all processes joined at 127.0.0.1:.* missing 1 of 2"
     with pytest.raises(ValueError, match=message):
         start_alone(monkeypatch, tmp_path, coordinator=free_address(), process_id=0)
 
 
 @pytest.mark.slow
 def test_a_coordinator_that_does_not_answer_is_missed(monkeypatch, tmp_path):
-    message = "process 0 has not come to 127.0.0.1:"
+    message = "process 0 did not listen at 127.0.0.1:"
     with pytest.raises(ValueError, match=message):
         start_alone(monkeypatch, tmp_path, coordinator=free_address(), process_id=1)
     assert global_state.process_id == 1, "the number that the error is said with"

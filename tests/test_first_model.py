@@ -57,7 +57,7 @@ def test_processes_that_begin_with_different_models_are_told_so():
     }
     assert told == wrong, done.stdout + done.stderr
     assert {"awc goes on", "awc alike", "background alike"} <= said.keys() - told
-    words = r"params['w'] of the workers [1] is not that of worker 0: make the params"
+    words = "params['w'] of the workers [1] differs from worker 0's: make the params"
     assert all(words in said[name] for name in told)
 
 
@@ -94,7 +94,7 @@ def test_peers_that_begin_with_different_models_are_told_so(kind, unlike, tmp_pa
         found = [future.exception(LONG) for future in futures]
     if unlike:
         told = [str(error) for error in found if isinstance(error, ValueError)]
-        assert any("must begin with one model" in words for words in told), found
+        assert any("must begin with the same model" in words for words in told), found
     else:
         assert found == [None, None]
 

@@ -227,10 +227,10 @@ def test_processes_that_differ_or_do_not_come_get_a_sentence(tmp_path):
     for process in differing:
         code, output = ended(process)
         assert code == 70
-        assert "process 0 has 1 workers, and process 1 has 2: call init" in output
+        assert "process 0 has 1 workers, but process 1 has 2: call init" in output
     code, output = ended(alone)
     assert code == 70
-    assert "within 3 s, missing 1, 2 of 3: are all of them started" in output
+    assert "within 3 s, missing 1, 2 of 3: were all of them started" in output
 
 
 @pytest.mark.slow

@@ -187,7 +187,7 @@ def test_who_does_not_belong_is_refused_and_who_is_missing_is_named(tmp_path):
     for thread, _ in threads:
         thread.join(LONG)
     (_, [host]), (_, [guest]) = threads
-    assert "missing 2 of 3: are all of them started" in host
+    assert "missing 2 of 3: were all of them started" in host
     for number, _, _, why in cases:
         assert f"process {number} was refused: {why}" in host
     assert "has ended, or not all processes joined within" in guest

@@ -206,7 +206,7 @@ def test_under_nohup_the_end_of_the_terminal_is_ignored(tmp_path):
         process.send_signal(signal.SIGTERM)
         output, _ = ended(process)
     assert process.returncode == 0
-    assert f"go on with: decentjax resume {tmp_path}" in output
+    assert f"continue with: decentjax resume {tmp_path}" in output
 
 
 @pytest.mark.slow
