@@ -99,7 +99,7 @@ COMMANDS = [
     (f"train {TINY} --optimizer.warmup-steps 12", "= 12 must be less than num_steps"),
     (f"train {TINY} --step.xla-options fast", "xla_NAME=VALUE, got 'fast'"),
     (f"train {TINY} --task.model.num-heads 3", "16 must be a multiple of num_heads, "),
-    (f"train {TINY} --exchange.elastic", "there is no option --exchange.elastic"),
+    (f"train {TINY} --exchange.elastic", "is an option of --exchange peers: give"),
     (f"train {TINY} --exchange background", "simulated workers send nothing: ex"),
     (
         f"train {TINY} --step.algorithm rounds --rounds.learning-rate 0.5",
