@@ -221,7 +221,7 @@ def test_an_elastic_exchange_that_cannot_be_is_refused(options, words):
     [
         (
             {"topology": TopologyConfig(name="ring_lattice", degree=4)},
-            "of 2 workers: ring_lattice",
+            "for 2 workers: ring_lattice",
         ),
         (
             {"exchange": dataclasses.replace(ELASTIC, quorum=9)},

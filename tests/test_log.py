@@ -249,7 +249,7 @@ def test_a_sink_that_fails_is_said_once_and_dropped(tmp_path, capsys, monkeypatc
     train(SHORT, tmp_path, sinks=[*bad, recorder(kept)])
     said = capsys.readouterr().err
     assert said.count("the sink fails_at_once is dropped") == 1
-    assert "the run goes on without it: OSError: no such server" in said
+    assert "the run continues without it: OSError: no such server" in said
     assert said.count("the sink fails_at_a_row is dropped") == 1
     assert "ValueError: a bad row 1\n" in said
     assert said.count("the sink hangs is dropped") == 1

@@ -837,7 +837,7 @@ def test_what_would_change_the_exchange_after_it_is_refused(order, make):
 
 def test_an_optimizer_that_averages_itself_is_refused():
     inner = optax.chain(decentralize(optax.sgd(0.1), topology.ring(4), AXIS))
-    with pytest.raises(TypeError, match="and so does the decentralize around it: give"):
+    with pytest.raises(TypeError, match="and so does the decentralize around it: pass"):
         decentralize(inner, topology.ring(4), AXIS).init(jnp.ones(3))
 
 

@@ -76,7 +76,7 @@ class PeerExchange:
         check_at_least(self, 1, "silent_seconds")
         if self.elastic and (self.way != "arrived" or self.patience is None):
             raise ValueError(
-                'exchange.elastic needs exchange.way = "arrived" and an '
+                'exchange.elastic needs exchange.way = "arrived" and a '
                 f"finite exchange.patience, got {self.way} and {self.patience}"
             )
 
