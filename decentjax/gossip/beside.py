@@ -87,14 +87,10 @@ class Beside(Closing):
 
     Args:
       adapt: the local update, as `local_update` returns it.
-      rounds: the rounds.
+      rounds: the rounds, as `check_beside` admits them.
       mesh: mesh with only the axis "workers", of the workers in the stacked arrays.
       port: what carries the exchanges.
       record: function that is called with each activity of this process.
-
-    Raises:
-      TypeError: if `rounds` is not `Rounds`.
-      ValueError: if the rounds have tracking or shards.
     """
 
     def __init__(
@@ -105,7 +101,6 @@ class Beside(Closing):
         port: Port,
         record: Record | None = None,
     ):
-        check_beside(rounds)
         self._adapt, self._rounds, self._mesh = adapt, rounds, mesh
         self._port, self._record = port, record or ignore
         self._is_open, self._next = False, -1

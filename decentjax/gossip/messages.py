@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from decentjax.codec import mean_encoded
 from decentjax.compression import Compression, Leaves, init_coded
 from decentjax.gossip.rows import Rows
-from decentjax.gossip.ways import Arrived, Graph, Models, Used, chosen
+from decentjax.gossip.ways import Graph, Models, Used, chosen
 from decentjax.mixing import is_mixed
 from decentjax.rounds import Rounds
 
@@ -39,16 +39,14 @@ class Form(NamedTuple):
         return leaves, jax.tree.leaves(messages)
 
     def average(self, graph: Graph, used: Used, models: Models) -> Rows:
-        """The averages, or the result of `default_mix` for encoded leaves.
+        """The result of `default_mix` for encoded leaves.
 
-        Over the received messages, with q the decoded ones, these are
+        Over the received messages, with q the decoded ones, it is
 
-            as they are      x_i + sum_j W_ij (x_j - x_i)
             by differences   sum_j W_ij (q_j - q_i)
             of drift         the mean of all q_j, and q_i
         """
-        if self.compression is None:
-            return Arrived.combine(graph, used, models)
+        assert self.compression is not None  # Else the way averages.
         if self.compression.kind.average is mean_encoded:
             # In the same order on all workers: their anchors stay equal bit for bit.
             return _mean(self, [models[key] for key in sorted(models)])

@@ -29,6 +29,9 @@ Observe = Callable[[int, int, WorkerState, Metrics], None]
 """Called with worker, step, the state after it, and metrics; the next step donates all
 of the state except its params."""
 
+Offered = dict[tuple[int, int], dict[int, Rows]]
+"""Leaf groups of all workers, by worker and step."""
+
 
 def replay(
     adapt: Adapt,
@@ -80,13 +83,14 @@ def replay(
     of_steps: dict[tuple[int, int], list[Used]] = collections.defaultdict(list)
     for used in sorted(records, key=lambda used: used.group):
         of_steps[used.worker, used.step].append(used)
-    ports = [_Recorded(graph, way, worker, of_steps) for worker in range(len(states))]
+    offered: Offered = {}
     mesh, rounds = worker_mesh(1), _rounds_of(graph, way)
-    steps = [Beside(adapt, rounds, mesh, port) for port in ports]
-    offered: dict[tuple[int, int], dict[int, Rows]] = {}
-    for step, port in zip(steps, ports, strict=True):
+    steps = [
+        Beside(adapt, rounds, mesh, _Recorded(graph, way, worker, of_steps, offered))
+        for worker in range(len(states))
+    ]
+    for step in steps:
         step.share(steps[0])
-        port.offered = offered
     versions = {key: _versions(each) for key, each in of_steps.items()}
     uses = collections.Counter(one for each in versions.values() for one in each)
     states = list(states)
@@ -168,13 +172,7 @@ def _versions(each: Sequence[Used]) -> set[tuple[int, int]]:
 
 
 class _Recorded:
-    """The port of a worker that takes its peers' models from the record.
-
-    Attributes:
-      offered: leaf groups of all workers, by worker and step.
-    """
-
-    offered: dict[tuple[int, int], dict[int, Rows]]
+    """The port of a worker that takes its peers' models from the record."""
 
     def __init__(
         self,
@@ -182,9 +180,10 @@ class _Recorded:
         way: str,
         worker: int,
         of_steps: Mapping[tuple[int, int], list[Used]],
+        offered: Offered,
     ):
         self.takes_groups = not isinstance(graph, Butterfly)
-        self._worker, self._of_steps = worker, of_steps
+        self._worker, self._of_steps, self._offered = worker, of_steps, offered
         if isinstance(graph, Butterfly):
             self._average = functools.partial(_group_mean, graph)
         else:
@@ -197,7 +196,7 @@ class _Recorded:
 
     def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
         (own,) = rows_of(list(leaves.values())) or [[]]
-        self.offered.setdefault((self._worker, step), {})[group] = own
+        self._offered.setdefault((self._worker, step), {})[group] = own
         return functools.partial(self._averaged, group, leaves, step)
 
     def settle(self) -> None:
@@ -210,7 +209,7 @@ class _Recorded:
         each = self._of_steps[self._worker, step]
         # A simulation records no groups: its entries apply to all of them.
         used = each[group if len(each) > 1 else 0]
-        models = {key: self.offered[key][group] for key in used.versions()}
+        models = {key: self._offered[key][group] for key in used.versions()}
         rows = self._average(used, models)
         mixed = with_rows(list(leaves.values()), [rows], worker_mesh(1))
         return dict(zip(leaves, mixed, strict=True))

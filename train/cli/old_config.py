@@ -26,10 +26,8 @@ def _exchange(old: dict[str, Any]) -> dict[str, Any]:
     patience = old.get("patience", 0.0)
     if way == "wagma":
         # 0 stood for a minute.
-        return {
-            "kind": "groups",
-            "patience": 60.0 if patience == 0 else patience,
-        } | shared
+        patience = 60.0 if patience == 0 else patience
+        return {"kind": "groups", "patience": patience} | shared
     if way == "push_sum":
         raise ValueError(
             "its peers averaged by push_sum, which is gone: read it with decentjax 0.2"
@@ -44,14 +42,12 @@ def _policy(old: dict[str, Any]) -> dict[str, Any]:
         "holding": ("graphs", "target", "every_steps"),
         "damping": ("power",),
     }
-    kind, defaults = (
-        old["name"],
-        {"least": 2, "slack": 0.2, "measure": "gini", "levels": 8},
-    )
+    defaults = {"least": 2, "slack": 0.2, "measure": "gini", "levels": 8}
     gone = [x for x, default in defaults.items() if old.get(x, default) != default]
     if gone:
         raise ValueError(
             f"its policy has {gone[0]} = {old[gone[0]]}, which is no longer an option: "
             "read it with decentjax 0.2"
         )
+    kind = old["name"]
     return {"kind": kind} | {x: old[x] for x in names.get(kind, ()) if x in old}

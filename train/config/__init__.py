@@ -5,7 +5,7 @@ first use, before anything is compiled.
 """
 
 from train.config.exchange_section import (
-    Apart,
+    ApartExchange,
     AutoExchange,
     BackgroundExchange,
     Exchange,
@@ -42,7 +42,7 @@ from train.config.run import FOLLOW_EXCHANGES, Config
 
 __all__ = [
     "FOLLOW_EXCHANGES",
-    "Apart",
+    "ApartExchange",
     "AutoExchange",
     "BackgroundExchange",
     "CheckpointConfig",

@@ -33,14 +33,12 @@ class BackgroundExchange:
 
 
 @checked
-class PeerExchange:
-    """Each process is a separate run, and averages with the models received so far.
+class ApartExchange:
+    """Each process is a separate run.
 
     Args:
-      way: how models of peers are used: "arrived" averages with the models received so
-        far, "swaps" swaps models in pairs and preserves their mean.
-      patience: longest time that a step waits for models of peers, in seconds; None
-        waits for all live peers.
+      patience: longest wait for models of other processes, in seconds; None waits
+        indefinitely.
       bind: IP address, or name of a network interface, where this process listens.
         Nothing is encrypted: an address other than loopback must be on a private
         network.
@@ -48,6 +46,28 @@ class PeerExchange:
         each other through files in the run's folder.
       secret_file: file with the secret by which processes authenticate, readable only
         by its owner; by default created in the run's folder.
+    """
+
+    patience: float | None
+    bind: str = "127.0.0.1"
+    addresses: tuple[str, ...] = ()
+    secret_file: str | None = None
+
+    @property
+    def wait_seconds(self) -> float:
+        """Longest wait for models of other processes."""
+        return math.inf if self.patience is None else self.patience
+
+
+@checked
+class PeerExchange(ApartExchange):
+    """Each process is a separate run, and averages with the models received so far.
+
+    Args:
+      patience: longest time that a step waits for models of peers, in seconds; None
+        waits for all live peers.
+      way: how models of peers are used: "arrived" averages with the models received so
+        far, "swaps" swaps models in pairs and preserves their mean.
       elastic: whether processes may join and leave: a step's graph is then the topology
         of the live workers, and a process that joins or returns copies the model and
         the moments of a peer. `workers.num_workers` is their largest number.
@@ -59,11 +79,8 @@ class PeerExchange:
 
     name: ClassVar[str] = "peers"
 
-    way: Literal["arrived", "swaps"] = "arrived"
     patience: float | None = 0.0
-    bind: str = "127.0.0.1"
-    addresses: tuple[str, ...] = ()
-    secret_file: str | None = None
+    way: Literal["arrived", "swaps"] = "arrived"
     elastic: bool = False
     quorum: int = 1
     silent_seconds: float = 5.0
@@ -80,14 +97,9 @@ class PeerExchange:
                 f"finite exchange.patience, got {self.way} and {self.patience}"
             )
 
-    @property
-    def wait_seconds(self) -> float:
-        """Longest time that a step waits for models."""
-        return math.inf if self.patience is None else self.patience
-
 
 @checked
-class GroupExchange:
+class GroupExchange(ApartExchange):
     """WAGMA-SGD: peers in changing groups that do not wait for late workers.
 
     The groups are those of the topology "butterfly_groups" with `mean_every`.
@@ -95,28 +107,17 @@ class GroupExchange:
     Args:
       patience: longest wait for a live but silent peer, and in a mean of all workers
         for the slowest, in seconds; None waits indefinitely.
-      bind: as for "peers".
-      addresses: as for "peers".
-      secret_file: as for "peers".
     """
 
     name: ClassVar[str] = "groups"
 
     patience: float | None = 60.0
-    bind: str = "127.0.0.1"
-    addresses: tuple[str, ...] = ()
-    secret_file: str | None = None
 
     def __post_init__(self):
         if self.patience is not None and not self.patience > 0:
             raise ValueError(f"patience must be positive, got {self.patience}")
 
-    @property
-    def wait_seconds(self) -> float:
-        """Longest wait for a live but silent peer."""
-        return math.inf if self.patience is None else self.patience
 
-
-Apart = PeerExchange | GroupExchange
-"""Those in which each process is a separate run."""
-Exchange = AutoExchange | InStepExchange | BackgroundExchange | Apart
+Exchange = (
+    AutoExchange | InStepExchange | BackgroundExchange | PeerExchange | GroupExchange
+)

@@ -13,7 +13,7 @@ from decentjax import Rounds
 from decentjax.topology import Permutations, Topology, matrices
 from train.config.checks import check_at_least
 from train.config.exchange_section import (
-    Apart,
+    ApartExchange,
     AutoExchange,
     BackgroundExchange,
     Exchange,
@@ -98,7 +98,7 @@ class Config:
     @property
     def is_apart(self) -> bool:
         """Whether each process is a separate run."""
-        return isinstance(self.exchange, Apart)
+        return isinstance(self.exchange, ApartExchange)
 
     @property
     def is_elastic(self) -> bool:
@@ -151,8 +151,7 @@ def _check_messages(config: Config, rounds: Rounds | None) -> None:
         raise ValueError(
             f"{algorithm} waits for its messages in the step that sends them, so "
             'nothing overlaps a background exchange; set exchange to "in_step"'
-            + ", or rounds.delay to 1 or more"
-            * at_once
+            + (", or rounds.delay to 1 or more" if at_once else "")
         )
     if rounds is not None and rounds.tracking and (is_beside or config.is_apart):
         raise ValueError(

@@ -42,7 +42,7 @@ def check_cost(
     num_values: int,
     minutes: float | None,
 ) -> float:
-    """Returns the minutes that the cells would take, trained anew.
+    """Returns the minutes that training the cells would take.
 
     Compilation, exchanges and scores are not counted, nor that batched workers may take
     less than one after the other.

@@ -26,7 +26,7 @@ from decentjax.local import LocalUpdate
 from decentjax.topology import default_group_size, matrices
 from train.cli.config_json import read_fields, to_json
 from train.cli.tables import say_workers
-from train.config import Apart, Config, GroupExchange
+from train.config import ApartExchange, Config, GroupExchange
 from train.data.batches import Feed
 from train.job.peer_place import address_of, peer_place
 from train.job.secret import read_secret, shared_secret
@@ -125,7 +125,7 @@ def build_peers(
       record: called with the spans of each step.
     """
     exchange, place = config.exchange, peer_place(config)
-    assert isinstance(exchange, Apart)
+    assert isinstance(exchange, ApartExchange)
     method = build_method(config, task)
     bind, book = _bound(config, folder)
     patience = exchange.wait_seconds
@@ -148,7 +148,7 @@ def build_peers(
 def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
     """Where this process listens, and the book in which it finds the others."""
     exchange, place = config.exchange, peer_place(config)
-    assert isinstance(exchange, Apart)
+    assert isinstance(exchange, ApartExchange)
     bind, book = address_of(exchange.bind), gossip.Folder(folder.parent / "peers")
     if exchange.addresses:
         if len(exchange.addresses) != place.num_processes:
@@ -224,7 +224,7 @@ class Joiner(NamedTuple):
         state, step = self.peers.join(begin.state, batch, *others)
         whose = "a peer's model"
         if step is None:
-            # Else one who was away at the end would end with a model that nobody mixed.
+            # Else a process absent at the end would keep a model that was never mixed.
             whose = "the model that a peer has saved"
             state, step = _saved_by_peers(self.folder, begin)
         batches.set_step(begin.step)
@@ -421,7 +421,7 @@ def _rows(path: Path) -> list[tuple[str, ...]]:
 def _secret(config: Config, folder: Path) -> bytes:
     """The secret of the run, of the file that is given or of the run's folder."""
     exchange = config.exchange
-    assert isinstance(exchange, Apart)
+    assert isinstance(exchange, ApartExchange)
     if exchange.secret_file is not None:
         return read_secret(Path(exchange.secret_file))
     if exchange.addresses:

@@ -1,4 +1,4 @@
-"""What a run is made of: found once, and handed on."""
+"""What a run is made of, built once."""
 
 import dataclasses
 from collections.abc import Sequence

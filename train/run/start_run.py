@@ -33,7 +33,7 @@ from train.run.stop import Stop
 from train.run.straggler import delay
 from train.run.trace import check_batch
 from train.store.checkpoints import Checkpoints, find_checkpoints, set_aside
-from train.store.folder import MADE_ANEW
+from train.store.folder import MADE_AGAIN
 from train.store.log import Log, for_sinks, read_metrics, warn
 from train.store.timeline import Timeline, drop_spans
 from train.xla import as_arguments
@@ -88,7 +88,7 @@ def start(
       new: function that starts a run, of one that makes its state.
       sinks: where rows go beside the log.
       hold: function that takes the folder's lock again, where it was removed.
-      stack: where what has an end is entered.
+      stack: stack that closes the parts when the run ends.
     """
     config, folder = setup.config, setup.folder
     # Before anything is compiled: data that is missing, or does not fit, raises here.
@@ -172,7 +172,7 @@ def _meet(
     is_late: bool,
     stop: Stop,
 ) -> tuple[Begin, Callable[[Begin], Begin] | None]:
-    """Where a process of peers begins, and what says so before each step."""
+    """Where a process of peers begins, and what may move it on before a step."""
     assert log is not None
     is_elastic, last = setup.config.is_elastic, setup.config.num_steps - 1
     joiner = Joiner(train_step, batches, setup.put, last, log, setup.folder)
@@ -192,13 +192,13 @@ def _open_log(
     hold: Hold,
     stack: contextlib.ExitStack,
 ) -> tuple[Log, Callable[[], None]]:
-    """Opens the log of the run and its sinks, and says what the run is.
+    """Opens the log of the run and its sinks, and writes the facts of the run.
 
     Returns:
-      The log, and a function that makes the run's folder anew.
+      The log, and a function that makes the run's folder again after it was removed.
     """
     config, task, folder = setup.config, setup.task, setup.folder
-    # One who joins its peers does none of its steps again.
+    # A process that joins its peers repeats none of its steps.
     joins = is_late or config.is_elastic
     kept = config.num_steps if joins else begin.step
     facts = describe(config, task, begin.state, setup.mesh)
@@ -227,7 +227,7 @@ def _say_start(setup: Setup, begin: Begin, log: Log | None) -> None:
 def _write_facts(
     setup: Setup, facts: dict[str, Any], sinks: Sequence[Sink], kept: int
 ) -> tuple[dict[str, Any], Sequence[Sink]]:
-    """Writes down what the run is, and gives its sinks the rows that they lack."""
+    """Writes the facts of the run, and gives its sinks the rows that they lack."""
     rows = read_metrics(setup.folder)
     goes_back = any(row["step"] > kept for row in rows)
     facts, new = write_facts(setup.folder, facts, setup.config.log.sinks, goes_back)
@@ -237,7 +237,7 @@ def _write_facts(
 
 
 def _prepare_folder(setup: Setup, step: int) -> None:
-    """Removes from the folder what a run that trains on from this step will redo."""
+    """Removes from the folder what a run from this step on will write again."""
     folder = setup.folder
     for name in set_aside(folder, step):
         warn(f"moved {folder}/checkpoints/{name} to {folder / 'set_aside'}")
@@ -252,13 +252,13 @@ def _write_config(setup: Setup) -> None:
 
 
 def _renew(setup: Setup, facts: dict[str, Any], hold: Hold) -> None:
-    """Makes the folder, and what a run cannot resume without, anew where it is gone."""
+    """Makes missing parts of the folder again, without which a run cannot resume."""
     folder = setup.folder
     paths = folder, folder / "config.json", folder / FACTS
     gone = [path for path in paths if not path.exists()]
     hold()
     if gone:
         (folder / "checkpoints").mkdir(exist_ok=True)
-        warn(f"{gone[0]} {MADE_ANEW}")
+        warn(f"{gone[0]} {MADE_AGAIN}")
         _write_config(setup)
         write_json(folder / FACTS, facts)

@@ -34,7 +34,7 @@ from train.cli.old_config import upgraded
 from train.config import Config
 from train.job.distributed import gather
 from train.store.fits import OTHER_STRUCTURE, MisfitError, check_fits, is_key, key_kind
-from train.store.folder import MADE_ANEW, writing
+from train.store.folder import MADE_AGAIN, writing
 from train.store.log import warn
 from train.store.manifest import check_files, sync, write_manifest
 
@@ -171,7 +171,7 @@ class Checkpoints:
       run_dir: folder of the run.
       num_kept: number of newest checkpoints that stay on disk.
       peer_seconds: longest wait, in a job, for all processes to write their parts.
-      renew: function that makes the run's folder anew, where it was removed.
+      renew: function that makes the run's folder again after it was removed.
     """
 
     def __init__(
@@ -261,7 +261,7 @@ class Checkpoints:
         """Makes the folder for a step again, where it was removed meanwhile."""
         self._renew()
         if self._is_lost or not self._folder.exists():
-            warn(f"{self._folder} {MADE_ANEW}")
+            warn(f"{self._folder} {MADE_AGAIN}")
         with writing(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
         stray = self._folder / str(step)  # Of one that was removed in part.

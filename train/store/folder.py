@@ -18,7 +18,7 @@ from train.cli.command import SaveError
 # Folders in that of a run in which sinks write, and this program does not: "sinks" is
 # for those of the user's own. What is in them is not the run's.
 SINK_FOLDERS = ("wandb", ".wandb", "mlruns", "trackio", "sinks")
-MADE_ANEW = "was removed while the run trains, and is created again"
+MADE_AGAIN = "was removed while the run trains, and is created again"
 
 
 def process_folders(run_dir: Path) -> list[Path]:
@@ -73,7 +73,7 @@ def lock(run_dir: Path) -> Iterator[Callable[[], None]]:
     The kernel releases the lock when the process ends, even if it is killed.
 
     Yields:
-      A function that makes the folder and its lock anew, where they were removed.
+      A function that makes the folder and its lock again after they were removed.
 
     Raises:
       ValueError: if another job trains in that folder, or it is a file or has links to

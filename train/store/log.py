@@ -37,7 +37,7 @@ class Log:
       kept: last step whose rows in metrics.jsonl are kept; by default `start`.
       units: units of the loss and of the scores, by name.
       write: function that takes each row too, such as that of `open_sinks`.
-      renew: function that makes the run's folder anew, where it was removed.
+      renew: function that makes the run's folder again after it was removed.
     """
 
     def __init__(

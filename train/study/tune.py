@@ -202,7 +202,7 @@ def half(task: Task, which: int) -> Task:
 
 
 class _Again:
-    """What a function yields, anew in each pass."""
+    """What a function yields, from a new call in each pass."""
 
     def __init__(self, function: Callable[[], Iterator[Any]]):
         self._function = function
