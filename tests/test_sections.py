@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 import tiny
@@ -52,6 +53,12 @@ def test_a_name_gives_a_section_its_kind_and_its_options():
 def test_what_no_kind_has_is_refused(options, words):
     with pytest.raises(ValueError, match=words):
         take_sections(RING, options)
+
+
+@pytest.mark.parametrize("kind", [PeerExchange, GroupExchange])
+def test_without_a_patience_a_step_waits_for_ever(kind):
+    assert kind(patience=None).wait_seconds == math.inf
+    assert kind(patience=2.5).wait_seconds == 2.5
 
 
 def test_help_lists_the_options_of_the_chosen_kind(capsys):
