@@ -214,7 +214,7 @@ def test_hooks_are_needed_to_go_on_and_not_to_evaluate(ran, own):
     del sys.modules["own.py"]  # As in another process.
     own.write_text(OWN.replace("def look(", "def looked(").replace("=look", "=looked"))
     assert read_trained(Path("run"), trust=["own.py"]).step == 6
-    with pytest.raises(ValueError, match=r"own\.py defines no look, which is th"):
+    with pytest.raises(ValueError, match=r"own\.py does not define look, which is th"):
         saved_config(Path("run"), None, ["own.py"])
 
 
