@@ -13,6 +13,7 @@ from train.advise.rounds_advice import CODECS, MOST_ENCODED, RoundsRow, compare_
 from train.advise.setting import Setting
 from train.cli.load import load_config
 from train.cli.options import AS_OPTIONS
+from train.cli.sections import take_sections
 from train.config import Config
 
 COMPUTE, RATE, MODEL = 0.1, 2e6, 4e6  # A model takes 2 s.
@@ -100,7 +101,8 @@ def test_the_flags_of_a_row_train_with_it(overlap):
     quickstart = load_config(Path("quickstart"))
     for row in rows(overlap=overlap, every=(1, 4)).values():
         options = f"--workers.num-workers 8 --workers.where mesh {row.flags}".split()
-        config = tyro.cli(Config, args=options, default=quickstart, config=AS_OPTIONS)
+        config, rest = take_sections(quickstart, options)
+        config = tyro.cli(Config, args=rest, default=config, config=AS_OPTIONS)
         assert config.rounds.every_steps == row.every_steps
         assert config.rounds.codec == row.codec
         hides = overlap == "background" and row.name == PAIRS
