@@ -367,7 +367,7 @@ def test_one_process_measures_a_mesh_of_its_devices(tmp_path):
     assert cluster["between_latency"] >= 0
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_processes_measure_what_is_between_them(tmp_path):
     options = (
         "--workers.num-workers 2 --workers.workers-per-node 1 --topology.name ring "

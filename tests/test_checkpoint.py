@@ -225,7 +225,7 @@ def save_and_kill(run_dir, saves):
             process.wait(LONG)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_killed_while_saving_all_that_is_listed_is_whole(tmp_path):
     draw, seen, torn = random.Random(0), [], 0
     for _ in range(20):

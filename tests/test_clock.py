@@ -49,8 +49,7 @@ time_t time(time_t *result) {
 BACK = pytest.mark.xfail(strict=True, reason="jax ends a job whose clock is set back")
 
 
-@pytest.mark.slow
-@pytest.mark.draw(2)
+@pytest.mark.nightly
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 @pytest.mark.parametrize("shift", [DAY, pytest.param(-DAY, marks=BACK)])
 def test_a_job_goes_on_when_the_wall_clock_is_set(shift, tmp_path):

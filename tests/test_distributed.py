@@ -177,10 +177,10 @@ def runs(tmp_path_factory):
     ("name", "processes"),
     [
         ("awc", 2),
-        pytest.param("awc", 4, marks=pytest.mark.slow),
+        pytest.param("awc", 4, marks=pytest.mark.nightly),
         pytest.param("in_step", 2, marks=pytest.mark.slow),
-        pytest.param("all_reduce", 2, marks=pytest.mark.slow),
-        pytest.param("all_reduce_in_thread", 2, marks=pytest.mark.slow),
+        pytest.param("all_reduce", 2, marks=pytest.mark.nightly),
+        pytest.param("all_reduce_in_thread", 2, marks=pytest.mark.nightly),
     ],
 )
 def test_processes_train_as_simulated_workers_do(runs, name, processes):
@@ -208,7 +208,7 @@ def test_in_the_step_and_in_the_background_the_numbers_are_the_same(runs):
         np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_to_one_ends_all_after_the_same_step(runs, tmp_path):
     """To the launcher, to process 0, and to process 1, of one run that resumes twice.
 
@@ -328,7 +328,7 @@ config = dataclasses.replace(line, task=Task())
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_signal_during_the_start_ends_all_after_one_step(tmp_path):
     """Of a run that begins, and of one that goes on."""
     path = tmp_path / "slow.py"
@@ -358,6 +358,7 @@ def test_a_checkpoint_does_not_disturb_the_count_of_steps(monkeypatch, tmp_path)
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(("who", "where"), [(0, "in_step"), (1, "background")])
 def test_the_death_of_one_ends_all_and_the_dead_is_named(who, where, tmp_path):
     options = f"--num-steps 100000 --exchange {where}"
@@ -382,6 +383,7 @@ def test_the_death_of_one_ends_all_and_the_dead_is_named(who, where, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("who", [0, 2])
 def test_those_who_lose_a_peer_end_without_a_launcher_too(who, tmp_path):
     """As soon as its connections close, long before a heartbeat is missed."""
@@ -411,8 +413,7 @@ ENDLESS = (
 )
 
 
-@pytest.mark.slow
-@pytest.mark.draw(2)
+@pytest.mark.nightly
 @pytest.mark.parametrize("who", [0, 1])
 def test_one_that_hangs_is_given_up(who, tmp_path):
     options = "--num-steps 100000 --distributed.timeout-seconds 10"
@@ -686,7 +687,7 @@ def test_a_straggler_must_be_a_process_of_the_job(tmp_path):
         train(dataclasses.replace(LINE, straggler=config), tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_all_that_a_run_does_beside_its_steps_meets_no_exchange(runs, tmp_path):
     """Evaluations, checkpoints and rows after each step, while some are late."""
     options = (

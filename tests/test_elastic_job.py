@@ -164,6 +164,7 @@ sys.exit(in_cluster(EmulatedCluster(nodes=3), job))
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @needs_root
 @pytest.mark.parametrize("quorum", [1, 2])
 def test_a_broken_network_leaves_its_sides_training(quorum, tmp_path):

@@ -213,7 +213,7 @@ ROUNDED = {
 
 
 @pytest.mark.slow
-@pytest.mark.draw(3)
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("case", EXACT.values(), ids=EXACT)
 def test_the_numbers_are_those_of_awc_bit_for_bit(case):
     """State, keys and metrics after each of four steps."""
@@ -222,7 +222,7 @@ def test_the_numbers_are_those_of_awc_bit_for_bit(case):
 
 
 @pytest.mark.slow
-@pytest.mark.draw(2)
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("case", ROUNDED.values(), ids=ROUNDED)
 def test_the_numbers_are_those_of_awc_to_rounding(case):
     with _in_background(case) as train_step:

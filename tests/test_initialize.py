@@ -136,6 +136,7 @@ def jobs(tmp_path_factory):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize(
     ("way", "order", "own"),
     [
@@ -441,6 +442,7 @@ print("averaged", flush=True)
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     ("who", "count"), [("library", 2), ("script", 2), ("script", 1), ("alone", 1)]
 )

@@ -98,7 +98,7 @@ def test_a_second_job_at_the_same_address_leaves_the_first_alone(tmp_path):
     assert not (tmp_path / "b").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_job_that_begins_is_not_disturbed_by_others(tmp_path):
     """Neither by another job's processes, nor by garbage, nor by silence."""
     address = free_address()

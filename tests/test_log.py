@@ -561,17 +561,15 @@ def traced_steps(folder: Path) -> list[int]:
 
 
 @pytest.mark.slow
-def test_a_trace_has_the_steps_that_were_asked_for(tmp_path):
-    train(with_log(profile="3:6"), tmp_path)
-    assert traced_steps(tmp_path / "profile.0") == [3, 4, 5]
-
-
-@pytest.mark.slow
 def test_a_resumed_run_traces_the_rest_to_its_last_step(tmp_path):
-    config = with_log(profile="5:10")
-    train(dataclasses.replace(SHORT, num_steps=7), tmp_path)
-    assert not (tmp_path / "profile.0").exists()
-    train(config, tmp_path, Resume())
+    """In processes of its own: a trace has all threads, also those of earlier tests."""
+    trained = ["tests/job_line.py", "--num-steps", "7", "--run-dir", str(tmp_path)]
+    resumed = ["--resume", str(tmp_path), "--trust", "tests/job_line.py"]
+    options = ["--num-steps", "10", "--log.profile", "5:10"]
+    for words in (trained, [*resumed, *options]):
+        assert not (tmp_path / "profile.0").exists()
+        run = [sys.executable, "-m", "decentjax", "train", *words]
+        subprocess.run(run, cwd=ROOT, check=True, capture_output=True)
     assert traced_steps(tmp_path / "profile.0") == [7, 8, 9]
 
 

@@ -367,7 +367,7 @@ def test_blocks_that_are_left_out_change_no_gradient(monkeypatch):
     assert any(np.abs(x).max() > 0 for x in jax.tree.leaves(wanted))
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_run_resumes_bit_for_bit_amid_an_iteration(tmp_path):
     """Step 6 is the third of four: the episodes are those of the checkpoint."""
     config = run_of()
@@ -400,8 +400,7 @@ def test_other_workers_go_on_with_whole_episodes(finished, num_workers, how, tmp
             np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.slow
-@pytest.mark.draw(6)
+@pytest.mark.nightly
 @pytest.mark.parametrize("method", METHODS)
 def test_the_config_of_each_method_trains(method, tmp_path):
     whole = load_config(Path(f"navigate_{method}"))

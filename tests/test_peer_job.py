@@ -131,6 +131,7 @@ INT8 = dataclasses.replace(DILOCO, codec="int8")
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize(
     ("rounds", "flags", "graph"),
     [
@@ -238,7 +239,7 @@ def test_all_processes_share_one_config(finished):
         train(line.config, run_dir)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_an_evaluation_has_the_workers_of_all_processes(
     tmp_path, capsys, quick_compile
 ):
@@ -343,7 +344,7 @@ def test_a_stopped_run_of_peers_is_saved_and_goes_on(tmp_path):
         assert used(tmp_path, number)[0][0] < step <= last_step(tmp_path, number)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rounds_by_peers_that_were_killed_or_stopped_go_on(tmp_path):
     """Each process from its own checkpoint, whatever steps the others have done."""
     options = [*OPTIONS, "--workers.num-workers", "4", "--topology.name", "complete"]
@@ -380,7 +381,7 @@ def test_rounds_by_peers_that_were_killed_or_stopped_go_on(tmp_path):
         assert mixed[0] < step < mixed[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_peer_of_another_config_is_named(tmp_path):
     def process(number: int, *options: str):
         place = f"--distributed.process-id {number} --distributed.num-processes 3"
@@ -487,7 +488,7 @@ def test_who_was_away_when_the_others_ended_goes_on_with_what_they_saved(
     assert max(of_late) < 1  # A model that begins has 2.3.
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_of_rounds_who_was_away_goes_on_from_its_own_step(tmp_path, capsys):
     """What another has saved is no state of its own rounds."""
     rounds = {"step": ROUNDS, "rounds": RoundsConfig(every_steps=3, delay=2)}

@@ -1025,6 +1025,7 @@ def test_a_worker_that_comes_back_begins_anew(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("how", [{}, {"WAGMA": "0.5"}], ids=["peers", "wagma"])
 def test_a_killed_worker_delays_no_other_and_comes_back(how, tmp_path):
     count = 4 if how else 3

@@ -256,7 +256,7 @@ def test_a_profile_that_saves_enough_is_advised(monkeypatch):
         assert ("JAX_ENABLE_PGLE=true" in text) == is_worth_it
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_profile_of_times_starts_messages_in_time():
     """XLA guesses that a message takes as long as five matmuls; these take longer."""
     config = dataclasses.replace(
@@ -308,7 +308,7 @@ def test_a_broken_file_is_no_target(tmp_path):
     assert "mine.py, line 1: SyntaxError: '(' was never closed" in refused(*options)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_too_little_overlap_is_a_code(capsys):
     options = "--step.algorithm atc --topology.name complete --require-overlap 0.95"
     code, text = preflight(capsys, "--target", "h100", *options.split())

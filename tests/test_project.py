@@ -84,50 +84,61 @@ def test_each_pod_of_the_job_set_runs_a_process_of_one_job():
 
 
 FLAKY = """
+import os
 from pathlib import Path
 
 def test_at_the_second_try():
-    tried = Path("tried")
+    tried = Path(__file__).with_suffix(".tried")
     was_tried = tried.exists()
     tried.touch()
-    assert was_tried
+    assert was_tried or {ends}
 
 def test_always():
-    assert {}
+    assert {always}
 """
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("always", "when", "passes"),
-    [(True, "", True), (False, "", False), (True, "nightly", False)],
+    ("ends", "always", "when", "passes"),
+    [
+        ("False", True, "", True),
+        ("os.abort()", True, "", True),  # As a fault in compiled code would.
+        ("False", False, "", False),
+        ("False", True, "nightly", False),
+    ],
 )
 def test_ci_tries_a_test_that_fails_once_more_but_at_night(
-    always, when, passes, tmp_path
+    ends, always, when, passes, tmp_path
 ):
     text = (ROOT / ".ci" / "run").read_text()
     function = text[text.index("tests() {") : text.index("# The code block")]
+    (options,) = re.findall(r"-m pytest (-n \d+ .*?) -m", text)
     python = tmp_path / "venv" / "bin" / "python"
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    (tmp_path / "test_it.py").write_text(FLAKY.format(always))
+    files = ["test_a.py", "test_b.py", "test_c.py"]
+    for file in files:
+        (tmp_path / file).write_text(FLAKY.format(ends=ends, always=always))
     slow = "slow" if when else "slow and not nightly"
-    script = f'{function}\ntests first "{python}" -m pytest -ra\necho it passes'
+    run = f'tests first "{python}" -m pytest -ra {options}'
+    script = f"{function}\n{run}\necho it passes"
     found = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],
         cwd=tmp_path,
         env={**os.environ, "scratch": str(tmp_path), "slow": slow},
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=100,
         check=False,
     )
     assert found.stdout.endswith("it passes\n") == passes, found
     assert (found.returncode == 0) == passes
     if passes:
-        listed = (tmp_path / "flaky").read_text().split(" - ")[0]
-        assert listed == "flaky: test_it.py::test_at_the_second_try"
+        listed = (tmp_path / "flaky").read_text().splitlines()
+        wanted = [f"flaky: {file}::test_at_the_second_try" for file in files]
+        assert sorted(line.split(" - ")[0] for line in listed) == wanted
 
 
 @pytest.mark.slow

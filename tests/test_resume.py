@@ -289,6 +289,7 @@ def removes(step, state, metrics):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     ("removed", "said"),
     [
@@ -532,6 +533,7 @@ def cosine(step, num_steps, peak=0.1, final=1e-4):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     ("num_steps", "changes", "now", "how"),
     [

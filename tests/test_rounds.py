@@ -534,7 +534,7 @@ TURNS = {
 
 
 @pytest.mark.slow
-@pytest.mark.draw(5)
+@pytest.mark.draw(10)
 @pytest.mark.parametrize("how", TURNS.values(), ids=TURNS)
 @pytest.mark.parametrize("where", [None, 4], ids=["simulated", "mesh"])
 def test_a_transformation_of_rounds_may_count_its_steps(how, where):

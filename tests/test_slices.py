@@ -373,7 +373,7 @@ def _descended(name, model, batch):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.draw(5)
+@pytest.mark.draw(15)
 @EACH_KIND
 @EACH_FORM
 @pytest.mark.parametrize("name", COMPOSED)
@@ -477,7 +477,7 @@ def test_a_state_keeps_its_shards_in_a_map_of_ones_own(form, step, kinds):
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_compile")
-@pytest.mark.draw(2)
+@pytest.mark.draw(4)
 @EACH_KIND
 @pytest.mark.parametrize("lies", [_placed, place])
 def test_shards_may_be_said_as_well(lies, kinds):

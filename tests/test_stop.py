@@ -68,6 +68,7 @@ def steps(run_dir: Path) -> list[int]:
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_in_an_evaluation_ends_it_and_all_is_saved(number, tmp_path):
     """At the last step, where each batch of the evaluation takes a while."""
@@ -83,6 +84,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_all_is_saved(number, tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_a_checkpoint_is_written_ends_it_in_order(number, tmp_path):
     with training(tmp_path, *SLOWLY, "--checkpoint.every-steps=1") as process:
@@ -101,6 +103,7 @@ def test_a_signal_while_a_checkpoint_is_written_ends_it_in_order(number, tmp_pat
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_while_results_are_shown_ends_the_run_in_order(number, tmp_path):
     with training(tmp_path, "--task.score-seconds=100") as process:
@@ -209,7 +212,7 @@ def test_under_nohup_the_end_of_the_terminal_is_ignored(tmp_path):
     assert f"continue with: decentjax resume {tmp_path}" in output
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_output_that_is_closed_ends_the_run_with_all_saved(tmp_path):
     reader, writer = os.pipe()
     with training(tmp_path, *SLOWLY, "--num-steps=1000", stdout=writer) as process:

@@ -114,7 +114,7 @@ PLACES += [("choco", "background"), ("int2", "background")]
 
 
 @pytest.mark.slow
-@pytest.mark.draw(5)
+@pytest.mark.draw(10)
 @pytest.mark.parametrize(("method", "where"), PLACES)
 def test_a_run_resumes_in_the_middle_of_a_round(method, where, tmp_path):
     """Bit for bit, with what was on its way."""

@@ -76,6 +76,7 @@ LOOPBACK = {"127.0.0.1", "::ffff:127.0.0.1"}
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @needs_root
 @pytest.mark.parametrize("options", [[], PEERS], ids=["job", "peers"])
 def test_a_launched_job_listens_on_loopback_alone(options, tmp_path):
@@ -104,6 +105,7 @@ OF_JOB = "process 0 listens at .*join or end the job, and read and change its mo
 
 
 @pytest.mark.slow
+@pytest.mark.draw(3)
 @needs_root
 @pytest.mark.parametrize(
     ("options", "env", "words"),
@@ -290,6 +292,7 @@ def test_hostile_fields_of_a_config_get_a_sentence_or_are_data():
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -320,6 +323,7 @@ def test_a_config_names_no_program_for_the_compiler_to_run(option):
 
 
 @pytest.mark.slow
+@pytest.mark.draw(4)
 @pytest.mark.parametrize(
     "name", ["..", "../x", "a/b", "a\0b", "", ".", "a b", "x" * 300]
 )
@@ -429,6 +433,7 @@ def modes(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
+@pytest.mark.draw(2)
 @pytest.mark.parametrize("options", [[], PEERS], ids=["job", "peers"])
 def test_files_of_a_run_are_changed_by_their_owner_alone(options, tmp_path):
     """Even where the umask is 0; and only the owner reads the secret."""
