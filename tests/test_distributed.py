@@ -65,6 +65,11 @@ def started(*command: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     ) as process:
         try:
             yield process
+        except BaseException:
+            assert process.stdout is not None
+            os.set_blocking(process.stdout.fileno(), False)
+            print((process.stdout.buffer.read() or b"").decode())
+            raise
         finally:
             process.kill()
 

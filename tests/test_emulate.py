@@ -6,9 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ import pytest
 pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emulate]'")
 
 import tiny
+from test_launch import wait_until
 
 from train.job.cores import _root
 from train.job.namespaces import EmulatedCluster, environment, parse_rate
@@ -122,13 +121,6 @@ def seconds(options: str, transfers: list[tuple[int, int]], num_bytes: int) -> f
     times = [line.split()[1:] for line in job.stdout.splitlines()]
     assert len(times) == len(transfers)
     return max(float(end) for _, end in times) - min(float(begin) for begin, _ in times)
-
-
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def processes_with(marker: str) -> list[int]:
