@@ -100,16 +100,17 @@ def test_always():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("ends", "always", "when", "passes"),
+    ("ends", "count", "always", "when", "passes"),
     [
-        ("False", True, "", True),
-        ("os.abort()", True, "", True),  # As a fault in compiled code would.
-        ("False", False, "", False),
-        ("False", True, "nightly", False),
+        ("False", 3, True, "", True),
+        ("os.abort()", 3, True, "", True),  # As a fault in compiled code would.
+        ("os.abort()", 10, True, "", False),  # Some tests have not run.
+        ("False", 3, False, "", False),
+        ("False", 3, True, "nightly", False),
     ],
 )
 def test_ci_tries_a_test_that_fails_once_more_but_at_night(
-    ends, always, when, passes, tmp_path
+    ends, count, always, when, passes, tmp_path
 ):
     text = (ROOT / ".ci" / "run").read_text()
     function = text[text.index("tests() {") : text.index("# The code block")]
@@ -118,7 +119,7 @@ def test_ci_tries_a_test_that_fails_once_more_but_at_night(
     python.parent.mkdir(parents=True)
     python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
     python.chmod(0o755)
-    files = ["test_a.py", "test_b.py", "test_c.py"]
+    files = [f"test_{number}.py" for number in range(count)]
     for file in files:
         (tmp_path / file).write_text(FLAKY.format(ends=ends, always=always))
     slow = "slow" if when else "slow and not nightly"

@@ -67,9 +67,16 @@ def steps(run_dir: Path) -> list[int]:
     return list(find_checkpoints(run_dir).steps)
 
 
-@pytest.mark.slow
-@pytest.mark.draw(3)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def by_signals(in_ci: signal.Signals) -> pytest.MarkDecorator:
+    """Parametrizes by the signals that end a run; those but one are nightly."""
+    numbers = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+    marks = {number: pytest.mark.nightly for number in numbers}
+    marks[in_ci] = pytest.mark.slow
+    params = [pytest.param(number, marks=marks[number]) for number in numbers]
+    return pytest.mark.parametrize("number", params)
+
+
+@by_signals(signal.SIGINT)
 def test_a_signal_in_an_evaluation_ends_it_and_all_is_saved(number, tmp_path):
     """At the last step, where each batch of the evaluation takes a while."""
     with training(tmp_path, "--task.eval-seconds=3") as process:
@@ -83,9 +90,7 @@ def test_a_signal_in_an_evaluation_ends_it_and_all_is_saved(number, tmp_path):
     assert steps(tmp_path) == [15, 20]
 
 
-@pytest.mark.slow
-@pytest.mark.draw(3)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@by_signals(signal.SIGTERM)
 def test_a_signal_while_a_checkpoint_is_written_ends_it_in_order(number, tmp_path):
     with training(tmp_path, *SLOWLY, "--checkpoint.every-steps=1") as process:
         wait_for(tmp_path, 5, process)
@@ -102,9 +107,7 @@ def test_a_signal_while_a_checkpoint_is_written_ends_it_in_order(number, tmp_pat
         verify(path)
 
 
-@pytest.mark.slow
-@pytest.mark.draw(3)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@by_signals(signal.SIGHUP)
 def test_a_signal_while_results_are_shown_ends_the_run_in_order(number, tmp_path):
     with training(tmp_path, "--task.score-seconds=100") as process:
         read_until(process, "single workers")
