@@ -7,7 +7,8 @@ import line
 import numpy as np
 
 from decentjax import WorkerState
-from train.store.checkpoints import Checkpoints, find_checkpoints
+from train.store.checkpoint_writer import Checkpoints
+from train.store.checkpoints import find_checkpoints
 
 
 def state_of(step: int) -> WorkerState:

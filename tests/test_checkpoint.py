@@ -28,7 +28,8 @@ from train.checkpoint import main, named
 from train.run.loop import train
 from train.run.resume import Resume, saved_config
 from train.run.scores import read_trained
-from train.store import checkpoints, manifest
+from train.store import checkpoint_writer as writer
+from train.store import manifest
 from train.store.checkpoints import (
     UNFINISHED,
     find_checkpoints,
@@ -168,7 +169,7 @@ def test_an_old_checkpoint_that_cannot_be_removed_ends_no_run(
     def refuse(path, **_):
         raise OSError(errno.ENOTEMPTY, "Directory not empty", str(path))
 
-    monkeypatch.setattr(checkpoints.shutil, "rmtree", refuse)
+    monkeypatch.setattr(writer.shutil, "rmtree", refuse)
     outcome = train(dataclasses.replace(LINE, num_steps=20), tmp_path)
     assert outcome.step == 20
     assert "checkpoints/5 could not be removed: Direct" in capsys.readouterr().err
@@ -262,7 +263,7 @@ import sys
 import tempfile
 from pathlib import Path
 import line, saving
-from train.store.checkpoints import Checkpoints
+from train.store.checkpoint_writer import Checkpoints
 
 with Checkpoints(Path(sys.argv[1]), 1, 1) as checkpoints:
     checkpoints.save(1, saving.state_of(1), line.config)
@@ -291,15 +292,15 @@ def test_where_an_exchange_has_failed_no_disk_is_the_reason():
     place = "[external/gloo/gloo/transport/tcp/pair.cc:1] "
     error = ValueError(f"INTERNAL: Gloo sendrecv failed: {place}Connection reset")
     wanted = "lost a peer: Gloo sendrecv failed: Connection reset"
-    assert checkpoints._reason(error) == wanted
+    assert writer._reason(error) == wanted
 
 
 def test_a_barrier_whose_coordinator_is_out_of_reach_ends(monkeypatch):
-    monkeypatch.setattr(checkpoints, "BARRIER_SECONDS", 0.1)
+    monkeypatch.setattr(writer, "BARRIER_SECONDS", 0.1)
     asked, ever = [], threading.Event()
-    checkpoints._bounded(lambda **options: asked.append(options))(key="a", timeout_ms=9)
+    writer._bounded(lambda **options: asked.append(options))(key="a", timeout_ms=9)
     assert asked == [{"key": "a", "timeout_ms": 9}]
-    silent = checkpoints._bounded(lambda **_: ever.wait())
+    silent = writer._bounded(lambda **_: ever.wait())
     with pytest.raises(TimeoutError, match="no answer at b"):
         silent(key="b", timeout_ms=10)
     ever.set()
@@ -308,7 +309,7 @@ def test_a_barrier_whose_coordinator_is_out_of_reach_ends(monkeypatch):
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        checkpoints._bounded(fails)(key="c", timeout_ms=10)
+        writer._bounded(fails)(key="c", timeout_ms=10)
 
 
 def test_a_list_has_steps_sizes_and_strays(run_dir, capsys):

@@ -17,7 +17,7 @@ from test_peer_job import RING, alive, last_step, process_id, used
 from train.chaos import jobs
 from train.config import PeerExchange, StepConfig, TopologyConfig, WorkersConfig
 from train.launch import main
-from train.run.peer_run import mean_moved
+from train.run.peer_watch import mean_moved
 from train.store.checkpoints import find_checkpoints
 from train.store.log import read_metrics
 

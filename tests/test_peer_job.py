@@ -43,7 +43,7 @@ from train.job.peer_place import address_of, peer_place, process_place
 from train.launch import are_peers, check_port
 from train.replay import replay
 from train.report import write_report
-from train.run import peer_run
+from train.run import peer_run, peer_watch
 from train.run.loop import train
 from train.run.optimizers import build_optimizer
 from train.run.scores import read_trained
@@ -503,7 +503,7 @@ def test_of_rounds_who_was_away_goes_on_from_its_own_step(tmp_path, capsys):
 
 
 def test_what_was_used_stays_known_up_to_the_step_where_a_run_goes_on(tmp_path):
-    watch = peer_run.Watch(as_process(1, 2))
+    watch = peer_watch.Watch(as_process(1, 2))
     begun = functools.partial(watch.opened, tmp_path, peers=None)
     with begun(0):
         for step in (4, 5, 6):
@@ -528,11 +528,11 @@ def test_a_record_of_0_2_is_read_and_gone_on_with(tmp_path):
     head = "step,worker,group,mass,peer,version,sent,share"
     path.write_text("\n".join([head, f"{own}1,2,4,0.0", f"{own}3,4,4,0.0", "5,2,0,1"]))
     one = Used(4, 2, 0, (Taken(1, 2, 4), Taken(3, 4, 4)))
-    assert peer_run.read_used(tmp_path) == [one]
-    watch = peer_run.Watch(as_process(1, 2))
+    assert peer_watch.read_used(tmp_path) == [one]
+    watch = peer_watch.Watch(as_process(1, 2))
     with watch.opened(tmp_path, 5, peers=None):
         watch.add(Used(5, 2, 0, ()))
-    assert peer_run.read_used(tmp_path) == [one, Used(5, 2, 0, ())]
+    assert peer_watch.read_used(tmp_path) == [one, Used(5, 2, 0, ())]
 
 
 RUN_PEERS = RUN_JOB.replace("run_job(processes)", "run_job(processes, lambda: True)")

@@ -84,6 +84,7 @@ def test_each_pod_of_the_job_set_runs_a_process_of_one_job():
 
 
 FLAKY = """
+import ctypes
 import os
 from pathlib import Path
 
@@ -105,6 +106,7 @@ def test_always():
         ("False", 3, True, "", True),
         ("os.abort()", 3, True, "", True),  # As a fault in compiled code would.
         ("os.abort()", 10, True, "", False),  # Some tests have not run.
+        ("ctypes.PyDLL(None).pause()", 3, True, "", True),  # No Python runs in it.
         ("False", 3, False, "", False),
         ("False", 3, True, "nightly", False),
     ],
@@ -123,7 +125,8 @@ def test_ci_tries_a_test_that_fails_once_more_but_at_night(
     for file in files:
         (tmp_path / file).write_text(FLAKY.format(ends=ends, always=always))
     slow = "slow" if when else "slow and not nightly"
-    run = f'tests first "{python}" -m pytest -ra {options}'
+    config = f"-c {ROOT}/pyproject.toml --rootdir . -o faulthandler_timeout=3 ."
+    run = f'tests first "{python}" -m pytest {options} {config}'
     script = f"{function}\n{run}\necho it passes"
     found = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", script],

@@ -37,13 +37,8 @@ from train.run.resume import Begin, Resume, saved_config, what_changed, with_cha
 from train.run.scores import build_score, read_trained
 from train.run.start_run import Parts
 from train.run.stop import Stop
-from train.store.checkpoints import (
-    Checkpoints,
-    find_checkpoints,
-    read_models,
-    restore,
-    verify,
-)
+from train.store.checkpoint_writer import Checkpoints
+from train.store.checkpoints import find_checkpoints, read_models, restore, verify
 from train.store.folder import lock
 from train.store.log import read_metrics
 

@@ -4,14 +4,11 @@ RUN/process-K is the folder of process K, with its own lock, log and checkpoints
 RUN/peers has the addresses of the workers, RUN/config.json what all processes share.
 """
 
-import contextlib
-import csv
 import dataclasses
 import functools
 import json
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +20,8 @@ from jax.sharding import Mesh
 from decentjax import WorkerState, gossip
 from decentjax.address import is_loopback, split_address, to_address
 from decentjax.local import LocalUpdate
-from decentjax.topology import default_group_size, matrices
+from decentjax.topology import default_group_size
 from train.cli.config_json import read_fields, to_json
-from train.cli.tables import say_workers
 from train.config import ApartExchange, Config, GroupExchange
 from train.data.batches import Feed
 from train.job.peer_place import address_of, peer_place
@@ -36,7 +32,7 @@ from train.run.method import build_method
 from train.run.resume import Begin, trained_by
 from train.run.stop import Stop
 from train.store.checkpoints import find_checkpoints, restore, verify
-from train.store.folder import check_links, process_folders, writing
+from train.store.folder import check_links, process_folders
 from train.store.log import METRICS, Log, warn
 from train.tasks.task import Task
 
@@ -44,9 +40,6 @@ STATE_SECONDS = 60.0  # For a peer's state, where one is further.
 JOIN_SECONDS = 5.0  # Wait for any peer, before a process continues from its own model.
 START_SECONDS = 2.0  # The same for one that may well be the first.
 WAIT_SECONDS = 0.05  # Between two looks for a quorum.
-USED = "used.csv"
-# As in `gossip.Used` and `gossip.Taken`; the last three are empty if none was received.
-COLUMNS = ("step", "worker", "group", "peer", "version", "sent")
 # Fields of `exchange` in which peers may differ.
 OWN = ("patience", "bind", "addresses", "secret_file")
 
@@ -285,139 +278,6 @@ def distance(models: Any, others: Any) -> float:
     return float(np.sqrt(np.mean(np.sum(np.square(norms), 0))))
 
 
-def watch_of(config: Config) -> "Watch | None":
-    """What this process will learn of its peers; None where it has none."""
-    return Watch(config) if config.is_apart else None
-
-
-class Watch:
-    """What a process learns of its peers: for its log, and to repeat the run.
-
-    Args:
-      config: config of the run.
-    """
-
-    def __init__(self, config: Config):
-        self._workers = peer_place(config).workers
-        self._senders = set(range(config.workers.num_workers)) - {*self._workers}
-        if not config.is_elastic:
-            self._senders = _senders(config, self._workers)
-        self._records: list[gossip.Used] = []
-        self._alive: set[int] | None = None
-        self._refused: set[str] = set()
-
-    @property
-    def first_worker(self) -> int:
-        """Number of the first worker of this process."""
-        return self._workers.start
-
-    @contextlib.contextmanager
-    def opened(self, folder: Path, start: int, peers: PeerStep) -> Iterator[None]:
-        """Writes a table of what is used; rows of steps to be redone are dropped."""
-        self._peers, self._path = peers, folder / USED
-        with writing(self._path):
-            kept = [row for row in _rows(self._path) if int(row[0]) < start]
-            text = "".join(f"{','.join(row)}\n" for row in [COLUMNS, *kept])
-            self._path.write_text(text)
-            # By line: what a process did that is killed stays known.
-            self._file = self._path.open("a", buffering=1)
-        with self._file:
-            yield
-
-    def add(self, used: gossip.Used) -> None:
-        """Records which models a worker has mixed."""
-        self._records.append(used)
-        own = used.step, used.worker, used.group
-        rows = [(*own, *taken) for taken in used.models] or [(*own, "", "", "")]
-        with writing(self._path):
-            self._file.writelines(f"{','.join(map(str, row))}\n" for row in rows)
-
-    def values(self) -> dict[str, float]:
-        """Returns values for a row of the log, of the steps since the last."""
-        records, self._records = self._records, []
-        ages = [one.step - model.step for one in records for model in one.models]
-        # By worker, step and group of leaves; a model is mixed group by group.
-        values = {"models_mixed": len(ages) / max(1, len(records))}
-        return values | ({"models_age": float(np.mean(ages))} if ages else {})
-
-    def say_changes(self, step: int, log: Log) -> None:
-        """Logs which peers have come, ended or died, and those that were refused."""
-        alive = self._peers.alive() & self._senders
-        if alive != self._alive:
-            said = f"step {step}: {_change(self._senders, self._alive, alive)}"
-            facts: dict[str, Any] = {"alive": sorted(alive)}
-            if (moved := self._mean_moved(alive)) is not None:
-                said += f"; the mean of all models moves by about {moved:.3g}"
-                facts["mean_moved"] = moved
-            log.note(step, **facts)
-            log.say(said)
-            self._alive = alive
-        for why in set(self._peers.refused.values()) - self._refused:
-            self._refused.add(why)
-            warn(
-                f"refused {why}; start it with this run's config and secret, or in "
-                "another run"
-            )
-
-    def _mean_moved(self, alive: set[int]) -> float | None:
-        """How far workers that joined or left move the mean of all models, if known."""
-        before, peers = self._alive, self._peers
-        apart = peers.apart() if isinstance(peers, gossip.Peers) else None
-        if before is None or apart is None:
-            return None
-        count = len(self._workers) + len(before)
-        return mean_moved(apart, count, len(before - alive), len(alive - before))
-
-
-def mean_moved(apart: float, before: int, gone: int, came: int) -> float:
-    """Returns how far the mean of all models moves where workers go, and others come.
-
-    k of N models leave, n = N - k stay, and l begin with a model of one that stays.
-    Where those that leave, or are taken, are as any others, this is the root of
-    `E |move|^2 = |x_j - x_i|^2 (k / (2 N n) + l (n - 1) / (2 n (n + l)^2))`.
-
-    Args:
-      apart: root mean square distance of two models.
-      before: number of models, N.
-      gone: number of those that leave, k.
-      came: number of those that come, l.
-    """
-    stay = before - gone
-    by_going = gone / (2 * before * stay)
-    by_coming = came * (stay - 1) / (2 * stay * (stay + came) ** 2)
-    return apart * math.sqrt(by_going + by_coming)
-
-
-def read_used(folder: Path) -> list[gossip.Used]:
-    """Reads the record that a process has left in its folder.
-
-    Raises:
-      ValueError: if there is none.
-    """
-    path = folder / USED
-    if not path.exists():
-        raise ValueError(f"{folder} has no {USED}: it is no process of a run of peers")
-    found: dict[tuple[int, ...], gossip.Used] = {}
-    for row in _rows(path):
-        key = step, worker, group = tuple(map(int, row[:3]))
-        one = found.get(key, gossip.Used(step, worker, group, ()))
-        if row[3]:
-            taken = gossip.Taken(*map(int, row[3:]))
-            one = one._replace(models=(*one.models, taken))
-        found[key] = one
-    return list(found.values())
-
-
-def _rows(path: Path) -> list[tuple[str, ...]]:
-    """The whole rows of a record, in the order of `COLUMNS`."""
-    if not path.exists():
-        return []
-    with path.open(newline="") as file:
-        # The last one has fewer values where the process was killed while it wrote.
-        whole = (row for row in csv.DictReader(file) if None not in row.values())
-        return [tuple(row[name] for name in COLUMNS) for row in whole]
-
-
 def _secret(config: Config, folder: Path) -> bytes:
     """The secret of the run, of the file that is given or of the run's folder."""
     exchange = config.exchange
@@ -434,13 +294,6 @@ def _secret(config: Config, folder: Path) -> bytes:
     return shared_secret(folder.parent / "peers")
 
 
-def _senders(config: Config, workers: Iterable[int]) -> set[int]:
-    """The workers of other processes from which these receive."""
-    graph = matrices(config.topology.build(config.workers))
-    found = {int(j) for w in graph for i in workers for j in np.flatnonzero(w[i])}
-    return found - set(workers)
-
-
 def _at_step(opt_state: Any, step: int) -> Any:
     """The optimizer's state with the schedule, and the count of steps, at a step."""
     counting = optax.ScaleByScheduleState | WatchState
@@ -453,13 +306,3 @@ def _at_step(opt_state: Any, step: int) -> Any:
         return x._replace(count=jax.device_put(count, x.count.sharding))
 
     return jax.tree.map(moved, opt_state, is_leaf=lambda x: isinstance(x, counting))
-
-
-def _change(senders: set[int], before: set[int] | None, alive: set[int]) -> str:
-    """A phrase for workers that joined or left since the last call; None at first."""
-    known = senders if before is None else before
-    parts = {"lost": known - alive, "has again": alive - known, "mixes with": alive}
-    if before is None:
-        parts["is without"] = parts.pop("lost")
-    said = [f"{word} {say_workers(some)}" for word, some in parts.items() if some]
-    return ", ".join(said if alive else [*said, "goes on alone"])

@@ -15,7 +15,8 @@ from train.job.peer_place import process_place
 from train.run.build import build_local, build_mesh, build_state
 from train.run.method import Method, build_method
 from train.run.optimizers import build_optimizer
-from train.run.peer_run import Watch, own_folder, watch_of
+from train.run.peer_run import own_folder
+from train.run.peer_watch import Watch, watch_of
 from train.run.straggler import check_processes
 from train.run.trace import trace_task
 from train.tasks.task import Task, build_task

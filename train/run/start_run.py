@@ -32,7 +32,8 @@ from train.run.sinks import Sink, open_sinks, with_rows_before
 from train.run.stop import Stop
 from train.run.straggler import delay
 from train.run.trace import check_batch
-from train.store.checkpoints import Checkpoints, find_checkpoints, set_aside
+from train.store.checkpoint_writer import Checkpoints
+from train.store.checkpoints import find_checkpoints, set_aside
 from train.store.folder import MADE_AGAIN
 from train.store.log import Log, for_sinks, read_metrics, warn
 from train.store.timeline import Timeline, drop_spans

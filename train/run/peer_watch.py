@@ -1,0 +1,176 @@
+"""What a process of a run of peers logs about the others, and records of their models.
+
+RUN/process-K/used.csv has the models that its workers have mixed, to repeat the run.
+"""
+
+import contextlib
+import csv
+import math
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from decentjax import gossip
+from decentjax.topology import matrices
+from train.cli.tables import say_workers
+from train.config import Config
+from train.job.peer_place import peer_place
+from train.run.build import PeerStep
+from train.store.folder import writing
+from train.store.log import Log, warn
+
+USED = "used.csv"
+# As in `gossip.Used` and `gossip.Taken`; the last three are empty if none was received.
+COLUMNS = ("step", "worker", "group", "peer", "version", "sent")
+
+
+def watch_of(config: Config) -> "Watch | None":
+    """What this process will learn of its peers; None where it has none."""
+    return Watch(config) if config.is_apart else None
+
+
+class Watch:
+    """What a process learns of its peers: for its log, and to repeat the run.
+
+    Args:
+      config: config of the run.
+    """
+
+    def __init__(self, config: Config):
+        self._workers = peer_place(config).workers
+        self._senders = set(range(config.workers.num_workers)) - {*self._workers}
+        if not config.is_elastic:
+            self._senders = _senders(config, self._workers)
+        self._records: list[gossip.Used] = []
+        self._alive: set[int] | None = None
+        self._refused: set[str] = set()
+
+    @property
+    def first_worker(self) -> int:
+        """Number of the first worker of this process."""
+        return self._workers.start
+
+    @contextlib.contextmanager
+    def opened(self, folder: Path, start: int, peers: PeerStep) -> Iterator[None]:
+        """Writes a table of what is used; rows of steps to be redone are dropped."""
+        self._peers, self._path = peers, folder / USED
+        with writing(self._path):
+            kept = [row for row in _rows(self._path) if int(row[0]) < start]
+            text = "".join(f"{','.join(row)}\n" for row in [COLUMNS, *kept])
+            self._path.write_text(text)
+            # By line: what a process did that is killed stays known.
+            self._file = self._path.open("a", buffering=1)
+        with self._file:
+            yield
+
+    def add(self, used: gossip.Used) -> None:
+        """Records which models a worker has mixed."""
+        self._records.append(used)
+        own = used.step, used.worker, used.group
+        rows = [(*own, *taken) for taken in used.models] or [(*own, "", "", "")]
+        with writing(self._path):
+            self._file.writelines(f"{','.join(map(str, row))}\n" for row in rows)
+
+    def values(self) -> dict[str, float]:
+        """Returns values for a row of the log, of the steps since the last."""
+        records, self._records = self._records, []
+        ages = [one.step - model.step for one in records for model in one.models]
+        # By worker, step and group of leaves; a model is mixed group by group.
+        values = {"models_mixed": len(ages) / max(1, len(records))}
+        return values | ({"models_age": float(np.mean(ages))} if ages else {})
+
+    def say_changes(self, step: int, log: Log) -> None:
+        """Logs which peers have come, ended or died, and those that were refused."""
+        alive = self._peers.alive() & self._senders
+        if alive != self._alive:
+            said = f"step {step}: {_change(self._senders, self._alive, alive)}"
+            facts: dict[str, Any] = {"alive": sorted(alive)}
+            if (moved := self._mean_moved(alive)) is not None:
+                said += f"; the mean of all models moves by about {moved:.3g}"
+                facts["mean_moved"] = moved
+            log.note(step, **facts)
+            log.say(said)
+            self._alive = alive
+        for why in set(self._peers.refused.values()) - self._refused:
+            self._refused.add(why)
+            warn(
+                f"refused {why}; start it with this run's config and secret, or in "
+                "another run"
+            )
+
+    def _mean_moved(self, alive: set[int]) -> float | None:
+        """How far workers that joined or left move the mean of all models, if known."""
+        before, peers = self._alive, self._peers
+        apart = peers.apart() if isinstance(peers, gossip.Peers) else None
+        if before is None or apart is None:
+            return None
+        count = len(self._workers) + len(before)
+        return mean_moved(apart, count, len(before - alive), len(alive - before))
+
+
+def mean_moved(apart: float, before: int, gone: int, came: int) -> float:
+    """Returns how far the mean of all models moves where workers go, and others come.
+
+    k of N models leave, n = N - k stay, and l begin with a model of one that stays.
+    Where those that leave, or are taken, are as any others, this is the root of
+    `E |move|^2 = |x_j - x_i|^2 (k / (2 N n) + l (n - 1) / (2 n (n + l)^2))`.
+
+    Args:
+      apart: root mean square distance of two models.
+      before: number of models, N.
+      gone: number of those that leave, k.
+      came: number of those that come, l.
+    """
+    stay = before - gone
+    by_going = gone / (2 * before * stay)
+    by_coming = came * (stay - 1) / (2 * stay * (stay + came) ** 2)
+    return apart * math.sqrt(by_going + by_coming)
+
+
+def read_used(folder: Path) -> list[gossip.Used]:
+    """Reads the record that a process has left in its folder.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    path = folder / USED
+    if not path.exists():
+        raise ValueError(f"{folder} has no {USED}: it is no process of a run of peers")
+    found: dict[tuple[int, ...], gossip.Used] = {}
+    for row in _rows(path):
+        key = step, worker, group = tuple(map(int, row[:3]))
+        one = found.get(key, gossip.Used(step, worker, group, ()))
+        if row[3]:
+            taken = gossip.Taken(*map(int, row[3:]))
+            one = one._replace(models=(*one.models, taken))
+        found[key] = one
+    return list(found.values())
+
+
+def _rows(path: Path) -> list[tuple[str, ...]]:
+    """The whole rows of a record, in the order of `COLUMNS`."""
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        # The last one has fewer values where the process was killed while it wrote.
+        whole = (row for row in csv.DictReader(file) if None not in row.values())
+        return [tuple(row[name] for name in COLUMNS) for row in whole]
+
+
+def _senders(config: Config, workers: Iterable[int]) -> set[int]:
+    """The workers of other processes from which these receive."""
+    graph = matrices(config.topology.build(config.workers))
+    found = {int(j) for w in graph for i in workers for j in np.flatnonzero(w[i])}
+    return found - set(workers)
+
+
+def _change(senders: set[int], before: set[int] | None, alive: set[int]) -> str:
+    """A phrase for workers that joined or left since the last call; None at first."""
+    known = senders if before is None else before
+    parts = {"lost": known - alive, "has again": alive - known, "mixes with": alive}
+    if before is None:
+        parts["is without"] = parts.pop("lost")
+    said = [f"{word} {say_workers(some)}" for word, some in parts.items() if some]
+    return ", ".join(said if alive else [*said, "goes on alone"])
