@@ -562,7 +562,7 @@ def traced_steps(folder: Path) -> list[int]:
 
 @pytest.mark.slow
 def test_a_resumed_run_traces_the_rest_to_its_last_step(tmp_path):
-    """In processes of its own: a trace has all threads, also those of earlier tests."""
+    """In processes of its own: with the threads of earlier tests jax's has crashed."""
     trained = ["tests/job_line.py", "--num-steps", "7", "--run-dir", str(tmp_path)]
     resumed = ["--resume", str(tmp_path), "--trust", "tests/job_line.py"]
     options = ["--num-steps", "10", "--log.profile", "5:10"]
