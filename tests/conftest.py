@@ -1,5 +1,7 @@
 """Eight simulated devices, one cache of compiled programs, and strictness."""
 
+import ctypes
+import gc
 import itertools
 import os
 import random
@@ -33,6 +35,8 @@ for number in (signal.SIGINT, signal.SIGHUP):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, lambda *_: None)
 
+LIBC = ctypes.CDLL(None)
+
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")
 
@@ -50,6 +54,10 @@ def _forget_programs():
     """Those of a file stay in memory no longer than it: a process has thousands."""
     yield
     jax.clear_caches()
+    gc.collect()
+    # What compiling has freed: glibc keeps it, apart for each thread.
+    if hasattr(LIBC, "malloc_trim"):
+        LIBC.malloc_trim(0)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
