@@ -367,7 +367,9 @@ def mean_model(stacked: Any) -> Any:
     return jax.tree.map(mean, stacked)
 
 
-def check_one_model(stacked: Any, mesh: Mesh) -> None:
+def check_one_model(
+    stacked: Any, mesh: Mesh, exchange_mesh: Mesh | None = None
+) -> None:
     """Raises a ValueError unless all workers have the same model; collective.
 
     The train steps of jobs of several processes call it before step 0, and all-reduce
@@ -376,6 +378,8 @@ def check_one_model(stacked: Any, mesh: Mesh) -> None:
     Args:
       stacked: params of the workers, [N, ...], placed on the mesh.
       mesh: mesh with the axis "workers".
+      exchange_mesh: mesh that the messages take, of as many devices in the same
+        processes; by default `mesh`.
 
     Raises:
       ValueError: if a leaf of some worker differs from that of worker 0 in any bit.
@@ -386,10 +390,12 @@ def check_one_model(stacked: Any, mesh: Mesh) -> None:
       >>> check_one_model({"w": jnp.zeros((1, 3))}, worker_mesh(1))
     """
 
-    def all_fingerprints(params: Any) -> jax.Array:
-        return jax.lax.all_gather(fingerprints(params), AXIS)
+    def gather(own: jax.Array) -> jax.Array:
+        return jax.lax.all_gather(own, AXIS)
 
-    found = jax.jit(over_workers(all_fingerprints, mesh))(stacked)
+    there = exchange_mesh or mesh
+    own = moved(jax.jit(over_workers(fingerprints, mesh))(stacked), mesh, there)
+    found = jax.jit(over_workers(gather, there))(own)
     rows = np.asarray(found.addressable_shards[0].data)[0]
     wrong = rows != rows[0]
     if wrong.any():
@@ -401,6 +407,27 @@ def check_one_model(stacked: Any, mesh: Mesh) -> None:
             f"{np.flatnonzero(wrong[:, leaf]).tolist()} differs from worker 0's: "
             + ADVICE
         )
+
+
+def moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:
+    """Returns a stacked array on the devices of another mesh, shard by shard.
+
+    Args:
+      x: array on the mesh `source`.
+      source: its mesh.
+      target: mesh of the same shape; each device is in its twin's process.
+    """
+    if source == target:
+        return x
+    twins = dict(zip(source.devices.flat, target.devices.flat, strict=True))
+    parts = [
+        # Through NumPy: between the clients of GPU and CPU there is no direct copy.
+        jax.device_put(np.asarray(shard.data), twins[shard.device])
+        for shard in x.addressable_shards
+    ]
+    spec = getattr(x.sharding, "spec", PartitionSpec(AXIS))
+    sharding = NamedSharding(target, spec)
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
 def check_mesh(mesh: Any) -> None:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import tiny
 from gpus import compiled, gpu_mesh, shapes
 from rich.console import Console
 
+from benches.gpu import pieces
 from benches.gpu.gpu import (
     ACCUM,
     BOTH,
@@ -283,3 +285,11 @@ def test_limits_count_what_must_be_moved():
     assert as_compiled > must_move
     copy, num_bytes = copy_step(task)
     assert num_bytes == 2 * copy.step().nbytes == 8 * model_bytes
+
+
+def test_the_pieces_are_measured_on_any_device(capsys):
+    pieces.main("80000")
+    found = capsys.readouterr().out
+    # On a CPU it is compared with itself.
+    assert found.count("GPU and CPU differ by 0.0e+00") == len(pieces.GRAPHS)
+    assert float(re.search(r"mean_model: (\S+) copies", found)[1]) > 0

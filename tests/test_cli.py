@@ -538,3 +538,18 @@ def test_a_command_without_a_task_loads_no_model(command):
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("text", "advice"),
+    [
+        ("Unable to initialize backend 'cuda': INTERNAL: none", "JAX_PLATFORMS=cpu"),
+        ("INTERNAL: invalid usage. Last NCCL warning: 'Duplicate GPU detected'", "own"),
+    ],
+)
+def test_a_gpu_that_a_process_cannot_have_gets_a_sentence(text, advice):
+    # As jax 0.11 says it on a machine with one GPU, to the second process of a job.
+    said = sentence(RuntimeError(text))
+    assert advice in said
+    assert text.partition(". Last")[0] in said
+    assert "Last NCCL" not in said

@@ -153,3 +153,11 @@ def test_workers_of_one_mesh_are_compared_too(n):
             ValueError, match=rf"params\['b'\] of the workers \[{n - 1}\]"
         ):
             check_one_model(place(params, mesh), mesh)
+
+
+def test_the_hashes_can_take_the_mesh_of_the_messages():
+    mesh, others = worker_mesh(3), worker_mesh(3, jax.devices()[5:8])
+    params = place({"a": jnp.ones((3, 2)), "b": jnp.arange(3.0)}, mesh)
+    with pytest.raises(ValueError, match=r"params\['b'\] of the workers \[1, 2\]"):
+        check_one_model(params, mesh, others)
+    check_one_model(params | {"b": params["b"] * 0}, mesh, others)

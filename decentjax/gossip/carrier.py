@@ -10,8 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from decentjax.codec import mix_encoded, num_bytes
@@ -31,6 +30,7 @@ from decentjax.placement import (
     check_mesh,
     check_one_model,
     is_between_processes,
+    moved,
     over_workers,
 )
 from decentjax.rounds import Rounds, _check_rounds, mix_of
@@ -93,7 +93,7 @@ class Carrier:
         """
         del groups  # An exchange is compiled for any leaves.
         if step == 0 and is_between_processes(self._mesh):
-            check_one_model(state.params, self._mesh)
+            check_one_model(state.params, self._mesh, self._exchange_mesh)
         # In the thread: after the exchanges of other users, in the same order in all
         # processes.
         self._mixes = self._engine.submit(self._lower, state.params).result()
@@ -194,9 +194,9 @@ def host_mesh(mesh: Mesh) -> Mesh:
 
 def mix_elsewhere(mix_models: Mix, models: Any, mesh: Mesh, exchange_mesh: Mesh) -> Any:
     """Returns the models of `mesh`, mixed on the devices of `exchange_mesh`."""
-    there = jax.tree.map(lambda x: _moved(x, mesh, exchange_mesh), models)
+    there = jax.tree.map(lambda x: moved(x, mesh, exchange_mesh), models)
     mixed = jax.block_until_ready(mix_models(there))
-    return jax.tree.map(lambda x: _moved(x, exchange_mesh, mesh), mixed)
+    return jax.tree.map(lambda x: moved(x, exchange_mesh, mesh), mixed)
 
 
 def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:
@@ -209,18 +209,3 @@ def _check_same_places(exchange_mesh: Mesh, mesh: Mesh) -> None:
             "exchange_mesh needs a device for each worker, in the worker's process: "
             f"wanted {wanted[0]} in processes {wanted[1]}, got {got[0]} in {got[1]}"
         )
-
-
-def _moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:
-    """Returns a stacked array on the devices of another mesh, worker by worker."""
-    if source == target:
-        return x
-    devices = target.devices.ravel()
-    parts = [
-        # Through NumPy: between the clients of GPU and CPU there is no direct copy.
-        # A shard is one row; the slice of a single worker has no start.
-        jax.device_put(np.asarray(shard.data), devices[shard.index[0].start or 0])
-        for shard in x.addressable_shards
-    ]
-    sharding = NamedSharding(target, PartitionSpec(AXIS))
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)

@@ -34,6 +34,19 @@ EXTRAS = (
     }
 )
 
+# What to do about an error of jax's start or of NCCL, by a part of its text.
+DEVICE_ERRORS = {
+    "Unable to initialize backend": (
+        "jax could not start a device of this process. A job of several processes "
+        "takes the GPU of its number on the machine, or those in JAX_LOCAL_DEVICE_IDS; "
+        "start as many processes as there are GPUs, or set JAX_PLATFORMS=cpu"
+    ),
+    "Duplicate GPU detected": (
+        "two processes share a GPU, which NCCL refuses: give each its own by "
+        "JAX_LOCAL_DEVICE_IDS, or exchange from peer to peer (launch --elastic)"
+    ),
+}
+
 
 class SaveError(Exception):
     """A file of a run could not be written; earlier files are intact."""
@@ -101,6 +114,9 @@ def sentence(error: BaseException) -> str | None:
         return "interrupted"
     if "RESOURCE_EXHAUSTED" in str(error):  # Pages of jax's or tensorstore's text.
         return _exhausted(str(error))
+    for text, advice in DEVICE_ERRORS.items():
+        if text in str(error):
+            return f"{advice}: {str(error).partition('. Last NCCL')[0]}"
     if isinstance(error, OSError):
         if error.errno is None:
             return str(error)

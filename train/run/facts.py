@@ -160,7 +160,8 @@ def peak_seconds(
     if peak is None:
         return None
     workers_per_device = config.workers.num_workers if mesh is None else 1
-    return workers_per_device * worker_flops(config, task, optimizer, state) / peak
+    flops = worker_flops(config, task, optimizer, state)
+    return None if flops is None else workers_per_device * flops / peak
 
 
 def worker_flops(
@@ -168,18 +169,25 @@ def worker_flops(
     task: Task,
     optimizer: optax.GradientTransformation,
     state: WorkerState,
-) -> float:
+) -> float | None:
     """Returns the FLOPs of a worker's local update, as XLA's cost analysis counts them.
 
     It counts a loop once, so the micro-batches are taken as one batch; kernels of
-    cuDNN, such as fused attention, count as nothing.
+    cuDNN, such as fused attention, count as nothing. None where jax has no CPU device
+    to analyse it with.
     """
     whole = dataclasses.replace(config.step, num_micro_batches=1)
     local = build_local(whole, task.loss_fn, optimizer)
     one = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), state)
     batch = task.batch_shape(config.step.batch_per_worker)
-    # Lowered, not compiled: that would take as long again as the step itself.
-    costs = jax.jit(local).lower(one, batch, one.params).cost_analysis()
+    try:
+        # A GPU's client analyses compiled programs alone, and compiling would take as
+        # long again as the step itself.
+        cpu = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:
+        return None
+    with jax.default_device(cpu):
+        costs = jax.jit(local).lower(one, batch, one.params).cost_analysis()
     assert costs is not None
     return float(costs["flops"])
 
