@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     )
     from decentjax.correction import exact_diffusion, quasi_global_momentum
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
+    from decentjax.foreign import WrappedStep, wrap
     from decentjax.local import (
         Gradient,
         LocalUpdate,
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         worker_mesh,
     )
     from decentjax.rounds import Rounds, init_rounds, round_step
+    from decentjax.stacking import stack, stacked_shardings
     from decentjax.state import AXIS, DecentralizeState, WorkerState, init_state
     from decentjax.step import all_reduce_step, atc_step, awc_step
 
@@ -76,6 +78,7 @@ __all__ = [
     "Topology",
     "TrainStep",
     "WorkerState",
+    "WrappedStep",
     "accum_adam",
     "accum_adamw",
     "adapt",
@@ -117,8 +120,11 @@ __all__ = [
     "scale_by_accum_adam",
     "schedule",
     "simulate",
+    "stack",
+    "stacked_shardings",
     "topology",
     "worker_mesh",
+    "wrap",
 ]
 
 _MODULES = (
@@ -148,6 +154,8 @@ _CORE = (
     "rounds",
     "optim",
     "correction",
+    "stacking",
+    "foreign",
 )
 
 

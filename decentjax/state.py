@@ -1,11 +1,13 @@
 """The state of a worker, and the initial state of all."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import ArrayLike
 
 from decentjax._own_models import folded, is_key, is_typed_key, map_keys
 
@@ -74,38 +76,61 @@ def init_state(
     check_optimizer(optimizer)
     if not hasattr(key, "dtype"):
         raise TypeError(f"key must be a random key, as jax.random.key(0), got {key!r}")
+    check_workers(num_workers, workers)
+    if not jax.tree.leaves(params):
+        raise ValueError("nothing to train: the params have no leaves")
+    numbers = jnp.arange(num_workers) if workers is None else jnp.asarray(workers)
+    keys = jax.random.split(key, num_workers)[numbers]
+
+    def init_optimizer(params: Any, number: jax.Array) -> Any:
+        return map_keys(lambda key: folded(key, number), optimizer.init(params))
+
+    params, extra = jax.tree.map(lambda x: _rows(x, len(keys)), (params, extra))
+    model_state = own_rows(model_state, numbers)
+    opt_state = jax.vmap(init_optimizer)(params, numbers)
+    # Some optimizers keep the params themselves, but a buffer is donated only once.
+    opt_state = jax.tree.map(lambda x: x.copy(), opt_state)
+    return WorkerState(params, opt_state, model_state, keys, extra)
+
+
+def check_workers(num_workers: int, workers: Sequence[int] | None) -> None:
+    """Raises a ValueError unless there are such workers."""
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least one, got {num_workers}")
     if workers is not None and not all(0 <= i < num_workers for i in workers):
         raise ValueError(
             f"workers must be from 0 to {num_workers - 1}, got {list(workers)}"
         )
-    if not jax.tree.leaves(params):
-        raise ValueError("nothing to train: the params have no leaves")
-    numbers = jnp.arange(num_workers) if workers is None else jnp.asarray(workers)
-    keys = jax.random.split(key, num_workers)[numbers]
 
-    def repeat(x: Any) -> jax.Array:
-        return jnp.repeat(jnp.asarray(x)[None], len(keys), axis=0)
 
-    # Counts of draws next to a key, as of flax NNX, may look like a raw key.
-    has_typed = any(map(is_typed_key, jax.tree.leaves(model_state)))
+def own_rows(tree: Any, numbers: ArrayLike) -> Any:
+    """Returns a row of each leaf for each worker; random keys become its own.
 
+    Args:
+      tree: arrays of one worker.
+      numbers: numbers of the workers, [K].
+    """
+    return jax.tree.map(functools.partial(rows_of, numbers), tree, keys_in(tree))
+
+
+def rows_of(numbers: ArrayLike, x: Any, holds_keys: bool) -> jax.Array:
+    """Returns the rows of one leaf; see `own_rows`."""
+    numbers = jnp.asarray(numbers)
+    if not holds_keys:
+        return _rows(x, len(numbers))
     # With the same key all workers would drop the same units and add the same noise.
-    def repeat_or_split(x: Any) -> jax.Array:
-        if not (is_typed_key if has_typed else is_key)(x):
-            return repeat(x)
-        return jax.vmap(folded, (None, 0))(jnp.asarray(x), numbers)
+    return jax.vmap(folded, (None, 0))(jnp.asarray(x), numbers)
 
-    def init_optimizer(params: Any, number: jax.Array) -> Any:
-        return map_keys(lambda key: folded(key, number), optimizer.init(params))
 
-    params, extra = jax.tree.map(repeat, (params, extra))
-    model_state = jax.tree.map(repeat_or_split, model_state)
-    opt_state = jax.vmap(init_optimizer)(params, numbers)
-    # Some optimizers keep the params themselves, but a buffer is donated only once.
-    opt_state = jax.tree.map(lambda x: x.copy(), opt_state)
-    return WorkerState(params, opt_state, model_state, keys, extra)
+def keys_in(tree: Any) -> Any:
+    """Which leaves of a tree hold random keys, as a tree of booleans."""
+    # Counts of draws next to a key, as of flax NNX, may look like a raw key.
+    has_typed = any(map(is_typed_key, jax.tree.leaves(tree)))
+    return jax.tree.map(is_typed_key if has_typed else is_key, tree)
+
+
+def _rows(x: Any, count: int) -> jax.Array:
+    return jnp.repeat(jnp.asarray(x)[None], count, axis=0)
 
 
 def check_optimizer(optimizer: Any) -> None:

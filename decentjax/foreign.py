@@ -1,0 +1,423 @@
+"""Train steps that know nothing of workers, decentralized without a change.
+
+    x_i <- sum_j W_ij x_j + (step(x_i) - x_i)
+
+The step is the local update of one worker, and the models are averaged beside it.
+"""
+
+import contextlib
+import functools
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
+from jax.sharding import Mesh
+
+from decentjax._collectives import sum_dtype
+from decentjax._own_models import check_averageable
+from decentjax.exchange import Topology
+from decentjax.local import Adapt, check_averages_nothing
+from decentjax.loss import check_call
+from decentjax.mixing import is_mixed
+from decentjax.placement import on_mesh, simulate
+from decentjax.rounds import Rounds, init_rounds, round_step
+from decentjax.stacking import stack
+from decentjax.state import AXIS, WorkerState
+from decentjax.step import awc_step
+
+Plan = Topology | Rounds
+Run = Callable[[Adapt, Any], Any]
+"""Maps (local update, plan) to a train step, as `gossip.Background` does."""
+
+
+class Lens(NamedTuple):
+    """The params within a train state.
+
+    Args:
+      structure: structure of the state.
+      params: structure of the params.
+      numbers: numbers of the state's leaves that are params, in their order.
+    """
+
+    structure: Any
+    params: Any
+    numbers: tuple[int, ...]
+
+    def split(self, state: Any) -> tuple[Any, Any]:
+        """Returns the params, and the rest: the state with None in their place."""
+        leaves = jax.tree.leaves(state)
+        params = [leaves[number] for number in self.numbers]
+        for number in self.numbers:
+            leaves[number] = None
+        return self.params.unflatten(params), self.structure.unflatten(leaves)
+
+    def join(self, params: Any, rest: Any) -> Any:
+        """Returns the state of which these are the parts."""
+        found = dict(zip(self.numbers, jax.tree.leaves(params), strict=True))
+        others = iter(jax.tree.leaves(rest))
+        count = self.structure.num_leaves
+        leaves = (found[n] if n in found else next(others) for n in range(count))
+        return self.structure.unflatten(leaves)
+
+
+class WrappedStep:
+    """A train step of all workers, as `wrap` returns it; a context manager.
+
+    Its state is a `WorkerState`, so that all of this library takes it: `params` are the
+    stacked params, `opt_state` is the rest of the train state.
+    """
+
+    def __init__(
+        self,
+        train_step: Callable[[Any, Any], tuple[Any, Any]],
+        plan: Plan,
+        mesh: Mesh | None,
+        params: Callable[[Any], Any] | None,
+        run: Run | None,
+    ):
+        self._step, self._plan, self._mesh = train_step, plan, mesh
+        self._select = params or default_params
+        self._lens: Lens | None = None
+        self._run = (run or functools.partial(_compiled, mesh=mesh))(self.local, plan)
+
+    def init(
+        self,
+        state: Any,
+        key: jax.Array | None = None,
+        workers: Sequence[int] | None = None,
+    ) -> WorkerState:
+        """Returns the state of all workers: the train state on each of them.
+
+        Random keys in it become each worker's own.
+
+        Args:
+          state: train state of one worker, as the step takes it. If the workers are
+            slices of the mesh, its arrays may already lie on it.
+          key: random key for messages that are rounded at random; by default key 0.
+          workers: numbers of the workers of this process, where not all of a mesh.
+
+        Raises:
+          TypeError: if an optimizer in it averages models itself, or undoes an average.
+          ValueError: if no params are found, or its arrays lie on another mesh.
+        """
+        self._lens = lens = _lens(self._select, state)
+        params, rest = lens.split(state)
+        _check_rest(rest)
+        is_rounds = isinstance(self._plan, Rounds)
+        extra = init_rounds(self._plan, params) if is_rounds else ()
+        key = jax.random.key(0) if key is None else key
+        count = _num_workers(self._plan)
+        # One by one: a typed key decides which arrays of a tree are keys.
+        parts = (
+            stack(part, count, self._mesh, workers)
+            for part in (params, rest, (), key, extra)
+        )
+        return WorkerState(*parts)
+
+    def __call__(self, state: WorkerState, batch: Any, step: int) -> tuple[Any, Any]:
+        """Runs a step; the state's buffers are donated.
+
+        Args:
+          state: state of all workers.
+          batch: stacked batches, [N, ...].
+          step: number of the step, a Python int.
+
+        Returns:
+          The new state, and the stacked metrics.
+        """
+        return self._run(state, batch, step)
+
+    def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
+        """Lowers a compiled step; arrays may be shapes, as from `jax.eval_shape`."""
+        return self._run.lower(state, batch, step)
+
+    def states(self, state: WorkerState) -> Any:
+        """Returns the train states of the workers: one, whose leaves are [N, ...].
+
+        `mean_model` of it is the train state to evaluate and to export.
+        """
+        return self._known().join(state.params, state.opt_state)
+
+    def local(
+        self, state: WorkerState, batch: Any, mixed: Any
+    ) -> tuple[WorkerState, Any]:
+        """The local update, for the steps and exchanges of this library."""
+        lens = self._known()
+        _check_rest(state.opt_state)
+        before = lens.join(state.params, state.opt_state)
+        after, metrics = _called(self._step, before, batch)
+        stepped, rest = lens.split(after)
+        params = jax.tree.map(_moved, mixed, stepped, state.params)
+        key = jax.random.fold_in(state.key, 0)
+        return WorkerState(params, rest, (), key, state.extra), metrics
+
+    def _known(self) -> Lens:
+        if self._lens is None:
+            raise ValueError("call init with a train state first, after a resume too")
+        return self._lens
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if hasattr(self._run, "__exit__"):  # A thread or peers.
+            self._run.__exit__(*error)
+
+
+def wrap(
+    train_step: Callable[[Any, Any], tuple[Any, Any]],
+    plan: Plan,
+    mesh: Mesh | None = None,
+    *,
+    params: Callable[[Any], Any] | None = None,
+    run: Run | None = None,
+) -> WrappedStep:
+    """Decentralizes a train step of one worker that knows nothing of workers.
+
+    Over a topology each worker i adds what its own step has changed to the average:
+
+        x_i <- sum_j W_ij x_j + (step(x_i) - x_i)
+
+    which is `awc_step`, but that weight decay is that of the worker's own model. Over
+    rounds, as of `methods.diloco`, the step is the inner step. The rest of the train
+    state (moments, batch statistics, counts, random keys) stays each worker's own. A
+    second model of a schedule-free optimizer is averaged too.
+
+    Inside the step the workers' axis is mapped by `jax.shard_map` or `jax.vmap`: it
+    sees one worker's arrays. Where a worker is a slice of the mesh, they are sharded
+    over its other axes as before; leave out `mesh=` of an inner `jax.shard_map`, which
+    then takes the slice's mesh from the context.
+
+    Args:
+      train_step: `train_step(state, batch) -> (state, metrics)`, jitted or not; the
+        state is any pytree of arrays, as flax's `TrainState`, a state of
+        `nnx.split((model, optimizer))`, such modules themselves, or a tuple.
+      plan: topology whose exchanges are taken in turn, or rounds.
+      mesh: mesh with the axis "workers", of which each worker has a device or a slice;
+        None simulates all workers on one device.
+      params: function that selects the params of a state, which are averaged; by
+        default its attribute or item `params`, the `nnx.Param`s, or the first item of a
+        tuple.
+      run: function that maps the local update and the plan to a train step, instead of
+        a compiled step: `functools.partial(gossip.Background, mesh=mesh)` exchanges in
+        a second thread, `functools.partial(gossip.Peers, party=party)` between peers.
+
+    Returns:
+      The train step of all workers: `init` takes a train state, the step a stacked
+      batch and the number of the step, and `states` returns the train states.
+
+    Raises:
+      TypeError: if the step is not a function of state and batch, or the plan is
+        neither topology nor rounds.
+      ValueError: if the mesh does not have the workers of the plan; at the first step,
+        if the train step averages over workers itself, or returns another state.
+
+    Examples:
+      >>> import jax, jax.numpy as jnp, optax
+      >>> import decentjax
+      >>> optimizer = optax.adam(0.1)
+      >>> def train_step(state, batch):  # Knows nothing of workers.
+      ...     params, opt_state = state
+      ...     loss, grads = jax.value_and_grad(lambda x: ((x - batch) ** 2).mean())(params)
+      ...     updates, opt_state = optimizer.update(grads, opt_state)
+      ...     return (optax.apply_updates(params, updates), opt_state), loss
+      >>> params = jnp.zeros(3)
+      >>> step = decentjax.wrap(train_step, decentjax.topology.ring(4))
+      >>> state = step.init((params, optimizer.init(params)))
+      >>> for t in range(100):
+      ...     state, losses = step(state, jnp.ones((4, 8, 3)), t)
+      >>> params, opt_state = decentjax.mean_model(step.states(state))
+      >>> print(params.round(2))
+      [1. 1. 1.]
+    """
+    check_call(train_step, "train_step", "state", "batch")
+    if not isinstance(plan, Plan):
+        raise TypeError(
+            "wanted a topology or rounds, such as topology.ring(8) or "
+            f"methods.diloco(8), got {type(plan).__name__}"
+        )
+    return WrappedStep(train_step, plan, mesh, params, run)
+
+
+def default_params(state: Any) -> Any:
+    """The params of a train state, by its type or by the names of its parts.
+
+    Raises:
+      ValueError: if there are none.
+    """
+    if hasattr(state, "params"):
+        return state.params
+    if isinstance(state, Mapping) and "params" in state:
+        return state["params"]
+    if found := _nnx_params(state):
+        return found
+    if isinstance(state, tuple | list) and len(state) > 1:
+        return state[0]
+    raise ValueError(
+        f"found no params in a train state of type {type(state).__name__}: pass a "
+        "function that selects them, params=lambda state: state.model"
+    )
+
+
+def _nnx_params(state: Any) -> list[Any]:
+    """The values of the `nnx.Param`s in a state of flax NNX."""
+    nnx: Any = sys.modules.get(
+        "flax.nnx"
+    )  # No need to import it for a state of others.
+    if nnx is None:
+        return []
+    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
+    variables = jax.tree.leaves(state, is_leaf=is_variable)
+    return [jax.tree.leaves(x) for x in variables if isinstance(x, nnx.Param)]
+
+
+def _compiled(local: Adapt, plan: Plan, mesh: Mesh | None) -> Any:
+    """The compiled step over a plan, on the mesh or simulated."""
+    if isinstance(plan, Rounds):
+        step: Any = functools.partial(round_step, rounds=plan, adapt=local)
+        turns: Any = plan.schedule
+    else:
+        step, turns = functools.partial(awc_step, adapt=local), plan
+    return simulate(step, turns) if mesh is None else on_mesh(step, turns, mesh)
+
+
+def _num_workers(plan: Plan) -> int:
+    one = plan.schedule if isinstance(plan, Rounds) else plan
+    return one.num_workers
+
+
+def _check_rest(rest: Any) -> None:
+    """Raises a TypeError for an optimizer that averages models, or undoes it."""
+    check_averages_nothing(rest, "wrap")
+    check_averageable(rest)
+
+
+def _lens(select: Callable[[Any], Any], state: Any) -> Lens:
+    """Finds which leaves of a state the function selects."""
+    leaves, structure = jax.tree.flatten(state)
+    for path, x in jax.tree.leaves_with_path(state):
+        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
+            raise TypeError(
+                f"state{jax.tree_util.keystr(path)} is a {type(x).__name__}: a train "
+                "state consists of arrays; keep the rest outside, as nnx.split and "
+                "eqx.partition do"
+            )
+    # Stand-ins of the same shapes, each an object of its own.
+    marks = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
+    numbers = {id(mark): number for number, mark in enumerate(marks)}
+    selected, params = jax.tree.flatten(select(structure.unflatten(marks)))
+    found = [numbers.get(id(x)) for x in selected]
+    if None in found or len(set(found)) < len(found):
+        raise ValueError(
+            "params must select arrays of the train state, each once, as in "
+            "lambda state: state.params; it returned others"
+        )
+    if not any(is_mixed(selected[i]) for i in range(len(found))):
+        raise ValueError(
+            "params selects no arrays of floats from the train state: there would be "
+            "nothing to average"
+        )
+    return Lens(structure, params, tuple(n for n in found if n is not None))
+
+
+def _moved(mixed: jax.Array, stepped: jax.Array, before: jax.Array) -> jax.Array:
+    """`mixed + (stepped - before)`."""
+    # Where nothing was averaged, the step's own result, without rounding.
+    if mixed is before or not is_mixed(before):
+        return stepped
+    dtype = sum_dtype(before)
+    change = stepped.astype(dtype) - before.astype(dtype)
+    return (mixed.astype(dtype) + change).astype(before.dtype)
+
+
+def _called(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
+    """Calls the step, once it has been seen to do what it must."""
+    with _explained():
+        traced, shapes = jax.make_jaxpr(step, return_shape=True)(state, batch)
+    _check_result(shapes, state)
+    if AXIS in _axes(traced.jaxpr):
+        raise ValueError(
+            f'train_step averages over the axis "{AXIS}" itself, so there would be '
+            "nothing left to average: leave out its pmean or psum over the workers"
+        )
+    outputs = jaxpr_as_fun(traced)(*jax.tree.leaves((state, batch)))
+    return jax.tree.unflatten(jax.tree.structure(shapes), outputs)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """A context that says what errors of tracing mean for a wrapped step."""
+    try:
+        yield
+    except NameError as error:
+        unbound = re.search(r"unbound axis name:? ?'?(\w*)", str(error))
+        if unbound is None:
+            raise
+        raise ValueError(
+            f'train_step averages over the axis "{unbound[1]}", of jax.pmap or '
+            "jax.vmap, which it does not have here: leave out its pmean or psum, as "
+            "wrap averages the models"
+        ) from error
+    except ValueError as error:
+        if "context mesh" not in str(error).lower():
+            raise
+        raise ValueError(
+            "train_step names a mesh itself, but inside it is one worker's slice of "
+            "the mesh: leave out mesh= of jax.shard_map, and give a PartitionSpec "
+            "instead of a NamedSharding"
+        ) from error
+
+
+def _check_result(result: Any, state: Any) -> None:
+    """Raises an error unless the shapes are those of (state, metrics)."""
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise TypeError(
+            "train_step must return (state, metrics), got "
+            + (f"{len(result)} values" if isinstance(result, tuple) else "one value")
+        )
+    wanted, got = _shapes(state), _shapes(result[0])
+    if wanted != got:
+        paths = [*wanted, *(path for path in got if path not in wanted)]
+        path = next(path for path in paths if wanted.get(path) != got.get(path))
+        raise ValueError(
+            f"train_step must return a state like its argument, but {path} is "
+            f"{got.get(path, 'missing')} after it and {wanted.get(path, 'missing')} "
+            "before"
+        )
+    if jax.tree.structure(state) != jax.tree.structure(result[0]):
+        raise ValueError(
+            "train_step must return a state like its argument, but their static parts "
+            f"differ: {jax.tree.structure(state)}, and after it "
+            f"{jax.tree.structure(result[0])}"
+        )
+
+
+def _shapes(tree: Any) -> dict[str, str]:
+    return {
+        f"state{jax.tree_util.keystr(path)}": (
+            f"{jnp.result_type(x)}{list(jnp.shape(x))}"
+        )
+        for path, x in jax.tree.leaves_with_path(tree)
+    }
+
+
+def _axes(jaxpr: Jaxpr) -> set[Any]:
+    """The mapped axes over which a program communicates."""
+    found: set[Any] = set()
+    for equation in jaxpr.eqns:
+        if equation.primitive.name != "axis_index":
+            for name in ("axes", "axis_name"):
+                axes = equation.params.get(name, ())
+                found.update(axes if isinstance(axes, tuple) else (axes,))
+        for value in jax.tree.leaves(list(equation.params.values()), is_leaf=_is_jaxpr):
+            if _is_jaxpr(value):
+                found |= _axes(value if isinstance(value, Jaxpr) else value.jaxpr)
+    return found
+
+
+def _is_jaxpr(x: Any) -> bool:
+    return isinstance(x, Jaxpr | ClosedJaxpr)
