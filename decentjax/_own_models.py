@@ -45,12 +45,18 @@ def check_averageable(opt_state: Any) -> None:
 
 def check_no_own_model(opt_state: Any, what: str) -> None:
     """Raises a TypeError for an optimizer with a model that `what` does not average."""
-    if states_of(opt_state, contrib.ScheduleFreeState):
+    if own_models(opt_state):
         raise TypeError(
             "schedule_free keeps a second model z, which has to be averaged with "
             f"the params, and {what} averages only the params: use awc_step, "
             "atc_step or decentralize, or another optimizer"
         )
+
+
+def own_models(opt_state: Any) -> list[Any]:
+    """The models that an optimizer keeps in addition to the params."""
+    found = [x.z for x in states_of(opt_state, contrib.ScheduleFreeState)]
+    return [z for z in found if jax.tree.leaves(z)]  # A mask may remove all of one.
 
 
 def average_own_models(opt_state: Any, average: Callable[[Any], Any]) -> Any:
@@ -65,7 +71,7 @@ def average_own_models(opt_state: Any, average: Callable[[Any], Any]) -> Any:
     """
 
     def averaged(state: Any) -> Any:
-        # A mask may remove all of z.
+        # As in `own_models`.
         if isinstance(state, contrib.ScheduleFreeState) and jax.tree.leaves(state.z):
             return state._replace(z=average(state.z))
         return state

@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh
 
 from decentjax._collectives import sum_dtype
-from decentjax._own_models import check_averageable
+from decentjax._own_models import check_averageable, own_models
 from decentjax.exchange import Topology
 from decentjax.local import Adapt, check_averages_nothing
 from decentjax.loss import check_call
@@ -107,10 +107,10 @@ class WrappedStep:
         self._lens = lens = _lens(self._select, state)
         params, rest = lens.split(state)
         _check_rest(rest)
-        is_rounds = isinstance(self._plan, Rounds)
-        extra = init_rounds(self._plan, params) if is_rounds else ()
+        plan = self._plan
+        extra = init_rounds(plan, params) if isinstance(plan, Rounds) else ()
         key = jax.random.key(0) if key is None else key
-        count = _num_workers(self._plan)
+        count = _num_workers(plan)
         # One by one: a typed key decides which arrays of a tree are keys.
         parts = (
             stack(part, count, self._mesh, workers)
@@ -129,6 +129,7 @@ class WrappedStep:
         Returns:
           The new state, and the stacked metrics.
         """
+        self._known()
         return self._run(state, batch, step)
 
     def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
@@ -184,8 +185,9 @@ def wrap(
 
     which is `awc_step`, but that weight decay is that of the worker's own model. Over
     rounds, as of `methods.diloco`, the step is the inner step. The rest of the train
-    state (moments, batch statistics, counts, random keys) stays each worker's own. A
-    second model of a schedule-free optimizer is averaged too.
+    state (moments, batch statistics, counts, random keys) stays each worker's own, but
+    for z of a schedule-free optimizer, which is averaged too: the params are then
+    `(params, [z])`.
 
     Inside the step the workers' axis is mapped by `jax.shard_map` or `jax.vmap`: it
     sees one worker's arrays. Where a worker is a slice of the mesh, they are sharded
@@ -222,7 +224,8 @@ def wrap(
       >>> optimizer = optax.adam(0.1)
       >>> def train_step(state, batch):  # Knows nothing of workers.
       ...     params, opt_state = state
-      ...     loss, grads = jax.value_and_grad(lambda x: ((x - batch) ** 2).mean())(params)
+      ...     loss_fn = lambda x: ((x - batch) ** 2).mean()
+      ...     loss, grads = jax.value_and_grad(loss_fn)(params)
       ...     updates, opt_state = optimizer.update(grads, opt_state)
       ...     return (optax.apply_updates(params, updates), opt_state), loss
       >>> params = jnp.zeros(3)
@@ -309,7 +312,10 @@ def _lens(select: Callable[[Any], Any], state: Any) -> Lens:
     # Stand-ins of the same shapes, each an object of its own.
     marks = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
     numbers = {id(mark): number for number, mark in enumerate(marks)}
-    selected, params = jax.tree.flatten(select(structure.unflatten(marks)))
+    marked = structure.unflatten(marks)
+    wanted, others = select(marked), own_models(marked)
+    # A second model, z of schedule-free optimizers, moves and is averaged likewise.
+    selected, params = jax.tree.flatten((wanted, others) if others else wanted)
     found = [numbers.get(id(x)) for x in selected]
     if None in found or len(set(found)) < len(found):
         raise ValueError(

@@ -1,0 +1,632 @@
+"""Train steps that know nothing of workers, in every form of the library."""
+
+import concurrent.futures
+import functools
+import math
+import os
+import subprocess
+import sys
+from typing import Any, NamedTuple
+
+import flax.linen
+import hlo
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from flax.training.train_state import TrainState
+from hypothesis import given
+from hypothesis import strategies as st
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from parties import party_of
+
+from decentjax import (
+    AXIS,
+    Rounds,
+    adapt,
+    awc_step,
+    codec,
+    decentralize,
+    gossip,
+    init_rounds,
+    init_state,
+    mean_model,
+    methods,
+    place,
+    round_step,
+    schedule,
+    simulate,
+    stack,
+    stacked_shardings,
+    topology,
+    worker_mesh,
+    wrap,
+)
+from decentjax.compression import error_feedback
+from decentjax.foreign import _lens
+from tests.test_readme import ROOT
+
+STEPS = 5
+OPTIMIZER = optax.adam(1e-2)
+PARAMS = {
+    "a": np.random.default_rng(0).standard_normal((6, 8)).astype("float32") / 3,
+    "b": np.random.default_rng(1).standard_normal((8, 2)).astype("float32") / 3,
+}
+
+
+def loss_of(params, x, y):
+    return jnp.mean((jnp.tanh(x @ params["a"]) @ params["b"] - y) ** 2)
+
+
+class Own(NamedTuple):
+    """A train state of one's own."""
+
+    count: jax.Array
+    params: Any
+    opt_state: Any
+
+
+def start(optimizer=OPTIMIZER):
+    return Own(jnp.int32(0), PARAMS, optimizer.init(PARAMS))
+
+
+def own_step(state, batch, loss_fn=loss_of, optimizer=OPTIMIZER):
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, *batch)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    return Own(state.count + 1, params, opt_state), {"loss": loss}
+
+
+def batches(num_workers):
+    draw = np.random.default_rng(num_workers)
+    shapes = (num_workers, 16, 6), (num_workers, 16, 2)
+    return [
+        tuple(draw.standard_normal(shape).astype("float32") for shape in shapes)
+        for _ in range(STEPS)
+    ]
+
+
+def of_library(plan, optimizer=OPTIMIZER):
+    """The params of all workers by the library's own steps."""
+
+    def loss_fn(params, model_state, batch, key):
+        return loss_of(params, *batch), (model_state, {})
+
+    local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
+    if isinstance(plan, Rounds):
+        step = functools.partial(round_step, rounds=plan, adapt=local)
+        plan, extra = plan.schedule, init_rounds(plan, PARAMS)
+    else:
+        step, extra = functools.partial(awc_step, adapt=local), ()
+    n = plan.num_workers
+    state = init_state(PARAMS, optimizer, jax.random.key(0), n, extra=extra)
+    train_step = simulate(step, plan)
+    for t, batch in enumerate(batches(n)):
+        state, _ = train_step(state, batch, t)
+    return state.params
+
+
+def run(train_step, state, put=lambda batch: batch):
+    n = len(jax.tree.leaves(state)[0])
+    for t, batch in enumerate(batches(n)):
+        state, metrics = train_step(state, put(batch), t)
+        assert metrics["loss"].shape == (n,)
+    return train_step.states(state)
+
+
+def assert_close(got, wanted, atol=1e-6):
+    def close(x, y):
+        np.testing.assert_allclose(np.asarray(x), np.asarray(y), rtol=0, atol=atol)
+
+    jax.tree.map(close, got, wanted)
+
+
+PLANS = {
+    "ring": topology.ring,
+    "one_peer": topology.one_peer_exponential,
+    "complete": topology.complete,
+    "diloco": lambda n: methods.diloco(n, num_steps=2),
+    "late": lambda n: Rounds(schedule.every(topology.ring(n), 2, delay=2)),
+    "atc": lambda n: methods.local_sgd(topology.ring(n), num_steps=1),
+}
+
+
+@pytest.mark.draw(8)
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("num_workers", [1, 2, 3, 5, 8])
+def test_a_wrapped_step_is_the_librarys(num_workers, name):
+    plan = PLANS[name](num_workers)
+    wanted = of_library(plan)
+    step = wrap(own_step, plan)
+    ended = run(step, step.init(start()))
+    assert isinstance(ended, Own)
+    assert_close(ended.params, wanted)
+    np.testing.assert_array_equal(ended.count, STEPS)
+    mesh = worker_mesh(num_workers)
+    step = wrap(own_step, plan, mesh)
+    ended = run(step, step.init(start()), lambda batch: place(batch, mesh))
+    assert_close(ended.params, wanted)
+    assert ended.params["a"].sharding.spec == PartitionSpec(AXIS)
+
+
+def test_messages_are_encoded_for_each_worker():
+    plan = Rounds(
+        schedule.every(topology.ring(4), 1),
+        compression=error_feedback(codec.int8()),
+    )
+    step = wrap(own_step, plan)
+    ended = run(step, step.init(start()))
+    # Rounded at random, by other keys than the library's own steps have.
+    assert_close(ended.params, of_library(plan), atol=2e-2)
+    keys = [step.init(start()).key, step.init(start(), jax.random.key(1)).key]
+    assert (
+        len(np.unique(jax.random.key_data(jnp.stack(keys)).reshape(8, -1), axis=0)) == 8
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", [topology.ring(4), methods.diloco(4, num_steps=2)])
+def test_a_wrapped_step_exchanges_in_a_second_thread(plan):
+    mesh = worker_mesh(4)
+    kinds = {True: gossip.BackgroundRounds, False: gossip.Background}
+    run_it = functools.partial(kinds[isinstance(plan, Rounds)], mesh=mesh)
+    with wrap(own_step, plan, mesh, run=run_it) as step:
+        ended = run(step, step.init(start()), lambda batch: place(batch, mesh))
+    assert_close(ended.params, of_library(plan))
+
+
+@pytest.mark.slow
+def test_a_wrapped_step_exchanges_between_peers(tmp_path):
+    graph = topology.ring(3)
+
+    def work(worker):
+        party = party_of(tmp_path, [worker])
+        peers = functools.partial(gossip.Peers, party=party, patience=math.inf)
+        with wrap(own_step, graph, party.mesh, run=peers) as step:
+            state = step.init(start(), workers=[worker])
+            for t, batch in enumerate(batches(3)):
+                rows = jax.tree.map(lambda x: x[worker : worker + 1], batch)
+                state, _ = step(state, place(rows, party.mesh), t)
+            return jax.device_get(step.states(state).params)
+
+    with concurrent.futures.ThreadPoolExecutor(3) as pool:
+        found = list(pool.map(work, range(3), timeout=200))
+    ended = jax.tree.map(lambda *rows: np.concatenate(rows), *found)
+    assert_close(ended, of_library(graph))
+
+
+def sharded(x, mesh):
+    """An array of one worker over the devices of its slice."""
+    spec = [None] * x.ndim
+    if x.ndim:
+        spec[-1] = "fsdp"
+    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+
+
+def explicit_loss(params, x, y):
+    rows = PartitionSpec("fsdp")
+    h = jnp.tanh(jnp.matmul(x, params["a"], out_sharding=rows))
+    return jnp.mean((jnp.matmul(h, params["b"], out_sharding=rows) - y) ** 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+@pytest.mark.parametrize("plan", [topology.ring(4), methods.diloco(4, num_steps=2)])
+def test_shards_of_a_worker_stay_where_they_lie(plan, kind):
+    mesh = jax.make_mesh((4, 2), (AXIS, "fsdp"), axis_types=(kind, kind))
+    loss_fn = explicit_loss if kind is AxisType.Explicit else loss_of
+    step = wrap(functools.partial(own_step, loss_fn=loss_fn), plan, mesh)
+    state = step.init(jax.tree.map(lambda x: sharded(jnp.asarray(x), mesh), start()))
+    rows = NamedSharding(mesh, PartitionSpec(AXIS, "fsdp"))
+    ended = run(step, state, lambda batch: jax.device_put(batch, rows))
+    assert_close(ended.params, of_library(plan))
+    for x in (ended.params["a"], ended.opt_state[0].mu["a"]):
+        assert x.sharding.spec == PartitionSpec(AXIS, None, "fsdp")
+
+
+def test_workers_exchange_their_shards_alone():
+    mesh = jax.make_mesh((4, 2), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    step = wrap(own_step, topology.ring(4), mesh)
+    state = step.init(jax.tree.map(lambda x: sharded(jnp.asarray(x), mesh), start()))
+    rows = NamedSharding(mesh, PartitionSpec(AXIS, "fsdp"))
+    batch = jax.device_put(batches(4)[0], rows)
+    compiled = step.lower(state, batch, 0).compile().as_text()
+    sent = hlo.traffic(compiled, num_devices=8, workers_per_node=2)
+    size = sum(x.nbytes for x in PARAMS.values())
+    # Each node of two devices sends one model to each of two neighbours.
+    np.testing.assert_array_equal(sent.node_bytes, 2 * size)
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_flax_states_are_taken_as_they_are(num_workers):
+    graph = topology.ring(num_workers)
+
+    def apply(params, x):
+        return jnp.tanh(x @ params["a"]) @ params["b"]
+
+    def linen_step(state, batch):
+        def loss_fn(params):
+            return jnp.mean((state.apply_fn(params, batch[0]) - batch[1]) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_fn)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    state = TrainState.create(apply_fn=apply, params=PARAMS, tx=OPTIMIZER)
+    step = wrap(linen_step, graph)
+    ended = run(step, step.init(state))
+    assert_close(ended.params, of_library(graph))
+    assert isinstance(ended, TrainState)
+    assert mean_model(ended).step == STEPS
+
+
+class Net(nnx.Module):
+    def __init__(self, rngs):
+        self.a = nnx.Linear(6, 8, rngs=rngs)
+        self.norm = nnx.BatchNorm(8, rngs=rngs)
+        self.drop = nnx.Dropout(0.5, rngs=rngs)
+        self.b = nnx.Linear(8, 2, rngs=rngs)
+
+    def __call__(self, x):
+        return self.b(self.drop(nnx.tanh(self.norm(self.a(x)))))
+
+
+def nnx_loss(model, x, y):
+    return jnp.mean((model(x) - y) ** 2)
+
+
+def test_modules_of_nnx_are_taken_split_or_whole():
+    model = Net(nnx.Rngs(0))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.1), wrt=nnx.Param)
+    graphdef, split = nnx.split((model, optimizer))
+    graph = topology.ring(4)
+
+    def of_modules(state, batch):
+        model, optimizer = state
+        loss, grads = nnx.value_and_grad(nnx_loss)(model, *batch)
+        optimizer.update(model, grads)
+        return state, {"loss": loss}
+
+    def of_split(state, batch):
+        modules, metrics = of_modules(nnx.merge(graphdef, state), batch)
+        return nnx.state(modules), metrics
+
+    step = wrap(of_split, graph)
+    state = step.init(split)
+    assert len(jax.tree.leaves(state.params)) == 6  # Neither counts nor statistics.
+    ended = run(step, state)
+    whole = wrap(of_modules, graph)
+    model, optimizer = run(whole, whole.init((Net(nnx.Rngs(0)), optimizer)))
+    assert_close(
+        nnx.state((model, optimizer), nnx.Param), nnx.filter_state(ended, nnx.Param)
+    )
+    # Each worker drops other units, and has seen other batches.
+    keys = jax.random.key_data(model.drop.rngs.key[...])
+    assert len(np.unique(keys, axis=0)) == 4
+    assert np.ptp(model.norm.mean[...], axis=0).max() > 1e-3
+    mean, _ = mean_model((model, optimizer))
+    mean.eval()
+    x, y = batches(4)[0]
+    assert np.isfinite(nnx_loss(mean, x[0], y[0]))
+
+
+@pytest.mark.parametrize("form", ["step", "rounds"])
+def test_z_of_schedule_free_optimizers_is_averaged(form):
+    optimizer = optax.contrib.schedule_free_sgd(0.05)
+    complete = topology.complete(4)
+    plan = methods.local_sgd(complete, num_steps=1) if form == "rounds" else complete
+    step = wrap(functools.partial(own_step, optimizer=optimizer), plan)
+    ended = run(step, step.init(start(optimizer)))
+    for model in (ended.params, ended.opt_state.z):
+        apart = max(np.ptp(x, axis=0).max() for x in jax.tree.leaves(model))
+        # After the exchange, or one step apart from it.
+        assert apart < (1e-6 if form == "rounds" else 0.03)
+        moved = jax.tree.map(
+            lambda x, y: np.ptp([x[0], y], axis=0).max(), model, PARAMS
+        )
+        assert min(jax.tree.leaves(moved)) > 1e-3
+
+
+def test_weight_decay_is_that_of_the_workers_own_model():
+    optimizer = optax.sgd(0.1)
+    decayed = optax.chain(optax.add_decayed_weights(0.3), optimizer)
+    graph = topology.complete(2)
+    step = wrap(
+        functools.partial(
+            own_step, optimizer=decayed, loss_fn=lambda p, x, y: 0.0 * x.sum()
+        ),
+        graph,
+        params=lambda state: state.params,
+    )
+    state = step.init(start(decayed))
+    state = state._replace(params=jax.tree.map(lambda x: x.at[0].mul(3), state.params))
+    state, _ = step(state, batches(2)[0], 0)
+    # The average is 2 x, and decays by that of 3 x and of x.
+    for own, factor in enumerate((2 - 0.03 * 3, 2 - 0.03)):
+        assert_close(state.params["a"][own], factor * PARAMS["a"])
+
+
+def test_params_stay_as_narrow_as_they_are():
+    narrow = jax.tree.map(lambda x: jnp.asarray(x, jnp.bfloat16), PARAMS)
+
+    def one_step(state, batch):
+        return {"params": jax.tree.map(lambda x: x + 1, state["params"])}, batch.sum()
+
+    step = wrap(one_step, topology.ring(2))
+    state, metric = step(step.init({"params": narrow}), jnp.ones((2, 3)), 0)
+    assert state.params["a"].dtype == jnp.bfloat16
+    assert metric.shape == (2,)
+
+
+@given(st.data())
+def test_a_state_is_the_sum_of_its_parts(data):
+    leaf = st.builds(lambda n: jnp.arange(float(n)), st.integers(1, 3))
+    inner = st.recursive(
+        leaf,
+        lambda part: (
+            st.lists(part, min_size=1, max_size=3)
+            | st.dictionaries(st.sampled_from("abc"), part, min_size=1, max_size=3)
+        ),
+        max_leaves=6,
+    )
+    state = data.draw(st.fixed_dictionaries({"rest": inner, "params": inner}))
+    lens = _lens(lambda s: s["params"], state)
+    params, rest = lens.split(state)
+    assert jax.tree.structure(params) == jax.tree.structure(state["params"])
+    joined = lens.join(params, rest)
+    assert jax.tree.structure(joined) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, joined, state)
+
+
+def changed(**fields):
+    def step(state, batch):
+        new, metrics = own_step(state, batch)
+        return new._replace(**{k: f(new) for k, f in fields.items()}), metrics
+
+    return step
+
+
+def averaging(axis):
+    def step(state, batch):
+        new, metrics = own_step(state, batch)
+        return new, jax.lax.pmean(metrics, axis)
+
+    return step
+
+
+def inside(step):
+    return lambda state, batch: jax.jit(step)(state, batch)
+
+
+@pytest.mark.parametrize(
+    ("step", "sentence"),
+    [
+        (lambda state, batch: state, r"must return \(state, metrics\), got 5|got"),
+        (
+            lambda state, batch: (state, 1, 2),
+            r"return \(state, metrics\), got 3 values",
+        ),
+        (lambda state, batch: [state, 1], r"return \(state, metrics\), got one value"),
+        (lambda state, batch: (state.params, {}), r"but state.*is .*missing"),
+        (changed(count=lambda s: s.count * 1.0), r"state\.count is float32\[\] after"),
+        (
+            changed(params=lambda s: {k: v[:1] for k, v in s.params.items()}),
+            r"\.params\['a'\] is float32\[1, 8\] after it and float32\[6, 8\] before",
+        ),
+        (changed(opt_state=lambda s: (*s.opt_state, ())), "their static parts differ"),
+        (averaging("batch"), 'averages over the axis "batch".* leave out its pmean'),
+        (averaging(AXIS), 'averages over the axis "workers" itself'),
+        (inside(averaging(AXIS)), 'averages over the axis "workers" itself'),
+    ],
+)
+@pytest.mark.parametrize("on_devices", [False, True])
+def test_a_step_that_does_not_fit_gets_a_sentence(step, sentence, on_devices):
+    train_step = wrap(step, topology.ring(2), worker_mesh(2) if on_devices else None)
+    state = train_step.init(start())
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        train_step(state, batches(2)[0], 0)
+
+
+def test_a_step_that_names_its_mesh_gets_a_sentence():
+    mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
+
+    def named(state, batch, mesh=mesh):
+        spec = PartitionSpec("fsdp")
+        total = jax.shard_map(
+            lambda x: jax.lax.psum(x.sum(), "fsdp"),
+            mesh=mesh,
+            in_specs=spec,
+            out_specs=PartitionSpec(),
+            axis_names={"fsdp"},
+        )
+        return state, total(batch[0])
+
+    step = wrap(named, topology.ring(2), mesh)
+    state = step.init(start())
+    with pytest.raises(ValueError, match=r"names a mesh itself.*leave out mesh="):
+        step(state, batches(2)[0], 0)
+    step = wrap(functools.partial(named, mesh=None), topology.ring(2), mesh)
+    _, total = step(step.init(start()), batches(2)[0], 0)
+    np.testing.assert_allclose(total, batches(2)[0][0].sum((1, 2)), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (lambda: wrap(own_step, 8), r"wanted a topology or rounds.* got int"),
+        (
+            lambda: wrap(lambda state: state, topology.ring(2)),
+            r"train_step\(state, bat",
+        ),
+        (lambda: wrap(own_step, topology.ring(2), worker_mesh(3)), "2 workers, got"),
+        (lambda: lens_of({"w": jnp.ones(2)}), "found no params in a train state of ty"),
+        (lambda: lens_of(start(), lambda s: s.count), "selects no arrays of floats"),
+        (lambda: lens_of(start(), lambda s: ()), "selects no arrays of floats"),
+        (lambda: lens_of(start(), lambda s: [jnp.ones(2)]), "must select arrays of"),
+        (
+            lambda: lens_of(start(), lambda s: (s.params, s.params)),
+            "must select arrays of the train state, each once",
+        ),
+        (
+            lambda: lens_of(start()._replace(count=len)),
+            r"state\.count is a builtin_function_or_method: a train state consists",
+        ),
+        (
+            lambda: lens_of(start(decentralize(OPTIMIZER, topology.ring(2), AXIS))),
+            "the optimizer averages the models itself.*and so does wrap",
+        ),
+        (lambda: lens_of(start(optax.rprop(0.1))), "does not keep averaged models"),
+        (
+            lambda: wrap(own_step, topology.ring(2))(start(), batches(2)[0], 0),
+            "call init with a train state first",
+        ),
+    ],
+)
+def test_what_cannot_be_wrapped_gets_a_sentence(make, sentence):
+    with pytest.raises((ValueError, TypeError), match=sentence):
+        make()
+
+
+def lens_of(state, params=None):
+    return wrap(own_step, topology.ring(2), params=params).init(state)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_a_stack_keeps_what_is_sharded_inside_a_worker(kind):
+    mesh = jax.make_mesh((2, 4), (AXIS, "fsdp"), axis_types=(kind, kind))
+    lies = NamedSharding(mesh, PartitionSpec(None, "fsdp"))
+    w = np.arange(24.0, dtype="float32").reshape(3, 8)
+    key = jax.random.key(5)
+    # Over both axes, as for ZeRO: the workers' own is for the workers now.
+    both = NamedSharding(mesh, PartitionSpec((AXIS, "fsdp")))
+    tree = {
+        "there": jax.device_put(w, lies),
+        "both": jax.device_put(np.arange(8.0), both),
+        "host": w,
+        "key": key,
+        "raw": jax.random.PRNGKey(3),
+    }
+    found = stack(tree, 2, mesh)
+    specs = jax.tree.map(lambda x: x.sharding.spec, found)
+    assert specs["there"] == PartitionSpec(AXIS, None, "fsdp")
+    assert specs["both"] == PartitionSpec(AXIS, "fsdp")
+    assert {specs["host"], specs["key"]} == {PartitionSpec(AXIS)}
+    assert found["there"].addressable_shards[0].data.shape == (1, 3, 2)
+    wanted = stack({**tree, "there": w, "both": np.arange(8.0)}, 2)
+    bits = functools.partial(jax.tree.map, raw_bits)
+    jax.tree.map(np.testing.assert_array_equal, bits(found), bits(wanted))
+    np.testing.assert_array_equal(found["there"], [w, w])
+
+
+def raw_bits(x):
+    is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return np.asarray(jax.random.key_data(x) if is_key else x)
+
+
+def test_a_stack_has_the_keys_of_init_state():
+    keys = {"typed": jax.random.key(3), "count": jnp.zeros(2, jnp.uint32)}
+    raw = {"raw": jax.random.PRNGKey(3)}
+    for tree in (keys, raw):
+        state = init_state(jnp.zeros(1), optax.sgd(1), jax.random.key(0), 3, tree)
+        found = stack(tree, 3)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            jax.tree.map(raw_bits, found),
+            jax.tree.map(raw_bits, state.model_state),
+        )
+        own = stack(tree, 3, workers=[2])
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            jax.tree.map(raw_bits, own),
+            jax.tree.map(lambda x: raw_bits(x)[2:], found),
+        )
+
+
+def test_metadata_of_flax_says_where_a_worker_keeps_its_arrays():
+    mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    normal = nnx.initializers.normal()
+    with jax.set_mesh(mesh):
+        with_axes = {"kernel_init": nnx.with_partitioning(normal, (None, "fsdp"))}
+        model = nnx.Linear(4, 6, rngs=nnx.Rngs(0), **with_axes)
+    found = stacked_shardings(nnx.state(model), mesh)
+    specs = {x.spec for x in jax.tree.leaves(found)}  # Of kernel and bias.
+    assert specs == {PartitionSpec(AXIS, None, "fsdp"), PartitionSpec(AXIS)}
+    stacked = stack(model, 2, mesh)
+    assert stacked.kernel[...].sharding.spec == PartitionSpec(AXIS, None, "fsdp")
+    assert stacked.kernel.shape == (2, 4, 6)
+    layer = flax.linen.Dense(
+        6, kernel_init=flax.linen.with_partitioning(normal, (None, "fsdp"))
+    )
+    boxed = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, 4)))
+    specs = jax.tree.map(lambda x: x.spec, stacked_shardings(boxed, mesh))
+    assert PartitionSpec(AXIS, None, "fsdp") in jax.tree.leaves(
+        specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+
+
+def test_what_cannot_be_stacked_gets_a_sentence():
+    kinds = (AxisType.Auto,) * 2
+    unnamed = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=kinds)
+    with pytest.raises(ValueError, match=r'needs an axis "workers", got .*data'):
+        stacked_shardings({"w": PartitionSpec("fsdp")}, unnamed)
+    mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"), axis_types=kinds)
+    with jax.set_mesh(mesh):
+        cut = flax.linen.with_partitioning(flax.linen.zeros_init(), (None, "fsdp"))
+        layer = flax.linen.Dense(5, kernel_init=cut)
+        boxed = jax.eval_shape(layer.init, jax.random.key(0), jnp.zeros((1, 3)))
+    sentence = r"kernel.* of shape \(3, 5\) is sharded .* dim 1 is no multiple of the 2"
+    with pytest.raises(ValueError, match=sentence):
+        stacked_shardings(boxed, mesh)
+
+
+def test_arrays_of_another_mesh_are_not_stacked():
+    other = Mesh(np.array(jax.devices()[:4]), ("fsdp",))
+    w = jax.device_put(np.ones(8), NamedSharding(other, PartitionSpec("fsdp")))
+    with pytest.raises(ValueError, match=r"\['w'\] is sharded over another mesh"):
+        stack({"w": w}, 4, worker_mesh(4))
+    with pytest.raises(ValueError, match="has 4 places for 3 workers"):
+        stack({"w": np.ones(8)}, 3, worker_mesh(4))
+
+
+JOB = """
+from decentjax import distributed
+mesh = distributed.initialize(2)
+import jax, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from decentjax import stack, topology, wrap
+# Workers within processes, and workers of a device of each process.
+for devices in (mesh.devices.reshape(2, 2), mesh.devices.reshape(2, 2).T):
+    mesh = Mesh(devices, ("workers", "fsdp"))
+    def train_step(state, batch):
+        params, count = state
+        return ({"w": params["w"] + batch.mean()}, count + 1), batch.mean()
+    step = wrap(train_step, topology.ring(2), mesh)
+    state = step.init(({"w": np.arange(4.0, dtype="float32")}, np.int32(0)))
+    rows = NamedSharding(mesh, PartitionSpec("workers"))
+    batch = np.array([[1.0], [3.0]], "float32")
+    batch = jax.make_array_from_callback(batch.shape, rows, lambda index: batch[index])
+    for t in range(2):
+        state, metrics = step(state, batch, t)
+    for shard in state.params["w"].addressable_shards:
+        worker = shard.index[0].start or 0
+        # 1 + 3 in the first step; then their mean, and 1 or 3.
+        np.testing.assert_allclose(shard.data[0], np.arange(4.0) + (3.0, 5.0)[worker])
+print("equal")
+"""
+
+
+@pytest.mark.slow
+def test_a_job_of_two_processes_has_workers_of_two_devices(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(JOB)
+    command = [sys.executable, "-m", "decentjax", "launch", "-n", "2", str(script)]
+    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    done = subprocess.run(
+        command,
+        env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("equal") == 2
