@@ -16,6 +16,7 @@ from benches.train_steps import (
     measured_step,
     our_step,
     plain_step,
+    wrapped_step,
 )
 from train.cli.load import load_config
 from train.cli.tables import markdown
@@ -23,11 +24,12 @@ from train.config import Config
 
 PLAIN, OURS = "plain optax", "one worker's step"
 MEASURED = "with the norms of its tensors"
+WRAPPED = "plain optax, wrapped"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StepBench:
-    """Measures Adam's step of one worker, by hand, by the library, and with norms.
+    """Measures Adam's step of one worker, by hand, by the library, and by `wrap`.
 
     The batch consists of ones, so no data is needed.
 
@@ -99,16 +101,19 @@ def measure(config: Config, bench: StepBench, console: Console) -> dict[str, flo
         PLAIN: plain,
         OURS: our_step(config, task, adam, batch),
         MEASURED: measured_step(config, task, adam, batch),
+        WRAPPED: wrapped_step(config, task, adam, batch),
     }
     return in_turns(runners, bench.rounds, bench.steps, console)
 
 
 def table(seconds: dict[str, dict[str, float]]) -> str:
-    """Returns Markdown: the seconds of each step, and what ours and the norms cost."""
-    heads = ["", *(f"{name}, s/step" for name in (PLAIN, OURS, MEASURED))]
+    """Returns Markdown: the seconds of each step, and what ours add."""
+    names = PLAIN, OURS, MEASURED, WRAPPED
+    heads = ["", *(f"{name}, s/step" for name in names)]
     rows = []
     for name, found in seconds.items():
-        plain, ours, norms = times = [found[key] for key in (PLAIN, OURS, MEASURED)]
-        ratios = ours / plain, norms / ours
+        plain, ours, norms, wrapped = times = [found[key] for key in names]
+        ratios = ours / plain, norms / ours, wrapped / plain
         rows.append([name, *(f"{x:.4g}" for x in times), *(f"{x:.3f}" for x in ratios)])
-    return markdown([*heads, "ours / plain", "norms / ours"], rows)
+    ends = "ours / plain", "norms / ours", "wrapped / plain"
+    return markdown([*heads, *ends], rows)

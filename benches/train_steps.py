@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from statistics import median
 from typing import Any
 
@@ -12,7 +13,16 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from benches.runner import Runner, repeat
-from decentjax import TrainStep, awc_step, on_mesh, overlap, place, worker_mesh
+from decentjax import (
+    TrainStep,
+    awc_step,
+    on_mesh,
+    overlap,
+    place,
+    topology,
+    worker_mesh,
+    wrap,
+)
 from decentjax.dispersion import measured
 from decentjax.loss import check_loss
 from train.config import (
@@ -33,20 +43,20 @@ from train.tasks.task import Task
 
 
 def for_workers(
-    config: Config, num_workers: int, topology: TopologyName, batch: int
+    config: Config, num_workers: int, graph: TopologyName, batch: int
 ) -> Config:
     """Returns the config with the exchange in the step.
 
     Args:
       config: config of a run.
       num_workers: N.
-      topology: name of the topology.
+      graph: name of the topology.
       batch: examples of a step, which the workers share.
     """
     return dataclasses.replace(
         config,
         workers=WorkersConfig(num_workers=num_workers),
-        topology=TopologyConfig(name=topology),
+        topology=TopologyConfig(name=graph),
         exchange=InStepExchange(),
         step=dataclasses.replace(
             config.step,
@@ -69,26 +79,55 @@ def plain_step(
       batch: batch of every step, each leaf [examples, ...].
     """
 
-    @functools.partial(jax.jit, donate_argnums=(0, 1, 2))
-    def step(params, opt_state, model_state, batch, key):
+    step = jax.jit(hand_written(task, optimizer), donate_argnums=0)
+    state = one_state(config, task, optimizer)
+    batch = jax.device_put(batch)
+    # Compiled to read the FLOPs of its matmuls; the steps themselves go through jit.
+    compiled = step.lower(state, batch).compile()
+    flops = sum(overlap.read(compiled).work.flops.values())
+
+    return repeat(lambda state, _: step(state, batch)[0], state), flops
+
+
+def hand_written(
+    task: Task, optimizer: optax.GradientTransformation
+) -> Callable[[Any, Any], tuple[Any, Any]]:
+    """Returns a train step as it is written without this library."""
+    key = jax.random.key(1)
+
+    def step(state, batch):
+        params, opt_state, model_state = state
+
         def loss_fn(params):
             result = task.loss_fn(params, model_state, batch, key)
             (loss, _), (new_state, _) = check_loss(result, model_state)
             return loss, new_state
 
-        grads, model_state = jax.grad(loss_fn, has_aux=True)(params)
+        grad = jax.value_and_grad(loss_fn, has_aux=True)
+        (loss, model_state), grads = grad(params)
         updates, opt_state = optimizer.update(grads, opt_state, params)
-        return optax.apply_updates(params, updates), opt_state, model_state
+        return (optax.apply_updates(params, updates), opt_state, model_state), loss
 
+    return step
+
+
+def one_state(
+    config: Config, task: Task, optimizer: optax.GradientTransformation
+) -> Any:
+    """Params, optimizer state and model state, without the axis of workers [1, ...]."""
     worker = build_state(config, task, optimizer, [0])
-    # Params, optimizer state and model state, without the axis of workers [1, ...].
-    state = jax.tree.map(lambda x: x[0], worker[:3])
-    batch, key = jax.device_put((batch, jax.random.key(1)))
-    # Compiled to read the FLOPs of its matmuls; the steps themselves go through jit.
-    compiled = step.lower(*state, batch, key).compile()
-    flops = sum(overlap.read(compiled).work.flops.values())
+    return jax.tree.map(lambda x: x[0], tuple(worker[:3]))
 
-    return repeat(lambda state, _: step(*state, batch, key), state), flops
+
+def wrapped_step(
+    config: Config, task: Task, optimizer: optax.GradientTransformation, batch: Any
+) -> Runner:
+    """Returns the hand-written step, wrapped for one worker; see `plain_step`."""
+    mesh, graph = worker_mesh(1, jax.local_devices()), topology.complete(1)
+    train_step = wrap(hand_written(task, optimizer), graph, mesh)
+    state = train_step.init(one_state(config, task, optimizer))
+    stacked = place(jax.tree.map(lambda x: x[None], batch), mesh)
+    return repeat(lambda state, t: train_step(state, stacked, t)[0], state)
 
 
 def our_step(
@@ -108,8 +147,8 @@ def measured_step(
     mesh = worker_mesh(1, jax.local_devices())
     local = measured(build_local(config.step, task.loss_fn, optimizer))
     step = functools.partial(awc_step, adapt=local, mix=bind_mix(config.step))
-    topology = config.topology.build(config.workers)
-    train_step = on_mesh(step, topology, mesh, step_options(config, mesh))
+    graph = config.topology.build(config.workers)
+    train_step = on_mesh(step, graph, mesh, step_options(config, mesh))
     return _repeated(train_step, config, task, optimizer, batch, mesh)
 
 

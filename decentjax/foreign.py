@@ -69,6 +69,18 @@ class WrappedStep:
 
     Its state is a `WorkerState`, so that all of this library takes it: `params` are the
     stacked params, `opt_state` is the rest of the train state.
+
+    Examples:
+      >>> import jax.numpy as jnp
+      >>> from decentjax import topology, wrap
+      >>> def train_step(state, batch):
+      ...     return {"params": state["params"] + batch}, batch
+      >>> step = wrap(train_step, topology.complete(2))
+      >>> state = step.init({"params": jnp.zeros(3)})
+      >>> state, _ = step(state, jnp.ones((2, 3)), 0)
+      >>> print(step.states(state)["params"])
+      [[1. 1. 1.]
+       [1. 1. 1.]]
     """
 
     def __init__(
@@ -223,16 +235,16 @@ def wrap(
       >>> import decentjax
       >>> optimizer = optax.adam(0.1)
       >>> def train_step(state, batch):  # Knows nothing of workers.
-      ...     params, opt_state = state
-      ...     loss_fn = lambda x: ((x - batch) ** 2).mean()
+      ...     (params, opt_state), (x, y) = state, batch
+      ...     loss_fn = lambda w: ((x @ w - y) ** 2).mean()
       ...     loss, grads = jax.value_and_grad(loss_fn)(params)
       ...     updates, opt_state = optimizer.update(grads, opt_state)
       ...     return (optax.apply_updates(params, updates), opt_state), loss
-      >>> params = jnp.zeros(3)
       >>> step = decentjax.wrap(train_step, decentjax.topology.ring(4))
-      >>> state = step.init((params, optimizer.init(params)))
-      >>> for t in range(100):
-      ...     state, losses = step(state, jnp.ones((4, 8, 3)), t)
+      >>> state = step.init((jnp.zeros(3), optimizer.init(jnp.zeros(3))))
+      >>> x = jax.random.normal(jax.random.key(0), (4, 8, 3))
+      >>> for t in range(200):
+      ...     state, losses = step(state, (x, x.sum(2)), t)
       >>> params, opt_state = decentjax.mean_model(step.states(state))
       >>> print(params.round(2))
       [1. 1. 1.]
@@ -256,14 +268,23 @@ def default_params(state: Any) -> Any:
         return state.params
     if isinstance(state, Mapping) and "params" in state:
         return state["params"]
-    if found := _nnx_params(state):
+    # Moments that optax keeps of a state of NNX are `nnx.Param`s too, but come second.
+    first = _first(state)
+    if found := _nnx_params(state if first is None else first):
         return found
-    if isinstance(state, tuple | list) and len(state) > 1:
-        return state[0]
+    if first is not None:
+        return first
     raise ValueError(
         f"found no params in a train state of type {type(state).__name__}: pass a "
         "function that selects them, params=lambda state: state.model"
     )
+
+
+def _first(state: Any) -> Any:
+    """The first item of a tuple, also of one that NNX has split; None of others."""
+    if isinstance(state, tuple | list):
+        return state[0] if len(state) > 1 else None
+    return state[0] if isinstance(state, Mapping) and 0 in state else None
 
 
 def _nnx_params(state: Any) -> list[Any]:

@@ -100,7 +100,7 @@ def stacked_shardings(tree: Any, mesh: Mesh) -> Any:
       >>> from decentjax import stacked_shardings
       >>> mesh = jax.make_mesh((1, 1), ("workers", "fsdp"))
       >>> stacked_shardings({"w": P(None, "fsdp")}, mesh)["w"].spec
-      PartitionSpec('workers', None, 'fsdp')
+      P('workers', None, 'fsdp')
     """
     check_mesh(mesh)
     if AXIS not in mesh.shape:

@@ -43,7 +43,7 @@ from benches.gpu.gpu_alone import (
 )
 from benches.gpu.gpu_shared import runners
 from benches.runner import Runner
-from benches.train_steps import in_turns, our_step, plain_step
+from benches.train_steps import in_turns, our_step, plain_step, wrapped_step
 from decentjax import accum_adamw, adapt, awc_step, overlap, simulate, topology
 from train.run.build import build_state
 
@@ -184,9 +184,10 @@ def test_our_step_is_the_plain_step_and_that_is_optax():
     # backward pass of twice as many.
     assert flops == 3 * 2 * 3 * 8 * (12 * 16**2 + 256 * 16 + 2 * 8 * 16)
     ours = our_step(config, task, optimizer, batch)
+    wrapped = wrapped_step(config, task, optimizer, batch)
     for _ in range(3):
         params, _, _ = plain.step()
-        state = ours.step()
+        state, other_state = ours.step(), wrapped.step()
 
     start = build_state(config, task, optimizer, [0]).params
     wanted = jax.tree.map(lambda x: x[0], start)
@@ -196,10 +197,13 @@ def test_our_step_is_the_plain_step_and_that_is_optax():
         grads, _ = gradient(wanted, (), batch, jax.random.key(1))
         updates, opt_state = optimizer.update(grads, opt_state, wanted)
         wanted = optax.apply_updates(wanted, updates)
-    leaves = zip(*map(jax.tree.leaves, (state.params, params, wanted)), strict=True)
-    for one, other, right in leaves:
-        np.testing.assert_allclose(one[0], right, rtol=1e-4, atol=1e-6)
-        np.testing.assert_allclose(other, right, rtol=1e-4, atol=1e-6)
+    for stacked in (
+        state.params,
+        other_state.params,
+        jax.tree.map(lambda x: x[None], params),
+    ):
+        for one, right in zip(*map(jax.tree.leaves, (stacked, wanted)), strict=True):
+            np.testing.assert_allclose(one[0], right, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.nightly

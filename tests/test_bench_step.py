@@ -16,7 +16,7 @@ from benches import codecs
 from benches import input as data
 from benches import overhead as step
 from benches.input import DataBench, InputTiming, count_compiled, measure
-from benches.overhead import MEASURED, OURS, PLAIN, StepBench, of_one_worker
+from benches.overhead import MEASURED, OURS, PLAIN, WRAPPED, StepBench, of_one_worker
 from benches.runner import Runner
 from train.cli.load import find_config
 from train.tasks.numbers import NumbersTask
@@ -82,7 +82,7 @@ def test_a_step_is_measured_beside_plain_optax(tmp_path, capsys):
     assert step.main(bench) == 0
     facts = json.loads((tmp_path / "step.json").read_text())
     seconds = facts["seconds"]["tiny, batch 2"]
-    assert seconds.keys() == {PLAIN, OURS, MEASURED}
+    assert seconds.keys() == {PLAIN, OURS, MEASURED, WRAPPED}
     assert min(seconds.values()) > 0
     assert "| tiny, batch 2 |" in capsys.readouterr().out
 
@@ -96,15 +96,16 @@ def test_both_compute_the_same_work_of_one_worker(monkeypatch):
     assert isinstance(config.task, NumbersTask)
     assert config.task.model.compute_dtype == "float32"
     seconds = step.measure(config, StepBench(rounds=1, steps=1), QUIET)
-    assert seconds.keys() == {PLAIN, OURS, MEASURED}
+    assert seconds.keys() == {PLAIN, OURS, MEASURED, WRAPPED}
     late = Runner(lambda: time.sleep(0.2))
     monkeypatch.setattr(step, "our_step", lambda *of_whom: late)
     assert step.measure(config, StepBench(rounds=1, steps=1), QUIET)[OURS] > 0.2
 
 
 def test_the_table_of_a_step_has_the_ratio():
-    text = step.table({"x, batch 1": {PLAIN: 0.5, OURS: 0.55, MEASURED: 0.56}})
-    assert "| x, batch 1 | 0.5 | 0.55 | 0.56 | 1.100 | 1.018 |" in text
+    times = {PLAIN: 0.5, OURS: 0.55, MEASURED: 0.56, WRAPPED: 0.51}
+    text = step.table({"x, batch 1": times})
+    assert "| x, batch 1 | 0.5 | 0.55 | 0.56 | 0.51 | 1.100 | 1.018 | 1.020 |" in text
 
 
 @pytest.mark.parametrize(

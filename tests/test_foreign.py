@@ -310,6 +310,24 @@ def test_modules_of_nnx_are_taken_split_or_whole():
     assert np.isfinite(nnx_loss(mean, x[0], y[0]))
 
 
+def test_moments_of_a_state_of_nnx_are_no_params():
+    graphdef, params = nnx.split(nnx.Linear(6, 2, rngs=nnx.Rngs(0)))
+    optimizer = optax.sgd(0.1, momentum=0.9)
+
+    def one_step(state, batch):
+        params, trace = state
+        grads = jax.grad(lambda p: nnx_loss(nnx.merge(graphdef, p), *batch))(params)
+        updates, trace = optimizer.update(grads, trace)
+        return (optax.apply_updates(params, updates), trace), {}
+
+    step = wrap(one_step, topology.complete(2))
+    state = (params, optimizer.init(params))
+    assert len(jax.tree.leaves(step.init(state).params)) == 2
+    # Split once more, its parts have the keys 0 and 1.
+    split = nnx.State({0: params, 1: nnx.State({"trace": state[1][0].trace})})
+    assert len(jax.tree.leaves(step.init(split).params)) == 2
+
+
 @pytest.mark.parametrize("form", ["step", "rounds"])
 def test_z_of_schedule_free_optimizers_is_averaged(form):
     optimizer = optax.contrib.schedule_free_sgd(0.05)

@@ -203,6 +203,7 @@ if "ema" in globals():
 """
 CHECKS = {
     "targets = jnp.array": "assert abs(x - 1.4444).max() < 1e-3",
+    "step.init(": SOLVED.format("params"),
     "decentralize(": SOLVED.format("params"),
     "state = init_state": SOLVED.format(
         "jax.numpy.asarray(jax.tree.leaves(state.params)[-1]).mean(0).ravel()"
@@ -363,7 +364,7 @@ def test_a_code_block_runs_as_pasted(number, pasted):
 
 def test_the_checks_of_blocks_are_of_some():
     blocks = [block for _, block in BLOCKS]
-    assert len(blocks) == 39
+    assert len(blocks) == 40
     assert sum(word in block for word in CHECKS for block in blocks) == 19
     for word in ("analysis.traffic", "runtime.all_reduce"):
         assert sum(word in block for block in blocks) == 1
