@@ -16,7 +16,13 @@ import jax.numpy as jnp
 from jax import lax
 from jax._src import core
 from jax.custom_batching import custom_vmap
-from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import (
+    AbstractMesh,
+    AxisType,
+    Mesh,
+    NamedSharding,
+    PartitionSpec,
+)
 
 from decentjax._collectives import AxisName, checked_axes, names_of
 
@@ -114,6 +120,23 @@ def _of_row(function: Callable) -> Callable:
         return jax.tree.map(lambda x: jnp.asarray(x)[None], result)
 
     return on_slice
+
+
+def inside_worker(mesh: Mesh, axes: AxisName) -> AbstractMesh:
+    """The mesh that one worker's code sees inside `over_slices`."""
+    if set(mesh.axis_names) <= set(names_of(axes)):
+        return AbstractMesh((), ())
+    manual = dict.fromkeys(names_of(axes), AxisType.Manual)
+    return mesh.abstract_mesh.update_axis_types(manual)
+
+
+def one_row(x: jax.Array, inside: AbstractMesh) -> jax.ShapeDtypeStruct:
+    """The shape of a worker's row of a stacked array, and on explicit axes its type."""
+    if not inside.explicit_axes:
+        return jax.ShapeDtypeStruct(x.shape[1:], x.dtype)
+    spec = only(jax.typeof(x).sharding.spec[1:], inside.explicit_axes)
+    lies = NamedSharding(inside, spec)
+    return jax.ShapeDtypeStruct(x.shape[1:], x.dtype, sharding=lies)
 
 
 def over_shards(

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from typing import Any, NamedTuple
 
 import flax.linen
@@ -189,8 +190,10 @@ def test_a_wrapped_step_exchanges_between_peers(tmp_path):
             for t, batch in enumerate(batches(3)):
                 rows = jax.tree.map(lambda x: x[worker : worker + 1], batch)
                 state, _ = step(state, place(rows, party.mesh), t)
+            done.wait(200)  # The others still take what it has sent.
             return jax.device_get(step.states(state).params)
 
+    done = threading.Barrier(3)
     with concurrent.futures.ThreadPoolExecutor(3) as pool:
         found = list(pool.map(work, range(3), timeout=200))
     ended = jax.tree.map(lambda *rows: np.concatenate(rows), *found)
@@ -205,30 +208,77 @@ def sharded(x, mesh):
     return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
+def in_shards(tree, mesh):
+    return jax.tree.map(lambda x: sharded(jnp.asarray(x), mesh), tree)
+
+
 def explicit_loss(params, x, y):
     rows = PartitionSpec("fsdp")
     h = jnp.tanh(jnp.matmul(x, params["a"], out_sharding=rows))
     return jnp.mean((jnp.matmul(h, params["b"], out_sharding=rows) - y) ** 2)
 
 
+SLICES = {
+    "ring": topology.ring(4),
+    "nodes": topology.alternating_exponential_ring(4, 2),
+    "diloco": methods.diloco(4, num_steps=2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.draw(6)
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
-@pytest.mark.parametrize("plan", [topology.ring(4), methods.diloco(4, num_steps=2)])
-def test_shards_of_a_worker_stay_where_they_lie(plan, kind):
+@pytest.mark.parametrize("plan", SLICES.values(), ids=SLICES)
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_shards_of_a_worker_stay_where_they_lie(in_thread, plan, kind):
     mesh = jax.make_mesh((4, 2), (AXIS, "fsdp"), axis_types=(kind, kind))
     loss_fn = explicit_loss if kind is AxisType.Explicit else loss_of
-    step = wrap(functools.partial(own_step, loss_fn=loss_fn), plan, mesh)
-    state = step.init(jax.tree.map(lambda x: sharded(jnp.asarray(x), mesh), start()))
-    rows = NamedSharding(mesh, PartitionSpec(AXIS, "fsdp"))
-    ended = run(step, state, lambda batch: jax.device_put(batch, rows))
+    threads = {True: gossip.BackgroundRounds, False: gossip.Background}
+    thread = functools.partial(threads[isinstance(plan, Rounds)], mesh=mesh)
+    one_step = functools.partial(own_step, loss_fn=loss_fn)
+    with wrap(one_step, plan, mesh, run=thread if in_thread else None) as step:
+        state = step.init(in_shards(start(), mesh))
+        rows = NamedSharding(mesh, PartitionSpec(AXIS, "fsdp"))
+        ended = run(step, state, lambda batch: jax.device_put(batch, rows))
     assert_close(ended.params, of_library(plan))
     for x in (ended.params["a"], ended.opt_state[0].mu["a"]):
         assert x.sharding.spec == PartitionSpec(AXIS, None, "fsdp")
 
 
+@pytest.mark.slow
+def test_shards_are_exchanged_over_twins_of_their_devices():
+    kinds = (AxisType.Auto,) * 2
+    names = ("fsdp", AXIS)  # In any order.
+    mesh, twins = (
+        Mesh(np.array(devices).reshape(2, 2), names, axis_types=kinds)
+        for devices in (jax.devices()[:4], jax.devices()[4:])
+    )
+    graph = topology.ring(2)
+    thread = functools.partial(gossip.Background, mesh=mesh, exchange_mesh=twins)
+    with wrap(own_step, graph, mesh, run=thread) as step:
+        ended = run(
+            step,
+            step.init(in_shards(start(), mesh)),
+            lambda batch: place(batch, mesh),
+        )
+    assert_close(ended.params, of_library(graph))
+    assert ended.params["a"].sharding.mesh == mesh
+
+
+def test_messages_of_slices_are_not_encoded_in_a_thread():
+    mesh = jax.make_mesh((4, 2), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    plan = Rounds(
+        schedule.every(topology.ring(4), 1),
+        compression=error_feedback(codec.int8()),
+    )
+    with pytest.raises(ValueError, match=r"are slices of the mesh .*use on_mesh"):
+        gossip.BackgroundRounds(own_step, plan, mesh)
+
+
 def test_workers_exchange_their_shards_alone():
     mesh = jax.make_mesh((4, 2), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
     step = wrap(own_step, topology.ring(4), mesh)
-    state = step.init(jax.tree.map(lambda x: sharded(jnp.asarray(x), mesh), start()))
+    state = step.init(in_shards(start(), mesh))
     rows = NamedSharding(mesh, PartitionSpec(AXIS, "fsdp"))
     batch = jax.device_put(batches(4)[0], rows)
     compiled = step.lower(state, batch, 0).compile().as_text()

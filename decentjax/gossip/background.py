@@ -44,7 +44,8 @@ class Background(Beside):
       adapt: the local update, as `local_update` returns it. It is cut where it uses
         `mixed`; a conditional or a loop that uses it waits as a whole.
       topology: topology whose exchanges are taken in turn.
-      mesh: mesh with the axis "workers" alone.
+      mesh: mesh with the axis "workers". If a worker is a slice of it, each of its
+        shards is exchanged by itself, and only once.
       message_dtype: as in `mix`.
       lowering: as in `mix`; by default that of `fastest_mixes`, measured before the
         first step.
@@ -54,8 +55,8 @@ class Background(Beside):
 
     Raises:
       TypeError: if `topology` is not a `Topology`.
-      ValueError: if the mesh has other axes or a different number of workers, or the
-        devices of `exchange_mesh` are in other processes.
+      ValueError: if the mesh has a different number of workers, or the devices of
+        `exchange_mesh` are in other processes.
 
     Examples:
       >>> import jax
@@ -99,7 +100,8 @@ class BackgroundRounds(Beside):
       adapt: the local update, as `local_update` returns it; cut as for
         `Background`.
       rounds: the rounds, without tracking.
-      mesh: mesh with the axis "workers" alone.
+      mesh: mesh with the axis "workers". If a worker is a slice of it, each of its
+        shards is exchanged by itself, and only once.
       message_dtype: as in `mix`.
       lowering: as in `Background`.
       exchange_mesh: as in `Background`.

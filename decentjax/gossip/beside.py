@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 
 from decentjax._own_models import check_no_own_model
 from decentjax.compression import Leaves
@@ -20,7 +20,7 @@ from decentjax.gossip.record import Record, ignore
 from decentjax.gossip.stages import Plan, Stage, plan_of
 from decentjax.local import Adapt
 from decentjax.loss import Metrics
-from decentjax.placement import check_not_donated, over_workers
+from decentjax.placement import check_not_donated, over_workers, place
 from decentjax.rounds import (
     Rounds,
     _check_rounds,
@@ -34,7 +34,7 @@ from decentjax.rounds import (
     without_messages,
 )
 from decentjax.schedule import Fragment, Round
-from decentjax.state import AXIS, WorkerState
+from decentjax.state import WorkerState
 
 Arrival = Callable[[], Leaves]
 """Waits for averaged leaves, and returns them stacked, by number."""
@@ -88,7 +88,7 @@ class Beside(Closing):
     Args:
       adapt: the local update, as `local_update` returns it.
       rounds: the rounds, as `check_beside` admits them.
-      mesh: mesh with only the axis "workers", of the workers in the stacked arrays.
+      mesh: mesh with the axis "workers", of the workers in the stacked arrays.
       port: what carries the exchanges.
       record: function that is called with each activity of this process.
     """
@@ -200,7 +200,7 @@ class Beside(Closing):
         if self._next == step and list(map(id, models)) == list(map(id, self._sent)):
             return
         self._arriving.clear()
-        models = jax.device_put(models, NamedSharding(self._mesh, PartitionSpec(AXIS)))
+        models = place(models, self._mesh)
         for group, stage in enumerate(plan.groups):
             self._carry_group(group, stage, dict(enumerate(models)), step)
 

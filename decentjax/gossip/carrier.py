@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
@@ -17,13 +18,14 @@ from decentjax.codec import mix_encoded, num_bytes
 from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.engine import SharedEngine
+from decentjax.gossip.lanes import from_lanes, in_lanes, lanes_of
 from decentjax.gossip.record import Record, ignore
 from decentjax.gossip.tuning import (
     Mix,
     Mixes,
     compiled_mix,
-    fastest_mixes,
     fastest_pieces,
+    fastest_way,
 )
 from decentjax.mixing import Lowering, is_mixed
 from decentjax.placement import (
@@ -42,10 +44,11 @@ class Carrier:
 
     Args:
       rounds: the rounds, with their exchanges and how leaves are encoded.
-      mesh: mesh with the axis "workers" alone.
+      mesh: mesh with the axis "workers".
       message_dtype: as in `mix`.
       lowering: as in `mix`; by default that of `fastest_mixes`.
-      exchange_mesh: mesh of the devices that exchange; by default `mesh`.
+      exchange_mesh: mesh of the devices that exchange, of the same shape; by default
+        `mesh`.
       record: function that is called with each exchange.
 
     Raises:
@@ -66,12 +69,17 @@ class Carrier:
     ):
         check_mesh(mesh)
         _check_rounds(rounds)
-        schedule = rounds.schedule
-        if dict(mesh.shape) != {AXIS: schedule.num_workers}:
+        schedule, self._lanes = rounds.schedule, lanes_of(mesh)
+        if mesh.shape[AXIS] != schedule.num_workers:
             raise ValueError(
-                f'exchanges in a thread need a mesh with only the axis "{AXIS}", of '
-                f"the topology's {schedule.num_workers} workers, got "
-                f"{dict(mesh.shape)}"
+                f'exchanges in a thread need a mesh whose axis "{AXIS}" has the '
+                f"topology's {schedule.num_workers} workers, got {dict(mesh.shape)}"
+            )
+        if len(self._lanes) > 1 and rounds.compression is not None:
+            raise ValueError(
+                "in a thread messages are encoded for workers of one device, but these "
+                f"are slices of the mesh {dict(mesh.shape)}: use on_mesh(round_step), "
+                "or no compression"
             )
         if exchange_mesh is not None:
             _check_same_places(exchange_mesh, mesh)
@@ -79,9 +87,10 @@ class Carrier:
         exchanges = tuple(dict.fromkeys(schedule.exchanges))
         self._topology = Topology(schedule.name, exchanges)
         self._exchange_mesh = exchange_mesh or mesh
+        self._exchange_lanes = lanes_of(self._exchange_mesh)
         self._message_dtype, self._lowering = message_dtype, lowering
         self._record, self._compression = record or ignore, rounds.compression
-        self._mixes: Mixes = {}
+        self._mixes: list[Mixes] = []  # Of each lane.
 
     def open(
         self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
@@ -108,7 +117,9 @@ class Carrier:
                     shard.data.copy_to_host_async()
         one = self._schedule[step].sends
         assert one is not None
-        return self._engine.submit(self._exchange, leaves, one.exchange, step).result
+        rows = in_lanes(leaves, self._lanes)
+        arriving = self._engine.submit(self._exchange, rows, one.exchange, step)
+        return lambda: from_lanes(arriving.result(), leaves)
 
     def settle(self) -> None:
         """Waits for the exchanges in flight; call it before any other collective."""
@@ -118,17 +129,22 @@ class Carrier:
         """Releases the thread, and waits at most this long for its calls."""
         self._engine._end(seconds)
 
-    def _lower(self, params: Any) -> Mixes:
-        mesh, dtype = self._exchange_mesh, self._message_dtype
+    def _lower(self, params: Any) -> list[Mixes]:
+        first, *others = self._exchange_lanes
         if self._compression is not None:
-            return self._lower_encoded(self._compression, params)
-        if self._lowering is not None:
-            return {
-                exchange: compiled_mix(exchange, self._lowering, mesh, dtype)
-                for exchange in self._topology
-            }
-        size = sum(x.nbytes // len(x) for x in jax.tree.leaves(params))
-        return fastest_mixes(self._topology, mesh, size, dtype)
+            return [self._lower_encoded(self._compression, params)]
+        rows = in_lanes(params, self._lanes)[0]
+        size = sum(x.nbytes // len(x) for x in jax.tree.leaves(rows))
+        dtype, given = self._message_dtype, self._lowering
+        # What is the fastest for one lane is so for all.
+        ways = {
+            one: (one, given) if given else fastest_way(one, first, size, dtype)
+            for one in self._topology
+        }
+        return [
+            {one: compiled_mix(*way, lane, dtype) for one, way in ways.items()}
+            for lane in (first, *others)
+        ]
 
     def _lower_encoded(self, compression: Compression, params: Any) -> Mixes:
         mesh, codec, mixes = self._exchange_mesh, compression.codec, {}
@@ -146,20 +162,24 @@ class Carrier:
             mixes[exchange] = jax.jit(over_workers(of_worker, mesh))
         return mixes
 
-    def _exchange(self, models: Any, exchange: Exchange, step: int) -> Any:
+    def _exchange(self, rows: list[Any], exchange: Exchange, step: int) -> list[Any]:
         """Runs in the thread: sends, receives and averages."""
         # The update that returns these models may still be computing: the record
         # measures the messages, not the wait for the update.
-        jax.block_until_ready(models)
+        jax.block_until_ready(rows)
         start = time.monotonic()
-        mix_models = self._mixes[exchange]
-        mixed = mix_elsewhere(mix_models, models, self._mesh, self._exchange_mesh)
+        pairs = zip(self._lanes, self._exchange_lanes, strict=True)
+        mixed = [
+            mix_elsewhere(mixes[exchange], models, *places)
+            for mixes, models, places in zip(self._mixes, rows, pairs, strict=True)
+        ]
+        jax.block_until_ready(mixed)
         self._record("exchange", step, start, time.monotonic())
         return mixed
 
 
 def host_mesh(mesh: Mesh) -> Mesh:
-    """Returns a mesh of CPU devices, one per device of the mesh, in the same process.
+    """Returns a mesh of CPU devices, a twin of each of the mesh, in the same process.
 
     Exchanges on it use the memory and the network of the host.
 
@@ -181,21 +201,22 @@ def host_mesh(mesh: Mesh) -> Mesh:
         ) from error
     for device in devices:
         cpus[device.process_index].append(device)
-    workers = [device.process_index for device in mesh.devices.flat]
-    for process, count in collections.Counter(workers).items():
+    places = [device.process_index for device in mesh.devices.flat]
+    for process, count in collections.Counter(places).items():
         if len(cpus[process]) < count:
             raise ValueError(
-                f"process {process} has {count} workers and {len(cpus[process])} CPU "
-                "devices: before jax starts, set "
+                f"process {process} has {count} devices of the mesh and "
+                f"{len(cpus[process])} CPU devices: before jax starts, set "
                 f'jax.config.update("jax_num_cpu_devices", {count})'
             )
-    return Mesh([cpus[process].pop(0) for process in workers], (AXIS,))
+    twins = np.array([cpus[process].pop(0) for process in places])
+    return Mesh(twins.reshape(mesh.devices.shape), mesh.axis_names)
 
 
 def mix_elsewhere(mix_models: Mix, models: Any, mesh: Mesh, exchange_mesh: Mesh) -> Any:
     """Returns the models of `mesh`, mixed on the devices of `exchange_mesh`."""
     there = jax.tree.map(lambda x: moved(x, mesh, exchange_mesh), models)
-    mixed = jax.block_until_ready(mix_models(there))
+    mixed = mix_models(there)
     return jax.tree.map(lambda x: moved(x, exchange_mesh, mesh), mixed)
 
 

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, Literal
+from jax.sharding import AbstractMesh
 
-NO_MESH = jax.sharding.AbstractMesh((), ())
+NO_MESH = AbstractMesh((), ())
 
 
 class Part(NamedTuple):
@@ -40,16 +41,23 @@ class Cut:
       function: function of arrays only.
       known: examples of its other arguments, arrays or `jax.ShapeDtypeStruct`s.
       awaited: example of its last argument.
+      mesh: mesh in which the function runs.
 
     Raises:
       ValueError: if an equation that depends on the last argument has side effects,
         which would be lost or repeated.
     """
 
-    def __init__(self, function: Callable, known: Sequence[Any], awaited: Any):
+    def __init__(
+        self,
+        function: Callable,
+        known: Sequence[Any],
+        awaited: Any,
+        mesh: AbstractMesh = NO_MESH,
+    ):
         # The parts run for one worker inside shard_map. Shardings of a mesh that the
         # caller has set must not enter the trace.
-        with jax.sharding.use_abstract_mesh(NO_MESH):
+        with jax.sharding.use_abstract_mesh(mesh):
             traced, out = jax.make_jaxpr(function, return_shape=True)(*known, awaited)
             closed = _without_calls(traced)
         jaxpr = closed.jaxpr

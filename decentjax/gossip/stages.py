@@ -10,11 +10,12 @@ import jax
 from jax.sharding import Mesh
 
 from decentjax._own_models import check_no_own_model
+from decentjax._slices import inside_worker, one_row
 from decentjax.gossip.cut import Cut, Part
 from decentjax.local import Adapt
 from decentjax.loss import Metrics
 from decentjax.placement import check_rows, over_workers
-from decentjax.state import WorkerState
+from decentjax.state import AXIS, WorkerState
 
 # Leaves are sent in groups of this size. One by one, the calls for small leaves would
 # cost more than their bytes; all at once, the first leaf could not be updated before
@@ -99,7 +100,7 @@ def plan_of(
     kind = structure, tuple((x.shape, x.dtype) for x in leaves)
     if kind not in plans:
         hint = "; in a job of several processes, place them first"
-        check_rows({"state": state, "batch": batch}, mesh.size, hint)
+        check_rows({"state": state, "batch": batch}, mesh.shape[AXIS], hint)
         plans[kind] = make_plan(adapt, state, batch, mesh, is_whole)
     return plans[kind]
 
@@ -108,11 +109,10 @@ def make_plan(
     adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh, is_whole: bool
 ) -> Plan:
     check_no_own_model(state.opt_state, "an exchange beside the step")
-    of_worker = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), (state, batch)
-    )
+    inside = inside_worker(mesh, AXIS)
+    of_worker = jax.tree.map(lambda x: one_row(x, inside), (state, batch))
     try:
-        cut = Cut(adapt, of_worker, of_worker[0].params)
+        cut = Cut(adapt, of_worker, of_worker[0].params, inside)
     except NameError as error:
         # What jax raises for a collective outside of shard_map; it has no separate
         # class.
