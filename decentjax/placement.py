@@ -168,8 +168,12 @@ def is_between_processes(mesh: Mesh) -> bool:
     return len({device.process_index for device in mesh.devices.flat}) > 1
 
 
-def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
-    """A mesh of one device per worker.
+def worker_mesh(
+    num_workers: int,
+    devices: Sequence[Any] | None = None,
+    devices_per_worker: int = 1,
+) -> Mesh:
+    """A mesh of one device per worker, or of a slice of several.
 
     On a CPU split into devices, set the environment variable NPROC to about 8 threads
     per device before jax starts: a collective holds a thread until every device has
@@ -177,7 +181,10 @@ def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
 
     Args:
       num_workers: N.
-      devices: devices, of which the first N are used; by default all of the job.
+      devices: devices, of which the first are used, those of a worker one after
+        another; by default all of the job.
+      devices_per_worker: F; if more than one, the mesh has a second axis "fsdp" of this
+        size, which is automatic, as that of the workers.
 
     Raises:
       ValueError: if there are too few devices.
@@ -189,15 +196,25 @@ def worker_mesh(num_workers: int, devices: Sequence[Any] | None = None) -> Mesh:
     """
     if num_workers < 1:
         raise ValueError(f"num_workers must be at least one, got {num_workers}")
+    slices = devices_per_worker
+    if slices < 1:
+        raise ValueError(f"devices_per_worker must be at least one, got {slices}")
     devices = jax.devices() if devices is None else devices
-    if len(devices) < num_workers:
+    needed = num_workers * slices
+    if len(devices) < needed:
+        wanted = f"{num_workers} workers need as many devices"
+        if slices > 1:
+            wanted = f"{num_workers} workers of {slices} devices need {needed}"
         raise ValueError(
-            f"{num_workers} workers need as many devices, got {len(devices)}: simulate "
+            f"{wanted}, got {len(devices)}: simulate "
             "them, or on a CPU create devices at the start with "
-            f'jax.config.update("jax_num_cpu_devices", {num_workers}), or in a job of '
+            f'jax.config.update("jax_num_cpu_devices", {needed}), or in a job of '
             "several processes use the mesh of decentjax.distributed.initialize()"
         )
-    return Mesh(devices[:num_workers], (AXIS,))
+    if slices == 1:
+        return Mesh(devices[:needed], (AXIS,))
+    rows = np.array(devices[:needed]).reshape(num_workers, slices)
+    return Mesh(rows, (AXIS, "fsdp"))
 
 
 def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:

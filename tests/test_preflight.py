@@ -156,7 +156,7 @@ def test_unexpected_messages_are_warned_of():
     # Half of the gathered array, and the permute every other time.
     assert finding.warnings() == [
         "step: collective-permute c is in a conditional, which no compiler overlaps",
-        f"step: {(32 + 16) / 1e6:.1f} MB leave a worker, the exchange needs 0.0 MB; "
+        f"step: {(32 + 16) / 1e6:.1f} MB leave a device, the exchange needs 0.0 MB; "
         "the largest is all-gather g (jit(f)/mean)",
         "step: s is a loop of unknown trip count, which counts once, or a message that "
         "is not analysed",

@@ -185,11 +185,14 @@ def run_here(
         return
     if config.distributed.enabled:
         with fail_stop():
-            start(config.distributed, config.workers.num_workers, run_dir)
+            workers = config.workers
+            each = workers.devices_per_worker
+            start(config.distributed, workers.num_workers, run_dir, each)
             _train(begin, config, run_dir)
         return
     if config.workers.where == "mesh":
-        provide_cpu_devices(config.workers.num_workers)
+        workers = config.workers
+        provide_cpu_devices(workers.num_workers * workers.devices_per_worker)
     _train(begin, config, run_dir)
 
 

@@ -44,11 +44,12 @@ def own_gpus(local_id: int | None, count: int) -> list[int] | None:
     return list(range(local_id * count, (local_id + 1) * count))
 
 
-def node_mesh(hosts: list[str]) -> Mesh:
+def node_mesh(hosts: list[str], devices_per_worker: int = 1) -> Mesh:
     """A mesh of all devices, in which the workers of a node are consecutive.
 
     Args:
       hosts: host name of each process.
+      devices_per_worker: number of devices of each worker.
     """
     # A node's processes need not have consecutive numbers, as with srun's cyclic
     # distribution: hosts A, B, A, B give the order of processes 0, 2, 1, 3.
@@ -56,4 +57,5 @@ def node_mesh(hosts: list[str]) -> Mesh:
         jax.devices(),
         key=lambda d: (hosts.index(hosts[d.process_index]), d.process_index, d.id),
     )
-    return worker_mesh(len(devices), devices)
+    count = len(devices) // devices_per_worker
+    return worker_mesh(count, devices, devices_per_worker)

@@ -72,6 +72,11 @@ def measure(config: Config, num_steps: int) -> Setting:
             "`decentjax launch --processes N --module train.advise --measure "
             "CONFIG.py`, or give --workers.where mesh"
         )
+    if config.workers.devices_per_worker > 1:
+        raise ValueError(
+            "advise measures workers of one device, got devices_per_worker = "
+            f"{config.workers.devices_per_worker}: set it to 1"
+        )
     local = config.workers.workers_per_node
     if mesh.size % local:
         raise ValueError(

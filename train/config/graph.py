@@ -31,16 +31,20 @@ class WorkersConfig:
       num_workers: N; each has its own model and its own part of the data.
       workers_per_node: number of consecutive workers that share a node; used by
         topologies with nodes.
+      devices_per_worker: number of devices over which each worker shards its model and
+        its batch (FSDP), all of one process; on a mesh or between processes.
       where: "simulate" puts all workers on one device as one batched program, "mesh"
         gives each its own device. A job of several processes always uses a mesh.
     """
 
     num_workers: int = 8
     workers_per_node: int = 1
+    devices_per_worker: int = 1
     where: Literal["simulate", "mesh"] = "simulate"
 
     def __post_init__(self):
-        check_at_least(self, 1, "num_workers", "workers_per_node")
+        names = "num_workers", "workers_per_node", "devices_per_worker"
+        check_at_least(self, 1, *names)
 
 
 @checked

@@ -39,7 +39,10 @@ PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
 
 def start(
-    config: DistributedConfig, num_workers: int, run_dir: Path | None = None
+    config: DistributedConfig,
+    num_workers: int,
+    run_dir: Path | None = None,
+    devices_per_worker: int = 1,
 ) -> None:
     """Joins the processes of the job; before anything has used a device.
 
@@ -47,13 +50,14 @@ def start(
       config: place of this process; None where its environment says it.
       num_workers: number of workers of the job.
       run_dir: folder of the run, visible to all processes.
+      devices_per_worker: number of devices of each worker.
 
     Raises:
       ValueError: if there is no job to join, another job uses its address, processes
         are missing or do not see the folder, or the workers do not divide among them.
     """
     place = _place(config)
-    count = workers_per_process(num_workers, place.num_processes)
+    count = workers_per_process(num_workers, place.num_processes) * devices_per_worker
     try:
         join(place, count, config.timeout_seconds, config.start_seconds, run_dir)
     except ValueError as error:
@@ -142,13 +146,17 @@ def job_mesh(config: Config, hosts: list[str]) -> Mesh:
       ValueError: if the workers do not fit the devices, or the nodes.
     """
     workers = config.workers
-    if jax.device_count() != workers.num_workers:
+    count, rest = divmod(jax.device_count(), workers.devices_per_worker)
+    if rest or count != workers.num_workers:
+        of = workers.devices_per_worker
+        each = f" of workers.devices_per_worker = {of}" if of > 1 else ""
         raise ValueError(
             f"the {len(hosts)} processes have {jax.device_count()} devices; set "
-            f"workers.num_workers to {jax.device_count()}, got {workers.num_workers}"
+            f"workers.num_workers to {count}{each}, got {workers.num_workers}"
         )
-    mesh = node_mesh(hosts)
-    nodes = collections.Counter(hosts[d.process_index] for d in mesh.devices)
+    mesh = node_mesh(hosts, workers.devices_per_worker)
+    firsts = mesh.devices.reshape(count, -1)[:, 0]
+    nodes = collections.Counter(hosts[d.process_index] for d in firsts)
     for host, count in nodes.items():
         if count % workers.workers_per_node:
             raise ValueError(

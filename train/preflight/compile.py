@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from rich.console import Console
 
-from decentjax import AXIS, analysis, overlap
+from decentjax import AXIS, analysis, overlap, worker_mesh
 from decentjax.overlap import Estimate, Schedule
 from train import targets
 from train.config import BackgroundExchange, Config
@@ -21,6 +21,7 @@ from train.network import rate
 from train.run.build import build_in_step, build_state
 from train.run.method import build_method
 from train.run.optimizers import build_optimizer
+from train.run.shards import check_examples, of_examples, shapes_on
 from train.targets import Gpu, Target
 from train.tasks.task import build_task
 from train.xla import COMPILE_ONLY, read_options
@@ -40,7 +41,7 @@ class Finding:
       schedule: schedule of the compiled step.
       estimate: estimate of its time.
       memory_bytes: peak memory of a device.
-      needed_bytes: bytes that the exchange sends per worker, averaged over workers.
+      needed_bytes: bytes that the exchange sends per device, averaged over workers.
       compile_seconds: duration of the compilation.
     """
 
@@ -69,14 +70,14 @@ class Finding:
             along = [c for c in self.schedule.collectives if AXIS in c.axes]
             largest = max(along, key=lambda c: c.num_bytes)
             found.append(
-                f"{sent / 1e6:.1f} MB leave a worker, the exchange needs "
+                f"{sent / 1e6:.1f} MB leave a device, the exchange needs "
                 f"{self.needed_bytes / 1e6:.1f} MB; the largest is {largest.kind} "
                 f"{largest.name} ({largest.op_name})"
             )
         # Seen too little: bytes that were not found would count as covered.
         if not self.sends_all:
             found.append(
-                f"{sent / 1e6:.1f} MB leave a worker, the exchange needs "
+                f"{sent / 1e6:.1f} MB leave a device, the exchange needs "
                 f"{self.needed_bytes / 1e6:.1f} MB: part of the exchange was not found "
                 "in the program, so its overlap is unknown"
             )
@@ -146,11 +147,9 @@ class Preflight:
             task.batch_shape(config.step.batch_per_worker),
         )
         # Shapes alone: the devices are descriptions, which hold no arrays.
-        sharding = NamedSharding(mesh, PartitionSpec(AXIS))
-        self.state, self._batch = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            (state, batch),
-        )
+        self.state = shapes_on(state, mesh, task.shard)
+        check_examples(batch, mesh)
+        self._batch = shapes_on(batch, mesh, of_examples)
 
     @property
     def options(self) -> Options:
@@ -177,7 +176,7 @@ class Preflight:
         )
 
     def _needed_bytes(self, t: int) -> float:
-        """Returns the bytes that the exchange of step t sends per worker.
+        """Returns the bytes that the exchange of step t sends per device.
 
         Only floats are mixed. With nodes the means inside a node keep the floats' own
         dtype, so `message_dtype` does not apply.
@@ -194,7 +193,8 @@ class Preflight:
         sent = analysis.traffic(
             self.method.graph, model_bytes, workers.workers_per_node
         )
-        return float(sent[t % self.method.graph.period].worker_bytes.mean())
+        of_worker = float(sent[t % self.method.graph.period].worker_bytes.mean())
+        return of_worker / workers.devices_per_worker
 
 
 def prepare(
@@ -227,15 +227,21 @@ def prepare(
             f'the exchange "{config.exchange.name}" is not part of the compiled '
             "step, so there is no schedule to read: take --exchange in_step"
         )
+    slices = config.workers.devices_per_worker
+    per_node, rest = divmod(devices_per_node, slices)
+    if rest:
+        raise ValueError(
+            f"workers of devices_per_worker = {slices} do not fill nodes of "
+            f"gpus-per-node = {devices_per_node}"
+        )
     workers = dataclasses.replace(
-        config.workers,
-        num_workers=nodes * devices_per_node,
-        workers_per_node=devices_per_node,
+        config.workers, num_workers=nodes * per_node, workers_per_node=per_node
     )
     # Builds the topology again, and raises if these workers have none.
     config = dataclasses.replace(config, workers=workers)
     target = targets.find(target_name)
-    mesh = Mesh(_devices(target, nodes, devices_per_node), (AXIS,))
+    devices = _devices(target, nodes, devices_per_node)
+    mesh = worker_mesh(workers.num_workers, devices.tolist(), slices)
     cluster = target.cluster(nodes, devices_per_node)
     if speed is not None and not isinstance(target, Gpu):
         raise ValueError("a slice of TPUs has no nodes: leave out --between")

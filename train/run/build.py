@@ -45,14 +45,27 @@ def build_mesh(config: Config) -> Mesh | None:
     """The devices of the workers, of peers its own; none where they are simulated.
 
     Raises:
-      ValueError: if simulated workers are to exchange in a second thread.
+      ValueError: if simulated workers are to exchange in a second thread, or simulated
+        ones or peers to have several devices.
     """
+    slices = config.workers.devices_per_worker
+    if config.is_apart and slices > 1:
+        raise ValueError(
+            f"a worker among peers is one device, got devices_per_worker = {slices}: "
+            "set it to 1, or --exchange auto"
+        )
     if config.is_apart:
         return worker_mesh(len(peer_place(config).workers))
     if config.distributed.enabled:
         return job_mesh(config, meet(config))
     if config.workers.where == "mesh":
-        return worker_mesh(config.workers.num_workers)
+        count = config.workers.num_workers
+        return worker_mesh(count, devices_per_worker=slices)
+    if slices > 1:
+        raise ValueError(
+            "simulated workers share one device, got devices_per_worker = "
+            f'{slices}: set workers.where = "mesh", or start several processes'
+        )
     if isinstance(config.exchange, BackgroundExchange):
         raise ValueError(
             'simulated workers send nothing: exchange = "background" needs '

@@ -17,7 +17,7 @@ import optax
 from jax.sharding import Mesh
 
 import decentjax
-from decentjax import WorkerState
+from decentjax import AXIS, WorkerState
 from train.cli.config_json import read_fields
 from train.cli.tables import counted, write_json
 from train.config import Config, FixedPolicy
@@ -159,9 +159,12 @@ def peak_seconds(
     peak = peak_flops(jax.devices()[0].device_kind)
     if peak is None:
         return None
-    workers_per_device = config.workers.num_workers if mesh is None else 1
     flops = worker_flops(config, task, optimizer, state)
-    return None if flops is None else workers_per_device * flops / peak
+    if flops is None:
+        return None
+    num_devices = 1 if mesh is None else mesh.size
+    workers = config.workers.num_workers if mesh is None else mesh.shape[AXIS]
+    return workers * flops / peak / num_devices
 
 
 def worker_flops(

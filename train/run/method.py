@@ -40,7 +40,8 @@ from train.config import (
 )
 from train.run.build_rounds import sent_bytes, sent_schedule, step_bytes
 from train.run.choose import build_policy, init_graph
-from train.tasks.task import Task
+from train.run.shards import Rule, shards_of
+from train.tasks.task import Task, longest_dim
 
 Beside = gossip.AllReduce | gossip.Background | gossip.BackgroundRounds
 
@@ -133,10 +134,10 @@ def build_method(config: Config, task: Task | None = None) -> Method:
         return _in_rounds(config, task)
     if config.step.algorithm == "all_reduce":
         return _all_reduce(config)
-    return _every_step(config)
+    return _every_step(config, longest_dim if task is None else task.shard)
 
 
-def _every_step(config: Config) -> Method:
+def _every_step(config: Config, rule: Rule) -> Method:
     is_early = config.step.algorithm == "awc"
     graph, policy = config.topology.build(config.workers), build_policy(config)
 
@@ -153,7 +154,7 @@ def _every_step(config: Config) -> Method:
         policy.menu,
         graph,
         functools.partial(
-            awc_step if is_early else atc_step, mix=bind_mix(config.step)
+            awc_step if is_early else atc_step, mix=bind_mix(config.step, rule)
         ),
         is_early,
         beside,
@@ -183,7 +184,8 @@ def _in_rounds(config: Config, task: Task | None) -> Method:
         del in_thread  # Their delay says what is hidden.
         return runtime.rounds(cluster, job, sent_schedule(rounds), *rest)
 
-    average = bind_mix(config.step) if rounds.compression is None else None
+    rule = longest_dim if task is None else task.shard
+    average = bind_mix(config.step, rule) if rounds.compression is None else None
     return Method(
         config.step.algorithm,
         rounds.schedule,
@@ -240,7 +242,14 @@ def _sizes(config: Config, task: Task | None) -> list[int] | None:
     return [x.size if is_mixed(x) else 0 for x in jax.tree.leaves(params)]
 
 
-def bind_mix(config: StepConfig) -> Callable[..., Any]:
-    """The mixing of one worker's params, with the dtype of the config's messages."""
-    dtype = config.message_dtype
-    return functools.partial(mix, axis_name=AXIS, message_dtype=dtype)
+def bind_mix(config: StepConfig, rule: Rule = longest_dim) -> Callable[..., Any]:
+    """The mixing of one worker's params, with the dtype of the config's messages.
+
+    Args:
+      config: options of the step.
+      rule: how arrays are sharded over the devices of a worker, if it has several.
+    """
+    average = functools.partial(mix, axis_name=AXIS, message_dtype=config.message_dtype)
+    return lambda params, exchange: average(
+        params, exchange, shards=shards_of(params, rule)
+    )

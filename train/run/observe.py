@@ -21,6 +21,7 @@ from train.run.optimizers import build_schedule
 from train.run.resume import Begin
 from train.run.scores import build_score
 from train.run.setup import Setup
+from train.run.shards import on_first
 from train.run.stop import Stop, Stopped
 from train.store.log import PER_SECOND, Log, warn
 
@@ -193,7 +194,9 @@ def local_mean(x: jax.Array) -> tuple[float, int]:
     Those whose number is not finite are left out, as in quarantine; it is NaN where no
     number is.
     """
-    rows = np.concatenate([np.ravel(shard.data) for shard in x.addressable_shards])
+    # All devices of a worker have its number.
+    own = {str(shard.index): shard.data for shard in x.addressable_shards}
+    rows = np.concatenate(list(map(np.ravel, own.values())))
     finite = rows[np.isfinite(rows)]
     return float(np.mean(finite)) if finite.size else math.nan, finite.size
 
@@ -201,7 +204,7 @@ def local_mean(x: jax.Array) -> tuple[float, int]:
 def local_rows(stacked: Any) -> Iterator[tuple[int, Any]]:
     """The rows of the workers of this process, with the workers' numbers."""
     # Row by row, as a leaf [N, ...] of a job has most of its rows in other processes.
-    leaves, structure = jax.tree.flatten(stacked)
+    leaves, structure = jax.tree.flatten(jax.tree.map(on_first, stacked))
     for shards in zip(*(leaf.addressable_shards for leaf in leaves), strict=True):
         # A shard has rows `start` to `stop` of all; without a mesh `start` is None.
         first = shards[0].index[0].start or 0

@@ -60,6 +60,7 @@ FREE = (
     "task.sample_prompt",
     "task.sample_tokens",
     "data.num_processes",
+    "workers.devices_per_worker",
     "evaluation",
     "checkpoint",
     "log",

@@ -8,7 +8,7 @@ from typing import Any
 import optax
 from jax.sharding import Mesh
 
-from decentjax import WorkerState, local_workers, place
+from decentjax import WorkerState, local_workers
 from decentjax.local import LocalUpdate
 from train.config import Config
 from train.job.peer_place import process_place
@@ -17,6 +17,7 @@ from train.run.method import Method, build_method
 from train.run.optimizers import build_optimizer
 from train.run.peer_run import own_folder
 from train.run.peer_watch import Watch, watch_of
+from train.run.shards import put_batch, put_state
 from train.run.straggler import check_processes
 from train.run.trace import trace_task
 from train.tasks.task import Task, build_task
@@ -67,8 +68,12 @@ class Setup:
         return build_local(self.config.step, self.task.loss_fn, self.optimizer)
 
     def put(self, tree: Any) -> Any:
-        """Places arrays of the workers of this process on their devices."""
-        return tree if self.mesh is None else place(tree, self.mesh)
+        """Places state of the workers of this process on their devices."""
+        return put_state(tree, self.mesh, self.task.shard)
+
+    def put_batch(self, tree: Any) -> Any:
+        """Places batches of the workers of this process on their devices."""
+        return put_batch(tree, self.mesh)
 
     def state(self, model: tuple[Any, Any] | None = None) -> WorkerState:
         """The first state of the workers, from a model if one is given."""

@@ -126,7 +126,7 @@ def start(
     return begin, Parts(
         train_step,
         batches,
-        setup.put,
+        setup.put_batch,
         check,
         observer,
         checkpoints,

@@ -73,6 +73,26 @@ def num_rows(arrays: Any) -> int:
     return workers * rows
 
 
+def longest_dim(shape: tuple[int, ...], num_devices: int) -> int | None:
+    """Returns the longest dim of a matrix that so many devices can share, for FSDP.
+
+    Vectors stay whole on each device: they are small, and a message costs a latency.
+
+    Raises:
+      ValueError: if no dim of a matrix is a multiple of the number of devices.
+    """
+    if len(shape) < 2:
+        return None
+    fitting = [dim for dim, size in enumerate(shape) if size % num_devices == 0]
+    if not fitting:
+        raise ValueError(
+            f"no dim of an array of shape {shape} is a multiple of the {num_devices} "
+            "devices of a worker: change workers.devices_per_worker, or give the task "
+            "a rule of its own, Task(shard=...)"
+        )
+    return max(fitting, key=lambda dim: shape[dim])
+
+
 class Task(NamedTuple):
     """The functions that a run needs of its task.
 
@@ -101,6 +121,8 @@ class Task(NamedTuple):
         shown in percent.
       amount: what the throughput counts.
       num_examples: returns the number of training examples.
+      shard: maps the shape of an array of one worker and its number of devices to the
+        dim over which they share it, or None.
     """
 
     batch_shape: Callable[[int], Any]
@@ -122,6 +144,7 @@ class Task(NamedTuple):
     units: Mapping[str, str] = MappingProxyType({})
     amount: Amount = Amount("examples", num_rows)
     num_examples: Callable[[], int] | None = None
+    shard: Callable[[tuple[int, ...], int], int | None] = longest_dim
 
 
 @runtime_checkable

@@ -1,0 +1,242 @@
+"""Runs whose workers have several devices: FSDP inside, exchanges between."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from jax.sharding import NamedSharding, PartitionSpec
+
+from decentjax import AXIS, worker_mesh
+from tests.test_readme import ROOT
+from train.advise.measure import measure
+from train.config import PeerExchange, StepConfig, TopologyConfig, WorkersConfig
+from train.preflight.compile import prepare
+from train.run.build import build_mesh
+from train.run.loop import train
+from train.run.observe import local_mean, local_rows
+from train.run.resume import Resume
+from train.run.setup import set_up
+from train.run.shards import check_examples, on_first, put_batch, put_state, shards_of
+from train.store.checkpoints import find_checkpoints, restore
+from train.store.log import read_metrics
+from train.tasks.task import longest_dim
+
+pytestmark = pytest.mark.usefixtures("quick_compile")
+
+
+def config_of(devices, where="mesh", num_workers=4, **fields):
+    """A small GPT, whose matrices are shared by the devices of a worker."""
+    workers = WorkersConfig(
+        num_workers=num_workers, devices_per_worker=devices, where=where
+    )
+    step = dataclasses.replace(tiny.config.step, batch_per_worker=4)
+    graph = TopologyConfig(name="one_peer_exponential")
+    return dataclasses.replace(
+        tiny.config,
+        **{
+            "workers": workers,
+            "step": step,
+            "topology": graph,
+            "num_steps": 8,
+            **fields,
+        },
+    )
+
+
+def state_of(config, folder):
+    """The state of the newest checkpoint of a run, placed as this config places it."""
+    setup = set_up(config, folder)
+    steps = find_checkpoints(folder).steps
+    return restore(steps[max(steps)], setup.state())
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """The folders of the same run in three forms."""
+    forms = {
+        "simulated": (1, "simulate"),
+        "devices": (1, "mesh"),
+        "slices": (2, "mesh"),
+    }
+    folders = {}
+    for name, (devices, where) in forms.items():
+        folders[name] = tmp_path_factory.mktemp(name) / "run"
+        train(config_of(devices, where), folders[name])
+    return folders
+
+
+@pytest.mark.slow
+def test_a_run_of_slices_has_the_trajectory_of_one_of_devices(runs):
+    wanted = [row["loss"] for row in read_metrics(runs["simulated"]) if "loss" in row]
+    assert len(wanted) > 1
+    for name in ("devices", "slices"):
+        found = [row["loss"] for row in read_metrics(runs[name]) if "loss" in row]
+        np.testing.assert_allclose(found, wanted, rtol=1e-5)
+    one = state_of(config_of(1), runs["devices"]).params
+    other = state_of(config_of(2), runs["slices"]).params
+    for x, y in zip(*map(jax.tree.leaves, (one, other)), strict=True):
+        np.testing.assert_allclose(x, y, atol=2e-5)
+        if y.ndim > 2:
+            assert y.addressable_shards[0].data.size * 8 == y.size
+            assert x.addressable_shards[0].data.size * 4 == x.size
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "before", "after"), [("slices", 2, 1), ("devices", 1, 2)]
+)
+def test_a_run_goes_on_with_another_number_of_devices(
+    name, before, after, runs, tmp_path
+):
+    folder = tmp_path / "run"
+    subprocess.run(["cp", "-r", runs[name], folder], check=True)
+    old = state_of(config_of(before), folder)
+    new = state_of(config_of(after), folder)
+    for x, y in zip(*map(jax.tree.leaves, (old.params, new.params)), strict=True):
+        np.testing.assert_array_equal(x, y)
+    longer = config_of(after, num_steps=12)
+    assert train(longer, folder, Resume()).step == 12
+    assert max(row["step"] for row in read_metrics(folder)) == 12
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["atc", "all_reduce", "rounds"])
+def test_other_methods_train_slices_too(algorithm, tmp_path):
+    step = StepConfig(algorithm=algorithm, batch_per_worker=4)
+    ends = []
+    for devices in (1, 2):
+        folder = tmp_path / str(devices)
+        train(config_of(devices, step=step), folder)
+        ends.append([row["loss"] for row in read_metrics(folder) if "loss" in row][-1])
+    np.testing.assert_allclose(*ends, rtol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_job_trains_slices_in_a_second_thread(runs, tmp_path):
+    folder = tmp_path / "run"
+    path = tmp_path / "slices.py"
+    path.write_text(
+        "import sys\n"
+        f"sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]\n"
+        "from test_shards import config_of\n"
+        "config = config_of(2)\n"
+    )
+    env = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+    command = [sys.executable, "-m", "decentjax", "launch", "-n", "2", str(path)]
+    done = subprocess.run(
+        [*command, "--exchange", "background", "--run-dir", str(folder)],
+        env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "in a second thread" in done.stdout
+    facts = json.loads((folder / "run.json").read_text())
+    assert facts["devices"].startswith("8 x ")
+    wanted, found = (
+        [row["loss"] for row in read_metrics(one) if "loss" in row]
+        for one in (runs["slices"], folder)
+    )
+    np.testing.assert_allclose(found, wanted, rtol=1e-5)
+
+
+def test_a_rule_of_ones_own_says_what_is_shared():
+    mesh = worker_mesh(2, devices_per_worker=4)
+    rows = {"w": np.ones((2, 8, 4)), "v": np.ones((2, 8))}
+
+    def vectors(shape, count):
+        return 0 if len(shape) == 1 else None
+
+    specs = {
+        rule: {k: x.sharding.spec for k, x in put_state(rows, mesh, rule).items()}
+        for rule in (longest_dim, vectors)
+    }
+    assert specs[longest_dim]["w"] == PartitionSpec(AXIS, "fsdp", None)
+    assert specs[longest_dim]["v"] == PartitionSpec(AXIS, None)
+    assert specs[vectors]["w"] == PartitionSpec(AXIS, None, None)
+    assert specs[vectors]["v"] == PartitionSpec(AXIS, "fsdp")
+    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+        one = {k: x[0] for k, x in rows.items()}
+        assert shards_of(one, longest_dim)["w"] == PartitionSpec("fsdp", None)
+    assert shards_of({"w": np.ones((2, 2))}, longest_dim) is None
+
+
+def test_the_devices_of_a_worker_share_its_batch():
+    mesh = worker_mesh(2, devices_per_worker=2)
+    batch = {"x": np.ones((2, 4, 3)), "odd": np.ones((2, 5)), "rate": np.ones(2)}
+    placed = put_batch(batch, mesh)
+    assert placed["x"].sharding.spec == PartitionSpec(AXIS, "fsdp", None)
+    assert placed["odd"].sharding.is_equivalent_to(
+        NamedSharding(mesh, PartitionSpec(AXIS)), 2
+    )
+    with pytest.raises(ValueError, match=r"the 5 examples of a worker's batch are no "):
+        check_examples({"odd": batch["odd"]}, mesh)
+    assert put_batch(batch, None) is batch
+
+
+def test_rows_and_means_of_slices_count_each_worker_once():
+    mesh = worker_mesh(3, devices_per_worker=2)
+    rows = np.arange(24.0, dtype="float32").reshape(3, 4, 2)
+    placed = put_state({"w": rows}, mesh, longest_dim)
+    found = dict(local_rows(placed))
+    assert list(found) == [0, 1, 2]
+    for number, row in found.items():
+        np.testing.assert_array_equal(row["w"], rows[number])
+    whole = on_first(placed["w"])
+    assert [shard.device for shard in whole.addressable_shards] == jax.devices()[:6:2]
+    numbers = put_state(jnp.array([1.0, np.nan, 3.0]), mesh, longest_dim)
+    assert local_mean(numbers) == (2.0, 2)
+
+
+@pytest.mark.parametrize(
+    ("make", "sentence"),
+    [
+        (
+            lambda: worker_mesh(5, devices_per_worker=2),
+            "5 workers of 2 devices need 10",
+        ),
+        (lambda: worker_mesh(2, devices_per_worker=0), "must be at least one, got 0"),
+        (lambda: WorkersConfig(devices_per_worker=0), "at least 1, got 0"),
+        (
+            lambda: build_mesh(config_of(2, "simulate")),
+            "simulated workers share one dev",
+        ),
+        (
+            lambda: build_mesh(
+                dataclasses.replace(
+                    config_of(2),
+                    exchange=PeerExchange(),
+                    topology=TopologyConfig(name="ring"),
+                )
+            ),
+            "a worker among peers is one device",
+        ),
+        (lambda: longest_dim((3, 5), 2), r"no dim of an array of shape \(3, 5\)"),
+        (
+            lambda: prepare(config_of(3), "h100", 2, 8),
+            "devices_per_worker = 3 do not fill nodes of gpus-per-node = 8",
+        ),
+    ],
+)
+def test_devices_that_do_not_fit_get_a_sentence(make, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        make()
+
+
+def test_vectors_stay_whole():
+    assert longest_dim((8,), 2) is None
+    assert longest_dim((), 2) is None
+    assert longest_dim((6, 8, 7), 2) == 1
+
+
+def test_what_is_measured_has_workers_of_one_device():
+    with pytest.raises(ValueError, match="advise measures workers of one device, got"):
+        measure(config_of(2), num_steps=1)
