@@ -173,6 +173,11 @@ class WrappedStep:
             raise ValueError("call init with a train state first, after a resume too")
         return self._lens
 
+    def settle(self) -> None:
+        """Waits for the messages in flight of a thread; before any other collective."""
+        if hasattr(self._run, "settle"):
+            self._run.settle()
+
     def __enter__(self) -> Self:
         return self
 
@@ -289,9 +294,8 @@ def _first(state: Any) -> Any:
 
 def _nnx_params(state: Any) -> list[Any]:
     """The values of the `nnx.Param`s in a state of flax NNX."""
-    nnx: Any = sys.modules.get(
-        "flax.nnx"
-    )  # No need to import it for a state of others.
+    # Not imported here: a state of NNX comes with it.
+    nnx: Any = sys.modules.get("flax.nnx")
     if nnx is None:
         return []
     is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731

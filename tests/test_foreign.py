@@ -167,6 +167,18 @@ def test_messages_are_encoded_for_each_worker():
     )
 
 
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize("as_array", [np.array, jnp.array])
+def test_the_state_that_was_given_stays_as_it_was(as_array, num_workers):
+    mesh = worker_mesh(num_workers)
+    given = jax.tree.map(as_array, start())
+    before = jax.tree.map(np.array, given)
+    step = wrap(own_step, topology.ring(num_workers), mesh)
+    run(step, step.init(given))  # Donates its own.
+    jax.tree.map(np.testing.assert_array_equal, given, before)
+    run(step, step.init(given))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", [topology.ring(4), methods.diloco(4, num_steps=2)])
 def test_a_wrapped_step_exchanges_in_a_second_thread(plan):
@@ -175,6 +187,7 @@ def test_a_wrapped_step_exchanges_in_a_second_thread(plan):
     run_it = functools.partial(kinds[isinstance(plan, Rounds)], mesh=mesh)
     with wrap(own_step, plan, mesh, run=run_it) as step:
         ended = run(step, step.init(start()), lambda batch: place(batch, mesh))
+        step.settle()
     assert_close(ended.params, of_library(plan))
 
 

@@ -240,3 +240,21 @@ def test_vectors_stay_whole():
 def test_what_is_measured_has_workers_of_one_device():
     with pytest.raises(ValueError, match="advise measures workers of one device, got"):
         measure(config_of(2), num_steps=1)
+
+
+@pytest.mark.slow
+def test_preflight_sends_shards_between_nodes_and_the_rest_stays_inside():
+    config = config_of(2, topology=TopologyConfig(name="one_peer_ring"))
+    preflight = prepare(config, "h100", nodes=2, devices_per_node=2)
+    assert dict(preflight.mesh.shape) == {AXIS: 2, "fsdp": 2}
+    found = preflight.find("awc", 0, preflight.options)
+    leaves = jax.tree.leaves(preflight.state.params)
+    # Of a model: matrices are cut in two, vectors sent by both devices.
+    cut = sum(x.size * 4 for x in leaves if x.ndim > 2) / 2 / 2
+    whole = sum(x.size * 4 for x in leaves if x.ndim <= 2) / 2
+    assert found.schedule.sent_bytes(AXIS) == pytest.approx(cut + whole, rel=1e-3)
+    between = {c.kind for c in found.schedule.collectives if AXIS in c.axes}
+    inside = {c.kind for c in found.schedule.collectives if "fsdp" in c.axes}
+    assert between == {"collective-permute"}
+    assert "all-gather" in inside
+    assert found.memory_bytes > 0
