@@ -127,6 +127,7 @@ ELSEWHERE = {
     "seed": "test_compare",  # K seeds have numbers of their own.
     "data.num_processes": "test_batches",
     "data.skew": "test_batches",
+    "workers.devices_per_worker": "test_shards",  # The numbers stay the same.
     "workers.where": "test_train",
     "optimizer.weight_decay": "test_optimizers",
     "rounds.error_kept": "test_train_rounds",  # A scalar is encoded almost as it is.

@@ -242,6 +242,8 @@ def test_what_is_measured_has_workers_of_one_device():
         measure(config_of(2), num_steps=1)
 
 
+# As in the tests of preflight.
+@pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 @pytest.mark.slow
 def test_preflight_sends_shards_between_nodes_and_the_rest_stays_inside():
     config = config_of(2, topology=TopologyConfig(name="one_peer_ring"))
