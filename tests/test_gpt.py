@@ -9,49 +9,88 @@ import pytest
 from flax import nnx
 from record_peers import SMALL_GPT, TOKENS, numbers, recorded
 
-from train.models.gpt import GPT, GPTConfig, start_cache
+from train.models.gpt import GPT, GPTConfig, start_cache, turned
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
 
 
-def numpy_gpt(model: GPT, tokens: np.ndarray) -> np.ndarray:
+def numpy_gpt(model: GPT, config: GPTConfig, tokens: np.ndarray) -> np.ndarray:
+    heads, kv_heads = config.num_heads, config.num_kv_heads or config.num_heads
+    size = config.width // heads
+
     def norm(x, layer):
-        centred = x - x.mean(-1, keepdims=True)
         scale = np.asarray(layer.scale[...], np.float64)
+        if config.norm == "rms":
+            return x / np.sqrt((x**2).mean(-1, keepdims=True) + layer.epsilon) * scale
+        centred = x - x.mean(-1, keepdims=True)
         return centred / np.sqrt(x.var(-1, keepdims=True) + layer.epsilon) * scale
 
     def linear(x, layer):
         return x @ np.asarray(layer.kernel[...], np.float64)
 
-    def attend(x, heads):
-        length, width = x.shape[1], x.shape[2] // 3
-        out = np.zeros((*x.shape[:2], width))
-        for head in range(heads):
-            part = slice(head * width // heads, (head + 1) * width // heads)
-            q, k, v = (x[..., i * width : (i + 1) * width][..., part] for i in range(3))
-            scores = q @ k.swapaxes(1, 2) / np.sqrt(width // heads)
-            scores[:, ~np.tri(length, dtype=bool)] = -np.inf
-            weights = np.exp(scores - scores.max(-1, keepdims=True))
-            out[..., part] = weights / weights.sum(-1, keepdims=True) @ v
-        return out
+    def turn(x):
+        """Pairs as complex numbers, times e^(i t / base^(2 i / K))."""
+        if config.positions == "learned":
+            return x
+        half = size // 2
+        rates = 1e4 ** (-2 * np.arange(half) / size)
+        pairs = x[..., :half] + 1j * x[..., half:]
+        pairs = pairs * np.exp(1j * np.arange(x.shape[1])[:, None] * rates)
+        return np.concatenate([pairs.real, pairs.imag], -1)
 
-    def gelu(x):
-        return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    def attend(x):
+        keys = config.width
+        values = keys + kv_heads * size
+        out = []
+        for head in range(heads):
+            group = head * kv_heads // heads
+            starts = head * size, keys + group * size, values + group * size
+            q, k, v = (x[..., start : start + size] for start in starts)
+            scores = turn(q) @ turn(k).swapaxes(1, 2) / np.sqrt(size)
+            scores[:, ~np.tri(x.shape[1], dtype=bool)] = -np.inf
+            weights = np.exp(scores - scores.max(-1, keepdims=True))
+            out.append(weights / weights.sum(-1, keepdims=True) @ v)
+        return np.concatenate(out, -1)
+
+    def inner(x, block):
+        up = linear(x, block.up)
+        if config.mlp == "swiglu":
+            gate = linear(x, block.gate)
+            return gate / (1 + np.exp(-gate)) * up
+        return 0.5 * up * (1 + np.tanh(np.sqrt(2 / np.pi) * (up + 0.044715 * up**3)))
 
     table = np.asarray(model.tokens.embedding[...], np.float64)
-    positions = np.asarray(model.positions.embedding[...], np.float64)
-    x = table[tokens] + positions[: tokens.shape[1]]
+    x = table[tokens]
+    if config.positions == "learned":
+        x = x + np.asarray(model.positions.embedding[...])[: tokens.shape[1]]
     for block in model.blocks:
-        attended = attend(linear(norm(x, block.attention_norm), block.qkv), 2)
+        attended = attend(linear(norm(x, block.attention_norm), block.qkv))
         x = x + linear(attended, block.out)
-        hidden = gelu(linear(norm(x, block.mlp_norm), block.up))
-        x = x + linear(hidden, block.down)
-    return norm(x, model.norm) @ table.T
+        x = x + linear(inner(norm(x, block.mlp_norm), block), block.down)
+    last = norm(x, model.norm)
+    return last @ table.T if config.tied else linear(last, model.head)
+
+
+# The parts of Llama's kind, each alone and together.
+PARTS = {
+    "rms": {"norm": "rms"},
+    "rotary": {"positions": "rotary"},
+    "grouped": {"num_kv_heads": 2},
+    "swiglu": {"mlp": "swiglu", "hidden": 12},
+    "untied": {"tied": False},
+}
+ALL = {name: value for part in PARTS.values() for name, value in part.items()}
+KINDS = {"gpt2": {}, **PARTS, "one_group": {"num_kv_heads": 1}, "llama": ALL}
+SIZES = {"vocabulary": 11, "context": 6, "num_layers": 2}
+
+
+def of_kind(kind: str) -> tuple[GPT, GPTConfig]:
+    sizes = SIZES | {"num_heads": 4, "width": 16, "init_std": 0.3}
+    return make(**sizes, **KINDS[kind]), GPTConfig(**sizes, **KINDS[kind])
 
 
 def make(**changes) -> GPT:
-    sizes = {"vocabulary": 11, "context": 6, "num_layers": 2, "num_heads": 2}
-    config = GPTConfig(**{**sizes, "width": 8, **changes})
+    config = GPTConfig(**(SIZES | {"num_heads": 2, "width": 8} | changes))
     model = nnx.eval_shape(lambda: GPT(config, rngs=nnx.Rngs(0)))
     nnx.update(model, initial(config))
     return model
@@ -69,12 +108,48 @@ def run(model: GPT, tokens: jax.Array, key=None) -> jax.Array:
     return model(tokens, rngs=rngs)
 
 
+@pytest.mark.draw(10)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [1, 4, 6])
-def test_the_forward_pass_is_that_of_the_equations(length):
-    model = make(init_std=0.5)
+def test_the_forward_pass_is_that_of_the_equations(length, kind):
+    model, config = of_kind(kind)
     tokens = np.random.default_rng(length).integers(0, 11, (3, length))
     logits = run(model, jnp.asarray(tokens))
-    np.testing.assert_allclose(logits, numpy_gpt(model, tokens), atol=2e-4)
+    np.testing.assert_allclose(logits, numpy_gpt(model, config, tokens), atol=2e-4)
+
+
+@pytest.mark.slow
+def test_rotary_scores_depend_on_the_distance_alone():
+    q, k = jax.random.normal(jax.random.key(0), (2, 1, 1, 1, 8))
+    scores = [
+        jnp.sum(turned(q, jnp.array([t + 3])) * turned(k, jnp.array([t])))
+        for t in (0, 1, 50)
+    ]
+    np.testing.assert_allclose(scores, scores[0], rtol=1e-4)
+    # Norms stay, and the first position turns nothing.
+    np.testing.assert_array_equal(turned(q, jnp.array([0])), q)
+    far = turned(q, jnp.array([900]))
+    np.testing.assert_allclose(jnp.linalg.norm(far), jnp.linalg.norm(q), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        (
+            {"num_kv_heads": 3},
+            "multiple of num_kv_heads, got 3",
+        ),
+        ({"num_kv_heads": 0}, "num_kv_heads must be positive, got 0"),
+        ({"hidden": 0}, "hidden must be positive, got 0"),
+        (
+            {"positions": "rotary", "width": 12},
+            "pairs of numbers, but a head has 3",
+        ),
+    ],
+)
+def test_impossible_parts_are_refused(changes, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        GPTConfig(**({"num_heads": 4, "width": 16} | changes))
 
 
 def copy_of_transformers(model: GPT):
@@ -132,14 +207,14 @@ def test_dropout_acts_only_with_a_key_and_repeats_with_it():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
 @pytest.mark.parametrize("start", [0, 3])
 @pytest.mark.parametrize("bias", [False, True])
-def test_token_by_token_the_logits_are_those_of_the_sequence(bias, start):
-    model = make(init_std=0.5, bias=bias)
+def test_token_by_token_the_logits_are_those_of_the_sequence(bias, start, kind):
+    model = make(init_std=0.5, bias=bias, **KINDS[kind])
     tokens = np.random.default_rng(0).integers(0, 11, (3, 6))
-    config = GPTConfig(
-        vocabulary=11, context=6, num_layers=2, num_heads=2, width=8, bias=bias
-    )
+    sizes = SIZES | {"num_heads": 2, "width": 8, "bias": bias}
+    config = GPTConfig(**(sizes | KINDS[kind]))
     extend, cache = nnx.jit(GPT.extend), start_cache(config, num_rows=3)
     # Read in one call, the tokens from `start` on are others.
     read = np.where(np.arange(6) < start, tokens, 10)

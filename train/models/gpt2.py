@@ -137,6 +137,13 @@ def _check_gpt(config: Any) -> GPTConfig:
     if not isinstance(config, GPTConfig):
         kind = type(config).__name__
         raise ValueError(f"GPT-2's layout is one for GPTs, got a model of {kind}")
+    default = GPTConfig()
+    for name in ("norm", "positions", "num_kv_heads", "mlp", "hidden", "tied"):
+        wanted, got = getattr(default, name), getattr(config, name)
+        if got != wanted:
+            raise ValueError(
+                f"GPT-2's layout is one for models with {name} = {wanted}, got {got}"
+            )
     return config
 
 
