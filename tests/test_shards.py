@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from decentjax import AXIS, worker_mesh
 from tests.test_readme import ROOT
 from train.advise.measure import measure
+from train.cli.load import load_config
 from train.config import PeerExchange, StepConfig, TopologyConfig, WorkersConfig
 from train.preflight.compile import prepare
 from train.run.build import build_mesh
@@ -246,7 +248,19 @@ def test_what_is_measured_has_workers_of_one_device():
 @pytest.mark.filterwarnings("ignore:Error reading persistent compilation cache")
 @pytest.mark.slow
 def test_preflight_sends_shards_between_nodes_and_the_rest_stays_inside():
-    config = config_of(2, topology=TopologyConfig(name="one_peer_ring"))
+    # The parts of gpt_7b, tiny.
+    large = load_config(Path("gpt_7b")).task.model
+    tiny_one = tiny.config.task.model
+    sizes = "vocabulary", "context", "num_layers", "num_heads", "width"
+    model = dataclasses.replace(
+        large,
+        **{name: getattr(tiny_one, name) for name in sizes},
+        num_kv_heads=1,
+        hidden=48,
+    )
+    task = dataclasses.replace(tiny.config.task, model=model)
+    graph = TopologyConfig(name="one_peer_ring")
+    config = config_of(2, topology=graph, task=task)
     preflight = prepare(config, "h100", nodes=2, devices_per_node=2)
     assert dict(preflight.mesh.shape) == {AXIS: 2, "fsdp": 2}
     found = preflight.find("awc", 0, preflight.options)
