@@ -8,9 +8,8 @@ The step is the local update of one worker, and the models are averaged beside i
 import contextlib
 import functools
 import re
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,8 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, jaxpr_as_fun
 from jax.sharding import Mesh
 
 from decentjax._collectives import sum_dtype
-from decentjax._own_models import check_averageable, own_models
+from decentjax._lens import Lens, default_params, find_lens
+from decentjax._own_models import check_averageable
 from decentjax.exchange import Topology
 from decentjax.local import Adapt, check_averages_nothing
 from decentjax.loss import check_call
@@ -32,36 +32,6 @@ from decentjax.step import awc_step
 Plan = Topology | Rounds
 Run = Callable[[Adapt, Any], Any]
 """Maps (local update, plan) to a train step, as `gossip.Background` does."""
-
-
-class Lens(NamedTuple):
-    """The params within a train state.
-
-    Args:
-      structure: structure of the state.
-      params: structure of the params.
-      numbers: numbers of the state's leaves that are params, in their order.
-    """
-
-    structure: Any
-    params: Any
-    numbers: tuple[int, ...]
-
-    def split(self, state: Any) -> tuple[Any, Any]:
-        """Returns the params, and the rest: the state with None in their place."""
-        leaves = jax.tree.leaves(state)
-        params = [leaves[number] for number in self.numbers]
-        for number in self.numbers:
-            leaves[number] = None
-        return self.params.unflatten(params), self.structure.unflatten(leaves)
-
-    def join(self, params: Any, rest: Any) -> Any:
-        """Returns the state of which these are the parts."""
-        found = dict(zip(self.numbers, jax.tree.leaves(params), strict=True))
-        others = iter(jax.tree.leaves(rest))
-        count = self.structure.num_leaves
-        leaves = (found[n] if n in found else next(others) for n in range(count))
-        return self.structure.unflatten(leaves)
 
 
 class WrappedStep:
@@ -116,9 +86,10 @@ class WrappedStep:
           TypeError: if an optimizer in it averages models itself, or undoes an average.
           ValueError: if no params are found, or its arrays lie on another mesh.
         """
-        self._lens = lens = _lens(self._select, state)
+        self._lens = lens = find_lens(self._select, state)
         params, rest = lens.split(state)
-        _check_rest(rest)
+        check_averages_nothing(rest, "wrap")
+        check_averageable(rest)
         plan = self._plan
         extra = init_rounds(plan, params) if isinstance(plan, Rounds) else ()
         key = jax.random.key(0) if key is None else key
@@ -160,11 +131,11 @@ class WrappedStep:
     ) -> tuple[WorkerState, Any]:
         """The local update, for the steps and exchanges of this library."""
         lens = self._known()
-        _check_rest(state.opt_state)
         before = lens.join(state.params, state.opt_state)
         after, metrics = _called(self._step, before, batch)
         stepped, rest = lens.split(after)
         params = jax.tree.map(_moved, mixed, stepped, state.params)
+        # Messages that are rounded at random take another key in each step.
         key = jax.random.fold_in(state.key, 0)
         return WorkerState(params, rest, (), key, state.extra), metrics
 
@@ -263,46 +234,6 @@ def wrap(
     return WrappedStep(train_step, plan, mesh, params, run)
 
 
-def default_params(state: Any) -> Any:
-    """The params of a train state, by its type or by the names of its parts.
-
-    Raises:
-      ValueError: if there are none.
-    """
-    if hasattr(state, "params"):
-        return state.params
-    if isinstance(state, Mapping) and "params" in state:
-        return state["params"]
-    # Moments that optax keeps of a state of NNX are `nnx.Param`s too, but come second.
-    first = _first(state)
-    if found := _nnx_params(state if first is None else first):
-        return found
-    if first is not None:
-        return first
-    raise ValueError(
-        f"found no params in a train state of type {type(state).__name__}: pass a "
-        "function that selects them, params=lambda state: state.model"
-    )
-
-
-def _first(state: Any) -> Any:
-    """The first item of a tuple, also of one that NNX has split; None of others."""
-    if isinstance(state, tuple | list):
-        return state[0] if len(state) > 1 else None
-    return state[0] if isinstance(state, Mapping) and 0 in state else None
-
-
-def _nnx_params(state: Any) -> list[Any]:
-    """The values of the `nnx.Param`s in a state of flax NNX."""
-    # Not imported here: a state of NNX comes with it.
-    nnx: Any = sys.modules.get("flax.nnx")
-    if nnx is None:
-        return []
-    is_variable = lambda x: isinstance(x, nnx.Variable)  # noqa: E731
-    variables = jax.tree.leaves(state, is_leaf=is_variable)
-    return [jax.tree.leaves(x) for x in variables if isinstance(x, nnx.Param)]
-
-
 def _compiled(local: Adapt, plan: Plan, mesh: Mesh | None) -> Any:
     """The compiled step over a plan, on the mesh or simulated."""
     if isinstance(plan, Rounds):
@@ -318,43 +249,6 @@ def _num_workers(plan: Plan) -> int:
     return one.num_workers
 
 
-def _check_rest(rest: Any) -> None:
-    """Raises a TypeError for an optimizer that averages models, or undoes it."""
-    check_averages_nothing(rest, "wrap")
-    check_averageable(rest)
-
-
-def _lens(select: Callable[[Any], Any], state: Any) -> Lens:
-    """Finds which leaves of a state the function selects."""
-    leaves, structure = jax.tree.flatten(state)
-    for path, x in jax.tree.leaves_with_path(state):
-        if not hasattr(x, "dtype") and not isinstance(x, bool | int | float | complex):
-            raise TypeError(
-                f"state{jax.tree_util.keystr(path)} is a {type(x).__name__}: a train "
-                "state consists of arrays; keep the rest outside, as nnx.split and "
-                "eqx.partition do"
-            )
-    # Stand-ins of the same shapes, each an object of its own.
-    marks = [jax.ShapeDtypeStruct(jnp.shape(x), jnp.result_type(x)) for x in leaves]
-    numbers = {id(mark): number for number, mark in enumerate(marks)}
-    marked = structure.unflatten(marks)
-    wanted, others = select(marked), own_models(marked)
-    # A second model, z of schedule-free optimizers, moves and is averaged likewise.
-    selected, params = jax.tree.flatten((wanted, others) if others else wanted)
-    found = [numbers.get(id(x)) for x in selected]
-    if None in found or len(set(found)) < len(found):
-        raise ValueError(
-            "params must select arrays of the train state, each once, as in "
-            "lambda state: state.params; it returned others"
-        )
-    if not any(is_mixed(selected[i]) for i in range(len(found))):
-        raise ValueError(
-            "params selects no arrays of floats from the train state: there would be "
-            "nothing to average"
-        )
-    return Lens(structure, params, tuple(n for n in found if n is not None))
-
-
 def _moved(mixed: jax.Array, stepped: jax.Array, before: jax.Array) -> jax.Array:
     """`mixed + (stepped - before)`."""
     # Where nothing was averaged, the step's own result, without rounding.
@@ -367,6 +261,7 @@ def _moved(mixed: jax.Array, stepped: jax.Array, before: jax.Array) -> jax.Array
 
 def _called(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
     """Calls the step, once it has been seen to do what it must."""
+    # Traced once, to look at what it does and then to run it.
     with _explained():
         traced, shapes = jax.make_jaxpr(step, return_shape=True)(state, batch)
     _check_result(shapes, state)

@@ -117,8 +117,8 @@ def stacked_shardings(tree: Any, mesh: Mesh) -> Any:
         return jax.tree.map(lambda x: one(path, x, spec), box)
 
     def one(path: Any, x: Any, spec: PartitionSpec | None) -> NamedSharding:
-        lies = getattr(x, "sharding", None)
-        if isinstance(lies, NamedSharding) and lies.mesh.axis_names == mesh.axis_names:
+        lies: Any = getattr(x, "sharding", None)
+        if _lies_on(x, mesh):
             spec = lies.spec
         elif isinstance(lies, NamedSharding) and not lies.is_fully_replicated:
             raise ValueError(
@@ -167,7 +167,9 @@ def _spec_of(x: Any) -> PartitionSpec | None:
 
 def _lies_on(x: Any, mesh: Mesh) -> bool:
     lies = getattr(x, "sharding", None)
-    return isinstance(lies, NamedSharding) and lies.mesh == mesh
+    # The shapes of explicit axes lie on the abstract mesh.
+    meshes = mesh, mesh.abstract_mesh
+    return isinstance(lies, NamedSharding) and lies.mesh in meshes
 
 
 def _from_host(x: Any, num_rows: int, there: NamedSharding) -> jax.Array:

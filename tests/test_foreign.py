@@ -45,8 +45,8 @@ from decentjax import (
     worker_mesh,
     wrap,
 )
+from decentjax._lens import find_lens
 from decentjax.compression import error_feedback
-from decentjax.foreign import _lens
 from tests.test_readme import ROOT
 
 STEPS = 5
@@ -451,7 +451,7 @@ def test_a_state_is_the_sum_of_its_parts(data):
         max_leaves=6,
     )
     state = data.draw(st.fixed_dictionaries({"rest": inner, "params": inner}))
-    lens = _lens(lambda s: s["params"], state)
+    lens = find_lens(lambda s: s["params"], state)
     params, rest = lens.split(state)
     assert jax.tree.structure(params) == jax.tree.structure(state["params"])
     joined = lens.join(params, rest)
@@ -665,6 +665,11 @@ def test_arrays_of_another_mesh_are_not_stacked():
     w = jax.device_put(np.ones(8), NamedSharding(other, PartitionSpec("fsdp")))
     with pytest.raises(ValueError, match=r"\['w'\] is sharded over another mesh"):
         stack({"w": w}, 4, worker_mesh(4))
+    same_names = Mesh(np.array(jax.devices()[4:]).reshape(2, 2), (AXIS, "fsdp"))
+    mesh = Mesh(np.array(jax.devices()[:4]).reshape(2, 2), (AXIS, "fsdp"))
+    w = jax.device_put(np.ones(8), NamedSharding(same_names, PartitionSpec("fsdp")))
+    with pytest.raises(ValueError, match=r"\['w'\] is sharded over another mesh"):
+        stack({"w": w}, 2, mesh)
     with pytest.raises(ValueError, match="has 4 places for 3 workers"):
         stack({"w": np.ones(8)}, 3, worker_mesh(4))
 

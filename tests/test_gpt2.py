@@ -156,6 +156,22 @@ def test_another_kind_or_size_of_model_is_refused(fields, words, tmp_path):
         read(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ({"norm": "rms"}, "models with norm = layer, got rms"),
+        ({"positions": "rotary"}, "with positions = learned, got rotary"),
+        ({"num_kv_heads": 1}, "with num_kv_heads = None, got 1"),
+        ({"mlp": "swiglu"}, "with mlp = gelu, got swiglu"),
+        ({"hidden": 8}, "with hidden = None, got 8"),
+        ({"tied": False}, "with tied = True, got False"),
+    ],
+)
+def test_parts_that_gpt_2_has_not_are_refused(part, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        read(save(tmp_path), dataclasses.replace(GPT2, **part))
+
+
 def test_biases_that_the_config_has_not_are_refused(tmp_path):
     config = dataclasses.replace(GPT2, bias=False)
     with pytest.raises(ValueError, match=r"set --task\.model\.bias$"):

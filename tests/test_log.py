@@ -170,7 +170,7 @@ def test_tokens_are_those_to_predict_without_padding():
     assert 0 < task.amount.count(batch) == wanted < batch["target"].size
 
 
-def test_flops_are_those_of_the_matmuls_whatever_the_micro_batches():
+def test_flops_are_those_of_the_matmuls_whatever_the_micro_batches(monkeypatch):
     batch, inside, out = 16, 64, 48
 
     def loss_fn(params, model_state, x, key):
@@ -192,6 +192,14 @@ def test_flops_are_those_of_the_matmuls_whatever_the_micro_batches():
         found = worker_flops(config, task, optimizer, state)
         assert matmuls < found < matmuls + update
     assert peak_seconds(config, task, optimizer, state, None) is None  # On a CPU.
+
+    # Where JAX_PLATFORMS leaves a GPU alone: nothing can analyse a lowered program.
+    def no_cpu(**_):
+        raise RuntimeError("Unknown backend cpu")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "local_devices", no_cpu)
+        assert worker_flops(config, task, optimizer, state) is None
     assert peak_flops("NVIDIA H100 80GB HBM3") == 989e12
     assert peak_flops("cpu") is None
 

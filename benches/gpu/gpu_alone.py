@@ -67,9 +67,9 @@ def measure(bench: GpuBench) -> GpuTiming:
         UPDATE: update,
         COPY: copy,
     }
-    # By the driver's name of the device, as `preflight` knows GPUs by it.
     seconds = in_turns(runners, bench.rounds, bench.steps, Console())
     seconds[UPDATE] /= UPDATES
+    # By the driver's name of the device, as `preflight` knows GPUs by it.
     return GpuTiming(
         device=device.device_kind,
         # Windows of text [examples, context + 1]: the last token is only predicted.

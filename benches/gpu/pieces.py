@@ -56,7 +56,7 @@ def main(num_parameters: str = "124000000") -> None:
 
 
 def difference(graph: Topology, num_steps: int = 40) -> float:
-    """Returns how far 8 workers' params differ after as many steps on CPU and GPU."""
+    """Returns the largest difference of 8 workers' params between CPU and GPU."""
 
     def loss_fn(params, model_state, batch, key):
         x, y = batch

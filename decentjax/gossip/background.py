@@ -45,7 +45,7 @@ class Background(Beside):
         `mixed`; a conditional or a loop that uses it waits as a whole.
       topology: topology whose exchanges are taken in turn.
       mesh: mesh with the axis "workers". If a worker is a slice of it, each of its
-        shards is exchanged by itself, and only once.
+        devices exchanges its own shards.
       message_dtype: as in `mix`.
       lowering: as in `mix`; by default that of `fastest_mixes`, measured before the
         first step.
@@ -101,7 +101,7 @@ class BackgroundRounds(Beside):
         `Background`.
       rounds: the rounds, without tracking.
       mesh: mesh with the axis "workers". If a worker is a slice of it, each of its
-        shards is exchanged by itself, and only once.
+        devices exchanges its own shards.
       message_dtype: as in `mix`.
       lowering: as in `Background`.
       exchange_mesh: as in `Background`.

@@ -52,8 +52,8 @@ class Carrier:
       record: function that is called with each exchange.
 
     Raises:
-      ValueError: if the mesh has other axes or a different number of workers, or the
-        devices of `exchange_mesh` are in other processes.
+      ValueError: if the mesh has a different number of workers, messages of slices
+        are to be encoded, or the devices of `exchange_mesh` are in other processes.
     """
 
     takes_groups = True

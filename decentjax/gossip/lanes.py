@@ -1,10 +1,12 @@
 """Lanes: the shards of workers that are slices of a mesh, each exchanged by itself.
 
 A worker of F devices has F lanes, one on each device: lane f of all workers exchanges
-as N workers of one device do. So no device sends what another one of its worker has,
-and no program of an exchange has two devices of a process. XLA's CPU client runs
-programs with several of them one after another: an exchange would wait for FSDP's
-collectives, and the next gradient for the exchange.
+as N workers of one device do. A sharded array is sent once; one that each device of a
+worker has whole is sent by each.
+
+No program of an exchange has two devices of a process: XLA's CPU client runs programs
+that have several one after another (measured with jax 0.10.2), so that an exchange
+would wait for FSDP's collectives, and the next gradient for the exchange.
 """
 
 from typing import Any

@@ -161,7 +161,9 @@ def _measured(arguments: list[str]) -> int:
         out.mkdir(parents=True, exist_ok=True)
         if config.distributed.enabled:
             with fail_stop():
-                start(config.distributed, config.workers.num_workers)
+                workers = config.workers
+                each = workers.devices_per_worker
+                start(config.distributed, workers.num_workers, None, each)
                 return _here(config, measured_steps, steps, out, contenders)
         provide_cpu_devices(config.workers.num_workers)
         return _here(config, measured_steps, steps, out, contenders)

@@ -74,7 +74,7 @@ def num_rows(arrays: Any) -> int:
 
 
 def longest_dim(shape: tuple[int, ...], num_devices: int) -> int | None:
-    """Returns the longest dim of a matrix that so many devices can share, for FSDP.
+    """Returns the longest dim of a matrix that the devices can share evenly, for FSDP.
 
     Vectors stay whole on each device: they are small, and a message costs a latency.
 
