@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         schedule,
         topology,
     )
+    from decentjax.axis import AXIS
     from decentjax.correction import exact_diffusion, quasi_global_momentum
     from decentjax.exchange import Exchange, Groups, Permutations, Topology
     from decentjax.foreign import WrappedStep, wrap
@@ -48,19 +49,17 @@ if TYPE_CHECKING:
         scale_by_accum_adam,
     )
     from decentjax.placement import (
-        TrainStep,
         check_one_model,
         local_workers,
         mean_model,
-        on_mesh,
         over_workers,
         place,
-        simulate,
         worker_mesh,
     )
     from decentjax.rounds import Rounds, init_rounds, round_step
+    from decentjax.running import TrainStep, on_mesh, simulate
     from decentjax.stacking import stack, stacked_shardings
-    from decentjax.state import AXIS, DecentralizeState, WorkerState, init_state
+    from decentjax.state import DecentralizeState, WorkerState, init_state
     from decentjax.step import all_reduce_step, atc_step, awc_step
 
 __all__ = [
@@ -145,12 +144,14 @@ _MODULES = (
 # The modules of the core, each before those that import it; the first do not need jax.
 _CORE = (
     "exchange",
+    "axis",
     "mixing",
     "loss",
     "state",
     "local",
     "step",
     "placement",
+    "running",
     "rounds",
     "optim",
     "correction",

@@ -90,6 +90,8 @@ def sum_over(
                 "jax cannot sum over groups in a jax.shard_map that checks what varies "
                 'over the mesh: use Lowering(groups="scatter"), or check_vma=False'
             )
+        if lax.axis_size(axis_name) == 1 and not checked_axes():
+            return x  # XLA cannot compile this sum where a worker is a slice.
         return lax.psum(x, axis_name, axis_index_groups=groups)
 
     def stacked(x: jax.Array) -> jax.Array:

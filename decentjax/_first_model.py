@@ -1,6 +1,7 @@
 """Fingerprints of models, to check that all workers start from the same model."""
 
 import hashlib
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -29,18 +30,18 @@ def fingerprints(params: Any) -> jax.Array:
     return jnp.stack([_fingerprint(x) for x in leaves])
 
 
-def first_model(params: Any, step: int) -> str:
-    """The hash of the first worker's model before step 0, or "" at any other step.
+def first_model(own: Iterable[jax.Array], step: int) -> str:
+    """The hash of a worker's model before step 0, or "" at any other step.
 
     Args:
-      params: stacked params of this process's workers.
+      own: the arrays of the model.
       step: the step about to run.
     """
     if step != 0:
         return ""
     digest = hashlib.sha256()
-    for x in jax.tree.leaves(params):
-        digest.update(np.asarray(x.addressable_shards[0].data[0]).tobytes())
+    for x in own:
+        digest.update(np.asarray(x).tobytes())
     return digest.hexdigest()
 
 

@@ -74,7 +74,8 @@ def with_rows(stacked: Any, axes: AxisName, mesh: Mesh | AbstractMesh) -> Any:
 def first_row(x: jax.Array) -> jax.Array:
     """`x[0]` of a stacked array."""
     whole = PartitionSpec(None, *specs_of(x)[1:])
-    return lying(x, whole, mesh_of(x))[0]
+    # By static indices: `x[0]` sends the index to the device, which a guard may forbid.
+    return lax.index_in_dim(lying(x, whole, mesh_of(x)), 0, keepdims=False)
 
 
 def over_slices(
@@ -172,6 +173,12 @@ def worker_number(axis_name: AxisName, like: jax.Array) -> jax.Array:
     return placed(lax.axis_index(axis_name), like)
 
 
+def is_on_devices(axis_name: AxisName) -> bool:
+    """Whether `jax.shard_map` maps the axis: each worker has its own devices."""
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return set(names_of(axis_name)) <= set(manual)
+
+
 def in_shards(function: OfWorker, shards: Any = None) -> OfWorker:
     """Applies a function, elementwise but for collectives over workers, to each shard.
 
@@ -182,9 +189,9 @@ def in_shards(function: OfWorker, shards: Any = None) -> OfWorker:
     """
 
     def of_worker(tree: Any, axis_name: AxisName) -> Any:
-        mesh = jax.sharding.get_abstract_mesh()
-        if not set(names_of(axis_name)) <= set(mesh.manual_axes):
+        if not is_on_devices(axis_name):
             return function(tree, axis_name)
+        mesh = jax.sharding.get_abstract_mesh()
 
         def one(tree: Any) -> Any:
             return function(tree, axis_name)
@@ -214,8 +221,8 @@ def on_own_slice(function: OfWorker, tree: Any, axis_name: AxisName) -> Any:
     mesh, names = mesh_of(tree), names_of(axis_name)
     # jax has no public name for this.
     spmd = core.get_axis_env().spmd_axis_names.intersection(names, mesh.axis_names)
-    is_on_devices = set(names) & set(mesh.manual_axes)
-    if is_on_devices or len(names) > 1 or not (mesh.explicit_axes or spmd):
+    has_devices = set(names) & set(mesh.manual_axes)
+    if has_devices or len(names) > 1 or not (mesh.explicit_axes or spmd):
         return function(tree, axis_name)
 
     @custom_vmap

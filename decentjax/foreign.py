@@ -19,14 +19,15 @@ from jax.sharding import Mesh
 from decentjax._collectives import sum_dtype
 from decentjax._lens import Lens, default_params, find_lens
 from decentjax._own_models import check_averageable
+from decentjax.axis import bound_axis
 from decentjax.exchange import Topology
 from decentjax.local import Adapt, check_averages_nothing
 from decentjax.loss import check_call
 from decentjax.mixing import is_mixed
-from decentjax.placement import on_mesh, simulate
 from decentjax.rounds import Rounds, init_rounds, round_step
+from decentjax.running import on_mesh, simulate
 from decentjax.stacking import stack
-from decentjax.state import AXIS, WorkerState
+from decentjax.state import WorkerState
 from decentjax.step import awc_step
 
 Plan = Topology | Rounds
@@ -113,11 +114,14 @@ class WrappedStep:
           The new state, and the stacked metrics.
         """
         self._known()
-        return self._run(state, batch, step)
+        with _explained():  # Some errors come when the step is lowered.
+            return self._run(state, batch, step)
 
     def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
         """Lowers a compiled step; arrays may be shapes, as from `jax.eval_shape`."""
-        return self._run.lower(state, batch, step)
+        self._known()
+        with _explained():
+            return self._run.lower(state, batch, step)
 
     def states(self, state: WorkerState) -> Any:
         """Returns the train states of the workers: one, whose leaves are [N, ...].
@@ -125,6 +129,16 @@ class WrappedStep:
         `mean_model` of it is the train state to evaluate and to export.
         """
         return self._known().join(state.params, state.opt_state)
+
+    def with_states(self, state: WorkerState, states: Any) -> WorkerState:
+        """Returns the state with other train states, as `states` returns them.
+
+        For what a client changes between steps on all workers: metrics to begin anew, a
+        learning rate in the optimizer's state. The inverse of `states`. The anchor of
+        rounds stays: to set other params, call `init`.
+        """
+        params, rest = self._known().split(states)
+        return state._replace(params=params, opt_state=rest)
 
     def local(
         self, state: WorkerState, batch: Any, mixed: Any
@@ -187,7 +201,7 @@ def wrap(
         state is any pytree of arrays, as flax's `TrainState`, a state of
         `nnx.split((model, optimizer))`, such modules themselves, or a tuple.
       plan: topology whose exchanges are taken in turn, or rounds.
-      mesh: mesh with the axis "workers", of which each worker has a device or a slice;
+      mesh: mesh of the workers, as in `on_mesh`: each has a device or a slice of it;
         None simulates all workers on one device.
       params: function that selects the params of a state, which are averaged; by
         default its attribute or item `params`, the `nnx.Param`s, or the first item of a
@@ -226,6 +240,12 @@ def wrap(
       [1. 1. 1.]
     """
     check_call(train_step, "train_step", "state", "batch")
+    code = getattr(train_step, "__code__", None)
+    if getattr(code, "co_qualname", "").startswith("pmap."):
+        raise TypeError(
+            "train_step is the result of jax.pmap: leave out jax.pmap, as wrap maps "
+            "the step over the workers itself"
+        )
     if not isinstance(plan, Plan):
         raise TypeError(
             "wanted a topology or rounds, such as topology.ring(8) or "
@@ -265,9 +285,9 @@ def _called(step: Callable, state: Any, batch: Any) -> tuple[Any, Any]:
     with _explained():
         traced, shapes = jax.make_jaxpr(step, return_shape=True)(state, batch)
     _check_result(shapes, state)
-    if AXIS in _axes(traced.jaxpr):
+    if (axis := bound_axis()) in _axes(traced.jaxpr):
         raise ValueError(
-            f'train_step averages over the axis "{AXIS}" itself, so there would be '
+            f'train_step averages over the axis "{axis}" itself, so there would be '
             "nothing left to average: leave out its pmean or psum over the workers"
         )
     outputs = jaxpr_as_fun(traced)(*jax.tree.leaves((state, batch)))
@@ -289,12 +309,13 @@ def _explained() -> Iterator[None]:
             "wrap averages the models"
         ) from error
     except ValueError as error:
-        if "context mesh" not in str(error).lower():
+        if not re.search("context mesh|manual ax", str(error).lower()):
             raise
         raise ValueError(
             "train_step names a mesh itself, but inside it is one worker's slice of "
-            "the mesh: leave out mesh= of jax.shard_map, and give a PartitionSpec "
-            "instead of a NamedSharding"
+            "the mesh: leave out mesh= of jax.shard_map, give a PartitionSpec instead "
+            "of a NamedSharding, and leave out in_shardings and out_shardings of "
+            "jax.jit"
         ) from error
 
 
@@ -306,6 +327,11 @@ def _check_result(result: Any, state: Any) -> None:
             + (f"{len(result)} values" if isinstance(result, tuple) else "one value")
         )
     wanted, got = _shapes(state), _shapes(result[0])
+    if wanted != got and wanted == _shapes(result[1]):
+        raise TypeError(
+            "train_step must return (state, metrics), got (metrics, state): "
+            "wrap(lambda *args: train_step(*args)[::-1], ...)"
+        )
     if wanted != got:
         paths = [*wanted, *(path for path in got if path not in wanted)]
         path = next(path for path in paths if wanted.get(path) != got.get(path))

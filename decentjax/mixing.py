@@ -33,7 +33,7 @@ from decentjax._collectives import (
 )
 from decentjax._joining import JOIN_BYTES, in_joined
 from decentjax._norms import norm_of, sums_of_squares
-from decentjax._slices import in_shards, on_own_slice
+from decentjax._slices import in_shards, is_on_devices, on_own_slice
 from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
 
 Tree = TypeVar("Tree")
@@ -165,7 +165,23 @@ def mix(
 
         return _map_floats(mix_leaf, params, lowering)
 
-    return on_own_slice(in_shards(mix_leaves, shards), params, axis_name)
+    mixed = on_own_slice(in_shards(mix_leaves, shards), params, axis_name)
+    if _is_of_permutes(exchange):
+        return mixed
+    # GPU compilers place a message just before its first use. Behind a barrier that is
+    # before the first update, and the last messages overlap the backward pass too.
+    return lax.optimization_barrier(mixed)
+
+
+def _is_of_permutes(exchange: Exchange) -> bool:
+    """Whether single workers send each other whole models.
+
+    Their messages have a barrier of their own: behind that of all, they would start
+    together with the backward pass (gpt_7b: 97 % covered, and 53 %). Exchanges with
+    nodes are better with that of all (gpt2_small: 97 % covered, and 80 %).
+    """
+    is_flat = exchange.workers_per_node == 1
+    return is_flat and isinstance(exchange.between, Permutations)
 
 
 def global_mean(params: Tree, axis_name: AxisName) -> Tree:
@@ -344,9 +360,15 @@ def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
     for one in permutes:
         messages = [(j, i) for i, j in enumerate(one.sources) if j >= 0]
         pairs = workers_of(np.array(messages).T, per_node).T.tolist()
-        models.append(permute(sent, pairs, how.axis_name).astype(dtype))
+        models.append(permute(sent, pairs, how.axis_name))
     weights = [one.weights for one in permutes]
     node = lax.axis_index(how.axis_name) // per_node
+    if _is_of_permutes(how.exchange) and is_on_devices(how.axis_name):
+        # A GPU compiler computes all that reads an array in one kernel, such as the sum
+        # below and the cast of a leaf to the dtype in which the model computes. Without
+        # a barrier the forward pass then waits for the messages.
+        x, sent, models = lax.optimization_barrier((x, sent, models))
+    models = [model.astype(dtype) for model in models]
     return _combined(x, sent, models, own, weights, node)
 
 

@@ -1,12 +1,10 @@
-"""Where the steps of the workers run.
+"""Where the workers are, and where their arrays lie: on a mesh, or simulated.
 
-`on_mesh` gives each worker a device (or a slice of a mesh), `simulate` runs all workers
-on one device; both keep the workers' state stacked, with a leading dim of N workers.
+Stacked arrays have a leading dim of N workers.
 """
 
 import functools
 import inspect
-import operator
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,141 +12,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax._collectives import sum_dtype
 from decentjax._first_model import ADVICE, fingerprints
 from decentjax._slices import first_row, only, over_slices
-from decentjax.exchange import Exchange, Topology, check_topology
-from decentjax.loss import Metrics
-from decentjax.schedule import Event, Schedule
-from decentjax.state import AXIS, WorkerState
-from decentjax.step import Step, all_reduce_step
-
-
-class TrainStep:
-    """Compiled steps on stacked arrays, one for each exchange, taken in turn.
-
-    Args:
-      plan: argument of each step, its exchange or its rounds.
-      jit: function that returns the jitted step for it.
-      check: check of the initial params and step of the first call.
-    """
-
-    def __init__(
-        self,
-        plan: Topology | Schedule,
-        jit: Callable[[Exchange | Event], jax.stages.Wrapped],
-        check: Callable[[Any, int], None] | None = None,
-    ):
-        self._plan, self._check = plan, check
-        # Some topologies repeat an exchange within a period, and it compiles once.
-        self._jit = functools.cache(jit)
-
-    def __call__(
-        self, state: WorkerState, batch: Any, step: int
-    ) -> tuple[WorkerState, Metrics]:
-        """Runs this step; the state's buffers are donated.
-
-        Raises:
-          ValueError: if they were donated to an earlier step, or two leaves share one,
-            or the workers of several processes begin with different models.
-          TypeError: if `step` is not an int.
-        """
-        check_not_donated(state, batch)
-        try:
-            place = operator.index(step)
-        except TypeError:  # Also of a traced step.
-            raise TypeError(
-                f"a train step takes the step as a Python int, got {step!r}"
-            ) from None
-        if self._check is not None:
-            self._check(state.params, place)
-            self._check = None
-        return self._jit(self._plan[place])(state, batch)
-
-    def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
-        """Lowers this step; arrays may be shapes, as from `jax.eval_shape`."""
-        return self._jit(self._plan[step]).lower(state, batch)
-
-
-def simulate(step: Step, topology: Topology | Schedule) -> TrainStep:
-    """Runs all workers on one device, as one batched program.
-
-    Args:
-      step: `awc_step` or another step, with its keywords bound by `functools.partial`.
-      topology: topology whose exchanges are taken in turn, or for `round_step` a
-        schedule of rounds.
-
-    Returns:
-      `train_step(state, batch, step)`: stacked state (its buffers are donated) and
-      batch [N, ...], and the step as a Python int; it returns the new state, and
-      metrics of shape [N]. Each distinct exchange is compiled at its first use.
-
-    Examples:
-      >>> import functools
-      >>> import optax
-      >>> from decentjax import awc_step, local_update, simulate, topology
-      >>> def loss_fn(params, model_state, batch, key):
-      ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> local = local_update(loss_fn, optax.sgd(0.1))
-      >>> train_step = simulate(
-      ...     functools.partial(awc_step, adapt=local), topology.hypercube(8)
-      ... )
-    """
-    _check_plan(topology)
-    return _in_turn(step, topology, mesh=None)
-
-
-def on_mesh(
-    step: Step,
-    topology: Topology | Schedule,
-    mesh: Mesh,
-    compiler_options: Mapping[str, Any] | None = None,
-) -> TrainStep:
-    """Runs each worker on its own device, or on its own slice of the mesh.
-
-    The mesh has an axis "workers" of size N; consecutive workers share a node. A
-    worker's arrays may be sharded over further axes (FSDP), and the new state keeps the
-    sharding. On explicit axes, the default of `jax.make_mesh`, the types of arrays
-    state their sharding, the loss sees these types, and each device sends its own
-    shards; jax 0.10 gathers them around the step. On automatic axes the compiler
-    chooses, and gathers shards for means over groups: bind `shards` to `mix`.
-
-    Args:
-      step: `awc_step` or another step, with its keywords bound by `functools.partial`.
-      topology: topology whose exchanges are taken in turn, or for `round_step` a
-        schedule of rounds.
-      mesh: mesh with the axis "workers".
-      compiler_options: options of XLA by name, as `jax.jit` takes them.
-
-    Returns:
-      As `simulate`; stacked arrays are sharded over "workers" in their first dim, and
-      as given in the others.
-
-    Raises:
-      TypeError: if `topology` is not a `Topology`.
-      ValueError: if the mesh has no such axis, or its size is not N.
-
-    Examples:
-      >>> import functools
-      >>> import optax
-      >>> from decentjax import awc_step, local_update, on_mesh, topology, worker_mesh
-      >>> def loss_fn(params, model_state, batch, key):
-      ...     return ((params - batch) ** 2).sum(), (model_state, {})
-      >>> local = local_update(loss_fn, optax.sgd(0.1))
-      >>> step = functools.partial(awc_step, adapt=local)
-      >>> train_step = on_mesh(step, topology.ring(1), worker_mesh(1))
-    """
-    _check_plan(topology)
-    check_mesh(mesh)
-    if mesh.shape.get(AXIS) != topology.num_workers:
-        raise ValueError(
-            f'on_mesh needs a mesh with an axis "{AXIS}" of the topology\'s '
-            f"{topology.num_workers} workers, got {dict(mesh.shape)}"
-        )
-    return _in_turn(step, topology, mesh, compiler_options)
+from decentjax.axis import AXIS, axis_of, slices_of
 
 
 def is_between_cpus(mesh: Mesh) -> bool:
@@ -220,11 +89,12 @@ def worker_mesh(
 def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
     """Maps a function of one worker over stacked trees, on the mesh or simulated.
 
-    Inside, the axis "workers" is bound, as for `consensus_distance(params, AXIS)`.
+    Inside, the axis of the workers is bound, as for `consensus_distance(params, AXIS)`:
+    "workers" where they are simulated, and on a mesh its own, see `on_mesh`.
 
     Args:
       function: function of one worker's trees.
-      mesh: mesh with the axis "workers"; None to simulate.
+      mesh: mesh of the workers; None to simulate.
 
     Returns:
       The function of stacked trees, [N, ...] in and out, which keeps shardings over the
@@ -240,11 +110,12 @@ def over_workers(function: Callable, mesh: Mesh | None = None) -> Callable:
     if mesh is None:
         return _of_rows(jax.vmap(function, axis_name=AXIS), function)
 
-    mapped = over_slices(function, AXIS, mesh)
+    axis = axis_of(mesh)
+    mapped = over_slices(function, axis, mesh)
     if is_between_cpus(mesh):
         # A new name, which no program in jax's cache has.
         mapped.__name__ += f"_{secrets.token_hex(8)}"
-    return _of_rows(mapped, function, mesh.shape[AXIS])
+    return _of_rows(mapped, function, mesh.shape[axis])
 
 
 def _of_rows(
@@ -302,12 +173,10 @@ def local_workers(mesh: Mesh) -> list[int]:
       >>> local_workers(worker_mesh(1))
       [0]
     """
-    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), 0)
     # The first device of a worker's slice stands for the slice.
-    first_devices = devices.reshape(len(devices), -1)[:, 0]
     return [
         number
-        for number, device in enumerate(first_devices)
+        for number, device in enumerate(slices_of(mesh)[:, 0])
         if device.process_index == jax.process_index()
     ]
 
@@ -320,7 +189,7 @@ def place(stacked: Any, mesh: Mesh) -> Any:
         the rows of this process, in the order of `local_workers`. Arrays that are
         already placed stay unchanged, and arrays on this mesh keep their shardings over
         its other axes.
-      mesh: mesh with the axis "workers".
+      mesh: mesh of the workers.
 
     Returns:
       Arrays [N, ...] of all workers.
@@ -335,14 +204,15 @@ def place(stacked: Any, mesh: Mesh) -> Any:
       >>> batch.sharding.mesh.axis_names
       ('workers',)
     """
-    if NamedSharding(mesh, PartitionSpec(AXIS)).is_fully_addressable:
-        check_rows({"stacked": stacked}, mesh.shape[AXIS])
-        shardings = jax.tree.map(lambda x: _with_rows(x, mesh), stacked)
+    axis = axis_of(mesh)
+    if NamedSharding(mesh, PartitionSpec(axis)).is_fully_addressable:
+        check_rows({"stacked": stacked}, mesh.shape[axis])
+        shardings = jax.tree.map(lambda x: rows_sharding(x, mesh), stacked)
         return jax.device_put(stacked, shardings)
     num_rows = len(local_workers(mesh))
 
     def placed(path: Any, x: Any) -> jax.Array:
-        sharding = _with_rows(x, mesh)
+        sharding = rows_sharding(x, mesh)
         if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
             return x
         if len(x) != num_rows:
@@ -355,13 +225,13 @@ def place(stacked: Any, mesh: Mesh) -> Any:
     return jax.tree.map_with_path(placed, stacked)
 
 
-def _with_rows(x: Any, mesh: Mesh) -> NamedSharding:
+def rows_sharding(x: Any, mesh: Mesh) -> NamedSharding:
     """The sharding of a stacked array with a row per worker, otherwise as before."""
     lies = getattr(x, "sharding", None)
-    inside: Any = ()
+    axis, inside = axis_of(mesh), PartitionSpec()
     if isinstance(lies, NamedSharding) and lies.mesh == mesh:
-        inside = only(lies.spec[1:], set(mesh.axis_names) - {AXIS})
-    return NamedSharding(mesh, PartitionSpec(AXIS, *inside))
+        inside = only(lies.spec[1:], set(mesh.axis_names) - {axis})
+    return NamedSharding(mesh, PartitionSpec(axis, *inside))
 
 
 def mean_model(stacked: Any) -> Any:
@@ -394,7 +264,7 @@ def check_one_model(
 
     Args:
       stacked: params of the workers, [N, ...], placed on the mesh.
-      mesh: mesh with the axis "workers".
+      mesh: mesh of the workers.
       exchange_mesh: mesh that the messages take, of as many devices in the same
         processes; by default `mesh`.
 
@@ -408,7 +278,7 @@ def check_one_model(
     """
 
     def gather(own: jax.Array) -> jax.Array:
-        return jax.lax.all_gather(own, AXIS)
+        return jax.lax.all_gather(own, axis_of(there))
 
     there = exchange_mesh or mesh
     own = moved(jax.jit(over_workers(fingerprints, mesh))(stacked), mesh, there)
@@ -442,8 +312,9 @@ def moved(x: jax.Array, source: Mesh, target: Mesh) -> jax.Array:
         jax.device_put(np.asarray(shard.data), twins[shard.device])
         for shard in x.addressable_shards
     ]
-    spec = getattr(x.sharding, "spec", PartitionSpec(AXIS))
-    sharding = NamedSharding(target, spec)
+    spec = getattr(x.sharding, "spec", PartitionSpec(None))
+    # The workers' axis may have another name there.
+    sharding = NamedSharding(target, PartitionSpec(axis_of(target), *spec[1:]))
     return jax.make_array_from_single_device_arrays(x.shape, sharding, parts)
 
 
@@ -454,88 +325,3 @@ def check_mesh(mesh: Any) -> None:
             f"wanted a mesh, such as worker_mesh(8), got {type(mesh).__name__}; "
             "simulate runs workers without one"
         )
-
-
-def check_not_donated(state: WorkerState, batch: Any, donated: Any = None) -> None:
-    """Rejects arrays whose buffers were donated, or would be both donated and read.
-
-    On a mesh jax 0.10 would abort the process. The check takes 0.3 us per leaf, the
-    dispatch some 5.
-
-    Args:
-      state: state of a step.
-      batch: its batch.
-      donated: the part of the state that the step donates; None for all.
-
-    Raises:
-      TypeError: if the state is not a `WorkerState`.
-      ValueError: if there is such an array; names it.
-    """
-    if not isinstance(state, WorkerState):
-        raise TypeError(
-            "a train step takes a WorkerState, as from init_state, got "
-            f"{type(state).__name__}"
-        )
-    arrays = list(filter(_has_buffer, jax.tree.leaves((state, batch))))
-    is_gone = any(x.is_deleted() for x in arrays)
-    if is_gone or len(set(map(id, arrays))) < len(arrays):
-        _check_each(state, batch, state if donated is None else donated)
-
-
-def _has_buffer(x: Any) -> bool:
-    return hasattr(x, "is_deleted") and not isinstance(x, Tracer)
-
-
-def _check_each(state: WorkerState, batch: Any, donated: Any) -> None:
-    own, seen = set(map(id, jax.tree.leaves(donated))), dict[int, str]()
-    for what, tree in (("state", state), ("batch", batch)):
-        for path, x in jax.tree.leaves_with_path(tree):
-            name = what + jax.tree_util.keystr(path)
-            if not _has_buffer(x):
-                continue
-            if x.is_deleted():
-                raise ValueError(
-                    f"a step donates the buffers of its state, and {name} was donated "
-                    "to an earlier step: use the state that it returned, or keep a "
-                    "copy, jax.tree.map(jax.numpy.copy, state)"
-                )
-            if id(x) in own and id(x) in seen:
-                raise ValueError(
-                    f"a step donates each buffer of its state once, and {seen[id(x)]} "
-                    f"and {name} are the same array: copy one of them, "
-                    "jax.tree.map(jax.numpy.copy, ...)"
-                )
-            seen[id(x)] = name
-
-
-def _in_turn(
-    step: Step,
-    plan: Topology | Schedule,
-    mesh: Mesh | None,
-    compiler_options: Mapping[str, Any] | None = None,
-) -> TrainStep:
-    def jit(taken: Exchange | Event) -> jax.stages.Wrapped:
-        def one(state: WorkerState, batch: Any) -> tuple[WorkerState, Metrics]:
-            return step(state, batch, taken)
-
-        return jax.jit(
-            over_workers(one, mesh),
-            donate_argnums=0,
-            compiler_options=dict(compiler_options or {}),
-        )
-
-    if mesh is None or not is_between_processes(mesh):
-        return TrainStep(plan, jit)
-    is_one_model = getattr(step, "func", step) is all_reduce_step
-
-    def check(params: Any, at: int) -> None:
-        # Decentralized workers that resume from a later step have different models.
-        if at == 0 or is_one_model:
-            check_one_model(params, mesh)
-
-    return TrainStep(plan, jit, check)
-
-
-def _check_plan(plan: Any) -> None:
-    if not isinstance(plan, Schedule):
-        check_topology(plan)

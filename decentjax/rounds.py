@@ -23,9 +23,10 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from decentjax._collectives import sum_dtype
+from decentjax._collectives import AxisName, sum_dtype
 from decentjax._own_models import check_averageable, check_no_own_model
 from decentjax._slices import over_shards
+from decentjax.axis import bound_axis
 from decentjax.codec import axes_of
 from decentjax.compression import (
     Coded,
@@ -40,9 +41,9 @@ from decentjax.correction import init_tracker, tracked
 from decentjax.exchange import Exchange
 from decentjax.local import Adapt
 from decentjax.loss import Metrics, check_call
-from decentjax.mixing import is_mixed, mix
+from decentjax.mixing import is_mixed
 from decentjax.schedule import Event, Fragment, Round, Schedule
-from decentjax.state import AXIS, WorkerState, check_optimizer
+from decentjax.state import WorkerState, check_optimizer
 from decentjax.step import Mix, mix_workers
 
 Merge = Callable[[jax.Array, jax.Array, jax.Array], jax.Array]
@@ -580,15 +581,24 @@ def mix_of(compression: Compression) -> Callable[..., Any]:
       >>> print(jax.vmap(worker, axis_name=AXIS)(jnp.array([1.0, 3.0]))[0])
       [ 1. -1.]
     """
-    average = compression.kind.average
-    return functools.partial(average, codec=compression.codec, axis_name=AXIS)
+    average = functools.partial(compression.kind.average, codec=compression.codec)
+
+    def over_workers(
+        coded: Any,
+        exchange: Exchange,
+        axis_name: AxisName | None = None,
+        **options: Any,
+    ) -> Any:
+        return average(coded, exchange, axis_name=axis_name or bound_axis(), **options)
+
+    return over_workers
 
 
 def _mix_shards(
     specs: list[PartitionSpec], leaves: Leaves, exchange: Exchange
 ) -> Leaves:
     of_leaves = {number: specs[number] for number in leaves}
-    return mix(leaves, exchange, AXIS, shards=of_leaves)
+    return mix_workers(leaves, exchange, shards=of_leaves)
 
 
 def _mix_coded_shards(
@@ -598,7 +608,9 @@ def _mix_coded_shards(
     of_leaves = {number: one.spec for number, one in cut.items()}
     of_messages = {number: PartitionSpec(axes_of(one)) for number, one in cut.items()}
     in_specs = {number: (of_leaves[number], of_messages[number]) for number in coded}
-    mixed = functools.partial(average, exchange=exchange)
+    # Named here: inside, the axes of the slice are mapped too.
+    axis = bound_axis()
+    mixed = functools.partial(average, exchange=exchange, axis_name=axis)
     return over_shards(mixed, (in_specs,), of_leaves)(coded)
 
 

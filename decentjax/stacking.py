@@ -11,8 +11,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from decentjax._collectives import names_of
 from decentjax._slices import is_spec, only
+from decentjax.axis import axis_of
 from decentjax.placement import check_mesh
-from decentjax.state import AXIS, check_workers, keys_in, own_rows, rows_of
+from decentjax.state import check_workers, keys_in, own_rows, rows_of
 
 
 def stack(
@@ -30,7 +31,7 @@ def stack(
         all processes. Arrays that lie on the mesh keep their shardings over its other
         axes, and no device ever has a whole one.
       num_workers: N.
-      mesh: mesh on whose axis "workers" the rows lie, by `stacked_shardings`; None
+      mesh: mesh over whose workers' axis the rows lie, by `stacked_shardings`; None
         leaves them where jax places them.
       workers: numbers of the workers to return, where not all: those of this process in
         exchanges between peers.
@@ -48,10 +49,10 @@ def stack(
     numbers = np.arange(num_workers) if workers is None else np.asarray(workers)
     if mesh is None:
         return own_rows(tree, numbers)
-    shardings = stacked_shardings(tree, mesh)
-    if mesh.shape[AXIS] != len(numbers):
+    shardings, axis = stacked_shardings(tree, mesh), axis_of(mesh)
+    if mesh.shape[axis] != len(numbers):
         raise ValueError(
-            f'the axis "{AXIS}" of the mesh has {mesh.shape[AXIS]} places for '
+            f'the axis "{axis}" of the mesh has {mesh.shape[axis]} places for '
             f"{len(numbers)} workers"
         )
     leaves, structure = jax.tree.flatten(tree)
@@ -76,7 +77,7 @@ def stack(
 
 
 def stacked_shardings(tree: Any, mesh: Mesh) -> Any:
-    """Returns where the arrays of all workers lie: "workers", then as in one worker.
+    """Returns where the arrays of all workers lie: over workers, then as in one worker.
 
     How an array of one worker is sharded over the other axes of the mesh is read from
     the array or shape (`jax.ShapeDtypeStruct`) if it lies on this mesh, or from the
@@ -85,14 +86,14 @@ def stacked_shardings(tree: Any, mesh: Mesh) -> Any:
 
     Args:
       tree: arrays, shapes or `PartitionSpec`s of one worker.
-      mesh: mesh with the axis "workers".
+      mesh: mesh of the workers, as in `on_mesh`.
 
     Returns:
       A `NamedSharding` for each array, as for the `out_shardings` of `jax.jit`.
 
     Raises:
-      ValueError: if the mesh has no such axis, a dim is not a multiple of its axes, or
-        an array is sharded over another mesh.
+      ValueError: if a dim is not a multiple of its axes, or an array is sharded over
+        another mesh.
 
     Examples:
       >>> import jax
@@ -103,12 +104,8 @@ def stacked_shardings(tree: Any, mesh: Mesh) -> Any:
       P('workers', None, 'fsdp')
     """
     check_mesh(mesh)
-    if AXIS not in mesh.shape:
-        raise ValueError(
-            f'the mesh needs an axis "{AXIS}", got {dict(mesh.shape)}: for example '
-            f'jax.make_mesh((4, 2), ("{AXIS}", "fsdp"))'
-        )
-    inside = set(mesh.axis_names) - {AXIS}
+    axis = axis_of(mesh)
+    inside = set(mesh.axis_names) - {axis}
 
     def of_box(path: Any, box: Any) -> Any:
         spec = _spec_of(box)
@@ -123,12 +120,13 @@ def stacked_shardings(tree: Any, mesh: Mesh) -> Any:
         elif isinstance(lies, NamedSharding) and not lies.is_fully_replicated:
             raise ValueError(
                 f"{_name(path)} is sharded over another mesh, {dict(lies.mesh.shape)}: "
-                "create it on the mesh of the workers, or pass it unsharded"
+                "create it on the mesh of the workers, or pass it unsharded; of a "
+                "state that flax has replicated, the state before"
             )
         kept = only(spec or (), inside)
         if hasattr(x, "shape"):
             _check_divides(path, x.shape, kept, mesh)
-        return NamedSharding(mesh, PartitionSpec(AXIS, *kept))
+        return NamedSharding(mesh, PartitionSpec(axis, *kept))
 
     return jax.tree.map_with_path(of_box, tree, is_leaf=_is_box)
 
@@ -157,9 +155,10 @@ def _spec_of(x: Any) -> PartitionSpec | None:
     """The spec in the metadata of flax around an array, or a spec itself."""
     if is_spec(x):
         return x
-    if hasattr(x, "get_partition_spec"):  # nn.Partitioned of linen.
+    # By their classes: an object of `nnx.Rngs` has every attribute, as a random key.
+    if hasattr(type(x), "get_partition_spec"):  # nn.Partitioned of linen.
         return x.get_partition_spec()
-    if hasattr(x, "get_metadata"):  # A variable of NNX.
+    if hasattr(type(x), "get_metadata"):  # A variable of NNX.
         said = x.get_metadata().get("out_sharding")
         return None if said is None else PartitionSpec(*said)
     return None

@@ -11,8 +11,6 @@ from jax.typing import ArrayLike
 
 from decentjax._own_models import folded, is_key, is_typed_key, map_keys
 
-AXIS = "workers"
-
 
 class WorkerState(NamedTuple):
     """The state of one worker between steps; stacked, each leaf is [N, ...]."""

@@ -1,27 +1,28 @@
 """The train step of one worker: an algorithm is the order of `adapt` and `mix`.
 
 `adapt` is the local update, as `local_update` returns it; `mix` averages models.
-`decentjax.placement` runs the steps, on a mesh of devices or simulated on one.
+`decentjax.running` runs the steps, on a mesh of devices or simulated on one.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from jax import lax
-
 from decentjax._own_models import average_own_models, common_keys
+from decentjax.axis import bound_axis
 from decentjax.exchange import Exchange
 from decentjax.local import Adapt, halves_of
 from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
 from decentjax.mixing import mix as mix_over
-from decentjax.state import AXIS, WorkerState
+from decentjax.state import WorkerState
 
 Mix = Callable[[Any, Exchange], Any]
 """Maps (params, exchange) to the mixed params; `mix` with its other arguments bound."""
 
-mix_workers: Mix = functools.partial(mix_over, axis_name=AXIS)
+
+def mix_workers(params: Any, exchange: Exchange, **options: Any) -> Any:
+    """`mix` over the axis of the workers."""
+    return mix_over(params, exchange, bound_axis(), **options)
 
 
 class Step(Protocol):
@@ -77,13 +78,8 @@ def awc_step(
 
     Source: From Promise to Practice (ICLR 2025), equation 1.
     """
-    # The barrier has two effects. GPU compilers let a message arrive just before its
-    # first use: with the barrier that is before the first update, so the last messages
-    # overlap the backward pass too. And without it a sum that is fused with the update
-    # may be contracted, which rounds differently from an exchange in a separate
-    # program.
     opt_state = average_own_models(state.opt_state, lambda z: mix(z, exchange))
-    mixed = lax.optimization_barrier(mix(state.params, exchange))
+    mixed = mix(state.params, exchange)
     return adapt(state._replace(opt_state=opt_state), batch, mixed)
 
 
@@ -144,9 +140,11 @@ def all_reduce_step(
       >>> train_step = simulate(step, topology.complete(8))
     """
     del exchange
-    mean = functools.partial(global_mean, axis_name=AXIS)
+    axis = bound_axis()
     halves = halves_of(adapt, "all_reduce_step")
-    state = state._replace(opt_state=common_keys(state.opt_state, AXIS))
+    state = state._replace(opt_state=common_keys(state.opt_state, axis))
     found = halves.gradient(state, batch)
-    found = found._replace(grads=mean(found.grads), loss=mean(found.loss))
+    found = found._replace(
+        grads=global_mean(found.grads, axis), loss=global_mean(found.loss, axis)
+    )
     return halves.descend(found, state, state.params)

@@ -189,7 +189,7 @@ def test_compute_times_are_those_of_each_process(monkeypatch):
     network.install(monkeypatch)
     config, mesh = on_mesh(6, 1), worker_mesh(6)
     monkeypatch.setattr(measure, "local_workers", lambda mesh: [4, 5])
-    monkeypatch.setattr(measure, "worker_mesh", lambda count, _: worker_mesh(count))
+    monkeypatch.setattr(measure, "worker_mesh", lambda count, *_: worker_mesh(count))
 
     def gather(value):
         other = [[0, 1, 2, 3], [7.0, 8.0, 9.0]]
@@ -209,8 +209,9 @@ def test_an_all_reduce_is_a_mean_over_all_devices(monkeypatch):
     network.all_reduce()
     ((function, models),) = seen
     rows = [np.arange(8.0).reshape(4, 2)]
-    (mean,) = function(measure.place(rows, worker_mesh(4)))
+    ((mean,),) = function([measure.place(rows, worker_mesh(4))])
     np.testing.assert_allclose(mean, np.tile(rows[0].mean(0), (4, 1)))
+    (models,) = models  # Of the only lane.
     assert [len(x) for x in models] == [4] * len(models)
     assert sum(x.nbytes // 4 for x in models) == network.model_bytes == sent_bytes()
 

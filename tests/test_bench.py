@@ -296,15 +296,21 @@ def test_the_table_compares_the_medians():
 
 def test_the_figure_has_a_bar_for_each_but_the_stragglers(tmp_path):
     path = tmp_path / "race.svg"
-    draw_race({"one": bars(TIMINGS), "two": bars(TIMINGS[:2])}).savefig(path)
+    cluster = EmulatedCluster(nodes=4, rate="200mbit")
+    every, two = (bars(cluster, each, MODEL_BYTES) for each in (TIMINGS, TIMINGS[:2]))
+    draw_race({"one": every, "two": two}).savefig(path)
     text = path.read_text()
     for timing in TIMINGS[:-1]:
         assert f"<!-- {timing.contestant} -->" in text
     assert "straggler" not in text
     assert "<!-- two -->" in text
-    colours = {bar.name: (bar.colour, bar.limit) for bar in bars(TIMINGS)}
+    colours = {bar.name: (bar.colour, bar.limit) for bar in every}
     assert colours["compute alone"] == ("0.75", None)
     assert colours["in the background: ring"] == ("tab:blue", 2.0)
     assert colours["exchange alone, by peers: ring"] == ("0.75", None)
     assert colours["by peers, without waiting: ring"] == ("tab:blue", 1.0)
     assert colours["PyTorch DDP"] == ("tab:orange", None)
+    # Of an exchange that is not measured alone: bytes over rate, here the computing.
+    alone = [x for x in TIMINGS if x.contestant.scheme != Scheme.EXCHANGE]
+    limits = {x.name: x.limit for x in bars(cluster, alone, MODEL_BYTES)}
+    assert limits["in the background: ring"] == 1.0

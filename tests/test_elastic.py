@@ -21,7 +21,7 @@ from decentjax import adapt, init_state, place, topology
 from decentjax.exchange import among, apply
 from decentjax.gossip import Arrived, Elastic, Peers
 from decentjax.gossip.elastic import Living
-from decentjax.links import Links, Message, Said
+from decentjax.links import Links, Message, Piece, Said
 from decentjax.topology import matrices
 
 pytestmark = pytest.mark.usefixtures("quick_compile")
@@ -197,7 +197,7 @@ def test_a_joiner_has_the_state_of_a_peer(tmp_path):
         peers, state, batch = one(1)
         try:
             with peers:
-                joined, step = peers.join(state, batch, LONG, after=10)
+                joined, step = peers.join(state, batch, LONG, 10, alone=LONG)
                 assert step is not None
                 assert step > 10
                 again, none = peers.join(joined, batch, LONG, after=10**9)
@@ -236,7 +236,7 @@ def test_the_distance_of_the_models_that_are_mixed_is_known(tmp_path):
     np.testing.assert_allclose(found, [(apart, 1), (apart, 1)], rtol=1e-6)
 
 
-SHAPE = jax.ShapeDtypeStruct((1, 3), jnp.float32)
+SHAPE = Piece((1, 3), jnp.float32)
 
 
 @pytest.fixture

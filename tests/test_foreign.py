@@ -35,6 +35,7 @@ from decentjax import (
     init_state,
     mean_model,
     methods,
+    on_mesh,
     place,
     round_step,
     schedule,
@@ -647,9 +648,6 @@ def test_metadata_of_flax_says_where_a_worker_keeps_its_arrays():
 
 def test_what_cannot_be_stacked_gets_a_sentence():
     kinds = (AxisType.Auto,) * 2
-    unnamed = jax.make_mesh((2, 2), ("data", "fsdp"), axis_types=kinds)
-    with pytest.raises(ValueError, match=r'needs an axis "workers", got .*data'):
-        stacked_shardings({"w": PartitionSpec("fsdp")}, unnamed)
     mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"), axis_types=kinds)
     with jax.set_mesh(mesh):
         cut = flax.linen.with_partitioning(flax.linen.zeros_init(), (None, "fsdp"))
@@ -716,3 +714,119 @@ def test_a_job_of_two_processes_has_workers_of_two_devices(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("equal") == 2
+
+
+def test_a_wrapped_step_keeps_shardings_that_a_compiler_would_change():
+    """On automatic axes: a vector that multiplies a sharded dim would be sharded."""
+    mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    specs = {
+        "w": PartitionSpec("fsdp"),
+        "scale": PartitionSpec(),
+        "v": PartitionSpec(None, "fsdp"),
+    }
+    shapes = {"w": (8, 8), "scale": (8,), "v": (8, 8)}
+    first = {
+        name: jax.device_put(np.ones(shape, "f"), NamedSharding(mesh, specs[name]))
+        for name, shape in shapes.items()
+    }
+
+    def train_step(state, x):
+        def loss_fn(p):
+            return jnp.square((x * p["scale"][None]) @ p["w"] @ p["v"]).mean()
+
+        loss, grads = jax.value_and_grad(loss_fn)(state["params"])
+        moved = jax.tree.map(lambda p, g: p - 0.01 * g, state["params"], grads)
+        return {"params": moved}, loss
+
+    step = wrap(train_step, topology.ring(2), mesh)
+    before = step.init({"params": first})
+    lies = jax.tree.map(lambda x: x.sharding, before)
+    after, _ = step(before, np.ones((2, 8, 8), "f"), 0)
+    same = jax.tree.map(lambda x, y: x.sharding == y, after, lies)
+    assert all(jax.tree.leaves(same))
+    # Shapes that say nothing, and arrays that lie otherwise, change nothing for these.
+    shapes = jax.eval_shape(lambda: jax.tree.map(jnp.copy, after))
+    step.lower(shapes, np.ones((2, 8, 8), "f"), 0)
+    cut = NamedSharding(mesh, PartitionSpec(AXIS, "fsdp"))
+    other = {**after.params, "scale": jax.device_put(after.params["scale"], cut)}
+    copied = jax.tree.map(jnp.copy, after._replace(params=other))
+    moved, _ = step(copied, np.ones((2, 8, 8), "f"), 0)
+    assert moved.params["scale"].sharding == cut
+    again, _ = step(after, np.ones((2, 8, 8), "f"), 1)
+    same = jax.tree.map(lambda x, y: x.sharding == y, again, lies)
+    assert all(jax.tree.leaves(same))
+
+
+def test_rows_lie_over_the_workers_however_they_were_given():
+    mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    local = functools.partial(
+        adapt,
+        loss_fn=lambda p, s, b, k: (jnp.sum(p * b), (s, {})),
+        optimizer=optax.sgd(1.0),
+    )
+    train_step = on_mesh(
+        functools.partial(awc_step, adapt=local), topology.ring(2), mesh
+    )
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    for shape in ((4,), (4, 2)):  # One step for states of another rank too.
+        state = init_state(jnp.ones(shape), optax.sgd(1.0), jax.random.key(0), 2)
+        batch = place(np.ones((2, *shape), "f"), mesh)
+        new, _ = train_step(jax.device_put(state, everywhere), batch, 0)
+        assert new.params.sharding.spec[0] == AXIS
+
+
+def test_other_train_states_take_the_place_of_those_of_a_state():
+    def train_step(state, batch):
+        params, count = state
+        return (params + batch, count + 1), batch
+
+    step = wrap(train_step, topology.ring(2))
+    state = step.init((jnp.zeros(3), jnp.zeros((), int)))
+    state, _ = step(state, jnp.ones((2, 3)), 0)
+    params, count = step.states(state)
+    anew = step.with_states(state, (params, 0 * count))
+    np.testing.assert_array_equal(step.states(anew)[1], [0, 0])
+    np.testing.assert_array_equal(anew.params, state.params)
+
+
+def test_streams_of_random_numbers_are_stacked_without_a_draw():
+    """`nnx.Rngs` has every attribute: it draws a key for each."""
+    rngs = nnx.Rngs(0)
+    mesh = worker_mesh(2)
+    rows = stack(rngs, num_workers=2, mesh=mesh)
+    assert rngs.default.count[...] == 0
+    keys = jax.random.key_data(rows.default.key[...])
+    assert not np.array_equal(keys[0], keys[1])
+
+
+def test_a_mean_model_sends_no_index_to_a_device():
+    stacked = {"w": jnp.ones((2, 3)), "count": jnp.arange(2)}
+    mean_model(stacked)  # Compiles.
+    with jax.transfer_guard("disallow"):
+        assert mean_model(stacked)["count"].shape == ()
+
+
+def test_code_of_pmap_and_of_other_orders_gets_a_sentence():
+    def train_step(state, batch):
+        return state, batch
+
+    with pytest.raises(TypeError, match=r"result of jax\.pmap: leave out jax\.pmap"):
+        wrap(jax.pmap(train_step, axis_name="batch"), topology.ring(2))
+    swapped = wrap(lambda *args: train_step(*args)[::-1], topology.ring(2))
+    state = swapped.init((jnp.ones(3), ()))
+    with pytest.raises(TypeError, match=r"got \(metrics, state\): wrap\(lambda"):
+        swapped(state, jnp.ones(2), 0)
+    replicated = flax.jax_utils.replicate({"params": jnp.ones(3)})
+    if jax.device_count() > 1:
+        with pytest.raises(ValueError, match="of a state that flax has replicated"):
+            wrap(train_step, topology.ring(2), worker_mesh(2)).init(replicated)
+
+
+def test_a_jit_with_shardings_of_its_own_gets_a_sentence():
+    mesh = jax.make_mesh((2, 2), (AXIS, "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    rows = NamedSharding(mesh, PartitionSpec(AXIS))
+    train_step = jax.jit(lambda state, x: (state, x), in_shardings=(None, rows))
+    step = wrap(train_step, topology.ring(2), mesh)
+    state = step.init((jnp.ones(3), ()))
+    with pytest.raises(ValueError, match="leave out in_shardings and out_shardings"):
+        step(state, place(np.ones((2, 4)), mesh), 0)

@@ -15,12 +15,12 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 from parties import party_of
 
-from decentjax.links import Addresses, Links, Said, bell, handshake
+from decentjax.links import Addresses, Links, Piece, Said, bell, handshake
 from decentjax.links.handshake import MAX_GUESTS, Handshakes, RefusedError
 
 LONG = 60.0  # Longer than any wait here should be.
 OURS, THEIRS = b"0123456789abcdef", b"another secret of a stranger"
-SHAPE = jax.ShapeDtypeStruct((3,), jnp.float32)
+SHAPE = Piece((3,), jnp.float32)
 
 
 @contextlib.contextmanager

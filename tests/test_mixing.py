@@ -1066,3 +1066,13 @@ def test_workers_on_two_axes_are_not_mapped_by_two_vmaps():
     mean = functools.partial(global_mean, axis_name=("node", "local"))
     with pytest.raises(ValueError, match=r"8 workers on the axes .* vmap maps 4: map"):
         jax.vmap(jax.vmap(mean, axis_name="local"), axis_name="node")(models)
+
+
+def test_what_was_received_is_added_behind_a_barrier():
+    """Else one kernel casts a leaf for the forward pass and adds what has come."""
+    average = functools.partial(mix, exchange=topology.ring(4)[0], axis_name=AXIS)
+    text = str(jax.make_jaxpr(over_workers(average, worker_mesh(4)))(jnp.ones((4, 3))))
+    assert text.rindex("ppermute") < text.index("optimization_barrier")
+    assert " sub " in text[text.index("optimization_barrier") :]
+    simulated = str(jax.make_jaxpr(over_workers(average))(jnp.ones((4, 3))))
+    assert "optimization_barrier" not in simulated

@@ -274,9 +274,11 @@ ENDLESS = ["--num-steps", "1000000"]
 
 
 @pytest.mark.slow
-def test_a_killed_process_comes_back_and_no_other_waits(tmp_path):
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_killed_process_comes_back_and_no_other_waits(devices, tmp_path):
     """By the command that the launcher prints. Process 0: it is like the others."""
-    options = (*OPTIONS, *ENDLESS)
+    each = "--workers.devices-per-worker", str(devices)
+    options = (*OPTIONS, *ENDLESS, *each)
     with launch(3, tmp_path, *options, config="tests/line.py") as job:
         wait_until(lambda: len(used(tmp_path, 0)) > 200)
         os.kill(process_id(tmp_path, 0), signal.SIGKILL)

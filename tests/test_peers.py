@@ -40,7 +40,7 @@ from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import Folder, PeerRounds, Peers
 from decentjax.gossip.messages import form_of
 from decentjax.gossip.ways import WAYS
-from decentjax.links import Links, Said
+from decentjax.links import Links, Piece, Said
 from decentjax.mixing import mix_arrived
 from decentjax.rounds import Rounds, init_rounds, round_step
 from decentjax.schedule import every, in_fragments
@@ -330,8 +330,8 @@ def rows(values):
 
 def test_the_weight_of_a_missing_message_stays_with_the_own_model():
     """Of 1 nothing has come, of 2 the message of the round before."""
-    graph, shapes = topology.ring(3), {0: jax.ShapeDtypeStruct((2,), jnp.float32)}
-    form = form_of(error_feedback(exact()), shapes)
+    graph, shapes = topology.ring(3), {0: jax.ShapeDtypeStruct((1, 2), jnp.float32)}
+    form, _ = form_of(error_feedback(exact()), shapes)
     used = gossip.Used(5, 0, 0, (gossip.Taken(2, 4, 5),))
     models = {(0, 5): rows([[1.0, 2.0]]), (2, 4): rows([[7.0, -1.0]])}
     (difference,) = form.average(graph, used, models)
@@ -607,7 +607,7 @@ def test_peers_find_each_other_by_ipv6_too(tmp_path):
 @needs_ipv6
 def test_peers_of_ipv4_and_ipv6_refuse_each_other_by_name(tmp_path):
     """jax's transfer would abort both processes."""
-    binds, shape = ["::1", "127.0.0.1"], [jax.ShapeDtypeStruct((3,), jnp.float32)]
+    binds, shape = ["::1", "127.0.0.1"], [Piece((3,), jnp.float32)]
     both = [
         Links(party_of(tmp_path, [worker], bind=bind), 2, [shape])
         for worker, bind in enumerate(binds)
@@ -630,7 +630,7 @@ def test_an_address_other_than_that_of_the_list_is_refused():
 
 def two_links(folder):
     """Links of workers 0 and 1, and the function by which 1 leaves arrays for 0."""
-    shape = [jax.ShapeDtypeStruct((3,), jnp.float32)]
+    shape = [Piece((3,), jnp.float32)]
     reader, writer = (
         Links(party_of(folder, [worker], jax.devices()[:1]), 2, [shape])
         for worker in range(2)
@@ -646,7 +646,7 @@ def test_a_message_is_not_lost_to_a_process_that_has_ended(tmp_path):
     before = writer.life_of(0)
     assert first.wait(0, 1, 0, 0, time.monotonic() + 1) is None
     first.close()
-    shape = [jax.ShapeDtypeStruct((3,), jnp.float32)]
+    shape = [Piece((3,), jnp.float32)]
     second = Links(party_of(tmp_path, [0]), 2, [shape])
     end = time.monotonic() + LONG
     while writer.life_of(0) in (0, before) and time.monotonic() < end:
@@ -663,7 +663,7 @@ def test_short_leaves_travel_as_one_array_of_each_dtype(tmp_path):
     shapes = (1, 2, 3), (1, long), (1, 5), (1,), (1, long - 1)
     leaves = [jax.random.normal(jax.random.key(0), shape) for shape in shapes]
     leaves[2] = leaves[2].astype(jnp.bfloat16)
-    channel = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in leaves]
+    channel = [Piece(x.shape, x.dtype) for x in leaves]
     reader, writer = (
         Links(party_of(tmp_path, [worker], jax.devices()[:1]), 2, [channel])
         for worker in range(2)
@@ -693,10 +693,10 @@ def until(condition):
 
 def test_a_connection_that_breaks_loses_and_repeats_nothing(tmp_path):
     """Both processes live, and go on while it is away: what was sent counts once."""
-    channel, graph = [jax.ShapeDtypeStruct((1, 3), jnp.float32)], topology.ring(2)
+    channel, graph = [Piece((1, 3), jnp.float32)], topology.ring(2)
     links = [Links(party_of(tmp_path, [i]), 2, [channel]) for i in range(2)]
     for one in links:
-        one.meet({0, 1} - one._devices.keys(), time.monotonic() + LONG)
+        one.meet({0, 1} - one._slices.keys(), time.monotonic() + LONG)
     ways = [WAYS["swaps"](one, graph) for one in links]
     own = [[jax.device_put(jnp.ones((1, 3)), device)] for device in jax.devices()[:2]]
 
@@ -870,7 +870,7 @@ def test_only_floats_are_mixed(tmp_path):
         ({"topology": topology.complete(4)}, "groups or nodes"),
         ({"topology": topology.hierarchical(4, 2, topology.ring)}, "groups or nodes"),
         ({"workers": [4]}, "distinct numbers from 0 to 3"),
-        ({"workers": [0, 1]}, "of this process's 2 workers"),
+        ({"workers": [0, 1]}, "this process's 2 workers"),
         ({"patience": -1.0}, "patience must not be negative"),
         ({"patience": math.nan}, "patience must not be negative"),
     ],
@@ -934,15 +934,16 @@ import ctypes, sys, time
 from pathlib import Path
 import jax, jax.numpy as jnp
 from decentjax import worker_mesh
-from decentjax.links import Folder, Links, Party, Said
+from decentjax.links import Folder, Links, Party, Piece, Said
 
 def leave():
-    channel = [jax.ShapeDtypeStruct((3,), "float32")]
+    channel = [Piece((3,), "float32")]
     party = Party(Folder(Path(sys.argv[1])), [0], worker_mesh(1))
-    links = Links(party, 2, [channel])
+    links = Links(party, 2, [channel, channel])
     links.meet([1], time.monotonic() + float(sys.argv[2]))
-    links.publish(0, 1, 0, [jnp.arange(3.0)], Said(step=0))
-    sys.stdin.readline()  # Until the peer has met it too.
+    for number in (0, 1):
+        links.publish(0, 1, number, [jnp.arange(3.0)], Said(step=0))
+    sys.stdin.readline()  # Until the peer has taken the second.
     links.close()
 
 leave()
@@ -956,11 +957,15 @@ at_exit(libc.close, 1, None)
 def test_a_process_that_ends_serves_its_peers_to_the_last(tmp_path):
     """Its transport has threads that outlive Python, and used to crash it then."""
     argv = [sys.executable, "-c", ENDS, str(tmp_path), str(LONG)]
-    channel = [jax.ShapeDtypeStruct((3,), jnp.float32)]
+    channel = [Piece((3,), jnp.float32)]
     pipe = subprocess.PIPE
     with subprocess.Popen(argv, stdin=pipe, stdout=pipe) as other:
-        links = Links(party_of(tmp_path, [1], jax.devices()[:1]), 2, [channel])
+        party = party_of(tmp_path, [1], jax.devices()[:1])
+        links = Links(party, 2, [channel, channel])
         links.meet([0], time.monotonic() + LONG)
+        # The transport has accepted the connection, once something came through it: a
+        # process that ends before would close it.
+        assert links.wait(1, 0, 1, 0, time.monotonic() + LONG) is not None
         link = links._peers[0].link
         assert other.stdin is not None
         assert other.stdout is not None

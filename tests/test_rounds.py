@@ -741,7 +741,7 @@ def test_the_shards_of_encoded_leaves_are_the_compressions():
     with pytest.raises(ValueError, match=r"error_feedback\(\.\.\., shards=NamedSh"):
         default_mix(how, {"a": PartitionSpec()})
     coded = Rounds(how.schedule, compression=error_feedback(int8(), shards=CUT))
-    with pytest.raises(ValueError, match="a worker is one device: leave the compres"):
+    with pytest.raises(ValueError, match="slices are not encoded: leave the compres"):
         BackgroundRounds(bind(SGD), coded, worker_mesh(4))
     with pytest.raises(TypeError, match="a NamedSharding for each leaf of a model"):
         error_feedback(int8(), shards={"a": PartitionSpec("model")})

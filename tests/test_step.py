@@ -689,14 +689,13 @@ def test_arrays_stacked_for_another_number_of_workers_are_refused(wrong, simulat
     "mesh",
     [
         lambda: worker_mesh(4),
-        lambda: Mesh(jax.devices(), ("data",)),
         lambda: Mesh(np.array(jax.devices()).reshape(4, 2), (AXIS, "model")),
     ],
-    ids=["another_size", "another_axis", "a_larger_mesh"],
+    ids=["another_size", "a_larger_mesh"],
 )
 def test_a_mesh_without_a_place_for_each_worker_is_refused(mesh):
     step = _bind(awc_step, optax.sgd(0.1))
-    message = r'axis "workers" of the topology\'s 8 workers, got \{'
+    message = r'axis "workers" has the topology\'s 8 workers, got \{'
     with pytest.raises(ValueError, match=message):
         on_mesh(step, topology.ring(8), mesh())
 

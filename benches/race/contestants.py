@@ -43,6 +43,8 @@ WORKER = {kind: f"benches.race.{kind}_worker" for kind in ("jax", "torch")}
 TORCH = (Scheme.TORCH_COMPUTE, Scheme.DDP, Scheme.DECENT_DP)
 # Schemes that exchange models without collectives: permutations of single workers.
 BY_PEERS = (Scheme.PEERS_EXCHANGE, Scheme.PEERS, Scheme.NO_WAIT)
+# Schemes whose workers may be slices of a mesh.
+IN_SLICES = Scheme.COMPUTE, Scheme.IN_STEP, Scheme.BACKGROUND, Scheme.PEERS
 # Decent-DP's names of the graphs that it has.
 DECENT_DP_GRAPHS = {
     GraphName.RING: "ring",

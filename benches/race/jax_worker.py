@@ -15,12 +15,13 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from benches.race.contestants import BY_PEERS, Contestant, Scheme, graph_of
 from benches.race.turns import Load, serve
 from benches.runner import Runner, nothing, repeat
 from decentjax import (
+    AXIS,
     Topology,
     WorkerState,
     adapt,
@@ -34,7 +35,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.gossip.ways import neighbors, receivers, senders
-from decentjax.links import Links, Said
+from decentjax.links import Links, Piece, Said
 from train.config import DistributedConfig
 from train.job.distributed import fail_stop, start
 from train.job.namespaces import INTERFACE
@@ -45,10 +46,11 @@ REST_BYTES, REST_SECONDS = 2**15, 0.1
 
 
 def main() -> None:
-    num_workers = int(os.environ["WORLD_SIZE"])
+    num_workers, devices = int(os.environ["WORLD_SIZE"]), _devices()
     # A worker that fails ends at once, which closes its connection to the driver.
     with fail_stop():
-        start(DistributedConfig(enabled=True, timeout_seconds=120), num_workers)
+        job = DistributedConfig(enabled=True, timeout_seconds=120)
+        start(job, num_workers, devices_per_worker=devices)
         serve(Connection(0), _runner)
 
 
@@ -58,7 +60,8 @@ def _runner(load: Load, contestant: Contestant) -> Runner:
     # Compute alone is a mesh of one worker in each process: nothing is sent. Peers have
     # such a mesh too, as no program of theirs spans processes.
     alone = num_workers == 1 or scheme in BY_PEERS
-    mesh = worker_mesh(1, jax.local_devices()) if alone else worker_mesh(num_workers)
+    own = jax.local_devices() if alone else None
+    mesh = worker_mesh(1 if alone else num_workers, own, _devices())
     graph = graph_of(contestant.graph, num_workers, per_node)
     optimizer = optax.adam(1e-4)
     state, batch = _start(load, optimizer, mesh)
@@ -110,7 +113,7 @@ def _exchange_by_peers(graph: Topology, params: Any, party: gossip.Party) -> Run
     """Leaves the same models in each step, and takes those of the step's peers."""
     worker = jax.process_index()
     models = [leaf.addressable_data(0) for leaf in params]
-    channels = [[jax.ShapeDtypeStruct(x.shape, x.dtype)] for x in models]
+    channels = [[Piece(x.shape, x.dtype)] for x in models]
     links = Links(party, graph.num_workers, channels)
     links.meet(neighbors(graph, worker), math.inf)
 
@@ -160,7 +163,25 @@ def _start(
     inputs = draws.standard_normal((load.batch, load.width), np.float32)
     count = len(local_workers(mesh))
     state = init_state(weights, optimizer, jax.random.key(0), count)
-    return place((state, np.stack([inputs] * count)), mesh)
+    return _placed(state, 1, mesh), _placed(np.stack([inputs] * count), 0, mesh)
+
+
+def _placed(tree: Any, dim: int, mesh: Mesh) -> Any:
+    """The rows of workers, each array sharded over the worker's devices by a dim."""
+    tree = place(tree, mesh)
+    if "fsdp" not in mesh.shape:
+        return tree
+    inside = "fsdp" if dim == 0 else None, "fsdp" if dim == 1 else None
+
+    def put(x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(AXIS, *inside) if x.ndim == 3 else PartitionSpec(AXIS)
+        return jax.device_put(x, NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, tree)
+
+
+def _devices() -> int:
+    return int(os.environ.get("DEVICES_PER_WORKER", "1"))
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benches.race.contestants import (
+    IN_SLICES,
     WORKER,
     Contestant,
     all_contestants,
@@ -54,6 +55,8 @@ class Race:
       steps: steps measured in a turn; a multiple of the topologies' periods.
       straggler: delay of worker t mod N at step t, in seconds, in additional turns of
         some contestants; 0 for no such turns.
+      devices: devices of each worker, over which it shards its model and its batch; if
+        several, only decentjax's steps take part.
       only: regular expression for the names of the contestants that run.
       out: folder for race.json, race.md, race.svg and the workers' output.
     """
@@ -64,14 +67,20 @@ class Race:
     rounds: int = 5
     steps: int = 4
     straggler: float = 0.5
+    devices: int = 1
     only: str = "."
     out: Path = Path("runs/race")
 
     def __post_init__(self):
-        check_at_least(self, rounds=1, steps=1, straggler=0)
+        check_at_least(self, rounds=1, steps=1, straggler=0, devices=1)
         for name in self.clusters:
             parse_cluster(name, self.rate)
         check_pattern(self.only)
+        if self.work.width % self.devices or self.work.batch % self.devices:
+            raise ValueError(
+                f"devices = {self.devices} must divide the width {self.work.width} and "
+                f"the batch {self.work.batch} of the work"
+            )
 
 
 def main(race: Race) -> int:
@@ -106,6 +115,8 @@ def select(race: Race, cluster: EmulatedCluster, rivals: bool) -> list[Contestan
     """
     name = cluster_name(cluster)
     every = all_contestants(cluster.workers_per_node, rivals)
+    if race.devices > 1:
+        every = [x for x in every if x.scheme in IN_SLICES]
     possible = [x for x in every if x.exists(cluster.nodes)]
     left_out = ", ".join(str(x) for x in every if x not in possible)
     if left_out:
@@ -133,8 +144,9 @@ def run(
       contestants: the contestants, in the order of their turns.
       nodes: its nodes.
     """
+    env = {"DEVICES_PER_WORKER": str(race.devices)}
     teams = {
-        kind: Team(WORKER[kind], race.work, race.out, cluster, nodes)
+        kind: Team(WORKER[kind], race.work, race.out, cluster, nodes, env)
         for kind in {x.team for x in contestants}
     }
     turns = list(contestants)
@@ -171,7 +183,9 @@ def _write(race: Race, results: Results) -> str:
     }
     # As "4 nodes x 2 workers, 200mbit".
     drawn = {
-        f"{cluster_name(x).replace('x', ' nodes x ')} workers, {x.rate}": bars(timings)
+        f"{cluster_name(x).replace('x', ' nodes x ')} workers, {x.rate}": bars(
+            x, timings, race.work.model_bytes
+        )
         for x, timings in results
     }
     tables = (table(*x, race.work.model_bytes, race.straggler) for x in results)

@@ -74,9 +74,10 @@ def table(
         # The same graph by Decent-DP, and DDP for all that train a model.
         peer = seconds.get(Contestant(Scheme.DECENT_DP, contestant.graph))
         gossip = contestant.is_gossip
+        link = link_seconds(contestant, cluster, model_bytes)
         references = (
-            limit(contestant, seconds),
-            link_seconds(contestant, cluster, model_bytes),
+            limit(contestant, seconds, link),
+            link,
             peer if gossip else None,
             ddp if gossip or contestant.scheme == Scheme.ALL_REDUCE else None,
         )
@@ -109,7 +110,9 @@ def table(
     return "\n\n".join(tables[: 2 if late_rows else 1])
 
 
-def bars(timings: list[Timing]) -> list[Bar]:
+def bars(
+    cluster: EmulatedCluster, timings: list[Timing], model_bytes: float
+) -> list[Bar]:
     """Returns the bars of one cluster's figure: the contestants without a straggler."""
     seconds = {x.contestant: x.seconds for x in timings}
     return [
@@ -117,7 +120,11 @@ def bars(timings: list[Timing]) -> list[Bar]:
             str(timing.contestant),
             timing.seconds,
             (min(timing.rounds), max(timing.rounds)),
-            limit(timing.contestant, seconds),
+            limit(
+                timing.contestant,
+                seconds,
+                link_seconds(timing.contestant, cluster, model_bytes),
+            ),
             colour(timing.contestant),
         )
         for timing in timings
@@ -125,21 +132,23 @@ def bars(timings: list[Timing]) -> list[Bar]:
     ]
 
 
-def limit(contestant: Contestant, seconds: dict[Contestant, float]) -> float | None:
+def limit(
+    contestant: Contestant, seconds: dict[Contestant, float], link: float | None
+) -> float | None:
     """Returns the larger of compute alone and the same exchange alone.
 
-    That of a step that does not wait is compute alone.
+    That of a step that does not wait is compute alone. For an exchange that is not
+    measured alone it is bytes over rate, `link`.
     """
-    parts = [Contestant(Scheme.COMPUTE)]
-    if contestant.is_gossip:
-        by_peers = contestant.scheme == Scheme.PEERS
-        alone = Scheme.PEERS_EXCHANGE if by_peers else Scheme.EXCHANGE
-        parts.append(Contestant(alone, contestant.graph))
-    elif contestant.scheme != Scheme.NO_WAIT:
+    compute = seconds.get(Contestant(Scheme.COMPUTE))
+    if not (contestant.is_gossip or contestant.scheme == Scheme.NO_WAIT):
         return None
-    if any(part not in seconds for part in parts):
-        return None
-    return max(seconds[part] for part in parts)
+    if contestant.scheme == Scheme.NO_WAIT:
+        return compute
+    by_peers = contestant.scheme == Scheme.PEERS
+    alone = Scheme.PEERS_EXCHANGE if by_peers else Scheme.EXCHANGE
+    exchange = seconds.get(Contestant(alone, contestant.graph), link)
+    return max(compute, exchange) if compute and exchange else None
 
 
 def colour(contestant: Contestant) -> str:

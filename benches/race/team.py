@@ -8,7 +8,7 @@ import selectors
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -70,10 +70,17 @@ class Team:
       out: folder for their output.
       cluster: the cluster.
       nodes: its nodes.
+      env: further variables of their environment.
     """
 
     def __init__(
-        self, module: str, load: Any, out: Path, cluster: EmulatedCluster, nodes: Nodes
+        self,
+        module: str,
+        load: Any,
+        out: Path,
+        cluster: EmulatedCluster,
+        nodes: Nodes,
+        env: Mapping[str, str] | None = None,
     ):
         self._kind = module.rpartition(".")[2]
         # Where workers that exchange by peers find each other.
@@ -92,7 +99,12 @@ class Team:
             with log.open("w") as output:
                 popen = subprocess.Popen(
                     process.argv,
-                    env={**os.environ, **process.env, "BOOKS": self._books.name},
+                    env={
+                        **os.environ,
+                        **process.env,
+                        **(env or {}),
+                        "BOOKS": self._books.name,
+                    },
                     # A socket, which `serve` reads and also writes: jax and gloo print
                     # to standard output.
                     stdin=theirs.fileno(),

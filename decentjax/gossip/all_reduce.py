@@ -8,6 +8,7 @@ import jax
 from jax.sharding import Mesh
 
 from decentjax._own_models import common_keys
+from decentjax.axis import axis_of
 from decentjax.gossip.engine import Closing
 from decentjax.gossip.record import Record, ignore
 from decentjax.local import Adapt, Gradient, halves_of
@@ -15,12 +16,12 @@ from decentjax.loss import Metrics
 from decentjax.mixing import global_mean
 from decentjax.placement import (
     check_mesh,
-    check_not_donated,
     check_one_model,
     is_between_processes,
     over_workers,
 )
-from decentjax.state import AXIS, WorkerState
+from decentjax.running import check_not_donated
+from decentjax.state import WorkerState
 
 
 class AllReduce(Closing):
@@ -31,7 +32,7 @@ class AllReduce(Closing):
 
     Args:
       adapt: the local update, with its two halves, see `local_update`.
-      mesh: mesh with the axis "workers" alone.
+      mesh: mesh of the workers, as in `on_mesh`.
       record: function called with each activity of this process.
 
     Examples:
@@ -49,7 +50,8 @@ class AllReduce(Closing):
 
     def __init__(self, adapt: Adapt, mesh: Mesh, record: Record | None = None):
         check_mesh(mesh)
-        mean = functools.partial(global_mean, axis_name=AXIS)
+        axis = axis_of(mesh)
+        mean = functools.partial(global_mean, axis_name=axis)
         self._mesh, self._is_checked = mesh, not is_between_processes(mesh)
         halves = halves_of(adapt, "AllReduce")
 
@@ -59,7 +61,7 @@ class AllReduce(Closing):
 
         def update(params: Any, others: Any, means: Any, found: Gradient) -> Any:
             state = WorkerState(params, *others)
-            state = state._replace(opt_state=common_keys(state.opt_state, AXIS))
+            state = state._replace(opt_state=common_keys(state.opt_state, axis))
             grads, loss = means
             return halves.descend(found._replace(grads=grads, loss=loss), state, params)
 

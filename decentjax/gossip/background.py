@@ -44,8 +44,8 @@ class Background(Beside):
       adapt: the local update, as `local_update` returns it. It is cut where it uses
         `mixed`; a conditional or a loop that uses it waits as a whole.
       topology: topology whose exchanges are taken in turn.
-      mesh: mesh with the axis "workers". If a worker is a slice of it, each of its
-        devices exchanges its own shards.
+      mesh: mesh of the workers, as in `on_mesh`. If a worker is a slice of it, each of
+        its devices exchanges its own shards.
       message_dtype: as in `mix`.
       lowering: as in `mix`; by default that of `fastest_mixes`, measured before the
         first step.
@@ -100,8 +100,8 @@ class BackgroundRounds(Beside):
       adapt: the local update, as `local_update` returns it; cut as for
         `Background`.
       rounds: the rounds, without tracking.
-      mesh: mesh with the axis "workers". If a worker is a slice of it, each of its
-        devices exchanges its own shards.
+      mesh: mesh of the workers, as in `on_mesh`. If a worker is a slice of it, each of
+        its devices exchanges its own shards.
       message_dtype: as in `mix`.
       lowering: as in `Background`.
       exchange_mesh: as in `Background`.

@@ -20,7 +20,7 @@ from decentjax.gossip.record import Record, ignore
 from decentjax.gossip.stages import Plan, Stage, plan_of
 from decentjax.local import Adapt
 from decentjax.loss import Metrics
-from decentjax.placement import check_not_donated, over_workers, place
+from decentjax.placement import over_workers, place
 from decentjax.rounds import (
     Rounds,
     _check_rounds,
@@ -33,6 +33,7 @@ from decentjax.rounds import (
     travelling,
     without_messages,
 )
+from decentjax.running import check_not_donated
 from decentjax.schedule import Fragment, Round
 from decentjax.state import WorkerState
 
@@ -88,7 +89,7 @@ class Beside(Closing):
     Args:
       adapt: the local update, as `local_update` returns it.
       rounds: the rounds, as `check_beside` admits them.
-      mesh: mesh with the axis "workers", of the workers in the stacked arrays.
+      mesh: mesh of the workers in the stacked arrays.
       port: what carries the exchanges.
       record: function that is called with each activity of this process.
     """
@@ -335,8 +336,8 @@ def check_beside(rounds: Rounds) -> None:
         )
     if rounds.compression is not None and rounds.compression.shards is not None:
         raise ValueError(
-            "beside the step a worker is one device: leave the compression's shards at "
-            "None, or use on_mesh"
+            "beside the step messages of slices are not encoded: leave the "
+            "compression's shards at None, or use on_mesh"
         )
 
 

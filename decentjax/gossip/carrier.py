@@ -14,11 +14,12 @@ import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from decentjax.axis import axis_of
 from decentjax.codec import mix_encoded, num_bytes
 from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.engine import SharedEngine
-from decentjax.gossip.lanes import from_lanes, in_lanes, lanes_of
+from decentjax.gossip.lanes import check_encodes, from_lanes, in_lanes, lanes_of
 from decentjax.gossip.record import Record, ignore
 from decentjax.gossip.tuning import (
     Mix,
@@ -36,7 +37,7 @@ from decentjax.placement import (
     over_workers,
 )
 from decentjax.rounds import Rounds, _check_rounds, mix_of
-from decentjax.state import AXIS, WorkerState
+from decentjax.state import WorkerState
 
 
 class Carrier:
@@ -44,7 +45,7 @@ class Carrier:
 
     Args:
       rounds: the rounds, with their exchanges and how leaves are encoded.
-      mesh: mesh with the axis "workers".
+      mesh: mesh of the workers.
       message_dtype: as in `mix`.
       lowering: as in `mix`; by default that of `fastest_mixes`.
       exchange_mesh: mesh of the devices that exchange, of the same shape; by default
@@ -70,17 +71,13 @@ class Carrier:
         check_mesh(mesh)
         _check_rounds(rounds)
         schedule, self._lanes = rounds.schedule, lanes_of(mesh)
-        if mesh.shape[AXIS] != schedule.num_workers:
+        axis = axis_of(mesh)
+        if mesh.shape[axis] != schedule.num_workers:
             raise ValueError(
-                f'exchanges in a thread need a mesh whose axis "{AXIS}" has the '
+                f'exchanges in a thread need a mesh whose axis "{axis}" has the '
                 f"topology's {schedule.num_workers} workers, got {dict(mesh.shape)}"
             )
-        if len(self._lanes) > 1 and rounds.compression is not None:
-            raise ValueError(
-                "in a thread messages are encoded for workers of one device, but these "
-                f"are slices of the mesh {dict(mesh.shape)}: use on_mesh(round_step), "
-                "or no compression"
-            )
+        check_encodes(rounds.compression, mesh)
         if exchange_mesh is not None:
             _check_same_places(exchange_mesh, mesh)
         self._engine, self._schedule, self._mesh = SharedEngine(), schedule, mesh

@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 
 from decentjax.exchange import Exchange, Topology, among
-from decentjax.gossip.rows import Rows, rows_of
 from decentjax.state import WorkerState
 
 KEPT = 4  # Steps whose exchange is cached: messages are sent one step ahead.
@@ -87,9 +86,3 @@ def adopted(state: WorkerState) -> list[jax.Array]:
 def travels(x: Any) -> bool:
     """Whether an array can be sent: an empty one never arrives."""
     return x.size > 0 and not jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
-
-
-def copies(state: WorkerState, place: int) -> Rows:
-    """A copy of a worker's leaves, which no later step donates."""
-    own = rows_of(adopted(state), travels)[place]
-    return [jnp.array(x, copy=True) for x in own]

@@ -12,29 +12,31 @@ would wait for FSDP's collectives, and the next gradient for the exchange.
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decentjax.state import AXIS
+from decentjax.axis import AXIS, slices_of
 
 
 def lanes_of(mesh: Mesh) -> list[Mesh]:
     """Returns the mesh of each lane; of workers of one device, the mesh itself.
 
     Args:
-      mesh: mesh with the axis "workers", and others if a worker is a slice of it.
-
-    Raises:
-      ValueError: if the mesh has no such axis.
+      mesh: mesh of the workers, with further axes if a worker is a slice of it.
     """
-    if AXIS not in mesh.shape:
-        raise ValueError(
-            f'exchanges need a mesh with an axis "{AXIS}", got {dict(mesh.shape)}'
-        )
-    if len(mesh.shape) == 1:
+    slices = slices_of(mesh)
+    if len(slices[0]) == 1:
         return [mesh]
-    devices = np.moveaxis(mesh.devices, mesh.axis_names.index(AXIS), -1)
-    return [Mesh(row, (AXIS,)) for row in devices.reshape(-1, mesh.shape[AXIS])]
+    return [Mesh(lane, (AXIS,)) for lane in slices.T]
+
+
+def check_encodes(compression: Any, mesh: Mesh) -> None:
+    """Raises a ValueError if messages of slices are to be encoded."""
+    if compression is not None and len(slices_of(mesh)[0]) > 1:
+        raise ValueError(
+            "beside the step messages are encoded for workers of one device, but these "
+            f"are slices of the mesh {dict(mesh.shape)}: use on_mesh(round_step), in "
+            "the trainer the exchange in_step, or no compression"
+        )
 
 
 def in_lanes(stacked: Any, lanes: list[Mesh]) -> list[Any]:

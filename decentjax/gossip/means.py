@@ -6,6 +6,7 @@ newest models, while they compute the next ones.
 
 import dataclasses
 import functools
+import itertools
 import threading
 import time
 from collections.abc import Sequence
@@ -16,9 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from decentjax._joining import join, short_places, split
-from decentjax.gossip.rows import Rows
+from decentjax.gossip.rows import Rows, on_each_device
 from decentjax.gossip.ways import Taken, Used
-from decentjax.links import Links, Said
+from decentjax.links import Links, Piece, Said
 from decentjax.topology import butterfly_hops
 
 SUMS, FAREWELLS = 0, 1  # Channels of the links.
@@ -120,8 +121,8 @@ class GroupMeans:
     model to it.
 
     Args:
-      links: links to all partners; channel 0 has `sum_specs` and N parts, and channel 1
-        nothing.
+      links: links to all partners; channel 0 has `sum_pieces` and N parts, and
+        channel 1 nothing.
       groups: the groups.
       workers: numbers of the workers of this process.
       patience: longest time that a step waits for live but silent partners, in
@@ -336,23 +337,30 @@ def added(one: Sum, other: Sum) -> Sum:
     return Sum(_added(one.leaves, other.leaves), np.maximum(one.steps, other.steps))
 
 
-def sum_specs(leaves: Sequence[jax.Array]) -> list[jax.ShapeDtypeStruct]:
-    """The form of sums of models with these leaves, [N, ...]."""
-    rows = [jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype) for x in leaves]
-    return jax.eval_shape(_as_sum, rows)
+def sum_pieces(pieces: Sequence[Piece]) -> list[Piece]:
+    """The form of sums of models in these pieces."""
+    found = []
+    for lane, group in itertools.groupby(pieces, lambda piece: piece.lane):
+        rows = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in group]
+        sums = jax.eval_shape(_as_sum, rows)
+        found += [Piece(x.shape, x.dtype, lane) for x in sums]
+    return found
 
 
+@on_each_device
 @jax.jit
 def _as_sum(rows: Rows) -> list[jax.Array]:
     wide = _widened(rows)
     return join(wide, short_places(wide))
 
 
+@on_each_device
 @jax.jit
 def _added(one: list[jax.Array], other: list[jax.Array]) -> list[jax.Array]:
     return [x + y for x, y in zip(one, other, strict=True)]
 
 
+@on_each_device
 @functools.partial(jax.jit, static_argnums=2)
 def _mean(own: Rows, sums: list[jax.Array], count: int) -> Rows:
     wide = jax.eval_shape(_widened, own)
@@ -361,6 +369,7 @@ def _mean(own: Rows, sums: list[jax.Array], count: int) -> Rows:
     return [y.astype(x.dtype) for x, y in zip(own, leaves, strict=True)]
 
 
+@on_each_device
 @functools.partial(jax.jit, static_argnums=2)
 def _mean_with(own: Rows, sums: list[jax.Array], count: int) -> Rows:
     return _mean(own, _added(sums, _as_sum(own)), count)

@@ -11,7 +11,6 @@ from decentjax.codec import mean_encoded
 from decentjax.compression import Compression, Leaves, init_coded
 from decentjax.gossip.rows import Rows
 from decentjax.gossip.ways import Graph, Models, Used, chosen
-from decentjax.mixing import is_mixed
 from decentjax.rounds import Rounds
 
 
@@ -21,19 +20,17 @@ class Form(NamedTuple):
     Args:
       compression: how they are encoded; None sends them unencoded.
       structure: tree of the arrays sent, by number of the leaf.
-      arrays: these arrays, as shapes.
       leaves: shapes of the leaves, in the order of their numbers.
     """
 
     compression: Compression | None
     structure: Any
-    arrays: tuple[jax.ShapeDtypeStruct, ...]
     leaves: tuple[tuple[int, ...], ...]
 
     def parts(self, models: Any) -> tuple[Leaves, list[jax.Array]]:
-        """The leaves and the arrays to send, from the result of `travelling`."""
+        """The leaves, and the arrays of their messages, from those of `travelling`."""
         if self.compression is None:
-            return models, [x for x in models.values() if is_mixed(x)]
+            return models, list(models.values())
         messages = {number: message for number, (_, message) in models.items()}
         leaves = {number: leaf for number, (leaf, _) in models.items()}
         return leaves, jax.tree.leaves(messages)
@@ -61,18 +58,15 @@ class Form(NamedTuple):
         return [codec.decode(message, shape)[None] for message, shape in pairs]
 
 
-def form_of(compression: Compression | None, leaves: Leaves) -> Form:
-    """The form of one worker's leaves, for which shapes are enough."""
+def form_of(compression: Compression | None, leaves: Leaves) -> tuple[Form, list[Any]]:
+    """The form of stacked leaves, and the arrays of their messages, or their shapes."""
     sent: Any = leaves
-    if compression is None:
-        sent = {number: x for number, x in leaves.items() if is_mixed(x)}
-    else:
-        first = functools.partial(init_coded, compression, is_late=True)
+    if compression is not None:
+        first = jax.vmap(functools.partial(init_coded, compression, is_late=True))
         sent = jax.eval_shape(first, leaves).messages
     arrays, structure = jax.tree.flatten(sent)
-    shapes = tuple(jax.ShapeDtypeStruct((1, *x.shape), x.dtype) for x in arrays)
-    of_leaves = tuple(x.shape for x in jax.tree.leaves(leaves))
-    return Form(compression, structure, shapes, of_leaves)
+    of_leaves = tuple(x.shape[1:] for x in jax.tree.leaves(leaves))
+    return Form(compression, structure, of_leaves), arrays
 
 
 def sends_changes(rounds: Rounds) -> bool:

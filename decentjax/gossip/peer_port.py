@@ -3,16 +3,19 @@
 import functools
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 
 from decentjax._first_model import first_model
 from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Permutations, Topology, check_topology
+from decentjax.gossip.lanes import check_encodes
 from decentjax.gossip.messages import Form, form_of
-from decentjax.gossip.rows import Rows, rows_of, with_rows
+from decentjax.gossip.rows import Layout, Rows
 from decentjax.gossip.ways import Arrived, Graph, Models, Used, Way, neighbors, senders
-from decentjax.links import Links, Party, check_party
+from decentjax.links import Links, Party, Piece, check_party
+from decentjax.mixing import is_mixed
 from decentjax.state import WorkerState
 
 
@@ -29,8 +32,8 @@ class PeerPort:
 
     Raises:
       TypeError: if `party` is not a `Party`, or `topology` not a `Topology`.
-      ValueError: if the topology has groups or nodes, the workers do not fit it, or the
-        patience is negative.
+      ValueError: if the topology has groups or nodes, the workers do not fit it, the
+        patience is negative, or messages of slices are to be encoded.
     """
 
     takes_groups = True
@@ -48,6 +51,7 @@ class PeerPort:
         check_party(party)
         party.check(topology.num_workers)
         check_graph(topology)
+        check_encodes(compression, party.mesh)
         if not patience >= 0:
             raise ValueError(f"patience must not be negative, got {patience}")
         self.party, self.topology, self.patience = party, topology, patience
@@ -56,6 +60,9 @@ class PeerPort:
         self._make_way = way
         self._links: Links | None = None
         self._forms: list[Form] = []
+        # Of each group, its leaves and the arrays of their messages.
+        self._leaves: list[Layout] = []
+        self._sent: list[Layout] = []
         self._number, self._deadline = -1, 0.0
 
     @property
@@ -74,22 +81,25 @@ class PeerPort:
         state: WorkerState,
         groups: Sequence[Sequence[int]],
         step: int,
-        further: Sequence[Sequence[jax.ShapeDtypeStruct]] = (),
+        further: Sequence[Sequence[Piece]] = (),
         silent_seconds: float | None = None,
     ) -> None:
-        """Connects to the peers; `further` are the arrays of additional channels."""
+        """Connects to the peers; `further` are the pieces of additional channels."""
         leaves = jax.tree.leaves(state.params)
-        one = [jax.ShapeDtypeStruct(x.shape[1:], x.dtype) for x in leaves]
-        self._forms = [
-            form_of(self._compression, {n: one[n] for n in group}) for group in groups
-        ]
+        for group in groups:
+            own = {n: leaves[n] for n in group}
+            form, sent = form_of(self._compression, own)
+            self._forms.append(form)
+            self._leaves.append(Layout(list(own.values()), self.party.mesh))
+            self._sent.append(Layout(sent, self.party.mesh, self._travels))
+        first, *_ = Layout(leaves, self.party.mesh, lambda _: True).rows(leaves)
         self._links = Links(
             self.party,
             self.topology.num_workers,
-            [*[form.arrays for form in self._forms], *further],
+            [*[layout.pieces for layout in self._sent], *further],
             self._make_way.__name__,
             silent_seconds,
-            first_model=first_model(state.params, step),
+            first_model=first_model(first, step),
         )
         self._way = self._make_way(self._links, self.graph)
         self._links.meet(self.sources, time.monotonic() + self.patience)
@@ -98,9 +108,7 @@ class PeerPort:
         """Sends a group to the peers of a step; its arrays may still be computing."""
         number = self._number_of(step)
         own, arrays = self._forms[group].parts(leaves)
-        # A group without leaves to send is sent all the same.
-        nothing: list[Rows] = [[] for _ in self.party.workers]
-        of_workers = rows_of(arrays, travels=lambda _: True) or nothing
+        of_workers = self._sent[group].rows(arrays)
         for worker, rows in zip(self.party.workers, of_workers, strict=True):
             self._way.send(worker, group, rows, number)
             for peer, _ in senders(self.graph[number], worker):
@@ -129,8 +137,11 @@ class PeerPort:
             used, models = self._way.take(worker, group, sent, number, self._deadline)
             rows.append(average(self.graph, used, models))
             self._note(used, models)
-        whole = with_rows(list(own.values()), rows, self.party.mesh)
+        whole = self._leaves[group].stacked(list(own.values()), rows)
         return dict(zip(own, whole, strict=True))
+
+    def _travels(self, x: Any) -> bool:
+        return self._compression is not None or is_mixed(x)
 
     def _number_of(self, step: int) -> int:
         """The number of the exchange that begins in a step."""

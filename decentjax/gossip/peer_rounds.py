@@ -44,8 +44,8 @@ class PeerRounds(Beside):
     Raises:
       TypeError: if `rounds` is not `Rounds`, or `party` not a `Party`.
       ValueError: if the rounds have nodes, shards or tracking, the workers do not fit
-        them, or the patience is negative or too short for these rounds; at the first
-        step as in `Peers`.
+        them, messages of slices are to be encoded, or the patience is negative or too
+        short for these rounds; at the first step as in `Peers`.
       ConnectionError: at a step, if a message of `drift` or `copies` is missing.
 
     Examples:

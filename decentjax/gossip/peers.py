@@ -16,10 +16,10 @@ import numpy as np
 from decentjax._norms import norm_of, sums_of_squares
 from decentjax.exchange import Topology
 from decentjax.gossip.beside import Beside
-from decentjax.gossip.elastic import Elastic, Living, adopted, copies, travels
+from decentjax.gossip.elastic import Elastic, Living, adopted, travels
 from decentjax.gossip.peer_port import PeerPort, check_graph
 from decentjax.gossip.record import Record
-from decentjax.gossip.rows import Rows, with_rows
+from decentjax.gossip.rows import Layout, Rows, on_each_device
 from decentjax.gossip.ways import WAYS, Models, Used
 from decentjax.links import Links, Message, Party, Said
 from decentjax.local import Adapt
@@ -152,7 +152,7 @@ class Peers(Beside):
         """
         if not (groups := self._peers.apart.values()):
             return None
-        squares = sum(np.mean([float(x) ** 2 for x in one]) for one in groups)
+        squares = sum(np.mean([_squared(x) for x in one]) for one in groups)
         return math.sqrt(squares / len(self._peers.party.workers))
 
     def join(
@@ -189,9 +189,7 @@ class Peers(Beside):
             messages.append(message)
         leaves, structure = jax.tree.flatten(state._replace(key=()))
         rows = [message.arrays for message in messages]
-        new = jax.tree.unflatten(
-            structure, with_rows(leaves, rows, self._mesh, travels)
-        )
+        new = jax.tree.unflatten(structure, self._peers.states.stacked(leaves, rows))
         return new._replace(key=state.key), max(m.said.step for m in messages)
 
     def _compile(self, state: WorkerState, batch: Any) -> None:
@@ -212,7 +210,7 @@ class _ElasticPort(PeerPort):
         self._make_way.check(self.topology)
         self._elastic, num_workers = elastic, self.topology.num_workers
         # Distances to the models mixed last, by worker and leaf group.
-        self.apart: dict[tuple[int, int], list[jax.Array]] = {}
+        self.apart: dict[tuple[int, int], list[list[jax.Array]]] = {}
         if elastic is None:
             return
         if self._make_way is not WAYS["arrived"] or self.patience == math.inf:
@@ -229,21 +227,24 @@ class _ElasticPort(PeerPort):
         self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
     ) -> None:
         """Connects to the peers, with a channel for whole states."""
-        rows = [
-            jax.ShapeDtypeStruct((1, *x.shape[1:]), x.dtype)
-            for x in adopted(state)
-            if travels(x)
-        ]
+        self.states = Layout(adopted(state), self.party.mesh, travels)
         silent = None if self._elastic is None else self._elastic.silent_seconds
-        super().open(state, groups, step, [rows], silent)
+        super().open(state, groups, step, [self.states.pieces], silent)
 
     def show(self, state: WorkerState, step: int) -> None:
         """Sets the step that this process reports, and sends the state to guests."""
-        workers, guests = self.party.workers, self.links.joining()
-        own = {w: copies(state, workers.index(w)) for w in {w for _, w in guests}}
-        for guest, worker in guests:
-            whole = len(self._forms)
-            self.links.publish(worker, guest, whole, own[worker], Said(step))
+        if guests := self.links.joining():
+            rows = self.states.rows(adopted(state))
+            asked = {worker for _, worker in guests}
+            # Copies, which no later step donates.
+            copies = {
+                worker: [jnp.array(x, copy=True) for x in own]
+                for worker, own in zip(self.party.workers, rows, strict=True)
+                if worker in asked
+            }
+            for guest, worker in guests:
+                whole = len(self._forms)
+                self.links.publish(worker, guest, whole, copies[worker], Said(step))
         self.links.at(step)
 
     def living(self) -> list[int]:
@@ -285,7 +286,13 @@ class _ElasticPort(PeerPort):
             ]
 
 
+@on_each_device
 @jax.jit
-def _distance(models: Rows, others: Rows) -> jax.Array:
+def _distance(models: Rows, others: Rows) -> list[jax.Array]:
+    """The distance of the pieces on each device."""
     pairs = zip(models, others, strict=True)
-    return norm_of(sums_of_squares([x.astype(jnp.float32) - y for x, y in pairs]))
+    return [norm_of(sums_of_squares([x.astype(jnp.float32) - y for x, y in pairs]))]
+
+
+def _squared(distances: list[jax.Array]) -> float:
+    return sum(float(x) ** 2 for x in distances)

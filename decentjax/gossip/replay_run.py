@@ -13,7 +13,7 @@ from decentjax.compression import Leaves
 from decentjax.exchange import Topology
 from decentjax.gossip.beside import Beside
 from decentjax.gossip.means import Butterfly, Sum, added, mean_of, offered_by
-from decentjax.gossip.rows import Rows, rows_of, with_rows
+from decentjax.gossip.rows import Layout, Rows
 from decentjax.gossip.wagma import group_rounds
 from decentjax.gossip.ways import WAYS, Models, Used
 from decentjax.local import Adapt
@@ -195,9 +195,10 @@ class _Recorded:
         """Returns at once."""
 
     def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
-        (own,) = rows_of(list(leaves.values())) or [[]]
+        layout = Layout(list(leaves.values()), worker_mesh(1))
+        (own,) = layout.rows(list(leaves.values()))
         self._offered.setdefault((self._worker, step), {})[group] = own
-        return functools.partial(self._averaged, group, leaves, step)
+        return functools.partial(self._averaged, group, leaves, layout, step)
 
     def settle(self) -> None:
         """Returns at once."""
@@ -205,13 +206,15 @@ class _Recorded:
     def close(self, seconds: float) -> None:
         """Returns at once."""
 
-    def _averaged(self, group: int, leaves: Leaves, step: int) -> Leaves:
+    def _averaged(
+        self, group: int, leaves: Leaves, layout: Layout, step: int
+    ) -> Leaves:
         each = self._of_steps[self._worker, step]
         # A simulation records no groups: its entries apply to all of them.
         used = each[group if len(each) > 1 else 0]
         models = {key: self._offered[key][group] for key in used.versions()}
         rows = self._average(used, models)
-        mixed = with_rows(list(leaves.values()), [rows], worker_mesh(1))
+        mixed = layout.stacked(list(leaves.values()), [rows])
         return dict(zip(leaves, mixed, strict=True))
 
 

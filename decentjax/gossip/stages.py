@@ -11,11 +11,12 @@ from jax.sharding import Mesh
 
 from decentjax._own_models import check_no_own_model
 from decentjax._slices import inside_worker, one_row
+from decentjax.axis import axis_of
 from decentjax.gossip.cut import Cut, Part
 from decentjax.local import Adapt
 from decentjax.loss import Metrics
 from decentjax.placement import check_rows, over_workers
-from decentjax.state import AXIS, WorkerState
+from decentjax.state import WorkerState
 
 # Leaves are sent in groups of this size. One by one, the calls for small leaves would
 # cost more than their bytes; all at once, the first leaf could not be updated before
@@ -100,7 +101,7 @@ def plan_of(
     kind = structure, tuple((x.shape, x.dtype) for x in leaves)
     if kind not in plans:
         hint = "; in a job of several processes, place them first"
-        check_rows({"state": state, "batch": batch}, mesh.shape[AXIS], hint)
+        check_rows({"state": state, "batch": batch}, mesh.shape[axis_of(mesh)], hint)
         plans[kind] = make_plan(adapt, state, batch, mesh, is_whole)
     return plans[kind]
 
@@ -109,7 +110,7 @@ def make_plan(
     adapt: Adapt, state: WorkerState, batch: Any, mesh: Mesh, is_whole: bool
 ) -> Plan:
     check_no_own_model(state.opt_state, "an exchange beside the step")
-    inside = inside_worker(mesh, AXIS)
+    inside = inside_worker(mesh, axis_of(mesh))
     of_worker = jax.tree.map(lambda x: one_row(x, inside), (state, batch))
     try:
         cut = Cut(adapt, of_worker, of_worker[0].params, inside)

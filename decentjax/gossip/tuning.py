@@ -13,11 +13,11 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
+from decentjax.axis import axis_of
 from decentjax.codec import as_permutations
 from decentjax.exchange import Exchange, Groups, Permutations, Topology, permutes_of
 from decentjax.mixing import Lowering, mix
 from decentjax.placement import over_workers
-from decentjax.state import AXIS
 
 # Small pieces use both directions of a link at once; each costs a round trip.
 PIECE_BYTES = (None, 256 * 2**10, 64 * 2**10)
@@ -42,7 +42,7 @@ def fastest_mixes(
 
     Args:
       topology: topology of the exchanges.
-      mesh: mesh with the axis "workers".
+      mesh: mesh of the workers.
       num_bytes: size of one model, in bytes; at most 4 MiB of it are measured.
       message_dtype: as in `mix`.
 
@@ -79,7 +79,7 @@ def fastest_pieces(exchange: Exchange, mesh: Mesh, num_bytes: int) -> Lowering:
 
     Args:
       exchange: the exchange.
-      mesh: mesh with the axis "workers".
+      mesh: mesh of the workers.
       num_bytes: size of the messages of a worker; at most 4 MiB of it are measured.
     """
     measured = min(num_bytes, MEASURED_BYTES)
@@ -96,13 +96,14 @@ def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
 
     Args:
       options: exchanges, each with its lowering.
-      mesh: mesh with the axis "workers".
+      mesh: mesh of the workers.
       num_bytes: size of the model, in bytes per worker; some megabytes or more.
     """
     if len(options) == 1:
         return 0
-    num_workers = mesh.shape[AXIS]
-    sharding = NamedSharding(mesh, PartitionSpec(AXIS))
+    axis = axis_of(mesh)
+    num_workers = mesh.shape[axis]
+    sharding = NamedSharding(mesh, PartitionSpec(axis))
     shape = (num_workers, max(1, num_bytes // 4))
     models = [jax.jit(lambda: jnp.ones(shape), out_shardings=sharding)()]
     seconds = []
@@ -114,7 +115,7 @@ def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
     # wait for messages of different collectives: so the maximum over workers decides.
     table = np.tile(np.array(seconds, np.float32), (num_workers, 1))
     stacked = jax.make_array_from_callback(table.shape, sharding, table.__getitem__)
-    slowest = jax.jit(over_workers(lambda x: lax.pmax(x, AXIS), mesh))(stacked)
+    slowest = jax.jit(over_workers(lambda x: lax.pmax(x, axis), mesh))(stacked)
     return int(np.argmin(slowest.addressable_data(0)))
 
 
@@ -128,7 +129,7 @@ def compiled_mix(
     of_worker = functools.partial(
         mix,
         exchange=exchange,
-        axis_name=AXIS,
+        axis_name=axis_of(mesh),
         message_dtype=message_dtype,
         lowering=lowering,
     )

@@ -10,9 +10,9 @@ import numpy as np
 from decentjax._first_model import first_model
 from decentjax.compression import Leaves
 from decentjax.gossip.beside import Beside
-from decentjax.gossip.means import Butterfly, GroupMeans, sum_specs
+from decentjax.gossip.means import Butterfly, GroupMeans, sum_pieces
 from decentjax.gossip.record import Record
-from decentjax.gossip.rows import Rows, rows_of, with_rows
+from decentjax.gossip.rows import Layout, Rows
 from decentjax.gossip.ways import Taken, Used
 from decentjax.links import Links, Party, check_party
 from decentjax.local import Adapt
@@ -119,7 +119,8 @@ class Wagma(Beside):
         if len(found) < len(own) or step < after:
             return state, None
         rows = [found[worker] for worker in own]
-        params = jax.tree.unflatten(structure, with_rows(leaves, rows, self._mesh))
+        layout = self._averaging.layout
+        params = jax.tree.unflatten(structure, layout.stacked(leaves, rows))
         return state._replace(params=params), step + 1
 
 
@@ -155,15 +156,17 @@ class _GroupPort:
     ) -> None:
         del groups  # There is only one.
         num_workers = self._groups.num_workers
-        models = list(filter(is_mixed, jax.tree.leaves(state.params)))
-        shapes = [(x.shape[1:], x.dtype.name) for x in models]
+        models = jax.tree.leaves(state.params)
+        self.layout = Layout(models, self._party.mesh)
+        shapes = [(x.shape[1:], x.dtype.name) for x in filter(is_mixed, models)]
+        first, *_ = Layout(models, self._party.mesh, lambda _: True).rows(models)
         links = Links(
             self._party,
             num_workers,
-            [sum_specs(models), []],
+            [sum_pieces(self.layout.pieces), []],
             f"Wagma {self._groups} {self._order} {shapes}",
             num_parts=num_workers,
-            first_model=first_model(state.params, step),
+            first_model=first_model(first, step),
         )
         workers = self._party.workers
         self._means = GroupMeans(links, self._groups, workers, self._patience)
@@ -178,7 +181,7 @@ class _GroupPort:
 
     def rows(self, leaves: Sequence[jax.Array]) -> dict[int, Rows]:
         """The leaves of each worker of this process."""
-        return dict(zip(self._party.workers, rows_of(leaves), strict=True))
+        return dict(zip(self._party.workers, self.layout.rows(leaves), strict=True))
 
     def settle(self) -> None:
         """Returns at once: exchanges cannot interfere with other programs."""
@@ -193,7 +196,7 @@ class _GroupPort:
         for worker in own:
             self._used(found.used(step, worker))
         rows = [means[worker] for worker in own]
-        whole = with_rows(list(leaves.values()), rows, self._party.mesh)
+        whole = self.layout.stacked(list(leaves.values()), rows)
         return dict(zip(leaves, whole, strict=True))
 
 

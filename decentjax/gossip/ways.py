@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import jax
 
 from decentjax.exchange import Exchange, Permutations, Topology, permutes_of
-from decentjax.gossip.rows import Rows
+from decentjax.gossip.rows import Rows, on_each_device
 from decentjax.links import Links, Said
 from decentjax.mixing import mix_arrived, mix_swapped
 
@@ -269,6 +269,7 @@ def _average(topology: Graph, used: Used, models: Models) -> Rows:
     return _mix_arrived(*chosen(topology, used, models))
 
 
+@on_each_device
 @functools.partial(jax.jit, static_argnums=2)
 def _mix_arrived(own: Rows, models: list[Rows], weights: tuple[float, ...]) -> Rows:
     return [
@@ -277,6 +278,7 @@ def _mix_arrived(own: Rows, models: list[Rows], weights: tuple[float, ...]) -> R
     ]
 
 
+@on_each_device
 @functools.partial(jax.jit, static_argnums=3)
 def _mix_swapped(own: Rows, sent: Rows, came: Rows, weight: float) -> Rows:
     return [

@@ -1,7 +1,7 @@
 """Links between processes that share no job: liveness and messages."""
 
 from decentjax.links.book import Addresses, Book, Folder, Store
-from decentjax.links.links import Links, Message, Said
+from decentjax.links.links import Links, Message, Piece, Said
 from decentjax.links.party import MIN_SECRET_BYTES, Party, check_party
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "Links",
     "Message",
     "Party",
+    "Piece",
     "Said",
     "Store",
     "check_party",

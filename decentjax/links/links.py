@@ -33,6 +33,7 @@ import dataclasses
 import functools
 import hashlib
 import hmac
+import itertools
 import secrets
 import time
 from collections.abc import Collection, Sequence
@@ -44,7 +45,7 @@ from jax.experimental import transfer
 from jax.sharding import SingleDeviceSharding
 
 from decentjax._first_model import ADVICE
-from decentjax._joining import join, short_places, split
+from decentjax._joining import Places, join, short_places, split
 from decentjax.address import to_address
 from decentjax.links.handshake import Answer, Handshakes, Line, RefusedError
 from decentjax.links.party import Party
@@ -77,8 +78,16 @@ class Said(NamedTuple):
     parts: tuple[int, ...] = (-1,)
 
 
+class Piece(NamedTuple):
+    """The shape of an array to send, and which of its worker's devices has it."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    lane: int = 0
+
+
 class Message(NamedTuple):
-    """Arrays of a peer, on the device of the worker that receives them."""
+    """Arrays of a peer, on the devices of the worker that receives them."""
 
     said: Said
     arrays: list[jax.Array]
@@ -123,7 +132,8 @@ class Links:
     Args:
       party: this process and its workers.
       num_workers: N, over all processes.
-      channels: arrays of a message, for each channel; leaf groups are channels.
+      channels: arrays of a message, for each channel, one device after another; leaf
+        groups are channels.
       digest: text that must be equal on all workers, in addition to the party's.
       silent_seconds: silence after which a process counts as dead, until it reports
         again; None for no limit.
@@ -141,7 +151,7 @@ class Links:
         self,
         party: Party,
         num_workers: int,
-        channels: Sequence[Sequence[jax.ShapeDtypeStruct]],
+        channels: Sequence[Sequence[Piece]],
         digest: str = "",
         silent_seconds: float | None = None,
         num_parts: int = 0,
@@ -149,21 +159,21 @@ class Links:
     ):
         self.refused: dict[int, str] = {}
         self.left: set[int] = set()
-        self._book, self._devices = party.book, party.devices
-        self._channels = [list(channel) for channel in channels]
+        self._book, self._slices = party.book, party.slices
+        self._lanes = [_lanes_of(channel) for channel in channels]
         self._header = np.dtype([*HEADER, ("parts", "<i4", (num_parts,))])
         header = jax.ShapeDtypeStruct((self._header.itemsize,), np.uint8)
-        self._joins = [short_places(channel) for channel in self._channels]
-        travels = [
-            [header, *jax.eval_shape(functools.partial(join, places=places), c)]
-            for c, places in zip(self._channels, self._joins, strict=True)
-        ]
         self._specs = {
-            (worker, number): [self._spec(worker, x) for x in arrays]
-            for worker in self._devices
-            for number, arrays in enumerate(travels)
+            (worker, number): [
+                _spec(header, devices[0]),
+                *(_spec(x, devices[one.lane]) for one in lanes for x in one.joined),
+            ]
+            for worker, devices in self._slices.items()
+            for number, lanes in enumerate(self._lanes)
         }
-        shapes = [[(x.shape, x.dtype.name) for x in c] for c in self._channels]
+        shapes = [
+            [(x.shape, np.dtype(x.dtype).name, x.lane) for x in c] for c in channels
+        ]
         text = repr((num_workers, shapes, party.digest, digest))
         self._secret = party.secret or b""
         self._handshakes = Handshakes(
@@ -175,7 +185,7 @@ class Links:
             first_model,
         )
         self.bell = self._handshakes.bell
-        client = next(iter(self._devices.values())).client
+        client = next(iter(self._slices.values()))[0].client
         self._server = _start_server(client, self._handshakes.host)
         # Life and slot of the last message sent, by worker, peer and channel.
         self._left: dict[tuple[int, int, int], tuple[int, int]] = {}
@@ -183,13 +193,13 @@ class Links:
         self._life = 1 + secrets.randbelow(2**62)  # Identifies this process.
         try:
             self._check_numbers()
-            for worker in self._devices:
+            for worker in self._slices:
                 self._book.write(worker, f"{self._handshakes.address} {self._life}")
         except ValueError:
             self._handshakes.close()
             raise
         own = self._server.address()
-        self._handshakes.answer(self._devices, self._life, own)
+        self._handshakes.answer(self._slices, self._life, own)
 
     def publish(
         self,
@@ -208,7 +218,7 @@ class Links:
         if not life:
             return
         before, slot = self._left.get((worker, peer, channel), (life, 0))
-        header = jax.device_put(self._to_bytes(said), self._devices[worker])
+        header = jax.device_put(self._to_bytes(said), self._slices[worker][0])
         if before != life:  # Frees arrays that no process will take.
             for old in (0, 1):
                 name = self._name(worker, peer, before, channel, old)
@@ -217,8 +227,10 @@ class Links:
         # step after the next. If both wait for each other, it was taken by then.
         self._left[worker, peer, channel] = life, 1 - slot
         name = self._name(worker, peer, life, channel, slot)
-        joined = _join(arrays, self._joins[channel])
-        self._server.await_pull(name, [header, *joined])
+        joined = [header]
+        for one in self._lanes[channel]:
+            joined += _join(list(arrays[one.place]), one.joins)
+        self._server.await_pull(name, joined)
         # A process asks under the number of its first worker.
         ones = (j for j, other in self._peers.items() if other.life == life)
         self._handshakes.announce(worker, min(ones), (peer, channel, slot))
@@ -356,7 +368,7 @@ class Links:
 
     def alive(self) -> set[int]:
         """Returns the workers that have answered and whose process has not died."""
-        others = self._peers.keys() - self._devices.keys()
+        others = self._peers.keys() - self._slices.keys()
         return {peer for peer in others if self._is_known(peer)}
 
     def ahead(self, step: int) -> set[int]:
@@ -429,7 +441,7 @@ class Links:
         known = self._peers[peer]
         known.entry, known.link, known.line, known.is_known = entry, None, None, False
         address = entry.split()[0]
-        known.answer = self._handshakes.ask(address, min(self._devices), peer)
+        known.answer = self._handshakes.ask(address, min(self._slices), peer)
 
     def _hear(self, peer: int, answer: concurrent.futures.Future[Answer]) -> None:
         """Processes a received answer."""
@@ -491,8 +503,10 @@ class Links:
                 self._lose(peer)
                 return []
             said = self._from_bytes(np.asarray(header))
-            shapes = tuple(x.shape for x in self._channels[channel])
-            arrays = _split(joined, self._joins[channel], shapes)
+            arrays, left = [], iter(joined)
+            for one in self._lanes[channel]:
+                parts = list(itertools.islice(left, len(one.joins)))
+                arrays += _split(parts, one.joins, one.shapes)
             edge.messages.append(Message(said, arrays))
             edge.newest = max(edge.newest, (said.step, said.number, slot))
         return edge.messages
@@ -502,10 +516,6 @@ class Links:
         for slot in slots:
             name = self._name(peer, worker, self._life, channel, slot)
             known.edges[worker, channel].pulls[slot] = known.link.pull(name, specs)
-
-    def _spec(self, worker: int, x: Any) -> jax.ShapeDtypeStruct:
-        place = SingleDeviceSharding(self._devices[worker])
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     def _to_bytes(self, said: Said) -> np.ndarray:
         return np.frombuffer(np.array([tuple(said)], self._header).tobytes(), np.uint8)
@@ -528,7 +538,7 @@ class Links:
 
     def _check_numbers(self) -> None:
         """Raises where another process answers as a worker of this one."""
-        for worker in self._devices:
+        for worker in self._slices:
             entry = self._book.read(worker) or self._handshakes.address
             address = entry.split()[0]
             if address == self._handshakes.address:  # An entry of a list, and its own.
@@ -541,6 +551,40 @@ class Links:
                     f"worker {worker} is already running at {entry}: end it, or "
                     "choose another number"
                 )
+
+
+class _Lane(NamedTuple):
+    """The arrays of a channel on one device of a worker.
+
+    Args:
+      lane: number of the device.
+      place: which arrays of the channel they are.
+      shapes: their shapes.
+      joins: which of them are joined.
+      joined: shapes of what is sent.
+    """
+
+    lane: int
+    place: slice
+    shapes: tuple[tuple[int, ...], ...]
+    joins: Places
+    joined: list[jax.ShapeDtypeStruct]
+
+
+def _lanes_of(channel: Sequence[Piece]) -> list[_Lane]:
+    lanes, end = [], 0
+    for lane, group in itertools.groupby(channel, lambda piece: piece.lane):
+        arrays = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in group]
+        place, end = slice(end, end + len(arrays)), end + len(arrays)
+        joins, shapes = short_places(arrays), tuple(x.shape for x in arrays)
+        joined = jax.eval_shape(functools.partial(join, places=joins), arrays)
+        lanes.append(_Lane(lane, place, shapes, joins, joined))
+    return lanes
+
+
+def _spec(x: Any, device: Any) -> jax.ShapeDtypeStruct:
+    place = SingleDeviceSharding(device)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
 
 def _start_server(client: Any, host: str) -> Any:

@@ -6,8 +6,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
+from decentjax.axis import axis_of, slices_of
 from decentjax.links.book import Book
-from decentjax.state import AXIS
 
 MIN_SECRET_BYTES = 16
 
@@ -19,7 +19,8 @@ class Party:
     Args:
       book: address book of the workers, such as `Folder("peers")`.
       workers: numbers of the workers of this process, in the order of the mesh.
-      mesh: mesh of this process's devices, with only the axis "workers".
+      mesh: mesh of this process's devices; with further axes than the workers' each
+        worker is a slice of it.
       digest: text that must be equal in all processes, such as their config.
       bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens; read
         SECURITY.md before using an address other than loopback.
@@ -27,8 +28,8 @@ class Party:
         None for none.
 
     Raises:
-      ValueError: if the mesh has other axes or a different number of devices than
-        workers, or the secret is too short.
+      ValueError: if the mesh has a different number of workers, or devices of another
+        process, or the secret is too short.
 
     Examples:
       >>> from decentjax import gossip, worker_mesh
@@ -50,16 +51,24 @@ class Party:
                 "all processes"
             )
         object.__setattr__(self, "workers", tuple(self.workers))
-        if dict(self.mesh.shape) != {AXIS: len(self.workers)}:
+        axis = axis_of(self.mesh)
+        if self.mesh.shape[axis] != len(self.workers):
             raise ValueError(
-                f'peers need a mesh with only the axis "{AXIS}", of this process\'s '
+                f'peers need a mesh whose axis "{axis}" has this process\'s '
                 f"{len(self.workers)} workers, got {dict(self.mesh.shape)}"
+            )
+        devices = self.mesh.devices.ravel()
+        if any(x.process_index != x.client.process_index() for x in devices):
+            processes = {x.process_index for x in devices}
+            raise ValueError(
+                "peers need a mesh of this process's devices, as a worker's slice must "
+                f"lie in one process, got devices of the processes {sorted(processes)}"
             )
 
     @property
-    def devices(self) -> dict[int, Any]:
-        """The device of each worker of this process."""
-        return dict(zip(self.workers, self.mesh.devices.flat, strict=True))
+    def slices(self) -> dict[int, list[Any]]:
+        """The devices of each worker of this process."""
+        return dict(zip(self.workers, slices_of(self.mesh).tolist(), strict=True))
 
     def check(self, num_workers: int) -> None:
         """Raises a ValueError unless the workers are distinct and in range."""

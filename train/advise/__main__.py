@@ -165,7 +165,8 @@ def _measured(arguments: list[str]) -> int:
                 each = workers.devices_per_worker
                 start(config.distributed, workers.num_workers, None, each)
                 return _here(config, measured_steps, steps, out, contenders)
-        provide_cpu_devices(config.workers.num_workers)
+        workers = config.workers
+        provide_cpu_devices(workers.num_workers * workers.devices_per_worker)
         return _here(config, measured_steps, steps, out, contenders)
 
     prog = f"decentjax advise --measure {path}"

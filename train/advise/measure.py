@@ -30,6 +30,7 @@ from decentjax import (
 from decentjax.analysis import ring_all_reduce
 from decentjax.gossip import host_mesh
 from decentjax.gossip.carrier import mix_elsewhere
+from decentjax.gossip.lanes import in_lanes, lanes_of
 from decentjax.gossip.tuning import Mix, compiled_mix, fastest_mixes
 from decentjax.runtime import Cluster, Job
 from decentjax.topology import alone, hierarchical
@@ -47,6 +48,7 @@ from train.run.build import (
 )
 from train.run.method import build_method
 from train.run.optimizers import build_optimizer
+from train.run.shards import put_batch, put_state
 from train.tasks.task import Task, build_task
 
 REPEATS = 3  # Timed runs of an exchange, after one that compiles.
@@ -72,18 +74,14 @@ def measure(config: Config, num_steps: int) -> Setting:
             "`decentjax launch --processes N --module train.advise --measure "
             "CONFIG.py`, or give --workers.where mesh"
         )
-    if config.workers.devices_per_worker > 1:
+    num_workers, local = mesh.shape[AXIS], config.workers.workers_per_node
+    if num_workers % local:
         raise ValueError(
-            "advise measures workers of one device, got devices_per_worker = "
-            f"{config.workers.devices_per_worker}: set it to 1"
-        )
-    local = config.workers.workers_per_node
-    if mesh.size % local:
-        raise ValueError(
-            f"workers.workers_per_node must divide the {mesh.size} workers, got {local}"
+            f"workers.workers_per_node must divide the {num_workers} workers, got "
+            f"{local}"
         )
     own = (config.topology,)
-    fit, _ = fitting(mesh.size, local, own)
+    fit, _ = fitting(num_workers, local, own)
     task = build_task(config.task)
     console = Console(quiet=jax.process_index() > 0, soft_wrap=True)
     with console.status(f"computing {num_steps} steps"):
@@ -139,19 +137,21 @@ class _Exchanges:
     Args:
       config: config of the run.
       task: task of the run, built.
-      mesh: mesh of the models.
+      mesh: mesh of the models. If a worker is a slice of it, each of its devices
+        exchanges its own shards.
     """
 
     def __init__(self, config: Config, task: Task, mesh: Mesh):
-        self.mesh = mesh
+        self.num_workers = mesh.shape[AXIS]
         self.in_background = build_method(config).is_in_thread(config, mesh)
         # A second thread on an accelerator's hosts sends over the host's own network.
         over_host = self.in_background and jax.default_backend() != "cpu"
-        self.exchange_mesh = host_mesh(mesh) if over_host else mesh
+        self.lanes = lanes_of(mesh)
+        self.exchange_lanes = lanes_of(host_mesh(mesh)) if over_host else self.lanes
         self.message_dtype = config.step.message_dtype
         state = build_state(config, task, _optimizer(config), local_workers(mesh))
         rows = jax.tree.map(np.asarray, jax.tree.leaves(state.params))
-        self.models = place(rows, mesh)
+        self.models = in_lanes(put_state(rows, mesh, task.shard), self.lanes)
         dtypes = [jnp.dtype(self.message_dtype or x.dtype) for x in rows]
         sizes = [x[0].size for x in rows]
         pairs = zip(sizes, dtypes, strict=True)
@@ -163,30 +163,34 @@ class _Exchanges:
     def all_reduce(self) -> float:
         """Returns the seconds of a mean over all workers."""
         mean = functools.partial(global_mean, axis_name=AXIS)
-        return _seconds(jax.jit(over_workers(mean, self.mesh)), self.models)
+        means = [jax.jit(over_workers(mean, lane)) for lane in self.lanes]
+        return _seconds(_in_parallel(means), self.models)
 
     def exchange(self, exchange: Exchange) -> float:
         """Returns the seconds of an exchange, sent as in training."""
         if exchange not in self._known:
-            meshes = {"mesh": self.mesh, "exchange_mesh": self.exchange_mesh}
-            run = functools.partial(mix_elsewhere, self._mix(exchange), **meshes)
-            self._known[exchange] = _seconds(run, self.models)
+            pairs = zip(self.lanes, self.exchange_lanes, strict=True)
+            runs = [self._run(exchange, lane, there) for lane, there in pairs]
+            self._known[exchange] = _seconds(_in_parallel(runs), self.models)
         return self._known[exchange]
 
-    def _mix(self, exchange: Exchange) -> Mix:
+    def _run(self, exchange: Exchange, lane: Mesh, there: Mesh) -> Mix:
+        mix_there = self._mix(exchange, there)
+        return lambda models: mix_elsewhere(mix_there, models, lane, there)
+
+    def _mix(self, exchange: Exchange, lane: Mesh) -> Mix:
         if not self.in_background:
-            mesh, dtype = self.exchange_mesh, self.message_dtype
-            return compiled_mix(exchange, Lowering(), mesh, dtype)
+            return compiled_mix(exchange, Lowering(), lane, self.message_dtype)
         one = Topology("measured", (exchange,))
-        num_bytes = int(self.model_bytes)
-        mixes = fastest_mixes(one, self.exchange_mesh, num_bytes, self.message_dtype)
-        return mixes[exchange]
+        num_bytes = int(self.model_bytes) // len(self.lanes)
+        return fastest_mixes(one, lane, num_bytes, self.message_dtype)[exchange]
 
     def latency(self, exchange: Exchange) -> float:
         """Returns the seconds of an exchange of a few bytes."""
-        rows = np.zeros((len(local_workers(self.mesh)), exchange.workers_per_node))
-        few = place([rows.astype(np.float32)], self.exchange_mesh)
-        return _seconds(compiled_mix(exchange, Lowering(), self.exchange_mesh), few)
+        lane = self.exchange_lanes[0]
+        rows = np.zeros((len(local_workers(lane)), exchange.workers_per_node))
+        few = place([rows.astype(np.float32)], lane)
+        return _seconds(compiled_mix(exchange, Lowering(), lane), few)
 
 
 def _compute_times(
@@ -196,21 +200,23 @@ def _compute_times(
     mine = local_workers(mesh)
     optimizer = _optimizer(config)
     devices = [d for d in mesh.devices.flat if d.process_index == jax.process_index()]
-    alone = worker_mesh(len(mine), devices)
+    num_workers = mesh.shape[AXIS]
+    alone = worker_mesh(len(mine), devices, mesh.size // num_workers)
     train_step = build_lone_step(config, task, optimizer, alone)
-    state = place(build_state(config, task, optimizer, mine), alone)
+    state = build_state(config, task, optimizer, mine)
+    state = put_state(state, alone, task.shard)
     steps = build_steps(config, task, mine)
     batches = [batch for t in range(num_steps) if (batch := steps[t]) is not None]
     seconds: list[float] = []
     for measured in (False, True):  # The first pass compiles each shape of a batch.
         gather(measured)  # All processes start together, as in training.
         for batch in batches:
-            arrays = place(batch.arrays, alone)
+            arrays = put_batch(batch.arrays, alone)
             start = time.monotonic()
             state, _ = jax.block_until_ready(train_step(state, arrays, 0))
             if measured:
                 seconds.append(time.monotonic() - start)
-    trace = np.empty((len(batches), mesh.size))
+    trace = np.empty((len(batches), num_workers))
     for workers, times in gather([list(map(int, mine)), seconds]):
         trace[:, workers] = np.array(times)[:, None]
     return trace
@@ -222,12 +228,12 @@ def _cluster(config: Config, exchanges: _Exchanges) -> Cluster:
     A tiny exchange takes the latency alone, so the rate is that of the rest.
     """
     local = config.workers.workers_per_node
-    num_nodes = exchanges.mesh.size // local
+    num_nodes = exchanges.num_workers // local
     inside = between = math.inf
     inside_latency = between_latency = of_inside = 0.0
     share, rounds = ring_all_reduce(local)
     if local > 1:
-        mean = hierarchical(exchanges.mesh.size, local, alone)[0]
+        mean = hierarchical(exchanges.num_workers, local, alone)[0]
         short, of_inside = exchanges.latency(mean), exchanges.exchange(mean)
         # Noise can make the tiny exchange the slower one; the rate is then very high.
         inside = share * exchanges.model_bytes / max(of_inside - short, 1e-9)
@@ -261,6 +267,15 @@ def _overlap(config: Config, mesh: Mesh) -> Overlap:
 
 def _optimizer(config: Config) -> Any:
     return build_optimizer(config.optimizer, config.num_steps)
+
+
+def _in_parallel(functions: list[Callable[[Any], Any]]) -> Callable[[Any], Any]:
+    """A function of the models of each lane; all are dispatched before any is done."""
+
+    def run(models: list[Any]) -> list[Any]:
+        return [one(rows) for one, rows in zip(functions, models, strict=True)]
+
+    return run
 
 
 def _seconds(function: Callable[[Any], Any], models: Any) -> float:

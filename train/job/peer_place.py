@@ -55,7 +55,8 @@ def process_place(config: Config) -> tuple[int, int]:
 def start_peer(config: Config) -> None:
     """Gives this process the devices of its workers; before anything has used one."""
     own = peer_place(config).workers
-    provide_devices(detect("unused", config.distributed).local_id, len(own))
+    count = len(own) * config.workers.devices_per_worker
+    provide_devices(detect("unused", config.distributed).local_id, count)
 
 
 def address_of(bind: str) -> str:

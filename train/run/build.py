@@ -45,17 +45,13 @@ def build_mesh(config: Config) -> Mesh | None:
     """The devices of the workers, of peers its own; none where they are simulated.
 
     Raises:
-      ValueError: if simulated workers are to exchange in a second thread, or simulated
-        ones or peers to have several devices.
+      ValueError: if simulated workers are to exchange in a second thread, or to have
+        several devices.
     """
     slices = config.workers.devices_per_worker
-    if config.is_apart and slices > 1:
-        raise ValueError(
-            f"a worker among peers is one device, got devices_per_worker = {slices}: "
-            "set it to 1, or --exchange auto"
-        )
     if config.is_apart:
-        return worker_mesh(len(peer_place(config).workers))
+        count = len(peer_place(config).workers)
+        return worker_mesh(count, devices_per_worker=slices)
     if config.distributed.enabled:
         return job_mesh(config, meet(config))
     if config.workers.where == "mesh":
