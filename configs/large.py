@@ -5,12 +5,12 @@ nodes. Their text is the Python standard library's, as bytes, which is too littl
 Command: `decentjax preflight gpt_7b --target h100 --nodes 4 --gpus-per-node 8
 --no-tune`
 Hardware: none of it; compiled on 2 cores of an AMD EPYC, beside other work.
-Wall time: 53 to 70 s for each of three programs (Python 3.11, jax 0.10.2).
-Result: by estimate slower than all-reduce between nodes, as no options of XLA are tuned
-for it: a step takes 0.488 s, with all-reduce 0.481 s, where computing takes 0.438 s and
-1.02 of that is wanted; 53 % of the exchange is covered. Of 7.24 B parameters each GPU
-sends 3,622 MB to other nodes, 4 / 8 bytes of each, and nothing else leaves a node; 23.3
-GB of memory. Never run on a GPU.
+Wall time: 166 to 191 s for each of three programs (Python 3.11, jax 0.10.2).
+Result: by estimate a step takes 0.440 s, 1.005 of FSDP alone (0.438 s, `--nodes 1`),
+and with all-reduce between nodes 0.481 s; 97.5 % of the exchange is covered. Of 7.24 B
+parameters each GPU sends 3,622 MB to other nodes, 4 / 8 bytes of each, and nothing else
+leaves a node; 31.9 GB of memory, where FSDP alone takes 21.9. See
+docs/results/preflight.md. Never run on a GPU.
 """
 
 import dataclasses
