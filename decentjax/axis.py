@@ -34,7 +34,7 @@ def bound_axis() -> str:
 
 
 def slices_of(mesh: Mesh) -> np.ndarray:
-    """Returns the devices of each worker, [N, F], the same axes fastest on each.
+    """Returns the devices of each worker, [N, F], in the same order for each.
 
     Examples:
       >>> import jax

@@ -133,7 +133,7 @@ class WrappedStep:
     def with_states(self, state: WorkerState, states: Any) -> WorkerState:
         """Returns the state with other train states, as `states` returns them.
 
-        For what a client changes between steps on all workers: metrics to begin anew, a
+        For what a client changes between steps on all workers: metrics to reset, a
         learning rate in the optimizer's state. The inverse of `states`. The anchor of
         rounds stays: to set other params, call `init`.
         """

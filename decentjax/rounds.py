@@ -583,7 +583,7 @@ def mix_of(compression: Compression) -> Callable[..., Any]:
     """
     average = functools.partial(compression.kind.average, codec=compression.codec)
 
-    def over_workers(
+    def averaged(
         coded: Any,
         exchange: Exchange,
         axis_name: AxisName | None = None,
@@ -591,7 +591,7 @@ def mix_of(compression: Compression) -> Callable[..., Any]:
     ) -> Any:
         return average(coded, exchange, axis_name=axis_name or bound_axis(), **options)
 
-    return over_workers
+    return averaged
 
 
 def _mix_shards(

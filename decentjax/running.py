@@ -77,7 +77,7 @@ class TrainStep:
 class _Keeping:
     """A jitted step whose new state lies as the given one.
 
-    On automatic axes the compiler would choose, and shard small arrays anew.
+    On automatic axes the compiler would choose, and reshard small arrays.
 
     Args:
       jit: function of `out_shardings` that returns the jitted step.

@@ -1,6 +1,10 @@
 """Parties of tests: workers of this process, each on a device of its own."""
 
-from collections.abc import Sequence
+import concurrent.futures
+import contextlib
+import itertools
+import threading
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,3 +26,29 @@ def party_of(
         devices = [jax.devices()[worker] for worker in workers]
     mesh = worker_mesh(len(workers), devices)
     return gossip.Party(book, workers, mesh, **options)
+
+
+@contextlib.contextmanager
+def training(peers: gossip.Peers, state: Any, batch: Any) -> Iterator[dict[int, Any]]:
+    """A peer that trains in a thread meanwhile.
+
+    Yields its states by step, each as it was before, without the random key; complete
+    once the context has ended.
+    """
+    ended, seen = threading.Event(), dict[int, Any]()
+
+    def work(state: Any) -> None:
+        with peers:
+            for step in itertools.count():
+                if ended.is_set():
+                    return
+                seen[step] = jax.device_get(state._replace(key=()))
+                state, _ = peers(state, batch, step)
+
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        working = pool.submit(work, state)
+        try:
+            yield seen
+        finally:
+            ended.set()
+        working.result()

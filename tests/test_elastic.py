@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from parties import party_of
+from parties import party_of, training
 from test_peers import LOCAL, LONG, loss_fn, read_until, spawn
 
 from decentjax import adapt, init_state, place, topology
@@ -174,7 +174,6 @@ def test_a_joiner_has_the_state_of_a_peer(tmp_path):
     optimizer = optax.adam(0.1)
     local = functools.partial(adapt, loss_fn=loss_fn, optimizer=optimizer)
     params = {"matrix": jnp.ones((3, 2)), "scalar": jnp.ones(())}
-    ended = threading.Event()
 
     def one(worker):
         party, elastic = party_of(tmp_path, [worker]), Elastic(topology.ring)
@@ -182,29 +181,15 @@ def test_a_joiner_has_the_state_of_a_peer(tmp_path):
         peers = Peers(local, topology.ring(2), party, elastic=elastic)
         return peers, *place((state, np.ones(1, np.float32)), party.mesh)
 
-    def work():
-        peers, state, batch = one(0)
-        seen = {}
-        with peers:
-            for step in itertools.count():
-                if ended.is_set():
-                    return seen
-                seen[step] = jax.device_get(state._replace(key=()))
-                state, _ = peers(state, batch, step)
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        others = pool.submit(work)
+    with training(*one(0)) as seen:
         peers, state, batch = one(1)
-        try:
-            with peers:
-                joined, step = peers.join(state, batch, LONG, 10, alone=LONG)
-                assert step is not None
-                assert step > 10
-                again, none = peers.join(joined, batch, LONG, after=10**9)
-                assert (again, none) == (joined, None)
-        finally:
-            ended.set()
-        wanted = others.result()[step]
+        with peers:
+            joined, step = peers.join(state, batch, LONG, 10, alone=LONG)
+            assert step is not None
+            assert step > 10
+            again, none = peers.join(joined, batch, LONG, after=10**9)
+            assert (again, none) == (joined, None)
+    wanted = seen[step]
     got = joined._replace(key=())
     assert int(joined.opt_state[0].count[0]) == step
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), wanted)

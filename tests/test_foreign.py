@@ -784,9 +784,9 @@ def test_other_train_states_take_the_place_of_those_of_a_state():
     state = step.init((jnp.zeros(3), jnp.zeros((), int)))
     state, _ = step(state, jnp.ones((2, 3)), 0)
     params, count = step.states(state)
-    anew = step.with_states(state, (params, 0 * count))
-    np.testing.assert_array_equal(step.states(anew)[1], [0, 0])
-    np.testing.assert_array_equal(anew.params, state.params)
+    reset = step.with_states(state, (params, 0 * count))
+    np.testing.assert_array_equal(step.states(reset)[1], [0, 0])
+    np.testing.assert_array_equal(reset.params, state.params)
 
 
 def test_streams_of_random_numbers_are_stacked_without_a_draw():

@@ -1069,7 +1069,7 @@ def test_workers_on_two_axes_are_not_mapped_by_two_vmaps():
 
 
 def test_what_was_received_is_added_behind_a_barrier():
-    """Else one kernel casts a leaf for the forward pass and adds what has come."""
+    """Else one kernel casts a leaf for the forward pass and adds the received one."""
     average = functools.partial(mix, exchange=topology.ring(4)[0], axis_name=AXIS)
     text = str(jax.make_jaxpr(over_workers(average, worker_mesh(4)))(jnp.ones((4, 3))))
     assert text.rindex("ppermute") < text.index("optimization_barrier")

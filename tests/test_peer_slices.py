@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from parties import training
 
 from decentjax import (
     gossip,
@@ -30,6 +31,7 @@ from decentjax.codec import int8
 from decentjax.compression import error_feedback
 from decentjax.gossip import Butterfly, Elastic, Folder, Party, PeerRounds, Peers, Wagma
 from decentjax.gossip.rows import Layout
+from decentjax.links import Links, Piece
 
 LONG = 180.0
 STEPS = 5
@@ -175,7 +177,7 @@ def test_what_the_compiler_chooses_to_shard_is_sent_as_it_was_at_first(tmp_path)
 @pytest.mark.slow
 def test_a_slice_that_joins_has_the_state_of_a_peer(tmp_path):
     """Its model and moments bit for bit, in shards of its own devices."""
-    ended, kinds = threading.Event(), KINDS["explicit"]
+    kinds = KINDS["explicit"]
 
     def one(worker):
         party = party_of(tmp_path, worker, kinds)
@@ -184,36 +186,34 @@ def test_a_slice_that_joins_has_the_state_of_a_peer(tmp_path):
         peers = Peers(LOCAL, topology.ring(2), party, elastic=elastic)
         return peers, placed(state, party.mesh), batch_of(worker, 0, party.mesh)
 
-    def work():
-        peers, state, batch = one(0)
-        seen = {}
-        with peers:
-            for step in itertools.count():
-                if ended.is_set():
-                    return seen
-                seen[step] = jax.device_get(state._replace(key=()))
-                state, _ = peers(state, batch, step)
-
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        others = pool.submit(work)
+    with training(*one(0)) as seen:
         peers, state, batch = one(1)
-        try:
-            with peers:
-                joined, step = peers.join(state, batch, LONG, 10, alone=LONG)
-                new, end = jax.tree.map(jnp.copy, joined), time.monotonic() + LONG
-                for t in itertools.count(step):
-                    if peers.apart() is not None or time.monotonic() > end:
-                        break
-                    new, _ = peers(new, batch, t)
-        finally:
-            ended.set()
-        wanted = others.result()[step]
+        with peers:
+            joined, step = peers.join(state, batch, LONG, 10, alone=LONG)
+            new, end = jax.tree.map(jnp.copy, joined), time.monotonic() + LONG
+            for t in itertools.count(step):
+                if peers.apart() is not None or time.monotonic() > end:
+                    break
+                new, _ = peers(new, batch, t)
+    wanted = seen[step]
     got = joined._replace(key=())
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(got), wanted)
     assert joined.params["cut"].sharding == state.params["cut"].sharding
     check_replicas((got, new.params))
     # Of 43 numbers, of which those of one worker go towards 0, the other's to 10.
     assert 0 < peers.apart() < 100
+
+
+def test_workers_of_other_slices_are_refused(tmp_path):
+    """They would have other pieces of the same model, here of the same shape."""
+    links = []
+    for worker, lane in ((0, 0), (1, 1)):
+        party = party_of(tmp_path, worker, KINDS["auto"])
+        links.append(Links(party, 2, [[Piece((1, 4), jnp.float32, lane)]]))
+    links[0].meet([1], time.monotonic() + LONG)
+    assert "its config or its model differs" in links[0].refused[1]
+    for one in links:
+        one.close()
 
 
 def test_what_slices_cannot_do_gets_a_sentence(tmp_path):

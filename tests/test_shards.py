@@ -18,7 +18,7 @@ from slices import config_of
 
 from decentjax import AXIS, worker_mesh
 from tests.test_readme import ROOT
-from train.advise.measure import measure
+from train.advise import measure as measuring
 from train.cli.load import load_config
 from train.config import StepConfig, TopologyConfig, WorkersConfig
 from train.preflight.compile import prepare
@@ -223,8 +223,16 @@ def test_vectors_stay_whole():
 
 
 @pytest.mark.slow
-def test_advice_is_measured_with_slices():
-    setting = measure(config_of(2), num_steps=2)
+def test_advice_is_measured_with_slices(monkeypatch):
+    build, meshes = measuring.build_lone_step, []
+
+    def built(config, task, optimizer, mesh):
+        meshes.append(dict(mesh.shape))
+        return build(config, task, optimizer, mesh)
+
+    monkeypatch.setattr(measuring, "build_lone_step", built)
+    setting = measuring.measure(config_of(2), num_steps=2)
+    assert meshes == [{AXIS: 4, "fsdp": 2}]
     params, _ = tiny.config.task.build().init(jax.random.key(0))
     size = sum(x.nbytes for x in jax.tree.leaves(params))
     assert (setting.job.model_bytes, setting.cluster.num_nodes) == (size, 4)

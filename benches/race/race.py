@@ -182,13 +182,15 @@ def _write(race: Race, results: Results) -> str:
         for cluster, timings in results
     }
     # As "4 nodes x 2 workers, 200mbit".
+    each = f" of {race.devices} devices" if race.devices > 1 else ""
     drawn = {
-        f"{cluster_name(x).replace('x', ' nodes x ')} workers, {x.rate}": bars(
+        f"{cluster_name(x).replace('x', ' nodes x ')} workers{each}, {x.rate}": bars(
             x, timings, race.work.model_bytes
         )
         for x, timings in results
     }
-    tables = (table(*x, race.work.model_bytes, race.straggler) for x in results)
+    size, late, count = race.work.model_bytes, race.straggler, race.devices
+    tables = (table(*x, size, late, count) for x in results)
     facts = {"race": race, "clusters": rounds}
     text = "\n\n".join(tables)
     return write_results(race.out, "race", facts, text, to_svg(draw_race(drawn)))

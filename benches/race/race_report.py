@@ -55,6 +55,7 @@ def table(
     timings: list[Timing],
     model_bytes: float,
     straggler: float,
+    devices: int = 1,
 ) -> str:
     """Returns Markdown: the step times of one cluster, and the effect of stragglers.
 
@@ -63,6 +64,7 @@ def table(
       timings: step times of the contestants, with and without a straggler.
       model_bytes: size of the model.
       straggler: delay in the turns with a straggler, in seconds.
+      devices: devices of each worker.
     """
     seconds = {x.contestant: x.seconds for x in timings}
     ddp = seconds.get(Contestant(Scheme.DDP))
@@ -89,8 +91,9 @@ def table(
                 *(f"{timing.seconds / x:.2f}" if x else "" for x in references),
             ]
         )
+    size = f" of {devices} devices" if devices > 1 else ""
     head = [
-        f"{cluster.nodes} nodes x {cluster.workers_per_node}, {cluster.rate}",
+        f"{cluster.nodes} nodes x {cluster.workers_per_node}{size}, {cluster.rate}",
         "s/step (of the rounds)",
         "/ limit",
         "/ bytes over rate",

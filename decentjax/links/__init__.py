@@ -1,7 +1,8 @@
 """Links between processes that share no job: liveness and messages."""
 
 from decentjax.links.book import Addresses, Book, Folder, Store
-from decentjax.links.links import Links, Message, Piece, Said
+from decentjax.links.channel import Piece
+from decentjax.links.links import Links, Message, Said
 from decentjax.links.party import MIN_SECRET_BYTES, Party, check_party
 
 __all__ = [
