@@ -13,6 +13,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import Mesh
 
+from decentjax import phases
 from decentjax.axis import axis_of
 from decentjax.exchange import Exchange, Topology, check_topology
 from decentjax.loss import Metrics
@@ -67,7 +68,10 @@ class TrainStep:
         if self._check is not None:
             self._check(state.params, place)
             self._check = None
-        return self._jit(self._plan[place])(state, batch)
+        phases.note("computing", place)
+        found = self._jit(self._plan[place])(state, batch)
+        phases.note(phases.BETWEEN)
+        return found
 
     def lower(self, state: Any, batch: Any, step: int) -> jax.stages.Lowered:
         """Lowers this step; arrays may be shapes, as from `jax.eval_shape`."""

@@ -16,6 +16,7 @@ import jax
 import tyro
 
 from decentjax.distributed.devices import provide_cpu_devices
+from decentjax.distributed.watch import watch
 from train.cli.command import REQUEST, code_of, command, sentence, show_usage
 from train.cli.config_json import sources
 from train.cli.families import shipped_configs
@@ -193,6 +194,8 @@ def run_here(
     if config.workers.where == "mesh":
         workers = config.workers
         provide_cpu_devices(workers.num_workers * workers.devices_per_worker)
+    if config.distributed.step_deadline is not None:
+        watch(config.distributed.step_deadline)
     _train(begin, config, run_dir)
 
 

@@ -39,7 +39,7 @@ def main(options: str, port: str, rank: str) -> None:
         coordinator=f"127.0.0.1:{port}",
         num_processes=bench.processes,
         process_id=int(rank),
-        timeout_seconds=120,
+        step_deadline=120.0,
     )
     # fail_stop outside: its peers would wait in a collective for one that has failed.
     with fail_stop(), explained():

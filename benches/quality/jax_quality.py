@@ -30,7 +30,7 @@ from train.run.optimizers import build_optimizer
 from train.run.peer_run import build_peers
 from train.tasks.task import Task
 
-JOB = DistributedConfig(enabled=True, timeout_seconds=120)
+JOB = DistributedConfig(enabled=True, step_deadline=120.0)
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ def main() -> None:
     num_workers, devices = int(os.environ["WORLD_SIZE"]), _devices()
     # A worker that fails ends at once, which closes its connection to the driver.
     with fail_stop():
-        job = DistributedConfig(enabled=True, timeout_seconds=120)
+        job = DistributedConfig(enabled=True, step_deadline=120.0)
         start(job, num_workers, devices_per_worker=devices)
         serve(Connection(0), _runner)
 

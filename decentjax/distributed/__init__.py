@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from decentjax.distributed.start import Peer, initialize, initialize_peer
+    from decentjax.phases import phase
 
-__all__ = ["Peer", "initialize", "initialize_peer"]
+__all__ = ["Peer", "initialize", "initialize_peer", "phase"]
 
 
 def __getattr__(name: str) -> Any:
     # A launcher imports `place` and forks, which jax's threads do not allow.
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.start"), name)
+    place = "decentjax.phases" if name == "phase" else f"{__name__}.start"
+    return getattr(importlib.import_module(place), name)

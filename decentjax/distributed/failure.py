@@ -12,6 +12,9 @@ from typing import NoReturn
 import jax
 from jax._src import distributed as internals
 
+# Whoever has it ends the process, and others that fail meanwhile say nothing.
+ENDING = threading.RLock()
+
 
 def end_where_uncaught() -> None:
     """Makes an uncaught exception, in any thread, end this process at once.
@@ -39,6 +42,7 @@ def end_where_uncaught() -> None:
 
 def end_process(message: str, code: int) -> NoReturn:
     """Prints a message that names this process, and ends it immediately."""
+    ENDING.acquire()
     try:
         job = internals.global_state
         print(

@@ -1,6 +1,8 @@
 """Joins a process to its job: rendezvous, then jax's coordinator and gloo."""
 
 import importlib
+import itertools
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -12,17 +14,23 @@ from jax._src import xla_bridge
 from jax.extend.backend import register_backend_factory
 
 from decentjax.address import is_loopback, split_address, to_address
+from decentjax.distributed.deadline import LONG_TIMES
 from decentjax.distributed.devices import own_gpus, provide_cpu_devices
 from decentjax.distributed.place import Place
 from decentjax.distributed.rendezvous import rendezvous
+from decentjax.distributed.watch import watch
 
-MONTH_SECONDS = 30 * 24 * 3600
+DAY_SECONDS = 24 * 3600
+# Of a barrier: the watch ends the job long before, and names who does not come.
+WAIT_SECONDS = 2 * 3600
+_numbers = itertools.count()
+MONTH_SECONDS = 30 * DAY_SECONDS
 
 
 def join(
     place: Place,
     num_devices: int,
-    timeout_seconds: int,
+    step_deadline: float | None,
     start_seconds: int,
     run_dir: Path | None = None,
 ) -> None:
@@ -31,14 +39,13 @@ def join(
     jax's coordinator ends a job whose processes send no heartbeat, measured by the wall
     clock: with jax 0.10.2 and 0.12.0, a clock set ahead by more than the limit, 100 s,
     ends the job within 2 s, and a clock set back does so at any limit. With CPUs only
-    (JAX_PLATFORMS=cpu) the limit is a month, as collectives without a peer have their
-    own timeout. On GPU it stays at 100 s: nothing else that we know of detects a
-    machine that vanishes with its connections open.
+    (JAX_PLATFORMS=cpu) the limit is a month, as the watch of the steps detects a
+    process that gives no sign. On GPU it stays at 100 s.
 
     Args:
       place: place of this process.
       num_devices: number of devices of this process.
-      timeout_seconds: timeout of a collective on CPU that waits for a peer.
+      step_deadline: longest time of a phase of a step, as in `limit_of`, seconds.
       start_seconds: timeout for all processes to join.
       run_dir: folder that all processes must share; None to skip the check.
 
@@ -46,9 +53,8 @@ def join(
       ValueError: if another job uses the address, or processes are missing or do not
         share the folder.
     """
-    # By default a hanging process blocks all others for half an hour.
-    flag = f"--xla_cpu_collective_timeout_seconds={timeout_seconds}"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}".strip()
+    flags = [os.environ.get("XLA_FLAGS", ""), *_time_limits(step_deadline)]
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
     # `end_process` prints it; jax sets it only if the start succeeds.
     internals.global_state.process_id = place.process_id
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
@@ -66,10 +72,25 @@ def join(
     if is_loopback(host):
         _keep_gloo_on_loopback()
     provide_cpu_devices(num_devices)
+    number, count = place.process_id, place.num_processes
+    watch(step_deadline, number, count, client(), lambda: client() is None)
     # Starts jax's backends, so it comes after all of their settings.
     if jax.default_backend() == "cpu":
         # For the collectives of all programs, see `is_between_cpus`.
         jax.config.update("jax_enable_compilation_cache", False)
+
+
+def _time_limits(step_deadline: float | None) -> list[str]:
+    """Options of XLA for collectives that wait for a process.
+
+    The watch ends such a job and says why. They are for where it cannot.
+    """
+    limits = [f"--xla_cpu_collective_timeout_seconds={DAY_SECONDS}"]
+    if step_deadline is not None and step_deadline < math.inf:
+        # One that waits for a process that compiles is not late.
+        seconds = math.ceil(LONG_TIMES * step_deadline)
+        limits.append(f"--xla_gpu_execution_terminate_timeout={seconds}s")
+    return limits
 
 
 def client() -> Any:
@@ -77,14 +98,35 @@ def client() -> Any:
     return internals.global_state.client
 
 
-def share(name: str, value: str, seconds: int) -> list[str]:
-    """Exchanges values of all processes through the coordinator; uses no device."""
-    number = internals.global_state.process_id
-    client().key_value_set(f"decentjax/{name}/{number}", value)
-    client().wait_at_barrier(f"decentjax/{name}", seconds * 1000)
-    found = client().key_value_dir_get(f"decentjax/{name}/")
+def share(name: str, value: str) -> list[str]:
+    """Exchanges texts of all processes through the coordinator; uses no device.
+
+    A barrier, which all processes enter in the same order; its name is in the error if
+    one of them does not come.
+    """
+    number, count = internals.global_state.process_id, next(_numbers)
+    client().key_value_set(f"decentjax/{count}/{number}", value)
+    client().wait_at_barrier(f"decentjax/{count} {name}", 1000 * WAIT_SECONDS)
+    found = client().key_value_dir_get(f"decentjax/{count}/")
+    if number == 0 and count:  # All have read the earlier ones: they are here.
+        client().key_value_delete(f"decentjax/{count - 1}/")
     values = {int(key.rpartition("/")[2]): text for key, text in found}
     return [values[i] for i in range(len(values))]
+
+
+def tell(name: str, value: str) -> str:
+    """Returns the text of process 0, in all processes.
+
+    Args:
+      name: a name that is used once.
+      value: text of this process.
+    """
+    if client() is None:
+        return value
+    key = f"decentjax/told/{name}"
+    if internals.global_state.process_id == 0:
+        client().key_value_set(key, value)
+    return client().blocking_key_value_get(key, 1000 * WAIT_SECONDS)
 
 
 def _keep_gloo_on_loopback() -> None:

@@ -8,10 +8,12 @@ import jax
 from jax._src import xla_bridge
 from jax.sharding import Mesh
 
+from decentjax.distributed.deadline import check_deadline
 from decentjax.distributed.devices import node_mesh, provide_devices
 from decentjax.distributed.failure import end_where_uncaught
 from decentjax.distributed.join import join, share
 from decentjax.distributed.place import find_place
+from decentjax.distributed.watch import watch
 from decentjax.placement import worker_mesh
 
 
@@ -30,7 +32,10 @@ class Peer(NamedTuple):
 
 
 def initialize(
-    local_workers: int = 1, *, timeout_seconds: int = 300, start_seconds: int = 300
+    local_workers: int = 1,
+    *,
+    step_deadline: float | None = None,
+    start_seconds: int = 300,
 ) -> Mesh:
     """Joins the processes of the job, and returns the mesh of all their workers.
 
@@ -44,9 +49,18 @@ def initialize(
     line that names the process; the others lose their connections and end likewise.
     `sys.exit` does not: the process waits for the others.
 
+    Nor does a process that hangs hold the others for ever: once a phase of a step
+    takes longer than its deadline, all print which process is late, what it is doing,
+    since when and where in its code, and end with exit code 72. The library's train
+    steps note their phases; `phase` names those of your own loop.
+
     Args:
       local_workers: number of workers of each process, the same in all.
-      timeout_seconds: timeout of a collective on CPU that waits for a peer.
+      step_deadline: longest time of a phase of a step, in seconds. Compiling, saving,
+        evaluating, and what has no name may take ten times as long, and so may
+        everything before the end of the first step. By default it is learned, 30 times
+        the median step and at least 300 s, in jobs of several processes; `math.inf` is
+        none.
       start_seconds: timeout for all processes to join.
 
     Returns:
@@ -61,22 +75,26 @@ def initialize(
       >>> from decentjax import distributed
       >>> mesh = distributed.initialize()
     """
-    _check_at_least(1, local_workers=local_workers, timeout_seconds=timeout_seconds)
+    _check_at_least(1, local_workers=local_workers)
+    check_deadline("step_deadline", step_deadline)
     _check_at_least(3, start_seconds=start_seconds)
     _check_unused()
     place = find_place(start_seconds)
     hosts = [""]
     if place.address:
         end_where_uncaught()
-        join(place, local_workers, timeout_seconds, start_seconds)
-        hosts = _hosts(local_workers, start_seconds)
+        join(place, local_workers, step_deadline, start_seconds)
+        hosts = _hosts(local_workers)
     else:
+        _watch_alone(step_deadline)
         provide_devices(place.local_id, local_workers)
     _check_devices(local_workers)
     return node_mesh(hosts)
 
 
-def initialize_peer(local_workers: int = 1) -> Peer:
+def initialize_peer(
+    local_workers: int = 1, *, step_deadline: float | None = None
+) -> Peer:
     """Gives this process its devices and its place among peers.
 
     Like `initialize`, but without a job: no process waits for another, and a failure
@@ -84,6 +102,8 @@ def initialize_peer(local_workers: int = 1) -> Peer:
 
     Args:
       local_workers: number of workers of each process, the same in all.
+      step_deadline: longest time of a phase of a step, in seconds, after which this
+        process ends, as in `initialize`; by default none.
 
     Raises:
       ValueError: if an argument or a variable is invalid, jax has already used a
@@ -94,8 +114,10 @@ def initialize_peer(local_workers: int = 1) -> Peer:
       >>> workers, num_workers, mesh = distributed.initialize_peer()
     """
     _check_at_least(1, local_workers=local_workers)
+    check_deadline("step_deadline", step_deadline)
     _check_unused()
     place = find_place(seconds=1)
+    _watch_alone(step_deadline, place.process_id)
     provide_devices(place.local_id, local_workers)
     _check_devices(local_workers)
     first = place.process_id * local_workers
@@ -104,6 +126,12 @@ def initialize_peer(local_workers: int = 1) -> Peer:
         place.num_processes * local_workers,
         worker_mesh(local_workers),
     )
+
+
+def _watch_alone(step_deadline: float | None, number: int = 0) -> None:
+    # Nobody waits for it, and its user may be in a debugger.
+    if step_deadline is not None:
+        watch(step_deadline, number)
 
 
 def _check_at_least(least: int, **arguments: Any) -> None:
@@ -137,9 +165,9 @@ def _check_devices(local_workers: int) -> None:
         )
 
 
-def _hosts(local_workers: int, seconds: int) -> list[str]:
+def _hosts(local_workers: int) -> list[str]:
     """The host name of each process, if all have as many workers."""
-    texts = share("start", json.dumps([socket.gethostname(), local_workers]), seconds)
+    texts = share("start", json.dumps([socket.gethostname(), local_workers]))
     found = [json.loads(text) for text in texts]
     for number, (_, count) in enumerate(found):
         if count != found[0][1]:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import jax
 from jax.sharding import Mesh
 
+from decentjax import phases
 from decentjax._own_models import check_no_own_model
 from decentjax.compression import Leaves
 from decentjax.gossip.engine import Closing
@@ -131,6 +132,7 @@ class Beside(Closing):
         """
         *_, new = self.begin(state, batch, step)
         assert new is not None
+        phases.note(phases.BETWEEN)
         return new
 
     def begin(self, state: WorkerState, batch: Any, step: int) -> Iterator[Step | None]:
@@ -218,6 +220,7 @@ class Beside(Closing):
         step: int,
     ) -> None:
         """Waits for averages, which arrive in the order in which leaves were sent."""
+        phases.note("exchanging", step)
         start = time.monotonic()
         while not mixed.keys() >= set(stage.part.awaits):
             mixed.update(arriving.popleft()())
@@ -301,6 +304,7 @@ class Beside(Closing):
         return state._replace(params=params, extra=extra)
 
     def _arrived(self, arrival: Arrival, step: int) -> Leaves:
+        phases.note("exchanging", step)
         start = time.monotonic()
         leaves = arrival()
         self._record("wait", step, start, time.monotonic())
@@ -310,6 +314,7 @@ class Beside(Closing):
         self, plan: Plan, state: WorkerState, batch: Any, step: int
     ) -> list[jax.Array]:
         """The part of the local update that awaits no message."""
+        phases.note("computing", step)
         start = time.monotonic()
         # Donates all but the params, which are still being sent.
         values = plan.early(state.params, state[1:], batch)
@@ -320,6 +325,7 @@ class Beside(Closing):
 
     def _updated(self, state: WorkerState, batch: Any, step: int) -> Step:
         """The whole local update."""
+        phases.note("computing", step)
         start = time.monotonic()
         new = jax.block_until_ready(self._whole(state.params, state[1:], batch))
         self._record("compute", step, start, time.monotonic())

@@ -209,7 +209,7 @@ def _compute_times(
     batches = [batch for t in range(num_steps) if (batch := steps[t]) is not None]
     seconds: list[float] = []
     for measured in (False, True):  # The first pass compiles each shape of a batch.
-        gather(measured)  # All processes start together, as in training.
+        gather("pass", measured)  # All processes start together, as in training.
         for batch in batches:
             arrays = put_batch(batch.arrays, alone)
             start = time.monotonic()
@@ -217,7 +217,7 @@ def _compute_times(
             if measured:
                 seconds.append(time.monotonic() - start)
     trace = np.empty((len(batches), num_workers))
-    for workers, times in gather([list(map(int, mine)), seconds]):
+    for workers, times in gather("times", [list(map(int, mine)), seconds]):
         trace[:, workers] = np.array(times)[:, None]
     return trace
 
@@ -283,9 +283,9 @@ def _seconds(function: Callable[[Any], Any], models: Any) -> float:
     seconds = []
     for _ in range(REPEATS + 1):
         # A barrier: the exchange of a process that starts late would look slow.
-        gather(None)
+        gather("exchange", None)
         start = time.monotonic()
         jax.block_until_ready(function(models))
         seconds.append(time.monotonic() - start)
     # An exchange is done when the slowest process has it.
-    return max(gather(median(seconds[1:])))
+    return max(gather("seconds", median(seconds[1:])))

@@ -15,6 +15,9 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
         fields["exchange"] = _exchange(exchange)
     if isinstance(policy, dict) and "name" in policy:
         fields["policy"] = _policy(policy)
+    if "timeout_seconds" in (job := fields.get("distributed") or {}):
+        # The deadline of a step is in its place, and each start has its own.
+        fields["distributed"] = {x: job[x] for x in job if x != "timeout_seconds"}
     return fields
 
 

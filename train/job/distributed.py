@@ -21,14 +21,13 @@ from typing import Any
 import jax
 import numpy as np
 from jax import distributed
-from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
 import decentjax
 from decentjax.address import is_loopback, split_address
 from decentjax.distributed.devices import node_mesh
 from decentjax.distributed.failure import end_process, lost_peer
-from decentjax.distributed.join import client, join
+from decentjax.distributed.join import client, join, share, tell
 from decentjax.distributed.place import Place, find_place
 from decentjax.gossip import Engine
 from train.cli.command import code_of, failure, sentence
@@ -59,7 +58,7 @@ def start(
     place = _place(config)
     count = workers_per_process(num_workers, place.num_processes) * devices_per_worker
     try:
-        join(place, count, config.timeout_seconds, config.start_seconds, run_dir)
+        join(place, count, config.step_deadline, config.start_seconds, run_dir)
     except ValueError as error:
         error.add_note("while the processes met")
         raise
@@ -116,7 +115,7 @@ def meet(config: Config) -> list[str]:
     fields = json.loads(to_json(config))
     del fields["distributed"]["process_id"]  # The only field in which they may differ.
     topology = config.topology.build(config.workers)
-    facts = {
+    own = {
         "config": fields,
         "topology": hashlib.sha256(repr(topology).encode()).hexdigest()[:12],
         "versions": {
@@ -125,15 +124,18 @@ def meet(config: Config) -> list[str]:
             **{package: version(package) for package in PACKAGES},
         },
     }
-    gathered = gather({"host": socket.gethostname(), "facts": facts})
+    # Each compares itself: process 0 could not send the facts of all to all.
+    own = json.loads(json.dumps(own))
+    first = json.loads(tell("facts", json.dumps(own)))
+    found = gather("facts", [socket.gethostname(), [*differences(first, own)]])
     phrases = [
         f"process {number} against process 0: {phrase}"
-        for number, one in enumerate(gathered)
-        for phrase in differences(gathered[0]["facts"], one["facts"])
+        for number, (_, differs) in enumerate(found)
+        for phrase in differs
     ]
     if phrases:
         raise ValueError("the processes differ: " + "; ".join(phrases))
-    return [one["host"] for one in gathered]
+    return [host for host, _ in found]
 
 
 def job_mesh(config: Config, hosts: list[str]) -> Mesh:
@@ -181,9 +183,8 @@ class MetricMeans:
     # interleave with an exchange of another thread and deadlock. The thread is there as
     # the coordinator never answers where process 0 hangs.
 
-    def __init__(self, timeout_seconds: float):
+    def __init__(self):
         self._own: collections.deque[tuple[int, Means]] = collections.deque()
-        self._timeout_seconds = timeout_seconds
         self._engine = Engine()
 
     def __enter__(self) -> "MetricMeans":
@@ -213,18 +214,9 @@ class MetricMeans:
         self._engine.submit(client().key_value_set, key, json.dumps(means))
 
     def flush(self) -> None:
-        """Waits until process 0 has all values of this process.
-
-        Raises:
-          ValueError: if it does not answer.
-        """
-        try:
-            # Queued last: its result is set once all values are sent.
-            self._engine.submit(int).result(self._timeout_seconds)
-        except TimeoutError as error:
-            raise ValueError(
-                f"lost a peer: process 0 has not answered for {self._timeout_seconds} s"
-            ) from error
+        """Waits until process 0 has all values of this process."""
+        # Queued last: its result is set once all values are sent.
+        self._engine.submit(int).result()
 
     def rows(self) -> Iterator[tuple[int, dict[str, float]]]:
         """Yields step and means of the steps that all processes have sent, in order.
@@ -253,18 +245,15 @@ def _mean(means: list[tuple[float, int]]) -> float:
     return float(np.average(values, weights=counts))
 
 
-def gather(value: Any) -> list[Any]:
-    """Returns the JSON values of all processes, on each. A collective."""
+def gather(name: str, value: Any) -> list[Any]:
+    """Returns the JSON values of all processes, on each.
+
+    A barrier, which all processes enter in the same order, but no collective: it uses
+    no device, and meets no exchange of another thread.
+    """
     if jax.process_count() == 1:
         return [value]
-    # Collectives need equal shapes: sizes first, then texts padded to the largest.
-    text = np.frombuffer(json.dumps(value).encode(), np.uint8)
-    sizes = multihost_utils.process_allgather(np.array([text.size]))[:, 0]
-    padded = np.zeros(max(sizes), np.uint8)
-    padded[: text.size] = text
-    rows = multihost_utils.process_allgather(padded)
-    pairs = zip(rows, sizes, strict=True)
-    return [json.loads(bytes(row[:size]).decode()) for row, size in pairs]
+    return list(map(json.loads, share(name, json.dumps(value))))
 
 
 def _explain(error: BaseException) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax
 
 from decentjax.distributed.devices import provide_devices
+from decentjax.distributed.watch import watch
 from train.config import Config
 from train.job.distributed import detect, workers_per_process
 
@@ -57,6 +58,7 @@ def start_peer(config: Config) -> None:
     own = peer_place(config).workers
     count = len(own) * config.workers.devices_per_worker
     provide_devices(detect("unused", config.distributed).local_id, count)
+    watch(config.distributed.step_deadline, peer_place(config).process)
 
 
 def address_of(bind: str) -> str:

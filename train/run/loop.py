@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from decentjax import WorkerState
+from decentjax import WorkerState, phases
 from train.cli.config_json import sources
 from train.config import Config
 from train.fields import place_of
@@ -111,8 +111,10 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
                     if not checkpoints.has(step):
                         checkpoints.save(step, state, config)
                     break
+            phases.note("reading", step)
             batch = next(parts.batches)
             observer.count(batch)
+            phases.note("placing", step)
             arrays = parts.put(batch.arrays)
             parts.late(step)
             parts.profile(step, state)
@@ -120,7 +122,9 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
                 state, metrics = train_step(state, arrays, step)
             step += 1
             if config.on_step is not None:
+                phases.note("in on_step")
                 config.on_step(step, state, metrics)
+                phases.note(phases.BETWEEN)
             is_lost = checkpoints.check()
             # Asked before the poll, so that the run ends after this step.
             if observer.log is not None and observer.log.closed:
@@ -132,6 +136,7 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
             save = end or evaluate or step % config.checkpoint.every_steps == 0
             save |= is_lost
             if save or step % config.log.every_steps == 0:
+                phases.note("logging")
                 if config.step.not_finite == "quarantine":
                     observer.say_quarantined(step, state, parts.first)
                 else:
@@ -148,6 +153,7 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
             # the check; the flush is a collective, after which process 0 has the rows
             # of all processes, so metrics.jsonl is complete up to each checkpoint.
             if save:
+                phases.note("saving")
                 train_step.settle()
                 check(state, step)
                 observer.flush(step)
@@ -157,7 +163,8 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
             if evaluate:
                 observer.evaluate(step, state, stop)
         # Whoever removed it while it was saved, the state is still in memory.
-        if any(gather(checkpoints.wait())):
+        phases.note("saving")
+        if any(gather("saved", checkpoints.wait())):
             checkpoints.save(step, state, config)
     except Exception as error:
         error.add_note(f"at step {step}")

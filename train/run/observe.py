@@ -10,7 +10,14 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from decentjax import AXIS, WorkerState, consensus_distance, mean_model, over_workers
+from decentjax import (
+    AXIS,
+    WorkerState,
+    consensus_distance,
+    mean_model,
+    over_workers,
+    phases,
+)
 from decentjax.gossip import Record
 from decentjax.loss import Metrics
 from train.data.batches import Batch
@@ -125,13 +132,9 @@ class Observer:
         self._quarantined = said
 
     def flush(self, step: int) -> None:
-        """Waits until the rows of all processes have reached process 0; a collective.
-
-        Raises:
-          ValueError: if process 0 does not answer.
-        """
+        """Waits until the rows of all processes have reached process 0; a barrier."""
         self._means.flush()
-        gather(step)
+        gather("rows", step)
 
     def write_rows(self) -> None:
         """Logs the rows that all processes have measured by now."""
@@ -141,6 +144,7 @@ class Observer:
 
     def evaluate(self, step: int, state: WorkerState, stop: Stop) -> None:
         """Logs the scores of the mean model and of each worker's; none if stopped."""
+        phases.note("evaluating")
         begin = time.monotonic()
         rows = local_rows((state.params, state.model_state))
         numbers, models = zip(*rows, strict=True)
@@ -148,6 +152,7 @@ class Observer:
         # Raised out of the pass over the data: an evaluation may take minutes, and a
         # job scheduler kills what still runs a while after its signal.
         def check_stop() -> None:
+            phases.note("evaluating")  # A batch at a time.
             if stop.poll():
                 raise Stopped
 
@@ -158,7 +163,7 @@ class Observer:
         own = [
             (self._first + i, one) for i, one in zip(numbers, of_workers, strict=True)
         ]
-        of_all = sorted(pair for pairs in gather(own) for pair in pairs)
+        of_all = sorted(pair for pairs in gather("scores", own) for pair in pairs)
         if self.log is not None:
             self.log.evaluation(step, of_mean, dict(of_all))
             if self._on_evaluation is not None:

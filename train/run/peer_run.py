@@ -17,7 +17,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from decentjax import WorkerState, gossip
+from decentjax import WorkerState, gossip, phases
 from decentjax.address import is_loopback, split_address, to_address
 from decentjax.local import LocalUpdate
 from decentjax.topology import default_group_size
@@ -211,6 +211,7 @@ class Joiner(NamedTuple):
             log.say(f"goes on from its own step {begin.step}")
             return begin
         log.say("looks for peers that are further")
+        phases.note(phases.WAITING, begin.step)
         batch = self.put(next(batches).arrays)
         alone = JOIN_SECONDS if is_late else START_SECONDS
         others = STATE_SECONDS, begin.step, alone
@@ -243,6 +244,7 @@ class Joiner(NamedTuple):
         assert isinstance(peers, gossip.Peers)
         if not peers.has_quorum():
             log.say(f"step {begin.step}: waits for its quorum of workers")
+            phases.note(phases.WAITING, begin.step)
         while not (peers.has_quorum() or stop.poll()):
             time.sleep(WAIT_SECONDS)
         if not stop.stopped and peers.was_away():

@@ -122,7 +122,7 @@ def saved_config(run_dir: Path, step: int | None, trust: Sequence[str] = ()) -> 
     # The addresses of the processes are no longer true.
     given = config.distributed
     distributed = DistributedConfig(
-        start_seconds=given.start_seconds, timeout_seconds=given.timeout_seconds
+        start_seconds=given.start_seconds, step_deadline=given.step_deadline
     )
     return dataclasses.replace(config, distributed=distributed)
 

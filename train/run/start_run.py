@@ -102,8 +102,7 @@ def start(
         record = stack.enter_context(Timeline(folder, setup.process)).record
     # Contexts end in the reverse order: first the checkpoints, which save what is still
     # in memory, then the exchange, and only then the log, which shows their errors.
-    peer_seconds = config.distributed.timeout_seconds
-    means = stack.enter_context(MetricMeans(peer_seconds))
+    means = stack.enter_context(MetricMeans())
     log, renew = None, lambda: None
     if jax.process_index() == 0:
         log, renew = _open_log(setup, begin, sinks, is_late, hold, stack)
@@ -118,7 +117,7 @@ def start(
         stack.enter_context(setup.watch.opened(folder, begin.step, train_step))
     observer = Observer(setup, begin, means, log, record)
     stack.enter_context(stop)
-    checkpoints = Checkpoints(folder, config.checkpoint.num_kept, peer_seconds, renew)
+    checkpoints = Checkpoints(folder, config.checkpoint.num_kept, renew)
     stack.enter_context(checkpoints)
     _say_start(setup, begin, log)
     late = functools.partial(delay, config.straggler, setup.process)
@@ -151,7 +150,8 @@ def _begin(setup: Setup, resume: Resume | None, new: New, check: Check) -> Begin
         begin = begin_again(setup.config, folder, setup.state(), resume, check)
     if jax.process_index() == 0:
         _prepare_folder(setup, begin.step)
-    gather(begin.step)  # A barrier: process 0 drops old spans before others write new.
+    # A barrier: process 0 drops old spans before others write new.
+    gather("begin", begin.step)
     return begin
 
 

@@ -20,7 +20,7 @@ import orbax.checkpoint as ocp
 
 from decentjax import WorkerState
 from decentjax.distributed.failure import lost_peer
-from decentjax.distributed.join import client
+from decentjax.distributed.join import WAIT_SECONDS, client
 from train.cli.command import SaveError
 from train.cli.config_json import to_json
 from train.config import Config
@@ -45,7 +45,6 @@ class Checkpoints:
     Args:
       run_dir: folder of the run.
       num_kept: number of newest checkpoints that stay on disk.
-      peer_seconds: longest wait, in a job, for all processes to write their parts.
       renew: function that makes the run's folder again after it was removed.
     """
 
@@ -53,7 +52,6 @@ class Checkpoints:
         self,
         run_dir: Path,
         num_kept: int,
-        peer_seconds: int,
         renew: Callable[[], None] = lambda: None,
     ):
         self._folder, self._renew = (run_dir / "checkpoints").absolute(), renew
@@ -64,7 +62,7 @@ class Checkpoints:
             create_directories_asynchronously=False,
         )
         if jax.process_count() > 1:
-            options.timeout_secs = peer_seconds
+            options.timeout_secs = WAIT_SECONDS
             barrier = ocp.multihost.get_barrier_sync_fn()
             options.barrier_sync_fn = _bounded(barrier, self._is_told)
         self._writer = ocp.AsyncCheckpointer(

@@ -95,7 +95,7 @@ def verify(path: Path) -> None:
         check_files(path, share=(jax.process_index(), jax.process_count()))
     except ValueError as error:
         reason = str(error)
-    for found in gather(reason):
+    for found in gather("checkpoint", reason):
         if found is not None:
             raise DamagedError(found)
 

@@ -133,7 +133,8 @@ def kept(
     """
     wanted = {"config": _trained(config), "seeds": list(seeds), **(facts or {})}
     outcome = _read(path, wanted, sources(config))
-    found = gather(outcome is not None)  # A folder may not yet show each the file.
+    # A folder may not yet show each the file.
+    found = gather("results", outcome is not None)
     if outcome is not None and all(found):
         if jax.process_index() == 0:
             print(f"{path.stem}: from {path}")

@@ -1,0 +1,180 @@
+"""How long a phase of a step may take, and for which process all others wait."""
+
+import math
+import sys
+import threading
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
+
+from decentjax.phases import BETWEEN, STARTING, WAITING
+
+LATE = 72  # The exit code of a job that has ended as a process was late.
+# By default a phase may take this many times the median of the steps, and at least as
+# long as collectives of several processes were waited for so far.
+LEARNED_TIMES, LEAST_SECONDS = 30, 300.0
+# Parts that are long by nature, and what a script does without a name for it.
+LONG_TIMES, LONG = 10, (STARTING, BETWEEN, "compiling", "saving", "evaluating")
+ENDED = "ended"
+# The phases in the order of a step; others come after them.
+_ORDER = ("reading", "placing", "compiling", "computing", "exchanging")
+MOST_FRAMES, MOST_NAMED = 6, 3
+ADVICE = "; if that may take so long, set a longer step_deadline"
+
+
+class Report(NamedTuple):
+    """What a process says of itself.
+
+    Args:
+      beat: a number that rises from report to report.
+      phase: what it is doing.
+      step: the step that it belongs to.
+      turn: number of steps begun.
+      seconds: how long it has done so.
+      limit: how long it may, seconds.
+      at: where its code is, the innermost function first.
+      is_own: whether that is in code other than jax's and this library's, which wait
+        for other processes.
+    """
+
+    beat: int = 0
+    phase: str = STARTING
+    step: int = -1
+    turn: int = 0
+    seconds: float = 0.0
+    limit: float = math.inf
+    at: str = ""
+    is_own: bool = False
+
+
+def check_deadline(name: str, seconds: float | None) -> None:
+    """Raises a ValueError unless it is a deadline: a second or more, or None."""
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is not None and not (is_number and seconds >= 1):
+        raise ValueError(
+            f"{name} must be at least 1 s, inf for no deadline, or None for one that "
+            f"is learned, got {seconds!r}"
+        )
+
+
+def limit_of(phase: str, deadline: float | None, median: float | None) -> float:
+    """Returns how long a phase may take, seconds.
+
+    Args:
+      phase: the phase.
+      deadline: the deadline that was given; None learns it.
+      median: median of the steps' durations; None before the first step is done, when
+        each phase is long: programs compile, and data is opened.
+    """
+    if phase == WAITING:
+        return math.inf
+    if deadline is None:
+        deadline = max(LEAST_SECONDS, LEARNED_TIMES * (median or 0.0))
+    return deadline * (LONG_TIMES if phase in LONG or median is None else 1)
+
+
+def late_processes(
+    reports: Mapping[int, Report], silent: Collection[int] = ()
+) -> list[int]:
+    """Returns the processes for which all others wait, once their time is over.
+
+    They are those that give no sign, else those that are furthest behind. While one of
+    these is within its limit, others may wait for it, however long: the list is empty.
+
+    Args:
+      reports: newest report of each process.
+      silent: processes that give no sign.
+    """
+    if silent:
+        return sorted(silent)
+    first = min(map(_place, reports.values()))
+    behind = [i for i, report in reports.items() if _place(report) == first]
+    # Of those that are equally far, most wait in a collective for the one elsewhere.
+    behind = [i for i in behind if reports[i].is_own] or behind
+    if any(reports[i].seconds < reports[i].limit for i in behind):
+        return []
+    return sorted(behind)
+
+
+def _place(report: Report) -> tuple[int, int]:
+    """How far a process is."""
+    if report.phase == ENDED:
+        return report.turn, len(_ORDER) + 1
+    known = report.phase in _ORDER
+    return report.turn, _ORDER.index(report.phase) if known else len(_ORDER)
+
+
+def sentence(
+    late: Collection[int], reports: Mapping[int, Report], silent: Collection[int] = ()
+) -> str:
+    """Returns the line with which a job ends: who is late, and what to do."""
+    is_long = any(i in reports and reports[i].phase != ENDED for i in late)
+    return names(late, reports, silent) + (ADVICE if is_long and not silent else "")
+
+
+def names(
+    late: Collection[int], reports: Mapping[int, Report], silent: Collection[int] = ()
+) -> str:
+    """Returns what processes do, since when, and where in their code."""
+    few = list(late)[:MOST_NAMED]
+    said = [_said(i, reports.get(i, Report()), i in silent) for i in few]
+    more = len(late) - len(few)
+    return "; ".join(said) + (f"; and {more} more" if more else "")
+
+
+def _said(number: int, report: Report, is_silent: bool) -> str:
+    doing = f"{report.phase}, step {report.step}"
+    if report.phase == BETWEEN:
+        doing = f"between steps {report.step} and {report.step + 1}"
+    if report.step < 0:
+        doing = report.phase
+    if report.phase == ENDED:
+        return f"process {number} has ended after step {report.step}"
+    if is_silent:
+        return (
+            f"process {number} gives no sign: it is frozen, out of reach, or in code "
+            f"that holds Python's lock; last seen {doing}"
+        )
+    where = f", at {report.at}" if report.at else ""
+    return (
+        f"process {number} is late: {doing}, for {report.seconds:.1f} s of at most "
+        f"{report.limit:g} s{where}"
+    )
+
+
+def code_of_main() -> tuple[str, bool]:
+    """Returns where this process is in its code, and whether that is its own.
+
+    A function that a compiled program calls back runs in a thread of XLA's.
+    """
+    frames = dict(sys._current_frames())
+    main = frames.pop(threading.main_thread().ident or 0, None)
+    called = [one for one in frames.values() if _is_called_back(one)]
+    stack = [*_stack(called[0] if called else main)]
+    is_own = bool(called) or not (stack and _is_of(stack[0], "jax", "decentjax"))
+    shown = [one for one in stack[1:] if not _is_of(one, "jax")]
+    return " < ".join(map(_shown, [*stack[:1], *shown][:MOST_FRAMES])), is_own
+
+
+def _stack(frame: FrameType | None) -> Iterator[FrameType]:
+    """The frames from the innermost one on, without those of Python's own modules."""
+    while frame is not None:
+        if not _is_of(frame, *sys.stdlib_module_names):
+            yield frame
+        frame = frame.f_back
+
+
+def _is_called_back(frame: FrameType) -> bool:
+    return any(
+        _is_of(one, "jax") and "callback" in _shown(one) for one in _stack(frame)
+    )
+
+
+def _is_of(frame: FrameType, *packages: str) -> bool:
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in packages
+
+
+def _shown(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{Path(code.co_filename).name}:{frame.f_lineno} {code.co_name}"

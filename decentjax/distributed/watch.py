@@ -1,0 +1,278 @@
+"""Watches the deadline of each step, and ends a job that waits for one process.
+
+No collective and no device takes part: a thread of each process compares what its main
+thread is doing with the deadline, and another one exchanges reports through the
+key-value store of the job's coordinator.
+"""
+
+import atexit
+import contextlib
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from decentjax import phases
+from decentjax.distributed.deadline import (
+    ENDED,
+    LATE,
+    Report,
+    code_of_main,
+    late_processes,
+    limit_of,
+    names,
+    sentence,
+)
+from decentjax.distributed.failure import ENDING, end_process
+
+TICK_SECONDS = 0.5  # Where the time is nearly over; before it is twice as long.
+PROCESSES_PER_SECOND = 256  # For which the coordinator has time.
+SILENT_TICKS = 8  # Without a new report.
+NAMED_AT = 0.25  # Of its time, after which a process is named that others wait for.
+FOLDER = "decentjax/watch"
+
+
+Letter = tuple[Report, bool, str]
+
+
+class Post(threading.Thread):
+    """A thread that exchanges reports through the coordinator, which may never answer.
+
+    Args:
+      client: client of the coordinator.
+      number: number of this process.
+      count: number of processes.
+
+    Attributes:
+      count: number of processes.
+      reports: newest reports of all processes that have one, by number.
+      verdict: the sentence with which the job ends; empty while there is none.
+      answers: how often the coordinator has answered.
+    """
+
+    def __init__(self, client: Any, number: int, count: int):
+        super().__init__(name="decentjax.watch.post", daemon=True)
+        self.count, self.reports = count, dict[int, Report]()
+        self.verdict, self.answers = "", 0
+        self._client, self._number = client, number
+        self._same = dict.fromkeys(range(count), 0)
+        self._wants, self._letters = threading.Condition(), list[Letter]()
+        self.start()
+
+    def send(self, report: Report, asks: bool, verdict: str = "") -> None:
+        """Sends a report, in place of one that waits to be sent.
+
+        Args:
+          report: what this process says of itself.
+          asks: whether to read the reports of all.
+          verdict: sentence with which the job ends, if there is no earlier one.
+        """
+        with self._wants:
+            self._letters = [(report, asks, verdict)]
+            self._wants.notify()
+
+    def silent(self) -> set[int]:
+        """Returns the other processes that have sent nothing new for some seconds."""
+        return {
+            number
+            for number, ticks in self._same.items()
+            if ticks >= SILENT_TICKS and number != self._number
+        }
+
+    def run(self) -> None:
+        phase = ""
+        while phase != ENDED:
+            with self._wants:
+                self._wants.wait_for(lambda: self._letters)
+                report, asks, verdict = self._letters.pop()
+            phase = report.phase
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # It is gone.
+                self._exchange(report, asks, verdict)
+                self.answers += 1
+
+    def _exchange(self, report: Report, asks: bool, verdict: str) -> None:
+        client, folder = self._client, f"{FOLDER}/reports/"
+        own = json.dumps(report)
+        client.key_value_set(f"{folder}{self._number}", own, allow_overwrite=True)
+        if verdict:
+            with contextlib.suppress(jax.errors.JaxRuntimeError):  # There is one.
+                client.key_value_set(f"{FOLDER}/verdict/0", verdict)
+        for _, text in client.key_value_dir_get(f"{FOLDER}/verdict/"):
+            self.verdict = text
+        if not asks:
+            return
+        before = self.reports
+        self.reports = {
+            int(key.rpartition("/")[2]): Report(*json.loads(text))
+            for key, text in client.key_value_dir_get(folder)
+        }
+        for i, ticks in self._same.items():
+            one = self.reports.get(i)
+            is_new = one != before.get(i) or (one is not None and one.phase == ENDED)
+            self._same[i] = 0 if is_new else ticks + 1
+
+
+class Watch:
+    """Ends this process, and its job, once a phase of a step takes too long.
+
+    Each process reports its phase twice a second. One whose time is over looks who is
+    behind it: while that process is within its own limit, it waits. Otherwise the
+    process that gives no sign, or is furthest behind, is named to all, who print the
+    same line and end with exit code 72.
+
+    Time passes in ticks: what a machine sleeps, or a process is stopped, is not
+    counted.
+
+    Args:
+      deadline: longest time of a phase, seconds; inf for none, None to learn it.
+      post: exchange of the reports; None for a process on its own.
+      number: number of this process.
+      tick: seconds between two reports where its time is nearly over.
+      is_over: whether the job has ended, and with it the watch.
+      end: function that ends the process, of a message and an exit code.
+    """
+
+    def __init__(
+        self,
+        deadline: float | None,
+        post: Post | None = None,
+        number: int = 0,
+        tick: float = TICK_SECONDS,
+        is_over: Callable[[], bool] = lambda: False,
+        end: Callable[[str, int], Any] = end_process,
+    ):
+        self._deadline, self._post, self._number = deadline, post, number
+        self._tick, self._is_over, self._end = tick, is_over, end
+        self._beat, self._named = 0, list[Any]()
+        self._answers = self._unanswered = 0
+        self._closing = threading.Event()
+        self._thread = threading.Thread(
+            target=self._run, name="decentjax.watch", daemon=True
+        )
+        self._thread.start()
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Ends the watch: this process has done its part."""
+        atexit.unregister(self.close)
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._thread.join(SILENT_TICKS * self._tick)
+        if self._post is not None:
+            _, step, _, turn = phases.now()
+            last = Report(self._beat + 1, ENDED, step, turn, 0.0, 0.0)
+            self._post.send(last, asks=False)
+            # Python's exit would crash a thread that is in a call.
+            self._post.join(SILENT_TICKS * self._tick)
+
+    def _run(self) -> None:
+        seen, seconds, at = phases.now(), 0.0, time.monotonic()
+        tick = self._tick
+        while not self._closing.wait(tick) and not self._is_over():
+            now, current = time.monotonic(), phases.now()
+            passed = min(now - at, 2 * tick)
+            seconds = seconds + passed if current == seen else 0.0
+            seen, at = current, now
+            own = self._report(current, seconds)
+            tick = self._tick if self._is_near(own) else 2 * self._tick
+            if self._post is not None:
+                self._look(own, self._post)
+            elif own.seconds >= own.limit:
+                alone = {self._number: own}
+                self._end(sentence([*alone], alone), LATE)
+
+    def _report(self, current: phases.Now, seconds: float) -> Report:
+        self._beat += 1
+        limit = limit_of(current.phase, self._deadline, phases.median_seconds())
+        at, is_own = code_of_main() if seconds > self._tick else ("", False)
+        phase, step, _, turn = current
+        seconds = round(seconds, 1)
+        return Report(self._beat, phase, step, turn, seconds, limit, at, is_own)
+
+    def _look(self, own: Report, post: Post) -> None:
+        """Exchanges reports, and ends the process if there is a verdict."""
+        self._unanswered = 0 if post.answers > self._answers else self._unanswered + 1
+        self._answers = post.answers
+        reports = {**post.reports, self._number: own}
+        is_late = own.seconds >= own.limit
+        verdict = self._verdict(reports, post) if is_late else ""
+        post.send(own, self._is_near(own) or self._number == 0, verdict)
+        if post.verdict or (verdict and self._is_unanswered()):
+            with ENDING:
+                # All read the same verdict before the first end breaks connections.
+                self._closing.wait(3 * self._tick)
+                self._end(post.verdict or verdict, LATE)
+        if self._number == 0 and own.step >= 0 and not is_late:
+            self._name_late(reports)
+
+    def _is_near(self, own: Report) -> bool:
+        """Whether its time is over before the others' silence could be counted."""
+        return own.limit - own.seconds < (SILENT_TICKS + 2) * self._tick
+
+    def _is_unanswered(self) -> bool:
+        return self._unanswered >= SILENT_TICKS
+
+    def _verdict(self, reports: dict[int, Report], post: Post) -> str:
+        """The verdict where the time of this process is over; empty while it waits."""
+        # Process 0 has the coordinator.
+        silent = {0} if self._is_unanswered() else post.silent()
+        if not silent and len(reports) < post.count:
+            return ""
+        late = late_processes(reports, silent)
+        return sentence(late, reports, silent) if late else ""
+
+    def _name_late(self, reports: dict[int, Report]) -> None:
+        """Names, early, a process for which others wait."""
+        early = {i: x._replace(limit=NAMED_AT * x.limit) for i, x in reports.items()}
+        late = late_processes(early)
+        named = [(i, reports[i].phase, reports[i].step) for i in late]
+        if late and len(late) < len(reports) and named != self._named:
+            self._named = named
+            warning = f"warning: others wait: {names(late, reports)}"
+            print(warning, file=sys.stderr, flush=True)
+
+
+def watch(
+    deadline: float | None,
+    number: int = 0,
+    count: int = 1,
+    client: Any = None,
+    is_over: Callable[[], bool] = lambda: False,
+) -> Watch:
+    """Watches this process until it ends.
+
+    Args:
+      deadline: as of `Watch`.
+      number: number of this process.
+      count: number of processes of the job.
+      client: client of its coordinator; None for a process on its own.
+      is_over: whether the job has ended.
+    """
+    _note_compiling()
+    tick = max(TICK_SECONDS, count / PROCESSES_PER_SECOND)
+    post = None if client is None else Post(client, number, count)
+    return Watch(deadline, post, number, tick, is_over)
+
+
+def _note_compiling() -> None:
+    """From now on notes as a phase where jax compiles, in whichever program."""
+    before = phases.now()
+
+    def heard(event: str, duration_secs: float, **_: Any) -> None:
+        nonlocal before
+        del duration_secs
+        if threading.current_thread() is not threading.main_thread():
+            return
+        if event.endswith("jaxpr_to_mlir_module_duration"):  # Then it compiles.
+            if phases.now().phase != "compiling":
+                before = phases.now()
+            phases.note("compiling")
+        elif event.endswith("backend_compile_duration"):
+            phases.note(before.phase, before.step)
+
+    jax.monitoring.register_event_duration_secs_listener(heard)
