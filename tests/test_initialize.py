@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -89,7 +90,7 @@ from decentjax import distributed, local_workers, over_workers, place
 
 number = int(os.environ.get("DECENTJAX_PROCESS_ID", "0"))
 socket.gethostname = lambda: "AB"[number % 2]
-mesh = distributed.initialize(int(sys.argv[1]), timeout_seconds=100, start_seconds=150)
+mesh = distributed.initialize(int(sys.argv[1]), step_deadline=100, start_seconds=150)
 own = local_workers(mesh)
 numbers = place(np.array(own, np.float32), mesh)
 total = over_workers(lambda x: jax.lax.psum(x, "workers"), mesh)
@@ -102,7 +103,7 @@ print("facts", json.dumps({
     "own": own,
     "sum": float(jax.jit(total)(numbers).addressable_data(0)[0]),
     "threads": int(os.environ["NPROC"]),
-    "limit": "collective_timeout_seconds=100" in os.environ.get("XLA_FLAGS", ""),
+    "limit": "execution_terminate_timeout=1000s" in os.environ.get("XLA_FLAGS", ""),
     "again": again,
 }), flush=True)
 """
@@ -268,7 +269,10 @@ def test_a_call_after_a_device_was_used_is_refused(call):
     [
         ({"local_workers": 0}, "local_workers must be an integer of at least 1, got 0"),
         ({"local_workers": True}, "local_workers must be an integer of .*, got True"),
-        ({"timeout_seconds": 0.5}, "timeout_seconds must be an integer .*, got 0.5"),
+        ({"step_deadline": 0.5}, "step_deadline must be at least 1 s, .*, got 0.5"),
+        ({"step_deadline": math.nan}, "step_deadline must be .*, got nan"),
+        ({"step_deadline": "60"}, "step_deadline must be .*, got '60'"),
+        ({"step_deadline": True}, "step_deadline must be .*, got True"),
         ({"start_seconds": 2}, "start_seconds must be an integer of at least 3, got 2"),
     ],
 )

@@ -40,14 +40,19 @@ def end_where_uncaught() -> None:
     threading.excepthook = lambda x: hook(x.exc_type, x.exc_value, x.exc_traceback)
 
 
-def end_process(message: str, code: int) -> NoReturn:
-    """Prints a message that names this process, and ends it immediately."""
+def end_process(message: str, code: int, number: int | None = None) -> NoReturn:
+    """Prints a message that names this process, and ends it immediately.
+
+    Args:
+      message: what has happened.
+      code: exit code.
+      number: number of this process; by default that in its job.
+    """
     ENDING.acquire()
     try:
         job = internals.global_state
-        print(
-            f"error: process {job.process_id}: {message}", file=sys.stderr, flush=True
-        )
+        number = job.process_id if number is None else number
+        print(f"error: process {number}: {message}", file=sys.stderr, flush=True)
         sys.stdout.flush()
         if job.process_id == 0 and job.num_processes > 1:
             # The coordinator ends with this process, and jax then aborts all others;

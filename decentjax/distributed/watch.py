@@ -133,7 +133,7 @@ class Watch:
       number: number of this process.
       tick: seconds between two reports where its time is nearly over.
       is_over: whether the job has ended, and with it the watch.
-      end: function that ends the process, of a message and an exit code.
+      end: function that ends the process, of a message, an exit code and its number.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class Watch:
         number: int = 0,
         tick: float = TICK_SECONDS,
         is_over: Callable[[], bool] = lambda: False,
-        end: Callable[[str, int], Any] = end_process,
+        end: Callable[[str, int, int], Any] = end_process,
     ):
         self._deadline, self._post, self._number = deadline, post, number
         self._tick, self._is_over, self._end = tick, is_over, end
@@ -184,7 +184,7 @@ class Watch:
                 self._look(own, self._post)
             elif own.seconds >= own.limit:
                 alone = {self._number: own}
-                self._end(sentence([*alone], alone), LATE)
+                self._end(sentence([*alone], alone), LATE, self._number)
 
     def _report(self, current: phases.Now, seconds: float) -> Report:
         self._beat += 1
@@ -206,7 +206,7 @@ class Watch:
             with ENDING:
                 # All read the same verdict before the first end breaks connections.
                 self._closing.wait(3 * self._tick)
-                self._end(post.verdict or verdict, LATE)
+                self._end(post.verdict or verdict, LATE, self._number)
         if self._number == 0 and own.step >= 0 and not is_late:
             self._name_late(reports)
 

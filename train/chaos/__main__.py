@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from train.chaos import members
-from train.chaos.faults import FAULTS, Bench, reference
+from train.chaos.faults import FAULTS, Bench, reference, save_every
 from train.chaos.jobs import BrokenError, MissedError
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
@@ -33,7 +33,16 @@ USAGE = (
     "example:\n  decentjax chaos quickstart --faults kill freeze --minutes 5"
 )
 FaultName = Literal[
-    "kill", "freeze", "stall", "partition", "corrupt", "full-disk", "sigterm", "nan"
+    "kill",
+    "freeze",
+    "stall",
+    "stuck",
+    "slow",
+    "partition",
+    "corrupt",
+    "full-disk",
+    "sigterm",
+    "nan",
 ]
 ELASTIC_SHARE = 0.3  # Of the time, for the elastic run.
 
@@ -43,7 +52,8 @@ class Chaos:
     """Injects faults into real jobs at random, and checks what is promised.
 
     Each fault gets a separate job of a few steps, which must end like an undisturbed
-    one. Kills and freezes are also injected into one elastic run while it trains.
+    one. Kills, freezes, and processes that are stuck or slow are also injected into
+    one elastic run while it trains. Each promise has a number that is measured.
     Fields of the config follow, as for `decentjax train`.
 
     Example: `decentjax chaos quickstart --faults kill freeze --minutes 5`.
@@ -83,12 +93,16 @@ class Row:
     Args:
       fault: what was done.
       promise: what holds nevertheless.
+      limit: what the promise allows.
+      measured: the worst that was measured.
       injected: how often it was done.
       broken: how the promise was not kept, each time that it was not.
     """
 
     fault: str
     promise: str
+    limit: str
+    measured: str = ""
     injected: int = 0
     broken: list[str] = dataclasses.field(default_factory=list)
 
@@ -127,7 +141,7 @@ def _run(chaos: Chaos, config: list[str], nodes: Nodes) -> int:
     chaos.out.mkdir(parents=True)
     steps = {
         "--num-steps": chaos.steps,
-        "--checkpoint.every-steps": max(1, chaos.steps // 6),
+        "--checkpoint.every-steps": save_every(chaos.steps),
         "--evaluation.every-steps": chaos.steps,
         "--log.every-steps": 1,
         "--log.consensus-every-steps": chaos.steps,
@@ -144,7 +158,7 @@ def _run(chaos: Chaos, config: list[str], nodes: Nodes) -> int:
     hits, of_elastic = [x for x in chaos.faults if x in members.PROMISES], 0.0
     if hits:
         of_elastic = ELASTIC_SHARE * of_jobs
-    rows = {x: Row(x, FAULTS[x].promise) for x in chaos.faults}
+    rows = {x: _row(x) for x in chaos.faults}
     for number, name in enumerate(_in_turn(chaos.faults, draw)):
         left = of_jobs - of_elastic - (time.monotonic() - began)
         if left <= 0:
@@ -163,8 +177,12 @@ def _run(chaos: Chaos, config: list[str], nodes: Nodes) -> int:
 def _write(chaos: Chaos, rows: list[Row]) -> str:
     """Writes what is known so far, and returns the table."""
     rows = [row for row in rows if row.injected]
-    lines = [[r.fault, r.promise, str(r.injected), _verdict(r)] for r in rows]
-    table = markdown(["fault", "promise", "injected", "kept"], lines)
+    lines = [
+        [r.fault, r.promise, r.limit, r.measured, str(r.injected), _verdict(r)]
+        for r in rows
+    ]
+    names = ["fault", "promise", "at most", "measured", "injected", "kept"]
+    table = markdown(names, lines)
     write_whole(chaos.out / "chaos.md", table)
     write_whole(chaos.out / "chaos.json", to_json({"chaos": chaos, "rows": rows}))
     return table
@@ -176,29 +194,40 @@ def _in_turn(faults: tuple[FaultName, ...], draw: random.Random) -> Iterator[Fau
         yield from draw.sample(faults, len(faults))
 
 
+def _row(name: str) -> Row:
+    fault = FAULTS[name]
+    return Row(name, fault.promise, f"{fault.limit:g} {fault.unit}")
+
+
 def _inject(bench: Bench, row: Row, name: str, draw: random.Random) -> None:
-    row.injected += 1
+    fault = FAULTS[row.fault]
     try:
-        FAULTS[row.fault].inject(bench, name, draw)
+        found = fault.inject(bench, name, draw)
+        row.measured = f"{max(found, float(row.measured or '-inf')):.1f}"
+        if found > fault.limit:
+            raise BrokenError(f"{found:.1f} {fault.unit}, at most {fault.limit:g}")
     except MissedError:
-        row.injected -= 1
+        return
     except BrokenError as error:
         row.broken.append(f"{name}: {error}")
     else:  # Keep the files of broken guarantees for inspection.
         shutil.rmtree(bench.out / name, ignore_errors=True)
+    row.injected += 1
 
 
 def _elastic(
     bench: Bench, faults: list[str], seconds: float, draw: random.Random
 ) -> list[Row]:
     """Rows of the elastic run, and its figure."""
-    rows = {x: Row(f"{x}, elastic", members.PROMISES[x]) for x in faults}
+    rows = {x: Row(f"{x}, elastic", members.PROMISES[x], members.LIMIT) for x in faults}
     hits: list[members.Hit] = []
     try:
         members.run(bench, faults, seconds, draw, hits)
     except BrokenError as error:
-        rows["the run"] = Row("elastic run", "ends with 0, all saved", 1, [str(error)])
+        promise = "goes on, ends with 0, all saved"
+        rows["the run"] = Row("elastic run", promise, "", "", 1, [str(error)])
     for hit in hits:
+        rows[hit.name].measured = members.worst([x for x in hits if x[0] == hit.name])
         rows[hit.name].injected += 1
         if hit.broken:
             rows[hit.name].broken.append(hit.broken)

@@ -1,4 +1,4 @@
-"""The faults: each is done to a real job, and raises where a promise is not kept."""
+"""The faults: each is done to a real job, whose promise is measured and compared."""
 
 import contextlib
 import ctypes
@@ -8,10 +8,11 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import numpy as np
 
+from decentjax.distributed.deadline import LONG, LONG_TIMES
 from train.chaos.jobs import (
     BrokenError,
     JobUnderTest,
@@ -21,16 +22,18 @@ from train.chaos.jobs import (
     module,
     saved,
 )
+from train.chaos.planted import How, Order, give, plant, taken
 from train.job.namespaces import Nodes
 from train.store.checkpoints import find_checkpoints
 
 # On a busy machine a job may give up again while it starts.
 RESTARTS = 3
-TIMEOUT = 10  # Seconds after which a job gives up a silent process.
-SLACK = 30.0  # Seconds for a job to end beyond that, on a busy machine.
-STALL_SECONDS = 1.0
-NOT_FINITE = 71
+DEADLINE = 6  # Seconds that a phase of a step may take.
+STUCK_IN = ("reading", "computing", "in on_step", "saving")
+STALL_SECONDS, SLOW_SECONDS = 1.0, 4.0
+NOT_FINITE, LATE = 71, 72
 DISK_BYTES = 64 * 2**20
+AGAIN = "warning: restart 1 of"
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
 
@@ -64,6 +67,16 @@ class Bench(NamedTuple):
         run = (*self.config, "--run-dir", str(run_dir), *more)
         return self._job(run_dir, name, "train.launch", *processes, *run)
 
+    def planted(self, name: str) -> "Bench":
+        """The same, with a config that obeys orders in the folder of `orders`."""
+        config, *options = self.config
+        path = plant(config, self.orders(name), self.out / f"planted-{name}.py")
+        return self._replace(config=[str(path), *options])
+
+    def orders(self, name: str) -> Path:
+        """The folder of the orders of a job."""
+        return self.out / f"orders-{name}"
+
     def resume(self, name: str, run_dir: Path) -> JobUnderTest:
         """The same job, resumed."""
         processes = ("--processes", str(self.processes))
@@ -85,12 +98,21 @@ class Fault(NamedTuple):
 
     Args:
       promise: what holds nevertheless.
-      inject: function that does it to a job of some name, and raises `BrokenError`
-        where the promise is not kept.
+      limit: the largest number that the promise allows.
+      unit: what the number is, such as "s until all have ended".
+      inject: function that does it to a job of some name, and returns the number; it
+        raises `BrokenError` where the rest of the promise is not kept.
     """
 
     promise: str
-    inject: Callable[[Bench, str, random.Random], None]
+    limit: float
+    unit: str
+    inject: Callable[[Bench, str, random.Random], float]
+
+
+def save_every(num_steps: int) -> int:
+    """Steps between two checkpoints of a job."""
+    return max(1, num_steps // 6)
 
 
 def reference(bench: Bench) -> Bench:
@@ -101,57 +123,115 @@ def reference(bench: Bench) -> Bench:
 
 
 def _middle(bench: Bench, draw: random.Random) -> int:
-    """A step that is not the last one."""
-    return draw.randint(1, max(1, bench.num_steps * 2 // 3))
+    """A step that is not among the last, and after which no checkpoint follows soon.
+
+    Saving has another deadline.
+    """
+    every = save_every(bench.num_steps)
+    return draw.randint(0, 3) * every + draw.randint(1, max(1, every // 2))
 
 
-def _signalled(
-    bench: Bench,
-    name: str,
-    draw: random.Random,
-    *signals: tuple[int, float],
-    timeout: int = 300,
-) -> None:
-    """A job whose process gets signals, each after some seconds, and that restarts."""
-    limit = ("--distributed.timeout-seconds", str(timeout))
-    with bench.launch(name, "--max-restarts", str(RESTARTS), "--", *limit) as job:
+def _restarting(bench: Bench, name: str) -> JobUnderTest:
+    limit = ("--distributed.step-deadline", str(DEADLINE))
+    return bench.launch(name, "--max-restarts", str(RESTARTS), "--", *limit)
+
+
+def _target(job: JobUnderTest, draw: random.Random) -> int:
+    """The process id of a process of the job."""
+    processes = sorted(job.processes().items())
+    if not processes:
+        raise MissedError
+    return draw.choice(processes)[1]
+
+
+def _signalled(bench: Bench, name: str, draw: random.Random, number: int) -> float:
+    """Seconds from a signal to a process until the job has ended, to start again."""
+    with _restarting(bench, name) as job:
         job.reach(_middle(bench, draw))
-        processes = sorted(job.processes().items())
-        if not processes:
-            raise MissedError
-        target = draw.choice(processes)[1]
-        for number, seconds in signals:
-            os.kill(target, number)
-            time.sleep(seconds)
+        os.kill(_target(job, draw), number)
+        seconds = job.says(AGAIN)
         job.end(0)
     bench.check_saved(bench.out / name)
+    return seconds
 
 
-def kill(bench: Bench, name: str, draw: random.Random) -> None:
-    _signalled(bench, name, draw, (signal.SIGKILL, 0))
+def kill(bench: Bench, name: str, draw: random.Random) -> float:
+    return _signalled(bench, name, draw, signal.SIGKILL)
 
 
-def freeze(bench: Bench, name: str, draw: random.Random) -> None:
-    _signalled(bench, name, draw, (signal.SIGSTOP, 0), timeout=TIMEOUT)
+def freeze(bench: Bench, name: str, draw: random.Random) -> float:
+    seconds = _signalled(bench, name, draw, signal.SIGSTOP)
+    output = (bench.out / f"{name}.txt").read_text(errors="replace")
+    _check_words(output, "gives no sign")
+    return seconds - DEADLINE
 
 
-def stall(bench: Bench, name: str, draw: random.Random) -> None:
-    pause = (signal.SIGSTOP, STALL_SECONDS), (signal.SIGCONT, 0.0)
-    _signalled(bench, name, draw, *pause)
+def stall(bench: Bench, name: str, draw: random.Random) -> float:
+    with _restarting(bench, name) as job:
+        job.reach(_middle(bench, draw))
+        target = _target(job, draw)
+        os.kill(target, signal.SIGSTOP)
+        time.sleep(STALL_SECONDS)
+        os.kill(target, signal.SIGCONT)
+        output = job.end(0)
+    bench.check_saved(bench.out / name)
+    return output.count("warning: restart")
 
 
-def sigterm(bench: Bench, name: str, draw: random.Random) -> None:
+def _ordered(
+    bench: Bench, name: str, draw: random.Random, job: JobUnderTest, order: Order
+) -> int:
+    """Orders a process to hang, and returns its number once it does."""
+    process = draw.randrange(bench.processes)
+    orders = bench.orders(name)
+    give(orders, process, order)
+    job.until(lambda: taken(orders, process) is not None, f"hang in {order.phase}")
+    return process
+
+
+def stuck(bench: Bench, name: str, draw: random.Random) -> float:
+    """A process hangs in a phase, asleep or with Python's lock."""
+    bench = bench.planted(name)
+    phase, how = draw.choice(STUCK_IN), draw.choice(get_args(How))
+    with _restarting(bench, name) as job:
+        job.reach(_middle(bench, draw))
+        process = _ordered(bench, name, draw, job, Order(phase, 1e6, how=how))
+        seconds = job.says(AGAIN)
+        output = job.end(0)
+    late = "gives no sign" if how == "locked" else f"is late: {phase}, step"
+    _check_words(output, f"process {process} {late}")
+    bench.check_saved(bench.out / name)
+    return seconds - DEADLINE * (LONG_TIMES if phase in LONG else 1)
+
+
+def slow(bench: Bench, name: str, draw: random.Random) -> float:
+    """A process is slow at a step, and others wait for it."""
+    bench = bench.planted(name)
+    with _restarting(bench, name) as job:
+        job.reach(_middle(bench, draw))
+        process = _ordered(bench, name, draw, job, Order("reading", SLOW_SECONDS))
+        output = job.end(0)
+    _check_words(output, f"others wait: process {process} is late: reading")
+    bench.check_saved(bench.out / name)
+    return output.count("warning: restart")
+
+
+def sigterm(bench: Bench, name: str, draw: random.Random) -> float:
     with bench.launch(name) as job:
         job.reach(_middle(bench, draw))
         job.popen.send_signal(signal.SIGTERM)
+        began = time.monotonic()
         output = job.end(0)
+        seconds = time.monotonic() - began
     _check_words(output, "stopped after step")
     with bench.resume(name, bench.out / name) as job:
         job.end(0)
     bench.check_saved(bench.out / name)
+    return seconds
 
 
-def corrupt(bench: Bench, name: str, draw: random.Random) -> None:
+def corrupt(bench: Bench, name: str, draw: random.Random) -> float:
+    """A byte of the newest checkpoint changes: no number may come from it."""
     with bench.launch(name) as job:
         job.reach(_middle(bench, draw))
         job.popen.send_signal(signal.SIGTERM)
@@ -166,12 +246,14 @@ def corrupt(bench: Bench, name: str, draw: random.Random) -> None:
     with bench.resume(name, bench.out / name) as job:
         if job.wait() and len(steps) == 1:  # There is no older one to take.
             _check_words(job.output, "error: ")
-            return
-        job.end(0)
+            return 0
+        output = job.end(0)
     bench.check_saved(bench.out / name)
+    is_named = str(max(steps)) in output and file.name in output
+    return 0 if is_named else 1
 
 
-def full_disk(bench: Bench, name: str, draw: random.Random) -> None:
+def full_disk(bench: Bench, name: str, draw: random.Random) -> float:
     disk = bench.out / f"{name}-disk"
     disk.mkdir()
     options = f"size={DISK_BYTES}".encode()
@@ -183,30 +265,37 @@ def full_disk(bench: Bench, name: str, draw: random.Random) -> None:
         with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
             while True:
                 file.write(bytes(2**16))
+        began = time.monotonic()
         _check_words(job.end(None), "no space left", "error: ")
+        seconds = time.monotonic() - began
     filler.unlink()
     if not find_checkpoints(run_dir).steps:  # It was full before the first save.
-        return
+        return seconds
     with bench.resume(name, run_dir) as job:
         job.end(0)
     bench.check_saved(run_dir)
+    return seconds
 
 
-def nan(bench: Bench, name: str, draw: random.Random) -> None:
+def nan(bench: Bench, name: str, draw: random.Random) -> float:
+    """The number of saved arrays that are not finite."""
     del draw
     with bench.launch(name, "--", "--optimizer.learning-rate", "1e38") as job:
         output = job.end(NOT_FINITE)
     _check_words(output, "worker", "step")
-    for path in find_checkpoints(bench.out / name).steps.values():
-        for x in arrays(path).values():
-            if np.issubdtype(x.dtype, np.floating) and not np.isfinite(x).all():
-                raise BrokenError("saved numbers that are not finite")
+    found = [
+        x
+        for path in find_checkpoints(bench.out / name).steps.values()
+        for x in arrays(path).values()
+    ]
+    floats = [x for x in found if np.issubdtype(x.dtype, np.floating)]
+    return sum(not np.isfinite(x).all() for x in floats)
 
 
-def partition(bench: Bench, name: str, draw: random.Random) -> None:
+def partition(bench: Bench, name: str, draw: random.Random) -> float:
     """A node's link goes down, and later up again."""
     run_dir = bench.out / name
-    limit = ("--distributed.enabled", "--distributed.timeout-seconds", str(TIMEOUT))
+    limit = ("--distributed.enabled", "--distributed.step-deadline", str(DEADLINE))
     node = draw.randrange(bench.processes)
 
     def start(*argv: str) -> list[JobUnderTest]:
@@ -227,16 +316,18 @@ def partition(bench: Bench, name: str, draw: random.Random) -> None:
             stack.enter_context(job)
         jobs[0].reach(_middle(bench, draw))
         bench.nodes.set_link(node, up=False)
+        began = time.monotonic()
         try:
             for job in jobs:
-                _check_words(job.end(None, TIMEOUT + SLACK), "error: ")
+                _check_words(job.end(None), "error: ")
+            seconds = time.monotonic() - began
         finally:
             bench.nodes.set_link(node, up=True)
-    if not find_checkpoints(run_dir).steps:
-        return
-    with bench.resume(name, run_dir) as job:
-        job.end(0)
-    bench.check_saved(run_dir)
+    if find_checkpoints(run_dir).steps:
+        with bench.resume(name, run_dir) as job:
+            job.end(0)
+        bench.check_saved(run_dir)
+    return seconds - DEADLINE
 
 
 def _check_words(output: str, *words: str) -> None:
@@ -248,14 +339,35 @@ def _check_words(output: str, *words: str) -> None:
         raise BrokenError("shows a traceback")
 
 
-AS_UNDISTURBED = "ends as if undisturbed, bit for bit"
+SAME = "as if undisturbed, bit for bit"
+BEYOND = f"s beyond the deadline of {DEADLINE} s"
 FAULTS = {
-    "kill": Fault(f"is started again and {AS_UNDISTURBED}", kill),
-    "freeze": Fault(f"gives up in {TIMEOUT} s, starts again, {AS_UNDISTURBED}", freeze),
-    "stall": Fault(f"waits, and {AS_UNDISTURBED}", stall),
-    "partition": Fault(f"ends with a reason; resumed, it {AS_UNDISTURBED}", partition),
-    "corrupt": Fault(f"takes nothing damaged; resumed, it {AS_UNDISTURBED}", corrupt),
-    "full-disk": Fault(f"ends with a reason; resumed, it {AS_UNDISTURBED}", full_disk),
-    "sigterm": Fault(f"saves and ends with 0; resumed, it {AS_UNDISTURBED}", sigterm),
-    "nan": Fault("ends with 71 and a name; nothing of it is saved", nan),
+    "kill": Fault(f"ends, starts again, and ends {SAME}", 5, "s to the end", kill),
+    "freeze": Fault(
+        f"is named and given up; started again, ends {SAME}", 7, BEYOND, freeze
+    ),
+    "stall": Fault(f"is waited for, and ends {SAME}", 0, "restarts", stall),
+    "stuck": Fault(
+        f"is named with its phase and given up; started again, ends {SAME}",
+        7,
+        f"{BEYOND}, ten times as long to save",
+        stuck,
+    ),
+    "slow": Fault(f"is named and waited for, and ends {SAME}", 0, "restarts", slow),
+    "partition": Fault(
+        f"all end with a reason; resumed, it ends {SAME}", 10, BEYOND, partition
+    ),
+    "corrupt": Fault(
+        f"the damaged file is named; resumed, it ends {SAME}",
+        0,
+        "damaged and not named",
+        corrupt,
+    ),
+    "full-disk": Fault(
+        f"ends with a reason; resumed, it ends {SAME}", 30, "s to the end", full_disk
+    ),
+    "sigterm": Fault(
+        f"saves and ends with 0; resumed, it ends {SAME}", 20, "s to the end", sigterm
+    ),
+    "nan": Fault("ends with 71 and a name", 0, "such arrays saved", nan),
 }

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -78,13 +78,36 @@ class JobUnderTest(contextlib.AbstractContextManager):
         Raises:
           BrokenError: if it ends before, or never comes there.
         """
-        end = time.monotonic() + LONGEST
-        while last_step(folder or self.run_dir) < step:
-            if self.popen.poll() is not None:
-                raise BrokenError(f"ended before step {step}: {last_line(self.output)}")
-            if time.monotonic() > end:
-                raise BrokenError(f"did not come to step {step}")
+        where = folder or self.run_dir
+        self.until(lambda: last_step(where) >= step, f"come to step {step}")
+
+    def says(self, words: str) -> float:
+        """Waits until it has said these words, and returns how long, in seconds.
+
+        Raises:
+          BrokenError: if it ends before, or never says them.
+        """
+        return self.until(lambda: words in self.output, f"say {words!r}")
+
+    def until(self, holds: Callable[[], bool], what: str) -> float:
+        """Waits until a condition holds, and returns how long, in seconds.
+
+        Args:
+          holds: the condition.
+          what: what the job does then, such as "end", for the error.
+
+        Raises:
+          BrokenError: if it ends before, or the condition never holds.
+        """
+        began = time.monotonic()
+        while not holds():
+            if self.popen.poll() is not None and not holds():
+                said = last_line(self.output)
+                raise BrokenError(f"ended and did not {what}: {said}")
+            if time.monotonic() > began + LONGEST:
+                raise BrokenError(f"did not {what} in {LONGEST:.0f} s")
             time.sleep(POLL_SECONDS)
+        return time.monotonic() - began
 
     def processes(self) -> dict[int, int]:
         """The process ids of the launcher's processes, by their numbers."""

@@ -1,42 +1,80 @@
-"""An elastic run whose workers are killed and frozen at random, one after the other."""
+"""An elastic run whose workers fail at random, one after the other."""
 
+import math
 import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from train.chaos.faults import Bench
+import numpy as np
+
+from train.chaos.faults import DEADLINE, SLOW_SECONDS, Bench
 from train.chaos.jobs import LONGEST, BrokenError, JobUnderTest, last_line, last_step
-from train.store.log import read_metrics
+from train.chaos.planted import Model, Order, give, models, taken
 
 SILENT = 2  # Seconds after which a frozen worker counts as gone.
 ENDLESS = 10**9
+GAP_SECONDS = 10.0  # Longest step of the others, on cores that all share.
+BACK_SECONDS = 120.0  # Longest return, beyond the time of the fault itself.
+NEARER = 0.5  # Distance from a peer's model, over that from the own old one.
+FARTHER = 4.0  # Times the peers' distances that the old model must be from them.
+_RETURNS = "the others go on, and it comes back with a peer's model"
 PROMISES = {
-    "kill": "the others go on; it comes back with a peer's model",
-    "freeze": "the others go on; it comes back with a peer's model",
+    "kill": _RETURNS,
+    "freeze": _RETURNS,
+    "stuck": f"ends by itself after its deadline; {_RETURNS}",
+    "slow": "the others go on, and it goes on with its own model",
 }
+LIMIT = (
+    f"{GAP_SECONDS:g} s for a step of the others; {BACK_SECONDS:g} s to return; "
+    f"{NEARER:g} x the distance from its old model"
+)
 
 
 class Hit(NamedTuple):
     """A fault of an elastic run.
 
     Args:
-      name: "kill" or "freeze".
+      name: "kill", "freeze", "stuck" or "slow".
       process: number of the process.
       time: when, in seconds since 1970.
-      broken: how the promise was not kept; empty where it was.
-      back: seconds until the process had a peer's model.
+      back: seconds until the process trained again.
       gap: longest time in which another process logged no step, meanwhile.
+      nearer: distance of its first model from a peer's of that step, over that from
+        its own before the fault; NaN where these tell nothing.
     """
 
     name: str
     process: int
     time: float
-    broken: str
     back: float
     gap: float
+    nearer: float
+
+    @property
+    def broken(self) -> str:
+        """How the promise was not kept; empty where it was."""
+        allowed = BACK_SECONDS + (DEADLINE if self.name == "stuck" else 0)
+        parts = []
+        if self.gap > GAP_SECONDS:
+            parts.append(f"others took {self.gap:.1f} s for a step")
+        if self.back > allowed:
+            parts.append(f"it came back after {self.back:.1f} s")
+        if self.nearer > NEARER:  # Not where it is NaN.
+            parts.append(f"it came back with another model, {self.nearer:.2f} x")
+        return "; ".join(parts)
+
+    @property
+    def said(self) -> str:
+        """What was measured."""
+        moved = "" if np.isnan(self.nearer) else f", {self.nearer:.2f} x"
+        return (
+            f"back after {self.back:.1f} s, the others' longest step {self.gap:.1f} s"
+            + moved
+        )
 
 
 def run(
@@ -51,65 +89,127 @@ def run(
     Raises:
       BrokenError: if the run does not begin, or does not end well.
     """
+    bench = bench.planted("elastic")
     elastic = ("--elastic", "--", "--num-steps", str(ENDLESS))
     ring = ("--topology.name", "ring", "--exchange.silent-seconds", str(SILENT))
-    with bench.launch("elastic", *elastic, *ring) as job:
+    limit = ("--distributed.step-deadline", str(DEADLINE))
+    with bench.launch("elastic", *elastic, *ring, *limit) as job:
         for number in range(bench.processes):
             job.reach(2, _folder(job, number))
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             name, target = draw.choice(faults), draw.randrange(bench.processes)
-            hits.append(_hit(job, bench.processes, name, target))
-            print(f"elastic, {name} of process {target}: {_said(hits[-1])}", flush=True)
+            hits.append(_Fault(bench, job, name, target).hit())
+            print(f"elastic, {name} of process {target}: {hits[-1].said}", flush=True)
             time.sleep(draw.uniform(1, 4))
         job.popen.send_signal(signal.SIGTERM)
         job.end(0)
 
 
-def _hit(job: JobUnderTest, count: int, name: str, target: int) -> Hit:
-    began, joined = time.monotonic(), _joined(job, target)
-    at = time.time()
-    pid = job.processes().get(target)
-    if pid is None:
-        raise BrokenError(f"process {target} was not started again")
-    others = {i: [last_step(_folder(job, i)), began] for i in range(count)}
-    del others[target]
-    gap = 0.0
-    os.kill(pid, signal.SIGKILL if name == "kill" else signal.SIGSTOP)
-    is_frozen = name == "freeze"
-    while _joined(job, target) == joined:
-        now = time.monotonic()
-        # Only who is behind then has a model to take.
-        behind = last_step(_folder(job, target)) < min(x for x, _ in others.values())
-        if is_frozen and behind and now > began + 2 * SILENT:
-            os.kill(pid, signal.SIGCONT)
-            is_frozen = False
-        for number, (step, since) in others.items():
-            gap = max(gap, now - since)
-            if (new := last_step(_folder(job, number))) > step:
-                others[number] = [new, now]
-        if job.popen.poll() is not None:
-            raise BrokenError(f"the run ended: {last_line(job.output)}")
-        # On a busy machine it takes long until one that was ahead is behind.
-        if now > began + LONGEST * (3 if is_frozen else 1):
-            os.kill(pid, signal.SIGCONT if name == "freeze" else 0)
-            return Hit(name, target, at, "it never came back", now - began, gap)
-        time.sleep(0.1)
-    still = [number for number, (_, since) in others.items() if since == began]
-    broken = f"processes {still} took no step meanwhile" if still else ""
-    return Hit(name, target, at, broken, time.monotonic() - began, gap)
+class _Fault:
+    """One fault of a process, and what the others do meanwhile.
+
+    Args:
+      bench: what the fault is done to.
+      job: the elastic run.
+      name: name of the fault.
+      target: number of the process.
+    """
+
+    def __init__(self, bench: Bench, job: JobUnderTest, name: str, target: int):
+        self._job, self._name, self._target = job, name, target
+        self._orders = bench.orders("elastic")
+        self._others = [i for i in range(bench.processes) if i != target]
+        self._gap = 0.0
+
+    def hit(self) -> Hit:
+        """Does it, and waits until the process trains again.
+
+        Raises:
+          BrokenError: if the run ends, or the process never trains again.
+        """
+        job, target = self._job, self._target
+        pid = job.processes().get(target)
+        if pid is None:
+            raise BrokenError(f"process {target} was not started again")
+        if self._name in ("stuck", "slow"):
+            seconds = SLOW_SECONDS if self._name == "slow" else 1e6
+            began = taken(self._orders, target)
+            give(self._orders, target, Order("reading", seconds))
+            job.until(lambda: taken(self._orders, target) != began, "hang")
+        before, at = models(self._orders, target)[-1], time.time()
+        if self._name in ("kill", "freeze"):
+            os.kill(pid, signal.SIGKILL if self._name == "kill" else signal.SIGSTOP)
+        first = self._until_back(before, pid)
+        nearer = math.nan if self._name == "slow" else self._nearer(before, first)
+        return Hit(self._name, target, at, first.time - at, self._gap, nearer)
+
+    def _until_back(self, before: Model, pid: int) -> Model:
+        """Waits for the first model after the fault, and measures the others."""
+        job, target, began = self._job, self._target, time.monotonic()
+        seen = {i: [last_step(_folder(job, i)), began] for i in self._others}
+        is_frozen = self._name == "freeze"
+        while True:
+            now = time.monotonic()
+            for number, (step, since) in seen.items():
+                self._gap = max(self._gap, now - since)
+                if (new := last_step(_folder(job, number))) > step:
+                    seen[number] = [new, now]
+            # Only who is behind has a model to take.
+            behind = before.step < min(step for step, _ in seen.values())
+            if is_frozen and behind and now > began + 2 * SILENT:
+                os.kill(pid, signal.SIGCONT)
+                is_frozen = False
+            if not is_frozen and (first := self._first_after(before)):
+                return first
+            if job.popen.poll() is not None:
+                raise BrokenError(f"the run ended: {last_line(job.output)}")
+            # On a busy machine it takes long until one that was ahead is behind.
+            if now > began + LONGEST * (3 if is_frozen else 1):
+                os.kill(pid, signal.SIGCONT if is_frozen else 0)
+                raise BrokenError(f"process {target} never came back")
+            time.sleep(0.1)
+
+    def _first_after(self, before: Model) -> Model | None:
+        """The first model after the fault, or after the return from it."""
+        last = before
+        for one in models(self._orders, self._target):
+            if one.time <= before.time:
+                continue
+            # One that was frozen ends its step, and then goes to where the others are.
+            is_new = one.life != last.life or one.step > last.step + 1
+            if self._name == "slow" or is_new:
+                return one
+            last = one
+        return None
+
+    def _nearer(self, before: Model, first: Model) -> float:
+        """Distance of a model from that of a peer, over that from the own old one.
+
+        NaN where the old model is about as near to the peers as they to each other.
+        """
+        peers = [x for i in self._others for x in models(self._orders, i)]
+        newest = [x for x in peers if x.step == first.step]
+        if not newest:
+            raise BrokenError(f"no peer has trained step {first.step} too")
+        spread = max(_distance(x, newest[0]) for x in newest)
+        moved = min(_distance(before, x) for x in newest)
+        if moved <= FARTHER * spread or moved == 0:
+            return math.nan
+        return min(_distance(first, x) for x in newest) / _distance(first, before)
+
+
+def _distance(model: Model, other: Model) -> float:
+    return float(np.linalg.norm(model.sketch - other.sketch))
 
 
 def _folder(job: JobUnderTest, number: int) -> Path:
     return job.run_dir / f"process-{number}"
 
 
-def _joined(job: JobUnderTest, number: int) -> int:
-    """How often a process has taken a peer's model."""
-    return sum("joined_after" in row for row in read_metrics(_folder(job, number)))
-
-
-def _said(hit: Hit) -> str:
-    return hit.broken or (
-        f"back after {hit.back:.1f} s, the others' longest step {hit.gap:.1f} s"
-    )
+def worst(hits: Sequence[Hit]) -> str:
+    """The worst of what was measured."""
+    ratios = [hit.nearer for hit in hits if not np.isnan(hit.nearer)]
+    moved = f"; {max(ratios):.2f} x" if ratios else ""
+    gap, back = max(hit.gap for hit in hits), max(hit.back for hit in hits)
+    return f"{gap:.1f} s; {back:.1f} s{moved}"

@@ -1,0 +1,165 @@
+"""A config with a fault in it: its processes hang on order, and record their models.
+
+The parts of the program do what they do in any run; the fault is where a phase begins.
+"""
+
+import ctypes
+import json
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import jax
+import numpy as np
+
+from decentjax import WorkerState, phases
+
+How = Literal["asleep", "locked"]
+SKETCH_SIZE = 64
+CONFIG = """\
+import dataclasses
+from pathlib import Path
+
+from train.chaos import planted
+from train.cli.load import load_config
+
+config = load_config(Path({config!r}))
+planted.obey({folder!r})
+
+
+def on_step(step, state, metrics):
+    planted.record({folder!r}, step, state)
+
+
+config = dataclasses.replace(config, on_step=on_step)
+"""
+
+
+class Order(NamedTuple):
+    """What a process is to do.
+
+    Args:
+      phase: phase at whose beginning it hangs.
+      seconds: how long.
+      step: first step at which it does.
+      how: "asleep", as code that waits does, or "locked", as native code that keeps
+        Python's lock, so that no thread of the process runs.
+    """
+
+    phase: str
+    seconds: float
+    step: int = 0
+    how: How = "asleep"
+
+
+class Model(NamedTuple):
+    """A model that a process has had.
+
+    Args:
+      time: when, in seconds since 1970.
+      life: id of the process, which differs between its starts.
+      step: number of steps done.
+      sketch: sums of its entries with random signs, whose distances are about those of
+        the models.
+    """
+
+    time: float
+    life: int
+    step: int
+    sketch: np.ndarray
+
+
+def plant(config: str, folder: Path, path: Path) -> Path:
+    """Writes a config that is the given one, obeys orders and records its models.
+
+    Args:
+      config: name or file of the config.
+      folder: folder of the orders and records.
+      path: the file to write.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text(CONFIG.format(config=config, folder=str(folder)))
+    return path
+
+
+def give(folder: Path, process: int, order: Order) -> None:
+    """Orders a process to hang, once."""
+    part = folder / ".order.part"
+    part.write_text(json.dumps(order))
+    part.replace(folder / f"order-{process}")
+
+
+def taken(folder: Path, process: int) -> tuple[float, int] | None:
+    """When a process has begun to hang, and at which step; None if it has not."""
+    path = folder / f"taken-{process}"
+    if not path.exists():
+        return None
+    when, step = json.loads(path.read_text())
+    return when, step
+
+
+def models(folder: Path, process: int) -> list[Model]:
+    """The models that a process has had, in order."""
+    path = folder / f"models-{process}.jsonl"
+    if not path.exists():
+        return []
+    lines = path.read_text().split("\n")[:-1]  # The last may be written right now.
+    rows = map(json.loads, lines)
+    return [Model(t, life, step, np.array(x)) for t, life, step, x in rows]
+
+
+def obey(folder: str) -> None:
+    """Makes this process hang where it is ordered to; called by a planted config."""
+    if (process := _own_number()) is None:
+        return
+    note: Any = phases.note
+    order = Path(folder, f"order-{process}")
+
+    def note_and_obey(phase: str, step: int | None = None) -> None:
+        note(phase, step)
+        if order.exists():
+            what = Order(*json.loads(order.read_text()))
+            if phase == what.phase and phases.now().step >= what.step:
+                _hang(what, order)
+
+    phases.note = note_and_obey
+
+
+def _hang(order: Order, path: Path) -> None:
+    path.unlink()
+    now = time.time(), phases.now().step
+    path.with_name(path.name.replace("order", "taken")).write_text(json.dumps(now))
+    if order.how == "asleep":
+        time.sleep(order.seconds)
+    else:
+        ctypes.PyDLL(None).sleep(int(order.seconds))
+
+
+def record(folder: str, step: int, state: WorkerState) -> None:
+    """Records the model of this process's first worker; called after each step."""
+    if (process := _own_number()) is not None:
+        row = time.time(), os.getpid(), step, sketch(state.params).tolist()
+        with Path(folder, f"models-{process}.jsonl").open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def sketch(params: Any) -> np.ndarray:
+    """Random projections of the first row of this process."""
+    total = np.zeros(SKETCH_SIZE)
+    random = np.random.default_rng(0)
+    for leaf in jax.tree.leaves(params):
+        row = np.asarray(leaf.addressable_shards[0].data, np.float64)[0].ravel()
+        places = random.integers(0, SKETCH_SIZE, row.size)
+        signs = random.choice([-1.0, 1.0], row.size)
+        np.add.at(total, places, signs * row)
+    return total
+
+
+def _own_number() -> int | None:
+    """Number of this process; None for one that reads a config only."""
+    words = sys.argv
+    if "--distributed.process-id" not in words:
+        return None
+    return int(words[words.index("--distributed.process-id") + 1])
