@@ -2,8 +2,10 @@
 
 import dataclasses
 import json
+import os
 import re
 import sys
+import textwrap
 
 import line
 import pytest
@@ -39,8 +41,10 @@ def test_a_job_that_hangs_or_ends_otherwise_is_noticed(tmp_path):
     with run_python("", tmp_path) as job:
         with pytest.raises(BrokenError, match="code 0, not with an error: it said"):
             job.end(None)
-        with pytest.raises(BrokenError, match="ended before step 1: it said nothing"):
+        with pytest.raises(BrokenError, match="ended and did not come to step 1: it"):
             job.reach(1)
+        with pytest.raises(BrokenError, match="ended and did not say 'a word': it"):
+            job.says("a word")
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +100,7 @@ def test_faults_are_injected_and_their_promises_are_kept(tmp_path):
     assert names & {*faults}  # As many as there was time for.
     assert all(row["injected"] > 0 == len(row["broken"]) for row in rows)
     table = (out / "chaos.md").read_text().splitlines()
-    assert table[0] == "| fault | promise | injected | kept |"
+    assert table[0] == "| fault | promise | at most | measured | injected | kept |"
     assert b"<svg" in (out / "chaos.svg").read_bytes()
     page = write_report([out / "elastic"], tmp_path / "report.html").read_text()
     assert "<h2>Who trained when</h2>" in page
@@ -149,3 +153,200 @@ def test_faults_have_a_name_and_a_promise():
 def test_faults_may_be_separated_by_commas():
     words = ["--faults", "kill,full-disk", "nan", "--name", "kill,a"]
     assert separated(words) == ["--faults", "kill", "full-disk", *words[2:]]
+
+
+# Only in the program: the chaos that looks on has none.
+BUGGY = """
+import sys
+
+is_chaos = "train.chaos" in sys.orig_argv
+"""
+# A bug for each promise, planted in all processes, launchers too, and the fault that
+# shows it: the time that it takes, what it says, and what it saves.
+PROMISES = [
+    (
+        "kill",
+        """
+        import decentjax.distributed.failure as failure, time
+        import train.job.processes as processes
+        processes.GRACE_SECONDS = 20.0
+        failure.os = type("os", (), {"_exit": lambda code: time.sleep(100)})
+        failure.os.EX_SOFTWARE = 70
+        """,
+        "at most 5",
+    ),
+    (
+        "kill",
+        """
+        from train.data.batches import Feed
+        set_step = Feed.set_step
+        Feed.set_step = lambda self, step: set_step(self, max(0, step - 1))
+        """,
+        "other numbers",
+    ),
+    (
+        "freeze",
+        """
+        import decentjax.distributed.watch as watch
+        limit_of = watch.limit_of
+        watch.limit_of = lambda *args: 10 * limit_of(*args)
+        """,
+        "at most 7",
+    ),
+    (
+        "freeze",
+        """
+        import decentjax.distributed.watch as watch
+        watch.sentence = lambda *args: "somebody is late"
+        """,
+        "did not say 'gives no sign'",
+    ),
+    (
+        "stall",
+        """
+        import decentjax.distributed.watch as watch
+        watch.limit_of, watch.SILENT_TICKS = lambda *args: 0.4, 1
+        """,
+        "code|restarts, at most 0",
+    ),
+    (
+        "stuck",
+        """
+        import decentjax.distributed.watch as watch
+        limit_of = watch.limit_of
+        watch.limit_of = lambda *args: 8 + limit_of(*args)
+        """,
+        "at most 7",
+    ),
+    (
+        "slow",
+        """
+        import decentjax.distributed.watch as watch
+        watch.NAMED_AT = 1000.0
+        """,
+        "did not say 'others wait",
+    ),
+    (
+        "partition",
+        """
+        import decentjax.distributed.watch as watch
+        limit_of = watch.limit_of
+        watch.limit_of = lambda *args: 20 + limit_of(*args)
+        """,
+        "at most 10",
+    ),
+    (
+        "corrupt",
+        """
+        import train.store.checkpoints as checkpoints
+        checkpoints.check_files = lambda *args, **kwargs: None
+        """,
+        "other numbers|did not say|not named|shows a traceback|code",
+    ),
+    (
+        "full-disk",
+        """
+        import contextlib
+        from train.store.checkpoint_writer import Checkpoints
+        Checkpoints._explained = lambda self: contextlib.suppress(Exception)
+        """,
+        "not with an error|did not say",
+    ),
+    (
+        "sigterm",
+        """
+        from train.run.stop import Stop
+        import time
+        poll = Stop.poll
+        Stop.poll = lambda self: poll(self) and not time.sleep(21)
+        """,
+        "at most 20",
+    ),
+    (
+        "nan",
+        """
+        import train.run.loop as loop, train.run.start_run as start_run
+        loop.check_gradients = lambda *args: None
+        start_run.build_check = lambda *args: lambda *args: None
+        """,
+        "code 0, not with code 71",
+    ),
+    (
+        "kill, elastic",
+        """
+        from train.run.peer_run import Joiner
+        join = Joiner.join
+        def keeps(self, begin, *args):
+            return join(self, begin, *args)._replace(state=begin.state)
+        Joiner.join = keeps
+        """,
+        "another model",
+    ),
+    (
+        "freeze, elastic",
+        """
+        from train.run.peer_run import Joiner
+        join = Joiner.join
+        def keeps(self, begin, *args):
+            return join(self, begin, *args)._replace(state=begin.state)
+        Joiner.join = keeps
+        """,
+        "another model",
+    ),
+    (
+        "freeze, elastic",
+        """
+        import decentjax.links.links as links
+        handshakes = links.Handshakes
+        def deaf(*args, **kwargs):
+            return handshakes(*args[:4], 100.0, *args[5:], **kwargs)
+        links.Handshakes = deaf
+        """,
+        "others took|never came back|another model",
+    ),
+    (
+        "stuck, elastic",
+        """
+        import decentjax.distributed.watch as watch
+        watch.sentence = lambda *args: "somebody is late"
+        """,
+        "it was not named",
+    ),
+    (
+        "slow, elastic",
+        """
+        import decentjax.distributed.watch as watch
+        limit_of = watch.limit_of
+        watch.limit_of = lambda *args: limit_of(*args) / 3
+        """,
+        "it was started again",
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@needs_root
+@pytest.mark.parametrize(
+    ("fault", "bug", "broken"), PROMISES, ids=[f"{x[0]}-{x[2]}" for x in PROMISES]
+)
+def test_each_broken_promise_is_noticed(fault, bug, broken, tmp_path):
+    (tmp_path / "bug").mkdir()
+    body = textwrap.indent(textwrap.dedent(bug), "    ")
+    code = f"def plant():\n{body}\nif not is_chaos:\n    plant()\n"
+    # Python imports it at its start, in each process of the job.
+    (tmp_path / "bug" / "sitecustomize.py").write_text(BUGGY + code)
+    out, name = tmp_path / "chaos", fault.partition(",")[0]
+    own = ("--faults", name, "--minutes", "0.1", "--out", str(out))
+    options = ("--processes", "3", "--steps", "24", "--workers.num-workers", "3")
+    options += ("--workers.workers-per-node", "1", "--topology.name", "ring")
+    config = "tests/drift.py" if "elastic" in fault else "tests/job_line.py"
+    options += ("--task.step-seconds", "0.05")
+    command = module("train.chaos", config, *own, *options)
+    path = os.pathsep.join([str(tmp_path / "bug"), str(ROOT)])
+    with started(*command, PYTHONPATH=path) as job:
+        output, _ = job.communicate(timeout=5 * LONG)
+    assert job.returncode == 1, output
+    rows = json.loads((out / "chaos.json").read_text())["rows"]
+    (row,) = (row for row in rows if row["fault"] == fault)
+    assert re.search(broken, str(row["broken"])), row

@@ -149,12 +149,12 @@ def _run(chaos: Chaos, config: list[str], nodes: Nodes) -> int:
     options = [word for pair in steps.items() for word in map(str, pair)]
     config = [config[0], *options, *config[1:]]
     bench = Bench(config, chaos.processes, chaos.steps, chaos.out, nodes)
-    draw, began = random.Random(chaos.seed), time.monotonic()
+    draw = random.Random(chaos.seed)
     try:
         bench = reference(bench)
     except BrokenError as error:
         raise ValueError(f"the job fails without any fault: {error}") from error
-    of_jobs = chaos.minutes * 60
+    of_jobs, began = chaos.minutes * 60, time.monotonic()
     hits, of_elastic = [x for x in chaos.faults if x in members.PROMISES], 0.0
     if hits:
         of_elastic = ELASTIC_SHARE * of_jobs

@@ -45,6 +45,7 @@ class Hit(NamedTuple):
       gap: longest time in which another process logged no step, meanwhile.
       nearer: distance of its first model from a peer's of that step, over that from
         its own before the fault; NaN where these tell nothing.
+      wrong: what else was not as promised; empty for nothing.
     """
 
     name: str
@@ -53,12 +54,13 @@ class Hit(NamedTuple):
     back: float
     gap: float
     nearer: float
+    wrong: str = ""
 
     @property
     def broken(self) -> str:
         """How the promise was not kept; empty where it was."""
         allowed = BACK_SECONDS + (DEADLINE if self.name == "stuck" else 0)
-        parts = []
+        parts = [self.wrong] if self.wrong else []
         if self.gap > GAP_SECONDS:
             parts.append(f"others took {self.gap:.1f} s for a step")
         if self.back > allowed:
@@ -142,7 +144,13 @@ class _Fault:
             os.kill(pid, signal.SIGKILL if self._name == "kill" else signal.SIGSTOP)
         first = self._until_back(before, pid)
         nearer = math.nan if self._name == "slow" else self._nearer(before, first)
-        return Hit(self._name, target, at, first.time - at, self._gap, nearer)
+        wrong = ""
+        if self._name == "slow" and first.life != before.life:
+            wrong = "it was started again"
+        if self._name == "stuck" and f"process {target} is late: " not in job.output:
+            wrong = "it was not named"
+        back = first.time - at
+        return Hit(self._name, target, at, back, self._gap, nearer, wrong)
 
     def _until_back(self, before: Model, pid: int) -> Model:
         """Waits for the first model after the fault, and measures the others."""
@@ -189,7 +197,7 @@ class _Fault:
         NaN where the old model is about as near to the peers as they to each other.
         """
         peers = [x for i in self._others for x in models(self._orders, i)]
-        newest = [x for x in peers if x.step == first.step]
+        newest = [x for x in peers if abs(x.step - first.step) <= 2]
         if not newest:
             raise BrokenError(f"no peer has trained step {first.step} too")
         spread = max(_distance(x, newest[0]) for x in newest)
