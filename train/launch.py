@@ -24,6 +24,7 @@ from symtable import symtable
 from decentjax.distributed.place import ASKED, Place, variables_of
 from train.cli.command import command
 from train.cli.families import shipped_configs
+from train.job.certificates import certificates
 from train.job.processes import Process, supervise
 
 COMMAND = "DECENTJAX_COMMAND"  # As `train.run.facts` reads it.
@@ -223,10 +224,11 @@ def run_script(options: argparse.Namespace, command: Sequence[str]) -> int:
 
     with (
         cache_of_programs(options.max_restarts > 0, os.environ) as compiled,
+        certificates(os.environ) as certified,
         tempfile.TemporaryDirectory("-decentjax") as folder,
     ):
         asked = Path(folder, "asked")
-        env = {ASKED: str(asked)} | compiled
+        env = {ASKED: str(asked)} | compiled | certified
         env |= {} if "NPROC" in os.environ else threads(count)
         code = supervise(start, options.max_restarts, grace=options.grace)
         if code == 0 and count > 1 and not asked.exists():
@@ -262,23 +264,23 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
         if rest[0] != "--resume":
             rest = [*rest, "--auto-resume"]
 
-    command = {COMMAND: typed}
-
     def start() -> list[Process]:
         free = check_port(options.port)
         return [
             Process(
                 str(i),
                 command_line([module, *rest], places, i, free),
-                environment(options.processes, i, os.environ) | compiled | command,
+                environment(options.processes, i, os.environ) | more,
             )
             for i in range(options.processes)
         ]
 
     with (
         cache_of_programs(max_restarts > 0, os.environ) as compiled,
+        certificates(os.environ) as certified,
         concurrent.futures.ThreadPoolExecutor(1) as pool,
     ):
+        more = {COMMAND: typed} | compiled | certified
         # Beside the job: the config takes seconds to import, and after a failure those
         # who do not notice it would live as much longer.
         asked = pool.submit(are_peers, rest)

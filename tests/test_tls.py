@@ -1,0 +1,182 @@
+"""Certificates of jobs, and tunnels between peers: who gets in, and who does not."""
+
+import contextlib
+import os
+import re
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+
+import jax
+import numpy as np
+import pytest
+from test_distributed import ENV, LONG, ROOT, started
+
+from decentjax.address import to_address
+from decentjax.links.tunnel import contexts, guest_tunnel, host_tunnel
+from train.job.certificates import VARIABLES, certificates
+
+IS_NEW = jax.__version_info__ >= (0, 12)
+SECRET = b"a secret of all peers" * 2
+
+
+def context_of(variables, kind):
+    certificate, key, authority = (variables[name] for name in VARIABLES)
+    context = ssl.SSLContext(kind)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
+    context.load_cert_chain(certificate, key)
+    context.load_verify_locations(authority)
+    return context
+
+
+def shake(host, guest):
+    """What each end of a connection says of the other."""
+    ends, said = socket.socketpair(), {}
+
+    def run(name, context, **kwargs):
+        try:
+            with context.wrap_socket(ends[name], **kwargs) as tls:
+                tls.sendall(b"x")
+                said[name] = tls.recv(1)
+        except (ssl.SSLError, OSError) as error:
+            said[name] = type(error).__name__
+
+    thread = threading.Thread(target=run, args=(0, host), kwargs={"server_side": True})
+    thread.start()
+    run(1, guest)
+    thread.join()
+    return [said[0], said[1]]
+
+
+@pytest.mark.skipif(not IS_NEW, reason="jax takes certificates from 0.12 on")
+def test_processes_of_one_job_know_each_other_and_no_others():
+    server, client = ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT
+    with certificates({}) as own, certificates({}) as other:
+        assert os.stat(own[VARIABLES[1]]).st_mode & 0o077 == 0
+        assert own["JAX_MTLS_PEER_URI_PREFIX"] != other["JAX_MTLS_PEER_URI_PREFIX"]
+        host = context_of(own, server)
+        assert shake(host, context_of(own, client)) == [b"x", b"x"]
+        assert b"x" not in shake(host, context_of(other, client))
+    assert not os.path.exists(own[VARIABLES[1]])
+
+
+def test_certificates_of_ones_own_and_an_older_jax_get_none():
+    with certificates(dict.fromkeys(VARIABLES, "a.pem")) as variables:
+        assert variables == {}
+    if not IS_NEW:
+        with certificates({}) as variables:
+            assert variables == {}
+
+
+JOB = """
+import sys, time
+import jax, jax.numpy as jnp
+from decentjax import distributed, over_workers, place
+
+mesh = distributed.initialize()
+print("joined", flush=True)
+if jax.process_index() == 0:
+    sys.stdin = open(sys.argv[1])  # Until the stranger has been here.
+    sys.stdin.read()
+total = over_workers(lambda x: jax.lax.psum(x, "workers"), mesh)
+print(jax.jit(total)(place(jnp.ones(1), mesh)).addressable_data(0))
+"""
+STRANGER = """
+import sys, jax
+jax.distributed.initialize(sys.argv[1], 2, 1, initialization_timeout=5)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_NEW, reason="jax takes certificates from 0.12 on")
+def test_a_stranger_does_not_end_a_job_of_the_launcher(tmp_path):
+    script, pipe = tmp_path / "script.py", tmp_path / "pipe"
+    script.write_text(JOB)
+    os.mkfifo(pipe)
+    launcher = (sys.executable, "-m", "train.launch", "-n", "2")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with started(*launcher, "--port", str(port), str(script), str(pipe)) as job:
+        assert job.stdout is not None
+        for line in job.stdout:
+            if "joined" in line:
+                break
+        stranger = [sys.executable, "-c", STRANGER, f"127.0.0.1:{port}"]
+        done = subprocess.run(
+            stranger, env=ENV, cwd=ROOT, capture_output=True, timeout=LONG, check=False
+        )
+        assert done.returncode != 0
+        pipe.write_text("go on")
+        output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 0, output
+    assert len(re.findall(r"\[2\.\]", output)) == 2
+
+
+@pytest.fixture
+def target():
+    """A server on a loopback address of its own, which echoes."""
+    with socket.create_server(("127.0.0.2", 0)) as server:
+
+        def echo(connection):
+            with connection:
+                while data := connection.recv(2**16):
+                    connection.sendall(data)
+
+        def serve():
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:
+                    return
+                threading.Thread(target=echo, args=(connection,), daemon=True).start()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield to_address(*server.getsockname())
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def tunnels(target, guest_secret=SECRET):
+    host = host_tunnel("127.0.0.1", contexts(SECRET)[0], ["127.0.0.2:1", target])
+    inside = ["127.0.0.3:0", "127.0.0.3:0"]
+    guest = guest_tunnel(
+        to_address(*host.addresses[0]), contexts(guest_secret)[1], inside
+    )
+    return host, guest
+
+
+def test_a_tunnel_carries_all_bytes_both_ways_at_once(target):
+    host, guest = tunnels(target)
+    sent = np.random.default_rng(0).bytes(5_000_000)
+    with socket.create_connection(guest.addresses[1]) as connection:
+        sender = threading.Thread(target=connection.sendall, args=(sent,))
+        sender.start()
+        came = bytearray()
+        while len(came) < len(sent):
+            came += connection.recv(2**16)
+        sender.join()
+    assert bytes(came) == sent
+    host.close()
+    guest.close()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(guest.addresses[1])
+
+
+def test_who_does_not_know_the_secret_gets_nothing_through(target):
+    host, guest = tunnels(target, guest_secret=b"another secret, as long")
+    with socket.create_connection(guest.addresses[1]) as connection:
+        connection.sendall(b"hello")
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(10) == b""
+    with socket.create_connection(host.addresses[0]) as connection:
+        connection.sendall(b"GET / HTTP/1.1\r\n\r\n" + bytes(1000))
+        connection.settimeout(60)
+        with contextlib.suppress(ConnectionResetError):
+            while connection.recv(1000):  # An alert, and the end.
+                pass
+    # It goes on for those who do.
+    other = guest_of(host, SECRET)
+    with socket.create_connection(other.addresses[1]) as connection:
+        connection.sendall(b"hello")
+        assert connection.recv(10) == b"hello"
