@@ -139,11 +139,12 @@ def target():
 
 def tunnels(target, guest_secret=SECRET):
     host = host_tunnel("127.0.0.1", contexts(SECRET)[0], ["127.0.0.2:1", target])
+    return host, guest_of(host, guest_secret)
+
+
+def guest_of(host, secret):
     inside = ["127.0.0.3:0", "127.0.0.3:0"]
-    guest = guest_tunnel(
-        to_address(*host.addresses[0]), contexts(guest_secret)[1], inside
-    )
-    return host, guest
+    return guest_tunnel(to_address(*host.addresses[0]), contexts(secret)[1], inside)
 
 
 def test_a_tunnel_carries_all_bytes_both_ways_at_once(target):

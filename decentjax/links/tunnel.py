@@ -117,14 +117,6 @@ class Tunnel:
 
     def _run(self, plain: socket.socket, number: int) -> None:
         # An end that is gone, or does not know the secret.
-        import traceback
-
-        try:
-            with plain:
-                self._carry(plain, number)
-        except BaseException:
-            traceback.print_exc()
-        return
         with contextlib.suppress(OSError, IndexError), plain:
             self._carry(plain, number)
 
