@@ -12,6 +12,7 @@ from train.cli.sections import KINDS, kind_of
 from train.cli.trust import find_own, find_task
 from train.config import Config
 from train.fields import place_of, takes_function
+from train.plain_files import read_json
 from train.tasks.shipped import MODULES, is_shipped, shipped_task
 
 # The fields by which what is trained may be the user's own, as `place_of` writes it.
@@ -92,11 +93,7 @@ def read_fields(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: if the file holds no JSON object, with its name.
     """
-    try:
-        fields = json.loads(path.read_bytes())
-    # Thousands of nested brackets are a RecursionError of json.
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not the JSON of a config: {error}") from error
+    fields = read_json(path)
     if not isinstance(fields, dict):
         kind = type(fields).__name__
         raise ValueError(f"{path} must hold a config as a JSON object, got {kind}")

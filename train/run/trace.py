@@ -7,21 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decentjax.dispersion import NORMS
 from decentjax.loss import check_call, kinds
 from train.data.batches import Batch
 from train.run.finite import QUARANTINED, poison_gradient
-from train.store.log import PER_SECOND, warn
+from train.store.log import COLUMNS, PER_SECOND, warn
 from train.tasks.task import Task
 
-# What rows of metrics.jsonl have by these names is no metric of a task.
-COLUMNS = {
-    *("step", "seconds", "loss", "consensus_distance", "learning_rate"),
-    *("steps_per_second", "skipped_examples", "share_of_peak", QUARANTINED),
-    *("models_mixed", "models_age", "mean_model", "workers", "norms"),
-    *("began", "resumed", "changed", "rate_jump", "init_from", "init_step"),
-    "quarantine",
-    *("joined_after", "moved", "alive", "mean_moved"),
-}
+# No metrics of a task, as the columns of the log are none.
+OWN = QUARANTINED, NORMS
 
 
 def trace_task(task: Task, batch_per_worker: int) -> None:
@@ -41,7 +35,7 @@ def trace_task(task: Task, batch_per_worker: int) -> None:
     check_takes(task.loss_fn, "loss_fn", *named, "batch", "key")
     loss_fn = poison_gradient(task.loss_fn)
     _, (_, metrics) = jax.eval_shape(loss_fn, *model, batch, key)
-    taken = metrics.keys() & {*COLUMNS, task.amount.unit + PER_SECOND}
+    taken = metrics.keys() & {*COLUMNS, *OWN, task.amount.unit + PER_SECOND}
     if taken:
         raise ValueError(
             f"loss_fn returns a metric {min(taken)!r}, as a column of the log is "

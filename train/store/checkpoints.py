@@ -6,7 +6,6 @@ also the position in the data. Its manifest has the hash of each file: what is d
 is never taken for a checkpoint.
 """
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,6 +16,7 @@ import orbax.checkpoint as ocp
 from decentjax import WorkerState
 from train.cli.old_config import upgraded
 from train.job.distributed import gather
+from train.plain_files import read_json
 from train.store.fits import OTHER_STRUCTURE, MisfitError, check_fits, is_key, key_kind
 from train.store.log import warn
 from train.store.manifest import check_files
@@ -236,7 +236,7 @@ def _read_run(path: Path) -> dict[str, Any]:
     """The step and the config in a checkpoint."""
     try:
         # Not by orbax, whose reads are collectives in a job: any process reads this.
-        run = json.loads((path / "run" / "metadata").read_text())
+        run = read_json(path / "run" / "metadata")
         if {"step", "config"} <= run.keys():
             return run
     except (OSError, ValueError, AttributeError, RecursionError):

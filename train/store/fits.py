@@ -1,7 +1,6 @@
 """Whether a saved state fits that of a run, before orbax reads it."""
 
 import contextlib
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from train.plain_files import read_json
 from train.store.log import warn
 
 NEW_RUN = "which takes a new run, as --init-from begins with this one's mean model"
@@ -101,9 +101,10 @@ def is_key(x: Any) -> bool:
 def _other_keys(path: Path, name: str, now: Any) -> str:
     """The sentence for random keys of another kind."""
     saved = "another"
-    with contextlib.suppress(OSError, ValueError, LookupError):  # As orbax has it.
+    # As orbax has it.
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         for file in (path / "array_metadatas").iterdir():
-            for one in json.loads(file.read_text())["array_metadatas"]:
+            for one in read_json(file)["array_metadatas"]:
                 if one["array_metadata"]["param_name"] == name:
                     saved = one["array_metadata"]["ext_metadata"]["random_key_impl"]
     return (
