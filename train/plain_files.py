@@ -6,12 +6,13 @@ memory, and a link in place of a file would be written through, to wherever it l
 
 import contextlib
 import errno
+import io
 import json
 import os
 import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 # A config, a manifest or the results of a run; no other file is read as a whole.
 MOST_BYTES = 2**26
@@ -45,7 +46,7 @@ def check_plain(path: Path, follow: bool = True) -> None:
         raise OSError(errno.EINVAL, said, str(path))
 
 
-def open_plain(path: Path) -> IO[bytes]:
+def open_plain(path: Path) -> io.BufferedReader:
     """Opens a regular file to be read; a link to one too.
 
     Raises:
@@ -55,7 +56,7 @@ def open_plain(path: Path) -> IO[bytes]:
     return open(path, "rb", opener=_open_at_once)
 
 
-def open_to_append(path: Path) -> IO[str]:
+def open_to_append(path: Path) -> io.TextIOWrapper:
     """Opens a text file to append lines to, and makes it where it is missing.
 
     Raises:
@@ -99,6 +100,19 @@ def read_json(path: Path) -> Any:
     # Thousands of nested brackets are a RecursionError of json.
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not JSON: {error}") from error
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """Returns the object in a file of JSON, see `read_json`.
+
+    Raises:
+      ValueError: if it holds none, with its name.
+    """
+    found = read_json(path)
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise ValueError(f"{path} must hold a JSON object, got {kind}")
+    return found
 
 
 def read_lines(path: Path) -> Iterator[str]:

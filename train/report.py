@@ -128,7 +128,7 @@ def _events_sections(runs: list[History]) -> list[Section]:
 
 def _timeline_sections(runs: list[History]) -> list[Section]:
     """One figure of all runs with a timeline, on one scale of time, and the traces."""
-    runs = [run for run in runs if run.spans]
+    runs = [run for run in runs if run.spans and median_step_seconds(run.spans) > 0]
     if not runs:
         return []
     medians = [median_step_seconds(run.spans) for run in runs]

@@ -6,6 +6,7 @@ RUN/process-K/used.csv has the models that its workers have mixed, to repeat the
 import contextlib
 import csv
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from train.store.log import Log, warn
 
 USED = "used.csv"
 # As in `gossip.Used` and `gossip.Taken`; the last three are empty if none was received.
+NUMBER = re.compile(r"(-?\d{1,10})?")
 COLUMNS = ("step", "worker", "group", "peer", "version", "sent")
 
 
@@ -157,7 +159,13 @@ def _rows(path: Path) -> list[tuple[str, ...]]:
     # The last one has fewer values where the process was killed while it wrote.
     rows = csv.DictReader(read_lines(path))
     whole = (row for row in rows if None not in row.values())
-    return [tuple(row[name] for name in COLUMNS) for row in whole]
+    found = [tuple(row.get(name, "?") for name in COLUMNS) for row in whole]
+    for row in found:
+        if not (all(map(NUMBER.fullmatch, row)) and all(row[:3])):
+            raise ValueError(
+                f"{path} must have rows of {', '.join(COLUMNS)}, got {row}"
+            )
+    return found
 
 
 def _senders(config: Config, workers: Iterable[int]) -> set[int]:

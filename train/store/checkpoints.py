@@ -14,10 +14,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decentjax import WorkerState
-from train.cli.old_config import upgraded
+from train.cli.config_json import as_fields
 from train.job.distributed import gather
 from train.plain_files import read_json
-from train.store.fits import OTHER_STRUCTURE, MisfitError, check_fits, is_key, key_kind
+from train.store.fits import (
+    OTHER_STRUCTURE,
+    MisfitError,
+    check_fits,
+    explained,
+    is_key,
+    key_kind,
+)
 from train.store.log import warn
 from train.store.manifest import check_files
 
@@ -139,7 +146,7 @@ def set_aside(run_dir: Path, step: int) -> list[str]:
 
 def saved_fields(path: Path) -> dict[str, Any]:
     """Returns the fields of the config that a checkpoint was made with."""
-    return upgraded(_read_run(path)["config"])
+    return as_fields(_read_run(path)["config"])
 
 
 def restore(path: Path, state: WorkerState) -> WorkerState:
@@ -154,7 +161,7 @@ def restore(path: Path, state: WorkerState) -> WorkerState:
     """
     check_fits(path / "state", state)
     try:
-        with ocp.StandardCheckpointer() as reader:
+        with ocp.StandardCheckpointer() as reader, explained():
             return reader.restore((path / "state").absolute(), state)
     except ValueError as error:
         if "structures do not match" not in str(error):
@@ -179,7 +186,7 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
     step, path = newest(run_dir, step)
     try:
         return step, read_part(path, models)
-    except MisfitError as error:
+    except ValueError as error:
         raise ValueError(
             f"the checkpoint of step {step} of {run_dir} cannot be used: {error}"
         ) from error
@@ -198,7 +205,7 @@ def read_part(path: Path, shapes: Any) -> Any:
     check_fits(path / "state", shapes, part=True)
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
     # A partial restore: the rest of the state would double the memory, or more.
-    with ocp.PyTreeCheckpointer() as reader:
+    with ocp.PyTreeCheckpointer() as reader, explained():
         restored = reader.restore(
             (path / "state").absolute(),
             args=_args.PyTreeRestore(
@@ -237,8 +244,8 @@ def _read_run(path: Path) -> dict[str, Any]:
     try:
         # Not by orbax, whose reads are collectives in a job: any process reads this.
         run = read_json(path / "run" / "metadata")
-        if {"step", "config"} <= run.keys():
+        if type(run["step"]) is int and isinstance(run["config"], dict):
             return run
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, LookupError):
         pass
     raise ValueError("does not say which step it is of")

@@ -1,7 +1,7 @@
 """Whether a saved state fits that of a run, before orbax reads it."""
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,16 @@ Kinds = dict[str, jax.ShapeDtypeStruct]
 
 class MisfitError(ValueError):
     """A checkpoint is whole, and of another state than that of this run."""
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turns an error of orbax, which has many kinds and lines, into a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"its state cannot be read: {why}") from error
 
 
 def check_fits(path: Path, state: Any, part: bool = False) -> None:
@@ -65,7 +75,8 @@ def _warn_of_dtypes(saved: Kinds, wanted: Kinds) -> None:
 def _saved(path: Path) -> Kinds:
     # Not of a checkpointer, which logs that a part has no metadata of its own.
     handler: Any = ocp.StandardCheckpointHandler()
-    tree = handler.metadata(path.absolute())
+    with explained():
+        tree = handler.metadata(path.absolute())
     return _kinds(getattr(tree, "tree", tree))
 
 

@@ -23,7 +23,7 @@ METRICS = "metrics.jsonl"
 Numbers = dict[str, float | None]
 # What a row of `METRICS` has by these names; by any other it has a number, or null for
 # one that is not finite.
-COLUMNS: dict[str, Any] = {
+FORMS: dict[str, Any] = {
     "step": int,
     "seconds": float,
     **dict.fromkeys(("loss", "consensus_distance", "learning_rate"), float | None),
@@ -301,15 +301,16 @@ def _row(row: Any) -> dict[str, Any] | None:
         workers = row.get("workers", [])
         if not workers or any(x.keys() != row["mean_model"].keys() for x in workers):
             return None
-    jump = row.get("rate_jump", (0, 0))
-    return measured(row) if len(jump) == 2 else None
+    if len(row.get("rate_jump", "ab")) != 2 or ("mean_moved" in row) > ("alive" in row):
+        return None
+    return measured(row)
 
 
 def _is_in_column(name: str, x: Any) -> bool:
     # Most are floats, and `fits` takes a while.
     is_small = type(x) is float and abs(x) <= LARGEST_FLOAT
     return (
-        fits(x, COLUMNS.get(name, float | None))
+        fits(x, FORMS.get(name, float | None))
         if not is_small
-        else (COLUMNS.get(name, float) in (float, float | None))
+        else (FORMS.get(name, float) in (float, float | None))
     )

@@ -126,7 +126,7 @@ def middle_steps(spans: Sequence[ActivitySpan], seconds: float) -> list[Activity
 def median_step_seconds(spans: Sequence[ActivitySpan]) -> float:
     """Returns the median seconds between the starts of consecutive steps.
 
-    The last step counts up to the end of the run.
+    The last step counts up to the end of the run; it is 0 where there is no step.
     """
     starts: dict[int, float] = {}
     first = spans[0].process
@@ -134,6 +134,8 @@ def median_step_seconds(spans: Sequence[ActivitySpan]) -> float:
     for span in own:
         if span.activity in ("compute", "step"):
             starts[span.step] = min(starts.get(span.step, span.start), span.start)
+    if not starts:
+        return 0.0
     times = [*(starts[step] for step in sorted(starts)), max(s.end for s in own)]
     gaps = sorted(after - before for before, after in itertools.pairwise(times))
     return gaps[len(gaps) // 2]
