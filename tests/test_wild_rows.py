@@ -117,6 +117,16 @@ def test_a_wild_record_gets_a_sentence(cells, words, tmp_path):
         read_used(tmp_path)
 
 
+def test_a_wild_topology_is_named_with_its_file(tmp_path):
+    run = make_run(tmp_path / "run", 2.5)
+    fields = json.loads((run / "config.json").read_text())
+    fields["topology"]["degree"] = "2"
+    (run / "config.json").write_text(json.dumps(fields))
+    words = f"^{run}/config.json: TopologyConfig.degree must be an integer"
+    with pytest.raises(ValueError, match=words):
+        write_report([run], run / "report.html")
+
+
 def paths_in(value, path=()):
     yield path
     if isinstance(value, dict | list):

@@ -146,7 +146,10 @@ def set_aside(run_dir: Path, step: int) -> list[str]:
 
 def saved_fields(path: Path) -> dict[str, Any]:
     """Returns the fields of the config that a checkpoint was made with."""
-    return as_fields(_read_run(path)["config"])
+    try:
+        return as_fields(_read_run(path)["config"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def restore(path: Path, state: WorkerState) -> WorkerState:
