@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from pathlib import Path
 
 import jax
@@ -188,6 +189,82 @@ def test_incomplete_files_get_a_sentence(tmp_path):
         read(tmp_path)
     path.unlink()
     with pytest.raises(ValueError, match=r"has no model\.safetensors, the weights in"):
+        read(tmp_path)
+
+
+NORM = "transformer.ln_f.weight"
+SHAPE = r"must have transformer\.ln_f\.weight as \(16,\) numbers of F16, .*, got "
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"data_offsets": [0, 10**9]}, "is not a whole safetensors file"),
+        ({"data_offsets": [2**63, 2**64 - 1]}, "is not a whole safetensors file"),
+        ({"data_offsets": [64, 128]}, "is not a whole safetensors file"),
+        ({"shape": [2**62, 4]}, "is not a whole safetensors file: .* overflow"),
+        ({"shape": [-16]}, "is not a whole safetensors file"),
+        ({"shape": [4, 4]}, SHAPE + r"\(4, 4\) of F32"),
+        ({"dtype": "I32"}, SHAPE + r"\(16,\) of I32"),
+        ({"dtype": "F64"}, "is not a whole safetensors file"),
+        ({"dtype": "Q8"}, "is not a whole safetensors file"),
+    ],
+)
+def test_a_header_that_lies_gets_a_sentence(fields, words, tmp_path):
+    path = save(tmp_path) / "model.safetensors"
+    data = path.read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    header = json.loads(data[8:end])
+    header[NORM] |= fields
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data[end:])
+    with pytest.raises(ValueError, match=words):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("size", [0, 1, 10**8, 2**63, 2**64 - 1])
+def test_a_header_of_another_length_gets_a_sentence(size, tmp_path):
+    path = save(tmp_path) / "model.safetensors"
+    path.write_bytes(size.to_bytes(8, "little") + path.read_bytes()[8:])
+    with pytest.raises(ValueError, match="is not a whole safetensors file"):
+        read(tmp_path)
+
+
+def test_arrays_that_a_gpt_has_not_are_refused_and_not_read(tmp_path):
+    one = np.ones(16, np.float32)
+    save(tmp_path, **{"ln_f.weight": one})
+    with pytest.raises(ValueError, match=r"two arrays ln_f\.weight, with and without"):
+        read(tmp_path)
+    save(tmp_path, **{"transformer.h.2.ln_1.weight": one})
+    with pytest.raises(ValueError, match=r"has .*h\.2\.ln_1\.weight, which no GPT of"):
+        read(tmp_path)
+    size = 10**12  # It takes no place on the disk, and would take it in memory.
+    fields = {"dtype": "F32", "shape": [size // 4], "data_offsets": [0, size]}
+    text = json.dumps({"x": fields}).encode()
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + size)
+    with pytest.raises(ValueError, match=r"model\.safetensors lacks 28 arrays"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["n_layer", "vocab_size", "layer_norm_epsilon"])
+@pytest.mark.parametrize(
+    "value", [-1, 0, "2", None, True, [], {}, 10**39, float("nan"), float("inf")]
+)
+def test_wild_sizes_of_a_config_get_a_sentence(name, value, tmp_path):
+    save(tmp_path, FIELDS | {name: value})
+    with pytest.raises(ValueError, match=f"must have {name} as a.* above 0"):
+        read(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "device", "folder"])
+def test_what_is_no_file_of_weights_is_not_waited_for(kind, tmp_path):
+    path = save(tmp_path) / "model.safetensors"
+    path.unlink()
+    make = {"FIFO": os.mkfifo, "folder": os.mkdir}
+    make.get(kind, lambda path: path.symlink_to("/dev/zero"))(path)
+    with pytest.raises((OSError, ValueError), match=f"got a {kind}|has no model"):
         read(tmp_path)
 
 

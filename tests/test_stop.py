@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from train.cli.command import SaveError
-from train.cli.tables import write_whole
 from train.job.processes import REPEAT_SECONDS
+from train.plain_files import write_whole
 from train.run.resume import saved_config
 from train.run.stop import Stop
 from train.store.checkpoints import UNFINISHED, find_checkpoints, verify

@@ -5,15 +5,12 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from train.cli.tables import (
     counted,
     machine,
     markdown,
     to_json,
     write_json,
-    write_whole,
 )
 
 
@@ -48,19 +45,6 @@ def test_facts_become_plain_json(tmp_path):
         "points": [{"x": 1, "y": 2.5}, {"x": 2, "y": None}],
     }
     assert to_json(facts).endswith("}\n")
-
-
-def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
-    path = tmp_path / "config.json"
-    path.write_text("old")
-
-    def full(self, text):
-        raise OSError("no space left on device")
-
-    monkeypatch.setattr(Path, "write_text", full)
-    with pytest.raises(OSError, match="no space"):
-        write_whole(path, "new")
-    assert path.read_text() == "old"
 
 
 def test_the_machine_is_described_with_versions():

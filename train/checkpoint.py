@@ -18,12 +18,13 @@ from train.cli.config_json import to_json
 from train.cli.options import Trust
 from train.cli.progress import over
 from train.cli.read import from_options
-from train.cli.tables import aligned, write_json, write_whole
+from train.cli.tables import aligned, write_json
 from train.config import Config
 from train.data.files import check_new, new_folder
 from train.data.token_files import SEPARATOR
 from train.data.vocabulary import load_vocabulary
 from train.models.gpt2 import write_gpt2
+from train.plain_files import part_of, write_new, write_whole
 from train.run.scores import Model, read_trained
 from train.store.checkpoints import DamagedError, Found, find_checkpoints, verify
 from train.store.fits import is_key
@@ -145,7 +146,8 @@ def named(model: Any) -> dict[str, np.ndarray]:
 def _write_own(path: Path, config: Config, model: Model, facts: Facts) -> None:
     params, model_state = model
     arrays = named({"params": params, "model_state": model_state})
-    part = path.with_name(f".{path.name}.part")
+    part = part_of(path)
+    write_new(part, b"")  # As `save_file` would write through a link.
     save_file(arrays, part, metadata={**facts, "format": "decentjax"})
     part.replace(path)
     write_whole(path.with_suffix(".json"), to_json(config))

@@ -25,6 +25,7 @@ from train.config import Config
 from train.figures.comparison_figure import Panel, draw_comparison, draw_tuning
 from train.figures.run_figure import MORE_AXES
 from train.figures.style import save_svg
+from train.plain_files import write_whole
 from train.run.resume import with_changes, with_field
 from train.study.clock import Clock
 from train.study.comparison import NO_UNITS, Entry, statements, table
@@ -118,7 +119,7 @@ def compare(
     shown = table(entries, simulated, grid.fields, headline.name, units)
     remarks = _remarks(shown, _words(bests[0].score) if grid.fields else None)
     text = "\n\n".join([shown, *remarks, *statements(entries, headline)])
-    (out / "compare.md").write_text(text + "\n")
+    write_whole(out / "compare.md", text + "\n")
     time = "seconds, simulated" if clock.runs else "step"
     _draw_entries(entries, ends, headline, units, time, out / "compare.svg")
     print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")

@@ -112,7 +112,7 @@ def check_types(config: Any) -> None:
     hints = _hints(type(config))
     for field in dataclasses.fields(config):
         hint, value = hints[field.name], getattr(config, field.name)
-        if not _fits(value, hint):
+        if not fits(value, hint):
             name = f"{type(config).__name__}.{field.name}"
             near = nearest(value, hint)
             raise ValueError(
@@ -126,17 +126,24 @@ def _hints(kind: type) -> dict[str, Any]:
     return typing.get_type_hints(kind)
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of an annotation; numbers as large as jax has them."""
     kind, inner = typing.get_origin(hint), typing.get_args(hint)
     if kind is Literal:
         return any(type(value) is type(one) and value == one for one in inner)
     if kind in (Union, types.UnionType):
-        return any(_fits(value, one) for one in inner)
+        return any(fits(value, one) for one in inner)
     if kind is tuple:
         if not isinstance(value, tuple):
             return False
         parts = inner if inner[-1] is not ... else inner[:1] * len(value)
-        return len(value) == len(parts) and all(map(_fits, value, parts))
+        return len(value) == len(parts) and all(map(fits, value, parts))
+    if kind is list and inner:
+        return isinstance(value, list) and all(fits(one, inner[0]) for one in value)
+    if kind is dict and inner:
+        return isinstance(value, dict) and all(
+            fits(name, inner[0]) and fits(one, inner[1]) for name, one in value.items()
+        )
     if kind is collections.abc.Callable:
         return _is_at_top(value)
     if isinstance(value, bool):  # bool is a subclass of int.

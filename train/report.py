@@ -34,6 +34,7 @@ from train.figures.run_figure import (
     draw_topology,
 )
 from train.figures.timeline_figure import draw_timelines
+from train.plain_files import write_whole
 from train.run.history import History, read_history
 from train.store.folder import check_links
 from train.store.log import PER_SECOND
@@ -127,7 +128,7 @@ def _events_sections(runs: list[History]) -> list[Section]:
 
 def _timeline_sections(runs: list[History]) -> list[Section]:
     """One figure of all runs with a timeline, on one scale of time, and the traces."""
-    runs = [run for run in runs if run.spans]
+    runs = [run for run in runs if run.spans and median_step_seconds(run.spans) > 0]
     if not runs:
         return []
     medians = [median_step_seconds(run.spans) for run in runs]
@@ -312,7 +313,7 @@ def _paths_sections(runs: list[History], figures_dir: Path | None) -> list[Secti
         animation = animate_paths(records)
         if figures_dir is not None:
             figures_dir.mkdir(parents=True, exist_ok=True)
-            (figures_dir / f"paths_of_{run.name}.gif").write_bytes(animation)
+            write_whole(figures_dir / f"paths_of_{run.name}.gif", animation)
         data = base64.b64encode(animation).decode()
         image = f'<img alt="the same, moving" src="data:image/gif;base64,{data}">'
         sections.append(Section(f"Paths of {run.name}", draw_paths(records), image))

@@ -40,10 +40,11 @@ from benches.results import check_at_least, check_pattern, write_results
 from train.cli.config_json import to_json as config_json
 from train.cli.families import FOLDER
 from train.cli.load import load_config
-from train.cli.tables import to_json, write_whole
+from train.cli.tables import to_json
 from train.figures.style import to_svg
 from train.job.namespaces import parse_rate
 from train.network import Rates
+from train.plain_files import write_whole
 from train.study.tune import EDGE, edges_of
 
 

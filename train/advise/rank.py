@@ -12,11 +12,11 @@ from decentjax import Topology, analysis
 from decentjax import topology as topologies
 from train.advise.setting import Overlap, Setting
 from train.config import TopologyConfig, WorkersConfig
+from train.config.graph import MOST_WORKERS
 from train.fields import place_of
 from train.network import duration
 
-MOST_WORKERS = 4096  # Some graphs are built as an N x N matrix.
-MOST_FOR_CONSENSUS = 1024  # The norm of such a matrix takes longer still.
+MOST_FOR_CONSENSUS = 1024  # It is the norm of an N x N matrix.
 WORTH = 1.05  # Smallest speed-up for which decentralized training is advised.
 AS_FAST = 1.02  # Topologies within that factor of the fastest: consensus decides.
 # A config has a topology too, which must fit the workers; this one fits any.

@@ -1,7 +1,6 @@
 """Which method reaches a loss first on a cluster, by steps that were measured."""
 
 import dataclasses
-import json
 import math
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ from train.advise.rounds_advice import STEPS, rounds_seconds, whole_periods
 from train.advise.setting import Overlap, Setting
 from train.cli.config_json import changes, from_fields
 from train.config import Config
+from train.plain_files import read_json
 from train.run.method import build_method
 
 RATES = np.geomspace(1e5, 1e11, 25)  # Bytes per second at which the order is looked at.
@@ -79,7 +79,7 @@ def read_race(path: Path | None) -> list[Contender]:
             "and a checkout has configs/quality.json"
         )
     try:
-        rows = json.loads(path.read_text())["steps"]
+        rows = read_json(path)["steps"]
         if not rows:
             raise ValueError("no method has reached it")
         return [

@@ -19,10 +19,11 @@ from train.chaos.jobs import BrokenError, MissedError
 from train.cli.command import command, show_usage
 from train.cli.load import load_config
 from train.cli.read import from_options
-from train.cli.tables import markdown, to_json, write_whole
+from train.cli.tables import markdown, to_json
 from train.figures.members_figure import draw_members
 from train.figures.style import save_svg
 from train.job.namespaces import EmulatedCluster, Nodes, in_cluster
+from train.plain_files import write_whole
 from train.run.history import read_history
 
 USAGE = (

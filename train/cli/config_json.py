@@ -12,11 +12,18 @@ from train.cli.sections import KINDS, kind_of
 from train.cli.trust import find_own, find_task
 from train.config import Config
 from train.fields import place_of, takes_function
+from train.plain_files import read_object
 from train.tasks.shipped import MODULES, is_shipped, shipped_task
 
 # The fields by which what is trained may be the user's own, as `place_of` writes it.
 PLACES = ("task.kind", "topology.make", "optimizer.make", "optimizer.schedule")
 HOOKS = ("on_step", "on_evaluation")
+WANTED = f"the task must be one of {', '.join(MODULES)}"
+SECTIONS = {
+    field.name
+    for field in dataclasses.fields(Config)
+    if field.default_factory is not dataclasses.MISSING
+}
 
 
 def to_json(config: Config) -> str:
@@ -42,31 +49,45 @@ def from_fields(fields: dict[str, Any], trust: Sequence[str] = ()) -> Config:
     Raises:
       ValueError: if its task is unknown, or another version has written it.
     """
-    task = fields.get("task") if isinstance(fields, dict) else fields
-    kind = task.get("kind") if isinstance(task, dict) else task
-    wanted = f"the task must be one of {', '.join(MODULES)}"
-    if not (isinstance(task, dict) and isinstance(kind, str)):
-        raise ValueError(f"{wanted}, got {kind}")
+    fields = as_fields(fields)
+    kind, of_task = _kind_and_fields(fields["task"])
     if kind not in MODULES and ":" not in kind:
-        raise ValueError(f"{wanted}, or MODULE:CLASS, got {kind}")
-    of_task = {name: value for name, value in task.items() if name != "kind"}
+        raise ValueError(f"{WANTED}, or MODULE:CLASS, got {kind}")
     try:
         own = kind not in MODULES
         found = find_task(kind, trust) if own else shipped_task(kind)
         parts = {"task": make(found, of_task, trust)}
-        fields = upgraded(fields)
         for section in KINDS.keys() & fields.keys():
-            kind, given = _kind_and_fields(section, fields[section])
-            parts[section] = make(kind, given, trust)
+            kind, given = _kind_and_fields(fields[section])
+            parts[section] = make(kind_of(section, kind), given, trust)
         return make(Config, {**fields, **parts}, trust)
     except (TypeError, KeyError, RecursionError) as error:
         raise ValueError(f"a config of another version: {error}") from error
 
 
-def _kind_and_fields(section: str, fields: Any) -> tuple[Any, dict[str, Any]]:
-    """The class of a section, and its fields."""
+def as_fields(fields: Any) -> dict[str, Any]:
+    """Returns the fields of a config as this version writes them, see `upgraded`.
+
+    Raises:
+      ValueError: if a section is none, or another version has written it.
+    """
+    task = fields.get("task") if isinstance(fields, dict) else fields
+    kind = task.get("kind") if isinstance(task, dict) else task
+    if not (isinstance(task, dict) and isinstance(kind, str)):
+        raise ValueError(f"{WANTED}, got {kind}")
+    for name in SECTIONS & fields.keys():
+        section = fields[name]
+        if not (isinstance(section, dict) and isinstance(section.get("kind", ""), str)):
+            raise ValueError(
+                f"{name} must be an object, whose kind is a string, got {section}"
+            )
+    return upgraded(fields)
+
+
+def _kind_and_fields(fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The kind of a section, and its fields."""
     given = dict(fields)
-    return kind_of(section, given.pop("kind", None)), given
+    return given.pop("kind", None), given
 
 
 def read_config(path: Path, trust: Sequence[str] = ()) -> Config:
@@ -92,16 +113,9 @@ def read_fields(path: Path) -> dict[str, Any]:
     Raises:
       ValueError: if the file holds no JSON object, with its name.
     """
+    fields = read_object(path)
     try:
-        fields = json.loads(path.read_bytes())
-    # Thousands of nested brackets are a RecursionError of json.
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path} is not the JSON of a config: {error}") from error
-    if not isinstance(fields, dict):
-        kind = type(fields).__name__
-        raise ValueError(f"{path} must hold a config as a JSON object, got {kind}")
-    try:
-        return upgraded(fields)
+        return as_fields(fields)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 

@@ -11,9 +11,9 @@ def upgraded(fields: dict[str, Any]) -> dict[str, Any]:
     """
     fields = dict(fields)
     exchange, policy = fields.get("exchange"), fields.get("policy")
-    if isinstance(exchange, dict) and "where" in exchange:
+    if isinstance(exchange, dict) and isinstance(exchange.get("where"), str):
         fields["exchange"] = _exchange(exchange)
-    if isinstance(policy, dict) and "name" in policy:
+    if isinstance(policy, dict) and isinstance(policy.get("name"), str):
         fields["policy"] = _policy(policy)
     if "timeout_seconds" in (job := fields.get("distributed") or {}):
         # The deadline of a step is in its place, and each start has its own.

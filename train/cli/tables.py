@@ -14,6 +14,8 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from train.plain_files import write_whole
+
 
 def markdown(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Returns a table in Markdown, without a newline at its end."""
@@ -133,13 +135,6 @@ def quantity(value: float, unit: str = "", digits: int = 3) -> str:
 def counted(number: int, noun: str) -> str:
     """Returns a number of things: "1 node", "1,024 nodes"."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file so that readers see all of the new text, or the old one."""
-    part = path.with_name(f".{path.name}.part")
-    part.write_text(text)
-    part.replace(path)
 
 
 def machine(*packages: str) -> str:

@@ -6,8 +6,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from decentjax import topology as topologies
 from decentjax.topology import Topology
-from train.config.checks import check_at_least
+from train.config.checks import check_at_least, check_at_most
 from train.fields import checked, place_of
+
+MOST_WORKERS = 4096  # Some graphs are built as an N x N matrix.
+MOST_EXCHANGES = 2**14  # A topology has one after the other, in memory.
 
 
 def _graphs() -> tuple[str, ...]:
@@ -45,6 +48,7 @@ class WorkersConfig:
     def __post_init__(self):
         names = "num_workers", "workers_per_node", "devices_per_worker"
         check_at_least(self, 1, *names)
+        check_at_most(self, MOST_WORKERS, *names)
 
 
 @checked
@@ -78,6 +82,10 @@ class TopologyConfig:
     factor: float = 1.0
     mean_every: int | None = None
     make: Callable[[int], Topology] | None = None
+
+    def __post_init__(self):
+        check_at_most(self, MOST_EXCHANGES, "period", "mean_every")
+        check_at_most(self, MOST_WORKERS, "degree", "group_size")
 
     def build(self, workers: WorkersConfig) -> Topology:
         """Returns the topology of these workers.

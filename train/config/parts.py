@@ -4,9 +4,11 @@ import math
 from typing import Literal
 
 from decentjax.distributed.deadline import check_deadline
-from train.config.checks import check_at_least
+from train.config.checks import check_at_least, check_at_most
 from train.fields import checked
 from train.xla import read_options
+
+MOST_READERS = 1024  # Each is a process.
 
 
 @checked
@@ -25,6 +27,7 @@ class DataConfig:
 
     def __post_init__(self):
         check_at_least(self, 0, "num_processes")
+        check_at_most(self, MOST_READERS, "num_processes")
         if self.skew is not None and not 0 < self.skew[1] < math.inf:
             raise ValueError(
                 f"data.skew needs a positive concentration, got {self.skew[1]}"

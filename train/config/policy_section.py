@@ -3,8 +3,8 @@
 from typing import ClassVar
 
 from decentjax import policy as policies
-from train.config.checks import check_at_least
-from train.config.graph import TopologyName
+from train.config.checks import check_at_least, check_at_most
+from train.config.graph import MOST_WORKERS, TopologyName
 from train.fields import checked
 
 
@@ -33,6 +33,7 @@ class ThinningPolicy:
 
     def __post_init__(self):
         check_at_least(self, 1, "epoch_steps")
+        check_at_most(self, MOST_WORKERS, "degree")
         # Raises for invalid numbers.
         policies.thinning(2, 2 if self.degree is None else self.degree, self.per_epoch)
 

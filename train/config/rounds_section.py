@@ -18,7 +18,8 @@ from decentjax.compression import (
 )
 from decentjax.rounds import blend, replace, shift
 from decentjax.topology import Topology
-from train.config.checks import check_at_least
+from train.config.checks import check_at_least, check_at_most
+from train.config.graph import MOST_EXCHANGES
 from train.fields import checked
 
 CodecName = Literal["none", "float16", "bfloat16", "int8", "int4", "int2", "top_k"]
@@ -102,6 +103,7 @@ class RoundsConfig:
 
     def __post_init__(self):
         check_at_least(self, 1, "every_steps", "fragments")
+        check_at_most(self, MOST_EXCHANGES, "every_steps", "fragments")
         check_at_least(self, 0, "error_kept")
         step = 1.0 if self.copy_step is None else self.copy_step
         if self.error_kept > 1 or not 0 < step <= 1:

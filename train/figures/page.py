@@ -10,6 +10,7 @@ from pathlib import Path
 from matplotlib.figure import Figure
 
 from train.figures.style import to_svg
+from train.plain_files import write_whole
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,12 +46,14 @@ def write_page(
     """Writes a page, and each figure as an SVG file too where a folder is given."""
     body = "\n".join(section.html() for section in sections)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(PAGE.format(title=html.escape(title), body=body))
+    page = PAGE.format(title=html.escape(title), body=body)
+    # Half a character, as JSON may have it, is no UTF-8.
+    write_whole(out, page.encode(errors="backslashreplace"))
     for section in sections:
         if figures_dir is not None and section.svg is not None:
             figures_dir.mkdir(parents=True, exist_ok=True)
             name = section.title.lower().replace(":", "").replace(" ", "_")
-            (figures_dir / f"{name}.svg").write_bytes(section.svg)
+            write_whole(figures_dir / f"{name}.svg", section.svg)
 
 
 def html_table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -7,6 +7,8 @@ from typing import Any
 import matplotlib
 from matplotlib.figure import Figure
 
+from train.plain_files import write_whole
+
 
 def grid(
     rows: int, columns: int, width: float, height: float, **options: Any
@@ -36,4 +38,4 @@ def to_svg(figure: Figure) -> bytes:
 def save_svg(figure: Figure, path: Path) -> None:
     """Writes the figure as SVG, see `to_svg`, and makes the folder if it is missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(to_svg(figure))
+    write_whole(path, to_svg(figure))

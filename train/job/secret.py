@@ -6,6 +6,7 @@ import secrets
 from pathlib import Path
 
 from decentjax.links import MIN_SECRET_BYTES
+from train.plain_files import open_plain
 
 MAX_SECRET_BYTES = 4096
 NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY
@@ -38,7 +39,7 @@ def read_secret(path: Path) -> bytes:
     Raises:
       ValueError: if others than its owner may read it, or its length is wrong.
     """
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         mode = os.fstat(file.fileno()).st_mode
         found = file.read(MAX_SECRET_BYTES + 1).strip()
     if mode & 0o077:

@@ -7,17 +7,22 @@
 import dataclasses
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
-from safetensors.numpy import load_file, save_file
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
+from train.fields import fits, words
 from train.models.gpt import GPT, GPTConfig
+from train.plain_files import check_plain
 
 WEIGHTS, CONFIG = "model.safetensors", "config.json"
+DTYPES = "F16", "BF16", "F32", "F64"
 # The names of GPT-2's parts for those of a GPT. Kernels are [in, out] in both.
 NAMES = {
     "tokens": "wte",
@@ -105,16 +110,19 @@ def read_gpt2(folder: Path, fields: dict[str, Any], config: Any) -> nnx.State:
       ValueError: if the two are of other kinds or sizes, with the options that set the
         sizes.
     """
-    config, arrays = _check_gpt(config), _read_arrays(folder)
+    config = _check_gpt(config)
     _check_form(folder, fields)
-    _check_sizes(folder, fields, arrays, config)
-    shapes = _shapes(config)
-    missing = [name for name, _ in _named(shapes) if name not in arrays]
-    if missing:
+    _check_sizes(folder, fields, config)
+    shapes, whole = _shapes(config), _shapes(dataclasses.replace(config, bias=True))
+    needed = [name for name, _ in _named(shapes)]
+    arrays = _read_arrays(folder, dict(_named(whole)), needed)
+    # A GPT without biases is one whose biases are zero.
+    if any(np.any(x) for name, x in arrays.items() if name not in needed):
         raise ValueError(
-            f"{folder / WEIGHTS} lacks {len(missing)} arrays, such as {missing[0]}"
+            f"the model of {folder} has biases, and the config none: set "
+            "--task.model.bias"
         )
-    leaves = [arrays[name].astype(np.float32) for name, _ in _named(shapes)]
+    leaves = [arrays[name].astype(np.float32) for name in needed]
     return jax.tree.unflatten(jax.tree.structure(shapes), leaves)
 
 
@@ -147,23 +155,67 @@ def _check_gpt(config: Any) -> GPTConfig:
     return config
 
 
-def _read_arrays(folder: Path) -> dict[str, np.ndarray]:
-    """The weights by name, without the prefix that a model with a head gives them."""
+def _read_arrays(
+    folder: Path, wanted: dict[str, Any], needed: Sequence[str]
+) -> dict[str, np.ndarray]:
+    """The weights by name, without the prefix that a model with a head gives them.
+
+    Args:
+      folder: folder with the model.
+      wanted: shapes of all that it may have: nothing else is read.
+      needed: names of those that must be there.
+    """
     path = folder / WEIGHTS
+    check_plain(path)
     if not path.is_file():
         raise ValueError(
             f"{folder} has no {WEIGHTS}, the weights in one file: write it with "
             "transformers' save_pretrained"
         )
     try:
-        arrays = load_file(path)
-    except Exception as error:  # The library raises an Exception of its own.
+        with safe_open(path, framework="np") as file:
+            kinds = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
+            names = _check_arrays(path, kinds, wanted, needed)
+            return {short: file.get_tensor(name) for short, name in names.items()}
+    except (SafetensorError, MemoryError) as error:
         raise ValueError(f"{path} is not a whole safetensors file: {error}") from error
-    named = {name.removeprefix("transformer."): x for name, x in arrays.items()}
-    return {name: x for name, x in named.items() if not NO_WEIGHTS.fullmatch(name)}
+
+
+def _check_arrays(
+    path: Path, kinds: dict[str, Any], wanted: dict[str, Any], needed: Sequence[str]
+) -> dict[str, str]:
+    """The names in a file by those without prefix, once its header is that of a GPT."""
+    names: dict[str, str] = {}
+    for name in kinds:
+        short = name.removeprefix("transformer.")
+        if short in names:
+            raise ValueError(f"{path} has two arrays {short}, with and without prefix")
+        if not NO_WEIGHTS.fullmatch(short):
+            names[short] = name
+    if missing := [name for name in needed if name not in names]:
+        raise ValueError(f"{path} lacks {len(missing)} arrays, such as {missing[0]}")
+    for short, name in names.items():
+        if short not in wanted:
+            raise ValueError(
+                f"{path} has an array {name}, which no GPT of its sizes has"
+            )
+        shape, dtype = tuple(kinds[name].get_shape()), kinds[name].get_dtype()
+        if shape != wanted[short].shape or dtype not in DTYPES:
+            raise ValueError(
+                f"{path} must have {name} as {wanted[short].shape} numbers of "
+                f"{', '.join(DTYPES)}, got {shape} of {dtype}"
+            )
+    return names
 
 
 def _check_form(folder: Path, fields: dict[str, Any]) -> None:
+    for name, default in SIZES.values():
+        got = fields.get(name, default)
+        if not (fits(got, type(default)) and got > 0):
+            raise ValueError(
+                f"{folder / CONFIG} must have {name} as {words(type(default))}, above "
+                f"0, got {got!r}"
+            )
     forms = {"model_type": ("gpt2",), **FORMS}
     for name, values in forms.items():
         if (got := fields.get(name, values[0])) not in values:
@@ -172,22 +224,13 @@ def _check_form(folder: Path, fields: dict[str, Any]) -> None:
             )
 
 
-def _check_sizes(
-    folder: Path,
-    fields: dict[str, Any],
-    arrays: dict[str, np.ndarray],
-    config: GPTConfig,
-) -> None:
+def _check_sizes(folder: Path, fields: dict[str, Any], config: GPTConfig) -> None:
     sizes = {field: fields.get(*named) for field, named in SIZES.items()}
     options = [
         f"--task.model.{field.replace('_', '-')} {size}"
         for field, size in sizes.items()
         if getattr(config, field) != size
     ]
-    # A GPT without biases is one whose biases are zero.
-    biases = (x for name, x in arrays.items() if name.endswith(".bias"))
-    if not config.bias and any(map(np.any, biases)):
-        options.append("--task.model.bias")
     if options:
         raise ValueError(
             f"the model of {folder} has other sizes than the config: set "

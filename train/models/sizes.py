@@ -5,11 +5,18 @@ from typing import Any, Literal
 Implementation = Literal["auto", "xla", "cudnn"]
 
 
-def check_positive(config: Any, *names: str) -> None:
-    """Raises a ValueError if one of these fields is less than 1."""
+MOST_LAYERS = 1024  # Each is traced for itself.
+MOST_EXAMPLES = 2**20  # Of an evaluation, which has them in memory.
+
+
+def check_positive(config: Any, *names: str, most: int | None = None) -> None:
+    """Raises a ValueError if one of these fields is less than 1, or more than most."""
     for name in names:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} must be positive, got {getattr(config, name)}")
+        value = getattr(config, name)
+        if value < 1:
+            raise ValueError(f"{name} must be positive, got {value}")
+        if most is not None and value > most:
+            raise ValueError(f"{name} must be at most {most:,}, got {value:,}")
 
 
 def check_transformer(config: Any, *names: str) -> None:
@@ -20,6 +27,7 @@ def check_transformer(config: Any, *names: str) -> None:
       names: names of the sizes that must be positive.
     """
     check_positive(config, *names)
+    check_positive(config, "num_layers", most=MOST_LAYERS)
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout must be in [0, 1), got {config.dropout}")
     if config.width % config.num_heads:

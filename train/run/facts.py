@@ -5,6 +5,7 @@ import datetime
 import math
 import os
 import platform
+import reprlib
 import shlex
 import sys
 import uuid
@@ -18,16 +19,34 @@ from jax.sharding import Mesh
 
 import decentjax
 from decentjax import AXIS, WorkerState
-from train.cli.config_json import read_fields
 from train.cli.tables import counted, write_json
 from train.config import Config, FixedPolicy
+from train.fields import fits, words
 from train.job.peer_place import process_place
+from train.plain_files import read_object
 from train.run.build import build_local
 from train.run.method import build_method
 from train.targets import peak_flops
 from train.tasks.task import Task
 
 FACTS = "run.json"
+# What the facts are, where there are any; a number that is not finite is null.
+FORMS: dict[str, Any] = {
+    **dict.fromkeys(("id", "began", "command", "algorithm", "topology"), str),
+    **dict.fromkeys(("exchange", "devices", "headline", "amount"), str),
+    **dict.fromkeys(("parameters", "workers", "nodes", "processes"), float),
+    "training_examples": float | None,
+    "versions": dict[str, str],
+    "units": dict[str, str],
+    "sinks": list[str],
+    "results": dict[str, Any],
+}
+RESULTS: dict[str, Any] = {
+    "baselines": dict[str, float | None],
+    "test": dict[str, float | None],
+    "sample": str,
+    "paths": list[dict[str, Any]],
+}
 LONG_NAMES = {"awc": "adapt while communicating", "atc": "adapt then combine"}
 
 
@@ -94,7 +113,8 @@ def write_facts(
     kept = {x: before[x] for x in ("id", "began", "command") if x in before}
     if goes_back and "id" in kept:
         name, _, number = kept["id"].partition("-")
-        kept["id"] = f"{name}-{int(number or 1) + 1}"
+        times = int(number) if number.isdecimal() and len(number) < 9 else 1
+        kept["id"] = f"{name}-{times + 1}"
     facts = facts | kept | {"sinks": sorted(known | set(sinks))}
     write_json(run_dir / FACTS, facts)
     return facts, [name for name in sinks if name not in known]
@@ -108,9 +128,23 @@ def add_results(run_dir: Path, **results: Any) -> None:
 
 
 def read_facts(run_dir: Path) -> dict[str, Any]:
-    """Returns the facts of a run; none of one from before there were any."""
+    """Returns the facts of a run; none of one from before there were any.
+
+    Raises:
+      ValueError: if one is of another form than `FORMS`.
+    """
     path = run_dir / FACTS
-    return read_fields(path) if path.exists() else {}
+    facts = read_object(path) if path.exists() else {}
+    _check(path, facts, FORMS)
+    _check(path, facts.get("results", {}), RESULTS)
+    return facts
+
+
+def _check(path: Path, facts: dict[str, Any], forms: dict[str, Any]) -> None:
+    for name in forms.keys() & facts.keys():
+        if not fits(facts[name], forms[name]):
+            said = f"must be {words(forms[name])}, got {reprlib.repr(facts[name])}"
+            raise ValueError(f"{path}: {name} {said}")
 
 
 def header(facts: dict[str, Any], run_dir: Path) -> str:

@@ -67,6 +67,8 @@ class History:
             raise ValueError(
                 f"{self.folder} has the config of another version: {error}"
             ) from error
+        except ValueError as error:
+            raise ValueError(f"{self.folder}/config.json: {error}") from error
 
 
 def read_history(run_dir: Path) -> History:

@@ -26,6 +26,7 @@ from train.config import ApartExchange, Config, GroupExchange
 from train.data.batches import Feed
 from train.job.peer_place import address_of, peer_place
 from train.job.secret import read_secret, shared_secret
+from train.plain_files import part_of, write_new
 from train.run.build import PeerStep
 from train.run.finite import WatchState
 from train.run.method import build_method
@@ -92,8 +93,8 @@ def write_shared(config: Config, folder: Path) -> None:
     job = dataclasses.replace(config.distributed, process_id=None, num_processes=count)
     shared = dataclasses.replace(config, distributed=job)
     # Renamed from a name of its own: others may write theirs at the same time.
-    part = folder / ".config.json.part"
-    part.write_text(to_json(shared))
+    part = part_of(folder / "config.json")
+    write_new(part, to_json(shared))
     part.replace(folder.parent / "config.json")
 
 

@@ -6,6 +6,7 @@ RUN/process-K/used.csv has the models that its workers have mixed, to repeat the
 import contextlib
 import csv
 import math
+import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,14 @@ from decentjax.topology import matrices
 from train.cli.tables import say_workers
 from train.config import Config
 from train.job.peer_place import peer_place
+from train.plain_files import open_to_append, read_lines, write_whole
 from train.run.build import PeerStep
 from train.store.folder import writing
 from train.store.log import Log, warn
 
 USED = "used.csv"
 # As in `gossip.Used` and `gossip.Taken`; the last three are empty if none was received.
+NUMBER = re.compile(r"(-?\d{1,10})?")
 COLUMNS = ("step", "worker", "group", "peer", "version", "sent")
 
 
@@ -59,9 +62,9 @@ class Watch:
         with writing(self._path):
             kept = [row for row in _rows(self._path) if int(row[0]) < start]
             text = "".join(f"{','.join(row)}\n" for row in [COLUMNS, *kept])
-            self._path.write_text(text)
+            write_whole(self._path, text)
             # By line: what a process did that is killed stays known.
-            self._file = self._path.open("a", buffering=1)
+            self._file = open_to_append(self._path)
         with self._file:
             yield
 
@@ -153,10 +156,16 @@ def _rows(path: Path) -> list[tuple[str, ...]]:
     """The whole rows of a record, in the order of `COLUMNS`."""
     if not path.exists():
         return []
-    with path.open(newline="") as file:
-        # The last one has fewer values where the process was killed while it wrote.
-        whole = (row for row in csv.DictReader(file) if None not in row.values())
-        return [tuple(row[name] for name in COLUMNS) for row in whole]
+    # The last one has fewer values where the process was killed while it wrote.
+    rows = csv.DictReader(read_lines(path))
+    whole = (row for row in rows if None not in row.values())
+    found = [tuple(row.get(name, "?") for name in COLUMNS) for row in whole]
+    for row in found:
+        if not (all(map(NUMBER.fullmatch, row)) and all(row[:3])):
+            raise ValueError(
+                f"{path} must have rows of {', '.join(COLUMNS)}, got {row}"
+            )
+    return found
 
 
 def _senders(config: Config, workers: Iterable[int]) -> set[int]:

@@ -32,6 +32,7 @@ from train.cli.sections import KINDS, take_sections
 from train.config import Config, DistributedConfig
 from train.fields import place_of
 from train.models.gpt2 import read_gpt2
+from train.plain_files import read_object
 from train.run.facts import command_line
 from train.run.finite import Check
 from train.run.rates import say_jump
@@ -325,7 +326,7 @@ def begin_new(
     if init_from is None:
         return Begin(0, make_state(), {})
     path = init_from / "config.json"
-    if path.exists() and "model_type" in (fields := read_fields(path)):
+    if path.exists() and "model_type" in (fields := read_object(path)):
         params = read_gpt2(init_from, fields, getattr(config.task, "model", None))
         return Begin(0, make_state((params, ())), {"init_from": str(init_from)})
     trained = read_trained(init_from, trust=trust)

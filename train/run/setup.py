@@ -91,7 +91,8 @@ def set_up(config: Config, run_dir: Path) -> Setup:
     check_processes(config.straggler, num_processes)
     mesh = build_mesh(config)
     task = build_task(config.task)
-    trace_task(task, config.step.batch_per_worker)
+    here = config.workers.num_workers // num_processes
+    trace_task(task, config.step.batch_per_worker, here)
     method = build_method(config, task)
     return Setup(
         config,

@@ -11,9 +11,10 @@ import jax
 from decentjax import WorkerState
 from decentjax.gossip import Record
 from train.cli.config_json import to_json
-from train.cli.tables import write_json, write_whole
+from train.cli.tables import write_json
 from train.data.batches import Batch, Feed, feed
 from train.job.distributed import MetricMeans, gather
+from train.plain_files import write_whole
 from train.run.build import (
     LoopStep,
     build_steps,

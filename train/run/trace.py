@@ -1,5 +1,6 @@
 """Checks the functions of a task on shapes, before anything is compiled or trained."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -7,28 +8,29 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from decentjax.dispersion import NORMS
 from decentjax.loss import check_call, kinds
+from train.cli.tables import counted
 from train.data.batches import Batch
 from train.run.finite import QUARANTINED, poison_gradient
-from train.store.log import PER_SECOND, warn
+from train.store.log import FORMS, PER_SECOND, warn
 from train.tasks.task import Task
 
 # What rows of metrics.jsonl have by these names is no metric of a task.
-COLUMNS = {
-    *("step", "seconds", "loss", "consensus_distance", "learning_rate"),
-    *("steps_per_second", "skipped_examples", "share_of_peak", QUARANTINED),
-    *("models_mixed", "models_age", "mean_model", "workers", "norms"),
-    *("began", "resumed", "changed", "rate_jump", "init_from", "init_step"),
-    "quarantine",
-    *("joined_after", "moved", "alive", "mean_moved"),
-}
+COLUMNS = {*FORMS, QUARANTINED, NORMS}
 
 
-def trace_task(task: Task, batch_per_worker: int) -> None:
+def trace_task(task: Task, batch_per_worker: int, num_workers: int = 1) -> None:
     """Traces the first model, the loss and the scores, which computes nothing.
 
+    Args:
+      task: the task.
+      batch_per_worker: batch size of a worker.
+      num_workers: number of workers of this process.
+
     Raises:
-      ValueError: if one of them takes or returns something other than `Task` says.
+      ValueError: if one of them takes or returns something other than `Task` says, or
+        the models and batches of all workers do not fit into the memory.
     """
     batch, key = task.batch_shape(batch_per_worker), jax.random.key(0)
     model = _traced(task.init, "init", key=key)
@@ -37,6 +39,7 @@ def trace_task(task: Task, batch_per_worker: int) -> None:
             "init must return (params, model_state), as in `return params, ()` for a "
             f"model without a state, got the structure {jax.tree.structure(model)}"
         )
+    _check_memory((model, batch), num_workers)
     named = dict(zip(("params", "model_state"), model, strict=True))
     check_takes(task.loss_fn, "loss_fn", *named, "batch", "key")
     loss_fn = poison_gradient(task.loss_fn)
@@ -90,6 +93,20 @@ def check_batch(found: Any, task: Task, batch_per_worker: int) -> None:
 def _traced(function: Callable[..., Any], name: str, **arguments: Any) -> Any:
     check_takes(function, name, *arguments)
     return jax.eval_shape(function, *arguments.values())
+
+
+def _check_memory(of_worker: Any, num_workers: int) -> None:
+    """Raises a ValueError for what this machine, if it has no GPU, cannot hold."""
+    # Of more than the address space, XLA ends the process.
+    numbers = [x.size * x.dtype.itemsize for x in jax.tree.leaves(of_worker)]
+    needed = num_workers * sum(numbers)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if jax.default_backend() == "cpu" and needed > memory:
+        raise ValueError(
+            f"models and batches of {counted(num_workers, 'worker')} need "
+            f"{needed / 1e9:,.0f} GB, and this machine has {memory / 1e9:,.0f} GB: "
+            "take a smaller model, smaller batches or fewer workers"
+        )
 
 
 def _held_out(task: Task) -> Any:

@@ -6,7 +6,6 @@ also the position in the data. Its manifest has the hash of each file: what is d
 is never taken for a checkpoint.
 """
 
-import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +14,17 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from decentjax import WorkerState
-from train.cli.old_config import upgraded
+from train.cli.config_json import as_fields
 from train.job.distributed import gather
-from train.store.fits import OTHER_STRUCTURE, MisfitError, check_fits, is_key, key_kind
+from train.plain_files import read_json
+from train.store.fits import (
+    OTHER_STRUCTURE,
+    MisfitError,
+    check_fits,
+    explained,
+    is_key,
+    key_kind,
+)
 from train.store.log import warn
 from train.store.manifest import check_files
 
@@ -139,7 +146,10 @@ def set_aside(run_dir: Path, step: int) -> list[str]:
 
 def saved_fields(path: Path) -> dict[str, Any]:
     """Returns the fields of the config that a checkpoint was made with."""
-    return upgraded(_read_run(path)["config"])
+    try:
+        return as_fields(_read_run(path)["config"])
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
 
 
 def restore(path: Path, state: WorkerState) -> WorkerState:
@@ -154,7 +164,7 @@ def restore(path: Path, state: WorkerState) -> WorkerState:
     """
     check_fits(path / "state", state)
     try:
-        with ocp.StandardCheckpointer() as reader:
+        with ocp.StandardCheckpointer() as reader, explained():
             return reader.restore((path / "state").absolute(), state)
     except ValueError as error:
         if "structures do not match" not in str(error):
@@ -179,7 +189,7 @@ def read_models(run_dir: Path, models: Any, step: int | None = None) -> tuple[in
     step, path = newest(run_dir, step)
     try:
         return step, read_part(path, models)
-    except MisfitError as error:
+    except ValueError as error:
         raise ValueError(
             f"the checkpoint of step {step} of {run_dir} cannot be used: {error}"
         ) from error
@@ -198,7 +208,7 @@ def read_part(path: Path, shapes: Any) -> Any:
     check_fits(path / "state", shapes, part=True)
     as_numpy = ocp.RestoreArgs(restore_type=np.ndarray)
     # A partial restore: the rest of the state would double the memory, or more.
-    with ocp.PyTreeCheckpointer() as reader:
+    with ocp.PyTreeCheckpointer() as reader, explained():
         restored = reader.restore(
             (path / "state").absolute(),
             args=_args.PyTreeRestore(
@@ -236,9 +246,9 @@ def _read_run(path: Path) -> dict[str, Any]:
     """The step and the config in a checkpoint."""
     try:
         # Not by orbax, whose reads are collectives in a job: any process reads this.
-        run = json.loads((path / "run" / "metadata").read_text())
-        if {"step", "config"} <= run.keys():
+        run = read_json(path / "run" / "metadata")
+        if type(run["step"]) is int and isinstance(run["config"], dict):
             return run
-    except (OSError, ValueError, AttributeError, RecursionError):
+    except (OSError, ValueError, TypeError, LookupError):
         pass
     raise ValueError("does not say which step it is of")

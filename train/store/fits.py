@@ -1,8 +1,7 @@
 """Whether a saved state fits that of a run, before orbax reads it."""
 
 import contextlib
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
+from train.plain_files import read_json
 from train.store.log import warn
 
 NEW_RUN = "which takes a new run, as --init-from begins with this one's mean model"
@@ -21,6 +21,16 @@ Kinds = dict[str, jax.ShapeDtypeStruct]
 
 class MisfitError(ValueError):
     """A checkpoint is whole, and of another state than that of this run."""
+
+
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Turns an error of orbax, which has many kinds and lines, into a ValueError."""
+    try:
+        yield
+    except Exception as error:
+        why = str(error).partition("\n")[0] or type(error).__name__
+        raise ValueError(f"its state cannot be read: {why}") from error
 
 
 def check_fits(path: Path, state: Any, part: bool = False) -> None:
@@ -65,7 +75,8 @@ def _warn_of_dtypes(saved: Kinds, wanted: Kinds) -> None:
 def _saved(path: Path) -> Kinds:
     # Not of a checkpointer, which logs that a part has no metadata of its own.
     handler: Any = ocp.StandardCheckpointHandler()
-    tree = handler.metadata(path.absolute())
+    with explained():
+        tree = handler.metadata(path.absolute())
     return _kinds(getattr(tree, "tree", tree))
 
 
@@ -101,9 +112,10 @@ def is_key(x: Any) -> bool:
 def _other_keys(path: Path, name: str, now: Any) -> str:
     """The sentence for random keys of another kind."""
     saved = "another"
-    with contextlib.suppress(OSError, ValueError, LookupError):  # As orbax has it.
+    # As orbax has it.
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         for file in (path / "array_metadatas").iterdir():
-            for one in json.loads(file.read_text())["array_metadatas"]:
+            for one in read_json(file)["array_metadatas"]:
                 if one["array_metadata"]["param_name"] == name:
                     saved = one["array_metadata"]["ext_metadata"]["random_key_impl"]
     return (

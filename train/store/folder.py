@@ -14,7 +14,9 @@ from typing import TextIO
 import jax
 
 from train.cli.command import SaveError
+from train.plain_files import check_plain, open_plain, open_to_append
 
+MOST_SAID = 300  # Bytes of a lock that a message quotes.
 # Folders in that of a run in which sinks write, and this program does not: "sinks" is
 # for those of the user's own. What is in them is not the run's.
 SINK_FOLDERS = ("wandb", ".wandb", "mlruns", "trackio", "sinks")
@@ -46,17 +48,20 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def check_links(run_dir: Path) -> None:
-    """Raises for a link in the folder of a run by which a write would leave it.
+    """Raises for what no run writes: a link out of its folder, a FIFO, a device.
 
-    Links within the folders of sinks may lead anywhere.
+    In the folders of sinks there may be any.
 
     Raises:
-      ValueError: if there is one; the folder itself may be a link.
+      ValueError: if there is such a link; the folder itself may be one.
+      OSError: if there is a FIFO, a socket or a device.
     """
     inside = run_dir.resolve()
     for folder, folders, files in os.walk(run_dir):
-        paths = (Path(folder, name) for name in (*folders, *files))
-        for path in filter(Path.is_symlink, paths):
+        for path in (Path(folder, name) for name in (*folders, *files)):
+            if not path.is_symlink():
+                check_plain(path)
+                continue
             # Not Path.resolve, which raises for a link to itself.
             if not Path(os.path.realpath(path)).is_relative_to(inside):
                 raise ValueError(
@@ -96,7 +101,7 @@ def lock(run_dir: Path) -> Iterator[Callable[[], None]]:
             check_links(run_dir)
             # Appended to: "w" would erase the name of the holder before the lock is
             # tried.
-            held.append(stack.enter_context(path.open("a+")))
+            held.append(stack.enter_context(open_to_append(path)))
             _lock(held[-1], run_dir)
 
         hold()
@@ -134,7 +139,7 @@ def holder(run_dir: Path) -> str | None:
     """Returns the process that trains in a folder, as far as its lock tells."""
     path = run_dir / "lock"
     try:
-        with path.open() as file:
+        with open_plain(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return _written_in(path)
@@ -144,4 +149,5 @@ def holder(run_dir: Path) -> str | None:
 
 
 def _written_in(path: Path) -> str:
-    return path.read_text().strip() or "another job"
+    with open_plain(path) as file:
+        return file.read(MOST_SAID).decode(errors="replace").strip() or "another job"

@@ -1,6 +1,7 @@
 """The output of a run: its header, a progress line, metrics.jsonl, and sinks."""
 
 import collections
+import functools
 import json
 import os
 import statistics
@@ -8,16 +9,42 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
-from train.cli.tables import measured, plain, quantity, words, write_whole
+from train.cli.tables import measured, plain, quantity, words
+from train.fields import LARGEST_FLOAT, fits
+from train.plain_files import open_to_append, read_lines, write_whole
 from train.store.folder import writing
 
 METRICS = "metrics.jsonl"
+Numbers = dict[str, float | None]
+# What a row of `METRICS` has by these names; by any other it has a number, or null for
+# one that is not finite.
+FORMS: dict[str, Any] = {
+    "step": int,
+    "seconds": float,
+    **dict.fromkeys(("loss", "consensus_distance", "learning_rate"), float | None),
+    **dict.fromkeys(("steps_per_second", "skipped_examples"), float | None),
+    **dict.fromkeys(("share_of_peak", "models_mixed", "models_age"), float | None),
+    "mean_model": Numbers,
+    "workers": list[Numbers],
+    "began": float,
+    "resumed": str,
+    "changed": list[str],
+    "rate_jump": list[float | None],
+    "init_from": str,
+    "init_step": int,
+    "quarantine": str,
+    "joined_after": int,
+    "moved": float | None,
+    "alive": list[int],
+    "mean_moved": float | None,
+}
 PER_SECOND = "_per_second"
+Row = TypeVar("Row")
 Write = Callable[[int, dict[str, float]], None]
 """Takes the numbers of a step, by name."""
 
@@ -154,26 +181,46 @@ class Log:
 
     def _append(self, line: str) -> None:
         # Closed after each row, so that a run that is killed loses none.
-        with self._path.open("a") as file:
+        with open_to_append(self._path) as file:
             file.write(line)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """Returns the rows of a run's metrics.jsonl, none where there is no such file.
 
-    A number that was not finite is NaN. Rows that are broken are left out with a
-    warning; one at the end without, as the file may be read while it is written.
+    A number that was not finite is NaN. Rows that are broken are left out, see
+    `read_rows`.
     """
     path = run_dir / METRICS
-    if not path.exists():
-        return []
-    *lines, last = path.read_text(errors="replace").split("\n")
-    rows = [_row(line) for line in lines]
-    broken = [number for number, row in enumerate(rows, 1) if row is None]
+    return read_rows(path, _row) if path.exists() else []
+
+
+def read_rows(path: Path, parse: Callable[[Any], Row | None]) -> list[Row]:
+    """Returns the rows of a file with a line of JSON for each.
+
+    Those that are broken are left out with a warning; one at the end that was cut off
+    without, as the file may be read while it is written.
+
+    Args:
+      path: the file.
+      parse: function from what a line holds to a row, None for a broken one.
+    """
+    rows, broken, number, line = [], [], 0, ""
+    for number, line in enumerate(read_lines(path), 1):
+        try:
+            # NaN is no JSON, and earlier versions wrote it.
+            row = parse(json.loads(line, parse_constant=lambda _: None))
+        except (ValueError, RecursionError):
+            row = None
+        if row is None:
+            broken.append(number)
+        else:
+            rows.append(row)
+    if broken[-1:] == [number] and not line.endswith("\n"):
+        broken.pop()
     if broken:
-        shown = ", ".join(map(str, broken[:5])) + (", ..." if len(broken) > 5 else "")
-        warn(f"{path}: left out {len(broken)} broken row(s), in line {shown}")
-    return [row for row in [*rows, _row(last)] if row is not None]
+        _say_broken(path, tuple(broken))
+    return rows
 
 
 def for_sinks(row: Mapping[str, Any], first: int = 0) -> dict[str, float]:
@@ -203,6 +250,12 @@ def write_rows(path: Path, rows: Iterable[Any]) -> None:
 def line_of(row: Any) -> str:
     """Returns a row as a line of JSON, with null for a number that is not finite."""
     return json.dumps(plain(row)) + "\n"
+
+
+@functools.cache  # A run reads its rows several times.
+def _say_broken(path: Path, lines: tuple[int, ...]) -> None:
+    shown = ", ".join(map(str, lines[:5])) + (", ..." if len(lines) > 5 else "")
+    warn(f"{path}: left out {len(lines)} broken row(s), in line {shown}")
 
 
 def warn(text: str) -> None:
@@ -238,10 +291,26 @@ def _speeds(values: Mapping[str, float]) -> list[str]:
     return said
 
 
-def _row(line: str) -> dict[str, Any] | None:
-    """A row of metrics.jsonl, None for a broken line."""
-    try:
-        row = measured(json.loads(line))
-    except (json.JSONDecodeError, RecursionError):
+def _row(row: Any) -> dict[str, Any] | None:
+    """A row of metrics.jsonl, None for what is none."""
+    if not (isinstance(row, dict) and {"step", "seconds"} <= row.keys()):
         return None
-    return row if isinstance(row, dict) and {"step", "seconds"} <= row.keys() else None
+    if not all(_is_in_column(name, x) for name, x in row.items()) or row["step"] < 0:
+        return None
+    if "mean_model" in row:  # The scores of all models have the same names.
+        workers = row.get("workers", [])
+        if not workers or any(x.keys() != row["mean_model"].keys() for x in workers):
+            return None
+    if len(row.get("rate_jump", "ab")) != 2 or ("mean_moved" in row) > ("alive" in row):
+        return None
+    return measured(row)
+
+
+def _is_in_column(name: str, x: Any) -> bool:
+    # Most are floats, and `fits` takes a while.
+    is_small = type(x) is float and abs(x) <= LARGEST_FLOAT
+    return (
+        fits(x, FORMS.get(name, float | None))
+        if not is_small
+        else (FORMS.get(name, float) in (float, float | None))
+    )

@@ -7,6 +7,8 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from train.plain_files import odd_kind, open_plain, read_json
+
 MANIFEST = "manifest.json"
 # Orbax writes these two after it, and nothing reads them.
 OTHERS = {MANIFEST, "commit_success.txt", "_CHECKPOINT_METADATA"}
@@ -50,9 +52,9 @@ def _check_files(folder: Path, part: str, share: tuple[int, int]) -> None:
     wanted, found = _read(folder), _files(folder)
     for name in sorted(wanted.keys() ^ set(found)):
         raise ValueError(f"{'lacks' if name in wanted else 'has a stray'} {name}")
-    for name in found:
-        if (folder / name).is_symlink():
-            raise ValueError(f"has a link in place of {name}")
+    for name in (*found, *OTHERS):
+        if kind := odd_kind(folder / name):
+            raise ValueError(f"has {kind} in place of {name}")
     read = [name for name in found if name.startswith(part)][share[0] :: share[1]]
     for name, found_hash in _hashes(folder, read).items():
         if found_hash != wanted[name]:
@@ -61,7 +63,7 @@ def _check_files(folder: Path, part: str, share: tuple[int, int]) -> None:
 
 def _read(folder: Path) -> dict[str, str]:
     try:
-        hashes = json.loads((folder / MANIFEST).read_text())["sha256"]
+        hashes = read_json(folder / MANIFEST)["sha256"]
         if all(isinstance(x, str) for x in hashes.values()):
             return hashes
     except FileNotFoundError as error:
@@ -73,14 +75,14 @@ def _read(folder: Path) -> dict[str, str]:
 
 def _files(folder: Path) -> list[str]:
     """The names of all files that a manifest has."""
-    paths = (path for path in folder.rglob("*") if path.is_symlink() or path.is_file())
+    paths = (path for path in folder.rglob("*") if odd_kind(path) or not path.is_dir())
     names = (path.relative_to(folder).as_posix() for path in paths)
     return sorted(name for name in names if name not in OTHERS)
 
 
 def _hashes(folder: Path, names: Sequence[str]) -> dict[str, str]:
     def one(name: str) -> str:
-        with (folder / name).open("rb") as file:
+        with open_plain(folder / name) as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
 
     with concurrent.futures.ThreadPoolExecutor() as pool:  # They run beside each other.

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from decentjax.runtime import Times
-from train.store.log import write_rows
+from train.fields import fits
+from train.plain_files import open_to_append, write_whole
+from train.store.log import read_rows, write_rows
 
 MEANINGS = {
     "compute": "compute",
@@ -48,7 +50,7 @@ class Timeline:
     """
 
     def __init__(self, run_dir: Path, process: int):
-        self._file = (run_dir / f"timeline.{process}.jsonl").open("a", buffering=1)
+        self._file = open_to_append(run_dir / f"timeline.{process}.jsonl")
         self._process = process
         # Read once: a wall clock that is set during the run does not shift its spans.
         self._epoch = time.time() - time.monotonic()
@@ -124,7 +126,7 @@ def middle_steps(spans: Sequence[ActivitySpan], seconds: float) -> list[Activity
 def median_step_seconds(spans: Sequence[ActivitySpan]) -> float:
     """Returns the median seconds between the starts of consecutive steps.
 
-    The last step counts up to the end of the run.
+    The last step counts up to the end of the run; it is 0 where there is no step.
     """
     starts: dict[int, float] = {}
     first = spans[0].process
@@ -132,6 +134,8 @@ def median_step_seconds(spans: Sequence[ActivitySpan]) -> float:
     for span in own:
         if span.activity in ("compute", "step"):
             starts[span.step] = min(starts.get(span.step, span.start), span.start)
+    if not starts:
+        return 0.0
     times = [*(starts[step] for step in sorted(starts)), max(s.end for s in own)]
     gaps = sorted(after - before for before, after in itertools.pairwise(times))
     return gaps[len(gaps) // 2]
@@ -158,11 +162,22 @@ def write_trace(spans: Sequence[ActivitySpan], path: Path) -> Path:
                 "dur": (span.end - span.start) * 1e6,
             }
         )
-    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    facts = {"traceEvents": events, "displayTimeUnit": "ms"}
+    write_whole(path, json.dumps(facts))
     return path
 
 
 def _read(path: Path) -> list[ActivitySpan]:
-    """The spans of a process, without a last line that was cut off."""
-    lines = path.read_text().splitlines()
-    return [ActivitySpan(*json.loads(line)) for line in lines if line.endswith("]")]
+    return read_rows(path, _span)
+
+
+def _span(row: Any) -> ActivitySpan | None:
+    """An activity, None for what is none."""
+    hints = ActivitySpan.__annotations__.values()
+    if not (isinstance(row, list) and len(row) == len(hints)):
+        return None
+    if not all(map(fits, row, hints)):
+        return None
+    span = ActivitySpan(*row)
+    is_in_order = span.step >= 0 and span.process >= 0 and span.start <= span.end
+    return span if is_in_order and span.activity in MEANINGS else None

@@ -11,9 +11,10 @@ import jax
 import numpy as np
 
 from train.cli.config_json import HOOKS, from_fields, sources, to_json
-from train.cli.tables import measured, plain, write_whole
+from train.cli.tables import measured, plain
 from train.config import Config
 from train.job.distributed import gather
+from train.plain_files import read_json, write_whole
 
 Report = Callable[[int, str], None]
 """A function of the number of steps done and a phrase, for a progress line."""
@@ -158,7 +159,7 @@ def _read(
 ) -> SeedsOutcome | None:
     if not path.exists():
         return None
-    found = json.loads(path.read_text())
+    found = read_json(path)
     # An older version of this program has fewer fields: they have their defaults.
     with contextlib.suppress(ValueError, KeyError):
         found["config"] = _trained(from_fields(found["config"], trust))

@@ -59,7 +59,7 @@ def train_seeds(
       FloatingPointError: if a loss is NaN or infinite.
     """
     task = task or build_task(config.task)
-    trace_task(task, config.step.batch_per_worker)
+    trace_task(task, config.step.batch_per_worker, config.workers.num_workers)
     size = seeds_at_once(config, len(seeds), at_once)
     groups = [seeds[start : start + size] for start in range(0, len(seeds), size)]
     train = functools.partial(_train_together, config, task, mesh=mesh)

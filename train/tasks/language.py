@@ -16,7 +16,7 @@ from train.data.token_files import Tokens, Windows
 from train.data.vocabulary import Bytes, Vocabulary
 from train.fields import checked
 from train.models.gpt import GPT, Cache, GPTConfig, start_cache
-from train.models.sizes import check_positive
+from train.models.sizes import MOST_EXAMPLES, check_positive
 from train.tasks.sampling import Sampling, continued, draw, spelled
 from train.tasks.task import Amount, Headline, Task, Totals, num_rows
 
@@ -49,7 +49,7 @@ class TextOptions:
     sample_tokens: int = 100
 
     def __post_init__(self):
-        check_positive(self, "num_eval_windows", "eval_rows")
+        check_positive(self, "num_eval_windows", "eval_rows", most=MOST_EXAMPLES)
         check_sample(self.sample_prompt, self.sample_tokens)
 
 

@@ -27,7 +27,7 @@ from train.data.grid_maps import (
 from train.data.iterations import Iterations
 from train.fields import checked
 from train.models.navigator import Navigator, NavigatorConfig, Observation
-from train.models.sizes import check_positive
+from train.models.sizes import MOST_EXAMPLES, check_positive
 from train.tasks.grid_world import (
     NUM_ACTIONS,
     NUM_KINDS,
@@ -94,7 +94,8 @@ class NavigateTask:
 
     def __post_init__(self):
         counts = "environments", "num_maps", "num_held_out", "per_map"
-        check_positive(self, *counts, "horizon", "num_eval_episodes")
+        counts += "horizon", "num_eval_episodes"
+        check_positive(self, *counts, most=MOST_EXAMPLES)
         view = self.model.view
         if not self.sizes or not view < min(self.sizes) <= max(self.sizes) <= LARGEST:
             raise ValueError(

@@ -12,7 +12,7 @@ from train.data.token_files import Windows
 from train.data.vocabulary import Bytes
 from train.fields import checked
 from train.models.gpt import GPTConfig
-from train.models.sizes import check_positive
+from train.models.sizes import MOST_EXAMPLES, check_positive
 from train.tasks.language import check_sample, language_task, spread
 from train.tasks.task import Task
 
@@ -42,7 +42,7 @@ class StdlibTask:
             raise ValueError(
                 f"bytes need a vocabulary of 256, got {self.model.vocabulary}"
             )
-        check_positive(self, "num_eval_windows")
+        check_positive(self, "num_eval_windows", most=MOST_EXAMPLES)
         check_sample(self.sample_prompt, self.sample_bytes)
 
     def build(self) -> Task:

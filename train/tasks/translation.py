@@ -16,7 +16,7 @@ from train.data.pairs import SPLITS, Corpus
 from train.data.vocabulary import END, START
 from train.fields import checked
 from train.models.beam import beam_search
-from train.models.sizes import check_positive
+from train.models.sizes import MOST_EXAMPLES, check_positive
 from train.models.transformer import Transformer, TransformerConfig
 from train.tasks.meteor import meteor
 from train.tasks.sampling import Sampling
@@ -45,7 +45,8 @@ class DecodingConfig:
     rows: int = 32
 
     def __post_init__(self):
-        check_positive(self, "beams", "extra_tokens", "rows")
+        names = "beams", "extra_tokens", "rows"
+        check_positive(self, *names, most=MOST_EXAMPLES)
         if self.length_penalty < 0:
             raise ValueError(
                 f"length_penalty must not be negative, got {self.length_penalty}"
