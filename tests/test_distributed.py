@@ -572,7 +572,7 @@ def test_a_process_that_fails_says_why_and_ends():
         "1 2 no": ["error: process 1: no", "code 1"],
         "0 1 no": ["error: process 0: no", "code 1"],
         "0 1 late": ["error: process 0: late", "code 70"],
-        "0 1 interrupt": ["error: process 0: interrupted", "code 70"],
+        "0 1 interrupt": ["error: process 0: interrupted", "code 130"],
         "0 1 unheard": ["code 1"],  # By a reader that has gone.
     }
     command = [sys.executable, "-W", "ignore", "-c", STOPPING, *cases]

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from train.job.processes import REPEAT_SECONDS
+from train.job.signals import REPEAT_SECONDS
 from train.launch import (
     CACHE,
     cache_of_programs,
@@ -246,7 +246,7 @@ def test_after_a_failure_the_others_are_asked_then_killed():
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_lets_all_save(signum):
     # So long that a busy machine cannot come in between.
-    program = f"import train.job.processes as p\np.REPEAT_SECONDS = 60.0\n{RUN_JOB}"
+    program = f"import train.job.signals as p\np.REPEAT_SECONDS = 60.0\n{RUN_JOB}"
     with start(SAVE, SAVE, program=program) as job:
         read_pids(job, 2)
         job.send_signal(signum)
@@ -255,6 +255,21 @@ def test_a_signal_to_the_launcher_lets_all_save(signum):
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 0
     assert sorted(out.splitlines()) == [b"[0] saved", b"[1] saved"]
+
+
+LATE = SAVE.replace(
+    "signal.signal(", 'print("begins")\ntime.sleep(0.5)\nsignal.signal(', 1
+).replace('print("pid"', 'signal.pthread_sigmask(signal.SIG_SETMASK, [])\nprint("pid"')
+
+
+def test_no_signal_comes_before_the_handlers_of_who_takes_them_itself():
+    program = RUN_JOB.replace('{"ME": str(i)}', '{"ME": str(i)}, is_ready=False')
+    with start(LATE, program=program) as job:
+        assert read_lines(job, 1) == [b"[0] begins\n"]
+        job.send_signal(signal.SIGTERM)
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 0
+    assert b"[0] saved" in out
 
 
 def test_who_has_not_saved_within_the_grace_is_killed():

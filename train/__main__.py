@@ -3,14 +3,26 @@
 `decentjax resume runs/NAME` resumes its run.
 """
 
+from train.job.signals import (
+    NOTHING_LOST,
+    Stopped,
+    end_imports_at_a_signal,
+    stoppable,
+)
+
+if __name__ == "__main__":  # Before the other imports, which take seconds.
+    end_imports_at_a_signal()
+
 import argparse
+import contextlib
 import functools
+import signal
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
@@ -31,7 +43,6 @@ from train.run.facts import add_results
 from train.run.loop import Outcome, train
 from train.run.resume import Resume, saved_config, with_changes
 from train.run.sinks import Sink
-from train.run.stop import Stopped, stoppable
 from train.store.checkpoints import find_checkpoints
 from train.store.folder import check_run
 from train.store.log import read_metrics, warn
@@ -176,9 +187,21 @@ def run_here(
     sinks: Sequence[Sink] = (),
 ) -> None:
     """Trains, alone or as one process of a job."""
+    try:
+        with _starting():
+            _run(config, run_dir, resume, init_from, trust, sinks)
+    except Stopped:
+        print(NOTHING_LOST)
+
+
+def _starting() -> contextlib.AbstractContextManager[None]:
+    return stoppable(but=[signal.SIGINT])
+
+
+def _run(config: Config, run_dir: Path, *how: Any) -> None:
     # Before the job starts, as its other processes would wait for this one.
     check_folder(run_dir)
-    begin = functools.partial(train, config, run_dir, resume, init_from, trust, sinks)
+    begin = functools.partial(train, config, run_dir, *how)
     if config.is_apart:
         start_peer(config)
         finish_peer(begin(), config, run_dir)
@@ -188,7 +211,10 @@ def run_here(
             workers = config.workers
             each = workers.devices_per_worker
             start(config.distributed, workers.num_workers, run_dir, each)
-            _train(begin, config, run_dir)
+            # jax has taken over SIGTERM, which it passes on to jobs of several.
+            alone = jax.process_count() == 1
+            with _starting() if alone else contextlib.nullcontext():
+                _train(begin, config, run_dir)
         return
     if config.workers.where == "mesh":
         workers = config.workers

@@ -1,7 +1,9 @@
 """Joins a process to its job: rendezvous, then jax's coordinator and gloo."""
 
+import contextlib
 import importlib
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,7 @@ def join(
     timeout_seconds: int,
     start_seconds: int,
     run_dir: Path | None = None,
+    taking_over: AbstractContextManager[Any] | None = None,
 ) -> None:
     """Joins the processes of the job; call it before any device is used.
 
@@ -41,6 +44,8 @@ def join(
       timeout_seconds: timeout of a collective on CPU that waits for a peer.
       start_seconds: timeout for all processes to join.
       run_dir: folder that all processes must share; None to skip the check.
+      taking_over: context that is entered once all have met, in which jax joins and
+        sets its own handler of SIGTERM.
 
     Raises:
       ValueError: if another job uses the address, or processes are missing or do not
@@ -52,7 +57,8 @@ def join(
     # `end_process` prints it; jax sets it only if the start succeeds.
     internals.global_state.process_id = place.process_id
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
-    with rendezvous(place, run_dir, start_seconds) as listen_at:
+    meeting = rendezvous(place, run_dir, start_seconds)
+    with meeting as listen_at, taking_over or contextlib.nullcontext():
         host, port = split_address(place.address)
         distributed.initialize(
             to_address(host, port),  # jax aborts on an IPv6 host without brackets.

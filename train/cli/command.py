@@ -59,6 +59,8 @@ def failure(error: BaseException) -> int:
 
 def code_of(error: BaseException) -> int:
     """The exit code for an error: 1 for an invalid request, not to be restarted."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     # One of the work itself says where it was; jax's own notes have several lines.
     where = [x for x in getattr(error, "__notes__", []) if "\n" not in x]
     network = isinstance(error, ConnectionError | TimeoutError)

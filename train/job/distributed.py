@@ -34,6 +34,7 @@ from decentjax.gossip import Engine
 from train.cli.command import code_of, failure, sentence
 from train.cli.config_json import differences, to_json
 from train.config import Config, DistributedConfig
+from train.job.signals import Stopped, stop_together
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -58,8 +59,12 @@ def start(
     """
     place = _place(config)
     count = workers_per_process(num_workers, place.num_processes) * devices_per_worker
+    # Alone, a process stops by itself.
+    alone = place.num_processes == 1
+    taking_over = contextlib.nullcontext() if alone else stop_together()
     try:
-        join(place, count, config.timeout_seconds, config.start_seconds, run_dir)
+        seconds = config.timeout_seconds, config.start_seconds
+        join(place, count, *seconds, run_dir, taking_over)
     except ValueError as error:
         error.add_note("while the processes met")
         raise
@@ -96,6 +101,8 @@ def fail_stop() -> Iterator[None]:
     """
     try:
         yield
+    except Stopped:
+        raise
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise

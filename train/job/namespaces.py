@@ -17,14 +17,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from train.job.cores import check_cores, core_shares
-from train.job.processes import (
-    STOP_SIGNALS,
-    Process,
-    describe_exit,
-    die_with_parent,
-    hold_stop_signals,
-    pass_stop_signals_to,
-)
+from train.job.processes import Process, describe_exit, die_with_parent
+from train.job.signals import STOP_SIGNALS, hold_stop_signals, pass_stop_signals_to
 from train.network import GBIT, Rate
 from train.network import rate as bytes_per_second
 

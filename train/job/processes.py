@@ -15,11 +15,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from train.cli.command import CLOSED, INTERRUPTED, NOT_FINITE
+from train.job.signals import STOP_SIGNALS, hold_stop_signals, pass_stop_signals_to
 
 # Success, an invalid request, NaN or infinity, and a requested stop: a restart would
 # end the same way.
@@ -29,10 +30,6 @@ LONGEST_WAIT = 1.0
 # All are gone two seconds after a failure, whatever they do.
 GRACE_SECONDS = 1.5  # For the others to notice closed sockets.
 TERM_SECONDS = 0.4  # From SIGTERM to SIGKILL for those that did not.
-# A terminal that closes sends SIGHUP, which nohup asks us to ignore.
-_HANGUP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
-# Slurm sends SIGUSR1 ahead of a limit where it is asked to.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANGUP)
 # What libraries say where a process is lost, a page from each of the others.
 _NOISE = re.compile(
     rb"\[Gloo\] Rank|is connected to \d+ peer ranks"  # Or its end alone.
@@ -50,9 +47,6 @@ _STEP = re.compile(rb"\] step (\d+(?:/\d+)?)[: ]")
 # An error, without the number of its process, which all others may have too.
 _ERROR = re.compile(rb"^error: (?:process \d+: )?(.+)")
 SAME_SECONDS = 10.0  # In which an error of several processes is printed once.
-# A terminal that closes sends SIGHUP twice, and systemd tells the launcher's children
-# too: what comes so soon after the first signal is no second request.
-REPEAT_SECONDS = 1.0
 # A peer that fails so soon is started again after a pause, twice as long each time.
 QUICK_SECONDS = 15.0
 LONGEST_PAUSE = 60.0
@@ -67,11 +61,14 @@ class Process(NamedTuple):
       name: its number, such as "3", printed before each of its lines.
       argv: program and arguments.
       env: environment variables in addition to those of this process.
+      is_ready: whether stop signals may reach it at once; else it begins with them
+        held, and takes them itself, so that none comes before its handlers.
     """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
+    is_ready: bool = True
 
 
 class Ended(NamedTuple):
@@ -160,9 +157,8 @@ def run_job(
         sys.stdout.flush()
         with pass_stop_signals_to(job.stop):
             try:
-                with hold_stop_signals():
-                    for process in processes:
-                        job.start(process)
+                for process in processes:
+                    job.start(process)
                 job.wait()
             finally:
                 for child in job.children:
@@ -187,41 +183,6 @@ def describe_exit(returncode: int) -> tuple[int, str]:
     names = {signum.value: signum.name for signum in signal.Signals}
     name = names.get(-returncode, f"signal {-returncode}")
     return 128 - returncode, f"killed by {name}"
-
-
-@contextlib.contextmanager
-def pass_stop_signals_to(send: Callable[[int], None]) -> Iterator[None]:
-    """Calls send(SIGTERM) at the first stop signal, and send(SIGKILL) at a later one.
-
-    Children have sessions of their own, which a terminal's Ctrl-C does not reach.
-    """
-    first = None
-
-    def pass_on(signum, frame):
-        nonlocal first
-        now = time.monotonic()
-        if first is None:
-            first = now
-            send(signal.SIGTERM)
-        elif now - first >= REPEAT_SECONDS:
-            send(signal.SIGKILL)
-
-    previous = {signum: signal.signal(signum, pass_on) for signum in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-
-
-@contextlib.contextmanager
-def hold_stop_signals() -> Iterator[None]:
-    """Keeps stop signals waiting, where no other thread can take them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with_parent(parent_lives: Callable[[], bool]) -> None:
@@ -291,7 +252,7 @@ class _Child:
             bufsize=0,
             # Ctrl-C reaches this process alone, which decides what its children get.
             start_new_session=True,
-            preexec_fn=functools.partial(_begin, os.getpid()),
+            preexec_fn=functools.partial(_begin, os.getpid(), process.is_ready),
         )
         assert self.popen.stdout is not None
         self.pipe = self.popen.stdout
@@ -344,9 +305,13 @@ class _Child:
         return b"[%b] %b\n" % (name, text)
 
 
-def _begin(launcher: int) -> None:
+def _begin(launcher: int, is_ready: bool) -> None:
+    # Its own handlers are the launcher's until exec, and would pass a signal on.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     # A child inherits the mask of `hold_stop_signals`, and keeps it through exec.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if is_ready:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(lambda: os.getppid() == launcher)
 
 
@@ -409,11 +374,12 @@ class _Job:
         self._paused: list[tuple[float, Process]] = []
 
     def start(self, process: Process) -> None:
-        child = _Child(process, self._selector, self.output)
-        self.children.append(child)
-        self._running.add(child)
-        if self.asked:  # It came too late for `stop` to reach it.
-            child.popen.send_signal(signal.SIGTERM)
+        with hold_stop_signals():  # Until `stop` can reach it.
+            child = _Child(process, self._selector, self.output)
+            self.children.append(child)
+            self._running.add(child)
+            if self.asked:  # It came too late for `stop` to reach it.
+                child.popen.send_signal(signal.SIGTERM)
 
     def stop(self, signum: int) -> None:
         self.asked = True
