@@ -134,6 +134,32 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path):
     assert steps(tmp_path) == [15, 20]
 
 
+FAILS_BESIDE_A_THREAD = """
+import dataclasses
+import threading
+import time
+
+import tests.line
+
+
+def fail(step, state, metrics):
+    threading.Thread(target=time.sleep, args=[300]).start()
+    raise ZeroDivisionError
+
+
+config = dataclasses.replace(tests.line.config, on_step=fail)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_ends_whatever_its_threads_wait_for(tmp_path):
+    """As orbax's do for ten minutes, where a file could not be written."""
+    (tmp_path / "config.py").write_text(FAILS_BESIDE_A_THREAD)
+    run = ["-m", "train", tmp_path / "config.py", "--run-dir", tmp_path / "run"]
+    done = subprocess.run([sys.executable, *run], cwd=ROOT, timeout=LONG)
+    assert done.returncode == 70
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path):
     with training(tmp_path, "--task.eval-seconds=100") as process:

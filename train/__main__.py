@@ -16,13 +16,14 @@ if __name__ == "__main__":  # Before the other imports, which take seconds.
 import argparse
 import contextlib
 import functools
+import os
 import signal
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import jax
 import tyro
@@ -325,5 +326,20 @@ def _stopped(step: int, config: Config, run_dir: Path) -> str:
     )
 
 
+def _end(code: str | int) -> NoReturn:
+    """Ends this process at once: Python would wait for threads before.
+
+    Those of orbax wait ten minutes for what could not be written.
+    """
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else REQUEST)
+
+
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except SystemExit as end:
+        if end.code:
+            _end(end.code)
