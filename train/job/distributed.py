@@ -62,12 +62,8 @@ def start(
     # Alone, a process stops by itself.
     alone = place.num_processes == 1
     taking_over = contextlib.nullcontext() if alone else stop_together()
-    try:
-        seconds = config.timeout_seconds, config.start_seconds
-        join(place, count, *seconds, run_dir, taking_over)
-    except ValueError as error:
-        error.add_note("while the processes met")
-        raise
+    seconds = config.timeout_seconds, config.start_seconds
+    join(place, count, *seconds, run_dir, taking_over)
 
 
 def workers_per_process(num_workers: int, num_processes: int) -> int:
