@@ -6,6 +6,7 @@ Ctrl-C, and 141 if the output was closed.
 """
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -34,6 +35,11 @@ EXTRAS = (
     }
 )
 
+# Errors of a path that cannot be what is asked of it.
+PATHS = (
+    *(errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS),
+)
 # What to do about an error of jax's start or of NCCL, by a part of its text.
 DEVICE_ERRORS = {
     "Unable to initialize backend": (
@@ -123,7 +129,7 @@ def sentence(error: BaseException) -> str | None:
         if error.errno is None:
             return str(error)
         where = "" if error.filename is None else f": {os.fspath(error.filename)!r}"
-        if isinstance(error, FileExistsError | IsADirectoryError):
+        if where and error.errno in PATHS:
             where += "; give another path"
         return f"{error.strerror}{where}"
     if isinstance(error, ImportError):

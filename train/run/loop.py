@@ -160,7 +160,8 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
         if any(gather(checkpoints.wait())):
             checkpoints.save(step, state, config)
     except Exception as error:
-        error.add_note(f"at step {step}")
+        if step > begin.step:  # Before, the run cannot begin as it is.
+            error.add_note(f"at step {step}")
         raise
     return step, state
 
