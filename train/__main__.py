@@ -23,13 +23,21 @@ import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import jax
 import tyro
 
 from decentjax.distributed.devices import provide_cpu_devices
-from train.cli.command import REQUEST, code_of, command, sentence, show_usage
+from train.cli.command import (
+    FAILED,
+    NOT_FINITE,
+    REQUEST,
+    code_of,
+    command,
+    sentence,
+    show_usage,
+)
 from train.cli.config_json import sources
 from train.cli.families import shipped_configs
 from train.cli.load import check_folder, load_config, own_sinks
@@ -326,20 +334,12 @@ def _stopped(step: int, config: Config, run_dir: Path) -> str:
     )
 
 
-def _end(code: str | int) -> NoReturn:
-    """Ends this process at once: Python would wait for threads before.
-
-    Those of orbax wait ten minutes for what could not be written.
-    """
-    if isinstance(code, str):
-        print(code, file=sys.stderr)
-    sys.stderr.flush()
-    os._exit(code if isinstance(code, int) else REQUEST)
-
-
 if __name__ == "__main__":
     try:
         main(sys.argv[1:])
     except SystemExit as end:
-        if end.code:
-            _end(end.code)
+        # Threads of orbax wait ten minutes for what could not be written, and Python
+        # would wait for them.
+        if end.code in (FAILED, NOT_FINITE):
+            os._exit(end.code)
+        raise
