@@ -72,6 +72,8 @@ def ended(error: BaseException) -> tuple[object, str]:
         (ValueError("too few"), "at step 3", 70, "error: too few\n"),
         (OSError(errno.EIO, "Input/output"), "at step 3", 70, "error: Input/output\n"),
         (ConnectionResetError(errno.ECONNRESET, "Reset"), None, 70, "error: Reset\n"),
+        (RuntimeError("can't start new thread"), None, 70, "error: this process may"),
+        (MemoryError(), "at step 3", 70, "error: this process gets no more memory: "),
         (MissingError("none came"), None, 70, "error: none came\n"),
         (RuntimeError("broken"), "at step 3", 70, "RuntimeError: broken\nat step 3\n"),
         (FloatingPointError("nan"), "at step 3", 71, "error: nan\n"),

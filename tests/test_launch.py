@@ -441,7 +441,8 @@ def test_a_peer_that_fails_each_time_is_given_up_and_the_others_go_on(
     assert "[0] whole" in output
     assert (
         "error: process 1 has failed 8 times in a row, with exit code 70 and nothing "
-        "saved, and is not started again: correct this first: no room for 8\n"
+        "saved, and is not started again; correct the cause first; it said at last: "
+        "no room for 8\n"
     ) in output
     assert "the others continue, and this command restarts it: ME=1 " in output
 

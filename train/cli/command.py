@@ -40,8 +40,12 @@ PATHS = (
     *(errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS),
 )
-# What to do about an error of jax's start or of NCCL, by a part of its text.
-DEVICE_ERRORS = {
+# What to do about an error of jax's start, NCCL or threads, by a part of its text.
+KNOWN_ERRORS = {
+    "can't start new thread": (
+        "this process may start no more threads: raise its limit of processes (ulimit "
+        "-u, or pids.max of its cgroup)"
+    ),
     "Unable to initialize backend": (
         "jax could not start a device of this process. A job of several processes "
         "takes the GPU of its number on the machine, or those in JAX_LOCAL_DEVICE_IDS; "
@@ -122,9 +126,11 @@ def sentence(error: BaseException) -> str | None:
         return "interrupted"
     if "RESOURCE_EXHAUSTED" in str(error):  # Pages of jax's or tensorstore's text.
         return _exhausted(str(error))
-    for text, advice in DEVICE_ERRORS.items():
+    for text, advice in KNOWN_ERRORS.items():
         if text in str(error):
             return f"{advice}: {str(error).partition('. Last NCCL')[0]}"
+    if isinstance(error, MemoryError):
+        return f"this process gets no more memory: {error or 'out of memory'}"
     if isinstance(error, OSError):
         if error.errno is None:
             return str(error)

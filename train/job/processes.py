@@ -425,8 +425,8 @@ class _Job:
                 return self._restart(child, pause)
             _say(
                 f"error: process {child.name} has failed {TRIES} times in a row, {how} "
-                "and nothing saved, and is not started again: correct this first: "
-                f"{os.fsdecode(child.life.said)}"
+                "and nothing saved, and is not started again; correct the cause first; "
+                f"it said at last: {os.fsdecode(child.life.said)}"
             )
             if self._running:
                 _say_how_to_return(child)
