@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from train.job.processes import pass_stop_signals_to
+from train.job.signals import pass_stop_signals_to
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
 

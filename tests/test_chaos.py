@@ -38,6 +38,10 @@ def test_a_job_that_hangs_or_ends_otherwise_is_noticed(tmp_path):
         with broken:
             job.end(0)
         assert job.end(3) == job.end(None) == "error: why\nmore\n"
+    launched = "print('[0] error: why\\nerror: process 0 ended first, so'); exit(1)"
+    broken = pytest.raises(BrokenError, match=r"not with code 0: \[0\] error: why")
+    with run_python(launched, tmp_path) as job, broken:
+        job.end(0)
     with run_python("", tmp_path) as job:
         with pytest.raises(BrokenError, match="code 0, not with an error: it said"):
             job.end(None)
@@ -81,6 +85,19 @@ def test_other_numbers_are_a_broken_promise(run_dir, tmp_path):
 
 
 OPTIONS = ["--processes", "2", "--steps", "12", "--task.step-seconds", "0.1"]
+
+
+@pytest.mark.slow
+@needs_root
+def test_a_job_that_cannot_start_is_a_sentence(tmp_path):
+    command = module("train.chaos", "tests/line.py", "--out", tmp_path / "chaos")
+    with started(*command, "--workers.num-workers", "5") as chaos:
+        output, _ = chaos.communicate(timeout=LONG)
+    assert chaos.returncode == 1
+    (said,) = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert "the job fails without any fault" in said
+    assert "5 workers cannot be dealt out evenly to 4 processes" in said
+    assert "Traceback" not in output
 
 
 @pytest.mark.nightly

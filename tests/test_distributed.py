@@ -283,6 +283,17 @@ def test_a_wrong_request_in_a_job_is_not_tried_again(tmp_path):
     assert "restart" not in output
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["file", "file/run"])
+def test_a_job_whose_folder_cannot_be_is_not_tried_again(folder, tmp_path):
+    (tmp_path / "file").touch()
+    with launch(2, tmp_path / folder, "--max-restarts", "2") as job:
+        output, _ = job.communicate(timeout=LONG)
+    assert job.returncode == 1
+    assert f"cannot write into the run folder {tmp_path / folder}, " in output
+    assert "restart" not in output
+
+
 @pytest.mark.nightly  # It compiles a transformer for several shapes.
 def test_batches_of_several_shapes_train_in_processes_as_in_one(tmp_path):
     """Of a transformer, and what comes after the last step."""
@@ -554,7 +565,7 @@ def test_a_process_that_fails_says_why_and_ends():
         "1 2 no": ["error: process 1: no", "code 1"],
         "0 1 no": ["error: process 0: no", "code 1"],
         "0 1 late": ["error: process 0: late", "code 70"],
-        "0 1 interrupt": ["error: process 0: interrupted", "code 70"],
+        "0 1 interrupt": ["error: process 0: interrupted", "code 130"],
         "0 1 unheard": ["code 1"],  # By a reader that has gone.
     }
     command = [sys.executable, "-W", "ignore", "-c", STOPPING, *cases]

@@ -16,6 +16,7 @@ from test_peer_job import RING, alive, last_step, process_id, used
 
 from train.chaos import jobs
 from train.config import PeerExchange, StepConfig, TopologyConfig, WorkersConfig
+from train.job.signals import NOTHING_LOST
 from train.launch import main
 from train.run.peer_watch import mean_moved
 from train.store.checkpoints import find_checkpoints
@@ -119,6 +120,20 @@ def test_workers_die_come_back_freeze_and_join(tmp_path):
     for number in range(4):  # All are saved, each where it was.
         saved = max(find_checkpoints(tmp_path / f"process-{number}").steps)
         assert saved >= of_first
+
+
+@pytest.mark.slow
+def test_who_is_stopped_while_it_starts_again_loses_nothing(tmp_path):
+    with elastic(tmp_path, 2, 2) as job:
+        sees(tmp_path, 0, 1)
+        os.kill(process_id(tmp_path, 1), signal.SIGKILL)
+        assert job.stdout is not None
+        wait_until(lambda: "; started again" in job.stdout.readline())
+        job.terminate()
+        output, _ = job.communicate(timeout=100)
+    assert job.returncode == 0, output
+    assert f"[1] {NOTHING_LOST}" in output
+    assert re.search(r"\[0\] stopped after step \d+ of", output)
 
 
 @pytest.mark.slow

@@ -214,6 +214,26 @@ def test_a_process_that_has_left_may_come_again(tmp_path):
         assert other_ends == [address]
 
 
+def test_who_comes_when_a_job_is_complete_is_refused(tmp_path):
+    """As of two jobs that race for one port: told nothing, it would be tried again."""
+    address = free_address()
+    host, port = address.split(":")
+    first, ends = in_thread(Place(address, 2, 0), tmp_path)
+    deadline = time.monotonic() + LONG
+    while True:
+        try:
+            late = socket.create_connection((host, int(port)))
+            break
+        except OSError:
+            assert time.monotonic() < deadline
+    with late:
+        assert b"rendezvous" in late.recv(1000)
+        assert meet(Place(address, 2, 1), tmp_path) == address
+        assert b"all processes of its job have come" in late.recv(1000)
+    first.join(LONG)
+    assert ends == [address]
+
+
 def test_until_the_coordinator_listens_no_other_job_has_the_port(tmp_path):
     address = free_address()
     with (

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from train.job.processes import REPEAT_SECONDS
+from train.job.restarts import TRIES
+from train.job.signals import REPEAT_SECONDS
 from train.launch import (
     CACHE,
     cache_of_programs,
@@ -246,7 +247,7 @@ def test_after_a_failure_the_others_are_asked_then_killed():
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_launcher_lets_all_save(signum):
     # So long that a busy machine cannot come in between.
-    program = f"import train.job.processes as p\np.REPEAT_SECONDS = 60.0\n{RUN_JOB}"
+    program = f"import train.job.signals as p\np.REPEAT_SECONDS = 60.0\n{RUN_JOB}"
     with start(SAVE, SAVE, program=program) as job:
         read_pids(job, 2)
         job.send_signal(signum)
@@ -255,6 +256,21 @@ def test_a_signal_to_the_launcher_lets_all_save(signum):
         out, _ = job.communicate(timeout=100)
     assert job.returncode == 0
     assert sorted(out.splitlines()) == [b"[0] saved", b"[1] saved"]
+
+
+LATE = SAVE.replace(
+    "signal.signal(", 'print("begins")\ntime.sleep(0.5)\nsignal.signal(', 1
+).replace('print("pid"', 'signal.pthread_sigmask(signal.SIG_SETMASK, [])\nprint("pid"')
+
+
+def test_no_signal_comes_before_the_handlers_of_who_takes_them_itself():
+    program = RUN_JOB.replace('{"ME": str(i)}', '{"ME": str(i)}, is_ready=False')
+    with start(LATE, program=program) as job:
+        assert read_lines(job, 1) == [b"[0] begins\n"]
+        job.send_signal(signal.SIGTERM)
+        out, _ = job.communicate(timeout=100)
+    assert job.returncode == 0
+    assert b"[0] saved" in out
 
 
 def test_who_has_not_saved_within_the_grace_is_killed():
@@ -362,9 +378,9 @@ def test_a_peer_that_fails_at_once_is_started_again_after_a_pause(
     program = RUN_JOB.replace(
         "run_job(processes)", "run_job(processes, lambda: True, float('inf'))"
     )
-    program = program.replace("import sys", "import sys, train.job.processes")
+    program = program.replace("import sys", "import sys, train.job.restarts")
     program = program.replace(
-        "processes = [", "train.job.processes.LONGEST_PAUSE = 1.0\nprocesses = ["
+        "processes = [", "train.job.restarts.LONGEST_PAUSE = 1.0\nprocesses = ["
     )
     with start("print('whole')", FAILS, program=program) as job:
         out, _ = job.communicate(timeout=100)
@@ -377,6 +393,76 @@ def test_a_peer_that_fails_at_once_is_started_again_after_a_pause(
     opened = [int(line.split()[-1]) for line in lines if "open" in line]
     assert len(opened) == 5
     assert max(opened[1:]) <= opened[0]
+
+
+# Like FAILS, with what else it does in the place of a comment.
+LOOPS = """
+import os, sys
+from pathlib import Path
+
+starts = Path(os.environ["STARTS"])
+starts.open("a").write(".")
+count = len(starts.read_text())
+if count > 20:
+    sys.exit(0)
+# more
+print(f"error: process 1: no room for {count}", flush=True)
+print("sys:1: RuntimeWarning: a line more", flush=True)
+sys.exit(70)
+"""
+
+
+def in_a_loop(tmp_path, monkeypatch, more: str) -> tuple[int, str, int]:
+    """Code, output and number of starts of a peer that fails each time."""
+    monkeypatch.setenv("STARTS", str(tmp_path / "starts"))
+    program = RUN_JOB.replace(
+        "run_job(processes)", "run_job(processes, lambda: True, float('inf'))"
+    ).replace("import sys", "import sys, train.job.restarts")
+    program = program.replace(
+        "processes = [", "train.job.restarts.LONGEST_PAUSE = 0.01\nprocesses = ["
+    )
+    waits = (
+        f"import time\nwhile len(open({str(tmp_path / 'starts')!r}).read()) < 8:"
+        " time.sleep(0.1)\ntime.sleep(0.5); print('whole')"
+    )
+    (tmp_path / "starts").touch()
+    with start(waits, LOOPS.replace("# more", more), program=program) as job:
+        out, _ = job.communicate(timeout=100)
+    return job.returncode, out.decode(), len((tmp_path / "starts").read_text())
+
+
+def test_a_peer_that_fails_each_time_is_given_up_and_the_others_go_on(
+    tmp_path, monkeypatch
+):
+    code, output, starts = in_a_loop(
+        tmp_path, monkeypatch, "print('[1] step 1/9  a 1')"
+    )
+    assert (code, starts) == (70, TRIES)
+    assert "[0] whole" in output
+    assert (
+        "error: process 1 has failed 8 times in a row, with exit code 70 and nothing "
+        "saved, and is not started again; correct the cause first; it said at last: "
+        "no room for 8\n"
+    ) in output
+    assert "the others continue, and this command restarts it: ME=1 " in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        "if count % 5 == 0: sys.exit(71 + count)",
+        "run = starts.parent; print(f'8 devices; folder {run}', flush=True)\n"
+        "import time; time.sleep(0.2)\n"
+        "if count % 5 == 0: (run / 'checkpoints' / str(count)).mkdir(parents=True)",
+    ],
+)
+def test_a_peer_that_fails_in_another_way_or_has_saved_is_started_again(
+    more, tmp_path, monkeypatch
+):
+    code, output, starts = in_a_loop(tmp_path, monkeypatch, more)
+    assert (code, starts) == (0, 21)
+    assert "is not started again" not in output
 
 
 def test_a_warning_that_nobody_reads_ends_no_peer(tmp_path, monkeypatch):

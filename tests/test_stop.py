@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 
 from train.cli.command import SaveError
-from train.job.processes import REPEAT_SECONDS
+from train.job.signals import (
+    NOTHING_LOST,
+    REPEAT_SECONDS,
+    STOP_SIGNALS,
+    stop_together,
+)
 from train.plain_files import write_whole
 from train.run.resume import saved_config
 from train.run.stop import Stop
@@ -129,6 +134,32 @@ def test_an_evaluation_that_fails_loses_nothing(tmp_path):
     assert steps(tmp_path) == [15, 20]
 
 
+FAILS_BESIDE_A_THREAD = """
+import dataclasses
+import threading
+import time
+
+import tests.line
+
+
+def fail(step, state, metrics):
+    threading.Thread(target=time.sleep, args=[300]).start()
+    raise ZeroDivisionError
+
+
+config = dataclasses.replace(tests.line.config, on_step=fail)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_that_fails_ends_whatever_its_threads_wait_for(tmp_path):
+    """As orbax's do for ten minutes, where a file could not be written."""
+    (tmp_path / "config.py").write_text(FAILS_BESIDE_A_THREAD)
+    run = ["-m", "train", tmp_path / "config.py", "--run-dir", tmp_path / "run"]
+    done = subprocess.run([sys.executable, *run], cwd=ROOT, timeout=LONG)
+    assert done.returncode == 70
+
+
 @pytest.mark.slow
 def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path):
     with training(tmp_path, "--task.eval-seconds=100") as process:
@@ -142,6 +173,86 @@ def test_a_second_signal_ends_at_once_and_what_was_saved_is_whole(tmp_path):
         ended(process)
     assert process.returncode == -signal.SIGINT
     assert steps(tmp_path)[-1] == 20
+
+
+def handles(process: subprocess.Popen, number: signal.Signals) -> bool:
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    (caught,) = re.findall(r"SigCgt:\s*(\w+)", status)
+    return bool(int(caught, 16) >> (number - 1) & 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_while_a_run_imports_ends_it_with_nothing_lost(number, tmp_path):
+    with training(tmp_path / "run") as process:
+        while not handles(process, number):
+            time.sleep(0.001)
+        process.send_signal(number)
+        output, errors = ended(process)
+    assert process.returncode == 0, errors
+    assert output == f"{NOTHING_LOST}\n"
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.slow
+def test_a_signal_while_a_run_is_set_up_ends_it_with_nothing_lost(tmp_path):
+    """As where a corpus takes long to read."""
+    (tmp_path / "config.py").write_text(SETS_UP_SLOWLY)
+    command = [sys.executable, "-m", "train", tmp_path / "config.py"]
+    with subprocess.Popen(
+        [*command, "--run-dir", tmp_path / "run"],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            read_until(process, "reading")
+            process.send_signal(signal.SIGTERM)
+            output, errors = ended(process)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    assert output == f"{NOTHING_LOST}\n"
+    assert not (tmp_path / "run").exists()
+
+
+SETS_UP_SLOWLY = """
+import dataclasses
+import time
+
+import tests.line
+
+
+@dataclasses.dataclass(frozen=True)
+class Slowly(tests.line.Line):
+    def build(self):
+        print("reading", flush=True)
+        time.sleep(300)
+
+
+config = dataclasses.replace(tests.line.config, task=Slowly())
+"""
+
+
+def test_a_signal_while_a_job_joins_is_sent_to_all():
+    """Where jax takes SIGTERM over, in C; here a handler stands for it."""
+    taken: list[int] = []
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    try:
+        with stop_together():
+            os.kill(os.getpid(), signal.SIGUSR1)
+            signal.signal(signal.SIGTERM, lambda number, _: taken.append(number))
+            assert not taken
+        assert taken == [signal.SIGTERM]
+        taken.clear()
+        with stop_together():
+            signal.signal(signal.SIGTERM, lambda number, _: taken.append(number))
+        assert not taken
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert taken == [signal.SIGTERM]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 IN_NATIVE_CODE = """
@@ -181,7 +292,7 @@ def test_a_second_signal_ends_what_runs_no_handler():
 
 def test_a_signal_that_comes_twice_at_once_is_one(monkeypatch):
     """As SIGHUP does where a terminal closes. After the run all are as they were."""
-    monkeypatch.setattr("train.run.stop.REPEAT_SECONDS", 60.0)  # On a busy machine.
+    monkeypatch.setattr("train.job.signals.REPEAT_SECONDS", 60.0)  # On a busy machine.
     numbers = (signal.SIGINT, signal.SIGTERM)
     before = [signal.getsignal(number) for number in numbers]
     with Stop() as stop:

@@ -3,21 +3,42 @@
 `decentjax resume runs/NAME` resumes its run.
 """
 
+from train.job.signals import (
+    NOTHING_LOST,
+    Stopped,
+    end_imports_at_a_signal,
+    stoppable,
+)
+
+if __name__ == "__main__":  # Before the other imports, which take seconds.
+    end_imports_at_a_signal()
+
 import argparse
+import contextlib
 import functools
+import os
+import signal
 import sys
 import textwrap
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import tyro
 
 from decentjax.distributed.devices import provide_cpu_devices
 from decentjax.distributed.watch import watch
-from train.cli.command import REQUEST, code_of, command, sentence, show_usage
+from train.cli.command import (
+    FAILED,
+    NOT_FINITE,
+    REQUEST,
+    code_of,
+    command,
+    sentence,
+    show_usage,
+)
 from train.cli.config_json import sources
 from train.cli.families import shipped_configs
 from train.cli.load import check_folder, load_config, own_sinks
@@ -32,7 +53,6 @@ from train.run.facts import add_results
 from train.run.loop import Outcome, train
 from train.run.resume import Resume, saved_config, with_changes
 from train.run.sinks import Sink
-from train.run.stop import Stopped, stoppable
 from train.store.checkpoints import find_checkpoints
 from train.store.folder import check_run
 from train.store.log import read_metrics, warn
@@ -177,9 +197,21 @@ def run_here(
     sinks: Sequence[Sink] = (),
 ) -> None:
     """Trains, alone or as one process of a job."""
+    try:
+        with _starting():
+            _run(config, run_dir, resume, init_from, trust, sinks)
+    except Stopped:
+        print(NOTHING_LOST)
+
+
+def _starting() -> contextlib.AbstractContextManager[None]:
+    return stoppable(but=[signal.SIGINT])
+
+
+def _run(config: Config, run_dir: Path, *how: Any) -> None:
     # Before the job starts, as its other processes would wait for this one.
     check_folder(run_dir)
-    begin = functools.partial(train, config, run_dir, resume, init_from, trust, sinks)
+    begin = functools.partial(train, config, run_dir, *how)
     if config.is_apart:
         start_peer(config)
         finish_peer(begin(), config, run_dir)
@@ -189,7 +221,10 @@ def run_here(
             workers = config.workers
             each = workers.devices_per_worker
             start(config.distributed, workers.num_workers, run_dir, each)
-            _train(begin, config, run_dir)
+            # jax has taken over SIGTERM, which it passes on to jobs of several.
+            alone = jax.process_count() == 1
+            with _starting() if alone else contextlib.nullcontext():
+                _train(begin, config, run_dir)
         return
     if config.workers.where == "mesh":
         workers = config.workers
@@ -303,4 +338,11 @@ def _stopped(step: int, config: Config, run_dir: Path) -> str:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except SystemExit as end:
+        # Threads of orbax wait ten minutes for what could not be written, and Python
+        # would wait for them.
+        if end.code in (FAILED, NOT_FINITE):
+            os._exit(end.code)
+        raise

@@ -271,6 +271,7 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
                 str(i),
                 command_line([module, *rest], places, i, free),
                 environment(options.processes, i, os.environ) | more,
+                is_ready=module != "train",
             )
             for i in range(options.processes)
         ]

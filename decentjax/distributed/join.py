@@ -1,9 +1,11 @@
 """Joins a process to its job: rendezvous, then jax's coordinator and gloo."""
 
+import contextlib
 import importlib
 import itertools
 import math
 import os
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,7 @@ def join(
     step_deadline: float | None,
     start_seconds: int,
     run_dir: Path | None = None,
+    taking_over: AbstractContextManager[Any] | None = None,
 ) -> None:
     """Joins the processes of the job; call it before any device is used.
 
@@ -48,6 +51,8 @@ def join(
       step_deadline: longest time of a phase of a step, as in `limit_of`, seconds.
       start_seconds: timeout for all processes to join.
       run_dir: folder that all processes must share; None to skip the check.
+      taking_over: context that is entered once all have met, in which jax joins and
+        sets its own handler of SIGTERM.
 
     Raises:
       ValueError: if another job uses the address, or processes are missing or do not
@@ -58,7 +63,8 @@ def join(
     # `end_process` prints it; jax sets it only if the start succeeds.
     internals.global_state.process_id = place.process_id
     heartbeats = MONTH_SECONDS if os.environ.get("JAX_PLATFORMS") == "cpu" else 100
-    with rendezvous(place, run_dir, start_seconds) as listen_at:
+    meeting = rendezvous(place, run_dir, start_seconds)
+    with meeting as listen_at, taking_over or contextlib.nullcontext():
         host, port = split_address(place.address)
         distributed.initialize(
             to_address(host, port),  # jax aborts on an IPv6 host without brackets.

@@ -25,6 +25,10 @@ GREETING_SECONDS = 10.0  # Process 0 greets at once; another program may be sile
 MAX_BYTES = 1024  # Largest message.
 
 
+class MissingError(TimeoutError, ValueError):
+    """Processes of this job have not come; they may, if all are started again."""
+
+
 class Wait(NamedTuple):
     """The timeout for the processes of a job.
 
@@ -53,8 +57,9 @@ def rendezvous(place: Place, run_dir: Path | None, seconds: float) -> Iterator[s
       seconds: timeout.
 
     Raises:
-      ValueError: if the port is in use, a process is missing, or this one belongs to
-        another job or has another folder.
+      MissingError: if a process is missing.
+      ValueError: if the port is in use, or this process belongs to another job or has
+        another folder.
     """
     wait = Wait(seconds, time.monotonic() + seconds)
     if place.process_id > 0:
@@ -95,16 +100,18 @@ def _claim(address: str) -> socket.socket:
 def _host(server: socket.socket, place: Place, token: str | None, wait: Wait) -> None:
     """Process 0: greets and checks all connections, and waits for its whole job."""
     came: dict[int, socket.socket] = {}
+    guests: list[socket.socket] = []
     refused: list[str] = []
     with contextlib.ExitStack() as stack, selectors.DefaultSelector() as selector:
         selector.register(server, selectors.EVENT_READ)
         while len(came) < place.num_processes - 1:
             ready = selector.select(wait.left())
             if time.monotonic() >= wait.end:
-                raise ValueError(_missing(place, server, came, refused, wait))
+                raise MissingError(_missing(place, server, came, refused, wait))
             for key, _ in ready:
                 if key.fileobj is server:
                     guest = stack.enter_context(server.accept()[0])
+                    guests.append(guest)
                     guest.setblocking(False)
                     _send(guest, {"rendezvous": place.num_processes, "token": token})
                     selector.register(guest, selectors.EVENT_READ)
@@ -124,8 +131,9 @@ def _host(server: socket.socket, place: Place, token: str | None, wait: Wait) ->
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 0)
         server.shutdown(socket.SHUT_RDWR)
-        for guest in came.values():  # From here on only the coordinator listens.
-            _send(guest, {"refused": None})
+        late = "all processes of its job have come: another job needs another port"
+        for guest in guests:  # From here on only the coordinator listens.
+            _send(guest, {"refused": None if guest in came.values() else late})
 
 
 def _admitted(
@@ -177,7 +185,7 @@ def _join(place: Place, run_dir: Path | None, wait: Wait) -> None:
             case {"refused": str(why)}:
                 raise ValueError(f"process 0 at {address} refused this process: {why}")
             case _:
-                raise ValueError(
+                raise MissingError(
                     f"process 0 at {address} has ended, or not all processes "
                     f"joined within {wait.seconds} s"
                 )
@@ -197,7 +205,7 @@ def _connected(address: str, wait: Wait) -> socket.socket:
             connection.close()
         except OSError as error:
             if time.monotonic() > wait.end:
-                raise ValueError(
+                raise MissingError(
                     f"process 0 did not listen at {address} within {wait.seconds} s "
                     f"({error}): was it started with the same coordinator, and can "
                     "others reach it?"
@@ -234,7 +242,10 @@ def _token(run_dir: Path | None) -> Iterator[str | None]:
         run_dir.mkdir(parents=True, exist_ok=True)
         path.touch()
     except OSError as error:
-        raise ValueError(f"cannot write into the run folder: {error}") from error
+        raise ValueError(
+            f"process 0 cannot write into the run folder {run_dir}, {error.strerror}: "
+            "choose another with --run-dir"
+        ) from error
     try:
         yield path.name
     finally:

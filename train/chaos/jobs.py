@@ -163,7 +163,9 @@ def last_step(folder: Path) -> int:
 def last_line(output: str) -> str:
     """The last line that says why."""
     lines = [line for line in output.splitlines() if line.strip()]
-    reasons = [line for line in lines if "error" in line.lower()]
+    # The launcher's own says that a process ended, which has said why before.
+    own = [line for line in lines if " ended first, " not in line]
+    reasons = [line for line in own if "error" in line.lower()]
     return (reasons or lines or ["it said nothing"])[-1].strip()
 
 

@@ -6,6 +6,7 @@ Ctrl-C, and 141 if the output was closed.
 """
 
 import contextlib
+import errno
 import os
 import re
 import select
@@ -34,8 +35,17 @@ EXTRAS = (
     }
 )
 
-# What to do about an error of jax's start or of NCCL, by a part of its text.
-DEVICE_ERRORS = {
+# Errors of a path that cannot be what is asked of it.
+PATHS = (
+    *(errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS),
+)
+# What to do about an error of jax's start, NCCL or threads, by a part of its text.
+KNOWN_ERRORS = {
+    "can't start new thread": (
+        "this process may start no more threads: raise its limit of processes (ulimit "
+        "-u, or pids.max of its cgroup)"
+    ),
     "Unable to initialize backend": (
         "jax could not start a device of this process. A job of several processes "
         "takes the GPU of its number on the machine, or those in JAX_LOCAL_DEVICE_IDS; "
@@ -59,6 +69,8 @@ def failure(error: BaseException) -> int:
 
 def code_of(error: BaseException) -> int:
     """The exit code for an error: 1 for an invalid request, not to be restarted."""
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
     # One of the work itself says where it was; jax's own notes have several lines.
     where = [x for x in getattr(error, "__notes__", []) if "\n" not in x]
     network = isinstance(error, ConnectionError | TimeoutError)
@@ -114,14 +126,16 @@ def sentence(error: BaseException) -> str | None:
         return "interrupted"
     if "RESOURCE_EXHAUSTED" in str(error):  # Pages of jax's or tensorstore's text.
         return _exhausted(str(error))
-    for text, advice in DEVICE_ERRORS.items():
+    for text, advice in KNOWN_ERRORS.items():
         if text in str(error):
             return f"{advice}: {str(error).partition('. Last NCCL')[0]}"
+    if isinstance(error, MemoryError):
+        return f"this process gets no more memory: {error or 'out of memory'}"
     if isinstance(error, OSError):
         if error.errno is None:
             return str(error)
         where = "" if error.filename is None else f": {os.fspath(error.filename)!r}"
-        if isinstance(error, FileExistsError | IsADirectoryError):
+        if where and error.errno in PATHS:
             where += "; give another path"
         return f"{error.strerror}{where}"
     if isinstance(error, ImportError):

@@ -33,6 +33,7 @@ from decentjax.gossip import Engine
 from train.cli.command import code_of, failure, sentence
 from train.cli.config_json import differences, to_json
 from train.config import Config, DistributedConfig
+from train.job.signals import Stopped, stop_together
 
 PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain")
 
@@ -57,11 +58,11 @@ def start(
     """
     place = _place(config)
     count = workers_per_process(num_workers, place.num_processes) * devices_per_worker
-    try:
-        join(place, count, config.step_deadline, config.start_seconds, run_dir)
-    except ValueError as error:
-        error.add_note("while the processes met")
-        raise
+    # Alone, a process stops by itself.
+    alone = place.num_processes == 1
+    taking_over = contextlib.nullcontext() if alone else stop_together()
+    seconds = config.step_deadline, config.start_seconds
+    join(place, count, *seconds, run_dir, taking_over)
 
 
 def workers_per_process(num_workers: int, num_processes: int) -> int:
@@ -95,6 +96,8 @@ def fail_stop() -> Iterator[None]:
     """
     try:
         yield
+    except Stopped:
+        raise
     except BaseException as error:
         if isinstance(error, SystemExit) and not error.code:
             raise

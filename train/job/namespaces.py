@@ -16,15 +16,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+from train.cli.command import command
 from train.job.cores import check_cores, core_shares
-from train.job.processes import (
-    STOP_SIGNALS,
-    Process,
-    describe_exit,
-    die_with_parent,
-    hold_stop_signals,
-    pass_stop_signals_to,
-)
+from train.job.processes import Process, describe_exit, die_with_parent
+from train.job.signals import STOP_SIGNALS, hold_stop_signals, pass_stop_signals_to
 from train.network import GBIT, Rate
 from train.network import rate as bytes_per_second
 
@@ -235,7 +230,10 @@ def _run_in_switch(
         raise SystemExit(
             f"error: cannot build the emulated cluster: {error}"
         ) from error
-    raise SystemExit(job(nodes))
+    # Else a fork prints the traceback of any error.
+    with command():
+        code = job(nodes)
+    raise SystemExit(code)
 
 
 def _build(cluster: EmulatedCluster, groups: Sequence[Path]) -> Nodes:

@@ -15,11 +15,21 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from train.cli.command import CLOSED, INTERRUPTED, NOT_FINITE
+from train.job.restarts import (
+    ERROR,
+    FOLDER,
+    LONGEST_PAUSE,
+    STEP,
+    TRIES,
+    Failures,
+    Life,
+    newest_step,
+)
+from train.job.signals import STOP_SIGNALS, hold_stop_signals, pass_stop_signals_to
 
 # Success, an invalid request, NaN or infinity, and a requested stop: a restart would
 # end the same way.
@@ -29,10 +39,6 @@ LONGEST_WAIT = 1.0
 # All are gone two seconds after a failure, whatever they do.
 GRACE_SECONDS = 1.5  # For the others to notice closed sockets.
 TERM_SECONDS = 0.4  # From SIGTERM to SIGKILL for those that did not.
-# A terminal that closes sends SIGHUP, which nohup asks us to ignore.
-_HANGUP = () if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else (signal.SIGHUP,)
-# Slurm sends SIGUSR1 ahead of a limit where it is asked to.
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, *_HANGUP)
 # What libraries say where a process is lost, a page from each of the others.
 _NOISE = re.compile(
     rb"\[Gloo\] Rank|is connected to \d+ peer ranks"  # Or its end alone.
@@ -43,19 +49,7 @@ _NOISE = re.compile(
 )
 # The line with which jax aborts a process: only this says why, up to a first period.
 _ABORT = re.compile(rb"Terminating process because the JAX.*absl::Status: ([^.]*)")
-# The last word of a run's header.
-_FOLDER = re.compile(rb"; folder (.+)")
-# A row of the log, such as "step 480/600  loss 2.1", or "step 480: lost worker 0".
-_STEP = re.compile(rb"\] step (\d+(?:/\d+)?)[: ]")
-# An error, without the number of its process, which all others may have too.
-_ERROR = re.compile(rb"^error: (?:process \d+: )?(.+)")
 SAME_SECONDS = 10.0  # In which an error of several processes is printed once.
-# A terminal that closes sends SIGHUP twice, and systemd tells the launcher's children
-# too: what comes so soon after the first signal is no second request.
-REPEAT_SECONDS = 1.0
-# A peer that fails so soon is started again after a pause, twice as long each time.
-QUICK_SECONDS = 15.0
-LONGEST_PAUSE = 60.0
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -67,11 +61,14 @@ class Process(NamedTuple):
       name: its number, such as "3", printed before each of its lines.
       argv: program and arguments.
       env: environment variables in addition to those of this process.
+      is_ready: whether stop signals may reach it at once; else it begins with them
+        held, and takes them itself, so that none comes before its handlers.
     """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
+    is_ready: bool = True
 
 
 class Ended(NamedTuple):
@@ -122,7 +119,7 @@ def supervise(
         _say(f"warning: restart {restarts} of {max_restarts}")
     if again and max_restarts:
         _say(f"error: gave up after {restarts} restarts; first {first}")
-    if again and (step := _newest_step(ended.folder)):
+    if again and (step := newest_step(ended.folder)):
         _say(
             f"step {step} is saved: decentjax launch -n {len(processes)} --resume "
             f"{ended.folder} goes on from it"
@@ -160,9 +157,8 @@ def run_job(
         sys.stdout.flush()
         with pass_stop_signals_to(job.stop):
             try:
-                with hold_stop_signals():
-                    for process in processes:
-                        job.start(process)
+                for process in processes:
+                    job.start(process)
                 job.wait()
             finally:
                 for child in job.children:
@@ -187,41 +183,6 @@ def describe_exit(returncode: int) -> tuple[int, str]:
     names = {signum.value: signum.name for signum in signal.Signals}
     name = names.get(-returncode, f"signal {-returncode}")
     return 128 - returncode, f"killed by {name}"
-
-
-@contextlib.contextmanager
-def pass_stop_signals_to(send: Callable[[int], None]) -> Iterator[None]:
-    """Calls send(SIGTERM) at the first stop signal, and send(SIGKILL) at a later one.
-
-    Children have sessions of their own, which a terminal's Ctrl-C does not reach.
-    """
-    first = None
-
-    def pass_on(signum, frame):
-        nonlocal first
-        now = time.monotonic()
-        if first is None:
-            first = now
-            send(signal.SIGTERM)
-        elif now - first >= REPEAT_SECONDS:
-            send(signal.SIGKILL)
-
-    previous = {signum: signal.signal(signum, pass_on) for signum in STOP_SIGNALS}
-    try:
-        yield
-    finally:
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
-
-
-@contextlib.contextmanager
-def hold_stop_signals() -> Iterator[None]:
-    """Keeps stop signals waiting, where no other thread can take them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def die_with_parent(parent_lives: Callable[[], bool]) -> None:
@@ -256,9 +217,9 @@ class _Output:
         return known
 
     def print(self, data: bytes) -> None:
-        if steps := _STEP.findall(data):
+        if steps := STEP.findall(data):
             self.step = steps[-1].decode()
-        if folder := _FOLDER.search(data):
+        if folder := FOLDER.search(data):
             self.folder = os.fsdecode(folder[1])
         try:
             sys.stdout.buffer.write(data)
@@ -277,7 +238,7 @@ class _Child:
         self, process: Process, selector: selectors.BaseSelector, output: _Output
     ):
         self.name, self.process = process.name, process
-        self.began = time.monotonic()
+        self.life = Life()
         self._selector, self._output = selector, output
         self.unprinted = b""
         self.in_noise = False
@@ -291,13 +252,18 @@ class _Child:
             bufsize=0,
             # Ctrl-C reaches this process alone, which decides what its children get.
             start_new_session=True,
-            preexec_fn=functools.partial(_begin, os.getpid()),
+            preexec_fn=functools.partial(_begin, os.getpid(), process.is_ready),
         )
         assert self.popen.stdout is not None
         self.pipe = self.popen.stdout
         # Readable once the process ends, so one `select` waits for output and ends, and
         # shows which process ended first.
-        self.pidfd = os.pidfd_open(self.popen.pid)
+        try:
+            self.pidfd = os.pidfd_open(self.popen.pid)
+        except OSError:  # As at the limit of open files.
+            self.popen.kill()
+            self.popen.wait()
+            raise
         os.set_blocking(self.pipe.fileno(), False)
         selector.register(self.pipe, selectors.EVENT_READ, self)
         selector.register(self.pidfd, selectors.EVENT_READ, self)
@@ -338,15 +304,21 @@ class _Child:
         name, text = self.name.encode(), _visible(line).rstrip(b"\r")
         if abort := _ABORT.search(line):
             text = b"error: process %b: lost a peer: %b" % (name, abort[1])
-        error = _ERROR.match(text)
+        line = b"[%b] %b\n" % (name, text)
+        self.life.hear(line)
+        error = ERROR.match(text)
         if error and self._output.is_known(error[1].rstrip(), self.name):
             return b""
-        return b"[%b] %b\n" % (name, text)
+        return line
 
 
-def _begin(launcher: int) -> None:
+def _begin(launcher: int, is_ready: bool) -> None:
+    # Its own handlers are the launcher's until exec, and would pass a signal on.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     # A child inherits the mask of `hold_stop_signals`, and keeps it through exec.
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+    if is_ready:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     die_with_parent(lambda: os.getppid() == launcher)
 
 
@@ -365,14 +337,6 @@ def _say(text: str) -> None:
     """Prints a line on the standard error, which may be closed, as the output may."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
-
-
-def _newest_step(run_dir: str) -> int | None:
-    """The newest step that a run has saved; `find_checkpoints` takes seconds."""
-    if not run_dir:
-        return None
-    names = [path.name for path in Path(run_dir, "checkpoints").glob("*")]
-    return max((int(name) for name in names if name.isdecimal()), default=None)
 
 
 def _visible(line: bytes) -> bytes:
@@ -405,15 +369,16 @@ class _Job:
         self._restarts, self._grace = max_restarts, grace
         self._running: set[_Child] = set()
         self._escalation: list[tuple[float, int]] = []
-        self._pauses: dict[str, float] = {}  # The next one, of each that has failed.
+        self._failures = Failures()
         self._paused: list[tuple[float, Process]] = []
 
     def start(self, process: Process) -> None:
-        child = _Child(process, self._selector, self.output)
-        self.children.append(child)
-        self._running.add(child)
-        if self.asked:  # It came too late for `stop` to reach it.
-            child.popen.send_signal(signal.SIGTERM)
+        with hold_stop_signals():  # Until `stop` can reach it.
+            child = _Child(process, self._selector, self.output)
+            self.children.append(child)
+            self._running.add(child)
+            if self.asked:  # It came too late for `stop` to reach it.
+                child.popen.send_signal(signal.SIGTERM)
 
     def stop(self, signum: int) -> None:
         self.asked = True
@@ -439,7 +404,7 @@ class _Job:
             due = [process for when, process in self._paused if when <= now]
             self._paused = [one for one in self._paused if one[0] > now]
             for process in due:
-                self.start(process)
+                self._start_again(process)
             if self.output.closed and self.output.stops:
                 self.stop(signal.SIGTERM)
             if time.monotonic() >= at:
@@ -455,29 +420,44 @@ class _Job:
                 self._escalation += [(term, signal.SIGTERM)]
                 self._escalation += [(term + TERM_SECONDS, signal.SIGKILL)]
         elif code not in FINAL and not self.asked and self._restarts:
-            self._restarts -= 1
-            few = self._restarts < math.inf
-            left = f"; restarts left: {self._restarts}" if few else ""
-            pause = self._pause(child)
-            when = f" in {pause:.0f} s" if pause else ""
-            again = f"started again{when}{left}"
-            _say(f"warning: process {child.name} ended, {how}; {again}")
-            self.children.remove(child)
-            child.close()
-            self._paused.append((time.monotonic() + pause, child.process))
-            return
+            pause = self._failures.pause(child.name, code, child.life)
+            if pause is not None:
+                return self._restart(child, pause)
+            _say(
+                f"error: process {child.name} has failed {TRIES} times in a row, {how} "
+                "and nothing saved, and is not started again; correct the cause first; "
+                f"it said at last: {os.fsdecode(child.life.said)}"
+            )
+            if self._running:
+                _say_how_to_return(child)
         # One that cannot be carried out has said why, and would be no better off again.
         elif self._running and code not in (1, 2):
             _say_how_to_return(child)
         if self.failed is None:
             self.failed, self.after = child, self.output.step
 
-    def _pause(self, child: _Child) -> float:
-        """Seconds until a restart: 0, then 1, 2, 4, ... if the process fails soon."""
-        is_soon = time.monotonic() - child.began < QUICK_SECONDS
-        pause = self._pauses.get(child.name, 0.0) if is_soon else 0.0
-        self._pauses[child.name] = min(max(1.0, 2 * pause), LONGEST_PAUSE)
-        return pause
+    def _restart(self, child: "_Child", pause: float) -> None:
+        self._restarts -= 1
+        _, how = describe_exit(child.popen.returncode)
+        few = self._restarts < math.inf
+        left = f"; restarts left: {self._restarts}" if few else ""
+        when = f" in {pause:.0f} s" if pause else ""
+        again = f"started again{when}{left}"
+        _say(f"warning: process {child.name} ended, {how}; {again}")
+        self.children.remove(child)
+        child.close()
+        self._paused.append((time.monotonic() + pause, child.process))
+
+    def _start_again(self, process: Process) -> None:
+        """Starts a process now, or later where the machine has no room for it."""
+        try:
+            self.start(process)
+        except OSError as error:
+            if not self._running:
+                raise
+            why = f"process {process.name} cannot be started, {error.strerror}"
+            _say(f"warning: {why}; tried again in {LONGEST_PAUSE:.0f} s")
+            self._paused.append((time.monotonic() + LONGEST_PAUSE, process))
 
 
 def _send(children: Iterable[_Child], signum: int) -> None:

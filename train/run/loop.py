@@ -167,7 +167,8 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
         if any(gather("saved", checkpoints.wait())):
             checkpoints.save(step, state, config)
     except Exception as error:
-        error.add_note(f"at step {step}")
+        if step > begin.step:  # Before, the run cannot begin as it is.
+            error.add_note(f"at step {step}")
         raise
     return step, state
 

@@ -22,6 +22,7 @@ from decentjax.gossip import Record
 from decentjax.loss import Metrics
 from train.data.batches import Batch
 from train.job.distributed import MetricMeans, gather
+from train.job.signals import Stopped
 from train.run.facts import peak_seconds
 from train.run.finite import say_quarantined
 from train.run.optimizers import build_schedule
@@ -29,7 +30,7 @@ from train.run.resume import Begin
 from train.run.scores import build_score
 from train.run.setup import Setup
 from train.run.shards import on_first
-from train.run.stop import Stop, Stopped
+from train.run.stop import Stop
 from train.store.log import PER_SECOND, Log, warn
 
 

@@ -1,23 +1,12 @@
 """How signals, and an output that is closed, end a run."""
 
-import contextlib
-import ctypes
-import math
 import os
-import select
 import signal
-import threading
-import time
-from collections.abc import Callable, Collection, Iterator
-from types import FrameType
 
 import jax
 from jax.experimental import multihost_utils
 
-from train.job.processes import REPEAT_SECONDS, STOP_SIGNALS
-
-Handler = Callable[[int, FrameType | None], None]
-_LIBC = ctypes.CDLL(None)
+from train.job.signals import handled, stop_signals
 
 
 class Stop:
@@ -32,12 +21,12 @@ class Stop:
         self.stopped = False  # What the last `poll` returned.
         self._asked = False
         self._in_job = jax.process_count() > 1
-        own = _stop_signals() - ({signal.SIGTERM} if self._in_job else set())
+        own = stop_signals() - ({signal.SIGTERM} if self._in_job else set())
         self._signals = own
         self._polls = 0
 
     def __enter__(self) -> "Stop":
-        self._handled = _handled(self._signals, self._receive)
+        self._handled = handled(self._signals, self._receive)
         self._handled.__enter__()
         return self
 
@@ -68,74 +57,3 @@ class Stop:
     def _receive(self, number: int, frame: object) -> None:
         del number, frame
         self.ask()
-
-
-class Stopped(BaseException):
-    """A stop signal was received, and everything is saved."""
-
-
-@contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """A context in which the first stop signal raises `Stopped`.
-
-    A later one ends the process at once.
-    """
-
-    def receive(number: int, frame: object) -> None:
-        del number, frame
-        raise Stopped
-
-    with _handled(_stop_signals(), receive):
-        yield
-
-
-def _stop_signals() -> set[signal.Signals]:
-    """Those that are not ignored, as SIGHUP is under nohup."""
-    return {s for s in STOP_SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
-
-
-@contextlib.contextmanager
-def _handled(numbers: Collection[int], receive: Handler) -> Iterator[None]:
-    """Calls `receive` at the first of these signals; a later one ends the process.
-
-    It does so even where Python runs no handler, as while a program compiles: the
-    kernel's default comes back REPEAT_SECONDS after the first one, by a thread.
-    """
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    received = False
-
-    def end_at_later() -> None:
-        at, readable = math.inf, select.poll()
-        readable.register(reader, select.POLLIN)
-        while True:
-            left = max(0.0, at - time.monotonic())
-            if not readable.poll(None if at == math.inf else 1000 * left):
-                at = math.inf
-                for number in numbers:
-                    _LIBC.signal(number, signal.SIG_DFL.value)
-            elif not (came := os.read(reader, 1)):  # The context has ended.
-                return
-            elif came[0] in numbers:
-                at = min(at, time.monotonic() + REPEAT_SECONDS)
-
-    def first(number: int, frame: FrameType | None) -> None:
-        nonlocal received
-        if not received:
-            received = True
-            receive(number, frame)
-
-    thread = threading.Thread(target=end_at_later, daemon=True)
-    thread.start()
-    woken = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    before = {number: signal.signal(number, first) for number in numbers}
-    try:
-        yield
-    finally:
-        signal.set_wakeup_fd(woken)
-        os.close(writer)
-        thread.join()
-        os.close(reader)
-        for number, handler in before.items():
-            # None is that of jax, in a job which has ended.
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
