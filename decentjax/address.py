@@ -3,6 +3,8 @@
 import ipaddress
 import socket
 
+MOST_SHOWN = 100  # Characters of a text that an error shows: it may be any file.
+
 
 def to_address(host: str, port: int | str) -> str:
     """Returns the address of a host, whose brackets may be missing, and a port."""
@@ -20,16 +22,17 @@ def split_address(address: str, port: int | None = None) -> tuple[str, int]:
     Raises:
       ValueError: if it is not an address.
     """
-    whole = address.strip("[]")
+    whole, least = address.strip("[]"), 1 if port is None else 0
     if port is not None and (":" not in whole or _is_ipv6(whole)):
-        return whole, port
-    host, _, end = address.rpartition(":")
-    host, least = host.strip("[]"), 1 if port is None else 0
-    is_host = _is_ipv6(host) if ":" in host else bool(host)
-    if not is_host or not end.isdecimal() or not least <= int(end) < 2**16:
+        host, end = whole, str(port)
+    else:
+        host, _, end = address.rpartition(":")
+        host = host.strip("[]")
+    is_port = end.isdecimal() and len(end) <= 5 and least <= int(end) < 2**16
+    if not (_is_host(host) and is_port):
         raise ValueError(
             "an address is HOST:PORT, or [HOST]:PORT for IPv6, with a port from "
-            f"{least} to {2**16 - 1}, got {address!r}"
+            f"{least} to {2**16 - 1}, got {address[:MOST_SHOWN]!r}"
         )
     # An IPv6 address can be written in several ways.
     return str(ipaddress.ip_address(host)) if ":" in host else host, int(end)
@@ -49,6 +52,18 @@ def is_loopback(host: str) -> bool:
     if _is_ipv6(host):
         return ipaddress.ip_address(host).is_loopback
     return host.startswith("127.") or host == "localhost"
+
+
+def _is_host(host: str) -> bool:
+    """Whether a host can be looked up; whether it exists is not known."""
+    try:
+        # As the look-up does, which raises for an empty label, or one above 63 letters.
+        host.encode("idna")
+    except UnicodeError:
+        return False
+    if not host.isprintable() or " " in host:
+        return False
+    return _is_ipv6(host) if ":" in host else bool(host)
 
 
 def _is_ipv6(host: str) -> bool:

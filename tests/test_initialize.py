@@ -333,10 +333,18 @@ def test_an_address_has_a_host_and_a_port(address, host, port):
         split_address(to_address(host, 0))
 
 
-@pytest.mark.parametrize(
-    "address",
-    ["", "5", ":5", "a", "a:", "a:b", "a:65536", "a:-5", "::1", "[::1]", "a:b:5"],
-)
+NO_ADDRESSES = ["", "5", ":5", "a", "a:", "a:b", "a:65536", "a:-5", "::1", "[::1]"]
+NO_ADDRESSES += [
+    "a:b:5",
+    "a b:5",
+    "a..b:5",
+    64 * "a" + ":5",
+    "fe80::1%a b:5",
+    "a:000005",
+]
+
+
+@pytest.mark.parametrize("address", NO_ADDRESSES)
 def test_what_is_no_address_gets_a_sentence(address):
     with pytest.raises(ValueError, match=f"HOST:PORT.* got '{re.escape(address)}'"):
         split_address(address)

@@ -1,7 +1,6 @@
 """Training as processes that wait for nobody: real processes, signals and sockets."""
 
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -25,7 +24,6 @@ from test_launch import RUN_JOB, SAVE, read_pids, wait_until
 from test_launch import start as launcher
 from test_resume import Growing
 
-from decentjax.gossip import Taken, Used
 from train.config import (
     AutoExchange,
     Config,
@@ -43,7 +41,7 @@ from train.job.peer_place import address_of, peer_place, process_place
 from train.launch import are_peers, check_port
 from train.replay import replay
 from train.report import write_report
-from train.run import peer_run, peer_watch
+from train.run import peer_run
 from train.run.loop import train
 from train.run.optimizers import build_optimizer
 from train.run.scores import read_trained
@@ -502,39 +500,6 @@ def test_of_rounds_who_was_away_goes_on_from_its_own_step(tmp_path, capsys):
     assert "goes on from its own step 10\n" in capsys.readouterr().out
     rows = read_metrics(tmp_path / "process-0")
     assert [row["step"] for row in rows if "loss" in row] == [*range(1, 21)]
-
-
-def test_what_was_used_stays_known_up_to_the_step_where_a_run_goes_on(tmp_path):
-    watch = peer_watch.Watch(as_process(1, 2))
-    begun = functools.partial(watch.opened, tmp_path, peers=None)
-    with begun(0):
-        for step in (4, 5, 6):
-            models = (Taken(1, step - 2, step), Taken(3, step, step))
-            watch.add(Used(step, 2, 0, models))
-        watch.add(Used(6, 2, 1, ()))
-    assert watch.values() == {"models_mixed": 1.5, "models_age": 1}
-    assert watch.values() == {"models_mixed": 0}
-    with begun(6):
-        watch.add(Used(6, 3, 0, ()))
-    assert (tmp_path / "used.csv").read_text().splitlines() == [
-        "step,worker,group,peer,version,sent",
-        *("4,2,0,1,2,4", "4,2,0,3,4,4"),
-        *("5,2,0,1,3,5", "5,2,0,3,5,5"),
-        "6,3,0,,,",
-    ]
-
-
-def test_a_record_of_0_2_is_read_and_gone_on_with(tmp_path):
-    """It had a mass and shares, of which all were one."""
-    path, own = tmp_path / "used.csv", "4,2,0,1.0,"
-    head = "step,worker,group,mass,peer,version,sent,share"
-    path.write_text("\n".join([head, f"{own}1,2,4,0.0", f"{own}3,4,4,0.0", "5,2,0,1"]))
-    one = Used(4, 2, 0, (Taken(1, 2, 4), Taken(3, 4, 4)))
-    assert peer_watch.read_used(tmp_path) == [one]
-    watch = peer_watch.Watch(as_process(1, 2))
-    with watch.opened(tmp_path, 5, peers=None):
-        watch.add(Used(5, 2, 0, ()))
-    assert peer_watch.read_used(tmp_path) == [one, Used(5, 2, 0, ())]
 
 
 RUN_PEERS = RUN_JOB.replace("run_job(processes)", "run_job(processes, lambda: True)")

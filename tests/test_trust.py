@@ -7,10 +7,12 @@ import itertools
 import json
 import os
 import re
+import shutil
 import socket
 import stat
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -24,7 +26,8 @@ from train.__main__ import main
 from train.cli.command import sentence
 from train.cli.config_json import from_fields, to_json
 from train.config import PeerExchange
-from train.job.secret import read_secret, shared_secret
+from train.job import secret
+from train.job.secret import put_back, read_secret, shared_secret
 from train.report import write_report
 from train.run.loop import train
 from train.run.peer_run import digest
@@ -495,6 +498,70 @@ def test_given_addresses_need_a_given_secret(tmp_path):
         train(as_process(0, 2, exchange=exchange), tmp_path)
     own = PeerExchange(secret_file="any")
     assert digest(as_process(0, 2, exchange=own)) == digest(as_process(1, 2))
+
+
+def test_a_secret_that_was_removed_is_not_drawn_again(tmp_path, monkeypatch):
+    """Those that train put it back; no other would be that of the run."""
+    monkeypatch.setattr(secret, "BACK_SECONDS", 0.3)
+    peers = tmp_path / "peers"
+    first = shared_secret(peers)
+    assert not put_back(peers, first)
+    shutil.rmtree(peers)
+    with pytest.raises(ValueError, match="secret was removed, and no process that tra"):
+        shared_secret(peers, has_begun=True)
+    assert not peers.exists()
+    monkeypatch.setattr(secret, "BACK_SECONDS", 60)
+    later = threading.Timer(0.2, put_back, (peers, first))
+    later.start()
+    assert shared_secret(peers, has_begun=True) == first
+    later.join()
+    assert set(modes(peers).values()) == {0o600}
+    os.unlink(peers / "secret")
+    os.mkfifo(peers / "secret")
+    with pytest.raises(ValueError, match="must hold a secret, and is not a file"):
+        shared_secret(peers, has_begun=True)
+
+
+@pytest.mark.slow
+def test_a_run_of_peers_that_has_begun_keeps_its_secret(tmp_path, monkeypatch):
+    config = as_process(0, 2, num_steps=2)
+    monkeypatch.setattr(secret, "BACK_SECONDS", 0.1)
+    train(config, tmp_path)
+    shutil.rmtree(tmp_path / "peers")
+    for number in (0, 1):
+        with pytest.raises(ValueError, match="start them again"):
+            train(as_process(number, 2, num_steps=4), tmp_path)
+    assert not (tmp_path / "peers").exists()
+
+
+@pytest.mark.slow
+def test_a_process_comes_back_though_the_folder_of_peers_was_removed(tmp_path):
+    def process(number: int):
+        place = f"--distributed.process-id {number} --distributed.num-processes 2"
+        run = (*TRAIN, LINE, *PEERS, *SLOW, "--run-dir", str(tmp_path))
+        return started(*run, "--distributed.enabled", *place.split())
+
+    peers = tmp_path / "peers"
+    with process(0) as first:
+        with process(1) as killed:
+            wait_until(lambda: min(last_step(tmp_path, i) for i in (0, 1)) > 3)
+            before = (peers / "secret").read_bytes()
+            killed.kill()
+            killed.communicate()
+        shutil.rmtree(peers)
+        step = last_step(tmp_path, 0)
+        with process(1) as again:
+            wait_until(lambda: last_step(tmp_path, 1) > step)
+            assert (peers / "secret").read_bytes() == before
+            names = {path.name for path in peers.iterdir()}
+            again.terminate()
+            output = ended(again)
+        assert re.search(r"goes on with a peer's model at step \d+", output)
+        assert names == {"secret", *(f"worker-{i}" for i in range(4))}
+        first.terminate()
+        output = ended(first)
+    assert f"warning: {peers}/secret was removed while the run trains" in output
+    assert "refused" not in output
 
 
 @pytest.mark.slow

@@ -18,8 +18,8 @@ from train.cli.command import command
 from train.cli.options import Trust
 from train.cli.read import from_options
 from train.cli.tables import aligned
-from train.run.peer_watch import read_used
 from train.run.scores import read_trained
+from train.run.used_record import read_used
 from train.store.folder import process_folders
 from train.study.replayed import repeat
 

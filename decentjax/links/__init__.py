@@ -2,7 +2,8 @@
 
 from decentjax.links.book import Addresses, Book, Folder, Store
 from decentjax.links.channel import Piece
-from decentjax.links.links import Links, Message, Said
+from decentjax.links.edge import Message, Said
+from decentjax.links.links import Links
 from decentjax.links.party import MIN_SECRET_BYTES, Party, check_party
 
 __all__ = [

@@ -2,25 +2,44 @@
 
 import dataclasses
 import functools
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 
-from decentjax.address import split_address, to_address
+from decentjax.address import MOST_SHOWN, split_address, to_address
+
+MAX_ENTRY_BYTES = 1024
 
 
 class Book(Protocol):
     """Where workers publish their addresses, and look up those of their peers.
 
     An entry is one line of text: the address, HOST:PORT or [HOST]:PORT for IPv6, and
-    after a space a token that differs between two starts of the worker.
+    after a space a token that differs between two starts of the worker. `read` returns
+    None where there is no entry, and raises a ValueError where it is damaged, or an
+    OSError where it cannot be read now: that worker is left out, and looked up again.
     """
 
     def write(self, worker: int, entry: str) -> None: ...
 
     def read(self, worker: int) -> str | None: ...
+
+
+def address_in(entry: str) -> str:
+    """Returns the address in an entry.
+
+    Raises:
+      ValueError: if it is not an entry.
+    """
+    words = entry.split() if isinstance(entry, str) else []
+    if not 1 <= len(words) <= 2 or len(entry) > MAX_ENTRY_BYTES:
+        shown = entry[:MOST_SHOWN] if isinstance(entry, str) else entry
+        raise ValueError(f"an entry is an address and a token, got {shown!r}")
+    split_address(words[0])
+    return words[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,16 +58,28 @@ class Folder:
 
     def write(self, worker: int, entry: str) -> None:
         folder = Path(self.path)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Renamed into place: a reader sees the complete entry, or the previous one.
         part = folder / f".worker-{worker}.part"
-        part.write_text(entry)
-        part.replace(folder / f"worker-{worker}")
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            part.unlink(missing_ok=True)  # Whatever it is: to write a FIFO would wait.
+            part.write_text(entry)
+            part.replace(folder / f"worker-{worker}")
+        except OSError as error:
+            raise ValueError(
+                f"the address of worker {worker} cannot be written to "
+                f"{folder}/worker-{worker}, {error.strerror}: remove what is there, or "
+                "choose another folder"
+            ) from error
 
     def read(self, worker: int) -> str | None:
+        path = Path(self.path, f"worker-{worker}")
         try:
-            return Path(self.path, f"worker-{worker}").read_text() or None
-        except OSError:  # The file, or temporarily its file server, is missing.
+            if not stat.S_ISREG(path.stat().st_mode):
+                raise ValueError(f"{path} is not a file")
+            with path.open("rb") as file:
+                return file.read(MAX_ENTRY_BYTES + 1).decode()
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
 
@@ -81,6 +112,11 @@ class Addresses:
             )
 
     def read(self, worker: int) -> str:
+        if worker >= len(self.addresses):
+            raise ValueError(
+                f"the list has {len(self.addresses)} addresses, and none of worker "
+                f"{worker}: list one for each worker"
+            )
         return to_address(*split_address(self.addresses[worker]))
 
 
@@ -100,8 +136,10 @@ class Store:
     def read(self, worker: int) -> str | None:
         try:
             return self._client.key_value_try_get(f"{self.prefix}/{worker}")
-        except jax.errors.JaxRuntimeError:  # No entry yet.
-            return None
+        except jax.errors.JaxRuntimeError as error:
+            if "NOT_FOUND" in str(error):  # No entry yet.
+                return None
+            raise ConnectionError("the job's coordinator does not answer") from error
 
     @functools.cached_property
     def _client(self) -> Any:

@@ -14,10 +14,18 @@ connect: message size and time are limited.
 
 The connection of a guest with the secret stays open, and the host regularly reports its
 step on it, and announces messages for the guest: its end means the end of the host's
-process, and silence a process that is frozen, or behind a link that is down.
+process, and silence a process that is frozen, or behind a link that is down. In return
+the guest confirms the messages that have arrived, and asks again for those that have
+not:
+
+    host    its step, or [target, channel, slot] of a message, or both that and its
+            count, if it is sent again; "left" at its end
+    guest   [target, channel, count] of a message that has arrived, or [target, channel]
+            where none does
 """
 
 import asyncio
+import collections
 import concurrent.futures
 import contextlib
 import dataclasses
@@ -32,13 +40,24 @@ from typing import Any, Literal, NamedTuple
 
 from decentjax.address import listening_at, split_address, to_address
 from decentjax.links.bell import Bell
+from decentjax.links.wire import (
+    MAX_BYTES,
+    Host,
+    Question,
+    is_step,
+    read,
+    read_host,
+    read_question,
+    send,
+)
 
 HANDSHAKE_SECONDS = 5.0  # Longest.
-MAX_BYTES = 4096  # Largest message.
+MAX_AGAIN = 2**12  # Messages of hosts that are kept until they are pulled.
 MAX_GUESTS = 64  # Connections that are answered concurrently.
 NONCE_BYTES = 32
 BEAT_SECONDS = 0.5  # Between two reports of a host.
 LEFT = "left"  # A host's last report.
+STRANGER = "it is another program"
 
 
 class RefusedError(Exception):
@@ -53,11 +72,16 @@ class Line:
       step: its current step; -1 before its first.
       lost: whether it has ended, or was silent for too long.
       left: whether it has ended regularly, and reported so.
+      writer: the connection, for what is told to the host.
+      counts: of the newest messages that have arrived, by the worker here, channel and
+        slot, until they are confirmed: each time that the host reports.
     """
 
     step: int
     lost: bool = False
     left: bool = False
+    writer: asyncio.StreamWriter | None = None
+    counts: dict[tuple[int, int, int], int] = dataclasses.field(default_factory=dict)
 
 
 class Answer(NamedTuple):
@@ -90,6 +114,10 @@ class Handshakes:
       joining: workers of other processes that request a whole state, each with the
         worker here whose state it is.
       was_silent: whether this process was frozen so long that others declared it lost.
+      hear: function called in this thread with what guests say of messages: the worker
+        here, the guest's, the channel, and the count of one that has arrived.
+      again: messages that hosts send again: the host's worker, the worker here, the
+        channel and the count.
 
     Raises:
       ValueError: if the address is not one of this machine, or in use.
@@ -107,6 +135,8 @@ class Handshakes:
         self.step, self.was_silent = -1, False
         self.bell = Bell()
         self.joining = set[tuple[int, int]]()
+        self.hear: Callable[..., None] = lambda *words: None
+        self.again = collections.deque[tuple[int, ...]](maxlen=MAX_AGAIN)
         self._listener = _listen(bind)
         self.host, port = listening_at(self._listener)
         self.address = to_address(self.host, port)
@@ -168,7 +198,17 @@ class Handshakes:
         def say() -> None:
             writer = self._held.get((guest, worker))
             if writer is not None and not writer.is_closing():
-                _send(writer, message)
+                send(writer, message)
+
+        self._loop.call_soon_threadsafe(say)
+
+    def request(self, line: Line, worker: int, channel: int) -> None:
+        """Requests again what a host has sent to a worker here; returns at once."""
+
+        def say() -> None:
+            _confirm(line)
+            if line.writer is not None and not line.writer.is_closing():
+                send(line.writer, (worker, channel))
 
         self._loop.call_soon_threadsafe(say)
 
@@ -190,7 +230,7 @@ class Handshakes:
         for writer in self._guests:
             writer.transport.abort()
         for writer in self._held.values():
-            _send(writer, LEFT)
+            send(writer, LEFT)
             writer.close()
         while others := asyncio.all_tasks() - {asyncio.current_task()}:
             for task in self._tasks:
@@ -223,41 +263,59 @@ class Handshakes:
                 writer.close()
             else:
                 self._hold(edge, writer)
+                self._loop.create_task(self._hear_guest(edge, reader, writer))
+
+    async def _hear_guest(
+        self,
+        edge: tuple[int, int],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Hands on what a guest says of messages, until its connection ends."""
+        self._track()
+        try:
+            with contextlib.suppress(OSError, EOFError, ValueError):
+                while True:
+                    match await read(reader):
+                        case [int(target), int(channel)]:
+                            self.hear(edge[1], target, channel)
+                        case [int(target), int(channel), int(count)]:
+                            self.hear(edge[1], target, channel, count)
+                        case _:
+                            return
+        finally:
+            writer.close()
 
     async def _admit(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> tuple[int, int] | None:
         """Returns a peer's worker, and the worker that it requests."""
         nonce = secrets.token_hex(NONCE_BYTES)
-        _send(writer, {"nonce": nonce})
-        match await _read(reader):
+        send(writer, {"nonce": nonce})
+        match await read(reader):
             case {"nonce": str(other), "says": str(says), "mac": str(mac)}:
                 proof = self._prove("guest", nonce, other, says)
             case _:
                 return None
         if not hmac.compare_digest(proof.encode(), mac.encode()):
-            _send(writer, {})
+            send(writer, {})
             return None
-        match json.loads(says):
-            case {"guest": int(guest), "worker": int(worker), **said}:
-                first = self._says[next(iter(self._says))]
-            case _:
-                return None
-        own = json.dumps(self._says.get(worker, first) | {"step": self.step})
+        asked = read_question(says)
+        first = self._says[next(iter(self._says))]
+        own = json.dumps(self._says.get(asked.worker, first) | {"step": self.step})
         mac = self._prove("host", nonce, other, says, own)
-        _send(writer, {"says": own, "mac": mac})
-        if said.get("digest") != self._digest or worker not in self._says:
+        send(writer, {"says": own, "mac": mac})
+        if asked.digest != self._digest or asked.worker not in self._says:
             return None
-        if said.get("joins"):
-            self.joining.add((guest, worker))
+        if asked.joins:
+            self.joining.add((asked.guest, asked.worker))
             return None
-        self._compare(guest, said)
-        return guest, worker
+        self._compare(asked.guest, asked)
+        return asked.guest, asked.worker
 
-    def _compare(self, peer: int, said: dict[str, Any]) -> None:
+    def _compare(self, peer: int, said: Question | Host) -> None:
         """Records a peer whose first model differs from that of this process."""
-        first = said.get("first", "")
-        if self._first_model and first and first != self._first_model:
+        if self._first_model and said.first and said.first != self._first_model:
             self.unlike.add(peer)
             self.bell.ring()
 
@@ -279,7 +337,7 @@ class Handshakes:
                 if writer.is_closing():
                     del self._held[edge]
                 else:
-                    _send(writer, self.step)
+                    send(writer, self.step)
 
     async def _ask(self, address: str, guest: int, worker: int, joins: bool) -> Answer:
         self._track()
@@ -288,16 +346,17 @@ class Handshakes:
             streams = await asyncio.open_connection(host, port, limit=MAX_BYTES)
             try:
                 found = await self._heard(*streams, guest, worker, joins)
+                # At once: a link to a process that has died meanwhile would wait
+                # forever.
+                link = None if joins else self._connect(found.transfer)
             except BaseException as error:
                 streams[1].transport.abort()
                 if isinstance(error, ValueError):
-                    raise RefusedError("it is another program") from error
+                    raise RefusedError(f"{STRANGER}, or another version") from error
                 raise
-        line = Line(found["step"])
+        line = Line(found.step, writer=streams[1])
         self._loop.create_task(self._watch(*streams, worker, line))
-        # At once: a link to a process that has died meanwhile would wait forever.
-        link = None if joins else self._connect(found["transfer"])
-        return Answer(found["life"], link, line)
+        return Answer(found.life, link, line)
 
     def _track(self) -> None:
         """Lets `_end` cancel the calling task."""
@@ -319,12 +378,19 @@ class Handshakes:
             with contextlib.suppress(OSError, EOFError, ValueError):
                 while True:
                     async with asyncio.timeout(self._silent_seconds):
-                        word = await _read(reader)
-                    if isinstance(word, list):
-                        self.bell.announced((worker, *word))
-                        continue
-                    line.left = word == LEFT
-                    line.step = int(word)
+                        word = await read(reader)
+                    match word:
+                        case [int(target), int(channel), int(slot)]:
+                            self.bell.announced((worker, target, channel, slot))
+                        case [int(target), int(channel), int(slot), int(count)]:
+                            self.again.append((worker, target, channel, count))
+                            self.bell.announced((worker, target, channel, slot))
+                        case _ if is_step(word):
+                            line.step = word
+                            _confirm(line)
+                        case _:
+                            line.left = word == LEFT
+                            return
         finally:
             writer.transport.abort()
             line.lost = True
@@ -337,7 +403,7 @@ class Handshakes:
         guest: int,
         worker: int,
         joins: bool,
-    ) -> dict[str, Any]:
+    ) -> Host:
         """The answer of a host, once it has proved that it knows the secret."""
         if writer.get_extra_info("socket").family != self._listener.family:
             raise RefusedError(  # jax's transfer would abort both processes.
@@ -345,26 +411,26 @@ class Handshakes:
                 "address: bind all to IPv4, or all to IPv6"
             )
         nonce = secrets.token_hex(NONCE_BYTES)
-        match await _read(reader):
+        match await read(reader):
             case {"nonce": str(other)}:
                 pass
             case _:
-                raise RefusedError("it is another program")
+                raise RefusedError(STRANGER)
         said = {"guest": guest, "worker": worker, "digest": self._digest}
         says = json.dumps({**said, "joins": joins, "first": self._first_model})
         mac = self._prove("guest", other, nonce, says)
-        _send(writer, {"nonce": nonce, "says": says, "mac": mac})
-        match await _read(reader):
+        send(writer, {"nonce": nonce, "says": says, "mac": mac})
+        match await read(reader):
             case {"says": str(answer), "mac": str(mac)}:
                 proof = self._prove("host", other, nonce, says, answer)
             case _:
                 raise RefusedError("it does not have this run's secret")
         if not hmac.compare_digest(proof.encode(), mac.encode()):
             raise RefusedError("it does not have this run's secret")
-        found = json.loads(answer)
-        if found["worker"] != worker:
-            raise RefusedError(f"it is worker {found['worker']}")
-        if found["digest"] != self._digest:
+        found = read_host(answer)
+        if found.worker != worker:
+            raise RefusedError(f"it is worker {found.worker}")
+        if found.digest != self._digest:
             raise RefusedError("its config or its model differs")
         if not joins:
             self._compare(worker, found)
@@ -374,6 +440,15 @@ class Handshakes:
         """The HMAC over a role, the host's nonce, the guest's, and what was said."""
         text = json.dumps(["decentjax handshake", role, *said])
         return hmac.digest(self._secret, text.encode(), "sha256").hex()
+
+
+def _confirm(line: Line) -> None:
+    """Tells a host which messages have arrived."""
+    for edge in list(line.counts):
+        worker, channel, _ = edge
+        count = line.counts.pop(edge)
+        if line.writer is not None and not line.writer.is_closing():
+            send(line.writer, (worker, channel, count))
 
 
 def _listen(bind: str) -> socket.socket:
@@ -394,23 +469,3 @@ def _listen(bind: str) -> socket.socket:
             f"bind must be an address at which peers reach this process, got {bind!r}"
         )
     return listener
-
-
-def _send(writer: asyncio.StreamWriter, message: Any) -> None:
-    writer.write(json.dumps(message).encode() + b"\n")
-
-
-async def _read(reader: asyncio.StreamReader) -> Any:
-    """The message in a line.
-
-    Raises:
-      EOFError: if there is none.
-      ValueError: if it is too long, or not JSON.
-    """
-    line = await reader.readline()
-    if not line.endswith(b"\n"):
-        raise EOFError("disconnected")
-    try:
-        return json.loads(line)
-    except RecursionError as error:  # Deep nesting exhausts the parser's stack.
-        raise ValueError("no message") from error

@@ -9,6 +9,8 @@ Properties of the transport, measured with jax 0.10.2 and 0.12, that this relies
 - Arrays offered again under the same name replace the previous ones: memory is bounded.
 - A pull takes an offer once; the next pull waits for the next arrays. A pull of a
   process that has died takes it too: so offers to a peer are named by its life.
+- It confirms nothing: a pull takes an offer even if its connection then fails. So who
+  receives a message confirms it, and one that does not arrive is sent again: `Outbox`.
 - A pull from a process that has died fails within a second. A pull from an address
   where no process listens stays open, and succeeds once one does.
 - Arrays of other shapes are an error at the reader. So are arrays that were donated
@@ -34,60 +36,33 @@ import ctypes
 import dataclasses
 import hashlib
 import hmac
+import math
 import secrets
 import time
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
 from jax.experimental import transfer
 
 from decentjax._first_model import ADVICE
-from decentjax.address import to_address
+from decentjax.address import split_address, to_address
+from decentjax.links.book import address_in
 from decentjax.links.channel import Channel, Piece, on_device
+from decentjax.links.edge import Edge, Message, Said
 from decentjax.links.handshake import Answer, Handshakes, Line, RefusedError
+from decentjax.links.outbox import Outbox
 from decentjax.links.party import Party
 
 # Without these two the transport maps about 6 GiB.
 TRANSFER_BYTES = 4 * 2**20
 PARALLEL_COPIES = 4
 LOOK_UP_SECONDS = 0.2  # Between two lookups in the book.
+KEEP_SECONDS = 1.0  # Between two lookups of this process's own entries.
 ANSWER_SECONDS = 1.0  # Wait for an answer of another process with the same worker.
-# Layout of a `Said` in bytes.
-HEADER = ("step", "<i4"), ("number", "<i4")
-
-
-class Said(NamedTuple):
-    """Metadata of the arrays that a worker sends to a peer.
-
-    Args:
-      step: the worker's step for which it sends them.
-      number: number of the message, if each is answered before the next.
-      parts: step of each worker's model in a sum of models, [N]; -1 if not included, or
-        for all.
-    """
-
-    step: int
-    number: int = 0
-    parts: tuple[int, ...] = (-1,)
-
-
-class Message(NamedTuple):
-    """Arrays of a peer, on the devices of the worker that receives them."""
-
-    said: Said
-    arrays: list[jax.Array]
-
-
-@dataclasses.dataclass
-class _Edge:
-    """Messages of a channel from a peer to a worker of this process."""
-
-    pulls: dict[int, list[Any]] = dataclasses.field(default_factory=dict)  # By slot.
-    messages: list[Message] = dataclasses.field(default_factory=list)
-    newest: tuple[int, int, int] = (-1, -1, 1)  # Its step, number and slot.
-    taken: int = -1  # Step of the newest message that `wait` has returned.
+# Layout in bytes of the number of earlier messages, and a `Said`.
+HEADER = ("count", "<i8"), ("step", "<i4"), ("number", "<i4")
 
 
 @dataclasses.dataclass
@@ -103,8 +78,8 @@ class _Peer:
     is_out: bool = False  # Lost, or refused: nothing waits for it.
     life: int = 0  # Identifies its process; 0 if none is known to be alive.
     looked_up: float = float("-inf")
-    edges: dict[tuple[int, int], _Edge] = dataclasses.field(
-        default_factory=lambda: collections.defaultdict(_Edge)
+    edges: dict[tuple[int, int], Edge] = dataclasses.field(
+        default_factory=lambda: collections.defaultdict(Edge)
     )
 
 
@@ -155,27 +130,33 @@ class Links:
             for worker, devices in self._slices.items()
             for number, channel in enumerate(self._channels)
         }
-        text = repr((num_workers, self._channels, party.digest, digest))
+        text = repr((num_workers, self._channels, party.digest, digest, HEADER))
         self._secret = party.secret or b""
         self._handshakes = Handshakes(
             party.bind,
             self._secret,
             hashlib.sha256(text.encode()).hexdigest(),
-            lambda address: self._server.connect(address),
+            self._connect,
             silent_seconds,
             first_model,
         )
         self.bell = self._handshakes.bell
         client = next(iter(self._slices.values()))[0].client
         self._server = _start_server(client, self._handshakes.host)
-        # Life and slot of the last message sent, by worker, peer and channel.
-        self._left: dict[tuple[int, int, int], tuple[int, int]] = {}
+        self._outbox = Outbox(
+            lambda name, arrays: self._server.await_pull(name, arrays),
+            self._name,
+            self._handshakes.announce,
+        )
+        self._handshakes.hear = self._outbox.hear
         self._peers = {peer: _Peer() for peer in range(num_workers)}
         self._life = 1 + secrets.randbelow(2**62)  # Identifies this process.
+        self._entry = f"{self._handshakes.address} {self._life}"
+        self._kept_at = self._asked_at = time.monotonic()
         try:
             self._check_numbers()
             for worker in self._slices:
-                self._book.write(worker, f"{self._handshakes.address} {self._life}")
+                self._book.write(worker, self._entry)
         except ValueError:
             self._handshakes.close()
             raise
@@ -198,25 +179,18 @@ class Links:
         life = self.life_of(peer)
         if not life:
             return
-        before, slot = self._left.get((worker, peer, channel), (life, 0))
-        header = jax.device_put(self._to_bytes(said), self._slices[worker][0])
-        if before != life:  # Frees arrays that no process will take.
-            for old in (0, 1):
-                name = self._name(worker, peer, before, channel, old)
-                self._server.await_pull(name, [header])
-        # Alternates between two names: a message of a step is not replaced before the
-        # step after the next. If both wait for each other, it was taken by then.
-        self._left[worker, peer, channel] = life, 1 - slot
-        name = self._name(worker, peer, life, channel, slot)
-        joined = self._channels[channel].join(arrays)
-        self._server.await_pull(name, [header, *joined])
+        device, joined = self._slices[worker][0], self._channels[channel].join(arrays)
+
+        def message(count: int) -> list[jax.Array]:
+            return [jax.device_put(self._to_bytes(count, said), device), *joined]
+
         # A process asks under the number of its first worker.
-        ones = (j for j, other in self._peers.items() if other.life == life)
-        self._handshakes.announce(worker, min(ones), (peer, channel, slot))
+        guest = min(j for j, other in self._peers.items() if other.life == life)
+        self._outbox.send((worker, peer, channel), life, guest, message)
 
     def check_first_models(self) -> None:
         """Raises a ValueError if a peer started from a different model."""
-        if unlike := sorted(self._handshakes.unlike):
+        if unlike := sorted(self._handshakes.unlike & self._peers.keys()):
             raise ValueError(
                 "the workers must begin with the same model, but that of the workers "
                 f"{unlike} differs from that of this process: {ADVICE}"
@@ -226,8 +200,8 @@ class Links:
         """Requests a peer's next message, transferred as soon as it is sent."""
         if not self._is_known(peer):
             return
-        edge = self._peers[peer].edges[worker, channel]
-        if not edge.pulls:
+        edge = self._want(worker, peer, channel)
+        if not any(edge.pulls.values()):
             # Under the other name than the newest, which need not be the last to
             # arrive.
             slots = {1 - edge.newest[-1]} if edge.newest[0] >= 0 else {0, 1}
@@ -258,20 +232,26 @@ class Links:
             self.check_first_models()
             messages = self._arrived(worker, peer, channel)
             known = self._peers[peer]
+            edge = known.edges[worker, channel]
             fresh = [message for message in messages if message.said.step >= step]
-            if fresh:
+            first = min(fresh, key=_step_of, default=None)
+            # Who waits for all gets that of the step itself, even if a later one came
+            # first, and it has to be sent again.
+            is_early = first is not None and first.said.step > step
+            if is_early and deadline == math.inf and edge.misses_one():
+                first = None
+            if first is not None:
                 # That of the step itself if peers are in lockstep: a later one, which
                 # may have arrived too, is for the next call. Otherwise the newest.
-                first = min(fresh, key=_step_of)
                 if first.said.step != step:
                     first = max(fresh, key=_step_of)
                 messages[:] = [m for m in messages if m.said.step > first.said.step]
-                known.edges[worker, channel].taken = first.said.step
+                edge.taken = first.said.step
                 return first
             self.ask(worker, peer, channel)
             # A peer that is ahead may itself wait for this worker: its message for a
             # later step was taken at an earlier one, and no other need arrive.
-            is_ahead = known.edges[worker, channel].taken >= step
+            is_ahead = edge.taken >= step
             has_died = known.is_out or (life and known.life != life)
             if is_ahead or has_died or time.monotonic() >= deadline:
                 newest = max(messages, key=_step_of, default=None)
@@ -291,7 +271,7 @@ class Links:
         """Returns the peer's message of exactly this number, if it arrives in time.
 
         Messages of earlier numbers are dropped; once one of a later number has arrived,
-        or the peer is lost, it stops waiting.
+        and none before it is missing, or the peer is lost, it stops waiting.
 
         Args:
           worker: number of the worker that receives.
@@ -313,7 +293,9 @@ class Links:
                 if message.said.number == number:
                     return messages.pop(place)
             self._ask_for_all(worker, peer, channel)
-            if messages or known.is_out or time.monotonic() >= deadline:
+            # One that a later one has overtaken is sent again, if it was lost.
+            is_over = messages and not known.edges[worker, channel].misses_one()
+            if is_over or known.is_out or time.monotonic() >= deadline:
                 return None
             self.bell.wait(heard, deadline)
 
@@ -359,16 +341,17 @@ class Links:
         """Requests a peer's whole state; its `joining` then has the request."""
         entry = self._peers[peer].entry
         assert entry is not None
-        self._handshakes.ask(entry.split()[0], worker, peer, joins=True)
+        self._handshakes.ask(address_in(entry), worker, peer, joins=True)
 
     def joining(self) -> set[tuple[int, int]]:
         """Returns the workers that have requested a whole state since the last call.
 
         Each with the worker of this process whose state it is.
         """
-        asked = list(self._handshakes.joining)
-        found = {(i, j) for i, j in asked if i in self._peers and self.life_of(i)}
-        self._handshakes.joining -= found
+        asked = set(self._handshakes.joining)
+        of_others = {(i, j) for i, j in asked if i not in self._peers}
+        found = {(i, j) for i, j in asked - of_others if self.life_of(i)}
+        self._handshakes.joining -= found | of_others
         return found
 
     def floor(self, peer: int) -> int:
@@ -398,14 +381,12 @@ class Links:
         del self._server
 
     def _is_known(self, peer: int) -> bool:
+        self._pull_again()
         known, now = self._peers[peer], time.monotonic()
         if now - known.looked_up >= LOOK_UP_SECONDS:
             known.looked_up = now
-            entry = self._book.read(peer)
-            # Contacted again after an error: another process may start at that address.
-            asks = known.link is None and known.answer is None
-            if entry is not None and (entry != known.entry or asks):
-                self._ask(peer, entry)
+            self._look_up(peer)
+            self._keep_entries()
         if known.answer is not None and known.answer.done():
             self._hear(peer, known.answer)
         elif known.line is not None and known.line.lost:
@@ -415,12 +396,60 @@ class Links:
             self._lose(peer)
         return known.is_known
 
+    def _look_up(self, peer: int) -> None:
+        """Asks the process at a peer's entry, if it is new, or after an error."""
+        known = self._peers[peer]
+        # Contacted again after an error: another process may start at that address.
+        asks = known.link is None and known.answer is None
+        try:
+            entry = self._book.read(peer)
+            if entry is not None and (entry != known.entry or asks):
+                self._ask(peer, entry)
+        except OSError:  # The book cannot be read now.
+            pass
+        except ValueError as why:
+            if asks:  # Else it is alive, and writes its entry again.
+                self.refused[peer] = (
+                    f"worker {peer}: its entry in the address book is damaged: {why}"
+                )
+                known.is_out = True
+
+    def _keep_entries(self) -> None:
+        """Writes the entries of this process again, if they are missing or damaged."""
+        if time.monotonic() - self._kept_at < KEEP_SECONDS:
+            return
+        self._kept_at = time.monotonic()
+        for worker in self._slices:
+            # What cannot be written now is tried again.
+            with contextlib.suppress(OSError, ValueError, jax.errors.JaxRuntimeError):
+                if self._address_of(worker) is None:
+                    self._book.write(worker, self._entry)
+
+    def _address_of(self, worker: int) -> str | None:
+        """The address in an entry; None if it is missing or damaged."""
+        try:
+            entry = self._book.read(worker)
+            return None if entry is None else address_in(entry)
+        except ValueError:
+            return None
+
     def _ask(self, peer: int, entry: str) -> None:
         """Asks the process at an entry whether it is that peer; returns at once."""
-        known = self._peers[peer]
+        address, known = address_in(entry), self._peers[peer]
         known.entry, known.link, known.line, known.is_known = entry, None, None, False
-        address = entry.split()[0]
         known.answer = self._handshakes.ask(address, min(self._slices), peer)
+
+    def _connect(self, address: str) -> Any:
+        """A link to the transfer server at an address of a peer.
+
+        Raises:
+          ValueError: if it is none, or of the other kind, at which jax would abort both
+            processes.
+        """
+        host, _ = split_address(address)
+        if (":" in host) != (":" in self._handshakes.host):
+            raise ValueError(f"{address} is at the other kind of address")
+        return self._server.connect(address)
 
     def _hear(self, peer: int, answer: concurrent.futures.Future[Answer]) -> None:
         """Processes a received answer."""
@@ -456,50 +485,81 @@ class Links:
         known.link, known.line, known.is_known = None, None, False
         known.is_out, known.looked_up = True, time.monotonic()
         for edge in known.edges.values():
-            failed = [slot for slot, pull in edge.pulls.items() if _has_failed(pull)]
-            for slot in failed:
-                del edge.pulls[slot]
+            edge.drop_failed()
+
+    def _pull_again(self) -> None:
+        """Pulls messages that peers have sent again, and requests those that are lost.
+
+        Of all edges: a wait for one peer may end only once another has its message.
+        """
+        again = self._handshakes.again
+        while again:
+            peer, worker, channel, count = again.popleft()
+            known, slot = self._peers[peer], count % 2
+            edge = known.edges.get((worker, channel))
+            if edge and known.link and edge.counts[slot] < count:
+                self._pull(worker, peer, channel, {slot})
+        if time.monotonic() - self._asked_at < LOOK_UP_SECONDS:
+            return
+        self._asked_at = time.monotonic()
+        for known in self._peers.values():
+            for to, edge in known.edges.items():
+                if known.line is not None and edge.is_overdue():
+                    self._handshakes.request(known.line, *to)
+
+    def _want(self, worker: int, peer: int, channel: int) -> Edge:
+        """The edge on which a message is missing from now on."""
+        edge = self._peers[peer].edges[worker, channel]
+        edge.wanted_at = edge.wanted_at or time.monotonic()
+        return edge
 
     def _ask_for_all(self, worker: int, peer: int, channel: int) -> None:
         """Pulls under both names: a peer that awaits an answer sends nothing else."""
         if self._is_known(peer):
-            pulls = self._peers[peer].edges[worker, channel].pulls
-            self._pull(worker, peer, channel, {0, 1} - pulls.keys())
+            pulls = self._want(worker, peer, channel).pulls
+            self._pull(worker, peer, channel, {s for s in (0, 1) if not pulls[s]})
 
     def _arrived(self, worker: int, peer: int, channel: int) -> list[Message]:
         """Messages that have arrived on an edge and were not yet returned."""
         # If a peer ended regularly, its messages received until then still count.
         if not self._is_known(peer) and peer not in self.left:
             return []
-        edge = self._peers[peer].edges[worker, channel]
-        for slot in list(edge.pulls):
-            if not all(x.is_ready() for x in edge.pulls[slot]):
+        known = self._peers[peer]
+        edge = known.edges[worker, channel]
+        for slot in (0, 1):
+            pull = edge.take_ready(slot)
+            if pull is None:
                 continue
             self.bell.arrived((peer, worker, channel, slot))
             try:
-                header, *joined = jax.block_until_ready(edge.pulls.pop(slot))
+                header, *joined = jax.block_until_ready(pull)
             except jax.errors.JaxRuntimeError:  # The peer died.
                 self._lose(peer)
                 return []
-            said = self._from_bytes(np.asarray(header))
-            arrays = self._channels[channel].split(joined)
-            edge.messages.append(Message(said, arrays))
-            edge.newest = max(edge.newest, (said.step, said.number, slot))
+            count, said = self._from_bytes(np.asarray(header))
+            if known.line is not None:
+                known.line.counts[worker, channel, slot] = count
+            if edge.is_new(count):  # Else it was sent again, and both have arrived.
+                arrays = self._channels[channel].split(joined)
+                edge.messages.append(Message(said, arrays))
+                edge.newest = max(edge.newest, (said.step, said.number, slot))
         return edge.messages
 
     def _pull(self, worker: int, peer: int, channel: int, slots: set[int]) -> None:
         known, specs = self._peers[peer], self._specs[worker, channel]
         for slot in slots:
             name = self._name(peer, worker, self._life, channel, slot)
-            known.edges[worker, channel].pulls[slot] = known.link.pull(name, specs)
+            edge = known.edges[worker, channel]
+            edge.pulls[slot].append(known.link.pull(name, specs))
 
-    def _to_bytes(self, said: Said) -> np.ndarray:
-        return np.frombuffer(np.array([tuple(said)], self._header).tobytes(), np.uint8)
+    def _to_bytes(self, count: int, said: Said) -> np.ndarray:
+        fields = np.array([(count, *said)], self._header)
+        return np.frombuffer(fields.tobytes(), np.uint8)
 
-    def _from_bytes(self, header: np.ndarray) -> Said:
+    def _from_bytes(self, header: np.ndarray) -> tuple[int, Said]:
         (found,) = np.frombuffer(header.tobytes(), self._header)
         step, number, parts = (found[name].tolist() for name in Said._fields)
-        return Said(step, number, tuple(parts))
+        return int(found["count"]), Said(step, number, tuple(parts))
 
     def _name(
         self, source: int, target: int, life: int, channel: int, slot: int
@@ -515,16 +575,16 @@ class Links:
     def _check_numbers(self) -> None:
         """Raises where another process answers as a worker of this one."""
         for worker in self._slices:
-            entry = self._book.read(worker) or self._handshakes.address
-            address = entry.split()[0]
-            if address == self._handshakes.address:  # An entry of a list, and its own.
-                continue
-            answer = self._handshakes.ask(address, worker, worker)
             # Otherwise no process exists there, or it does not answer.
             with contextlib.suppress(OSError, EOFError, RefusedError):
+                address = self._address_of(worker)
+                # A missing entry, or one of a list, which is its own.
+                if address is None or address == self._handshakes.address:
+                    continue
+                answer = self._handshakes.ask(address, worker, worker)
                 answer.result(ANSWER_SECONDS)
                 raise ValueError(
-                    f"worker {worker} is already running at {entry}: end it, or "
+                    f"worker {worker} is already running at {address}: end it, or "
                     "choose another number"
                 )
 
@@ -540,14 +600,6 @@ def _start_server(client: Any, host: str) -> Any:
         transfer_size=TRANSFER_BYTES,
         max_num_parallel_copies=PARALLEL_COPIES,
     )
-
-
-def _has_failed(pull: Sequence[Any]) -> bool:
-    try:
-        jax.block_until_ready([x for x in pull if x.is_ready()])
-    except jax.errors.JaxRuntimeError:
-        return True
-    return False
 
 
 def _step_of(message: Message) -> int:

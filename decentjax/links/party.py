@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from decentjax.axis import axis_of, slices_of
-from decentjax.links.book import Book
+from decentjax.links.book import Addresses, Book
 
 MIN_SECRET_BYTES = 16
 
@@ -71,13 +71,15 @@ class Party:
         return dict(zip(self.workers, slices_of(self.mesh).tolist(), strict=True))
 
     def check(self, num_workers: int) -> None:
-        """Raises a ValueError unless the workers are distinct and in range."""
+        """Raises a ValueError unless workers are distinct, in range and in a list."""
         strangers = [i for i in self.workers if not 0 <= i < num_workers]
         if strangers or len(set(self.workers)) < len(self.workers):
             raise ValueError(
                 f"workers must be distinct numbers from 0 to {num_workers - 1}, "
                 f"got {list(self.workers)}"
             )
+        if isinstance(self.book, Addresses):
+            self.book.read(num_workers - 1)
 
 
 def check_party(party: Any) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import secrets
+import time
 from pathlib import Path
 
 from decentjax.links import MIN_SECRET_BYTES
@@ -10,27 +11,43 @@ from train.plain_files import open_plain
 
 MAX_SECRET_BYTES = 4096
 NEW = os.O_CREAT | os.O_EXCL | os.O_WRONLY
+# For processes that train to put a secret back, of which they look once a second.
+BACK_SECONDS = 10.0
 
 
-def shared_secret(folder: Path) -> bytes:
+def shared_secret(folder: Path, has_begun: bool = False) -> bytes:
     """Returns the secret of a folder; the first process that comes draws it.
 
+    Args:
+      folder: the folder.
+      has_begun: whether it was drawn before: another one would be refused by those that
+        train, who put back one that was removed.
+
     Raises:
-      ValueError: if others than its owner may read it.
+      ValueError: if others than its owner may read it, or it was removed.
     """
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    path, part = folder / "secret", folder / f".secret-{secrets.token_hex(8)}"
+    path, end = folder / "secret", time.monotonic() + BACK_SECONDS
+    while has_begun and not path.exists() and time.monotonic() < end:
+        time.sleep(0.1)
     if not path.exists():
-        try:
-            with open(os.open(part, NEW, 0o600), "w") as file:
-                file.write(secrets.token_hex(32) + "\n")
-            # Linked into place, which fails where another process was first: all read
-            # the same secret, and a whole one.
-            with contextlib.suppress(FileExistsError):
-                os.link(part, path)
-        finally:
-            part.unlink(missing_ok=True)
+        if has_begun:
+            raise ValueError(
+                f"{path} was removed, and no process that trains has put it back: "
+                "restore it, or stop all processes, make a new one by (umask 077; "
+                f"mkdir -p {folder}; openssl rand -hex 32 > {path}), and start them "
+                "again"
+            )
+        _place(path, secrets.token_hex(32).encode())
     return read_secret(path)
+
+
+def put_back(folder: Path, secret: bytes) -> bool:
+    """Writes the secret of a run again, if it was removed; returns whether it was."""
+    path = folder / "secret"
+    if path.exists():
+        return False
+    _place(path, secret)
+    return True
 
 
 def read_secret(path: Path) -> bytes:
@@ -54,3 +71,18 @@ def read_secret(path: Path) -> bytes:
             f"{path})"
         )
     return found
+
+
+def _place(path: Path, secret: bytes) -> None:
+    """Writes a secret, unless another process does so first."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = path.with_name(f".secret-{secrets.token_hex(8)}")
+    try:
+        with open(os.open(part, NEW, 0o600), "wb") as file:
+            file.write(secret + b"\n")
+        # Linked into place, which fails where another process was first: all read the
+        # same secret, and a whole one.
+        with contextlib.suppress(FileExistsError):
+            os.link(part, path)
+    finally:
+        part.unlink(missing_ok=True)

@@ -25,15 +25,16 @@ from train.cli.config_json import read_fields, to_json
 from train.config import ApartExchange, Config, GroupExchange
 from train.data.batches import Feed
 from train.job.peer_place import address_of, peer_place
-from train.job.secret import read_secret, shared_secret
+from train.job.secret import put_back, read_secret, shared_secret
 from train.plain_files import part_of, write_new
 from train.run.build import PeerStep
 from train.run.finite import WatchState
 from train.run.method import build_method
 from train.run.resume import Begin, trained_by
 from train.run.stop import Stop
+from train.run.used_record import has_record
 from train.store.checkpoints import find_checkpoints, restore, verify
-from train.store.folder import check_links, process_folders
+from train.store.folder import MADE_AGAIN, check_links, process_folders, writing
 from train.store.log import METRICS, Log, warn
 from train.tasks.task import Task
 
@@ -294,7 +295,24 @@ def _secret(config: Config, folder: Path) -> bytes:
             "--exchange.secret-file PATH, made by (umask 077; openssl rand -hex 32 > "
             "PATH)"
         )
-    return shared_secret(folder.parent / "peers")
+    others = process_folders(folder.parent)
+    return shared_secret(folder.parent / "peers", any(map(has_record, others)))
+
+
+def keeper(config: Config, folder: Path) -> Callable[[], None]:
+    """Returns a function that puts the secret of the run back, if it was removed."""
+    exchange, peers = config.exchange, folder.parent / "peers"
+    assert isinstance(exchange, ApartExchange)
+    if exchange.secret_file is not None:
+        return lambda: None
+    secret = _secret(config, folder)
+
+    def keep() -> None:
+        with writing(peers):
+            if put_back(peers, secret):
+                warn(f"{peers / 'secret'} {MADE_AGAIN}")
+
+    return keep
 
 
 def _at_step(opt_state: Any, step: int) -> Any:

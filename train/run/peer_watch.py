@@ -1,13 +1,9 @@
-"""What a process of a run of peers logs about the others, and records of their models.
-
-RUN/process-K/used.csv has the models that its workers have mixed, to repeat the run.
-"""
+"""What a process of a run of peers learns of the others, for its log and record."""
 
 import contextlib
-import csv
 import math
-import re
-from collections.abc import Iterable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +14,11 @@ from decentjax.topology import matrices
 from train.cli.tables import say_workers
 from train.config import Config
 from train.job.peer_place import peer_place
-from train.plain_files import open_to_append, read_lines, write_whole
 from train.run.build import PeerStep
-from train.store.folder import writing
+from train.run.used_record import UsedRecord
 from train.store.log import Log, warn
 
-USED = "used.csv"
-# As in `gossip.Used` and `gossip.Taken`; the last three are empty if none was received.
-NUMBER = re.compile(r"(-?\d{1,10})?")
-COLUMNS = ("step", "worker", "group", "peer", "version", "sent")
+RENEW_SECONDS = 1.0  # Between two looks for what was removed from the folder.
 
 
 def watch_of(config: Config) -> "Watch | None":
@@ -56,25 +48,33 @@ class Watch:
         return self._workers.start
 
     @contextlib.contextmanager
-    def opened(self, folder: Path, start: int, peers: PeerStep) -> Iterator[None]:
-        """Writes a table of what is used; rows of steps to be redone are dropped."""
-        self._peers, self._path = peers, folder / USED
-        with writing(self._path):
-            kept = [row for row in _rows(self._path) if int(row[0]) < start]
-            text = "".join(f"{','.join(row)}\n" for row in [COLUMNS, *kept])
-            write_whole(self._path, text)
-            # By line: what a process did that is killed stays known.
-            self._file = open_to_append(self._path)
-        with self._file:
+    def opened(
+        self,
+        folder: Path,
+        start: int,
+        peers: PeerStep,
+        renew: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        """Records what is used; rows of steps to be redone are dropped.
+
+        Args:
+          folder: folder of this process.
+          start: step at which it begins.
+          peers: its step.
+          renew: function that puts back what was removed from the folder of all.
+        """
+        self._peers, self._renew, self._renewed_at = peers, renew, time.monotonic()
+        with UsedRecord(folder, start) as self._record:
             yield
 
     def add(self, used: gossip.Used) -> None:
         """Records which models a worker has mixed."""
         self._records.append(used)
-        own = used.step, used.worker, used.group
-        rows = [(*own, *taken) for taken in used.models] or [(*own, "", "", "")]
-        with writing(self._path):
-            self._file.writelines(f"{','.join(map(str, row))}\n" for row in rows)
+        self._record.add(used)
+        if time.monotonic() - self._renewed_at >= RENEW_SECONDS:
+            self._renewed_at = time.monotonic()
+            self._record.renew()
+            self._renew()
 
     def values(self) -> dict[str, float]:
         """Returns values for a row of the log, of the steps since the last."""
@@ -130,42 +130,6 @@ def mean_moved(apart: float, before: int, gone: int, came: int) -> float:
     by_going = gone / (2 * before * stay)
     by_coming = came * (stay - 1) / (2 * stay * (stay + came) ** 2)
     return apart * math.sqrt(by_going + by_coming)
-
-
-def read_used(folder: Path) -> list[gossip.Used]:
-    """Reads the record that a process has left in its folder.
-
-    Raises:
-      ValueError: if there is none.
-    """
-    path = folder / USED
-    if not path.exists():
-        raise ValueError(f"{folder} has no {USED}: it is no process of a run of peers")
-    found: dict[tuple[int, ...], gossip.Used] = {}
-    for row in _rows(path):
-        key = step, worker, group = tuple(map(int, row[:3]))
-        one = found.get(key, gossip.Used(step, worker, group, ()))
-        if row[3]:
-            taken = gossip.Taken(*map(int, row[3:]))
-            one = one._replace(models=(*one.models, taken))
-        found[key] = one
-    return list(found.values())
-
-
-def _rows(path: Path) -> list[tuple[str, ...]]:
-    """The whole rows of a record, in the order of `COLUMNS`."""
-    if not path.exists():
-        return []
-    # The last one has fewer values where the process was killed while it wrote.
-    rows = csv.DictReader(read_lines(path))
-    whole = (row for row in rows if None not in row.values())
-    found = [tuple(row.get(name, "?") for name in COLUMNS) for row in whole]
-    for row in found:
-        if not (all(map(NUMBER.fullmatch, row)) and all(row[:3])):
-            raise ValueError(
-                f"{path} must have rows of {', '.join(COLUMNS)}, got {row}"
-            )
-    return found
 
 
 def _senders(config: Config, workers: Iterable[int]) -> set[int]:

@@ -25,7 +25,7 @@ from train.run.build_rounds import warn_of_few
 from train.run.facts import FACTS, describe, header, write_facts
 from train.run.finite import Check, build_check
 from train.run.observe import Observer
-from train.run.peer_run import Joiner, build_peers, has_begun, write_shared
+from train.run.peer_run import Joiner, build_peers, has_begun, keeper, write_shared
 from train.run.profile import profiled
 from train.run.resume import Begin, Resume, begin_again
 from train.run.setup import Setup
@@ -115,7 +115,8 @@ def start(
     stop, take_in = Stop(), None
     if setup.watch is not None:
         begin, take_in = _meet(setup, train_step, begin, batches, log, is_late, stop)
-        stack.enter_context(setup.watch.opened(folder, begin.step, train_step))
+        keep = keeper(config, folder)
+        stack.enter_context(setup.watch.opened(folder, begin.step, train_step, keep))
     observer = Observer(setup, begin, means, log, record)
     stack.enter_context(stop)
     checkpoints = Checkpoints(folder, config.checkpoint.num_kept, renew)

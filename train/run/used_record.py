@@ -1,0 +1,206 @@
+"""The record of the models that a process has mixed, from which a run is repeated.
+
+RUN/process-K/used.csv has the newest rows, line by line: what a process did that is
+killed stays known. Once it is long, it goes into used.csv.xz, a tenth of its size, as a
+stream of its own; `xzcat used.csv.xz` prints all of them.
+"""
+
+import lzma
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from decentjax import gossip
+from train.plain_files import (
+    open_plain,
+    open_to_append,
+    read_lines,
+    write_whole,
+)
+from train.store.folder import MADE_AGAIN, writing
+from train.store.log import warn
+
+USED, ARCHIVE = "used.csv", "used.csv.xz"
+# As in `gossip.Used` and `gossip.Taken`; the last three are empty if none was received.
+COLUMNS = ("step", "worker", "group", "peer", "version", "sent")
+HEAD = ",".join(COLUMNS) + "\n"
+MAX_TABLE_BYTES = 2**18  # To compress it takes 0.1 s, once in some 5,000 steps.
+CHUNK_BYTES = 2**16
+
+Row = tuple[str, ...]
+
+
+class UsedRecord:
+    """A context that records which models a process has mixed.
+
+    Args:
+      folder: folder of the process.
+      start: first step; rows of it and later ones, which are to be redone, are dropped.
+    """
+
+    def __init__(self, folder: Path, start: int):
+        self._path, self._archive = folder / USED, folder / ARCHIVE
+        with writing(self._path):
+            end, rows = _cut(folder, start)
+            write_whole(self._path, HEAD + _text(rows))
+            if self._archive.exists():
+                os.truncate(self._archive, end)
+            self._open()
+        self._step = start - 1  # Of the newest row.
+
+    def __enter__(self) -> "UsedRecord":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def add(self, used: gossip.Used) -> None:
+        """Records which models a worker has mixed."""
+        own = used.step, used.worker, used.group
+        rows = [(*own, *taken) for taken in used.models] or [(*own, "", "", "")]
+        with writing(self._path):
+            # Between two steps, by which rows are told apart that are in both files.
+            if used.step > self._step and self._num_bytes > MAX_TABLE_BYTES:
+                self._pack()
+            self._step = max(self._step, used.step)
+            self._num_bytes += self._file.write(_text(rows))
+
+    def renew(self) -> None:
+        """Begins the table again, if it was removed."""
+        with writing(self._path):
+            if not self._path.exists():
+                warn(f"{self._path} {MADE_AGAIN}")
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file.close()
+                write_whole(self._path, HEAD)
+                self._open()
+
+    def _open(self) -> None:
+        self._file = open_to_append(self._path)
+        self._num_bytes = self._path.stat().st_size
+
+    def _pack(self) -> None:
+        """Moves the table to the archive."""
+        self.renew()
+        text = self._path.read_bytes()
+        if self._archive.exists():
+            text = text.partition(b"\n")[2]  # One head is enough.
+        with open_to_append(self._archive) as file:
+            file.buffer.write(lzma.compress(text))
+            file.flush()
+            os.fsync(file.fileno())  # Before the only other copy goes.
+        self._file.close()
+        write_whole(self._path, HEAD)
+        self._open()
+
+
+def read_used(folder: Path) -> list[gossip.Used]:
+    """Reads the record that a process has left in its folder.
+
+    Raises:
+      ValueError: if there is none.
+    """
+    if not has_record(folder):
+        raise ValueError(f"{folder} has no {USED}: it is no process of a run of peers")
+    found: dict[tuple[int, ...], gossip.Used] = {}
+    for row in _rows(folder):
+        key = step, worker, group = tuple(map(int, row[:3]))
+        one = found.get(key, gossip.Used(step, worker, group, ()))
+        if row[3]:
+            taken = gossip.Taken(*map(int, row[3:]))
+            one = one._replace(models=(*one.models, taken))
+        found[key] = one
+    return list(found.values())
+
+
+def has_record(folder: Path) -> bool:
+    """Whether a process has recorded something in its folder."""
+    return any((folder / name).exists() for name in (USED, ARCHIVE))
+
+
+def _cut(folder: Path, start: int) -> tuple[int, list[Row]]:
+    """Where the archive is to end, and the later rows before a step."""
+    end, rows = 0, list[Row]()
+    for place, block in _blocks(folder / ARCHIVE):
+        rows = [row for row in block if int(row[0]) < start]
+        if len(rows) < len(block):
+            return end, rows
+        end = place
+    after = int(rows[-1][0]) if rows else -1
+    return end, [row for row in _table(folder, after) if int(row[0]) < start]
+
+
+def _rows(folder: Path) -> Iterator[Row]:
+    after = -1
+    for _, block in _blocks(folder / ARCHIVE):
+        yield from block
+        after = int(block[-1][0]) if block else after
+    yield from _table(folder, after)
+
+
+def _table(folder: Path, after: int) -> list[Row]:
+    """The rows of the table, without those that are in the archive too."""
+    path = folder / USED
+    if not path.exists():
+        return []
+    rows = _parsed("".join(read_lines(path)), path)
+    return [row for row in rows if int(row[0]) > after]
+
+
+def _blocks(path: Path) -> Iterator[tuple[int, list[Row]]]:
+    """The whole streams of an archive: the end and the rows of each."""
+    if not path.exists():
+        return
+    with open_plain(path) as file:
+        while (text := _stream(file)) is not None:
+            head = "" if text.startswith(HEAD) else HEAD
+            yield file.tell(), list(_parsed(head + text, path))
+
+
+def _stream(file: BinaryIO) -> str | None:
+    """The next stream; None if it is not whole, as of a process that was killed."""
+    one, parts = lzma.LZMADecompressor(), list[bytes]()
+    while not one.eof:
+        data = file.read(CHUNK_BYTES)
+        if not data:
+            return None
+        try:
+            parts.append(one.decompress(data))
+        except lzma.LZMAError:
+            return None
+    file.seek(-len(one.unused_data), os.SEEK_CUR)
+    return b"".join(parts).decode(errors="replace")
+
+
+def _parsed(text: str, path: Path) -> Iterator[Row]:
+    """The whole rows of a table, in the order of `COLUMNS`."""
+    head, *lines = text.split("\n")
+    names = head.split(",")
+    if not set(COLUMNS) <= set(names):
+        return
+    broken = 0
+    # The last line is empty, or was not written to its end.
+    for line in lines[:-1]:
+        values = line.split(",")
+        fields = dict(zip(names, values, strict=False))
+        row = tuple(fields.get(name, "") for name in COLUMNS)
+        if len(values) == len(names) and _is_row(row):
+            yield row
+        else:
+            broken += 1
+    if broken:
+        warn(f"{path}: left out {broken} broken row(s)")
+
+
+def _is_row(row: Row) -> bool:
+    own, taken = row[:3], row[3:]
+    return all(map(_is_count, own)) and (not any(taken) or all(map(_is_count, taken)))
+
+
+def _is_count(text: str) -> bool:
+    return text.isascii() and text.isdecimal() and len(text) < 20
+
+
+def _text(rows: Iterable[Iterable[object]]) -> str:
+    return "".join(f"{','.join(map(str, row))}\n" for row in rows)
