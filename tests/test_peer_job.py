@@ -400,7 +400,8 @@ def test_a_peer_of_another_config_is_named(tmp_path):
 
 @pytest.mark.slow
 @needs_root
-def test_in_an_emulated_cluster_a_process_listens_in_its_node(tmp_path):
+@pytest.mark.parametrize("encrypted", [False, True])
+def test_in_an_emulated_cluster_a_process_listens_in_its_node(encrypted, tmp_path):
     emulate = (
         sys.executable,
         "-m",
@@ -413,8 +414,10 @@ def test_in_an_emulated_cluster_a_process_listens_in_its_node(tmp_path):
     run = (sys.executable, "-m", "train", "tests/line.py", "--run-dir", str(tmp_path))
     options = (*RING, "--workers.num-workers", "2", "--exchange.bind", "eth0")
     options += ("--exchange.patience", "None", "--distributed.enabled")
+    options += ("--exchange.encrypted",) if encrypted else ()
     with started(*emulate, "--", *run, *options) as job:
         output = ended(job)
+    assert ("nothing is encrypted" in output) == (not encrypted)
     for number in (0, 1):
         assert f"[{number}] all 20 steps are done" in output
         address = (tmp_path / "peers" / f"worker-{number}").read_text()

@@ -33,6 +33,7 @@ import hmac
 import json
 import secrets
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -40,6 +41,7 @@ from typing import Any, Literal, NamedTuple
 
 from decentjax.address import listening_at, split_address, to_address
 from decentjax.links.bell import Bell
+from decentjax.links.tunnel import Contexts
 from decentjax.links.wire import (
     MAX_BYTES,
     Host,
@@ -58,6 +60,7 @@ NONCE_BYTES = 32
 BEAT_SECONDS = 0.5  # Between two reports of a host.
 LEFT = "left"  # A host's last report.
 STRANGER = "it is another program"
+NO_TLS = "it does not encrypt, or has another secret"
 
 
 class RefusedError(Exception):
@@ -107,6 +110,8 @@ class Handshakes:
       digest: text that must be equal in all processes.
       connect: function that opens a link to a transfer server's address.
       silent_seconds: silence after which a process is lost; None for none.
+      first_model: hash of the model that this process starts from; "" for any.
+      tls: TLS contexts of the connections; None for none.
 
     Attributes:
       bell: rings when a host answers, announces a message, or ends.
@@ -131,7 +136,9 @@ class Handshakes:
         connect: Callable[[str], Any],
         silent_seconds: float | None = None,
         first_model: str = "",
+        tls: Contexts | None = None,
     ):
+        self._tls = tls
         self.step, self.was_silent = -1, False
         self.bell = Bell()
         self.joining = set[tuple[int, int]]()
@@ -161,8 +168,11 @@ class Handshakes:
         of_all = {"digest": self._digest, "life": life, "transfer": transfer}
         of_all |= {"first": self._first_model}
         self._says = {worker: {"worker": worker, **of_all} for worker in workers}
+        tls: dict[str, Any] = {}
+        if self._tls is not None:
+            tls = {"ssl": self._tls.host, "ssl_handshake_timeout": HANDSHAKE_SECONDS}
         serving = asyncio.start_server(
-            self._receive, sock=self._listener, limit=MAX_BYTES
+            self._receive, sock=self._listener, limit=MAX_BYTES, **tls
         )
         self._server = asyncio.run_coroutine_threadsafe(serving, self._loop).result()
         asyncio.run_coroutine_threadsafe(self._beat(), self._loop)
@@ -343,7 +353,13 @@ class Handshakes:
         self._track()
         host, port = split_address(address)
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            streams = await asyncio.open_connection(host, port, limit=MAX_BYTES)
+            tls = None if self._tls is None else self._tls.guest
+            try:
+                streams = await asyncio.open_connection(
+                    host, port, limit=MAX_BYTES, ssl=tls
+                )
+            except ssl.SSLError as error:
+                raise RefusedError(NO_TLS) from error
             try:
                 found = await self._heard(*streams, guest, worker, joins)
                 # At once: a link to a process that has died meanwhile would wait

@@ -32,7 +32,6 @@ Properties of the transport, measured with jax 0.10.2 and 0.12, that this relies
 import collections
 import concurrent.futures
 import contextlib
-import ctypes
 import dataclasses
 import hashlib
 import hmac
@@ -44,20 +43,17 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.experimental import transfer
 
 from decentjax._first_model import ADVICE
-from decentjax.address import split_address, to_address
 from decentjax.links.book import address_in
 from decentjax.links.channel import Channel, Piece, on_device
 from decentjax.links.edge import Edge, Message, Said
 from decentjax.links.handshake import Answer, Handshakes, Line, RefusedError
 from decentjax.links.outbox import Outbox
 from decentjax.links.party import Party
+from decentjax.links.transport import Transport
+from decentjax.links.tunnel import contexts
 
-# Without these two the transport maps about 6 GiB.
-TRANSFER_BYTES = 4 * 2**20
-PARALLEL_COPIES = 4
 LOOK_UP_SECONDS = 0.2  # Between two lookups in the book.
 KEEP_SECONDS = 1.0  # Between two lookups of this process's own entries.
 ANSWER_SECONDS = 1.0  # Wait for an answer of another process with the same worker.
@@ -132,19 +128,21 @@ class Links:
         }
         text = repr((num_workers, self._channels, party.digest, digest, HEADER))
         self._secret = party.secret or b""
+        tls = contexts(self._secret) if party.encrypted else None
         self._handshakes = Handshakes(
             party.bind,
             self._secret,
             hashlib.sha256(text.encode()).hexdigest(),
-            self._connect,
+            lambda address: self._transport.connect(address),
             silent_seconds,
             first_model,
+            tls,
         )
         self.bell = self._handshakes.bell
         client = next(iter(self._slices.values()))[0].client
-        self._server = _start_server(client, self._handshakes.host)
+        self._transport = Transport(client, self._handshakes.host, tls)
         self._outbox = Outbox(
-            lambda name, arrays: self._server.await_pull(name, arrays),
+            self._transport.offer,
             self._name,
             self._handshakes.announce,
         )
@@ -160,8 +158,7 @@ class Links:
         except ValueError:
             self._handshakes.close()
             raise
-        own = self._server.address()
-        self._handshakes.answer(self._slices, self._life, own)
+        self._handshakes.answer(self._slices, self._life, self._transport.address)
 
     def publish(
         self,
@@ -378,7 +375,8 @@ class Links:
         """
         self._peers.clear()
         self._handshakes.close()
-        del self._server
+        self._transport.close()
+        del self._transport
 
     def _is_known(self, peer: int) -> bool:
         self._pull_again()
@@ -438,18 +436,6 @@ class Links:
         address, known = address_in(entry), self._peers[peer]
         known.entry, known.link, known.line, known.is_known = entry, None, None, False
         known.answer = self._handshakes.ask(address, min(self._slices), peer)
-
-    def _connect(self, address: str) -> Any:
-        """A link to the transfer server at an address of a peer.
-
-        Raises:
-          ValueError: if it is none, or of the other kind, at which jax would abort both
-            processes.
-        """
-        host, _ = split_address(address)
-        if (":" in host) != (":" in self._handshakes.host):
-            raise ValueError(f"{address} is at the other kind of address")
-        return self._server.connect(address)
 
     def _hear(self, peer: int, answer: concurrent.futures.Future[Answer]) -> None:
         """Processes a received answer."""
@@ -587,19 +573,6 @@ class Links:
                     f"worker {worker} is already running at {address}: end it, or "
                     "choose another number"
                 )
-
-
-def _start_server(client: Any, host: str) -> Any:
-    # Never freed: the transport's threads serve peers until the process is gone, and
-    # Python's exit would destroy the arrays' client while in use (a crash).
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
-    return transfer.start_transfer_server(
-        client,
-        to_address(host, 0),
-        [to_address(host, 0)],
-        transfer_size=TRANSFER_BYTES,
-        max_num_parallel_copies=PARALLEL_COPIES,
-    )
 
 
 def _step_of(message: Message) -> int:

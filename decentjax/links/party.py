@@ -1,6 +1,7 @@
 """A process of a group that trains together."""
 
 import dataclasses
+import importlib.util
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,6 +27,8 @@ class Party:
         SECURITY.md before using an address other than loopback.
       secret: at least 16 random bytes that all processes share and must prove to know;
         None for none.
+      encrypted: whether handshakes and arrays travel by TLS, with keys that are derived
+        from the secret; the same in all processes. It needs the extra "tls".
 
     Raises:
       ValueError: if the mesh has a different number of workers, or devices of another
@@ -42,6 +45,7 @@ class Party:
     digest: str = ""
     bind: str = "127.0.0.1"
     secret: bytes | None = None
+    encrypted: bool = False
 
     def __post_init__(self):
         if self.secret is not None and len(self.secret) < MIN_SECRET_BYTES:
@@ -50,6 +54,8 @@ class Party:
                 f"{len(self.secret)}: generate one with secrets.token_bytes(32) for "
                 "all processes"
             )
+        if self.encrypted:
+            _check_tls(self.secret)
         object.__setattr__(self, "workers", tuple(self.workers))
         axis = axis_of(self.mesh)
         if self.mesh.shape[axis] != len(self.workers):
@@ -80,6 +86,19 @@ class Party:
             )
         if isinstance(self.book, Addresses):
             self.book.read(num_workers - 1)
+
+
+def _check_tls(secret: bytes | None) -> None:
+    if secret is None:
+        raise ValueError(
+            "encrypted peers have their keys from the secret, got None: generate one "
+            "with secrets.token_bytes(32) for all processes"
+        )
+    if importlib.util.find_spec("cryptography") is None:
+        raise ModuleNotFoundError(
+            "encrypted peers need cryptography: pip install 'decentjax[tls]'",
+            name="cryptography",
+        )
 
 
 def check_party(party: Any) -> None:

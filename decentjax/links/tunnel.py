@@ -18,6 +18,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from decentjax.address import split_address
 
@@ -27,8 +28,15 @@ GREETING_SECONDS = 5.0
 _NAME = "decentjax peers"
 
 
-def contexts(secret: bytes) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """Returns the TLS contexts of a host and of a guest that share a secret.
+class Contexts(NamedTuple):
+    """The TLS contexts of a process, in which it answers and asks others."""
+
+    host: ssl.SSLContext
+    guest: ssl.SSLContext
+
+
+def contexts(secret: bytes) -> Contexts:
+    """Returns the TLS contexts of processes that share a secret.
 
     Raises:
       ModuleNotFoundError: if the library "cryptography" is missing.
@@ -48,7 +56,7 @@ def contexts(secret: bytes) -> tuple[ssl.SSLContext, ssl.SSLContext]:
             one.minimum_version = ssl.TLSVersion.TLSv1_3
             one.load_cert_chain(path)
             one.load_verify_locations(cadata=certificate.decode())
-    return host, guest
+    return Contexts(host, guest)
 
 
 def _pair(secret: bytes) -> tuple[bytes, bytes]:

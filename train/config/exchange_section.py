@@ -39,11 +39,12 @@ class ApartExchange:
     Args:
       patience: longest wait for models of other processes, in seconds; None waits
         indefinitely.
-      bind: IP address, or name of a network interface, where this process listens.
-        Nothing is encrypted: an address other than loopback must be on a private
-        network.
+      bind: IP address, or name of a network interface, where this process listens. If
+        `encrypted` is off, an address other than loopback must be on a private network.
       addresses: IP:PORT, or [IP]:PORT for IPv6, of each process; by default they find
         each other through files in the run's folder.
+      encrypted: whether all that is sent travels by TLS, with keys that are derived
+        from the secret; it needs the extra "tls".
       secret_file: file with the secret by which processes authenticate, readable only
         by its owner; by default created in the run's folder.
     """
@@ -52,6 +53,7 @@ class ApartExchange:
     bind: str = "127.0.0.1"
     addresses: tuple[str, ...] = ()
     secret_file: str | None = None
+    encrypted: bool = False
 
     @property
     def wait_seconds(self) -> float:

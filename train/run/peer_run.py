@@ -125,7 +125,8 @@ def build_peers(
     bind, book = _bound(config, folder)
     patience = exchange.wait_seconds
     secret = _secret(config, folder)
-    party = gossip.Party(book, place.workers, mesh, digest(config), bind, secret)
+    own = place.workers, mesh, digest(config), bind, secret, exchange.encrypted
+    party = gossip.Party(book, *own)
     common: dict[str, Any] = {"patience": patience, "record": record, "used": used}
     if isinstance(exchange, GroupExchange):
         order = "awc" if method.is_early else "atc"
@@ -154,11 +155,12 @@ def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
         bind = to_address(*split_address(exchange.addresses[place.process]))
         # The workers of a process share its address.
         book = gossip.Addresses([x for x in exchange.addresses for _ in place.workers])
-    if not is_loopback(split_address(bind, port=0)[0]):
+    if not (exchange.encrypted or is_loopback(split_address(bind, port=0)[0])):
         warn(
             f"listens at {bind}: who reaches this process can end it, and who is "
             "between the machines can read and change the models, as nothing is "
-            "encrypted; use a private network, see SECURITY.md"
+            "encrypted; set exchange.encrypted, or use a private network, see "
+            "SECURITY.md"
         )
     return bind, book
 

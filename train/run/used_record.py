@@ -142,7 +142,7 @@ def _rows(folder: Path) -> Iterator[Row]:
 def _table(folder: Path, after: int) -> list[Row]:
     """The rows of the table, without those that are in the archive too."""
     path = folder / USED
-    if not path.exists():
+    if not path.is_file():
         return []
     rows = _parsed("".join(read_lines(path)), path)
     return [row for row in rows if int(row[0]) > after]
@@ -150,7 +150,7 @@ def _table(folder: Path, after: int) -> list[Row]:
 
 def _blocks(path: Path) -> Iterator[tuple[int, list[Row]]]:
     """The whole streams of an archive: the end and the rows of each."""
-    if not path.exists():
+    if not path.is_file():
         return
     with open_plain(path) as file:
         while (text := _stream(file)) is not None:

@@ -1,0 +1,108 @@
+"""The transport of arrays between processes, plain or through tunnels."""
+
+import contextlib
+import ctypes
+import secrets
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.experimental import transfer
+
+from decentjax.address import is_loopback, split_address, to_address
+from decentjax.links.tunnel import Contexts, Tunnel, guest_tunnel, host_tunnel
+
+# Without these two the transport maps about 6 GiB.
+TRANSFER_BYTES = 4 * 2**20
+PARALLEL_COPIES = 4
+PORTS = 40001, 40002  # Of a loopback address that nobody else has.
+
+
+class Transport:
+    """Offers arrays of this process to others, and links to theirs.
+
+    Args:
+      client: client of the devices.
+      host: address at which other processes reach this one.
+      contexts: TLS contexts of its tunnels; None for none.
+
+    Attributes:
+      address: where the transport of other processes reaches it.
+    """
+
+    def __init__(self, client: Any, host: str, contexts: Contexts | None = None):
+        self._host, self._contexts = host, contexts
+        # Never freed: the transport's threads serve peers until the process is gone,
+        # and Python's exit would destroy the arrays' client while in use (a crash).
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
+        if contexts is None:
+            here = to_address(host, 0)
+            self._server = _start(client, here, here)
+            self.address = self._server.address()
+            return
+        own = f"127.{_draw(1)}.{_draw(0)}.{_draw(1)}"
+        self._server = _start(client, *_places(own))
+        self._tunnel = host_tunnel(to_address(host, 0), contexts.host, _places(own))
+        self.address = f"{to_address(*self._tunnel.addresses[0])}/{own}"
+
+    def offer(self, name: int, arrays: Sequence[jax.Array]) -> None:
+        """Offers arrays under a name."""
+        self._server.await_pull(name, arrays)
+
+    def connect(self, address: str) -> "Link":
+        """A link to the transport at an address.
+
+        Raises:
+          ValueError: if it is none, or of the other kind, at which jax would abort both
+            processes.
+        """
+        if self._contexts is None:
+            if (":" in split_address(address)[0]) != (":" in self._host):
+                raise ValueError(f"{address} is at the other kind of address")
+            return Link(self._server.connect(address))
+        outside, _, inside = address.partition("/")
+        if ":" in inside or not is_loopback(inside):
+            raise ValueError(f"{address} is no end of a tunnel")
+        tunnel = None
+        # The process is on this machine, or another one here has such a tunnel.
+        with contextlib.suppress(OSError):
+            tunnel = guest_tunnel(outside, self._contexts.guest, _places(inside))
+        return Link(self._server.connect(_places(inside)[0]), tunnel)
+
+    def close(self) -> None:
+        """Accepts no more connections through tunnels."""
+        if self._contexts is not None:
+            self._tunnel.close()
+
+
+class Link:
+    """A link to the transport of another process.
+
+    Args:
+      connection: the connection.
+      tunnel: this end of its tunnel, which closes with the link.
+    """
+
+    def __init__(self, connection: Any, tunnel: Tunnel | None = None):
+        self.pull = connection.pull
+        if tunnel is not None:
+            weakref.finalize(self, tunnel.close)
+
+
+def _draw(least: int) -> int:
+    return least + secrets.randbelow(255 - 2 * least)
+
+
+def _places(host: str) -> list[str]:
+    return [to_address(host, port) for port in PORTS]
+
+
+def _start(client: Any, control: str, bulk: str) -> Any:
+    return transfer.start_transfer_server(
+        client,
+        control,
+        [bulk],
+        transfer_size=TRANSFER_BYTES,
+        max_num_parallel_copies=PARALLEL_COPIES,
+    )
