@@ -3,8 +3,11 @@
 import contextlib
 import ctypes
 import secrets
+import socket
+import struct
 import weakref
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -16,7 +19,7 @@ from decentjax.links.tunnel import Contexts, Tunnel, guest_tunnel, host_tunnel
 # Without these two the transport maps about 6 GiB.
 TRANSFER_BYTES = 4 * 2**20
 PARALLEL_COPIES = 4
-PORTS = 40001, 40002  # Of a loopback address that nobody else has.
+LISTENS = "0A"  # A state in /proc/net/tcp.
 
 
 class Transport:
@@ -33,18 +36,23 @@ class Transport:
 
     def __init__(self, client: Any, host: str, contexts: Contexts | None = None):
         self._host, self._contexts = host, contexts
+        # An address of the loopback that no other process of the run has.
+        own = host if contexts is None else f"127.{_draw(1)}.{_draw(0)}.{_draw(1)}"
         # Never freed: the transport's threads serve peers until the process is gone,
         # and Python's exit would destroy the arrays' client while in use (a crash).
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
-        if contexts is None:
-            here = to_address(host, 0)
-            self._server = _start(client, here, here)
-            self.address = self._server.address()
-            return
-        own = f"127.{_draw(1)}.{_draw(0)}.{_draw(1)}"
-        self._server = _start(client, *_places(own))
-        self._tunnel = host_tunnel(to_address(host, 0), contexts.host, _places(own))
-        self.address = f"{to_address(*self._tunnel.addresses[0])}/{own}"
+        self._server = transfer.start_transfer_server(
+            client,
+            to_address(own, 0),
+            [to_address(own, 0)],
+            transfer_size=TRANSFER_BYTES,
+            max_num_parallel_copies=PARALLEL_COPIES,
+        )
+        self.address = self._server.address()
+        if contexts is not None:
+            places = [self.address, *(_listening(own) - {self.address})]
+            self._tunnel = host_tunnel(to_address(host, 0), contexts.host, places)
+            self.address = "/".join([to_address(*self._tunnel.addresses[0]), *places])
 
     def offer(self, name: int, arrays: Sequence[jax.Array]) -> None:
         """Offers arrays under a name."""
@@ -61,14 +69,15 @@ class Transport:
             if (":" in split_address(address)[0]) != (":" in self._host):
                 raise ValueError(f"{address} is at the other kind of address")
             return Link(self._server.connect(address))
-        outside, _, inside = address.partition("/")
-        if ":" in inside or not is_loopback(inside):
+        outside, *places = address.split("/")
+        hosts = {split_address(one)[0] for one in places}
+        if len(hosts) != 1 or not is_loopback(*hosts) or ":" in min(hosts):
             raise ValueError(f"{address} is no end of a tunnel")
         tunnel = None
         # The process is on this machine, or another one here has such a tunnel.
         with contextlib.suppress(OSError):
-            tunnel = guest_tunnel(outside, self._contexts.guest, _places(inside))
-        return Link(self._server.connect(_places(inside)[0]), tunnel)
+            tunnel = guest_tunnel(outside, self._contexts.guest, places)
+        return Link(self._server.connect(places[0]), tunnel)
 
     def close(self) -> None:
         """Accepts no more connections through tunnels."""
@@ -94,15 +103,14 @@ def _draw(least: int) -> int:
     return least + secrets.randbelow(255 - 2 * least)
 
 
-def _places(host: str) -> list[str]:
-    return [to_address(host, port) for port in PORTS]
-
-
-def _start(client: Any, control: str, bulk: str) -> Any:
-    return transfer.start_transfer_server(
-        client,
-        control,
-        [bulk],
-        transfer_size=TRANSFER_BYTES,
-        max_num_parallel_copies=PARALLEL_COPIES,
-    )
+def _listening(host: str) -> set[str]:
+    """The addresses of an IPv4 host of this machine at which programs listen."""
+    found = set()
+    for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
+        _, own, _, state, *_ = line.split()
+        number, _, port = own.partition(":")
+        # In the order of this machine's bytes.
+        where = socket.inet_ntoa(struct.pack("=I", int(number, 16)))
+        if state == LISTENS and where == host:
+            found.add(to_address(where, int(port, 16)))
+    return found
