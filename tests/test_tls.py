@@ -8,14 +8,19 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+from parties import party_of
 from test_distributed import ENV, LONG, ROOT, started
 
+from decentjax import gossip, worker_mesh
 from decentjax.address import to_address
-from decentjax.links.tunnel import contexts, guest_tunnel, host_tunnel
+from decentjax.links import Links, Piece, Said
+from decentjax.links.tunnel import contexts, guest_tunnel, host_tunnel, listen
 from train.job.certificates import VARIABLES, certificates
 
 IS_NEW = jax.__version_info__ >= (0, 12)
@@ -114,6 +119,38 @@ def test_a_stranger_does_not_end_a_job_of_the_launcher(tmp_path):
     assert len(re.findall(r"\[2\.\]", output)) == 2
 
 
+def test_peers_that_cannot_encrypt_get_a_sentence(monkeypatch, tmp_path):
+    options = {"book": gossip.Folder(tmp_path), "workers": [0], "mesh": worker_mesh(1)}
+    with pytest.raises(ValueError, match="have their keys from the secret, got None"):
+        gossip.Party(**options, encrypted=True)
+    gossip.Party(**options, encrypted=True, secret=SECRET)
+    monkeypatch.setitem(sys.modules, "cryptography", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'decentjax\[tls\]'"):
+        gossip.Party(**options, encrypted=True, secret=SECRET)
+
+
+def test_encrypted_peers_train_together_and_not_with_others(tmp_path):
+    """On one machine, where handshakes alone need TLS."""
+    common = {"secret": SECRET, "encrypted": True}
+    book, channels = gossip.Folder(tmp_path), [[Piece((3,), np.float32)]]
+    made = []
+    for worker, more in enumerate([common, common, common | {"secret": SECRET * 2}]):
+        party = party_of(book, [worker], jax.devices()[:1], **more)
+        made.append(Links(party, 3, channels))
+    one, two, stranger = made
+    deadline = time.monotonic() + 60
+    while not (1 in one.alive() and 0 in two.alive() and 2 in one.refused):
+        assert time.monotonic() < deadline, one.refused
+        time.sleep(0.01)
+    assert "does not encrypt, or has another secret" in one.refused[2]
+    one.publish(0, 1, 0, [jnp.arange(3.0)], Said(4))
+    message = two.wait(1, 0, 0, 4, deadline)
+    np.testing.assert_array_equal(message.arrays[0], [0, 1, 2])
+    assert not stranger.alive()
+    for links in made:
+        links.close()
+
+
 @pytest.fixture
 def target():
     """A server on a loopback address of its own, which echoes."""
@@ -138,7 +175,9 @@ def target():
 
 
 def tunnels(target, guest_secret=SECRET):
-    host = host_tunnel("127.0.0.1", contexts(SECRET)[0], ["127.0.0.2:1", target])
+    host = host_tunnel(
+        listen("127.0.0.1"), contexts(SECRET).host, ["127.0.0.2:1", target]
+    )
     return host, guest_of(host, guest_secret)
 
 

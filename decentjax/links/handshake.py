@@ -33,7 +33,6 @@ import hmac
 import json
 import secrets
 import socket
-import ssl
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -41,7 +40,7 @@ from typing import Any, Literal, NamedTuple
 
 from decentjax.address import listening_at, split_address, to_address
 from decentjax.links.bell import Bell
-from decentjax.links.tunnel import Contexts
+from decentjax.links.tunnel import Contexts, dial, host_tunnel
 from decentjax.links.wire import (
     MAX_BYTES,
     Host,
@@ -138,7 +137,6 @@ class Handshakes:
         first_model: str = "",
         tls: Contexts | None = None,
     ):
-        self._tls = tls
         self.step, self.was_silent = -1, False
         self.bell = Bell()
         self.joining = set[tuple[int, int]]()
@@ -147,6 +145,13 @@ class Handshakes:
         self._listener = _listen(bind)
         self.host, port = listening_at(self._listener)
         self.address = to_address(self.host, port)
+        self._tls, self._tunnel = tls, None
+        if tls is not None:
+            # Not the TLS of asyncio, which loses connections whose guest is gone.
+            inside = _listen("127.0.0.1")
+            targets = [to_address(*listening_at(inside))]
+            self._tunnel = host_tunnel(self._listener, tls.host, targets)
+            self._listener = inside
         self._secret, self._digest, self._connect = secret, digest, connect
         self._first_model = first_model
         self.unlike = set[int]()  # Peers that started from a different first model.
@@ -168,11 +173,8 @@ class Handshakes:
         of_all = {"digest": self._digest, "life": life, "transfer": transfer}
         of_all |= {"first": self._first_model}
         self._says = {worker: {"worker": worker, **of_all} for worker in workers}
-        tls: dict[str, Any] = {}
-        if self._tls is not None:
-            tls = {"ssl": self._tls.host, "ssl_handshake_timeout": HANDSHAKE_SECONDS}
         serving = asyncio.start_server(
-            self._receive, sock=self._listener, limit=MAX_BYTES, **tls
+            self._receive, sock=self._listener, limit=MAX_BYTES
         )
         self._server = asyncio.run_coroutine_threadsafe(serving, self._loop).result()
         asyncio.run_coroutine_threadsafe(self._beat(), self._loop)
@@ -230,6 +232,8 @@ class Handshakes:
         self._thread.join()
         self._loop.close()
         self._listener.close()
+        if self._tunnel is not None:
+            self._tunnel.close()
 
     async def _end(self) -> None:
         self._ends = True
@@ -353,13 +357,12 @@ class Handshakes:
         self._track()
         host, port = split_address(address)
         async with asyncio.timeout(HANDSHAKE_SECONDS):
-            tls = None if self._tls is None else self._tls.guest
-            try:
-                streams = await asyncio.open_connection(
-                    host, port, limit=MAX_BYTES, ssl=tls
-                )
-            except ssl.SSLError as error:
-                raise RefusedError(NO_TLS) from error
+            where: dict[str, Any] = {"host": host, "port": port}
+            refused: list[Exception] = []
+            if self._tls is not None:
+                sock, refused = dial(address, self._tls.guest)
+                where = {"sock": sock}
+            streams = await asyncio.open_connection(**where, limit=MAX_BYTES)
             try:
                 found = await self._heard(*streams, guest, worker, joins)
                 # At once: a link to a process that has died meanwhile would wait
@@ -367,6 +370,8 @@ class Handshakes:
                 link = None if joins else self._connect(found.transfer)
             except BaseException as error:
                 streams[1].transport.abort()
+                if refused:
+                    raise RefusedError(NO_TLS) from refused[0]
                 if isinstance(error, ValueError):
                     raise RefusedError(f"{STRANGER}, or another version") from error
                 raise
@@ -421,7 +426,8 @@ class Handshakes:
         joins: bool,
     ) -> Host:
         """The answer of a host, once it has proved that it knows the secret."""
-        if writer.get_extra_info("socket").family != self._listener.family:
+        family = writer.get_extra_info("socket").family
+        if self._tls is None and family != self._listener.family:
             raise RefusedError(  # jax's transfer would abort both processes.
                 f"this process listens at {self.host}, but it at the other kind of "
                 "address: bind all to IPv4, or all to IPv6"

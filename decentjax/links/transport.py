@@ -14,7 +14,13 @@ import jax
 from jax.experimental import transfer
 
 from decentjax.address import is_loopback, split_address, to_address
-from decentjax.links.tunnel import Contexts, Tunnel, guest_tunnel, host_tunnel
+from decentjax.links.tunnel import (
+    Contexts,
+    Tunnel,
+    guest_tunnel,
+    host_tunnel,
+    listen,
+)
 
 # Without these two the transport maps about 6 GiB.
 TRANSFER_BYTES = 4 * 2**20
@@ -51,7 +57,8 @@ class Transport:
         self.address = self._server.address()
         if contexts is not None:
             places = [self.address, *(_listening(own) - {self.address})]
-            self._tunnel = host_tunnel(to_address(host, 0), contexts.host, places)
+            listener = listen(to_address(host, 0))
+            self._tunnel = host_tunnel(listener, contexts.host, places)
             self.address = "/".join([to_address(*self._tunnel.addresses[0]), *places])
 
     def offer(self, name: int, arrays: Sequence[jax.Array]) -> None:

@@ -129,13 +129,15 @@ class Tunnel:
             self._carry(plain, number)
 
 
-def host_tunnel(bind: str, context: ssl.SSLContext, targets: Sequence[str]) -> Tunnel:
-    """The end of the tunnels to the transport of this process.
+def host_tunnel(
+    listener: socket.socket, context: ssl.SSLContext, targets: Sequence[str]
+) -> Tunnel:
+    """The end of the tunnels to this process.
 
     Args:
-      bind: address at which guests reach it.
+      listener: where guests reach it.
       context: TLS context of a host.
-      targets: addresses of the transport, on this machine's loopback.
+      targets: addresses on this machine's loopback, to which they lead.
     """
 
     def carry(plain: socket.socket, number: int) -> None:
@@ -146,7 +148,7 @@ def host_tunnel(bind: str, context: ssl.SSLContext, targets: Sequence[str]) -> T
             with socket.create_connection(target, GREETING_SECONDS) as inside:
                 pump(tls, inside)
 
-    return Tunnel([listen(bind)], carry)
+    return Tunnel([listener], carry)
 
 
 def guest_tunnel(host: str, context: ssl.SSLContext, targets: Sequence[str]) -> Tunnel:
@@ -160,12 +162,43 @@ def guest_tunnel(host: str, context: ssl.SSLContext, targets: Sequence[str]) -> 
     """
 
     def carry(plain: socket.socket, number: int) -> None:
-        outside = socket.create_connection(split_address(host), GREETING_SECONDS)
-        with outside, context.wrap_socket(outside) as tls:
-            tls.sendall(bytes([number]))
-            pump(tls, plain)
+        _carry_out(plain, host, context, number)
 
     return Tunnel([listen(one) for one in targets], carry)
+
+
+def dial(host: str, context: ssl.SSLContext) -> tuple[socket.socket, list[Exception]]:
+    """Returns a socket to the first target of a tunnel, at once.
+
+    Args:
+      host: address of the tunnel.
+      context: TLS context of a guest.
+
+    Returns:
+      The socket, which is closed where nothing answers, and the error of a host that
+      does not encrypt, or has another secret, once it has answered.
+    """
+    inside, plain = socket.socketpair()
+    refused: list[Exception] = []
+
+    def carry() -> None:
+        with plain, contextlib.suppress(OSError):
+            try:
+                _carry_out(plain, host, context, 0)
+            except ssl.SSLError as error:
+                refused.append(error)
+
+    threading.Thread(target=carry, daemon=True).start()
+    return inside, refused
+
+
+def _carry_out(
+    plain: socket.socket, host: str, context: ssl.SSLContext, number: int
+) -> None:
+    outside = socket.create_connection(split_address(host), GREETING_SECONDS)
+    with outside, context.wrap_socket(outside) as tls:
+        tls.sendall(bytes([number]))
+        pump(tls, plain)
 
 
 def listen(address: str) -> socket.socket:
@@ -181,7 +214,8 @@ def pump(tls: ssl.SSLSocket, plain: socket.socket) -> None:
     """
     for one in (tls, plain):
         one.setblocking(False)
-        one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if one.family != socket.AF_UNIX:
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     to_plain, to_tls = bytearray(), bytearray()
     with selectors.DefaultSelector() as selector:
         selector.register(tls, selectors.EVENT_READ)
