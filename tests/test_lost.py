@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 import test_wagma_peers
 from parties import party_of
-from test_peers import LONG, encoded, in_background, rounds_run, run, until
+from test_handshake import until
+from test_peers import LONG, encoded, in_background, rounds_run, run
 
 from decentjax import topology
 from decentjax.codec import int8
@@ -85,15 +86,12 @@ def test_a_lost_message_is_sent_again_and_kept_no_longer(lossy, tmp_path):
     reader, writer, publish = two(tmp_path)
     for step in range(12):
         publish(step)
-        # Whoever waits for the reader calls its own links, as a step does.
-        while not reader.newest_number(0, 1, 0) >= 0:
-            writer.alive()
-            time.sleep(0.005)
+        until(lambda: reader.newest_number(0, 1, 0) >= 0)
         message = reader.wait(0, 1, 0, step, time.monotonic())
         assert message is not None
         assert message.said.step == float(message.arrays[0][0]) == step
         assert len(writer._outbox.offers) <= 2
-    until(lambda: writer.alive() and not writer._outbox.offers)
+    until(lambda: not writer._outbox.offers)
     reader.close()
     writer.close()
 
@@ -102,15 +100,14 @@ def test_a_message_that_was_late_and_is_sent_again_counts_once(lossy, tmp_path):
     lossy(lambda: 0.5)
     reader, writer, publish = two(tmp_path)
     publish(0)
-    until(lambda: writer.alive() and reader.newest_number(0, 1, 0) >= 0)
+    until(lambda: reader.newest_number(0, 1, 0) >= 0)
     assert sum(map(len, reader._peers[1].edges[0, 0].pulls.values())) > 1
     assert reader.wait(0, 1, 0, 0, time.monotonic()) is not None
     end = time.monotonic() + 2
     while time.monotonic() < end:
-        writer.alive()
         assert reader.wait(0, 1, 0, 1, time.monotonic()) is None
     publish(1)
-    until(lambda: writer.alive() and reader.newest_number(0, 1, 0) >= 0)
+    until(lambda: reader.newest_number(0, 1, 0) >= 0)
     message = reader.wait(0, 1, 0, 1, time.monotonic())
     assert message is not None
     assert message.said.step == 1

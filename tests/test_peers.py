@@ -40,7 +40,7 @@ from decentjax.compression import copies, drift, error_feedback
 from decentjax.gossip import Folder, PeerRounds, Peers
 from decentjax.gossip.messages import form_of
 from decentjax.gossip.ways import WAYS
-from decentjax.links import Links, Piece, Said
+from decentjax.links import Links, Piece, Said, edge
 from decentjax.mixing import mix_arrived
 from decentjax.rounds import Rounds, init_rounds, round_step
 from decentjax.schedule import every, in_fragments
@@ -639,8 +639,9 @@ def two_links(folder):
     return reader, functools.partial(writer.publish, 1, 0, 0, [jnp.zeros(3)])
 
 
-def test_a_message_is_not_lost_to_a_process_that_has_ended(tmp_path):
+def test_a_message_is_not_lost_to_a_process_that_has_ended(tmp_path, monkeypatch):
     """Whose pulls stay open, as where it was killed."""
+    monkeypatch.setattr(edge, "AGAIN_SECONDS", LONG)  # Else it is sent again.
     first, publish = two_links(tmp_path)
     writer = publish.func.__self__
     before = writer.life_of(0)
