@@ -91,8 +91,9 @@ def write_shared(config: Config, folder: Path) -> None:
     count = peer_place(config).num_processes
     job = dataclasses.replace(config.distributed, process_id=None, num_processes=count)
     shared = dataclasses.replace(config, distributed=job)
-    # Renamed from a name of its own: others may write theirs at the same time.
-    part = folder / ".config.json.part"
+    # Renamed from a name of its own: others may write theirs at the same time. Not in
+    # the process's folder, which may be on a disk of its own.
+    part = folder.parent / f".config.json.{folder.name}.part"
     part.write_text(to_json(shared))
     part.replace(folder.parent / "config.json")
 
