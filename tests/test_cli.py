@@ -74,6 +74,7 @@ def ended(error: BaseException) -> tuple[object, str]:
         (ConnectionResetError(errno.ECONNRESET, "Reset"), None, 70, "error: Reset\n"),
         (RuntimeError("can't start new thread"), None, 70, "error: this process may"),
         (MemoryError(), "at step 3", 70, "error: this process gets no more memory: "),
+        (OSError(errno.ENOSPC, "Full"), None, 70, "error: Full\n"),
         (MissingError("none came"), None, 70, "error: none came\n"),
         (RuntimeError("broken"), "at step 3", 70, "RuntimeError: broken\nat step 3\n"),
         (FloatingPointError("nan"), "at step 3", 71, "error: nan\n"),

@@ -1,5 +1,6 @@
 """Elastic runs by the program: workers that die, come, freeze and lose their quorum."""
 
+import contextlib
 import dataclasses
 import os
 import re
@@ -13,6 +14,7 @@ from test_distributed import ended, started
 from test_emulate import needs_root
 from test_launch import wait_until
 from test_peer_job import RING, alive, last_step, process_id, used
+from test_stop import small_disk
 
 from train.chaos import jobs
 from train.config import PeerExchange, StepConfig, TopologyConfig, WorkersConfig
@@ -134,6 +136,29 @@ def test_who_is_stopped_while_it_starts_again_loses_nothing(tmp_path):
     assert job.returncode == 0, output
     assert f"[1] {NOTHING_LOST}" in output
     assert re.search(r"\[0\] stopped after step \d+ of", output)
+
+
+@pytest.mark.slow
+def test_who_has_a_full_disk_comes_back_when_there_is_room(tmp_path):
+    """A disk of its own, to which nothing can be renamed."""
+    (tmp_path / "run").mkdir()
+    with (
+        small_disk(tmp_path / "run" / "process-1", "2m"),
+        elastic(tmp_path / "run", 2, 2) as job,
+    ):
+        sees(tmp_path / "run", 0, 1)
+        full = tmp_path / "run" / "process-1" / "full"
+        with contextlib.suppress(OSError), full.open("wb", buffering=0) as file:
+            while True:
+                file.write(bytes(1000))
+        wait_until(lambda: alive(tmp_path / "run", 0)[-1:] == [()])
+        full.unlink()
+        sees(tmp_path / "run", 0, 1)
+        job.terminate()
+        output, _ = job.communicate(timeout=100)
+    assert job.returncode == 0, output
+    assert re.search(r"\[1\] error: .*(?i:no space left on device)", output)
+    assert "process 1 ended, with exit code 70; started again" in output
 
 
 @pytest.mark.slow

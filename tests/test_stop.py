@@ -112,6 +112,24 @@ def test_a_signal_while_a_checkpoint_is_written_ends_it_in_order(number, tmp_pat
         verify(path)
 
 
+@pytest.mark.nightly
+def test_a_kill_while_a_checkpoint_is_written_leaves_those_before(tmp_path):
+    """Five times, of a run that goes on: between its first file and its rename."""
+    last = 0
+    for _ in range(5):
+        options = ("--auto-resume", *SLOWLY, "--checkpoint.every-steps=1")
+        with training(tmp_path, *options) as process:
+            wait_for(tmp_path, last + 3, process)
+            while not list((tmp_path / "checkpoints").glob(UNFINISHED)):
+                assert process.poll() is None, process.communicate()
+            process.kill()
+        found = find_checkpoints(tmp_path)
+        before, last = last, max(found.steps)
+        assert last > before
+        for path in found.steps.values():
+            verify(path)
+
+
 @by_signals(signal.SIGHUP)
 def test_a_signal_while_results_are_shown_ends_the_run_in_order(number, tmp_path):
     with training(tmp_path, "--task.score-seconds=100") as process:

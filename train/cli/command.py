@@ -40,6 +40,11 @@ PATHS = (
     *(errno.EACCES, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.ENOENT, errno.ENOTDIR, errno.EPERM, errno.EROFS),
 )
+# Errors of a machine that is short of something, and may have it again.
+SHORT = (
+    *(errno.EAGAIN, errno.EDQUOT, errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    errno.ENOSPC,
+)
 # What to do about an error of jax's start, NCCL or threads, by a part of its text.
 KNOWN_ERRORS = {
     "can't start new thread": (
@@ -73,9 +78,10 @@ def code_of(error: BaseException) -> int:
         return INTERRUPTED
     # One of the work itself says where it was; jax's own notes have several lines.
     where = [x for x in getattr(error, "__notes__", []) if "\n" not in x]
-    network = isinstance(error, ConnectionError | TimeoutError)
+    passes = isinstance(error, ConnectionError | TimeoutError)
+    passes |= isinstance(error, OSError) and error.errno in SHORT
     wrong = isinstance(error, ValueError | ModuleNotFoundError | OSError)
-    return REQUEST if wrong and not network and not where else failure(error)
+    return REQUEST if wrong and not passes and not where else failure(error)
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ from train.config import ApartExchange, Config, GroupExchange
 from train.data.batches import Feed
 from train.job.peer_place import address_of, peer_place
 from train.job.secret import put_back, read_secret, shared_secret
-from train.plain_files import part_of, write_new
+from train.plain_files import write_new
 from train.run.build import PeerStep
 from train.run.finite import WatchState
 from train.run.method import build_method
@@ -93,8 +93,9 @@ def write_shared(config: Config, folder: Path) -> None:
     count = peer_place(config).num_processes
     job = dataclasses.replace(config.distributed, process_id=None, num_processes=count)
     shared = dataclasses.replace(config, distributed=job)
-    # Renamed from a name of its own: others may write theirs at the same time.
-    part = part_of(folder / "config.json")
+    # Renamed from a name of its own: others may write theirs at the same time. Not in
+    # the process's folder, which may be on a disk of its own.
+    part = folder.parent / f".config.json.{folder.name}.part"
     write_new(part, to_json(shared))
     part.replace(folder.parent / "config.json")
 

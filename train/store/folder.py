@@ -130,9 +130,10 @@ def _lock(file: TextIO, run_dir: Path) -> None:
         ) from error
     except OSError:
         pass  # Some network file systems have no locks.
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    with writing(run_dir / "lock"):
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
 
 
 def holder(run_dir: Path) -> str | None:
