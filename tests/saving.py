@@ -20,7 +20,7 @@ def state_of(step: int) -> WorkerState:
 
 if __name__ == "__main__":
     run_dir = Path(sys.argv[1])
-    with Checkpoints(run_dir, 3, 1) as checkpoints:
+    with Checkpoints(run_dir, 3) as checkpoints:
         step = max(find_checkpoints(run_dir).steps, default=0)
         while True:
             step += 1

@@ -178,7 +178,9 @@ def test_of_one_worker_no_message_is_measured():
 def test_the_slowest_process_says_how_long_an_exchange_takes(monkeypatch):
     network = FakeNetwork(FREE, 1.0)
     network.install(monkeypatch)
-    monkeypatch.setattr(measure, "gather", lambda value: [value, value and 5 * value])
+    monkeypatch.setattr(
+        measure, "gather", lambda _, value: [value, value and 5 * value]
+    )
     assert measure._seconds(network.taking(lambda _: 2.0), None) == 10.0
 
 
@@ -191,7 +193,7 @@ def test_compute_times_are_those_of_each_process(monkeypatch):
     monkeypatch.setattr(measure, "local_workers", lambda mesh: [4, 5])
     monkeypatch.setattr(measure, "worker_mesh", lambda count, *_: worker_mesh(count))
 
-    def gather(value):
+    def gather(_, value):
         other = [[0, 1, 2, 3], [7.0, 8.0, 9.0]]
         return [value, other] if isinstance(value, list) else [value, value]
 

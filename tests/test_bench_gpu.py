@@ -102,7 +102,9 @@ def test_without_a_gpu_nothing_is_measured(tmp_path):
 def test_a_folder_that_cannot_be_gets_a_sentence():
     result = bench("--config", str(TINY), "--out", f"{TINY}/x")
     assert result.returncode == 1
-    assert result.stderr.strip().endswith(f"Not a directory: '{TINY}/x'")
+    assert result.stderr.strip().endswith(
+        f"Not a directory: '{TINY}/x'; give another path"
+    )
     assert "Traceback" not in result.stderr
 
 

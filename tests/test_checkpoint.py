@@ -266,7 +266,7 @@ from pathlib import Path
 import line, saving
 from train.store.checkpoint_writer import Checkpoints
 
-with Checkpoints(Path(sys.argv[1]), 1, 1) as checkpoints:
+with Checkpoints(Path(sys.argv[1]), 1) as checkpoints:
     checkpoints.save(1, saving.state_of(1), line.config)
 """
 

@@ -17,6 +17,7 @@ from test_peer_job import RING, alive, last_step, process_id, used
 from test_stop import small_disk
 
 from train.chaos import jobs
+from train.cli.config_json import to_json
 from train.config import PeerExchange, StepConfig, TopologyConfig, WorkersConfig
 from train.job.signals import NOTHING_LOST
 from train.launch import main
@@ -292,6 +293,7 @@ def test_places_that_do_not_fit_are_refused(options, words):
 
 
 def test_a_run_that_is_not_elastic_does_not_become_it(tmp_path):
-    (tmp_path / "config.json").write_text('{"exchange": {"where": "peers"}}')
+    config = dataclasses.replace(line.config, exchange=PeerExchange())
+    (tmp_path / "config.json").write_text(to_json(config))
     with pytest.raises(SystemExit, match="is no elastic run: leave out --elastic"):
         main(["--processes", "2", "--elastic", "--resume", str(tmp_path)])

@@ -18,6 +18,7 @@ from decentjax.codec import int8
 from decentjax.compression import copies
 from decentjax.gossip import Butterfly, Folder
 from decentjax.links import Links, Piece, Said, edge
+from decentjax.links.transport import Transport
 from decentjax.rounds import Rounds
 from decentjax.schedule import every
 
@@ -51,11 +52,11 @@ class Lossy:
 def lossy(monkeypatch):
     """Makes all links lossy, by a function that draws how late a pull ends, seconds."""
     monkeypatch.setattr(edge, "AGAIN_SECONDS", 0.1)
-    connect = Links._connect
+    connect = Transport.connect
 
     def of(seconds):
         monkeypatch.setattr(
-            Links, "_connect", lambda self, at: Lossy(connect(self, at), seconds)
+            Transport, "connect", lambda self, at: Lossy(connect(self, at), seconds)
         )
 
     return of

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import types
 from pathlib import Path
 
 import jax
@@ -671,13 +670,13 @@ def test_short_leaves_travel_as_one_array_of_each_dtype(tmp_path):
     )
     for links, peer in ((writer, 0), (reader, 1)):
         links.meet([peer], time.monotonic() + LONG)
-    server, sizes = writer._server, []
+    offer, sizes = writer._outbox._put, []
 
-    def await_pull(name, arrays):
+    def counted(name, arrays):
         sizes.append([x.size for x in arrays])
-        server.await_pull(name, arrays)
+        offer(name, arrays)
 
-    writer._server = types.SimpleNamespace(await_pull=await_pull)
+    writer._outbox._put = counted
     writer.publish(1, 0, 0, leaves, Said(7))
     message = reader.wait(0, 1, 0, 7, time.monotonic() + LONG)
     jax.tree.map(np.testing.assert_array_equal, message.arrays, leaves)

@@ -40,6 +40,7 @@ MODULES = {
     "gpu": {"jax_plugins", "jax_cuda12_plugin", "jax_cuda12_pjrt"},
     "preflight": {"jax_plugins", "jax_cuda12_plugin", "jax_cuda12_pjrt"},
     "emulate": {"pyroute2"},
+    "tls": {"cryptography"},
     "wandb": {"wandb"},
     "mlflow": {"mlflow"},
     "navigate": {"xminigrid"},

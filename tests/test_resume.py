@@ -352,7 +352,7 @@ def test_a_folder_that_is_removed_stays_locked(tmp_path):
 
 def test_a_checkpoint_that_is_removed_as_it_is_saved_is_saved_again(tmp_path):
     folder, num_lost = tmp_path / "checkpoints", 0
-    with Checkpoints(tmp_path, 3, 1) as checkpoints:
+    with Checkpoints(tmp_path, 3) as checkpoints:
         for step in range(1, 8):
             checkpoints.save(step, state_of(step), LINE)
             time.sleep(0.005 * step)
@@ -375,7 +375,7 @@ def test_after_an_error_the_last_save_is_waited_for(tmp_path, monkeypatch):
         done.append(True)
 
     monkeypatch.setattr(Checkpoints, "wait", wait)
-    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, 2, 1):
+    with pytest.raises(ZeroDivisionError), Checkpoints(tmp_path, 2):
         raise ZeroDivisionError
     assert done
 
@@ -760,7 +760,7 @@ def test_arrays_that_go_on_in_another_dtype_are_said(old, new, how, tmp_path, ca
     with jax_option("jax_enable_x64", True):
         cast = lambda tree, dtype: jax.tree.map(lambda x: x.astype(dtype), tree)  # noqa: E731
         state = state_of(1)
-        with Checkpoints(tmp_path, 3, 1) as checkpoints:
+        with Checkpoints(tmp_path, 3) as checkpoints:
             saved = state._replace(params=cast(state.params, old))
             checkpoints.save(1, saved, LINE)
         wanted = state._replace(params=cast(state.params, new))
@@ -790,7 +790,7 @@ def test_a_state_that_is_not_finite_is_not_gone_on_with(run_dir, capsys):
     """Whoever saved it, it is no better than one that is broken."""
     state = train(LINE, run_dir, Resume()).state
     spoilt = state._replace(params=jax.tree.map(lambda x: x * np.nan, state.params))
-    with Checkpoints(run_dir, 3, 1) as checkpoints:
+    with Checkpoints(run_dir, 3) as checkpoints:
         checkpoints.save(25, spoilt, LINE)
     assert steps(run_dir) == [15, 20, 25]
     config = dataclasses.replace(LINE, num_steps=30)

@@ -518,7 +518,7 @@ def test_a_secret_that_was_removed_is_not_drawn_again(tmp_path, monkeypatch):
     assert set(modes(peers).values()) == {0o600}
     os.unlink(peers / "secret")
     os.mkfifo(peers / "secret")
-    with pytest.raises(ValueError, match="must hold a secret, and is not a file"):
+    with pytest.raises(OSError, match="wanted a regular file, got a FIFO"):
         shared_secret(peers, has_begun=True)
 
 

@@ -27,7 +27,7 @@ from decentjax.distributed.deadline import (
     names,
     sentence,
 )
-from decentjax.distributed.watch import Watch
+from decentjax.distributed.watch import StepWatch
 from train.chaos.planted import Order, give, plant, taken
 
 INF = math.inf
@@ -187,7 +187,7 @@ def test_a_function_that_a_compiled_program_calls_back_is_code_of_ones_own():
 def watched(deadline, **arguments):
     ends = []
     end = lambda *x: ends.append(x)  # noqa: E731
-    return Watch(deadline, tick=0.05, end=end, **arguments), ends
+    return StepWatch(deadline, tick=0.05, end=end, **arguments), ends
 
 
 def test_a_process_on_its_own_ends_once_its_time_is_over():

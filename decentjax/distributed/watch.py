@@ -116,7 +116,7 @@ class Post(threading.Thread):
             self._same[i] = 0 if is_new else ticks + 1
 
 
-class Watch:
+class StepWatch:
     """Ends this process, and its job, once a phase of a step takes too long.
 
     Each process reports its phase twice a second. One whose time is over looks who is
@@ -243,11 +243,11 @@ def watch(
     count: int = 1,
     client: Any = None,
     is_over: Callable[[], bool] = lambda: False,
-) -> Watch:
+) -> StepWatch:
     """Watches this process until it ends.
 
     Args:
-      deadline: as of `Watch`.
+      deadline: as of `StepWatch`.
       number: number of this process.
       count: number of processes of the job.
       client: client of its coordinator; None for a process on its own.
@@ -256,7 +256,7 @@ def watch(
     _note_compiling()
     tick = max(TICK_SECONDS, count / PROCESSES_PER_SECOND)
     post = None if client is None else Post(client, number, count)
-    return Watch(deadline, post, number, tick, is_over)
+    return StepWatch(deadline, post, number, tick, is_over)
 
 
 def _note_compiling() -> None:

@@ -65,7 +65,7 @@ class Transport:
         """Offers arrays under a name."""
         self._server.await_pull(name, arrays)
 
-    def connect(self, address: str) -> "Link":
+    def connect(self, address: str) -> "Connection":
         """A link to the transport at an address.
 
         Raises:
@@ -75,7 +75,7 @@ class Transport:
         if self._contexts is None:
             if (":" in split_address(address)[0]) != (":" in self._host):
                 raise ValueError(f"{address} is at the other kind of address")
-            return Link(self._server.connect(address))
+            return Connection(self._server.connect(address))
         outside, *places = address.split("/")
         hosts = {split_address(one)[0] for one in places}
         if len(hosts) != 1 or not is_loopback(*hosts) or ":" in min(hosts):
@@ -84,7 +84,7 @@ class Transport:
         # The process is on this machine, or another one here has such a tunnel.
         with contextlib.suppress(OSError):
             tunnel = guest_tunnel(outside, self._contexts.guest, places)
-        return Link(self._server.connect(places[0]), tunnel)
+        return Connection(self._server.connect(places[0]), tunnel)
 
     def close(self) -> None:
         """Accepts no more connections through tunnels."""
@@ -92,7 +92,7 @@ class Transport:
             self._tunnel.close()
 
 
-class Link:
+class Connection:
     """A link to the transport of another process.
 
     Args:
