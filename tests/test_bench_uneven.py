@@ -33,7 +33,7 @@ def of_training(step: int, rate: float, actions: float) -> dict[str, float]:
 
 
 def scored(step: int, spl: float) -> dict:
-    return {"step": step, "mean_model": {"spl": spl}}
+    return {"step": step, "mean_model": {"spl": spl}, "workers": [{"spl": spl}]}
 
 
 def write(folder: Path, rows: list[dict]) -> None:

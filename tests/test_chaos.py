@@ -2,20 +2,25 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import sys
 import textwrap
 
+import jax
+import jax.numpy as jnp
 import line
+import numpy as np
 import pytest
 from test_distributed import LONG, ROOT, started
 from test_emulate import needs_root
 
-from train.chaos import jobs
+from train.chaos import jobs, members
 from train.chaos.__main__ import main, separated
 from train.chaos.faults import FAULTS, Bench
 from train.chaos.jobs import BrokenError, JobUnderTest, arrays, module, saved
+from train.chaos.planted import sketch
 from train.figures.members_figure import draw_members, lives, spans
 from train.report import write_report
 from train.run.history import History
@@ -270,7 +275,7 @@ PROMISES = [
         from train.store.checkpoint_writer import Checkpoints
         Checkpoints._explained = lambda self: contextlib.suppress(Exception)
         """,
-        "not with an error|did not say",
+        "not with an error|did not say|did not end within",
     ),
     (
         "sigterm",
@@ -370,3 +375,28 @@ def test_each_broken_promise_is_noticed(fault, bug, broken, tmp_path):
     rows = json.loads((out / "chaos.json").read_text())["rows"]
     (row,) = (row for row in rows if row["fault"] == fault)
     assert re.search(broken, str(row["broken"])), row
+
+
+def hit(**measured):
+    found = {"back": 5.0, "gap": 1.0, "nearer": 0.1, **measured}
+    return members.Hit("kill", 1, 0.0, **found)
+
+
+def test_a_return_is_measured_and_compared():
+    assert hit().broken == hit(nearer=math.nan).broken == ""
+    assert "others took 11.0 s" in hit(gap=11.0).broken
+    assert "came back after 500.0 s" in hit(back=500.0).broken
+    assert members.worst([hit(), hit(gap=3.0, nearer=0.4)]) == "3.0 s; 5.0 s; 0.40 x"
+
+
+def test_one_that_keeps_its_own_model_is_told_from_one_that_takes_a_peers():
+    assert "another model, 0.90 x" in hit(nearer=0.9).broken
+
+
+def test_sketches_are_as_far_apart_as_models():
+    random = np.random.default_rng(1)
+    one = {"a": random.normal(size=(2, 300)), "b": random.normal(size=(2, 7, 50))}
+    other = jax.tree.map(lambda x: x + 0.3 * random.normal(size=x.shape), one)
+    exact = np.sqrt(sum(np.sum((one[k][0] - other[k][0]) ** 2) for k in one))
+    found = [sketch(jax.tree.map(jnp.asarray, x)) for x in (one, other)]
+    assert np.linalg.norm(found[0] - found[1]) == pytest.approx(exact, rel=0.4)

@@ -307,10 +307,6 @@ def _row(row: Any) -> dict[str, Any] | None:
 
 
 def _is_in_column(name: str, x: Any) -> bool:
-    # Most are floats, and `fits` takes a while.
-    is_small = type(x) is float and abs(x) <= LARGEST_FLOAT
-    return (
-        fits(x, FORMS.get(name, float | None))
-        if not is_small
-        else (FORMS.get(name, float) in (float, float | None))
-    )
+    if type(x) is float and abs(x) <= LARGEST_FLOAT:  # Most are, and `fits` is slow.
+        return FORMS.get(name, float) in (float, float | None)
+    return fits(x, FORMS.get(name, float | None))
