@@ -281,7 +281,7 @@ def test_names_of_arrays_are_not_guessed_and_are_all_that_protects_them(tmp_path
         writer.meet([0], time.monotonic() + LONG)
         model = jax.device_put(jnp.arange(3.0), jax.devices()[1])
         writer.publish(1, 0, 0, [model], Said(5))
-        life, address = writer.life_of(0), writer._server.address()
+        life, address = writer.life_of(0), writer._transport._server.address()
         assert life == reader._life
         secret, writer._secret = writer._secret, THEIRS
         guessed = writer._name(1, 0, life, 0, 0)
