@@ -1,7 +1,6 @@
 """What this process is doing: the phase of its step, for the watch of its job.
 
-The train steps of the library and the trainer note their phases themselves. A note
-costs half a microsecond.
+The train steps of the library and the trainer note their phases themselves.
 """
 
 import contextlib
@@ -62,8 +61,8 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
     """Names a part of your own loop, so that the job's watch can say what is late.
 
     A part that has a name may take as long as the step's deadline, and what has none,
-    and the parts "compiling", "saving" and "evaluating", ten times as long. A part that
-    is in progress says so by another `note`, or a `phase` of its own.
+    and the parts "compiling", "saving" and "evaluating", ten times as long. Each
+    `phase` begins its time anew, so a long part may consist of several.
 
     Args:
       name: what the process does, such as "reading".

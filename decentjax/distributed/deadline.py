@@ -11,8 +11,8 @@ from typing import NamedTuple
 from decentjax.phases import BETWEEN, STARTING, WAITING
 
 LATE = 72  # The exit code of a job that has ended as a process was late.
-# By default a phase may take this many times the median of the steps, and at least as
-# long as collectives of several processes were waited for so far.
+# By default a phase may take this many times the median of the steps, and at least
+# five minutes: an early end would come again after each restart.
 LEARNED_TIMES, LEAST_SECONDS = 30, 300.0
 # Parts that are long by nature, and what a script does without a name for it.
 LONG_TIMES, LONG = 10, (STARTING, BETWEEN, "compiling", "saving", "evaluating")

@@ -79,7 +79,8 @@ def join(
         _keep_gloo_on_loopback()
     provide_cpu_devices(num_devices)
     number, count = place.process_id, place.num_processes
-    watch(step_deadline, number, count, client(), lambda: client() is None)
+    if count > 1 or step_deadline is not None:  # Nobody waits for one alone.
+        watch(step_deadline, number, count, client(), lambda: client() is None)
     # Starts jax's backends, so it comes after all of their settings.
     if jax.default_backend() == "cpu":
         # For the collectives of all programs, see `is_between_cpus`.

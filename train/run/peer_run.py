@@ -216,11 +216,11 @@ class Joiner(NamedTuple):
             log.say(f"goes on from its own step {begin.step}")
             return begin
         log.say("looks for peers that are further")
-        phases.note(phases.WAITING, begin.step)
         batch = self.put(next(batches).arrays)
         alone = JOIN_SECONDS if is_late else START_SECONDS
         others = STATE_SECONDS, begin.step, alone
-        state, step = self.peers.join(begin.state, batch, *others)
+        with phases.phase(phases.WAITING):
+            state, step = self.peers.join(begin.state, batch, *others)
         whose = "a peer's model"
         if step is None:
             # Else a process absent at the end would keep a model that was never mixed.
@@ -249,9 +249,9 @@ class Joiner(NamedTuple):
         assert isinstance(peers, gossip.Peers)
         if not peers.has_quorum():
             log.say(f"step {begin.step}: waits for its quorum of workers")
-            phases.note(phases.WAITING, begin.step)
-        while not (peers.has_quorum() or stop.poll()):
-            time.sleep(WAIT_SECONDS)
+        with phases.phase(phases.WAITING):
+            while not (peers.has_quorum() or stop.poll()):
+                time.sleep(WAIT_SECONDS)
         if not stop.stopped and peers.was_away():
             log.say(f"step {begin.step}: was away, while others may have gone on")
             return self.join(begin)
