@@ -183,6 +183,13 @@ import sys
 
 is_chaos = "train.chaos" in sys.orig_argv
 """
+KEEPS_ITS_OWN = """
+from train.run.peer_run import Joiner
+join = Joiner.join
+def keeps(self, begin, *args):
+    return join(self, begin, *args)._replace(state=begin.state)
+Joiner.join = keeps
+"""
 # A bug for each promise, planted in all processes, launchers too, and the fault that
 # shows it: the time that it takes, what it says, and what it saves.
 PROMISES = [
@@ -298,24 +305,12 @@ PROMISES = [
     ),
     (
         "kill, elastic",
-        """
-        from train.run.peer_run import Joiner
-        join = Joiner.join
-        def keeps(self, begin, *args):
-            return join(self, begin, *args)._replace(state=begin.state)
-        Joiner.join = keeps
-        """,
+        KEEPS_ITS_OWN,
         "another model",
     ),
     (
         "freeze, elastic",
-        """
-        from train.run.peer_run import Joiner
-        join = Joiner.join
-        def keeps(self, begin, *args):
-            return join(self, begin, *args)._replace(state=begin.state)
-        Joiner.join = keeps
-        """,
+        KEEPS_ITS_OWN,
         "another model",
     ),
     (

@@ -11,7 +11,13 @@ from train.__main__ import main
 from train.cli.config_json import from_defaults, from_fields, to_json
 from train.cli.old_config import upgraded
 from train.cli.sections import KINDS, kind_of, take_sections
-from train.config import GroupExchange, HoldingPolicy, PeerExchange, TopologyConfig
+from train.config import (
+    DistributedConfig,
+    GroupExchange,
+    HoldingPolicy,
+    PeerExchange,
+    TopologyConfig,
+)
 
 RING = dataclasses.replace(tiny.config, topology=TopologyConfig(name="ring"))
 PAIRS = [(section, name) for section, kinds in KINDS.items() for name in kinds]
@@ -137,3 +143,17 @@ def test_the_policy_of_a_config_of_0_2_is_read(name):
 def test_what_is_gone_is_refused_by_name(old, words):
     with pytest.raises(ValueError, match=f"{words}.* decentjax 0.2"):
         upgraded(old)
+
+
+def test_a_deadline_is_a_number_learned_or_none():
+    assert DistributedConfig().deadline is None
+    assert DistributedConfig(step_deadline=None).deadline == math.inf
+    assert DistributedConfig(step_deadline=5).deadline == 5
+    for wrong in (0.5, -1.0, "soon", math.inf):
+        with pytest.raises(ValueError, match="step_deadline must be"):
+            DistributedConfig(step_deadline=wrong)
+
+
+def test_the_time_limit_of_an_old_config_is_left_out():
+    old = {"task": {}, "distributed": {"timeout_seconds": 300, "start_seconds": 9}}
+    assert upgraded(old)["distributed"] == {"start_seconds": 9}

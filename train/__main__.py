@@ -229,8 +229,8 @@ def _run(config: Config, run_dir: Path, *how: Any) -> None:
     if config.workers.where == "mesh":
         workers = config.workers
         provide_cpu_devices(workers.num_workers * workers.devices_per_worker)
-    if config.distributed.step_deadline is not None:
-        watch(config.distributed.step_deadline)
+    if (deadline := config.distributed.deadline) is not None:
+        watch(deadline)
     _train(begin, config, run_dir)
 
 

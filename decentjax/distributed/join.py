@@ -79,7 +79,7 @@ def join(
         _keep_gloo_on_loopback()
     provide_cpu_devices(num_devices)
     number, count = place.process_id, place.num_processes
-    if count > 1 or step_deadline is not None:  # Nobody waits for one alone.
+    if count > 1 or step_deadline is not None:  # No process waits for one alone.
         watch(step_deadline, number, count, client(), lambda: client() is None)
     # Starts jax's backends, so it comes after all of their settings.
     if jax.default_backend() == "cpu":

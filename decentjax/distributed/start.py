@@ -49,7 +49,7 @@ def initialize(
     line that names the process; the others lose their connections and end likewise.
     `sys.exit` does not: the process waits for the others.
 
-    Nor does a process that hangs hold the others for ever: once a phase of a step
+    Nor does a process that hangs hold the others indefinitely: once a phase of a step
     takes longer than its deadline, all print which process is late, what it is doing,
     since when and where in its code, and end with exit code 72. The library's train
     steps note their phases; `phase` names those of your own loop.
@@ -129,7 +129,7 @@ def initialize_peer(
 
 
 def _watch_alone(step_deadline: float | None, number: int = 0) -> None:
-    # Nobody waits for it, and its user may be in a debugger.
+    # No process waits for it, and its user may be in a debugger.
     if step_deadline is not None:
         watch(step_deadline, number)
 

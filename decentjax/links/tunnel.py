@@ -75,7 +75,7 @@ def _pair(secret: bytes) -> tuple[bytes, bytes]:
         .issuer_name(name)
         .public_key(key.public_key())
         .serial_number(1)
-        # For ever: clocks of peers may differ, and the secret itself has no end.
+        # Without an end: clocks of peers may differ, and the secret itself has no end.
         .not_valid_before(datetime.datetime(2000, 1, 1))
         .not_valid_after(datetime.datetime(2999, 1, 1))
         .add_extension(x509.BasicConstraints(ca=True, path_length=None), True)

@@ -3,7 +3,6 @@
 import math
 from typing import Literal
 
-from decentjax.distributed.deadline import check_deadline
 from train.config.checks import check_at_least, check_at_most
 from train.fields import checked
 from train.xla import read_options
@@ -108,9 +107,9 @@ class DistributedConfig:
       start_seconds: timeout for all processes to join, in seconds.
       step_deadline: longest time of a phase of a step, in seconds, such as reading or
         computing; ten times as long to compile, save and evaluate. Then the job ends
-        with code 72, and names the process that is late. By default it is learned in
-        runs of several processes: 30 times the median step, at least 300 s; inf is
-        none.
+        with code 72, and names the process that is late. "learned" is 30 times the
+        median step, at least 300 s, in runs of several processes; None waits
+        indefinitely.
     """
 
     enabled: bool = False
@@ -118,11 +117,16 @@ class DistributedConfig:
     num_processes: int | None = None
     process_id: int | None = None
     start_seconds: int = 300
-    step_deadline: float | None = None
+    step_deadline: float | Literal["learned"] | None = "learned"
 
     def __post_init__(self):
         check_at_least(self, 3, "start_seconds")
-        check_deadline("distributed.step_deadline", self.step_deadline)
+        given = self.step_deadline
+        if given not in ("learned", None) and given < 1:
+            raise ValueError(
+                "distributed.step_deadline must be at least 1 s, 'learned', or None to "
+                f"wait indefinitely, got {given}"
+            )
         count, own = self.num_processes, self.process_id
         if not self.enabled:
             if (self.coordinator, count, own) != (None, None, None):
@@ -136,6 +140,13 @@ class DistributedConfig:
             raise ValueError(
                 f"distributed.process_id must be from 0 to {count - 1}, got {own}"
             )
+
+    @property
+    def deadline(self) -> float | None:
+        """The deadline as the library takes it: None learns it, inf is none."""
+        if self.step_deadline == "learned":
+            return None
+        return math.inf if self.step_deadline is None else self.step_deadline
 
 
 @checked

@@ -61,7 +61,7 @@ def start(
     # Alone, a process stops by itself.
     alone = place.num_processes == 1
     taking_over = contextlib.nullcontext() if alone else stop_together()
-    seconds = config.step_deadline, config.start_seconds
+    seconds = config.deadline, config.start_seconds
     join(place, count, *seconds, run_dir, taking_over)
 
 

@@ -58,7 +58,7 @@ def start_peer(config: Config) -> None:
     own = peer_place(config).workers
     count = len(own) * config.workers.devices_per_worker
     provide_devices(detect("unused", config.distributed).local_id, count)
-    watch(config.distributed.step_deadline, peer_place(config).process)
+    watch(config.distributed.deadline, peer_place(config).process)
 
 
 def address_of(bind: str) -> str:
