@@ -238,15 +238,17 @@ CASES = [
         *("reading", "placing", "computing", "exchanging"),
         *("compiling", "saving", "evaluating"),
     )
-    for process, count in ((1, 2), (0, 3), (7, 8))
+    for process, count in ((1, 2), (0, 3), (3, 4), (2, 5), (0, 6), (4, 7), (7, 8))
 ]
 
 
 @pytest.mark.slow
-@pytest.mark.draw(7)
+@pytest.mark.draw(16)
 @pytest.mark.parametrize(("phase", "process", "count"), CASES)
 def test_a_job_with_a_stuck_process_ends_and_names_it(phase, process, count, tmp_path):
     output, seconds = stuck(tmp_path, phase, process, count)
+    late = seconds - (20 if phase in ("compiling", "saving", "evaluating") else 2)
+    print(f"{phase}, {process} of {count}: ended {late:.1f} s after its deadline")
     step = 9 if phase in ("compiling", "saving", "evaluating") else 5
     line = rf"error: process \d: process {process} is late: {phase}, step {step}, for"
     assert re.search(line, output), output

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ from decentjax import WorkerState, phases
 
 How = Literal["asleep", "locked"]
 SKETCH_SIZE = 64
+READ_BYTES = 2**20  # Of the newest models of a process, some 700 of them.
 CONFIG = """\
 import dataclasses
 from pathlib import Path
@@ -86,9 +88,14 @@ def plant(config: str, folder: Path, path: Path) -> Path:
 
 def give(folder: Path, process: int, order: Order) -> None:
     """Orders a process to hang, once."""
-    part = folder / ".order.part"
-    part.write_text(json.dumps(order))
-    part.replace(folder / f"order-{process}")
+    _write(folder / f"order-{process}", order)
+
+
+def _write(path: Path, row: Sequence[Any]) -> None:
+    """Writes JSON as a whole: another process may be reading."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_text(json.dumps(row))
+    part.replace(path)
 
 
 def taken(folder: Path, process: int) -> tuple[float, int] | None:
@@ -101,11 +108,15 @@ def taken(folder: Path, process: int) -> tuple[float, int] | None:
 
 
 def models(folder: Path, process: int) -> list[Model]:
-    """The models that a process has had, in order."""
+    """The models that a process has had of late, in order."""
     path = folder / f"models-{process}.jsonl"
     if not path.exists():
         return []
-    lines = path.read_text().split("\n")[:-1]  # The last may be written right now.
+    with path.open("rb") as file:
+        start = max(0, path.stat().st_size - READ_BYTES)
+        file.seek(start)
+        # The first may be cut, and the last may be written right now.
+        lines = file.read().split(b"\n")[start > 0 : -1]
     rows = map(json.loads, lines)
     return [Model(t, life, step, np.array(x)) for t, life, step, x in rows]
 
@@ -130,7 +141,7 @@ def obey(folder: str) -> None:
 def _hang(order: Order, path: Path) -> None:
     path.unlink()
     now = time.time(), phases.now().step
-    path.with_name(path.name.replace("order", "taken")).write_text(json.dumps(now))
+    _write(path.with_name(path.name.replace("order", "taken")), now)
     if order.how == "asleep":
         time.sleep(order.seconds)
     else:
