@@ -5,12 +5,17 @@ The train steps of the library and the trainer note their phases themselves.
 
 import contextlib
 import statistics
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from typing import NamedTuple
 
-STARTING, BETWEEN = "starting", "between steps"
+# Before the first phase has a name, and before the first step where parts have names.
+STARTING, PREPARING = "starting", "preparing"
+BETWEEN = "between steps"
+# The phases in the order of a step; one of these begins it.
+IN_STEP = ("reading", "placing", "compiling", "computing", "exchanging")
 WAITING = "waiting for peers"  # By design, so as long as it takes.
 NUM_DURATIONS = 100  # Of the newest steps.
 
@@ -34,6 +39,7 @@ class Now(NamedTuple):
 # Plain tuples, for speed.
 _now = STARTING, -1, time.monotonic(), 0
 _newest = _now  # The first phase of the newest step.
+_MAIN = threading.main_thread().ident
 _durations: deque[float] = deque(maxlen=NUM_DURATIONS)
 
 
@@ -45,15 +51,23 @@ def note(phase: str, step: int | None = None) -> None:
       step: the step that it belongs to; by default that of the last phase.
     """
     global _now, _newest
+    if threading.get_ident() != _MAIN:  # The watch looks at the main thread.
+        return
     now = time.monotonic()
     if step is None:
-        _now = phase, _now[1], now, _now[3]
-        return
-    if step != _newest[1]:
+        step = _now[1]
+    elif step != _newest[1] and phase in IN_STEP:
         if _newest[3]:
             _durations.append(now - _newest[2])
         _newest = phase, step, now, _newest[3] + 1
     _now = phase, step, now, _newest[3]
+
+
+def note_again(before: "Now") -> None:
+    """Notes that this process goes on with an earlier phase, whose time begins anew."""
+    global _now
+    if threading.get_ident() == _MAIN:
+        _now = before.phase, before.step, time.monotonic(), before.turn
 
 
 @contextlib.contextmanager
@@ -62,10 +76,12 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
 
     A part that has a name may take as long as the step's deadline, and what has none,
     and the parts "compiling", "saving" and "evaluating", ten times as long. Each
-    `phase` begins its time anew, so a long part may consist of several.
+    `phase` begins its time anew, so a long part may consist of several. Only the main
+    thread is watched.
 
     Args:
-      name: what the process does, such as "reading".
+      name: what the process does. "reading", "placing", "computing" and "exchanging"
+        begin their step, in this order; another name is for what comes after a step.
       step: the step that it belongs to; by default that of the last train step.
 
     Examples:
@@ -73,13 +89,12 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
       >>> with distributed.phase("reading", step=0):
       ...     batch = [1, 2, 3]
     """
-    global _now
-    before = _now
+    before = now()
     note(name, step)
     try:
         yield
     finally:
-        _now = before[0], before[1], time.monotonic(), before[3]
+        note_again(before)
 
 
 def now() -> Now:

@@ -65,10 +65,10 @@ class TrainStep:
             raise TypeError(
                 f"a train step takes the step as a Python int, got {step!r}"
             ) from None
+        phases.note("computing", place)
         if self._check is not None:
             self._check(state.params, place)
             self._check = None
-        phases.note("computing", place)
         found = self._jit(self._plan[place])(state, batch)
         phases.note(phases.BETWEEN)
         return found

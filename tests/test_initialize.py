@@ -269,7 +269,10 @@ def test_a_call_after_a_device_was_used_is_refused(call):
     [
         ({"local_workers": 0}, "local_workers must be an integer of at least 1, got 0"),
         ({"local_workers": True}, "local_workers must be an integer of .*, got True"),
-        ({"step_deadline": 0.5}, "step_deadline must be at least 1 s, .*, got 0.5"),
+        (
+            {"step_deadline": 0.5},
+            "step_deadline must be a Python number .*, got 0.5",
+        ),
         ({"step_deadline": math.nan}, "step_deadline must be .*, got nan"),
         ({"step_deadline": "60"}, "step_deadline must be .*, got '60'"),
         ({"step_deadline": True}, "step_deadline must be .*, got True"),

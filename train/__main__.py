@@ -29,7 +29,7 @@ import jax
 import tyro
 
 from decentjax.distributed.devices import provide_cpu_devices
-from decentjax.distributed.watch import watch
+from decentjax.distributed.watch import close_watch, watch
 from train.cli.command import (
     FAILED,
     NOT_FINITE,
@@ -214,7 +214,9 @@ def _run(config: Config, run_dir: Path, *how: Any) -> None:
     begin = functools.partial(train, config, run_dir, *how)
     if config.is_apart:
         start_peer(config)
-        finish_peer(begin(), config, run_dir)
+        outcome = begin()
+        close_watch()
+        finish_peer(outcome, config, run_dir)
         return
     if config.distributed.enabled:
         with fail_stop():

@@ -8,17 +8,20 @@ from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
 
-from decentjax.phases import BETWEEN, STARTING, WAITING
+from decentjax.phases import BETWEEN, IN_STEP, PREPARING, STARTING, WAITING
 
 LATE = 72  # The exit code of a job that has ended as a process was late.
 # By default a phase may take this many times the median of the steps, and at least
 # five minutes: an early end would come again after each restart.
 LEARNED_TIMES, LEAST_SECONDS = 30, 300.0
 # Parts that are long by nature, and what a script does without a name for it.
-LONG_TIMES, LONG = 10, (STARTING, BETWEEN, "compiling", "saving", "evaluating")
+LONG_TIMES = 10
+LONG = (
+    *(STARTING, PREPARING, BETWEEN),
+    *("compiling", "saving", "evaluating", "profiling"),
+)
 ENDED = "ended"
-# The phases in the order of a step; others come after them.
-_ORDER = ("reading", "placing", "compiling", "computing", "exchanging")
+MOST_SECONDS = 10**8  # Three years, which all flags and clocks hold.
 MOST_FRAMES, MOST_NAMED = 6, 3
 ADVICE = "; if that may take so long, set a longer step_deadline"
 
@@ -50,11 +53,13 @@ class Report(NamedTuple):
 
 def check_deadline(name: str, seconds: float | None) -> None:
     """Raises a ValueError unless it is a deadline: a second or more, or None."""
+    if seconds is None:
+        return
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if seconds is not None and not (is_number and seconds >= 1):
+    if not (is_number and (1 <= seconds <= MOST_SECONDS or seconds == math.inf)):
         raise ValueError(
-            f"{name} must be at least 1 s, inf for no deadline, or None for one that "
-            f"is learned, got {seconds!r}"
+            f"{name} must be a Python number of 1 to {MOST_SECONDS:g} s, inf for no "
+            f"deadline, or None for one that is learned, got {seconds!r}"
         )
 
 
@@ -88,6 +93,8 @@ def late_processes(
     """
     if silent:
         return sorted(silent)
+    if all(report.phase == STARTING for report in reports.values()):
+        return []  # Perhaps a script whose phases have no names.
     first = min(map(_place, reports.values()))
     behind = [i for i, report in reports.items() if _place(report) == first]
     # Of those that are equally far, most wait in a collective for the one elsewhere.
@@ -100,9 +107,9 @@ def late_processes(
 def _place(report: Report) -> tuple[int, int]:
     """How far a process is."""
     if report.phase == ENDED:
-        return report.turn, len(_ORDER) + 1
-    known = report.phase in _ORDER
-    return report.turn, _ORDER.index(report.phase) if known else len(_ORDER)
+        return report.turn, len(IN_STEP) + 1
+    known = report.phase in IN_STEP
+    return report.turn, IN_STEP.index(report.phase) if known else len(IN_STEP)
 
 
 def sentence(
@@ -149,6 +156,8 @@ def code_of_main() -> tuple[str, bool]:
     A function that a compiled program calls back runs in a thread of XLA's.
     """
     frames = dict(sys._current_frames())
+    # A cycle through its own frame would keep what all of them hold.
+    frames.pop(threading.get_ident())
     main = frames.pop(threading.main_thread().ident or 0, None)
     called = [one for one in frames.values() if _is_called_back(one)]
     stack = [*_stack(called[0] if called else main)]

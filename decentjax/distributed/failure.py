@@ -1,5 +1,6 @@
 """Ends a failing process of a job at once, so that its peers notice."""
 
+import contextlib
 import os
 import re
 import sys
@@ -14,6 +15,7 @@ from jax._src import distributed as internals
 
 # Whoever has it ends the process, and others that fail meanwhile say nothing.
 ENDING = threading.RLock()
+SAYING_SECONDS = 2.0
 
 
 def end_where_uncaught() -> None:
@@ -52,8 +54,7 @@ def end_process(message: str, code: int, number: int | None = None) -> NoReturn:
     try:
         job = internals.global_state
         number = job.process_id if number is None else number
-        print(f"error: process {number}: {message}", file=sys.stderr, flush=True)
-        sys.stdout.flush()
+        say(f"error: process {number}: {message}")
         if job.process_id == 0 and job.num_processes > 1:
             # The coordinator ends with this process, and jax then aborts all others;
             # this leaves them time to print their own errors first.
@@ -62,6 +63,20 @@ def end_process(message: str, code: int, number: int | None = None) -> NoReturn:
         # No atexit handlers, where jax waits for the others, and no join of threads
         # that hang in a collective; the kernel closes the sockets at once.
         os._exit(code)
+
+
+def say(line: str) -> None:
+    """Prints a line to stderr, as far as somebody reads the output."""
+
+    def write() -> None:
+        with contextlib.suppress(OSError, ValueError):  # It is closed.
+            print(line, file=sys.stderr, flush=True)
+            sys.stdout.flush()
+
+    # Where nobody does, a write never ends, nor does the main thread's, with its lock.
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    thread.join(SAYING_SECONDS)
 
 
 def lost_peer(error: BaseException) -> str | None:

@@ -24,7 +24,7 @@ from decentjax.distributed.watch import watch
 
 DAY_SECONDS = 24 * 3600
 # Of a barrier: the watch ends the job long before, and names who does not come.
-WAIT_SECONDS = 2 * 3600
+WAIT_SECONDS = DAY_SECONDS
 _numbers = itertools.count()
 MONTH_SECONDS = 30 * DAY_SECONDS
 
@@ -58,7 +58,8 @@ def join(
       ValueError: if another job uses the address, or processes are missing or do not
         share the folder.
     """
-    flags = [os.environ.get("XLA_FLAGS", ""), *_time_limits(step_deadline)]
+    # A flag of the user's own comes last, and wins.
+    flags = [*_time_limits(step_deadline), os.environ.get("XLA_FLAGS", "")]
     os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
     # `end_process` prints it; jax sets it only if the start succeeds.
     internals.global_state.process_id = place.process_id

@@ -8,6 +8,7 @@ import jax
 from jax._src import xla_bridge
 from jax.sharding import Mesh
 
+from decentjax import phases
 from decentjax.distributed.deadline import check_deadline
 from decentjax.distributed.devices import node_mesh, provide_devices
 from decentjax.distributed.failure import end_where_uncaught
@@ -60,7 +61,8 @@ def initialize(
         evaluating, and what has no name may take ten times as long, and so may
         everything before the end of the first step. By default it is learned, 30 times
         the median step and at least 300 s, in jobs of several processes; `math.inf` is
-        none.
+        none. It counts from the first train step, or `phase`, of any process, and goes
+        on until the process ends: in a notebook, `math.inf` is of use.
       start_seconds: timeout for all processes to join.
 
     Returns:
@@ -89,6 +91,7 @@ def initialize(
         _watch_alone(step_deadline)
         provide_devices(place.local_id, local_workers)
     _check_devices(local_workers)
+    phases.note(phases.STARTING)
     return node_mesh(hosts)
 
 
@@ -120,6 +123,7 @@ def initialize_peer(
     _watch_alone(step_deadline, place.process_id)
     provide_devices(place.local_id, local_workers)
     _check_devices(local_workers)
+    phases.note(phases.STARTING)
     first = place.process_id * local_workers
     return Peer(
         range(first, first + local_workers),

@@ -8,7 +8,7 @@ key-value store of the job's coordinator.
 import atexit
 import contextlib
 import json
-import sys
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -27,13 +27,15 @@ from decentjax.distributed.deadline import (
     names,
     sentence,
 )
-from decentjax.distributed.failure import ENDING, end_process
+from decentjax.distributed.failure import ENDING, end_process, say
 
 TICK_SECONDS = 0.5  # Where the time is nearly over; before it is twice as long.
 PROCESSES_PER_SECOND = 256  # For which the coordinator has time.
-SILENT_TICKS = 8  # Without a new report.
+# Without a new report, of a part of its time, within these bounds.
+SILENT_SHARE, SILENT_TICKS, SILENT_SECONDS = 0.1, 8, 60.0
 NAMED_AT = 0.25  # Of its time, after which a process is named that others wait for.
 FOLDER = "decentjax/watch"
+_watches: list["StepWatch"] = []
 
 
 Letter = tuple[Report, bool, str]
@@ -75,12 +77,12 @@ class Post(threading.Thread):
             self._letters = [(report, asks, verdict)]
             self._wants.notify()
 
-    def silent(self) -> set[int]:
-        """Returns the other processes that have sent nothing new for some seconds."""
+    def silent(self, ticks: int) -> set[int]:
+        """Returns the other processes that have sent nothing new for so long."""
         return {
             number
-            for number, ticks in self._same.items()
-            if ticks >= SILENT_TICKS and number != self._number
+            for number, same in self._same.items()
+            if same >= ticks and number != self._number
         }
 
     def run(self) -> None:
@@ -182,9 +184,8 @@ class StepWatch:
             tick = self._tick if self._is_near(own) else 2 * self._tick
             if self._post is not None:
                 self._look(own, self._post)
-            elif own.seconds >= own.limit:
-                alone = {self._number: own}
-                self._end(sentence([*alone], alone), LATE, self._number)
+            elif late := late_processes({self._number: own}):
+                self._end(sentence(late, {self._number: own}), LATE, self._number)
 
     def _report(self, current: phases.Now, seconds: float) -> Report:
         self._beat += 1
@@ -202,7 +203,7 @@ class StepWatch:
         is_late = own.seconds >= own.limit
         verdict = self._verdict(reports, post) if is_late else ""
         post.send(own, self._is_near(own) or self._number == 0, verdict)
-        if post.verdict or (verdict and self._is_unanswered()):
+        if post.verdict or (verdict and self._is_unanswered(own)):
             with ENDING:
                 # All read the same verdict before the first end breaks connections.
                 self._closing.wait(3 * self._tick)
@@ -212,15 +213,22 @@ class StepWatch:
 
     def _is_near(self, own: Report) -> bool:
         """Whether its time is over before the others' silence could be counted."""
-        return own.limit - own.seconds < (SILENT_TICKS + 2) * self._tick
+        return own.limit - own.seconds < (self._silent_ticks(own) + 2) * self._tick
 
-    def _is_unanswered(self) -> bool:
-        return self._unanswered >= SILENT_TICKS
+    def _silent_ticks(self, own: Report) -> int:
+        seconds = min(SILENT_SHARE * own.limit, SILENT_SECONDS)
+        return max(SILENT_TICKS, math.ceil(seconds / self._tick))
+
+    def _is_unanswered(self, own: Report) -> bool:
+        return self._unanswered >= self._silent_ticks(own)
 
     def _verdict(self, reports: dict[int, Report], post: Post) -> str:
         """The verdict where the time of this process is over; empty while it waits."""
         # Process 0 has the coordinator.
-        silent = {0} if self._is_unanswered() else post.silent()
+        own = reports[self._number]
+        silent = post.silent(self._silent_ticks(own))
+        if self._is_unanswered(own):
+            silent = {0}
         if not silent and len(reports) < post.count:
             return ""
         late = late_processes(reports, silent)
@@ -233,8 +241,7 @@ class StepWatch:
         named = [(i, reports[i].phase, reports[i].step) for i in late]
         if late and len(late) < len(reports) and named != self._named:
             self._named = named
-            warning = f"warning: others wait: {names(late, reports)}"
-            print(warning, file=sys.stderr, flush=True)
+            say(f"warning: others wait: {names(late, reports)}")
 
 
 def watch(
@@ -243,8 +250,8 @@ def watch(
     count: int = 1,
     client: Any = None,
     is_over: Callable[[], bool] = lambda: False,
-) -> StepWatch:
-    """Watches this process until it ends.
+) -> None:
+    """Watches this process until it ends, or `close_watch`.
 
     Args:
       deadline: as of `StepWatch`.
@@ -254,25 +261,32 @@ def watch(
       is_over: whether the job has ended.
     """
     _note_compiling()
+    phases.note(phases.PREPARING)
     tick = max(TICK_SECONDS, count / PROCESSES_PER_SECOND)
     post = None if client is None else Post(client, number, count)
-    return StepWatch(deadline, post, number, tick, is_over)
+    _watches.append(StepWatch(deadline, post, number, tick, is_over))
+
+
+def close_watch() -> None:
+    """Ends the watch of this process, if it has one: nobody waits for it."""
+    while _watches:
+        _watches.pop().close()
 
 
 def _note_compiling() -> None:
     """From now on notes as a phase where jax compiles, in whichever program."""
-    before = phases.now()
+    before = noted = phases.now()
 
     def heard(event: str, duration_secs: float, **_: Any) -> None:
-        nonlocal before
+        nonlocal before, noted
         del duration_secs
         if threading.current_thread() is not threading.main_thread():
             return
         if event.endswith("jaxpr_to_mlir_module_duration"):  # Then it compiles.
-            if phases.now().phase != "compiling":
-                before = phases.now()
+            before = before if phases.now() == noted else phases.now()
             phases.note("compiling")
-        elif event.endswith("backend_compile_duration"):
-            phases.note(before.phase, before.step)
+            noted = phases.now()
+        elif event.endswith("backend_compile_duration") and phases.now() == noted:
+            phases.note_again(before)
 
     jax.monitoring.register_event_duration_secs_listener(heard)

@@ -49,9 +49,11 @@ class Port(Protocol):
     Attributes:
       takes_groups: whether a new model is sent group by group, each as soon as it is
         computed, rather than as a whole.
+      phase: what a process does, for its watch, while it waits for messages.
     """
 
     takes_groups: bool
+    phase: str
 
     def open(
         self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
@@ -156,6 +158,7 @@ class Beside(Closing):
 
     def _open(self, state: WorkerState, batch: Any, step: int) -> None:
         if not self._is_open:
+            phases.note(self._port.phase, step)
             self._port.open(state, self._groups(state, batch), step)
             self._is_open = True
 
@@ -220,7 +223,7 @@ class Beside(Closing):
         step: int,
     ) -> None:
         """Waits for averages, which arrive in the order in which leaves were sent."""
-        phases.note("exchanging", step)
+        phases.note(self._port.phase, step)
         start = time.monotonic()
         while not mixed.keys() >= set(stage.part.awaits):
             mixed.update(arriving.popleft()())
@@ -304,7 +307,7 @@ class Beside(Closing):
         return state._replace(params=params, extra=extra)
 
     def _arrived(self, arrival: Arrival, step: int) -> Leaves:
-        phases.note("exchanging", step)
+        phases.note(self._port.phase, step)
         start = time.monotonic()
         leaves = arrival()
         self._record("wait", step, start, time.monotonic())

@@ -57,7 +57,7 @@ class Carrier:
         are to be encoded, or the devices of `exchange_mesh` are in other processes.
     """
 
-    takes_groups = True
+    takes_groups, phase = True, "exchanging"
 
     def __init__(
         self,

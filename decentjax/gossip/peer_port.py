@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from decentjax import phases
 from decentjax._first_model import first_model
 from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Permutations, Topology, check_topology
@@ -36,7 +37,7 @@ class PeerPort:
         patience is negative, or messages of slices are to be encoded.
     """
 
-    takes_groups = True
+    takes_groups, phase = True, phases.WAITING
 
     def __init__(
         self,

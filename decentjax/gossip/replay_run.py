@@ -183,6 +183,7 @@ class _Recorded:
         offered: Offered,
     ):
         self.takes_groups = not isinstance(graph, Butterfly)
+        self.phase = "exchanging"
         self._worker, self._of_steps, self._offered = worker, of_steps, offered
         if isinstance(graph, Butterfly):
             self._average = functools.partial(_group_mean, graph)

@@ -7,6 +7,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
+from decentjax import phases
 from decentjax._first_model import first_model
 from decentjax.compression import Leaves
 from decentjax.gossip.beside import Beside
@@ -127,7 +128,7 @@ class Wagma(Beside):
 class _GroupPort:
     """The port of `Wagma`: averages are over whole models."""
 
-    takes_groups = False
+    takes_groups, phase = False, phases.WAITING
 
     def __init__(
         self,

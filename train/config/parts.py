@@ -122,10 +122,10 @@ class DistributedConfig:
     def __post_init__(self):
         check_at_least(self, 3, "start_seconds")
         given = self.step_deadline
-        if given not in ("learned", None) and given < 1:
+        if given not in ("learned", None) and not 1 <= given <= 1e8:
             raise ValueError(
-                "distributed.step_deadline must be at least 1 s, 'learned', or None to "
-                f"wait indefinitely, got {given}"
+                "distributed.step_deadline must be from 1 to 1e8 s, 'learned', or None "
+                f"to wait indefinitely, got {given}"
             )
         count, own = self.num_processes, self.process_id
         if not self.enabled:

@@ -29,6 +29,7 @@ from decentjax.distributed.devices import node_mesh
 from decentjax.distributed.failure import end_process, lost_peer
 from decentjax.distributed.join import client, join, share, tell
 from decentjax.distributed.place import Place, find_place
+from decentjax.distributed.watch import close_watch
 from decentjax.gossip import Engine
 from train.cli.command import code_of, failure, sentence
 from train.cli.config_json import differences, to_json
@@ -86,6 +87,8 @@ def leave() -> None:
     # wait for it: jax's own barrier at exit fails after five minutes.
     if jax.process_count() > 1:
         distributed.shutdown()
+    else:
+        close_watch()
 
 
 @contextlib.contextmanager

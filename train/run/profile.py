@@ -7,6 +7,8 @@ from typing import Any
 
 import jax
 
+from decentjax import phases
+
 
 @contextlib.contextmanager
 def profiled(folder: Path, steps: range) -> Iterator[Callable[[int, Any], None]]:
@@ -27,6 +29,7 @@ def profiled(folder: Path, steps: range) -> Iterator[Callable[[int, Any], None]]
             # Work of the steps before may still be under way on the devices.
             jax.block_until_ready(state)
             running = not running
+            phases.note("profiling")
             if running:
                 jax.profiler.start_trace(folder)
             else:

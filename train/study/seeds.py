@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from decentjax import Exchange, WorkerState, local_workers
+from decentjax import Exchange, WorkerState, local_workers, phases
 from decentjax.analysis import traffic
 from decentjax.dispersion import MEASURES, NORMS, tensor_names
 from decentjax.loss import Metrics
@@ -104,6 +104,7 @@ def _train_together(
     start, log = time.monotonic(), _Log(config, mesh)
     evaluations, taken = [], []
     for step in range(1, config.num_steps + 1):
+        phases.note("computing", step - 1)
         rows = jax.tree.map(_stack_rows, *(next(seed).arrays for seed in batches))
         batch = programs.put(rows, mesh)
         place = step - 1
@@ -119,6 +120,7 @@ def _train_together(
         if end or step % config.log.every_steps == 0:
             loss = log.write(step, state, metrics[NORMS])
             report(step, f"loss {loss:.4g}")
+        phases.note("evaluating")
         if end or step % config.evaluation.every_steps == 0:
             evaluations.append((step, score_means(state)))
     log.say_dropped()
