@@ -5,6 +5,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -269,6 +270,27 @@ def test_phases_that_go_on_are_not_late():
         time.sleep(0.1)
     watch.close()
     assert not ends
+
+
+BLOCKED = """
+import threading, time
+from decentjax.distributed.failure import end_process
+
+write = lambda: print("x" * 10**6, flush=True)
+threading.Thread(target=write, daemon=True).start()
+time.sleep(1)
+end_process("late", 72, 0)
+"""
+
+
+@pytest.mark.slow
+def test_an_output_that_nobody_reads_does_not_hold_the_end_up():
+    read, write = os.pipe()
+    command = [sys.executable, "-c", BLOCKED]
+    with subprocess.Popen(command, stdout=write, stderr=write) as process:
+        assert process.wait(LONG) == 72
+    os.close(read)
+    os.close(write)
 
 
 # A job of a config, in which a process hangs, or is slow.
