@@ -429,3 +429,31 @@ def test_a_script_of_ones_own_is_watched_too(hangs, code, line, tmp_path):
         output, _ = job.communicate(timeout=LONG)
     assert job.returncode == code, output
     assert line in output
+
+
+WITHOUT_PHASES = """
+import time
+import jax
+from decentjax import AXIS, distributed, over_workers, place
+
+mesh = distributed.initialize(step_deadline=1)
+total = jax.jit(over_workers(lambda x: jax.lax.psum(x, AXIS), mesh))
+x = place(jax.numpy.ones((1, 3)), mesh)
+end = time.monotonic() + 12  # Longer than ten deadlines.
+while True:
+    x = jax.block_until_ready(total(x)) / mesh.size
+    is_over = jax.numpy.full((1,), float(time.monotonic() > end))
+    if total(place(is_over, mesh)).addressable_data(0)[0]:
+        break
+    time.sleep(0.1)
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_a_loop_whose_phases_have_no_names_has_no_deadline(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(WITHOUT_PHASES)
+    launcher = (sys.executable, "-m", "train.launch", "-n", "2", str(script))
+    with jobs.started(*launcher) as job:
+        assert "done" in jobs.ended(job)
