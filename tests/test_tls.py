@@ -19,8 +19,15 @@ from test_distributed import ENV, LONG, ROOT, started
 
 from decentjax import gossip, worker_mesh
 from decentjax.address import to_address
+from decentjax.distributed.credentials import check_credentials
 from decentjax.links import Links, Piece, Said
-from decentjax.links.tunnel import contexts, guest_tunnel, host_tunnel, listen
+from decentjax.links.tunnel import (
+    MAX_GUESTS,
+    contexts,
+    guest_tunnel,
+    host_tunnel,
+    listen,
+)
 from train.job.certificates import VARIABLES, certificates
 
 IS_NEW = jax.__version_info__ >= (0, 12)
@@ -220,3 +227,161 @@ def test_who_does_not_know_the_secret_gets_nothing_through(target):
     with socket.create_connection(other.addresses[1]) as connection:
         connection.sendall(b"hello")
         assert connection.recv(10) == b"hello"
+
+
+@pytest.fixture
+def says():
+    """A function that returns the address of what accepts, sends bytes, and closes."""
+    servers = []
+
+    def serving(data):
+        server = socket.create_server(("127.0.0.1", 0))
+        servers.append(server)
+
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    with server.accept()[0] as connection:
+                        connection.sendall(data)
+
+        threading.Thread(target=serve, daemon=True).start()
+        return to_address(*server.getsockname())
+
+    yield serving
+    for server in servers:
+        server.shutdown(socket.SHUT_RDWR)
+        server.close()
+
+
+@pytest.mark.parametrize("size", [1, 100_000, 5_000_000])
+def test_what_an_end_sends_before_it_closes_arrives(says, size):
+    _, guest = tunnels(says(bytes(size)))
+    for _ in range(3):
+        with socket.create_connection(guest.addresses[1]) as connection:
+            came = 0
+            while data := connection.recv(2**16):
+                came += len(data)
+        assert came == size
+
+
+def test_a_tunnel_whose_reader_waits_takes_no_time(says):
+    _, guest = tunnels(says(bytes(50_000_000)))
+    with socket.create_connection(guest.addresses[1]):
+        time.sleep(1)
+        begin = time.process_time()
+        time.sleep(2)
+        assert time.process_time() - begin < 1
+
+
+def test_connections_that_say_nothing_close_no_tunnel(target):
+    host, guest = tunnels(target)
+    before, silent = threading.active_count(), []
+    with contextlib.ExitStack() as open_ones:
+        for _ in range(4 * MAX_GUESTS):
+            silent += [socket.create_connection(host.addresses[0])]
+            open_ones.enter_context(silent[-1])
+        # The oldest ones end, and not only after their time.
+        assert silent[0].recv(1) == b""
+        assert threading.active_count() < before + 2 * MAX_GUESTS
+        with socket.create_connection(guest.addresses[1]) as connection:
+            connection.sendall(b"hello")
+            assert connection.recv(10) == b"hello"
+
+
+SHORT_OF_FILES = """
+import contextlib, resource, socket, sys, threading
+sys.path.insert(0, "tests")
+from test_tls import SECRET, contexts, guest_of, host_tunnel, listen, to_address
+
+server = socket.create_server(("127.0.0.1", 0))
+
+def echo():
+    while True:
+        one = server.accept()[0]
+        one.sendall(one.recv(10))
+
+threading.Thread(target=echo, daemon=True).start()
+there = to_address(*server.getsockname())
+host = host_tunnel(listen("127.0.0.1"), contexts(SECRET).host, [there, there])
+guest = guest_of(host, SECRET)
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+held = []
+with contextlib.suppress(OSError):
+    while True:
+        held.append(socket.create_connection(host.addresses[0]))
+for one in held:
+    one.close()
+for _ in range(100):
+    with contextlib.suppress(OSError):
+        with socket.create_connection(guest.addresses[1], 10) as connection:
+            connection.sendall(b"hello")
+            if connection.recv(10) == b"hello":
+                print("answers")
+                break
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_was_short_of_files_is_reached_again():
+    done = subprocess.run(
+        [sys.executable, "-c", SHORT_OF_FILES],
+        cwd=ROOT,
+        env=os.environ | ENV,
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+    assert done.stdout == "answers\n", done.stderr
+
+
+@pytest.mark.skipif(not IS_NEW, reason="jax takes certificates from 0.12 on")
+def test_files_that_cannot_work_are_named_before_the_start(tmp_path, monkeypatch):
+    with certificates({}) as given, certificates({}) as other:
+        monkeypatch.setattr(os, "environ", {**given})
+        check_credentials()
+        wrong = tmp_path / "wrong.pem"
+        wrong.write_text("no certificate")
+        for name, path, words in (
+            (VARIABLES[0], str(tmp_path / "none.pem"), "none.pem.*No such file"),
+            (VARIABLES[0], str(wrong), "wrong.pem"),
+            (VARIABLES[1], other[VARIABLES[1]], "mismatch"),
+            (VARIABLES[2], other[VARIABLES[2]], "self-signed|unable to get"),
+            (VARIABLES[2], "", f"set {VARIABLES[2]} too, or none"),
+        ):
+            monkeypatch.setattr(os, "environ", {**given, name: path})
+            with pytest.raises(ValueError, match=words):
+                check_credentials()
+        monkeypatch.setattr(os, "environ", {})
+        check_credentials()
+
+
+@pytest.mark.skipif(not IS_NEW, reason="jax takes certificates from 0.12 on")
+def test_a_certificate_that_is_over_is_named(monkeypatch):
+    monkeypatch.setattr("train.job.certificates.DAYS", -0.5)
+    with certificates({}) as given:
+        monkeypatch.setattr(os, "environ", {**given})
+        with pytest.raises(ValueError, match="has expired"):
+            check_credentials()
+
+
+def test_encrypted_and_plain_peers_name_each_other(tmp_path):
+    book = gossip.Folder(tmp_path)
+    pieces = [[Piece((3,), np.dtype("float32"))]]
+    one, other = (
+        Links(
+            party_of(book, [i], jax.devices()[:1], secret=SECRET, encrypted=bool(i)),
+            2,
+            pieces,
+            "",
+        )
+        for i in range(2)
+    )
+    end = time.monotonic() + 60
+    while not (one.refused and other.refused) and time.monotonic() < end:
+        one.alive(), other.alive()
+        time.sleep(0.05)
+    assert "closes without a word: it encrypts" in one.refused[1]
+    assert "does not encrypt" in other.refused[0]
+    one.close()
+    other.close()

@@ -210,3 +210,11 @@ def test_a_record_of_0_2_is_read_and_gone_on_with(tmp_path):
     with watch.opened(tmp_path, 5, peers=cast(Any, None)):
         watch.add(Used(5, 2, 0, ()))
     assert read_used(tmp_path) == [one, Used(5, 2, 0, ())]
+
+
+@pytest.mark.parametrize("rows", ["", "1,2,0,3,0,1\n"])
+def test_a_small_archive_of_endless_rows_fills_no_memory(rows, tmp_path):
+    huge = rows * 10**7 or "\0" * 10**8
+    (tmp_path / "used.csv.xz").write_bytes(lzma.compress(huge.encode(), preset=0))
+    with pytest.raises(ValueError, match="is no record of peers: a part of it has"):
+        read_used(tmp_path)

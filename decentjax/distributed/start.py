@@ -9,6 +9,7 @@ from jax._src import xla_bridge
 from jax.sharding import Mesh
 
 from decentjax import phases
+from decentjax.distributed.credentials import check_credentials
 from decentjax.distributed.deadline import check_deadline
 from decentjax.distributed.devices import node_mesh, provide_devices
 from decentjax.distributed.failure import end_where_uncaught
@@ -84,6 +85,7 @@ def initialize(
     place = find_place(start_seconds)
     hosts = [""]
     if place.address:
+        check_credentials()
         end_where_uncaught()
         join(place, local_workers, step_deadline, start_seconds)
         hosts = _hosts(local_workers)

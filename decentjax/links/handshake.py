@@ -60,6 +60,8 @@ BEAT_SECONDS = 0.5  # Between two reports of a host.
 LEFT = "left"  # A host's last report.
 STRANGER = "it is another program"
 NO_TLS = "it does not encrypt, or has another secret"
+NO_WORD = "it closes without a word: it encrypts, or is another program"
+NO_WORD_SECONDS = 1.0  # A peer that ends closes at once.
 
 
 class RefusedError(Exception):
@@ -358,7 +360,7 @@ class Handshakes:
         host, port = split_address(address)
         async with asyncio.timeout(HANDSHAKE_SECONDS):
             where: dict[str, Any] = {"host": host, "port": port}
-            refused: list[Exception] = []
+            begin, refused = time.monotonic(), list[Exception]()
             if self._tls is not None:
                 sock, refused = dial(address, self._tls.guest)
                 where = {"sock": sock}
@@ -370,8 +372,13 @@ class Handshakes:
                 link = None if joins else self._connect(found.transfer)
             except BaseException as error:
                 streams[1].transport.abort()
+                if refused and isinstance(refused[0], ConnectionRefusedError):
+                    raise refused[0] from error
                 if refused:
                     raise RefusedError(NO_TLS) from refused[0]
+                waited = time.monotonic() - begin > NO_WORD_SECONDS
+                if self._tls is None and isinstance(error, EOFError) and waited:
+                    raise RefusedError(NO_WORD) from error
                 if isinstance(error, ValueError):
                     raise RefusedError(f"{STRANGER}, or another version") from error
                 raise

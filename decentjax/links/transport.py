@@ -1,7 +1,8 @@
 """The transport of arrays between processes, plain or through tunnels."""
 
-import contextlib
 import ctypes
+import errno
+import os
 import secrets
 import socket
 import struct
@@ -80,10 +81,13 @@ class Transport:
         hosts = {split_address(one)[0] for one in places}
         if len(hosts) != 1 or not is_loopback(*hosts) or ":" in min(hosts):
             raise ValueError(f"{address} is no end of a tunnel")
-        tunnel = None
-        # The process is on this machine, or another one here has such a tunnel.
-        with contextlib.suppress(OSError):
+        try:
             tunnel = guest_tunnel(outside, self._contexts.guest, places)
+        except OSError as error:
+            # The process is on this machine, or another one here has such a tunnel.
+            if error.errno != errno.EADDRINUSE or not _listening(*hosts) >= {*places}:
+                raise
+            tunnel = None
         return Connection(self._server.connect(places[0]), tunnel)
 
     def close(self) -> None:
@@ -111,13 +115,13 @@ def _draw(least: int) -> int:
 
 
 def _listening(host: str) -> set[str]:
-    """The addresses of an IPv4 host of this machine at which programs listen."""
+    """The addresses of an IPv4 host at which this user's programs listen here."""
     found = set()
     for line in Path("/proc/net/tcp").read_text().splitlines()[1:]:
-        _, own, _, state, *_ = line.split()
+        _, own, _, state, _, _, _, user, *_ = line.split()
         number, _, port = own.partition(":")
         # In the order of this machine's bytes.
         where = socket.inet_ntoa(struct.pack("=I", int(number, 16)))
-        if state == LISTENS and where == host:
+        if state == LISTENS and where == host and int(user) == os.geteuid():
             found.add(to_address(where, int(port, 16)))
     return found

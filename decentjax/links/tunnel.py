@@ -16,7 +16,8 @@ import socket
 import ssl
 import tempfile
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,7 +25,11 @@ from decentjax.address import split_address
 
 RECORD_BYTES = 2**14  # Of TLS.
 BUFFER_BYTES = 2**20  # Of a direction that waits for its reader.
-GREETING_SECONDS = 5.0
+# Less than a guest waits for an answer: one that does not encrypt says nothing before.
+GREETING_SECONDS = 3.0
+MAX_GUESTS = 64  # Connections that are greeted concurrently.
+AGAIN_SECONDS = 0.1  # Where the machine is short of files or threads.
+KEEPALIVE_SECONDS = 60
 _NAME = "decentjax peers"
 
 
@@ -105,6 +110,7 @@ class Tunnel:
         carry: Callable[[socket.socket, int], None],
     ):
         self._listeners, self._carry = listeners, carry
+        self._closing = threading.Event()
         self.addresses = [one.getsockname()[:2] for one in listeners]
         for number, one in enumerate(listeners):
             args = one, number
@@ -112,21 +118,56 @@ class Tunnel:
 
     def close(self) -> None:
         """Accepts no more; connections end with their programs."""
+        self._closing.set()
         for one in self._listeners:
             with contextlib.suppress(OSError):  # It wakes the thread.
                 one.shutdown(socket.SHUT_RDWR)
             one.close()
 
     def _accept(self, listener: socket.socket, number: int) -> None:
-        with contextlib.suppress(OSError):  # It is closed.
-            while True:
-                args = listener.accept()[0], number
+        while not self._closing.is_set():
+            try:
+                plain = listener.accept()[0]
+            except OSError:  # It is closed, or the machine is short of files.
+                self._closing.wait(AGAIN_SECONDS)
+                continue
+            args = plain, number
+            try:
                 threading.Thread(target=self._run, args=args, daemon=True).start()
+            except RuntimeError:  # It is short of threads.
+                plain.close()
 
     def _run(self, plain: socket.socket, number: int) -> None:
         # An end that is gone, or does not know the secret.
         with contextlib.suppress(OSError, IndexError), plain:
             self._carry(plain, number)
+
+
+class _Greeted:
+    """The connections that have not proved yet that they know the secret.
+
+    A peer takes milliseconds: where there are too many, the oldest one is not one.
+    """
+
+    def __init__(self):
+        self._lock, self._open = threading.Lock(), dict[socket.socket, None]()
+
+    @contextlib.contextmanager
+    def while_new(self, plain: socket.socket) -> Iterator[None]:
+        # A twin, as TLS takes the socket over.
+        with plain.dup() as twin:
+            with self._lock:
+                self._open[twin] = None
+                if len(self._open) > MAX_GUESTS:
+                    oldest = next(iter(self._open))
+                    del self._open[oldest]
+                    with contextlib.suppress(OSError):
+                        oldest.shutdown(socket.SHUT_RDWR)
+            try:
+                yield
+            finally:
+                with self._lock:
+                    self._open.pop(twin, None)
 
 
 def host_tunnel(
@@ -140,13 +181,17 @@ def host_tunnel(
       targets: addresses on this machine's loopback, to which they lead.
     """
 
+    greeted = _Greeted()
+
     def carry(plain: socket.socket, number: int) -> None:
         del number
         plain.settimeout(GREETING_SECONDS)
-        with context.wrap_socket(plain, server_side=True) as tls:
-            target = split_address(targets[tls.recv(1)[0]])
-            with socket.create_connection(target, GREETING_SECONDS) as inside:
-                pump(tls, inside)
+        with contextlib.ExitStack() as ends:
+            with greeted.while_new(plain):
+                tls = ends.enter_context(context.wrap_socket(plain, server_side=True))
+                target = split_address(targets[tls.recv(1)[0]])
+            inside = socket.create_connection(target, GREETING_SECONDS)
+            pump(tls, ends.enter_context(inside))
 
     return Tunnel([listener], carry)
 
@@ -176,7 +221,7 @@ def dial(host: str, context: ssl.SSLContext) -> tuple[socket.socket, list[Except
 
     Returns:
       The socket, which is closed where nothing answers, and the error of a host that
-      does not encrypt, or has another secret, once it has answered.
+      is not there, does not encrypt, or has another secret.
     """
     inside, plain = socket.socketpair()
     refused: list[Exception] = []
@@ -185,7 +230,9 @@ def dial(host: str, context: ssl.SSLContext) -> tuple[socket.socket, list[Except
         with plain, contextlib.suppress(OSError):
             try:
                 _carry_out(plain, host, context, 0)
-            except ssl.SSLError as error:
+            except ssl.SSLEOFError:
+                pass  # It has ended meanwhile.
+            except (ssl.SSLError, ConnectionRefusedError) as error:
                 refused.append(error)
 
     threading.Thread(target=carry, daemon=True).start()
@@ -216,23 +263,41 @@ def pump(tls: ssl.SSLSocket, plain: socket.socket) -> None:
         one.setblocking(False)
         if one.family != socket.AF_UNIX:
             one.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # A machine that is gone says nothing: its connection ends too.
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            one.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
     to_plain, to_tls = bytearray(), bytearray()
     with selectors.DefaultSelector() as selector:
-        selector.register(tls, selectors.EVENT_READ)
-        selector.register(plain, selectors.EVENT_READ)
-        while True:
-            if not _step(tls, plain, to_plain, to_tls):
-                return
-            wants = {
-                tls: (len(to_plain) < BUFFER_BYTES, bool(to_tls)),
-                plain: (len(to_tls) < BUFFER_BYTES, bool(to_plain)),
-            }
-            for one, (reads, writes) in wants.items():
-                mask = reads * selectors.EVENT_READ | writes * selectors.EVENT_WRITE
-                if mask:
-                    selector.modify(one, mask)
-            if not tls.pending():
+        while _step(tls, plain, to_plain, to_tls):
+            _watch(selector, tls, len(to_plain) < BUFFER_BYTES, bool(to_tls))
+            _watch(selector, plain, len(to_tls) < BUFFER_BYTES, bool(to_plain))
+            if not (tls.pending() and len(to_plain) < BUFFER_BYTES):
                 selector.select()
+    _finish(plain, to_plain)
+    _finish(tls, to_tls)
+
+
+def _watch(
+    selector: selectors.BaseSelector, one: socket.socket, reads: bool, writes: bool
+) -> None:
+    mask = reads * selectors.EVENT_READ | writes * selectors.EVENT_WRITE
+    is_known = one in selector.get_map()
+    if mask:
+        (selector.modify if is_known else selector.register)(one, mask)
+    elif is_known:
+        selector.unregister(one)
+
+
+def _finish(one: socket.socket, rest: bytearray) -> None:
+    """Sends the rest of what the other end has sent before it closed."""
+    one.settimeout(GREETING_SECONDS)
+    end = time.monotonic() + GREETING_SECONDS
+    with contextlib.suppress(OSError):
+        one.sendall(rest)
+        one.shutdown(socket.SHUT_WR)
+        # The close of a socket with unread bytes would discard what it has sent.
+        while time.monotonic() < end and one.recv(BUFFER_BYTES):
+            pass
 
 
 def _step(

@@ -97,6 +97,7 @@ class Row:
       limit: what the promise allows.
       measured: the worst that was measured.
       injected: how often it was done.
+      missed: how often it could not be, as the job had ended before.
       broken: how the promise was not kept, each time that it was not.
     """
 
@@ -105,6 +106,7 @@ class Row:
     limit: str
     measured: str = ""
     injected: int = 0
+    missed: int = 0
     broken: list[str] = dataclasses.field(default_factory=list)
 
 
@@ -167,17 +169,19 @@ def _run(chaos: Chaos, config: list[str], nodes: Nodes) -> int:
         _inject(bench, rows[name], f"{number}-{name}", draw)
         _write(chaos, list(rows.values()))
         print(f"{name}: {_verdict(rows[name])}, {left:.0f} s left", flush=True)
-    rows = [row for row in rows.values() if row.injected]
+    rows = list(rows.values())
     if hits:
         rows += _elastic(bench, hits, of_elastic, draw)
     table = _write(chaos, rows)
     print(f"\n{table}\nresults, runs and their output: {chaos.out}")
-    return 1 if any(row.broken for row in rows) else 0
+    # One that was never done, each time that it was tried, says nothing.
+    is_bad = any(row.broken or row.missed > 0 == row.injected for row in rows)
+    return 1 if is_bad else 0
 
 
 def _write(chaos: Chaos, rows: list[Row]) -> str:
     """Writes what is known so far, and returns the table."""
-    rows = [row for row in rows if row.injected]
+    rows = [row for row in rows if row.injected or row.missed]
     lines = [
         [r.fault, r.promise, r.limit, r.measured, str(r.injected), _verdict(r)]
         for r in rows
@@ -208,6 +212,7 @@ def _inject(bench: Bench, row: Row, name: str, draw: random.Random) -> None:
         if found > fault.limit:
             raise BrokenError(f"{found:.1f} {fault.unit}, at most {fault.limit:g}")
     except MissedError:
+        row.missed += 1
         return
     except BrokenError as error:
         row.broken.append(f"{name}: {error}")
@@ -226,7 +231,9 @@ def _elastic(
         members.run(bench, faults, seconds, draw, hits)
     except BrokenError as error:
         promise = "goes on, ends with 0, all saved"
-        rows["the run"] = Row("elastic run", promise, "", "", 1, [str(error)])
+        rows["the run"] = Row(
+            "elastic run", promise, "", injected=1, broken=[str(error)]
+        )
     for hit in hits:
         rows[hit.name].measured = members.worst([x for x in hits if x[0] == hit.name])
         rows[hit.name].injected += 1

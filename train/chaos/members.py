@@ -14,6 +14,7 @@ import numpy as np
 from train.chaos.faults import DEADLINE, SLOW_SECONDS, Bench
 from train.chaos.jobs import LONGEST, BrokenError, JobUnderTest, last_line, last_step
 from train.chaos.planted import Model, Order, give, models, taken
+from train.store.checkpoints import find_checkpoints
 
 SILENT = 2  # Seconds after which a frozen worker counts as gone.
 ENDLESS = 10**9
@@ -106,6 +107,14 @@ def run(
             time.sleep(draw.uniform(1, 4))
         job.popen.send_signal(signal.SIGTERM)
         job.end(0)
+        for number in range(bench.processes):
+            folder = _folder(job, number)
+            saved = max(find_checkpoints(folder).steps, default=0)
+            if saved < last_step(folder):
+                raise BrokenError(
+                    f"process {number} has trained {last_step(folder)} steps, and "
+                    f"saved {saved}"
+                )
 
 
 class _Fault:
@@ -140,6 +149,7 @@ class _Fault:
             give(self._orders, target, Order("reading", seconds))
             job.until(lambda: taken(self._orders, target) != began, "hang")
         before, at = models(self._orders, target)[-1], time.time()
+        named = job.output.count(f"process {target} is late: ")
         if self._name in ("kill", "freeze"):
             os.kill(pid, signal.SIGKILL if self._name == "kill" else signal.SIGSTOP)
         first = self._until_back(before, pid)
@@ -147,7 +157,8 @@ class _Fault:
         wrong = ""
         if self._name == "slow" and first.life != before.life:
             wrong = "it was started again"
-        if self._name == "stuck" and f"process {target} is late: " not in job.output:
+        is_named = job.output.count(f"process {target} is late: ") > named
+        if self._name == "stuck" and not is_named:
             wrong = "it was not named"
         back = first.time - at
         return Hit(self._name, target, at, back, self._gap, nearer, wrong)
@@ -194,12 +205,13 @@ class _Fault:
     def _nearer(self, before: Model, first: Model) -> float:
         """Distance of a model from that of a peer, over that from the own old one.
 
-        NaN where the old model is about as near to the peers as they to each other.
+        NaN where the old model is about as near to the peers as they to each other, and
+        infinite where no peer has trained its step.
         """
         peers = [x for i in self._others for x in models(self._orders, i)]
         newest = [x for x in peers if abs(x.step - first.step) <= 2]
-        if not newest:
-            raise BrokenError(f"no peer has trained step {first.step} too")
+        if not newest:  # It goes on alone.
+            return math.inf
         spread = max(_distance(x, newest[0]) for x in newest)
         moved = min(_distance(before, x) for x in newest)
         if moved <= FARTHER * spread or moved == 0:

@@ -25,6 +25,7 @@ from jax.sharding import Mesh
 
 import decentjax
 from decentjax.address import is_loopback, split_address
+from decentjax.distributed.credentials import check_credentials
 from decentjax.distributed.devices import node_mesh
 from decentjax.distributed.failure import end_process, lost_peer
 from decentjax.distributed.join import client, join, share, tell
@@ -58,6 +59,7 @@ def start(
         are missing or do not see the folder, or the workers do not divide among them.
     """
     place = _place(config)
+    check_credentials()
     count = workers_per_process(num_workers, place.num_processes) * devices_per_worker
     # Alone, a process stops by itself.
     alone = place.num_processes == 1

@@ -27,6 +27,8 @@ COLUMNS = ("step", "worker", "group", "peer", "version", "sent")
 HEAD = ",".join(COLUMNS) + "\n"
 MAX_TABLE_BYTES = 2**18  # To compress it takes 0.1 s, once in some 5,000 steps.
 CHUNK_BYTES = 2**16
+MAX_STREAM_BYTES = 2**24  # A table, with the rows of one step more.
+MAX_MEMORY = 2**26  # Of the decompressor.
 
 Row = tuple[str, ...]
 
@@ -159,16 +161,25 @@ def _blocks(path: Path) -> Iterator[tuple[int, list[Row]]]:
 
 
 def _stream(file: BinaryIO) -> str | None:
-    """The next stream; None if it is not whole, as of a process that was killed."""
-    one, parts = lzma.LZMADecompressor(), list[bytes]()
+    """The next stream; None if it is not whole, as of a process that was killed.
+
+    Raises:
+      ValueError: if it is longer than any table.
+    """
+    one, parts = lzma.LZMADecompressor(memlimit=MAX_MEMORY), list[bytes]()
     while not one.eof:
-        data = file.read(CHUNK_BYTES)
-        if not data:
+        data = file.read(CHUNK_BYTES) if one.needs_input else b""
+        if one.needs_input and not data:
             return None
         try:
-            parts.append(one.decompress(data))
+            parts.append(one.decompress(data, MAX_TABLE_BYTES))
         except lzma.LZMAError:
             return None
+        if sum(map(len, parts)) > MAX_STREAM_BYTES:
+            raise ValueError(
+                f"{file.name} is no record of peers: a part of it has more than "
+                f"{MAX_STREAM_BYTES} bytes"
+            )
     file.seek(-len(one.unused_data), os.SEEK_CUR)
     return b"".join(parts).decode(errors="replace")
 
