@@ -178,7 +178,8 @@ class StepWatch:
         while not self._closing.wait(tick) and not self._is_over():
             now, current = time.monotonic(), phases.now()
             passed = min(now - at, 2 * tick)
-            seconds = seconds + passed if current == seen else 0.0
+            begun = seconds if current == seen else 0.0
+            seconds = min(begun + passed, now - current.since)
             seen, at = current, now
             own = self._report(current, seconds)
             tick = self._tick if self._is_near(own) else 2 * self._tick
