@@ -289,7 +289,7 @@ def test_connections_that_say_nothing_close_no_tunnel(target):
 
 
 SHORT_OF_FILES = """
-import contextlib, resource, socket, sys, threading
+import contextlib, resource, socket, sys, threading, time
 sys.path.insert(0, "tests")
 from test_tls import SECRET, contexts, guest_of, host_tunnel, listen, to_address
 
@@ -309,7 +309,10 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
 held = []
 with contextlib.suppress(OSError):
     while True:
-        held.append(socket.create_connection(host.addresses[0]))
+        held.append(open("/dev/null"))
+held.pop().close()
+waiting = socket.create_connection(host.addresses[0])
+time.sleep(1)  # Its host has no file left to accept it.
 for one in held:
     one.close()
 for _ in range(100):

@@ -364,6 +364,33 @@ def test_a_stuck_job_is_started_again_and_ends_well(tmp_path):
     assert "process 1 is late: reading, step 12" in output
 
 
+STOPPED = """
+import time
+from decentjax import phases
+from decentjax.distributed.watch import watch
+
+watch(4.0)
+phases.note("reading", 0)
+phases.note("reading", 1)  # The first step has longer.
+print("reads", flush=True)
+for _ in range(30):  # Which a stop does not shorten.
+    time.sleep(0.1)
+"""
+
+
+@pytest.mark.slow
+def test_a_process_that_is_stopped_for_a_while_is_not_late():
+    command = [sys.executable, "-c", STOPPED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "reads\n"
+        time.sleep(1)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(8)
+        process.send_signal(signal.SIGCONT)
+        assert process.wait(LONG) == 0
+
+
 @pytest.mark.slow
 def test_what_a_machine_sleeps_is_not_counted(tmp_path):
     """All processes stop for longer than the deadline, and go on."""

@@ -271,8 +271,7 @@ def pump(tls: ssl.SSLSocket, plain: socket.socket) -> None:
         while _step(tls, plain, to_plain, to_tls):
             _watch(selector, tls, len(to_plain) < BUFFER_BYTES, bool(to_tls))
             _watch(selector, plain, len(to_tls) < BUFFER_BYTES, bool(to_plain))
-            if not (tls.pending() and len(to_plain) < BUFFER_BYTES):
-                selector.select()
+            selector.select()  # No record is left half read.
     _finish(plain, to_plain)
     _finish(tls, to_tls)
 
