@@ -51,7 +51,7 @@ def note(phase: str, step: int | None = None) -> None:
       step: the step that it belongs to; by default that of the last phase.
     """
     global _now, _newest
-    if threading.get_ident() != _MAIN:  # The watch looks at the main thread.
+    if threading.get_ident() != _MAIN:  # Only the main thread is watched.
         return
     now = time.monotonic()
     if step is None:
@@ -64,7 +64,7 @@ def note(phase: str, step: int | None = None) -> None:
 
 
 def note_again(before: "Now") -> None:
-    """Notes that this process goes on with an earlier phase, whose time begins anew."""
+    """Notes that this process continues an earlier phase, whose time restarts."""
     global _now
     if threading.get_ident() == _MAIN:
         _now = before.phase, before.step, time.monotonic(), before.turn
@@ -76,7 +76,7 @@ def phase(name: str, step: int | None = None) -> Iterator[None]:
 
     A part that has a name may take as long as the step's deadline, and what has none,
     and the parts "compiling", "saving" and "evaluating", ten times as long. Each
-    `phase` begins its time anew, so a long part may consist of several. Only the main
+    `phase` restarts its time, so a long part may consist of several. Only the main
     thread is watched.
 
     Args:

@@ -17,7 +17,7 @@ from test_distributed import LONG, ROOT, started
 from test_emulate import needs_root
 
 from train.chaos import jobs, members
-from train.chaos.__main__ import main, separated
+from train.chaos.__main__ import Row, main, separated
 from train.chaos.faults import FAULTS, Bench
 from train.chaos.jobs import BrokenError, JobUnderTest, arrays, module, saved
 from train.chaos.planted import sketch
@@ -386,6 +386,19 @@ def test_a_return_is_measured_and_compared():
 
 def test_one_that_keeps_its_own_model_is_told_from_one_that_takes_a_peers():
     assert "another model, 0.90 x" in hit(nearer=0.9).broken
+
+
+@pytest.mark.parametrize(
+    ("found", "is_bad"),
+    [
+        ({}, False),  # There was no time for it.
+        ({"injected": 2, "missed": 1}, False),
+        ({"injected": 2, "broken": ["lost"]}, True),
+        ({"missed": 3}, True),
+    ],
+)
+def test_a_fault_that_was_never_done_is_no_promise_kept(found, is_bad):
+    assert Row("kill", "ends well", "5 s", **found).is_bad == is_bad
 
 
 def test_sketches_are_as_far_apart_as_models():

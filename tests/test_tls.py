@@ -20,7 +20,7 @@ from test_distributed import ENV, LONG, ROOT, started
 from decentjax import gossip, worker_mesh
 from decentjax.address import to_address
 from decentjax.distributed.credentials import check_credentials
-from decentjax.links import Links, Piece, Said, tunnel
+from decentjax.links import Links, Piece, Said, transport, tunnel
 from decentjax.links.tunnel import (
     MAX_GUESTS,
     contexts,
@@ -309,13 +309,12 @@ host = host_tunnel(listen("127.0.0.1"), contexts(SECRET).host, [there, there])
 guest = guest_of(host, SECRET)
 _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
-held = []
+held, waiting = [], [socket.socket() for _ in range(5)]
 with contextlib.suppress(OSError):
     while True:
         held.append(open("/dev/null"))
-for one in held[-5:]:
-    one.close()
-waiting = [socket.create_connection(host.addresses[0]) for _ in range(5)]
+for one in waiting:
+    one.connect(host.addresses[0])
 end = time.monotonic() + 1
 while time.monotonic() < end:  # Its host has no file left to accept them.
     with contextlib.suppress(OSError):
@@ -345,6 +344,18 @@ def test_a_process_that_was_short_of_files_is_reached_again():
     assert done.stdout == "answers\n", done.stderr
 
 
+def locked(folder, given):
+    """The job's key, with a password, for which a terminal would be asked."""
+    serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
+    with open(given[VARIABLES[1]], "rb") as file:
+        key = serialization.load_pem_private_key(file.read(), None)
+    form = serialization.PrivateFormat.PKCS8
+    locks = serialization.BestAvailableEncryption(b"a password")
+    path = folder / "locked.pem"
+    path.write_bytes(key.private_bytes(serialization.Encoding.PEM, form, locks))
+    return path
+
+
 @pytest.mark.skipif(not IS_NEW, reason="jax takes certificates from 0.12 on")
 def test_files_that_cannot_work_are_named_before_the_start(tmp_path, monkeypatch):
     with certificates({}) as given, certificates({}) as other:
@@ -355,6 +366,7 @@ def test_files_that_cannot_work_are_named_before_the_start(tmp_path, monkeypatch
         for name, path, words in (
             (VARIABLES[0], str(tmp_path / "none.pem"), "none.pem.*No such file"),
             (VARIABLES[0], str(wrong), "wrong.pem"),
+            (VARIABLES[1], str(locked(tmp_path, given)), "locked.pem"),
             (VARIABLES[1], other[VARIABLES[1]], "mismatch"),
             (VARIABLES[2], other[VARIABLES[2]], "self-signed|unable to get"),
             (VARIABLES[2], "", f"set {VARIABLES[2]} too, or none"),
@@ -395,3 +407,11 @@ def test_encrypted_and_plain_peers_name_each_other(tmp_path):
     assert "does not encrypt" in other.refused[0]
     one.close()
     other.close()
+
+
+def test_only_programs_of_the_same_user_stand_in_for_a_tunnel(monkeypatch):
+    with listen("127.0.0.9") as listener:
+        address = to_address(*listener.getsockname())
+        assert address in transport._listening("127.0.0.9")
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        assert address not in transport._listening("127.0.0.9")

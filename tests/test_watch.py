@@ -84,7 +84,7 @@ def report(phase="computing", turn=5, seconds=9.0, limit=5.0, own=False):
         ([report(), report("compiling", limit=50.0)], []),
         ([report(), report("saving", turn=4, limit=50.0)], []),
         ([report(), report("computing", seconds=1.0, own=True)], []),
-        # Nobody's phases have names yet, or only those of the one who waits.
+        # No process has named a phase yet, or only the one that waits has.
         ([report("starting", turn=0)] * 2, []),
         ([report("starting", turn=0), report("computing", turn=1)], [0]),
     ],
@@ -284,7 +284,7 @@ end_process("late", 72, 0)
 
 
 @pytest.mark.slow
-def test_an_output_that_nobody_reads_does_not_hold_the_end_up():
+def test_an_output_that_is_not_read_does_not_hold_the_end_up():
     read, write = os.pipe()
     command = [sys.executable, "-c", BLOCKED]
     with subprocess.Popen(command, stdout=write, stderr=write) as process:

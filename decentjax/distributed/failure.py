@@ -73,10 +73,15 @@ def say(line: str) -> None:
             print(line, file=sys.stderr, flush=True)
             sys.stdout.flush()
 
-    # Where nobody does, a write never ends, nor does the main thread's, with its lock.
+    # Into a pipe that is full and not read a write never ends, nor does one of the main
+    # thread, which holds the lock of the stream.
     thread = threading.Thread(target=write, daemon=True)
-    thread.start()
-    thread.join(SAYING_SECONDS)
+    try:
+        thread.start()
+    except RuntimeError:  # Python is ending, or the machine is short of threads.
+        write()
+    else:
+        thread.join(SAYING_SECONDS)
 
 
 def lost_peer(error: BaseException) -> str | None:

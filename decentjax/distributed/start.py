@@ -62,8 +62,8 @@ def initialize(
         evaluating, and what has no name may take ten times as long, and so may
         everything before the end of the first step. By default it is learned, 30 times
         the median step and at least 300 s, in jobs of several processes; `math.inf` is
-        none. It counts from the first train step, or `phase`, of any process, and goes
-        on until the process ends: in a notebook, `math.inf` is of use.
+        none. It applies from the first train step, or `phase`, of any process until
+        the process ends, so use `math.inf` in a notebook.
       start_seconds: timeout for all processes to join.
 
     Returns:

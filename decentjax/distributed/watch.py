@@ -269,7 +269,7 @@ def watch(
 
 
 def close_watch() -> None:
-    """Ends the watch of this process, if it has one: nobody waits for it."""
+    """Ends the watch of this process, if it has one: no process waits for it now."""
     while _watches:
         _watches.pop().close()
 

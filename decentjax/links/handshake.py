@@ -40,7 +40,7 @@ from typing import Any, Literal, NamedTuple
 
 from decentjax.address import listening_at, split_address, to_address
 from decentjax.links.bell import Bell
-from decentjax.links.tunnel import Contexts, dial, host_tunnel
+from decentjax.links.tunnel import MAX_GUESTS, Contexts, dial, host_tunnel
 from decentjax.links.wire import (
     MAX_BYTES,
     Host,
@@ -54,7 +54,6 @@ from decentjax.links.wire import (
 
 HANDSHAKE_SECONDS = 5.0  # Longest.
 MAX_AGAIN = 2**12  # Messages of hosts that are kept until they are pulled.
-MAX_GUESTS = 64  # Connections that are answered concurrently.
 NONCE_BYTES = 32
 BEAT_SECONDS = 0.5  # Between two reports of a host.
 LEFT = "left"  # A host's last report.

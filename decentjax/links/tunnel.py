@@ -27,7 +27,7 @@ RECORD_BYTES = 2**14  # Of TLS.
 BUFFER_BYTES = 2**20  # Of a direction that waits for its reader.
 # Less than a guest waits for an answer: one that does not encrypt says nothing before.
 GREETING_SECONDS = 3.0
-MAX_GUESTS = 64  # Connections that are greeted concurrently.
+MAX_GUESTS = 64  # Connections that are answered, or greeted, concurrently.
 AGAIN_SECONDS = 0.1  # Where the machine is short of files or threads.
 KEEPALIVE_SECONDS = 60
 _NAME = "decentjax peers"

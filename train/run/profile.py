@@ -39,4 +39,5 @@ def profiled(folder: Path, steps: range) -> Iterator[Callable[[int, Any], None]]
         yield before
     finally:
         if running:  # The last step is the run's, or a signal has ended it.
+            phases.note("profiling")
             jax.profiler.stop_trace()

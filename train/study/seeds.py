@@ -120,8 +120,8 @@ def _train_together(
         if end or step % config.log.every_steps == 0:
             loss = log.write(step, state, metrics[NORMS])
             report(step, f"loss {loss:.4g}")
-        phases.note("evaluating")
         if end or step % config.evaluation.every_steps == 0:
+            phases.note("evaluating")
             evaluations.append((step, score_means(state)))
     log.say_dropped()
     one_model = jax.eval_shape(task.init, jax.random.key(0))[0]
