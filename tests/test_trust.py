@@ -575,7 +575,11 @@ def test_a_process_with_another_secret_is_named_and_the_others_go_on(tmp_path):
         run = (*TRAIN, LINE, *PEERS, *SLOW, "--run-dir", str(run_dir))
         return started(*run, "--distributed.enabled", *place.split(), *options)
 
-    with process(0) as first, process(1, "--exchange.secret-file", str(other)) as last:
+    with contextlib.ExitStack() as jobs:
+        first = jobs.enter_context(process(0))
+        # A record of the other without a secret here would be that of an earlier run.
+        wait_until((run_dir / "peers" / "secret").exists)
+        last = jobs.enter_context(process(1, "--exchange.secret-file", str(other)))
         for i in (0, 1):  # A busy machine may be late with one.
             rows = functools.partial(read_metrics, run_dir / f"process-{i}")
             wait_until(lambda rows=rows: any("loss" in row for row in rows()))
