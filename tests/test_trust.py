@@ -507,7 +507,7 @@ def test_a_secret_that_was_removed_is_not_drawn_again(tmp_path, monkeypatch):
     first = shared_secret(peers)
     assert not put_back(peers, first)
     shutil.rmtree(peers)
-    with pytest.raises(ValueError, match="secret was removed, and no process that tra"):
+    with pytest.raises(ValueError, match="secret is missing: no process that trains"):
         shared_secret(peers, has_begun=True)
     assert not peers.exists()
     monkeypatch.setattr(secret, "BACK_SECONDS", 60)

@@ -61,9 +61,9 @@ def initialize(
       step_deadline: longest time of a phase of a step, in seconds. Compiling, saving,
         evaluating, and what has no name may take ten times as long, and so may
         everything before the end of the first step. By default it is learned, 30 times
-        the median step and at least 300 s, in jobs of several processes; `math.inf` is
-        none. It applies from the first train step, or `phase`, of any process until
-        the process ends, so use `math.inf` in a notebook.
+        the median step and at least 300 s, in jobs of several processes; `math.inf`
+        switches it off, as a notebook should: it applies from the first train step, or
+        `phase`, of any process until the process ends.
       start_seconds: timeout for all processes to join.
 
     Returns:

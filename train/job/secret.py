@@ -32,8 +32,9 @@ def shared_secret(folder: Path, has_begun: bool = False) -> bytes:
     if not path.exists():
         if has_begun:
             raise ValueError(
-                f"{path} was removed, and no process that trains has put it back: "
-                "restore it, or stop all processes, make a new one by (umask 077; "
+                f"the run has begun, and {path} is missing: no process that trains has "
+                "put it back. Restore it, or give this process the file of the others "
+                "by --exchange.secret-file, or stop all, make a new one by (umask 077; "
                 f"mkdir -p {folder}; openssl rand -hex 32 > {path}), and start them "
                 "again"
             )
