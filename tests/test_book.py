@@ -186,7 +186,7 @@ def test_a_question_in_another_form_is_left(capsys):
                 stranger.sendall(json.dumps(proof).encode() + b"\n")
                 assert stranger.recv(1) == b""
         assert guest.ask(host.address, 1, 0).result(LONG)[:2] == (7, "there")
-        assert set(host._held) == {(1, 0)}
+        until(lambda: set(host._held) == {(1, 0)})
         assert host.joining == host.unlike == set()
     assert capsys.readouterr().err == ""
 
