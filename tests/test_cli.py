@@ -509,7 +509,8 @@ def test_without_a_gpu_nothing_is_said_of_gpus():
 
 @pytest.mark.slow
 def test_ctrl_c_is_a_word_and_code_130_also_while_importing(tmp_path):
-    waiting = "print('now', flush=True)\nimport time\ntime.sleep(300)\n"
+    # A signal just before a sleep is handled after it.
+    waiting = "import time\nprint('now', flush=True)\nwhile True: time.sleep(0.1)\n"
     (tmp_path / "config.py").write_text(waiting)
     (tmp_path / "tyro.py").write_text(waiting)  # Instead of the package.
     path = {"PYTHONPATH": f"{tmp_path}:{ROOT}"}

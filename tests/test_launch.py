@@ -50,7 +50,8 @@ def save(signum, frame):
 
 signal.signal(signal.SIGTERM, save)
 print("pid", os.getpid())
-time.sleep(300)
+while True:  # A signal just before a sleep is handled after it.
+    time.sleep(0.1)
 """
 DEAF = """
 import os, signal, time

@@ -245,7 +245,8 @@ import tests.line
 class Slowly(tests.line.Line):
     def build(self):
         print("reading", flush=True)
-        time.sleep(300)
+        while True:  # A signal just before a sleep is handled after it.
+            time.sleep(0.1)
 
 
 config = dataclasses.replace(tests.line.config, task=Slowly())

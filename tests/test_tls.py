@@ -19,7 +19,7 @@ from test_distributed import ENV, LONG, ROOT, started
 
 from decentjax import gossip, worker_mesh
 from decentjax.address import to_address
-from decentjax.distributed.credentials import check_credentials
+from decentjax.distributed.credentials import FILES, check_credentials
 from decentjax.links import Links, Piece, Said, transport, tunnel
 from decentjax.links.tunnel import (
     MAX_GUESTS,
@@ -28,14 +28,14 @@ from decentjax.links.tunnel import (
     host_tunnel,
     listen,
 )
-from train.job.certificates import VARIABLES, certificates
+from train.job.certificates import certificates
 
 IS_NEW = jax.__version_info__ >= (0, 12)
 SECRET = b"a secret of all peers" * 2
 
 
 def context_of(variables, kind):
-    certificate, key, authority = (variables[name] for name in VARIABLES)
+    certificate, key, authority = (variables[name] for name in FILES)
     context = ssl.SSLContext(kind)
     context.check_hostname, context.verify_mode = False, ssl.CERT_REQUIRED
     context.load_cert_chain(certificate, key)
@@ -66,16 +66,16 @@ def shake(host, guest):
 def test_processes_of_one_job_know_each_other_and_no_others():
     server, client = ssl.PROTOCOL_TLS_SERVER, ssl.PROTOCOL_TLS_CLIENT
     with certificates({}) as own, certificates({}) as other:
-        assert os.stat(own[VARIABLES[1]]).st_mode & 0o077 == 0
+        assert os.stat(own[FILES[1]]).st_mode & 0o077 == 0
         assert own["JAX_MTLS_PEER_URI_PREFIX"] != other["JAX_MTLS_PEER_URI_PREFIX"]
         host = context_of(own, server)
         assert shake(host, context_of(own, client)) == [b"x", b"x"]
         assert b"x" not in shake(host, context_of(other, client))
-    assert not os.path.exists(own[VARIABLES[1]])
+    assert not os.path.exists(own[FILES[1]])
 
 
 def test_certificates_of_ones_own_and_an_older_jax_get_none():
-    with certificates(dict.fromkeys(VARIABLES, "a.pem")) as variables:
+    with certificates(dict.fromkeys(FILES, "a.pem")) as variables:
         assert variables == {}
     if not IS_NEW:
         with certificates({}) as variables:
@@ -347,7 +347,7 @@ def test_a_process_that_was_short_of_files_is_reached_again():
 def locked(folder, given):
     """The job's key, with a password, for which a terminal would be asked."""
     serialization = pytest.importorskip("cryptography.hazmat.primitives.serialization")
-    with open(given[VARIABLES[1]], "rb") as file:
+    with open(given[FILES[1]], "rb") as file:
         key = serialization.load_pem_private_key(file.read(), None)
     form = serialization.PrivateFormat.PKCS8
     locks = serialization.BestAvailableEncryption(b"a password")
@@ -364,18 +364,46 @@ def test_files_that_cannot_work_are_named_before_the_start(tmp_path, monkeypatch
         wrong = tmp_path / "wrong.pem"
         wrong.write_text("no certificate")
         for name, path, words in (
-            (VARIABLES[0], str(tmp_path / "none.pem"), "none.pem.*No such file"),
-            (VARIABLES[0], str(wrong), "wrong.pem"),
-            (VARIABLES[1], str(locked(tmp_path, given)), "locked.pem"),
-            (VARIABLES[1], other[VARIABLES[1]], "mismatch"),
-            (VARIABLES[2], other[VARIABLES[2]], "self-signed|unable to get"),
-            (VARIABLES[2], "", f"set {VARIABLES[2]} too, or none"),
+            (FILES[0], str(tmp_path / "none.pem"), "none.pem.*No such file"),
+            (FILES[0], str(wrong), "wrong.pem"),
+            (FILES[1], str(locked(tmp_path, given)), "locked.pem"),
+            (FILES[1], other[FILES[1]], "mismatch"),
+            (FILES[2], other[FILES[2]], "self-signed|unable to get"),
+            (FILES[2], "", f"set {FILES[2]} too, or none"),
         ):
             monkeypatch.setattr(os, "environ", {**given, name: path})
             with pytest.raises(ValueError, match=words):
                 check_credentials()
         monkeypatch.setattr(os, "environ", {})
         check_credentials()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not IS_NEW, reason="jax takes certificates from 0.12 on")
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("-c", "from decentjax import distributed; distributed.initialize()"),
+        ("-m", "train", "quickstart", "--distributed.enabled"),
+    ],
+    ids=["script", "train"],
+)
+def test_a_process_with_such_files_ends_before_it_waits(command, tmp_path):
+    if "train" in command:
+        command += "--run-dir", str(tmp_path / "run")
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29531", "LOCAL_RANK": "0"}
+    place |= {"RANK": "1", "WORLD_SIZE": "2"}  # Process 0 never comes.
+    wrong = dict.fromkeys(FILES, str(tmp_path / "none.pem"))
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=ROOT,
+        env=os.environ | ENV | place | wrong,
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+    assert "mutual TLS of a job needs" in done.stderr + done.stdout
+    assert done.returncode == 1  # Not 70, after which a launcher starts it again.
 
 
 @pytest.mark.skipif(not IS_NEW, reason="jax takes certificates from 0.12 on")

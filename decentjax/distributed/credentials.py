@@ -6,13 +6,13 @@ jax would wait for its time limit, and abort with a message that names no file.
 import os
 import ssl
 
-import jax
-
 FILES = ("JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE")
 
 
 def check_credentials() -> None:
     """Raises a ValueError where the files of jax's mutual TLS cannot work."""
+    import jax  # The launcher takes `FILES` from here, and must not import it.
+
     given = {name: os.environ.get(name, "") for name in FILES}
     # jax 0.10 knows none of them.
     if not (any(given.values()) and hasattr(jax.config, "jax_mtls_cert_file")):

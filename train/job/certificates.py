@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-VARIABLES = ("JAX_MTLS_CERT_FILE", "JAX_MTLS_KEY_FILE", "JAX_MTLS_CA_FILE")
+from decentjax.distributed.credentials import FILES
+
 PREFIX = "JAX_MTLS_PEER_URI_PREFIX"
 CHECKED = "JAX_DISTRIBUTED_VERIFY_SECURE_CREDENTIALS"
 DAYS = 90  # Of a job of one machine; the key is gone when the launcher ends.
@@ -25,7 +26,7 @@ def certificates(given: Mapping[str, str]) -> Iterator[dict[str, str]]:
     Args:
       given: environment variables of the launcher.
     """
-    if not _are_known() or any(name in given for name in VARIABLES):
+    if not _are_known() or any(name in given for name in FILES):
         yield {}
         return
     with tempfile.TemporaryDirectory("-decentjax") as folder:  # Only its owner's.
@@ -33,7 +34,7 @@ def certificates(given: Mapping[str, str]) -> Iterator[dict[str, str]]:
         certificate, key = Path(folder, "certificate.pem"), Path(folder, "key.pem")
         _make(job, certificate, key)
         # It is its own authority: no other certificate is accepted.
-        files = zip(VARIABLES, (certificate, key, certificate), strict=True)
+        files = zip(FILES, (certificate, key, certificate), strict=True)
         variables = {name: str(path) for name, path in files}
         yield variables | {PREFIX: job, CHECKED: "1"}
 
