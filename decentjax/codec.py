@@ -7,7 +7,7 @@ the error of a message for a later one.
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -17,14 +17,16 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from decentjax._collectives import AxisName, permute, sum_dtype, varying_as
-from decentjax._joining import in_joined
+from decentjax._joining import in_joined, join, places_of, split
 from decentjax._slices import by_compiler, on_own_slice, over_shards, specs_of
 from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
 from decentjax.mixing import (
     Lowering,
+    Sending,
     check_size,
     in_pieces,
     rounded,
+    routes_of,
     weighted,
 )
 
@@ -377,13 +379,8 @@ def mix_encoded(
     """
     check_encodable(exchange)
     check_size(exchange, axis_name)
-    _, permutes = permutes_of(as_permutations(exchange).between)
-    worker = lax.axis_index(axis_name)
-
-    messages = {number: message for number, (_, message) in coded.items()}
-    came = []
-    for one in permutes:
-        pairs = [(j, i) for i, j in enumerate(one.sources) if j >= 0]
+    messages, came = _messages(coded), []
+    for pairs in routes_of(as_permutations(exchange)):
 
         def exchanged(messages: Any, axis_name: AxisName, pairs=pairs) -> Any:
             whole = functools.partial(permute, pairs=pairs, axis_name=axis_name)
@@ -392,7 +389,49 @@ def mix_encoded(
             return _moved(move, messages)
 
         came.append(on_own_slice(exchanged, messages, axis_name))
+    return _differences(coded, came, exchange, codec, axis_name)
+
+
+def sending_encoded(exchange: Exchange, codec: Codec, axis_name: AxisName) -> Sending:
+    """The parts of `mix_encoded`; all arrays of a dtype are one message.
+
+    Args:
+      exchange: the exchange, of single workers.
+      codec: the codec of the messages.
+      axis_name: as in `mix_encoded`.
+    """
+    check_encodable(exchange)
+
+    def begin(coded: Any) -> tuple[tuple, list[jax.Array]]:
+        arrays = jax.tree.leaves(_messages(coded))
+        return (), join(arrays, places_of([x.dtype for x in arrays]))
+
+    def end(coded: Any, kept: tuple, came: list[list[jax.Array]]) -> Any:
+        del kept
+        arrays, structure = jax.tree.flatten(_messages(coded))
+        places, shapes = places_of([x.dtype for x in arrays]), [x.shape for x in arrays]
+        parts = [split(one, places, shapes) for one in came]
+        messages = [jax.tree.unflatten(structure, one) for one in parts]
+        return _differences(coded, messages, exchange, codec, axis_name)
+
+    return Sending(begin, end, routes_of(as_permutations(exchange)))
+
+
+def _messages(coded: Any) -> Any:
+    return {number: message for number, (_, message) in coded.items()}
+
+
+def _differences(
+    coded: Any,
+    came: Sequence[Any],
+    exchange: Exchange,
+    codec: Codec,
+    axis_name: AxisName,
+) -> Any:
+    """`sum_j W_ij q_j - q_i` by number, of the messages that came in each permute."""
+    _, permutes = permutes_of(as_permutations(exchange).between)
     weights = [one.weights for one in permutes]
+    worker = lax.axis_index(axis_name)
 
     def difference(number: int, leaf: jax.Array, message: Message) -> jax.Array:
         decode = on_whole(codec, leaf).decode
@@ -439,7 +478,7 @@ def mean_encoded(
     check_size(exchange, axis_name)
     count = exchange.num_workers
 
-    messages = {number: message for number, (_, message) in coded.items()}
+    messages = _messages(coded)
 
     def of_all(messages: Any, axis_name: AxisName) -> Any:
         return _moved(lambda x: lax.all_gather(x, axis_name), messages)

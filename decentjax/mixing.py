@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,12 +31,13 @@ from decentjax._collectives import (
     varying,
     varying_as,
 )
-from decentjax._joining import JOIN_BYTES, in_joined
+from decentjax._joining import JOIN_BYTES, in_joined, join, places_of, split
 from decentjax._norms import norm_of, sums_of_squares
 from decentjax._slices import in_shards, is_on_devices, on_own_slice
 from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
 
 Tree = TypeVar("Tree")
+Routes = list[list[tuple[int, int]]]
 Weights = Sequence[float]
 
 
@@ -77,6 +78,22 @@ class Lowering:
             raise ValueError(f"join_bytes must be at least 0, got {self.join_bytes}")
         if self.groups not in ("scatter", "sum"):
             raise ValueError(f'groups must be "scatter" or "sum", got {self.groups!r}')
+
+
+class Sending(NamedTuple):
+    """An exchange of permutations in two parts; messages are moved between them.
+
+    Args:
+      begin: function of one worker's tree that returns what `end` needs to keep, and
+        the vectors to send.
+      end: function of (tree, kept, came) that returns the mixed tree; `came` has the
+        vectors that have come in each permute, zeros where none has.
+      routes: (sender, receiver) of each message, by permute.
+    """
+
+    begin: Callable[[Any], tuple[Any, list[jax.Array]]]
+    end: Callable[[Any, Any, list[list[jax.Array]]], Any]
+    routes: Routes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -271,29 +288,89 @@ def _message_dtype(x: jax.Array, wanted: DTypeLike | None) -> np.dtype:
 
 
 def _mix_leaf(x: jax.Array, how: _Mixing) -> jax.Array:
-    exchange = how.exchange
-    if exchange.workers_per_node == 1:
-        mixed = _average_between(x, how)
-    else:
-        # Three levels. Inside a node of L workers each holds 1/L of the node's mean,
-        # which it averages with the same piece of other nodes.
-        local = exchange.workers_per_node
-        nodes = np.arange(exchange.num_workers).reshape(-1, local).tolist()
-        piece = divided(reduce_scatter(x, nodes, how.axis_name), local)
-        piece = _average_between(piece, how).astype(x.dtype)
-        mixed = all_gather(piece, nodes, how.axis_name, x)
+    return _whole(x, _average_between(_share(x, how), how), how)
+
+
+def _share(x: jax.Array, how: _Mixing) -> jax.Array:
+    """What a worker averages with other nodes: its leaf, or 1/L of its node's mean."""
+    local = how.exchange.workers_per_node
+    if local == 1:
+        return x
+    return divided(reduce_scatter(x, _nodes(how), how.axis_name), local)
+
+
+def _whole(x: jax.Array, mixed: jax.Array, how: _Mixing) -> jax.Array:
+    """The mixed leaf, from a worker's share of it."""
+    if how.exchange.workers_per_node > 1:
+        mixed = all_gather(mixed.astype(x.dtype), _nodes(how), how.axis_name, x)
     # W = (1 - f) I + f B: f of the way from the own model to the mixed one.
-    if exchange.factor != 1:
+    factor = how.exchange.factor
+    if factor != 1:
         own = x.astype(sum_dtype(x))
-        mixed = own + exchange.factor * (mixed.astype(own.dtype) - own)
+        mixed = own + factor * (mixed.astype(own.dtype) - own)
     return mixed.astype(x.dtype)
+
+
+def _nodes(how: _Mixing) -> Members:
+    local = how.exchange.workers_per_node
+    return np.arange(how.exchange.num_workers).reshape(-1, local).tolist()
+
+
+def sending_of(
+    exchange: Exchange, axis_name: AxisName, message_dtype: DTypeLike | None
+) -> Sending:
+    """The parts of `mix` for permutations; all float leaves of a dtype are one message.
+
+    Args:
+      exchange: exchange of permutations.
+      axis_name: as in `mix`.
+      message_dtype: as in `mix`.
+    """
+    own = Lowering()
+
+    def how(x: jax.Array) -> _Mixing:
+        return _Mixing(exchange, axis_name, _message_dtype(x, message_dtype), own)
+
+    def begin(params: Any) -> tuple[list[jax.Array], list[jax.Array]]:
+        leaves = list(filter(is_mixed, jax.tree.leaves(params)))
+        shares = [_share(x, how(x)) for x in leaves]
+        sent = [rounded(x, how(x).message_dtype) for x in shares]
+        kept = shares if exchange.workers_per_node > 1 else []
+        return kept, join(sent, places_of([x.dtype for x in sent]))
+
+    def end(params: Any, kept: list[jax.Array], came: list[list[jax.Array]]) -> Any:
+        leaves, structure = jax.tree.flatten(params)
+        found = [place for place, x in enumerate(leaves) if is_mixed(x)]
+        shares = kept or [leaves[place] for place in found]
+        ways = [how(x) for x in shares]
+        places = places_of([way.message_dtype for way in ways])
+        parts = [split(one, places, [x.shape for x in shares]) for one in came]
+        models = zip(*parts, strict=True)
+        for place, way, share, arrived in zip(found, ways, shares, models, strict=True):
+            mixed = _merged(share, arrived, way)
+            leaves[place] = _whole(leaves[place], mixed, way)
+        return jax.tree.unflatten(structure, leaves)
+
+    return Sending(begin, end, routes_of(exchange))
+
+
+def routes_of(exchange: Exchange) -> Routes:
+    """(sender, receiver) of each message, by permute, in workers."""
+    assert isinstance(exchange.between, Permutations)
+    _, permutes = permutes_of(exchange.between)
+    routes = []
+    for one in permutes:
+        messages = [(j, i) for i, j in enumerate(one.sources) if j >= 0]
+        pairs = workers_of(np.array(messages).T, exchange.workers_per_node).T
+        routes.append([(j, i) for j, i in pairs.tolist()])
+    return routes
 
 
 def _average_between(x: jax.Array, how: _Mixing) -> jax.Array:
     """Averages with the workers at the same position in the other nodes."""
     between, per_node = how.exchange.between, how.exchange.workers_per_node
     if isinstance(between, Permutations):
-        permuted = functools.partial(_permuted, between=between, how=how)
+        permuted = functools.partial(_permuted, how=how)
         return in_pieces(permuted, x, how.lowering.piece_bytes)
     sent = rounded(x, how.message_dtype)
     groups = workers_of(np.array(between.members).T, per_node).T.tolist()
@@ -342,34 +419,35 @@ def in_pieces(
     return reshaped_as(x, lax.map(function, pieces).ravel())
 
 
-def _permuted(x: jax.Array, between: Permutations, how: _Mixing) -> jax.Array:
-    """The terms of `x_i + sum_j w_ij (q_j - q_i)`, one for each permute.
+def _permuted(x: jax.Array, how: _Mixing) -> jax.Array:
+    routes = routes_of(how.exchange)
+    if not routes:
+        return x
+    sent = rounded(x, how.message_dtype)
+    models = [permute(sent, pairs, how.axis_name) for pairs in routes]
+    return _merged(x, models, how)
+
+
+def _merged(x: jax.Array, models: Sequence[jax.Array], how: _Mixing) -> jax.Array:
+    """`x_i + sum_j w_ij (q_j - q_i)`, with a term for each permute.
 
     Rounded weights do not sum to one. Applied to differences, the error changes how
     fast the models agree; applied to models, it would scale their mean, by the same
     factor in every step. Weights that are powers of two do sum to one, and
     `sum_j w_ij x_j` rounds less.
     """
-    per_node = how.exchange.workers_per_node
-    own, permutes = permutes_of(between)
-    if not permutes:
-        return x
+    assert isinstance(how.exchange.between, Permutations)
+    own, permutes = permutes_of(how.exchange.between)
     sent = rounded(x, how.message_dtype)
-    dtype = sum_dtype(x)
-    models = []
-    for one in permutes:
-        messages = [(j, i) for i, j in enumerate(one.sources) if j >= 0]
-        pairs = workers_of(np.array(messages).T, per_node).T.tolist()
-        models.append(permute(sent, pairs, how.axis_name))
     weights = [one.weights for one in permutes]
-    node = lax.axis_index(how.axis_name) // per_node
+    node = lax.axis_index(how.axis_name) // how.exchange.workers_per_node
     if _is_of_permutes(how.exchange) and is_on_devices(how.axis_name):
         # A GPU compiler computes all that reads an array in one kernel, such as the sum
         # below and the cast of a leaf to the dtype in which the model computes. Without
         # a barrier the forward pass then waits for the messages.
         x, sent, models = lax.optimization_barrier((x, sent, models))
-    models = [model.astype(dtype) for model in models]
-    return _combined(x, sent, models, own, weights, node)
+    wide = [model.astype(sum_dtype(x)) for model in models]
+    return _combined(x, sent, wide, own, weights, node)
 
 
 def mix_arrived(

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
 from decentjax.axis import axis_of
-from decentjax.codec import mix_encoded, num_bytes
+from decentjax.codec import mix_encoded
 from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Exchange, Topology
 from decentjax.gossip.engine import SharedEngine
@@ -25,10 +25,10 @@ from decentjax.gossip.tuning import (
     Mix,
     Mixes,
     compiled_mix,
-    fastest_pieces,
+    compiled_mix_encoded,
     fastest_way,
 )
-from decentjax.mixing import Lowering, is_mixed
+from decentjax.mixing import Lowering
 from decentjax.placement import (
     check_mesh,
     check_one_model,
@@ -129,7 +129,7 @@ class Carrier:
     def _lower(self, params: Any) -> list[Mixes]:
         first, *others = self._exchange_lanes
         if self._compression is not None:
-            return [self._lower_encoded(self._compression, params)]
+            return [self._lower_encoded(self._compression)]
         rows = in_lanes(params, self._lanes)[0]
         size = sum(x.nbytes // len(x) for x in jax.tree.leaves(rows))
         dtype, given = self._message_dtype, self._lowering
@@ -143,21 +143,18 @@ class Carrier:
             for lane in (first, *others)
         ]
 
-    def _lower_encoded(self, compression: Compression, params: Any) -> Mixes:
-        mesh, codec, mixes = self._exchange_mesh, compression.codec, {}
-        leaves = filter(is_mixed, jax.tree.leaves(params))
-        size = sum(num_bytes(codec, x.shape[1:]) for x in leaves)
-        for exchange in self._topology:
-            # A mean of all workers is gathered whole.
-            options = {}
-            if compression.kind.average is mix_encoded:
-                lowering = self._lowering or fastest_pieces(exchange, mesh, size)
-                options = {"lowering": lowering}
-            of_worker = functools.partial(
-                mix_of(compression), exchange=exchange, **options
-            )
-            mixes[exchange] = jax.jit(over_workers(of_worker, mesh))
-        return mixes
+    def _lower_encoded(self, compression: Compression) -> Mixes:
+        mesh = self._exchange_mesh
+        if compression.kind.average is mix_encoded:
+            codec = compression.codec
+            return {
+                one: compiled_mix_encoded(one, codec, mesh) for one in self._topology
+            }
+        average = mix_of(compression)  # Of all workers: it is gathered whole.
+        return {
+            one: jax.jit(over_workers(functools.partial(average, exchange=one), mesh))
+            for one in self._topology
+        }
 
     def _exchange(self, rows: list[Any], exchange: Exchange, step: int) -> list[Any]:
         """Runs in the thread: sends, receives and averages."""

@@ -71,6 +71,9 @@ class Engine(Closing):
     def submit(self, function: Callable, *args: Any) -> Future:
         """Queues a call of the function.
 
+        The call has the precision of the calling thread: `jax.enable_x64` as a context
+        applies to one thread only.
+
         Returns:
           The future of its result. It cannot be cancelled: a peer may be waiting for
           it.
@@ -78,6 +81,7 @@ class Engine(Closing):
         Raises:
           RuntimeError: if the engine is closed.
         """
+        enabled = jnp.result_type(float) == jnp.float64
         future: Future = Future()
         future.set_running_or_notify_cancel()  # A running future has no `cancel`.
         with self._lock:
@@ -85,7 +89,7 @@ class Engine(Closing):
                 raise self._error
             if self._closed:
                 raise RuntimeError("the engine is closed; make a new one")
-            self._tasks.put((future, function, args))
+            self._tasks.put((future, function, args, enabled))
         return future
 
     def settle(self) -> None:
@@ -105,14 +109,15 @@ class Engine(Closing):
 
     def _run(self) -> None:
         while (task := self._tasks.get()) is not None:
-            future, function, args = task
+            future, function, args, enabled = task
             # Peers still expect the failed message, so no later call may send: none may
             # run.
             if self._error is not None:
                 future.set_exception(self._error)
                 continue
             try:
-                future.set_result(function(*args))
+                with jax.enable_x64(enabled):
+                    future.set_result(function(*args))
             # KeyboardInterrupt too: an unresolved future would block its waiter.
             except BaseException as error:
                 self._error = error
@@ -146,20 +151,10 @@ class SharedEngine(Closing):
         self._engine = engine
 
     def submit(self, function: Callable, *args: Any) -> Future:
-        """Like `Engine.submit`, after the calls of all other users.
-
-        The call has the precision of the calling thread: `jax.enable_x64` as a context
-        applies to one thread only.
-        """
+        """Like `Engine.submit`, after the calls of all other users."""
         if self._closed:
             raise RuntimeError("the engine is closed; make a new one")
-        enabled = jnp.result_type(float) == jnp.float64
-
-        def call() -> Any:
-            with jax.enable_x64(enabled):
-                return function(*args)
-
-        return self._engine.submit(call)
+        return self._engine.submit(function, *args)
 
     def settle(self) -> None:
         """Waits until all queued calls are done, including those of other users."""

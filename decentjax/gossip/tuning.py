@@ -1,4 +1,4 @@
-"""Measures which lowering of an exchange is the fastest on a network."""
+"""Compiles exchanges, each in the way that is the fastest on a network."""
 
 import dataclasses
 import functools
@@ -14,16 +14,23 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from decentjax.axis import axis_of
-from decentjax.codec import as_permutations
+from decentjax.codec import (
+    Codec,
+    as_permutations,
+    mix_encoded,
+    sending_encoded,
+)
 from decentjax.exchange import Exchange, Groups, Permutations, Topology, permutes_of
-from decentjax.mixing import Lowering, mix
-from decentjax.placement import over_workers
+from decentjax.gossip.duplex import Duplex, is_duplex
+from decentjax.mixing import Lowering, mix, sending_of
+from decentjax.placement import is_between_cpus, is_between_processes, over_workers
 
-# Small pieces use both directions of a link at once; each costs a round trip.
-PIECE_BYTES = (None, 256 * 2**10, 64 * 2**10)
 MEASURED_BYTES = 4 * 2**20  # Enough to measure, and short on a slow network.
+# Between processes on CPU the two directions of a swap in one program take turns on a
+# longer message.
+PIECE_BYTES = 2**18
 
-Mix = Callable[[list[jax.Array]], list[jax.Array]]
+Mix = Callable[[Any], Any]
 Mixes = dict[Exchange, Mix]
 Option = tuple[Exchange, Lowering]
 
@@ -36,8 +43,10 @@ def fastest_mixes(
 ) -> Mixes:
     """Returns the compiled mix of each exchange, with its fastest lowering.
 
-    Each is a function of a list of stacked leaves. Each distinct exchange is measured,
-    as they may use different links: up to 5 compilations and 15 exchanges of 4 MiB.
+    Each is a function of a list of stacked leaves. Between processes of one CPU device
+    permutations are sent in two threads, one for each direction of a link. For a mean
+    over one of several groups the ways that there are are measured, for each exchange,
+    as they may use different links: up to 3 compilations and 9 exchanges of 4 MiB.
     Collective, like `fastest`.
 
     Args:
@@ -70,21 +79,8 @@ def fastest_way(
     The arguments are those of `fastest_mixes`.
     """
     measured = min(num_bytes, MEASURED_BYTES)
-    options = _options(exchange, measured, message_dtype)
+    options = _options(exchange, mesh, message_dtype)
     return options[fastest(options, mesh, measured)]
-
-
-def fastest_pieces(exchange: Exchange, mesh: Mesh, num_bytes: int) -> Lowering:
-    """Returns the fastest lowering of permutations for encoded leaves; collective.
-
-    Args:
-      exchange: the exchange.
-      mesh: mesh of the workers.
-      num_bytes: size of the messages of a worker; at most 4 MiB of it are measured.
-    """
-    measured = min(num_bytes, MEASURED_BYTES)
-    options = _options(as_permutations(exchange), measured, None)
-    return options[fastest(options, mesh, measured)][1]
 
 
 def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
@@ -126,26 +122,51 @@ def compiled_mix(
     message_dtype: DTypeLike | None = None,
 ) -> Mix:
     """Returns `mix` of a list of stacked leaves, [N, ...] in and out."""
+    axis = axis_of(mesh)
+    if _has_permutes(exchange) and is_duplex(mesh):
+        return Duplex(sending_of(exchange, axis, message_dtype), mesh)
     of_worker = functools.partial(
         mix,
         exchange=exchange,
-        axis_name=axis_of(mesh),
+        axis_name=axis,
         message_dtype=message_dtype,
         lowering=lowering,
     )
     return jax.jit(over_workers(of_worker, mesh))
 
 
+def compiled_mix_encoded(exchange: Exchange, codec: Codec, mesh: Mesh) -> Mix:
+    """Returns `mix_encoded` of stacked encoded leaves."""
+    axis = axis_of(mesh)
+    if _has_permutes(as_permutations(exchange)) and is_duplex(mesh):
+        return Duplex(sending_encoded(exchange, codec, axis), mesh)
+    of_worker = functools.partial(
+        mix_encoded,
+        exchange=exchange,
+        codec=codec,
+        axis_name=axis,
+        lowering=_of_permutes(mesh),
+    )
+    return jax.jit(over_workers(of_worker, mesh))
+
+
+def _has_permutes(exchange: Exchange) -> bool:
+    between = exchange.between
+    return isinstance(between, Permutations) and bool(permutes_of(between)[1])
+
+
+def _of_permutes(mesh: Mesh) -> Lowering:
+    has_links = is_between_cpus(mesh) and is_between_processes(mesh)
+    return Lowering(PIECE_BYTES if has_links else None)
+
+
 def _options(
-    exchange: Exchange, num_bytes: int, message_dtype: DTypeLike | None
+    exchange: Exchange, mesh: Mesh, message_dtype: DTypeLike | None
 ) -> list[Option]:
-    """The lowerings of an exchange that are worth measuring."""
+    """The ways of an exchange that are worth measuring."""
     between = exchange.between
     if isinstance(between, Permutations):
-        if not permutes_of(between)[1]:
-            return [(exchange, Lowering())]
-        sizes = [size for size in PIECE_BYTES if size is None or size < num_bytes]
-        return [(exchange, Lowering(size)) for size in sizes]
+        return [(exchange, _of_permutes(mesh))]
     num_groups = len(between.members)
     if num_groups in (1, between.size):
         return [(exchange, Lowering())]
@@ -153,7 +174,7 @@ def _options(
     # With narrow messages a swap rounds once and a mean twice: other numbers.
     if between.size == 2 * num_groups and message_dtype is None:
         swaps = dataclasses.replace(exchange, between=_as_swaps(between))
-        options += _options(swaps, num_bytes, message_dtype)
+        options.append((swaps, _of_permutes(mesh)))
     return options
 
 

@@ -1,0 +1,115 @@
+"""Both directions of a link at a time: messages up in one thread, down in another.
+
+Measured with jax 0.10.2, whose CPU collectives are those of gloo: two workers of one
+`ppermute` that swap arrays share one connection, on which the word "ready to receive"
+of the later one waits behind its own message. So the directions take turns, at half of
+the link's rate. Here a message to a worker of a higher number, and one to a lower,
+belong to different programs, on meshes of the same devices in opposite order, and
+these have connections of their own.
+"""
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from decentjax._collectives import permute
+from decentjax.axis import AXIS, axis_of
+from decentjax.gossip.engine import Engine
+from decentjax.mixing import Routes, Sending
+from decentjax.placement import is_between_processes, local_workers, over_workers
+
+_second: Engine | None = None
+
+
+def is_duplex(mesh: Mesh) -> bool:
+    """Whether each worker of a mesh is the one CPU device of its process there.
+
+    XLA's CPU client runs programs of several devices of a process one after another, so
+    that two processes could wait for different ones.
+    """
+    devices = list(mesh.devices.flat)
+    processes = {device.process_index for device in devices}
+    is_alone = len(processes) == len(devices)
+    return is_alone and is_between_processes(mesh) and devices[0].platform == "cpu"
+
+
+class Duplex:
+    """An exchange of stacked trees, with the numbers of one program.
+
+    Called by one thread at a time, in the same order in all processes.
+
+    Args:
+      sending: the parts of the exchange.
+      mesh: mesh of the workers, as `is_duplex` has it.
+    """
+
+    def __init__(self, sending: Sending, mesh: Mesh):
+        self._begin = jax.jit(over_workers(sending.begin, mesh))
+        self._end = jax.jit(over_workers(sending.end, mesh))
+        self._rows = NamedSharding(mesh, PartitionSpec(axis_of(mesh)))
+        by_process = sorted(mesh.devices.flat, key=lambda device: device.process_index)
+        order = np.array(by_process)
+        self._up, self._down = (
+            _Way(sending.routes, mesh, one) for one in (order, order[::-1])
+        )
+        (worker,) = local_workers(mesh)
+        # Where no message comes, that of either way is zeros.
+        self._comes_up = [
+            bool(up) and worker not in {i for _, i in down}
+            for up, down in zip(self._up.routes, self._down.routes, strict=True)
+        ]
+
+    def __call__(self, tree: Any) -> Any:
+        kept, vectors = self._begin(tree)
+        down = _second_thread().submit(self._down, vectors)
+        ways = zip(self._comes_up, self._up(vectors), down.result(), strict=True)
+        came = [up if comes_up else down for comes_up, up, down in ways]
+        return self._end(tree, kept, _as_rows(came, self._rows))
+
+
+class _Way:
+    """The messages to workers that are later in an order of the devices.
+
+    Args:
+      routes: (sender, receiver) of each message, by permute.
+      mesh: mesh of the workers.
+      order: its devices, in an order that no other way has.
+    """
+
+    def __init__(self, routes: Routes, mesh: Mesh, order: np.ndarray):
+        place = [order.tolist().index(device) for device in mesh.devices.flat]
+        self.routes = [
+            [(j, i) for j, i in one if place[j] < place[i]] for one in routes
+        ]
+        pairs = [[(place[j], place[i]) for j, i in one] for one in self.routes if one]
+
+        def move(vectors: list[jax.Array]) -> list[list[jax.Array]]:
+            return [[permute(x, one, AXIS) for x in vectors] for one in pairs]
+
+        own = Mesh(order, (AXIS,))
+        self._rows = NamedSharding(own, PartitionSpec(AXIS))
+        self._move = jax.jit(over_workers(move, own))
+
+    def __call__(self, vectors: list[jax.Array]) -> list[list[jax.Array]]:
+        """What comes to this process in each permute, [1, ...] each."""
+        moved = iter(self._move(_as_rows(vectors, self._rows)))
+        return [next(moved) if one else [] for one in self.routes]
+
+
+def _as_rows(vectors: Any, rows: NamedSharding) -> Any:
+    """The stacked arrays on a mesh of the same devices in another order."""
+
+    def on_mesh(x: jax.Array) -> jax.Array:
+        own = [x.addressable_data(0)]
+        return jax.make_array_from_single_device_arrays(x.shape, rows, own)
+
+    return jax.tree.map(on_mesh, vectors)
+
+
+def _second_thread() -> Engine:
+    global _second
+    if _second is None or _second.failed:
+        _second = Engine()
+    return _second
