@@ -436,14 +436,15 @@ def test_each_config_is_compared_at_its_own_best(tmp_path, capsys):
     options = {"seeds": 2, "tune": tune, "out": tmp_path / "out"}
     compare((LINE_FILE, ring), **options)
     text = capsys.readouterr().out
-    assert "| learning-rate | accum-steps |" in text
-    assert "(edge): the best value is at an end of those tried" in text
+    assert "| learning-rate | accum-steps | tried |" in text
+    assert "An edge is the least or the largest of the values to choose from" in text
     assert "Values are chosen by the held-out loss of one more seed" in text
     for name in ("job_line", "ring"):
         (row,) = [row for row in text.splitlines() if row.startswith(f"| {name} |")]
-        rate, accum = row.strip("| ").split(" | ")[-2:]
+        rate, accum, num_tried = row.strip("| ").split(" | ")[-3:]
         assert rate == "0.03"
-        assert accum in ("1 (edge)", "2 (edge)")
+        assert accum in ("1 (lower edge)", "2 (upper edge)")
+        assert num_tried == "6 of 6"
         tried = sorted((tmp_path / "out").glob(f"{name}-optimizer*.json"))
         assert len(tried) == 4  # One rate diverges.
         assert {tuple(json.loads(x.read_text())["seeds"]) for x in tried} == {(2,)}
@@ -493,14 +494,14 @@ def test_each_config_is_at_its_best_by_the_score_of_the_comparison(tmp_path, cap
     tune = (("optimizer.learning-rate", "0.003", "0.03"),)
     options = {"seeds": 1, "tune": tune, "out": tmp_path}
     compare((LINE_FILE,), **options)
-    assert "| 0.03 (edge) |" in capsys.readouterr().out
+    assert "| 0.03 (upper edge) |" in capsys.readouterr().out
     kept = tmp_path / "job_line-optimizer_learning-rate-0_003.json"
     found = json.loads(kept.read_text())
     found["outcome"]["training_loss"] = [0.0]
     kept.write_text(json.dumps(found))
     compare((LINE_FILE,), **options, score="training_loss")
     text = capsys.readouterr().out
-    assert "| 0.003 (edge) |" in text
+    assert "| 0.003 (lower edge) |" in text
     assert "Values are chosen by the training loss of one more seed" in text
     figure = (tmp_path / "tune.svg").read_text()
     assert "training loss of one seed" in figure
@@ -510,15 +511,77 @@ def test_each_config_is_at_its_best_by_the_score_of_the_comparison(tmp_path, cap
 @pytest.mark.parametrize(
     ("tune", "words"),
     [
-        ((("optimizer.learning-rate",),), "--tune needs a field and different values"),
-        ((("num-steps", "3", "3"),), "--tune needs a field and different values"),
-        ((("num-steps", "3"), ("num-steps", "4")), "--tune needs different fields"),
+        ((("optimizer.learning-rate",),), "needs a field and several different value"),
+        ((("num-steps", "3", "3"),), "needs a field and several different values"),
+        ((("optimizer.b2", "0.1", "1e-1"),), "needs a field and several different val"),
+        ((("num-steps", "3"),), "got num-steps 3; --change sets a single one"),
+        ((("num-steps", "3", "4"),) * 2, "--tune needs different fields"),
+        ((("num-steps", "3", "many"),), "--tune: num-steps cannot be many"),
+        ((("num-stops", "3", "4"),), "a config has no field num-stops"),
     ],
 )
-def test_grids_of_no_sense_get_a_sentence(tune, words, tmp_path):
+@pytest.mark.parametrize("budget", [None, 4])
+def test_grids_of_no_sense_get_a_sentence(tune, words, budget, tmp_path):
     with pytest.raises(ValueError, match=words):
-        compare((LINE_FILE,), tune=tune, out=tmp_path / "out")
+        compare((LINE_FILE,), tune=tune, budget=budget, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("tune", "budget", "words"),
+    [
+        ((("num-steps", "3", "4"),), 0, "got 0 and 1 field"),
+        ((("num-steps", "3", "4"),), -1, "got -1 and 1 field"),
+        ((), 3, "a budget is at least 1 choice of the values of --tune, got 3 and 0 f"),
+    ],
+)
+def test_budgets_of_no_sense_get_a_sentence(tune, budget, words, tmp_path):
+    with pytest.raises(ValueError, match=words):
+        compare((LINE_FILE,), tune=tune, budget=budget, out=tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.slow
+def test_a_search_keeps_to_its_budget_and_a_larger_one_goes_on(tmp_path, capsys):
+    ring = tmp_path / "ring.py"
+    ring.write_text(
+        "import dataclasses\n"
+        "from tests.job_line import config as line\n"
+        "optimizer = dataclasses.replace(line.optimizer, accum_steps=1)\n"
+        "config = dataclasses.replace(line, name='ring', optimizer=optimizer)\n"
+    )
+    tune = (
+        ("optimizer.accum-steps", "1", "2", "3", "4"),
+        ("optimizer.learning-rate", "1e-6", "0.01", "0.03", "0.1", "1e30"),
+    )
+    options = {"seeds": 1, "tune": tune, "out": tmp_path / "out"}
+
+    def tried(budget):
+        """How many choices each config has tried, and how many were trained now."""
+        compare((LINE_FILE, ring), budget=budget, **options)
+        text = capsys.readouterr().out
+        rows = [
+            x for x in text.splitlines() if x.startswith(("| job_line ", "| ring "))
+        ]
+        counts = [row.strip("| ").split(" | ")[-1] for row in rows]
+        return counts, text
+
+    counts, text = tried(2)
+    assert counts == ["2 of 2 (unfinished)"] * 2
+    assert "(unfinished): the budget was spent before the search had ended" in text
+    rows = (tmp_path / "out" / "tune.md").read_text().splitlines()[2:]
+    # Each begins at its own: 3 and 1 accumulation steps, and a rate of 0.03.
+    begun = ["| job_line | 3 | 0.03 |", "| job_line | 2 | 0.03 |"]
+    begun += ["| ring | 1 | 0.03 |", "| ring | 2 | 0.03 |"]
+    assert [row[: len(x)] for row, x in zip(rows, begun, strict=True)] == begun
+    counts, text = tried(30)
+    assert "job_line-optimizer_accum-steps-3" in text.partition("from ")[0]
+    assert all(x.endswith(" of 30") and int(x.split()[0]) < 20 for x in counts)
+    assert "(unfinished)" not in text
+    kept = sorted((tmp_path / "out").glob("*-optimizer*.json"))
+    times = [path.stat().st_mtime_ns for path in kept]
+    assert tried(30)[0] == counts
+    assert [path.stat().st_mtime_ns for path in kept] == times
 
 
 def test_the_values_of_a_choice_hold_together():

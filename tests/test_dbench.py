@@ -217,7 +217,7 @@ def test_a_cell_has_the_best_of_its_own(tmp_path):
     assert "training loss, nats" in heads
     assert row[-1] == "0.03"  # Beyond it is one that diverges.
     _, (row,) = table([found], task, Grid(tuned.fields, (("0.01", "0.03"),)))
-    assert row[-1] == "0.03 (edge)"
+    assert row[-1] == "0.03 (upper edge)"
 
 
 def test_halves_of_the_held_out_data_share_nothing():
@@ -239,7 +239,7 @@ def test_a_grid_is_kept_gone_on_with_and_reported(tmp_path, capsys):
     dbench(FILE, workers=(4,), tune=tune, **options)
     first = capsys.readouterr().out
     assert "failed after" not in first
-    assert "0.03 (edge) |" in first
+    assert "0.03 (lower edge) |" in first
     results = dbench(FILE, workers=(4, 6), **options)
     done = [one for one in results if one.outcome is not None]
     assert len(done) == 11

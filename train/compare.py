@@ -1,6 +1,6 @@
 """Compares configs over several seeds.
 
-`decentjax compare CONFIG.py [CONFIG.py ...] --seeds 3 [--tune FIELD VALUE ...]`
+`decentjax compare CONFIG.py [...] --seeds 3 [--tune FIELD VALUE ... [--budget N]]`
 """
 
 import dataclasses
@@ -32,7 +32,16 @@ from train.study.comparison import NO_UNITS, Entry, statements, table
 from train.study.outcome import SeedsOutcome, kept
 from train.study.replayed import train_by_clock
 from train.study.seeds import draws_of, seeds_at_once, train_seeds
-from train.study.tune import EDGE, Best, Grid, choose, profiles, read_grid
+from train.study.tune import (
+    EDGE,
+    UNFINISHED,
+    Best,
+    Grid,
+    choose,
+    profiles,
+    read_grid,
+    tuning_table,
+)
 from train.tasks.task import Headline, Task, build_task
 
 NO_CLOCK = Clock()
@@ -46,6 +55,7 @@ def compare(
     change: tyro.conf.UseAppendAction[tuple[str, ...]] = (),
     vary: tuple[str, ...] = (),
     tune: tyro.conf.UseAppendAction[tuple[tuple[str, ...], ...]] = (),
+    budget: int | None = None,
     score: str | None = None,
     clock: Clock = NO_CLOCK,
     out: Path = Path("runs/compare"),
@@ -76,8 +86,10 @@ def compare(
         is trained with each value.
       tune: a field and its values, such as "optimizer.learning-rate 5e-3 1e-2 2e-2":
         each config uses its best, chosen by `score` of one more seed on every second
-        held-out example; results are then on the others. Repeat it to add fields: all
-        combinations of values are tried.
+        held-out example; results are then on the others. Repeat it to add fields.
+      budget: number of choices of values that each config may try, in a search along
+        one field after the other from the config's own values; by default all
+        combinations are tried.
       score: score that is tested for differences, and by which `tune` chooses, such as
         "training_loss"; by default the headline of the task, which also chooses in
         place of a score of generated text, such as "bleu".
@@ -96,11 +108,12 @@ def compare(
     numbers = range(first_seed, first_seed + seeds)
     for config in chosen:
         _ends(config, numbers, clock)
-    (grid,) = {read_grid(tune, config) for config in chosen}
+    (grid,) = {read_grid(tune, config, budget) for config in chosen}
     out.mkdir(parents=True, exist_ok=True)
     # A config is trained with each choice of values, and with the best of them.
-    total = len(chosen) * (len(grid.choices) + 1)
-    places = (f"{number} of {total}" for number in itertools.count(1))
+    total = len(chosen) * (grid.most + 1)
+    most = "at most " if grid.budget else ""
+    places = (f"{number} of {most}{total}" for number in itertools.count(1))
     train = functools.partial(
         _trained, at_once=at_once, out=out, clock=clock, places=places
     )
@@ -116,7 +129,8 @@ def compare(
     seconds = {name: of_steps[-1] for name, of_steps in ends.items()}
     simulated = seconds if clock.runs else {}
     units = build_task(chosen[0].task).units
-    shown = table(entries, simulated, grid.fields, headline.name, units)
+    fields = (*grid.fields, "tried") if grid.fields else ()
+    shown = table(entries, simulated, fields, headline.name, units)
     remarks = _remarks(shown, _words(bests[0].score) if grid.fields else None)
     text = "\n\n".join([shown, *remarks, *statements(entries, headline)])
     write_whole(out / "compare.md", text + "\n")
@@ -125,8 +139,7 @@ def compare(
     print(f"\n{text}\n\nfigure  {out / 'compare.svg'}")
     if grid.fields:
         names = [config.name for config in chosen]
-        _draw_tuning(dict(zip(names, bests, strict=True)), grid, out / "tune.svg")
-        print(f"        {out / 'tune.svg'}")
+        _write_tuning(dict(zip(names, bests, strict=True)), grid, out)
 
 
 def _remarks(shown: str, chosen_by: str | None) -> list[str]:
@@ -139,8 +152,13 @@ def _remarks(shown: str, chosen_by: str | None) -> list[str]:
         )
     if EDGE in shown:
         remarks.append(
-            f"{EDGE}: the best value is at an end of those tried; a better one may lie "
-            "beyond."
+            "An edge is the least or the largest of the values to choose from: a "
+            "better one may lie beyond."
+        )
+    if UNFINISHED in shown:
+        remarks.append(
+            f"{UNFINISHED}: the budget was spent before the search had ended; with a "
+            "larger one it goes on."
         )
     return remarks
 
@@ -217,14 +235,16 @@ def _held_out(
     ]
 
 
-def _draw_tuning(bests: Mapping[str, Best], grid: Grid, path: Path) -> None:
+def _write_tuning(bests: Mapping[str, Best], grid: Grid, out: Path) -> None:
     curves = {
         name: profiles(grid, best.tried, best.score) for name, best in bests.items()
     }
     score = next(iter(bests.values())).score
     text = f"{_words(score)} of one seed"
     values = dict(zip(grid.fields, grid.values, strict=True))
-    save_svg(draw_tuning(curves, values, text), path)
+    save_svg(draw_tuning(curves, values, text), out / "tune.svg")
+    write_whole(out / "tune.md", tuning_table(bests, grid) + "\n")
+    print(f"        {out / 'tune.svg'}\ntried   {out / 'tune.md'}")
 
 
 def _words(score: Headline, units: Mapping[str, str] = NO_UNITS) -> str:
@@ -290,7 +310,7 @@ def _entry(
     best = choose(config, build_task(config.task), grid, try_one, score)
     outcome = train(best.config, best.task, seeds, grid.results(config.name))
     draws = draws_of(best.config, seeds)
-    return Entry(config.name, outcome, draws, grid.say(best.choice)), best
+    return Entry(config.name, outcome, draws, best.say(grid)), best
 
 
 def _trained(

@@ -125,7 +125,7 @@ def dbench(
             provide_cpu_devices(max(workers))
         task = build_task(base.task)
         some = [cell for cell in cells if cell.config is not None]
-        expected = check_cost(some, task, seeds, len(grid.choices), minutes)
+        expected = check_cost(some, task, seeds, grid.most, minutes)
         is_first = jax.process_index() == 0
         if is_first:
             out.mkdir(parents=True, exist_ok=True)

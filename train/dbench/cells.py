@@ -36,7 +36,7 @@ class Result(NamedTuple):
 def num_steps_of(cell: Cell, num_seeds: int, grid: Grid) -> int:
     """Returns the number of steps that a cell trains, for a progress line."""
     assert cell.config is not None
-    tries = len(grid.choices) * cell.config.num_steps
+    tries = grid.most * cell.config.num_steps
     return tries + _num_steps(cell.config, num_seeds)
 
 

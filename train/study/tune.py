@@ -5,26 +5,34 @@ are of the other half: no result has been chosen by itself.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import jax
 
-from train.cli.tables import file_name
+from train.cli.tables import counted, file_name, markdown, words
 from train.config import Config
 from train.run.resume import with_fields
 from train.study.outcome import SeedsOutcome
+from train.study.search import (
+    FAILED,
+    Choice,
+    Loss,
+    are_numbers,
+    coordinates,
+    nearest,
+    search,
+)
 from train.tasks.task import Headline, Task
 
 LOSS = Headline("loss", better="lower")  # Of few examples it tells more than accuracy.
 
-EDGE = "(edge)"  # Marks a best value at an end of those tried.
-
-Choice = tuple[str, ...]
-"""A value for each field that is tuned, as on the command line."""
+EDGE = "edge)"  # Ends the mark of a best value at an end of those given.
+UNFINISHED = "(unfinished)"  # Marks a search that the budget has ended.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,15 +40,38 @@ class Grid:
     """Fields such as "optimizer.learning-rate", and the values of each to choose from.
 
     Without fields there is nothing to choose.
+
+    Args:
+      fields: the fields.
+      values: values of each, of which numbers rise.
+      budget: number of choices that a coordinate search may try; by default the whole
+        grid is tried.
     """
 
     fields: tuple[str, ...] = ()
     values: tuple[tuple[str, ...], ...] = ()
+    budget: int | None = None
 
     @property
-    def choices(self) -> list[Choice]:
-        """All choices, none where there are no fields."""
-        return list(itertools.product(*self.values)) if self.fields else []
+    def most(self) -> int:
+        """The number of choices tried at most, none where there are no fields."""
+        size = math.prod(map(len, self.values)) if self.fields else 0
+        return size if self.budget is None else min(size, self.budget)
+
+    def start(self, config: Config) -> Choice:
+        """The choice where a search begins, nearest to a config's own."""
+        paths = [field.replace("-", "_").split(".") for field in self.fields]
+        own = [functools.reduce(_part, path, config) for path in paths]
+        return tuple(map(nearest, self.values, own))
+
+    def search(
+        self, config: Config, loss: Callable[[Choice], Loss]
+    ) -> tuple[dict[Choice, Loss], bool]:
+        """Returns the losses of the choices tried, and whether the search has ended."""
+        if self.budget is None:
+            return search(lambda _: itertools.product(*self.values), loss)
+        walk = functools.partial(coordinates, self.values, self.start(config))
+        return search(walk, loss, self.budget)
 
     def name(self, choice: Choice) -> str:
         """A choice as a part of a file's name."""
@@ -66,19 +97,20 @@ class Grid:
 
     def say(self, choice: Choice) -> list[str]:
         """A choice as cells of a table: at an edge a better one may lie beyond."""
-        return [
-            f"{value} {EDGE}" if value in edges_of(values) else value
-            for value, values in zip(choice, self.values, strict=True)
-        ]
+        return list(map(at_edge, choice, self.values))
 
 
-def edges_of(values: tuple[str, ...]) -> set[str]:
-    """The least and the largest, of several numbers."""
-    try:
-        ordered = sorted(values, key=float)
-    except ValueError:
-        return set()
-    return {ordered[0], ordered[-1]} if len(values) > 1 else set()
+def at_edge(value: str, values: tuple[str, ...]) -> str:
+    """A value, with a mark if it is the least or the largest of several numbers."""
+    if len(values) < 2 or not are_numbers(values):
+        return value
+    ends = {min(values, key=float): "lower", max(values, key=float): "upper"}
+    return f"{value} ({ends[value]} {EDGE}" if value in ends else value
+
+
+def _part(of: Any, name: str) -> Any:
+    """A field of a config's part; None where only the parser knows what is inside."""
+    return getattr(of, name, None)
 
 
 NOTHING = Grid()
@@ -93,6 +125,8 @@ class Best(NamedTuple):
       choice: the best values.
       tried: score of each choice that trains.
       score: which score that is.
+      failed: why each of the others that were tried does not train.
+      ended: whether the search has ended, with budget left or not.
     """
 
     config: Config
@@ -100,32 +134,81 @@ class Best(NamedTuple):
     choice: Choice = ()
     tried: Mapping[Choice, float] = MappingProxyType({})
     score: Headline = LOSS
+    failed: Mapping[Choice, str] = MappingProxyType({})
+    ended: bool = True
+
+    def say(self, grid: Grid) -> list[str]:
+        """Cells of a table: the choice, and how many were tried, as "7 of 12"."""
+        if not grid.fields:
+            return []
+        num_tried = len(self.tried) + len(self.failed)
+        text = f"{num_tried} of {grid.budget or grid.most}"
+        return [*grid.say(self.choice), text if self.ended else f"{text} {UNFINISHED}"]
 
 
-def read_grid(tune: Sequence[Sequence[str]], config: Config) -> Grid:
+def read_grid(
+    tune: Sequence[Sequence[str]], config: Config, budget: int | None = None
+) -> Grid:
     """Returns the grid of options `--tune FIELD VALUE VALUE ...`.
 
+    Args:
+      tune: fields, each with its values.
+      config: config whose fields they are.
+      budget: number of choices that a coordinate search may try; None tries all.
+
     Raises:
-      ValueError: if an option has no values, a field comes twice, or the config has no
-        such field or cannot have a value.
+      ValueError: if an option has no values to choose from, a field comes twice, the
+        config has no such field or cannot have a value, or the budget has nothing to
+        try.
     """
+    if budget is not None and (budget < 1 or not tune):
+        raise ValueError(
+            "a budget is at least 1 choice of the values of --tune, got "
+            f"{budget} and {counted(len(tune), 'field')}"
+        )
     if not tune:
         return NOTHING
     for field, *values in tune:
-        if not values or len(set(values)) < len(values):
+        if len(values) < 2 or len({_number(x) for x in values}) < len(values):
             raise ValueError(
-                "--tune needs a field and different values, such as optimizer."
-                f"learning-rate 0.1 0.3 1, got {' '.join([field, *values])}"
+                "--tune needs a field and several different values, such as optimizer."
+                f"learning-rate 0.1 0.3 1, got {' '.join([field, *values])}; --change "
+                "sets a single one"
             )
     fields, values = zip(
-        *((field.replace("_", "-"), tuple(rest)) for field, *rest in tune), strict=True
+        *((field.replace("_", "-"), _rising(rest)) for field, *rest in tune),
+        strict=True,
     )
     if len(set(fields)) < len(fields):
         raise ValueError(f"--tune needs different fields, got {', '.join(fields)}")
-    grid = Grid(fields, values)
-    for choice in grid.choices:
+    grid = Grid(fields, values, budget)
+    for choice in _checked(grid, config):
         grid.set(config, choice)
     return grid
+
+
+def _number(value: str) -> float | str:
+    """What a value is, as 0.1 and 1e-1 are one."""
+    return float(value) if are_numbers([value]) else value
+
+
+def _rising(values: Sequence[str]) -> tuple[str, ...]:
+    return tuple(sorted(values, key=float) if are_numbers(values) else values)
+
+
+def _checked(grid: Grid, config: Config) -> Iterable[Choice]:
+    """The choices to check before training: all, or each value at a search's start.
+
+    A search tries few of many, and some values of two fields need not go together.
+    """
+    if grid.budget is None:
+        return itertools.product(*grid.values)
+    start = grid.start(config)
+    return [
+        (*start[:place], value, *start[place + 1 :])
+        for place, values in enumerate(grid.values)
+        for value in values
+    ]
 
 
 def choose(
@@ -150,28 +233,57 @@ def choose(
     Raises:
       FloatingPointError: if no choice trains, with the reasons.
     """
-    if not grid.choices:
+    if not grid.fields:
         return Best(config, task)
-    tried, losses, failed = {}, {}, []
+    tried, failed, by = {}, {}, score
     part = half(task, 0)._replace(judge=None)
-    for choice in grid.choices:
+
+    def loss(choice: Choice) -> Loss:
+        nonlocal by
         try:
             found = train(grid.set(config, choice), part, grid.name(choice))
-            _, held_out = found.evaluations[-1]
-            scores = {**held_out, "training_loss": found.training_loss}
-            score = score if score.name in scores else task.headline
-            (value,) = scores[score.name]
-            if not math.isfinite(value):
-                raise FloatingPointError(f"the {score.name} is {value}")
-            tried[choice] = value
-            losses[choice] = scores.get(LOSS.name, [0.0])
+            by, scores = _scores(found, score, task.headline)
         except (FloatingPointError, ValueError) as error:
-            failed.append(f"{grid.name(choice)}: {error}")
+            failed[choice] = str(error)
+            return FAILED
+        tried[choice] = scores[by.name]
+        value = scores[by.name] if by.better == "lower" else -scores[by.name]
+        return value, scores.get(LOSS.name, 0.0)
+
+    losses, ended = grid.search(config, loss)
     if not tried:
-        raise FloatingPointError(f"no choice trains: {'; '.join(failed)}")
-    equal = [x for x in tried if tried[x] == score.best(tried.values())]
-    best = min(equal, key=lambda x: losses[x])
-    return Best(grid.set(config, best), half(task, 1), best, tried, score)
+        reasons = (f"{grid.name(choice)}: {why}" for choice, why in failed.items())
+        raise FloatingPointError(f"no choice trains: {'; '.join(reasons)}")
+    best = min(losses, key=losses.__getitem__)
+    best_config, rest = grid.set(config, best), half(task, 1)
+    return Best(best_config, rest, best, tried, by, failed, ended)
+
+
+def _scores(
+    found: SeedsOutcome, score: Headline, other: Headline
+) -> tuple[Headline, dict[str, float]]:
+    """Which of two scores a run has, the other as the second choice, and all scores.
+
+    Raises:
+      FloatingPointError: if that score is not finite.
+    """
+    _, held_out = found.evaluations[-1]
+    of_seed = {**held_out, "training_loss": found.training_loss}
+    scores = {name: value for name, (value,) in of_seed.items()}
+    by = score if score.name in scores else other
+    if not math.isfinite(scores[by.name]):
+        raise FloatingPointError(f"the {by.name} is {scores[by.name]}")
+    return by, scores
+
+
+def tuning_table(bests: Mapping[str, Best], grid: Grid) -> str:
+    """Returns a Markdown table: the choices that configs have tried, by their names."""
+    rows = []
+    for name, best in bests.items():
+        rows += [[name, *x, f"{score:.4f}"] for x, score in best.tried.items()]
+        rows += [[name, *x, " ".join(y.split())] for x, y in best.failed.items()]
+    score = next(iter(bests.values())).score
+    return markdown(["", *grid.fields, words(score.name)], rows)
 
 
 def profiles(
