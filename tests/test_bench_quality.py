@@ -16,8 +16,8 @@ from test_bench import ENV, ROOT
 from test_emulate import needs_root
 
 from benches.quality.compared import ALL_REDUCE, DDP, METHODS, RING
-from benches.quality.curves import Curve, best, first_at, until
-from benches.quality.quality import Quality, find_pair, in_time
+from benches.quality.curves import Curve, first_at, until, with_values
+from benches.quality.quality import RATE, Quality, find_pair, in_time, searched
 from benches.quality.quality_figure import draw_quality
 from benches.quality.quality_report import QualityResults, panels, tables
 from benches.quality.seconds import NetworkSetting
@@ -61,17 +61,47 @@ def test_a_whole_run_is_that_which_is_first_at_the_loss(loss, first):
     assert first_at(loss, (1.0, 2.0), []) == 1.0
 
 
-@pytest.mark.parametrize("least", range(5))
-def test_the_best_rate_is_found_from_the_middle(least):
-    rates, tried = ["1", "2", "3", "4", "5"], []
+RATES = ("6e-4", "1.25e-3", "2.5e-3", "5e-3", "1e-2")
+DILOCO = next(x for x in METHODS if x.name == "DiLoCo")
 
-    def loss(rate: str) -> float:
-        tried.append(rate)
-        return abs(rates.index(rate) - least)
 
-    assert best(rates, loss) == rates[least]
-    assert len(tried) == len(set(tried)) == (3 if least == 2 else 4)
-    assert best(["7"], loss=lambda _: 1.0) == "7"
+def test_each_method_searches_its_fields_from_its_config():
+    """DiLoCo's rate of 2.5e-3, outer rate of 0.7 and momentum of 0.5."""
+    quality = Quality(tune=RATES, budget=9, only="DiLoCo")
+    grid = quality.grid(DILOCO)
+    config = load_config(DILOCO.tuned(quality.configs))
+    asked = []
+
+    def loss(values) -> float:
+        asked.append(tuple(values.values()))
+        changed = with_values(DILOCO.path(quality.configs), values, 1.0)
+        outer = changed.rounds
+        found = abs(np.log(changed.optimizer.learning_rate / 5e-3))
+        return found + abs(outer.learning_rate - 1) + abs(outer.momentum - 0.5)
+
+    values, text = searched(grid, config, loss)
+    assert asked[0] == ("2.5e-3", "0.7", "0.5")
+    assert values == {
+        RATE: "5e-3",
+        "rounds.learning-rate": "1.0",
+        "rounds.momentum": "0.5",
+    }
+    assert text == (
+        "5e-3, rounds.learning-rate 1.0 (upper edge), rounds.momentum 0.5; "
+        "tried 9 of 9 (unfinished)"
+    )
+    assert len(asked) == len(set(asked)) == 9
+    of_rate = quality.grid(ALL_REDUCE)
+    found = searched(of_rate, config, lambda x: float(x[RATE]))
+    assert found == ({RATE: "6e-4"}, "6e-4 (lower edge); tried 4 of 9")
+    assert not Quality().grid(DILOCO).fields
+
+
+@pytest.mark.slow
+def test_each_method_can_have_all_its_values():
+    """The race checks those that run: PyTorch's only where it is installed."""
+    quality = Quality(tune=RATES)
+    assert all(quality.grid(method).fields[0] == RATE for method in METHODS)
 
 
 SLOW = {"DiLoCo": 0.32, "DAdamW": 4.0}
@@ -172,7 +202,9 @@ def test_each_network_has_a_panel_with_its_whole_runs():
         ({"rates": ("none",)}, "a race needs rates, such as 200mbit: got 'none'"),
         ({"rates": ("fast",)}, "rate must be like 200mbit"),
         ({"rates": ()}, "rates and horizons need a value each"),
-        ({"tune": ("1e-2", "1e-3")}, "tune must have learning rates that rise"),
+        ({"tune": ("1e-2",)}, "needs a field and several different values to choose"),
+        ({"tune": ("1e-2", "fast")}, "optimizer.learning-rate cannot be fast"),
+        ({"tune": ("1e-2", "1e-3"), "budget": 0}, "budget must be at least 1, got 0"),
         ({"horizons": (2.0, 1.0)}, "horizons must be positive and rise, got"),
         ({"horizons": (0.0,)}, "horizons must be positive and rise, got"),
         ({"only": "["}, "only must be a regular expression, got '\\['"),
@@ -184,13 +216,6 @@ def test_each_network_has_a_panel_with_its_whole_runs():
 def test_what_cannot_be_raced_gets_a_sentence(changes, message):
     with pytest.raises(ValueError, match=message):
         Quality(**changes)
-
-
-def test_a_rate_at_the_edge_is_marked():
-    quality = Quality(tune=("1e-3", "2e-3", "4e-3"))
-    said = [quality.say(rate) for rate in quality.tune]
-    assert said == ["1e-3 (edge)", "2e-3", "4e-3 (edge)"]
-    assert Quality().say("1e-3") == "1e-3"
 
 
 def test_a_whole_run_may_have_a_straggler():
@@ -259,7 +284,8 @@ def test_a_race_of_few_steps(tmp_path):
     configs.write_text(TINY)
     options = (
         f"--configs {configs} --only ^DAdamW,.ring$ --rates 200mbit --late-rates "
-        f"--rounds 1 --steps 4 --seeds 1 --horizons 1 --out {tmp_path}"
+        f"--rounds 1 --steps 4 --seeds 1 --horizons 1 --out {tmp_path} "
+        "--tune 1e-3 5e-3 --budget 2"
     )
     argv = [sys.executable, "-m", "benches", "quality", *options.split()]
     argv += ["--real", f"{name} at 200mbit"]
@@ -281,6 +307,10 @@ def test_a_race_of_few_steps(tmp_path):
     seconds = facts["race"]["seconds"]["200mbit"]
     assert seconds.keys() == {"compute alone", ALL_REDUCE.name, name} | (
         {DDP.name} if find_spec("torch") and find_spec("decent_dp") else set()
+    )
+    assert facts["race"]["rates"][name] in (
+        "1e-3 (lower edge); tried 2 of 2",
+        "5e-3 (upper edge); tried 2 of 2",
     )
     assert facts["steps"][0]["name"] == ALL_REDUCE.name
     again = run()  # All is kept.

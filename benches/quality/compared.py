@@ -25,6 +25,8 @@ class ComparedMethod(NamedTuple):
         network, as that decides what they learn.
       like: name of the config whose best learning rate it takes, where it cannot be
         simulated; else its own.
+      tune: fields of its own beside the learning rate, each with its values, as in
+        `decentjax compare --tune`; none on which the time of a step depends.
     """
 
     name: str
@@ -32,6 +34,7 @@ class ComparedMethod(NamedTuple):
     torch: str = ""
     losses: str = SIMULATED
     like: str = ""
+    tune: tuple[tuple[str, ...], ...] = ()
 
     def __str__(self) -> str:
         return self.name
@@ -39,6 +42,10 @@ class ComparedMethod(NamedTuple):
     def path(self, configs: Path) -> Path:
         """Its config in a file of those of all methods."""
         return Path(f"{configs}:{self.config}")
+
+    def tuned(self, configs: Path) -> Path:
+        """The config whose best values it takes, in a file of those of all methods."""
+        return self._replace(config=self.like or self.config).path(configs)
 
     @property
     def worker(self) -> str:
@@ -60,6 +67,14 @@ POWERSGD = tuple(
     )
     for rank in (1, 4, 16)
 )
+OUTER = (
+    ("rounds.learning-rate", "0.35", "0.5", "0.7", "1.0"),
+    ("rounds.momentum", "0.0", "0.2", "0.5", "0.7", "0.9"),
+)
+SPARSE = (
+    ("rounds.learning-rate", "1.0", "1.5", "2.0", "3.0"),
+    ("rounds.error-kept", "0.9", "0.95", "1.0"),
+)
 METHODS = (
     DDP,
     FP16,
@@ -74,9 +89,9 @@ METHODS = (
     ComparedMethod("AccumAdamW", "quality_accum"),
     ComparedMethod("rounds of 2, int8", "quality_int8"),
     ComparedMethod("rounds of 4, int8", "quality_int8_rare"),
-    ComparedMethod("DiLoCo", "quality_diloco"),
-    ComparedMethod("NoLoCo", "quality_noloco"),
-    ComparedMethod("SparseLoCo", "quality_sparse"),
+    ComparedMethod("DiLoCo", "quality_diloco", tune=OUTER),
+    ComparedMethod("NoLoCo", "quality_noloco", tune=OUTER),
+    ComparedMethod("SparseLoCo", "quality_sparse", tune=SPARSE),
     ComparedMethod("WAGMA", "quality_wagma", losses=LIMITED, like=DADAM),
     # They wait longer than any message takes, so no network changes what they learn.
     ComparedMethod("peers", "quality_peers", losses=UNLIMITED, like=DADAM),

@@ -3,7 +3,7 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -12,14 +12,15 @@ import numpy as np
 from train.cli.load import load_config
 from train.cli.progress import progress
 from train.config import Config
-from train.run.resume import with_field
+from train.run.resume import with_fields
 from train.study.outcome import SeedsOutcome, kept
 from train.study.seeds import train_seeds
 from train.study.tune import half
 from train.tasks.stdlib import StdlibTask
 from train.tasks.task import Task
 
-FIELD = "optimizer.learning-rate"
+Values = Mapping[str, str]
+"""Values of fields such as "optimizer.learning-rate", as on the command line."""
 
 
 class Curve(NamedTuple):
@@ -95,72 +96,63 @@ def first_at(loss: float, horizons: Sequence[float], runs: Sequence[Curve]) -> f
     return min(steps, default=(math.inf, horizons[0]))[1]
 
 
-def best(rates: Sequence[str], loss: Callable[[str], float]) -> str:
-    """Returns the rate of the least loss, which rises to both sides of it.
-
-    Args:
-      rates: learning rates that rise.
-      loss: function that trains with one of them.
-    """
-    tried: dict[str, float] = {}
-    place = len(rates) // 2
-    while True:
-        near = rates[max(place - 1, 0) : place + 2]
-        tried |= {rate: loss(rate) for rate in near if rate not in tried}
-        found = rates.index(min(tried, key=tried.__getitem__))
-        if found == place:
-            return rates[place]
-        place = found
-
-
-def tuning_loss(path: Path, rate: str, horizon: float, seed: int, out: Path) -> float:
+def tuning_loss(
+    path: Path, values: Values, horizon: float, seed: int, out: Path
+) -> float:
     """Returns the final held-out loss of one seed in the simulator.
 
     Its held-out windows lie between those of all other results. The loss of a run that
-    does not stay finite is infinite.
+    does not stay finite, or of values that do not go together, is infinite.
 
     Args:
       path: config file.
-      rate: learning rate.
+      values: values of the fields that are tuned.
       horizon: number of steps, as a multiple of the config's.
       seed: the seed.
       out: folder that keeps the results.
     """
-    config = with_rate(path, rate, horizon)
-    assert isinstance(config.task, StdlibTask)
-    windows = 2 * config.task.num_eval_windows - 1
-    task = dataclasses.replace(config.task, num_eval_windows=windows).build()
-    seeds = range(seed, seed + 1)
+    name = f"tune-{name_of(values)}"
     try:
-        outcome = _trained(config, half(task, 1), seeds, f"tune-{rate}", out)
-    except FloatingPointError as error:
-        print(f"{config.name}, learning rate {rate}: {error}")
+        config = with_values(path, values, horizon)
+        assert isinstance(config.task, StdlibTask)
+        windows = 2 * config.task.num_eval_windows - 1
+        task = dataclasses.replace(config.task, num_eval_windows=windows).build()
+        seeds = range(seed, seed + 1)
+        outcome = _trained(config, half(task, 1), seeds, name, out)
+    except (FloatingPointError, ValueError) as error:
+        print(f"{path}, {name}: {error}")
         return math.inf
     return _curve(config, task, outcome).losses[-1]
 
 
-def simulated(path: Path, rate: str, horizon: float, seeds: range, out: Path) -> Curve:
+def simulated(
+    path: Path, values: Values, horizon: float, seeds: range, out: Path
+) -> Curve:
     """A run of all seeds in the simulator.
 
     Args:
       path: config file.
-      rate: learning rate.
+      values: values of the fields that are tuned.
       horizon: number of steps, as a multiple of the config's.
       seeds: the seeds.
       out: folder that keeps the results.
     """
-    config = with_rate(path, rate, horizon)
+    config = with_values(path, values, horizon)
     task = config.task.build()
-    name = f"{config.num_steps}-steps-{rate}-{len(seeds)}-seeds"
+    name = f"{config.num_steps}-steps-{name_of(values)}-{len(seeds)}-seeds"
     return _curve(config, task, _trained(config, task, seeds, name, out))
 
 
-def with_rate(path: Path, rate: str, horizon: float) -> Config:
-    """The config of a file with a learning rate, and a multiple of its steps."""
+def with_values(path: Path, values: Values, horizon: float) -> Config:
+    """The config of a file with some values, and a multiple of its steps."""
     config = load_config(path)
-    config = with_field(config, FIELD, rate, prog=f"--{FIELD}")
     num_steps = str(round(horizon * config.num_steps))
-    return with_field(config, "num-steps", num_steps, prog="--num-steps")
+    return with_fields(config, {**values, "num-steps": num_steps}, prog="--tune")
+
+
+def name_of(values: Values) -> str:
+    """Values as a part of a file's name: a method always has the same fields."""
+    return "-".join(values.values())
 
 
 def _curve(config: Config, task: Task, outcome: SeedsOutcome) -> Curve:

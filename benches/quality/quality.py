@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from benches.quality.compared import (
 )
 from benches.quality.curves import (
     Curve,
-    best,
+    Values,
     first_at,
     simulated,
     tuning_loss,
@@ -41,11 +41,15 @@ from train.cli.config_json import to_json as config_json
 from train.cli.families import FOLDER
 from train.cli.load import load_config
 from train.cli.tables import to_json
+from train.config import Config
 from train.figures.style import to_svg
 from train.job.namespaces import parse_rate
 from train.network import Rates
 from train.plain_files import write_whole
-from train.study.tune import EDGE, edges_of
+from train.study.search import Choice, Loss
+from train.study.tune import Grid, read_grid
+
+RATE = "optimizer.learning-rate"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,9 +67,11 @@ class Quality:
       rounds: turns of each method in each network; a step's time is their median.
       steps: steps of a turn; a multiple of the methods' rounds.
       seeds: number of seeds of the simulated runs.
-      tune: learning rates that rise, such as 6e-4 1.25e-3 2.5e-3 5e-3 1e-2; each method
-        has its best, searched from the middle one on. By default each has that of its
-        config, which such a search has found.
+      tune: learning rates, such as 6e-4 1.25e-3 2.5e-3 5e-3 1e-2; each method has its
+        best, and the best of its other fields in `benches/quality/compared.py`, by a
+        search along one field after the other from its config's values. By default
+        each has those of its config.
+      budget: number of choices of values that each method may try.
       horizons: numbers of steps of a run, as multiples of the configs'. All-reduce's
         final loss of the first is the goal; each method has the first two, and then
         the others in turn until one reaches it.
@@ -84,6 +90,7 @@ class Quality:
     steps: int = 20
     seeds: int = 3
     tune: tuple[str, ...] = ()
+    budget: int = 12
     horizons: tuple[float, ...] = (1.0, 1.5, 2.0)
     real: tuple[str, ...] = (
         "PyTorch DDP at 200mbit",
@@ -97,28 +104,31 @@ class Quality:
     out: Path = Path("runs/quality")
 
     def __post_init__(self):
-        check_at_least(self, rounds=1, steps=1, seeds=1)
+        check_at_least(self, rounds=1, steps=1, seeds=1, budget=1)
         for rate in (*self.rates, *self.late_rates):
             if parse_rate(rate) is None:
                 raise ValueError(f"a race needs rates, such as 200mbit: got {rate!r}")
         if not self.rates or not self.horizons:
             raise ValueError("rates and horizons need a value each")
-        if list(map(float, self.tune)) != sorted(map(float, self.tune)):
-            raise ValueError(f"tune must have learning rates that rise: {self.tune}")
         if min(self.horizons) <= 0 or list(self.horizons) != sorted(self.horizons):
             raise ValueError(f"horizons must be positive and rise, got {self.horizons}")
         check_pattern(self.only)
         for pair in self.real:
             find_pair(pair, self.settings)
+        for method in self.methods:
+            self.grid(method)
 
     @property
     def settings(self) -> list[NetworkSetting]:
         late = [NetworkSetting(rate, True) for rate in self.late_rates]
         return [*map(NetworkSetting, self.rates), *late]
 
-    def say(self, rate: str) -> str:
-        """A learning rate in a table: at an edge a better one may lie beyond."""
-        return f"{rate} {EDGE}" if rate in edges_of(self.tune) else rate
+    def grid(self, method: ComparedMethod) -> Grid:
+        """What a method may choose; nothing where nothing is tuned."""
+        if not self.tune:
+            return Grid()
+        tune = [(RATE, *self.tune), *method.tune]
+        return read_grid(tune, load_config(method.tuned(self.configs)), self.budget)
 
     @property
     def methods(self) -> list[ComparedMethod]:
@@ -216,7 +226,7 @@ def run(quality: Quality, seconds: Seconds) -> QualityResults:
         method.name: {str(x): runs.curves(method, x) for x in quality.settings}
         for method in quality.methods
     }
-    rates = {x.name: quality.say(runs.rate(x)) for x in quality.methods}
+    rates = {x.name: runs.chosen(x)[1] for x in quality.methods}
     wholes = {}
     for pair in quality.real:
         method, setting = find_pair(pair, quality.settings)
@@ -238,6 +248,29 @@ def steps_to_goal(quality: Quality, race: QualityResults) -> list[dict[str, Any]
     return rows
 
 
+def searched(
+    grid: Grid, config: Config, loss: Callable[[Values], float]
+) -> tuple[Values, str]:
+    """Returns the best values of a search, and what a table says of them.
+
+    Args:
+      grid: fields and values; the first field is the learning rate.
+      config: config where the search begins.
+      loss: function of values, which trains with them.
+    """
+
+    def of_choice(choice: Choice) -> Loss:
+        return (loss(dict(zip(grid.fields, choice, strict=True))),)
+
+    losses, ended = grid.search(config, of_choice)
+    best = min(losses, key=losses.__getitem__)
+    rate, *others = grid.say(best)
+    rows = zip(grid.fields[1:], others, strict=True)
+    cells = [rate, *(f"{field} {value}" for field, value in rows)]
+    text = f"{', '.join(cells)}; tried {grid.say_tried(len(losses), ended)}"
+    return dict(zip(grid.fields, best, strict=True)), text
+
+
 class Runs:
     """The runs of a race, trained when they are asked for, and kept.
 
@@ -253,20 +286,21 @@ class Runs:
         self.goal = self._simulated(ALL_REDUCE, self._first).losses[-1]
 
     @functools.cache  # noqa: B019  It lives as long as the race.
-    def rate(self, method: ComparedMethod) -> str:
-        """The best learning rate of a method."""
-        rates = self._quality.tune
-        if not rates:
+    def chosen(self, method: ComparedMethod) -> tuple[Values, str]:
+        """The best values of a method, and what a table says of them."""
+        grid = self._quality.grid(method)
+        if not grid.fields:
             config = load_config(method.path(self._configs))
-            return f"{config.optimizer.learning_rate:g}"
-        return best(rates, functools.partial(self._tuning_loss, method))
+            rate = f"{config.optimizer.learning_rate:g}"
+            return {RATE: rate}, rate
+        start = load_config(method.tuned(self._configs))
+        return searched(grid, start, functools.partial(self._tuning_loss, method))
 
-    def _tuning_loss(self, method: ComparedMethod, rate: str) -> float:
+    def _tuning_loss(self, method: ComparedMethod, values: Values) -> float:
         if method.losses == SIMULATED or method.like:
-            like = method._replace(config=method.like or method.config)
-            path, seed = like.path(self._configs), self._seeds.stop
-            return tuning_loss(path, rate, self._first, seed, self._out)
-        return self._real(method, None, rate, self._first).losses[-1]
+            path, seed = method.tuned(self._configs), self._seeds.stop
+            return tuning_loss(path, values, self._first, seed, self._out)
+        return self._real(method, None, values, self._first).losses[-1]
 
     def curves(self, method: ComparedMethod, setting: NetworkSetting) -> list[Curve]:
         """Runs of ever more steps, as `until` has them."""
@@ -285,7 +319,7 @@ class Runs:
     def real(
         self, method: ComparedMethod, setting: NetworkSetting, horizon: float
     ) -> Curve:
-        return self._real(method, setting, self.rate(method), horizon)
+        return self._real(method, setting, self.chosen(method)[0], horizon)
 
     def whole(
         self, method: ComparedMethod, setting: NetworkSetting
@@ -293,30 +327,30 @@ class Runs:
         """A whole run on the cluster, and that of its seed in the simulator."""
         curves = self.curves(method, setting)
         horizon = first_at(self.goal, self._quality.horizons, curves)
-        path, rate = method.path(self._configs), self.rate(method)
+        path, (values, _) = method.path(self._configs), self.chosen(method)
         seed = load_config(path).seed
         seeds = range(seed, seed + 1)
-        predicted = simulated(path, rate, horizon, seeds, self._out)
+        predicted = simulated(path, values, horizon, seeds, self._out)
         return self.real(method, setting, horizon), predicted
 
     @functools.cache  # noqa: B019
     def _simulated(self, method: ComparedMethod, horizon: float) -> Curve:
-        path, rate = method.path(self._configs), self.rate(method)
-        return simulated(path, rate, horizon, self._seeds, self._out)
+        path, (values, _) = method.path(self._configs), self.chosen(method)
+        return simulated(path, values, horizon, self._seeds, self._out)
 
     def _unlimited(self, method: ComparedMethod, horizon: float) -> Curve:
         """By step, as its time is that of another network."""
-        one = self._real(method, None, self.rate(method), horizon)
+        one = self._real(method, None, self.chosen(method)[0], horizon)
         return one._replace(seconds=())
 
     def _real(
         self,
         method: ComparedMethod,
         setting: NetworkSetting | None,
-        rate: str,
+        values: Values,
         horizon: float,
     ) -> Curve:
         is_late = setting is not None and setting.late
         delay = self._seconds[str(setting)][ALONE.name] if is_late else 0.0
         path = method.path(self._configs)
-        return real(method, path, setting, delay, rate, horizon, self._out)
+        return real(method, path, setting, delay, values, horizon, self._out)

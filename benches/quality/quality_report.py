@@ -18,7 +18,7 @@ class QualityResults(NamedTuple):
     Args:
       goal: final held-out loss of all-reduce.
       seconds: seconds of a step by network and method.
-      rates: best learning rate of each method.
+      rates: best learning rate of each method, with other fields that were tuned.
       curves: runs of each method by network; the last reaches the goal, if one does.
         A method that must run on the cluster has none where DDP is at the goal first.
       wholes: whole runs on the cluster by "METHOD at NETWORK", each with its

@@ -1,5 +1,6 @@
 """Whole runs of the quality race on the emulated cluster."""
 
+import itertools
 import shutil
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ import numpy as np
 
 from benches.logged import run_logged
 from benches.quality.compared import ComparedMethod
-from benches.quality.curves import FIELD, Curve, with_rate
+from benches.quality.curves import Curve, Values, name_of, with_values
 from benches.quality.seconds import NetworkSetting
 from train.config import Config
 from train.job.namespaces import INTERFACE
@@ -22,7 +23,7 @@ def real(
     path: Path,
     setting: NetworkSetting | None,
     delay: float,
-    rate: str,
+    values: Values,
     horizon: float,
     out: Path,
 ) -> Curve:
@@ -33,21 +34,21 @@ def real(
       path: its config file.
       setting: network; None has no limit.
       delay: seconds by which worker t mod N is late at step t.
-      rate: learning rate.
+      values: values of the fields that are tuned.
       horizon: number of its steps, as a multiple of the config's.
       out: folder for the runs.
 
     Raises:
       SystemExit: if it fails.
     """
-    config = with_rate(path, rate, horizon)
+    config = with_values(path, values, horizon)
     where = "no limit" if setting is None else str(setting)
-    name = f"{method.name}, {where}, {config.num_steps} steps, {rate}"
+    name = f"{method.name}, {where}, {config.num_steps} steps, {name_of(values)}"
     folder = out / name.replace(", ", "-").replace(" ", "_")
     if not (folder / "done").exists():
         print(f"real run: {name}", flush=True)
         shutil.rmtree(folder, ignore_errors=True)  # One that was stopped.
-        argv = [*_train(method, path, config, delay, rate), "--run-dir", str(folder)]
+        argv = [*_train(method, path, config, delay, values), "--run-dir", str(folder)]
         log = out / f"{folder.name}.txt"  # The name ends with a number: no suffix.
         _run(argv, config.workers.num_workers, setting, log)
         (folder / "done").touch()
@@ -68,17 +69,18 @@ def as_curve(rows: list[dict[str, Any]], num_steps: int) -> Curve:
 
 
 def _train(
-    method: ComparedMethod, path: Path, config: Config, delay: float, rate: str
+    method: ComparedMethod, path: Path, config: Config, delay: float, values: Values
 ) -> list[str]:
     """The module and the arguments of each worker."""
-    num_steps = str(config.num_steps)
+    fields = {**values, "num-steps": str(config.num_steps)}
     if method.torch:
         module, options = "benches.quality.torch_run", ["--wrapper", method.torch]
         options += ["--straggler", str(delay)]
-        options += ["--fields", FIELD, rate, "num-steps", num_steps]
+        options += ["--fields", *itertools.chain(*fields.items())]
     else:
-        module, options = "train", ["--distributed.enabled", f"--{FIELD}", rate]
-        options += ["--num-steps", num_steps]
+        module, options = "train", ["--distributed.enabled"]
+        for field, value in fields.items():
+            options += [f"--{field}", value]
         if config.is_apart:
             options += ["--exchange.bind", INTERFACE]
         if delay:

@@ -97,10 +97,15 @@ class Grid:
 
     def say(self, choice: Choice) -> list[str]:
         """A choice as cells of a table: at an edge a better one may lie beyond."""
-        return list(map(at_edge, choice, self.values))
+        return list(map(_at_edge, choice, self.values))
+
+    def say_tried(self, num_tried: int, ended: bool) -> str:
+        """How many choices a search has tried, as "7 of 12"."""
+        text = f"{num_tried} of {self.budget or self.most}"
+        return text if ended else f"{text} {UNFINISHED}"
 
 
-def at_edge(value: str, values: tuple[str, ...]) -> str:
+def _at_edge(value: str, values: tuple[str, ...]) -> str:
     """A value, with a mark if it is the least or the largest of several numbers."""
     if len(values) < 2 or not are_numbers(values):
         return value
@@ -138,12 +143,11 @@ class Best(NamedTuple):
     ended: bool = True
 
     def say(self, grid: Grid) -> list[str]:
-        """Cells of a table: the choice, and how many were tried, as "7 of 12"."""
+        """Cells of a table: the choice, and how many were tried."""
         if not grid.fields:
             return []
         num_tried = len(self.tried) + len(self.failed)
-        text = f"{num_tried} of {grid.budget or grid.most}"
-        return [*grid.say(self.choice), text if self.ended else f"{text} {UNFINISHED}"]
+        return [*grid.say(self.choice), grid.say_tried(num_tried, self.ended)]
 
 
 def read_grid(
@@ -171,9 +175,9 @@ def read_grid(
     for field, *values in tune:
         if len(values) < 2 or len({_number(x) for x in values}) < len(values):
             raise ValueError(
-                "--tune needs a field and several different values, such as optimizer."
-                f"learning-rate 0.1 0.3 1, got {' '.join([field, *values])}; --change "
-                "sets a single one"
+                "--tune needs a field and several different values to choose from, "
+                "such as optimizer.learning-rate 0.1 0.3 1, got "
+                f"{' '.join([field, *values])}"
             )
     fields, values = zip(
         *((field.replace("_", "-"), _rising(rest)) for field, *rest in tune),
