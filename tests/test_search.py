@@ -172,6 +172,8 @@ def test_a_search_checks_each_value_at_its_start_and_not_all_choices():
     assert grid.start(config)[0] == "0.03"
     assert grid.start(config)[-2:] == ("2", "3")
     assert grid.most == 12
+    # A file's name has at most 255 bytes.
+    assert grid.name(grid.start(config)) == "0_03-0_01-0_9-0_9-0_01-0_9-0_1-2-3"
     wrong = [*tune[:-1], ("optimizer.accum-steps", "1", "2", "many")]
     with pytest.raises(ValueError, match=r"optimizer\.accum-steps cannot be many"):
         read_grid(wrong, config, 12)

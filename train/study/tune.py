@@ -32,6 +32,7 @@ from train.tasks.task import Headline, Task
 LOSS = Headline("loss", better="lower")  # Of few examples it tells more than accuracy.
 
 EDGE = "edge)"  # Ends the mark of a best value at an end of those given.
+LONGEST = 180  # Of 255 bytes of a file's name, which has a config's too.
 UNFINISHED = "(unfinished)"  # Marks a search that the budget has ended.
 
 
@@ -74,9 +75,10 @@ class Grid:
         return search(walk, loss, self.budget)
 
     def name(self, choice: Choice) -> str:
-        """A choice as a part of a file's name."""
+        """A choice as a part of a file's name: of many fields only the values."""
         pairs = zip(self.fields, choice, strict=True)
-        return file_name("-".join(f"{field}-{value}" for field, value in pairs))
+        named = file_name("-".join(f"{field}-{value}" for field, value in pairs))
+        return named if len(named) <= LONGEST else file_name("-".join(choice))
 
     def results(self, name: str) -> str:
         """The name of the results of a run: those of a half are not those of all."""
