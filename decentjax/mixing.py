@@ -333,16 +333,18 @@ def sending_of(
 
     def begin(params: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         leaves = list(filter(is_mixed, jax.tree.leaves(params)))
-        shares = [_share(x, how(x)) for x in leaves]
-        sent = [rounded(x, how(x).message_dtype) for x in shares]
+        ways = [how(x) for x in leaves]
+        shares = [_share(x, way) for x, way in zip(leaves, ways, strict=True)]
+        pairs = zip(shares, ways, strict=True)
+        sent = [rounded(x, way.message_dtype) for x, way in pairs]
         kept = shares if exchange.workers_per_node > 1 else []
         return kept, join(sent, places_of([x.dtype for x in sent]))
 
     def end(params: Any, kept: list[jax.Array], came: list[list[jax.Array]]) -> Any:
         leaves, structure = jax.tree.flatten(params)
         found = [place for place, x in enumerate(leaves) if is_mixed(x)]
-        shares = kept or [leaves[place] for place in found]
-        ways = [how(x) for x in shares]
+        floats = [leaves[place] for place in found]
+        shares, ways = kept or floats, list(map(how, floats))
         places = places_of([way.message_dtype for way in ways])
         parts = [split(one, places, [x.shape for x in shares]) for one in came]
         models = zip(*parts, strict=True)

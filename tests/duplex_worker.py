@@ -1,0 +1,100 @@
+"""One of several processes that mix models in two threads and in one program.
+
+Started by test_duplex.py with an address, the number of processes and its own. Prints
+how many exchanges have the same numbers both ways, bit for bit.
+"""
+
+import functools
+import sys
+from collections.abc import Iterator
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decentjax import (
+    AXIS,
+    Exchange,
+    Lowering,
+    codec,
+    mix,
+    over_workers,
+    place,
+    topology,
+    worker_mesh,
+)
+from decentjax.gossip.duplex import Duplex
+from decentjax.gossip.tuning import compiled_mix, compiled_mix_encoded
+
+SHAPES = ((3, 5), (7,), (), (100, 33))
+DTYPES = (np.float32, jnp.bfloat16, np.int32)
+
+
+def exchanges(num_workers: int) -> Iterator[Exchange]:
+    graphs = [topology.ring(num_workers), topology.star(num_workers)]
+    graphs.append(topology.one_peer_exponential(num_workers))
+    if num_workers % 2 == 0:
+        graphs.append(topology.damped(topology.one_peer_ring(num_workers), 0.3))
+        graphs.append(topology.hierarchical(num_workers, 2, topology.ring))
+    for graph in graphs:
+        yield from dict.fromkeys(graph)
+
+
+def model(number: int, dtypes: tuple) -> list[np.ndarray]:
+    """The stacked leaves of one worker."""
+    draws = np.random.default_rng(number)
+    return [
+        (10 * draws.standard_normal((1, *shape))).astype(dtype)
+        for shape in SHAPES
+        for dtype in dtypes
+    ]
+
+
+def assert_same(got: list[jax.Array], wanted: list[jax.Array]) -> None:
+    for one, other in zip(got, wanted, strict=True):
+        assert (one.dtype, one.sharding) == (other.dtype, other.sharding)
+        rows = [np.asarray(x.addressable_data(0)) for x in (one, other)]
+        np.testing.assert_array_equal(*rows)
+
+
+def check(exchange: Exchange, mesh: jax.sharding.Mesh, message_dtype: object) -> int:
+    two_threads = compiled_mix(exchange, Lowering(), mesh, message_dtype)
+    options = {"axis_name": AXIS, "message_dtype": message_dtype}
+    one = functools.partial(mix, exchange=exchange, **options)
+    dtypes = (*DTYPES, np.float64) if jax.config.jax_enable_x64 else DTYPES
+    models = place(model(jax.process_index(), dtypes), mesh)
+    assert_same(two_threads(models), jax.jit(over_workers(one, mesh))(models))
+    return isinstance(two_threads, Duplex)
+
+
+def check_encoded(exchange: Exchange, mesh: jax.sharding.Mesh) -> int:
+    if exchange.workers_per_node > 1:
+        return 0
+    int8 = codec.int8()
+    encode = over_workers(lambda x: int8.encode(x, jax.random.key(1)), mesh)
+    models = place(model(jax.process_index(), (np.float32,)), mesh)
+    coded = {number: (x, jax.jit(encode)(x)) for number, x in enumerate(models)}
+    options = {"exchange": exchange, "codec": int8, "axis_name": AXIS}
+    one = functools.partial(codec.mix_encoded, **options)
+    two_threads = compiled_mix_encoded(exchange, int8, mesh)
+    wanted = jax.jit(over_workers(one, mesh))(coded)
+    assert_same(list(two_threads(coded).values()), list(wanted.values()))
+    return isinstance(two_threads, Duplex)
+
+
+def main(address: str, num_workers: int, number: int) -> None:
+    jax.distributed.initialize(address, num_workers, number)
+    devices = np.roll(jax.devices(), 1).tolist()  # A user may order them in any way.
+    count = 0
+    for mesh in (worker_mesh(num_workers), worker_mesh(num_workers, devices)):
+        for exchange in exchanges(num_workers):
+            for message_dtype in (None, jnp.bfloat16):
+                count += check(exchange, mesh, message_dtype)
+            count += check_encoded(exchange, mesh)
+    with jax.enable_x64(True):
+        count += check(topology.ring(num_workers)[0], mesh, None)
+    print("same", count, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

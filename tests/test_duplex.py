@@ -1,0 +1,46 @@
+"""In two threads, one for each direction of a link, the same numbers come."""
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from decentjax import worker_mesh
+from decentjax.gossip.duplex import is_duplex
+
+ROOT = Path(__file__).parent.parent
+ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_workers", "count"), [(2, 0), (3, 0), (4, 0)])
+def test_in_two_threads_the_numbers_of_one_program_come(num_workers, count):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    argv = [sys.executable, ROOT / "tests/duplex_worker.py", address, str(num_workers)]
+    with contextlib.ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(
+                    [*argv, str(number)],
+                    env=ENV | {"PYTHONPATH": str(ROOT)},
+                    stdout=subprocess.PIPE,
+                    text=True,
+                )
+            )
+            for number in range(num_workers)
+        ]
+        for process in processes:
+            stack.callback(process.kill)
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    assert outputs == [f"same {count}\n"] * num_workers
+
+
+def test_devices_of_one_process_share_a_thread():
+    assert not is_duplex(worker_mesh(8))
+    assert not is_duplex(worker_mesh(1))
