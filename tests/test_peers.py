@@ -670,13 +670,13 @@ def test_short_leaves_travel_as_one_array_of_each_dtype(tmp_path):
     )
     for links, peer in ((writer, 0), (reader, 1)):
         links.meet([peer], time.monotonic() + LONG)
-    offer, sizes = writer._outbox._put, []
+    offer, sizes = writer._transports.offer, []
 
-    def counted(name, arrays):
+    def counted(life, name, arrays):
         sizes.append([x.size for x in arrays])
-        offer(name, arrays)
+        offer(life, name, arrays)
 
-    writer._outbox._put = counted
+    writer._transports.offer = counted
     writer.publish(1, 0, 0, leaves, Said(7))
     message = reader.wait(0, 1, 0, 7, time.monotonic() + LONG)
     jax.tree.map(np.testing.assert_array_equal, message.arrays, leaves)
@@ -985,6 +985,49 @@ def test_a_process_that_ends_serves_its_peers_to_the_last(tmp_path):
         links.close()
         other.terminate()
     assert other.returncode == -signal.SIGTERM
+
+
+FREEZES = """
+import os, signal, sys, time
+from pathlib import Path
+from decentjax import worker_mesh
+from decentjax.links import Folder, Links, Party, Piece
+
+links = Links(
+    Party(Folder(Path(sys.argv[1])), [2], worker_mesh(1)),
+    3,
+    [[Piece((int(sys.argv[2]),), "float32")]],
+)
+links.meet([0], time.monotonic() + float(sys.argv[3]))
+links.ask(2, 0, 0)
+time.sleep(0.3)  # The request is on its way.
+os.kill(os.getpid(), signal.SIGSTOP)
+"""
+
+
+@pytest.mark.slow
+def test_a_frozen_reader_of_much_delays_no_other(tmp_path):
+    """More than its machine's buffers hold: it used to stop its peer's transport."""
+    size = 4 * 2**20
+    argv = [sys.executable, "-c", FREEZES, str(tmp_path), str(size), str(LONG)]
+    channel = [Piece((size,), jnp.float32)]
+    writer, reader = (
+        Links(party_of(tmp_path, [i], jax.devices()[:1]), 3, [channel])
+        for i in range(2)
+    )
+    model = [jnp.ones(size)]
+    with subprocess.Popen(argv) as frozen:
+        writer.meet([1, 2], time.monotonic() + LONG)
+        reader.meet([0], time.monotonic() + LONG)
+        os.waitid(os.P_PID, frozen.pid, os.WSTOPPED)
+        writer.publish(0, 2, 0, model, Said(0))
+        time.sleep(0.5)
+        writer.publish(0, 1, 0, model, Said(0))
+        message = reader.wait(1, 0, 0, 0, time.monotonic() + 10)
+        frozen.kill()
+    assert message is not None
+    writer.close()
+    reader.close()
 
 
 @pytest.mark.slow

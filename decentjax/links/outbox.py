@@ -8,6 +8,7 @@ from typing import Protocol
 import jax
 
 from decentjax.links import edge
+from decentjax.links.transport import Transports
 
 # Slowest transfer: a message that takes longer counts as lost, and is sent twice.
 LEAST_BYTES_PER_SECOND = 2e6
@@ -26,13 +27,17 @@ class Offer:
 
     Args:
       count: number of earlier messages to this life of the peer, on this channel.
+      life: that life.
       guest: worker under which the peer's process has asked for the one that sends.
       name: its name in the transport.
       arrays: its arrays.
     """
 
-    def __init__(self, count: int, guest: int, name: int, arrays: list[jax.Array]):
-        self.count, self.guest, self.name, self.arrays = count, guest, name, arrays
+    def __init__(
+        self, count: int, life: int, guest: int, name: int, arrays: list[jax.Array]
+    ):
+        self.count, self.life, self.guest = count, life, guest
+        self.name, self.arrays = name, arrays
         num_bytes = sum(x.nbytes for x in arrays)
         self._pause = edge.AGAIN_SECONDS + num_bytes / LEAST_BYTES_PER_SECOND
         self._due = time.monotonic() + self._pause
@@ -56,7 +61,7 @@ class Outbox:
     It keeps two messages on an edge at most, as the transport does.
 
     Args:
-      put: function that offers arrays under a name.
+      transports: where it offers them.
       name_of: function that returns the name of a message: of the worker that sends,
         the peer, its life, the channel and the slot.
       announce: function that announces a message.
@@ -64,11 +69,12 @@ class Outbox:
 
     def __init__(
         self,
-        put: Callable[[int, list[jax.Array]], None],
+        transports: Transports,
         name_of: Callable[[int, int, int, int, int], int],
         announce: Announce,
     ):
-        self._put, self._name_of, self._announce = put, name_of, announce
+        self._transports, self._name_of = transports, name_of
+        self._announce = announce
         self._sent: dict[To, tuple[int, int]] = {}  # Life, and number of messages.
         self.offers: dict[tuple[To, int], Offer] = {}  # By edge and slot.
         self._lock = threading.Lock()
@@ -87,7 +93,9 @@ class Outbox:
         with self._lock:
             before, count = self._sent.get(to, (life, 0))
             if before != life:
-                self._free(to, before, message(0)[:1])
+                self._transports.drop(before)
+                self.offers.pop((to, 0), None)
+                self.offers.pop((to, 1), None)
                 count = 0
             # Alternates between two names: a message of a step is not replaced before
             # the step after the next. If both wait for each other, it was taken by
@@ -95,7 +103,7 @@ class Outbox:
             self._sent[to], slot = (life, count + 1), count % 2
             worker, peer, channel = to
             name = self._name_of(worker, peer, life, channel, slot)
-            offer = Offer(count, guest, name, message(count))
+            offer = Offer(count, life, guest, name, message(count))
             self.offers[to, slot] = offer
             self._offer(to, offer)
 
@@ -121,13 +129,6 @@ class Outbox:
 
     def _offer(self, to: To, offer: Offer, *again: int) -> None:
         worker, peer, channel = to
-        self._put(offer.name, offer.arrays)
+        self._transports.offer(offer.life, offer.name, offer.arrays)
         message = peer, channel, offer.count % 2, *again
         self._announce(worker, offer.guest, message)
-
-    def _free(self, to: To, life: int, arrays: list[jax.Array]) -> None:
-        """Frees arrays that no process will take, by offering small ones instead."""
-        worker, peer, channel = to
-        for slot in (0, 1):
-            self.offers.pop((to, slot), None)
-            self._put(self._name_of(worker, peer, life, channel, slot), arrays)

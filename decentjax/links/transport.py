@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import functools
 import os
 import secrets
 import socket
@@ -29,16 +30,41 @@ PARALLEL_COPIES = 4
 LISTENS = "0A"  # A state in /proc/net/tcp.
 
 
-class Transport:
-    """Offers arrays of this process to others, and links to theirs.
+class Transports(dict[int, "Transport"]):
+    """The transports of this process: one for each other process, by its life.
+
+    A transport sends the arrays of all its connections one after the other, and stands
+    still once one of them takes no more: a frozen process must not stop the others.
 
     Args:
       client: client of the devices.
       host: address at which other processes reach this one.
-      contexts: TLS contexts of its tunnels; None for none.
+      contexts: TLS contexts of the tunnels; None for none.
+    """
+
+    def __init__(self, client: Any, host: str, contexts: Contexts | None = None):
+        self._make = functools.partial(Transport, client, host, contexts)
+
+    def __missing__(self, life: int) -> "Transport":
+        self[life] = self._make()
+        return self[life]
+
+    def offer(self, life: int, name: int, arrays: Sequence[jax.Array]) -> None:
+        """Offers arrays under a name to a process that has not been dropped."""
+        if life in self:
+            self[life].offer(name, arrays)
+
+    def drop(self, life: int) -> None:
+        """Frees what was offered to a process that no longer exists."""
+        if life in self:
+            self.pop(life).close()
+
+
+class Transport:
+    """Offers arrays of this process to another, and links to its, as in `Transports`.
 
     Attributes:
-      address: where the transport of other processes reaches it.
+      address: where the other's transport reaches it.
     """
 
     def __init__(self, client: Any, host: str, contexts: Contexts | None = None):
