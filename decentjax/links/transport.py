@@ -24,9 +24,10 @@ from decentjax.links.tunnel import (
     listen,
 )
 
-# Without these two the transport maps about 6 GiB.
-TRANSFER_BYTES = 4 * 2**20
-PARALLEL_COPIES = 4
+# Twice PARALLEL_COPIES pieces of TRANSFER_BYTES are on their way at a time: many keep
+# distant links full, and few let confirmations pass sooner, which wait behind them.
+TRANSFER_BYTES = 2**19
+PARALLEL_COPIES = 2
 LISTENS = "0A"  # A state in /proc/net/tcp.
 
 
