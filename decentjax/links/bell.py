@@ -6,7 +6,7 @@ import time
 from collections.abc import Hashable
 
 # Polling interval, as a fraction of the time since the newest announcement.
-SHARE, LEAST_SECONDS, MOST_SECONDS = 1 / 8, 3e-4, 2e-2
+SHARE, LEAST_SECONDS, MOST_SECONDS = 1 / 64, 3e-4, 2e-2
 
 
 class Bell:
