@@ -113,8 +113,8 @@ class PeerPort:
         for worker, rows in zip(self.party.workers, of_workers, strict=True):
             self._way.send(worker, group, rows, number)
             for peer, _ in senders(self.graph[number], worker):
-                for wanted in self._wanted(group):
-                    self.links.ask(worker, peer, wanted)
+                # At once, so that the link carries it while this step still mixes.
+                self.links.ask(worker, peer, group)
         return functools.partial(self._take, group, own, of_workers, number)
 
     def settle(self) -> None:
@@ -147,13 +147,6 @@ class PeerPort:
     def _number_of(self, step: int) -> int:
         """The number of the exchange that begins in a step."""
         return step
-
-    def _wanted(self, group: int) -> Sequence[int]:
-        """The groups to request from peers, once a group is sent to them."""
-        # After those of the previous step are used: messages of two steps would share a
-        # network card, and both arrive late.
-        num_groups = len(self._forms)
-        return range(num_groups) if group + 1 == num_groups else ()
 
     def _note(self, used: Used, models: Models) -> None:
         """Records what a worker has mixed."""

@@ -1,7 +1,7 @@
 """Peer-to-peer rounds, without collectives."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from decentjax.codec import as_permutations
 from decentjax.exchange import Topology
@@ -130,9 +130,6 @@ class _RoundPort(PeerPort):
 
     def _number_of(self, step: int) -> int:
         return self._schedule.count(step)
-
-    def _wanted(self, group: int) -> Sequence[int]:
-        return (group,)
 
     def _note(self, used: Used, models: Models) -> None:
         """Records a round by the step at which it begins."""
