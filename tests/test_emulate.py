@@ -38,12 +38,14 @@ needs_root = pytest.mark.skipif(
 DESCRIBE = """
 import json, os, socket, sys
 
+control = socket.socket().getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16)
 print(json.dumps({
     "host": socket.gethostname(),
     "addresses": [socket.gethostbyname(name) for name in sys.argv[1:]],
     "interfaces": [name for _, name in socket.if_nameindex()],
     "nodelist": os.environ["SLURM_STEP_NODELIST"],
     "rank": os.environ["RANK"],
+    "control": control.rstrip(b"\\0").decode(),
 }))
 """
 # For each [sender, receiver] of the ranks, the receiver prints the times at which it
@@ -164,6 +166,7 @@ def test_a_worker_sees_its_node():
             "interfaces": ["lo", "eth0"],
             "nodelist": "node[0-2]",
             "rank": rank,
+            "control": "reno",
         }
 
 

@@ -33,12 +33,12 @@ except ModuleNotFoundError as error:
     ) from error
 
 INTERFACE = "eth0"  # The name in each node.
+# Not the machine's own: BBR lets twice rate x delay be on its way, next to nothing on
+# links without a delay, and confirmations wait behind the data of the other direction.
+CONGESTION_CONTROL = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 BURST_SECONDS = 0.01  # Size of the token bucket, as time at the link's rate ...
 MIN_BURST_BYTES = 2**15  # ... but at least a few packets, or a slow link sends none.
 QUEUE_SECONDS = 0.4  # Size of the queue, as time at the link's rate.
-# Of a namespace. Every kernel allows Reno in it; with the machine's own setting results
-# would depend on that: with BBR swaps of models take up to 1.4 times as long.
-CONGESTION = Path("/proc/sys/net/ipv4/tcp_congestion_control")
 MIN_RATE, MAX_RATE = 1e-6 * GBIT, 32 * GBIT  # What the token bucket can count.
 
 _CLONE_NEWNS, _CLONE_NEWUTS = 0x00020000, 0x04000000  # <linux/sched.h>
@@ -259,7 +259,7 @@ def _build(cluster: EmulatedCluster, groups: Sequence[Path]) -> Nodes:
     for node in range(cluster.nodes):
         _call(_LIBC.unshare, _CLONE_NEWNET | _CLONE_NEWUTS)
         socket.sethostname(f"node{node}")
-        CONGESTION.write_text("reno")
+        CONGESTION_CONTROL.write_text("reno")
         peer = {"ifname": f"node{node}", "net_ns_fd": switch_net}
         with IPRoute() as ip:
             ip.link("set", index=_index(ip, "lo"), state="up")
