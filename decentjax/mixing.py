@@ -48,8 +48,9 @@ class Lowering:
     Args:
       piece_bytes: size of the pieces, in bytes, in which permutations send a longer
         leaf, one after another; None sends a leaf whole. Between processes on CPU the
-        two directions of a swap alternate on a whole leaf, and overlap in pieces of 256
-        KiB. A GPU compiler overlaps a whole leaf, not a loop over pieces.
+        two directions of a swap in one program alternate on a whole leaf, and mostly
+        overlap in pieces of 256 KiB. A GPU compiler overlaps a whole leaf, not a loop
+        over pieces. `decentjax.gossip` needs none between processes of one CPU device.
       groups: collectives of a mean over one of several groups: "scatter" is
         reduce-scatter and all-gather, "sum" is `psum` over the group (refused in a
         `jax.shard_map` with `check_vma`, its default).

@@ -16,6 +16,7 @@ from decentjax import (
     AXIS,
     Exchange,
     Lowering,
+    Permutations,
     codec,
     mix,
     over_workers,
@@ -38,6 +39,11 @@ def exchanges(num_workers: int) -> Iterator[Exchange]:
         graphs.append(topology.hierarchical(num_workers, 2, topology.ring))
     for graph in graphs:
         yield from dict.fromkeys(graph)
+    if num_workers > 2:
+        # Two that share an edge: their permutes have workers without a message.
+        workers = range(num_workers)
+        sources = tuple(np.roll(workers, -1).tolist()), (1, 0, *workers[2:])
+        yield Exchange(Permutations((tuple(workers), *sources), (0.5, 0.25, 0.25)))
 
 
 def model(number: int, dtypes: tuple) -> list[np.ndarray]:

@@ -17,7 +17,14 @@ from test_emulate import needs_root
 
 from benches.quality.compared import ALL_REDUCE, DDP, METHODS, RING
 from benches.quality.curves import Curve, first_at, until, with_values
-from benches.quality.quality import RATE, Quality, find_pair, in_time, searched
+from benches.quality.quality import (
+    RATE,
+    Quality,
+    check_wholes,
+    find_pair,
+    in_time,
+    searched,
+)
 from benches.quality.quality_figure import draw_quality
 from benches.quality.quality_report import QualityResults, panels, tables
 from benches.quality.seconds import NetworkSetting
@@ -141,8 +148,18 @@ def test_the_table_has_ratios_to_ddp_and_says_who_never_arrives():
     assert "| DAdamW | 1e-2 | 40 | 0.50 | 0.50 |" in text
     assert "| DiLoCo | 5e-3 | 2.100 after 40 | never | never |" in text
     assert "- 1gbit: DAdamW is the fastest of this library, 0.50 of PyTorch DDP" in text
-    assert "| DAdamW at 1gbit | 40 | 1.900 | 2.000 | 5 | 4 | 3 | 4 |" in text
+    assert "| DAdamW at 1gbit | 40 | 1.900 | 2.000 | 5 | 4 | 3 | 4 | 1.25 |" in text
     assert "| compute alone | 0.100 | 0.100 |" in text
+
+
+def test_a_whole_run_slower_than_the_turns_is_an_error(capsys):
+    assert check_wholes(race()) == 1
+    error = capsys.readouterr().err
+    assert "DAdamW at 1gbit: a whole run takes more than 1.1 of the seconds" in error
+    whole, predicted = race().wholes["DAdamW at 1gbit"]
+    as_fast = whole._replace(seconds=(1, 2, 3, 4.4)), predicted
+    assert check_wholes(race(wholes={"DAdamW at 1gbit": as_fast})) == 0
+    assert check_wholes(race(wholes={})) == 0
 
 
 def test_at_the_end_of_ddp_each_method_has_a_loss():

@@ -17,7 +17,7 @@ ENV = {k: v for k, v in os.environ.items() if k not in ("NPROC", "XLA_FLAGS")}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("num_workers", "count"), [(2, 0), (3, 0), (4, 0)])
+@pytest.mark.parametrize(("num_workers", "count"), [(2, 25), (3, 31), (4, 47)])
 def test_in_two_threads_the_numbers_of_one_program_come(num_workers, count):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -38,7 +38,8 @@ def test_in_two_threads_the_numbers_of_one_program_come(num_workers, count):
         for process in processes:
             stack.callback(process.kill)
         outputs = [process.communicate(timeout=240)[0] for process in processes]
-    assert outputs == [f"same {count}\n"] * num_workers
+    # gloo prints too.
+    assert [x.splitlines()[-1] for x in outputs] == [f"same {count}"] * num_workers
 
 
 def test_devices_of_one_process_share_a_thread():

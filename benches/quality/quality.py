@@ -10,6 +10,7 @@ import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -51,12 +52,15 @@ from train.study.tune import Grid, read_grid
 
 RATE = "optimizer.learning-rate"
 
+MOST_OVER_TURNS = 1.1
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Quality:
     """Measures when each method reaches the final held-out loss of all-reduce.
 
-    Takes hours; finished results are kept in `out`, and a second call continues.
+    Takes hours; finished results are kept in `out`, and a second call continues. Fails
+    if a whole run takes more than 1.1 of the seconds that the turns predict.
 
     Example: `decentjax bench quality --rates 200mbit --only DiLoCo`.
 
@@ -167,7 +171,19 @@ def main(quality: Quality) -> int:
     svg = to_svg(draw_quality(panels(race)))
     facts = {"quality": quality, "race": race, "steps": steps_to_goal(quality, race)}
     print(write_results(quality.out, "quality", facts, tables(race), svg))
-    return 0
+    return check_wholes(race)
+
+
+def check_wholes(race: QualityResults) -> int:
+    """The exit code: 1 if whole runs step more slowly than the turns."""
+    slow = [x for x in race.wholes if race.over_turns(x) > MOST_OVER_TURNS]
+    if slow:
+        print(
+            f"error: {', '.join(slow)}: a whole run takes more than {MOST_OVER_TURNS} "
+            "of the seconds that the turns predict, so the times above are too short",
+            file=sys.stderr,
+        )
+    return 1 if slow else 0
 
 
 def in_time(

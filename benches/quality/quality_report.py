@@ -49,6 +49,13 @@ class QualityResults(NamedTuple):
         runs = self.curves[method][setting]
         return min((run.loss_at(seconds, per_step) for run in runs), default=inf)
 
+    def over_turns(self, pair: str) -> float:
+        """Seconds of a whole run over those that the timed turns predict."""
+        method, _, network = pair.partition(" at ")
+        whole, predicted = self.wholes[pair]
+        per_step = self.seconds[network][method]
+        return whole.times(per_step)[-1] / predicted.times(per_step)[-1]
+
 
 def tables(race: QualityResults) -> str:
     """Returns Markdown: times to the goal, seconds of a step, and the whole runs."""
@@ -76,6 +83,7 @@ def tables(race: QualityResults) -> str:
         heads = ["whole run", "steps"]
         for one in ("loss", "seconds", "seconds to the goal"):
             heads += [one, "predicted"]
+        heads.append("over the turns")
         parts += ["Whole runs on the cluster:", markdown(heads, found)]
     return "\n\n".join(parts)
 
@@ -131,7 +139,8 @@ def _whole(race: QualityResults, pair: str) -> list[str]:
     cells = [pair, str(runs[0].num_steps)]
     cells += [f"{run.losses[-1]:.3f}" for run in runs]
     cells += [f"{run.times(per_step)[-1]:.0f}" for run in runs]
-    return cells + [_finite(run.seconds_to(race.goal, per_step), 0) for run in runs]
+    cells += [_finite(run.seconds_to(race.goal, per_step), 0) for run in runs]
+    return [*cells, f"{race.over_turns(pair):.2f}"]
 
 
 def panels(race: QualityResults) -> list[NetworkPanel]:
