@@ -392,7 +392,7 @@ def mix_encoded(
     return _differences(coded, came, exchange, codec, axis_name)
 
 
-def sending_encoded(exchange: Exchange, codec: Codec, axis_name: AxisName) -> Sending:
+def _sending_encoded(exchange: Exchange, codec: Codec, axis_name: AxisName) -> Sending:
     """The parts of `mix_encoded`; all arrays of a dtype are one message.
 
     Args:

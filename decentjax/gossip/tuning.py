@@ -16,9 +16,9 @@ from jax.typing import DTypeLike
 from decentjax.axis import axis_of
 from decentjax.codec import (
     Codec,
+    _sending_encoded,
     as_permutations,
     mix_encoded,
-    sending_encoded,
 )
 from decentjax.exchange import Exchange, Groups, Permutations, Topology, permutes_of
 from decentjax.gossip.duplex import Duplex, is_duplex
@@ -139,7 +139,7 @@ def compiled_mix_encoded(exchange: Exchange, codec: Codec, mesh: Mesh) -> Mix:
     """Returns `mix_encoded` of stacked encoded leaves."""
     axis = axis_of(mesh)
     if _has_permutes(as_permutations(exchange)) and is_duplex(mesh):
-        return Duplex(sending_encoded(exchange, codec, axis), mesh)
+        return Duplex(_sending_encoded(exchange, codec, axis), mesh)
     of_worker = functools.partial(
         mix_encoded,
         exchange=exchange,

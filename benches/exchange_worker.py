@@ -1,0 +1,120 @@
+"""A worker of the exchange bench. Started by `benches.exchange` on each node."""
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from benches.exchange import COPY, NARROW, ONE, PIECES, SUM, TWO
+from decentjax import (
+    AXIS,
+    Lowering,
+    global_mean,
+    gossip,
+    mix,
+    over_workers,
+    place,
+    topology,
+    worker_mesh,
+)
+from train.config import DistributedConfig
+from train.job.distributed import start
+
+
+class Way(NamedTuple):
+    """A way to exchange.
+
+    Args:
+      name: name in the table.
+      step: function of the step's number that runs one exchange.
+      num_bytes: what a worker sends in it, in bytes.
+    """
+
+    name: str
+    step: Callable[[int], Any]
+    num_bytes: float
+
+
+def main(path: str, rounds: str, steps: str, *sizes: str) -> None:
+    start(DistributedConfig(enabled=True), int(os.environ["SLURM_NTASKS"]))
+    rows = [
+        row for size in sizes for row in _rows(float(size), int(rounds), int(steps))
+    ]
+    if jax.process_index() == 0:
+        Path(path).write_text(json.dumps(rows))
+
+
+def _rows(megabytes: float, rounds: int, steps: int) -> list[dict[str, Any]]:
+    ways = _ways(megabytes)
+    found: dict[str, list[tuple[float, float]]] = {way.name: [] for way in ways}
+    for _ in range(rounds + 1):
+        for way in ways:
+            found[way.name].append(_cost(way, steps))
+    return [
+        {
+            "way": way.name,
+            "megabytes": megabytes,
+            "bytes": way.num_bytes,
+            # The first turn has compiled.
+            "seconds": median(seconds for seconds, _ in found[way.name][1:]),
+            "processor": median(used for _, used in found[way.name][1:]),
+        }
+        for way in ways
+    ]
+
+
+def _cost(way: Way, steps: int) -> tuple[float, float]:
+    """Seconds and processor seconds of this process, of one exchange."""
+    way.step(0)
+    way.step(1)
+    began, used = time.monotonic(), time.process_time()
+    for t in range(steps):
+        way.step(t)
+    return (time.monotonic() - began) / steps, (time.process_time() - used) / steps
+
+
+def _ways(megabytes: float) -> list[Way]:
+    mesh = worker_mesh(jax.process_count())
+    graph = topology.one_peer_ring(mesh.size)
+    size = round(megabytes * 1e6 / 4)
+    model = place([np.ones((1, size), np.float32)], mesh)
+    source, target = np.ones(size, np.float32), np.empty(size, np.float32)
+    mean = jax.jit(over_workers(functools.partial(global_mean, axis_name=AXIS), mesh))
+
+    def in_one(piece_bytes: int | None) -> Callable[[int], Any]:
+        options = {"axis_name": AXIS, "lowering": Lowering(piece_bytes)}
+        mixes = [
+            jax.jit(over_workers(functools.partial(mix, exchange=one, **options), mesh))
+            for one in graph
+        ]
+        return lambda t: jax.block_until_ready(mixes[t % len(mixes)](model))
+
+    def in_two(dtype: Any) -> Callable[[int], Any]:
+        mixes = gossip.fastest_mixes(graph, mesh, 4 * size, dtype)
+        return lambda t: jax.block_until_ready(mixes[graph[t]](model))
+
+    return [
+        Way(COPY, lambda t: np.copyto(target, source), 0),
+        Way(
+            SUM,
+            lambda t: jax.block_until_ready(mean(model)),
+            8 * size * (1 - 1 / mesh.size),
+        ),
+        Way(ONE, in_one(None), 4 * size),
+        Way(PIECES, in_one(2**18), 4 * size),
+        Way(TWO, in_two(None), 4 * size),
+        Way(NARROW, in_two(jnp.bfloat16), 2 * size),
+    ]
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
