@@ -36,16 +36,16 @@ def links(folder: Path, worker: int, secret: bytes | None = OURS, count: int = 2
 @contextlib.contextmanager
 def process(secret: bytes = OURS, digest: str = "digest"):
     """Handshakes of a process with worker 0, whose links are the addresses."""
-    one = Handshakes("127.0.0.1", secret, digest, 7, lambda _: "there", link_of)
+    one = Handshakes("127.0.0.1", secret, digest, lambda _: "there", link_of)
     try:
-        one.answer([0])
+        one.answer([0], life=7)
         yield one
     finally:
         one.close()
 
 
-def link_of(life: int, address: str) -> str:
-    assert life == 7  # That of the process at the address.
+def link_of(worker: int, address: str) -> str:
+    assert worker == 0
     return address
 
 
@@ -286,8 +286,7 @@ def test_names_of_arrays_are_not_guessed_and_are_all_that_protects_them(tmp_path
         writer.meet([0], time.monotonic() + LONG)
         model = jax.device_put(jnp.arange(3.0), jax.devices()[1])
         writer.publish(1, 0, 0, [model], Said(5))
-        life = writer.life_of(0)
-        address = writer._transports[life]._server.address()
+        life, address = writer.life_of(0), writer._transports[0]._server.address()
         assert life == reader._life
         secret, writer._secret = writer._secret, THEIRS
         guessed = writer._name(1, 0, life, 0, 0)
@@ -415,7 +414,7 @@ def test_a_stranger_and_one_of_another_run_do_not_keep_a_connection():
 def test_a_host_that_is_silent_is_lost():
     """As the address of a frozen process: the kernel accepts, and nobody speaks."""
     own = Handshakes(
-        "127.0.0.1", OURS, "digest", 8, lambda _: "", link_of, silent_seconds=0.2
+        "127.0.0.1", OURS, "digest", lambda _: "", link_of, silent_seconds=0.2
     )
     with process() as host:
         line = own.ask(host.address, 1, 0).result(LONG).line

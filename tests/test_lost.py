@@ -136,13 +136,13 @@ def test_a_message_that_waits_for_its_reader_is_sent_once(lossy, tmp_path):
     """Who is in a long step looks at it later than a lost one would be sent again."""
     lossy(lambda: 0.0)
     reader, writer, publish = two(tmp_path)
-    offer, names = writer._transports.offer, []
+    put, names = writer._transports[0].offer, []
 
-    def noted(life, name, arrays):
+    def noted(name, arrays):
         names.append(name)
-        offer(life, name, arrays)
+        put(name, arrays)
 
-    writer._transports.offer = noted
+    writer._transports[0].offer = noted
     for step in range(3):
         assert reader.wait(0, 1, 0, step, time.monotonic()) is None
         publish(step)

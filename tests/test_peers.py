@@ -670,13 +670,13 @@ def test_short_leaves_travel_as_one_array_of_each_dtype(tmp_path):
     )
     for links, peer in ((writer, 0), (reader, 1)):
         links.meet([peer], time.monotonic() + LONG)
-    offer, sizes = writer._transports.offer, []
+    offer, sizes = writer._transports[0].offer, []
 
-    def counted(life, name, arrays):
+    def counted(name, arrays):
         sizes.append([x.size for x in arrays])
-        offer(life, name, arrays)
+        offer(name, arrays)
 
-    writer._transports.offer = counted
+    writer._transports[0].offer = counted
     writer.publish(1, 0, 0, leaves, Said(7))
     message = reader.wait(0, 1, 0, 7, time.monotonic() + LONG)
     jax.tree.map(np.testing.assert_array_equal, message.arrays, leaves)

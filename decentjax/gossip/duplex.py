@@ -32,7 +32,9 @@ def is_duplex(mesh: Mesh) -> bool:
     devices = list(mesh.devices.flat)
     processes = {device.process_index for device in devices}
     is_alone = len(processes) == len(devices)
-    return is_alone and is_between_processes(mesh) and devices[0].platform == "cpu"
+    # Leaves that lie on further axes, though of size 1, are not joined.
+    is_flat = is_alone and len(mesh.axis_names) == 1
+    return is_flat and is_between_processes(mesh) and devices[0].platform == "cpu"
 
 
 class Duplex:
@@ -63,9 +65,16 @@ class Duplex:
 
     def __call__(self, tree: Any) -> Any:
         kept, vectors = self._begin(tree)
-        down = _second_thread().submit(self._down, vectors)
-        ways = zip(self._comes_up, self._up(vectors), down.result(), strict=True)
-        came = [up if comes_up else down for comes_up, up, down in ways]
+        engine = _second_thread()
+        down = engine.submit(self._down, vectors)
+        try:
+            ways = [self._up(vectors), down.result()]
+        except BaseException:
+            _leave(engine)
+            raise
+        del vectors, down
+        came = [ways[0 if is_up else 1][k] for k, is_up in enumerate(self._comes_up)]
+        del ways
         return self._end(tree, kept, _as_rows(came, self._rows))
 
 
@@ -88,14 +97,17 @@ class _Way:
         def move(vectors: list[jax.Array]) -> list[list[jax.Array]]:
             return [[permute(x, one, AXIS) for x in vectors] for one in pairs]
 
-        own = Mesh(order, (AXIS,))
-        self._rows = NamedSharding(own, PartitionSpec(AXIS))
-        self._move = jax.jit(over_workers(move, own))
+        self._mesh = Mesh(order, (AXIS,))
+        self._rows = NamedSharding(self._mesh, PartitionSpec(AXIS))
+        self._move = jax.jit(over_workers(move, self._mesh))
 
     def __call__(self, vectors: list[jax.Array]) -> list[list[jax.Array]]:
         """What comes to this process in each permute, [1, ...] each."""
-        moved = iter(self._move(_as_rows(vectors, self._rows)))
-        return [next(moved) if one else [] for one in self.routes]
+        # A mesh that the caller has set is of another order.
+        with jax.set_mesh(self._mesh):
+            moved = self._move(_as_rows(vectors, self._rows))
+        arrived = iter(jax.block_until_ready(moved))
+        return [next(arrived) if one else [] for one in self.routes]
 
 
 def _as_rows(vectors: Any, rows: NamedSharding) -> Any:
@@ -110,6 +122,13 @@ def _as_rows(vectors: Any, rows: NamedSharding) -> Any:
 
 def _second_thread() -> Engine:
     global _second
-    if _second is None or _second.failed:
+    if _second is None:
         _second = Engine()
     return _second
+
+
+def _leave(engine: Engine) -> None:
+    """Leaves a thread whose call has failed, or may wait for one that has."""
+    global _second
+    _second = None
+    engine._end(0)

@@ -43,8 +43,9 @@ def fastest_mixes(
 ) -> Mixes:
     """Returns the compiled mix of each exchange, with its fastest lowering.
 
-    Each is a function of a list of stacked leaves. Between processes of one CPU device
-    permutations are sent in two threads, one for each direction of a link. For a mean
+    Each is a function of a list of stacked leaves, not to be called in `jax.jit`.
+    Between processes of one CPU device permutations are sent in two threads, one for
+    each direction of a link: both hold a model until they are done. For a mean
     over one of several groups the ways that there are are measured, for each exchange,
     as they may use different links: up to 3 compilations and 9 exchanges of 4 MiB.
     Collective, like `fastest`.

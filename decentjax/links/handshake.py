@@ -4,8 +4,8 @@ A process asks another for one of its workers, and each proves that it knows the
 without revealing it: by an HMAC over both nonces and everything that was said.
 
     host    {"nonce"}
-    guest   {"nonce", "says": its worker, its life, the worker that it asks for, digest,
-             whether it joins, "mac"}
+    guest   {"nonce", "says": its worker, the worker that it asks for, digest, whether
+             it joins, "mac"}
     host    {"says": the worker, digest, life, transfer address, step, "mac"}
 
 Nonces are fresh for each connection, so a recorded proof cannot be replayed, and the
@@ -108,10 +108,9 @@ class Handshakes:
       bind: HOST, HOST:PORT, or [HOST]:PORT for IPv6, where this process listens.
       secret: bytes shared by all processes; empty for no secret.
       digest: text that must be equal in all processes.
-      life: a positive number that identifies this process.
       transfer: function that returns the address of the transfer server for the process
-        of a life.
-      connect: function that opens a link to such an address of the process of a life.
+        of a worker.
+      connect: function that opens a link to such an address of a worker's process.
       silent_seconds: silence after which a process is lost; None for none.
       first_model: hash of the model that this process starts from; "" for any.
       tls: TLS contexts of the connections; None for none.
@@ -136,7 +135,6 @@ class Handshakes:
         bind: str,
         secret: bytes,
         digest: str,
-        life: int,
         transfer: Callable[[int], str],
         connect: Callable[[int, str], Any],
         silent_seconds: float | None = None,
@@ -158,7 +156,7 @@ class Handshakes:
             targets = [to_address(*listening_at(inside))]
             self._tunnel = host_tunnel(self._listener, tls.host, targets)
             self._listener = inside
-        self._secret, self._digest, self._life = secret, digest, life
+        self._secret, self._digest = secret, digest
         self._transfer, self._connect = transfer, connect
         self._first_model = first_model
         self.unlike = set[int]()  # Peers that started from a different first model.
@@ -175,13 +173,9 @@ class Handshakes:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
 
-    def answer(self, workers: Collection[int]) -> None:
-        """From now on answers for these workers."""
-        of_all = {
-            "digest": self._digest,
-            "life": self._life,
-            "first": self._first_model,
-        }
+    def answer(self, workers: Collection[int], life: int) -> None:
+        """From now on answers for these workers, of this life."""
+        of_all = {"digest": self._digest, "life": life, "first": self._first_model}
         self._says = {worker: {"worker": worker, **of_all} for worker in workers}
         serving = asyncio.start_server(
             self._receive, sock=self._listener, limit=MAX_BYTES
@@ -327,7 +321,7 @@ class Handshakes:
         asked = read_question(says)
         first = self._says[next(iter(self._says))]
         is_peer = asked.digest == self._digest and asked.worker in self._says
-        where = self._transfer(asked.life) if is_peer and not asked.joins else ""
+        where = self._transfer(asked.guest) if is_peer and not asked.joins else ""
         now = {"step": self.step, "transfer": where}
         own = json.dumps(self._says.get(asked.worker, first) | now)
         mac = self._prove("host", nonce, other, says, own)
@@ -380,7 +374,7 @@ class Handshakes:
                 found = await self._heard(*streams, guest, worker, joins)
                 # At once: a link to a process that has died meanwhile would wait
                 # forever.
-                link = None if joins else self._connect(found.life, found.transfer)
+                link = None if joins else self._connect(worker, found.transfer)
             except BaseException as error:
                 streams[1].transport.abort()
                 if refused and isinstance(refused[0], ConnectionRefusedError):
@@ -456,9 +450,8 @@ class Handshakes:
                 pass
             case _:
                 raise RefusedError(STRANGER)
-        said = {"guest": guest, "life": self._life, "worker": worker}
-        said |= {"digest": self._digest, "joins": joins, "first": self._first_model}
-        says = json.dumps(said)
+        said = {"guest": guest, "worker": worker, "digest": self._digest}
+        says = json.dumps({**said, "joins": joins, "first": self._first_model})
         mac = self._prove("guest", other, nonce, says)
         send(writer, {"nonce": nonce, "says": says, "mac": mac})
         match await read(reader):

@@ -132,14 +132,12 @@ class Links:
         text = repr((num_workers, self._channels, party.digest, digest, HEADER))
         self._secret = party.secret or b""
         tls = contexts(self._secret) if party.encrypted else None
-        self._life = 1 + secrets.randbelow(2**62)  # Identifies this process.
         self._handshakes = Handshakes(
             party.bind,
             self._secret,
             hashlib.sha256(text.encode()).hexdigest(),
-            self._life,
-            lambda life: self._transports[life].address,
-            lambda life, address: self._transports[life].connect(address),
+            self._address_for,
+            lambda worker, address: self._transports[worker].connect(address),
             silent_seconds,
             first_model,
             tls,
@@ -150,6 +148,7 @@ class Links:
         self._outbox = Outbox(self._transports, self._name, self._handshakes.announce)
         self._handshakes.hear = self._outbox.hear
         self._peers = {peer: _Peer() for peer in range(num_workers)}
+        self._life = 1 + secrets.randbelow(2**62)  # Identifies this process.
         self._entry = f"{self._handshakes.address} {self._life}"
         self._kept_at = self._asked_at = time.monotonic()
         try:
@@ -159,7 +158,7 @@ class Links:
         except ValueError:
             self._handshakes.close()
             raise
-        self._handshakes.answer(self._slices)
+        self._handshakes.answer(self._slices, self._life)
 
     def publish(
         self,
@@ -376,8 +375,13 @@ class Links:
         """
         self._peers.clear()
         self._handshakes.close()
-        for life in list(self._transports):
-            self._transports.drop(life)
+        self._transports.close()
+
+    def _address_for(self, guest: int) -> str:
+        """The address of the transport for the process of a worker."""
+        if guest not in self._peers:
+            raise ValueError(f"there is no worker {guest}")
+        return self._transports[guest].address
 
     def _is_known(self, peer: int) -> bool:
         self._pull_again()

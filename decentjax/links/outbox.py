@@ -27,17 +27,13 @@ class Offer:
 
     Args:
       count: number of earlier messages to this life of the peer, on this channel.
-      life: that life.
       guest: worker under which the peer's process has asked for the one that sends.
       name: its name in the transport.
       arrays: its arrays.
     """
 
-    def __init__(
-        self, count: int, life: int, guest: int, name: int, arrays: list[jax.Array]
-    ):
-        self.count, self.life, self.guest = count, life, guest
-        self.name, self.arrays = name, arrays
+    def __init__(self, count: int, guest: int, name: int, arrays: list[jax.Array]):
+        self.count, self.guest, self.name, self.arrays = count, guest, name, arrays
         num_bytes = sum(x.nbytes for x in arrays)
         self._pause = edge.AGAIN_SECONDS + num_bytes / LEAST_BYTES_PER_SECOND
         self._due = time.monotonic() + self._pause
@@ -75,7 +71,8 @@ class Outbox:
     ):
         self._transports, self._name_of = transports, name_of
         self._announce = announce
-        self._sent: dict[To, tuple[int, int]] = {}  # Life, and number of messages.
+        # Life and guest of the last message, and the number of messages to that life.
+        self._sent: dict[To, tuple[int, int, int]] = {}
         self.offers: dict[tuple[To, int], Offer] = {}  # By edge and slot.
         self._lock = threading.Lock()
 
@@ -91,19 +88,17 @@ class Outbox:
           message: function that returns the arrays, for the number of earlier messages.
         """
         with self._lock:
-            before, count = self._sent.get(to, (life, 0))
+            before, earlier, count = self._sent.get(to, (life, guest, 0))
             if before != life:
-                self._transports.drop(before)
-                self.offers.pop((to, 0), None)
-                self.offers.pop((to, 1), None)
+                self._free(to, before, earlier, message(0)[:1])
                 count = 0
             # Alternates between two names: a message of a step is not replaced before
             # the step after the next. If both wait for each other, it was taken by
             # then.
-            self._sent[to], slot = (life, count + 1), count % 2
+            self._sent[to], slot = (life, guest, count + 1), count % 2
             worker, peer, channel = to
             name = self._name_of(worker, peer, life, channel, slot)
-            offer = Offer(count, life, guest, name, message(count))
+            offer = Offer(count, guest, name, message(count))
             self.offers[to, slot] = offer
             self._offer(to, offer)
 
@@ -129,6 +124,14 @@ class Outbox:
 
     def _offer(self, to: To, offer: Offer, *again: int) -> None:
         worker, peer, channel = to
-        self._transports.offer(offer.life, offer.name, offer.arrays)
+        self._transports[offer.guest].offer(offer.name, offer.arrays)
         message = peer, channel, offer.count % 2, *again
         self._announce(worker, offer.guest, message)
+
+    def _free(self, to: To, life: int, guest: int, arrays: list[jax.Array]) -> None:
+        """Frees arrays that no process will take, by offering small ones instead."""
+        worker, peer, channel = to
+        for slot in (0, 1):
+            self.offers.pop((to, slot), None)
+            name = self._name_of(worker, peer, life, channel, slot)
+            self._transports[guest].offer(name, arrays)

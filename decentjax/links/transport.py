@@ -7,6 +7,7 @@ import os
 import secrets
 import socket
 import struct
+import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,10 +33,12 @@ LISTENS = "0A"  # A state in /proc/net/tcp.
 
 
 class Transports(dict[int, "Transport"]):
-    """The transports of this process: one for each other process, by its life.
+    """The transports of this process: one for each other process, by a worker of it.
 
     A transport sends the arrays of all its connections one after the other, and stands
-    still once one of them takes no more: a frozen process must not stop the others.
+    still once one of them takes no more: a frozen process must not stop the others. A
+    process that returns has that of its worker: one that is not used again would keep
+    what it was sending when its reader died.
 
     Args:
       client: client of the devices.
@@ -45,20 +48,19 @@ class Transports(dict[int, "Transport"]):
 
     def __init__(self, client: Any, host: str, contexts: Contexts | None = None):
         self._make = functools.partial(Transport, client, host, contexts)
+        self._lock = threading.Lock()
 
-    def __missing__(self, life: int) -> "Transport":
-        self[life] = self._make()
-        return self[life]
+    def __missing__(self, worker: int) -> "Transport":
+        with self._lock:  # The thread of handshakes and the step may both need it.
+            if (made := self.get(worker)) is None:
+                made = self[worker] = self._make()
+        return made
 
-    def offer(self, life: int, name: int, arrays: Sequence[jax.Array]) -> None:
-        """Offers arrays under a name to a process that has not been dropped."""
-        if life in self:
-            self[life].offer(name, arrays)
-
-    def drop(self, life: int) -> None:
-        """Frees what was offered to a process that no longer exists."""
-        if life in self:
-            self.pop(life).close()
+    def close(self) -> None:
+        """Accepts no more connections through tunnels, and frees the servers."""
+        for transport in self.values():
+            transport.close()
+        self.clear()
 
 
 class Transport:
@@ -75,13 +77,17 @@ class Transport:
         # Never freed: the transport's threads serve peers until the process is gone,
         # and Python's exit would destroy the arrays' client while in use (a crash).
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(client))
-        self._server = transfer.start_transfer_server(
-            client,
-            to_address(own, 0),
-            [to_address(own, 0)],
-            transfer_size=TRANSFER_BYTES,
-            max_num_parallel_copies=PARALLEL_COPIES,
-        )
+        try:
+            self._server = transfer.start_transfer_server(
+                client,
+                to_address(own, 0),
+                [to_address(own, 0)],
+                transfer_size=TRANSFER_BYTES,
+                max_num_parallel_copies=PARALLEL_COPIES,
+            )
+        except jax.errors.JaxRuntimeError as error:
+            # Such as too few open files: a peer is contacted again later.
+            raise OSError(f"a transfer server cannot start: {error}") from error
         self.address = self._server.address()
         if contexts is not None:
             places = [self.address, *(_listening(own) - {self.address})]

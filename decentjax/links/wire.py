@@ -13,7 +13,6 @@ class Question(NamedTuple):
 
     Args:
       guest: number of a worker of the guest's process.
-      life: that of the guest's process.
       worker: number of the worker that it asks for.
       digest: text that must be equal in all processes.
       joins: whether the guest requests that worker's whole state.
@@ -21,7 +20,6 @@ class Question(NamedTuple):
     """
 
     guest: int
-    life: int
     worker: int
     digest: str
     joins: bool
@@ -57,13 +55,12 @@ def read_question(text: str) -> Question:
     match parse(text):
         case {
             "guest": int(guest),
-            "life": int(life),
             "worker": int(worker),
             "digest": str(digest),
             "joins": bool(joins),
             "first": str(first),
-        } if life > 0:
-            return Question(guest, life, worker, digest, joins, first)
+        }:
+            return Question(guest, worker, digest, joins, first)
     raise ValueError("it is no question of a peer")
 
 
