@@ -5,6 +5,7 @@ how many exchanges have the same numbers both ways, bit for bit.
 """
 
 import functools
+import itertools
 import sys
 from collections.abc import Iterator
 
@@ -91,13 +92,20 @@ def check_encoded(exchange: Exchange, mesh: jax.sharding.Mesh) -> int:
 def main(address: str, num_workers: int, number: int) -> None:
     jax.distributed.initialize(address, num_workers, number)
     devices = np.roll(jax.devices(), 1).tolist()  # A user may order them in any way.
+    meshes = worker_mesh(num_workers), worker_mesh(num_workers, devices)
     count = 0
-    for mesh in (worker_mesh(num_workers), worker_mesh(num_workers, devices)):
-        for exchange in exchanges(num_workers):
-            for message_dtype in (None, jnp.bfloat16):
-                count += check(exchange, mesh, message_dtype)
+    # In turn, as each pair is several programs to compile.
+    turns = zip(
+        exchanges(num_workers),
+        itertools.cycle(itertools.product((None, jnp.bfloat16), meshes)),
+        strict=False,
+    )
+    for exchange, (message_dtype, mesh) in turns:
+        count += check(exchange, mesh, message_dtype)
+        if message_dtype is None:
             count += check_encoded(exchange, mesh)
-    with jax.enable_x64(True):
+    mesh = meshes[1]
+    with jax.enable_x64(True), jax.set_mesh(mesh):
         count += check(topology.ring(num_workers)[0], mesh, None)
     print("same", count, flush=True)
 

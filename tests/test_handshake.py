@@ -45,7 +45,7 @@ def process(secret: bytes = OURS, digest: str = "digest"):
 
 
 def link_of(worker: int, address: str) -> str:
-    assert worker == 0
+    del worker
     return address
 
 
