@@ -12,12 +12,13 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
 from decentjax import (
     AXIS,
     Exchange,
-    Lowering,
     Permutations,
+    Topology,
     codec,
     mix,
     over_workers,
@@ -26,7 +27,7 @@ from decentjax import (
     worker_mesh,
 )
 from decentjax.gossip.duplex import Duplex
-from decentjax.gossip.tuning import compiled_mix, compiled_mix_encoded
+from decentjax.gossip.tuning import compiled_mix_encoded, fastest_mixes
 
 SHAPES = ((3, 5), (7,), (), (100, 33))
 DTYPES = (np.float32, jnp.bfloat16, np.int32)
@@ -60,15 +61,19 @@ def model(number: int, dtypes: tuple) -> list[np.ndarray]:
 def assert_same(got: list[jax.Array], wanted: list[jax.Array]) -> None:
     for one, other in zip(got, wanted, strict=True):
         assert (one.dtype, one.sharding) == (other.dtype, other.sharding)
-        rows = [np.asarray(x.addressable_data(0)) for x in (one, other)]
-        np.testing.assert_array_equal(*rows)
+        rows = one.addressable_data(0), other.addressable_data(0)
+        np.testing.assert_array_equal(np.asarray(rows[0]), np.asarray(rows[1]))
 
 
-def check(exchange: Exchange, mesh: jax.sharding.Mesh, message_dtype: object) -> int:
-    two_threads = compiled_mix(exchange, Lowering(), mesh, message_dtype)
+def check(
+    exchange: Exchange, mesh: jax.sharding.Mesh, message_dtype: DTypeLike | None
+) -> int:
+    mixes = fastest_mixes(Topology("one", (exchange,)), mesh, 10**6, message_dtype)
+    two_threads = mixes[exchange]
     options = {"axis_name": AXIS, "message_dtype": message_dtype}
     one = functools.partial(mix, exchange=exchange, **options)
-    dtypes = (*DTYPES, np.float64) if jax.config.jax_enable_x64 else DTYPES
+    is_wide = jnp.result_type(float) == jnp.float64
+    dtypes = (*DTYPES, np.float64) if is_wide else DTYPES
     models = place(model(jax.process_index(), dtypes), mesh)
     assert_same(two_threads(models), jax.jit(over_workers(one, mesh))(models))
     return isinstance(two_threads, Duplex)

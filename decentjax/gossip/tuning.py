@@ -32,7 +32,8 @@ PIECE_BYTES = 2**18
 
 Mix = Callable[[Any], Any]
 Mixes = dict[Exchange, Mix]
-Option = tuple[Exchange, Lowering]
+Option = tuple[Exchange, Lowering | None]
+"""None sends permutations in two threads."""
 
 
 def fastest_mixes(
@@ -118,13 +119,13 @@ def fastest(options: Sequence[Option], mesh: Mesh, num_bytes: int) -> int:
 
 def compiled_mix(
     exchange: Exchange,
-    lowering: Lowering,
+    lowering: Lowering | None,
     mesh: Mesh,
     message_dtype: DTypeLike | None = None,
 ) -> Mix:
     """Returns `mix` of a list of stacked leaves, [N, ...] in and out."""
     axis = axis_of(mesh)
-    if _has_permutes(exchange) and is_duplex(mesh):
+    if lowering is None:
         return Duplex(sending_of(exchange, axis, message_dtype), mesh)
     of_worker = functools.partial(
         mix,
@@ -139,7 +140,7 @@ def compiled_mix(
 def compiled_mix_encoded(exchange: Exchange, codec: Codec, mesh: Mesh) -> Mix:
     """Returns `mix_encoded` of stacked encoded leaves."""
     axis = axis_of(mesh)
-    if _has_permutes(as_permutations(exchange)) and is_duplex(mesh):
+    if _in_two(as_permutations(exchange), mesh):
         return Duplex(_sending_encoded(exchange, codec, axis), mesh)
     of_worker = functools.partial(
         mix_encoded,
@@ -151,9 +152,10 @@ def compiled_mix_encoded(exchange: Exchange, codec: Codec, mesh: Mesh) -> Mix:
     return jax.jit(over_workers(of_worker, mesh))
 
 
-def _has_permutes(exchange: Exchange) -> bool:
-    between = exchange.between
-    return isinstance(between, Permutations) and bool(permutes_of(between)[1])
+def _in_two(exchange: Exchange, mesh: Mesh) -> bool:
+    """Whether permutations are sent in two threads, if there are any."""
+    assert isinstance(exchange.between, Permutations)
+    return is_duplex(mesh) and bool(permutes_of(exchange.between)[1])
 
 
 def _of_permutes(mesh: Mesh) -> Lowering:
@@ -167,15 +169,18 @@ def _options(
     """The ways of an exchange that are worth measuring."""
     between = exchange.between
     if isinstance(between, Permutations):
-        return [(exchange, _of_permutes(mesh))]
+        return [(exchange, None if _in_two(exchange, mesh) else _of_permutes(mesh))]
     num_groups = len(between.members)
     if num_groups in (1, between.size):
         return [(exchange, Lowering())]
-    options = [(exchange, Lowering(groups=way)) for way in ("scatter", "sum")]
+    options: list[Option] = [
+        (exchange, Lowering(groups="scatter")),
+        (exchange, Lowering(groups="sum")),
+    ]
     # With narrow messages a swap rounds once and a mean twice: other numbers.
     if between.size == 2 * num_groups and message_dtype is None:
         swaps = dataclasses.replace(exchange, between=_as_swaps(between))
-        options.append((swaps, _of_permutes(mesh)))
+        options += _options(swaps, mesh, message_dtype)
     return options
 
 
