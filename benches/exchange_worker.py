@@ -30,7 +30,7 @@ from train.config import DistributedConfig
 from train.job.distributed import start
 
 
-class Way(NamedTuple):
+class ExchangeWay(NamedTuple):
     """A way to exchange.
 
     Args:
@@ -72,7 +72,7 @@ def _rows(megabytes: float, rounds: int, steps: int) -> list[dict[str, Any]]:
     ]
 
 
-def _cost(way: Way, steps: int) -> tuple[float, float]:
+def _cost(way: ExchangeWay, steps: int) -> tuple[float, float]:
     """Seconds and processor seconds of this process, of one exchange."""
     way.step(0)
     way.step(1)
@@ -82,7 +82,7 @@ def _cost(way: Way, steps: int) -> tuple[float, float]:
     return (time.monotonic() - began) / steps, (time.process_time() - used) / steps
 
 
-def _ways(megabytes: float) -> list[Way]:
+def _ways(megabytes: float) -> list[ExchangeWay]:
     mesh = worker_mesh(jax.process_count())
     graph = topology.one_peer_ring(mesh.size)
     size = round(megabytes * 1e6 / 4)
@@ -103,16 +103,16 @@ def _ways(megabytes: float) -> list[Way]:
         return lambda t: jax.block_until_ready(mixes[graph[t]](model))
 
     return [
-        Way(COPY, lambda t: np.copyto(target, source), 0),
-        Way(
+        ExchangeWay(COPY, lambda t: np.copyto(target, source), 0),
+        ExchangeWay(
             SUM,
             lambda t: jax.block_until_ready(mean(model)),
             8 * size * (1 - 1 / mesh.size),
         ),
-        Way(ONE, in_one(None), 4 * size),
-        Way(PIECES, in_one(2**18), 4 * size),
-        Way(TWO, in_two(None), 4 * size),
-        Way(NARROW, in_two(jnp.bfloat16), 2 * size),
+        ExchangeWay(ONE, in_one(None), 4 * size),
+        ExchangeWay(PIECES, in_one(2**18), 4 * size),
+        ExchangeWay(TWO, in_two(None), 4 * size),
+        ExchangeWay(NARROW, in_two(jnp.bfloat16), 2 * size),
     ]
 
 

@@ -103,7 +103,7 @@ class Grid:
 
     def say_tried(self, num_tried: int, ended: bool) -> str:
         """How many choices a search has tried, as "7 of 12"."""
-        text = f"{num_tried} of {self.budget or self.most}"
+        text = f"{num_tried} of {self.most}"
         return text if ended else f"{text} {UNFINISHED}"
 
 
