@@ -100,7 +100,7 @@ def test_each_method_searches_its_fields_from_its_config():
     assert len(asked) == len(set(asked)) == 9
     of_rate = quality.grid(ALL_REDUCE)
     found = searched(of_rate, config, lambda x: float(x[RATE]))
-    assert found == ({RATE: "6e-4"}, "6e-4 (lower edge); tried 4 of 9")
+    assert found == ({RATE: "6e-4"}, "6e-4 (lower edge); tried 4 of 5")
     assert not Quality().grid(DILOCO).fields
 
 
