@@ -185,14 +185,15 @@ def test_a_question_in_another_form_is_left(capsys):
                 proof = {"nonce": "0", "says": says, "mac": mac}
                 stranger.sendall(json.dumps(proof).encode() + b"\n")
                 assert stranger.recv(1) == b""
-        assert guest.ask(host.address, 1, 0).result(LONG)[:2] == (7, "there")
+        answer = guest.ask(host.address, 1, 0).result(LONG)
+        assert answer[:3] == (7, 0, "there")
         until(lambda: set(host._held) == {(1, 0)})
         assert host.joining == host.unlike == set()
     assert capsys.readouterr().err == ""
 
 
 HOST = {"worker": 1, "digest": "digest", "life": 7, "transfer": "127.0.0.1:9"}
-HOST |= {"step": 3, "first": ""}
+HOST |= {"step": 3, "first": "", "guest": 1}
 ANSWERS = [
     *(HOST | {name: wrong} for name in HOST for wrong in (None, [], {}, 1.5)),
     *({k: v for k, v in HOST.items() if k != name} for name in HOST),

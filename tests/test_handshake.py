@@ -115,7 +115,8 @@ def test_a_secret_is_long(tmp_path):
 
 def test_an_answer_is_that_of_the_worker_that_is_asked_for():
     with process() as host, process() as guest, process(digest="else") as other:
-        assert guest.ask(host.address, 1, 0).result(LONG)[:2] == (7, "there")
+        answer = guest.ask(host.address, 1, 0).result(LONG)
+        assert answer[:3] == (7, 0, "there")
         with pytest.raises(RefusedError, match="it is worker 0"):
             guest.ask(host.address, 1, 4).result(LONG)
         with pytest.raises(RefusedError, match="its config or its model differs"):
@@ -149,7 +150,7 @@ def test_a_recorded_proof_does_not_serve_again():
             thread.start()
             # One in the middle learns the secret no more than the traffic.
             answer = peer.ask(f"127.0.0.1:{port}", 1, 0).result(LONG)
-            assert answer[:2] == (7, "there")
+            assert answer[:3] == (7, 0, "there")
             thread.join()
         _, of_guest, of_host = heard
         assert OURS not in b"".join(heard)

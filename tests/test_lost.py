@@ -97,6 +97,22 @@ def test_a_lost_message_is_sent_again_and_kept_no_longer(lossy, tmp_path):
     writer.close()
 
 
+def test_a_process_is_reached_whichever_of_its_workers_is_known(tmp_path):
+    """It asks under the number of its first one, which another may never ask for."""
+    shape = [Piece((3,), jnp.float32)]
+    parties = [party_of(tmp_path, workers) for workers in ([0], [1, 2])]
+    writer, reader = (Links(party, 3, [shape]) for party in parties)
+    writer.meet([2], time.monotonic() + LONG)
+    reader.meet([0], time.monotonic() + LONG)
+    model = jax.device_put(jnp.ones(3), jax.devices()[0])
+    writer.publish(0, 2, 0, [model], Said(0))
+    until(lambda: reader.newest_number(2, 0, 0) >= 0)
+    assert not writer._peers[1].is_known
+    until(lambda: not writer._outbox.offers)
+    reader.close()
+    writer.close()
+
+
 def test_a_message_that_was_late_and_is_sent_again_counts_once(lossy, tmp_path):
     lossy(lambda: 0.5)
     reader, writer, publish = two(tmp_path)

@@ -6,7 +6,8 @@ without revealing it: by an HMAC over both nonces and everything that was said.
     host    {"nonce"}
     guest   {"nonce", "says": its worker, the worker that it asks for, digest, whether
              it joins, "mac"}
-    host    {"says": the worker, digest, life, transfer address, step, "mac"}
+    host    {"says": the worker, that under which it asks others, digest, life, transfer
+             address, step, "mac"}
 
 Nonces are fresh for each connection, so a recorded proof cannot be replayed, and the
 proof includes the role, so it cannot be reflected to its sender. Any program may
@@ -92,11 +93,13 @@ class Answer(NamedTuple):
 
     Args:
       life: a number that differs between starts of the process.
+      guest: number of the worker under which it asks others.
       link: connection to its transfer server; None for a guest that joins.
       line: its reports from here on.
     """
 
     life: int
+    guest: int
     link: Any
     line: Line
 
@@ -176,6 +179,7 @@ class Handshakes:
     def answer(self, workers: Collection[int], life: int) -> None:
         """From now on answers for these workers, of this life."""
         of_all = {"digest": self._digest, "life": life, "first": self._first_model}
+        of_all["guest"] = min(workers)
         self._says = {worker: {"worker": worker, **of_all} for worker in workers}
         serving = asyncio.start_server(
             self._receive, sock=self._listener, limit=MAX_BYTES
@@ -389,7 +393,7 @@ class Handshakes:
                 raise
         line = Line(found.step, writer=streams[1])
         self._loop.create_task(self._watch(*streams, worker, line))
-        return Answer(found.life, link, line)
+        return Answer(found.life, found.guest, link, line)
 
     def _track(self) -> None:
         """Lets `_end` cancel the calling task."""

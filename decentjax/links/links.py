@@ -76,6 +76,7 @@ class _Peer:
     is_known: bool = False
     is_out: bool = False  # Lost, or refused: nothing waits for it.
     life: int = 0  # Identifies its process; 0 if none is known to be alive.
+    guest: int = -1  # The worker under which that asks this process.
     looked_up: float = float("-inf")
     edges: dict[tuple[int, int], Edge] = dataclasses.field(
         default_factory=lambda: collections.defaultdict(Edge)
@@ -181,8 +182,7 @@ class Links:
         def message(count: int) -> list[jax.Array]:
             return [jax.device_put(self._to_bytes(count, said), device), *joined]
 
-        # A process asks under the number of its first worker.
-        guest = min(j for j, other in self._peers.items() if other.life == life)
+        guest = self._peers[peer].guest
         self._outbox.send((worker, peer, channel), life, guest, message)
 
     def check_first_models(self) -> None:
@@ -447,7 +447,7 @@ class Links:
         known = self._peers[peer]
         known.answer = None
         try:
-            life, known.link, known.line = answer.result()
+            life, known.guest, known.link, known.line = answer.result()
         except RefusedError as why:
             self.refused[peer] = f"worker {peer} at {known.entry}: {why}"
             known.is_out, known.life = True, 0

@@ -31,6 +31,7 @@ class Host(NamedTuple):
 
     Args:
       worker: number of the requested worker.
+      guest: number of the worker under which its process asks others.
       digest: text that must be equal in all processes.
       life: a positive number that differs between starts of the process.
       transfer: address of its transfer server.
@@ -39,6 +40,7 @@ class Host(NamedTuple):
     """
 
     worker: int
+    guest: int
     digest: str
     life: int
     transfer: str
@@ -73,13 +75,14 @@ def read_host(text: str) -> Host:
     match parse(text):
         case {
             "worker": int(worker),
+            "guest": int(guest),
             "digest": str(digest),
             "life": int(life),
             "transfer": str(transfer),
             "step": step,
             "first": str(first),
         } if life > 0 and is_step(step):
-            return Host(worker, digest, life, transfer, step, first)
+            return Host(worker, guest, digest, life, transfer, step, first)
     raise ValueError("these are not the words of a peer")
 
 
