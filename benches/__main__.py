@@ -23,7 +23,7 @@ BENCHES = {
         "gpu.gpu",
         "a train step on one GPU, with and without the library",
     ),
-    "exchange": ("exchange", "what an exchange alone costs, beside a copy"),
+    "exchange": ("swaps", "what an exchange alone costs, beside a copy"),
     "step": ("overhead", "a step of one worker, beside plain optax"),
     "codec": ("codecs", "how fast messages are encoded, beside a copy"),
     "data": ("input", "reading batches, beside training with them"),

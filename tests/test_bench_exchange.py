@@ -8,7 +8,7 @@ pytest.importorskip("pyroute2", reason="needs the extra: pip install -e '.[emula
 
 from test_emulate import needs_root
 
-from benches.exchange import COPY, NARROW, ONE, TWO, ExchangeBench, main, table
+from benches.swaps import COPY, NARROW, ONE, TWO, ExchangeBench, main, table
 
 
 def row(way, seconds, num_bytes, rate="200mbit"):

@@ -66,14 +66,14 @@ def main(bench: ExchangeBench) -> int:
 
 
 def measured(bench: ExchangeBench, rate: str) -> list[dict[str, Any]]:
-    """The rows of one rate, as `benches.exchange_worker` has written them."""
+    """The rows of one rate, as `benches.swap_worker` has written them."""
     path = bench.out.absolute() / f"rows.{rate}.json"
     path.unlink(missing_ok=True)
     python = [sys.executable, "-m", "decentjax"]
     emulate = ["emulate", "--nodes", str(bench.nodes), "--rate", rate, "--"]
     sizes = map(str, bench.megabytes)
     counts = str(bench.rounds), str(bench.steps)
-    worker = ["benches.exchange_worker", str(path), *counts, *sizes]
+    worker = ["benches.swap_worker", str(path), *counts, *sizes]
     run_logged([*python, *emulate, *python, *worker], bench.out / "workers.txt")
     return [{"rate": rate} | row for row in json.loads(path.read_text())]
 

@@ -1,4 +1,4 @@
-"""A worker of the exchange bench. Started by `benches.exchange` on each node."""
+"""A worker of the exchange bench. Started by `benches.swaps` on each node."""
 
 import functools
 import json
@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benches.exchange import COPY, NARROW, ONE, PIECES, SUM, TWO
+from benches.swaps import COPY, NARROW, ONE, PIECES, SUM, TWO
 from decentjax import (
     AXIS,
     Lowering,
