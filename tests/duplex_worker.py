@@ -106,6 +106,8 @@ def main(address: str, num_workers: int, number: int) -> None:
         strict=False,
     )
     for exchange, (message_dtype, mesh) in turns:
+        if exchange.workers_per_node > 1:
+            message_dtype = None  # Leaves are sent narrower than the sums of a node.
         count += check(exchange, mesh, message_dtype)
         if message_dtype is None:
             count += check_encoded(exchange, mesh)
