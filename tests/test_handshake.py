@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import resource
 import socket
 import threading
 import time
@@ -17,6 +18,7 @@ from parties import party_of
 
 from decentjax.links import Addresses, Links, Piece, Said, bell, handshake
 from decentjax.links.handshake import MAX_GUESTS, Handshakes, RefusedError
+from decentjax.links.transport import Transports
 
 LONG = 60.0  # Longer than any wait here should be.
 OURS, THEIRS = b"0123456789abcdef", b"another secret of a stranger"
@@ -410,6 +412,19 @@ def test_a_stranger_and_one_of_another_run_do_not_keep_a_connection():
             other.ask(host.address, 1, 0).result(LONG)
         assert host._held == {}
         assert host.joining == set()
+
+
+def test_a_server_that_cannot_start_is_as_a_peer_that_has_not_answered():
+    """Both sides of a handshake pass over an OSError, and try again later."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    client = jax.devices()[0].client
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))
+    try:
+        with pytest.raises(OSError, match="a transfer server cannot start"):
+            Transports(client, "127.0.0.1")[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+    assert Transports(client, "127.0.0.1")[1].address
 
 
 def test_a_host_that_is_silent_is_lost():

@@ -47,8 +47,7 @@ class Background(Beside):
       mesh: mesh of the workers, as in `on_mesh`. If a worker is a slice of it, each of
         its devices exchanges its own shards.
       message_dtype: as in `mix`.
-      lowering: as in `mix`; by default that of `fastest_mixes`, measured before the
-        first step.
+      lowering: as in `mix`, in one program; by default as `fastest_mixes` sends.
       exchange_mesh: mesh of the devices that exchange, such as `host_mesh(mesh)`; by
         default `mesh`.
       record: function that is called with each activity of this process.

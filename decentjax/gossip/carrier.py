@@ -146,10 +146,8 @@ class Carrier:
     def _lower_encoded(self, compression: Compression) -> Mixes:
         mesh = self._exchange_mesh
         if compression.kind.average is mix_encoded:
-            codec = compression.codec
-            return {
-                one: compiled_mix_encoded(one, codec, mesh) for one in self._topology
-            }
+            options = compression.codec, mesh, self._lowering
+            return {one: compiled_mix_encoded(one, *options) for one in self._topology}
         average = mix_of(compression)  # Of all workers: it is gathered whole.
         return {
             one: jax.jit(over_workers(functools.partial(average, exchange=one), mesh))

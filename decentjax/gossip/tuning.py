@@ -137,17 +137,19 @@ def compiled_mix(
     return jax.jit(over_workers(of_worker, mesh))
 
 
-def compiled_mix_encoded(exchange: Exchange, codec: Codec, mesh: Mesh) -> Mix:
+def compiled_mix_encoded(
+    exchange: Exchange, codec: Codec, mesh: Mesh, lowering: Lowering | None = None
+) -> Mix:
     """Returns `mix_encoded` of stacked encoded leaves."""
     axis = axis_of(mesh)
-    if _in_two(as_permutations(exchange), mesh):
+    if lowering is None and _in_two(as_permutations(exchange), mesh):
         return Duplex(_sending_encoded(exchange, codec, axis), mesh)
     of_worker = functools.partial(
         mix_encoded,
         exchange=exchange,
         codec=codec,
         axis_name=axis,
-        lowering=_of_permutes(mesh),
+        lowering=lowering or _of_permutes(mesh),
     )
     return jax.jit(over_workers(of_worker, mesh))
 
