@@ -192,7 +192,8 @@ def test_a_slice_that_joins_has_the_state_of_a_peer(tmp_path):
             joined, step = peers.join(state, batch, LONG, 10, alone=LONG)
             new, end = jax.tree.map(jnp.copy, joined), time.monotonic() + LONG
             for t in itertools.count(step):
-                if peers.apart() is not None or time.monotonic() > end:
+                # The first messages may be of the very step that it took over.
+                if peers.apart() or time.monotonic() > end:
                     break
                 new, _ = peers(new, batch, t)
     wanted = seen[step]

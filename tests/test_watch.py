@@ -369,7 +369,7 @@ import time
 from decentjax import phases
 from decentjax.distributed.watch import watch
 
-watch(4.0)
+watch(8.0)
 phases.note("reading", 0)
 phases.note("reading", 1)  # The first step has longer.
 print("reads", flush=True)
@@ -386,7 +386,7 @@ def test_a_process_that_is_stopped_for_a_while_is_not_late():
         assert process.stdout.readline() == "reads\n"
         time.sleep(1)
         process.send_signal(signal.SIGSTOP)
-        time.sleep(8)
+        time.sleep(12)
         process.send_signal(signal.SIGCONT)
         assert process.wait(LONG) == 0
 
