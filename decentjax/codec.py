@@ -17,12 +17,11 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from decentjax._collectives import AxisName, permute, sum_dtype, varying_as
-from decentjax._joining import in_joined, join, places_of, split
+from decentjax._joining import in_joined
 from decentjax._slices import by_compiler, on_own_slice, over_shards, specs_of
 from decentjax.exchange import Exchange, Groups, Permutations, permutes_of
 from decentjax.mixing import (
     Lowering,
-    Sending,
     check_size,
     in_pieces,
     rounded,
@@ -390,31 +389,6 @@ def mix_encoded(
 
         came.append(on_own_slice(exchanged, messages, axis_name))
     return _differences(coded, came, exchange, codec, axis_name)
-
-
-def _sending_encoded(exchange: Exchange, codec: Codec, axis_name: AxisName) -> Sending:
-    """The parts of `mix_encoded`; all arrays of a dtype are one message.
-
-    Args:
-      exchange: the exchange, of single workers.
-      codec: the codec of the messages.
-      axis_name: as in `mix_encoded`.
-    """
-    check_encodable(exchange)
-
-    def begin(coded: Any) -> tuple[tuple, list[jax.Array]]:
-        arrays = jax.tree.leaves(_messages(coded))
-        return (), join(arrays, places_of([x.dtype for x in arrays]))
-
-    def end(coded: Any, kept: tuple, came: list[list[jax.Array]]) -> Any:
-        del kept
-        arrays, structure = jax.tree.flatten(_messages(coded))
-        places, shapes = places_of([x.dtype for x in arrays]), [x.shape for x in arrays]
-        parts = [split(one, places, shapes) for one in came]
-        messages = [jax.tree.unflatten(structure, one) for one in parts]
-        return _differences(coded, messages, exchange, codec, axis_name)
-
-    return Sending(begin, end, routes_of(as_permutations(exchange)))
 
 
 def _messages(coded: Any) -> Any:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -31,7 +31,7 @@ from decentjax._collectives import (
     varying,
     varying_as,
 )
-from decentjax._joining import JOIN_BYTES, in_joined, join, places_of, split
+from decentjax._joining import JOIN_BYTES, in_joined
 from decentjax._norms import norm_of, sums_of_squares
 from decentjax._slices import in_shards, is_on_devices, on_own_slice
 from decentjax.exchange import Exchange, Permutations, permutes_of, workers_of
@@ -79,22 +79,6 @@ class Lowering:
             raise ValueError(f"join_bytes must be at least 0, got {self.join_bytes}")
         if self.groups not in ("scatter", "sum"):
             raise ValueError(f'groups must be "scatter" or "sum", got {self.groups!r}')
-
-
-class Sending(NamedTuple):
-    """An exchange of permutations in two parts; messages are moved between them.
-
-    Args:
-      begin: function of one worker's tree that returns what `end` needs to keep, and
-        the vectors to send.
-      end: function of (tree, kept, came) that returns the mixed tree; `came` has the
-        vectors that have come in each permute, zeros where none has.
-      routes: (sender, receiver) of each message, by permute.
-    """
-
-    begin: Callable[[Any], tuple[Any, list[jax.Array]]]
-    end: Callable[[Any, Any, list[list[jax.Array]]], Any]
-    routes: Routes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -315,46 +299,6 @@ def _whole(x: jax.Array, mixed: jax.Array, how: _Mixing) -> jax.Array:
 def _nodes(how: _Mixing) -> Members:
     local = how.exchange.workers_per_node
     return np.arange(how.exchange.num_workers).reshape(-1, local).tolist()
-
-
-def sending_of(
-    exchange: Exchange, axis_name: AxisName, message_dtype: DTypeLike | None
-) -> Sending:
-    """The parts of `mix` for permutations; all float leaves of a dtype are one message.
-
-    Args:
-      exchange: exchange of permutations.
-      axis_name: as in `mix`.
-      message_dtype: as in `mix`.
-    """
-    own = Lowering()
-
-    def how(x: jax.Array) -> _Mixing:
-        return _Mixing(exchange, axis_name, _message_dtype(x, message_dtype), own)
-
-    def begin(params: Any) -> tuple[list[jax.Array], list[jax.Array]]:
-        leaves = list(filter(is_mixed, jax.tree.leaves(params)))
-        ways = [how(x) for x in leaves]
-        shares = [_share(x, way) for x, way in zip(leaves, ways, strict=True)]
-        pairs = zip(shares, ways, strict=True)
-        sent = [rounded(x, way.message_dtype) for x, way in pairs]
-        kept = shares if exchange.workers_per_node > 1 else []
-        return kept, join(sent, places_of([x.dtype for x in sent]))
-
-    def end(params: Any, kept: list[jax.Array], came: list[list[jax.Array]]) -> Any:
-        leaves, structure = jax.tree.flatten(params)
-        found = [place for place, x in enumerate(leaves) if is_mixed(x)]
-        floats = [leaves[place] for place in found]
-        shares, ways = kept or floats, list(map(how, floats))
-        places = places_of([way.message_dtype for way in ways])
-        parts = [split(one, places, [x.shape for x in shares]) for one in came]
-        models = zip(*parts, strict=True)
-        for place, way, share, arrived in zip(found, ways, shares, models, strict=True):
-            mixed = _merged(share, arrived, way)
-            leaves[place] = _whole(leaves[place], mixed, way)
-        return jax.tree.unflatten(structure, leaves)
-
-    return Sending(begin, end, routes_of(exchange))
 
 
 def routes_of(exchange: Exchange) -> Routes:

@@ -5,11 +5,13 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
 from decentjax import worker_mesh
+from decentjax.gossip import duplex
 from decentjax.gossip.duplex import is_duplex
 
 ROOT = Path(__file__).parent.parent
@@ -45,3 +47,15 @@ def test_in_two_threads_the_numbers_of_one_program_come(num_workers, count):
 def test_devices_of_one_process_share_a_thread():
     assert not is_duplex(worker_mesh(8))
     assert not is_duplex(worker_mesh(1))
+
+
+def test_after_a_failed_exchange_another_thread_sends():
+    """The one that failed may wait for a message that never comes."""
+    first, never = duplex._second_thread(), threading.Event()
+    waits = first.submit(never.wait)
+    duplex._leave(first)
+    second = duplex._second_thread()
+    assert second is not first
+    assert second.submit(sum, [1, 2]).result(10) == 3
+    never.set()
+    assert waits.result(10)

@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from decentjax._collectives import permute
 from decentjax.axis import AXIS, axis_of
 from decentjax.gossip.engine import Engine
-from decentjax.mixing import Routes, Sending
+from decentjax.gossip.sending import Sending
+from decentjax.mixing import Routes
 from decentjax.placement import is_between_processes, local_workers, over_workers
 
 _second: Engine | None = None

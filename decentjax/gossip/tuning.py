@@ -14,15 +14,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 
 from decentjax.axis import axis_of
-from decentjax.codec import (
-    Codec,
-    _sending_encoded,
-    as_permutations,
-    mix_encoded,
-)
+from decentjax.codec import Codec, as_permutations, mix_encoded
 from decentjax.exchange import Exchange, Groups, Permutations, Topology, permutes_of
 from decentjax.gossip.duplex import Duplex, is_duplex
-from decentjax.mixing import Lowering, mix, sending_of
+from decentjax.gossip.sending import sending_encoded, sending_of
+from decentjax.mixing import Lowering, mix
 from decentjax.placement import is_between_cpus, is_between_processes, over_workers
 
 MEASURED_BYTES = 4 * 2**20  # Enough to measure, and short on a slow network.
@@ -143,7 +139,7 @@ def compiled_mix_encoded(
     """Returns `mix_encoded` of stacked encoded leaves."""
     axis = axis_of(mesh)
     if lowering is None and _in_two(as_permutations(exchange), mesh):
-        return Duplex(_sending_encoded(exchange, codec, axis), mesh)
+        return Duplex(sending_encoded(exchange, codec, axis), mesh)
     of_worker = functools.partial(
         mix_encoded,
         exchange=exchange,
