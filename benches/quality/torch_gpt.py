@@ -145,18 +145,24 @@ class TorchTrainer:
         return loss.item()
 
     @torch.no_grad()
-    def bits_per_byte(self) -> float:
-        """The held-out loss of the mean model; a collective."""
+    def bits_per_byte(self) -> tuple[float, list[float]]:
+        """Held-out losses of the mean model, and of each worker's; a collective."""
+        of_workers = [0.0] * dist.get_world_size()
+        dist.all_gather_object(of_workers, self._held_out())
         own = [x.clone() for x in self._plain.parameters()]
         for x in self._plain.parameters():
             dist.all_reduce(x)
             x /= dist.get_world_size()
+        mean = self._held_out()
+        for x, value in zip(self._plain.parameters(), own, strict=True):
+            x.copy_(value)
+        return mean, of_workers
+
+    def _held_out(self) -> float:
         losses = [
             self._plain(torch.from_numpy(np.asarray(rows, np.int64))).item()
             for rows in self._task.validation()
         ]
-        for x, value in zip(self._plain.parameters(), own, strict=True):
-            x.copy_(value)
         return float(np.mean(losses)) / math.log(2)
 
 

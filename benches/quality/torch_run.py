@@ -57,8 +57,9 @@ def run(
                 write(step=step, loss=loss, steps_per_second=1 / seconds)
                 start = time.monotonic()
             if step % options.evaluation.every_steps == 0:
-                scores = {"bits_per_byte": trainer.bits_per_byte()}
-                write(step=step, mean_model=scores)
+                mean, of_workers = trainer.bits_per_byte()
+                workers = [{"bits_per_byte": loss} for loss in of_workers]
+                write(step=step, mean_model={"bits_per_byte": mean}, workers=workers)
                 start = time.monotonic()
     os._exit(0)  # Decent-DP's threads do not end.
 
