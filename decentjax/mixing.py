@@ -82,7 +82,7 @@ class Lowering:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mixing:
+class LeafMixing:
     """How one leaf is mixed: the static arguments of `mix`."""
 
     exchange: Exchange
@@ -161,8 +161,8 @@ def mix(
 
     def mix_leaves(params: Tree, axis_name: AxisName) -> Tree:
         def mix_leaf(x: jax.Array) -> jax.Array:
-            dtype = _message_dtype(x, message_dtype)
-            mixed = _mix_leaf(x, _Mixing(exchange, axis_name, dtype, lowering))
+            dtype = message_dtype_of(x, message_dtype)
+            mixed = _mix_leaf(x, LeafMixing(exchange, axis_name, dtype, lowering))
             return varying(mixed, axis_name)
 
         return _map_floats(mix_leaf, params, lowering)
@@ -250,7 +250,7 @@ def _mean(x: jax.Array, axis_name: AxisName) -> jax.Array:
     return varying_as(x, divided(total, lax.axis_size(axis_name)))
 
 
-def _message_dtype(x: jax.Array, wanted: DTypeLike | None) -> np.dtype:
+def message_dtype_of(x: jax.Array, wanted: DTypeLike | None) -> np.dtype:
     """The dtype in which a leaf is sent.
 
     A dtype with a smaller range than float32 is rejected: small numbers would never be
@@ -272,11 +272,11 @@ def _message_dtype(x: jax.Array, wanted: DTypeLike | None) -> np.dtype:
     )
 
 
-def _mix_leaf(x: jax.Array, how: _Mixing) -> jax.Array:
-    return _whole(x, _average_between(_share(x, how), how), how)
+def _mix_leaf(x: jax.Array, how: LeafMixing) -> jax.Array:
+    return from_share(x, _average_between(node_share(x, how), how), how)
 
 
-def _share(x: jax.Array, how: _Mixing) -> jax.Array:
+def node_share(x: jax.Array, how: LeafMixing) -> jax.Array:
     """What a worker averages with other nodes: its leaf, or 1/L of its node's mean."""
     local = how.exchange.workers_per_node
     if local == 1:
@@ -284,7 +284,7 @@ def _share(x: jax.Array, how: _Mixing) -> jax.Array:
     return divided(reduce_scatter(x, _nodes(how), how.axis_name), local)
 
 
-def _whole(x: jax.Array, mixed: jax.Array, how: _Mixing) -> jax.Array:
+def from_share(x: jax.Array, mixed: jax.Array, how: LeafMixing) -> jax.Array:
     """The mixed leaf, from a worker's share of it."""
     if how.exchange.workers_per_node > 1:
         mixed = all_gather(mixed.astype(x.dtype), _nodes(how), how.axis_name, x)
@@ -296,7 +296,7 @@ def _whole(x: jax.Array, mixed: jax.Array, how: _Mixing) -> jax.Array:
     return mixed.astype(x.dtype)
 
 
-def _nodes(how: _Mixing) -> Members:
+def _nodes(how: LeafMixing) -> Members:
     local = how.exchange.workers_per_node
     return np.arange(how.exchange.num_workers).reshape(-1, local).tolist()
 
@@ -313,7 +313,7 @@ def routes_of(exchange: Exchange) -> Routes:
     return routes
 
 
-def _average_between(x: jax.Array, how: _Mixing) -> jax.Array:
+def _average_between(x: jax.Array, how: LeafMixing) -> jax.Array:
     """Averages with the workers at the same position in the other nodes."""
     between, per_node = how.exchange.between, how.exchange.workers_per_node
     if isinstance(between, Permutations):
@@ -339,7 +339,7 @@ def rounded(x: jax.Array, dtype: np.dtype) -> jax.Array:
     return x.astype(dtype)
 
 
-def _group_mean(x: jax.Array, groups: Members, how: _Mixing) -> jax.Array:
+def _group_mean(x: jax.Array, groups: Members, how: LeafMixing) -> jax.Array:
     size = len(groups[0])
     if size == 1:
         return x
@@ -366,16 +366,16 @@ def in_pieces(
     return reshaped_as(x, lax.map(function, pieces).ravel())
 
 
-def _permuted(x: jax.Array, how: _Mixing) -> jax.Array:
+def _permuted(x: jax.Array, how: LeafMixing) -> jax.Array:
     routes = routes_of(how.exchange)
     if not routes:
         return x
     sent = rounded(x, how.message_dtype)
     models = [permute(sent, pairs, how.axis_name) for pairs in routes]
-    return _merged(x, models, how)
+    return merged(x, models, how)
 
 
-def _merged(x: jax.Array, models: Sequence[jax.Array], how: _Mixing) -> jax.Array:
+def merged(x: jax.Array, models: Sequence[jax.Array], how: LeafMixing) -> jax.Array:
     """`x_i + sum_j w_ij (q_j - q_i)`, with a term for each permute.
 
     Rounded weights do not sum to one. Applied to differences, the error changes how

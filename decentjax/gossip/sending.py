@@ -17,14 +17,14 @@ from decentjax.codec import (
 )
 from decentjax.exchange import Exchange
 from decentjax.mixing import (
+    LeafMixing,
     Lowering,
     Routes,
-    _merged,
-    _message_dtype,
-    _Mixing,
-    _share,
-    _whole,
+    from_share,
     is_mixed,
+    merged,
+    message_dtype_of,
+    node_share,
     rounded,
     routes_of,
 )
@@ -58,13 +58,13 @@ def sending_of(
     """
     own = Lowering()
 
-    def how(x: jax.Array) -> _Mixing:
-        return _Mixing(exchange, axis_name, _message_dtype(x, message_dtype), own)
+    def how(x: jax.Array) -> LeafMixing:
+        return LeafMixing(exchange, axis_name, message_dtype_of(x, message_dtype), own)
 
     def begin(params: Any) -> tuple[list[jax.Array], list[jax.Array]]:
         leaves = list(filter(is_mixed, jax.tree.leaves(params)))
         ways = [how(x) for x in leaves]
-        shares = [_share(x, way) for x, way in zip(leaves, ways, strict=True)]
+        shares = [node_share(x, way) for x, way in zip(leaves, ways, strict=True)]
         pairs = zip(shares, ways, strict=True)
         sent = [rounded(x, way.message_dtype) for x, way in pairs]
         kept = shares if exchange.workers_per_node > 1 else []
@@ -79,8 +79,8 @@ def sending_of(
         parts = [split(one, places, [x.shape for x in shares]) for one in came]
         models = zip(*parts, strict=True)
         for place, way, share, arrived in zip(found, ways, shares, models, strict=True):
-            mixed = _merged(share, arrived, way)
-            leaves[place] = _whole(leaves[place], mixed, way)
+            mixed = merged(share, arrived, way)
+            leaves[place] = from_share(leaves[place], mixed, way)
         return jax.tree.unflatten(structure, leaves)
 
     return Sending(begin, end, routes_of(exchange))
