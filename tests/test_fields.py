@@ -132,6 +132,7 @@ ELSEWHERE = {
     "optimizer.weight_decay": "test_optimizers",
     "rounds.error_kept": "test_train_rounds",  # A scalar is encoded almost as it is.
     "exchange.peers": "test_peer_job",
+    "exchange.quorum": "test_quorum_job",
     "exchange.groups": "test_peer_job",
     "evaluation": "test_train",
     "checkpoint": "test_checkpoint",

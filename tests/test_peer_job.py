@@ -69,7 +69,7 @@ def used(run_dir: Path, number: int) -> list[list[int]]:
     lines = path.read_text().splitlines()[1:] if path.exists() else []
     rows = [one.split(",") for one in lines]
     # The last row may not be written to its end yet.
-    mixed = [row[:5] for row in rows if len(row) == 6 and row[3]]
+    mixed = [row[:5] for row in rows if len(row) == 7 and row[3]]
     return [list(map(int, row)) for row in mixed]
 
 

@@ -7,6 +7,7 @@ import math
 import pytest
 import tiny
 
+from decentjax.gossip import AutoPatience
 from train.__main__ import main
 from train.cli.config_json import from_defaults, from_fields, to_json
 from train.cli.old_config import upgraded
@@ -16,6 +17,8 @@ from train.config import (
     GroupExchange,
     HoldingPolicy,
     PeerExchange,
+    QuorumExchange,
+    StepConfig,
     TopologyConfig,
 )
 
@@ -27,7 +30,8 @@ PAIRS = [(section, name) for section, kinds in KINDS.items() for name in kinds]
 def test_a_section_of_each_kind_is_written_and_read(section, name):
     topology = TopologyConfig(name="butterfly_groups", mean_every=4)
     groups = dataclasses.replace(RING, topology=topology)
-    whole = groups if name == "groups" else RING
+    rounds = dataclasses.replace(RING, step=StepConfig(algorithm="rounds"))
+    whole = {"groups": groups, "quorum": rounds}.get(name, RING)
     config = dataclasses.replace(whole, **{section: kind_of(section, name)()})
     fields = json.loads(to_json(config))
     assert fields[section]["kind"] == name
@@ -52,7 +56,7 @@ def test_a_name_gives_a_section_its_kind_and_its_options():
         (["--exchange", "perrs"], "got perrs: did you mean peers?"),
         (["--exchange"], "exchange must be one of auto, .* groups, got"),
         (["--policy", "damped"], "one of fixed, .*, got damped: did you mean dampi"),
-        (["--exchange.patience", "1"], "of --exchange peers or groups: give that too"),
+        (["--exchange.patience", "1"], "peers or quorum or groups: give that too"),
         (["--policy.per-epoch=2"], "an option of --policy thinning: give that too"),
     ],
 )
@@ -63,8 +67,14 @@ def test_what_no_kind_has_is_refused(options, words):
 
 @pytest.mark.parametrize("kind", [PeerExchange, GroupExchange])
 def test_without_a_patience_a_step_waits_for_ever(kind):
-    assert kind(patience=None).wait_seconds == math.inf
-    assert kind(patience=2.5).wait_seconds == 2.5
+    assert kind(patience=None).waits == math.inf
+    assert kind(patience=2.5).waits == 2.5
+
+
+@pytest.mark.parametrize("kind", [PeerExchange, QuorumExchange])
+def test_a_patience_may_adapt(kind):
+    assert kind(patience="auto").waits == AutoPatience()
+    assert kind(patience=2.5).waits == 2.5
 
 
 def test_help_lists_the_options_of_the_chosen_kind(capsys):

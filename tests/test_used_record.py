@@ -156,10 +156,18 @@ def test_a_damaged_record_stops_no_run_and_no_reader(name, how, tmp_path, capsys
 
 def test_broken_rows_are_left_out_with_a_warning(tmp_path, capsys):
     path, one = tmp_path / "used.csv", Used(3, 1, 0, (Taken(2, 3, 3),))
-    broken = ["3,1,0,x,3,3", "3,1,0,2", "-3,1,0,,,", "3,1,0,2,,", "3,1,0,2,3,3,9", "\0"]
-    path.write_text("\n".join([used_record.HEAD[:-1], "3,1,0,2,3,3", *broken, ""]))
+    broken = ["3,1,0,x,3,3,", "3,1,0,2", "-3,1,0,,,,", "3,1,0,2,,,", "\0"]
+    broken += ["3,1,0,2,3,3,9", "3,1,0,2,3,3,x", "3,1,0,,,,0.5"]
+    path.write_text("\n".join([used_record.HEAD[:-1], "3,1,0,2,3,3,", *broken, ""]))
     assert read_used(tmp_path) == [one]
-    assert f"warning: {path}: left out 6 broken row(s)" in capsys.readouterr().err
+    assert f"warning: {path}: left out 8 broken row(s)" in capsys.readouterr().err
+
+
+def test_the_weights_of_a_quorum_are_recorded_to_the_last_bit(tmp_path):
+    models = (Taken(0, 2, 8, 1 / 3), Taken(1, 8, 8, 2 / 3))
+    written = [Used(8, 1, 0, models), Used(16, 1, 0, ())]
+    write(tmp_path, 0, written)
+    assert read_used(tmp_path) == written
 
 
 @pytest.mark.parametrize("what", ["used.csv", "."])
@@ -192,10 +200,10 @@ def test_what_was_used_stays_known_up_to_the_step_where_a_run_goes_on(tmp_path):
     with begun(6):
         watch.add(Used(6, 3, 0, ()))
     assert (tmp_path / "used.csv").read_text().splitlines() == [
-        "step,worker,group,peer,version,sent",
-        *("4,2,0,1,2,4", "4,2,0,3,4,4"),
-        *("5,2,0,1,3,5", "5,2,0,3,5,5"),
-        "6,3,0,,,",
+        "step,worker,group,peer,version,sent,weight",
+        *("4,2,0,1,2,4,", "4,2,0,3,4,4,"),
+        *("5,2,0,1,3,5,", "5,2,0,3,5,5,"),
+        "6,3,0,,,,",
     ]
 
 

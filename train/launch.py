@@ -28,7 +28,7 @@ from train.job.certificates import certificates
 from train.job.processes import Process, supervise
 
 COMMAND = "DECENTJAX_COMMAND"  # As `train.run.facts` reads it.
-APART = ("peers", "groups")  # Exchanges of processes that are no job.
+APART = ("peers", "quorum", "groups")  # Exchanges of processes that are no job.
 CACHE, WARNINGS = "JAX_COMPILATION_CACHE_DIR", "PYTHONWARNINGS"
 # What may stand before a folder or a config in place of a config, by module.
 FIRST = {"train": "--resume", "train.advise": "--measure"}
@@ -252,12 +252,12 @@ def run_module(options: argparse.Namespace, target: Sequence[str], typed: str) -
         max_restarts = max_restarts or math.inf
         if rest[0] == "--resume":
             check_elastic(Path(rest[1]))
-        elif (kind := given_exchange(rest)) not in (None, "peers"):
+        elif (kind := given_exchange(rest)) not in (None, "peers", "quorum"):
             raise ValueError(
                 f"--elastic starts peers, got --exchange {kind}: leave out one of the "
                 "two"
             )
-        else:
+        elif kind != "quorum":
             rest = [*rest, "--exchange", "peers", "--exchange.elastic"]
     if max_restarts:
         check_restarts(module, rest)
@@ -326,9 +326,9 @@ def check_restarts(module: str, arguments: Sequence[str]) -> None:
 
 def check_elastic(run_dir: Path) -> None:
     """Raises a ValueError if a run is not elastic: its config cannot be changed."""
-    from train.cli.config_json import read_fields  # Takes seconds.
+    from train.cli.config_json import is_elastic, read_fields  # Takes seconds.
 
-    if not read_fields(run_dir / "config.json").get("exchange", {}).get("elastic"):
+    if not is_elastic(read_fields(run_dir / "config.json")):
         raise ValueError(
             f"{run_dir} is no elastic run: leave out --elastic, or begin another with "
             f"it and --init-from {run_dir}"

@@ -18,7 +18,7 @@ import tyro
 from decentjax import analysis
 from decentjax.topology import Topology
 from train.cli.command import command, show_usage
-from train.cli.config_json import differences, from_defaults
+from train.cli.config_json import differences, from_defaults, is_elastic
 from train.cli.options import Trust
 from train.cli.read import from_options
 from train.cli.tables import measured, quantity, words
@@ -100,8 +100,7 @@ def _peers_sections(parts: list[History]) -> list[Section]:
 
 def _members_sections(parts: list[History]) -> list[Section]:
     """Who trained when, in an elastic run."""
-    elastic = [x for x in parts if x.config.get("exchange", {}).get("elastic")]
-    parts = [part for part in elastic if lives(part)]
+    parts = [x for x in parts if is_elastic(x.config) and lives(x)]
     if not parts:
         return []
     text = (

@@ -5,14 +5,17 @@ from decentjax.gossip.background import Background, BackgroundRounds
 from decentjax.gossip.carrier import host_mesh
 from decentjax.gossip.elastic import Elastic
 from decentjax.gossip.engine import Engine, SharedEngine
+from decentjax.gossip.ledger import Read
 from decentjax.gossip.means import Butterfly
-from decentjax.gossip.peer_rounds import PeerRounds
+from decentjax.gossip.patience import AutoPatience
+from decentjax.gossip.peer_rounds import PeerRounds, count_examples
 from decentjax.gossip.peers import Peers
+from decentjax.gossip.quorum import Guard, Quorum
 from decentjax.gossip.record import Record
 from decentjax.gossip.replay_run import replay
 from decentjax.gossip.tuning import fastest_mixes
 from decentjax.gossip.wagma import Wagma, averages
-from decentjax.gossip.ways import Arrived, Swaps, Taken, Used
+from decentjax.gossip.ways import Arrived, LeftOut, Swaps, Taken, Used
 from decentjax.links import Addresses, Book, Folder, Party, Store
 from decentjax.local import Adapt
 
@@ -21,6 +24,7 @@ __all__ = [
     "Addresses",
     "AllReduce",
     "Arrived",
+    "AutoPatience",
     "Background",
     "BackgroundRounds",
     "Book",
@@ -28,9 +32,13 @@ __all__ = [
     "Elastic",
     "Engine",
     "Folder",
+    "Guard",
+    "LeftOut",
     "Party",
     "PeerRounds",
     "Peers",
+    "Quorum",
+    "Read",
     "Record",
     "SharedEngine",
     "Store",
@@ -39,6 +47,7 @@ __all__ = [
     "Used",
     "Wagma",
     "averages",
+    "count_examples",
     "fastest_mixes",
     "host_mesh",
     "replay",

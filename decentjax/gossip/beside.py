@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from decentjax import phases
@@ -172,6 +173,24 @@ class Beside(Closing):
             return [stage.leaves for stage in self._plan(state, batch).groups]
         check_no_own_model(state.opt_state, "an exchange beside the step")
         return [range(len(jax.tree.leaves(state.params)))]
+
+    def _compile(self, state: WorkerState, batch: Any) -> None:
+        """Compiles the programs of a step by running them; drops the results."""
+        rounds, known = self._rounds, jax.tree.map(jnp.copy, state)  # It is donated.
+        if not self._is_of_models:
+            known = known._replace(extra=())
+            for fragment, begin in self._begins.items():
+                extra = begin(state.params, state.key, state.extra)
+                sent = travelling(fragment, state._replace(extra=extra))
+                if rounds.compression is None:
+                    self._ends[fragment](state.params, extra, sent)
+            self._whole(*jax.tree.map(jnp.copy, (known.params, known[1:])), batch)
+        if rounds.schedule.delay:
+            plan = self._plan(known, batch)
+            values = plan.early(known.params, known[1:], batch)
+            mixed = dict(enumerate(jax.tree.leaves(known.params)))
+            for stage in (*plan.groups, plan.rest):
+                stage.compute(mixed, values)
 
     def _plan(self, state: WorkerState, batch: Any) -> Plan:
         whole = not self._port.takes_groups

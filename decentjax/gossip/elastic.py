@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from decentjax.exchange import Exchange, Topology, among
 from decentjax.state import WorkerState
 
-KEPT = 4  # Steps whose exchange is cached: messages are sent one step ahead.
+KEPT = 4  # Exchanges that are cached: messages are sent one step ahead.
 
 
 class Elastic(NamedTuple):
@@ -60,13 +60,19 @@ class Living:
     Args:
       elastic: the graphs.
       num_workers: N, the largest number of workers.
-      workers: function that returns the live workers; called once per step.
+      workers: function that returns the live workers; called once per exchange.
+      in_flight: number of exchanges that may be in flight at a time.
     """
 
     def __init__(
-        self, elastic: Elastic, num_workers: int, workers: Callable[[], Sequence[int]]
+        self,
+        elastic: Elastic,
+        num_workers: int,
+        workers: Callable[[], Sequence[int]],
+        in_flight: int = 1,
     ):
         self._elastic, self._num_workers, self._workers = elastic, num_workers, workers
+        self._kept = KEPT + in_flight
         self._exchanges: dict[int, Exchange] = {}
 
     def __getitem__(self, step: int) -> Exchange:
@@ -74,7 +80,7 @@ class Living:
             workers = tuple(self._workers())
             exchange = self._elastic.graph(len(workers))[step]
             self._exchanges[step] = among(exchange, workers, self._num_workers)
-            self._exchanges.pop(step - KEPT, None)
+            self._exchanges.pop(step - self._kept, None)
         return self._exchanges[step]
 
 

@@ -1,40 +1,67 @@
 """Sends models to peers and takes theirs, without collectives."""
 
 import functools
+import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from decentjax import phases
 from decentjax._first_model import first_model
 from decentjax.compression import Compression, Leaves
 from decentjax.exchange import Permutations, Topology, check_topology
+from decentjax.gossip.elastic import Elastic, Living, adopted, travels
 from decentjax.gossip.lanes import check_encodes
+from decentjax.gossip.ledger import Ledger, Read, shard_of
 from decentjax.gossip.messages import Form, form_of
+from decentjax.gossip.patience import AutoPatience, Waits
 from decentjax.gossip.rows import Layout, Rows
-from decentjax.gossip.ways import Arrived, Graph, Models, Used, Way, neighbors, senders
-from decentjax.links import Links, Party, Piece, check_party
+from decentjax.gossip.ways import (
+    Arrived,
+    Graph,
+    Models,
+    Used,
+    Way,
+    distances,
+    neighbors,
+    senders,
+)
+from decentjax.links import Links, Message, Party, check_party
 from decentjax.mixing import is_mixed
 from decentjax.state import WorkerState
 
+Place = tuple[int, int]
+"""Numbers of a shard, and of a batch in it."""
+JOIN_SECONDS = 3.0  # Wait for a peer's state, before the next peer is asked.
+MEET_SECONDS = 1.0  # Wait for a peer that is ahead, if others are alive.
+APART_EVERY = 10  # Exchanges between two measurements of the distance of models.
+
 
 class PeerPort:
-    """Peer-to-peer exchanges: the port of `PeerRounds`, extended by that of `Peers`.
+    """Peer-to-peer exchanges: the port of `Peers`, extended by that of `PeerRounds`.
+
+    Its peers may join and leave, and copy a worker's state.
 
     Args:
       party: this process and its workers.
       topology: exchanges that each worker takes in turn.
-      patience: longest time to wait for models, in seconds.
+      patience: longest time to wait for models, in seconds, or how it adapts.
       used: function called with the models that each worker has mixed; None for none.
       way: how models are used.
       compression: how leaves are encoded; None sends them unencoded.
+      elastic: how to continue when workers join and leave; None if they do not.
+      num_parts: number of parts of a message's `Said`, before those of the ledger.
+      read: function called with what each worker has trained on, once it is sent.
+      in_flight: number of exchanges that may be in flight at a time.
 
     Raises:
       TypeError: if `party` is not a `Party`, or `topology` not a `Topology`.
       ValueError: if the topology has groups or nodes, the workers do not fit it, the
-        patience is negative, or messages of slices are to be encoded.
+        patience is negative, messages of slices are to be encoded, or peers that join
+        and leave do not fit the way or the patience.
     """
 
     takes_groups, phase = True, phases.WAITING
@@ -43,28 +70,58 @@ class PeerPort:
         self,
         party: Party,
         topology: Topology,
-        patience: float,
+        patience: float | AutoPatience,
         used: Callable[[Used], None] | None,
         way: type[Way] = Arrived,
         compression: Compression | None = None,
+        elastic: Elastic | None = None,
+        num_parts: int = 0,
+        in_flight: int = 1,
+        read: Callable[[Read], None] | None = None,
     ):
         check_topology(topology)
         check_party(party)
         party.check(topology.num_workers)
         check_graph(topology)
         check_encodes(compression, party.mesh)
-        if not patience >= 0:
-            raise ValueError(f"patience must not be negative, got {patience}")
-        self.party, self.topology, self.patience = party, topology, patience
+        way.check(topology)
+        self.waits = Waits(patience)
+        if self.waits.auto is not None and not way.takes_newest:
+            raise ValueError(
+                "an AutoPatience measures when models arrive, and swaps are not "
+                f"awaited so: use seconds, got {patience}"
+            )
+        self.party, self.topology, self.elastic = party, topology, elastic
         self.graph: Graph = topology
         self._used, self._compression = used or (lambda _: None), compression
-        self._make_way = way
+        self._make_way, self._own_parts, self._num_parts = way, num_parts, num_parts
         self._links: Links | None = None
         self._forms: list[Form] = []
         # Of each group, its leaves and the arrays of their messages.
         self._leaves: list[Layout] = []
         self._sent: list[Layout] = []
-        self._number, self._deadline = -1, 0.0
+        self._number, self._began, self._deadline = -1, 0.0, 0.0
+        # Distances to the models mixed last, by worker and leaf group.
+        self.apart: dict[tuple[int, int], list[list[jax.Array]]] = {}
+        self._read, self._reading = read or (lambda _: None), dict[int, Place]()
+        self.ledger: Ledger | None = None
+        if elastic is not None:
+            self._check_elastic(elastic)
+            count = topology.num_workers
+            self.ledger = Ledger(count)
+            self._num_parts += count
+            self.graph = Living(elastic, count, self.living, in_flight)
+
+    def _check_elastic(self, elastic: Elastic) -> None:
+        num_workers = self.topology.num_workers
+        if not self._make_way.takes_newest or self.waits.longest == math.inf:
+            raise ValueError(
+                'elastic needs the way "arrived" and a finite patience, got '
+                f"{self._make_way.__name__} and {self.waits.longest}"
+            )
+        elastic.check(num_workers)
+        for n in range(1, num_workers + 1):
+            check_graph(elastic.graph(n))
 
     @property
     def links(self) -> Links:
@@ -77,15 +134,14 @@ class PeerPort:
         """The workers that exchange models with those of this process."""
         return {j for i in self.party.workers for j in neighbors(self.topology, i)}
 
+    def living(self) -> list[int]:
+        """The workers that are alive, including those of this process."""
+        return sorted(self.links.alive() | set(self.party.workers))
+
     def open(
-        self,
-        state: WorkerState,
-        groups: Sequence[Sequence[int]],
-        step: int,
-        further: Sequence[Sequence[Piece]] = (),
-        silent_seconds: float | None = None,
+        self, state: WorkerState, groups: Sequence[Sequence[int]], step: int
     ) -> None:
-        """Connects to the peers; `further` are the pieces of additional channels."""
+        """Connects to the peers, with a channel for each group and for whole states."""
         leaves = jax.tree.leaves(state.params)
         for group in groups:
             own = {n: leaves[n] for n in group}
@@ -93,17 +149,64 @@ class PeerPort:
             self._forms.append(form)
             self._leaves.append(Layout(list(own.values()), self.party.mesh))
             self._sent.append(Layout(sent, self.party.mesh, self._travels))
+        self.states = Layout(adopted(state), self.party.mesh, travels)
         first, *_ = Layout(leaves, self.party.mesh, lambda _: True).rows(leaves)
         self._links = Links(
             self.party,
             self.topology.num_workers,
-            [*[layout.pieces for layout in self._sent], *further],
+            [*[layout.pieces for layout in self._sent], self.states.pieces],
             self._make_way.__name__,
-            silent_seconds,
+            None if self.elastic is None else self.elastic.silent_seconds,
+            self._num_parts,
             first_model=first_model(first, step),
         )
-        self._way = self._make_way(self._links, self.graph)
-        self._links.meet(self.sources, time.monotonic() + self.patience)
+        self._way = self._build_way()
+        self._links.meet(self.sources, time.monotonic() + self.waits.longest)
+
+    def show(self, state: WorkerState, step: int) -> None:
+        """Sets the step that this process reports, and sends the state to guests."""
+        if guests := self.links.joining():
+            rows = self.states.rows(adopted(state))
+            asked = {worker for _, worker in guests}
+            # Copies, which no later step donates.
+            copies = {
+                worker: [jnp.array(x, copy=True) for x in own]
+                for worker, own in zip(self.party.workers, rows, strict=True)
+                if worker in asked
+            }
+            for guest, worker in guests:
+                whole = len(self._forms)
+                said = self._way.said(step, *[0] * self._own_parts)
+                self.links.publish(worker, guest, whole, copies[worker], said)
+        self._report(step)
+
+    def whole(
+        self, worker: int, after: int, end: float, alone: float
+    ) -> Message | None:
+        """The whole state of the first peer that sends it, of those that are ahead.
+
+        Waits until `end`, or until `alone` if no peer is alive.
+        """
+        if self.topology.num_workers == len(self.party.workers):
+            return None
+        begin, whole = time.monotonic(), len(self._forms)
+        each = max(JOIN_SECONDS, (end - begin) / 4)
+        while (now := time.monotonic()) < end:
+            heard = self.links.bell.count
+            ahead = self.links.ahead(after)
+            late = begin + MEET_SECONDS if self.links.alive() else alone
+            if not ahead and now > late:
+                break
+            for peer in sorted(ahead):
+                self.links.ask_to_join(worker, peer)
+                late = min(time.monotonic() + each, end)
+                message = self.links.wait(worker, peer, whole, after + 1, late)
+                if message is not None and message.said.step > after:
+                    if self.ledger is not None:
+                        self.ledger.hear(message.said.parts)
+                    return message
+            self.links.bell.wait(heard)
+        return None
 
     def carry(self, group: int, leaves: Leaves, step: int) -> Callable[[], Leaves]:
         """Sends a group to the peers of a step; its arrays may still be computing."""
@@ -111,6 +214,9 @@ class PeerPort:
         own, arrays = self._forms[group].parts(leaves)
         of_workers = self._sent[group].rows(arrays)
         for worker, rows in zip(self.party.workers, of_workers, strict=True):
+            if self.ledger is not None:
+                for one in self.ledger.send(worker, step):
+                    self._read(one)
             self._way.send(worker, group, rows, number)
             for peer, _ in senders(self.graph[number], worker):
                 # At once, so that the link carries it while this step still mixes.
@@ -131,15 +237,54 @@ class PeerPort:
     ) -> Leaves:
         # The patience covers all groups of a step together.
         if group == 0 or number != self._number:
-            self._number, self._deadline = number, time.monotonic() + self.patience
+            self._number, self._began = number, time.monotonic()
+            self._deadline = self._began + self.waits.begin(self._began)
         form, rows = self._forms[group], []
-        average = form.average if self._compression else self._make_way.combine
+        average = form.average if self._compression else self._way.combine
         for worker, sent in zip(self.party.workers, of_workers, strict=True):
+            if self._way.gathers or self.waits.auto is not None:
+                self._gather(worker, group, number)
             used, models = self._way.take(worker, group, sent, number, self._deadline)
             rows.append(average(self.graph, used, models))
             self._note(used, models)
         whole = self._leaves[group].stacked(list(own.values()), rows)
         return dict(zip(own, whole, strict=True))
+
+    def _gather(self, worker: int, group: int, number: int) -> None:
+        """Waits for the models of an exchange, and measures when they come."""
+        peers = {peer for peer, _ in senders(self.graph[number], worker)}
+        wait, enough = self._deadline - self._began, self._enough(len(peers), number)
+        came = self.links.gather(worker, peers, group, number, enough, wait)
+        if self.waits.measures and group == len(self._forms) - 1:
+            late = time.monotonic() - self._began
+            arrivals = [came.get(peer, math.inf) - self._began for peer in peers]
+            self.waits.add(x if x <= late else math.inf for x in arrivals)
+
+    def _enough(self, num_peers: int, number: int) -> int:
+        """The number of peers without whose models an exchange does not end."""
+        del number
+        return self._way.enough(num_peers)
+
+    def places(self, step: int) -> list[Place]:
+        """The batches that the workers of this process read in a step."""
+        if self.ledger is None:
+            self._reading = {i: (i, step) for i in self.party.workers}
+            return list(self._reading.values())
+        living = self.living() if self._links else range(self.topology.num_workers)
+        for i in self.party.workers:
+            shard = shard_of(i, step, living, len(self.ledger.positions))
+            self._reading[i] = shard, self.ledger.next_batch(i, shard)
+        return [self._reading[i] for i in self.party.workers]
+
+    def trained(self) -> None:
+        """Counts the batches that `places` has returned last as trained on."""
+        if self.ledger is not None:
+            for worker, place in self._reading.items():
+                self.ledger.add(worker, *place)
+        self._reading = {}
+
+    def _build_way(self) -> Way:
+        return self._make_way(self.links, self.graph, self.ledger)
 
     def _travels(self, x: Any) -> bool:
         return self._compression is not None or is_mixed(x)
@@ -148,10 +293,23 @@ class PeerPort:
         """The number of the exchange that begins in a step."""
         return step
 
+    def _report(self, step: int) -> None:
+        self.links.at(step)
+
     def _note(self, used: Used, models: Models) -> None:
         """Records what a worker has mixed."""
-        del models
-        self._used(used)
+        of_peers = [x for x in used.models if x.peer != used.worker]
+        is_plain = self._compression is None
+        if self.elastic and is_plain and used.step % APART_EVERY == 0 and of_peers:
+            own = models[used.worker, used.step]
+            self.apart[used.worker, used.group] = [
+                distances(own, models[taken.peer, taken.step]) for taken in of_peers
+            ]
+        self._used(self._by_step(used))
+
+    def _by_step(self, used: Used) -> Used:
+        """A record with steps for the numbers of exchanges."""
+        return used
 
 
 def check_graph(topology: Topology) -> None:

@@ -13,8 +13,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import jax
+import jax.numpy as jnp
 
+from decentjax._norms import norm_of, sums_of_squares
 from decentjax.exchange import Exchange, Permutations, Topology, permutes_of
+from decentjax.gossip.ledger import Ledger
 from decentjax.gossip.rows import Rows, on_each_device
 from decentjax.links import Links, Said
 from decentjax.mixing import mix_arrived, mix_swapped
@@ -34,11 +37,30 @@ class Taken(NamedTuple):
       step: the peer's step for which it sent the model.
       sent: in a swap, the worker's own step whose model the peer received in return;
         otherwise the step in which it is mixed.
+      weight: its weight in a mean of a `Quorum`, which then has the own model too; None
+        for that of the graph.
     """
 
     peer: int
     step: int
     sent: int
+    weight: float | None = None
+
+
+class LeftOut(NamedTuple):
+    """A model of a peer that a `Guard` has left out, or clipped.
+
+    Args:
+      peer: number of the peer.
+      step: the peer's step for which it sent the model.
+      why: "distance" or "age".
+      value: the distance of the model, or its age in rounds.
+    """
+
+    peer: int
+    step: int
+    why: str
+    value: float
 
 
 class Used(NamedTuple):
@@ -50,12 +72,14 @@ class Used(NamedTuple):
       group: number of the leaf group; for an average over a group of workers, the step
         whose groups summed the models, later than `step` for a late worker.
       models: the models, in the order in which they were added.
+      left_out: models that a guard did not trust.
     """
 
     step: int
     worker: int
     group: int
     models: tuple[Taken, ...]
+    left_out: tuple[LeftOut, ...] = ()
 
     def versions(self) -> set[tuple[int, int]]:
         """The models needed to repeat this, as (worker, step)."""
@@ -73,15 +97,39 @@ class Way(abc.ABC):
     Args:
       links: links to the peers.
       topology: the exchange of each step.
+      ledger: what is known of the data; None where no worker comes or goes.
+
+    Attributes:
+      takes_newest: whether a model stands for all that its worker has sent before, so
+        that workers may come and go, and patience may adapt.
+      gathers: whether it awaits the models of all peers together.
     """
 
-    def __init__(self, links: Links, topology: Graph):
-        self._links, self._topology = links, topology
+    takes_newest, gathers = False, False
+
+    def __init__(self, links: Links, topology: Graph, ledger: Ledger | None = None):
+        self._links, self._topology, self._ledger = links, topology, ledger
+
+    def said(self, step: int, *parts: int) -> Said:
+        """What a message says: the step, and parts that end with the ledger."""
+        if self._ledger is None:
+            return Said(step, parts=parts)
+        return Said(step, parts=(*parts, *self._ledger.positions.tolist()))
+
+    def heard(self, said: Said) -> None:
+        """Takes over what a merged message says of the data."""
+        if self._ledger is not None:
+            self._ledger.hear(said.parts)
 
     @staticmethod
     def check(topology: Topology) -> None:
         """Raises a ValueError if the graph does not allow this way."""
         del topology
+
+    def enough(self, num_peers: int) -> int:
+        """The number of peers, of some, without whose models no exchange ends."""
+        del num_peers
+        return 0
 
     @abc.abstractmethod
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
@@ -106,9 +154,12 @@ class Arrived(Way):
     models that are received more often. Works on any graph.
     """
 
+    takes_newest = True
+
     def send(self, worker: int, group: int, own: Rows, step: int) -> None:
+        said = self.said(step)
         for peer, _ in receivers(self._topology[step], worker):
-            self._links.publish(worker, peer, group, own, Said(step))
+            self._links.publish(worker, peer, group, own, said)
 
     def take(
         self, worker: int, group: int, own: Rows, step: int, deadline: float
@@ -119,6 +170,7 @@ class Arrived(Way):
             if message is not None and message.said.step > self._links.floor(peer):
                 taken.append(Taken(peer, message.said.step, step))
                 models[peer, message.said.step] = message.arrays
+                self.heard(message.said)
         return Used(step, worker, group, tuple(taken)), models
 
     @staticmethod
@@ -152,8 +204,8 @@ class Swaps(Way):
     AD-PSGD (Lian et al., 2018) without its atomic averaging.
     """
 
-    def __init__(self, links: Links, topology: Graph):
-        super().__init__(links, topology)
+    def __init__(self, links: Links, topology: Graph, ledger: Ledger | None = None):
+        super().__init__(links, topology, ledger)
         self._swaps: dict[tuple[int, int], dict[int, _Swap]] = collections.defaultdict(
             lambda: collections.defaultdict(_Swap)
         )
@@ -267,6 +319,14 @@ def chosen(
 def _average(topology: Graph, used: Used, models: Models) -> Rows:
     """The mean with the peers of the step, by the weights of its exchange."""
     return _mix_arrived(*chosen(topology, used, models))
+
+
+@on_each_device
+@jax.jit
+def distances(models: Rows, others: Rows) -> list[jax.Array]:
+    """The distance of two workers' leaves, of the pieces on each device."""
+    pairs = zip(models, others, strict=True)
+    return [norm_of(sums_of_squares([x.astype(jnp.float32) - y for x, y in pairs]))]
 
 
 @on_each_device

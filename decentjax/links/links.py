@@ -62,6 +62,7 @@ KEEP_SECONDS = 1.0  # Between two lookups of this process's own entries.
 ANSWER_SECONDS = 1.0  # Wait for an answer of another process with the same worker.
 # Layout in bytes of the number of earlier messages, and a `Said`.
 HEADER = ("count", "<i8"), ("step", "<i4"), ("number", "<i4")
+PART = "<i8"
 
 
 @dataclasses.dataclass
@@ -123,14 +124,14 @@ class Links:
         self.left: set[int] = set()
         self._book, self._slices = party.book, party.slices
         self._channels = [Channel(pieces) for pieces in channels]
-        self._header = np.dtype([*HEADER, ("parts", "<i4", (num_parts,))])
+        self._header = np.dtype([*HEADER, ("parts", PART, (num_parts,))])
         header = jax.ShapeDtypeStruct((self._header.itemsize,), np.uint8)
         self._specs = {
             (worker, number): [on_device(header, devices[0]), *channel.specs(devices)]
             for worker, devices in self._slices.items()
             for number, channel in enumerate(self._channels)
         }
-        text = repr((num_workers, self._channels, party.digest, digest, HEADER))
+        text = repr((num_workers, self._channels, party.digest, digest, HEADER, PART))
         self._secret = party.secret or b""
         tls = contexts(self._secret) if party.encrypted else None
         self._handshakes = Handshakes(
@@ -255,6 +256,77 @@ class Links:
                 messages.clear()
                 return newest
             self.bell.wait(heard, deadline)
+
+    def gather(
+        self,
+        worker: int,
+        peers: Collection[int],
+        channel: int,
+        step: int,
+        enough: int,
+        seconds: float,
+    ) -> dict[int, float]:
+        """Waits until some peers have sent a message of a step, and then for the rest.
+
+        Messages stay there, for `wait` or `take`. It does not wait for peers that have
+        died; if fewer than enough are alive, it waits no longer than for the rest.
+
+        Args:
+          worker: number of the worker that receives.
+          peers: numbers of the peers.
+          channel: channel of the messages.
+          step: the first step that is recent enough.
+          enough: number of peers without which it does not end.
+          seconds: longest wait once there are enough.
+
+        Returns:
+          By peer, the value of `time.monotonic` at which its message was found.
+
+        Raises:
+          ValueError: if a peer started from a different model.
+        """
+        found: dict[int, float] = {}
+        end = math.inf
+        while True:
+            heard = self.bell.count
+            self.check_first_models()
+            left = []
+            for peer in sorted(peers - found.keys()):
+                if self.has_sent(worker, peer, channel, step):
+                    found[peer] = time.monotonic()
+                elif not self._peers[peer].is_out:
+                    left.append(peer)
+            if len(found) >= enough or len(found) + len(left) < enough:
+                end = min(end, time.monotonic() + seconds)
+            if not left or time.monotonic() >= end:
+                return found
+            self.bell.wait(heard, end)
+
+    def has_sent(self, worker: int, peer: int, channel: int, step: int) -> bool:
+        """Whether a message of a step, or a later one, has arrived; asks for it."""
+        messages = self._arrived(worker, peer, channel)
+        edge = self._peers[peer].edges[worker, channel]
+        if edge.taken >= step or any(m.said.step >= step for m in messages):
+            return True
+        self.ask(worker, peer, channel)
+        return False
+
+    def take(self, worker: int, peer: int, channel: int, step: int) -> list[Message]:
+        """Returns the messages of a peer up to that of a step, in order, each once.
+
+        If that has not arrived, later ones too: a peer that is ahead sends no other.
+        """
+        arrived = sorted(self._arrived(worker, peer, channel), key=_step_of)
+        messages = [message for message in arrived if message.said.step <= step]
+        if not messages or messages[-1].said.step < step:
+            messages = arrived
+        kept = arrived[len(messages) :]
+        self._peers[peer].edges[worker, channel].messages[:] = kept
+        if messages:
+            edge = self._peers[peer].edges[worker, channel]
+            edge.taken = max(edge.taken, messages[-1].said.step)
+        self.ask(worker, peer, channel)
+        return messages
 
     def wait_for_number(
         self,

@@ -10,6 +10,12 @@ from decentjax.runtime.compute_times import (
     normal,
     trace,
 )
+from decentjax.runtime.goodput import (
+    Failures,
+    goodput_of_elastic,
+    goodput_of_quorum,
+    goodput_of_restarts,
+)
 from decentjax.runtime.job import Job
 from decentjax.runtime.ratios import (
     Ratios,
@@ -32,6 +38,7 @@ from decentjax.runtime.schemes import (
 __all__ = [
     "Cluster",
     "Compute",
+    "Failures",
     "Job",
     "Mixed",
     "Ratios",
@@ -45,6 +52,9 @@ __all__ = [
     "exchange_seconds",
     "exchange_without_stragglers",
     "gamma",
+    "goodput_of_elastic",
+    "goodput_of_quorum",
+    "goodput_of_restarts",
     "in_step",
     "log_normal",
     "moments",

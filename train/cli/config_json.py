@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,12 @@ def to_json(config: Config) -> str:
     for section in KINDS:
         fields[section] = {"kind": getattr(config, section).name, **fields[section]}
     return json.dumps(fields, indent=2, default=place_of) + "\n"
+
+
+def is_elastic(fields: Mapping[str, Any]) -> bool:
+    """Whether the processes of a run, by the fields of its config, come and go."""
+    exchange = fields.get("exchange", {})
+    return bool(exchange.get("elastic")) or exchange.get("kind") == "quorum"
 
 
 def from_fields(fields: dict[str, Any], trust: Sequence[str] = ()) -> Config:

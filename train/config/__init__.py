@@ -12,6 +12,7 @@ from train.config.exchange_section import (
     GroupExchange,
     InStepExchange,
     PeerExchange,
+    QuorumExchange,
 )
 from train.config.graph import TopologyConfig, TopologyName, WorkersConfig
 from train.config.optimizer import OptimizerConfig
@@ -62,6 +63,7 @@ __all__ = [
     "OptimizerConfig",
     "PeerExchange",
     "Policy",
+    "QuorumExchange",
     "RoundsConfig",
     "StepConfig",
     "StragglerConfig",

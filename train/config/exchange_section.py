@@ -1,8 +1,9 @@
 """Where models are averaged: in the step, beside it, or peer to peer."""
 
 import math
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
+from decentjax.gossip import AutoPatience, Guard, Quorum
 from train.config.checks import check_at_least
 from train.fields import checked
 
@@ -38,7 +39,7 @@ class ApartExchange:
 
     Args:
       patience: longest wait for models of other processes, in seconds; None waits
-        indefinitely.
+        indefinitely, "auto" adapts to when they arrive.
       bind: IP address, or name of a network interface, where this process listens. If
         `encrypted` is off, an address other than loopback must be on a private network.
       addresses: IP:PORT, or [IP]:PORT for IPv6, of each process; by default they find
@@ -49,15 +50,17 @@ class ApartExchange:
         by its owner; by default created in the run's folder.
     """
 
-    patience: float | None
+    patience: float | Literal["auto"] | None
     bind: str = "127.0.0.1"
     addresses: tuple[str, ...] = ()
     secret_file: str | None = None
     encrypted: bool = False
 
     @property
-    def wait_seconds(self) -> float:
-        """Longest wait for models of other processes."""
+    def waits(self) -> Any:
+        """The patience as the library takes it: seconds, or how it adapts."""
+        if self.patience == "auto":
+            return AutoPatience()
         return math.inf if self.patience is None else self.patience
 
 
@@ -67,7 +70,8 @@ class PeerExchange(ApartExchange):
 
     Args:
       patience: longest time that a step waits for models of peers, in seconds; None
-        waits for all live peers.
+        waits for all live peers, "auto" as long as most are late by, at most a tenth of
+        the step.
       way: how models of peers are used: "arrived" averages with the models received so
         far, "swaps" swaps models in pairs and preserves their mean.
       elastic: whether processes may join and leave: a step's graph is then the topology
@@ -81,15 +85,20 @@ class PeerExchange(ApartExchange):
 
     name: ClassVar[str] = "peers"
 
-    patience: float | None = 0.0
+    patience: float | Literal["auto"] | None = 0.0
     way: Literal["arrived", "swaps"] = "arrived"
     elastic: bool = False
     quorum: int = 1
     silent_seconds: float = 5.0
 
     def __post_init__(self):
-        if self.patience is not None:
+        if self.patience not in (None, "auto"):
             check_at_least(self, 0, "patience")
+        if self.patience == "auto" and self.way != "arrived":
+            raise ValueError(
+                'exchange.patience = "auto" measures when models arrive, for '
+                f'exchange.way = "arrived": give seconds, got {self.way}'
+            )
         check_at_least(self, 1, "quorum")
         # A process reports that it is alive twice per second.
         check_at_least(self, 1, "silent_seconds")
@@ -98,6 +107,73 @@ class PeerExchange(ApartExchange):
                 'exchange.elastic needs exchange.way = "arrived" and a '
                 f"finite exchange.patience, got {self.way} and {self.patience}"
             )
+
+
+@checked
+class QuorumExchange(ApartExchange):
+    """Each process is a separate run, in rounds that end without late workers.
+
+    For step.algorithm = "rounds". Workers may come and go, as in an elastic run. See
+    `decentjax.gossip.Quorum`.
+
+    Args:
+      patience: longest time that a round waits for further contributions once it has
+        its quorum, in seconds; "auto" as long as most are late by, at most a tenth of
+        the round.
+      quorum: number of contributions, the own included, without which a round does not
+        end, and number of live workers below which a process waits; None for more than
+        half of all workers, so that at most one side of a network partition trains.
+      silent_seconds: silence in seconds after which a process counts as gone, until it
+        reports again.
+      weights: what a contribution weighs: the "tokens" that it was trained on (or what
+        else the task counts), "tokens_squared_per_step" for tokens * (tokens / steps),
+        or "equal".
+      discount: factor of the weight of a contribution for each round that it is late.
+      guard: what happens to a contribution that is far from the own model: "refuse"
+        leaves it out, "clip" takes a part of it, "none" trusts all.
+      guard_ratio: its distance over the median of all, from which on it is far.
+      oldest: largest number of rounds that a contribution may be late, with a guard;
+        None for any.
+      trimmed: number of largest and of smallest values that are left out of the mean of
+        each parameter.
+    """
+
+    name: ClassVar[str] = "quorum"
+
+    patience: float | Literal["auto"] = "auto"
+    quorum: int | None = None
+    silent_seconds: float = 5.0
+    weights: Literal["tokens", "tokens_squared_per_step", "equal"] = "tokens"
+    discount: float = 0.5
+    guard: Literal["none", "refuse", "clip"] = "none"
+    guard_ratio: float = 5.0
+    oldest: int | None = None
+    trimmed: int = 0
+
+    def __post_init__(self):
+        if self.patience != "auto":
+            check_at_least(self, 0, "patience")
+        check_at_least(self, 1, "silent_seconds")
+        given = type(self)
+        unused = (self.guard_ratio, self.oldest) != (given.guard_ratio, given.oldest)
+        if self.guard == "none" and unused:
+            raise ValueError(
+                "exchange.guard-ratio and exchange.oldest are for a guard: set "
+                "exchange.guard to refuse or clip, or leave them out"
+            )
+        self.merge(1)  # For its errors.
+
+    def quorum_of(self, num_workers: int) -> int:
+        """The number of contributions without which a round does not end."""
+        return num_workers // 2 + 1 if self.quorum is None else self.quorum
+
+    def merge(self, num_workers: int) -> Quorum:
+        """How a round merges contributions, of so many workers."""
+        guard = None
+        if self.guard != "none":
+            guard = Guard(self.guard_ratio, self.guard, self.oldest)
+        count = self.quorum_of(num_workers)
+        return Quorum(count, self.weights, self.discount, guard, self.trimmed)
 
 
 @checked
@@ -121,5 +197,10 @@ class GroupExchange(ApartExchange):
 
 
 Exchange = (
-    AutoExchange | InStepExchange | BackgroundExchange | PeerExchange | GroupExchange
+    AutoExchange
+    | InStepExchange
+    | BackgroundExchange
+    | PeerExchange
+    | QuorumExchange
+    | GroupExchange
 )

@@ -19,6 +19,7 @@ from train.config.exchange_section import (
     Exchange,
     GroupExchange,
     PeerExchange,
+    QuorumExchange,
 )
 from train.config.graph import TopologyConfig, WorkersConfig
 from train.config.optimizer import OptimizerConfig
@@ -92,6 +93,8 @@ class Config:
         match self.exchange:
             case PeerExchange():
                 _check_peers(self, topology, rounds)
+            case QuorumExchange():
+                _check_quorum(self, self.exchange, rounds)
             case GroupExchange():
                 _check_groups(self)
 
@@ -103,7 +106,11 @@ class Config:
     @property
     def is_elastic(self) -> bool:
         """Whether processes may join and leave."""
-        return isinstance(self.exchange, PeerExchange) and self.exchange.elastic
+        match self.exchange:
+            case PeerExchange(elastic=elastic):
+                return elastic
+            case _:
+                return isinstance(self.exchange, QuorumExchange)
 
 
 def _check_length(config: Config) -> None:
@@ -280,6 +287,22 @@ def _check_peers(config: Config, topology: Topology, rounds: Rounds | None) -> N
         _check_elastic(config, exchange)
 
 
+def _check_quorum(
+    config: Config, exchange: QuorumExchange, rounds: Rounds | None
+) -> None:
+    """Raises a ValueError for rounds that cannot end without late workers."""
+    _check_apart(config, "rounds")
+    if rounds is not None and rounds.compression is not None:
+        raise ValueError(
+            "a quorum merges whole models: leave rounds.codec at none, got "
+            f"{config.rounds.codec}"
+        )
+    num_workers = config.workers.num_workers
+    merge = exchange.merge(num_workers)
+    _check_places(config, merge.count)
+    merge.check(num_workers)
+
+
 def _check_groups(config: Config) -> None:
     """Raises a ValueError for groups other than WAGMA-SGD's."""
     _check_apart(config, "awc", "atc")
@@ -313,22 +336,28 @@ def _check_apart(config: Config, *algorithms: str) -> None:
 
 def _check_elastic(config: Config, exchange: PeerExchange) -> None:
     """Raises a ValueError for options that need all workers."""
-    num_workers = config.workers.num_workers
     if config.step.algorithm != "awc":
         raise ValueError(
-            'exchange.elastic needs step.algorithm = "awc", got '
+            'exchange.elastic needs step.algorithm = "awc"; rounds of workers that '
+            "come and go have exchange = quorum, got "
             f"{config.step.algorithm}"
         )
-    if exchange.quorum > num_workers:
+    _check_places(config, exchange.quorum)
+
+
+def _check_places(config: Config, quorum: int) -> None:
+    """Raises a ValueError unless workers may come and go, down to a quorum."""
+    num_workers = config.workers.num_workers
+    if quorum > num_workers:
         raise ValueError(
             f"exchange.quorum must be at most {num_workers}, the number of all "
-            f"workers, got {exchange.quorum}"
+            f"workers, got {quorum}"
         )
     for n in range(1, num_workers):
         try:
             config.topology.build_for(n)
         except ValueError as error:
             raise ValueError(
-                "exchange.elastic needs a topology for each number of workers that may "
-                f"be left, such as ring; for {n} workers: {error}"
+                "workers that come and go need a topology for each number that may be "
+                f"left, such as ring; for {n} workers: {error}"
             ) from error

@@ -101,9 +101,13 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
     step, state = begin.step, begin.state
     try:
         while step < config.num_steps and not stop.stopped:
+            before = step
             if parts.admit is not None:
                 admitted = parts.admit(Begin(step, state, {}))
-                observer.skip(admitted.step - step)
+                was_away = admitted.state.params is not state.params
+                observer.skip(admitted.step - step, was_away)
+                # What is due in steps that it leaves out, as it is slow, is done later.
+                before = admitted.step if was_away else step
                 step, state, _ = admitted
                 if stop.stopped:  # It had no quorum, and takes no step without.
                     check(state, step)
@@ -130,12 +134,13 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
             if observer.log is not None and observer.log.closed:
                 stop.ask()
             end = stop.poll() or step == config.num_steps
+            is_due = functools.partial(_is_due, before, step)
             evaluate = not stop.stopped and (
-                end or step % config.evaluation.every_steps == 0
+                end or is_due(config.evaluation.every_steps)
             )
-            save = end or evaluate or step % config.checkpoint.every_steps == 0
+            save = end or evaluate or is_due(config.checkpoint.every_steps)
             save |= is_lost
-            if save or step % config.log.every_steps == 0:
+            if save or is_due(config.log.every_steps):
                 phases.note("logging")
                 if config.step.not_finite == "quarantine":
                     observer.say_quarantined(step, state, parts.first)
@@ -145,7 +150,7 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
                 # its way could meet it in another order on a peer, and both would wait
                 # forever.
                 settled = None
-                if end or step % config.log.consensus_every_steps == 0:
+                if end or is_due(config.log.consensus_every_steps):
                     train_step.settle()
                     settled = state
                 observer.measure(step, metrics, settled)
@@ -173,6 +178,11 @@ def run_steps(config: Config, begin: Begin, parts: Parts) -> tuple[int, WorkerSt
     return step, state
 
 
+def _is_due(before: int, step: int, every: int) -> bool:
+    """Whether a multiple of a number of steps was reached since a step."""
+    return step // every > before // every
+
+
 @contextlib.contextmanager
 def _advice(setup: Setup) -> Iterator[None]:
     """Adds advice on how to resume to an error about numbers that are not finite."""
@@ -186,7 +196,7 @@ def _how(setup: Setup) -> str:
     config, folder = setup.config, setup.folder
     if setup.watch is not None:
         # One of another learning rate would be refused by the others.
-        if setup.method.rounds is not None:
+        if setup.method.rounds is not None and not config.is_elastic:
             return "started again, this process goes on from its own checkpoint"
         return "started again, this process takes the model of a peer"
     if config.optimizer.schedule is not None:  # It has no such option.

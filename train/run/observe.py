@@ -69,11 +69,17 @@ class Observer:
         self._step, self._time = begin.step, time.monotonic()
         self._quarantined: dict[int, str] = {}
 
-    def skip(self, num_steps: int) -> None:
-        """Leaves out steps that this process has not done, and the time before."""
-        if num_steps:
-            self._step, self._time = self._step + num_steps, time.monotonic()
-            self._num_counted = 0
+    def skip(self, num_steps: int, was_away: bool) -> None:
+        """Leaves out steps that this process has not done.
+
+        Args:
+          num_steps: their number.
+          was_away: whether it was not training meanwhile: the time before is left out
+            too.
+        """
+        self._step += num_steps
+        if was_away:
+            self._time, self._num_counted = time.monotonic(), 0
 
     def count(self, batch: Batch) -> None:
         """Counts the examples that a step takes and those that were skipped."""

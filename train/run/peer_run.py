@@ -22,8 +22,15 @@ from decentjax.address import is_loopback, split_address, to_address
 from decentjax.local import LocalUpdate
 from decentjax.topology import default_group_size
 from train.cli.config_json import read_fields, to_json
-from train.config import ApartExchange, Config, GroupExchange
+from train.config import (
+    ApartExchange,
+    Config,
+    GroupExchange,
+    PeerExchange,
+    QuorumExchange,
+)
 from train.data.batches import Feed
+from train.data.shard_feed import ShardFeed
 from train.job.peer_place import address_of, peer_place
 from train.job.secret import put_back, read_secret, shared_secret
 from train.plain_files import write_new
@@ -108,6 +115,7 @@ def build_peers(
     folder: Path,
     used: Callable[[gossip.Used], None],
     record: gossip.Record | None = None,
+    read: Callable[[gossip.Read], None] | None = None,
 ) -> PeerStep:
     """The step of a process that exchanges models with its peers.
 
@@ -119,27 +127,59 @@ def build_peers(
       folder: folder of this process.
       used: called with each average of models.
       record: called with the spans of each step.
+      read: called with the data of each contribution, where workers come and go.
     """
     exchange, place = config.exchange, peer_place(config)
     assert isinstance(exchange, ApartExchange)
     method = build_method(config, task)
     bind, book = _bound(config, folder)
-    patience = exchange.wait_seconds
     secret = _secret(config, folder)
     own = place.workers, mesh, digest(config), bind, secret, exchange.encrypted
     party = gossip.Party(book, *own)
-    common: dict[str, Any] = {"patience": patience, "record": record, "used": used}
-    if isinstance(exchange, GroupExchange):
-        order = "awc" if method.is_early else "atc"
-        return gossip.Wagma(local, wagma_groups(config), party, order=order, **common)
-    if method.rounds is not None:
-        return gossip.PeerRounds(local, method.rounds, party, **common)
-    elastic = None
-    if exchange.elastic:
-        build = functools.cache(config.topology.build_for)
-        elastic = gossip.Elastic(build, exchange.quorum, exchange.silent_seconds)
-    way = exchange.way
-    return gossip.Peers(local, method.graph, party, way=way, elastic=elastic, **common)
+    common: dict[str, Any] = {
+        "patience": exchange.waits,
+        "record": record,
+        "used": used,
+    }
+    if config.is_elastic:
+        assert isinstance(exchange, PeerExchange | QuorumExchange)
+        build, silent = config.topology.build_for, exchange.silent_seconds
+        elastic = gossip.Elastic(functools.cache(build), _quorum(config), silent)
+        common |= {"elastic": elastic, "read": read}
+    match exchange:
+        case GroupExchange():
+            order = "awc" if method.is_early else "atc"
+            return gossip.Wagma(
+                local, wagma_groups(config), party, order=order, **common
+            )
+        case QuorumExchange():
+            common["quorum"] = exchange.merge(config.workers.num_workers)
+            common["count"] = functools.partial(_amounts, task.amount.count)
+        case PeerExchange(way=way) if method.rounds is None:
+            return gossip.Peers(local, method.graph, party, way=way, **common)
+    assert method.rounds is not None
+    return gossip.PeerRounds(local, method.rounds, party, **common)
+
+
+def _quorum(config: Config) -> int:
+    """Number of live workers below which a process waits."""
+    match config.exchange:
+        case QuorumExchange() as exchange:
+            return exchange.quorum_of(config.workers.num_workers)
+        case PeerExchange(quorum=quorum):
+            return quorum
+    return 1
+
+
+def _amounts(count: Callable[[Any], int], arrays: Any) -> list[int]:
+    """What a batch has of each worker, such as tokens."""
+    num_workers = len(jax.tree.leaves(arrays)[0])
+    if num_workers == 1:
+        return [count(arrays)]
+    rows = (
+        jax.tree.map(lambda x, i=i: x[i : i + 1], arrays) for i in range(num_workers)
+    )
+    return list(map(count, rows))
 
 
 def _bound(config: Config, folder: Path) -> tuple[str, gossip.Book]:
@@ -191,28 +231,30 @@ class Joiner(NamedTuple):
       last: latest step at which it can continue.
       log: log of this process.
       folder: folder of this process.
+      is_elastic: whether workers may come and go.
     """
 
     peers: PeerStep
-    batches: Feed
+    batches: Feed | ShardFeed
     put: Callable[[Any], Any]
     last: int
     log: Log
     folder: Path
+    is_elastic: bool
 
     def join(self, begin: Begin, is_late: bool = True) -> Begin:
         """Returns where this process continues: at the step of its peers.
 
         If none is alive, it continues from a peer's checkpoint, if that is further.
-        With rounds it continues from its own checkpoint, as their outer state is not
-        sent.
+        With rounds of all workers it continues from its own checkpoint, as they are
+        those of the others only if none is missed.
 
         Args:
           begin: its own checkpoint.
           is_late: whether others must have gone on; else it may well be the first.
         """
         batches, log = self.batches, self.log
-        if isinstance(self.peers, gossip.PeerRounds):
+        if isinstance(self.peers, gossip.PeerRounds) and not self.is_elastic:
             log.say(f"goes on from its own step {begin.step}")
             return begin
         log.say("looks for peers that are further")
@@ -232,21 +274,27 @@ class Joiner(NamedTuple):
             log.say(f"no peer is further: {how}")
             return begin
         step = min(step, self.last)
-        batches.set_step(step)
         moved = distance(state.params, begin.state.params)
         log.say(f"goes on with {whose} at step {step}, {moved:.3g} from its own")
         log.note(step, joined_after=begin.step, moved=moved)
-        state = state._replace(opt_state=_at_step(state.opt_state, step))
+        return self._at(begin._replace(state=state), step)
+
+    def _at(self, begin: Begin, step: int) -> Begin:
+        """A state and its batches at another step."""
+        self.batches.set_step(step)
+        opt_state = _at_step(begin.state.opt_state, step)
+        state = begin.state._replace(opt_state=opt_state)
         return begin._replace(step=step, state=state)
 
     def admit(self, stop: Stop, begin: Begin) -> Begin:
         """Returns where an elastic process continues before a step: mostly where it is.
 
         Without its quorum it waits. Where the others went on without it meanwhile, or
-        while it was frozen, it goes on where they are.
+        while it was frozen, it goes on where they are; where it is slow, at their next
+        round.
         """
         peers, log = self.peers, self.log
-        assert isinstance(peers, gossip.Peers)
+        assert isinstance(peers, gossip.Peers | gossip.PeerRounds)
         if not peers.has_quorum():
             log.say(f"step {begin.step}: waits for its quorum of workers")
         with phases.phase(phases.WAITING):
@@ -255,6 +303,9 @@ class Joiner(NamedTuple):
         if not stop.stopped and peers.was_away():
             log.say(f"step {begin.step}: was away, while others may have gone on")
             return self.join(begin)
+        if isinstance(peers, gossip.PeerRounds):
+            due = min(peers.due(begin.step), self.last)
+            return begin if due == begin.step else self._at(begin, due)
         return begin
 
 

@@ -41,6 +41,8 @@ class Watch:
         self._records: list[gossip.Used] = []
         self._alive: set[int] | None = None
         self._refused: set[str] = set()
+        self._left_out: set[tuple[int, str]] = set()
+        self._reads: list[list[int]] = []  # Shard, first batch and the one after.
 
     @property
     def first_worker(self) -> int:
@@ -71,21 +73,39 @@ class Watch:
         """Records which models a worker has mixed."""
         self._records.append(used)
         self._record.add(used)
+        for one in used.left_out:
+            if (one.peer, one.why) not in self._left_out:
+                self._left_out.add((one.peer, one.why))
+                warn(f"step {used.step}: {_distrusted(one)}; said once")
         if time.monotonic() - self._renewed_at >= RENEW_SECONDS:
             self._renewed_at = time.monotonic()
             self._record.renew()
             self._renew()
 
+    def read(self, one: gossip.Read) -> None:
+        """Records what a worker has trained on and sent."""
+        for read in self._reads:
+            if (read[0], read[2]) == (one.shard, one.first):
+                read[2] = one.end
+                return
+        self._reads.append([one.shard, one.first, one.end])
+
     def values(self) -> dict[str, float]:
         """Returns values for a row of the log, of the steps since the last."""
         records, self._records = self._records, []
-        ages = [one.step - model.step for one in records for model in one.models]
+        pairs = [(one, model) for one in records for model in one.models]
+        ages = [one.step - x.step for one, x in pairs if x.peer != one.worker]
         # By worker, step and group of leaves; a model is mixed group by group.
         values = {"models_mixed": len(ages) / max(1, len(records))}
-        return values | ({"models_age": float(np.mean(ages))} if ages else {})
+        values |= {"models_age": float(np.mean(ages))} if ages else {}
+        left_out = sum(len(one.left_out) for one in records)
+        return values | ({"models_left_out": left_out} if left_out else {})
 
     def say_changes(self, step: int, log: Log) -> None:
-        """Logs which peers have come, ended or died, and those that were refused."""
+        """Logs which peers have come, ended or died, those refused, and the data."""
+        if positions := getattr(self._peers, "positions", []):
+            reads, self._reads = self._reads, []
+            log.note(step, read=reads, positions=positions)
         alive = self._peers.alive() & self._senders
         if alive != self._alive:
             said = f"step {step}: {_change(self._senders, self._alive, alive)}"
@@ -106,7 +126,7 @@ class Watch:
     def _mean_moved(self, alive: set[int]) -> float | None:
         """How far workers that joined or left move the mean of all models, if known."""
         before, peers = self._alive, self._peers
-        apart = peers.apart() if isinstance(peers, gossip.Peers) else None
+        apart = peers.apart() if not isinstance(peers, gossip.Wagma) else None
         if before is None or apart is None:
             return None
         count = len(self._workers) + len(before)
@@ -130,6 +150,20 @@ def mean_moved(apart: float, before: int, gone: int, came: int) -> float:
     by_going = gone / (2 * before * stay)
     by_coming = came * (stay - 1) / (2 * stay * (stay + came) ** 2)
     return apart * math.sqrt(by_going + by_coming)
+
+
+def _distrusted(one: gossip.LeftOut) -> str:
+    """What a guard has left out or clipped, and why."""
+    if one.why == "age":
+        return (
+            f"the contribution of worker {one.peer} is {one.value:.0f} rounds late, "
+            "more than exchange.oldest, and is left out"
+        )
+    return (
+        f"the contribution of worker {one.peer} is at a distance of {one.value:.3g} "
+        "from the own model, more than exchange.guard-ratio times the median, and is "
+        "not trusted"
+    )
 
 
 def _senders(config: Config, workers: Iterable[int]) -> set[int]:

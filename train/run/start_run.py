@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import grain
 import jax
 
 from decentjax import WorkerState
@@ -13,6 +14,7 @@ from decentjax.gossip import Record
 from train.cli.config_json import to_json
 from train.cli.tables import write_json
 from train.data.batches import Batch, Feed, feed
+from train.data.shard_feed import ShardFeed
 from train.job.distributed import MetricMeans, gather
 from train.plain_files import write_whole
 from train.run.build import (
@@ -107,10 +109,9 @@ def start(
     log, renew = None, lambda: None
     if jax.process_index() == 0:
         log, renew = _open_log(setup, begin, sinks, is_late, hold, stack)
-    batches = feed(steps, config.data.num_processes)
-    batches.set_step(begin.step)
-    stack.enter_context(contextlib.closing(batches))
     train_step: Any = _build_step(setup, record)
+    batches = _build_feed(setup, steps, train_step, begin.step)
+    stack.enter_context(contextlib.closing(batches))
     stack.enter_context(train_step)
     stop, take_in = Stop(), None
     if setup.watch is not None:
@@ -163,14 +164,35 @@ def _build_step(setup: Setup, record: Record | None) -> LoopStep:
         return build_train_step(config, task, setup.optimizer, setup.mesh, record)
     assert setup.mesh is not None
     given = config, task, setup.local, setup.mesh, setup.folder
-    return build_peers(*given, setup.watch.add, record)
+    return build_peers(*given, setup.watch, record)
+
+
+def _build_feed(
+    setup: Setup, steps: grain.MapDataset[Batch], train_step: Any, step: int
+) -> Feed | ShardFeed:
+    """The batches from a step on; of an elastic run those that were not read before."""
+    config, num_processes = setup.config, setup.config.data.num_processes
+    batches = feed(steps, num_processes)
+    if config.is_elastic:
+        rows = read_metrics(setup.folder)
+        known = [x["positions"] for x in rows if "positions" in x and x["step"] <= step]
+        train_step.positions = (
+            known[-1] if known else [step] * config.workers.num_workers
+        )
+
+        def of_shard(shard: int) -> grain.MapDataset[Batch]:
+            return build_steps(config, setup.task, [shard])
+
+        batches = ShardFeed(of_shard, num_processes, train_step.places)
+    batches.set_step(step)
+    return batches
 
 
 def _meet(
     setup: Setup,
     train_step: Any,
     begin: Begin,
-    batches: Feed,
+    batches: Feed | ShardFeed,
     log: Log | None,
     is_late: bool,
     stop: Stop,
@@ -178,7 +200,8 @@ def _meet(
     """Where a process of peers begins, and what may move it on before a step."""
     assert log is not None
     is_elastic, last = setup.config.is_elastic, setup.config.num_steps - 1
-    joiner = Joiner(train_step, batches, setup.put, last, log, setup.folder)
+    own = setup.put, last, log, setup.folder, is_elastic
+    joiner = Joiner(train_step, batches, *own)
     # Of an elastic run any process may be the newcomer.
     if (is_late or is_elastic) and begin.step <= last:
         log.note(begin.step, began=round(time.time(), 3))

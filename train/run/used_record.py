@@ -22,8 +22,10 @@ from train.store.folder import MADE_AGAIN, writing
 from train.store.log import warn
 
 USED, ARCHIVE = "used.csv", "used.csv.xz"
-# As in `gossip.Used` and `gossip.Taken`; the last three are empty if none was received.
-COLUMNS = ("step", "worker", "group", "peer", "version", "sent")
+# As in `gossip.Used` and `gossip.Taken`; the last four are empty if none was received,
+# and the weight where the graph gives it.
+COLUMNS = ("step", "worker", "group", "peer", "version", "sent", "weight")
+NEEDED = COLUMNS[:-1]  # Records of earlier versions have no weight.
 HEAD = ",".join(COLUMNS) + "\n"
 MAX_TABLE_BYTES = 2**18  # To compress it takes 0.1 s, once in some 5,000 steps.
 CHUNK_BYTES = 2**16
@@ -60,7 +62,8 @@ class UsedRecord:
     def add(self, used: gossip.Used) -> None:
         """Records which models a worker has mixed."""
         own = used.step, used.worker, used.group
-        rows = [(*own, *taken) for taken in used.models] or [(*own, "", "", "")]
+        rows = [(*own, *map(_as_text, taken)) for taken in used.models]
+        rows = rows or [(*own, *[""] * (len(COLUMNS) - len(own)))]
         with writing(self._path):
             # Between two steps, by which rows are told apart that are in both files.
             if used.step > self._step and self._num_bytes > MAX_TABLE_BYTES:
@@ -110,7 +113,8 @@ def read_used(folder: Path) -> list[gossip.Used]:
         key = step, worker, group = tuple(map(int, row[:3]))
         one = found.get(key, gossip.Used(step, worker, group, ()))
         if row[3]:
-            taken = gossip.Taken(*map(int, row[3:]))
+            weight = float(row[6]) if row[6] else None
+            taken = gossip.Taken(*map(int, row[3:6]), weight)
             one = one._replace(models=(*one.models, taken))
         found[key] = one
     return list(found.values())
@@ -188,7 +192,7 @@ def _parsed(text: str, path: Path) -> Iterator[Row]:
     """The whole rows of a table, in the order of `COLUMNS`."""
     head, *lines = text.split("\n")
     names = head.split(",")
-    if not set(COLUMNS) <= set(names):
+    if not set(NEEDED) <= set(names):
         return
     broken = 0
     # The last line is empty, or was not written to its end.
@@ -205,12 +209,24 @@ def _parsed(text: str, path: Path) -> Iterator[Row]:
 
 
 def _is_row(row: Row) -> bool:
-    own, taken = row[:3], row[3:]
-    return all(map(_is_count, own)) and (not any(taken) or all(map(_is_count, taken)))
+    own, taken, weight = row[:3], row[3:6], row[6]
+    is_taken = all(map(_is_count, taken)) and (not weight or _is_weight(weight))
+    return all(map(_is_count, own)) and (not any(row[3:]) or is_taken)
 
 
 def _is_count(text: str) -> bool:
     return text.isascii() and text.isdecimal() and len(text) < 20
+
+
+def _is_weight(text: str) -> bool:
+    try:
+        return 0 <= float(text) <= 1
+    except ValueError:
+        return False
+
+
+def _as_text(value: float | None) -> str:
+    return "" if value is None else str(value)
 
 
 def _text(rows: Iterable[Iterable[object]]) -> str:

@@ -42,6 +42,8 @@ FORMS: dict[str, Any] = {
     "moved": float | None,
     "alive": list[int],
     "mean_moved": float | None,
+    "positions": list[int],
+    "read": list[list[int]],
 }
 PER_SECOND = "_per_second"
 Row = TypeVar("Row")

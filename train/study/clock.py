@@ -11,7 +11,13 @@ import numpy as np
 
 from decentjax import gossip, runtime
 from decentjax.topology import butterfly_groups
-from train.config import BackgroundExchange, Config, GroupExchange, PeerExchange
+from train.config import (
+    BackgroundExchange,
+    Config,
+    GroupExchange,
+    PeerExchange,
+    QuorumExchange,
+)
 from train.network import MaybeRate, MaybeTime, Time, rate, seconds
 from train.run.method import Method, build_method
 from train.run.peer_run import wagma_groups
@@ -91,6 +97,11 @@ class Clock:
                 _check_peers(exchange, method)
                 times, mixed = runtime.peers(cluster, job, method.graph, count, seed)
                 return Timed(times, _used(mixed, count, config.workers.num_workers))
+            case QuorumExchange():
+                raise ValueError(
+                    "rounds that end without late workers have no clock: compare those "
+                    "of all workers, with exchange = auto"
+                )
             case GroupExchange():
                 return self._of_groups(config, method, cluster, job, seed)
         in_thread = isinstance(exchange, BackgroundExchange)

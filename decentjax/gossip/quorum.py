@@ -1,0 +1,391 @@
+"""Means of what workers have learned, without those that are late.
+
+A round ends once `count` workers have contributed and a patience has passed. What comes
+later counts in the next round. Without a coordinator each worker decides for itself.
+"""
+
+import collections
+import dataclasses
+import functools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from decentjax._collectives import sum_dtype
+from decentjax.gossip.ledger import Ledger
+from decentjax.gossip.rows import Rows, on_each_device
+from decentjax.gossip.ways import (
+    Graph,
+    LeftOut,
+    Models,
+    Taken,
+    Used,
+    Way,
+    distances,
+    receivers,
+    senders,
+)
+from decentjax.links import Links, Message, Said
+from decentjax.schedule import Schedule
+
+Weights = Literal["tokens", "tokens_squared_per_step", "equal"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Guard:
+    """Which contributions a worker does not trust.
+
+    The distance of a contribution is `|x_j - x_i|`, from the worker's own model.
+
+    Args:
+      ratio: largest distance over the median of all contributions of peers.
+      action: what happens to a farther one: "refuse" leaves it out, "clip" moves it
+        towards the own model until it is as near as that.
+      oldest: largest age, in rounds; None for any.
+
+    Raises:
+      ValueError: if it would refuse all contributions.
+
+    Examples:
+      >>> from decentjax import gossip
+      >>> guard = gossip.Guard(ratio=3.0, action="clip")
+
+    Source: clipping around the own model is that of He et al., Byzantine-robust
+    decentralized learning via ClippedGossip (2022), with another radius.
+    """
+
+    ratio: float = 5.0
+    action: Literal["refuse", "clip"] = "refuse"
+    oldest: int | None = None
+
+    def __post_init__(self):
+        if self.action not in ("refuse", "clip"):
+            raise ValueError(
+                f'a guard\'s action is "refuse" or "clip", got {self.action!r}'
+            )
+        if not self.ratio > 1:
+            raise ValueError(
+                "a guard's ratio must be above 1, as half of all contributions are "
+                f"farther than the median, got {self.ratio}"
+            )
+        if self.oldest is not None and self.oldest < 0:
+            raise ValueError(
+                "a guard that refuses all contributions: oldest must be at least 0 "
+                f"rounds, got {self.oldest}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Quorum:
+    """How a round merges what workers have learned, without those that are late.
+
+    Worker i merges each contribution c, a model x_c, once, its own included:
+
+        q_i = sum_c w_c x_c / sum_c w_c,    w_c = W_ij f(tokens_c, steps_c) gamma^age_c
+
+    `tokens_c` is what c's worker j has trained on since its contribution before, in
+    `steps_c` steps, and W_ij its weight in the exchange. The age is the number of
+    rounds that worker i has merged since the one from which c started: 0 for one that
+    comes in time, 1 for one that missed its round.
+
+    Args:
+      count: K, number of contributions, the own included, without which a round does
+        not end, as long as so many workers are alive.
+      weights: f: "tokens", "tokens_squared_per_step" for tokens * (tokens / steps), or
+        "equal" for 1.
+      discount: gamma, in (0, 1].
+      guard: which contributions it does not trust; None trusts all.
+      trimmed: number of largest and of smallest values that are left out of the mean of
+        each parameter.
+
+    Raises:
+      ValueError: if a number is out of range.
+
+    Examples:
+      >>> from decentjax import gossip
+      >>> quorum = gossip.Quorum(count=6, guard=gossip.Guard())
+
+    Source: Douillard et al., Decoupled DiLoCo (2026), whose means a server computes.
+    The trimmed mean is that of Yin et al. (2018), with weights.
+    """
+
+    count: int = 1
+    weights: Weights = "tokens"
+    discount: float = 0.5
+    guard: Guard | None = None
+    trimmed: int = 0
+
+    def __post_init__(self):
+        if self.weights not in ("tokens", "tokens_squared_per_step", "equal"):
+            raise ValueError(
+                'weights must be "tokens", "tokens_squared_per_step" or "equal", got '
+                f"{self.weights!r}"
+            )
+        if self.count < 1 or not 0 < self.discount <= 1 or self.trimmed < 0:
+            raise ValueError(
+                "a quorum needs a count of at least 1, a discount in (0, 1], and "
+                f"trimmed of at least 0, got {self.count}, {self.discount} and "
+                f"{self.trimmed}"
+            )
+
+    def check(self, num_workers: int) -> None:
+        """Raises a ValueError unless so many workers can be one."""
+        if self.count > num_workers:
+            raise ValueError(
+                f"a round of {num_workers} workers has no {self.count} contributions: "
+                f"the quorum's count must be at most {num_workers}"
+            )
+        if 2 * self.trimmed >= num_workers:
+            raise ValueError(
+                f"of {num_workers} values, {2 * self.trimmed} trimmed ones leave none: "
+                f"trimmed must be less than {num_workers / 2:g}"
+            )
+
+    def weight(self, tokens: int, steps: int, age: int) -> float:
+        """f(tokens, steps) gamma^age; 0 for what was not trained at all."""
+        if steps <= 0:
+            return 0.0
+        values = {
+            "tokens": tokens,
+            "tokens_squared_per_step": tokens * tokens / steps,
+            "equal": 1.0,
+        }
+        return values[self.weights] * self.discount**age
+
+
+class Trained(NamedTuple):
+    """What a worker has trained since its process began, as its messages say it.
+
+    Args:
+      tokens: number of tokens.
+      steps: number of steps.
+      base: number of rounds of a fragment merged before, over the whole run.
+    """
+
+    tokens: int = 0
+    steps: int = 0
+    base: int = 0
+
+
+NUM_PARTS = len(Trained._fields)  # Of a message.
+
+
+class Contribution(NamedTuple):
+    """A model of a round, and what it is worth before the exchange's weight."""
+
+    worker: int
+    step: int
+    trained: Trained
+    weight: float
+    age: int
+    rows: Rows
+
+
+class QuorumMeans(Way):
+    """The means of `Quorum`, of one process.
+
+    Args:
+      links: links to the peers, with messages of `NUM_PARTS` parts.
+      topology: the exchange of each round.
+      quorum: how they are merged.
+      schedule: schedule of the rounds.
+      ledger: as in `Way`.
+    """
+
+    takes_newest, gathers = True, True
+
+    def __init__(
+        self,
+        links: Links,
+        topology: Graph,
+        quorum: Quorum,
+        schedule: Schedule,
+        ledger: Ledger | None = None,
+    ):
+        super().__init__(links, topology, ledger)
+        self._quorum, self._schedule = quorum, schedule
+        self._trained: dict[int, Trained] = collections.defaultdict(Trained)
+        # By worker, group and round: what its contribution says.
+        self._sent: dict[tuple[int, int, int], Trained] = {}
+        self._base: dict[tuple[int, int], int] = {}
+        # Of each edge: the life of the peer's process, and what was merged of it.
+        self._merged: dict[tuple[int, int, int], tuple[int, Trained]] = {}
+
+    def count(self, worker: int, tokens: int) -> None:
+        """Counts a step that a worker has trained."""
+        now = self._trained[worker]
+        self._trained[worker] = Trained(now.tokens + tokens, now.steps + 1)
+
+    def forget(self, worker: int) -> None:
+        """A worker begins from a peer's anchor: what it has not sent yet is gone."""
+        merged = [last for (i, j, _), (_, last) in self._merged.items() if i == j]
+        last = max(merged, default=Trained()) if merged else Trained()
+        self._trained[worker] = last
+        for key in [key for key in self._base if key[0] == worker]:
+            del self._base[key]
+
+    def enough(self, num_peers: int) -> int:
+        return min(self._quorum.count - 1, num_peers)
+
+    def send(self, worker: int, group: int, own: Rows, step: int) -> None:
+        turn = _turn(self._schedule, step, group)
+        base = self._base.setdefault((worker, group), turn)
+        trained = self._trained[worker]._replace(base=base)
+        self._sent[worker, group, step] = trained
+        said = self.said(step, *trained)
+        for peer, _ in receivers(self._topology[step], worker):
+            self._links.publish(worker, peer, group, own, said)
+
+    def take(
+        self, worker: int, group: int, own: Rows, step: int, deadline: float
+    ) -> tuple[Used, Models]:
+        del deadline  # `gather` has waited.
+        sent = self._sent.pop((worker, group, step))
+        found = [self._contribution((worker, worker, group), sent, step, own, sent, 0)]
+        said: dict[tuple[int, int], Said] = {}
+        for peer, _ in senders(self._topology[step], worker):
+            edge = worker, peer, group
+            for message in self._links.take(*edge, step):
+                found.append(self._of(edge, message, sent))
+                said[peer, message.said.step] = message.said
+        self._base[worker, group] = _turn(self._schedule, step, group) + 1
+        found, left_out = self._trusted(found)
+        for one in found[1:]:
+            self.heard(said[one.worker, one.step])
+        weights = self._weights(worker, step, found)
+        taken = [
+            Taken(one.worker, one.step, step, weight)
+            for one, weight in zip(found, weights, strict=True)
+        ]
+        models = {(one.worker, one.step): one.rows for one in found}
+        used = Used(step, worker, group, tuple(sorted(taken)), tuple(left_out))
+        return used, models
+
+    def combine(self, topology: Graph, used: Used, models: Models) -> Rows:
+        del topology
+        return mean_of(used, models, self._quorum.trimmed)
+
+    def _of(
+        self, edge: tuple[int, int, int], message: Message, own: Trained
+    ) -> Contribution:
+        said, rows = message
+        life = self._links.life_of(edge[1])
+        return self._contribution(
+            edge, Trained(*said.parts[:NUM_PARTS]), said.step, rows, own, life
+        )
+
+    def _contribution(
+        self,
+        edge: tuple[int, int, int],
+        trained: Trained,
+        step: int,
+        rows: Rows,
+        own: Trained,
+        life: int,
+    ) -> Contribution:
+        before_life, before = self._merged.get(edge, (life, Trained()))
+        if before_life != life:
+            before = Trained()  # A process that starts again counts from zero.
+        self._merged[edge] = life, trained
+        age = max(0, own.base - trained.base)
+        steps, tokens = trained.steps - before.steps, trained.tokens - before.tokens
+        weight = self._quorum.weight(tokens, steps, age)
+        return Contribution(edge[1], step, trained, weight, age, rows)
+
+    def _trusted(
+        self, found: list[Contribution]
+    ) -> tuple[list[Contribution], list[LeftOut]]:
+        """The contributions that count, the first unchanged, and the others."""
+        guard, (own, *others) = self._quorum.guard, found
+        counting = [one for one in others if one.weight > 0]
+        if guard is None or not counting:
+            return [own, *counting], []
+        kept, left_out = [own], []
+        far = [_distance(own.rows, one.rows) for one in counting]
+        # Of two the smaller, as the larger may be the bad one.
+        limit = guard.ratio * statistics.median_low(far)
+        for one, distance in zip(counting, far, strict=True):
+            is_finite = math.isfinite(distance)
+            if guard.oldest is not None and one.age > guard.oldest:
+                left_out.append(LeftOut(one.worker, one.step, "age", float(one.age)))
+            elif is_finite and distance <= limit:
+                kept.append(one)
+            else:
+                left_out.append(LeftOut(one.worker, one.step, "distance", distance))
+                if guard.action == "clip" and is_finite:
+                    # s x_c + (1 - s) x_i: a part of its weight goes to the own model.
+                    part = one.weight * limit / distance
+                    kept[0] = kept[0]._replace(
+                        weight=kept[0].weight + one.weight - part
+                    )
+                    kept.append(one._replace(weight=part))
+        return kept, left_out
+
+    def _weights(
+        self, worker: int, step: int, found: Sequence[Contribution]
+    ) -> list[float]:
+        """w_c over their sum; all on the own model if that is 0."""
+        of_peers = dict(senders(self._topology[step], worker))
+        own = 1 - sum(of_peers.values())
+        given = [of_peers.get(one.worker, own) * one.weight for one in found]
+        total = math.fsum(given)
+        if not total > 0:
+            return [1.0] + [0.0] * (len(found) - 1)
+        return [x / total for x in given]
+
+
+def mean_of(used: Used, models: Models, trimmed: int = 0) -> Rows:
+    """The weighted mean of the models of a record, as its worker has computed it."""
+    rows = [models[one.peer, one.step] for one in used.models]
+    weights = np.array([one.weight for one in used.models], np.float32)
+    if len(rows) > 2 * trimmed > 0:
+        return _trimmed(rows[0], rows, weights, trimmed)
+    # A program for each power of two, and not for each number of contributions.
+    more = 2 ** math.ceil(math.log2(len(rows))) - len(rows)
+    return _mean(rows[0], rows + more * rows[:1], np.pad(weights, (0, more)))
+
+
+@on_each_device
+@jax.jit
+def _mean(first: Rows, rows: list[Rows], weights: Any) -> Rows:
+    """In the order of the workers: who merges the same has the same, bit for bit."""
+    return [
+        sum(
+            (w * x.astype(sum_dtype(x)) for w, x in zip(weights, leaves, strict=True)),
+            start=jnp.zeros((), sum_dtype(like)),
+        ).astype(like.dtype)
+        for like, *leaves in zip(first, *rows, strict=True)
+    ]
+
+
+@on_each_device
+@functools.partial(jax.jit, static_argnums=3)
+def _trimmed(first: Rows, rows: list[Rows], weights: Any, trimmed: int) -> Rows:
+    def of_leaf(like: jax.Array, *leaves: jax.Array) -> jax.Array:
+        values = jnp.stack(leaves).astype(sum_dtype(like))
+        order = jnp.argsort(values, axis=0)[trimmed : len(leaves) - trimmed]
+        kept = jnp.take_along_axis(values, order, axis=0)
+        shares = jnp.asarray(weights, values.dtype)[order]
+        total = shares.sum(0)
+        mean = (kept * shares).sum(0) / jnp.where(total > 0, total, 1)
+        return jnp.where(total > 0, mean, kept.mean(0)).astype(like.dtype)
+
+    return [of_leaf(*leaves) for leaves in zip(first, *rows, strict=True)]
+
+
+def _distance(own: Rows, other: Rows) -> float:
+    squares = sum(float(x) ** 2 for x in distances(own, other))
+    return math.sqrt(squares) if math.isfinite(squares) else math.inf
+
+
+def _turn(schedule: Schedule, number: int, group: int) -> int:
+    """How many rounds of a fragment begin before the round of a number."""
+    fragments = schedule.fragments
+    order = [fragments.index(one.leaves) for one in schedule.rounds if one.exchange]
+    periods, rest = divmod(number, len(order))
+    return periods * order.count(group) + order[:rest].count(group)
