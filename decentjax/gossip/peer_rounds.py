@@ -243,7 +243,8 @@ class _RoundPort(PeerPort):
     def _is_behind(self, number: int) -> bool:
         """Whether a quorum of peers has sent a round."""
         one = self._schedule[self._schedule.step_of(number)].sends
-        assert self._quorum is not None and one is not None
+        assert self._quorum is not None
+        assert one is not None
         group = self._schedule.fragments.index(one.leaves)
         enough = max(1, self._quorum.count - 1)
         return all(

@@ -164,7 +164,7 @@ def _build_step(setup: Setup, record: Record | None) -> LoopStep:
         return build_train_step(config, task, setup.optimizer, setup.mesh, record)
     assert setup.mesh is not None
     given = config, task, setup.local, setup.mesh, setup.folder
-    return build_peers(*given, setup.watch, record)
+    return build_peers(*given, setup.watch.add, record, setup.watch.read)
 
 
 def _build_feed(
@@ -174,11 +174,12 @@ def _build_feed(
     config, num_processes = setup.config, setup.config.data.num_processes
     batches = feed(steps, num_processes)
     if config.is_elastic:
-        rows = read_metrics(setup.folder)
-        known = [x["positions"] for x in rows if "positions" in x and x["step"] <= step]
-        train_step.positions = (
-            known[-1] if known else [step] * config.workers.num_workers
-        )
+        count = config.workers.num_workers
+        rows = [row for row in read_metrics(setup.folder) if row["step"] <= step]
+        known = [
+            row["positions"] for row in rows if len(row.get("positions", "")) == count
+        ]
+        train_step.positions = known[-1] if known else [step] * count
 
         def of_shard(shard: int) -> grain.MapDataset[Batch]:
             return build_steps(config, setup.task, [shard])

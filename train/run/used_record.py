@@ -113,8 +113,9 @@ def read_used(folder: Path) -> list[gossip.Used]:
         key = step, worker, group = tuple(map(int, row[:3]))
         one = found.get(key, gossip.Used(step, worker, group, ()))
         if row[3]:
+            peer, version, sent = map(int, row[3:6])
             weight = float(row[6]) if row[6] else None
-            taken = gossip.Taken(*map(int, row[3:6]), weight)
+            taken = gossip.Taken(peer, version, sent, weight)
             one = one._replace(models=(*one.models, taken))
         found[key] = one
     return list(found.values())
